@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from lockstep.cli.opened import TARGET, of_last_run, used_config
-from lockstep.cli.stages import RESULTS
-from lockstep.cli.terminal import JSON, echo_json, working
+from lockstep.cli.options import AT_LEAST_1, JSON, RESULTS
+from lockstep.cli.terminal import echo_json, working
 from lockstep.targets import Results
 
 
@@ -16,7 +16,7 @@ from lockstep.targets import Results
 @TARGET
 @click.option("--prompt", help="The text to follow.  [default: the first golden prompt that fails, else the longest]")
 @JSON
-@click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: all]")
+@click.option("--threads", type=AT_LEAST_1, help="CPU threads.  [default: all]")
 @RESULTS
 def bisect(target: str, prompt: str | None, as_json: bool, threads: int | None, results: Path) -> None:
     """Find where a target goes wrong: engine against graph against PyTorch."""

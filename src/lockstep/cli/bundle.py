@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from lockstep.cli.opened import BUNDLE_SUFFIX, TARGET, made_target, used_config
-from lockstep.cli.stages import RESULTS
-from lockstep.cli.terminal import JSON, echo_json, file_json
+from lockstep.cli.options import FILE, JSON, RESULTS
+from lockstep.cli.terminal import echo_json, file_json
 from lockstep.errors import InputError
 from lockstep.targets import Results
 
@@ -16,14 +16,8 @@ from lockstep.targets import Results
 @click.command()
 @TARGET
 @click.option("--weights", is_flag=True, help="Pack the weights too.")
-@click.option(
-    "--out",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="The file to write.  [default: MODEL-PRECISION-LAYERS-BACKEND.tar]",
-)
-@click.option(
-    "--sign-key", metavar="KEY", type=click.Path(dir_okay=False, path_type=Path), help="Sign it with this private key."
-)
+@click.option("--out", type=FILE, help="The file to write.  [default: MODEL-PRECISION-LAYERS-BACKEND.tar]")
+@click.option("--sign-key", metavar="KEY", type=FILE, help="Sign it with this private key.")
 @click.option("--sign-keyless", is_flag=True, help="Sign it by your identity, with Sigstore's services.")
 @JSON
 @RESULTS

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lockstep.cli.terminal import JSON, echo_json, working
+from lockstep.cli.options import CONFIG, JSON
+from lockstep.cli.terminal import echo_json, working
 from lockstep.errors import CheckError, InputError
 
 if TYPE_CHECKING:
@@ -22,9 +23,6 @@ _SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 _TIMES = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _CACHE = click.option(
     "--cache", "folder", metavar="FOLDER", help="The cache.  [default: LOCKSTEP_CACHE, else the config's]"
-)
-_CONFIG = click.option(
-    "--config", "config_file", type=click.Path(path_type=Path), help="The config.  [default: config/config.yaml]"
 )
 
 
@@ -49,7 +47,7 @@ def cache() -> None:
 @cache.command()
 @JSON
 @_CACHE
-@_CONFIG
+@CONFIG
 def ls(folder: str | None, config_file: Path | None, as_json: bool) -> None:
     """List the entries: stage, build key, size, last use."""
     from lockstep.provenance.cache.upkeep import bytes_text, look, summary
@@ -86,7 +84,7 @@ def ls(folder: str | None, config_file: Path | None, as_json: bool) -> None:
 )
 @JSON
 @_CACHE
-@_CONFIG
+@CONFIG
 def prune(
     max_size: float | None, older_than: float | None, folder: str | None, config_file: Path | None, as_json: bool
 ) -> None:
@@ -105,7 +103,7 @@ def prune(
 @cache.command()
 @JSON
 @_CACHE
-@_CONFIG
+@CONFIG
 def verify(folder: str | None, config_file: Path | None, as_json: bool) -> None:
     """Hash all files of the cache.
 
@@ -131,10 +129,7 @@ def verify(folder: str | None, config_file: Path | None, as_json: bool) -> None:
 
 
 def _entry(used: Used) -> dict[str, Any]:
-    """Return an entry as JSON.
-
-    size: bytes; last_use: UTC.
-    """
+    """Return an entry as JSON. size: bytes; last_use: UTC."""
     entry = used.entry
     stage, _, of = str(entry).partition(" ")
     about = {"stage": stage, "of": of, "key": entry.key, "files": len(entry.files), "size": entry.size}
@@ -142,10 +137,7 @@ def _entry(used: Used) -> dict[str, Any]:
 
 
 def _contents(contents: Contents) -> dict[str, Any]:
-    """Return how much the cache holds, as JSON.
-
-    size: bytes of all files.
-    """
+    """Return how much the cache holds, as JSON. size: bytes of all files."""
     rest = {name: sorted(map(str, getattr(contents, name))) for name in ("damaged", "temporary", "foreign")}
     return {"num_entries": len(contents.entries), "num_files": len(contents.blobs), "size": contents.size, **rest}
 

@@ -11,7 +11,8 @@ import click
 
 from lockstep import __version__
 from lockstep.cli.extras import EXTRAS
-from lockstep.cli.terminal import JSON, echo_json
+from lockstep.cli.options import JSON, PATH
+from lockstep.cli.terminal import echo_json
 from lockstep.errors import is_installed, pip_install
 from lockstep.targets import is_quantized
 
@@ -36,7 +37,7 @@ _BYTES = {
 
 
 @click.command()
-@click.argument("config", required=False, type=click.Path(path_type=Path), metavar="[CONFIG.yaml]")
+@click.argument("config", required=False, type=PATH, metavar="[CONFIG.yaml]")
 @JSON
 def doctor(config: Path | None, as_json: bool) -> None:
     """Say what can be built and run here, and what is missing, with its install line.

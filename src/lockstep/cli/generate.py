@@ -10,44 +10,33 @@ import click
 
 from lockstep.cli.guarded import GroupedCommand
 from lockstep.cli.opened import SPECULATIVE, TARGET_OR_BUNDLE, runnable, speculative
-from lockstep.cli.stages import RESULTS
-from lockstep.cli.terminal import JSON
+from lockstep.cli.options import AT_LEAST_1, JSON, PATH, RESULTS
 from lockstep.errors import InputError
 
 
 class _Generate(GroupedCommand):
     groups = {
-        "What is completed": ("--prompt", "--input", "--output", "--max-new-tokens", "--stop", "--adapter"),
-        "Sampling": ("--temperature", "--top-k", "--top-p", "--seed"),
+        "What is completed": "prompt input output max-new-tokens stop adapter",
+        "Sampling": "temperature top-k top-p seed",
     }
 
 
 @click.command(cls=_Generate)
 @TARGET_OR_BUNDLE
-@click.option(
-    "--weights", type=click.Path(path_type=Path), help="For a bundle without weights: their folder, or a weights.json."
-)
+@click.option("--weights", type=PATH, help="For a bundle without weights: their folder, or a weights.json.")
 @click.option("--prompt", help="The text to go on from.")
+@click.option("--input", "source", type=PATH, help="Or a file of prompts, one JSON record a line.")
+@click.option("--output", "out", type=PATH, help="For --input: the file of completions.")
+@click.option("--max-new-tokens", type=AT_LEAST_1, default=64)
+@click.option("--temperature", type=float, default=0.0, help="0 takes the most likely token.")
+@click.option("--top-k", type=int, default=0, help="Draw from so many most likely tokens; 0: from all.")
 @click.option(
-    "--input", "source", type=click.Path(path_type=Path), help="Or a file of prompts, one JSON record a line."
+    "--top-p", type=float, default=1.0, help="Draw from the most likely tokens that make up this probability."
 )
-@click.option("--output", "out", type=click.Path(path_type=Path), help="For --input: the file of completions.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True)
-@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 takes the most likely token.")
-@click.option(
-    "--top-k", type=int, default=0, show_default=True, help="Draw from so many most likely tokens; 0: from all."
-)
-@click.option(
-    "--top-p",
-    type=float,
-    default=1.0,
-    show_default=True,
-    help="Draw from the most likely tokens that make up this probability.",
-)
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--seed", type=int, default=0)
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text. May be given several times.")
 @click.option("--adapter", metavar="NAME", help="Compute it with this adapter of the model.")
-@click.option("--threads", type=click.IntRange(min=1), help="CPU threads.  [default: LOCKSTEP_THREADS, else all]")
+@click.option("--threads", type=AT_LEAST_1, help="CPU threads.  [default: LOCKSTEP_THREADS, else all]")
 @SPECULATIVE
 @JSON
 @RESULTS

@@ -10,16 +10,16 @@ import click
 from lockstep.cli.extras import missing_package
 from lockstep.errors import guard
 
-SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 120, "show_default": True}
 
 
 class GroupedCommand(click.Command):
     """A command whose help has its options below titles.
 
-    groups: a group's title to the options that stand in it; others stand below "Options".
+    groups: a group's title to the options that stand in it, without dashes; others stand below "Options".
     """
 
-    groups: Mapping[str, tuple[str, ...]] = {}
+    groups: Mapping[str, str] = {}
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         records = {
@@ -29,7 +29,7 @@ class GroupedCommand(click.Command):
         }
         for title, names in self.groups.items():
             with formatter.section(title):
-                formatter.write_dl([records.pop(name) for name in names])
+                formatter.write_dl([records.pop(f"--{name}") for name in names.split()])
         with formatter.section("Options"):
             formatter.write_dl(list(records.values()))
 

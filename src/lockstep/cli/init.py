@@ -6,12 +6,13 @@ from pathlib import Path
 
 import click
 
+from lockstep.cli.options import PATH
 from lockstep.errors import InputError
 
 
 @click.command()
 @click.argument("source", metavar="FOLDER|hf:ORG/NAME|MODEL.gguf")
-@click.option("--out", type=click.Path(path_type=Path), help="The file to write.  [default: NAME.yaml]")
+@click.option("--out", type=PATH, help="The file to write.  [default: NAME.yaml]")
 def init(source: str, out: Path | None) -> None:
     """Write the first config of a model, which works as it is.
 

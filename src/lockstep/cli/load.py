@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lockstep.cli.load_options import LoadOptions, load_spec
-from lockstep.cli.terminal import JSON, echo_json
+from lockstep.cli.options import AT_LEAST_0, AT_LEAST_1, FOLDER, JSON, PATH
+from lockstep.cli.terminal import echo_json
 from lockstep.errors import CheckError, InputError
 
 if TYPE_CHECKING:
@@ -22,10 +23,7 @@ _LATE = 0.005  # seconds: a quarter of a decode step's usual 20 ms
 
 
 class _Rates(click.ParamType):
-    """A parameter type: requests per second, several by commas.
-
-    -1 and inf are all at once.
-    """
+    """A parameter type: requests per second, several by commas. -1 and inf are all at once."""
 
     name = "rates"
 
@@ -42,81 +40,60 @@ class _Rates(click.ParamType):
 @click.command(context_settings={"token_normalize_func": lambda token: token.replace("_", "-")})
 @click.argument("url")
 @click.argument("workload", required=False, metavar="[WORKLOAD]")
-@click.option("--dataset", type=click.Path(path_type=Path), help="Prompts from a file: JSON, or JSON lines.")
+@click.option("--dataset", type=PATH, help="Prompts from a file: JSON, or JSON lines.")
 @click.option(
     "--token-norm-dist", metavar="IN,SD,OUT,SD", help="Or drawn: mean and deviation of prompt and answer, tokens."
 )
-@click.option("--histogram", type=click.Path(path_type=Path), help="Or drawn with lengths from a file of histograms.")
+@click.option("--histogram", type=PATH, help="Or drawn with lengths from a file of histograms.")
 @click.option("--histogram-key", help="Which of them: KEY_ip and KEY_op.  [default: input and output]")
-@click.option("--trace", type=click.Path(path_type=Path), help="Or requests with their times: JSON lines.")
+@click.option("--trace", type=PATH, help="Or requests with their times: JSON lines.")
 @click.option("--input-mean", type=float, help="--token-norm-dist in four options.")
 @click.option("--input-stdev", type=float, default=0.0)
 @click.option("--output-mean", type=float)
 @click.option("--output-stdev", type=float, default=0.0)
-@click.option(
-    "--tokenizer-dir", type=click.Path(path_type=Path), help="Send texts as token ids: a folder with tokenizer.json."
-)
+@click.option("--tokenizer-dir", type=PATH, help="Send texts as token ids: a folder with tokenizer.json.")
 @click.option(
     "--tokenizer-type", type=click.Choice(["auto", "llama", "t5"]), hidden=True, help="tokenizer.json says it."
 )
-@click.option("--max-input-len", type=click.IntRange(min=1), help="Leave out prompts of more token ids.")
-@click.option(
-    "--protocol", "-i", type=click.Choice(["http", "grpc"]), default="http", show_default=True, help="grpc: Triton's."
-)
-@click.option(
-    "--requests", "--num-requests", type=click.IntRange(min=1), help="How many.  [default: 100, or all of a file]"
-)
+@click.option("--max-input-len", type=AT_LEAST_1, help="Leave out prompts of more token ids.")
+@click.option("--protocol", "-i", type=click.Choice(["http", "grpc"]), default="http", help="grpc: Triton's.")
+@click.option("--requests", "--num-requests", type=AT_LEAST_1, help="How many.  [default: 100, or all of a file]")
 @click.option(
     "--rate",
     "--request-rate",
     type=_Rates(),
     default="inf",
-    help="Requests/s, a run each: 2,4,8.  [default: all at once]",
+    show_default="all at once",
+    help="Requests/s, a run each: 2,4,8.",
 )
-@click.option("--arrivals", "--time-delay-dist", default="exponential", show_default=True, help="Or constant.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
-@click.option("--concurrency", "-c", type=click.IntRange(min=1), help="Most requests in flight.  [default: no limit]")
+@click.option("--arrivals", "--time-delay-dist", default="exponential", help="Or constant.")
+@click.option("--seed", type=AT_LEAST_0, default=0)
+@click.option("--concurrency", "-c", type=AT_LEAST_1, help="Most requests in flight.  [default: no limit]")
 @click.option("--cancel", type=float, default=0.0, help="Cancel this share of the requests, such as 0.1.")
 @click.option(
-    "--cancel-within",
-    type=click.FloatRange(min=0),
-    default=1.0,
-    show_default=True,
-    help="At most so many seconds after they were sent.",
+    "--cancel-within", type=click.FloatRange(min=0), default=1.0, help="At most so many seconds after they were sent."
 )
 @click.option(
     "--endpoint", type=click.Choice(["completions", "chat", "triton"]), help="[default: completions; triton over gRPC]"
 )
 @click.option("--model", help="As the server calls it.  [default: its first; Triton's by the prompt]")
-@click.option(
-    "--max-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Where the file says none."
-)
+@click.option("--max-tokens", type=AT_LEAST_1, default=64, help="Where the file says none.")
 @click.option("--body", metavar="JSON", help='Fields for each request, such as \'{"temperature": 0.8, "seed": 1}\'.')
-@click.option("--goodput", default="", metavar="LIMITS", help="Count requests within ttft:500,tpot:30,e2el:5000 (ms).")
-@click.option("--warmup", type=click.IntRange(min=0), default=1, show_default=True, help="Requests before each run.")
 @click.option(
-    "--timeout",
-    type=click.FloatRange(min=0, min_open=True),
-    default=600.0,
-    show_default=True,
-    help="Seconds for a request.",
+    "--goodput",
+    default="",
+    show_default=False,
+    metavar="LIMITS",
+    help="Count requests within ttft:500,tpot:30,e2el:5000 (ms).",
 )
-@click.option("--api-key-file", type=click.Path(path_type=Path), help="A file with the API key.")
+@click.option("--warmup", type=AT_LEAST_0, default=1, help="Requests before each run.")
+@click.option("--timeout", type=click.FloatRange(min=0, min_open=True), default=600.0, help="Seconds for a request.")
+@click.option("--api-key-file", type=PATH, help="A file with the API key.")
 @click.option("--functional", is_flag=True, help="Check the answers instead: alone, streamed, all at once.")
 @click.option("--exact", is_flag=True, help="With --functional: the same texts among the others as alone.")
-@click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), help="A folder for load.json, requests.jsonl and plots."
-)
-@click.option(
-    "--check", type=click.Path(path_type=Path), help="Exit code 1 where a figure is worse than in this load.json."
-)
-@click.option(
-    "--rtol",
-    type=click.FloatRange(min=0),
-    default=0.1,
-    show_default=True,
-    help="With --check: by more than this share.",
-)
+@click.option("--out", type=FOLDER, help="A folder for load.json, requests.jsonl and plots.")
+@click.option("--check", type=PATH, help="Exit code 1 where a figure is worse than in this load.json.")
+@click.option("--rtol", type=click.FloatRange(min=0), default=0.1, help="With --check: by more than this share.")
 @JSON
 def load(url: str, workload: str | None, as_json: bool, **given: Any) -> None:
     """Measure a server that speaks OpenAI's API, or Triton's.

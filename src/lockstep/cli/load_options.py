@@ -90,7 +90,6 @@ def load_spec(workload: str | None, options: LoadOptions) -> LoadSpec:
 
 
 def _prompts(workload: str | None, options: LoadOptions) -> tuple[list[Prompt], dict[str, Any]]:
-    """Return the prompts, and what a report says of them."""
     from lockstep.artifacts.files import sha256_file
     from lockstep.load import workload as made
 

@@ -8,32 +8,18 @@ from pathlib import Path
 import click
 
 from lockstep.cli.opened import BUNDLE_SUFFIX
-from lockstep.cli.terminal import JSON, echo_json, file_json, working
+from lockstep.cli.options import AT_LEAST_1, FILE, JSON, LOCKS, PATH, RESULTS
+from lockstep.cli.terminal import echo_json, file_json, working
 from lockstep.errors import CheckError, InputError
 from lockstep.targets import Results
-
-_RESULTS = click.option(
-    "--results",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path("results"),
-    show_default=True,
-    help="The results tree.",
-)
-_LOCKS = click.option(
-    "--locks",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path("locks"),
-    show_default=True,
-    help="The folder of the lock files.",
-)
 
 
 @click.command()
 @click.argument("models", nargs=-1, metavar="[MODEL]...")
 @click.option("--renew", is_flag=True, help="Drop engines that other devices locked for graphs that have changed.")
 @JSON
-@_LOCKS
-@_RESULTS
+@LOCKS
+@RESULTS
 def lock(models: tuple[str, ...], renew: bool, as_json: bool, locks: Path, results: Path) -> None:
     """Write locks/<model>.lock.json of finished models.
 
@@ -72,18 +58,18 @@ def lock(models: tuple[str, ...], renew: bool, as_json: bool, locks: Path, resul
     "keys",
     multiple=True,
     metavar="PUBLIC_KEY",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     help="A public key that may have signed. May be given several times.",
 )
 @click.option("--identity", nargs=2, metavar="ADDRESS ISSUER", help="Who signed without a key.")
 @click.option(
     "--rebuilders",
-    type=click.IntRange(min=1),
+    type=AT_LEAST_1,
     help="Ask for so many signed statements, by --key, of others who made the same bytes.",
 )
 @JSON
-@_LOCKS
-@_RESULTS
+@LOCKS
+@RESULTS
 def verify(
     models: tuple[str, ...],
     deep: bool,
@@ -176,8 +162,8 @@ def _verify_rebuilds(locks: list[Path], keys: tuple[Path, ...], at_least: int) -
 
 
 @click.command()
-@click.argument("first", type=click.Path(path_type=Path))
-@click.argument("second", type=click.Path(path_type=Path))
+@click.argument("first", type=PATH)
+@click.argument("second", type=PATH)
 @JSON
 def diff(first: Path, second: Path, as_json: bool) -> None:
     """List what differs between two lock files.

@@ -64,7 +64,6 @@ def used_config(results: Results) -> Config:
 
 
 def of_last_run(tree: Results) -> str:
-    """Return what the config of a results tree is, in words for a message."""
     return f"{tree.config()}, the config of the last run"
 
 

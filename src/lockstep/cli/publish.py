@@ -10,18 +10,18 @@ from typing import Any
 import click
 
 from lockstep.cli.opened import TARGET, made_target, used_config
-from lockstep.cli.stages import RESULTS
-from lockstep.cli.terminal import JSON, echo_json, file_json, working
+from lockstep.cli.options import FILE, JSON, RESULTS
+from lockstep.cli.terminal import echo_json, file_json, working
 from lockstep.errors import InputError
 from lockstep.targets import Results
 
 _REFERENCE = click.argument("reference", metavar="HOST/REPOSITORY[:TAG]")
 _PLAIN = click.option("--plain-http", is_flag=True, help="Without TLS, as for a registry on this machine.")
-_BUNDLE = click.Path(dir_okay=False, path_type=Path)
+_BUNDLE = FILE
 
 
 def _lock(words: str) -> Callable[[Any], Any]:
-    return click.option("--lock", metavar="LOCK", type=click.Path(dir_okay=False, path_type=Path), help=words)
+    return click.option("--lock", metavar="LOCK", type=FILE, help=words)
 
 
 @click.command()

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from lockstep.cli.opened import used_config
-from lockstep.cli.stages import RESULTS
-from lockstep.cli.terminal import JSON, echo_json
+from lockstep.cli.options import JSON, RESULTS
+from lockstep.cli.terminal import echo_json
 from lockstep.targets import Results
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def _collect(tree: Results) -> Summary:
 @JSON
 @RESULTS
 def report(as_json: bool, results: Path) -> None:
-    """Write the summary and the report's pages anew."""
+    """Write the summary and the report's pages again."""
     from lockstep.report.renew import summarise
 
     tree = Results(results)

@@ -8,8 +8,9 @@ from pathlib import Path
 import click
 
 from lockstep.cli.opened import TARGET, made_target, used_config
-from lockstep.cli.stages import CONFIG, RESULTS, Project
-from lockstep.cli.terminal import JSON, echo_json
+from lockstep.cli.options import AT_LEAST_1, CONFIG, FILE, JSON, RESULTS
+from lockstep.cli.stages import Project
+from lockstep.cli.terminal import echo_json
 from lockstep.errors import CheckError, InputError
 from lockstep.targets import Results
 
@@ -49,18 +50,18 @@ def explain(target: str, as_json: bool, config_file: Path | None, results: Path)
 
 @click.command()
 @TARGET
-@click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True, help="How often to build again.")
+@click.option("--rounds", type=AT_LEAST_1, default=3, help="How often to build again.")
 @click.option("--tokens-only", is_flag=True, help="Exit code 0 where the golden tokens are the same, whatever differs.")
 @click.option(
     "--against",
     metavar="LOCK",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     help="Build it once, and compare with this lock, which may be another machine's. Results need not be there.",
 )
 @click.option(
     "--sign",
     metavar="KEY",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FILE,
     help="With --against, where all is the same: leave a statement beside the lock, signed with this private key.",
 )
 @CONFIG

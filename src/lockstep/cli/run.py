@@ -16,7 +16,7 @@ _CONFIG_OPTIONS = ("--configfile", "--configfiles")
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
-@click.option("--cores", default="all", show_default=True, metavar="N", help="CPU cores that jobs share.")
+@click.option("--cores", default="all", metavar="N", help="CPU cores that jobs share.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[CONFIG.yaml] [SNAKEMAKE OPTIONS]...")
 def run(cores: str, arguments: tuple[str, ...]) -> None:
     """Make and check all targets of a config, below results/ in this folder.

@@ -12,8 +12,8 @@ import click
 
 from lockstep.cli.guarded import GroupedCommand
 from lockstep.cli.opened import SPECULATIVE, TARGET_OR_BUNDLE, runnable, speculative
+from lockstep.cli.options import AT_LEAST_0, AT_LEAST_1, PATH, RESULTS
 from lockstep.cli.serve_options import ServeOptions, run_server
-from lockstep.cli.stages import RESULTS
 from lockstep.errors import PREFIX, Ended
 from lockstep.serve.settings import EngineOptions, ServiceLimits
 from lockstep.targets import MOST_RANKS
@@ -49,55 +49,31 @@ class _Bytes(click.ParamType):
 
 class _Serve(GroupedCommand):
     groups = {
-        "Where it listens": ("--host", "--port", "--unix", "--grpc-port", "--api-key-file", "--until-stdin-ends"),
-        "Sizes and scheduling": (
-            "--max-model-len",
-            "--max-num-seqs",
-            "--kv-bytes",
-            "--chunk-size",
-            "--long-prefill-token-threshold",
-            "--admission",
-            "--no-prefix-caching",
-            "--threads",
-            "--speculative",
-            "--tensor-parallel",
-        ),
-        "What requests may do": (
-            "--served-model-name",
-            "--allow-adapter-loading",
-            "--fold-token-ids",
-            "--tool-call-parser",
-            "--reasoning-parser",
-            "--max-queue",
-            "--max-queue-tokens",
-            "--queue-timeout",
-            "--grammar-timeout",
-            "--max-body",
-            "--body-timeout",
-            "--slow-reader",
-        ),
-        "Operation": ("--drain", "--stall", "--metrics-prefix", "--request-log", "--otlp-traces-endpoint"),
+        "Where it listens": "host port unix grpc-port api-key-file until-stdin-ends",
+        "Sizes and scheduling": "max-model-len max-num-seqs kv-bytes chunk-size long-prefill-token-threshold admission "
+        "no-prefix-caching threads speculative tensor-parallel",
+        "What requests may do": "served-model-name allow-adapter-loading fold-token-ids tool-call-parser "
+        "reasoning-parser max-queue max-queue-tokens queue-timeout grammar-timeout max-body body-timeout slow-reader",
+        "Operation": "drain stall metrics-prefix request-log otlp-traces-endpoint",
     }
 
 
 @click.command(cls=_Serve)
 @TARGET_OR_BUNDLE
-@click.option("--weights", type=click.Path(path_type=Path), help="For a bundle without weights: their folder.")
+@click.option("--weights", type=PATH, help="For a bundle without weights: their folder.")
 @click.option(
     "--python",
     metavar="INTERPRETER",
     help="The Python that the engines run in.  [default: as the config says; of a bundle, this one]",
 )
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at; 0.0.0.0: all.")
+@click.option("--host", default="127.0.0.1", help="Address to listen at; 0.0.0.0: all.")
 @click.option(
     "--port", type=click.IntRange(0, 65535), help="0: any that is free.  [default: 8000; with --unix no port at all]"
 )
-@click.option(
-    "--unix", type=click.Path(path_type=Path), help="Serve HTTP at this Unix socket, for this user's processes only."
-)
+@click.option("--unix", type=PATH, help="Serve HTTP at this Unix socket, for this user's processes only.")
 @click.option(
     "--triton-repository",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="A repository that `lockstep triton` wrote: its options are used instead of those here.",
 )
 @click.option("--until-stdin-ends", is_flag=True, help="End, as by SIGTERM, when whoever holds its stdin is gone.")
@@ -114,15 +90,13 @@ class _Serve(GroupedCommand):
     help="Let requests name folders in it as adapters, which are checked and loaded on first use.  [default: none]",
 )
 @click.option("--served-model-name", metavar="NAME", help="The model's name in requests.  [default: as in TARGET]")
-@click.option("--api-key-file", type=click.Path(path_type=Path), help="API keys, one a line; requests must bring one.")
+@click.option("--api-key-file", type=PATH, help="API keys, one a line; requests must bring one.")
 @click.option(
     "--max-model-len",
     type=click.IntRange(min=2),
     help="Tokens of a request, prompt and answer.  [default: limits.max_seq_len, to which the target is checked]",
 )
-@click.option(
-    "--max-num-seqs", type=click.IntRange(min=1), help="Requests that run at a time.  [default: limits.max_batch_size]"
-)
+@click.option("--max-num-seqs", type=AT_LEAST_1, help="Requests that run at a time.  [default: limits.max_batch_size]")
 @click.option(
     "--kv-bytes",
     type=_Bytes(),
@@ -136,12 +110,12 @@ class _Serve(GroupedCommand):
 )
 @click.option(
     "--chunk-size",
-    type=click.IntRange(min=1),
+    type=AT_LEAST_1,
     help="Long prompts are cut at multiples of it.  [default: 256 with onnxruntime, 64 on a GPU]",
 )
 @click.option(
     "--long-prefill-token-threshold",
-    type=click.IntRange(min=1),
+    type=AT_LEAST_1,
     help="Tokens of one prompt in a step beside requests that decode, at most.  [default: a chunk on a CPU, none on a "
     "GPU]",
 )
@@ -149,49 +123,32 @@ class _Serve(GroupedCommand):
     "--admission",
     type=click.Choice(["guaranteed", "optimistic"]),
     default="guaranteed",
-    show_default=True,
     help="optimistic: admit before all of a request's memory is sure; swap when it runs out.",
 )
 @click.option("--no-prefix-caching", is_flag=True, help="Compute each prompt from its start.")
 @click.option(
     "--threads",
-    type=click.IntRange(min=1),
+    type=AT_LEAST_1,
     help="CPU threads of the engine.  [default: LOCKSTEP_THREADS, else one fewer than there are]",
 )
 @SPECULATIVE
 @click.option(
     "--max-queue",
-    type=click.IntRange(min=0),
+    type=AT_LEAST_0,
     default=ServiceLimits.max_queue,
-    show_default=True,
     help="Requests that may wait for a slot; more get 429.",
 )
 @click.option(
-    "--max-queue-tokens",
-    type=click.IntRange(min=1),
-    default=ServiceLimits.max_queue_tokens,
-    show_default=True,
-    help="Tokens of their prompts.",
+    "--max-queue-tokens", type=AT_LEAST_1, default=ServiceLimits.max_queue_tokens, help="Tokens of their prompts."
 )
+@click.option("--queue-timeout", type=_POSITIVE, default=ServiceLimits.queue_timeout, help="Seconds that one may wait.")
 @click.option(
-    "--queue-timeout",
-    type=_POSITIVE,
-    default=ServiceLimits.queue_timeout,
-    show_default=True,
-    help="Seconds that one may wait.",
-)
-@click.option(
-    "--slow-reader",
-    type=_POSITIVE,
-    default=ServiceLimits.slow_reader,
-    show_default=True,
-    help="Seconds that a client may not read.",
+    "--slow-reader", type=_POSITIVE, default=ServiceLimits.slow_reader, help="Seconds that a client may not read."
 )
 @click.option(
     "--grammar-timeout",
     type=_POSITIVE,
     default=EngineOptions.grammar_seconds,
-    show_default=True,
     help="Seconds that a grammar may take to compile.",
 )
 @click.option(
@@ -204,29 +161,21 @@ class _Serve(GroupedCommand):
     metavar="NAME",
     help="How the model marks its reasoning; none: it stays in the content.  [default: as its chat template tells]",
 )
-@click.option("--max-body", type=_Bytes(), default="4M", show_default=True, help="Largest body of a request.")
-@click.option("--body-timeout", type=_POSITIVE, default=30.0, show_default=True, help="Seconds that one may take.")
-@click.option(
-    "--drain",
-    type=_SECONDS,
-    default=30.0,
-    show_default=True,
-    help="Seconds for running requests to finish after SIGTERM.",
-)
+@click.option("--max-body", type=_Bytes(), default="4M", help="Largest body of a request.")
+@click.option("--body-timeout", type=_POSITIVE, default=30.0, help="Seconds that one may take.")
+@click.option("--drain", type=_SECONDS, default=30.0, help="Seconds for running requests to finish after SIGTERM.")
 @click.option(
     "--stall",
     type=_POSITIVE,
     default=ServiceLimits.stall,
-    show_default=True,
     help="Seconds without a sign of life after which the engine is started anew.",
 )
 @click.option(
     "--metrics-prefix",
     default="lockstep",
-    show_default=True,
     help="Of the series at /metrics; vllm: for dashboards that ask for its names.",
 )
-@click.option("--request-log", type=click.Path(path_type=Path), help="A JSON line for each request; -: stderr.")
+@click.option("--request-log", type=PATH, help="A JSON line for each request; -: stderr.")
 @click.option(
     "--otlp-traces-endpoint",
     metavar="URL",

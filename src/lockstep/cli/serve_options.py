@@ -103,10 +103,7 @@ def _limits(checked: Limits, options: ServeOptions) -> Limits:
 
 
 def run_server(found: Runnable, options: ServeOptions) -> None:
-    """Serve an opened target or bundle until SIGTERM or Ctrl-C.
-
-    Raises InputError for options that do not fit it.
-    """
+    """Serve an opened target or bundle until SIGTERM or Ctrl-C. Raises InputError for options that do not fit it."""
     from lockstep.artifacts.chat_template import ChatTemplate
     from lockstep.runtime.tokenizer import Tokenizer
     from lockstep.serve.bodies import Access
@@ -149,13 +146,8 @@ def run_server(found: Runnable, options: ServeOptions) -> None:
     )
     if (root := options.allow_adapter_loading) is not None:
         _check_adapter_loading(place)
-    limits = ServiceLimits(
-        max_queue=options.max_queue,
-        max_queue_tokens=options.max_queue_tokens,
-        queue_timeout=options.queue_timeout,
-        stall=options.stall,
-        slow_reader=options.slow_reader,
-    )
+    names = ("max_queue", "max_queue_tokens", "queue_timeout", "stall", "slow_reader")
+    limits = ServiceLimits(**{name: getattr(options, name) for name in names})
     name = place.target.model if options.served_model_name is None else options.served_model_name
     if not name.strip():
         raise InputError("--served-model-name: expected a name, found an empty one")
@@ -188,7 +180,6 @@ def run_server(found: Runnable, options: ServeOptions) -> None:
 
 
 def _observers(options: ServeOptions, name: str) -> list[RequestLog | Traces]:
-    """Return what is told of each request when it has ended. Raises InputError."""
     observers: list[RequestLog | Traces] = []
     if options.otlp_traces_endpoint is not None:
         from lockstep.serve.traces import Traces  # needs packages of its own
@@ -249,10 +240,7 @@ def _threads() -> int | None:
 
 
 def _keys(path: Path | None) -> list[str]:
-    """Return the keys of a file, one a line.
-
-    Empty lines and those that begin with # are none. Raises InputError.
-    """
+    """Return the keys of a file, one a line. Empty lines and those that begin with # are none. Raises InputError."""
     if path is None:
         return []
     keys = []

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lockstep.cli.options import CONFIG, PATH, RESULTS
 from lockstep.cli.terminal import echo_json_line, working
 from lockstep.errors import InputError, note
 from lockstep.targets import Results, Target
@@ -19,20 +20,6 @@ from lockstep.targets import Results, Target
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
     from lockstep.stages import Stage
-
-RESULTS = click.option(
-    "--results",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path("results"),
-    show_default=True,
-    help="The results tree.",
-)
-CONFIG = click.option(
-    "--config",
-    "config_file",
-    type=click.Path(path_type=Path),
-    help="The config.  [default: config/config.yaml, else the only one here, else that of the last run here]",
-)
 
 
 @dataclass(frozen=True)
@@ -76,7 +63,6 @@ class Project:
 
 
 def _of_given(config_file: Path | None, results: Results) -> str:
-    """Return what the config of `--config` is, in words for a message."""
     from lockstep.config.load import given
 
     return str(config_file) if config_file else f"{given(None, results)}; --config names another"
@@ -136,9 +122,7 @@ def _command(name: str) -> click.Command:
         command = click.option("--newest", is_flag=True, help=newest)(command)
     if name == "convert":
         command = click.option("--merge", metavar="NAME", help="Instead: merge this adapter into the checkpoint.")(
-            click.option("--out", type=click.Path(path_type=Path), help="For --merge: the new checkpoint's folder.")(
-                command
-            )
+            click.option("--out", type=PATH, help="For --merge: the new checkpoint's folder.")(command)
         )
     return command
 

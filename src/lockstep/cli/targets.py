@@ -11,8 +11,9 @@ from typing import Any
 
 import click
 
-from lockstep.cli.stages import CONFIG, RESULTS, load_config
-from lockstep.cli.terminal import JSON, echo_json
+from lockstep.cli.options import CONFIG, JSON, PATH, RESULTS
+from lockstep.cli.stages import load_config
+from lockstep.cli.terminal import echo_json
 from lockstep.errors import InputError
 from lockstep.targets import Results
 
@@ -56,10 +57,6 @@ def targets(config_file: Path | None, results: Path, verbose: bool, as_json: boo
 
 
 def _layers(path: Path) -> dict[str, Any]:
-    """Return each layer's block class, attention variant and exit.
-
-    With them the SHA-256 of their graphs.
-    """
     from lockstep.artifacts.assembly import Assembly
 
     assembly = Assembly.load(path)
@@ -75,7 +72,7 @@ def _layers(path: Path) -> dict[str, Any]:
 
 
 @click.command()
-@click.argument("graph", type=click.Path(path_type=Path))
+@click.argument("graph", type=PATH)
 @JSON
 def show(graph: Path, as_json: bool) -> None:
     """Print the operators, shapes and slots of a graph."""

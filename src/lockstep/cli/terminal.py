@@ -10,8 +10,6 @@ from typing import Any
 
 import click
 
-JSON = click.option("--json", "as_json", is_flag=True, help="One JSON document instead of text.")
-
 
 def echo_json(value: Any) -> None:
     """Print one JSON document, keys sorted."""

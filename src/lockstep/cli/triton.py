@@ -13,28 +13,26 @@ from pathlib import Path
 import click
 
 from lockstep.cli.opened import BUNDLE_SUFFIX, runnable
-from lockstep.cli.stages import RESULTS
-from lockstep.cli.terminal import JSON, echo_json
+from lockstep.cli.options import AT_LEAST_1, JSON, PATH, RESULTS
+from lockstep.cli.terminal import echo_json
 from lockstep.errors import CheckError, InputError
 from lockstep.serve.settings import ServiceLimits
 
 
 @click.command()
 @click.argument("target", required=False, metavar="TARGET|BUNDLE.tar")
-@click.argument("out", required=False, type=click.Path(path_type=Path))
-@click.option("--check", type=click.Path(path_type=Path), metavar="OUT", help="Instead: check a repository.")
-@click.option("--socket", type=click.Path(path_type=Path), help="The Unix socket.  [default: OUT/lockstep.sock]")
-@click.option("--serve-options", default="", metavar="TEXT", help="More options of `lockstep serve`, in one string.")
+@click.argument("out", required=False, type=PATH)
+@click.option("--check", type=PATH, metavar="OUT", help="Instead: check a repository.")
+@click.option("--socket", type=PATH, help="The Unix socket.  [default: OUT/lockstep.sock]")
 @click.option(
-    "--max-queue",
-    type=click.IntRange(min=1),
-    default=ServiceLimits.max_queue,
-    show_default=True,
-    help="max_queue_size.",
+    "--serve-options",
+    default="",
+    show_default=False,
+    metavar="TEXT",
+    help="More options of `lockstep serve`, in one string.",
 )
-@click.option(
-    "--decoupled/--not-decoupled", default=True, show_default=True, help="Not: one response a request, no streams."
-)
+@click.option("--max-queue", type=AT_LEAST_1, default=ServiceLimits.max_queue, help="max_queue_size.")
+@click.option("--decoupled/--not-decoupled", default=True, help="Not: one response a request, no streams.")
 @click.option("--set", "options", multiple=True, metavar="NAME=VALUE", help="A parameter of tensorrt_llm's config.")
 @JSON
 @RESULTS
