@@ -219,7 +219,7 @@ def release(model: Model) -> None:
 
 
 def decode(model: Model, batch: int, rounds: int) -> dict[str, Any]:
-    """Time steps of `batch` requests behind CONTEXT tokens.
+    """Time steps of `batch` requests after CONTEXT tokens.
 
     Each is launched before the tokens of the one before are back.
     """
@@ -231,7 +231,7 @@ def decode(model: Model, batch: int, rounds: int) -> dict[str, Any]:
 
 
 def seconds_of_a_step(model: Model, batch: int, sampling: Sampling) -> float:
-    """Return the mean of STEPS steps behind WARM, each request with a seed of its own."""
+    """Return the mean of STEPS steps after WARM, each request with a seed of its own."""
     tokens = begin(model, batch)
     for slot in range(batch):
         model.set_sampling(slot, dataclasses.replace(sampling, seed=slot))
@@ -271,7 +271,7 @@ def prompt(model: Model, tokens: int, rounds: int) -> dict[str, Any]:
 def mixed(model: Model, rows: int, rounds: int, chunks: Sequence[int] = ()) -> dict[str, Any]:
     """Time steps of a prompt of each of `chunks`, else of CHUNKS, beside `rows` rows that decode.
 
-    They decode behind CONTEXT tokens; the parts alone are timed too. host: what of a step the host spends before it
+    They decode after CONTEXT tokens; the parts alone are timed too. host: what of a step the host spends before it
     waits for tokens.
     """
     found: dict[str, Any] = {}

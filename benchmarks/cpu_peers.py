@@ -92,7 +92,7 @@ def run(
     work: Path | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Measure each contestant: steps behind `context` tokens at each batch size, prompts, and resident memory."""
+    """Measure each contestant: steps after `context` tokens at each batch size, prompts, and resident memory."""
     count, capacity = thread_count(threads), max(context + steps, *prompts) + 2
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
         place = (work or Path(scratch)).resolve()

@@ -117,7 +117,7 @@ def _contestants(
 def time_steps(
     start: Callable, prompt: np.ndarray, steps: int, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Seconds a step, behind the prompt. start: of `decoding`."""
+    """Seconds a step, after the prompt. start: of `decoding`."""
     step, logits = start(prompt)
     began = clock()
     for _ in range(steps):
@@ -128,7 +128,7 @@ def time_steps(
 def decoding(paths, batch: int, capacity: int, threads: int) -> Callable:
     """Return the calls of an opened model, for prompts [batch, tokens].
 
-    One takes a step, the other gives the logits behind the prompts.
+    One takes a step, the other gives the logits after the prompts.
     """
     model = Model.open(
         paths["engines"],

@@ -5,7 +5,7 @@ Building, loading, decoding and prefill are measured.
 In: the assembly of a shape, a scratch folder with room for its weights. Out: a record, which is written after each
 part, so that a run that is cut short says what it came to. Runs in the Python that the backend runs in
 (`lockstep.run_in_python`); a Python that has torch and transformers runs the same weights beside it
-(gpu_transformers.py): speeds, and logits to be held against.
+(gpu_transformers.py): speeds, and logits to be compared with.
 """
 
 from __future__ import annotations

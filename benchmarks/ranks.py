@@ -4,7 +4,7 @@ Builds, readiness, decoding, prompts, sums and logits are measured.
 
 In: shapes, which get random weights, and a scratch folder. Out: a record, and its page with the aims beside the
 numbers. Each shape at each number of ranks is measured in a process of its own, which leaves its part in the scratch
-folder: a run that was cut short goes on behind the last.
+folder: a run that was cut short goes on after the last.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def measure(
     For the process of another interpreter, whose arguments are JSON.
 
     work: for its engines. weights: a folder for the shape's weights and for what transformers says of them, which all
-    numbers of ranks share. layers: depths at which logits are held against transformers'.
+    numbers of ranks share. layers: depths at which logits are compared with transformers'.
     """
     path, folder = Path(assembly), Path(weights)
     missing = [count for count in layers if not (folder / f"reference-{count}.npz").is_file()]

@@ -93,7 +93,7 @@ def run(place: Place, streams: Sequence[int], rates: Sequence[str], requests: in
     """Measure everything.
 
     others: address by name, of servers that are up and get the same requests. in_turn: take rounds of the bare engine
-    between those of the server, not behind all of them: the two would share a GPU's memory.
+    between those of the server, not after all of them: the two would share a GPU's memory.
     """
     found: dict[str, Any] = {"streams": {}, "rates": {}}
     with Server(place) as server:

@@ -21,7 +21,7 @@ def breakdown(executor: GpuExecutor, batch: int) -> dict[str, float]:
 
     The rows have the tokens that they hold. Each kind of call is repeated alone in a graph; "gaps": the rest of the
     step. The rows hold afterwards what they held. Raises InputError where a row has no room: what is repeated goes
-    on, token after token, in the cache behind what the row holds.
+    on, token after token, in the cache after what the row holds.
     """
     from lockstep.gpu.executor import bucket
 

@@ -41,7 +41,7 @@ OPTIONS = (
 )  # fmt: skip
 PACKAGES = ("numpy", "onnxruntime")
 _LIMITS = ("max_batch_size", "max_seq_len", "max_num_tokens")
-_TAIL = 64  # tokens behind the shared prefix
+_TAIL = 64  # tokens after the shared prefix
 SAMPLED = Sampling(temperature=0.8, top_p=0.95)
 
 

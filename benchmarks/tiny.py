@@ -272,7 +272,7 @@ def _run(results: Results, precision: str, sequences: Sequence[np.ndarray], prom
 
 
 def _logits_found(model: Model, sequences: Sequence[np.ndarray], prompts: Sequence[int]) -> np.ndarray:
-    """Return logits behind each prompt and each decoded token.
+    """Return logits after each prompt and each decoded token.
 
     [steps, requests, vocab_size]: the prompts, and the last once more in chunks.
 
@@ -301,7 +301,7 @@ def _logits_found(model: Model, sequences: Sequence[np.ndarray], prompts: Sequen
 def _expected(
     model: torch.nn.Module, sequences: Sequence[np.ndarray], prompts: Sequence[int]
 ) -> tuple[np.ndarray, float]:
-    """Return the logits of transformers behind each prompt and each decoded token.
+    """Return the logits of transformers after each prompt and each decoded token.
 
     [steps, requests, vocab_size], and the standard deviation of all logits.
 

@@ -11,10 +11,7 @@ MOST_RANKS = 16  # that a model is split over
 
 @dataclass(frozen=True)
 class Target:
-    """An engine set to be checked.
-
-    A model at a precision, cut after `layers` layers (or "all"), on a backend.
-    """
+    """An engine set to be checked. A model at a precision, cut after `layers` layers (or "all"), on a backend."""
 
     model: str
     precision: str
@@ -150,10 +147,7 @@ class Results:
         return self.root / model / "reference" / f"{layers}.json"
 
     def quantized_reference(self, model: str, precision: str, layers: int | str) -> Path:
-        """Return the reference of targets whose weights are quantised.
-
-        It is of the same weights, dequantised.
-        """
+        """Return the reference of targets whose weights are quantised. It is of the same weights, dequantised."""
         return self.root / model / precision / "reference" / f"{layers}.json"
 
     def drift(self, model: str, precision: str, layers: int | str) -> Path:

@@ -18,7 +18,7 @@ from lockstep.config.sources import (
     SourceError,
     parse_source,
     read_shape,
-    resolve_source,
+    resolve_here,
     source_folders,
 )
 from lockstep.errors import InputError
@@ -33,6 +33,10 @@ CONFIG = {
         }
     }
 }
+
+
+def resolve_source(path: str, folders=None) -> Path:
+    return resolve_here(FolderSource(path), folders)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ Files in, the archive out, and back. The manifest is its first file.
 
 Written in one way only (POSIX ustar: https://pubs.opengroup.org/onlinepubs/9699919799/utilities/pax.html): regular
 files, sorted by name, owner and time zero, mode 644, sizes from 8 GiB on as GNU tar writes them, nothing between or
-behind. So the reader needs no tar reader: it knows each header from the manifest, and refuses whatever differs. It is
+after. So the reader needs no tar reader: it knows each header from the manifest, and refuses whatever differs. It is
 not compressed: weights hardly shrink, compressors differ from version to version, and weights are read in place.
 """
 
@@ -32,14 +32,6 @@ _PIECE = 1 << 20
 _LARGEST_MANIFEST = 16 << 20
 _OCTAL_LIMIT = 8**11
 _LARGEST_FILE = (1 << 62) - 1
-_KINDS = {
-    tarfile.LNKTYPE: "a hard link",
-    tarfile.SYMTYPE: "a symbolic link",
-    tarfile.CHRTYPE: "a device",
-    tarfile.BLKTYPE: "a device",
-    tarfile.DIRTYPE: "a folder",
-    tarfile.FIFOTYPE: "a named pipe",
-}
 
 
 @dataclass(frozen=True)
@@ -71,7 +63,7 @@ class Listed:
 
 @dataclass(frozen=True)
 class BundleManifest(Document):
-    """The first file of an archive: the files behind it, and what `bundle.opened` reads of it besides."""
+    """The first file of an archive: the files after it, and what `bundle.opened` reads of it besides."""
 
     FORMAT: ClassVar[str] = formats.BUNDLE
     files: tuple[Listed, ...]
@@ -193,7 +185,6 @@ def read_archive(path: str | os.PathLike) -> Archive:
 
 
 def _read_manifest(file: BinaryIO, path: Path) -> tuple[BundleManifest, int]:
-    """Return the manifest, and the offset of the byte behind it."""
     remedy = "make one with `lockstep bundle`, or copy it again"
     first = file.read(_BLOCK)
     try:
@@ -252,20 +243,12 @@ def _problem(name: str) -> str:
 
 def _words(found: bytes) -> str:
     """Return in words what stands where a header should be."""
-    if len(found) < _BLOCK:
-        return "the end of the file"
-    if not any(found):
-        return "the end of the archive"
     try:
         info = tarfile.TarInfo.frombuf(found, "utf-8", "surrogateescape")
-    except tarfile.TarError:
-        return "no header of a tar archive"
-    kind = _KINDS.get(
-        info.type, "a file" if info.type in (tarfile.REGTYPE, tarfile.AREGTYPE) else "an entry of another kind"
-    )
-    target = f" to {ascii(info.linkname[:60])}" if info.linkname else ""
-    problem = f", {problem}" if (problem := _problem(info.name)) else ""
-    return f"{kind} {ascii(info.name[:100])}{target}{problem}, of {info.size} bytes"
+    except tarfile.TarError as error:
+        return f"none ({error})"
+    kind = "the file" if info.isreg() else f"an entry of type {ascii(info.type.decode('latin-1'))},"
+    return f"{kind} {ascii(info.name[:100])} of {info.size} bytes"
 
 
 def _behind(offset: int) -> int:
@@ -275,7 +258,7 @@ def _behind(offset: int) -> int:
 def contents(archive: Archive, digest: Any) -> Iterator[tuple[Member, Iterator[bytes]]]:
     """Yield each member with its bytes, in pieces.
 
-    The pieces must be taken before the next member. `digest` is fed every byte of the archive. Raises InputError behind
+    The pieces must be taken before the next member. `digest` is fed every byte of the archive. Raises InputError after
     the last piece of a file that is not of its sha256, or where a gap between files is not empty.
     """
     with open(archive.path, "rb") as file:

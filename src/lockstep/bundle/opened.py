@@ -162,10 +162,7 @@ def _weights_of(about: _About) -> str:
 
 
 def _extract(archive: Archive, folder: Path) -> str:
-    """Check every byte of the archive and write all but the weights to `folder`.
-
-    Returns the archive's hex sha256.
-    """
+    """Check every byte of the archive and write all but the weights to `folder`. Returns the archive's hex sha256."""
     small = {name: member for name, member in archive.members.items() if not _is_weights(name)}
     needed = sum(member.size for member in small.values())
     if shutil.disk_usage(folder).free < needed:

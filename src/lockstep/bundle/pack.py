@@ -73,7 +73,6 @@ def _graphs(results: Results, target: Target) -> Iterator[Entry]:
 
 
 def _weights(results: Results, target: Target, inside: bool) -> Iterator[Entry]:
-    """Yield the weights' manifest, in which files have no folder, and the files."""
     path = results.weights(target.model, target.precision)
     manifest = WeightsManifest.load(path)
     names = [os.path.basename(file.path) for file in manifest.files]
@@ -84,10 +83,7 @@ def _weights(results: Results, target: Target, inside: bool) -> Iterator[Entry]:
 
 
 def _adapters(path: Path) -> Iterator[Entry]:
-    """Yield the manifest of the model's adapters and their files.
-
-    In it each adapter has a folder by its number.
-    """
+    """Yield the manifest of the model's adapters and their files. In it each adapter has a folder by its number."""
     manifest, moved = AdaptersManifest.load(path), {}
     for number, (name, adapter) in enumerate(sorted(manifest.adapters.items())):
         # A bundle names no place of the machine that it was made on.
@@ -99,7 +95,6 @@ def _adapters(path: Path) -> Iterator[Entry]:
 
 
 def _recorded(manifest: Path, folder: str) -> Iterator[Entry]:
-    """Yield a manifest and the record of how it was made."""
     record = read_record(manifest) if manifest.is_file() else None
     if record is None:
         raise InputError(

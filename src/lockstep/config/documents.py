@@ -68,10 +68,7 @@ def check_config(path: str | os.PathLike) -> None:
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Check the config files of a Snakemake command line.
-
-    A mistake ends the process with one line and exit code 2.
-    """
+    """Check the config files of a Snakemake command line. A mistake ends the process with one line and exit code 2."""
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     parser.add_argument("--configfile", "--configfiles", nargs="+", default=[])
     with guard():

@@ -83,10 +83,7 @@ def join(root: type[BaseModel], problems: list[Problem]) -> str:
 
 
 def key_path(root: type[BaseModel], location: Location) -> str:
-    """Return a location as a path of keys.
-
-    `("models", "m", "layers", 0)` gives `models.m.layers[0]`.
-    """
+    """Return a location as a path of keys. `("models", "m", "layers", 0)` gives `models.m.layers[0]`."""
     text = ""
     for part, container in zip(location, _containers(root, location)):
         in_list = get_origin(container) is tuple
@@ -95,20 +92,14 @@ def key_path(root: type[BaseModel], location: Location) -> str:
 
 
 def describe_key(key: Any) -> str:
-    """Return a key as a user reads it.
-
-    Bare where it is plain, quoted where it holds spaces or control characters.
-    """
+    """Return a key as a user reads it. Bare where it is plain, quoted where it holds spaces or control characters."""
     text = key if isinstance(key, str) else describe(key)
     shown = text if text.isprintable() and " " not in text and text else repr(text)
     return shown if len(shown) <= 60 else shown[:57] + "..."
 
 
 def describe(value: Any) -> str:
-    """Return a found value in a few words.
-
-    Lists and mappings are only named, for they can be of any size.
-    """
+    """Return a found value in a few words. Lists and mappings are only named, for they can be of any size."""
     if value is None:
         return "nothing"
     if isinstance(value, bool):
@@ -140,10 +131,7 @@ def _follows(detail: ErrorDetails) -> bool:
 
 
 def _problems(root: type[BaseModel], detail: ErrorDetails) -> Iterator[Problem]:
-    """Yield one pydantic error as problems.
-
-    Ours, raised in a validator, bring their own places.
-    """
+    """Yield one pydantic error as problems. Ours, raised in a validator, bring their own places."""
     cause = detail.get("ctx", {}).get("error")
     if isinstance(cause, Problems):
         yield from (Problem((*detail["loc"], *problem.location), problem.text) for problem in cause.problems)

@@ -99,10 +99,7 @@ class Packing:
 
 
 def largest_group(size: int) -> int | None:
-    """Return the largest of our group sizes that divides a group of `size` numbers.
-
-    None where none does.
-    """
+    """Return the largest of our group sizes that divides a group of `size` numbers. None where none does."""
     return next((ours for ours in sorted(GROUP_SIZES, reverse=True) if size % ours == 0), None)
 
 

@@ -234,24 +234,15 @@ class Config(Section):
         return target.precision in COMPARED_PRECISIONS and self.is_run(target)
 
     def is_built(self, target: Target) -> bool:
-        """Return whether a target's engines are built here.
-
-        The processor must compute in their precision.
-        """
+        """Return whether a target's engines are built here. The processor must compute in their precision."""
         return self.why_not_built(target) is None
 
     def why_not_built(self, target: Target) -> str | None:
-        """Return why a target's engines are not built here; None where they are.
-
-        See `skip_missing_precisions`.
-        """
+        """Return why a target's engines are not built here; None where they are. See `skip_missing_precisions`."""
         return self._lacking(target.precision, target.backend)
 
     def is_run(self, target: Target) -> bool:
-        """Return whether a target's engines run here.
-
-        Else they are built, and no more, or not even that.
-        """
+        """Return whether a target's engines run here. Else they are built, and no more, or not even that."""
         return self.why_not_run(target) is None
 
     def why_not_run(self, target: Target) -> str | None:
@@ -400,10 +391,7 @@ class Config(Section):
         return PlainTolerances(block, logits, found.noise, half.rounding)
 
     def compare_tolerance(self, model: str, precision: str, backend: str) -> float:
-        """Return the largest error of an engine beside its graph, relative to its output.
-
-        See `BackendSettings`.
-        """
+        """Return the largest error of an engine beside its graph, relative to its output. See `BackendSettings`."""
         tolerance, settings = self.tolerance(model, precision, backend), self._settings(backend)
         error = tolerance.beside_graph
         if tolerance.block is None:  # what activations round to, or the precision of a backend's own

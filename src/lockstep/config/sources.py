@@ -110,15 +110,33 @@ def source_folders() -> tuple[Path, ...]:
     return (Path.cwd(), REPOSITORY)
 
 
-def resolve_source(source: str, folders: Sequence[str | os.PathLike] | None = None) -> Path:
-    """Return the absolute path of the checkpoint folder that `source` names.
+def resolve_here(
+    source: FolderSource | GgufSource | RandomSource, folders: Sequence[str | os.PathLike] | None = None
+) -> Path:
+    """Return what holds the shape of a model that is here: its folder, its config.json or its GGUF file.
 
-    It holds a `config.json`. A relative source is looked up in `folders` (default: `source_folders()`), and the first
-    that exists is taken. Raises InputError naming every place looked at.
+    A relative path is looked up in `folders` (default: `source_folders()`), and the first that exists is taken. Raises
+    InputError, which names every place looked at, where there is none, for a folder without config.json, and for random
+    weights of a vocabulary that cannot spell a prompt: fewer than 256 tokens, one for each byte, and no tokenizer.json.
     """
-    if not isinstance(parse_source(source), FolderSource):
-        raise InputError(f"expected a folder; found {source!r}, which is fetched or made first")
-    places = places_of(source, folders)
+    if isinstance(source, FolderSource):
+        return _folder(source.path, places_of(source.path, folders))
+    if isinstance(source, RandomSource):
+        text, what = source.config, "a model's config.json"
+    else:
+        text, what = source.path, "a GGUF file"
+    places = places_of(text, folders)
+    path = next((place for place in places if os.path.isfile(place)), None)
+    if path is None:
+        folder = next((place for place in places if os.path.isdir(place)), None)
+        found = f"a folder at {folder}: give the file in it" if folder else f"none at {' and '.join(map(str, places))}"
+        raise InputError(f"expected {what}; found {found}{_hint(text, hub=False)}")
+    if isinstance(source, RandomSource):
+        _check_random(path)
+    return path
+
+
+def _folder(source: str, places: Sequence[Path]) -> Path:
     for place in places:  # os.path, not Path: false, not an error, for a name that no file can have
         if os.path.isdir(place):
             if not os.path.isfile(place / "config.json"):
@@ -126,11 +144,21 @@ def resolve_source(source: str, folders: Sequence[str | os.PathLike] | None = No
                     f"expected a checkpoint folder with a config.json; found none in {place}{_hint_of_gguf(place)}"
                 )
             return place
-    looked = " and ".join(map(str, places))
-    files = [place for place in places if os.path.exists(place)]
-    if files:
-        raise InputError(f"expected a folder; found a file at {files[0]}: give the folder that holds it")
-    raise InputError(f"expected a checkpoint folder; found none at {looked}{_hint(source)}")
+    if file := next((place for place in places if os.path.exists(place)), None):
+        raise InputError(f"expected a folder; found a file at {file}: give the folder that holds it")
+    raise InputError(f"expected a checkpoint folder; found none at {' and '.join(map(str, places))}{_hint(source)}")
+
+
+def _check_random(path: Path) -> None:
+    value = _read_object(path)
+    if value.get(KEY) is not None:
+        raise InputError(f"expected a model in floating point in {path}, for random weights are; found {KEY}")
+    vocabulary = model_config.setting(value, ("vocab_size",))
+    if not path.with_name("tokenizer.json").is_file() and vocabulary is not None and vocabulary < BYTES:
+        raise InputError(
+            f"expected a vocab_size of {BYTES} or more in {path}, a token for each byte, or a "
+            f"tokenizer.json beside it; found {vocabulary}"
+        )
 
 
 def _hint(path: str, hub: bool = True) -> str:
@@ -164,67 +192,8 @@ def _hint_of_gguf(folder: Path) -> str:
     return f"; for the GGUF file in it write {folder / name}" if name else ""
 
 
-def resolve_gguf(source: GgufSource, folders: Sequence[str | os.PathLike] | None = None) -> Path:
-    """Return the absolute path of the file that a GGUF source names.
-
-    It is looked up as `resolve_source` does. Raises InputError when it is not there.
-    """
-    places = places_of(source.path, folders)
-    path = next((place for place in places if os.path.isfile(place)), None)
-    if path is None:
-        raise InputError(
-            f"expected a GGUF file; found none at {' and '.join(map(str, places))}{_hint(source.path, hub=False)}"
-        )
-    return path
-
-
-def resolve_random(source: RandomSource, folders: Sequence[str | os.PathLike] | None = None) -> Path:
-    """Return the absolute path of the `config.json` that a random source names.
-
-    It is looked up as `resolve_source` does. Raises InputError when it is not there, and for a vocabulary that cannot
-    spell a prompt: fewer than 256 tokens, one for each byte, and no tokenizer.json beside the config.
-    """
-    places = places_of(source.config, folders)
-    path = next((place for place in places if os.path.isfile(place)), None)
-    if path is None:
-        found = next(
-            (f"a folder at {place}: give the config.json in it" for place in places if os.path.isdir(place)), None
-        )
-        raise InputError(
-            "expected a model's config.json; found"
-            f" {found or 'none at ' + ' and '.join(map(str, places)) + _hint(source.config, hub=False)}"
-        )
-    value = _read_object(path)
-    if value.get(KEY) is not None:
-        raise InputError(f"expected a model in floating point in {path}, for random weights are; found {KEY}")
-    vocabulary = model_config.setting(value, ("vocab_size",))
-    if not path.with_name("tokenizer.json").is_file() and vocabulary is not None and vocabulary < BYTES:
-        raise InputError(
-            f"expected a vocab_size of {BYTES} or more in {path}, a token for each byte, or a "
-            f"tokenizer.json beside it; found {vocabulary}"
-        )
-    return path
-
-
-def resolve_here(
-    source: FolderSource | GgufSource | RandomSource, folders: Sequence[str | os.PathLike] | None = None
-) -> Path:
-    """Return what holds the shape of a model that is here: its folder, its config.json or its GGUF file.
-
-    It is looked up as `resolve_source` does. Raises InputError when it is not there.
-    """
-    if isinstance(source, GgufSource):
-        return resolve_gguf(source, folders)
-    if isinstance(source, RandomSource):
-        return resolve_random(source, folders)
-    return resolve_source(source.path, folders)
-
-
 def places_of(path: str, folders: Sequence[str | os.PathLike] | None) -> list[Path]:
-    """Return where a relative path is looked up, in order.
-
-    folders: default `source_folders()`.
-    """
+    """Return where a relative path is looked up, in order. folders: default `source_folders()`."""
     bases = source_folders() if folders is None else [Path(folder).absolute() for folder in folders]
     # dict.fromkeys: started in the repository, both places are one; an absolute path ignores the base.
     return list(dict.fromkeys(Path(os.path.normpath(base / path)) for base in bases))
@@ -232,7 +201,7 @@ def places_of(path: str, folders: Sequence[str | os.PathLike] | None) -> list[Pa
 
 @dataclass(frozen=True)
 class CheckpointShape:
-    """The facts of a model that the config is held against.
+    """The facts of a model that the config is compared with.
 
     The model's depth, and how many positions it knows (None: it does not say), with the key that says so; the size of
     its hidden state (None: it does not say); how weights that stay quantised are packed; and about how many
@@ -312,10 +281,7 @@ def _first_frequencies(value: dict[str, Any]) -> int | None:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Return the object in a model's `config.json`.
-
-    Raises InputError for a value that no model can have.
-    """
+    """Return the object in a model's `config.json`. Raises InputError for a value that no model can have."""
     try:
         value = json.loads(path.read_bytes().decode())
     except (ValueError, RecursionError) as error:

@@ -53,19 +53,13 @@ def _layer_count(value: Any) -> Any:
 
 
 def _layer_key(value: Any) -> Any:
-    """Turn a key that is text into a layer count: "2" is 2.
-
-    JSON and Snakemake's command line have text for keys.
-    """
+    """Turn a key that is text into a layer count: "2" is 2. JSON and Snakemake's command line have text for keys."""
     is_digits = isinstance(value, str) and re.fullmatch(r"[1-9][0-9]{0,9}", value)
     return _layer_count(int(value) if is_digits else value)
 
 
 def _no_key_twice(value: Any) -> Any:
-    """Refuse the keys 2 and "2" in one mapping.
-
-    They are the same layer count; the second would silently win.
-    """
+    """Refuse the keys 2 and "2" in one mapping. They are the same layer count; the second would silently win."""
     if isinstance(value, dict):
         for key in value:
             if isinstance(key, str) and re.fullmatch("[0-9]{1,10}", key) and int(key) in value:
@@ -273,10 +267,7 @@ class ModelConfig(Section):
 
 
 class Device(Section):
-    """A type of device that engines are built and checked on (docs/devices.md).
-
-    Targets are named by it.
-    """
+    """A type of device that engines are built and checked on (docs/devices.md). Targets are named by it."""
 
     backend: Backend = Field(description="The backend that it is used with.")
     gpu: str = Field(

@@ -69,7 +69,7 @@ class GrpcEndpoint:
     async def _read(self, body: bytes, record: Record, start: float) -> None:
         call, is_final = self._call(body, metadata=self._metadata), False
         try:
-            # To the stream's end, behind the final response: where a stream is cancelled between the two, Triton 2.51
+            # To the stream's end, after the final response: where a stream is cancelled between the two, Triton 2.51
             # never unloads its model.
             async for answer in call:
                 now = clock() - start
@@ -104,7 +104,7 @@ def _outputs(response: Any) -> dict[str, Any]:
     """Return the values of the outputs that are read, by name."""
     found: dict[str, Any] = {}
     for output, raw in zip(response.outputs, response.raw_output_contents):
-        if output.datatype == "BYTES":  # one string, behind its length
+        if output.datatype == "BYTES":  # one string, after its length
             found[output.name] = raw[4:].decode(errors="replace")
         elif output.datatype in _FORMATS:
             kind = _FORMATS[output.datatype]

@@ -125,5 +125,4 @@ def read_pins(path: str | os.PathLike = _PINS) -> dict[str, str]:
 
 
 def _canonical(name: str) -> str:
-    """Return the canonical name of a package (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name.strip()).lower()

@@ -39,10 +39,7 @@ def check_depth(value: Any) -> None:
 
 
 def words(value: Any) -> str:
-    """Return a value on one line.
-
-    Digests are cut to what tells them apart, lists and mappings are short.
-    """
+    """Return a value on one line. Digests are cut to what tells them apart, lists and mappings are short."""
     if isinstance(value, str):
         return value[:12] if len(value) == _DIGEST and all(c in "0123456789abcdef" for c in value) else value
     if isinstance(value, Mapping):

@@ -45,10 +45,7 @@ class Explained:
 
 
 def explain(config: Config, results: Results, target: Target, sources: Sources = Sources()) -> list[Explained]:
-    """Return all steps of `target` with their reasons, in order.
-
-    sources: the places of its model's files.
-    """
+    """Return all steps of `target` with their reasons, in order. sources: the places of its model's files."""
     steps: list[Explained] = []
     again: dict[Path, str] = {}
     for step in jobs(config, results.root, [target]):

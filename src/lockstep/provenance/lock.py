@@ -123,7 +123,6 @@ class Lock:
         return self.checkpoint.get("commit")
 
     def devices(self, precision: str, backend: str) -> dict[str, Items]:
-        """Return what is locked of a backend's engines, by device."""
         kind = (ENGINES, precision, backend)
         return {where[-1]: items for where, items in self.sections.items() if where[:-1] == kind}
 

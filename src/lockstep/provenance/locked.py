@@ -4,12 +4,12 @@ The first difference is named with its cause, and nothing is made from it.
 
 What can be known before the work is refused before it (`check_project`, `check_step`): targets, the terms of the
 checks, the checkpoint's files, the device of a backend, and every file that is read. What a stage makes is compared as
-soon as it is made (`check_output`). Other code and other packages are no difference while the same comes out.
+soon as it is made (`reject`). Other code and other packages are no difference while the same comes out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,10 +73,10 @@ def check_project(
     """
     lock = Lock.load(lock_file)
     for line in _before(lock, targets, steps, prompts, checkpoint):
-        _refuse(line, lock_file)
+        refuse(line, lock_file)
     for step in steps:
         if other := _other_terms(lock, step):
-            _refuse(other, lock_file)
+            refuse(other, lock_file)
         if step.output.is_file() and record_path(step.output).is_file() and (other := _other_result(step, lock)):
             # A fetch that is not held to the lock stays at its commit.
             advice = f"make it again without locked: snakemake --forcerun {step.stage} -- {step.output}"
@@ -131,37 +131,22 @@ def _before(
             yield f"reference: prompt {text!r} differs: {change.partition(',')[0]}"
 
 
-def locked_commit(lock_file: Path, source: str) -> str | None:
-    """Return the commit of the hub at which `source` is locked.
-
-    It stays, wherever its branch is now. None where the lock is of another source.
-    """
-    lock = Lock.load(lock_file)
-    return lock.commit if lock.checkpoint["source"] == source else None
-
-
-def before_weights(config: Config, model: str, lock_file: Path | None) -> Callable[[Path, str], None]:
-    """Return the check that `hub.fetch` calls before it downloads a model's weights.
-
-    It is called with the folder of the model's small files and its commit: does the model fit the config, and, where
-    there is a lock, is its commit the locked one? It raises InputError and CheckError.
-    """
-
-    def check(folder: Path, commit: str) -> None:
-        config.check_model(model, folder)
-        if lock_file and (line := other_commit(Lock.load(lock_file), commit)):
-            _refuse(line, lock_file)
-
-    return check
-
-
 def fetch_terms(config: Config, model: str, lock_file: Path | None, newest: bool = False) -> dict[str, Any]:
     """Return what `hub.fetch` is held to, by its parameters.
 
-    The check before the weights, and the locked commit.
+    check: of a folder of small files and its commit, before weights are downloaded: does the model fit the config, and
+    is its commit the locked one? commit: the locked one, where the lock is of this source; it stays, wherever its
+    branch is now.
     """
-    commit = locked_commit(lock_file, config.models[model].source) if lock_file and not newest else None
-    return {"check": before_weights(config, model, lock_file), "commit": commit}
+    lock = Lock.load(lock_file) if lock_file else None
+
+    def check(folder: Path, commit: str) -> None:
+        config.check_model(model, folder)
+        if lock and lock_file and (line := other_commit(lock, commit)):
+            refuse(line, lock_file)
+
+    held = lock if lock and not newest and lock.checkpoint["source"] == config.models[model].source else None
+    return {"check": check, "commit": held.commit if held else None}
 
 
 def check_step(step: Job, key: BuildKey, lock_file: Path) -> None:
@@ -175,24 +160,15 @@ def check_step(step: Job, key: BuildKey, lock_file: Path) -> None:
         if record_path(path).is_file():
             for section in sections_at(path):
                 if line := difference(lock, section):
-                    _refuse(line, lock_file)
+                    refuse(line, lock_file)
             check_files(named_files(path), "make it again")
     if line := _other_terms(lock, step):
-        _refuse(line, lock_file)
+        refuse(line, lock_file)
     if step.stage == "build" and key.backend:
         here = device_name(key.backend)
         devices = lock.devices(step.names["precision"], step.names["backend"])
         if here not in devices:
-            _refuse(f"build: device differs: {' or '.join(sorted(devices)) or 'none'} -> {here}", lock_file)
-
-
-def check_output(output: Path, lock_file: Path) -> None:
-    """Check after a stage that its artefact is the locked one.
-
-    Raises CheckError, and takes the manifest `output` away, when it is not.
-    """
-    if line := reject(output, lock_file):
-        _refuse(line, lock_file)
+            refuse(f"build: device differs: {' or '.join(sorted(devices)) or 'none'} -> {here}", lock_file)
 
 
 def reject(output: Path, lock_file: Path) -> str | None:
@@ -216,10 +192,7 @@ def first_difference(output: Path, lock: Lock) -> str | None:
 
 
 def _other_terms(lock: Lock, step: Job) -> str | None:
-    """Return the first of a check's terms that the config and the lock differ in.
-
-    None where they agree.
-    """
+    """Return the first of a check's terms that the config and the lock differ in. None where they agree."""
     if not STAGES[step.stage].is_check:
         return None
     locked = lock.sections.get(terms_place(step.stage, step.names))
@@ -284,5 +257,5 @@ def _other_makers(lock: Lock, section: Section) -> str:
     return ", ".join(makers)
 
 
-def _refuse(line: str, lock_file: Path) -> None:
+def refuse(line: str, lock_file: Path) -> None:
     raise CheckError(f"{line}; locked by {lock_file}: undo the change, or run without locked and `lockstep lock` again")

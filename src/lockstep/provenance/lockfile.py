@@ -136,10 +136,7 @@ def _with_what_is_not_built(before: Lock, lock: Lock) -> Lock:
 
 
 def collect(results: Path, model: str) -> Lock:
-    """Return the lock of what is there.
-
-    Raises InputError for a model that is not finished.
-    """
+    """Return the lock of what is there. Raises InputError for a model that is not finished."""
     pinned = list(sections(results, model))
     stages = {section.stage for section in pinned}
     finished = Finished(
@@ -157,7 +154,6 @@ def collect(results: Path, model: str) -> Lock:
 
 
 def lock_of(model: str, pinned: Iterable[Section]) -> Lock:
-    """Return the lock of some sections of a model."""
     makers: dict[str, Maker] = {}
     locked: dict[Place, Mapping[str, Any]] = {}
     for section in pinned:
@@ -169,13 +165,11 @@ def lock_of(model: str, pinned: Iterable[Section]) -> Lock:
 
 
 def _checks_server(results: Path) -> bool:
-    """Return whether the config of the last run has servers checked."""
     config = Results(results).config()
     return not config.is_file() or bool(read_json(config).get("check_server", True))
 
 
 def _runs(section: Section) -> bool:
-    """Return whether a section is of engines that run here."""
     if section.stage != "build":
         return False
     from lockstep.config.backends import backends  # loads pydantic, which verify does without
@@ -190,10 +184,7 @@ def _runs(section: Section) -> bool:
 
 
 def maker(key: BuildKey) -> str:
-    """Return the name that a lock has for what made an artefact.
-
-    The stage, and the backend where one runs it.
-    """
+    """Return the name that a lock has for what made an artefact. The stage, and the backend where one runs it."""
     return "/".join([key.stage, *([key.names["backend"]] if "backend" in key.names else [])])
 
 
@@ -238,10 +229,7 @@ def terms(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _numbered(value: Any) -> Any:
-    """Return a value with its lists as mappings by number.
-
-    What differs in them then has a place too.
-    """
+    """Return a value with its lists as mappings by number. What differs in them then has a place too."""
     if isinstance(value, Mapping):
         return {name: _numbered(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -297,5 +285,4 @@ def sections_of(path: Path) -> list[Section]:
 
 
 def sections_at(output: Path) -> list[Section]:
-    """Return the sections of the artefact whose manifest is `output`."""
     return sections_of(record_path(output))

@@ -28,10 +28,7 @@ from lockstep.stages import STAGES, Job, worker
 
 
 def build_key(step: Job) -> BuildKey:
-    """Return the build key of `step`: all that decides what it makes.
-
-    Packages are those installed where it runs.
-    """
+    """Return the build key of `step`: all that decides what it makes. Packages are those installed where it runs."""
     stage, backend = STAGES[step.stage], step.backend
     return BuildKey(
         stage=step.stage,
@@ -85,10 +82,7 @@ def _check_device(step: Job, device: Mapping[str, str]) -> None:
 
 
 def write_record(step: Job, key: BuildKey) -> BuildRecord:
-    """Write the record of `step`, and return it.
-
-    The step has just made its output with `key`.
-    """
+    """Write the record of `step`, and return it. The step has just made its output with `key`."""
     record = BuildRecord(key, outputs_of(step.output))
     write_json(record_path(step.output), record.to_json())
     return record
@@ -121,10 +115,7 @@ def read_record(output: Path) -> BuildRecord | None:
 
 
 def checked_record(path: Path) -> BuildRecord:
-    """Return a record whose key is that of its parts.
-
-    Raises InputError, or CheckError for parts that were changed.
-    """
+    """Return a record whose key is that of its parts. Raises InputError, or CheckError for parts that were changed."""
     value = read_json(path, formats.BUILD)
     try:
         check_depth(value)
@@ -137,5 +128,4 @@ def checked_record(path: Path) -> BuildRecord:
 
 
 def records(folder: Path) -> Iterator[Path]:
-    """Yield all records below a folder, sorted."""
     return iter(sorted(folder.rglob(f"*{SUFFIX}")))

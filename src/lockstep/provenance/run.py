@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lockstep.artifacts import formats
-from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.files import check_place, remove_leftovers, write_json
 from lockstep.errors import ENDING, InputError, LockstepError
 from lockstep.manifests.digest_cache import digest
@@ -44,13 +43,18 @@ def run(job: Job, make: Callable[[], object] | None = None, lock_file: Path | No
     try:
         if stage.continues and not _is_recorded(job.output):
             job.output.unlink(missing_ok=True)
-        taken = take(shared, job, key) and _is_locked(job, key, lock_file)
+        if taken := take(shared, job, key):
+            record = write_record(job, key)
+            if lock_file is not None and (line := locked.reject(job.output, lock_file)):
+                said = f"cache: {line} in what was taken, which is not what {lock_file} says; {job} is made again"
+                print(said, file=sys.stderr)
+                taken = False
         if not taken:
             with _reported(job):
                 make() if make else stage.make(job)
             if job.stage == "build":  # before the record: where there is one, there is the other
                 write_provenance(job, key, started)
-        record = write_record(job, key)
+            record = write_record(job, key)
     except BaseException:
         if not _is_recorded(job.output):  # what has no record is not gone on with
             for path in (job.output, record_path(job.output), provenance_path(job.output)):
@@ -58,8 +62,8 @@ def run(job: Job, make: Callable[[], object] | None = None, lock_file: Path | No
         raise
     for path in (job.output, record_path(job.output)):
         remove_leftovers(path)
-    if lock_file is not None:
-        locked.check_output(job.output, lock_file)
+    if lock_file is not None and (line := locked.reject(job.output, lock_file)):
+        locked.refuse(line, lock_file)
     if not taken:
         put(shared, job, record)
     return job.output
@@ -78,22 +82,6 @@ def forget_other(job: Job) -> None:
         is_same = False
     if not is_same:
         record_path(job.output).unlink(missing_ok=True)
-
-
-def _is_locked(job: Job, key: BuildKey, lock_file: Path | None) -> bool:
-    """Return whether what the cache gave is what the lock says.
-
-    Else it is taken away again, and the cache has nothing.
-    """
-    if lock_file is None:
-        return True
-    write_record(job, key)
-    line = locked.reject(job.output, lock_file)
-    if line:
-        print(
-            f"cache: {line} in what was taken, which is not what {lock_file} says; {job} is made again", file=sys.stderr
-        )
-    return not line
 
 
 @contextlib.contextmanager
@@ -136,7 +124,7 @@ def _kind(error: BaseException) -> str:
 
 
 def _state(path: Path) -> tuple[int, int] | None:
-    """Return what changes whenever a file is written anew."""
+    """Return what changes whenever a file is written again."""
     return (path.stat().st_ino, path.stat().st_mtime_ns) if path.is_file() else None
 
 
@@ -144,7 +132,7 @@ def _is_recorded(output: Path) -> bool:
     try:
         return read_record(output) is not None
     except LockstepError:
-        return False  # damaged: made anew with the artefact
+        return False  # damaged: made again with the artefact
 
 
 def check_input(path: Path) -> None:

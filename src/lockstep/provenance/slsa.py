@@ -69,10 +69,7 @@ def _rfc3339(time: datetime.datetime) -> str:
 
 
 def write_provenance(step: Job, key: BuildKey, started: str) -> Path:
-    """Write the provenance of an engine set, and return its path.
-
-    The build `step` has just made the set with `key`.
-    """
+    """Write the provenance of an engine set, and return its path. The build `step` has just made the set with `key`."""
     statement = make(step, key, started, now())
     statement["predicate"][SEAL] = _seal(statement)
     path = provenance_path(step.output)
@@ -156,10 +153,7 @@ def _seal(statement: Mapping[str, Any]) -> str:
 
 
 def wrong_provenance(path: Path) -> str | None:
-    """Return why the provenance at `path` is not that of the engine set beside it.
-
-    None when it is.
-    """
+    """Return why the provenance at `path` is not that of the engine set beside it. None when it is."""
     again = "`lockstep stage build` makes it again"
     try:
         data = path.read_bytes()

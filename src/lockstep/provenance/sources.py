@@ -46,10 +46,7 @@ class Sources:
     def of(
         cls, config: Config, model: str, results: Results, place: Path | None, adapters: Mapping[str, Path]
     ) -> Sources:
-        """Return the places of a model of the config.
-
-        place: what `Config.check_sources` gives for it.
-        """
+        """Return the places of a model of the config. place: what `Config.check_sources` gives for it."""
         kind = parse_source(config.models[model].source)
         if isinstance(kind, FolderSource):
             return cls(place, adapters=adapters)

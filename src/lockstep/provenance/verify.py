@@ -2,7 +2,7 @@
 
 A results tree, and locks, in; a finding for each artefact out. Only the standard library, at the speed of the disk.
 
-Each file is held against the record of how it was made, and each artefact against the lock. `same`: bytes as recorded,
+Each file is compared with the record of how it was made, and each artefact against the lock. `same`: bytes as recorded,
 and as locked. `different`, `missing`: not so. `unknown`: nothing says what it should be.
 """
 
@@ -94,10 +94,7 @@ def _files(results: Path, recorded: list[Path], there: list[Path], deep: bool) -
 
 
 def _of_record(path: Path) -> Iterator[Expected]:
-    """Yield the files that a record says came out.
-
-    Also those that the manifest names elsewhere: a checkpoint's.
-    """
+    """Yield the files that a record says came out. Also those that the manifest names elsewhere: a checkpoint's."""
     manifest = path.with_name(f"{path.name.removesuffix(SUFFIX)}.json")
     outputs = checked_record(path).outputs
     yield from (Expected(path.parent / name, sha256) for name, sha256 in outputs.items())
@@ -186,7 +183,6 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def _name(path: Path, results: Path) -> str:
-    """Return a path relative to the results, where it lies in them."""
     relative = os.path.relpath(path, results)
     return str(path) if relative.startswith("..") and os.path.isabs(path) else relative
 

@@ -157,7 +157,6 @@ class _Part(io.RawIOBase):
 
 
 def _upload(repository: Repository, layer: _Layer) -> bool:
-    """Upload a layer that the registry does not have; return whether it had not."""
     if repository.has_blob(layer.digest):
         return False
     with layer.open() as content:

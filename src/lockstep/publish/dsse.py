@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,37 +27,28 @@ _MAKE_PUBLIC = "make it with `openssl ec -in signer.key -pubout -out signer.pub`
 
 def private_key(path: Path) -> EllipticCurvePrivateKey:
     """Read a private key. Raises InputError for what is none, or is encrypted."""
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-    try:
-        key = load_pem_private_key(_read(path, "a private key", _MAKE), None)
-    except (ValueError, TypeError) as error:  # a TypeError: it is encrypted
-        raise InputError(f"{path}: expected a private key in PEM without a password, found: {error}; {_MAKE}") from None
-    if not isinstance(key, EllipticCurvePrivateKey) or key.curve.name not in _CURVES:
-        raise InputError(f"{path}: expected a key on {', '.join(_CURVES)}, found another; {_MAKE}")
-    return key
+    return _key(path, lambda data: load_pem_private_key(data, None), "a private key in PEM without a password", _MAKE)
 
 
 def public_key(path: Path) -> EllipticCurvePublicKey:
     """Read a public key. Raises InputError for what is none."""
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
     from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
-    try:
-        key = load_pem_public_key(_read(path, "a public key", _MAKE_PUBLIC))
-    except ValueError:
-        raise InputError(f"{path}: expected a public key in PEM, found something else; {_MAKE_PUBLIC}") from None
-    if not isinstance(key, EllipticCurvePublicKey) or key.curve.name not in _CURVES:
-        raise InputError(f"{path}: expected a key on {', '.join(_CURVES)}, found another; {_MAKE_PUBLIC}")
-    return key
+    return _key(path, load_pem_public_key, "a public key in PEM", _MAKE_PUBLIC)
 
 
-def _read(path: Path, what: str, remedy: str) -> bytes:
+def _key(path: Path, load: Callable[[bytes], Any], what: str, remedy: str) -> Any:
     try:
-        return path.read_bytes()
+        key = load(path.read_bytes())
     except (FileNotFoundError, IsADirectoryError):
-        raise InputError(f"{path}: expected {what} in PEM, found no file; {remedy}") from None
+        raise InputError(f"{path}: expected {what}, found no file; {remedy}") from None
+    except (ValueError, TypeError):  # a TypeError: it is encrypted
+        raise InputError(f"{path}: expected {what}, found something else; {remedy}") from None
+    if getattr(getattr(key, "curve", None), "name", None) not in _CURVES:
+        raise InputError(f"{path}: expected a key on {', '.join(_CURVES)}, found another; {remedy}")
+    return key
 
 
 def key_id(key: EllipticCurvePublicKey) -> str:
@@ -68,7 +59,6 @@ def key_id(key: EllipticCurvePublicKey) -> str:
 
 
 def write_envelope(path: Path, statement: Mapping[str, Any], key: Path) -> Path:
-    """Write a statement, signed with the private key at `key`."""
     from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
 
     signer, payload = private_key(key), dump_json(statement).encode()

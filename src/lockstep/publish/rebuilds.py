@@ -44,7 +44,6 @@ def folder_of(lock: Path) -> Path:
 
 
 def write(lock: Path, target: Target, made: Sequence[LockComparison], key: Path) -> Path:
-    """Write the signed statement of what was made of `target`, beside its lock."""
     statement = {
         "_type": STATEMENT,
         "subject": [

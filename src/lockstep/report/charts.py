@@ -107,18 +107,12 @@ def _of_noise(tensor: TensorError) -> float:
 
 
 def svg(title: str, height: float, parts: Sequence[str]) -> str:
-    """Return a chart of the elements `parts`, `WIDTH` wide.
-
-    title: for those who cannot see it.
-    """
+    """Return a chart of the elements `parts`, `WIDTH` wide. title: for those who cannot see it."""
     return "\n".join([_HEAD.format(width=WIDTH, height=coordinate(height), label=html.escape(title)), *parts, "</svg>"])
 
 
 def label(x: float | str, y: float | str, text: str, anchor: str) -> str:
-    """Return a text whose middle is at `y`.
-
-    anchor: `start`, `middle` or `end` of the text stands at `x`.
-    """
+    """Return a text whose middle is at `y`. anchor: `start`, `middle` or `end` of the text stands at `x`."""
     where = f'x="{coordinate(float(x))}" y="{coordinate(float(y) + 4)}"'
     return f'<text {where} text-anchor="{anchor}">{html.escape(text)}</text>'
 
@@ -131,5 +125,4 @@ def rule(x1: float, y1: float | str, x2: float, y2: float | str, how: str = "") 
 
 
 def coordinate(value: float) -> str:
-    """Return a number as charts write it, with at most one decimal."""
     return f"{value:.1f}".removesuffix(".0")

@@ -79,7 +79,6 @@ class Check(Generic[AnyReport]):
         return STAGES[self.name]
 
     def path(self, results: Results, target: Target) -> Path:
-        """Return where a target's report lies when the check passed."""
         return results.root / self.stage.output.format(**vars(target))
 
     def read(
@@ -122,10 +121,7 @@ class Check(Generic[AnyReport]):
 
 
 def loaded(load: Callable[[Path], AnyDocument], path: Path) -> AnyDocument | None:
-    """Return a document; None where there is none that can be read.
-
-    The checks that read it say so.
-    """
+    """Return a document; None where there is none that can be read. The checks that read it say so."""
     try:
         return load(path)
     except InputError:

@@ -62,7 +62,6 @@ _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n
 
 
 def page(title: str, parts: Sequence[str]) -> bytes:
-    """Return a whole page."""
     head = f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{text(title)}</title>'
     view = '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link rel="icon" href="data:,">'
     body = "\n".join(parts)
@@ -76,12 +75,10 @@ def text(value: object) -> str:
 
 
 def tag(name: str, inside: str, kind: str = "") -> str:
-    """Return an element around markup."""
     return f'<{name} class="{kind}">{inside}</{name}>' if kind else f"<{name}>{inside}</{name}>"
 
 
 def link(path: Path, page_path: Path, name: str) -> str:
-    """Return a link to a file, from the page at `page_path`."""
     place = urllib.parse.quote(Path(os.path.relpath(path, page_path.parent)).as_posix())
     return f'<a href="{html.escape(place)}">{text(name)}</a>'
 
@@ -116,10 +113,8 @@ def table(
 
 
 def pairs(rows: Sequence[tuple[str, str]]) -> str:
-    """Return a table of names and markup."""
     return tag("table", "\n".join(tag("tr", tag("th", text(name)) + tag("td", cell)) for name, cell in rows), "pairs")
 
 
 def items(lines: Sequence[str]) -> str:
-    """Return a list of markup."""
     return tag("ul", "\n".join(tag("li", line) for line in lines))

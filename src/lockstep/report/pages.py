@@ -18,6 +18,7 @@ from lockstep.artifacts.adapted import AdaptedReport
 from lockstep.artifacts.reports import PASS, GoldenReport, ValidationReport
 from lockstep.artifacts.summary import Summary, SummaryRow
 from lockstep.manifests.manifest_files import failed_path
+from lockstep.provenance.cache.upkeep import bytes_text
 from lockstep.report import charts
 from lockstep.report.about import about
 from lockstep.report.checks import CHECKS, COLUMNS, Column
@@ -36,10 +37,7 @@ _SHORT = "All golden prompts in one batch; they are short: for comparing targets
 
 
 def index(results: Results, summary: Summary, since_lock: Mapping[str, Sequence[Change]]) -> bytes:
-    """Return the first page.
-
-    It has the verdict, all targets, what changed since the locks, and speeds.
-    """
+    """Return the first page. It has the verdict, all targets, what changed since the locks, and speeds."""
     here, rows = results.report_page(), summary.targets
     models = list(dict.fromkeys(row.model for row in rows))
     why = [f"{tag('b', text(names))}: {text(reason)}" for _, names, reason in reasons(rows)]
@@ -65,10 +63,7 @@ def index(results: Results, summary: Summary, since_lock: Mapping[str, Sequence[
 def target(
     results: Results, name: Target, row: SummaryRow, known: Details, since_lock: Sequence[Change] | None
 ) -> bytes:
-    """Return the page of one target.
-
-    row: its own of the summary; since_lock: of its model.
-    """
+    """Return the page of one target. row: its own of the summary; since_lock: of its model."""
     here = results.target_page(name)
     parts = [
         tag("p", link(results.report_page(), here, "All targets")),
@@ -157,7 +152,6 @@ def _table(
 
 
 def _built(row: SummaryRow) -> str:
-    """Return in words which engines these are, and what built them."""
     parts = [
         f"engines {row.engine_digest[:12]}" if row.engine_digest else "no engines",
         f"{row.backend} {row.backend_version}" if row.backend_version else "",
@@ -215,7 +209,6 @@ def _prompts(known: Details) -> str:
 
 
 def _adapted(known: Details) -> str:
-    """Return the answers with each adapter, and without one."""
     report = known.report(AdaptedReport)
     if not report:
         return _nothing(known.checks["adapted"].reason)
@@ -266,10 +259,11 @@ def _engines(results: Results, name: Target, row: SummaryRow, known: Details) ->
     if not known.engines:
         return "<p>Not built.</p>"
     folder = results.engines(name.model, name.precision, name.backend).parent
-    entries = sorted(known.engines.engines.items())
-    cells = [
-        [text(engine), _size(folder / entry.file), tag("code", text(entry.sha256[:12]))] for engine, entry in entries
-    ]
+    cells = []
+    for engine, entry in sorted(known.engines.engines.items()):
+        path = folder / entry.file
+        size = bytes_text(path.stat().st_size) if path.is_file() else "-"
+        cells.append([text(engine), size, tag("code", text(entry.sha256[:12]))])
     device = known.engines.device
     facts = (
         ("engine set", tag("code", text(row.engine_digest or "-"))),
@@ -282,10 +276,7 @@ def _engines(results: Results, name: Target, row: SummaryRow, known: Details) ->
 
 
 def _words(device: Mapping[str, Any]) -> Iterable[str]:
-    """Return the words that name a device.
-
-    These are texts and numbers of its entry, not its instruction sets.
-    """
+    """Return the words that name a device. These are texts and numbers of its entry, not its instruction sets."""
     keys = ("name" if "name" in device else "type", "vendor", "architecture", "compute_capability")
     return (str(device[key]) for key in keys if isinstance(device.get(key), (str, int, float)))
 
@@ -321,18 +312,6 @@ def _files(results: Results, name: Target) -> list[tuple[str, Path]]:
         ("reference", results.reference_of(model, precision, layers)),
         ("quantization error", results.drift(model, precision, layers)),
     ]
-
-
-def _size(path: Path) -> str:
-    """Return the size of a file as `8.2 MB`, in powers of 1000; "-" for none."""
-    if not path.is_file():
-        return "-"
-    size = float(path.stat().st_size)
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} GB"
 
 
 def _number(value: Any, form: str) -> str:

@@ -39,7 +39,7 @@ def prompt(entry: GoldenPrompt) -> str:
 def _decoded(whole: str, before: str | None, token: str | None, other: str) -> str:
     """Return the text with the first token that differs marked.
 
-    That is `token`, behind `before`. Where no token differs, or its text is not known, the place is marked where the
+    That is `token`, after `before`. Where no token differs, or its text is not known, the place is marked where the
     text differs from `other`.
     """
     if before is None or token is None:
@@ -48,10 +48,7 @@ def _decoded(whole: str, before: str | None, token: str | None, other: str) -> s
 
 
 def _first_difference(one: str, other: str) -> tuple[int, int] | None:
-    """Return (start, end) of the rest of `one` that is not as in `other`.
-
-    None where both are the same.
-    """
+    """Return (start, end) of the rest of `one` that is not as in `other`. None where both are the same."""
     if one == other:
         return None
     at = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))

@@ -19,10 +19,7 @@ _TRIES = 5  # a job beside this one may delete a report, which it is to make aga
 
 
 def summarise(results: Results, targets: Sequence[Target], not_run: Mapping[str, str] | None = None) -> Path:
-    """Write the summary of what is there, as the rule does; return its path.
-
-    not_run: see `summary.write`.
-    """
+    """Write the summary of what is there, as the rule does; return its path. not_run: see `summary.write`."""
     not_run = dict(summary.known_not_run(results) if not_run is None else not_run)
     for left in reversed(range(_TRIES)):
         try:
@@ -42,10 +39,7 @@ def write(
 
 
 def refresh(results: Results) -> None:
-    """Write the summary again where it is there and out of date.
-
-    In any case what a killed process left of it goes.
-    """
+    """Write the summary again where it is there and out of date. In any case what a killed process left of it goes."""
     if summary.is_stale(results):
         summarise(results, summary.targets_of(results))
     with contextlib.suppress(InputError):  # none is there, or a damaged one, of which its reader is told
@@ -55,7 +49,7 @@ def refresh(results: Results) -> None:
 
 @contextlib.contextmanager
 def refreshed(results: Results, by_hand: bool = True) -> Iterator[None]:
-    """Have the summary say what the checks say, also behind a stage that fails.
+    """Have the summary say what the checks say, also after a stage that fails.
 
     by_hand: else a workflow goes on, whose own job writes the summary of what did not fail.
     """

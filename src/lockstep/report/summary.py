@@ -29,7 +29,6 @@ _ANY = 10_000  # more than any row needs: rich would cut words
 
 
 def outputs(results: Results, targets: Sequence[Target]) -> list[Path]:
-    """Return the files that `write` writes, the summary first."""
     made = results.summary()
     return [made, made.with_suffix(".csv"), results.report_page(), *map(results.target_page, targets)]
 
@@ -91,10 +90,7 @@ def _collected(
 
 
 def targets_of(results: Results) -> list[Target]:
-    """Return the targets of the summary that is there.
-
-    Raises InputError for a damaged one.
-    """
+    """Return the targets of the summary that is there. Raises InputError for a damaged one."""
     return [row.target for row in Summary.load(results.summary()).targets]
 
 
@@ -162,7 +158,6 @@ def _that_fit(columns: Sequence[tuple[Column, list[str]]]) -> list[tuple[Column,
 
 
 def print_verdict(summary: Summary) -> None:
-    """Print the verdict on all targets, one sentence."""
     from rich.console import Console
 
     style = f"bold {_STYLES[overall(summary)]}"

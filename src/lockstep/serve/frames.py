@@ -6,7 +6,7 @@ no more.
 To the engine: "open" (first), "add", "abort", "load" and "unload" (an adapter). From it: "ready" or "failed" (first),
 then "step" (tokens of one step, and the log-probabilities of prompts whose requests have them) and "tick" (an idle
 engine, each second), both with its counters, "refused" for a request that it cannot take, with "param" where one field
-of the request's body is why, and "loaded" or "not_loaded" behind a "load".
+of the request's body is why, and "loaded" or "not_loaded" after a "load".
 """
 
 from __future__ import annotations

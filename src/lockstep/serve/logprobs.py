@@ -16,7 +16,7 @@ class LogprobsFormat:
     """The log-probabilities of a text, in parts; a token's offset is the number of characters before its own."""
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] | np.ndarray = (), echo: str | None = None):
-        """Begin a text behind the tokens `context`, and behind the text of them where that is repeated."""
+        """Begin a text after the tokens `context`, and after the text of them where that is repeated."""
         self._tokenizer, self._stream = tokenizer, tokenizer.stream(context, echo is not None)
         self._offset = len(echo or "")
 

@@ -42,7 +42,7 @@ class ServiceLimits:
     """Limits of the queue, of an engine process and of slow readers.
 
     max_queue: requests that may wait for a slot; max_queue_tokens: tokens of their prompts. queue_timeout: seconds that
-    one may wait. stall: seconds without a sign of life after which an engine is started anew. start: seconds that a
+    one may wait. stall: seconds without a sign of life after which an engine is started again. start: seconds that a
     start may take. slow_reader: seconds that tokens may wait for their reader.
     """
 

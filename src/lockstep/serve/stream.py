@@ -53,7 +53,7 @@ class PromptRequest:
     last_token: float | None = None
     deaths: int = 0  # engine processes that died while it was theirs
     prompt_logprobs: list[Logprobs] = field(default_factory=list)  # of its tokens but the first
-    resumed: dict[int, int] = field(default_factory=dict)  # numbers of its choices in the engine process behind one
+    resumed: dict[int, int] = field(default_factory=dict)  # numbers of its choices in the engine process after one
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The grammar of an answer: its calls, or the form that was asked for, behind reasoning of so many tokens."""
+"""The grammar of an answer: its calls, or the form that was asked for, after reasoning of so many tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MARKS = re.compile(r"(<\|[^<>|]{1,40}\|>)")  # in longer ones
 def held_grammar(
     tools: Tools | None, plan: AnswerPlan, grammar: Grammar | None, budget: int | None, tokenizer: Tokenizer
 ) -> Grammar | None:
-    """Return the grammar of an answer: of calls, of the form that was asked for, both of them behind the reasoning.
+    """Return the grammar of an answer: of calls, of the form that was asked for, both of them after the reasoning.
 
     plan: how the answer is read. grammar: of the form, None where none was asked for. budget: most tokens of the
     reasoning, None for any number. Raises BadRequest where `strict` asks for what the format cannot be held to, and
@@ -183,7 +183,7 @@ class _Lark:
         if self._tokenizer.token_id(start) is not None:
             text = _TEXT  # which has no such token
         self.rules.append(f"TEXT: {text}")
-        # Where each call has a mark of its own, one is looked for again behind each call.
+        # Where each call has a mark of its own, one is looked for again after each call.
         calls = self.calls(format, schemas, single or not format.around[0], headless=True)
         return f"TEXT | ({self._until(start)} {calls}){{1,{1 if single else _MOST_CALLS}}} TEXT"
 

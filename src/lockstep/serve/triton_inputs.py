@@ -184,7 +184,7 @@ def _prompt(batch: Batch, number: int, service: Service, fold_ids: bool, lora: A
     end_ids = frozenset(token for token in end_ids if 0 <= token < vocab_size)
     log_probs = batch.value("return_log_probs", number, False)
     ends = end_ids | {tokens[0] for tokens in stop_ids if len(tokens) == 1}
-    # As upstream: what does not fit behind the prompt is not made, and is no error.
+    # As upstream: what does not fit after the prompt is not made, and is no error.
     wanted = min(batch.value("max_tokens", number), max(1, ready.max_seq_len - len(ids)))
     n = batch.value("num_return_sequences", number, 1) or 1
     adapter = _adapter(batch, number, service, lora)

@@ -80,7 +80,7 @@ def postprocess(batch: Batch, service: Service) -> list[Tensor]:
     """Return the texts of tokens [batch, beams, length].
 
     Of each as many tokens as SEQUENCE_LENGTH [batch, beams] says. Raises BadRequest. With CONTEXT_IDS [batch, beams,
-    any], filled up with -1, the tokens are a part of a stream and come behind those: spaces at its start are kept, and
+    any], filled up with -1, the tokens are a part of a stream and come after those: spaces at its start are kept, and
     a character that is cut off at its end comes with the next part, unless IS_LAST.
     """
     texts = []

@@ -1,4 +1,4 @@
-"""Folders of LoRA adapters -> adapters.json, held against the checkpoint."""
+"""Folders of LoRA adapters -> adapters.json, compared with the checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Adapters(Stage):
     brought = {"fetched": "{model}/adapter_sources.json"}
     code = WEIGHTS
     packages = NUMPY
-    help = "Folders of LoRA adapters -> adapters.json, held against the checkpoint."
+    help = "Folders of LoRA adapters -> adapters.json, compared with the checkpoint."
     only_adapters = True
 
     def options(self, config: Config, names: Names) -> dict[str, Any]:

@@ -25,21 +25,12 @@ from lockstep.stages import STAGES, Job
 _SUFFIXES = (".onnx", ".engine", ".zip")
 
 
-def _is_cached(step: Job) -> bool:
-    """Return whether the artefact of a step is cached.
-
-    Checks are not: one that did not run has checked nothing. Fetching has a cache of its own; the rest is made sooner
-    than it is copied.
-    """
-    return STAGES[step.stage].is_cached
-
-
 def cache_for(step: Job, configured: str) -> Cache | None:
     """Return the cache for a step; None where there is none or it is not cached.
 
     Raises InputError for a place where no cache can be.
     """
-    folder = cache_folder(configured) if _is_cached(step) else None
+    folder = cache_folder(configured) if STAGES[step.stage].is_cached else None
     return Cache(folder) if folder else None
 
 
@@ -117,18 +108,12 @@ def _restore(cache: Cache, step: Job, entry: Entry) -> None:
 
 
 def _beside(step: Job) -> list[Path]:
-    """Return the files kept with an artefact that are no part of its record.
-
-    Who built an engine set, and when.
-    """
+    """Return the files kept with an artefact that are no part of its record. Who built an engine set, and when."""
     return [provenance_path(step.output)] if step.stage == "build" else []
 
 
 def _is_whole(manifest: Path, outputs: Mapping[str, str]) -> bool:
-    """Return whether all that a manifest names is among `outputs`.
-
-    outputs: sha256 by path relative to it.
-    """
+    """Return whether all that a manifest names is among `outputs`. outputs: sha256 by path relative to it."""
     return all(
         outputs.get(os.path.relpath(file.path, manifest.parent)) == file.sha256 for file in named_files(manifest)
     )
@@ -147,7 +132,6 @@ def _check_unchanged(step: Job, key: BuildKey) -> None:
 
 
 def _clear(folder: Path, kept: set[str]) -> None:
-    """Remove graphs or engines of an earlier artefact from `folder`."""
     for path in folder.iterdir():
         if path.is_file() and path.suffix in _SUFFIXES and path.name not in kept:
             path.unlink()

@@ -75,7 +75,6 @@ class Entry(JsonObject):
 
     @property
     def size(self) -> int:
-        """Return the bytes of its files."""
         return sum(blob.size for blob in self.files.values())
 
     def __str__(self) -> str:
@@ -119,10 +118,7 @@ class Cache:
         return self.blobs / sha256
 
     def read(self, key: str) -> Entry | None:
-        """Return the entry of a build key; None where there is none.
-
-        Raises InputError when it is damaged.
-        """
+        """Return the entry of a build key; None where there is none. Raises InputError when it is damaged."""
         path = self.entry_path(key)
         try:
             status = path.stat()
@@ -161,10 +157,7 @@ class Cache:
             raise InputError(f"{source}: expected sha256 {blob.sha256}, found {found}: the file is damaged")
 
     def add(self, source: Path, sha256: str) -> Blob:
-        """Put the file `source` in, unless it is there, whole.
-
-        Raises InputError when it is not of this sha256.
-        """
+        """Put the file `source` in, unless it is there, whole. Raises InputError when it is not of this sha256."""
         path, size = self.blob_path(sha256), source.stat().st_size
         if _is_file(path, size) and sha256_file(path) == sha256:
             touch(path)  # young again: nobody drops it before its entry is written
@@ -176,7 +169,6 @@ class Cache:
         return Blob(sha256, size)
 
     def write(self, made_of: BuildKey, manifest: str, files: Mapping[str, Blob]) -> Entry:
-        """Write the entry of an artefact whose files are in."""
         entry = Entry(made_of.sha256, made_of, manifest, dict(files))
         with _new(self.entry_path(entry.key)) as temporary:
             write_json(temporary, {"format": formats.CACHE, **entry.to_json()})
@@ -184,10 +176,7 @@ class Cache:
 
 
 def _new(path: Path) -> contextlib.AbstractContextManager[Path]:
-    """Give a temporary path, as `atomic_path`, where several machines write.
-
-    Process numbers do not tell them apart.
-    """
+    """Give a temporary path, as `atomic_path`, where several machines write. Process numbers do not tell them apart."""
     return atomic_path(path, secrets.token_hex(8))
 
 
@@ -218,10 +207,7 @@ def _copied_in_kernel(reader: BinaryIO, writer: BinaryIO) -> bool:
 
 
 def delete(path: Path) -> None:
-    """Delete a file that is worth nothing.
-
-    Where that is not allowed it stays, and is not used either.
-    """
+    """Delete a file that is worth nothing. Where that is not allowed it stays, and is not used either."""
     with contextlib.suppress(OSError):
         path.unlink()
 

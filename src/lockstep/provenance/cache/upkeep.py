@@ -49,12 +49,10 @@ class Contents:
 
     @property
     def named(self) -> set[str]:
-        """Return the blobs that entries name."""
         return {blob.sha256 for used in self.entries for blob in used.entry.files.values()}
 
     @property
     def size(self) -> int:
-        """Return the bytes of all blobs."""
         return sum(self.blobs.values())
 
 
@@ -112,10 +110,7 @@ def _listed(folder: Path, contents: Contents) -> Iterator[Path]:
 
 
 def verify(cache: Cache) -> list[str]:
-    """Hash all blobs; return a line for each fault.
-
-    What is damaged, incomplete or not the cache's own.
-    """
+    """Hash all blobs; return a line for each fault. What is damaged, incomplete or not the cache's own."""
     contents = look(cache)
     with ThreadPoolExecutor(THREADS) as pool:
         found = pool.map(lambda name: _damage(cache, name), sorted(contents.blobs))
@@ -197,7 +192,6 @@ def _now(cache: Cache) -> float:
 
 
 def summary(contents: Contents) -> str:
-    """Return one line on what is there."""
     rest = {
         "damaged": contents.damaged,
         "that no entry names": contents.blobs.keys() - contents.named,

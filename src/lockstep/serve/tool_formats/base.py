@@ -237,7 +237,7 @@ class Source:
     def section(
         self, marks: tuple[str, str], each: tuple[str, str], call: Callable[[Source], Reading[None]]
     ) -> Reading[None]:
-        """Read calls one behind another, each between marks, in a section between marks."""
+        """Read calls one after another, each between marks, in a section between marks."""
         yield from self.expect(marks[0])
         yield from self.expect(each[0])
         while True:

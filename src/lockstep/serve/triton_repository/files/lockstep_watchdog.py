@@ -29,7 +29,7 @@ class Watchdog:
 
     A call that then waits for Triton (to take a response, to set a metric) keeps the interpreter's lock and never
     returns: no thread of Python runs, and Triton's own stub cannot end either. faulthandler's timer needs no lock: it
-    ends a process where it was not set anew for so long.
+    ends a process where it was not set again for so long.
     """
 
     def __init__(self):
