@@ -42,14 +42,14 @@ def check_present(folder: Path) -> None:
         raise InputError(f"{path}: expected a tokenizer with a model, found {shorten(model)}; download this file again")
 
 
-def check_loads(path: Path, time_limit: float = TIME_LIMIT) -> None:
-    """Load the tokenizer and let it split texts, for `time_limit` seconds at most.
+def check_loads(path: Path) -> None:
+    """Load the tokenizer and let it split texts, for `TIME_LIMIT` seconds at most.
 
     Raises InputError for a file that the tokenizers package does not load, whose expressions take too long or make it
     panic, and where that package is missing.
     """
     try:
-        _run(probe.__file__, path, path, time_limit)
+        _run(probe.__file__, path, path)
     except _Failed as error:
         raise InputError(
             f"{path}: expected a tokenizer, found {cut(str(error))}; use the tokenizer.json that came with the model"
@@ -67,7 +67,7 @@ class TokenizerOfTransformers:
     note: str
 
 
-def load_as_transformers(folder: Path, time_limit: float = TIME_LIMIT) -> TokenizerOfTransformers:
+def load_as_transformers(folder: Path) -> TokenizerOfTransformers:
     """Load the tokenizer of a checkpoint in transformers, and hold its tokenizer.json to it.
 
     Raises InputError for one that transformers cannot load, or in a way that no tokenizer.json can hold, and where
@@ -80,7 +80,7 @@ def load_as_transformers(folder: Path, time_limit: float = TIME_LIMIT) -> Tokeni
     # By its path: what imports this module needs no transformers.
     script = Path(__file__).with_name("auto_tokenizer.py")
     try:
-        return TokenizerOfTransformers(**json.loads(_run(str(script), folder, folder / NAME, time_limit)))
+        return TokenizerOfTransformers(**json.loads(_run(str(script), folder, folder / NAME)))
     except _Failed as error:
         raise InputError(f"{folder}: expected a tokenizer that transformers splits texts with, {error}") from None
 
@@ -92,7 +92,7 @@ def ties_head(folder: Path) -> bool:
     """
     script = Path(__file__).with_name("auto_config.py")
     try:
-        return bool(json.loads(_run(str(script), folder, folder / "config.json", TIME_LIMIT)))
+        return bool(json.loads(_run(str(script), folder, folder / "config.json")))
     except _Failed as error:
         raise InputError(
             f"{folder / 'config.json'}: expected a config that transformers loads, found one that it refuses: {error}; "
@@ -104,7 +104,7 @@ class _Failed(Exception):
     """The error of a script that ended with one: what it found, one line."""
 
 
-def _run(script: str, argument: Path, path: Path, time_limit: float) -> str:
+def _run(script: str, argument: Path, path: Path) -> str:
     """Return the last line that a script, run on `argument` in a process of its own, has on stdout.
 
     Libraries may write before it.
@@ -125,12 +125,12 @@ def _run(script: str, argument: Path, path: Path, time_limit: float) -> str:
             encoding="utf-8",
             errors="replace",
             env={**os.environ, **offline},
-            timeout=time_limit,
+            timeout=TIME_LIMIT,
         )
     except subprocess.TimeoutExpired:
         raise InputError(
             f"{path}: expected a tokenizer that splits {probe.LENGTH} characters at once, found it still at work after"
-            f" {time_limit:g} s; its expressions explode: use the tokenizer.json that came with the model"
+            f" {TIME_LIMIT} s; its expressions explode: use the tokenizer.json that came with the model"
         ) from None
     lines = [line for line in ended.stdout.split("\n") if line]
     if not ended.returncode:

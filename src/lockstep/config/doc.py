@@ -3,7 +3,6 @@
 The first is for people, the second for editors and the Snakemake workflow catalogue, which looks for it there.
 
     python -m lockstep.config.doc --write config
-    python -m lockstep.config.doc --check config      # exit code 1 where a file is not what --write makes
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from lockstep.artifacts.files import write_bytes
 from lockstep.config.backends import backends
 from lockstep.config.schema import Config
 from lockstep.config.section import INT32_MAX
-from lockstep.errors import CheckError, guard
+from lockstep.errors import guard
 
 Schema = dict[str, Any]
 
@@ -156,18 +155,6 @@ def write(folder: Path) -> None:
         write_bytes(folder / name, text.encode())
 
 
-def check(folder: Path) -> None:
-    """Raise CheckError where a file in `folder` is not what `write` makes, or absent."""
-    for name, text in generated().items():
-        path = folder / name
-        if not path.is_file() or path.read_text(encoding="utf-8") != text:
-            found = "other content" if path.is_file() else "no file"
-            raise CheckError(
-                f"{path}: expected what src/lockstep/config/types.py gives; found {found}: run python -m "
-                f"lockstep.config.doc --write {folder}"
-            )
-
-
 def _closed(node: Any) -> Any:
     """Return the schema without titles, with named entries closed to other names.
 
@@ -257,17 +244,12 @@ def _default(node: Schema, optional: bool, is_section: bool) -> str:
     return f"`{value}`" if value not in ({}, None, "") else "none"
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run the command line: `--write FOLDER` or `--check FOLDER`."""
+def main() -> None:
+    """Run the command line: `--write FOLDER`."""
     parser = argparse.ArgumentParser(prog="python -m lockstep.config.doc", description=__doc__.splitlines()[0])
-    action = parser.add_mutually_exclusive_group(required=True)
-    action.add_argument("--write", metavar="FOLDER", type=Path, help="write the generated files")
-    action.add_argument(
-        "--check", metavar="FOLDER", type=Path, help="fail where they differ from what would be written"
-    )
-    options = parser.parse_args(arguments)
+    parser.add_argument("--write", metavar="FOLDER", type=Path, required=True, help="write the generated files")
     with guard():
-        write(options.write) if options.write else check(options.check)
+        write(parser.parse_args().write)
 
 
 if __name__ == "__main__":

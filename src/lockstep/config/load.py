@@ -73,22 +73,19 @@ def load_given(path: Path | None, results: Results = Results()) -> Config:
 
 
 def load_merged(
-    merged: Mapping[str, Any],
-    files: Sequence[str | os.PathLike],
-    where: str | None = None,
-    options: Mapping[str, Any] | None = None,
+    merged: Mapping[str, Any], files: Sequence[str | os.PathLike], options: Mapping[str, Any] | None = None
 ) -> Config:
     """Load Snakemake's merged config, and check the files it was merged from.
 
     options: what of it the command line gave (`--config`), whose numbers in mappings and lists are text.
 
     Snakemake reads the files itself, and lets the last of two equal keys win without a word: here they are read again,
-    strictly. Messages open with `where` (default: the file, where one file is all of the config, else `config`). Raises
+    strictly. Messages open with the file, where one file is all of the config, else with `config`. Raises
     InputError as `load` does.
     """
     values = [read_document(file) for file in files]
     only_one = len(values) == 1 and values[0] == merged
-    return load(_with_types(merged, options or {}), where=where or (os.fspath(files[0]) if only_one else None))
+    return load(_with_types(merged, options or {}), os.fspath(files[0]) if only_one else None)
 
 
 def _with_types(merged: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:

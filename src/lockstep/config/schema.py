@@ -200,7 +200,7 @@ class Config(Section):
         reasons = {backend: self.cannot_run(backend) for backend in sorted({one.backend for one in self.targets()})}
         return {backend: reason for backend, reason in reasons.items() if reason} | self.not_built()
 
-    def check_backends(self, where: str = "config") -> None:
+    def check_backends(self) -> None:
         """Check that backends are installed and that the checks of the config can run.
 
         Raises InputError where a backend is not installed that the config does not skip then, and where it asks for
@@ -224,7 +224,7 @@ class Config(Section):
                         text = f"expected to run its engines (require_run: true); {backend}: {why}"
                         problems.append(Problem(here, text))
         if problems:
-            raise InputError(f"{where}: {join(Config, problems)}")
+            raise InputError(f"config: {join(Config, problems)}")
 
     def is_compared(self, target: Target) -> bool:
         """Return whether a target's engines are compared with their graphs.
@@ -275,11 +275,7 @@ class Config(Section):
         return {"": texts, **found}
 
     def adapter_folders(
-        self,
-        model: str,
-        folders: Sequence[str | os.PathLike] | None = None,
-        where: str = "config",
-        results: Results = Results(),
+        self, model: str, folders: Sequence[str | os.PathLike] | None = None, results: Results = Results()
     ) -> dict[str, Path]:
         """Return the folder of each adapter of a model.
 
@@ -300,7 +296,7 @@ class Config(Section):
             else:
                 found[name] = place
         if problems:
-            raise InputError(f"{where}: {join(Config, problems)}")
+            raise InputError(f"config: {join(Config, problems)}")
         return found
 
     def parse_target(self, text: str, where: str = "") -> Target:
@@ -363,14 +359,14 @@ class Config(Section):
             raise InputError(f"{where}: {join(Config, problems)}")
         return found
 
-    def check_model(self, name: str, place: Path, where: str = "config") -> None:
+    def check_model(self, name: str, place: Path) -> None:
         """Check the config against one model, as `check_sources` does.
 
         place: the folder of its checkpoint, or its config.json.
         """
         problems = [*shape_problems(name, self.models[name], self.limits, place, self._settings)]
         if problems:
-            raise InputError(f"{where}: {join(Config, problems)}")
+            raise InputError(f"config: {join(Config, problems)}")
 
     def tolerance(self, model: str, precision: str, backend: str | None = None) -> PlainTolerances:
         """Return the tolerances of a model in a precision.

@@ -66,7 +66,7 @@ def remember(path: str | os.PathLike, sha256: str) -> None:
         _keep(path, state, sha256)
 
 
-def check_files(files: Iterable[Expected], remedy: str, deep: bool = False) -> None:
+def check_files(files: Iterable[Expected], remedy: str) -> None:
     """Check that files are there, of the recorded size and digest.
 
     Raises InputError naming the first of `files` that is absent, of another size or of another digest, with `remedy`.
@@ -75,7 +75,7 @@ def check_files(files: Iterable[Expected], remedy: str, deep: bool = False) -> N
     for file in files:
         check_size(file.path, file.size, remedy)
     with ThreadPoolExecutor(THREADS) as pool:  # hashlib lets go of the interpreter lock
-        digests = list(pool.map(lambda file: digest(file.path, deep), files))
+        digests = list(pool.map(lambda file: digest(file.path), files))
     for file, found in zip(files, digests):
         if found != file.sha256:
             raise InputError(

@@ -57,8 +57,7 @@ def write_lock(results: Path, model: str, out: Path, renew: bool = False) -> lis
     lock, lines = collect(results, model), []
     if out.is_file():
         before = Lock.load(out)
-        lock = _with_other_devices(before, _with_what_is_not_built(before, lock))
-        lock = replace(lock, published=before.published)
+        lock = replace(_with_kept(before, lock), published=before.published)
         lost = _devices_of_other_graphs(before, lock)
         if lost and not renew:
             precision = next(iter(lost))
@@ -76,18 +75,19 @@ def write_lock(results: Path, model: str, out: Path, renew: bool = False) -> lis
     return lines
 
 
-def _has_same_graphs(before: Lock, lock: Lock, precision: str) -> bool:
-    where = ("graphs", precision)
-    return where in before.sections and before.sections[where] == lock.sections.get(where)
+def _same_graphs(before: Lock, lock: Lock) -> set[str]:
+    """Return the precisions whose graphs are the same in both."""
+    graphs = [where for where in before.sections if where[0] == "graphs"]
+    return {where[1] for where in graphs if before.sections[where] == lock.sections.get(where)}
 
 
 def _devices_of_other_graphs(before: Lock, lock: Lock) -> dict[str, set[str]]:
     """Return by precision the devices whose locked engines are of graphs that `lock` has no more."""
     lost: dict[str, set[str]] = {}
+    same = _same_graphs(before, lock)
     for where in sorted(before.sections.keys() - lock.sections.keys()):
-        if where[0] == ENGINES and ("graphs", where[1]) in lock.sections:
-            if not _has_same_graphs(before, lock, where[1]):
-                lost.setdefault(where[1], set()).add(where[-1])
+        if where[0] == ENGINES and ("graphs", where[1]) in lock.sections and where[1] not in same:
+            lost.setdefault(where[1], set()).add(where[-1])
     return lost
 
 
@@ -103,36 +103,29 @@ def _changes(before: Lock, lock: Lock) -> list[str]:
     return [*lines, *([f"kept the engines of {', '.join(sorted(kept))}"] if lines and kept else [])]
 
 
-def _with_other_devices(before: Lock, lock: Lock) -> Lock:
-    """Return `lock` with the engines of other devices in `before`, as long as they are of the same graphs."""
-    built = {where[:-1] for where in lock.sections if where[0] == ENGINES}
-    kept = {
-        where: items
-        for where, items in before.sections.items()
-        if where[:-1] in built and _has_same_graphs(before, lock, where[1])
-    }
-    return replace(lock, sections={**kept, **lock.sections})
+def _with_kept(before: Lock, lock: Lock) -> Lock:
+    """Return `lock` with what it keeps of `before`, as long as that is of the same graphs.
 
-
-def _with_what_is_not_built(before: Lock, lock: Lock) -> Lock:
-    """Return `lock` with all that `before` has of engines that are not built here.
-
-    This processor does not compute in their precision. Engines, golden tokens, parameters of checks and makers are kept
-    as long as they are of the same graphs.
+    Engines of other devices; and of engines that are not built here, for this processor does not compute in their
+    precision, their golden tokens, parameters of checks and makers too.
     """
     from lockstep.config.backends import backends  # loads pydantic, which verify does without
 
     def kinds(of: Lock) -> set[Place]:
         return {where[1:3] for where in of.sections if where[0] == ENGINES}
 
-    for precision, backend in sorted(kinds(before) - kinds(lock)):
-        settings = backends().get(backend)
-        if settings is None or not settings.lacks_here(precision) or not _has_same_graphs(before, lock, precision):
-            continue
-        kept = {where: items for where, items in before.sections.items() if {precision, backend} <= set(where)}
-        makers = {name: maker for name, maker in before.makers.items() if name.endswith(f"/{backend}")}
-        lock = replace(lock, sections={**kept, **lock.sections}, makers={**makers, **lock.makers})
-    return lock
+    here, same = kinds(lock), _same_graphs(before, lock)
+    known = [(precision, backend) for precision, backend in kinds(before) - here if backend in backends()]
+    absent = [pair for pair in known if pair[0] in same and backends()[pair[1]].lacks_here(pair[0])]
+    kept = {
+        where: items
+        for where, items in before.sections.items()
+        if (where[0] == ENGINES and where[1:3] in here and where[1] in same)
+        or any({*pair} <= {*where} for pair in absent)
+    }
+    ends = tuple(f"/{backend}" for _, backend in absent)
+    makers = {name: maker for name, maker in before.makers.items() if name.endswith(ends)}
+    return replace(lock, sections={**kept, **lock.sections}, makers={**makers, **lock.makers})
 
 
 def collect(results: Path, model: str) -> Lock:

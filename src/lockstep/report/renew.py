@@ -48,16 +48,12 @@ def refresh(results: Results) -> None:
 
 
 @contextlib.contextmanager
-def refreshed(results: Results, by_hand: bool = True) -> Iterator[None]:
-    """Have the summary say what the checks say, also after a stage that fails.
-
-    by_hand: else a workflow goes on, whose own job writes the summary of what did not fail.
-    """
+def refreshed(results: Results) -> Iterator[None]:
+    """Have the summary say what the checks say, also after a stage that fails."""
     try:
         yield
     except BaseException:
         with contextlib.suppress(OSError, LockstepError):  # what was raised is what is to be said
             refresh(results)
         raise
-    if by_hand:
-        refresh(results)
+    refresh(results)

@@ -235,14 +235,14 @@ class Service:
             self._link.add(prompt.number, prompt.request)
         return stream
 
-    def cancel(self, stream: Stream, reason: str = "abort") -> None:
+    def cancel(self, stream: Stream) -> None:
         """End what has not ended of a stream; it holds no slot in the next step."""
         for prompt in stream.prompts:
             if prompt.choices:
                 self._abort(prompt)
                 for choice in sorted(prompt.choices):
-                    self._finish(prompt, choice, reason)
-                    stream.push(prompt.first + choice, "", None, None, reason)
+                    self._finish(prompt, choice, "abort")
+                    stream.push(prompt.first + choice, "", None, None, "abort")
         self._leave(stream)
 
     def _check_room(self, prompts: Sequence[PromptRequest]) -> None:
