@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from lockstep.cli.load_options import LoadOptions, load_spec
+from lockstep.cli.load_options import load_spec
 from lockstep.cli.options import AT_LEAST_0, AT_LEAST_1, FOLDER, JSON, PATH
 from lockstep.cli.terminal import echo_json
 from lockstep.errors import CheckError, InputError
@@ -105,7 +106,7 @@ def load(url: str, workload: str | None, as_json: bool, **given: Any) -> None:
     from lockstep.load.http import Client
     from lockstep.load.report import LoadReport, table, worse
 
-    options = LoadOptions(**given)
+    options = SimpleNamespace(**given)
     spec = load_spec(workload, options)
     base = LoadReport.load(options.check) if options.check else None
     client = Client(url, _api_key(options.api_key_file))

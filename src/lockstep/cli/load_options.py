@@ -1,11 +1,16 @@
-"""The options of `lockstep load`, and the load that they ask for."""
+"""The load that the options of `lockstep load` ask for.
+
+options: those of the command line by name. Times are seconds, lengths are tokens, `rate` is in requests per second,
+`cancel` is a share of the requests.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import InputError
@@ -17,49 +22,7 @@ if TYPE_CHECKING:
 _WORKLOADS = ("dataset", "token-norm-dist", "token-from-histogram", "trace")
 
 
-@dataclass(frozen=True)
-class LoadOptions:
-    """The options of the command line.
-
-    Times are seconds, lengths are tokens, `rate` is in requests per second, `cancel` is a share of the requests.
-    """
-
-    dataset: Path | None
-    token_norm_dist: str | None
-    histogram: Path | None
-    histogram_key: str | None
-    trace: Path | None
-    input_mean: float | None
-    input_stdev: float
-    output_mean: float | None
-    output_stdev: float
-    tokenizer_dir: Path | None
-    tokenizer_type: str | None
-    max_input_len: int | None
-    protocol: str
-    requests: int | None
-    rate: tuple[float, ...]
-    arrivals: str
-    seed: int
-    concurrency: int | None
-    cancel: float
-    cancel_within: float
-    endpoint: str | None
-    model: str | None
-    max_tokens: int
-    body: str | None
-    goodput: str
-    warmup: int
-    timeout: float
-    api_key_file: Path | None
-    functional: bool
-    exact: bool
-    out: Path | None
-    check: Path | None
-    rtol: float
-
-
-def load_spec(workload: str | None, options: LoadOptions) -> LoadSpec:
+def load_spec(workload: str | None, options: SimpleNamespace) -> LoadSpec:
     """Return the load that the options ask for.
 
     Raises InputError for options that contradict each other, and for prompts that cannot be read.
@@ -89,7 +52,7 @@ def load_spec(workload: str | None, options: LoadOptions) -> LoadSpec:
     return LoadSpec(prompts, about, endpoint, options.rate, arrivals, **rest)
 
 
-def _prompts(workload: str | None, options: LoadOptions) -> tuple[list[Prompt], dict[str, Any]]:
+def _prompts(workload: str | None, options: SimpleNamespace) -> tuple[list[Prompt], dict[str, Any]]:
     from lockstep.artifacts.files import sha256_file
     from lockstep.load import workload as made
 
@@ -100,7 +63,7 @@ def _prompts(workload: str | None, options: LoadOptions) -> tuple[list[Prompt], 
         if options.token_norm_dist or options.input_mean is None or options.output_mean is None:
             raise InputError("load: expected --token-norm-dist, or both --input-mean and --output-mean")
         keys = ("input_mean", "input_stdev", "output_mean", "output_stdev")
-        options = replace(options, token_norm_dist=",".join(f"{getattr(options, key):g}" for key in keys))
+        options.token_norm_dist = ",".join(f"{getattr(options, key):g}" for key in keys)
     chosen = [key for key in ("dataset", "token_norm_dist", "histogram", "trace") if getattr(options, key)]
     if len(chosen) != 1 or (kind and kind != chosen[0].replace("_", "-")):
         found = " and ".join(f"--{key.replace('_', '-')}" for key in chosen) or "none"

@@ -6,6 +6,7 @@ import math
 import re
 from pathlib import Path
 from signal import SIGINT
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -13,7 +14,7 @@ import click
 from lockstep.cli.guarded import GroupedCommand
 from lockstep.cli.opened import SPECULATIVE, TARGET_OR_BUNDLE, runnable, speculative
 from lockstep.cli.options import AT_LEAST_0, AT_LEAST_1, PATH, RESULTS
-from lockstep.cli.serve_options import ServeOptions, run_server
+from lockstep.cli.serve_options import run_server
 from lockstep.errors import PREFIX, Ended
 from lockstep.serve.settings import EngineOptions, ServiceLimits
 from lockstep.targets import MOST_RANKS
@@ -193,7 +194,7 @@ def serve(target: str, weights: Path | None, results: Path, drafts: str | None, 
     """
     try:
         with runnable(target, weights, results) as opened:
-            run_server(opened, ServeOptions(**given, speculative=speculative(drafts, results)))
+            run_server(opened, SimpleNamespace(**given, speculative=speculative(drafts, results)))
     except KeyboardInterrupt as error:  # once it takes requests, it handles signals itself
         what, number = (f"ended by {error}", error.number) if isinstance(error, Ended) else ("interrupted", SIGINT)
         click.echo(f"{PREFIX}{what} before the server was ready", err=True)

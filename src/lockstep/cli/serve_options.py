@@ -1,4 +1,8 @@
-"""The options of `lockstep serve`, and the server that they start."""
+"""The server that the options of `lockstep serve` start.
+
+options: those of the command line by name. Times are seconds; max_body and kv_bytes are bytes, kv_bytes below 1 a
+fraction of the free memory.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,11 @@ import re
 import signal
 import stat
 import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import click
 
@@ -24,50 +29,6 @@ if TYPE_CHECKING:
     from lockstep.cli.opened import Runnable
     from lockstep.serve.request_log import RequestLog
     from lockstep.serve.traces import Traces
-
-
-@dataclass(frozen=True)
-class ServeOptions:
-    """The options of the command line.
-
-    Times are seconds; max_body and kv_bytes are bytes, kv_bytes below 1 a fraction of the free memory.
-    """
-
-    python: str | None
-    host: str
-    port: int | None
-    unix: Path | None
-    triton_repository: Path | None
-    until_stdin_ends: bool
-    grpc_port: int | None
-    fold_token_ids: bool
-    allow_adapter_loading: Path | None
-    served_model_name: str | None
-    api_key_file: Path | None
-    max_model_len: int | None
-    max_num_seqs: int | None
-    kv_bytes: float | None
-    tensor_parallel: int | None
-    chunk_size: int | None
-    long_prefill_token_threshold: int | None
-    admission: Literal["guaranteed", "optimistic"]
-    no_prefix_caching: bool
-    threads: int | None
-    speculative: Mapping[str, Any] | None
-    max_queue: int
-    max_queue_tokens: int
-    queue_timeout: float
-    slow_reader: float
-    grammar_timeout: float
-    tool_call_parser: str | None
-    reasoning_parser: str | None
-    max_body: int
-    body_timeout: float
-    drain: float
-    stall: float
-    metrics_prefix: str
-    request_log: Path | None
-    otlp_traces_endpoint: str | None
 
 
 def _check_ranks(place: Opened, asked: int | None) -> None:
@@ -83,7 +44,7 @@ def _check_ranks(place: Opened, asked: int | None) -> None:
         )
 
 
-def _limits(checked: Limits, options: ServeOptions) -> Limits:
+def _limits(checked: Limits, options: SimpleNamespace) -> Limits:
     """Return the sizes that are served. Raises InputError for larger ones than the target is checked to."""
     asked = {
         "max_seq_len": ("--max-model-len", options.max_model_len),
@@ -102,7 +63,7 @@ def _limits(checked: Limits, options: ServeOptions) -> Limits:
     return replace(limits, max_input_len=min(limits.max_input_len, limits.max_seq_len))
 
 
-def run_server(found: Runnable, options: ServeOptions) -> None:
+def run_server(found: Runnable, options: SimpleNamespace) -> None:
     """Serve an opened target or bundle until SIGTERM or Ctrl-C. Raises InputError for options that do not fit it."""
     from lockstep.artifacts.chat_template import ChatTemplate
     from lockstep.runtime.tokenizer import Tokenizer
@@ -120,7 +81,7 @@ def run_server(found: Runnable, options: ServeOptions) -> None:
     if options.triton_repository is not None:
         from lockstep.serve.triton_repository.options import serve_options
 
-        options = replace(options, **serve_options(options.triton_repository))
+        vars(options).update(serve_options(options.triton_repository))
     place = found.place
     _check_ranks(place, options.tensor_parallel)
     keys = _keys(options.api_key_file)
@@ -179,7 +140,7 @@ def run_server(found: Runnable, options: ServeOptions) -> None:
         serve(service, address, access, options.drain, click.echo, options.grpc_port, triton, options.unix)
 
 
-def _observers(options: ServeOptions, name: str) -> list[RequestLog | Traces]:
+def _observers(options: SimpleNamespace, name: str) -> list[RequestLog | Traces]:
     observers: list[RequestLog | Traces] = []
     if options.otlp_traces_endpoint is not None:
         from lockstep.serve.traces import Traces  # needs packages of its own
