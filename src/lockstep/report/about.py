@@ -30,7 +30,7 @@ def about(results: Results, models: Iterable[str]) -> tuple[str, str, str, list[
     backends: dict[str, None] = {}
     packages: dict[str, None] = {}
     for path in (path for model in dict.fromkeys(models) for path in records(results.root / model)):
-        with contextlib.suppress(LockstepError, OSError):  # one that is damaged or being made: its target says so
+        with contextlib.suppress(LockstepError, OSError, LookupError, TypeError):  # damaged: its target says so
             record = read_json(path, formats.BUILD)
             if backend := record.get("backend"):
                 backends[f"{backend['name']} {backend['version']}"] = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ def index(results: Results, summary: Summary, since_lock: Mapping[str, Sequence[
         tag("h1", text(", ".join(models))),
         tag("p", result(overall(summary), headline(summary)), "headline"),
         *([items(why)] if why else []),
-        _shown(lambda: _about(results, models)),
+        _about(results, models),
     ]
     for model in models:
         own = [row for row in rows if row.model == model]
@@ -54,7 +54,7 @@ def index(results: Results, summary: Summary, since_lock: Mapping[str, Sequence[
         parts += _since_lock(model, since_lock.get(model))
     speeds = [row for row in _whole(rows) if row.prefill_tokens_per_s is not None]
     if speeds:
-        parts += ["<h2>Speed</h2>", tag("p", _SHORT, "quiet"), _shown(lambda: charts.speeds(speeds))]
+        parts += ["<h2>Speed</h2>", tag("p", _SHORT, "quiet"), charts.speeds(speeds)]
     files = (results.summary(), results.summary().with_suffix(".csv"), results.config())
     parts += ["<h2>Files</h2>", items([link(path, here, path.name) for path in files])]
     return page(f"{', '.join(models)}: {headline(summary)}", parts)
@@ -68,29 +68,21 @@ def target(
     parts = [
         tag("p", link(results.report_page(), here, "All targets")),
         f"<h1>{text(name).replace('/', '/<wbr>')}: {result(row.verdict)}</h1>",
-        _shown(lambda: _checks(known)),
+        _checks(known),
         "<h2>Prompts</h2>",
-        _shown(lambda: _prompts(known)),
-        *(["<h2>Adapters</h2>", _shown(lambda: _adapted(known))] if "adapted" in known.checks else []),
+        _prompts(known),
+        *(["<h2>Adapters</h2>", _adapted(known)] if "adapted" in known.checks else []),
         "<h2>Error by layer</h2>",
-        _shown(lambda: _errors(name, known)),
+        _errors(name, known),
         "<h2>Speed</h2>",
-        _shown(lambda: _speed(row, known)),
+        _speed(row, known),
         "<h2>Engines</h2>",
-        _shown(lambda: _engines(results, name, row, known)),
+        _engines(results, name, row, known),
         *_since_lock(name.model, since_lock and [change for change in since_lock if change.is_of(name)]),
         "<h2>Files</h2>",
         items([link(path, here, title) for title, path in _files(results, name) if path.is_file()]),
     ]
     return page(f"{name}: {row.verdict}", parts)
-
-
-def _shown(make: Callable[[], str]) -> str:
-    """Return a part of a page, whatever stands in the reports that it is made of."""
-    try:
-        return make()
-    except (LookupError, TypeError, AttributeError, ValueError):
-        return tag("p", "Its report has other entries than this version writes; the files are linked below.", "wait")
 
 
 def _about(results: Results, models: Sequence[str]) -> str:
