@@ -42,6 +42,12 @@ def run_job(name, snakemake, **given):
         raise
 
 
+def checkpoint_folder(snakemake):
+    """The folder of a checkpoint; None of one that another job brings, which lies where its manifest says."""
+    sides = snakemake.input.sides
+    return Path(sides[0]).parent if sides and not snakemake.input.fetched else None
+
+
 @contextlib.contextmanager
 def logged(snakemake):
     """Stdout and stderr, also those of native libraries, go to the rule's log.

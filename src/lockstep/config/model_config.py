@@ -32,39 +32,18 @@ MAX_EXPERTS = 1 << 16
 # when they are made.
 MAX_POSITIONS = 1 << 27
 
-_SIZES = frozenset(
-    {
-        *HIDDEN_KEYS,
-        "vocab_size",
-        "num_attention_heads",
-        "n_head",
-        "n_heads",
-        "num_heads",
-        "num_key_value_heads",
-        "num_kv_heads",
-        "n_head_kv",
-        "head_dim",
-        "intermediate_size",
-        "ffn_dim",
-        "ffn_hidden_size",
-        "n_inner",
-        "word_embed_proj_dim",
-    }
-)
+_SIZES = frozenset((
+    *HIDDEN_KEYS, "vocab_size", "num_attention_heads", "n_head", "n_heads", "num_heads", "num_key_value_heads",
+    "num_kv_heads", "n_head_kv", "head_dim", "intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner",
+    "word_embed_proj_dim",
+))  # fmt: skip
 # What a class makes modules by, in the config and in those of encoders inside it.
 _COUNTS = {re.compile(r"(.*_)?(layers?|depth)"): MAX_LAYERS, re.compile(r"(.*_)?experts"): MAX_EXPERTS}
 _EPSILON = re.compile(r"(.*_)?eps(ilon)?")
-_POSITIVE = frozenset(
-    {
-        "rope_theta",
-        "rotary_emb_base",
-        "rope_local_base_freq",
-        "global_rope_theta",
-        "local_rope_theta",
-        "partial_rotary_factor",
-        "rotary_pct",
-    }
-)
+_POSITIVE = frozenset((
+    "rope_theta", "rotary_emb_base", "rope_local_base_freq", "global_rope_theta", "local_rope_theta",
+    "partial_rotary_factor", "rotary_pct",
+))  # fmt: skip
 _ROPE = ("rope_parameters", "rope_scaling")
 _ROPE_LENGTH = "original_max_position_embeddings"
 # How transformers writes a float that JSON lacks. State-space models have bounds of time steps that are infinite, which

@@ -20,17 +20,9 @@ class Served(Stage):
     reads_quantized = {"reference": "{model}/{precision}/reference/{layers}.json"}
     code = (*RUNTIME, "processes.py", "serve")
     packages = (
-        "grpcio",
-        "jinja2",
-        "llguidance",
-        "msgspec",
-        "prometheus-client",
-        "protobuf",
-        "starlette",
-        "uvicorn",
-        "uvloop",
+        "grpcio", "jinja2", "llguidance", "msgspec", "prometheus-client", "protobuf", "starlette", "uvicorn", "uvloop",
         *ONNX,
-    )
+    )  # fmt: skip
     help = "A server on the engine set against the golden check."
     is_check = is_judged = is_named = runs_engines = True
     runs_here = True  # the server's own process opens the engines, in the interpreter of the backend
