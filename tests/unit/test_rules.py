@@ -34,8 +34,8 @@ def entries(text: str) -> dict[str, str]:
     return {name: path or function for name, path, function in reversed(named)}
 
 
-def test_each_stage_has_a_rule_and_each_rule_of_the_workflow_a_stage() -> None:
-    assert set(RULES) == {*STAGES, "summary"}
+def test_each_stage_has_a_rule() -> None:
+    assert set(STAGES) < set(RULES)  # others, such as the summary's, need none
 
 
 @pytest.mark.parametrize("name", STAGES)
