@@ -235,27 +235,15 @@ def test_a_source_that_is_not_there_names_its_key(checkpoint):
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (
-            "{",
-            "expected JSON in {path}; found Expecting property name enclosed in double quotes: line 1 column "
-            "2 (char 1)",
-        ),
-        ("[]", "expected a JSON object in {path}; found list"),
-        ("{}", "expected num_hidden_layers in {path}; found none"),
-        ('{"num_hidden_layers": "6"}', "expected an integer from 1 to 1024 as num_hidden_layers in {path}; found '6'"),
-        (
-            '{"num_hidden_layers": true}',
-            "expected an integer from 1 to 1024 as num_hidden_layers in {path}; found True",
-        ),
-        (
-            '{"num_hidden_layers": 6, "max_position_embeddings": 0}',
-            "expected an integer from 1 to 134217728 as max_position_embeddings in {path}; found 0",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), [
+    ("{", "expected JSON in {path}; found Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+    ("[]", "expected a JSON object in {path}; found list"),
+    ("{}", "expected num_hidden_layers in {path}; found none"),
+    ('{"num_hidden_layers": "6"}', "expected an integer from 1 to 1024 as num_hidden_layers in {path}; found '6'"),
+    ('{"num_hidden_layers": true}', "expected an integer from 1 to 1024 as num_hidden_layers in {path}; found True"),
+    ('{"num_hidden_layers": 6, "max_position_embeddings": 0}',
+     "expected an integer from 1 to 134217728 as max_position_embeddings in {path}; found 0"),
+])  # fmt: skip
 def test_a_bad_config_json_is_named(tmp_path, text, expected):
     folder = write_checkpoint(tmp_path / "checkpoint", text)
     expected = expected.replace("{path}", str(folder / "config.json"))

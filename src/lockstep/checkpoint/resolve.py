@@ -175,9 +175,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
             f"{path}: expected a model_type such as 'llama', found {found}; use the config.json "
             f"that came with the weights"
         )
-    wrong = model_config.fault(config)
-    if wrong is not None:
-        raise InputError(f"{path}: expected {wrong.expected} as {wrong.key}, found {wrong.shown()}; correct it")
+    if wrong := model_config.first_error(config):
+        found = shorten(wrong.found)
+        raise InputError(f"{path}: expected {wrong.expected} as {wrong.where}, found {found}; correct it")
     try:
         dump_json(config).encode()
     except (ValueError, RecursionError) as error:

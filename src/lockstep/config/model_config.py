@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from lockstep.artifacts.document import ValidationError
@@ -50,23 +49,6 @@ _ROPE_LENGTH = "original_max_position_embeddings"
 # means none.
 _NOT_FINITE = "__float__"
 _MAY_BE_INFINITE = re.compile(r"time_step.*")
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A value that cannot be right.
-
-    key: where it stands, such as `text_config.hidden_size`; expected: what is expected in its place; found: the value.
-    """
-
-    key: str
-    expected: str
-    found: Any
-
-    def shown(self) -> str:
-        """Return the value found, cut to fit on the one line of an error."""
-        text = repr(self.found)
-        return text if len(text) <= 60 else text[:57] + "..."
 
 
 def parts(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
@@ -135,71 +117,71 @@ def _with_floats(value: Any) -> Any:
     return [_with_floats(item) for item in value] if isinstance(value, list) else value
 
 
-def fault(config: Mapping[str, Any]) -> Fault | None:
-    """Return the first value of a model's config that cannot be right, else None."""
-    return next(_faults(config), None)
+def first_error(config: Mapping[str, Any]) -> ValidationError | None:
+    """Return the error of the first value of a model's config that cannot be right, else None."""
+    return next(_errors(config), None)
 
 
-def _faults(config: Mapping[str, Any]) -> Iterator[Fault]:
+def _errors(config: Mapping[str, Any]) -> Iterator[ValidationError]:
     if not isinstance(config.get("text_config", {}), Mapping | None):
-        yield Fault("text_config", "an object", config["text_config"])
+        yield ValidationError("text_config", "an object", config["text_config"])
     for part in parts(config):
         prefix = "" if part is config else "text_config."
         for key, value in part.items():
             if value is not None:
-                yield from _value_faults(prefix + key, key, value)
-    yield from _nested_faults(config)
+                yield from _value_errors(prefix + key, key, value)
+    yield from _nested_errors(config)
 
 
-def _value_faults(path: str, key: str, value: Any) -> Iterator[Fault]:
+def _value_errors(path: str, key: str, value: Any) -> Iterator[ValidationError]:
     if key in DEPTH_KEYS:
         if not _is_size(value, MAX_LAYERS):
-            yield Fault(path, f"an integer from 1 to {MAX_LAYERS}", value)
+            yield ValidationError(path, f"an integer from 1 to {MAX_LAYERS}", value)
     elif key in (*POSITION_KEYS, _ROPE_LENGTH):
         if not _is_size(value, MAX_POSITIONS):
-            yield Fault(path, f"an integer from 1 to {MAX_POSITIONS}", value)
+            yield ValidationError(path, f"an integer from 1 to {MAX_POSITIONS}", value)
     elif key in _SIZES:
         # Some models have a list with the size of each layer.
         if not all(_is_size(item, MAX_SIZE) for item in (value if isinstance(value, list) and value else [value])):
-            yield Fault(path, "a positive integer", value)
+            yield ValidationError(path, "a positive integer", value)
     elif _EPSILON.fullmatch(key):
         if not _is_finite(value) or value < 0:
-            yield Fault(path, "a number of at least 0", value)
+            yield ValidationError(path, "a number of at least 0", value)
     elif key in _POSITIVE:
         if not _is_finite(value) or value <= 0:
-            yield Fault(path, "a number above 0", value)
+            yield ValidationError(path, "a number above 0", value)
     elif key in _ROPE:
-        yield from _rope_faults(path, value)
+        yield from _rope_errors(path, value)
     elif key == KEY:
-        yield from _packing_faults(path, key, value)
+        yield from _packing_errors(path, key, value)
 
 
-def _packing_faults(path: str, key: str, value: Any) -> Iterator[Fault]:
-    """Yield the fault of a quantization config whose layout is not known."""
+def _packing_errors(path: str, key: str, value: Any) -> Iterator[ValidationError]:
+    """Yield the error of a quantization config whose layout is not known."""
     if path != key:
-        yield Fault(path, f"nothing, for {key} is at the top", value)
+        yield ValidationError(path, f"nothing, for {key} is at the top", value)
         return
     try:
         packing_of({key: value})
-    except ValidationError as wrong:
-        yield Fault(wrong.where, wrong.expected, wrong.found)
+    except ValidationError as error:
+        yield error
 
 
-def _rope_faults(path: str, value: Any) -> Iterator[Fault]:
+def _rope_errors(path: str, value: Any) -> Iterator[ValidationError]:
     """Check RoPE settings, the model's or an object of them for each layer type."""
     if not isinstance(value, Mapping):
-        yield Fault(path, "an object", value)
+        yield ValidationError(path, "an object", value)
         return
     for key, item in value.items():
         if isinstance(item, Mapping):
-            yield from _rope_faults(f"{path}.{key}", item)
+            yield from _rope_errors(f"{path}.{key}", item)
         elif item is not None and key == _ROPE_LENGTH and not _is_size(item, MAX_POSITIONS):
-            yield Fault(f"{path}.{key}", f"an integer from 1 to {MAX_POSITIONS}", item)
+            yield ValidationError(f"{path}.{key}", f"an integer from 1 to {MAX_POSITIONS}", item)
         elif item is not None and key in _POSITIVE | {"factor"} and (not _is_finite(item) or item <= 0):
-            yield Fault(f"{path}.{key}", "a number above 0", item)
+            yield ValidationError(f"{path}.{key}", "a number above 0", item)
 
 
-def _nested_faults(config: Mapping[str, Any]) -> Iterator[Fault]:
+def _nested_errors(config: Mapping[str, Any]) -> Iterator[ValidationError]:
     """Find what no value may be: infinite, or a number of modules that cannot be made."""
     waiting: list[tuple[str, Any]] = [
         ("", config)
@@ -210,12 +192,12 @@ def _nested_faults(config: Mapping[str, Any]) -> Iterator[Fault]:
             waiting += [(f"{path}[{index}]", item) for index, item in enumerate(value)]
         elif isinstance(value, Mapping):
             if _NOT_FINITE in value:
-                yield Fault(path, "a finite value", value)
+                yield ValidationError(path, "a finite value", value)
             for key, item in value.items():
                 here = f"{path}.{key}".removeprefix(".")
                 for pattern, most in _COUNTS.items():
                     if type(item) is int and item > most and pattern.fullmatch(key):
-                        yield Fault(here, f"an integer of at most {most}", item)
+                        yield ValidationError(here, f"an integer of at most {most}", item)
                 if not _MAY_BE_INFINITE.fullmatch(key):
                     waiting.append((here, item))
 

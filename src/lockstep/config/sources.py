@@ -290,7 +290,6 @@ def _read_object(path: Path) -> dict[str, Any]:
         raise InputError(f"expected a readable file at {path}; found {error.strerror}") from None
     if not isinstance(value, dict):
         raise InputError(f"expected a JSON object in {path}; found {type(value).__name__}")
-    wrong = model_config.fault(value)
-    if wrong is not None:
-        raise InputError(f"expected {wrong.expected} as {wrong.key} in {path}; found {wrong.shown()}")
+    if wrong := model_config.first_error(value):
+        raise InputError(f"expected {wrong.expected} as {wrong.where} in {path}; found {repr(wrong.found)[:60]}")
     return value
