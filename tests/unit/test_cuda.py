@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import onnx
 import pytest
+from built_family import built_family
 from demo_model import CONFIG, LIMITS
 from families import FAMILIES
 from test_quantization import LIMIT, demo, random_family
@@ -31,6 +32,7 @@ from lockstep.onnx_tools.sessions import compute
 from lockstep.runtime import Advance, Engine, Model, Request
 from lockstep.targets import Limits, Results, Target
 from lockstep.verify import compare, golden
+from lockstep.verify.compare.choices import are_clear, with_scores, without_scores
 
 SIZES = ("max_batch_size", "max_num_tokens", "max_seq_len")
 TOLERANCE = CONFIG.tolerance("demo-llama", "w8a16", "cuda")
@@ -233,6 +235,27 @@ def test_rows_of_experts_have_the_bits_that_they_have_alone(shared, gpu, tmp_pat
     for name, values in compute(model, {**given(0, 70), **weights}).items():
         error = np.abs(together[name] - values.astype(np.float32)).max(axis=1) / np.abs(values).max()
         assert np.mean(error <= 1e-2) >= 0.95, name  # as `kernels_file` allows
+
+
+def test_rows_whose_experts_are_nearly_tied_are_told(shared):
+    files, assembly = shared.assembled(dict(FAMILIES["mixtral"].config), "fp16")
+    model = onnx.load_model_from_string(files[assembly.classes["middle"].file])
+    outputs = compute(with_scores(model), random_inputs(model))
+    (name,) = outputs.keys() - {value.name for value in model.graph.output}
+    assert outputs[name].shape == (3, 3) and (np.diff(outputs[name]) <= 0).all()
+    assert without_scores(outputs).keys() == {value.name for value in model.graph.output}
+    scores = np.array([[0.5, 0.25, 0.2], [0.5, 0.25, 0.246], [0.3, 0.3, 0.3], [0.4, np.nan, 0.1]], np.float32)
+    assert are_clear({name: scores}, 0.01).tolist() == [True, False, False, True]
+    assert are_clear({"hidden": scores}, 0.01) is None
+
+
+@pytest.mark.long
+def test_engines_of_a_mixture_are_compared(shared, gpu, tmp_path):
+    results = Results(built_family(shared, "mixtral", "fp16") / "results")
+    paths = results.assembly("tiny", "fp16"), results.weights("tiny", "fp16")
+    engines = build(paths[0], "cuda", tmp_path / "engines.json", {name: getattr(LIMITS, name) for name in SIZES})
+    compare.run(*paths, engines, CONFIG.compare_tolerance("demo-llama", "fp16", "cuda"), LIMITS, tmp_path / "c.json")
+    assert read_json(tmp_path / "c.json")["result"] == "pass"
 
 
 @pytest.mark.long

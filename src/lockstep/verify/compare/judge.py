@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,7 +50,7 @@ def judge(expected: np.ndarray, found: np.ndarray, tolerance: float, beyond: np.
     NotFiniteError where the graph gives NaN or infinity elsewhere.
     """
     count = len(expected)
-    exact, other = (array.astype(np.float64).reshape(count, -1) for array in (expected, found))
+    exact, other = (array.astype(np.float64).reshape(count, math.prod(array.shape[1:])) for array in (expected, found))
     finite = np.isfinite(exact).all(1)
     if not finite.all():
         if beyond is None or not beyond[~finite].all():

@@ -31,6 +31,7 @@ from lockstep.onnx_tools.signature import signature_of
 from lockstep.onnx_tools.without_adapters import without_adapters
 from lockstep.targets import Limits
 from lockstep.verify.compare import inputs
+from lockstep.verify.compare.choices import are_clear, with_scores, without_scores
 from lockstep.verify.compare.engine_runner import EngineRunner
 from lockstep.verify.compare.judge import NotFiniteError, judge
 from lockstep.verify.compare.sweep import GROUP, Arrays, Sweep, sweep_of
@@ -77,7 +78,7 @@ class Pair:
         self._layer = layer
         self._subject = inputs.Graph(self._model, self._assembly, self._limits, tensors, self._variant)
         self._signature = signature_of(self._model.graph, tensors)
-        session = open_session(self._model.SerializeToString(), threads)
+        session = open_session(with_scores(self._model).SerializeToString(), threads)
         self._weights = {slot.name: slot_array(source, tensors[slot.name], slot.sizes) for slot in slots}
         self._graph = BoundRunner("graph", self._signature.inputs, session, self._weights)
         built = engines.tensors(name, tensors)
@@ -162,7 +163,14 @@ class Pair:
         tolerance: float,
         beyond: np.ndarray | None = None,
     ) -> ComparedRun:
-        """Judge what an engine made of `feed`; what is wrong is added to `failures`."""
+        """Judge what an engine made of `feed`; what is wrong is added to `failures`.
+
+        Rows of a mixture whose experts are chosen by less than the tolerance say nothing.
+        """
+        clear, expected = are_clear(expected, tolerance), without_scores(expected)
+        if clear is not None:
+            expected, found = ({name: array[clear] for name, array in each.items()} for each in (expected, found))
+            beyond = None if beyond is None else beyond[clear]
         if self._is_narrow and beyond is not None:  # there its float16 may overflow where the graph's float32 does not
             lost = ~np.all([np.isfinite(array.reshape(len(beyond), -1)).all(1) for array in found.values()], axis=0)
             kept = ~(beyond & lost)
