@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import UserDict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from test_quantization import LIMIT, demo, random_family
 
 import fake_gpu
 from lockstep.artifacts.files import read_json, write_bytes
+from lockstep.artifacts.signature import IO
 from lockstep.backends import build
 from lockstep.backends import gpu as driver
 from lockstep.backends.cuda import kernels_file
@@ -207,6 +209,18 @@ def test_what_has_no_kernel_is_named_with_the_backend_that_has_it(shared):
         kernels_file.compile_block(model)
 
 
+class Arrays(UserDict):
+    """Weights by slot, as `weights.Tensors` has them."""
+
+    checkpoint = property(lambda self: type(self))
+
+    def identity(self, name: str) -> int:
+        return id(self.data[name])
+
+    def location(self, name: str) -> None:
+        return None
+
+
 @pytest.mark.parametrize("family, graph", [
     ("mixtral", "middle"),
     *[pytest.param(*each, marks=pytest.mark.long) for each in (("dots1", "middle_2"), ("gpt_oss", "exit"))],
@@ -225,13 +239,19 @@ def test_rows_of_experts_have_the_bits_that_they_have_alone(shared, gpu, tmp_pat
     def given(low: int, high: int) -> dict[str, np.ndarray]:
         return {name: np.arange(high - low) if name == "logit_rows" else rows[name][low:high] for name in rows}
 
-    from lockstep.backends.cuda.comparison import open_engine  # which is bound to the fake GPU
+    from lockstep.backends.cuda.program import KernelsProgram  # which is bound to the fake GPU
 
-    with open_engine(path, inputs, weights, None)(0) as runner:
-        together = {name: np.array(values) for name, values in runner.infer(given(0, 70)).items()}
-        for low, high in ((0, 1), (69, 70), (20, 33)):
-            for name, values in runner.infer(given(low, high)).items():
-                np.testing.assert_array_equal(values, together[name][low:high], err_msg=name)
+    slots = [IO(name, array.dtype.name, array.shape) for name, array in weights.items()]
+    engine = KernelsProgram(path, slots).bind(Arrays(weights), {name: [name] for name in weights})
+
+    def run(low: int, high: int) -> dict[str, np.ndarray]:
+        likes = {io.name: np.empty((high - low, *io.sizes[1:]), np.float16) for io in engine_class.signature.outputs}
+        return engine.run_once(given(low, high), likes)
+
+    together = run(0, 70)
+    for low, high in ((0, 1), (69, 70), (20, 33)):
+        for name, values in run(low, high).items():
+            np.testing.assert_array_equal(values, together[name][low:high], err_msg=name)
     for name, values in compute(model, {**given(0, 70), **weights}).items():
         error = np.abs(together[name] - values.astype(np.float32)).max(axis=1) / np.abs(values).max()
         assert np.mean(error <= 1e-2) >= 0.95, name  # as `kernels_file` allows
