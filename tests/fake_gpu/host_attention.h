@@ -23,6 +23,8 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     return result;
 }
 
+inline void __syncwarp() { exchange(0, threadIdx.x); }
+
 inline float number(float value) { return value; }
 inline float number_of_half(unsigned short bits) { return as<_Float16>(bits); }
 inline float number(unsigned short bits) { return number_of_half(bits); }

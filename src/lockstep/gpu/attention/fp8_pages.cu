@@ -26,7 +26,7 @@ write_pages(const Given* query, const Given* key, const Bits* value, Bits* query
 template <int SIZE> __device__ __forceinline__ void read_head(const Code* page, int tokens, Bits* out) {
     for (int at = threadIdx.x * 8; at < PAGE * SIZE; at += THREADS * 8) {
         const int token = at / SIZE;
-        const float scale = number_of_half((unsigned short)(page[PAGE * SIZE + token] << 8));
+        const float scale = number_of_half((unsigned short)(page[PAGE * SIZE + token] << 8)) * CODE_UNIT;
         const EightCodes codes = *(const EightCodes*)(page + at);
         Vec8 found;
 #pragma unroll

@@ -158,7 +158,7 @@ __device__ __forceinline__ void load_scales(unsigned short (&out)[4], const Code
     }
 }
 #endif
-// Numbers 2w and 2w + 1 of piece `piece` of what a lane has loaded, as the products take them. Codes are over 256, which is in their scale.
+// Numbers 2w and 2w + 1 of piece `piece` of what a lane has loaded; of codes without their scale.
 __device__ __forceinline__ unsigned pair_of(const Vec8& load, int piece, int w) {
 #if FP8
     return halves_of(load.w[piece % EIGHTS * 2 + w / 2], w % 2);
@@ -279,9 +279,11 @@ decode_attention(const Given* query, const Given* key, const Bits* value, Bits* 
     if (tid < VALUE_DIM / 8) *(Vec8*)(fresh + tid * 8) = value_piece;
     __syncthreads();
 #if FP8
-    if (warp == 0) encode_head<DIM>([&](int i) { return with_rope[HEADS * LINE + i]; }, lane, new_key, new_scales);
-    if (warp == 1) encode_head<VALUE_DIM>([&](int i) { return fresh[i]; }, lane, new_value, new_scales + 1);
-    __syncthreads();
+    if (end == units && warp == (units - 1) % WARPS) {  // that takes the new token; the others need not wait
+        encode_head<DIM>([&](int i) { return with_rope[HEADS * LINE + i]; }, lane, new_key, new_scales);
+        encode_head<VALUE_DIM>([&](int i) { return fresh[i]; }, lane, new_value, new_scales + 1);
+        __syncwarp();
+    }
 #else
     const Bits *new_key = with_rope + HEADS * LINE, *new_value = fresh;
 #endif
@@ -335,13 +337,18 @@ decode_attention(const Given* query, const Given* key, const Bits* value, Bits* 
 #endif
             }
 #if FP8
-            unsigned key_scales[4], value_scales[4];  // of tokens 2t, 2t + 1, 2t + 8, 2t + 9; what is stale may be NaN
+            unsigned key_scales[4], value_scales[4], pair_scales[2];  // of tokens 2t, 2t + 1, 2t + 8, 2t + 9; what is stale may be NaN
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int token = base + i / 2 * 8 + 2 * t + i % 2;
                 const bool is_new = token == position, in = token >= low && token < position;
                 key_scales[i] = is_new ? new_scales[0] : in ? scales[i / 2] >> i % 2 * 8 & 0xff : 0;
                 value_scales[i] = is_new ? new_scales[1] : in ? scales[2 + i / 2] >> i % 2 * 8 & 0xff : 0;
+            }
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {  // two of fp16, in their high bytes
+                pair_scales[i] = value_scales[2 * i] << 8 | value_scales[2 * i + 1] << 24;
+                if (CODE_UNIT != 1) pair_scales[i] = times(pair_scales[i], 0x1c001c00);  // 2^-8
             }
 #endif
             float s[2][4] = {}, best = LOWEST;  // scores of head g, tokens 2t, 2t + 1 (s[0]) and 8 further (s[1])
@@ -359,7 +366,7 @@ decode_attention(const Given* query, const Given* key, const Bits* value, Bits* 
                 for (int e = 0; e < 2; ++e) {
                     const int token = base + 8 * i + 2 * t + e;
 #if FP8
-                    s[i][e] *= number_of_half(key_scales[2 * i + e] << 8);  // a power of two
+                    s[i][e] *= number_of_half(key_scales[2 * i + e] << 8) * CODE_UNIT;  // a power of two
 #endif
                     s[i][e] = token >= low && token <= position ? s[i][e] * scale : -INFINITE;
                     best = fmaxf(best, s[i][e]);
@@ -380,17 +387,21 @@ decode_attention(const Given* query, const Given* key, const Bits* value, Bits* 
             for (int c = 0; c < VALUE_PIECES; ++c)
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {  // row g: the even dim of two, row g + 8: the odd one; pairs of tokens
-                    unsigned pairs[4];
+                    unsigned pairs[4];  // of two tokens: the even dim and the odd one, then those of the other two
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        pairs[i] = pair_of(v[c / EIGHTS][i], c, j);
+                    for (int i = 0; i < 4; i += 2) {
 #if FP8
-                        pairs[i] = times(pairs[i], __byte_perm(value_scales[i], 0, 0x0404));
+                        const int w = c % EIGHTS * 2 + j / 2;
+                        const unsigned codes = __byte_perm(v[c / EIGHTS][i].w[w], v[c / EIGHTS][i + 1].w[w], j % 2 ? 0x7362 : 0x5140);
+                        pairs[i] = times(halves_of(codes, 0), pair_scales[i / 2]);
+                        pairs[i + 1] = times(halves_of(codes, 1), pair_scales[i / 2]);
+#else
+                        pairs[i] = __byte_perm(v[c][i].w[j], v[c][i + 1].w[j], 0x5410);
+                        pairs[i + 1] = __byte_perm(v[c][i].w[j], v[c][i + 1].w[j], 0x7632);
 #endif
                     }
                     sums[c][j][0] *= less0; sums[c][j][1] *= less1; sums[c][j][2] *= less0; sums[c][j][3] *= less1;
-                    multiply(sums[c][j], __byte_perm(pairs[0], pairs[1], 0x5410), __byte_perm(pairs[0], pairs[1], 0x7632),
-                             __byte_perm(pairs[2], pairs[3], 0x5410), __byte_perm(pairs[2], pairs[3], 0x7632), p0, p1);
+                    multiply(sums[c][j], pairs[0], pairs[1], pairs[2], pairs[3], p0, p1);
                 }
             if (more) load_values(v, values, next_page, kv, next, low, position, g, t);
 #if FP8
