@@ -13,7 +13,17 @@ from families import FAMILIES, some_families
 from fake_gpu import compiled
 from lockstep.artifacts.dtypes import named_dtype
 from lockstep.errors import CheckError
-from lockstep.gpu.kernels.row_kernels import E4M3, INDEX, PRELUDE, ROWS, SCALES, SCALES_TIMES, RowKernel, row_kernel
+from lockstep.gpu.kernels.row_kernels import (
+    CHOICES,
+    E4M3,
+    INDEX,
+    PRELUDE,
+    ROWS,
+    SCALES,
+    SCALES_TIMES,
+    RowKernel,
+    row_kernel,
+)
 from lockstep.onnx_tools.cut_products import cut_products
 from lockstep.onnx_tools.prepare import random_inputs
 from lockstep.onnx_tools.sessions import open_session
@@ -173,10 +183,10 @@ def run(kernel: RowKernel, feeds: dict[str, np.ndarray], outputs: dict[str, np.n
         return made
 
     for name, kind in kernel.arguments:
-        array = np.ascontiguousarray(feeds[name])
-        if kind == ROWS:
+        array = np.ascontiguousarray(feeds[name], np.int32 if kind == CHOICES else None)
+        if kind in (ROWS, CHOICES):
             array = wider(array)
-        add(array, array.shape[1] if kind == ROWS else 1 if kind == INDEX else None)
+        add(array, array.shape[1] if kind in (ROWS, CHOICES) else 1 if kind == INDEX else None)
     made = {name: wider(np.zeros_like(outputs[name])) for name in kernel.outputs}
     for array in made.values():
         add(array, array.shape[1])

@@ -82,6 +82,7 @@ def test_what_is_no_call_is_content_and_counted(server: RealServer, client: open
         text = server.request("GET", "/metrics")[2].decode()
         return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"lockstep:{name}_total"))
 
+    assert ask(client, TWO_CALLS, tools=TOOLS).message.tool_calls
     text, before = ANSWERS[140], count("malformed_tool_calls")
     choice = ask(client, text, tools=TOOLS)
     assert (choice.message.content, choice.finish_reason) == (text, "stop") and not choice.message.tool_calls

@@ -206,7 +206,8 @@ class _Cut:
     def _value(self, name: str) -> onnx.ValueInfoProto:
         if name in self._graph.inputs:
             return self._graph.inputs[name]
-        return helper.make_tensor_value_info(name, self._types[name][0], self._shape(name))
+        shape = self._shape(name)  # of a value without one there is no type either
+        return helper.make_tensor_value_info(name, self._types[name][0], shape)
 
     def _shape(self, name: str) -> tuple[int | str, ...]:
         """Return the shape of a value that crosses a cut. Raises CheckError for one that is not of rows."""

@@ -120,7 +120,8 @@ def random_inputs(model: onnx.ModelProto) -> dict[str, np.ndarray]:
         if dtype == np.uint8:  # integers of quantised weights
             feeds[value.name] = np.resize(np.roll(integers, random.integers(_BLOCK)), shape)
         elif dtype.kind == "i":
-            feeds[value.name] = np.arange(shape[0]) + (2 if value.name in ("position_ids", "past_lengths") else 0)
+            numbers = np.arange(shape[0]) + (2 if value.name in ("position_ids", "past_lengths") else 0)
+            feeds[value.name] = np.broadcast_to(numbers.reshape(-1, *[1] * (len(shape) - 1)), shape)
         else:  # rows of length one or so, whatever their number: nothing overflows in fp16
             scale = (
                 np.float32(1 / max(1, shape[-1]) ** 0.5)

@@ -320,7 +320,10 @@ class _Writer:
         if name not in self._given:
             node = self._maker[name]
             data = [name for name in node.input if name and self._is_number(name)]
-            data += node.input[:1] if node.op_type in _SHAPING else node.input[1:] if node.op_type == "GatherND" else []
+            if node.op_type in _SHAPING:
+                data.append(node.input[0])
+            elif node.op_type == "GatherND":
+                data += node.input[1:]
             rows = any(self._value(each).rows for each in data)
             rows = rows or (node.op_type in _GATHERS and node.input[1] in self._index)
             rows = rows or node.op_type == "Expand" and not isinstance(dims[0], int)
