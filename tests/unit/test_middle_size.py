@@ -39,9 +39,12 @@ CUTS: dict[str, dict[str, Any]] = {
     "LFM2": {"hidden_size": 1024, "intermediate_size": 4096},
     "Granite 4 H": {
         "num_hidden_layers": 6, "hidden_size": 768, "mamba_expand": 4, "intermediate_size": 128,
-        "shared_intermediate_size": 512,
+        "shared_intermediate_size": 512, "max_position_embeddings": 4096,
     },
-    "Nemotron-H, Nano": {"hybrid_override_pattern": "MM*-", "hidden_size": 1024, "intermediate_size": 2048},
+    "Nemotron-H, Nano": {
+        "layers_block_type": ["linear_attention", "linear_attention", "full_attention", "mlp"], "hidden_size": 1024,
+        "intermediate_size": 2048,
+    },
     "Falcon-H1": {"num_hidden_layers": 2, "hidden_size": 1024, "intermediate_size": 2048},
 }  # fmt: skip
 
