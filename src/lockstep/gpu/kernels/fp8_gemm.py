@@ -31,6 +31,7 @@ from lockstep.gpu.kernels.gemm import (
     TIMED,
     Trial,
     few_rows_launch,
+    output_arguments,
     size_for,
 )
 
@@ -38,7 +39,7 @@ SOURCE = FEW_ROWS + "".join(
     Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("e4m3.cu", "fp8_products.cu")
 )
 TILES = Path(__file__).with_name("fp8_wgmma.cu").read_text(encoding="utf-8")
-_TILE_THREADS, _ROW_THREADS = 288, 512  # as in fp8_products.cu
+_TILE_THREADS, _ROW_THREADS = 288, 512  # as in fp8_wgmma.cu and fp8_products.cu
 # As in fp8_wgmma.cu: outputs and columns of a tile, its rows, and stages of a ring where it is split and where not. A
 # tile is split among so many blocks that all run at once on an H100, on any GPU: bits follow from it.
 _TILE, _TILE_ROWS, _RING, _AT_ONCE = 128, 64, {True: 4, False: 3}, 200
@@ -126,9 +127,10 @@ class Fp8Gemm:
     def _few(self, product: _Product, first: int, most: int) -> list[tuple[cuda.Launch, int]]:
         """Return launches of the kernel, and their blocks, for at most `most` rows from `first` on."""
         launches, kernel = [], self._module[f"few_rows_fp8_{most}"]
-        for weight, scales, outs, ends in product.parts():
+        for weight, scales, outs in product.parts():
             given: tuple[cuda.Array | int, ...]
-            given = weight, scales, product.codes[first:], product.steps[first:], *(out[first:] for out in outs), *ends
+            to = output_arguments([out[first:] for out in outs])
+            given = weight, scales, product.codes[first:], product.steps[first:], *to
             launch = few_rows_launch(kernel, self._stream, most, *given, *weight.shape, most)
             launches.append((launch, -(-weight.shape[0] // OUTPUTS)))
         return launches
@@ -138,13 +140,7 @@ class Fp8Gemm:
         return [self._tiles_of_part(product, most, *part) for part in product.parts()]
 
     def _tiles_of_part(
-        self,
-        product: _Product,
-        most: int,
-        weight: cuda.Array,
-        scales: cuda.Array,
-        outs: Sequence[cuda.Array],
-        ends: Sequence[int],
+        self, product: _Product, most: int, weight: cuda.Array, scales: cuda.Array, outs: Sequence[cuda.Array]
     ) -> Callable[[int], None]:
         pair, loaded = max(1, most // _TILE_ROWS), min(most, _TILE_ROWS)
         tiles = -(-weight.shape[0] // _TILE)
@@ -153,7 +149,7 @@ class Fp8Gemm:
         stages = _RING[split > 1] * (_TILE + _TILE_ROWS) * _TILE
         shared = 1024 + stages + (_TILE_ROWS * (_TILE + 4) * 4 if split == 1 else 0)
         given: tuple[cuda.Array | cuda.TensorMap | int, ...]
-        given = *maps, scales, product.steps, *outs, *ends, *weight.shape, loaded, most
+        given = *maps, scales, product.steps, *output_arguments(outs), *weight.shape, loaded, most
         kernel = self._module[f"wgmma_fp8_{pair}_{split}"]
         launch = cuda.Launch(kernel, self._stream, _TILE_THREADS, *given, overlaps=True, shared=shared)
         at_once = cuda.multiprocessors(cuda.current_device()) * 2
@@ -175,15 +171,14 @@ class _Product:
     steps: cuda.Array
     outs: Sequence[cuda.Array]
 
-    def parts(self) -> Iterator[tuple[cuda.Array, cuda.Array, Sequence[cuda.Array], Sequence[int]]]:
-        """Yield what a launch takes: weights, scales, three outputs, and where the first and second end."""
+    def parts(self) -> Iterator[tuple[cuda.Array, cuda.Array, Sequence[cuda.Array]]]:
+        """Yield the weights, scales and outputs of each launch."""
         start = 0
         for at in range(0, len(self.outs), MOST_OUTPUTS):
-            own = self.outs[at : at + MOST_OUTPUTS]
-            ends = [*itertools.accumulate(out.shape[-1] for out in own)]
-            rows, fill = slice(start, start + ends[-1]), MOST_OUTPUTS - len(own)
-            yield self.weight[rows], self.scales[rows], [*own, *[own[-1]] * fill], (ends + [ends[-1]] * fill)[:2]
-            start += ends[-1]
+            outs = self.outs[at : at + MOST_OUTPUTS]
+            rows = slice(start, start + sum(out.shape[-1] for out in outs))
+            yield self.weight[rows], self.scales[rows], outs
+            start = rows.stop
 
 
 @functools.cache

@@ -79,6 +79,12 @@ class Gemm:
         return multiply
 
 
+def output_arguments(outs: Sequence[cuda.Array]) -> list[cuda.Array | int]:
+    """Return three outputs, the last for those that are missing, and where the first two end, as kernels take them."""
+    ends, fill = [*itertools.accumulate(out.shape[-1] for out in outs)], MOST_OUTPUTS - len(outs)
+    return [*outs, *[outs[-1]] * fill, *[*ends, *[ends[-1]] * fill][: MOST_OUTPUTS - 1]]
+
+
 def few_rows_launch(kernel: cuda.Kernel, stream: cuda.Stream, most: int, *arguments: cuda.Array | int) -> cuda.Launch:
     """Return a launch of one of the kernels of up to `most` rows."""
     shared = _STAGES * (OUTPUTS + most) * _STAGE
@@ -118,11 +124,8 @@ class _Shapes:
         self, stream: cuda.Stream, weight: cuda.Array, x: cuda.Array, outs: Sequence[cuda.Array], most: int
     ) -> cuda.Launch:
         """Return a launch of the kernel for up to `most` rows."""
-        total, depth = weight.shape
-        ends = [*itertools.accumulate(out.shape[-1] for out in outs), total, total]
-        to = [*outs, outs[-1], outs[-1]][:MOST_OUTPUTS]
         given: tuple[cuda.Array | int, ...]
-        given = weight, x, *to, *ends[: MOST_OUTPUTS - 1], total, depth, most
+        given = weight, x, *output_arguments(outs), *weight.shape, most
         return few_rows_launch(self._module[f"few_rows_{most}"], stream, most, *given)
 
     def _choose(self, out_features: int, in_features: int) -> _Shape:

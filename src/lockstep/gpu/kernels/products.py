@@ -9,7 +9,6 @@ e4m3 numbers are `fp8_gemm.Fp8Gemm`'s.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,12 +16,12 @@ from pathlib import Path
 
 from lockstep.gpu import cuda
 from lockstep.gpu.kernels.fp8_gemm import Fp8Gemm, Rows
-from lockstep.gpu.kernels.gemm import Gemm
+from lockstep.gpu.kernels.gemm import MOST_OUTPUTS, Gemm, output_arguments
 from lockstep.gpu.kernels.row_kernels import COMMON, PRELUDE
 
 SOURCE = COMMON + Path(__file__).with_name("small_weights.cu").read_text(encoding="utf-8")
 LORA_SOURCE = PRELUDE + Path(__file__).with_name("lora_expand.cu").read_text(encoding="utf-8")
-_ROWS, _MOST_OUTPUTS = (8, 16), 3  # of a launch of the kernel, at most: each number of rows has its own
+_ROWS = (8, 16)  # of a launch of the kernel, at most: each number has its own
 MOST_ROWS = 32  # up to which launches of the kernel are sooner done than a weight is made fp16 and read again
 _WIDTHS = (8192, 16384)  # out_features from which a product is wide, and very wide
 # The kernel's form for a product that is not wide, wide and very wide, by bits and most rows: outputs and warps of a
@@ -88,7 +87,7 @@ class SmallWeight:
         """Return whether 16 bytes of a quantised row are of one group, and start where 16 bytes do."""
         columns = 128 // self.bits
         whole = self.group_size % columns == 0 and self.in_features % columns == 0
-        return whole and len(self.out_features) <= _MOST_OUTPUTS
+        return whole and len(self.out_features) <= MOST_OUTPUTS
 
 
 class Products:
@@ -137,15 +136,13 @@ class Products:
     ) -> tuple[cuda.Launch, int]:
         """Return a launch of the kernel, and its blocks, for at most `most` rows from `first` on."""
         assert weight.scales is not None  # quantised
-        total, ends = sum(weight.out_features), list(itertools.accumulate(weight.out_features))
+        total = sum(weight.out_features)
         outputs, warps = _FORMS[weight.bits, most][sum(total >= width for width in _WIDTHS)]
-        to = [out[first:] for out in outs]
-        to += [to[-1]] * (_MOST_OUTPUTS - len(to))
-        ends = (ends + [total] * _MOST_OUTPUTS)[: _MOST_OUTPUTS - 1]
+        to = output_arguments([out[first:] for out in outs])
         sizes = total, weight.in_features, weight.group_size
         kernel = self._module[f"gemv_{weight.bits}_{outputs}_{warps}_{most}"]
         given: tuple[cuda.Array | int, ...]
-        given = weight.data, weight.scales, x[first:], *to, *ends, *sizes, most
+        given = weight.data, weight.scales, x[first:], *to, *sizes, most
         return cuda.Launch(kernel, self._stream, 32 * warps, *given, overlaps=True), -(-total // outputs)
 
     def _many(self, weight: SmallWeight, x: cuda.Array, outs: Sequence[cuda.Array]) -> Multiplier:
@@ -188,14 +185,14 @@ class Products:
         some = next(b for b in matrices if b is not None)
         ids, of_rows = adapters.ids, adapters.rows
         whose = ids, int(ids.dtype.itemsize == 8), of_rows or ids, int(of_rows.dtype.itemsize == 8) if of_rows else -1
-        for first in range(0, len(outs), _MOST_OUTPUTS):
-            few = slice(first, first + _MOST_OUTPUTS)
-            fill = _MOST_OUTPUTS - len(outs[few])
+        for first in range(0, len(outs), MOST_OUTPUTS):
+            few = slice(first, first + MOST_OUTPUTS)
+            fill = MOST_OUTPUTS - len(outs[few])
             bs = [some if b is None else b for b in matrices[few]] + [some] * fill
             to, of = [*outs[few], *[outs[first]] * fill], [*columns[few], *[-1] * fill]
             ends = [end - starts[first] for end in starts[first + 1 : first + 1 + len(outs[few])]]
             total = ends[-1]
-            ends = (ends + [total] * fill)[: _MOST_OUTPUTS - 1]
+            ends = (ends + [total] * fill)[: MOST_OUTPUTS - 1]
             own = made.array.reshape(math.prod(made.array.shape))[starts[first] :]
             given: tuple[cuda.Array | int, ...]
             given = own, made.stride, shrunk.array, shrunk.stride, *whose, *bs, *to, *ends, total, *of, adapters.rank
