@@ -204,12 +204,16 @@ def sums(model: Model) -> dict[str, Any]:
 
 
 def begin(model: Model, rows: int) -> np.ndarray:
-    """Prompts of CONTEXT tokens in slots 0 to `rows`-1; the next token of each slot."""
-    given, found = np.arange(CONTEXT) % model.vocab_size, np.zeros(model.max_batch_size, np.int64)
+    """Prompts of CONTEXT tokens, others in each of the slots 0 to `rows`-1; the next token of each slot.
+
+    Were they alike, all rows of a mixture would choose the same experts.
+    """
+    given = np.random.default_rng(0).integers(0, model.vocab_size, (rows, CONTEXT))
+    found = np.zeros(model.max_batch_size, np.int64)
     at_once = max(1, min(4, model.max_num_tokens // CONTEXT))
     for first in range(0, rows, at_once):
         slots = range(first, min(rows, first + at_once))
-        found[slots] = model.step_tokens([Advance(slot, given, 0) for slot in slots])
+        found[slots] = model.step_tokens([Advance(slot, given[slot], 0) for slot in slots])
     return found
 
 
