@@ -177,7 +177,7 @@ def write_page(report: dict[str, Any], path: Path) -> Path:
             f"tiny model through all stages (ONNX Runtime {versions['onnxruntime']}): `python -m benchmarks models` "
             "made this page. Weights are random, but activations are like those of trained models, where the class "
             "lets them: a few channels of the hidden state are 50 to 500 times the others, the first token has most "
-            "of the attention, logits have a standard deviation of 5 (`lockstep.export.lifelike`; outlier and first "
+            "of the attention, logits have a standard deviation of 5 (`tests.lifelike`; outlier and first "
             "token below). A model works when the logits of four requests (one of 300 tokens, of mixtures at least "
             "100), prefilled together and then decoded, and of the long one again, in chunks of 97 tokens beside the "
             "others' decoding, equal those of each request alone and whole: they differ from transformers' eager "

@@ -1,6 +1,6 @@
 """One model type, or one published family, as a tiny model through all stages, against transformers.
 
-Its weights are random, its activations like those of trained models (`lockstep.export.lifelike`).
+Its weights are random, its activations like those of trained models (`tests.lifelike`).
 
 Used by `python -m benchmarks models`, in a process of its own.
 """
@@ -18,6 +18,7 @@ import numpy as np
 import onnxruntime  # noqa: F401  here so that the process that others are forked from has it
 import torch
 import transformers
+from tests import lifelike
 
 import lockstep
 from benchmarks.models import BROKEN, NO_MODEL, OWN_ERRORS, REFUSED, TOLERANCE, WORKS, WRONG
@@ -26,7 +27,6 @@ from lockstep import Advance, Assembly, InputError, Model, Results
 from lockstep.artifacts.document import ValidationError
 from lockstep.config.packing import KEY as PACKING_KEY
 from lockstep.config.packing import packing_of
-from lockstep.export import lifelike
 from lockstep.export.parity import depths_to_try
 from lockstep.export.quiet import quiet
 from lockstep.export.small_configs import small_configs

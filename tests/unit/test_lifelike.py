@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 from families import FAMILIES
-
-from lockstep.export import lifelike
+from tests import lifelike
 
 
 @pytest.mark.parametrize(

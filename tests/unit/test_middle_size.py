@@ -13,9 +13,9 @@ import pytest
 import torch
 from benchmarks.decode import prepare
 from benchmarks.published import FAMILIES
+from tests import lifelike
 
 from lockstep import Model, Request
-from lockstep.export import lifelike
 from lockstep.export.small_configs import shallow_config
 from lockstep.export.torch_model import cut_config, load_folder
 from lockstep.runtime.decoding import Decoding

@@ -14,6 +14,7 @@ import yaml
 from demo_model import ROOT
 from families import FAMILIES
 from onnx import TensorProto, helper
+from tests import lifelike
 
 import fake_gpu
 from lockstep.artifacts.assembly import Assembly
@@ -22,7 +23,7 @@ from lockstep.backends import build
 from lockstep.checkpoint import resolve, resolve_architecture
 from lockstep.config import load
 from lockstep.errors import CheckError, InputError
-from lockstep.export import export, lifelike
+from lockstep.export import export
 from lockstep.onnx_tools.overflow import find_overflow, overflows
 from lockstep.stages import STAGES, Job
 from lockstep.targets import Limits, Results, Target, Tolerances

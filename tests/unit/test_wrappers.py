@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
+from tests import lifelike
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMultimodalLM
 
 from lockstep.backends import build
 from lockstep.checkpoint import resolve, resolve_architecture
 from lockstep.checkpoint.language import language_name, language_tensors
 from lockstep.errors import InputError
-from lockstep.export import export, lifelike
+from lockstep.export import export
 from lockstep.export import language as wrappers
 from lockstep.export.language import language_config
 from lockstep.export.random_model import write_byte_tokenizer
