@@ -21,7 +21,6 @@ import onnx
 import pytest
 from click.testing import CliRunner
 from demo_model import CONFIG, GOLDEN, TOLERANCES
-from families import FAMILIES
 from lora_folders import shared_lora
 from onnx import helper, numpy_helper
 from reports import golden, golden_prompt
@@ -32,10 +31,8 @@ from lockstep.artifacts.bisect_report import BisectReport
 from lockstep.artifacts.files import dump_json, read_json, write_json
 from lockstep.artifacts.reports import FAIL, GoldenPrompt, TokenDifference
 from lockstep.backends import EngineSet, build
-from lockstep.checkpoint import resolve
 from lockstep.cli.main import main
 from lockstep.errors import InputError
-from lockstep.export import random_model
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.stages import worker
 from lockstep.step import host
@@ -47,10 +44,9 @@ from lockstep.verify.bisect.report import text
 from lockstep.verify.bisect.request import choose
 from lockstep.verify.bisect.walked import Engines, walk_stages
 from lockstep.verify.metrics import failed_path
-from lockstep.verify.validate.streamed import StreamedModel
 from lockstep.verify.validate.torch_trace import TorchModel
 from lockstep.verify.walk import Tokens
-from lockstep.weights import Weights, convert
+from lockstep.weights import Weights
 from some import some
 
 LAYERS = 3
@@ -442,7 +438,7 @@ def test_weights_that_are_not_the_checkpoints_are_told_by_the_reference(referenc
     copy_weights(references, tmp_path, lambda weights: weights["model.norm.weight"].__imul__(1.5))
     results = Reweighed(tmp_path, references)
     target = Target("demo-llama", "fp32", 2, "onnxruntime")
-    model = StreamedModel(
+    model = TorchModel(
         read_json(references.checkpoint("demo-llama"))["config"], Weights.open(results.weights("demo-llama", "fp32")), 2
     )
     record = model.record(choose(results, target, SHORT, 768).tokens.ids)
@@ -614,26 +610,7 @@ def test_engines_that_run_in_another_python_are_looked_at_there(copied, right):
     assert "their backend's own Python" in text(report)
 
 
-# --- PyTorch, a layer at a time ---
-
-
-@pytest.mark.exports
-@pytest.mark.parametrize("family", some(["gpt2", "gemma3_text", "mixtral"]))
-def test_a_streamed_model_computes_what_the_whole_one_does(tmp_path, family):
-    """Computed buffers (scaled embeddings, two ropes), parameters outside layers, tensors that are put together."""
-    (tmp_path / "shape.json").write_text(json.dumps(FAMILIES[family].config))
-    random_model.make(tmp_path / "shape.json", 0, tmp_path / "model")
-    checkpoint = resolve("model", tmp_path / "model", tmp_path / "checkpoint.json")
-    weights = Weights.open(convert(checkpoint, "fp16", tmp_path / "weights.json"))
-    config, ids = read_json(checkpoint)["config"], np.array([5, 9, 100, 33, 7, 250, 8])
-    whole, streamed = (model(config, weights, 2).record(ids) for model in (TorchModel, StreamedModel))
-    # The same operations on the same numbers, so no tolerance.
-    assert np.array_equal(whole.logits, streamed.logits) and np.array_equal(whole.embedded, streamed.embedded)
-    for one, other in zip(whole.layers, streamed.layers, strict=True):
-        assert all(
-            np.array_equal(getattr(one, name), getattr(other, name))
-            for name in ("hidden", "keys", "values", "attention")
-        )
+# --- PyTorch, its weights where they lie ---
 
 
 MEMORY = """

@@ -77,6 +77,13 @@ def test_a_precision_with_finer_rounding_is_held_to_less():
 # --- what is measured ---
 
 
+def test_a_parameter_has_the_type_that_it_is_rounded_to():
+    """Models cast to the type of their weights."""
+    weight, activation = torch.nn.Parameter(torch.ones(2)), torch.ones(2)
+    with Rounded(torch.float16):
+        assert (weight.dtype, activation.dtype) == (torch.float16, torch.float32)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_rounded_model_is_as_far_off_as_transformers_own_in_16_bits(tmp_path, dtype):
     """Their rms is seen at 0.9 to 1.02 times that. Its own kernels would do, but are slow on many CPUs."""

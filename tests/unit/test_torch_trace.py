@@ -11,11 +11,13 @@ from demo_model import DEMO
 from families import FAMILIES
 
 from lockstep.artifacts.files import read_json
+from lockstep.checkpoint import resolve
 from lockstep.errors import InputError
 from lockstep.export.random_model import make
-from lockstep.export.torch_model import cut_config, load_folder
-from lockstep.verify.validate.torch_trace import TorchModel, sequences
-from lockstep.weights import Weights
+from lockstep.export.torch_model import cut_config, float32_tensor, is_within, load_folder, load_tensors
+from lockstep.verify.validate.torch_trace import HOOK, TorchModel, sequences
+from lockstep.weights import Weights, convert
+from some import some
 
 CONFIG = json.loads((DEMO / "config.json").read_text())
 IDS = np.array([681, 221, 667, 572, 396, 353, 301, 259])
@@ -23,9 +25,6 @@ IDS = np.array([681, 221, 667, 572, 396, 353, 301, 259])
 
 def weights_of(model, folder):
     """A weights manifest over a model's own tensors."""
-    from lockstep.checkpoint import resolve
-    from lockstep.weights import convert
-
     model.save_pretrained(folder / "model")
     (folder / "model" / "tokenizer.json").write_bytes((DEMO / "tokenizer.json").read_bytes())
     resolve(str(folder / "model"), folder / "model", folder / "checkpoint.json")
@@ -61,6 +60,25 @@ def test_fp16_weights_are_computed_with_in_float32(demo):
     assert np.array_equal(
         record.logits, TorchModel(CONFIG, Weights.open(demo.weights("demo-llama", "fp32")), 2).record(IDS).logits
     )
+
+
+@pytest.mark.exports
+@pytest.mark.parametrize("family", some(["gpt2", "gemma3_text", "mixtral", "nemotron_h"]))
+def test_mapped_weights_compute_what_those_in_float32_do(tmp_path, family):
+    """Computed buffers (scaled embeddings, two ropes), parameters outside layers, tensors that are put together."""
+    (tmp_path / "shape.json").write_text(json.dumps(FAMILIES[family].config))
+    make(tmp_path / "shape.json", 0, tmp_path / "model")
+    checkpoint = resolve("model", tmp_path / "model", tmp_path / "checkpoint.json")
+    weights = Weights.open(convert(checkpoint, "fp16", tmp_path / "weights.json"))
+    config, ids = read_json(checkpoint)["config"], np.array([5, 9, 100, 33, 7, 250, 8])
+    whole, mapped = (TorchModel(config, weights, 2) for _ in range(2))
+    tensors = {name: float32_tensor(array) for name, array in weights.dequantized() if is_within(name, 2)}
+    whole.model = load_tensors(tensors, cut_config(config, 2), HOOK, "whole")
+    one, other = whole.record(ids), mapped.record(ids)
+    # The same operations on the same numbers, so no tolerance.
+    assert np.array_equal(one.logits, other.logits) and np.array_equal(one.embedded, other.embedded)
+    for layer, same in zip(one.layers, other.layers, strict=True):
+        assert all(np.array_equal(*pair) for pair in zip(layer.arrays, same.arrays, strict=True))
 
 
 def test_embedded_tokens_give_the_logits_of_their_ids(demo):

@@ -1,8 +1,8 @@
-"""Run a model of float32 in PyTorch as if it were one of 16 bits.
+"""Run a model of float32 in PyTorch as if it were one of 16 bits, or parameters of 16 bits as if they were float32.
 
-Needs torch. A model and what runs it in; what transformers gives in that precision out: weights are rounded where they
+Needs torch. A model and what runs it in; what transformers gives in that precision out: weights are cast where they
 are read, each function rounds what it gives, and products accumulate in float32, as engines do. The model keeps its
-weights: they are rounded at each call, one at a time. The kernels are those of float32, which every CPU has.
+weights: they are cast at each call, one at a time. The kernels are those of float32, which every CPU has.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ NOISE_DTYPES = ((torch.float16, 1.0), (torch.bfloat16, 8.0))
 _PRODUCTS = {
     functional.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__, torch.mm,
     torch.Tensor.mm, torch.bmm, torch.Tensor.bmm, torch.baddbmm, torch.Tensor.baddbmm, torch.addmm, torch.Tensor.addmm,
-    torch.einsum, functional.embedding, functional.conv1d, torch._grouped_mm,
+    torch.einsum, functional.conv1d, torch._grouped_mm,
 }  # fmt: skip
 _DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 
 
 class Rounded(TorchFunctionMode):
-    """Round to `dtype` what functions of torch give, and the parameters that they read.
+    """Round to `dtype` what functions of torch give, and the parameters that they read; float32 rounds nothing.
 
     A parameter of the model says that it has this dtype; what is float32 without one (RoPE angles, softmax, norms)
     stays so, as transformers has it.
@@ -40,10 +40,12 @@ class Rounded(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is _DTYPE and _is_parameter(args[0]):
+        if func == _DTYPE and _is_parameter(args[0]):
             return self.dtype
         if getattr(func, "__name__", "") in ("__get__", "__set__"):
             return func(*args, **kwargs)
+        if func is functional.embedding:  # of a large table a few rows are read
+            return func(*args, **kwargs).to(self.dtype)
         args, kwargs = _mapped(self._parameter, args), _mapped(self._parameter, kwargs)
         if func not in _PRODUCTS:
             return func(*args, **kwargs)
@@ -57,12 +59,11 @@ def noisy(exact: np.ndarray, compute: Callable[[torch.dtype], np.ndarray]) -> np
     """Return what `compute` gives in fp16 in the place of `exact`.
 
     Where that goes beyond fp16's range its errors are those of bf16, scaled. compute: is given the dtype, and calls the
-    model.
+    model in it.
     """
     rounded = exact
     for dtype, rounding in NOISE_DTYPES:
-        with Rounded(dtype):
-            rounded = exact + (compute(dtype) - exact) / np.float32(rounding)
+        rounded = exact + (compute(dtype) - exact) / np.float32(rounding)
         if np.isfinite(rounded).all():
             break
     return rounded

@@ -3,7 +3,7 @@
 A target's results in; which graph or engine is off first, at which node and position, out. Needs torch and
 transformers.
 
-PyTorch runs first, a layer at a time, and its activations are kept. Then each stage's graph runs on what PyTorch had
+PyTorch runs first, and its activations are kept. Then each stage's graph runs on what PyTorch had
 there, and each engine on what the graphs give: in another Python, where its backend lives there.
 """
 
@@ -37,8 +37,7 @@ from lockstep.verify.bisect.request import Request, choose
 from lockstep.verify.bisect.walked import Walked, walk_stages
 from lockstep.verify.golden.prompts import read_reference
 from lockstep.verify.graphs import Graphs
-from lockstep.verify.validate.streamed import StreamedModel
-from lockstep.verify.validate.torch_trace import Record
+from lockstep.verify.validate.torch_trace import Record, TorchModel
 from lockstep.weights import Weights
 
 Ask = Callable[..., Mapping[str, Any]]
@@ -68,7 +67,7 @@ def make_right(
 ) -> Right:
     """Run `ids` through PyTorch on these weights, and export the model again."""
     clean = export_again(config, weights, layers, threads, adapters, residual)
-    model = StreamedModel(config, weights, layers)
+    model = TorchModel(config, weights, layers)
     record = model.record(ids)
     return Right(record, model.noisy(record), clean)
 

@@ -38,17 +38,11 @@ from lockstep.export.state_hook import (
     replaced,
     scan_inputs,
 )
-from lockstep.export.torch_model import (
-    TokensBefore,
-    cut_config,
-    eager_attention,
-    float32_tensor,
-    is_within,
-    load_tensors,
-)
+from lockstep.export.torch_model import TokensBefore, eager_attention
 from lockstep.export.tracer import layer_list, per_layer_settings
 from lockstep.verify.rounded import NOISE_DTYPES, Rounded, noisy
 from lockstep.verify.rounded_activations import round_activations
+from lockstep.verify.validate.mapped_model import mapped_model
 from lockstep.weights import Weights
 
 HOOK = "lockstep_recording"
@@ -137,20 +131,19 @@ class TorchModel:
     """The first layers of a model in torch. Raises InputError where it goes around the attention interface."""
 
     def __init__(self, config: Mapping[str, Any], weights: Weights, layers: int | str):
-        tensors = {name: float32_tensor(array) for name, array in weights.dequantized() if is_within(name, layers)}
-        self.model = load_tensors(tensors, cut_config(config, layers), HOOK, str(weights.manifest_path))
+        self.model = mapped_model(config, weights, layers, HOOK)
         round_activations(self.model, weights, layers)
         self.num_layers = self.model.config.get_text_config().num_hidden_layers
 
-    def embed(self, token_ids: np.ndarray) -> np.ndarray:
-        """Return the embedded tokens, float32 [num_tokens, hidden_size]."""
-        with torch.no_grad():
+    def embed(self, token_ids: np.ndarray, dtype: torch.dtype = torch.float32) -> np.ndarray:
+        """Return the embedded tokens, float32 [num_tokens, hidden_size], as a model of `dtype` has them."""
+        with Rounded(dtype), torch.no_grad():
             ids = torch.from_numpy(np.ascontiguousarray(token_ids))
             return _numpy(embed(self.model, layer_list(self.model)[1][0], ids))
 
     def noisy_embed(self, token_ids: np.ndarray) -> np.ndarray:
         """Return the same of a model in fp16; beyond its range the errors are those of bf16, scaled."""
-        return noisy(self.embed(token_ids), lambda dtype: self.embed(token_ids))
+        return noisy(self.embed(token_ids), lambda dtype: self.embed(token_ids, dtype))
 
     def record(self, token_ids: np.ndarray, past: Past = (), embedded: np.ndarray | None = None) -> Record:
         """Run one sequence (int64, 1-D) and record it.
@@ -161,7 +154,7 @@ class TorchModel:
         row take part. embedded: what stands for the embedded tokens, [num_tokens, hidden_size].
         """
         recording = _Recording(_caches(past))
-        ids, embedded, output = self._run(recording, token_ids, embedded, output_hidden_states=True)
+        ids, embedded, output = self._run(recording, token_ids, torch.float32, embedded, output_hidden_states=True)
         states = [_numpy(state[0]) for state in output.hidden_states]
         layers = tuple(LayerRecord(hidden=states[call["layer"]], **call) for call in recording.calls)
         return Record(ids, embedded, layers, _numpy(output.logits[0]), recording.num_past)
@@ -174,8 +167,8 @@ class TorchModel:
         """
         for dtype, rounding in NOISE_DTYPES:
             recording, entered = _Recording(_caches(past, dtype), right=right), dict[int, torch.Tensor]()
-            with Rounded(dtype), _on(self.model, right, entered):
-                ids, embedded, output = self._run(recording, right.token_ids)
+            with _on(self.model, right, entered):
+                ids, embedded, output = self._run(recording, right.token_ids, dtype)
 
             def scaled(exact: np.ndarray, found: np.ndarray) -> Any:
                 return exact + (found - exact) / np.float32(rounding)
@@ -201,14 +194,19 @@ class TorchModel:
         )
 
     def _run(
-        self, recording: _Recording, token_ids: np.ndarray, embedded: np.ndarray | None = None, **options: Any
+        self,
+        recording: _Recording,
+        token_ids: np.ndarray,
+        dtype: torch.dtype,
+        embedded: np.ndarray | None = None,
+        **options: Any,
     ) -> tuple[np.ndarray, np.ndarray, Any]:
-        with self._hooked(recording), torch.no_grad():
+        with self._hooked(recording, dtype):
             ids = torch.from_numpy(np.ascontiguousarray(token_ids))
             given = (
                 {"input_ids": ids[None]} if embedded is None else {"inputs_embeds": torch.from_numpy(embedded)[None]}
             )
-            embedded = self.embed(token_ids) if embedded is None else embedded
+            embedded = self.embed(token_ids, dtype) if embedded is None else embedded
             # Some classes (Bamba) count new tokens from 0 whatever the cache holds.
             given["position_ids"] = (recording.num_past + torch.arange(len(ids)))[None]
             cache: dict[str, Any] = {"use_cache": False}
@@ -225,10 +223,10 @@ class TorchModel:
         return np.asarray(token_ids, np.int64), embedded, output
 
     @contextlib.contextmanager
-    def _hooked(self, recording: _Recording) -> Iterator[None]:
+    def _hooked(self, recording: _Recording, dtype: torch.dtype) -> Iterator[None]:
         _recording.set(recording)
         layers = list(layer_list(self.model)[1])
-        with replaced(self.model, _FUNCTIONS), numbered(layers, range(len(layers))):
+        with replaced(self.model, _FUNCTIONS), numbered(layers, range(len(layers))), Rounded(dtype), torch.no_grad():
             yield
 
     @contextlib.contextmanager
@@ -283,7 +281,7 @@ class TorchModel:
         return noisy(right, lambda dtype: _numpy(self._logits(hidden, position_ids, dtype)))
 
     def _logits(self, hidden: np.ndarray, position_ids: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-        with self._hooked(_Recording()), torch.no_grad():
+        with self._hooked(_Recording(), dtype):
             embedded = torch.from_numpy(np.asarray(hidden, np.float32))[None].to(dtype)
             output = self.model(
                 inputs_embeds=embedded, position_ids=torch.from_numpy(position_ids)[None], use_cache=False

@@ -1,0 +1,77 @@
+"""Load a model in PyTorch whose parameters stay where they lie: in the weights' own files, mapped.
+
+The target's weights in, a model in transformers out, to be run in `rounded.Rounded(torch.float32)`, which widens a
+parameter where it is read. So a 70B shape takes the memory of its largest tensor in float32, not of the model.
+transformers puts the checkpoint's names and forms in order, which copies only what it must put together (experts).
+Needs torch and transformers.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from lockstep.artifacts.dtypes import base_precision
+from lockstep.export.quiet import quiet
+from lockstep.export.torch_model import cut_config, is_within, load_tensors
+from lockstep.export.tracer import DTYPES
+from lockstep.weights import Weights
+
+
+def mapped_model(config: Mapping[str, Any], weights: Weights, layers: int | str, attention: str) -> PreTrainedModel:
+    """Return the first layers of a model in float32, with parameters of the weights' precision.
+
+    attention: name of a registered attention function. Raises InputError as `load_tensors` does.
+    """
+    tensors = {name: _mapped(array) for name, array in weights.dequantized() if is_within(name, layers)}
+    dtype = DTYPES[base_precision(weights.precision)]
+    stored = load_tensors(tensors, cut_config(config, layers), attention, str(weights.manifest_path), dtype)
+    model = _without_parameters(cut_config(config, layers), stored, attention)
+    for name, parameter in stored.named_parameters(remove_duplicate=False):
+        owner, _, key = name.rpartition(".")
+        model.get_submodule(owner)._parameters[key] = parameter
+    return model
+
+
+def _mapped(array: np.ndarray) -> torch.Tensor:
+    """Wrap an array's memory in a tensor; nothing writes to it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "not writable"
+        if array.dtype.name == "bfloat16":
+            return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(array)
+
+
+def _without_parameters(config: Any, stored: PreTrainedModel, attention: str) -> PreTrainedModel:
+    """Make the model in float32 with parameters that have no memory.
+
+    Its buffers are those of `stored`, computed again where those are not in float32.
+    """
+    with quiet(), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    for name, module in model.named_modules():
+        there = stored.get_submodule(name)
+        again = []
+        for key, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            value = there._buffers[key]
+            assert value is not None  # the same class has the same buffers
+            if buffer.is_floating_point() and value.dtype != buffer.dtype and key in module._non_persistent_buffers_set:
+                module._buffers[key] = torch.full(buffer.shape, math.nan, dtype=buffer.dtype)
+                again.append(key)
+            else:
+                module._buffers[key] = value.to(buffer.dtype)
+        if again:
+            with quiet():
+                model._init_weights(module)  # its parameters are on the meta device: only buffers take values
+    for module in model.modules():
+        if any(buffer.is_floating_point() and buffer.isnan().any() for buffer in module.buffers()):
+            model._init_weights(module)  # which gives a module in it its buffers
+    return model.eval()
