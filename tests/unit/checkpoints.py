@@ -54,6 +54,18 @@ def write(
     return folder
 
 
+def in_shards(folder: Path, shard_bytes: int) -> Path:
+    """Deal the one file of a checkpoint to files of at most so many bytes, as transformers saves a large model."""
+    from huggingface_hub import save_torch_state_dict  # needs torch
+    from safetensors.torch import load
+
+    path = folder / "model.safetensors"
+    tensors = load(path.read_bytes())
+    path.unlink()
+    save_torch_state_dict(tensors, folder, max_shard_size=shard_bytes)
+    return folder
+
+
 def safetensors_bytes(header: bytes | Mapping[str, Any], data: bytes = b"") -> bytes:
     """A file of any header, right or wrong."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()

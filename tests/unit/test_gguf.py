@@ -64,10 +64,7 @@ def test_logits_are_those_of_llama_cpp(tmp_path: Path, name: str) -> None:
 def test_weights_are_what_the_blocks_say(tmp_path: Path, stored: str) -> None:
     path = write(tmp_path / "m.gguf", "qwen2", quantized=stored)
     weights = load_file(gguf_model.make(path, tmp_path / "checkpoint") / "model.safetensors")
-    whole = load_file(
-        gguf_model.make(write(tmp_path / "w.gguf", "qwen2"), tmp_path / "whole", shard_bytes=1 << 30)
-        / "model.safetensors"
-    )
+    whole = load_file(gguf_model.make(write(tmp_path / "w.gguf", "qwen2"), tmp_path / "whole") / "model.safetensors")
     kind = gguf.GGMLQuantizationType[stored]
     assert weights.keys() == whole.keys() and "lm_head.weight" not in weights
     for name, numbers in whole.items():

@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from checkpoints import error_of
-from safetensors.numpy import load_file
+from checkpoints import error_of, in_shards
 
 from lockstep.artifacts.fetched import Fetched, folder_of
 from lockstep.artifacts.files import sha256_file
-from lockstep.checkpoint import describe, resolve_fetched
+from lockstep.checkpoint import resolve_fetched
 from lockstep.errors import InputError
 from lockstep.export import random_model
 from lockstep.export.make_checkpoint import make_checkpoint
@@ -68,21 +67,10 @@ def test_a_seed_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) -> 
     assert {name for name in first if first[name] != other[name]} == {"model.safetensors"}
 
 
-@pytest.mark.long
-def test_shards_hold_what_one_file_holds(tmp_path: Path) -> None:
-    config = shape(tmp_path)
-    whole = load_file(random_model.make(config, 0, tmp_path / "whole") / "model.safetensors")
-    folder = random_model.make(config, 0, tmp_path / "shards", shard_bytes=100_000)
-    parts = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
-    assert len(parts) > 3 and sum(map(len, parts)) == len(whole)
-    assert all((part[name] == whole[name]).all() for part in parts for name in part)
-    assert not describe(folder).unindexed
-
-
 def test_a_checkpoint_that_is_there_is_not_replaced(tmp_path: Path) -> None:
     """Whoever names the folder of a real one by mistake keeps it."""
     config = shape(tmp_path)
-    folder = random_model.make(config, 1, tmp_path / "used", shard_bytes=100_000)
+    folder = random_model.make(config, 1, tmp_path / "used")
     before = digests(folder)
     for path in (config, folder / "config.json"):
         line = error_of(random_model.make, path, 0, folder)
@@ -93,7 +81,7 @@ def test_a_checkpoint_that_is_there_is_not_replaced(tmp_path: Path) -> None:
 def test_a_folder_that_is_fetched_anew_holds_nothing_of_an_earlier_checkpoint(tmp_path: Path) -> None:
     config, out = shape(tmp_path), tmp_path / "m" / "source.json"
     fresh = digests(random_model.make(config, 0, tmp_path / "fresh"))
-    random_model.make(config, 1, tmp_path / "m" / "checkpoint", shard_bytes=100_000)
+    in_shards(random_model.make(config, 1, tmp_path / "m" / "checkpoint"), 100_000)
     make_checkpoint("random:shape.json", config, out)
     assert digests(tmp_path / "m" / "checkpoint") == fresh
 
@@ -158,7 +146,7 @@ def test_a_config_that_is_no_causal_lms(tmp_path: Path, text: str, expected: str
 
 def test_a_model_larger_than_the_disk_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     config = shape(tmp_path, hidden_size=1 << 20, intermediate_size=1 << 30)
-    with pytest.raises(InputError, match="bytes free for random weights, found .*; free space"):
+    with pytest.raises(InputError, match="bytes free for the random weights, found .*; free space"):
         random_model.make(config, 0, tmp_path / "c")
     assert not list((tmp_path / "c").iterdir())
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from checkpoints import in_shards
 from families import FAMILIES
 from safetensors.numpy import load_file
 from safetensors.torch import save_file
@@ -38,7 +39,7 @@ TOLERANCE = Tolerances(block=1e-4, logits=1e-3)  # those of fp32 in the config
 def source(folder: Path, dtype: str = "float32", shard_bytes: int = 1 << 30) -> Path:
     folder.mkdir()
     (folder / "shape.json").write_text(json.dumps({**SHAPE, "dtype": dtype}))
-    return random_model.make(folder / "shape.json", 0, folder / "checkpoint", shard_bytes)
+    return in_shards(random_model.make(folder / "shape.json", 0, folder / "checkpoint"), shard_bytes)
 
 
 @pytest.fixture(scope="module")

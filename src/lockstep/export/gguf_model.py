@@ -17,17 +17,18 @@ import numpy as np
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from lockstep.artifacts.files import atomic_path, write_json
+from lockstep.checkpoint.tensors import SINGLE
 from lockstep.config.gguf_file import GgufFile, GgufTensor, read_gguf
 from lockstep.errors import InputError
 from lockstep.export.checkpoint_layout import checkpoint_shapes
-from lockstep.export.checkpoint_writer import SHARD_BYTES, write_weights
 from lockstep.export.gguf_config import ROPE_DIVISORS, config_of
 from lockstep.export.gguf_tokenizer import chat_template, tokenizer_of
 from lockstep.export.quiet import quiet
 from lockstep.export.tracer import meta_model
+from lockstep.weights.writer import write_pieces
 
 
-def make(path: Path, folder: Path, shard_bytes: int = SHARD_BYTES) -> Path:
+def make(path: Path, folder: Path) -> Path:
     """Write the checkpoint of the model in a GGUF file to `folder`.
 
     Raises InputError for a file that is damaged, or has anything that is not known to mean here what it means to
@@ -56,7 +57,7 @@ def make(path: Path, folder: Path, shard_bytes: int = SHARD_BYTES) -> Path:
 
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").unlink(missing_ok=True)
-        write_weights(folder, shapes, "float32", pieces, shard_bytes, "dequantised weights")
+        write_pieces(folder / SINGLE, shapes, "F32", pieces, "dequantised")
     with atomic_path(folder / "tokenizer.json") as temporary:
         tokenizer.save(str(temporary))
     write_json(folder / "tokenizer_config.json", settings)

@@ -2,8 +2,8 @@
 
 In: a config.json. Out: a checkpoint folder.
 
-For shape work, speed and tests. Each tensor is drawn from a generator seeded by (seed, tensor name), streamed into
-sharded safetensors; the scales keep logits near a standard deviation of 1. Needs torch and transformers to know the
+For shape work, speed and tests. Each tensor is drawn from a generator seeded by (seed, tensor name), streamed into a
+safetensors file; the scales keep logits near a standard deviation of 1. Needs torch and transformers to know the
 tensors' names and shapes.
 """
 
@@ -22,17 +22,18 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from lockstep.artifacts.dtypes import NAME_PRECISIONS
+from lockstep.artifacts.dtypes import NAME_PRECISIONS, PRECISION_DTYPES
 from lockstep.artifacts.files import atomic_path, write_json
+from lockstep.checkpoint.tensors import SINGLE
 from lockstep.errors import InputError
-from lockstep.export.checkpoint_writer import SHARD_BYTES, write_weights
+from lockstep.weights.writer import write_pieces
 
 _WRITTEN = ("config.json", "tokenizer.json", "tokenizer_config.json")
 LOG_DECAY = -3.0  # of states that last for some tens of tokens, as most do in trained models
 _PIECE = 1 << 22  # numbers drawn at a time: 16 MB
 
 
-def make(config_json: str | os.PathLike, seed: int, folder: str | os.PathLike, shard_bytes: int = SHARD_BYTES) -> Path:
+def make(config_json: str | os.PathLike, seed: int, folder: str | os.PathLike) -> Path:
     """Write the checkpoint of `config_json`, random weights of `seed`, to `folder`.
 
     The dtype is the config's (float32 if it names none).
@@ -42,13 +43,11 @@ def make(config_json: str | os.PathLike, seed: int, folder: str | os.PathLike, s
     """
     config_json, folder = Path(config_json), Path(folder)
     config = _read(config_json)
-    name = _dtype_name(config_json, config)
+    dtype = _dtype(config_json, config)
     shapes = tensor_shapes(config)
     folder.mkdir(parents=True, exist_ok=True)
     _check_empty(folder, config_json)
-    write_weights(
-        folder, shapes, name, lambda tensor: _draw(tensor, shapes[tensor], seed), shard_bytes, "random weights"
-    )
+    write_pieces(folder / SINGLE, shapes, dtype, lambda name: _draw(name, shapes[name], seed), "random")
     beside = config_json.with_name("tokenizer.json")
     if beside.is_file():
         if beside.resolve() != (folder / "tokenizer.json").resolve():
@@ -106,11 +105,12 @@ def _read(path: Path) -> dict[str, Any]:
     return config
 
 
-def _dtype_name(path: Path, config: Mapping[str, Any]) -> str:
+def _dtype(path: Path, config: Mapping[str, Any]) -> str:
+    """Return the dtype of a config as safetensors calls it."""
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
     if name not in NAME_PRECISIONS:
         raise InputError(f"{path}: dtype: expected one of {', '.join(sorted(NAME_PRECISIONS))}, found {name!r}")
-    return name
+    return PRECISION_DTYPES[NAME_PRECISIONS[name]]
 
 
 def _draw(name: str, shape: tuple[int, ...], seed: int) -> Iterator[np.ndarray]:

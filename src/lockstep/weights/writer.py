@@ -1,4 +1,4 @@
-"""Stream a checkpoint's tensors, cast or quantised, into a safetensors file.
+"""Stream tensors into a safetensors file: a checkpoint's, cast or quantised, or new ones.
 
 Memory: a few pieces, however large the model.
 """
@@ -34,6 +34,7 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 Bring = Callable[["Source", "Stored", int, np.ndarray], Iterator[memoryview]]
+Pieces = Callable[[str], Iterable[np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,29 @@ def write_cast(
     size = len(header) + sum(place.length for place in tensors.values())
     contents = _contents(header, source, [stored[name] for name in tensors], quantized)
     return StoredFile(path.name, size, write_stream(path, size, contents, "converted", before_rename)), tensors
+
+
+def write_pieces(
+    path: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: str,
+    pieces: Callable[[str], Iterable[np.ndarray]],
+    what: str,
+) -> str:
+    """Write tensors of one dtype to the safetensors file `path`; return its hex sha256.
+
+    pieces: gives a tensor's numbers, some at a time. what, and what is raised: as of `write_stream`.
+    """
+    opening, places = layout({name: Stored(name, dtype, shape) for name, shape in shapes.items()}, path.name)
+
+    def contents() -> Iterator[memoryview]:
+        yield memoryview(opening)
+        for name in places:
+            for piece in pieces(name):
+                yield np.ascontiguousarray(piece, numpy_dtype(dtype)).reshape(-1).view(np.uint8).data
+
+    size = len(opening) + sum(place.length for place in places.values())
+    return write_stream(path, size, contents(), what)
 
 
 def write_stream(
