@@ -79,8 +79,8 @@ def write_pieces(
     dtype: str,
     pieces: Callable[[str], Iterable[np.ndarray]],
     what: str,
-) -> str:
-    """Write tensors of one dtype to the safetensors file `path`; return its hex sha256.
+) -> None:
+    """Write tensors of one dtype to the safetensors file `path`.
 
     pieces: gives a tensor's numbers, some at a time. what, and what is raised: as of `write_stream`.
     """
@@ -93,7 +93,7 @@ def write_pieces(
                 yield np.ascontiguousarray(piece, numpy_dtype(dtype)).reshape(-1).view(np.uint8).data
 
     size = len(opening) + sum(place.length for place in places.values())
-    return write_stream(path, size, contents(), what)
+    write_stream(path, size, contents(), what)
 
 
 def write_stream(
