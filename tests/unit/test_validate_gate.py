@@ -1,8 +1,4 @@
-"""Names, dtypes and shapes that do not match are errors: in graphs, in arrays, and before and behind Polygraphy's
-Comparator."""
-
-from collections import OrderedDict
-from dataclasses import replace
+"""Names, dtypes and shapes that do not match are errors: in graphs, in arrays, and behind Polygraphy's Comparator."""
 
 import numpy as np
 import onnx
@@ -99,64 +95,28 @@ def test_a_free_dimension_has_one_size_everywhere():
         check_arrays("g", "input", declared, arrays(position_ids=np.zeros(4, np.int64)))
 
 
-# --- Polygraphy's Comparator: what it would let pass ---
+# --- Polygraphy's Comparator ---
 
 
-def runner(name, inputs=INPUTS[:1], factor=1.0, output="logits", rows=None):
-    made = FunctionRunner(name, inputs, lambda feed: next(iter(feed.values()))[:rows] * np.float32(factor))
-    if output != "logits":
-        infer = made.infer_impl
-        made.infer_impl = lambda feed_dict: OrderedDict({output: infer(feed_dict)["logits"]})
-    return made
+def runner(name, factor=1.0):
+    return FunctionRunner(name, INPUTS[:1], lambda feed: feed["hidden"] * np.float32(factor))
 
 
-def feeds(name="hidden", dtype=np.float32, shape=(5, 4)):
-    return [{name: np.ones(shape, dtype)}]
+def feeds(shape=(5, 4)):
+    return [{"hidden": np.ones(shape, np.float32)}]
 
 
 def test_equal_runners_pass_and_the_worst_feed_counts():
-    both = [*feeds(), *feeds(shape=(2, 4))]
-    result = compare([runner("a"), runner("torch")], INPUTS[:1], both, 1e-4)["a"]
+    both = [*feeds(), *feeds((2, 4))]
+    result = compare([runner("a"), runner("torch")], both, 1e-4)["a"]
     assert result == ForwardError(0.0, pytest.approx(1.0), 0.0, 1e-4, passed=True)
-    result = compare([runner("a", factor=1.5), runner("torch")], INPUTS[:1], both, 1e-4)["a"]
+    result = compare([runner("a", factor=1.5), runner("torch")], both, 1e-4)["a"]
     assert result.max_abs_error == pytest.approx(0.5) and not result.passed
 
 
 def test_no_number_is_within_tolerance_when_one_is_nan():
-    result = compare([runner("a", factor=np.nan), runner("torch")], INPUTS[:1], feeds(), 1e9)["a"]
+    result = compare([runner("a", factor=np.nan), runner("torch")], feeds(), 1e9)["a"]
     assert result.max_abs_error is None and not result.passed
-
-
-@pytest.mark.parametrize(
-    ("runners", "given", "message"),
-    [
-        ([runner("a"), runner("torch")], feeds("hiden"), "found no hidden and unexpected hiden"),
-        ([runner("a"), runner("torch")], [{**feeds()[0], "more": np.ones(2)}], "unexpected more"),
-        (
-            [runner("a"), runner("torch")],
-            feeds(shape=(5, 3)),
-            r"expected float32 \[num_tokens=5, 4\], found "
-            r"float32 \[5, 3\]",
-        ),
-        ([runner("a"), runner("torch")], feeds(dtype=np.float64), "found float64"),
-        ([runner("a", [replace(INPUTS[0], name="hiden")]), runner("torch")], feeds(), "runner a: expected the inputs"),
-        ([runner("a"), runner("torch", output="logit")], feeds(), "expected outputs of a as of torch"),
-        ([runner("a", rows=2), runner("torch")], feeds(), "expected outputs of a as of torch"),
-    ],
-    ids=["renamed feed", "extra feed", "wrong shape", "wrong dtype", "renamed input", "renamed output", "fewer rows"],
-)
-def test_what_polygraphy_would_match_by_itself_is_an_error(runners, given, message):
-    with pytest.raises(CheckError, match=message):
-        compare(runners, INPUTS[:1], given, 1e-4)
-
-
-def test_polygraphy_alone_passes_a_wrong_name():
-    """Why the gate exists: two runners whose inputs have other names than the data, and the Comparator is content."""
-    from polygraphy.comparator import Comparator
-
-    renamed = [replace(INPUTS[0], name="hiden")]
-    results = Comparator.run([runner("a", renamed), runner("torch", renamed)], data_loader=feeds())
-    assert bool(Comparator.compare_accuracy(results))
 
 
 # --- Polygraphy's lint and inspect ---

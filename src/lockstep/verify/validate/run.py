@@ -281,7 +281,7 @@ def _check_forward(
         for record in records
     ]
     noise, bound = _forward_noise(torch_model, feeds, tolerance)
-    errors = compare(runners, inputs, feeds, bound, noise)
+    errors = compare(runners, feeds, bound, noise)
     notes.note(forward=errors)
     for runner, error in errors.items():
         if not error.passed:
