@@ -81,6 +81,9 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make(results, "reference", reference.to_json(), logits=b"logits")
     make(results, "golden", golden(TARGET, golden_prompt("A")).to_json())
     make(results, "served", served(TARGET).to_json())
+    make(results, "compare", {})
+    model = {"source": "resources/demo-llama", "layers": [TARGET.layers], "precisions": [TARGET.precision]}
+    make(results, "config", {"models": {MODEL: model}})
     write_lock(results.root, MODEL, root / "locks" / f"{MODEL}.lock.json")
     assert {finding.status for finding in found(root)} == {SAME}
     return root
@@ -219,6 +222,6 @@ def test_what_is_no_file_is_named_in_one_line(damaged: Path, kind: str) -> None:
 
 def test_a_folder_in_place_of_a_measurement_is_named(damaged: Path) -> None:
     """No record names a speed: a folder in its place was not looked at."""
-    next(damaged.rglob("*.build.json")).with_name("2.speed.json").mkdir()
+    next((damaged / "results" / MODEL).rglob("*.build.json")).with_name("2.speed.json").mkdir()
     (named,) = [finding for finding in found(damaged) if finding.status != SAME]
     assert "2.speed.json: no record names it; it is a folder" in str(named)

@@ -63,10 +63,10 @@ BEFORE = {
         lambda demo: flip(demo.folder / "resources" / MODEL / "model.safetensors", -100),
         r"resolve: model\.safetensors differs: \w{12} -> \w{12}",
     ),
-    "a prompt": (edit_prompt, r"reference: prompt 'Dark' differs: new"),
+    "a prompt": (edit_prompt, rf"reference {MODEL}/2: golden\.prompts\.004 differs: new, Dark; locked by"),
     "a layer count": (
         lambda demo: demo.edit_config(lambda config: config["models"][MODEL]["layers"].append(3)),
-        r"demo-llama/fp32/3/onnxruntime: reference/3 is not in the lock",
+        rf"reference {MODEL}/3: the terms of this check are not in the lock",
     ),
     "a tolerance": (
         lambda demo: demo.edit_config(

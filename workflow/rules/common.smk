@@ -253,15 +253,8 @@ def check_locks():
     """Refuse what is or will be another thing than the locks say, before any job."""
     for model in CONFIG.models:
         targets = [target for target in TARGETS if target.model == model]
-        prompts = [prompt.text for prompt in CONFIG.models[model].golden.prompts]
-        files = [*SIDE_FILES.get(model, []), *WEIGHT_FILES.get(model, [])]
-        check_project(
-            find_lock(model, [Path(), REPOSITORY]),
-            targets,
-            jobs(CONFIG, PLACE.root, targets),
-            prompts,
-            list(map(Path, files)) if model in FOLDERS else None,
-        )
+        files = [*map(Path, [*SIDE_FILES[model], *WEIGHT_FILES[model]])] if model in FOLDERS else None
+        check_project(find_lock(model, [Path(), REPOSITORY]), jobs(CONFIG, PLACE.root, targets), files)
 
 
 if LOCKED and workflow.is_main_process:

@@ -2,14 +2,14 @@
 
 The first difference is named with its cause, and nothing is made from it.
 
-What can be known before the work is refused before it (`check_project`, `check_step`): targets, the terms of the
-checks, the checkpoint's files, the device of a backend, and every file that is read. What a stage makes is compared as
+What can be known before the work is refused before it (`check_project`, `check_step`): the terms of the checks, the
+checkpoint's files, the device of a backend, and every file that is read. What a stage makes is compared as
 soon as it is made (`reject`). Other code and other packages are no difference while the same comes out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,6 @@ from lockstep.stages.build import device_name
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
-    from lockstep.targets import Target
 
 
 def is_locked(config: Mapping[str, Any]) -> bool:
@@ -59,24 +58,23 @@ def find_lock(model: str, folders: Sequence[Path]) -> Path:
     )
 
 
-def check_project(
-    lock_file: Path,
-    targets: Sequence[Target],
-    steps: Sequence[Job],
-    prompts: Sequence[str],
-    checkpoint: Sequence[Path] | None,
-) -> None:
+def check_project(lock_file: Path, steps: Sequence[Job], checkpoint: Sequence[Path] | None) -> None:
     """Check before a run that nothing differs, or will differ, from the lock.
 
-    targets, their steps, prompts: of the lock's model. checkpoint: the model's files where they lie in a folder, None
-    where a job brings them. Raises CheckError for the first thing that is, or will be, another.
+    steps: of the targets of the lock's model. checkpoint: the model's files where they lie in a folder, None where a
+    job brings them. Raises CheckError for the first thing that is, or will be, another.
     """
     lock = Lock.load(lock_file)
-    for line in _before(lock, targets, steps, prompts, checkpoint):
-        refuse(line, lock_file)
+    if checkpoint is not None:
+        found = {path.name: digest(path) for path in checkpoint}
+        expected = {name: value for name, value in without_places(lock.checkpoint).items() if name != "commit"}
+        for (name, *_), change in changes(expected, found):
+            refuse(f"resolve: {name} differs: {change}", lock_file)
     for step in steps:
         if other := _other_terms(lock, step):
             refuse(other, lock_file)
+        if step.stage == "build" and not lock.devices(step.names["precision"], step.names["backend"]):
+            refuse(f"{step}: its engines are not in the lock", lock_file)
         if step.output.is_file() and record_path(step.output).is_file() and (other := _other_result(step, lock)):
             # A fetch that is not held to the lock stays at its commit.
             advice = f"make it again without locked: snakemake --forcerun {step.stage} -- {step.output}"
@@ -95,40 +93,6 @@ def _other_result(step: Job, lock: Lock) -> str | None:
         if size_of(file.path) is None or digest(file.path) != file.sha256:
             return f"{file.path} has changed"
     return None
-
-
-def _before(
-    lock: Lock,
-    targets: Sequence[Target],
-    steps: Sequence[Job],
-    prompts: Sequence[str],
-    checkpoint: Sequence[Path] | None,
-) -> Iterator[str]:
-    # Those whose engines run here.
-    judged = {
-        tuple(step.names[name] for name in ("precision", "layers", "backend"))
-        for step in steps
-        if step.stage == "golden"
-    }
-    built = {(step.names["precision"], step.names["backend"]) for step in steps if step.stage == "build"}
-    if checkpoint is not None:
-        digests = {path.name: digest(path) for path in checkpoint}
-        expected = {name: value for name, value in without_places(lock.checkpoint).items() if name != "commit"}
-        yield from (f"resolve: {name} differs: {change}" for (name, *_), change in changes(expected, digests))
-    for target in targets:
-        precision, layers, backend = target.precision, str(target.layers), target.backend
-        pair, golden = (precision, backend), ("golden", precision, backend, layers)
-        for where, is_there in (
-            (("graphs", precision), ("graphs", precision) in lock.sections),
-            (("reference", layers), ("reference", layers) in lock.sections),
-            (("engines", *pair), pair not in built or bool(lock.devices(*pair))),
-            (golden, (precision, layers, backend) not in judged or golden in lock.sections),
-        ):
-            if not is_there:
-                yield f"{target}: {'/'.join(where)} is not in the lock"
-        locked = lock.sections["reference", layers]
-        for (text, *_), change in changes(dict.fromkeys(locked, ""), dict.fromkeys(prompts, "")):
-            yield f"reference: prompt {text!r} differs: {change.partition(',')[0]}"
 
 
 def fetch_terms(config: Config, model: str, lock_file: Path | None, newest: bool = False) -> dict[str, Any]:

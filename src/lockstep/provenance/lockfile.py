@@ -16,15 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.artifacts.build_record import BuildKey
-from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import dump_json, read_json, sha256_json
 from lockstep.errors import CheckError, InputError, LockstepError
 from lockstep.manifests.manifest_files import manifest_entries
 from lockstep.provenance.diff import changes
 from lockstep.provenance.lock import ENGINES, TERMS, Comparison, Lock, Maker, Place
 from lockstep.provenance.record import SUFFIX, checked_record, read_record, record_path, records
-from lockstep.stages import STAGES
-from lockstep.stages.stage import Finished
+from lockstep.stages import STAGES, jobs
 from lockstep.targets import Results
 
 
@@ -130,16 +128,17 @@ def _with_kept(before: Lock, lock: Lock) -> Lock:
 
 def collect(results: Path, model: str) -> Lock:
     """Return the lock of what is there. Raises InputError for a model that is not finished."""
+    from lockstep.config.load import load  # loads pydantic, which verify does without
+
+    path = Results(results).config()
+    config = load(read_json(path), where=str(path))
+    targets = [target for target in config.targets() if target.model == model]
+    if not targets:
+        raise InputError(f"{path}: expected a model of the last run, found no {model!r} in it; run its config again")
     pinned = list(sections(results, model))
-    stages = {section.stage for section in pinned}
-    finished = Finished(
-        frozenset(section.key.names["precision"] for section in pinned if "precision" in section.key.names),
-        has_adapters="adapters" in stages,
-        runs=any(map(_runs, pinned)),
-        is_served=_checks_server(results),
-    )
-    for stage, entry in STAGES.items():
-        if entry.is_required(finished) and stage not in stages:
+    made = {section.stage for section in pinned}
+    for stage in dict.fromkeys(job.stage for job in jobs(config, results, targets)):
+        if STAGES[stage].is_locked and stage not in made:
             raise InputError(
                 f"{results / model}: expected a finished model, found nothing of {stage}; run `lockstep run` first"
             )
@@ -155,25 +154,6 @@ def lock_of(model: str, pinned: Iterable[Section]) -> Lock:
         known = makers[name].operators if name in makers else None
         makers[name] = replace(made_with(section.key), operators={**(known or {}), **operators} or None)
     return Lock(model, makers, locked)
-
-
-def _checks_server(results: Path) -> bool:
-    config = Results(results).config()
-    return not config.is_file() or bool(read_json(config).get("check_server", True))
-
-
-def _runs(section: Section) -> bool:
-    if section.stage != "build":
-        return False
-    from lockstep.config.backends import backends  # loads pydantic, which verify does without
-
-    engines = EngineSetManifest.load(section.manifest)
-    if engines.backend not in backends():
-        raise InputError(
-            f"{section.manifest}: expected a backend of {', '.join(backends())}, found {engines.backend!r}; delete it "
-            f"and run again"
-        )
-    return backends()[engines.backend].cannot_run(engines.options) is None
 
 
 def maker(key: BuildKey) -> str:
@@ -260,7 +240,7 @@ def sections_of(path: Path) -> list[Section]:
     key = checked_record(path).key
     manifest = path.with_name(f"{path.name.removesuffix(SUFFIX)}.json")
     entry = STAGES.get(key.stage)
-    if entry is None or not (entry.is_pinned or entry.is_check):
+    if entry is None or not entry.is_locked:
         return []
     if read_record(manifest) is None:
         raise CheckError(

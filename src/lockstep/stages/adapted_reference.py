@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.stages.stage import EXPORT, TORCH, Config, Finished, Job, Names, Stage
+from lockstep.stages.stage import EXPORT, TORCH, Config, Job, Names, Stage
 from lockstep.targets import Target, is_quantized
 
 
@@ -18,9 +18,6 @@ class AdaptedReference(Stage):
 
     def needed(self, config: Config, target: Target) -> bool:
         return super().needed(config, target) and not is_quantized(target.precision)
-
-    def required(self, model: Finished) -> bool:
-        return not model.precisions or not all(map(is_quantized, model.precisions))
 
     def options(self, config: Config, names: Names) -> dict[str, Any]:
         return reference_options(config, names["model"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.stages.stage import ENGINES, ONNX, Config, Finished, Job, Names, Stage
+from lockstep.stages.stage import ENGINES, ONNX, Config, Job, Names, Stage
 from lockstep.targets import Limits, Target
 
 
@@ -22,9 +22,6 @@ class Compare(Stage):
 
     def needed(self, config: Config, target: Target) -> bool:
         return config.is_compared(target)
-
-    def required(self, model: Finished) -> bool:
-        return False  # engines of some precisions are not compared
 
     def options(self, config: Config, names: Names) -> dict[str, Any]:
         return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.stages.stage import ONNX, RUNTIME, Config, Finished, Job, Names, Stage, arguments, bounds
+from lockstep.stages.stage import ONNX, RUNTIME, Config, Job, Names, Stage, arguments, bounds
 from lockstep.targets import Target
 
 
@@ -29,9 +29,6 @@ class Served(Stage):
 
     def needed(self, config: Config, target: Target) -> bool:
         return config.check_server and super().needed(config, target)
-
-    def required(self, model: Finished) -> bool:
-        return model.is_served
 
     def options(self, config: Config, names: Names) -> dict[str, Any]:
         return bounds(config, names)

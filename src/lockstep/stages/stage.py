@@ -79,19 +79,6 @@ class Job:
         return " ".join([self.stage, "/".join(map(str, self.names.values()))])
 
 
-@dataclass(frozen=True)
-class Finished:
-    """What was made of a model, on which the rest of its lock depends.
-
-    precisions: of its weights. runs: some of its engines run here. is_served: the config has the server checked.
-    """
-
-    precisions: frozenset[str]
-    has_adapters: bool
-    runs: bool
-    is_served: bool
-
-
 class Stage(abc.ABC):
     """One kind of job.
 
@@ -136,6 +123,11 @@ class Stage(abc.ABC):
     def is_pinned(self) -> bool:
         return type(self).pin is not Stage.pin
 
+    @property
+    def is_locked(self) -> bool:
+        """Return whether a lock holds what it makes, or what the config says to it."""
+        return self.is_pinned or self.is_check
+
     def needed(self, config: Config, target: Target) -> bool:
         return (
             self.is_of(target.precision)
@@ -151,10 +143,6 @@ class Stage(abc.ABC):
         """Return what a lock holds of an artefact. key: of its record."""
         raise NotImplementedError  # asked of the stages alone that have their own (`is_pinned`)
 
-    def required(self, model: Finished) -> bool:
-        """Return whether the lock of such a model must have the stage, besides what its flags say."""
-        return True
-
     @abc.abstractmethod
     def run(self, job: Job) -> None:
         """Make the artefact of a job."""
@@ -169,15 +157,6 @@ class Stage(abc.ABC):
 
     def is_of(self, precision: str) -> bool:
         return is_quantized(precision) or not self.only_quantized
-
-    def is_required(self, model: Finished) -> bool:
-        return (
-            (self.is_pinned or self.is_check)
-            and (not self.only_quantized or any(map(is_quantized, model.precisions)))
-            and (not self.only_adapters or model.has_adapters)
-            and (not self.runs_engines or model.runs)
-            and self.required(model)
-        )
 
     def inputs(self, precision: str | None) -> dict[str, str]:
         """Return {name: pattern} of what a job of this precision reads; None for a stage without one."""
