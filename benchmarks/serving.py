@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -89,11 +89,13 @@ def model(name: str, batch: int, threads: int) -> Iterator[Place]:
 
 
 def run(place: Place, streams: Sequence[int], rates: Sequence[str], requests: int, rounds: int, long: bool,
-        others: Mapping[str, str] | None = None, in_turn: bool = False) -> dict[str, Any]:  # fmt: skip
+        others: Mapping[str, str] | None = None, in_turn: bool = False,
+        note: Callable[..., None] = lambda **parts: None) -> dict[str, Any]:  # fmt: skip
     """Measure everything.
 
     others: address by name, of servers that are up and get the same requests. in_turn: take rounds of the bare engine
-    between those of the server, not after all of them: the two would share a GPU's memory.
+    between those of the server, not after all of them: the two would share a GPU's memory. note: takes what there is
+    after each part.
     """
     found: dict[str, Any] = {"streams": {}, "rates": {}}
     with Server(place) as server:
@@ -103,12 +105,15 @@ def run(place: Place, streams: Sequence[int], rates: Sequence[str], requests: in
             found["streams"][str(number)] = (
                 _beside_bare(server, place, number, rounds) if in_turn else (server.streams(number, rounds))
             )
+            note(**found)
         addresses = {"lockstep": server.url, **(others or {})}
         for rate in rates:
             found["rates"][rate] = {name: at_rate(url, rate, requests) for name, url in addresses.items()}
-        found["refusal_ms"] = server.refusals()
+            note(**found)
         if long:
             found["long_prompt"] = {name: long_prompt(url) for name, url in addresses.items()}
+            note(**found)
+        found["refusal_ms"] = server.refusals()
     for number in () if in_turn else streams:
         _add_bare(found["streams"][str(number)], _bare(place, number, rounds))
     return found
@@ -231,8 +236,9 @@ class Server:
         Of so many, for the queue has room for a few again at any time: slots become free.
         """
         times = []
+        running = self._place.limits["max_batch_size"]
         with contextlib.ExitStack() as stack:
-            for _ in range(MAX_QUEUE // MOST_PROMPTS):
+            for _ in range((MAX_QUEUE + running) // MOST_PROMPTS):
                 self._ask(stack, [[5]] * MOST_PROMPTS)
             time.sleep(1)  # they are read
             for _ in range(REFUSALS):

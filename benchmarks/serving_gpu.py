@@ -8,7 +8,7 @@ from pathlib import Path
 
 import lockstep
 from benchmarks import batches, options
-from benchmarks.measure import dump_json
+from benchmarks.measure import recorder
 from benchmarks.serving import Place, run
 
 OPTIONS = (
@@ -34,5 +34,6 @@ def main(
     )
     place = Place(engines, assembly, weights, batches.LIMITS, None, python, kv_bytes)
     about = lockstep.ask_python(python, "benchmarks.gpu:described", engines=engines)
-    figures = run(place, (16, 64), rates, requests, rounds, True, others)
-    print(dump_json({"benchmark": "serving-gpu", **about, **figures}), end="")
+    note = recorder(out := work / "serving.json", {"benchmark": "serving-gpu", **about})
+    note(**run(place, (16, 64), rates, requests, rounds, True, others, note=note))
+    print(out)
