@@ -1,16 +1,15 @@
 """`cpu-peers`: decoding on a CPU beside transformers, llama.cpp and onnxruntime-genai.
 
 In: a checkpoint, or a shape: of a Llama for onnxruntime-genai, or of a Qwen3 mixture for llama.cpp. Each contestant is
-a process of its own (`cpu_contestants/`), kept open; the peers' environments are made from `envs/`, and models stay in
-the work folder. All take rounds in turn. Out: seconds of a decode step of one and of several requests, of prompts,
-memory after load and at its peak of each measurement, as a multiple of the weights, and ratios to the better peer of
-the same bits, round by round.
+a process of its own (`cpu_contestants/`), opened anew each round, so that one model lies in memory at a time; the
+peers' environments are made from `envs/`, and models stay in the work folder. All take rounds in turn. Out: seconds of
+a decode step of one and of several requests, of prompts, memory after load and at its peak of each measurement, as a
+multiple of the weights, and ratios to the better peer of the same bits, round by round.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
 import math
@@ -27,7 +26,7 @@ from typing import Any, NamedTuple
 from safetensors import safe_open
 
 from benchmarks import options
-from benchmarks.measure import THREADS_VARIABLE, deliver, in_turn, spread, surroundings, thread_count
+from benchmarks.measure import THREADS_VARIABLE, deliver, spread, surroundings, thread_count
 from benchmarks.shapes import checkpoint
 from lockstep import CheckError
 
@@ -68,8 +67,11 @@ OPTIONS = (
     options.Option(
         "--contestant", "All by default.", tuple(CONTESTANTS), name="contestants", many=True, choices=tuple(CONTESTANTS)
     ),
-    options.number("--batch", (1, 8), "Requests at once.", name="batches", many=True),
-    options.number("--prompt", (256, 1024), "Tokens of timed prompts.", name="prompts", many=True),
+    options.number("--batch", (), "Requests at once in timed steps.  [default: 1 and 8]", name="batches", many=True),
+    options.number(
+        "--prompt", (), "Tokens of timed prompts.  [default: 256 and 1024]  With --batch or --prompt just these.",
+        name="prompts", many=True,
+    ),
     options.path("--work", "Keeps environments and models."),
     options.CONTEXT, options.STEPS, options.THREADS, options.rounds(3), options.WRITE,
 )  # fmt: skip
@@ -93,21 +95,24 @@ def run(
     settings: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Measure each contestant: steps after `context` tokens at each batch size, prompts, and resident memory."""
-    count, capacity = thread_count(threads), max(context + steps, *prompts) + 2
-    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
+    if not batches and not prompts:
+        batches, prompts = (1, 8), (256, 1024)
+    measured = {
+        **{f"step of {n}": {"batch": n, "context": context, "steps": steps} for n in batches},
+        **{f"prompt of {n}": {"prompt": n} for n in prompts},
+    }
+    sizes = max((1, *batches)), max((context + steps, *prompts)) + 2, thread_count(threads)
+    with tempfile.TemporaryDirectory() as scratch:
         place = (work or Path(scratch)).resolve()
         folder = checkpoint(model, place, settings).resolve()
-        opened = {name: _Process(name, place, folder, max(batches), capacity, count) for name in contestants}
-        for process in opened.values():
-            stack.callback(process.close)
-        measured = {
-            **{f"step of {n}": {"batch": n, "context": context, "steps": steps} for n in batches},
-            **{f"prompt of {n}": {"prompt": n} for n in prompts},
-        }
-        times = {
-            what: in_turn({name: functools.partial(one.seconds, what, asked) for name, one in opened.items()}, rounds)
-            for what, asked in measured.items()
-        }
+        runs: dict[str, list[_Process]] = {name: [] for name in contestants}
+        for _ in range(rounds):
+            for name in contestants:
+                with contextlib.closing(_Process(name, place, folder, *sizes)) as process:
+                    for what, asked in measured.items():
+                        process.measure(what, asked)
+                runs[name].append(process)
+        times = {what: {name: [one.seconds[what] for one in ones] for name, ones in runs.items()} for what in measured}
         numbers = _numbers(folder)
         return {
             "benchmark": "cpu_peers", "model": Path(model).name, "settings": settings or {},
@@ -115,11 +120,16 @@ def run(
             "seconds": {what: {name: spread(each) for name, each in all_.items()} for what, all_ in times.items()},
             "speed_relative_to_better_peer": {what: _beside_peers(all_) for what, all_ in times.items()},
             "peak_relative_to_weights": {
-                what: {name: round(one.peaks[what] / one.bytes_of(numbers), 3) for name, one in opened.items()}
+                what: {
+                    name: round(max(one.peaks[what] for one in ones) * 8 / (numbers * CONTESTANTS[name].bits), 3)
+                    for name, ones in runs.items()
+                }
                 for what in measured
             },
-            "resident_megabytes": {name: round(one.resident_bytes / 1e6, 1) for name, one in opened.items()},
-            "peers": {name: one.versions for name, one in opened.items()},
+            "resident_megabytes": {
+                name: spread([one.resident_bytes / 1e6 for one in ones], 1)["median"] for name, ones in runs.items()
+            },
+            "peers": {name: ones[0].versions for name, ones in runs.items()},
             **surroundings("onnxruntime", threads=threads),
         }  # fmt: skip
 
@@ -138,7 +148,10 @@ def _beside_peers(times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
 
 
 class _Process:
-    """A contestant, with its model made and opened. Raises CheckError, naming its log, where it cannot."""
+    """A contestant, with its model made and opened. Raises CheckError, naming its log, where it cannot.
+
+    seconds, peaks: by what was measured, time and the most resident bytes.
+    """
 
     def __init__(self, name: str, work: Path, folder: Path, batch: int, capacity: int, threads: int):
         own, stem = CONTESTANTS[name], f"{folder.name}-{name.replace(',', '').replace(' ', '-')}"
@@ -164,20 +177,16 @@ class _Process:
         ready = self._answer()
         self.versions: dict[str, str] = ready["versions"]
         self.resident_bytes: int = ready["resident_bytes"]
-        self.peaks: dict[str, int] = {}  # resident bytes, by what was measured
+        self.seconds: dict[str, float] = {}
+        self.peaks: dict[str, int] = {}
 
-    def bytes_of(self, numbers: int) -> float:
-        """Return what so many numbers take in its bits."""
-        return numbers * CONTESTANTS[self.name].bits / 8
-
-    def seconds(self, what: str, asked: Mapping[str, int]) -> float:
+    def measure(self, what: str, asked: Mapping[str, int]) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended, which the answer says
             self._process.stdin.write(json.dumps(asked) + "\n")
             self._process.stdin.flush()
         answer = self._answer()
-        self.peaks[what] = max(self.peaks.get(what, 0), answer["peak_bytes"])
-        return float(answer["seconds"])
+        self.seconds[what], self.peaks[what] = answer["seconds"], answer["peak_bytes"]
 
     def close(self) -> None:
         self._process.kill()
