@@ -22,8 +22,10 @@ def operators(model):
 
 def test_engines_have_them(tiny):
     folder = tiny.engines("tiny", "fp32", "onnxruntime").parent
-    decode, middle = (operators(onnx.load(folder / name)) for name in ("attention.decode.onnx", "middle.onnx"))
-    assert decode["GroupQueryAttention"] == 1 and not decode["Softmax"] + decode["MatMul"] + decode["FusedMatMul"]
+    names = ("attention.decode", "attention.prefill", "middle")
+    *attention, middle = (operators(onnx.load(folder / f"{name}.onnx")) for name in names)
+    for counts in attention:
+        assert counts["GroupQueryAttention"] == 1 and not counts["Softmax"] + counts["MatMul"] + counts["FusedMatMul"]
     assert middle["SimplifiedLayerNormalization"] == 2 and not middle["Reciprocal"]
 
 
@@ -41,8 +43,9 @@ def test_others_stay_as_they_are(tiny):
     )
     half = onnx.load(tiny.assembly("tiny", "fp16").parent / "attention.decode.onnx")
     other = edited(decode, "Softmax", lambda node: setattr(node, "op_type", "LogSoftmax"))
-    axis = edited(decode, "Softmax", lambda node: setattr(node.attribute[0], "i", -2))
-    for model in (prefill, middle, half, other, axis):
+    axes = [edited(model, "Softmax", lambda node: setattr(node.attribute[0], "i", -2)) for model in (decode, prefill)]
+    future = edited(prefill, "GreaterOrEqual", lambda node: node.input.reverse())
+    for model in (middle, half, other, *axes, future):
         assert grouped_attention(model) is model
     assert operators(fuse_norms(middle))["SimplifiedLayerNormalization"] == 2
     one = edited(middle, "Sqrt", lambda node: setattr(node, "op_type", "Abs"))

@@ -1,11 +1,15 @@
-"""The attention of rows that decode, as one node over the caches as they lie.
+"""Attention in one node.
 
-In: a decode graph; out: one whose products, mask and softmax are ONNX Runtime's `GroupQueryAttention`, which reads the
-keys and values that a row holds, where the graph's own nodes read the row's whole capacity. Each row is computed alone,
-one head after another, so its bits do not depend on the others. RoPE stays as it is.
+In: a decode or prefill graph; out: one whose products, mask and softmax are ONNX Runtime's `GroupQueryAttention`. It
+computes one head after another, so a request's bits do not depend on others. RoPE stays as it is.
 
-The operator puts the new key and value into the caches that it reads: `present_key` and `present_value` are to be bound
-to these, at whose end there must be room for a token. What the graph gave, it still gives.
+Rows that decode: the operator reads the keys and values that a row holds, where the graph's own nodes read the row's
+whole capacity. It puts the new key and value into the caches that it reads: `present_key` and `present_value` are to be
+bound to these, at whose end there must be room for a token. What the graph gave, it still gives.
+
+A prompt: the softmax reads no masked scores. In the library's other kernels their exponentials are denormal numbers,
+which take ten times as long as others. Its tiled kernel is one of these; it is not chosen where heads have sinks, so
+each gets one that weighs nothing.
 """
 
 from __future__ import annotations
@@ -22,28 +26,35 @@ _DOMAIN = "com.microsoft"
 _VECTOR = 8  # the operator takes heads of a multiple of it
 PRESENT = {"present_key": "past_key", "present_value": "past_value"}
 # what export/attention.py has behind RoPE in float32; others have a window, a cap or sinks
-_PLAIN = [
+_DECODE = [
     *("Add", "Concat", "Gather", "Less", "MatMul", "MatMul", "MatMul", "Mul", "Mul", "Range", "Reshape", "Reshape"),
     *("Shape", "Slice", "Slice", "Softmax", "Transpose", "Transpose", "Unsqueeze", "Unsqueeze", "Unsqueeze"),
     *("Unsqueeze", "Where"),
 ]
+_PREFILL = [
+    *("Concat", "Concat", "Concat", "Gather", "GreaterOrEqual", "Less", "MatMul", "MatMul", "Mul", "Range", "Reshape"),
+    *("Reshape", "Shape", "Softmax", "Sub", "Transpose", "Transpose", "Transpose", "Transpose", "Transpose"),
+    *("Transpose", "Unsqueeze", "Unsqueeze", "Unsqueeze", "Unsqueeze", "Where", "Where"),
+]
+_NO_SINK = -3e38
 
 
 def grouped_attention(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a decode graph of plain float32 attention with it in one node; any other model itself."""
+    """Return a graph of plain float32 attention over a cache with it in one node; any other model itself."""
     graph = Rewriter(model)
     if not {*PRESENT.values()} <= graph.inputs.keys() or graph.element("past_key") != TensorProto.FLOAT:
         return model
     requests, kv_heads, _, dim = graph.shape("past_key")
-    if requests or graph.shape("past_value")[3] != dim or dim % _VECTOR:  # a prompt's is one request's
+    if graph.shape("past_value")[3] != dim or dim % _VECTOR:
         return model
+    decodes = not requests  # a prompt's is one request's
     scaled = _scaled_query(graph, [-1, kv_heads, dim])
     if scaled is None:
         return model
     query, group, scale = scaled
     kept = upstream(graph.nodes, ("key_out", "value_out", query))
     replaced = [node for node in graph.nodes if not kept.intersection(node.output)]
-    if sorted(node.op_type for node in replaced) != _PLAIN:
+    if sorted(node.op_type for node in replaced) != (_DECODE if decodes else _PREFILL):
         return model
     heads = group * kv_heads
 
@@ -51,23 +62,39 @@ def grouped_attention(model: onnx.ModelProto) -> onnx.ModelProto:
         return graph.constant(f"grouped/{name}", np.array(values, np.int64))
 
     one = graph.constant("grouped/one", np.array(1, np.int32))
+    tokens = [-1, 1] if decodes else [1, -1]  # [batch, tokens]
     of_heads = ("query", query, heads), ("key", "key_out", kv_heads), ("value", "value_out", kv_heads)
     for name, source, count in of_heads:
-        shape = constant(f"{name}_shape", -1, 1, count * dim)
+        shape = constant(f"{name}_shape", *tokens, count * dim)
         graph.append(helper.make_node("Reshape", [source, shape], [f"grouped/{name}"]))
+    graph.append(helper.make_node("Cast", ["past_lengths"], ["grouped/lengths"], to=TensorProto.INT32))
+    if decodes:
+        last, sinks, pasts, present = "grouped/lengths", [], [*PRESENT.values()], [*PRESENT]
+        for name, past in PRESENT.items():
+            graph.outputs[name] = helper.make_tensor_value_info(name, TensorProto.FLOAT, dims_of(graph.inputs[past]))
+    else:
+        last, pasts = "grouped/last", [f"grouped/{past}" for past in PRESENT.values()]
+        present = [f"grouped/{name}" for name in PRESENT]
+        sinks = [*[""] * 4, graph.constant("grouped/sinks", np.full(heads, _NO_SINK, np.float32))]
+        graph.append(
+            helper.make_node("Shape", ["grouped/key"], ["grouped/shape"], start=1, end=2),
+            helper.make_node("Cast", ["grouped/shape"], ["grouped/count"], to=TensorProto.INT32),
+            helper.make_node("Sub", ["grouped/count", one], ["grouped/before_last"]),
+            helper.make_node("Add", ["grouped/lengths", "grouped/before_last"], [last]),
+        )
+        ends = constant("zero", 0), "past_lengths", constant("axis", 2)
+        for name in PRESENT.values():
+            graph.append(helper.make_node("Slice", [name, *ends], [f"grouped/{name}"]))
     graph.append(
-        helper.make_node("Cast", ["past_lengths"], ["grouped/lengths"], to=TensorProto.INT32),
-        helper.make_node("ReduceMax", ["grouped/lengths"], ["grouped/longest"], keepdims=0),
+        helper.make_node("ReduceMax", [last], ["grouped/longest"], keepdims=0),
         helper.make_node("Add", ["grouped/longest", one], ["grouped/total"]),
         helper.make_node(
             "GroupQueryAttention",
-            ["grouped/query", "grouped/key", "grouped/value", *PRESENT.values(), "grouped/lengths", "grouped/total"],
-            ["grouped/attention", *PRESENT], domain=_DOMAIN, num_heads=heads, kv_num_heads=kv_heads, scale=scale,
+            ["grouped/query", "grouped/key", "grouped/value", *pasts, last, "grouped/total", *sinks],
+            ["grouped/attention", *present], domain=_DOMAIN, num_heads=heads, kv_num_heads=kv_heads, scale=scale,
         ),
         helper.make_node("Reshape", ["grouped/attention", constant("flat", -1, heads * dim)], ["attention"]),
     )  # fmt: skip
-    for name, past in PRESENT.items():
-        graph.outputs[name] = helper.make_tensor_value_info(name, TensorProto.FLOAT, dims_of(graph.inputs[past]))
     for old in replaced:
         graph.replace(old)
     graph.model.opset_import.append(helper.make_opsetid(_DOMAIN, 1))  # a graph of plain attention has none
@@ -77,9 +104,10 @@ def grouped_attention(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def _is_same(model: onnx.ModelProto, fused: onnx.ModelProto) -> bool:
     """Return whether both give the same on random numbers: axes and factors in the model may be others."""
-    from lockstep.onnx_tools.prepare import decode_inputs  # needed only where engines are built
+    from lockstep.onnx_tools.prepare import decode_inputs, random_inputs  # needed only where engines are built
 
-    feeds = decode_inputs(model, np.array([0, 3, 6]), 7)
+    decodes = fused.graph.output[-1].name in PRESENT
+    feeds = decode_inputs(model, np.array([0, 3, 6]), 7) if decodes else random_inputs(model)
     expected, found = compute(model, feeds), compute(fused, feeds)
     tolerance = REWRITE_TOLERANCE["float32"]
     return all(max_abs_error(array, found[name]) <= tolerance * peak(array) for name, array in expected.items())
