@@ -44,7 +44,8 @@ PINS := envs/requirements.txt
 COMPILE_LATER := $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 TORCH ?= $(shell sed -n '/^torch==/p' $(PINS))
 # tests/conftest.py says how many processes `auto` are. Each starts with a part of the files of its own, and takes from others when it is done.
-PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
+# Without compiled modules each of them would compile all tests, and each process that a test starts the package.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal
 
 # As lockstep/__init__.py does, for what starts without it.
 export ORT_DISABLE_TELEMETRY ?= 1
