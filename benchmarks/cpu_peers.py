@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from safetensors import safe_open
 
+import lockstep
 from benchmarks import options
 from benchmarks.measure import THREADS_VARIABLE, deliver, spread, surroundings, thread_count
 from benchmarks.shapes import checkpoint
@@ -33,6 +34,7 @@ from lockstep import CheckError
 _SCRIPTS = Path(__file__).parent / "cpu_contestants"
 _PINS = Path(__file__).parents[1] / "envs"
 _OWN = "lockstep_steps.py"
+_PARTS = ("backends/onnxruntime", "export", "onnx_tools", "weights")  # of this package, which make engine sets
 
 
 class Contestant(NamedTuple):
@@ -160,7 +162,7 @@ class _Process:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         python = _python(work, own.pins)
         # another model, or one made of other pins or by another version of this code, is made again
-        of = _digest(folder / "config.json") + (_digest(_PINS / own.pins) if own.pins else "")
+        of = _digest(folder / "config.json") + _digest(*([_PINS / own.pins] if own.pins else _made_by()))
         if not (out / "of").is_file() or (out / "of").read_text() != of:
             shutil.rmtree(out, ignore_errors=True)
             out.mkdir(parents=True)
@@ -234,5 +236,11 @@ def _python(work: Path, pins: str) -> str:
     return str(python)
 
 
-def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+def _made_by() -> list[Path]:
+    """Return the files of this package that decide what an engine set is."""
+    package = Path(lockstep.__file__).parent
+    return sorted(file for part in _PARTS for file in (package / part).rglob("*.py"))
+
+
+def _digest(*files: Path) -> str:
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

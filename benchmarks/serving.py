@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -38,6 +38,7 @@ from lockstep import Assembly, Engine, InputError, Model, Request
 OPTIONS = (
     options.MODELS, options.number("--streams", 4, "Requests at a time."),
     options.number("--threads", None, "CPU threads of the engine.  [default: one core is left]"),
+    options.Option("--precision", "Of the engines.", "fp32"), options.path("--work", "Keeps models and engines."),
     options.rounds(), options.WRITE,
 )  # fmt: skip
 PACKAGES = ("numpy", "starlette", "uvicorn", "uvloop")
@@ -54,10 +55,19 @@ KEPT = (
 )  # fmt: skip
 
 
-def main(models: Sequence[str], streams: int, threads: int | None, rounds: int, write: Path | None) -> None:
+def main(
+    models: Sequence[str],
+    streams: int,
+    threads: int | None,
+    precision: str,
+    work: Path | None,
+    rounds: int,
+    write: Path | None,
+) -> None:
     """Measure the server beside the bare engine on this CPU. In tokens/s, and in CPU time of the API process."""
     used = threads or max(1, len(os.sched_getaffinity(0)) - 1)
-    deliver(measured(models, streams, rounds, used), write)
+    with tempfile.TemporaryDirectory() as scratch:
+        deliver(measured(models, precision, work or Path(scratch), streams, rounds, used), write)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,16 +86,14 @@ class Place:
     kv_bytes: int | None = None
 
 
-@contextlib.contextmanager
-def model(name: str, batch: int, threads: int) -> Iterator[Place]:
-    """Make a checkpoint folder or a shape, in fp32, into an ONNX Runtime engine set. A shape gets random weights."""
+def model(name: str, precision: str, work: Path, batch: int, threads: int) -> Place:
+    """Make a checkpoint folder or a shape into an ONNX Runtime engine set in `work`. A shape gets random weights."""
     from benchmarks.decode import prepare
 
-    with tempfile.TemporaryDirectory() as work:
-        paths = prepare(checkpoint(name, Path(work)), "fp32", Path(work) / "results")
-        limits = {"max_batch_size": batch, "max_seq_len": 512, "max_num_tokens": 512, "max_input_len": 512}
-        engines, assembly, weights = (str(paths[key]) for key in ("engines", "assembly", "weights"))
-        yield Place(engines, assembly, weights, limits, threads)
+    paths = prepare(checkpoint(name, work), precision, work / "results")
+    limits = {"max_batch_size": batch, "max_seq_len": 512, "max_num_tokens": 512, "max_input_len": 512}
+    engines, assembly, weights = (str(paths[key].resolve()) for key in ("engines", "assembly", "weights"))
+    return Place(engines, assembly, weights, limits, threads)
 
 
 def run(place: Place, streams: Sequence[int], rates: Sequence[str], requests: int, rounds: int, long: bool,
@@ -141,13 +149,16 @@ def _add_bare(served: dict[str, Any], speeds: Sequence[float]) -> dict[str, Any]
     return served
 
 
-def measured(names: Sequence[str], streams: int, rounds: int, threads: int) -> dict[str, Any]:
+def measured(
+    names: Sequence[str], precision: str, work: Path, streams: int, rounds: int, threads: int
+) -> dict[str, Any]:
     """Of models on this CPU. threads: of the engine, beside the API process."""
     found = {}
     for name in names:
-        with model(name, streams, threads) as place:
-            found[Path(name).name] = run(place, [streams], [], 0, rounds, long=False, in_turn=True)
-    return {"benchmark": "serving", "models": found, **surroundings(*PACKAGES, threads=threads)}
+        place = model(name, precision, work, streams, threads)
+        found[Path(name).name] = run(place, [streams], [], 0, rounds, long=False, in_turn=True)
+    about = {"benchmark": "serving", "precision": precision, "models": found}
+    return {**about, **surroundings(*PACKAGES, threads=threads)}
 
 
 def _json(place: Place) -> dict[str, Any]:
