@@ -64,7 +64,7 @@ class OnnxRuntimeBackend(HostBackend):
 
     name = "onnxruntime"
     suffixes = (".onnx",)
-    revision = 4
+    revision = 5
     precisions = ("fp32", "fp16", "w8a16", "w4a16", "w8a8", "w4a8", "w8a8-fp8")
     batch_invariant = True
 

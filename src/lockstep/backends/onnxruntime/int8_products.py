@@ -41,14 +41,7 @@ def int8_products(model: onnx.ModelProto) -> onnx.ModelProto:
             split = _split(graph, activation, sizes["K"], sizes["block_size"])
             parts[activation, sizes["block_size"]] = split[-1].output[0]
         node.input[0], node.output[0] = parts[activation, sizes["block_size"]], f"{out}/parts"
-        pair, axis = ints(graph, "pair", [2, -1, sizes["N"]]), ints(graph, "first_axis", [0])
-        graph.replace(
-            node,
-            *split,
-            node,
-            helper.make_node("Reshape", [f"{out}/parts", pair], [f"{out}/pair"]),
-            helper.make_node("ReduceSum", [f"{out}/pair", axis], [out], keepdims=0),
-        )
+        graph.replace(node, *split, node, *_added(f"{out}/parts", out, 0))
     return graph.finish() if products else model
 
 
@@ -64,14 +57,23 @@ def _split_dealt(graph: Rewriter, deal: onnx.NodeProto, first: onnx.NodeProto) -
     twice = graph.constant("two_parts/two", np.array(2, np.int64))
     deal.input[:] = [split[-1].output[0], f"{rows}/counts"]
     together.output[0] = f"{out}/parts"
-    pair, axis = ints(graph, "pair", [-1, 2, sizes["N"]]), ints(graph, "second_axis", [1])
+    beside = ints(graph, "beside", [-1, 2 * sizes["N"]])
     graph.replace(deal, *split, helper.make_node("Mul", [counts, twice], [f"{rows}/counts"]), deal)
     graph.replace(
         together,
         together,
-        helper.make_node("Reshape", [f"{out}/parts", pair], [f"{out}/pair"]),
-        helper.make_node("ReduceSum", [f"{out}/pair", axis], [out], keepdims=0),
+        helper.make_node("Reshape", [f"{out}/parts", beside], [f"{out}/beside"]),
+        *_added(f"{out}/beside", out, 1),
     )
+
+
+def _added(parts: str, out: str, axis: int) -> list[onnx.NodeProto]:
+    """Return nodes that add the halves of `parts` along an axis; ReduceSum takes twice their time."""
+    halves = [f"{out}/of_high", f"{out}/of_low"]
+    return [
+        helper.make_node("Split", [parts], halves, axis=axis, num_outputs=2),
+        helper.make_node("Add", halves, [out]),
+    ]
 
 
 def _split(
