@@ -458,6 +458,7 @@ def test_a_config_that_asks_for_something_else_is_refused(shared, settings, mess
     assert line == f"config: {message.format(path=folder / 'config.json')}"
 
 
+@pytest.mark.exports
 def test_weights_with_activation_order_are_for_one_rank_on_onnx_runtime(tmp_path):
     folder = shutil.copytree(DEMO, tmp_path / "checkpoint")
     already = QuantizedTensors(16, {}, zero_points=True, ordered=True)

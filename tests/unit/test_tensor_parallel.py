@@ -491,6 +491,7 @@ def test_a_model_that_does_not_divide_is_refused(settings: dict[str, Any], said:
     assert said in str(refused.value)
 
 
+@pytest.mark.exports
 @pytest.mark.parametrize(("layer", "style", "found"), [("q_proj", "rowwise", "col"), ("o_proj", "colwise", "row")])
 def test_a_weight_that_the_plan_of_transformers_splits_otherwise_is_refused(layer: str, style: str, found: str) -> None:
     meta = meta_model(CONFIG, "fp32")
@@ -505,6 +506,7 @@ def test_a_weight_that_the_plan_of_transformers_splits_otherwise_is_refused(laye
     )
 
 
+@pytest.mark.exports
 def test_a_model_without_a_plan_is_split_by_its_flow_alone() -> None:
     meta, without = meta_model(CONFIG, "fp32"), meta_model(CONFIG, "fp32")
     without.config.base_model_tp_plan = None
