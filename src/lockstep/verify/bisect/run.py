@@ -22,13 +22,11 @@ from safetensors.numpy import load_file
 from lockstep.artifacts.adapters import LoraSlots
 from lockstep.artifacts.bisect_report import BisectReport, EngineReport, FoundFault, MeasuredOutput, StepsError
 from lockstep.artifacts.checkpoint import CheckpointManifest
-from lockstep.artifacts.dtypes import base_precision
+from lockstep.artifacts.dtypes import GROUP_SIZE
 from lockstep.artifacts.reference import ReferenceManifest
 from lockstep.errors import InputError, LockstepError
-from lockstep.export.lora import linear_layers, module_of, with_adapters
-from lockstep.export.quantize import quantize
-from lockstep.export.run import assemble
-from lockstep.export.tracer import meta_model
+from lockstep.export.lora import module_of
+from lockstep.export.run import graphs_of
 from lockstep.targets import Results, Target, Tolerances
 from lockstep.verify.bisect.explain import compare_steps, engine_report_json, open_graphs
 from lockstep.verify.bisect.faults import differing, graph_fault
@@ -81,17 +79,20 @@ def export_again(
     residual: str | None = None,
 ) -> Graphs | str:
     """Return the graphs that an export gives now, with the target's weights, or why there are none."""
-    config = dict(config)
+    room = None
+    if adapters is not None:
+        modules = {module_of(slot) for slots in adapters.classes.values() for slot in slots}
+        room = {"max_adapters": adapters.max_adapters, "max_lora_rank": adapters.max_lora_rank, "targets": modules}
     try:
-        base = base_precision(weights.precision)
-        meta = meta_model(config, base)
-        files, assembly = assemble(meta, config, base, residual=residual)
-        if adapters is not None:
-            modules = {module_of(slot) for slots in adapters.classes.values() for slot in slots}
-            room = {"max_adapters": adapters.max_adapters, "max_lora_rank": adapters.max_lora_rank}
-            files, assembly = with_adapters(files, assembly, {**room, "targets": modules}, linear_layers(meta))
-        if weights.group_size is not None:
-            files, assembly = quantize(files, assembly, weights.precision, weights.group_size, weights.quantization)
+        files, assembly = graphs_of(
+            config,
+            weights.precision,
+            adapters=room,
+            group_size=weights.group_size or GROUP_SIZE,
+            quantized=weights.quantization,
+            residual=residual,
+            checks_parity=False,
+        )
         with tempfile.TemporaryDirectory() as folder:  # read when they are opened
             for name, data in files.items():
                 Path(folder, name).write_bytes(data)
