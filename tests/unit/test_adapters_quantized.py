@@ -12,13 +12,14 @@ from demo_model import DEMO
 from lora_folders import ADAPTERS, CONFIG, NAMES, ROOM, logits_of, requests, sizes, tensors, write
 from packed_checkpoints import GPTQ, Layout, write_packed
 
-from lockstep.artifacts.adapted import AdaptedReference, AdaptedReport
+from lockstep.artifacts.adapted import AdaptedReport
 from lockstep.artifacts.adapters import A_SUFFIX, B_SUFFIX
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.files import sha256_file, write_bytes
 from lockstep.artifacts.places import FileEntry
 from lockstep.artifacts.quantized import is_data
+from lockstep.artifacts.reference import ReferenceManifest
 from lockstep.backends import build
 from lockstep.checkpoint import resolve
 from lockstep.errors import CheckError, InputError
@@ -141,8 +142,8 @@ def test_the_check_finds_a_forgotten_scale_and_a_reference_in_full_precision(
     full = make_adapted_reference(
         results.checkpoint("model"), results.adapters("model"), "all", golden, tmp_path / "full.json"
     )
-    one, other = AdaptedReference.load(path), AdaptedReference.load(full)
-    assert one.answers[0].prompt.steps[0] != other.answers[0].prompt.steps[0]
+    one, other = ReferenceManifest.load(path), ReferenceManifest.load(full)
+    assert one.prompts[0].steps[0] != other.prompts[0].steps[0]
     write_adapter = loading.write_adapter
     forget = lambda adapter, *rest: write_adapter(replace(adapter, scale=1.0), *rest)
     monkeypatch.setattr("lockstep.runtime.adapters.write_adapter", forget)

@@ -1,7 +1,4 @@
-"""The reference of a model with its adapters, and the report of the check.
-
-The reference holds transformers' answers; the report says how far engines are from them.
-"""
+"""The report of the check of adapters: how far engines with them are from transformers' answers."""
 
 from __future__ import annotations
 
@@ -10,36 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lockstep.artifacts import formats
-from lockstep.artifacts.document import Document
-from lockstep.artifacts.places import FileEntry
-from lockstep.artifacts.reference import ReferencePrompt
 from lockstep.artifacts.reports import Report, TokenDifference
 from lockstep.targets import Target
-
-
-@dataclass(frozen=True)
-class AdaptedAnswer:
-    """What follows a prompt with an adapter ("": none). sha256: of what the adapter computes."""
-
-    adapter: str
-    sha256: str
-    prompt: ReferencePrompt
-
-
-@dataclass(frozen=True)
-class AdaptedReference(Document):
-    """The answers of a model's first `layers` layers (or "all") with each adapter.
-
-    The logits of answer i lie in the file beside it as `logits.<i>` [len(tokens), vocab_size] float32, and what fp16
-    costs of them as `noise.<i>` [len(tokens), 2].
-    """
-
-    FORMAT: ClassVar[str] = formats.ADAPTED_REFERENCE
-    layers: int | str
-    max_new_tokens: int
-    eos_token_ids: tuple[int, ...]
-    logits: FileEntry
-    answers: tuple[AdaptedAnswer, ...]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ row: `noise.<number of the prompt>` [len(tokens), 2], `long.noise` [len(counts) 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from lockstep.artifacts import formats
@@ -27,13 +28,14 @@ class ReferenceStep:
 
 @dataclass(frozen=True)
 class ReferencePrompt:
-    """A prompt and what follows it. new_text: the tokens as text."""
+    """A prompt and what follows it. new_text: the tokens as text. adapter: "" for none, beside others with one."""
 
     text: str
     prompt_ids: tuple[int, ...]
     tokens: tuple[int, ...]
     new_text: str
     steps: tuple[ReferenceStep, ...]
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ class ReferenceManifest(Document):
     """The answers of a model's first `layers` layers (or "all").
 
     long: None where there is no long prompt. drift: of quantised weights or a rounded KV cache, how far
-    that is from the checkpoint (`artifacts.drift`).
+    that is from the checkpoint (`artifacts.drift`). adapters: {name: sha256 of what it computes} of those that prompts
+    name.
     """
 
     FORMAT: ClassVar[str] = formats.REFERENCE
@@ -62,3 +65,4 @@ class ReferenceManifest(Document):
     prompts: tuple[ReferencePrompt, ...]
     long: LongPrompt | None
     drift: FileEntry | None = None
+    adapters: Mapping[str, str] = field(default_factory=dict)

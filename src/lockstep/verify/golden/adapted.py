@@ -15,15 +15,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lockstep.artifacts.adapted import AdaptedPrompt, AdaptedReference, AdaptedReport
+from lockstep.artifacts.adapted import AdaptedPrompt, AdaptedReport
 from lockstep.artifacts.reports import PASS
 from lockstep.errors import InputError
 from lockstep.onnx_tools.metrics import difference
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.targets import Limits, Target, Tolerances
 from lockstep.verify.golden.decoding import DecodingCheck, open_model
-from lockstep.verify.golden.logits_file import read_logits
-from lockstep.verify.golden.prompts import Decoded, Prompt, prompts_of
+from lockstep.verify.golden.prompts import Decoded, Prompt, read_reference
 from lockstep.verify.metrics import finish, largest
 
 _FEW = 3  # tokens with an adapter in every slot: one behind the prompt, and decoding
@@ -51,19 +50,16 @@ def check(
     inputs that do not fit together.
     """
     path = Path(adapted_reference_json)
-    reference = AdaptedReference.load(path)
-    arrays = read_logits(path.parent / reference.logits.file, reference.logits.sha256)
-    adapters = [answer.adapter for answer in reference.answers]
-    prompts = prompts_of(path, [answer.prompt for answer in reference.answers], arrays, expected, tolerance, adapters)
+    prompts, _, reference = read_reference(path, expected, tolerance)
     files = assembly_json, weights_json, engines_json, path
     model = open_model(*files, reference.layers, target, limits, threads, adapters_json)
     assert model.adapters is not None  # `open` refuses a model without
-    for answer in reference.answers:
-        model.check_adapter(answer.adapter or None)
-        if answer.adapter and model.adapters.digest(answer.adapter) != answer.sha256:
+    for name, sha256 in reference.adapters.items():
+        model.check_adapter(name)
+        if model.adapters.digest(name) != sha256:
             raise InputError(
-                f"{path}: adapter {answer.adapter!r}: expected {model.adapters.digest(answer.adapter)} as in "
-                f"{adapters_json}, found {answer.sha256}; make the reference again"
+                f"{path}: adapter {name!r}: expected {model.adapters.digest(name)} as in {adapters_json}, found "
+                f"{sha256}; make the reference again"
             )
     tokenizer, stop_ids = Tokenizer.open(assembly_json), reference.eos_token_ids
     checked = _Check(model, tokenizer, prompts, reference.max_new_tokens, stop_ids, limits.max_num_tokens)

@@ -11,25 +11,25 @@ layer, not merged into its weights. A test holds this against PEFT's own numbers
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from lockstep.artifacts.adapted import AdaptedAnswer, AdaptedReference
 from lockstep.artifacts.checkpoint import RESOLVE_AGAIN, CheckpointManifest
 from lockstep.errors import InputError
 from lockstep.manifests.digest_cache import check_stored
 from lockstep.verify.golden.quantized import dequantized
 from lockstep.verify.golden.reference import (
     Answer,
+    Reference,
     answer,
-    arrays_of,
-    entry,
     load_checkpoint,
     load_tokenizer,
-    write_logits,
+    logits_beside,
+    save_reference,
 )
 from lockstep.verify.golden.terms import AdaptedTerms
 from lockstep.verify.rounded_kv_cache import round_kv_cache
@@ -54,6 +54,7 @@ def make_adapted_reference(
     does not have.
     """
     checkpoint_json, out = Path(checkpoint_json), Path(out)
+    logits_beside(out)
     manifest, adapters = CheckpointManifest.load(checkpoint_json), open_adapters(adapters_json)
     folder = manifest.folder_of(checkpoint_json)
     check_stored(manifest.files, folder, RESOLVE_AGAIN)
@@ -64,7 +65,6 @@ def make_adapted_reference(
     if golden.kv_cache_dtype is not None:
         round_kv_cache(model)
     tokenizer = load_tokenizer(folder)
-    entries: list[AdaptedAnswer] = []
     answers: list[Answer] = []
     ends: tuple[int, ...] = ()
     for name, prompts in golden.prompts.items():
@@ -74,12 +74,9 @@ def make_adapted_reference(
         for hook in hooks:
             hook.remove()
         ends = reference.eos_token_ids
-        answers += reference.answers
-        sha256 = adapter.sha256 if adapter else ""
-        entries += [AdaptedAnswer(name, sha256, entry(with_adapter)) for with_adapter in reference.answers]
-    logits = write_logits(out, arrays_of(answers))
-    AdaptedReference(layers, golden.max_new_tokens, ends, logits, tuple(entries)).save(out)
-    return out
+        answers += [replace(each, adapter=name) for each in reference.answers]
+    digests = {name: adapters[name].sha256 for name in golden.prompts if name}
+    return save_reference(Reference(tuple(answers), ends, None), layers, golden.max_new_tokens, out, adapters=digests)
 
 
 def attach(model: PreTrainedModel, adapter: LoadedAdapter, layers: int | str = "all") -> list[RemovableHandle]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep.artifacts.reference import LongPrompt, ReferenceManifest, ReferencePrompt
+from lockstep.artifacts.reference import LongPrompt, ReferenceManifest
 from lockstep.artifacts.reports import TokenDifference
 from lockstep.errors import InputError
 from lockstep.targets import Tolerances
@@ -83,35 +83,24 @@ class Long:
 def read_reference(
     path: Path, expected: Sequence[str | None], tolerances: Tolerances
 ) -> tuple[list[Prompt], Long | None, ReferenceManifest]:
+    """Read a reference and the logits beside it. expected: the text that must follow each prompt."""
     manifest = ReferenceManifest.load(path)
     arrays = read_logits(path.parent / manifest.logits.file, manifest.logits.sha256)
-    prompts = prompts_of(path, manifest.prompts, arrays, expected, tolerances)
-    return prompts, _read_long(manifest.long, arrays, tolerances), manifest
-
-
-def prompts_of(
-    path: Path,
-    entries: Sequence[ReferencePrompt],
-    arrays: Mapping[str, np.ndarray],
-    expected: Sequence[str | None],
-    tolerances: Tolerances,
-    adapters: Sequence[str] = (),
-) -> list[Prompt]:
-    """Return the prompts of a reference. arrays: beside it. expected: the text that must follow each."""
-    texts = list(expected) or [None] * len(entries)
-    if len(texts) != len(entries):
+    texts = list(expected) or [None] * len(manifest.prompts)
+    if len(texts) != len(manifest.prompts):
         raise InputError(
-            f"{path}: prompts: expected {len(texts)} as in the config, found {len(entries)}; make the reference again"
+            f"{path}: prompts: expected {len(texts)} as in the config, found {len(manifest.prompts)}; make the "
+            "reference again"
         )
     prompts = []
-    for i, (entry, text) in enumerate(zip(entries, texts)):
-        logits, adapter = arrays[f"logits.{i}"], adapters[i] if adapters else None
+    for i, (entry, text) in enumerate(zip(manifest.prompts, texts)):
+        logits = arrays[f"logits.{i}"]
         counts = range(len(entry.prompt_ids), len(entry.prompt_ids) + len(logits))
         bounds = _bounds(counts, arrays[f"noise.{i}"], tolerances)
         gaps = [step.gap for step in entry.steps]
         answer = entry.text, entry.prompt_ids, entry.tokens, entry.new_text
-        prompts.append(Prompt(*answer, logits, gaps, bounds, text, adapter))
-    return prompts
+        prompts.append(Prompt(*answer, logits, gaps, bounds, text, entry.adapter))
+    return prompts, _read_long(manifest.long, arrays, tolerances), manifest
 
 
 def _bounds(counts: Iterable[int], noise: np.ndarray, tolerances: Tolerances) -> LogitBounds:

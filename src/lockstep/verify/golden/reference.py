@@ -18,6 +18,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
@@ -54,6 +55,7 @@ class Answer:
 
     tokens: greedy, an end-of-sequence token included. logits: [len(tokens), vocab_size] float32, those that each token
     was chosen from. noise: of each row, [len(tokens), 2]. new_text: the tokens as text, special tokens left out.
+    adapter: as of `ReferencePrompt`.
     """
 
     text: str
@@ -62,6 +64,7 @@ class Answer:
     new_text: str
     logits: np.ndarray
     noise: np.ndarray
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)
@@ -133,34 +136,33 @@ def drift_beside(out: Path) -> Path:
 
 
 def save_reference(
-    reference: Reference, layers: int | str, max_new_tokens: int, out: Path, drift: Path | None = None
+    reference: Reference,
+    layers: int | str,
+    max_new_tokens: int,
+    out: Path,
+    drift: Path | None = None,
+    adapters: Mapping[str, str] = MappingProxyType({}),
 ) -> Path:
     """Write the manifest `out`, and the logits beside it. drift: a file that lies there already."""
-    logits_path, long = logits_beside(out), reference.long
-    tensors = arrays_of(reference.answers)
+    path, long = logits_beside(out), reference.long
+    tensors: dict[str, np.ndarray] = {}
+    for i, answer in enumerate(reference.answers):
+        tensors |= {f"logits.{i}": answer.logits, f"noise.{i}": answer.noise}
     if long:
         tensors |= {"long.prompt": long.prompt_logits, "long.logits": long.logits, "long.noise": long.noise}
-    with replacing(out, (logits_path.name,)):
-        logits = write_logits(out, tensors)
+    with replacing(out, (path.name,)):
+        write_bytes(path, save(tensors))
         ReferenceManifest(
             layers=layers,
             max_new_tokens=max_new_tokens,
             eos_token_ids=reference.eos_token_ids,
-            logits=logits,
-            prompts=tuple(map(entry, reference.answers)),
+            logits=FileEntry(path.name, sha256_file(path)),
+            prompts=tuple(map(_entry, reference.answers)),
             long=LongPrompt(long.prompt_ids, long.edges, long.counts, long.tokens) if long else None,
             drift=FileEntry(drift.name, sha256_file(drift)) if drift else None,
+            adapters=adapters,
         ).save(out)
     return out
-
-
-def arrays_of(answers: Iterable[Answer]) -> dict[str, np.ndarray]:
-    """Return the logits of answers, and what fp16 costs of them, by their names in the file beside a reference."""
-    return {
-        name: array
-        for i, answer in enumerate(answers)
-        for name, array in ((f"logits.{i}", answer.logits), (f"noise.{i}", answer.noise))
-    }
 
 
 def logits_beside(out: Path) -> Path:
@@ -168,12 +170,6 @@ def logits_beside(out: Path) -> Path:
     path = out.with_suffix(".safetensors")
     stale_files(out, (path.name,))
     return path
-
-
-def write_logits(out: Path, tensors: Mapping[str, np.ndarray]) -> FileEntry:
-    path = out.with_suffix(".safetensors")
-    write_bytes(path, save(dict(tensors)))
-    return FileEntry(path.name, sha256_file(path))
 
 
 def load_checkpoint(checkpoint_json: Path, layers: int | str) -> PreTrainedModel:
@@ -288,7 +284,7 @@ def _decode(
     return tuple(tokens), np.stack(rows)
 
 
-def entry(answer: Answer) -> ReferencePrompt:
+def _entry(answer: Answer) -> ReferencePrompt:
     order = np.argsort(-answer.logits, axis=-1, kind="stable")[:, :TOP]  # equal logits: the lower id first, as argmax
     top = np.take_along_axis(answer.logits, order, axis=-1)
     steps = (
@@ -299,7 +295,8 @@ def entry(answer: Answer) -> ReferencePrompt:
         )
         for ids, values in zip(order, top)
     )
-    return ReferencePrompt(answer.text, answer.prompt_ids, answer.tokens, answer.new_text, tuple(steps))
+    own = answer.text, answer.prompt_ids, answer.tokens, answer.new_text
+    return ReferencePrompt(*own, tuple(steps), answer.adapter)
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
