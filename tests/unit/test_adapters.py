@@ -20,7 +20,7 @@ from lora_folders import ADAPTERS, NAMES, ROOM, logits_of, opened, requests, sha
 from safetensors.numpy import load_file, save_file
 
 from lockstep.artifacts.adapted import AdaptedReport
-from lockstep.artifacts.adapters import AdaptersManifest, LoraSlots
+from lockstep.artifacts.adapters import IDS, AdaptersManifest, LoraSlots
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.config import load
@@ -169,6 +169,25 @@ def test_a_reused_prefix_a_fork_and_a_swap_keep_the_adapters_bits(
             assert [hits[number, 0], hits[number, 1]] == alone[name] == [found[number, 0], found[number, 1]]
 
 
+class AdaptedRunner(ReferenceRunner):
+    """Two requests: one with an adapter in slot 1, one with none."""
+
+    def __init__(self, files: Any, assembly: Assembly, base: Any, adapter: loading.LoadedAdapter):
+        super().__init__(files, assembly, base, 2, 24)
+        parts = (*(layer.block for layer in assembly.layers), assembly.exit_of(assembly.layers))
+        self.arrays = {id(part): loading.empty_arrays(assembly.adapters, part, np.dtype(np.float32)) for part in parts}
+        assert assembly.adapters is not None
+        places = [loading.arrays_of(assembly.adapters, part, self.arrays[id(part)]) for part in parts]
+        loading.write_adapter(adapter, 1, ROOM["max_lora_rank"], sum(places, []))
+
+    def step(self, parts: Any) -> Any:
+        self.ids = np.concatenate([np.full(len(part.tokens), (1, -1)[part.request]) for part in parts])
+        return super().step(parts)
+
+    def adapter_inputs(self, part: Any, env: Any) -> Any:
+        return {**self.arrays.get(id(part), {}), IDS: self.ids}
+
+
 @pytest.mark.parametrize(
     "family", some_families("gpt2", "phi3", states=True)
 )  # transposed weights; fused q, k, v and gate, up
@@ -184,15 +203,14 @@ def test_every_family_computes_what_transformers_does_with_the_adapter(family: s
     adapter = loading.LoadedAdapter(
         "random", 5, 2.0, "", {name: (get(name, "A"), get(name, "B")) for name in modules}, "here"
     )
-    walk = ReferenceRunner(files, assembly, base, 2, 24)
-    loading.write_adapter(adapter, 1, ROOM["max_lora_rank"], walk.lora_arrays())
+    walk = AdaptedRunner(files, assembly, base, adapter)
     ids = np.random.default_rng(2).integers(3, assembly.vocab_size, 9)
     forward = lambda: model(torch.from_numpy(ids)[None], use_cache=False).logits[0].numpy()
     with torch.no_grad():
         without = forward()
         attach(model, adapter)
         expected = forward()
-    walk.adapters = np.array([1, -1])  # the same tokens with the adapter, and with none
+    # the same tokens with the adapter, and with none
     first = walk.step([PackedRequest(0, ids[:6]), PackedRequest(1, ids[:6])])
     then = walk.step([PackedRequest(0, ids[6:]), PackedRequest(1, ids[6:])])
     spread = without.std()

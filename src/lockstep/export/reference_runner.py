@@ -15,13 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep.artifacts.adapters import IDS
-from lockstep.artifacts.assembly import Assembly, BoundBlock
+from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.signature import IO
 from lockstep.onnx_tools.graph_runner import Arrays, GraphRunner
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.weights import slot_array
-from lockstep.weights.adapters import LoraArrays, arrays_of, empty_arrays
 
 
 @dataclass(frozen=True)
@@ -49,11 +47,6 @@ class ReferenceRunner(GraphRunner):
         self.outputs = {name: [io.name for io in graph.signature.outputs] for name, graph in graphs.items()}
         self.sessions = {name: open_session(files[graph.file], threads=1) for name, graph in graphs.items()}
         self.lengths = np.zeros(num_requests, np.int64)
-        self.adapters = np.full(num_requests, -1, np.int64)  # the slot of each request's adapter
-        self._lora = {
-            id(part): empty_arrays(assembly.adapters, part, np.dtype(np.float32))
-            for part in (*(layer.block for layer in assembly.layers), assembly.exit_of(assembly.layers))
-        }
         self.shift = np.zeros(num_requests, np.int64)  # of each request's positions from its number of cached tokens
         noise = np.random.default_rng(0)
         self.caches = []
@@ -73,23 +66,15 @@ class ReferenceRunner(GraphRunner):
 
         caches: for each layer [key, value] stores of [num_requests, num_kv_heads, capacity, dim], of which `lengths`
         tokens are filled, or [state] of [num_requests, *state]. New tokens stand `shift` positions further than that.
-        None of them has an adapter.
         """
         other = copy.copy(self)
         other.caches, other.lengths, other.shift = list(caches), np.array(lengths, np.int64), np.array(shift, np.int64)
-        other.adapters = np.full(len(lengths), -1, np.int64)
         return other
 
     def states_of(self, layer: int) -> list[tuple[int, ...]]:
         """Return the sizes of a request's state in a layer; none where it has keys and values."""
         mixer = self.assembly.state_mixers.get(self.assembly.layers[layer].variant)
         return [] if mixer is None else [mixer.state]
-
-    def lora_arrays(self) -> list[LoraArrays]:
-        """Return the arrays that adapters are written to, of all blocks."""
-        layers, slots = self.assembly.layers, self.assembly.adapters
-        parts = (*(layer.block for layer in layers), self.assembly.exit_of(layers))
-        return [arrays for part in parts for arrays in arrays_of(slots, part, self._lora[id(part)])] if slots else []
 
     def step(self, parts: Sequence[PackedRequest]) -> list[np.ndarray]:
         """Advance the requests by a step; return the logits of each part's tokens, [len(tokens), vocab_size]."""
@@ -99,7 +84,6 @@ class ReferenceRunner(GraphRunner):
             "position_ids": np.concatenate([self._positions(part) + self.shift[part.request] for part in parts]),
         }
         env["cache_rows"] = np.concatenate([self._positions(part) for part in parts])
-        env[IDS] = np.concatenate([np.full(len(part.tokens), self.adapters[part.request]) for part in parts])
         env["logit_rows"] = np.arange(len(env["token_ids"]))
         layers = self.assembly.layers
         env |= self.run_block(self.assembly.embedding, env)
@@ -121,9 +105,6 @@ class ReferenceRunner(GraphRunner):
 
     def slot_array(self, tensors: Sequence[str], slot: IO) -> np.ndarray:
         return slot_array(self.tensors, tensors, slot.sizes)
-
-    def adapter_inputs(self, part: BoundBlock, env: Arrays) -> Arrays:
-        return self._lora.get(id(part), {})
 
     def _mix(self, variant: str, cache: list[np.ndarray], parts: Sequence[PackedRequest], env: Arrays) -> np.ndarray:
         starts = np.cumsum([0, *(len(part.tokens) for part in parts)])
