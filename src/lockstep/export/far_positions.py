@@ -144,13 +144,13 @@ def reference_logits(model: PreTrainedModel, filled: Filled) -> list[np.ndarray]
                         if pair is not None
                     }
                 )
-                rows, states = [], TokensBefore(0).states
+                rows, before = [], TokensBefore(model.config, cached)
                 for start, stop in ((0, NEW), (NEW, NEW + 1)):
                     ids, positions = (
                         torch.from_numpy(tokens[start:stop])[None],
                         torch.arange(first + start, first + stop)[None],
                     )
-                    before = TokensBefore(cached + start, states)
+                    before.length = cached + start
                     output = model(ids, position_ids=positions, past_key_values=before, use_cache=True)
                     rows.append(output.logits[0].numpy())
                 results.append(np.concatenate(rows))

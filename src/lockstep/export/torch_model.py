@@ -14,7 +14,6 @@ import logging
 import re
 import sys
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ import numpy as np
 import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, PreTrainedModel
-from transformers.cache_utils import LinearAttentionLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from lockstep.checkpoint.language import PREFIXES
@@ -123,13 +121,12 @@ class TokensBefore(DynamicCache):
     """A cache of `length` tokens for masks and positions; attention itself gets the rows before the new ones.
 
     What models keep in theirs is their own matter (a latent form, say). States of recurrent layers are kept as
-    transformers does; `states`: those of another such cache, to go on with, None for none yet.
+    transformers does.
     """
 
-    def __init__(self, length: int, states: defaultdict[int, LinearAttentionLayer] | None = None):
-        super().__init__()
+    def __init__(self, config: transformers.PreTrainedConfig, length: int):
+        super().__init__(config=config)
         self.length = length
-        self.states = defaultdict(LinearAttentionLayer) if states is None else states
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
@@ -144,28 +141,12 @@ class TokensBefore(DynamicCache):
     def get_mask_sizes(self, query_length: int, *_: Any) -> tuple[int, int]:
         return self.length + query_length, 0
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        layer = self.states[layer_idx]
-        return layer.conv_states[state_idx] if layer.has_previous_state[state_idx] else None
-
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **options: Any
     ) -> torch.Tensor:
-        first = not self.states[layer_idx].has_previous_state[state_idx]
-        rows = self.states[layer_idx].update_conv_state(conv_states, state_idx, **options)
-        return conv_states if first else rows  # without the rows that a short prompt is padded with
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        layer = self.states[layer_idx]
-        return layer.recurrent_states[state_idx] if layer.has_previous_state[state_idx] else None
-
-    def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **options: Any
-    ) -> torch.Tensor:
-        return self.states[layer_idx].update_recurrent_state(recurrent_states, state_idx, **options)
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        return False
+        is_first = self.get_conv_state(layer_idx, state_idx) is None
+        rows = super().update_conv_state(conv_states, layer_idx, state_idx, **options)
+        return conv_states if is_first else rows  # without the rows that a short prompt is padded with
 
 
 def layer_of(name: str) -> int:

@@ -211,7 +211,7 @@ class TorchModel:
             given["position_ids"] = (recording.num_past + torch.arange(len(ids)))[None]
             cache: dict[str, Any] = {"use_cache": False}
             if recording.past:
-                cache = {"past_key_values": TokensBefore(recording.num_past), "use_cache": True}
+                cache = {"past_key_values": TokensBefore(self.model.config, recording.num_past), "use_cache": True}
             output = self.model(**given, **options, **cache)
         mixed = [call["layer"] for call in recording.calls]
         if mixed != sorted(mixed) or mixed[:1] != [0]:  # which layers have none, the graphs say
