@@ -224,19 +224,28 @@ def layer_list(model: PreTrainedModel) -> tuple[str, torch.nn.ModuleList]:
 
 def select_layers(model: PreTrainedModel, indices: Sequence[int]) -> PreTrainedModel:
     """Return a copy of a meta model that runs only the layers `indices`, in that order."""
+    with only_layers(model, indices):
+        return copy.deepcopy(model)
+
+
+@contextlib.contextmanager
+def only_layers(model: PreTrainedModel, indices: Sequence[int]) -> Iterator[None]:
+    """Let a model run only the layers `indices`, in that order; what is behind the last layer follows them."""
     name, layers = layer_list(model)
     parent, _, attribute = name.rpartition(".")
-    owner = model.get_submodule(parent)
+    owner, text = model.get_submodule(parent), model.config.get_text_config()
+    lists = per_layer_settings(text, len(layers))  # the depth of some configs is the length of one (Nemotron-H)
     setattr(owner, attribute, torch.nn.ModuleList([layers[index] for index in indices]))
-    try:
-        selected = copy.deepcopy(model)
-    finally:
-        setattr(owner, attribute, layers)
-    text = selected.config.get_text_config()
-    for key, value in per_layer_settings(text, len(layers)).items():
+    for key, value in lists.items():
         setattr(text, key, [value[index] for index in indices])
     text.num_hidden_layers = len(indices)
-    return selected
+    try:
+        yield
+    finally:
+        setattr(owner, attribute, layers)
+        for key, value in lists.items():
+            setattr(text, key, value)
+        text.num_hidden_layers = len(layers)
 
 
 def per_layer_settings(config: transformers.PreTrainedConfig, depth: int) -> dict[str, Sequence[Any]]:

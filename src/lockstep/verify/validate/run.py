@@ -34,6 +34,7 @@ from lockstep.artifacts.reports import (
     ValidationReport,
 )
 from lockstep.errors import CheckError, InputError
+from lockstep.export.tracer import only_layers
 from lockstep.onnx_tools.comparator import BoundRunner
 from lockstep.onnx_tools.metrics import max_abs_error
 from lockstep.targets import ROUNDING, Tolerances
@@ -193,7 +194,7 @@ def _check_long_contexts(
     random = np.random.default_rng(0)
     caches: list[CacheError] = []
     notes.note(long_context=LongContext(max_seq_len, count, ()))
-    with torch_model.first_layers(count):
+    with only_layers(torch_model.model, range(count)):
         for number, num_past in enumerate(
             sorted({min(edge - 1, max_seq_len - _NUM_BEHIND) for edge in edges(max_seq_len, lengths)})
         ):

@@ -39,7 +39,7 @@ from lockstep.export.state_hook import (
     scan_inputs,
 )
 from lockstep.export.torch_model import TokensBefore, eager_attention
-from lockstep.export.tracer import layer_list, per_layer_settings
+from lockstep.export.tracer import layer_list
 from lockstep.verify.rounded import NOISE_DTYPES, Rounded, noisy
 from lockstep.verify.rounded_activations import round_activations
 from lockstep.verify.validate.mapped_model import mapped_model
@@ -133,7 +133,6 @@ class TorchModel:
     def __init__(self, config: Mapping[str, Any], weights: Weights, layers: int | str):
         self.model = mapped_model(config, weights, layers, HOOK)
         round_activations(self.model, weights, layers)
-        self.num_layers = self.model.config.get_text_config().num_hidden_layers
 
     def embed(self, token_ids: np.ndarray, dtype: torch.dtype = torch.float32) -> np.ndarray:
         """Return the embedded tokens, float32 [num_tokens, hidden_size], as a model of `dtype` has them."""
@@ -217,7 +216,7 @@ class TorchModel:
         if mixed != sorted(mixed) or mixed[:1] != [0]:  # which layers have none, the graphs say
             raise InputError(
                 f"model type {self.model.config.model_type!r}: expected one attention for each of "
-                f"{self.num_layers} layers, or the first of them and others, through transformers' "
+                f"{len(layer_list(self.model)[1])} layers, or the first of them and others, through transformers' "
                 f"attention interface, found layers {mixed}; this model cannot be validated"
             )
         return np.asarray(token_ids, np.int64), embedded, output
@@ -252,25 +251,6 @@ class TorchModel:
         finally:
             for hook in hooks:
                 hook.remove()
-
-    @contextlib.contextmanager
-    def first_layers(self, count: int) -> Iterator[None]:
-        """Run the first `count` layers only; the model's norm and lm_head follow them."""
-        name, layers = layer_list(self.model)
-        parent, _, attribute = name.rpartition(".")
-        owner, config, before = self.model.get_submodule(parent), self.model.config.get_text_config(), self.num_layers
-        lists = per_layer_settings(config, before)  # the depth of some configs is the length of one (Nemotron-H)
-        setattr(owner, attribute, layers[:count])
-        for key, value in lists.items():
-            setattr(config, key, value[:count])
-        config.num_hidden_layers = self.num_layers = count
-        try:
-            yield
-        finally:
-            setattr(owner, attribute, layers)
-            for key, value in lists.items():
-                setattr(config, key, value)
-            config.num_hidden_layers = self.num_layers = before
 
     def logits(self, hidden: np.ndarray, position_ids: np.ndarray) -> np.ndarray:
         """Return the logits [num_tokens, vocab_size] of embedded tokens [num_tokens, hidden_size]."""
