@@ -41,7 +41,7 @@ def sizes(assembly: Assembly) -> dict[str, tuple[int, int]]:
     assert assembly.adapters is not None
     found = {}
     for layer in assembly.layers:
-        for part in (layer.block, layer.exit):
+        for part in layer.parts:
             for weight, slot in assembly.adapters.classes.get(part.graph, {}).items():
                 found[module_of(part.slots[weight][0])] = (slot.out_features, slot.in_features)
     assert set(found) == adapted_modules(assembly)
