@@ -198,7 +198,7 @@ FAULTS = {
     "entry query": Fault("entry", attribute("alpha", 1.02, "query"), 0, "block", "query"),
     "middle gemm": Fault("middle", attribute("alpha", 1.02, "gemm_0"), 0, "block", "gemm_0"),
     "middle residual": Fault("middle", rewired("hidden_out", 0, "hidden"), 0, "block", "hidden_out"),
-    "middle norm": Fault("middle", rewired("mul_1", 0, "current.input_layernorm.weight"), 0, "block", "mul_1"),
+    "middle norm": Fault("middle", put_before("mul_1", 0, "Mul", np.array(1.05, np.float32)), 0, "block", "planted"),
     "middle key": Fault("middle", attribute("alpha", 1.02, "key"), 1, "block", "key"),
     "exit eps": Fault("exit", constant(2e5, "add_3"), LAYERS - 1, "exit", "add_3"),
     "exit rows": Fault("exit", put_before("gather_1", 1, "Mul", np.array(0, np.int64)), LAYERS - 1, "exit", "planted"),
