@@ -30,7 +30,7 @@ from lockstep.artifacts.signature import IO
 from lockstep.backends.base import Built
 from lockstep.backends.cpu import thread_count
 from lockstep.backends.host import Declared, HostBackend
-from lockstep.backends.onnxruntime import huge_pages
+from lockstep.backends.onnxruntime import heap
 from lockstep.backends.onnxruntime.adapter_products import keep_order
 from lockstep.backends.onnxruntime.grouped_attention import PRESENT, grouped_attention
 from lockstep.backends.onnxruntime.int8_products import int8_products
@@ -51,6 +51,7 @@ _LEVELS = {
 }
 _FULL_DISK_BYTES = 1 << 16  # less free than an engine needs
 _LARGE_BYTES = 1 << 20  # of an engine's weights: fewer are in a cache anyway
+_HOLES_BYTES = 1 << 26  # of those that leave holes in the heap: the copies of fewer are soon taken by the next engine's
 _pool_threads: int | None = None
 
 
@@ -141,7 +142,7 @@ class OnnxRuntimeProgram:
         self._decodes = "If" in operators  # codes of weights: onnx_tools/group_experts.py
         self._inputs = WeightInputs(slots, {value.name for value in self._model.graph.input})
         size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._inputs.declared.values())
-        self._on_huge_pages = has_products and size >= _LARGE_BYTES
+        self._on_huge_pages, self._leaves_holes = has_products and size >= _LARGE_BYTES, size >= _HOLES_BYTES
         _inputs_to_initializers(self._model.graph, self._inputs.declared, engine_path)
 
     def bind(self, weights: Tensors | None, slots: Mapping[str, Sequence[str]]) -> OnnxRuntimeExecutable:
@@ -160,8 +161,10 @@ class OnnxRuntimeProgram:
         failure = f"{self._path}: ONNX Runtime {ort.__version__} cannot load this engine"
         session = _session(model.SerializeToString(), settings, failure)
         del held  # the session has copies
+        if self._leaves_holes:
+            heap.give_back_free()
         if self._on_huge_pages:
-            huge_pages.collapse()
+            heap.collapse()
         return OnnxRuntimeExecutable(session, str(self._path))
 
     def _check(self, slot: str, arrays: Sequence[np.ndarray]) -> None:
