@@ -82,7 +82,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make(results, "golden", golden(TARGET, golden_prompt("A")).to_json())
     make(results, "served", served(TARGET).to_json())
     make(results, "compare", {})
-    model = {"source": "resources/demo-llama", "layers": [TARGET.layers], "precisions": [TARGET.precision]}
+    precisions = [TARGET.precision, "w8a16"]  # the latter another machine may have
+    model = {"source": "resources/demo-llama", "layers": [TARGET.layers], "precisions": precisions, "group_size": 16}
     make(results, "config", {"models": {MODEL: model}})
     write_lock(results.root, MODEL, root / "locks" / f"{MODEL}.lock.json")
     assert {finding.status for finding in found(root)} == {SAME}

@@ -180,7 +180,7 @@ def test_engines_that_another_device_locked_are_dropped_only_when_told(locked: C
 
 def test_a_lock_of_what_is_not_finished_is_refused(demo: Checkout) -> None:
     shutil.rmtree(demo.results / MODEL / "fp32" / "golden")
-    for model, said in ((MODEL, "expected a finished model, found nothing of golden"), ("other", "found no 'other'")):
+    for model, said in ((MODEL, "expected a finished model, found nothing of golden"), ("other", "found no engines")):
         process = demo.call("lockstep", "lock", model, check=False)
         assert process.returncode == 2 and said in process.stderr and len(process.stderr.splitlines()) == 1
 

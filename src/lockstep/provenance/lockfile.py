@@ -130,14 +130,21 @@ def collect(results: Path, model: str) -> Lock:
     """Return the lock of what is there. Raises InputError for a model that is not finished."""
     from lockstep.config.load import load  # loads pydantic, which verify does without
 
-    path = Results(results).config()
-    config = load(read_json(path), where=str(path))
-    targets = [target for target in config.targets() if target.model == model]
-    if not targets:
-        raise InputError(f"{path}: expected a model of the last run, found no {model!r} in it; run its config again")
+    tree = Results(results)
+    config = load(read_json(tree.config()), where=str(tree.config()))
+    # Of several devices each machine has its own.
+    built = [
+        target
+        for target in config.targets()
+        if target.model == model and tree.engines(model, target.precision, target.backend).is_file()
+    ]
+    if not built:
+        raise InputError(
+            f"{results / model}: expected a model of {tree.config()}, found no engines of one; run its config first"
+        )
     pinned = list(sections(results, model))
     made = {section.stage for section in pinned}
-    for stage in dict.fromkeys(job.stage for job in jobs(config, results, targets)):
+    for stage in dict.fromkeys(job.stage for job in jobs(config, results, built)):
         if STAGES[stage].is_locked and stage not in made:
             raise InputError(
                 f"{results / model}: expected a finished model, found nothing of {stage}; run `lockstep run` first"
