@@ -214,6 +214,10 @@ class Stream:
         """Copy from device to host: synchronize, or wait for an event behind it, before reading."""
         check(runtime.cudaMemcpyAsync(host.ctypes.data, array.address, host.nbytes, _DEVICE_TO_HOST, self.handle))
 
+    def copy(self, out: Array, source: Array) -> None:
+        """Copy as many bytes as `out` has on the device."""
+        self.copy_rows(out.address, out.nbytes, source.address, out.nbytes, out.nbytes, 1)
+
     def copy_rows(self, out: int, out_pitch: int, source: int, pitch: int, width: int, rows: int) -> None:
         """Copy `rows` rows of `width` bytes on the device; pitches are bytes from one row to the next."""
         check(runtime.cudaMemcpy2DAsync(out, out_pitch, source, pitch, width, rows, _DEVICE_TO_DEVICE, self.handle))

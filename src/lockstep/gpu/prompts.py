@@ -105,8 +105,7 @@ class PromptInputs:
         last[in_step], slots[in_step] = [high - 1 for _, high in places], in_step
         inputs = self._send(packed, packed.slots, last, slots, adapters, count)
         if decoding[0].tokens[0] < 0:
-            nbytes = found[:count].nbytes
-            self._stream.copy_rows(inputs.token_ids.address, nbytes, found.address, nbytes, nbytes, 1)
+            self._stream.copy(inputs.token_ids[:count], found)
         return inputs, _places(chunks, [(low - count, high - count) for low, high in places[len(decoding) :]])
 
     def _sizes(self, rows: int, tokens: int, requests: int) -> tuple[int, int, int]:

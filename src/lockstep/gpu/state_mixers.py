@@ -72,8 +72,7 @@ class StateMixers:
     def fork(self, slot: int, other: int, length: int) -> None:
         """Copy a slot's states to another."""
         for states in self._states.values():
-            source, to = states[slot : slot + 1], states[other : other + 1]
-            self._stream.copy_rows(to.address, to.nbytes, source.address, to.nbytes, to.nbytes, 1)
+            self._stream.copy(states[other : other + 1], states[slot : slot + 1])
 
     def save(self, slot: int, length: int) -> np.ndarray:
         """Return the slot's states, of all layers one behind the other, float32, page-locked."""

@@ -90,8 +90,7 @@ class FusedAttention:
         if length % PAGE:
             source, to = self._tables[slot][full], self._tables[other][full]
             for array in self._arrays():
-                page, out = array[source : source + 1], array[to : to + 1].address
-                self._stream.copy_rows(out, page.nbytes, page.address, page.nbytes, page.nbytes, 1)
+                self._stream.copy(array[to : to + 1], array[source : source + 1])
 
     def save(self, slot: int, length: int) -> np.ndarray:
         """Return the slot's pages, [pages, bytes of all layers] uint8, page-locked; keys are before values."""

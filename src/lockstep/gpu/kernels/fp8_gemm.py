@@ -222,11 +222,8 @@ class _Shapes:
         trial.stream.synchronize()
         if not running:
             return {}
-        timed = {each: [(call, each) for call in calls] for each in running}
         fastest = {
-            size: trial.fastest(
-                {key: [functools.partial(call, size, each) for call, each in pairs] for key, pairs in timed.items()}
-            )
+            size: trial.fastest({each: [functools.partial(call, size, each) for call in calls] for each in running})
             for size in MANY
             if size <= TIMED
         }

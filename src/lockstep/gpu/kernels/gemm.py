@@ -195,8 +195,7 @@ class Trial:
             first = array[:_BLOCK]
             self.stream.upload(first, host[: first.shape[0]])
             for low in range(_BLOCK, array.shape[0], _BLOCK):
-                part = array[low : low + _BLOCK]
-                self.stream.copy_rows(part.address, part.nbytes, first.address, part.nbytes, part.nbytes, 1)
+                self.stream.copy(array[low : low + _BLOCK], first)
 
     def bits(self, multiply: Callable[[], None]) -> bytes:
         """Return the bits of the first rows of a product with the first weight."""
