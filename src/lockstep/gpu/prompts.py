@@ -16,7 +16,7 @@ from lockstep.step.packing import PackedTokens
 
 # Tokens of a pass up to which its calls are captured, with one rank and with several: about where a 7B shape's products
 # take as long as the host's calls of them, which it makes for each rank.
-_CAPTURED_TOKENS = 320, 2304
+_CAPTURED_TOKENS = 320, 1280
 
 
 @dataclass(frozen=True)
