@@ -1,11 +1,14 @@
-"""Norms and attention in one node each: in engines, and only where it is the same."""
+"""Norms, RoPE and attention in one node each, in engines, and only where it is the same; layers in one graph."""
 
 from collections import Counter
 
+import numpy as np
 import onnx
 import pytest
 from handmade import make
 
+from lockstep import Advance, Model
+from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
 from lockstep.backends.onnxruntime.grouped_attention import grouped_attention
 from lockstep.backends.onnxruntime.norms import fuse_norms
 from lockstep.targets import Results
@@ -26,6 +29,7 @@ def test_engines_have_them(tiny):
     *attention, middle = (operators(onnx.load(folder / f"{name}.onnx")) for name in names)
     for counts in attention:
         assert counts["GroupQueryAttention"] == 1 and not counts["Softmax"] + counts["MatMul"] + counts["FusedMatMul"]
+    assert (attention[0]["RotaryEmbedding"], attention[0]["Split"]) == (2, 0)
     assert middle["SimplifiedLayerNormalization"] == 2 and not middle["Reciprocal"]
 
 
@@ -50,3 +54,30 @@ def test_others_stay_as_they_are(tiny):
     assert operators(fuse_norms(middle))["SimplifiedLayerNormalization"] == 2
     one = edited(middle, "Sqrt", lambda node: setattr(node, "op_type", "Abs"))
     assert operators(fuse_norms(one))["SimplifiedLayerNormalization"] == 1
+
+
+def test_rope_that_the_node_does_not_know_stays(tiny):
+    decode = onnx.load(tiny.assembly("tiny", "fp32").parent / "attention.decode.onnx")
+    for operator in ("Neg", "Cos"):  # other halves are turned, other angles
+        other = operators(grouped_attention(edited(decode, operator, lambda node: setattr(node, "op_type", "Sin"))))
+        assert (other["GroupQueryAttention"], other["RotaryEmbedding"]) == (1, 0)
+
+
+def test_layers_in_one_graph_have_the_bits_of_their_engines(tiny, monkeypatch):
+    paths = tiny.engines("tiny", "fp32", "onnxruntime"), tiny.assembly("tiny", "fp32"), tiny.weights("tiny", "fp32")
+    whole = Model.open(*paths, max_batch_size=3, max_seq_len=64)
+    monkeypatch.setattr(OnnxRuntimeBackend, "decode_layers", lambda self, network: None)
+    cut, tokens = Model.open(*paths, max_batch_size=3, max_seq_len=64), np.arange(64) % 90
+
+    def logits(model):
+        yield model.step([Advance(0, tokens[:1], 0)])
+        yield from (logits for _, logits in model.logits_behind(0))
+        for slot, length in ((0, 10), (1, 64), (2, 20)):  # the second row is full
+            yield model.step([Advance(slot, tokens[:length], 0)]) if slot else model.step([Advance(0, tokens[1:10], 1)])
+        for slots in ((0, 1, 2), (0, 2), (2,), (0, 2)):
+            at = model._executor.lengths
+            yield model.step([Advance(slot, tokens[:1], int(at[slot])) for slot in slots if at[slot] < 64])
+
+    found, expected = [*logits(whole)], [*logits(cut)]
+    assert all(np.array_equal(*pair) for pair in zip(found, expected, strict=True))
+    assert [len(model._executor._taken[0]._calls) for model in (whole, cut)] == [3, 8]

@@ -30,7 +30,7 @@ from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.signature import IO
 from lockstep.errors import InputError
 from lockstep.step.advance import Executor
-from lockstep.step.executable import Executable
+from lockstep.step.executable import Executable, HostExecutable
 from lockstep.step.network import Network
 from lockstep.weights import Tensors
 
@@ -151,6 +151,15 @@ class Backend(Protocol):
         self, network: Network, rows: int, max_seq_len: int, max_num_tokens: int | None, kv_bytes: float | None
     ) -> Executor | None:
         """Return an executor of this backend's network on its ranks' devices; None: the runtime's own, on the host."""
+        return None
+
+    def decode_layers(self, network: Network) -> HostExecutable | None:
+        """Return all layers of a network as one engine for rows that decode; None where their own are as fast.
+
+        Its inputs are the step's values, `past_lengths`, and each layer's keys and values as `<layer>.past_key` and
+        `<layer>.past_value`, to which it writes. Outputs are what the exit reads, as `<value>_out`. Its bits are those
+        of the engines that it is made of.
+        """
         return None
 
 

@@ -114,7 +114,7 @@ class Model:
         if kv_bytes is not None and kv_bytes <= 0:
             raise InputError(f"kv_bytes: expected at least 1, found {kv_bytes}")
         executor = engines.backend.executor(network, rows, length, tokens, kv_bytes) or HostExecutor(
-            network, rows, length, chunk_size, _host_bytes(kv_bytes)
+            network, rows, length, chunk_size, _host_bytes(kv_bytes), engines.backend.decode_layers(network)
         )
         adapters = Adapters.open(adapters_json, engines.assembly, network, executor)
         count = layer_count(engines.assembly, layers)

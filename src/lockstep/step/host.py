@@ -44,12 +44,22 @@ class HostExecutor:
     in_flight = async_scheduling = False
     most_verified = 16
 
-    def __init__(self, network: Network, num_slots: int, max_seq_len: int, chunk_size: int, kv_bytes: int):
+    def __init__(
+        self,
+        network: Network,
+        num_slots: int,
+        max_seq_len: int,
+        chunk_size: int,
+        kv_bytes: int,
+        decode_layers: HostExecutable | None,
+    ):
         """Check the engines, and make an empty cache.
 
         chunk_size: tokens brought together are cut at multiples of it. kv_bytes: for the pages of all requests.
+        decode_layers: of the backend, which see.
         """
         _check_declared(network)
+        self._decode_layers = decode_layers
         self.num_slots, self.max_seq_len, self.chunk_size = num_slots, max_seq_len, chunk_size
         self.network = network
         self._cache = KVCache(
@@ -255,7 +265,7 @@ class HostExecutor:
         """
         step = self._steps.get(layout)
         if step is None:
-            step = HostStep(self.network, self._cache, layout, self._row_attentions)
+            step = HostStep(self.network, self._cache, layout, self._row_attentions, self._decode_layers)
             if layout.comes_again:
                 while len(self._steps) >= _KEPT_STEPS:
                     del self._steps[next(iter(self._steps))]

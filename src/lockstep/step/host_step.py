@@ -24,7 +24,7 @@ import numpy as np
 
 from lockstep.artifacts.adapters import IDS
 from lockstep.artifacts.signature import IO
-from lockstep.step.executable import Run
+from lockstep.step.executable import HostExecutable, Run
 from lockstep.step.greedy import largest, most_likely, most_likely_of_ranks
 from lockstep.step.kv_cache import CacheRow, KVCache
 from lockstep.step.network import Block, LayerAttention, LayerState, Network
@@ -144,7 +144,12 @@ class HostStep:
     """
 
     def __init__(
-        self, network: Network, cache: KVCache, layout: Layout, rows: dict[tuple[int, CacheRow], RowAttention]
+        self,
+        network: Network,
+        cache: KVCache,
+        layout: Layout,
+        rows: dict[tuple[int, CacheRow], RowAttention],
+        decode_layers: HostExecutable | None,
     ):
         """Bind the calls of a layout. rows: by layer, those that are bound already; new ones are added."""
         self.layout, self.slices, self._rows = layout, layout.slices(), rows
@@ -176,7 +181,10 @@ class HostStep:
         self._calls: list[Callable[[], None]] = []
         self._add_block(network.embedding, values)
         self._decoded: Mapping[int, np.ndarray] = {}
-        for index, (block, mixer) in enumerate(network.layers):
+        self._layers = decode_layers if len(layout.decoding) == 1 and not layout.chunks else None
+        if self._layers is not None:
+            self._add_decode_layers(self._layers, network, values)
+        for index, (block, mixer) in enumerate(network.layers if self._layers is None else ()):
             self._add_block(block, values)
             if isinstance(mixer, LayerState):
                 self._add_state(index, mixer, values)
@@ -225,6 +233,8 @@ class HostStep:
 
         They go to the rows' positions. decoded: by capacity, the rows that decode, ascending.
         """
+        if self._layers is not None:
+            return  # which wrote them
         for part, tokens, new in zip(self.layout.decoding, self.slices, self._new):
             rows = decoded[part.capacity]
             offsets = rows - part.low
@@ -239,6 +249,17 @@ class HostStep:
         outputs = {io.name: self._buffer(io) for io in block.signature.outputs}
         self._calls.append(block.run.prepare(inputs, outputs))
         values.update({io.key: outputs[io.name] for io in block.signature.outputs})
+
+    def _add_decode_layers(self, layers: HostExecutable, network: Network, values: dict[str, np.ndarray]) -> None:
+        (part,) = self.layout.decoding
+        values["past_lengths"] = self.tokens.position_ids  # a token's position is the length of its past
+        inputs = {name: array for name, array in values.items() if name in layers.inputs}
+        for index in range(len(network.layers)):
+            key, value = self._cache.view(index, part.capacity, part.low, part.high)
+            inputs |= {f"{index}.past_key": key, f"{index}.past_value": value}
+        ends = [io for io in network.exit.signature.inputs if f"{io.key}_out" in layers.outputs]
+        values.update({io.key: self._buffer(io) for io in ends})
+        self._calls.append(layers.prepare(inputs, {f"{io.key}_out": values[io.key] for io in ends}))
 
     def _add_exit(self, block: Block, values: Mapping[str, np.ndarray]) -> None:
         """Add the last call; parts of the logits are gathered when they are asked for."""

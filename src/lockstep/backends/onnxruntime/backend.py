@@ -9,6 +9,7 @@ arenas of their own each keep the scratch memory of their longest prompt.
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import math
 import os
@@ -16,7 +17,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -32,7 +33,8 @@ from lockstep.backends.cpu import thread_count
 from lockstep.backends.host import Declared, HostBackend
 from lockstep.backends.onnxruntime import heap
 from lockstep.backends.onnxruntime.adapter_products import keep_order
-from lockstep.backends.onnxruntime.grouped_attention import PRESENT, grouped_attention
+from lockstep.backends.onnxruntime.decode_layers import Part, stitch
+from lockstep.backends.onnxruntime.grouped_attention import grouped_attention, past_of
 from lockstep.backends.onnxruntime.int8_products import int8_products
 from lockstep.backends.onnxruntime.norms import fuse_norms
 from lockstep.backends.onnxruntime.row_bits import decoded_rows_keep_their_bits, rows_keep_their_bits
@@ -41,6 +43,7 @@ from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools.group_experts import group_experts
 from lockstep.onnx_tools.sessions import E4M3, e4m3_value
 from lockstep.step.executable import Run, check_bound
+from lockstep.step.network import Network
 from lockstep.weights import Tensors, WeightInputs, check_arrays, check_bound_slots, check_inputs, slot_array
 
 _LEVELS = {
@@ -52,6 +55,7 @@ _LEVELS = {
 _FULL_DISK_BYTES = 1 << 16  # less free than an engine needs
 _LARGE_BYTES = 1 << 20  # of an engine's weights: fewer are in a cache anyway
 _HOLES_BYTES = 1 << 26  # of those that leave holes in the heap: the copies of fewer are soon taken by the next engine's
+_STITCHED_BYTES = 512 << 20  # of weights, which are in memory twice then: reading more is what a step costs
 _pool_threads: int | None = None
 
 
@@ -65,7 +69,7 @@ class OnnxRuntimeBackend(HostBackend):
 
     name = "onnxruntime"
     suffixes = (".onnx",)
-    revision = 5
+    revision = 6
     precisions = ("fp32", "fp16", "w8a16", "w4a16", "w8a8", "w4a8", "w8a8-fp8")
     batch_invariant = True
 
@@ -118,57 +122,92 @@ class OnnxRuntimeBackend(HostBackend):
         self, engine_path: Path, slots: Sequence[IO], threads: int | None, low_memory: bool, rank: int = 0
     ) -> OnnxRuntimeProgram:
         _use_global_pool(threads)
-        return OnnxRuntimeProgram(engine_path, slots, low_memory)
+        return OnnxRuntimeProgram(_read(engine_path), slots, low_memory, engine_path)
+
+    def decode_layers(self, network: Network) -> OnnxRuntimeExecutable | None:
+        parts, slots, tensors = list[Part](), list[IO](), dict[str, Sequence[str]]()
+        weights, size = None, 0
+        for number, (block, mixer) in enumerate(network.layers):
+            engine, attention = block.pieces[0].run, mixer.engines["decode"]
+            if not (isinstance(engine, OnnxRuntimeExecutable) and isinstance(attention, OnnxRuntimeExecutable)):
+                return None  # of several ranks
+            program, weights, bound = engine.bound
+            if block.adapters or not attention.present or not program.stitches:
+                return None
+            prefix, size = f"{number}.block.", size + program.size
+            slots += [dataclasses.replace(slot, name=prefix + slot.name) for slot in program.slots]
+            tensors |= {prefix + slot: names for slot, names in bound.items()}
+            reads, gives = (
+                {io.name: io.key for io in ios} for ios in (block.signature.inputs, block.signature.outputs)
+            )
+            parts.append(Part(prefix, program.model, reads, gives))
+            reads = {name: name for name in attention.inputs if name not in attention.present.values()}
+            parts.append(Part(f"{number}.", attention.bound.program.model, reads, {"attention": "attention"}))
+        if size > _STITCHED_BYTES:
+            return None
+        model = stitch(parts, [io.key for io in network.exit.signature.inputs])
+        return OnnxRuntimeProgram(model, slots, False, program.where.with_name("decode layers")).bind(weights, tensors)
 
 
 BACKEND = OnnxRuntimeBackend
 
 
-class OnnxRuntimeProgram:
-    """An engine file in memory; `bind` makes a session from it."""
+def _read(path: Path) -> onnx.ModelProto:
+    try:
+        return onnx.ModelProto.FromString(path.read_bytes())
+    except Exception:  # protobuf's own error, of a package that comes with onnx
+        raise InputError(
+            f"{path}: expected an engine of ONNX Runtime, found a file that is none; build it again"
+        ) from None
 
-    def __init__(self, engine_path: Path, slots: Sequence[IO], low_memory: bool):
-        self._path = engine_path
-        try:
-            self._model = onnx.ModelProto.FromString(engine_path.read_bytes())
-        except Exception:  # protobuf's own error, of a package that comes with onnx
-            raise InputError(
-                f"{engine_path}: expected an engine of ONNX Runtime, found a file that is none; build it again"
-            ) from None
+
+class OnnxRuntimeProgram:
+    """An engine in memory; `bind` makes a session from it. size: of its weights, in bytes."""
+
+    def __init__(self, model: onnx.ModelProto, slots: Sequence[IO], low_memory: bool, where: Path):
+        self.where, self.model, self.slots = where, model, slots
         # int8 products are those of packed weights alone: of others the library makes float32 ones, at each step
-        operators = {node.op_type for node in self._model.graph.node}
+        operators = {node.op_type for node in model.graph.node}
         has_products = "MatMulNBits" in operators
         self._low_memory = low_memory and not has_products
         self._decodes = "If" in operators  # codes of weights: onnx_tools/group_experts.py
-        self._inputs = WeightInputs(slots, {value.name for value in self._model.graph.input})
-        size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._inputs.declared.values())
-        self._on_huge_pages, self._leaves_holes = has_products and size >= _LARGE_BYTES, size >= _HOLES_BYTES
-        _inputs_to_initializers(self._model.graph, self._inputs.declared, engine_path)
+        inputs = [value.name for value in model.graph.input]
+        self._inputs = WeightInputs(slots, set(inputs))
+        check_inputs(self._inputs.declared, inputs, str(where))
+        self.size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._inputs.declared.values())
+        self._on_huge_pages = has_products and self.size >= _LARGE_BYTES
+        self._leaves_holes = self.size >= _HOLES_BYTES
+
+    @property
+    def stitches(self) -> bool:
+        """Return whether it may be a part of a larger graph, opened as one of its own is."""
+        return not self._low_memory and not self._decodes
 
     def bind(self, weights: Tensors | None, slots: Mapping[str, Sequence[str]]) -> OnnxRuntimeExecutable:
-        check_bound_slots(self._inputs.slots, slots, str(self._path))
+        check_bound_slots(self._inputs.slots, slots, str(self.where))
         # Constant folding at load turns an fp16 block's weight casts into fp32 constants: twice as fast, twice the
         # weights' memory. What is decoded at each run would be numbers, too.
         level = "disabled" if self._low_memory or self._decodes or not slots else "basic"
         settings = _settings(_LEVELS[level], self._low_memory)
         model = onnx.ModelProto()
-        model.CopyFrom(self._model)
+        model.CopyFrom(self.model)
         held = {}
         if slots:
             assert weights is not None  # the caller's part: see Program.bind
-            weights, inputs = self._inputs.bind(weights, slots, str(self._path))
-            held = _place_weights(model.graph, settings, weights, inputs, self._check)
-        failure = f"{self._path}: ONNX Runtime {ort.__version__} cannot load this engine"
+            _inputs_to_initializers(model.graph, self._inputs.declared)
+            arrays, inputs = self._inputs.bind(weights, slots, str(self.where))
+            held = _place_weights(model.graph, settings, arrays, inputs, self._check)
+        failure = f"{self.where}: ONNX Runtime {ort.__version__} cannot load this engine"
         session = _session(model.SerializeToString(), settings, failure)
         del held  # the session has copies
         if self._leaves_holes:
             heap.give_back_free()
         if self._on_huge_pages:
             heap.collapse()
-        return OnnxRuntimeExecutable(session, str(self._path))
+        return OnnxRuntimeExecutable(session, str(self.where), Bound(self, weights, slots))
 
     def _check(self, slot: str, arrays: Sequence[np.ndarray]) -> None:
-        check_arrays(arrays, *self._inputs.declared[slot], f"{self._path}: slot {slot}")
+        check_arrays(arrays, *self._inputs.declared[slot], f"{self.where}: slot {slot}")
 
 
 def _numpy_type(value: str) -> np.dtype:
@@ -180,34 +219,52 @@ def _declared(values: Sequence[Any]) -> dict[str, Declared]:
     return {value.name: Declared(_numpy_type(value.type), value.shape) for value in values}
 
 
-class OnnxRuntimeExecutable:
-    """An ONNX Runtime session on buffers."""
+class Bound(NamedTuple):
+    """What a session was made of."""
 
-    def __init__(self, session: ort.InferenceSession, where: str):
+    program: OnnxRuntimeProgram
+    weights: Tensors | None
+    slots: Mapping[str, Sequence[str]]
+
+
+class OnnxRuntimeExecutable:
+    """An ONNX Runtime session on buffers. present: {output that is bound to an input: that input}."""
+
+    def __init__(self, session: ort.InferenceSession, where: str, bound: Bound):
         self._session = session
-        self.where = where
+        self.where, self.bound = where, bound
         self.inputs, outputs = _declared(session.get_inputs()), _declared(session.get_outputs())
-        self.outputs = {name: value for name, value in outputs.items() if name not in PRESENT}
-        self._present = outputs.keys() - self.outputs.keys()
+        self.present = {name: past for name in outputs if (past := past_of(name))}
+        self.outputs = {name: value for name, value in outputs.items() if name not in self.present}
 
     def prepare(self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> Run:
         check_bound(inputs, self.inputs, self.where)
         check_bound(outputs, self.outputs, self.where)
-        if not self._present:
+        if not self.present:
             return self._call(inputs, outputs)
-        lengths, room = inputs["past_lengths"], inputs["past_key"].shape[2]
-        run = self._call(inputs, {**outputs, **{name: inputs[PRESENT[name]] for name in self._present}})
+        pasts = {name: inputs[name] for name in self.present.values()}
+        lengths, room = inputs["past_lengths"], next(iter(pasts.values())).shape[2]
+        run = self._call_over(pasts, inputs, outputs)
 
         def call() -> None:
             """Run the session; where a cache is full, on copies that have room for what is put behind."""
             if max(lengths.tolist()) < room:  # a tenth of the time of NumPy's own maximum
                 run()
                 return
-            pasts = {PRESENT[name]: inputs[PRESENT[name]] for name in self._present}
             wider = {name: np.pad(past, ((0, 0), (0, 0), (0, 1), (0, 0))) for name, past in pasts.items()}
-            self._call({**inputs, **wider}, {**outputs, **{name: wider[PRESENT[name]] for name in self._present}})()
+            self._call_over(wider, inputs, outputs)()
+            for name, past in pasts.items():
+                past[:] = wider[name][:, :, :room]
 
         return call
+
+    def _call_over(
+        self, pasts: Mapping[str, np.ndarray], inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]
+    ) -> Run:
+        """Return a call of the session that puts new keys and values into `pasts`."""
+        return self._call(
+            {**inputs, **pasts}, {**outputs, **{name: pasts[past] for name, past in self.present.items()}}
+        )
 
     def _call(self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> Run:
         """Return a call of the session on these arrays."""
@@ -283,11 +340,8 @@ def _domains(graph: onnx.GraphProto) -> set[str]:
     return {"", *(node.domain for node in graph.node)}.union(*map(_domains, inner))
 
 
-def _inputs_to_initializers(
-    graph: onnx.GraphProto, slots: Mapping[str, tuple[tuple[int, ...], np.dtype]], where: Path
-) -> None:
+def _inputs_to_initializers(graph: onnx.GraphProto, slots: Mapping[str, tuple[tuple[int, ...], np.dtype]]) -> None:
     """Turn the weight inputs into initializers whose data lies elsewhere."""
-    check_inputs(slots, [value.name for value in graph.input], str(where))
     kept = [value for value in graph.input if value.name not in slots]
     del graph.input[:]
     graph.input.extend(kept)
