@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,12 +25,9 @@ import onnxscript
 import torch
 import transformers
 from onnx_ir import convenience
-from onnxscript import opset20
-from onnxscript.function_libs.torch_lib.registration import torch_op
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.onnx._internal.exporter import _core as onnx_exporter
 from torch.onnx._internal.exporter._capture_strategies import TorchExportNonStrictStrategy
-from torch.onnx._internal.exporter._registration import ONNXRegistry
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lockstep.artifacts.dtypes import PRECISION_NAMES
@@ -48,8 +44,8 @@ from lockstep.export.quiet import quiet
 from lockstep.export.refusals import known_reason
 from lockstep.export.rope import freeze_ropes
 from lockstep.export.state_hook import state_markers
+from lockstep.export.torch_operators import OPSET, torch_operators
 
-OPSET = 20
 DTYPES: dict[str, torch.dtype] = {precision: getattr(torch, name) for precision, name in PRECISION_NAMES.items()}
 _WEIGHT_PREFIX = "model_under_trace."
 # Numbers in a computed buffer (1 GB): parameters stay without values, rotary frequencies and position tables do not.
@@ -73,52 +69,6 @@ class Trace:
     embedding: ir.Model
     embedding_weights: frozenset[str]
     mixing: frozenset[int]
-
-
-def _ints(*values: int) -> Any:
-    """Return a constant, of any type to mypy: onnxscript declares all types that one can have."""
-    return opset20.Constant(value_ints=list(values))
-
-
-def _to_gemm(x, weight, bias=None):  # type: ignore[no-untyped-def]  # onnxscript reads annotations as types of ONNX
-    """Translate aten.linear to Gemm(transB=1): the weight stays [out_features, in_features]."""
-    out_features, in_features = weight.shape
-    if len(x.shape) == 2:
-        return opset20.Gemm(x, weight, bias, transB=1) if bias is not None else opset20.Gemm(x, weight, transB=1)
-    lead = [1, -1] if len(x.shape) == 3 else [0] * (len(x.shape) - 1)
-    rows = opset20.Reshape(x, _ints(-1, int(in_features)))
-    rows = opset20.Gemm(rows, weight, bias, transB=1) if bias is not None else opset20.Gemm(rows, weight, transB=1)
-    return opset20.Reshape(rows, _ints(*lead, int(out_features)))
-
-
-def _to_atanh(x, beta=1.0, threshold=20.0):  # type: ignore[no-untyped-def]  # as above
-    """Translate aten.softplus, max(x, 0) + log1p(y) of y = exp(-|x|), whose log1p is 2 atanh(y / (y + 2)).
-
-    Softplus and Log of ONNX Runtime give a number other bits at another place, and lose what is small beside the 1.
-    """
-    if beta != 1.0:
-        raise InputError(f"it computes softplus with beta={beta}, expected 1")
-    dtype = x.dtype
-    x = opset20.Cast(x, to=ir.DataType.FLOAT)
-    two = opset20.Constant(value_float=2.0)
-    small = opset20.Exp(opset20.Neg(opset20.Abs(x)))
-    log1p = opset20.Mul(opset20.Atanh(opset20.Div(small, opset20.Add(small, two))), two)
-    return opset20.Cast(opset20.Add(opset20.Relu(x), log1p), to=dtype)
-
-
-@torch_op("aten::unsqueeze", complex=True, trace_only=True)
-def _complex_unsqueeze(x, dim: int):  # type: ignore[no-untyped-def]  # as above
-    """Translate Unsqueeze of a complex tensor, which travels as pairs of real numbers in one more dimension."""
-    return opset20.Unsqueeze(x, _ints(dim if dim >= 0 else dim - 1))
-
-
-@functools.cache
-def _registry() -> ONNXRegistry:
-    """Return what each torch operator becomes: the exporter's own table, and ours before it."""
-    registry = ONNXRegistry.from_torchlib(OPSET)
-    registry.register_op(torch.ops.aten.linear.default, _to_gemm)
-    registry.register_op(torch.ops.aten.softplus.default, _to_atanh)
-    return registry
 
 
 # --- models without weights ---
@@ -373,7 +323,7 @@ def _export(module: _Packed, inputs: dict[str, torch.Tensor], outputs: Sequence[
                 captured.exported_program,
                 (),
                 {},
-                registry=_registry(),
+                registry=torch_operators(),
                 opset_version=OPSET,
                 optimize=False,
                 verbose=False,
