@@ -30,7 +30,7 @@ class OpenVINOBackend(HostBackend):
 
     name = "openvino"
     suffixes = (".zip",)
-    revision = 1
+    revision = 2
     precisions = ("fp32", "bf16", "w8a16", "w4a16", "w8a8", "w4a8")
 
     def __init__(self) -> None:
