@@ -4,6 +4,7 @@ gives."""
 import shutil
 
 import numpy as np
+import onnx
 import pytest
 from handmade import CONFIG, llama, make
 
@@ -72,6 +73,36 @@ def test_chunks_give_what_the_whole_prompt_gives(tiny):
         for start, end in zip(cuts, cuts[1:]):
             found = model.step([Advance(2, prompt[start:end], start)])
         assert abs(found - whole).max() < TOLERANCE["fp32"], cuts
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("heads, kv_heads, dim", [(2, 2, 64), (4, 2, 64), (2, 2, 128), (8, 2, 128)])
+def test_a_prompt_in_odd_chunks_has_the_same_bits_beside_others(tmp_path, heads, kv_heads, dim):
+    """With heads of checkpoints' sizes, as onnxruntime computes a prompt's attention in one node."""
+    sizes = {"hidden_size": 64, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": dim}
+    config = CONFIG | sizes
+    results = make(tmp_path / "tiny", ["fp32"], config)
+    engines = results.engines("tiny", "fp32", "onnxruntime").parent
+    assert "GroupQueryAttention" in {node.op_type for node in onnx.load(engines / "attention.prefill.onnx").graph.node}
+    prompt, decoded, chunked = tokens(307), tokens(80, 1), tokens(300, 2)
+    ends = [1, 7, 40, 41, 130, 259, 306, 307]
+    pieces = [*zip([0, *ends], ends)]
+    model = open_model(results, max_seq_len=512)
+    alone = [model.step([Advance(0, prompt[start:end], start)])[0] for start, end in pieces]
+    weights = Weights.open(results.weights("tiny", "fp32"))
+    expected = llama(weights, config, prompt, config["num_hidden_layers"])[np.array(ends) - 1]
+    assert abs(np.stack(alone) - expected).max() < TOLERANCE["fp32"]
+
+    model.step([Advance(1, decoded[:50], 0), Advance(3, chunked[:3], 0)])
+    past = 3
+    for step, (start, end) in enumerate(pieces):
+        beside = (5, 31, 1, 17, 2, 64, 9, 3)[step]
+        found = model.step([
+            Advance(3, chunked[past : past + beside], past), Advance(2, prompt[start:end], start),
+            Advance(1, decoded[50 + step : 51 + step], 50 + step),
+        ])  # fmt: skip
+        past += beside
+        np.testing.assert_array_equal(found[1], alone[step], err_msg=f"tokens {start} to {end}")
 
 
 def test_a_batch_gives_what_each_request_gives_alone(tiny):
