@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,16 @@ def test_lint_is_clean(fresh: Checkout, snakefile: str) -> None:
 
 def test_both_snakefiles_make_the_same(finished: Checkout) -> None:
     assert not finished.would_run("--snakefile", "workflow/Snakefile")
+
+
+@pytest.mark.long
+def test_it_runs_in_a_folder_with_a_space(fresh: Checkout) -> None:
+    """With a Python of a .venv in there, which Snakemake calls by a shell."""
+    folder = fresh.folder.rename(fresh.folder.parent / "lock step")
+    (folder / ".venv").symlink_to(sys.prefix)
+    command = [folder / ".venv/bin/python", "-m", "snakemake", "--cores", "1", "results/demo-llama/checkpoint.json"]
+    process = subprocess.run(command, cwd=folder, env=Checkout(folder).environment(), text=True, capture_output=True)
+    assert process.returncode == 0, process.stdout + process.stderr
 
 
 def test_the_report_has_a_page_of_each_target_that_the_first_page_links(finished: Checkout) -> None:
