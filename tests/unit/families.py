@@ -329,14 +329,17 @@ FAMILIES = {
 
 # Layers with a state, which several ranks and TensorRT refuse by name (test_state_layers.py).
 WITH_STATES = ("lfm2", "qwen3_5_text", "bamba", "falcon_h1", "nemotron_h")
+# Attention with sinks, which several ranks refuse by name (test_sinks.py).
+WITH_SINKS = ("gpt_oss", "granite_swa")
 
 
-def some_families(*always: str, states: bool = False) -> list[Any]:
-    """All families as parameters, those with states if asked for; those but `always` are long.
+def some_families(*always: str, states: bool = False, sinks: bool = True) -> list[Any]:
+    """All families as parameters, those with states and sinks if asked for; those but `always` are long.
 
     To trace one takes longer than all that a test does with it, and each trace is made once a test run. So tests take
     the same few: llama (biases), gpt2 (learned positions, transposed weights), gemma2 (windows, caps, norms around
     branches), phi3 (fused weights), gpt_neox (branches side by side), mixtral (experts).
     """
-    chosen = [name for name in FAMILIES if states or name not in WITH_STATES]
+    left_out = (() if states else WITH_STATES) + (() if sinks else WITH_SINKS)
+    chosen = [name for name in FAMILIES if name not in left_out]
     return some(chosen, *(always or [None]))

@@ -71,7 +71,7 @@ def make(family: str, folder: Path) -> Made:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", some_families(*ALWAYS))
+@pytest.mark.parametrize("family", some_families(*ALWAYS, sinks=False))
 def test_ranks_of_a_family_pass_all_checks(family: str, shared: Shared, tmp_path: Path) -> None:
     from lockstep.serve import check as served  # loads what a server needs
 
