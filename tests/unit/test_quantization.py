@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from lockstep import make_random_checkpoint
+from lockstep import Model, make_random_checkpoint
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.drift import Drift
 from lockstep.artifacts.dtypes import ROW, named_dtype
@@ -143,6 +143,15 @@ def test_the_demo_says_what_its_dequantised_weights_say(shared, tmp_path, precis
     assert 0 < drift.rms_logit_error < {"w8a8-fp8": 0.3}.get(precision, 0.05 if weights_of_8 else 0.6)
     assert drift.perplexity / drift.full_perplexity < (1.02 if weights_of_8 else 1.2)
     assert f"{drift.tokens_differing} of {drift.tokens} tokens differ" in drift.words()
+
+
+def test_low_memory_has_the_layers_weights_once(shared):
+    results = demo(shared, "w4a16")
+    kind = "model", "w4a16"
+    files = results.engines(*kind, "onnxruntime"), results.assembly(*kind), results.weights(*kind)
+    for low_memory in (False, True):
+        model = Model.open(*files, max_batch_size=1, max_seq_len=16, low_memory=low_memory)
+        assert (model._executor._decode_layers is None) is low_memory
 
 
 FAMILY_ASKED = GoldenTerms(4, ("San Francisco is a", "Light"), 40)

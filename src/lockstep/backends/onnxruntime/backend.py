@@ -177,11 +177,8 @@ class OnnxRuntimeProgram:
         self.size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._inputs.declared.values())
         self._on_huge_pages = has_products and self.size >= _LARGE_BYTES
         self._leaves_holes = self.size >= _HOLES_BYTES
-
-    @property
-    def stitches(self) -> bool:
-        """Return whether it may be a part of a larger graph, opened as one of its own is."""
-        return not self._low_memory and not self._decodes
+        # Whether it may be a part of a larger graph, opened as one of its own is; its weights are in memory twice then.
+        self.stitches = not low_memory and not self._decodes
 
     def bind(self, weights: Tensors | None, slots: Mapping[str, Sequence[str]]) -> OnnxRuntimeExecutable:
         check_bound_slots(self._inputs.slots, slots, str(self.where))
