@@ -204,10 +204,7 @@ def sums(model: Model) -> dict[str, Any]:
 
 
 def begin(model: Model, rows: int) -> np.ndarray:
-    """Prompts of CONTEXT tokens, others in each of the slots 0 to `rows`-1; the next token of each slot.
-
-    Were they alike, all rows of a mixture would choose the same experts.
-    """
+    """Prompts of CONTEXT tokens in slots 0 to `rows`-1, none alike, so that experts differ; the next token of each."""
     given = np.random.default_rng(0).integers(0, model.vocab_size, (rows, CONTEXT))
     found = np.zeros(model.max_batch_size, np.int64)
     at_once = max(1, min(4, model.max_num_tokens // CONTEXT))

@@ -1,9 +1,8 @@
 """`serving`: what the server costs beside the bare engine, and what its clients wait for.
 
 In: engines, assembly and weights of one model. Out: tokens a second through `lockstep serve`'s server beside those of
-the engine alone, in turn; CPU time of the API process, for a token and with idle connections; the time of a refusal by
-a full queue; and, at given rates of requests, the times of `lockstep load`, of this server and of others that are
-given.
+the engine alone, in turn; CPU time of the API process for a token; the time of a refusal by a full queue; and, at given
+rates of requests, the times of `lockstep load`, of this server and of others that are given.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import os
 import re
 import select
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -46,7 +44,6 @@ STARTS = 600.0  # seconds that a server may take until it is ready
 STREAMS_PROMPT, STREAMS_NEW = 32, 256  # tokens of each request beside the bare engine
 PROMPT, NEW = 512, 128  # tokens of each request at a rate
 QUIET, QUIET_NEW, LONG = 8, 1024, 4000  # streams that a long prompt comes to, their tokens, and its own
-IDLE, IDLE_SECONDS = 500, 5.0  # connections that ask for nothing, and how long they are watched
 MAX_QUEUE, MOST_PROMPTS, REFUSALS = 4096, 256, 200  # of the server, of one request, and those that are timed
 KEPT = (
     "completed", "failed", "refused", "duration_s", "requests_per_s", "output_tokens_per_s", "ttft_p50_ms",
@@ -108,7 +105,6 @@ def run(place: Place, streams: Sequence[int], rates: Sequence[str], requests: in
     found: dict[str, Any] = {"streams": {}, "rates": {}}
     with Server(place) as server:
         found["ready_seconds"] = round(server.ready_seconds, 2)
-        found["idle_api_cpu_seconds"] = {"in_seconds": IDLE_SECONDS, **server.idle((0, IDLE))}
         for number in streams:
             found["streams"][str(number)] = (
                 _beside_bare(server, place, number, rounds) if in_turn else (server.streams(number, rounds))
@@ -228,28 +224,14 @@ class Server:
                 costs.append(1e6 * spent / tokens)
         return {"tokens_per_second": spread(speeds, 1), "api_cpu_microseconds_per_token": spread(costs, 1)}
 
-    def idle(self, connections: Sequence[int]) -> dict[str, float]:
-        """Return the CPU seconds of the API process in IDLE_SECONDS, by the number of idle connections."""
-        found = {}
-        for number in connections:
-            with contextlib.ExitStack() as stack:
-                for _ in range(number):
-                    stack.enter_context(socket.create_connection(self._place_of(), 60))
-                time.sleep(1)
-                before = _cpu_seconds(self._process.pid)
-                time.sleep(IDLE_SECONDS)
-                found[str(number)] = round(_cpu_seconds(self._process.pid) - before, 4)
-        return found
-
     def refusals(self) -> dict[str, float]:
         """Return the milliseconds from a request of MOST_PROMPTS prompts to its refusal with 429 by a full queue.
 
         Of so many, for the queue has room for a few again at any time: slots become free.
         """
         times = []
-        running = self._place.limits["max_batch_size"]
         with contextlib.ExitStack() as stack:
-            for _ in range((MAX_QUEUE + running) // MOST_PROMPTS):
+            for _ in range((MAX_QUEUE + self._place.limits["max_batch_size"]) // MOST_PROMPTS):
                 self._ask(stack, [[5]] * MOST_PROMPTS)
             time.sleep(1)  # they are read
             for _ in range(REFUSALS):

@@ -152,9 +152,6 @@ class ServerStandIn(serving.Server):
         one = {"median": 1.0}
         return {"tokens_per_second": one, "api_cpu_microseconds_per_token": one}
 
-    def idle(self, connections: Sequence[int]) -> dict[str, float]:
-        return dict.fromkeys(map(str, connections), 0.1)
-
     def refusals(self) -> dict[str, float]:
         return {"p50": 1.0, "p99": 1.0}
 
@@ -168,7 +165,7 @@ def _without_processes(here: Here) -> None:
 
 @starts("serving", "models tiny streams 1 bare_tokens_per_second")
 def _(here: Here) -> Sequence[Any]:
-    here.smaller(serving, STREAMS_PROMPT=4, STREAMS_NEW=2, IDLE=5, IDLE_SECONDS=0.2, REFUSALS=2)
+    here.smaller(serving, STREAMS_PROMPT=4, STREAMS_NEW=2, REFUSALS=2)
     return "--model", here.checkpoint, "--streams", 1, "--threads", thread_count(None), *ONE_ROUND
 
 
