@@ -1,5 +1,4 @@
 # Lockstep: from checkpoints to inference engines that are checked. README.md says how to use it, config/README.md what to set.
-import shlex
 import sys
 from pathlib import Path
 
@@ -10,15 +9,6 @@ min_version("9.17")
 REPOSITORY = Path(workflow.current_basedir.get_path_or_uri(secret_free=True))
 # This checkout's package, installed or not: the one whose code the rules' keys are of.
 sys.path.insert(0, str(REPOSITORY / "src"))
-
-
-# Snakemake starts a script by "{python} {script:q}": the path of a .venv may have spaces, too.
-class Python(str):
-    def __format__(self, spec):
-        return shlex.quote(self)
-
-
-sys.executable = Python(sys.executable)
 
 from lockstep.config.documents import check_config
 from lockstep.errors import guard

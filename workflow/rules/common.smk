@@ -4,6 +4,8 @@
 # makes: CONFIG, LOCKED, SOURCES, PACKED, ADAPTERS, ON_HUB, MADE, TARGETS, JOBS, PLACE and the functions below
 
 import gc
+import shlex
+import sys
 
 from lockstep.artifacts.files import check_writable
 from lockstep.checkpoint.resolve import side_files, weight_files
@@ -30,6 +32,16 @@ from lockstep.targets import Results, is_quantized, layer_count
 
 # The objects of a plan stay until the run ends: looking for garbage among those of a thousand targets is a seventh of the time of planning.
 gc.set_threshold(200_000)
+
+
+class Python(str):
+    """Snakemake starts a script by "{python} {script:q}": the path of a .venv may have spaces, too."""
+
+    def __format__(self, spec):
+        return shlex.quote(self)
+
+
+sys.executable = Python(sys.executable)
 
 # Where the results lie: a module's `prefix` stands before them.
 PLACE = Results(Path(rules.config.output[0]).parent)
