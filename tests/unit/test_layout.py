@@ -92,7 +92,6 @@ def test_parts_are_in_the_order_of_the_parameters_bytes():
     assert layout["model.norm.weight"] == ["model.norm.weight"]
 
 
-@pytest.mark.long
 def test_checkpoint_of_a_bare_decoder_runs_as_in_transformers(tmp_path):
     model = saved(GPT2, tmp_path / "model")  # as the published gpt2: names without "transformer."
     save_file(

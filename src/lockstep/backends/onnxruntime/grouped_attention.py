@@ -125,7 +125,10 @@ def _fused(model: onnx.ModelProto, with_rope: bool) -> onnx.ModelProto | None:
     for old in replaced:
         graph.replace(old)
     graph.model.opset_import.append(helper.make_opsetid(_DOMAIN, 1))  # a graph of plain attention has none
-    return graph.finish()
+    fused = graph.finish()
+    del fused.graph.input[:]
+    fused.graph.input.extend(model.graph.input)  # without RoPE only the mask reads positions
+    return fused
 
 
 def _rotate(graph: Rewriter, values: list[str], cosines: str, sines: str, twice: str) -> list[str]:
