@@ -73,13 +73,7 @@ def write_cast(
     return StoredFile(path.name, size, write_stream(path, size, contents, "converted", before_rename)), tensors
 
 
-def write_pieces(
-    path: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    dtype: str,
-    pieces: Callable[[str], Iterable[np.ndarray]],
-    what: str,
-) -> None:
+def write_pieces(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str, pieces: Pieces, what: str) -> None:
     """Write tensors of one dtype to the safetensors file `path`.
 
     pieces: gives a tensor's numbers, some at a time. what, and what is raised: as of `write_stream`.

@@ -8,6 +8,8 @@ step that is nearest to it, which int8 holds exactly, and `low`, the rest, at mo
 1/254 of that. Both go through the product together, as rows of one batch, and are added behind it: 16 bits in all,
 where fp16 has 11. Rows of experts (onnx_tools/group_experts.py) are cut before they are dealt out, the two parts of a
 row one behind the other.
+
+OpenVINO's products (openvino/quantized.py) are made from these: what changes here changes the engines of both.
 """
 
 from __future__ import annotations
