@@ -37,6 +37,7 @@ SUMS, SUMS_IN_A_GRAPH = (1, 16, 64, 256, 512, 2048), 64  # tokens
 CONTEXT, WARM, STEPS, MIXED_STEPS = 512, 8, 64, 8
 REQUESTS = 512
 GROUP = 128
+PARTS = "decode", "sampled", "prompts", "mixed", "requests", "sampled_requests"
 SAMPLED, SAMPLED_BATCHES = Sampling(0.8, top_p=0.95), (1, 16, 64, 256)
 OPTIONS = (
     options.Option("--shape", "A shape that comes with the benchmark, or a config.json.", "llama-2-7b"),
@@ -44,6 +45,9 @@ OPTIONS = (
     options.choice("--kv-cache-dtype", "fp16", "fp8", help="Of the backend cuda."),
     options.path("--vllm", "A record of vLLM on the same machine, to be put beside.", metavar="FILE", exists=True),
     options.Option("--layers", "So many layers of the shape alone.", None, int, least=1),
+    options.Option(
+        "--part", "What is measured; may be given several times.", PARTS, name="parts", many=True, choices=PARTS
+    ),
     options.number("--tensor-parallel", 1, "Ranks, each on a GPU of its own: with what sums over them take.", most=16),
     options.Option("--alike", "All layers take the first one's weights, which lie on disk once.", False, bool),
     *options.ON_A_GPU,
@@ -52,8 +56,8 @@ OPTIONS = (
 
 def main(
     shape: str, precision: str, kv_cache_dtype: str, backend: str, python: str | None, work: Path,
-    build_options: dict[str, Any], vllm: Path | None, layers: int | None, tensor_parallel: int, alike: bool,
-    rounds: int, write: Path | None,
+    build_options: dict[str, Any], vllm: Path | None, layers: int | None, parts: Sequence[str],
+    tensor_parallel: int, alike: bool, rounds: int, write: Path | None,
 ) -> None:  # fmt: skip
     """Measure one GPU at every batch size.
 
@@ -77,8 +81,9 @@ def main(
     names = {"assembly": str(graphs / "assembly.json"), "work": str(work), "out": str(out), "python": python}
     names |= {"vllm": str(vllm.absolute()) if vllm else None, "backend": backend}
     lockstep.run_in_python(
-        python, "benchmarks.batches:measure", **names, rounds=rounds, options=build_options, alike=alike
-    )
+        python, "benchmarks.batches:measure", **names, rounds=rounds, options=build_options, alike=alike,
+        parts=list(parts),
+    )  # fmt: skip
     out.with_suffix(".md").write_text(page(read_json(out)), encoding="utf-8")
     print(out)
 
@@ -98,8 +103,9 @@ def run(
     python: str | None = None,
     vllm: str | None = None,
     alike: bool = False,
+    parts: Sequence[str] = PARTS,
 ) -> None:
-    """Measure everything, and write the record.
+    """Measure, and write the record.
 
     rounds: of each speed, of which the median counts. vllm: a record of vLLM on the same machine, which is kept beside.
     alike: see `random_weights`.
@@ -125,8 +131,10 @@ def run(
         note(warm_up_seconds=round(timed(model._executor.warm_up)[0], 2))
     if assembly.tensor_parallel is not None:
         note(ranks=assembly.tensor_parallel.degree, sums=sums(model))
-    steps(model, rounds, note, left_out)
+    steps(model, rounds, note, left_out, parts)
     for name, sampling in (("requests", Sampling()), ("sampled_requests", SAMPLED)):
+        if name not in parts:
+            continue
         with unless_full(model, name, left_out, note):
             note(**{name: requests(model, sampling)})
     if vllm:
@@ -147,7 +155,13 @@ def unless_full(model: Model, part: str, left_out: dict[str, str], note: Callabl
         note(left_out=left_out)
 
 
-def steps(model: Model, rounds: int, note: Callable[..., None], left_out: dict[str, str] | None = None) -> None:
+def steps(
+    model: Model,
+    rounds: int,
+    note: Callable[..., None],
+    left_out: dict[str, str] | None = None,
+    parts: Sequence[str] = PARTS,
+) -> None:
     """Measure steps of every kind and size for which the GPU has memory.
 
     note: takes each part when it is there. left_out: gets the sizes without room, with the reason.
@@ -158,14 +172,15 @@ def steps(model: Model, rounds: int, note: Callable[..., None], left_out: dict[s
         "sampled": (SAMPLED_BATCHES, sampled),
         "prompts": (PROMPTS, prompt),
     }
-    for name, (sizes, take) in kinds.items():
+    for name in (name for name in kinds if name in parts):
+        sizes, take = kinds[name]
         found: dict[str, Any] = {}
         for size in sizes:
             with unless_full(model, f"{name} {size}", left_out, note):
                 found[str(size)] = take(model, size, rounds)
             note(**{name: found})
     beside: dict[str, Any] = {}
-    for rows in ROWS:
+    for rows in ROWS if "mixed" in parts else ():
         for chunk in CHUNKS:
             part = f"mixed {rows}" + (f" from {chunk} tokens on" if str(rows) in beside else "")
             with unless_full(model, part, left_out, note):
@@ -393,40 +408,48 @@ def page(record: Mapping[str, Any]) -> str:
                     row["tokens_per_second"],
                     *_beside(row["tokens_per_second"], other and other["decode"].get(batch)),
                 ]
-                for batch, row in by_size(record["decode"])
+                for batch, row in by_size(record.get("decode", {}))
             ],
         ),
         *(["", "vLLM ran on another day, on another machine of this kind."] if "another_run" in (other or ()) else []),
         *_sampled_lines(record),
         *_sums_lines(record),
-        "",
-        "A prompt alone, milliseconds: "
-        + ", ".join(f"{tokens} tokens {row['milliseconds']['median']}" for tokens, row in by_size(record["prompts"]))
-        + (f" (vLLM: 2048 tokens {other['prompt_2048']})" if other and other["prompt_2048"] else "")
-        + ".",
-        "",
-        paragraph(
-            "A step that brings prompt tokens beside rows that decode, milliseconds; parts: both alone, one after the "
-            "other; host: before it waits for the device:"
-        ),
-        "",
-        *table(
-            ["rows", "prompt tokens", "step", "decoding alone", "prompt alone", "step of parts", "host"],
-            [
-                [
-                    rows,
-                    chunk,
-                    row["milliseconds"]["median"],
-                    row["decode_alone"],
-                    row["prompt_alone"],
-                    row["of_parts"],
-                    row["host_milliseconds"]["median"],
-                ]
-                for rows, chunks in by_size(record["mixed"])
-                for chunk, row in by_size(chunks)
-            ],
-        ),
     ]
+    if "prompts" in record:
+        lines += [
+            "",
+            "A prompt alone, milliseconds: "
+            + ", ".join(
+                f"{tokens} tokens {row['milliseconds']['median']}" for tokens, row in by_size(record["prompts"])
+            )
+            + (f" (vLLM: 2048 tokens {other['prompt_2048']})" if other and other["prompt_2048"] else "")
+            + ".",
+        ]
+    if "mixed" in record:
+        lines += [
+            "",
+            paragraph(
+                "A step that brings prompt tokens beside rows that decode, milliseconds; parts: both alone, one after "
+                "the other; host: before it waits for the device:"
+            ),
+            "",
+            *table(
+                ["rows", "prompt tokens", "step", "decoding alone", "prompt alone", "step of parts", "host"],
+                [
+                    [
+                        rows,
+                        chunk,
+                        row["milliseconds"]["median"],
+                        row["decode_alone"],
+                        row["prompt_alone"],
+                        row["of_parts"],
+                        row["host_milliseconds"]["median"],
+                    ]
+                    for rows, chunks in by_size(record["mixed"])
+                    for chunk, row in by_size(chunks)
+                ],
+            ),
+        ]
     if left_out := record.get("left_out"):
         lines += ["", paragraph(f"Without room in this GPU's memory, and not measured: {', '.join(left_out)}.")]
     if found := record.get("requests"):
