@@ -195,6 +195,26 @@ def test_a_decode_step_is_a_graph_on_each_device(open_model, gpu, form: Form) ->
     assert {"embedding", "block", "attention", "sum", "exit", "gather", "next token"} < set(parts)
 
 
+@pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
+def test_blocks_of_passes_that_are_not_captured_whole_are_graphs(open_model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same bits: called one by one, captured, and launched again."""
+    from lockstep.gpu import prompts
+
+    whole = [logits for _, logits in steps(open_model())]
+    monkeypatch.setattr(prompts, "_CAPTURED_TOKENS", 8)
+    model = open_model()
+    for _ in range(3):
+        for (_, found), expected in zip(steps(model), whole, strict=True):
+            np.testing.assert_array_equal(found, expected)
+        for slot in range(4):
+            model.release(slot)
+    for rank in model._executor.ranks:
+        # of prompts of 45 and 8 tokens, of 100 beside a row, of 24 and 1 beside two: padded
+        assert {(tokens, graph is not None) for (_, tokens, _), graph in rank._block_graphs.items()} == {
+            (64, True), (128, True), (32, True),
+        }  # fmt: skip
+
+
 @pytest.mark.long
 def test_logits_are_gathered_where_they_are_asked_for(open_model, form: Form) -> None:
     """Of rows that decode and of prompts, whether the step was in flight before, or not; and where a token is drawn."""

@@ -426,7 +426,7 @@ class GpuExecutor:
                     chunks = [Advance(slot, np.zeros(count, np.int64), 0) for slot, count in enumerate(counts)]
                     for adapted in ways:
                         self._warm_pass(chunks, adapted)
-        sizes = captured_sizes(min(longest, self.ranks[0].captured_tokens))
+        sizes = captured_sizes(min(longest, self.ranks[0].padded_tokens))
         for tokens, adapted in itertools.product(sizes, ways):
             self._warm_pass([Advance(0, np.zeros(min(tokens, longest), np.int64), 0)], adapted)
         for rank, adapted in itertools.product(self.ranks, ways):
@@ -435,10 +435,8 @@ class GpuExecutor:
         self.group.check()
 
     def _warm_pass(self, chunks: Sequence[Advance], adapted: bool) -> None:
-        """Run a pass of chunks that leaves caches as they are; twice where its layout is captured the second time."""
-        known = len(self._captured)
-        self._pass(chunks, write=False, adapted=adapted)
-        if len(self._captured) > known:
+        """Run a pass of chunks that leaves caches as they are; twice where it is captured the second time."""
+        for _ in range(2 if sum(len(chunk.tokens) for chunk in chunks) <= self.ranks[0].padded_tokens else 1):
             self._pass(chunks, write=False, adapted=adapted)
 
     def _begin(self, advances: Sequence[Advance], lengths: np.ndarray) -> None:
@@ -523,7 +521,9 @@ class GpuExecutor:
         if steps is not None:
             self.group.launch(steps)
             return steps
-        steps = self.group.run_pass([rank.prompt_calls(*each, adapted, drawn) for rank, each in zip(self.ranks, sent)])
+        whole = layout is not None
+        passes = [rank.prompt_calls(*each, adapted, drawn, whole) for rank, each in zip(self.ranks, sent)]
+        steps = self.group.run_pass(passes)
         # Asked again: only a pass of several prompts tells whether cuDNN takes them in one call.
         if layout is not None and layout == first.layout(*sent[0]) and len(self._captured) < _MOST_CAPTURED:
             self._captured[layout, adapted, drawn] = steps

@@ -14,9 +14,10 @@ from lockstep.gpu.staging import Staging
 from lockstep.step.advance import Advance
 from lockstep.step.packing import PackedTokens
 
-# Tokens of a pass up to which its calls are captured, with one rank and with several: about where a 7B shape's products
-# take as long as the host's calls of them, which it makes for each rank.
-_CAPTURED_TOKENS = 320, 1280
+# Tokens of a pass up to which a 7B shape's products take less than the host's calls of them, which it makes for each
+# rank; twice the ranks take half of the time, and twice the calls.
+_HOST_BOUND_TOKENS = 320
+_CAPTURED_TOKENS = 1280  # of passes that are captured whole: of larger ones, few come twice
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,12 @@ class Inputs:
 class PromptInputs:
     """Device arrays for `num_tokens` tokens of up to `slots` requests.
 
-    captured_tokens: a pass of up to so many is padded to one of few sizes, so that few captured ones serve all. What is
+    padded_tokens: a pass of up to so many is padded to one of few sizes, so that few captured ones serve all. What is
     added are rows that do not decode, and tokens that go into no cache.
     """
 
-    def __init__(self, num_tokens: int, slots: int, integer: np.dtype, captured_tokens: int, stream: cuda.Stream):
-        self._num_tokens, self._slots, self._captured_tokens = num_tokens, slots, captured_tokens
+    def __init__(self, num_tokens: int, slots: int, integer: np.dtype, padded_tokens: int, stream: cuda.Stream):
+        self._num_tokens, self._slots, self._padded_tokens = num_tokens, slots, padded_tokens
         self._stream = stream
         by_token, by_request = (num_tokens,), (slots,)
         # Of as many tokens and prompts as there may be: those of a pass begin where these begin.
@@ -112,9 +113,12 @@ class PromptInputs:
         """Return numbers of decoding rows, prompt tokens and requests, padded for a pass that is captured."""
         most_rows, most_requests = (min(padded_size(count), self._slots) for count in (rows, requests))
         most_tokens = min(padded_size(tokens), self._num_tokens - most_rows)
-        if most_rows + most_tokens > self._captured_tokens:
-            return rows, tokens, requests
-        return most_rows, most_tokens, most_requests
+        if most_rows + most_tokens <= min(self._padded_tokens, _CAPTURED_TOKENS):
+            return most_rows, most_tokens, most_requests
+        total = min(padded_size(rows + tokens), self._num_tokens)
+        if total <= self._padded_tokens:  # only blocks are captured, which read all tokens alike
+            return rows, total - rows, requests
+        return rows, tokens, requests
 
     def _send(
         self,
@@ -142,9 +146,14 @@ class PromptInputs:
         return Inputs(**unsent | arrays, num_decoding=num_decoding)
 
 
-def captured_tokens(num_ranks: int) -> int:
-    """Return the tokens of a pass up to which its calls are captured."""
-    return _CAPTURED_TOKENS[num_ranks > 1]
+def host_bound_tokens(num_ranks: int) -> int:
+    """Return the tokens of a pass up to which it is padded, and its blocks are captured."""
+    return _HOST_BOUND_TOKENS * num_ranks**2
+
+
+def is_captured_whole(num_tokens: int) -> bool:
+    """Return whether a pass of so many tokens, if any is captured, is captured with its attention."""
+    return num_tokens <= _CAPTURED_TOKENS
 
 
 def captured_sizes(most: int) -> list[int]:

@@ -20,7 +20,7 @@ from lockstep.gpu.device import Device
 from lockstep.gpu.kernels.step_kernels import Kernels
 from lockstep.gpu.program import GpuExecutable
 from lockstep.gpu.prompt_blocks import BoundPiece, BoundSum, DeviceBlock, PromptBlocks, PromptPass
-from lockstep.gpu.prompts import Inputs, PromptInputs, captured_tokens
+from lockstep.gpu.prompts import Inputs, PromptInputs, host_bound_tokens, is_captured_whole
 from lockstep.gpu.ranks.all_reduce import Exchange
 from lockstep.step.advance import Advance
 from lockstep.step.network import Block, LayerMixer, Network, ShardCall
@@ -117,8 +117,11 @@ class Rank:
         self.stream.upload(self._every_row, every_row)
         # Of passes of prompts. None where engines have profiles: a context keeps the sizes of one pass.
         has_profiles = engine_of(network.embedding).program.by_profiles
-        self.captured_tokens = 0 if has_profiles else captured_tokens(1 if exchange is None else exchange.world)
-        self._prompts = PromptInputs(self._largest_pass, num_slots, integer, self.captured_tokens, self.stream)
+        self.padded_tokens = 0 if has_profiles else host_bound_tokens(1 if exchange is None else exchange.world)
+        self._prompts = PromptInputs(self._largest_pass, num_slots, integer, self.padded_tokens, self.stream)
+        # of a layer's blocks in passes that are not captured whole, by layer, tokens and whether with adapters; None
+        # after the first time
+        self._block_graphs: dict[tuple[int, int, bool], cuda.Graph | None] = {}
         sizes = num_slots, max_seq_len, MOST_VERIFIED, self._largest_pass
         self._attention = make_attention(network, tables, *sizes, self._kernels, self._buffer, self.stream)
         self.attentions = list(dict.fromkeys(self._attention))
@@ -183,9 +186,9 @@ class Rank:
         return self._prompts.send_mixed(decoding, chunks, self.state.token_ids, self.state.adapters)
 
     def layout(self, inputs: Inputs, chunks: Chunks) -> tuple[int, ...] | None:
-        """Return what a pass's calls depend on beside array contents; None: of this pass alone, not captured."""
+        """Return what a pass's calls depend on beside array contents; None: it is not captured whole."""
         total = inputs.token_ids.shape[0]
-        if total > self.captured_tokens:
+        if total > self.padded_tokens or not is_captured_whole(total):
             return None
         found = [total, inputs.num_decoding, inputs.logit_rows.shape[0]]
         for attention in self.attentions:
@@ -195,14 +198,16 @@ class Rank:
             found += layout
         return tuple(found)
 
-    def prompt_calls(self, inputs: Inputs, chunks: Chunks, adapted: bool, drawn: bool) -> Iterator[StepCalls]:
+    def prompt_calls(
+        self, inputs: Inputs, chunks: Chunks, adapted: bool, drawn: bool, whole: bool
+    ) -> Iterator[StepCalls]:
         """Make the calls of a pass of chunks, and yield the step after each.
 
         The call is on the stream then, and the step has it. The rank's device is used for each, whatever was used
-        meanwhile. adapted, drawn: as of `decode_calls`.
+        meanwhile. adapted, drawn: as of `decode_calls`. whole: the pass may be captured whole, not block by block.
         """
         self.device.use()
-        calls = self._make_prompt_calls(self._blocks_for_prompts(adapted), inputs, chunks, adapted, drawn)
+        calls = self._make_prompt_calls(self._blocks_for_prompts(adapted), inputs, chunks, adapted, drawn, whole)
         while (step := next(calls, None)) is not None:
             yield step
             self.device.use()
@@ -265,7 +270,7 @@ class Rank:
         return [("adapters", lambda: kernels.adapter_mask(stream, ids, mask, rank))]
 
     def _make_prompt_calls(
-        self, blocks: PromptBlocks, inputs: Inputs, chunks: Chunks, adapted: bool, drawn: bool
+        self, blocks: PromptBlocks, inputs: Inputs, chunks: Chunks, adapted: bool, drawn: bool, whole: bool
     ) -> Iterator[StepCalls]:
         total, num_requests = inputs.token_ids.shape[0], inputs.logit_rows.shape[0]
         a_pass = PromptPass(blocks, total, num_requests, inputs.num_decoding)
@@ -286,8 +291,14 @@ class Rank:
             yield add(name or "embedding", call)
         for index, attention in enumerate(self._attention):
             calls, values = a_pass.layer(index)
-            for name, call in calls:
-                yield add(name or "block", call)
+            if whole or total > self.padded_tokens:
+                for name, call in calls:
+                    yield add(name or "block", call)
+            else:
+                step.calls += [call for _, call in calls]
+                step.names += [name or "block" for name, _ in calls]
+                for _ in self._run_block((index, total, adapted), calls):
+                    yield step
             for part in values:
                 which = (prompts, chunks) if part is values[-1] else (decoding, [])
                 for name, call in attention.calls(index, part, *which, False):
@@ -297,6 +308,27 @@ class Rank:
             yield add(name or "exit", call)
         for name, call in self._last_calls(found, logits, inputs, drawn, self.state):
             yield add(name, call)
+
+    def _run_block(self, key: tuple[int, int, bool], calls: Calls) -> Iterator[None]:
+        """Run a block's calls, from the second time on as a graph: see `RankGroup.launch`; yield after each call.
+
+        A graph is made on all ranks before it is launched on one: what another rank waits for is on its way then.
+        """
+        if key not in self._block_graphs:
+            self._block_graphs[key] = None
+            for _, call in calls:
+                call()
+                yield
+            return
+        graph = self._block_graphs[key]
+        if graph is None:
+            with self.stream.capture() as graph:
+                for _, call in calls:
+                    call()
+            self._block_graphs[key] = graph
+            yield
+        graph.launch(self.stream)
+        yield
 
     def _last_calls(
         self, made: cuda.Array, logits: cuda.Array, inputs: Inputs, drawn: bool, state: DecodeState
