@@ -33,7 +33,6 @@ from lockstep.artifacts.places import FileEntry
 from lockstep.artifacts.quantized import scales_name
 from lockstep.backends import build
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
-from lockstep.backends.onnxruntime.int8_products import int8_products
 from lockstep.backends.onnxruntime.row_bits import rows_keep_their_bits
 from lockstep.checkpoint import resolve
 from lockstep.config import load
@@ -41,6 +40,7 @@ from lockstep.errors import CheckError, InputError
 from lockstep.export import export
 from lockstep.export.quantize import quantize
 from lockstep.onnx_tools import fp8_products
+from lockstep.onnx_tools.int8_products import int8_products
 from lockstep.onnx_tools.int8_rounding import rounding
 from lockstep.onnx_tools.prepare import random_inputs
 from lockstep.onnx_tools.rewriter import Rewriter

@@ -35,12 +35,12 @@ from lockstep.backends.onnxruntime import heap
 from lockstep.backends.onnxruntime.adapter_products import keep_order
 from lockstep.backends.onnxruntime.decode_layers import Part, stitch
 from lockstep.backends.onnxruntime.grouped_attention import grouped_attention, past_of
-from lockstep.backends.onnxruntime.int8_products import int8_products
 from lockstep.backends.onnxruntime.norms import fuse_norms
 from lockstep.backends.onnxruntime.row_bits import decoded_rows_keep_their_bits, rows_keep_their_bits
 from lockstep.backends.onnxruntime.whole_vectors import pad_angles
 from lockstep.errors import CheckError, InputError
 from lockstep.onnx_tools.group_experts import group_experts
+from lockstep.onnx_tools.int8_products import int8_products
 from lockstep.onnx_tools.sessions import E4M3, e4m3_value
 from lockstep.step.executable import Run, check_bound
 from lockstep.step.network import Network

@@ -18,10 +18,10 @@ import onnx
 from onnx import TensorProto, helper
 
 from lockstep.artifacts.quantized import data_name
-from lockstep.backends.onnxruntime.int8_products import int8_products
 from lockstep.backends.openvino.library import openvino, replace, tensor_on
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.dequantized import IntegerWeight, embedding_of
+from lockstep.onnx_tools.int8_products import int8_products
 from lockstep.onnx_tools.rewriter import Rewriter, attributes_of
 
 _opset = openvino.opset13

@@ -1,4 +1,4 @@
-"""Products with quantised weights by ONNX Runtime's int8 kernels.
+"""Products with quantised weights by int8 kernels, ONNX Runtime's or OpenVINO's.
 
 In: a graph; out: one with int8 products. `MatMulNBits` computes on float32 activations with kernels that are slow on a
 CPU (8-bit weights: 9 times slower than float32 ones), and fast with `accuracy_level` 4, which rounds the activations to
@@ -9,7 +9,7 @@ step that is nearest to it, which int8 holds exactly, and `low`, the rest, at mo
 where fp16 has 11. Rows of experts (onnx_tools/group_experts.py) are cut before they are dealt out, the two parts of a
 row one behind the other.
 
-OpenVINO's products (openvino/quantized.py) are made from these: what changes here changes the engines of both.
+OpenVINO's products are made from these: what changes here changes the engines of both backends.
 """
 
 from __future__ import annotations
