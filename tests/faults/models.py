@@ -110,15 +110,12 @@ def start(name: str, work: Path, checkpoint: Path | None = None) -> None:
     reference = results.reference(name, model.layers)
     lockstep.make_reference(results.checkpoint(name), model.layers, _terms(model), reference)
     if model.adapters:
-        from lockstep.verify.golden.adapted_reference import make_adapted_reference
-        from lockstep.verify.golden.terms import AdaptedTerms
-
         folders = {each: _REPOSITORY / "resources" / "demo-adapters" / each for each in model.adapters}
         sources, out = {name: str(folder) for name, folder in folders.items()}, results.adapters(name)
         lockstep.resolve_adapters(sources, folders, results.checkpoint(name), MAX_LORA_RANK, None, out)
-        terms = AdaptedTerms(MAX_NEW_TOKENS, dict.fromkeys(("", *folders), model.prompts[:2]))
+        terms = lockstep.GoldenTerms(MAX_NEW_TOKENS, adapted=dict.fromkeys(("", *folders), model.prompts[:2]))
         reference = results.adapted_reference(name, model.layers)
-        make_adapted_reference(results.checkpoint(name), out, model.layers, terms, reference)
+        lockstep.make_reference(results.checkpoint(name), model.layers, terms, reference, adapters_json=out)
 
 
 def make(name: str, precision: str, work: Path) -> None:
@@ -135,10 +132,8 @@ def make(name: str, precision: str, work: Path) -> None:
     lockstep.export_graphs(checkpoint, precision, assembly, **asked)
     lockstep.convert_weights(checkpoint, precision, weights, assembly)
     if quantized:
-        lockstep.make_quantized_reference(
-            checkpoint, weights, results.reference(name, model.layers), model.layers, _terms(model), "",
-            results.quantized_reference(name, precision, model.layers), results.drift(name, precision, model.layers),
-        )  # fmt: skip
+        reference = results.quantized_reference(name, precision, model.layers)
+        lockstep.make_reference(checkpoint, model.layers, _terms(model), reference, weights)
 
 
 def right(work: Path) -> Results:

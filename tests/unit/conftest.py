@@ -17,7 +17,8 @@ from lockstep.checkpoint import resolve, tokenizer_file
 from lockstep.checkpoint.resolve import SIDE_FILES
 from lockstep.provenance.cache.store import Cache
 from lockstep.targets import Results
-from lockstep.verify import golden
+from lockstep.verify.golden.reference import make_reference
+from lockstep.verify.golden.terms import GoldenTerms
 from lockstep.weights import convert
 from real_server import RealServer, make_tree
 from shared import Shared
@@ -73,10 +74,10 @@ def references(demo: Results, shared: Shared) -> Results:
         shutil.copytree(demo.root, folder, dirs_exist_ok=True)
         results = Results(folder)
         for layers in (2, "all"):
-            golden.make_reference(
+            make_reference(
                 results.checkpoint("demo-llama"),
                 layers,
-                golden.GoldenTerms.from_json(CONFIG.reference_terms("demo-llama")),
+                GoldenTerms.from_json(CONFIG.reference_terms("demo-llama")),
                 results.reference("demo-llama", layers),
             )
 

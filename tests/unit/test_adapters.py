@@ -36,8 +36,9 @@ from lockstep.step.advance import Advance
 from lockstep.step.residency import Residency
 from lockstep.targets import Results, Target
 from lockstep.verify.golden.adapted import check
-from lockstep.verify.golden.adapted_reference import attach, make_adapted_reference
-from lockstep.verify.golden.terms import AdaptedTerms
+from lockstep.verify.golden.model import adapted
+from lockstep.verify.golden.reference import make_reference
+from lockstep.verify.golden.terms import GoldenTerms
 from lockstep.weights import adapters as loading
 from lockstep.weights.adapters import open_adapters
 from lockstep.weights.check_adapters import check_folder, resolve_adapters
@@ -61,9 +62,8 @@ def lora(demo: Results, shared: Shared) -> Results:
 @pytest.mark.parametrize("name", [None, *NAMES])
 def test_the_reference_computes_what_peft_computes(lora: Results, name: str | None) -> None:
     model = load_folder(DEMO, cut_config(CheckpointManifest.load(lora.checkpoint("demo-llama")).config, "all"))
-    if name is not None:
-        attach(model, open_adapters(lora.adapters("demo-llama"))[name])
-    with torch.no_grad():
+    adapter = None if name is None else open_adapters(lora.adapters("demo-llama"))[name]
+    with torch.no_grad(), adapted(model, adapter):
         found = model(torch.from_numpy(PEFT["ids"])[None]).logits[0, -2:].numpy()
     assert np.abs(found - PEFT[name or "none"]).max() < TOLERANCE
     assert name is None or np.abs(found - PEFT["none"]).max() > 1
@@ -208,8 +208,8 @@ def test_every_family_computes_what_transformers_does_with_the_adapter(family: s
     forward = lambda: model(torch.from_numpy(ids)[None], use_cache=False).logits[0].numpy()
     with torch.no_grad():
         without = forward()
-        attach(model, adapter)
-        expected = forward()
+        with adapted(model, adapter):
+            expected = forward()
     # the same tokens with the adapter, and with none
     first = walk.step([PackedRequest(0, ids[:6]), PackedRequest(1, ids[:6])])
     then = walk.step([PackedRequest(0, ids[6:]), PackedRequest(1, ids[6:])])
@@ -229,9 +229,9 @@ def checked(lora: Results, folder: Path, precision: str = "fp32", adapters: Path
         prompts = {
             name: tuple(prompt.text for prompt in each) for name, each in CONFIG.adapter_prompts("demo-lora").items()
         }
-        golden = AdaptedTerms(16, {**prompts, "random": ("Light",)})
-        manifests = (lora.checkpoint("demo-llama"), lora.adapters("demo-llama"))
-        make_adapted_reference(*manifests, "all", golden, reference)
+        golden = GoldenTerms(16, adapted={**prompts, "random": ("Light",)})
+        checkpoint, resolved = lora.checkpoint("demo-llama"), lora.adapters("demo-llama")
+        make_reference(checkpoint, "all", golden, reference, adapters_json=resolved)
     return check(
         lora.assembly("demo-llama", precision),
         lora.weights("demo-llama", precision),

@@ -13,13 +13,13 @@ from demo_model import DEMO, ROOT
 from lora_folders import tensors, write
 from safetensors.numpy import load_file, save_file
 
+from answers import compute
 from lockstep.artifacts.files import write_json
 from lockstep.checkpoint import resolve
 from lockstep.checkpoint.resolve import describe
 from lockstep.config import load
 from lockstep.errors import InputError
 from lockstep.targets import Results
-from lockstep.verify.golden.reference import compute
 from lockstep.weights import source
 from lockstep.weights.check_adapters import resolve_adapters
 from lockstep.weights.merge import merge
@@ -99,7 +99,7 @@ def test_a_merged_checkpoint_has_the_bases_files_and_says_what_the_adapter_says(
     names = {file.path for file in describe(out).files}
     assert names == {file.path for file in describe(DEMO).files}
     assert (out / "tokenizer.json").read_bytes() == (DEMO / "tokenizer.json").read_bytes()
-    answer = compute(out, describe(out).config, "all", ["Light"], 16).answers[0]
+    answer = compute(out, describe(out).config, "all", ["Light"], 16).prompts[0]
     assert answer.new_text == " the lamps, for we sail with the tide."
     with pytest.raises(InputError, match="expected a new folder to write to, found something there"):
         merged(results, "captain", out)

@@ -28,8 +28,8 @@ from lockstep.export.quantize import quantize
 from lockstep.runtime import Model
 from lockstep.targets import Limits, Results, Target
 from lockstep.verify.golden.adapted import check
-from lockstep.verify.golden.adapted_reference import make_adapted_reference
-from lockstep.verify.golden.terms import AdaptedTerms
+from lockstep.verify.golden.reference import make_reference
+from lockstep.verify.golden.terms import GoldenTerms
 from lockstep.weights import adapters as loading
 from lockstep.weights import convert
 from lockstep.weights.adapters import open_adapters
@@ -77,13 +77,13 @@ def made(shared: Shared, base: str) -> tuple[Results, str]:
         prompts = {
             name: tuple(prompt.text for prompt in each) for name, each in CONFIG.adapter_prompts("demo-lora").items()
         }
-        make_adapted_reference(
+        make_reference(
             results.checkpoint("model"),
-            results.adapters("model"),
             "all",
-            AdaptedTerms(12, {**prompts, "random": ("Light",)}),
+            GoldenTerms(12, adapted={**prompts, "random": ("Light",)}),
             results.quantized_adapted_reference("model", precision, "all"),
             results.weights("model", precision),
+            results.adapters("model"),
         )
 
     return Results(shared.folder(f"lora-quantized/{base}", make)), precision
@@ -138,16 +138,15 @@ def test_the_check_finds_a_forgotten_scale_and_a_reference_in_full_precision(
 ) -> None:
     results, precision = made(shared, "w4a16")
     path = results.quantized_adapted_reference("model", precision, "all")
-    golden = AdaptedTerms(1, {"": ("Light",)})
-    full = make_adapted_reference(
-        results.checkpoint("model"), results.adapters("model"), "all", golden, tmp_path / "full.json"
-    )
+    golden = GoldenTerms(1, adapted={"": ("Light",)})
+    files = results.checkpoint("model"), results.adapters("model")
+    full = make_reference(files[0], "all", golden, tmp_path / "full.json", adapters_json=files[1])
     one, other = ReferenceManifest.load(path), ReferenceManifest.load(full)
-    assert one.prompts[0].steps[0] != other.prompts[0].steps[0]
+    assert one.logits.sha256 != other.logits.sha256
     write_adapter = loading.write_adapter
     forget = lambda adapter, *rest: write_adapter(replace(adapter, scale=1.0), *rest)
     monkeypatch.setattr("lockstep.runtime.adapters.write_adapter", forget)
-    with pytest.raises(CheckError, match="expected a logit error of at most"):
+    with pytest.raises(CheckError, match="adapter 'captain', prompt .* decoding freely: expected token"):
         checked(results, precision, tmp_path / "report.json")
 
 

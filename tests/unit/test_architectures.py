@@ -18,7 +18,9 @@ from families import FAMILIES, WINDOW, Family, some_families
 from lockstep.export.torch_model import cut_config, load_folder
 from lockstep.runtime import Advance, Decoding, Engine, Model, Request
 from lockstep.targets import Limits, Results, Target, Tolerances
-from lockstep.verify import golden, validate
+from lockstep.verify import validate
+from lockstep.verify.golden.check import check_engines
+from lockstep.verify.golden.reference import make_reference
 from lockstep.verify.golden.terms import GoldenTerms
 
 NEW_TOKENS = 20
@@ -176,10 +178,10 @@ def test_validation_and_golden_check_pass(built):
         assembly, weights, checkpoint, "all", tolerances, LIMITS.max_seq_len, results.validation(NAME, "fp32", "all")
     )
     prompts = GoldenTerms(8, ("San Francisco is a", "x", "lockstep"), 120)
-    golden.make_reference(checkpoint, "all", prompts, results.reference(NAME, "all"))
+    make_reference(checkpoint, "all", prompts, results.reference(NAME, "all"))
     target = Target(NAME, "fp32", "all", "onnxruntime")
     report, speed = results.golden(*_names(target)), results.speed(*_names(target))
-    golden.check_engines(
+    check_engines(
         assembly, weights, results.engines(NAME, "fp32", "onnxruntime"), results.reference(NAME, "all"), target,
         tolerances, LIMITS, report, speed,
     )  # fmt: skip

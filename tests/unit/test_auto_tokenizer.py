@@ -15,11 +15,11 @@ from demo_model import DEMO
 from real_tokenizers import NAMES, SENTENCEPIECE, TEKKEN
 from transformers import AutoTokenizer
 
+from answers import compute
 from lockstep import Assembly, Tokenizer, export_graphs, resolve_architecture
 from lockstep.checkpoint import tokenizer_file
 from lockstep.checkpoint.auto_tokenizer import TokenizerError, load_auto
 from lockstep.export.quiet import quiet
-from lockstep.verify.golden.reference import compute
 from shared import Shared
 
 TEXTS = ("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", " Hello", "a<|im_end|>b", "<tool_call> {}")

@@ -25,9 +25,9 @@ ENTRIES = {
     "fetch": "checkpoint.hub", "fetch_adapters": "checkpoint.hub.adapters", "make_checkpoint": "export.make_checkpoint",
     "resolve": "checkpoint", "architecture": "checkpoint", "adapters": "weights.check_adapters", "convert": "weights",
     "export": "export", "validate": "verify.validate", "build": "backends", "compare": "verify.compare",
-    "reference": "verify.golden.reference", "quantized_reference": "verify.golden.quantized",
-    "adapted_reference": "verify.golden.adapted_reference",
-    "quantized_adapted_reference": "verify.golden.adapted_reference", "golden": "verify.golden.check",
+    "reference": "verify.golden.reference", "quantized_reference": "verify.golden.reference",
+    "adapted_reference": "verify.golden.reference",
+    "quantized_adapted_reference": "verify.golden.reference", "golden": "verify.golden.check",
     "adapted": "verify.golden.adapted", "served": "serve.check",
 }  # fmt: skip
 # Which environment file the rules name, and so must hold what the stage imports.

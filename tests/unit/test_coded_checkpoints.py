@@ -33,7 +33,9 @@ from lockstep.checkpoint.resolve import resolve_architecture
 from lockstep.config import load
 from lockstep.export.quantize import quantize
 from lockstep.targets import Results, Target
-from lockstep.verify import golden, validate
+from lockstep.verify import validate
+from lockstep.verify.golden.check import check_engines
+from lockstep.verify.golden.reference import make_reference
 from lockstep.weights import Weights, convert
 from lockstep.weights.check_adapters import check_folder
 from lockstep.weights.source import open_source
@@ -125,14 +127,14 @@ def test_engines_say_what_the_numbers_say(shared, tmp_path, layout, precision):
     assembly, weights = results.assembly("model", precision), results.weights("model", precision)
     build(assembly, "onnxruntime", results.engines("model", precision, "onnxruntime"))
     reference = results.reference("model", 2)
-    golden.make_reference(results.checkpoint("model"), 2, ASKED, reference)
+    make_reference(results.checkpoint("model"), 2, ASKED, reference)
     if precision != "fp32":
         refer(results, precision, 2, ASKED)
         assert 0 < Drift.load(results.drift("model", precision, 2)).max_weight_error < 1.001  # quantised again
         reference = results.quantized_reference("model", precision, 2)
     tolerance = CONFIG.tolerance("demo-llama", precision)
     validate.run(assembly, weights, results.checkpoint("model"), 2, tolerance, 96, tmp_path / "validate.json")
-    golden.check_engines(
+    check_engines(
         assembly, weights, results.engines("model", precision, "onnxruntime"), reference,
         Target("model", precision, 2, "onnxruntime"), tolerance, LIMITS, tmp_path / "golden.json",
         tmp_path / "speed.json",

@@ -33,8 +33,9 @@ from lockstep.onnx_tools.prepare import random_inputs
 from lockstep.onnx_tools.sessions import compute
 from lockstep.runtime import Advance, Engine, Model, Request
 from lockstep.targets import Limits, Results, Target
-from lockstep.verify import compare, golden
+from lockstep.verify import compare
 from lockstep.verify.compare.choices import are_clear, with_scores, without_scores
+from lockstep.verify.golden.check import check_engines
 
 SIZES = ("max_batch_size", "max_num_tokens", "max_seq_len")
 TOLERANCE = CONFIG.tolerance("demo-llama", "w8a16", "cuda")
@@ -53,7 +54,7 @@ def built(results: Results, precision: str, folder: Path, limits: Limits = LIMIT
 
 
 def checked(results: Results, precision: str, layers: int | str, engines: Path, limits: Limits, out: Path):
-    golden.check_engines(
+    check_engines(
         results.assembly("model", precision), results.weights("model", precision), engines,
         results.quantized_reference("model", precision, layers), Target("model", precision, layers, "cuda"), TOLERANCE,
         limits, out / "golden.json", out / "speed.json",
@@ -292,7 +293,7 @@ def test_the_demo_in_fp16_says_what_transformers_says(references, gpu, tmp_path,
     pair = results.assembly(name, "fp16"), results.weights(name, "fp16")
     out, target = tmp_path / "golden.json", Target(name, "fp16", layers, "cuda")
     reference = results.reference(name, layers)
-    golden.check_engines(*pair, engines, reference, target, tolerance, LIMITS, out, tmp_path / "speed.json")
+    check_engines(*pair, engines, reference, target, tolerance, LIMITS, out, tmp_path / "speed.json")
     assert read_json(out)["result"] == "pass"
     if layers == "all":
         report = read_json(compare.run(*pair, engines, tolerance.beside_graph, LIMITS, tmp_path / "c.json", seconds=8))

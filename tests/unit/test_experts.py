@@ -28,7 +28,7 @@ from lockstep.onnx_tools.group_experts import group_experts
 from lockstep.onnx_tools.prepare import random_inputs
 from lockstep.onnx_tools.sessions import compute
 from lockstep.onnx_tools.signature import signature_of
-from lockstep.verify.rounded_activations import round_activations
+from lockstep.verify.rounded import round_activations
 from lockstep.weights import Weights, slot_array
 from some import some
 

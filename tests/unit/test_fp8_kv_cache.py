@@ -30,9 +30,10 @@ from lockstep.errors import CheckError, InputError
 from lockstep.runtime import Advance, Model
 from lockstep.stages import STAGES
 from lockstep.targets import Results, Target
-from lockstep.verify import golden
+from lockstep.verify.golden.check import check_engines
+from lockstep.verify.golden.reference import make_reference
 from lockstep.verify.golden.terms import GoldenTerms
-from lockstep.verify.rounded_kv_cache import rounded
+from lockstep.verify.rounded import rounded_heads as rounded
 
 SIZES = {name: getattr(LIMITS, name) for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
 COMPILER = shutil.which("c++") or shutil.which("g++")
@@ -151,7 +152,7 @@ def results(shared, demo) -> Results:
         results = Results(root)
         shutil.copytree(demo.root / "demo-llama", root / "model")
         with_fp8_cache(results, "fp16")
-        golden.make_reference(results.checkpoint("model"), 2, TERMS, results.reference("model", 2))
+        make_reference(results.checkpoint("model"), 2, TERMS, results.reference("model", 2))
 
     return Results(shared.folder("fp8-kv-cache", make))
 
@@ -172,7 +173,7 @@ def files(results: Results, precision: str = "fp16") -> tuple[Path, Path, Path]:
 
 def checked(results: Results, precision: str, out: Path) -> dict:
     engines, assembly, weights = files(results, precision)
-    golden.check_engines(
+    check_engines(
         assembly, weights, engines, results.reference_of("model", precision, 2), Target("model", precision, 2, "cuda"),
         CONFIG.tolerance("demo-llama", precision, "cuda"), LIMITS, out / "golden.json", out / "speed.json",
     )  # fmt: skip
@@ -196,7 +197,7 @@ def test_quantised_weights_beside_a_rounded_cache(shared, gpu, tmp_path):
     results = Results(tmp_path / "results")
     shutil.copytree(quantized_demo(shared, "w8a8-fp8").root, results.root)
     with_fp8_cache(results, "w8a8-fp8")
-    golden.make_reference(results.checkpoint("model"), 2, TERMS, results.reference("model", 2))
+    make_reference(results.checkpoint("model"), 2, TERMS, results.reference("model", 2))
     refer(results, "w8a8-fp8", 2, TERMS)
     assert checked(results, "w8a8-fp8", tmp_path)["result"] == "pass"
     assert Drift.load(results.drift("model", "w8a8-fp8", 2)).kv_cache_dtype == "fp8"

@@ -22,8 +22,9 @@ from lockstep.export import export
 from lockstep.export.random_model import make
 from lockstep.stages import STAGES, Job
 from lockstep.targets import Results, Target
-from lockstep.verify import compare, golden, validate
+from lockstep.verify import compare, validate
 from lockstep.verify.boundaries import both_sides, config_lengths, edges, synthetic_past
+from lockstep.verify.golden.check import check_engines
 from lockstep.weights import convert
 
 WIDE = 300  # tokens
@@ -187,7 +188,7 @@ def test_an_engine_that_is_wrong_far_on_in_chunks_or_in_one_row_is_caught_by_bot
             tmp_path / "compare.json", threads=1,
         )  # fmt: skip
     with pytest.raises(CheckError, match=said):
-        golden.check_engines(
+        check_engines(
             assembly, weights, engines, references.reference("demo-llama", 2),
             Target("demo-llama", precision, 2, "onnxruntime"), TOLERANCES[precision], LIMITS, tmp_path / "golden.json",
             tmp_path / "golden.speed.json", [prompt.expected[2] for prompt in GOLDEN.prompts],
@@ -231,7 +232,7 @@ def test_the_report_says_how_far_the_checks_looked(references, tmp_path):
         references.weights("demo-llama", "fp32"),
         references.engines("demo-llama", "fp32", "onnxruntime"),
     )
-    report = read_json(golden.check_engines(
+    report = read_json(check_engines(
         *paths, references.reference("demo-llama", 2), Target("demo-llama", "fp32", 2, "onnxruntime"),
         TOLERANCES["fp32"], LIMITS, tmp_path / "golden.json", tmp_path / "golden.speed.json",
     ))  # fmt: skip

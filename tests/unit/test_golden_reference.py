@@ -11,12 +11,12 @@ from families import FAMILIES
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from answers import compute
 from lockstep.artifacts.files import read_json, sha256_file
 from lockstep.checkpoint import resolve
 from lockstep.errors import InputError
 from lockstep.export.torch_model import cut_config
-from lockstep.verify import golden
-from lockstep.verify.golden.reference import compute, greedy
+from lockstep.verify.golden.reference import follow, make_reference
 from lockstep.verify.golden.terms import GoldenTerms
 from lockstep.verify.golden.text import new_text
 
@@ -30,7 +30,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def made(checkpoint):
-    return golden.make_reference(checkpoint, 2, GoldenTerms(12, PROMPTS), checkpoint.parent / "2.json")
+    return make_reference(checkpoint, 2, GoldenTerms(12, PROMPTS), checkpoint.parent / "2.json")
 
 
 @pytest.mark.parametrize("layers", [2, "all"])
@@ -44,7 +44,7 @@ def test_tokens_are_those_of_generate(layers):
         model.config.num_hidden_layers = layers
     tokenizer = AutoTokenizer.from_pretrained(DEMO, local_files_only=True)
     reference = compute(DEMO, config, layers, PROMPTS, 12)
-    for answer in reference.answers:
+    for number, answer in enumerate(reference.prompts):
         inputs = tokenizer(answer.text, return_tensors="pt")
         assert answer.prompt_ids == tuple(inputs["input_ids"][0].tolist())
         out = model.generate(**inputs, max_new_tokens=12, do_sample=False, pad_token_id=0)[0]
@@ -52,7 +52,7 @@ def test_tokens_are_those_of_generate(layers):
         with torch.no_grad():  # without a cache, all at once
             whole = model(out[None, :-1]).logits[0, len(answer.prompt_ids) - 1 :].numpy()
         # fp32 sums in another order: 1e-5 on logits of size 10; ten times the room
-        assert np.abs(whole - answer.logits).max() < 1e-4
+        assert np.abs(whole - reference.arrays[f"logits.{number}"]).max() < 1e-4
 
 
 def test_a_hybrid_that_is_cut_before_its_attention_has_a_reference():
@@ -60,7 +60,7 @@ def test_a_hybrid_that_is_cut_before_its_attention_has_a_reference():
     torch.manual_seed(0)
     config = cut_config(FAMILIES["lfm2"].config, 2)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
-    tokens, logits = greedy(model, [5, 9, 100], 6, ())
+    tokens, logits, *_ = follow(model, [5, 9, 100], {3}, 6, ())
     with torch.no_grad():
         whole = model(torch.tensor([[5, 9, 100, *tokens[:-1]]]), use_cache=False).logits[0, 2:].numpy()
     assert logits.shape == whole.shape and np.abs(whole - logits).max() < 1e-6  # sums of another length
@@ -69,42 +69,36 @@ def test_a_hybrid_that_is_cut_before_its_attention_has_a_reference():
 
 def test_decoding_stops_at_the_end_of_the_text_and_keeps_its_token(checkpoint):
     config = json.loads((DEMO / "config.json").read_text())
-    answer = compute(DEMO, config, "all", ["Ice floats because"], 30).answers[0]
+    reference = compute(DEMO, config, "all", ["Ice floats because"], 30)
+    (answer,) = reference.prompts
     assert len(answer.tokens) < 30 and answer.tokens[-1] == config["eos_token_id"]
-    assert answer.logits.shape == (len(answer.tokens), config["vocab_size"])
+    assert reference.arrays["logits.0"].shape == (len(answer.tokens), config["vocab_size"])
     assert answer.new_text == " it is lighter than water."
 
 
-def test_the_manifest_holds_the_largest_logits_of_each_step(made):
-    manifest, logits = read_json(made, "lockstep.reference/3"), load_file(made.with_suffix(".safetensors"))
-    assert (manifest["layers"], manifest["eos_token_ids"], [p["text"] for p in manifest["prompts"]]) == (
-        2,
-        [0],
-        list(PROMPTS),
-    )
+def test_the_logits_beside_the_manifest_are_those_that_tokens_were_chosen_from(made):
+    manifest, logits = read_json(made, "lockstep.reference/4"), load_file(made.with_suffix(".safetensors"))
+    assert (manifest["layers"], manifest["eos_token_ids"]) == (2, [0])
+    assert [prompt["text"] for prompt in manifest["prompts"]] == list(PROMPTS)
     assert manifest["logits"] == {"file": "2.safetensors", "sha256": sha256_file(made.with_suffix(".safetensors"))}
     for i, prompt in enumerate(manifest["prompts"]):
         rows = logits[f"logits.{i}"]
-        assert rows.dtype == np.float32 and len(rows) == len(prompt["steps"]) == len(prompt["tokens"])
-        for row, step, token in zip(rows, prompt["steps"], prompt["tokens"]):
-            best = np.sort(row)[::-1]
-            assert step["top_ids"][0] == token == row.argmax() and len(step["top_ids"]) == 5
-            assert step["top_logits"] == best[:5].tolist() and step["gap"] == pytest.approx(best[0] - best[1])
+        assert rows.dtype == np.float32 and rows.argmax(1).tolist() == prompt["tokens"]
 
 
 def test_two_references_are_the_same_bytes(checkpoint, made, tmp_path):
-    again = golden.make_reference(checkpoint, 2, GoldenTerms(12, PROMPTS), tmp_path / "2.json")
+    again = make_reference(checkpoint, 2, GoldenTerms(12, PROMPTS), tmp_path / "2.json")
     assert again.read_bytes() == made.read_bytes()
     assert again.with_suffix(".safetensors").read_bytes() == made.with_suffix(".safetensors").read_bytes()
 
 
 def test_a_prompt_that_cannot_be_answered_is_refused(checkpoint, tmp_path):
     with pytest.raises(InputError, match=r"within 512 tokens .*found 8 \+ 505"):
-        golden.make_reference(checkpoint, 1, GoldenTerms(505, PROMPTS[:1]), tmp_path / "1.json")
+        make_reference(checkpoint, 1, GoldenTerms(505, PROMPTS[:1]), tmp_path / "1.json")
     with pytest.raises(InputError, match="at least one token"):
-        golden.make_reference(checkpoint, 1, GoldenTerms(1, ("",)), tmp_path / "1.json")
+        make_reference(checkpoint, 1, GoldenTerms(1, ("",)), tmp_path / "1.json")
     with pytest.raises(InputError, match="layers: expected 1 to 6 or 'all', found 7"):
-        golden.make_reference(checkpoint, 7, GoldenTerms(1, PROMPTS), tmp_path / "7.json")
+        make_reference(checkpoint, 7, GoldenTerms(1, PROMPTS), tmp_path / "7.json")
     assert not list(tmp_path.iterdir())
 
 
@@ -137,7 +131,7 @@ def test_a_tokenizer_of_another_model_is_refused_by_the_first_token_that_this_on
     text["added_tokens"].append({**text["added_tokens"][0], "id": 768, "content": "<new>"})
     (folder / "tokenizer.json").write_text(json.dumps(text))
     config = json.loads((DEMO / "config.json").read_text())
-    assert compute(folder, config, 2, PROMPTS[:1], 1).answers[0].tokens
+    assert compute(folder, config, 2, PROMPTS[:1], 1).prompts[0].tokens
     with pytest.raises(
         InputError,
         match="golden prompt 'a <new> word': expected tokens below 768, as the model's embedding has rows, found 768",

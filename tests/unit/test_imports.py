@@ -21,12 +21,8 @@ TORCH = (
     "checkpoint/auto_tokenizer.py",  # in a process of its own, and where a model is traced
     "export/",
     "verify/validate/",
-    "verify/golden/quantized.py",
-    "verify/golden/drift.py",
-    "verify/rounded_activations.py",
-    "verify/rounded_kv_cache.py",
+    "verify/golden/model.py",
     "verify/golden/reference.py",
-    "verify/golden/adapted_reference.py",
     "verify/golden/teacher_forced.py",
     "verify/rounded.py",
     "verify/bisect/run.py",

@@ -21,7 +21,7 @@ from lockstep.runtime import Model
 from lockstep.runtime.prefix import root_key
 from lockstep.stages import STAGES, Job
 from lockstep.targets import Results, Target
-from lockstep.verify import golden
+from lockstep.verify.golden.check import check_engines
 
 MODEL = "demo-llama"
 NAMES = {"model": MODEL, "precision": "fp32", "layers": 2, "backend": "onnxruntime"}
@@ -82,9 +82,7 @@ def _golden(results: Results, out: Path) -> Path:
     target = Target(MODEL, "fp32", 2, "onnxruntime")
     paths = (results.assembly(MODEL, "fp32"), results.weights(MODEL, "fp32"))
     engines, reference = results.engines(MODEL, "fp32", "onnxruntime"), results.reference(MODEL, 2)
-    golden.check_engines(
-        *paths, engines, reference, target, TOLERANCES["fp32"], LIMITS, out, out.with_suffix(".speed.json")
-    )
+    check_engines(*paths, engines, reference, target, TOLERANCES["fp32"], LIMITS, out, out.with_suffix(".speed.json"))
     return out
 
 

@@ -23,7 +23,9 @@ from lockstep import Advance, Model, Results
 from lockstep.artifacts.drift import Drift
 from lockstep.artifacts.files import read_json
 from lockstep.targets import Target
-from lockstep.verify import golden, validate
+from lockstep.verify import validate
+from lockstep.verify.golden.check import check_engines
+from lockstep.verify.golden.reference import make_reference
 from lockstep.verify.golden.terms import GoldenTerms
 from lockstep.weights import Weights
 from lockstep.weights.source import open_source
@@ -111,14 +113,10 @@ def test_the_gates_hold_engines_to_the_checkpoint(checkpoint, tmp_path, backend)
     results, tolerance = Results(tmp_path), TOLERANCES.tolerance("demo-llama", "w4a16")
     reference, terms = results.quantized_reference("m", "w4a16", "all"), GoldenTerms(8, ("The cat",), 40)
     paths = results.assembly("m", "w4a16"), results.weights("m", "w4a16"), results.checkpoint("m")
-    golden.make_reference(paths[2], "all", terms, results.reference("m", "all"))
-    drift = results.drift("m", "w4a16", "all")
-    golden.make_quantized_reference(
-        paths[2], paths[1], results.reference("m", "all"), "all", terms, "", reference, drift
-    )
-    assert Drift.load(drift).max_weight_error == 0
+    make_reference(paths[2], "all", terms, reference, paths[1])
+    assert Drift.load(results.drift("m", "w4a16", "all")).max_weight_error == 0
     validate.run(*paths, "all", tolerance, 40, tmp_path / "validate.json")
-    golden.check_engines(
+    check_engines(
         *paths[:2], results.engines("m", "w4a16", backend), reference, Target("m", "w4a16", "all", backend), tolerance,
         replace(LIMITS, max_seq_len=48), tmp_path / "golden.json", tmp_path / "speed.json",
     )  # fmt: skip

@@ -13,12 +13,17 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lockstep.artifacts.files import read_json, sha256_file, write_json
+from lockstep.artifacts.reports import TensorError
 from lockstep.checkpoint import resolve
 from lockstep.errors import CheckError
+from lockstep.onnx_tools.metrics import Difference, difference
 from lockstep.targets import NOISE, Limits, Results, Target, Tolerances
-from lockstep.verify import golden, validate
+from lockstep.verify import validate
+from lockstep.verify.golden.check import check_engines
+from lockstep.verify.golden.reference import make_reference
 from lockstep.verify.golden.teacher_forced import logit_noise
-from lockstep.verify.noise import LogitBounds, LogitNoise, Spread, block_bound, spread
+from lockstep.verify.golden.terms import GoldenTerms
+from lockstep.verify.noise import LogitBounds, LogitNoise, Spread, beside_noise, spread, wrong
 from lockstep.verify.rounded import Rounded
 from lockstep.weights import convert
 
@@ -30,24 +35,32 @@ FP16 = Tolerances.of("fp16")
 # --- the numbers ---
 
 
+def judged(error: Spread, tolerances: Tolerances, noise: Spread = Spread(0.01, 0.002)) -> TensorError:
+    return beside_noise("key", Difference(0.1, 0.1, 1.0), error, noise, tolerances)
+
+
 def test_a_number_is_off_relative_to_the_row_that_it_stands_in():
     """The row of a massive activation lends its size to no other."""
     expected = np.array([[1000.0, 1.0], [0.001, 0.001]])
     assert spread(expected, expected + [[0, 0], [1e-4, 0]]).largest == pytest.approx(0.1)
     assert spread(expected, expected + [[1.0, 0], [0, 0]]).largest == pytest.approx(1e-3)
-    assert not spread(expected, np.full((2, 2), np.nan)).within(Spread(np.inf, np.inf))
+    nan = np.full((2, 2), np.nan)
+    error = beside_noise("key", difference(expected, nan), spread(expected, nan), Spread(1, 1), FP16)
+    assert "found NaN" in wrong("key", error, FP16)
 
 
 def test_an_error_everywhere_is_held_to_less_than_one_number():
-    bound = block_bound(Spread(0.01, 0.002), FP16)
-    assert bound == Spread(NOISE * 0.01, pytest.approx(NOISE / 3 * 0.002))
-    assert Spread(0.05, 0.002).within(bound) and not Spread(0.05, 0.005).within(bound)
+    error = judged(Spread(0.05, 0.002), FP16)
+    assert (error.tolerance, error.rms_tolerance) == (NOISE * 0.01, pytest.approx(NOISE / 3 * 0.002))
+    assert wrong("key", error, FP16) is None and wrong("key", judged(Spread(0.07, 0.002), FP16), FP16)
+    assert "an rms error of at most" in wrong("key", judged(Spread(0.05, 0.005), FP16), FP16)
 
 
 def test_a_number_of_the_config_takes_the_place_of_what_is_measured():
     bounds = LogitBounds(LogitNoise({3: (0.1, 0.02)}), replace(FP16, logits=0.5))
     assert (bounds.at(3), bounds.rms([3])) == (0.5, np.inf)
-    assert block_bound(Spread(0.01, 0.002), replace(FP16, block=0.3)) == Spread(0.3, np.inf)
+    error = judged(Spread(0.2, 0.2), replace(FP16, block=0.3))
+    assert (error.tolerance, error.rms_tolerance, wrong("key", error, FP16)) == (0.3, None, None)
 
 
 def test_rows_behind_a_token_that_was_thrown_off_may_be_further_off():
@@ -68,9 +81,7 @@ def test_a_row_is_held_to_its_own_noise_or_to_three_times_that_of_the_usual_row(
 
 
 def test_a_precision_with_finer_rounding_is_held_to_less():
-    bounds = [
-        block_bound(Spread(0.01, 0.002), Tolerances.of(name)).largest for name in ("fp32", "w4a16", "fp16", "bf16")
-    ]
+    bounds = [judged(Spread(0, 0), Tolerances.of(name)).tolerance for name in ("fp32", "w4a16", "fp16", "bf16")]
     assert bounds == sorted(bounds) and bounds[0] * 256 == bounds[2] == bounds[3] / 8
 
 
@@ -170,8 +181,8 @@ def validated(results, tolerance=FP16):
 def trained(demo, tmp_path_factory):
     """The demo with outlier channels, and its reference."""
     results = made(demo, tmp_path_factory.mktemp("trained"), with_outliers)
-    terms = golden.GoldenTerms(8, tuple(prompt.text for prompt in GOLDEN.prompts), 100)
-    golden.make_reference(results.checkpoint("demo-llama"), 2, terms, results.reference("demo-llama", 2))
+    terms = GoldenTerms(8, tuple(prompt.text for prompt in GOLDEN.prompts), 100)
+    make_reference(results.checkpoint("demo-llama"), 2, terms, results.reference("demo-llama", 2))
     return results
 
 
@@ -179,7 +190,7 @@ def check(results, out, tolerance=FP16):
     name = "demo-llama"
     paths = results.assembly(name, "fp16"), results.weights(name, "fp16"), results.engines(name, "fp16", "onnxruntime")
     reference = results.reference(name, 2)
-    return golden.check_engines(
+    return check_engines(
         *paths, reference, TARGET, tolerance, Limits(4, 128, 128, 512), out, out.with_suffix(".speed.json")
     )
 

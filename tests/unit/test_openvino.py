@@ -51,7 +51,9 @@ from lockstep.report import summary
 from lockstep.runtime import Engine, Model, Request
 from lockstep.stages import jobs
 from lockstep.targets import Limits, Results, Target
-from lockstep.verify import compare, golden
+from lockstep.verify import compare
+from lockstep.verify.golden.check import check_engines
+from lockstep.verify.golden.reference import make_reference
 from lockstep.weights import Weights, convert
 from lockstep.weights.groups import dequantize, integers_of, pack, scales_of
 from network import Recorder
@@ -105,7 +107,7 @@ def passes(
 ) -> bool:
     tolerance = CONFIG.tolerance("demo-llama", precision)
     tolerance = replace(tolerance, logits=logits or tolerance.logits)
-    golden.check_engines(
+    check_engines(
         results.assembly(name, precision), results.weights(name, precision), engines, reference,
         Target(name, precision, layers, BACKEND), tolerance,
         limits, out / "golden.json", out / "speed.json",
@@ -171,7 +173,7 @@ def test_random_families_in_bf16(shared, tmp_path, family):
     engines = engines_of(shared, results, NAME, "bf16", family)
     for layers in (2, "all"):
         reference = results.reference(NAME, layers)
-        golden.make_reference(checkpoint, layers, FAMILY_ASKED, reference)
+        make_reference(checkpoint, layers, FAMILY_ASKED, reference)
         # of random weights transformers' own bf16 is off by 0.03 (rms), by 0.25 at the worst of 320 tokens of gemma2
         assert passes(results, NAME, "bf16", layers, reference, engines, tmp_path, LIMIT, 0.8)
 

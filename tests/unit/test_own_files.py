@@ -80,7 +80,6 @@ NO_FILES = {  # public, and write nothing, or are classes
         "describe_cpu",
     ),
     *("generate", "load_config", "open_model", "open_tokenizer", "run_in_python", "verify_results"),
-    "make_quantized_reference",  # by `save_reference`, as make_reference; test_quantization.py makes one
 }
 # A random checkpoint is not made again: what is there might be a real one.
 OTHERS = ("notes.txt", "other.onnx", "middle_9.onnx", "older.engine", "data.json", "other.safetensors", ".other.tmp")

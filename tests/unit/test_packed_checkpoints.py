@@ -38,7 +38,7 @@ from lockstep.export.quantize import quantize
 from lockstep.export.run import assemble
 from lockstep.export.tracer import meta_model
 from lockstep.targets import Results
-from lockstep.verify import golden
+from lockstep.verify.golden.reference import make_reference
 from lockstep.weights import Weights, convert, packed, slot_array
 from lockstep.weights.groups import dequantize, pack
 from lockstep.weights.packed import Packed, pack_zero_points
@@ -147,7 +147,7 @@ def test_in_floating_point_it_is_what_the_integers_stand_for(shared, tmp_path, l
 def test_engines_say_what_the_checkpoint_says(shared, tmp_path, layout):
     results, precision = converted(shared, layout, tmp_path / "results"), precision_of(layout)
     build(results.assembly("model", precision), "onnxruntime", results.engines("model", precision, "onnxruntime"))
-    golden.make_reference(results.checkpoint("model"), 2, ASKED, results.reference("model", 2))
+    make_reference(results.checkpoint("model"), 2, ASKED, results.reference("model", 2))
     refer(results, precision, 2, ASKED)
     validated(results, precision, 2, tmp_path)
     assert check(results, precision, 2, LIMITS, tmp_path)["result"] == "pass"
@@ -213,7 +213,7 @@ def test_weights_that_are_not_the_checkpoints_are_refused(shared, tmp_path, part
         array.flat[5] = array.flat[5] * np.float32(1.001) if part == "scales" else array.flat[5] ^ 1
 
     results = converted(shared, ZEROS, tmp_path / "right")
-    golden.make_reference(results.checkpoint("model"), 2, ASKED, results.reference("model", 2))
+    make_reference(results.checkpoint("model"), 2, ASKED, results.reference("model", 2))
     line = "expected numbers equal to the checkpoint's, found [0-9]+ that are not"
     with pytest.raises(CheckError, match=line):
         refer(damaged(results, tmp_path / "results", change), "w4a16", 2, ASKED)

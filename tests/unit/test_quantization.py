@@ -47,9 +47,11 @@ from lockstep.onnx_tools.rewriter import Rewriter
 from lockstep.onnx_tools.sessions import compute, open_session
 from lockstep.onnx_tools.signature import io_of
 from lockstep.targets import Limits, Results, Target
-from lockstep.verify import golden, validate
+from lockstep.verify import validate
+from lockstep.verify.golden.check import check_engines
+from lockstep.verify.golden.reference import make_reference
 from lockstep.verify.golden.terms import GoldenTerms
-from lockstep.verify.rounded_activations import rounded
+from lockstep.verify.rounded import rounded_rows as rounded
 from lockstep.weights import Weights, convert, e4m3
 from lockstep.weights.groups import dequantize, integers_of, pack, scales_of, unpack
 from shared import Shared
@@ -82,17 +84,14 @@ def made(
     convert(checkpoint, precision, results.weights(name, precision), assembly)
     build(assembly, "onnxruntime", results.engines(name, precision, "onnxruntime"))
     for count in layers:
-        golden.make_reference(checkpoint, count, asked, results.reference(name, count))
         refer(results, precision, count, asked)
     return results
 
 
 def refer(results: Results, precision: str, layers: int | str, asked: GoldenTerms) -> Path:
     name = "model"
-    return golden.make_quantized_reference(
-        results.checkpoint(name), results.weights(name, precision), results.reference(name, layers), layers, asked, "",
-        results.quantized_reference(name, precision, layers), results.drift(name, precision, layers),
-    )  # fmt: skip
+    reference = results.quantized_reference(name, precision, layers)
+    return make_reference(results.checkpoint(name), layers, asked, reference, results.weights(name, precision))
 
 
 def check(
@@ -100,7 +99,7 @@ def check(
 ) -> dict[str, Any]:
     """The golden report. engines: of another backend than ONNX Runtime."""
     name = "model"
-    golden.check_engines(
+    check_engines(
         results.assembly(name, precision),
         results.weights(name, precision),
         engines or results.engines(name, precision, "onnxruntime"),

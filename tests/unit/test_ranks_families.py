@@ -19,7 +19,9 @@ from lockstep.checkpoint import resolve
 from lockstep.export.run import assemble
 from lockstep.export.tracer import meta_model
 from lockstep.targets import Limits, Results, Target
-from lockstep.verify import golden, validate
+from lockstep.verify import validate
+from lockstep.verify.golden.check import check_engines
+from lockstep.verify.golden.reference import make_reference
 from lockstep.verify.golden.terms import GoldenTerms
 from lockstep.weights import convert
 from shared import Shared
@@ -65,7 +67,7 @@ def make(family: str, folder: Path) -> Made:
     source = make_random_checkpoint(folder / "config.json", 0, folder / "source")
     results = Results(folder / "results")
     checkpoint = resolve(str(source), source, results.checkpoint(MODEL))
-    golden.make_reference(checkpoint, "all", ASKED, results.reference(MODEL, "all"))
+    make_reference(checkpoint, "all", ASKED, results.reference(MODEL, "all"))
     convert(checkpoint, PRECISION, results.weights(MODEL, PRECISION))
     return Made(family, results, source)
 
@@ -86,9 +88,7 @@ def test_ranks_of_a_family_pass_all_checks(family: str, shared: Shared, tmp_path
         )  # fmt: skip
         assert read_json(report)["result"] == "pass"
         engines, out = build(assembly, "onnxruntime", folder / "engines" / "engines.json"), folder / "golden.json"
-        golden.check_engines(
-            assembly, weights, engines, reference, TARGET, TOLERANCE, LIMITS, out, folder / "speed.json"
-        )
+        check_engines(assembly, weights, engines, reference, TARGET, TOLERANCE, LIMITS, out, folder / "speed.json")
         found = read_json(out)
         assert found["result"] == "pass" and found["max_logit_error"] < 1e-4  # rounding: 2e-6 to 2e-5 is seen
         if family in ALWAYS and degree == 4:  # a server starts twice

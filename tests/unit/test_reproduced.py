@@ -19,7 +19,7 @@ from lockstep.provenance import reproduce
 from lockstep.provenance import run as stage
 from lockstep.stages import STAGES
 from lockstep.targets import Results, Target
-from lockstep.verify import golden
+from lockstep.verify.golden.check import check_engines
 
 TARGET = Target("demo-llama", "fp16", 2, "onnxruntime")
 NAMES = ("demo-llama", "fp16", 2, "onnxruntime")
@@ -39,7 +39,7 @@ def make(references: Results, root: Path, options: dict | None = None) -> Result
     def check() -> None:
         files = [job.inputs[name] for name in ("assembly", "weights", "engines", "reference")]
         outputs = results.golden(*NAMES), results.speed(*NAMES)
-        golden.check_engines(*files, TARGET, TOLERANCES["fp16"], LIMITS, *outputs)
+        check_engines(*files, TARGET, TOLERANCES["fp16"], LIMITS, *outputs)
 
     for name, work in (("reference", take), ("golden", check)):
         job = STAGES[name].job(CONFIG, results.root, vars(TARGET))

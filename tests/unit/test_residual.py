@@ -27,9 +27,11 @@ from lockstep.export import export
 from lockstep.onnx_tools.overflow import find_overflow, overflows
 from lockstep.stages import STAGES, Job
 from lockstep.targets import Limits, Results, Target, Tolerances
-from lockstep.verify import compare, golden, validate
+from lockstep.verify import compare, validate
 from lockstep.verify.bisect.run import bisect
 from lockstep.verify.compare import inputs
+from lockstep.verify.golden.reference import make_reference
+from lockstep.verify.golden.terms import GoldenTerms
 from lockstep.weights import convert
 from some import some
 
@@ -37,7 +39,7 @@ NAME = "large"
 LIMITS = Limits(max_batch_size=2, max_input_len=32, max_seq_len=64, max_num_tokens=64)
 SIZES = {name: value for name, value in asdict(LIMITS).items() if name != "max_input_len"}
 TOLERANCES = Tolerances.of("fp16")
-TERMS = golden.GoldenTerms(4, ("The river", "comes down"), 0)
+TERMS = GoldenTerms(4, ("The river", "comes down"), 0)
 
 
 def scaled(model) -> None:
@@ -78,7 +80,7 @@ def made(request, shared) -> Callable[[str], Results]:
             checkpoint = resolve(*source, results.checkpoint(NAME))
             architecture = resolve_architecture(*source, results.architecture(NAME))
             convert(checkpoint, "fp16", results.weights(NAME, "fp16"))
-            golden.make_reference(checkpoint, "all", TERMS, results.reference(NAME, "all"))
+            make_reference(checkpoint, "all", TERMS, results.reference(NAME, "all"))
             residual = "float32" if kind == "wide" else None
             export(architecture, "fp16", results.assembly(NAME, "fp16"), residual=residual)
             build(results.assembly(NAME, "fp16"), "onnxruntime", results.engines(NAME, "fp16", "onnxruntime"))

@@ -29,7 +29,7 @@ from lockstep.serve.run import listening
 from lockstep.serve.service import Service
 from lockstep.serve.settings import EngineOptions, ServiceLimits
 from lockstep.targets import Results, Target
-from lockstep.verify import golden
+from lockstep.verify.golden.check import check_engines
 from shared import Shared
 from some import some
 
@@ -43,7 +43,7 @@ def tree(references: Results, shared: Shared) -> Results:
     def make(folder: Path) -> None:
         out = Results(folder).golden("demo-llama", "fp32", "all", "onnxruntime")
         out.parent.mkdir(parents=True)
-        golden.check_engines(
+        check_engines(
             references.assembly("demo-llama", "fp32"), references.weights("demo-llama", "fp32"),
             references.engines("demo-llama", "fp32", "onnxruntime"), references.reference("demo-llama", "all"), TARGET,
             TOLERANCES["fp32"], LIMITS, out, out.with_suffix(".speed.json"),

@@ -24,7 +24,8 @@ from lockstep.runtime import Engine, Model, Request, scheduler
 from lockstep.step.host_step import HostStep
 from lockstep.step.kv_cache import KVCache
 from lockstep.targets import Limits, Results, Target, Tolerances
-from lockstep.verify import golden
+from lockstep.verify.golden.check import check_engines
+from lockstep.verify.golden.reference import make_reference
 from lockstep.verify.golden.terms import GoldenTerms
 
 # The gated delta rule behind a short convolution; a short convolution; Mamba-2 behind one.
@@ -130,8 +131,8 @@ def check_golden(root, backend: str = "onnxruntime") -> None:
     reference = results.reference(NAME, "all")
     if not reference.exists():
         terms = GoldenTerms(8, ("San Francisco is a", "x", "lockstep"), 120)
-        golden.make_reference(results.checkpoint(NAME), "all", terms, reference)
-    golden.check_engines(
+        make_reference(results.checkpoint(NAME), "all", terms, reference)
+    check_engines(
         results.assembly(NAME, "fp32"),
         results.weights(NAME, "fp32"),
         results.engines(NAME, "fp32", backend),

@@ -37,7 +37,8 @@ from lockstep.runtime import Advance, Model, Sampling
 from lockstep.step.greedy import largest, most_likely, most_likely_of_ranks
 from lockstep.step.sampling import draw
 from lockstep.targets import Results, Target, Tolerances
-from lockstep.verify import golden, validate
+from lockstep.verify import validate
+from lockstep.verify.golden.check import check_engines
 from lockstep.weights import Weights, convert, slot_array
 from lockstep.weights.ranks import RankWeights
 from real_server import RealServer
@@ -433,7 +434,7 @@ def test_the_demo_is_golden_and_served_on_two_ranks(references: Results, shared:
     engines, out = results.engines(name, "fp32", "onnxruntime"), tmp_path / "golden.json"
     reference = references.reference(name, "all")
     checked = assembly, weights, engines, reference, target, tolerance, limits, out, tmp_path / "speed.json"
-    golden.check_engines(*checked, [prompt.expected["all"] for prompt in DEMO_CONFIG.models[name].golden.prompts])
+    check_engines(*checked, [prompt.expected["all"] for prompt in DEMO_CONFIG.models[name].golden.prompts])
     assert read_json(out)["result"] == "pass"
     arguments = {"limits": limits, "target": target, "tolerance": tolerance, "out": tmp_path / "served.json"}
     served.check(assembly, weights, engines, reference, out, threads=1, **arguments)

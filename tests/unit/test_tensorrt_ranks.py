@@ -24,7 +24,7 @@ from lockstep.runtime import Advance, Engine, Model, Request, Sampling
 from lockstep.step.greedy import most_likely
 from lockstep.step.sampling import draw
 from lockstep.targets import Results, Target
-from lockstep.verify import golden
+from lockstep.verify.golden.check import check_engines
 from shared import Shared
 from some import some
 
@@ -131,7 +131,7 @@ def test_ranks_give_the_logits_of_one(open_model, reference, form: Form, monkeyp
 )
 def test_the_demo_passes_the_golden_check(references: Results, paths, form: Form, gpu, tmp_path: Path) -> None:
     engines, assembly, weights = paths
-    golden.check_engines(
+    check_engines(
         assembly, weights, engines, references.reference(MODEL, "all"), Target(MODEL, form[1], "all", "tensorrt"),
         TOLERANCES[form[1]], LIMITS, tmp_path / "golden.json", tmp_path / "speed.json",
         [prompt.expected["all"] for prompt in GOLDEN.prompts],

@@ -18,7 +18,8 @@ from lockstep.errors import CheckError
 from lockstep.manifests.manifest_files import content
 from lockstep.runtime import Advance, Model, Tokenizer, generate
 from lockstep.targets import Target
-from lockstep.verify import compare, golden
+from lockstep.verify import compare
+from lockstep.verify.golden.check import check_engines
 from some import some
 
 MODEL, BACKEND, VERSION = "demo-llama", "tensorrt_rtx", "1.7.1.116"
@@ -87,7 +88,7 @@ def test_generated_tokens_are_those_of_onnx_runtime(demo, open_model, gpu, preci
 @pytest.mark.long
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 def test_the_demo_passes_the_golden_check(references, engines, gpu, tmp_path, precision):
-    golden.check_engines(
+    check_engines(
         references.assembly(MODEL, precision), references.weights(MODEL, precision), engines(precision),
         references.reference(MODEL, "all"), Target(MODEL, precision, "all", BACKEND), TOLERANCES[precision], LIMITS,
         tmp_path / "golden.json", tmp_path / "speed.json", [prompt.expected["all"] for prompt in GOLDEN.prompts],
@@ -113,7 +114,7 @@ def test_quantised_weights_come_with_their_sign(shared, gpu, tmp_path):
     results = quantized_demo(shared, "w8a16")
     assembly, weights = results.assembly("model", "w8a16"), results.weights("model", "w8a16")
     path = build(assembly, BACKEND, tmp_path / "engines" / "engines.json", SIZES)
-    golden.check_engines(
+    check_engines(
         assembly, weights, path, results.quantized_reference("model", "w8a16", 2), Target("model", "w8a16", 2, BACKEND),
         QUANTIZED, LIMITS, tmp_path / "golden.json", tmp_path / "speed.json",
     )  # fmt: skip

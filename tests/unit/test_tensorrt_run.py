@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from benchmarks.step_timing import breakdown
 from demo_model import GOLDEN, LIMITS, TOLERANCES
 
 import fake_gpu
+from lockstep.artifacts.bisect_report import EngineReport
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.backends import build
 from lockstep.backends.tensorrt.compat import TENSORRT
@@ -28,8 +30,8 @@ from lockstep.runtime import Advance, Decoding, Engine, Model, Request, Sampling
 from lockstep.runtime import engine as engine_module
 from lockstep.step.sampling import Sampler
 from lockstep.targets import Target
-from lockstep.verify import golden
 from lockstep.verify.bisect.explain import engine_report
+from lockstep.verify.golden.check import check_engines
 from lockstep.weights import Weights
 from some import some_cases
 
@@ -202,7 +204,7 @@ def test_steps_give_what_onnx_runtime_gives(demo, open_model, form, gpu, followi
 
 def test_the_demo_passes_the_golden_check(references, engines, form, gpu, tmp_path):
     precision, expected = form[1], [prompt.expected["all"] for prompt in GOLDEN.prompts]
-    golden.check_engines(
+    check_engines(
         references.assembly(MODEL, precision), references.weights(MODEL, precision), engines[form],
         references.reference(MODEL, "all"), Target(MODEL, precision, "all", "tensorrt"), TOLERANCES[precision], LIMITS,
         tmp_path / "golden.json", tmp_path / "speed.json", expected,
@@ -214,11 +216,11 @@ def test_a_block_that_leaves_its_graph_is_named_by_bisect(demo, engines, form, g
     """The engine of another graph, which goes by the name and the digest of the right one; fused attention is no
     engine, and is left out."""
     assembly, weights = demo.assembly(MODEL, form[1]), demo.weights(MODEL, form[1])
-    report = lambda engines_json: engine_report(
-        assembly, weights, engines_json, 2, TOLERANCES[form[1]], (list(range(3, 20)), 9)
-    )
+    report = lambda engines_json: EngineReport.from_json(engine_report(
+        assembly, weights, engines_json, 2, asdict(TOLERANCES[form[1]]), (list(range(3, 20)), 9)
+    ))  # fmt: skip
     right = report(engines[form])
-    assert right.fault is None and right.served.passed and all(row.passed for row in right.rows)
+    assert right.fault is None and right.rows[-1].part == "runtime" and all(row.passed for row in right.rows)
     assert any(row.part == "attention" for row in right.rows) == (form[2] == "traced")
     for name, source in (("graphs", assembly.parent), ("engines", engines[form].parent)):
         shutil.copytree(source, tmp_path / name)

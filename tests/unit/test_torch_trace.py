@@ -15,7 +15,7 @@ from lockstep.checkpoint import resolve
 from lockstep.errors import InputError
 from lockstep.export.random_model import make
 from lockstep.export.torch_model import cut_config, float32_tensor, is_within, load_folder, load_tensors
-from lockstep.verify.validate.torch_trace import HOOK, TorchModel, sequences
+from lockstep.verify.validate.torch_trace import HOOK, TorchModel
 from lockstep.weights import Weights, convert
 from some import some
 
@@ -84,7 +84,7 @@ def test_mapped_weights_compute_what_those_in_float32_do(tmp_path, family):
 def test_embedded_tokens_give_the_logits_of_their_ids(demo):
     model = TorchModel(CONFIG, Weights.open(demo.weights("demo-llama", "fp32")), "all")
     record = model.record(IDS)
-    assert np.array_equal(model.logits(record.embedded, record.position_ids), record.logits)
+    assert np.array_equal(model.logits(record.embedded), record.logits)
 
 
 def test_a_model_without_the_attention_interface_is_refused(tmp_path):
@@ -107,14 +107,6 @@ def test_lists_with_an_entry_for_each_layer_are_cut_too():
     config = transformers.Gemma2Config(num_hidden_layers=4, eos_token_id=[1, 2, 3, 4]).to_dict()
     cut = cut_config(config, 3)
     assert (cut.num_hidden_layers, len(cut.layer_types), cut.eos_token_id) == (3, 3, [1, 2, 3, 4])
-
-
-def test_sequences_have_several_lengths_within_the_models_limit():
-    lengths = [len(ids) for ids in sequences(100, 512, list(range(20)))]
-    assert lengths == [1, 2, 7, 33, 20]
-    assert [len(ids) for ids in sequences(100, 8, list(range(20)))] == [1, 2, 7, 8, 8]
-    assert [len(ids) for ids in sequences(100, 512, [], [0, 40, 40, 4096])] == [1, 2, 7, 33, 43]
-    assert all((0 <= ids).all() and (ids < 100).all() for ids in sequences(100, 512, [1]))
 
 
 @pytest.fixture

@@ -75,7 +75,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     engines = EngineSetManifest(TARGET.backend, "1", TARGET.precision, {"name": "d"}, {}, {"e": engine}, 1)
     make(results, "build", engines.to_json(), e=b"e")
     make(results, "validate", validation(TARGET).to_json())
-    answer = ReferencePrompt("A", (1,), (1,), "", ())
+    answer = ReferencePrompt("A", (1,), (1,), "")
     logits = FileEntry("logits", sha256(b"logits").hexdigest())
     reference = ReferenceManifest(2, 1, (), logits, (answer,), None)
     make(results, "reference", reference.to_json(), logits=b"logits")

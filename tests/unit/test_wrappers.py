@@ -23,7 +23,9 @@ from lockstep.export.random_model import write_byte_tokenizer
 from lockstep.export.torch_model import cut_config
 from lockstep.runtime import Advance, Model
 from lockstep.targets import Limits, Results, Target, Tolerances
-from lockstep.verify import golden, validate
+from lockstep.verify import validate
+from lockstep.verify.golden.check import check_engines
+from lockstep.verify.golden.reference import make_reference
 from lockstep.verify.golden.terms import GoldenTerms
 from lockstep.weights import convert
 
@@ -139,9 +141,9 @@ def _pass_validate_and_golden(results: Results) -> None:
     checkpoint, assembly = results.checkpoint(NAME), results.assembly(NAME, "fp32")
     weights, tolerances = results.weights(NAME, "fp32"), Tolerances(block=1e-4, logits=1e-4)
     validate.run(assembly, weights, checkpoint, "all", tolerances, 64, results.validation(NAME, "fp32", "all"))
-    golden.make_reference(checkpoint, "all", GoldenTerms(4, ("a b",), 24), results.reference(NAME, "all"))
+    make_reference(checkpoint, "all", GoldenTerms(4, ("a b",), 24), results.reference(NAME, "all"))
     report, speed = (path(NAME, "fp32", "all", "onnxruntime") for path in (results.golden, results.speed))
-    golden.check_engines(
+    check_engines(
         assembly, weights, results.engines(NAME, "fp32", "onnxruntime"), results.reference(NAME, "all"),
         Target(NAME, "fp32", "all", "onnxruntime"), tolerances,
         Limits(max_batch_size=2, max_input_len=32, max_seq_len=64, max_num_tokens=64), report, speed,

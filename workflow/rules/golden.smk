@@ -34,8 +34,6 @@ rule quantized_reference:
     input:
         checkpoint="<results>/{model}/checkpoint.json",
         weights="<results>/{model}/{precision}/weights.json",
-        reference="<results>/{model}/reference/{layers}.json",
-        logits="<results>/{model}/reference/{layers}.safetensors",
     output:
         manifest="<results>/{model}/{precision}/reference/{layers}.json",
         logits="<results>/{model}/{precision}/reference/{layers}.safetensors",

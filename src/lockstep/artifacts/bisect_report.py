@@ -32,8 +32,10 @@ class StageName:
 class MeasuredOutput(StageName):
     """How far an output of a stage is off.
 
-    against: "pytorch" (the graph's error) or "graph" (the engine's error). position: of the first token whose row is
-    over tolerance, of the row with the largest error where none is.
+    against: "pytorch" (the graph's error), "graph" (the engine's) or "reference". Two more parts stand for the logits
+    of all steps: "runtime", of lockstep.runtime against the graphs, and "weights", of PyTorch on the target's weights
+    against the reference. position: of the first token whose row is over tolerance, of the row with the largest error
+    where none is.
     """
 
     tensor: str
@@ -46,19 +48,8 @@ class MeasuredOutput(StageName):
 
 
 @dataclass(frozen=True)
-class FaultMeasured(StageName):
-    """Where the output by which a fault shows is off first, and the largest error of the stage before."""
-
-    tensor: str
-    position: int
-    error_before: float | None
-    error_after: float | None
-    tolerance: float
-
-
-@dataclass(frozen=True)
 class FaultNode:
-    """The node that is at fault: see `verify.bisect.nodes.NodeFault`."""
+    """The node that is at fault: its output is off, what it reads is not. others: more such nodes."""
 
     name: str
     operator: str
@@ -70,49 +61,36 @@ class FaultNode:
 
 
 @dataclass(frozen=True)
-class FoundFault:
-    """A graph or an engine that is off.
+class FoundFault(StageName):
+    """A graph or an engine that is off: the stage that is to blame.
 
-    wrong: "graph" (against PyTorch) or "engine" (against its graph). layer: the decoder layer that the fault lies in,
-    None for the embedding; block_layer: the layer of the stage that is to blame. node: None where none can be named.
-    look_at: what to do next, one sentence.
+    wrong: "graph" (against PyTorch) or "engine" (against its graph). measured: the output by which it shows first,
+    which another stage of the layer may give. error_before: the largest of the stage before. node: None where none can
+    be named. look_at: what to do next, one sentence.
     """
 
     wrong: str
-    layer: int | None
-    part: str
-    graph: str
-    phase: str
-    block_layer: int | None
+    measured: MeasuredOutput
+    error_before: float | None
     node: FaultNode | None
     look_at: str
-    measured: FaultMeasured
 
-
-@dataclass(frozen=True)
-class StepsError:
-    """How far the logits behind a request's steps are off.
-
-    position: of the first step over tolerance, of the one with the largest error where none is.
-    """
-
-    max_abs_error: float | None
-    tolerance: float
-    passed: bool
-    position: int
+    @property
+    def decoder_layer(self) -> int | None:
+        """Return the layer that the fault lies in: what leaves a block as `hidden_out` is of the layer before."""
+        ends_layer = self.stage == self.measured.stage and self.part == "block" and self.measured.tensor == "hidden_out"
+        return self.layer - 1 if self.layer and ends_layer else self.layer
 
 
 @dataclass(frozen=True)
 class EngineReport(JsonObject):
     """Engines against their graphs.
 
-    served: how far the runtime's logits are off, None where that was not measured. finished: False where the time was
-    over before the last stage. overflow: a line where a graph goes beyond float16.
+    finished: False where the time was over before the last stage. overflow: a line where a graph goes beyond float16.
     """
 
     rows: tuple[MeasuredOutput, ...]
     fault: FoundFault | None
-    served: StepsError | None
     finished: bool
     overflow: str | None = None
 
@@ -122,8 +100,7 @@ class BisectReport(Document):
     """What a target's graphs and engines do along one request.
 
     chosen: why this prompt. wrong: "graph", "engine", "overflow", "weights", "runtime" or "nothing". answer: the same
-    in one line; look_at: what to do next. served, weights: how far the logits of the runtime, and those of PyTorch on
-    the target's weights, are off; None where that was not measured.
+    in one line; look_at: what to do next.
     """
 
     FORMAT: ClassVar[str] = formats.BISECT
@@ -136,7 +113,5 @@ class BisectReport(Document):
     answer: str
     look_at: tuple[str, ...]
     faults: tuple[FoundFault, ...]
-    served: StepsError | None
-    weights: StepsError | None
     rows: tuple[MeasuredOutput, ...]
     notes: tuple[str, ...]

@@ -16,11 +16,11 @@ from lockstep.artifacts.document import Document
 class Drift(Document):
     """The drift of a model's first `layers` layers (or "all").
 
-    Measured in transformers, float32. max_logit_error, rms_logit_error: of the logits along the checkpoint's own
-    answers to the golden prompts. rms_logit: of those logits themselves. tokens_differing: of `tokens` likeliest tokens
-    there. perplexity, full_perplexity: on `perplexity_tokens` tokens of text, of the quantised weights and of the
-    checkpoint's. max_weight_error: of a weight, in steps of its group. kv_cache_dtype: of keys and values, where it is
-    another than the activations'; then also of full weights, with `precision` that of the measurement.
+    Measured in transformers, float32. max_logit_error, rms_logit_error: of the logits along the rounded model's answers
+    to the golden prompts. rms_logit: of the checkpoint's there. tokens_differing: of `tokens` likeliest tokens there.
+    perplexity, full_perplexity: on `perplexity_tokens` tokens of text, of rounded numbers and of the checkpoint's.
+    max_weight_error: of a weight, in steps of its group. kv_cache_dtype: of keys and values, where it is another than
+    the activations'; then also of full weights, with `precision` that of the measurement.
     """
 
     FORMAT: ClassVar[str] = formats.DRIFT

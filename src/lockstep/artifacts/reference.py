@@ -18,15 +18,6 @@ from lockstep.artifacts.places import FileEntry
 
 
 @dataclass(frozen=True)
-class ReferenceStep:
-    """The largest logits of a step. gap: between the two largest; None for one token."""
-
-    top_ids: tuple[int, ...]
-    top_logits: tuple[float, ...]
-    gap: float | None
-
-
-@dataclass(frozen=True)
 class ReferencePrompt:
     """A prompt and what follows it. new_text: the tokens as text. adapter: "" for none, beside others with one."""
 
@@ -34,7 +25,6 @@ class ReferencePrompt:
     prompt_ids: tuple[int, ...]
     tokens: tuple[int, ...]
     new_text: str
-    steps: tuple[ReferenceStep, ...]
     adapter: str | None = None
 
 

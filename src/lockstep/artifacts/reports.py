@@ -80,18 +80,9 @@ class ForwardError:
     """The errors of the logits of whole sequences, and Polygraphy's verdict. noise: what the precision itself costs."""
 
     max_abs_error: float | None
-    cosine: float | None
     noise: float
     tolerance: float
     passed: bool
-
-
-@dataclass(frozen=True)
-class Inspected:
-    """The number of nodes of a graph, and of each operator, as Polygraphy reads it."""
-
-    nodes: int
-    operators: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -104,10 +95,9 @@ class Linted:
 
 @dataclass(frozen=True)
 class GraphChecks:
-    """The results of ONNX's checker (PASS), of inspect and of lint, by graph."""
+    """The results of ONNX's checker (PASS) and of Polygraphy's lint, by graph."""
 
     checker: Mapping[str, str]
-    inspect: Mapping[str, Inspected]
     lint: Mapping[str, Linted]
 
 

@@ -34,7 +34,7 @@ def bisect(target: str, prompt: str | None, as_json: bool, threads: int | None, 
     ask = (
         None
         if python is None
-        else lambda **arguments: worker.ask(python, "lockstep.verify.bisect.explain:engine_report_json", **arguments)
+        else lambda **arguments: worker.ask(python, "lockstep.verify.bisect.explain:engine_report", **arguments)
     )
     with working(f"bisect {chosen}"):
         report = find(tree, chosen, tolerance, ask, prompt, threads)

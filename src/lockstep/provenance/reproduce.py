@@ -34,7 +34,7 @@ from lockstep.provenance.locked import difference
 from lockstep.provenance.lockfile import lock_of, readable_sections, sections
 from lockstep.provenance.record import SUFFIX
 from lockstep.stages import STAGES
-from lockstep.targets import Results, Target
+from lockstep.targets import Results, Target, is_quantized
 
 _NOT_TAKEN_ON = ("LOCKSTEP_CACHE",)
 
@@ -118,7 +118,7 @@ def rebuild(
     stages = reproduced_stages(target, is_run, *([] if like else ["reference"]))
     with tempfile.TemporaryDirectory(prefix="lockstep-reproduce-") as folder:
         tree = Results(Path(folder) / "results")
-        if like and is_run:
+        if like and is_run and not is_quantized(target.precision):  # which have their own
             _take_reference(like, tree, target)
         if like:
             _take_tactics(like, tree, target)

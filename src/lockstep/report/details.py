@@ -34,7 +34,8 @@ class Details:
 
     def report(self, kind: type[AnyReport]) -> AnyReport | None:
         """Return the report of the check that writes such ones; None without one."""
-        return next((checked.report for checked in self.checks.values() if isinstance(checked.report, kind)), None)
+        reports = (checked.report for checked in self.checks.values())
+        return next((report for report in reports if type(report) is kind), None)
 
 
 def details(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lockstep.stages.reference import make_reference
 from lockstep.stages.stage import EXPORT, TORCH, Config, Job, Names, Stage
 from lockstep.targets import Target, is_quantized
 
@@ -30,19 +31,4 @@ def reference_options(config: Config, model: str) -> dict[str, Any]:
     prompts = {name: [prompt.text for prompt in each] for name, each in config.adapter_prompts(model).items()}
     settings = config.models[model]
     dtype = {"kv_cache_dtype": settings.kv_cache_dtype} if settings.kv_cache_dtype else {}
-    return {"golden": {"max_new_tokens": settings.golden.max_new_tokens, "prompts": prompts, **dtype}}
-
-
-def make_reference(job: Job) -> None:
-    """Make the reference of a job with adapters; of dequantised weights where it reads `weights`."""
-    from lockstep.verify.golden.adapted_reference import make_adapted_reference
-    from lockstep.verify.golden.terms import AdaptedTerms
-
-    make_adapted_reference(
-        job.inputs["checkpoint"],
-        job.inputs["adapters"],
-        job.layers,
-        AdaptedTerms.from_json(job.options["golden"]),
-        job.output,
-        job.inputs.get("weights"),
-    )
+    return {"golden": {"max_new_tokens": settings.golden.max_new_tokens, "adapted": prompts, **dtype}}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.stages.adapted_reference import make_reference, reference_options
+from lockstep.stages.adapted_reference import reference_options
+from lockstep.stages.reference import make_reference
 from lockstep.stages.stage import EXPORT, TORCH, Config, Job, Names, Stage
 
 

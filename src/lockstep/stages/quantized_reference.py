@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lockstep.stages.reference import make_reference
 from lockstep.stages.stage import EXPORT, TORCH, Config, Job, Names, Stage
 
 
@@ -13,11 +14,7 @@ class QuantizedReference(Stage):
         "logits": "{model}/{precision}/reference/{layers}.safetensors",
         "drift": "{model}/{precision}/reference/{layers}.drift.json",
     }
-    reads = {
-        "checkpoint": "{model}/checkpoint.json",
-        "weights": "{model}/{precision}/weights.json",
-        "reference": "{model}/reference/{layers}.json",
-    }
+    reads = {"checkpoint": "{model}/checkpoint.json", "weights": "{model}/{precision}/weights.json"}
     code = (*EXPORT, "verify/*", "verify/golden")
     packages = TORCH
     help = "Tokens and logits of transformers on the dequantised weights, and their drift."
@@ -28,15 +25,4 @@ class QuantizedReference(Stage):
         return {"golden": config.reference_terms(model), "drift_text": config.models[model].golden.drift_text}
 
     def run(self, job: Job) -> None:
-        from lockstep.verify import golden
-
-        golden.make_quantized_reference(
-            job.inputs["checkpoint"],
-            job.inputs["weights"],
-            job.inputs["reference"],
-            job.layers,
-            golden.GoldenTerms.from_json(job.options["golden"]),
-            job.options["drift_text"],
-            job.output,
-            self.path(job, self.beside["drift"]),
-        )
+        make_reference(job)

@@ -28,9 +28,20 @@ class Reference(Stage):
         return ("reference", key.names["layers"]), tokens(ReferenceManifest.load(manifest).prompts)
 
     def run(self, job: Job) -> None:
-        from lockstep.verify import golden
+        make_reference(job)
 
-        terms = golden.GoldenTerms.from_json(job.options["golden"])
-        golden.make_reference(
-            job.inputs["checkpoint"], job.layers, terms, job.output, job.options.get("drift_text", "")
-        )
+
+def make_reference(job: Job) -> None:
+    """Make the reference of a job: of quantised weights or with adapters where it reads such."""
+    from lockstep.verify.golden import reference
+    from lockstep.verify.golden.terms import GoldenTerms
+
+    reference.make_reference(
+        job.inputs["checkpoint"],
+        job.layers,
+        GoldenTerms.from_json(job.options["golden"]),
+        job.output,
+        job.inputs.get("weights"),
+        job.inputs.get("adapters"),
+        job.options.get("drift_text", ""),
+    )

@@ -156,6 +156,14 @@ class Graphs(GraphRunner):
         outputs = self.assembly.mixers[name].decode.signature.outputs
         return np.dtype(widened_dtype(next(io.dtype for io in outputs if io.name == "attention")))
 
+    def no_past(self, variant: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return keys and values of no tokens, [0, num_kv_heads, head_dim], as `stale_cache` takes them."""
+        spec = self.assembly.variants[variant]
+        keys, values = (
+            np.empty((0, spec.num_kv_heads, dim), self.dtype) for dim in (spec.head_dim, spec.value_head_dim)
+        )
+        return keys, values
+
     def shows_hidden(self, part: BoundBlock) -> bool:
         """Return whether what a block hands on as `hidden` is the hidden state that enters its layer.
 

@@ -19,7 +19,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lockstep.artifacts.reports import TensorError
+from lockstep.onnx_tools.metrics import Difference, difference
 from lockstep.targets import Tolerances
+from lockstep.verify.metrics import finite, off
 
 # Where nothing is rounded but the result, it is still off by half of the last bit of fp16: at most 2^-11 of its size,
 # rms a quarter of that.
@@ -41,10 +44,6 @@ class Spread:
 
     def __mul__(self, factor: float) -> Spread:
         return Spread(self.largest * factor, self.rms * factor)
-
-    def within(self, bound: Spread) -> bool:
-        """Return whether the error passes; one that is not finite never does."""
-        return self.largest <= bound.largest and self.rms <= bound.rms
 
 
 def row_scale(expected: np.ndarray) -> np.ndarray:
@@ -68,12 +67,55 @@ def spread(expected: np.ndarray, found: np.ndarray) -> Spread:
         return Spread(float(relative.max()), float(np.sqrt(np.mean(relative * relative))))
 
 
-def block_bound(noise: Spread, tolerances: Tolerances) -> Spread:
-    """Return the error (`spread`) that passes of a tensor whose noise is that of fp16."""
-    if tolerances.block is not None:
-        return Spread(tolerances.block, math.inf)
-    times = tolerances.noise * tolerances.rounding
-    return Spread(times * max(noise.largest, _FLOOR), _RMS * times * max(noise.rms, _FLOOR_RMS))
+def measure(
+    name: str,
+    expected: np.ndarray,
+    found: np.ndarray,
+    noisy: np.ndarray,
+    tolerances: Tolerances,
+    usual: Spread = Spread(0.0, 0.0),
+) -> TensorError:
+    """Return the error of an output, beside what passes of it.
+
+    noisy: what fp16 gives in place of `expected`. usual: noise of such outputs, which counts where it is larger.
+    """
+    noise = spread(expected, noisy) | usual
+    return beside_noise(name, difference(expected, found), spread(expected, found), noise, tolerances)
+
+
+def beside_noise(name: str, absolute: Difference, error: Spread, noise: Spread, tolerances: Tolerances) -> TensorError:
+    fixed = tolerances.logits if name == "logits" else tolerances.block
+    times, own = tolerances.noise * tolerances.rounding, noise * tolerances.rounding
+    bound = Spread(times * max(noise.largest, _FLOOR), _RMS * times * max(noise.rms, _FLOOR_RMS))
+    if fixed is not None:
+        bound = Spread(fixed, math.inf)
+    return TensorError(
+        max_abs_error=absolute.max_abs_error,
+        relative_error=finite(error.largest),
+        rms_error=finite(error.rms),
+        cosine=absolute.cosine,
+        noise=own.largest,
+        rms_noise=own.rms,
+        tolerance=bound.largest,
+        rms_tolerance=finite(bound.rms),
+    )
+
+
+def wrong(name: str, error: TensorError, tolerances: Tolerances) -> str | None:
+    """Say what is wrong with an output; None where its error passes: that of logits, absolute if a number is given."""
+    if error.max_abs_error is None:
+        return f"{name}: expected finite numbers, found NaN or infinity"
+    if name == "logits" and tolerances.logits is not None:
+        is_off = error.max_abs_error > tolerances.logits
+        return f"{name}: {off(error.max_abs_error, tolerances.logits)}" if is_off else None
+    largest, rms = (math.inf if number is None else number for number in (error.relative_error, error.rms_error))
+    if largest > error.tolerance:
+        more = f"largest absolute error {error.max_abs_error:.3g}, cosine {error.cosine:.6f}"
+        return f"{name}: expected an error of at most {error.tolerance:.3g}, found {largest:.3g} ({more})"
+    if error.rms_tolerance is not None and rms > error.rms_tolerance:
+        more = f"largest {largest:.3g}, cosine {error.cosine:.6f}"
+        return f"{name}: expected an rms error of at most {error.rms_tolerance:.3g}, found {rms:.3g} ({more})"
+    return None
 
 
 class LogitNoise:

@@ -1,12 +1,16 @@
-"""Run a model of float32 in PyTorch as if it were one of 16 bits, or parameters of 16 bits as if they were float32.
+"""Run a model of float32 in PyTorch as if its numbers had fewer bits. Needs torch and transformers.
 
-Needs torch. A model and what runs it in; what transformers gives in that precision out: weights are cast where they
-are read, each function rounds what it gives, and products accumulate in float32, as engines do. The model keeps its
-weights: they are cast at each call, one at a time. The kernels are those of float32, which every CPU has.
+`Rounded`: as one of 16 bits, or parameters of 16 bits as if they were float32. Weights are cast where they are read,
+each function rounds what it gives, and products accumulate in float32, as engines do. The model keeps its weights: they
+are cast at each call, one at a time. The kernels are those of float32, which every CPU has.
+
+`round_activations`: with activations of 8 bits, as of w8a8, w4a8 and w8a8-fp8. `round_kv_cache`: with keys and values
+of a cache in fp8.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +18,16 @@ import numpy as np
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+from transformers import DynamicCache, PreTrainedModel
+
+from lockstep.artifacts.dtypes import ROW, has_8_bit_activations
+from lockstep.artifacts.quantized import module_of
+from lockstep.checkpoint.fit import HEAD
+from lockstep.errors import InputError
+from lockstep.export.torch_model import is_within
+from lockstep.onnx_tools.fp8_products import LARGEST, TINY
+from lockstep.weights import Weights
 
 # What noise is measured in, with its rounding in units of fp16's: bf16 where values go beyond fp16's range.
 NOISE_DTYPES = ((torch.float16, 1.0), (torch.bfloat16, 8.0))
@@ -22,6 +36,8 @@ _PRODUCTS = {
     torch.Tensor.mm, torch.bmm, torch.Tensor.bmm, torch.baddbmm, torch.Tensor.baddbmm, torch.addmm, torch.Tensor.addmm,
     torch.einsum, functional.conv1d, torch._grouped_mm,
 }  # fmt: skip
+_LEVELS = 127.0
+_OF_EXPERTS = re.compile(r"\.experts\.")  # whose activations are not rounded (export.quantize); shared ones are
 _DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 
 
@@ -85,3 +101,81 @@ def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _mapped(function, item) for key, item in value.items()}
     return function(value)
+
+
+def round_activations(model: Any, weights: Weights, layers: int | str) -> None:
+    """Let a model's products round their activations in place, where the weights' precision says so.
+
+    The model's quantised weights are dequantised; the product of the rounded numbers is float32's.
+    """
+    if not has_8_bit_activations(weights.precision) or weights.quantization is None:
+        return
+    modules, size = dict(model.named_modules()), weights.quantization.group_size
+
+    def before(_: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return rounded_rows(inputs[0], size), *inputs[1:]
+
+    for tensor in weights.quantization.bits:
+        if is_within(tensor, layers) and not _OF_EXPERTS.search(tensor):
+            _module(model, modules, module_of(tensor), weights).register_forward_pre_hook(before)
+
+
+def rounded_rows(values: torch.Tensor, group_size: int) -> torch.Tensor:
+    """Round [..., in_features] to 8 bits, symmetric, to nearest, ties to even.
+
+    To int8 as the kernels of ONNX Runtime do, in the groups of the weight: the step is the largest magnitude over 127.
+    Or each row to e4m3: the step is its largest magnitude over 448.
+    """
+    if group_size == ROW:
+        rows = values.float()
+        step = torch.clamp(rows.abs().amax(-1, keepdim=True) / LARGEST, min=TINY)
+        return ((rows / step).to(torch.float8_e4m3fn).float() * step).to(values.dtype)
+    groups = values.float().unflatten(-1, (-1, group_size))
+    largest = groups.abs().amax(-1, keepdim=True)
+    inverse = torch.where(largest > 0, _LEVELS / largest, 0.0)
+    return (torch.round(groups * inverse) * (largest / _LEVELS)).flatten(-2).to(values.dtype)
+
+
+def _module(model: Any, modules: dict[str, Any], name: str, weights: Weights) -> Any:
+    if HEAD.fullmatch(f"{name}.weight"):  # which transformers may call otherwise, and may be the embedding
+        return model.get_output_embeddings()
+    # Checkpoints of a bare decoder leave out the first part of the name ("transformer.").
+    found = [key for key in modules if key == name or key.partition(".")[2] == name]
+    if len(found) != 1:
+        raise InputError(
+            f"{weights.manifest_path}: precision {weights.precision}: expected a linear layer of the name {name!r} in "
+            f"transformers, found {len(found)}; choose a precision with activations of 16 bits"
+        )
+    module = modules[found[0]]
+    return model.get_output_embeddings() if isinstance(module, torch.nn.Embedding) else module  # a tied head
+
+
+def rounded_heads(heads: torch.Tensor) -> torch.Tensor:
+    """Round [..., head_dim] to e4m3, as the backend `cuda` keeps keys, with RoPE, and values.
+
+    Each token and head has a scale: the smallest power of two, from 2^-22 to 2^7, with which none is beyond 448.
+    """
+    fraction, exponent = torch.frexp(heads.float().abs().amax(-1, keepdim=True))
+    # fraction is from 0.5 on; 448 is 0.875 * 2^9
+    scale = torch.exp2(torch.clamp(exponent - 9 + (fraction > LARGEST / 512), -22, 7).float())
+    codes = torch.clamp(heads.float() / scale, -LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return (codes.float() * scale).to(heads.dtype)
+
+
+class RoundedCache(DynamicCache):
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().update(rounded_heads(key_states), rounded_heads(value_states), *args, **kwargs)
+
+
+def round_kv_cache(model: PreTrainedModel) -> RemovableHandle:
+    """Let a model of transformers keep rounded keys and values, also where it is asked for no cache."""
+
+    def before(_: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        own = (
+            {} if kwargs.get("past_key_values") is not None else {"past_key_values": RoundedCache(config=model.config)}
+        )
+        return args, {**kwargs, "use_cache": True, **own}
+
+    return model.register_forward_pre_hook(before, with_kwargs=True)

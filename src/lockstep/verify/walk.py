@@ -145,10 +145,7 @@ class Walk:
             self._env |= {io.key: run.outputs[io.name] for io in self.graphs.classes[layer.block.graph].outputs}
             if of and self._exact:
                 self._env["hidden"] = self._known(of, self.graphs.hidden_dtype)
-            if layer.variant in self.graphs.assembly.state_mixers:
-                yield from self._state(layer.variant, index)
-            else:
-                yield from self._attention(layer.variant, index)
+            yield from self._mixer(layer.variant, index)
             if self._exact:
                 self._env["attention"] = self._known(mixed, self.graphs.mixed_dtype(layer.variant))
 
@@ -175,65 +172,73 @@ class Walk:
         )
         return StageRun(stage, {io.name: outputs[io.key] for io in signature.outputs}, exact, noisy)
 
-    def _mixer(
-        self, name: str, graph: str, phase: str, layer: int, rows: np.ndarray, inputs: Arrays, *known: Arrays
-    ) -> StageRun:
-        """Run a token mixer's graph. rows: the tokens of its outputs. known: what is expected, exact and in fp16."""
-        declared = {io.name for io in self.graphs.graph(f"{name}.{graph}").signature.inputs}
-        inputs = {key: array for key, array in inputs.items() if key in declared}
-        stage = Stage("attention", f"{name}.{graph}", phase, layer, {}, inputs, self._positions[rows])
-        return StageRun(stage, self.graphs.run_mixer(name, graph, inputs), *(known or ({}, {})))
+    def _mixer(self, variant: str, index: int) -> Iterator[StageRun]:
+        """Run a layer's token mixer in its phases; an attention behind a synthetic cache as one chunk, and decoding.
 
-    def _layer(self, index: int) -> list[tuple[LayerRecord, LayerRecord]]:
-        return [(exact.layers[index], noisy.layers[index]) for exact, noisy in zip(self._exact, self._noisy)]
+        One with a state goes on where the state was recorded.
+        """
+        graphs, num_past = self.graphs, self.num_past
+        layers = [(exact.layers[index], noisy.layers[index]) for exact, noisy in zip(self._exact, self._noisy)]
+        mixer = graphs.assembly.state_mixers.get(variant)
+        pasts = [(exact.keys, exact.values) for exact, _ in layers]
+        arrays = {name: self._env[name] for name in mixer.inputs} if mixer else self._scaled(variant, layers)
+        mixed: list[tuple[np.ndarray, np.ndarray]] = []  # tokens, and what is mixed into them
 
-    def _attention(self, variant: str, index: int) -> Iterator[StageRun]:
-        """Run a layer's attention in its phases; behind a synthetic cache as one chunk, and in one decode step."""
-        graphs, num_past, records = self.graphs, self.num_past, self._layer(index)
-        spec = graphs.assembly.variants[variant]
-        shapes = [(0, spec.num_kv_heads, dim) for dim in (spec.head_dim, spec.value_head_dim)]
-        none = np.empty(shapes[0], graphs.dtype), np.empty(shapes[1], graphs.dtype)
-        pasts = [(exact.keys, exact.values) for exact, _ in records] or [none] * len(self.requests)
-        scaled = self._scaled(variant, records)
-        attention = np.empty((len(self._positions), spec.num_heads * spec.value_head_dim), graphs.dtype)
+        def before(owners: Sequence[int], starts: Sequence[int]) -> Arrays:
+            if mixer:
+                states = [layers[owner][0].states[start] for owner, start in zip(owners, starts) if layers]
+                return {"past_state": np.concatenate(states or [np.zeros((1, *mixer.state), np.float32)])}
+            known = [pasts[owner] if owner < len(pasts) else graphs.no_past(variant) for owner in owners]
+            return stale_cache(known, [num_past + start for start in starts], graphs.dtype, self._capacity)
+
+        def expected(layer: LayerRecord, rows: np.ndarray) -> Arrays:
+            if mixer:
+                cached = {"state_out": layer.states[int(rows[-1]) + 1]}
+            else:
+                cached = {"key_out": layer.keys[num_past + rows], "value_out": layer.values[num_past + rows]}
+            return {**cached, "attention": layer.attention[rows]}
+
+        def goes_on(owner: int, *counts: int) -> bool:
+            return not mixer or (bool(layers) and all(count in layers[owner][0].states for count in counts))
 
         def run(phase: str, graph: str, owners: Sequence[int], rows: Sequence[np.ndarray]) -> StageRun:
             """Run a graph on the rows of some requests, by request; of a prefill graph there is one."""
-            tokens = self._tokens(owners, rows)
-            lengths = [num_past + int(own[0]) for own in rows]
-            past = stale_cache([pasts[owner] for owner in owners], lengths, graphs.dtype, self._capacity)
-            known = [
-                {
-                    "key_out": np.concatenate([layer.keys[num_past + own] for layer, own in zip(layers, rows)]),
-                    "value_out": np.concatenate([layer.values[num_past + own] for layer, own in zip(layers, rows)]),
-                    "attention": np.concatenate([layer.attention[own] for layer, own in zip(layers, rows)]),
-                }
-                for layers in zip(*(records[owner] for owner in owners if records))
-            ]
-            return self._mixer(variant, graph, phase, index, tokens, {**_rows(scaled, tokens), **past}, *known)
+            name = f"{variant}.{graph}"
+            tokens = np.concatenate([self._spans[owner].start + own for owner, own in zip(owners, rows)])
+            given = {key: array[tokens] for key, array in arrays.items()}
+            given |= before(owners, [int(own[0]) for own in rows])
+            declared = {io.name for io in graphs.graph(name).signature.inputs}
+            inputs = {key: array for key, array in given.items() if key in declared}
+            outputs = graphs.run_mixer(variant, graph, inputs)
+            if phase != "chunked":
+                mixed.append((tokens, outputs["attention"]))
+            sides: list[Arrays] = []  # what is expected, exact and in fp16
+            for side in zip(*(layers[owner] for owner in owners if layers)):
+                pieces = [expected(layer, own) for layer, own in zip(side, rows)]
+                sides.append({key: np.concatenate([piece[key] for piece in pieces]) for key in pieces[0]})
+            stage = Stage("attention", name, phase, index, {}, inputs, self._positions[tokens])
+            return StageRun(stage, outputs, *(sides or ({}, {})))
 
         for owner, request in enumerate(self.requests):
             rows, half = np.arange(len(request.ids)), len(request.ids) // 2
-            if num_past:
+            if num_past and not mixer:
                 yield run("chunked", "prefill", [owner], [rows])
                 continue
             whole = run("prefill", "prefill", [owner], [rows])
             yield whole
-            attention[self._spans[owner]] = whole.outputs["attention"]
-            if not records:
-                pasts[owner] = whole.outputs["key_out"], whole.outputs["value_out"]
-            if half:
+            if not mixer and not layers:
+                pasts.append((whole.outputs["key_out"], whole.outputs["value_out"]))
+            if half and goes_on(owner, half):
                 yield run("chunked", "prefill", [owner], [rows[half:]])
-        pairs = [(owner, np.array([row])) for owner in range(len(self.requests)) for row in self._decoded(owner)]
+        decoded = [(owner, row) for owner in range(len(self.requests)) for row in self._decoded(owner)]
+        pairs = [(owner, np.array([row])) for owner, row in decoded if goes_on(owner, row, row + 1)]
         for start in range(0, len(pairs), self._decode_rows):
             owners, decoded_rows = zip(*pairs[start : start + self._decode_rows])
-            decoded = run("decode", "decode", owners, decoded_rows)
-            yield decoded
-            attention[self._tokens(owners, decoded_rows)] = decoded.outputs["attention"]
+            yield run("decode", "decode", owners, decoded_rows)
+        attention = np.empty((len(self._positions), *mixed[0][1].shape[1:]), mixed[0][1].dtype)
+        for tokens, output in mixed:
+            attention[tokens] = output
         self._env["attention"] = attention
-
-    def _tokens(self, owners: Sequence[int], rows: Sequence[np.ndarray]) -> np.ndarray:
-        return np.concatenate([self._spans[owner].start + own for owner, own in zip(owners, rows)])
 
     def _decoded(self, owner: int) -> range:
         """Return the tokens of a request that go through decode too."""
@@ -244,12 +249,12 @@ class Walk:
             first = max(count - _DECODED, 0)
         return range(first, count)
 
-    def _scaled(self, variant: str, records: Sequence[tuple[LayerRecord, LayerRecord]]) -> Arrays:
+    def _scaled(self, variant: str, layers: Sequence[tuple[LayerRecord, LayerRecord]]) -> Arrays:
         """Return what attention reads of a block, scaled as PyTorch's was behind a synthetic cache."""
         arrays = {name: self._env[name] for name in ("query", "key", "value", "position_ids")}
         if not self.num_past:
             return arrays
-        ((layer, _),), spec = records, self.graphs.assembly.variants[variant]
+        ((layer, _),), spec = layers, self.graphs.assembly.variants[variant]
         query_scale = np.full(arrays["query"].shape[1], layer.query_scale, np.float32)
         if spec.sinks:
             query_scale[spec.head_dim :: spec.query_dim] = 1  # what is no query's number
@@ -258,38 +263,3 @@ class Walk:
             name: (array * scales[name]).astype(array.dtype) if name in scales else array
             for name, array in arrays.items()
         }
-
-    def _state(self, name: str, index: int) -> Iterator[StageRun]:
-        """Run a mixer with a state on whole sequences and, where states are known, on second halves and last tokens."""
-        mixer, records, mixed = self.graphs.assembly.state_mixers[name], self._layer(index), []
-
-        def run(phase: str, graph: str, owners: Sequence[int], start: Callable[[int], int]) -> StageRun:
-            """Run a graph on the tokens of some requests from `start` of their number on."""
-            counts = [len(self.requests[owner].ids) for owner in owners]
-            rows = [np.arange(start(count), count) for count in counts]
-            tokens = self._tokens(owners, rows)
-            known = [
-                {
-                    "state_out": np.concatenate([layer.states[count] for layer, count in zip(layers, counts)]),
-                    "attention": np.concatenate([layer.attention[own] for layer, own in zip(layers, rows)]),
-                }
-                for layers in zip(*(records[owner] for owner in owners if records))
-            ]
-            states = [records[owner][0].states[start(count)] for owner, count in zip(owners, counts) if records]
-            inputs = _rows({key: self._env[key] for key in mixer.inputs}, tokens)
-            inputs["past_state"] = np.concatenate(states or [np.zeros((1, *mixer.state), np.float32)])
-            return self._mixer(name, graph, phase, index, tokens, inputs, *known)
-
-        for owner, request in enumerate(self.requests):
-            whole = run("prefill", "prefill", [owner], lambda count: 0)
-            yield whole
-            mixed.append(whole.outputs["attention"])
-            if records and len(request.ids) > 1:
-                yield run("chunked", "prefill", [owner], lambda count: count // 2)
-        if records:
-            yield run("decode", "decode", range(len(self.requests)), lambda count: count - 1)
-        self._env["attention"] = np.concatenate(mixed)
-
-
-def _rows(arrays: Arrays, rows: np.ndarray) -> Arrays:
-    return {name: array[rows] for name, array in arrays.items()}

@@ -7,35 +7,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lockstep.artifacts.assembly import Assembly
-from lockstep.artifacts.bisect_report import EngineReport, StepsError
+from lockstep.artifacts.bisect_report import EngineReport, MeasuredOutput
 from lockstep.artifacts.reports import GoldenReport
 from lockstep.backends import EngineSet
 from lockstep.errors import CheckError, InputError, LockstepError
 from lockstep.manifests.manifest_files import failed_path
 from lockstep.onnx_tools.overflow import OVERFLOWS
-from lockstep.runtime import Model
+from lockstep.runtime import Advance, Model
 from lockstep.targets import Target, Tolerances
 from lockstep.verify.bisect.faults import engine_fault
 from lockstep.verify.bisect.report import advice, answer
 from lockstep.verify.bisect.request import failing
-from lockstep.verify.bisect.walked import Engines, walk_stages
-from lockstep.verify.golden.forced import Errors, Forced, force
+from lockstep.verify.bisect.walked import Engines, measure, walk_stages
 from lockstep.verify.graphs import Graphs
-from lockstep.verify.metrics import finite
-from lockstep.verify.noise import LogitBounds, LogitNoise
-from lockstep.verify.walk import Tokens
+from lockstep.verify.walk import Stage, Tokens
 from lockstep.weights import Weights
 
 SECONDS = 60.0
-Followed = tuple[Sequence[int], int]  # ids, and how many of them are the prompt
-_SYNTHETIC = 33  # ids where a check has no tokens of its own
 
 
 def explain_failure(
@@ -45,17 +40,18 @@ def explain_failure(
     layers: int | str,
     tolerance: Tolerances,
     target: str,
-    tokens: Followed | None,
+    tokens: tuple[Sequence[int], int],
     seconds: float = SECONDS,
 ) -> str:
     """Explain a failed check in one line: the first engine that leaves its graph, or that none does; what to run next.
 
-    target: its name, for the advice. tokens: the failing request; without it seeded ones are taken. Stops between two
-    stages when `seconds` are over. Raises nothing: whoever calls has a failure to report.
+    target: its name, for the advice. tokens: ids of the failing request, and how many of them are its prompt. Stops
+    between two stages when `seconds` are over. Raises nothing: whoever calls has a failure to report.
     """
     further = f"graph against PyTorch: lockstep bisect {target}"
     try:
-        report = engine_report(assembly_json, weights_json, engines_json, layers, tolerance, tokens, seconds)
+        files = str(assembly_json), str(weights_json), str(engines_json)
+        report = EngineReport.from_json(engine_report(*files, layers, asdict(tolerance), tokens, seconds))
     except (LockstepError, OSError, MemoryError) as error:
         return f"bisect cannot run the engines beside their graphs: {' '.join(str(error).split())}; {further}"
     if report.fault:
@@ -65,8 +61,8 @@ def explain_failure(
     if not report.finished:
         reached = f"{report.rows[-1].graph} at layer {report.rows[-1].layer}"
         return f"engines agree with their graphs as far as {seconds:g} s took ({reached}); {further}"
-    if report.served and not report.served.passed:
-        off = f"the logits of lockstep.runtime are off from position {report.served.position} on"
+    if (served := report.rows[-1]).part == "runtime" and not served.passed:
+        off = f"the logits of lockstep.runtime are off from position {served.position} on"
         return f"each engine alone agrees with its graph on these tokens, but {off}; {further}"
     return f"each engine alone agrees with its graph on these tokens; {further}"
 
@@ -83,55 +79,62 @@ def explained(
 ) -> CheckError:
     """Add to the error of a golden check which engine leaves its graph first. out: the check's report."""
     failed = failed_path(out)
-    if str(failed) not in str(error):
+    request = failing(reference_json, failed) if str(failed) in str(error) else None
+    if request is None:  # no prompt is wrong
         return error
-    request, bounds = failing(reference_json, failed), replace(tolerance, logits=GoldenReport.load(failed).tolerance)
-    tokens = (request.tokens.ids.tolist(), request.tokens.num_prompt) if request else None
+    bounds = replace(tolerance, logits=GoldenReport.load(failed).tolerance)
+    tokens = request.tokens.ids.tolist(), request.tokens.num_prompt
     why = explain_failure(assembly_json, weights_json, engines_json, target.layers, bounds, str(target), tokens)
     return CheckError("; ".join((why, str(error)) if why.startswith(OVERFLOWS) else (str(error), why)))
 
 
-def engine_report_json(
+def engine_report(
     assembly: str,
     weights: str,
     engines: str,
     layers: int | str,
     tolerance: Mapping[str, Any],
-    tokens: list[Any],
-    threads: int | None = None,
-) -> dict[str, Any]:
-    """Return `engine_report` as JSON, of arguments that are JSON: for the Python that has the backend's library."""
-    bounds, followed = Tolerances(**tolerance), (tokens[0], tokens[1])
-    return engine_report(
-        Path(assembly), Path(weights), Path(engines), layers, bounds, followed, threads=threads
-    ).to_json()
-
-
-def engine_report(
-    assembly_json: Path,
-    weights_json: Path,
-    engines_json: Path,
-    layers: int | str,
-    tolerance: Tolerances,
-    tokens: Followed | None,
+    tokens: Sequence[Any],
     seconds: float | None = None,
     threads: int | None = None,
-) -> EngineReport:
-    """Compare engines with their graphs along tokens.
+) -> dict[str, Any]:
+    """Compare engines with their graphs along tokens; once no engine is at fault, the runtime's logits too.
 
-    served: how far the runtime's logits are from the graphs', once no engine is at fault; None otherwise.
+    Arguments and result, an `EngineReport`, are JSON, for the Python that has the backend's library. tokens: ids, and
+    how many of them are the prompt.
     """
+    assembly_json, weights_json, engines_json = map(Path, (assembly, weights, engines))
+    bounds = Tolerances(**tolerance)
+    request = Tokens(np.asarray(tokens[0], np.int64), tokens[1])
     deadline = None if seconds is None else time.monotonic() + seconds
     graphs = open_graphs(assembly_json, weights_json, layers, threads)
-    engines = Engines(EngineSet.open(engines_json, assembly_json), graphs.weights, threads)
-    ids, num_prompt = tokens or (_synthetic(graphs.assembly), 2 * _SYNTHETIC // 3)
-    followed = Tokens(np.asarray(ids, np.int64), num_prompt)
-    walked = walk_stages(graphs, engines, followed, tolerance, deadline=deadline)
-    fault, served = engine_fault(walked, graphs, engines, assembly_json), None
+    opened = Engines(EngineSet.open(engines_json, assembly_json), graphs.weights, threads)
+    walked = walk_stages(graphs, opened, request, bounds, deadline=deadline)
+    fault, rows = engine_fault(walked, graphs, opened, assembly_json), walked.rows
     if fault is None and walked.logits is not None:
-        files = engines_json, assembly_json, weights_json
-        served = served_error(*files, layers, followed, walked.logits, tolerance, threads)
-    return EngineReport(walked.rows, fault, served, walked.finished, walked.overflow or None)
+        files, length = (engines_json, assembly_json, weights_json), len(request.ids)
+        model = Model.open(*files, layers, max_batch_size=1, max_seq_len=length, threads=threads, low_memory=True)
+        rows += (_served(model, request, walked.logits, bounds),)
+    return EngineReport(rows, fault, walked.finished, walked.overflow or None).to_json()
+
+
+def _served(model: Model, tokens: Tokens, expected: np.ndarray, tolerance: Tolerances) -> MeasuredOutput:
+    """Step through the tokens, the prompt in chunks, and compare each step's logits. expected: of all tokens."""
+    room, total = model.max_num_tokens or len(tokens.ids), len(tokens.ids)
+    ends = [*range(room, tokens.num_prompt, room), *range(tokens.num_prompt, total + 1)]
+    pairs = zip((0, *ends), ends)
+    logits = np.concatenate([model.step([Advance(0, tokens.ids[start:end], start)]) for start, end in pairs])
+    positions = np.array(ends) - 1
+    return steps_error("runtime", "graph", expected[positions], logits, positions, tolerance)
+
+
+def steps_error(
+    part: str, against: str, expected: np.ndarray, found: np.ndarray, positions: np.ndarray, tolerance: Tolerances
+) -> MeasuredOutput:
+    """Compare the logits behind the tokens at `positions`."""
+    if tolerance.logits is None:  # nothing was measured of this request: as of an engine beside its graph
+        tolerance = replace(tolerance, logits=tolerance.beside_graph * float(np.abs(expected).max()))
+    return measure(Stage(part, "", "", None, {}, {}, positions), "logits", against, expected, found, tolerance)
 
 
 def open_graphs(assembly_json: Path, weights_json: Path, layers: int | str, threads: int | None = None) -> Graphs:
@@ -143,49 +146,3 @@ def open_graphs(assembly_json: Path, weights_json: Path, layers: int | str, thre
             "bisect the same model without it: what validate says names the layer of a difference of ranks"
         )
     return Graphs(assembly_json, assembly, Weights.open(weights_json), layers, threads)
-
-
-def _synthetic(assembly: Assembly) -> np.ndarray:
-    count = min(_SYNTHETIC, assembly.max_position_embeddings or _SYNTHETIC)
-    return np.random.default_rng(0).integers(0, assembly.vocab_size, count)
-
-
-def served_error(
-    engines_json: Path,
-    assembly_json: Path,
-    weights_json: Path,
-    layers: int | str,
-    tokens: Tokens,
-    expected: np.ndarray,
-    tolerance: Tolerances,
-    threads: int | None = None,
-) -> StepsError:
-    """Step through the tokens, and compare each step's logits. expected: [num_tokens, vocab_size]."""
-    files, total = (engines_json, assembly_json, weights_json), len(tokens.ids)
-    model = Model.open(*files, layers, max_batch_size=1, max_seq_len=total, threads=threads, low_memory=True)
-    ends = tuple(range(tokens.num_prompt, total + 1))
-    rows = {count: expected[count - 1] for count in ends}
-    request = Forced(tokens.ids, rows, _bounds(rows, tolerance), ends)
-    (errors,) = force(model, [request], model.max_num_tokens or total)
-    return _steps_error(errors)
-
-
-def compare_steps(
-    expected: Mapping[int, np.ndarray], found: Mapping[int, np.ndarray], tolerance: Tolerances
-) -> StepsError:
-    errors = Errors(_bounds(expected, tolerance))
-    for count, row in expected.items():
-        errors.add(count, row, found[count])
-    return _steps_error(errors)
-
-
-def _bounds(expected: Mapping[int, np.ndarray], tolerance: Tolerances) -> LogitBounds:
-    bound = tolerance.logits
-    if bound is None:  # nothing was measured of this request: as of an engine beside its graph
-        bound = tolerance.beside_graph * max(float(np.abs(row).max()) for row in expected.values())
-    return LogitBounds(LogitNoise({}), replace(tolerance, logits=bound))
-
-
-def _steps_error(errors: Errors) -> StepsError:
-    count = errors.first[0] if errors.first else errors.worst_count
-    return StepsError(finite(errors.worst), errors.bounds.largest, errors.first is None, count - 1)

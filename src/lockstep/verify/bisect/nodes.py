@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+from onnx import numpy_helper
 
 from lockstep.artifacts.bisect_report import FaultNode
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.metrics import max_abs_error
+from lockstep.onnx_tools.rewriter import upstream
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.verify.metrics import finite
 
@@ -67,11 +67,8 @@ def first_fault(
             else:
                 errors[output] = before
     for bound in (_ROUNDING.get(precision, _ROUNDED_ACTIVATIONS), 0.0):
-        wrong = _ancestors(
-            suspect.graph,
-            {name for name in outputs if errors.get(name, 0.0) > bound},
-            {name for name, error in errors.items() if error > bound},
-        )
+        off = [name for name in outputs if errors.get(name, 0.0) > bound]
+        wrong = {name for name in upstream(suspect.graph.node, off) if errors.get(name, 0.0) > bound}
         faults = [
             node
             for node in suspect.graph.node
@@ -124,18 +121,6 @@ def _pairs(suspect: onnx.GraphProto, right: onnx.GraphProto, same_nodes: bool) -
     return pairs
 
 
-def _ancestors(graph: onnx.GraphProto, outputs: set[str], among: set[str]) -> set[str]:
-    """Return those of `among` that `outputs` are made of through others of `among`."""
-    producer = {name: node for node in graph.node for name in node.output if name}
-    seen, stack = set(), [*outputs]
-    while stack:
-        name = stack.pop()
-        if name not in seen and name in among:
-            seen.add(name)
-            stack.extend(producer[name].input if name in producer else ())
-    return seen
-
-
 def _error(expected: np.ndarray, found: np.ndarray) -> float:
     """Return the largest |found - expected| over the rms of what is expected; infinite where not finite."""
     if expected.shape != found.shape:
@@ -158,44 +143,32 @@ def _reason(
     back: Mapping[str, str],
     moved: set[str],
 ) -> str:
-    """Say how a node differs from its counterpart, which makes `partner`."""
+    """Say how a node differs from its counterpart, which makes `partner`. back: the suspect's names of right ones."""
     weights = [name for name in node.input if name in moved]
     if weights:
         return f"it reads other weights in slot {', '.join(weights)}"
     other = next((candidate for candidate in right.node if partner in candidate.output), None)
     if other is None:
         return "the right graph has no such node"
-    if node.op_type != other.op_type:
-        return f"it is {node.op_type} where {other.op_type} belongs"
-    attributes, expected = (
-        {attribute.name: helper.get_attribute_value(attribute) for attribute in each.attribute}
-        for each in (node, other)
-    )
-    for name in sorted({*attributes, *expected}):
-        if attributes.get(name) != expected.get(name):
-            return f"attribute {name}: expected {_shown(expected.get(name))}, found {_shown(attributes.get(name))}"
     constants, right_constants = ({tensor.name: tensor for tensor in graph.initializer} for graph in (suspect, right))
+    names = {expected: back.get(expected, expected) for expected in other.input}
     for number, (name, expected_name) in enumerate(zip(node.input, other.input)):
         if name in constants and expected_name in right_constants:
-            values, wanted = (
-                numpy_helper.to_array(constants[name]),
-                numpy_helper.to_array(right_constants[expected_name]),
-            )
-            if values.shape != wanted.shape or not np.array_equal(values, wanted):
-                return f"constant {name} (input {number}): expected {_numbers(wanted)}, found {_numbers(values)}"
-        elif name != back.get(expected_name, expected_name):
-            return (
-                f"input {number}: expected {back.get(expected_name, expected_name) or 'none'}, found {name or 'none'}"
-            )
-    if len(node.input) != len(other.input):
-        return f"expected {len(other.input)} inputs, found {len(node.input)}"
-    return ""
+            pair = constants[name], right_constants[expected_name]
+            values, expected = map(numpy_helper.to_array, pair)
+            if not np.array_equal(values, expected):
+                return f"constant {name} (input {number}): expected {_numbers(expected)}, found {_numbers(values)}"
+            names[expected_name] = name
+    found, wanted = _text(node, {}, node.output), _text(other, names, node.output)
+    return "" if found == wanted else f"expected {wanted}, found {found}"
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, bytes):
-        return value.decode(errors="replace")
-    return "none" if value is None else str(value)
+def _text(node: onnx.NodeProto, names: Mapping[str, str], outputs: Sequence[str]) -> str:
+    """Write a node as ONNX does, inputs by other names."""
+    attributes = sorted(node.attribute, key=lambda attribute: attribute.name)
+    plain = onnx.NodeProto(op_type=node.op_type, domain=node.domain, output=outputs, attribute=attributes)
+    plain.input.extend(names.get(name, name) for name in node.input)
+    return " ".join(onnx.printer.to_text(plain).split())
 
 
 def _numbers(array: np.ndarray) -> str:

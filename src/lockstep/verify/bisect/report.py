@@ -6,21 +6,22 @@ Measurements and faults in; a document, a short answer and a table by layer out.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
-from lockstep.artifacts.bisect_report import BisectReport, FaultNode, FoundFault, MeasuredOutput
+from lockstep.artifacts.bisect_report import BisectReport, FaultNode, FoundFault, MeasuredOutput, StageName
 
 _HEADS = tuple("layer|block|hidden|key|value|attention|logits|engine: block|attention|off from position".split("|"))
 _REFERENCE = {"graph": "PyTorch", "engine": "its graph"}
+_ERRORS = {"pytorch": "of the graph against PyTorch", "graph": "of the engine against its graph"}
 
 
 def answer(fault: FoundFault) -> str:
     """Say in one line which is wrong, where, and the error before and after."""
-    measured, node = fault.measured, fault.node
-    before, after = _number(measured.error_before), _number(measured.error_after)
-    errors = f"error {before} before, {after} after (tolerance {measured.tolerance:g})"
-    off = f"{measured.tensor} is off {_REFERENCE[fault.wrong]} from position {measured.position} on, {errors}"
-    place = _where(fault.part, fault.graph, fault.phase, fault.block_layer, fault.layer)
-    return f"{fault.wrong}: {place}{f', node {_name(node)}' if node else ''}: {off}"
+    row, node = fault.measured, fault.node
+    before, after = _number(fault.error_before), _number(row.max_abs_error)
+    errors = f"error {before} before, {after} after (tolerance {row.tolerance:g})"
+    off = f"{row.tensor} is off {_REFERENCE[fault.wrong]} from position {row.position} on, {errors}"
+    return f"{fault.wrong}: {_where(fault, fault.decoder_layer)}{f', node {_name(node)}' if node else ''}: {off}"
 
 
 def advice(fault: FoundFault) -> list[str]:
@@ -37,25 +38,53 @@ def advice(fault: FoundFault) -> list[str]:
     ]
 
 
+def verdict(
+    faults: Sequence[FoundFault], rows: Sequence[MeasuredOutput], overflow: str | None, weights: Path
+) -> tuple[str, list[str]]:
+    """Return the answer, which opens with what is wrong, and what to look at. weights: the target's manifest."""
+    if faults:
+        return answer(faults[0]), [*advice(faults[0]), *(f"next, {answer(fault)}" for fault in faults[1:])]
+    if overflow:
+        what, _, remedy = overflow.partition("; ")
+        return f"overflow: {what}", [remedy]
+    off = {row.part: _off(row) for row in rows if not row.passed}
+    within = _largest_within(rows)
+    if "weights" in off:
+        return f"weights: PyTorch on {weights} is off the reference {off['weights']}", [
+            f"{weights}: delete it and convert again"
+        ]
+    if "runtime" in off:
+        right = "each graph and each engine alone is right, but the logits of lockstep.runtime are off"
+        return f"runtime: {right} {off['runtime']}", [
+            "how steps are packed and cache rows are kept (lockstep.runtime), or errors that accumulate",
+            within,
+        ]
+    return f"nothing: no graph and no engine is off on these tokens; {within}", [
+        "another prompt (--prompt), or what this request cannot show: other requests beside it"
+    ]
+
+
+def _off(row: MeasuredOutput) -> str:
+    shown = "NaN or infinity" if row.max_abs_error is None else f"{row.max_abs_error:.1e}"
+    return f"from position {row.position} on, largest error {shown} (tolerance {row.tolerance:g})"
+
+
 def _name(node: FaultNode) -> str:
     operator = f"{node.operator} -> {node.output}" if node.name != node.output else node.operator
     return f"{node.name} ({operator})"
 
 
-def _where(part: str, graph: str, phase: str, block_layer: int | None, layer: int | None) -> str:
-    """Say where a stage is. block_layer: its own; layer: the decoder layer that its fault lies in."""
-    if part == "embedding":
+def _where(stage: StageName, decoder_layer: int | None) -> str:
+    """Say where a stage is. decoder_layer: that its fault lies in."""
+    layer, graph = stage.layer, stage.graph
+    if stage.part == "embedding":
         return f"embedding (class {graph})"
-    if part == "exit":
-        return f"layer {block_layer}, exit (class {graph}, behind the last attention)"
-    if part == "attention":
-        return f"layer {block_layer}, attention ({graph}, {phase})"
-    both = (
-        f"the end of layer {block_layer - 1} and the beginning of layer {block_layer}"
-        if block_layer
-        else "the beginning of layer 0"
-    )
-    return f"layer {layer}, block {graph} ({both})"
+    if stage.part == "exit":
+        return f"layer {layer}, exit (class {graph}, behind the last attention)"
+    if stage.part == "attention":
+        return f"layer {layer}, attention ({graph}, {stage.phase})"
+    both = f"the end of layer {layer - 1} and the beginning of layer {layer}" if layer else "the beginning of layer 0"
+    return f"layer {decoder_layer}, block {graph} ({both})"
 
 
 def text(report: BisectReport) -> str:
@@ -86,7 +115,7 @@ def _table(report: BisectReport) -> list[str]:
 def _by_layer(rows: Sequence[MeasuredOutput]) -> list[tuple[str, list[MeasuredOutput]]]:
     groups: dict[str, list[MeasuredOutput]] = {}
     for row in rows:
-        groups.setdefault(row.part if row.part in ("embedding", "exit") else str(row.layer), []).append(row)
+        groups.setdefault(str(row.layer) if row.part in ("block", "attention") else row.part, []).append(row)
     return list(groups.items())
 
 
@@ -105,10 +134,10 @@ def _number(error: float | None) -> str:
     return f"{error:.1e}" if error else "0"
 
 
-def largest_within(rows: Sequence[MeasuredOutput]) -> str:
-    """Say where the largest error is, of rows that all pass: the first place to look."""
-    worst = max(rows, key=lambda row: (row.relative_error or 0.0) / row.tolerance)
-    reference = {"pytorch": "of the graph against PyTorch", "graph": "of the engine against its graph"}[worst.against]
-    place = _where(*worst.stage, worst.layer)
+def _largest_within(rows: Sequence[MeasuredOutput]) -> str:
+    """Say where the largest error of a stage is, of rows that all pass: the first place to look."""
+    stages = [row for row in rows if row.against in _ERRORS and row.graph]
+    worst = max(stages, key=lambda row: (row.relative_error or 0.0) / row.tolerance)
     error = f"{_number(worst.max_abs_error)} (tolerance {worst.tolerance:g})"
-    return f"the largest error {reference} is {error}, {worst.tensor} at position {worst.position}: {place}"
+    place = f"{worst.tensor} at position {worst.position}: {_where(worst, worst.layer)}"
+    return f"the largest error {_ERRORS[worst.against]} is {error}, {place}"

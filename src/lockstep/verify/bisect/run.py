@@ -10,17 +10,16 @@ there, and each engine on what the graphs give: in another Python, where its bac
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from safetensors.numpy import load_file
 
-from lockstep.artifacts.adapters import LoraSlots
-from lockstep.artifacts.bisect_report import BisectReport, EngineReport, FoundFault, MeasuredOutput, StepsError
+from lockstep.artifacts.bisect_report import BisectReport, EngineReport, MeasuredOutput
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.dtypes import GROUP_SIZE
 from lockstep.artifacts.reference import ReferenceManifest
@@ -28,21 +27,19 @@ from lockstep.errors import InputError, LockstepError
 from lockstep.export.lora import module_of
 from lockstep.export.run import graphs_of
 from lockstep.targets import Results, Target, Tolerances
-from lockstep.verify.bisect.explain import compare_steps, engine_report_json, open_graphs
-from lockstep.verify.bisect.faults import differing, graph_fault
-from lockstep.verify.bisect.report import advice, answer, largest_within
+from lockstep.verify.bisect.explain import engine_report, open_graphs, steps_error
+from lockstep.verify.bisect.faults import graph_fault
+from lockstep.verify.bisect.report import verdict
 from lockstep.verify.bisect.request import Request, choose
-from lockstep.verify.bisect.walked import Walked, walk_stages
+from lockstep.verify.bisect.walked import walk_stages
 from lockstep.verify.golden.prompts import read_reference
 from lockstep.verify.graphs import Graphs
 from lockstep.verify.validate.torch_trace import Record, TorchModel
-from lockstep.weights import Weights
 
 Ask = Callable[..., Mapping[str, Any]]
 
 
-@dataclass(frozen=True)
-class Right:
+class Right(NamedTuple):
     """The reference of a bisection.
 
     What PyTorch computes of a request, exact and in fp16, and the graphs as an export gives them now (or why there are
@@ -54,32 +51,17 @@ class Right:
     clean: Graphs | str
 
 
-def make_right(
-    config: Mapping[str, Any],
-    weights: Weights,
-    layers: int | str,
-    ids: np.ndarray,
-    threads: int | None = None,
-    adapters: LoraSlots | None = None,
-    residual: str | None = None,
-) -> Right:
-    """Run `ids` through PyTorch on these weights, and export the model again."""
-    clean = export_again(config, weights, layers, threads, adapters, residual)
-    model = TorchModel(config, weights, layers)
+def make_right(config: Mapping[str, Any], graphs: Graphs, ids: np.ndarray, threads: int | None = None) -> Right:
+    """Run `ids` through PyTorch on the weights of `graphs`, and export the model again. config: config.json's."""
+    clean = export_again(config, graphs, threads)
+    model = TorchModel(config, graphs.weights, graphs.num_layers)
     record = model.record(ids)
     return Right(record, model.noisy(record), clean)
 
 
-def export_again(
-    config: Mapping[str, Any],
-    weights: Weights,
-    layers: int | str,
-    threads: int | None = None,
-    adapters: LoraSlots | None = None,
-    residual: str | None = None,
-) -> Graphs | str:
-    """Return the graphs that an export gives now, with the target's weights, or why there are none."""
-    room = None
+def export_again(config: Mapping[str, Any], graphs: Graphs, threads: int | None = None) -> Graphs | str:
+    """Return the graphs that an export gives now in the place of `graphs`, or why there are none."""
+    room, weights, adapters = None, graphs.weights, graphs.assembly.adapters
     if adapters is not None:
         modules = {module_of(slot) for slots in adapters.classes.values() for slot in slots}
         room = {"max_adapters": adapters.max_adapters, "max_lora_rank": adapters.max_lora_rank, "targets": modules}
@@ -90,13 +72,13 @@ def export_again(
             adapters=room,
             group_size=weights.group_size or GROUP_SIZE,
             quantized=weights.quantization,
-            residual=residual,
+            residual=graphs.assembly.residual,
             checks_parity=False,
         )
         with tempfile.TemporaryDirectory() as folder:  # read when they are opened
             for name, data in files.items():
                 Path(folder, name).write_bytes(data)
-            return Graphs(Path(folder, "assembly.json"), assembly, weights, layers, threads)
+            return Graphs(Path(folder, "assembly.json"), assembly, weights, graphs.num_layers, threads)
     except LockstepError as error:
         return " ".join(str(error).split())
 
@@ -146,31 +128,36 @@ def bisect(
         )
     if right is None:
         config = CheckpointManifest.load(files["checkpoint"]).config
-        made_for = graphs.assembly.adapters, graphs.assembly.residual
-        right = make_right(config, graphs.weights, target.layers, ids, threads, *made_for)
+        right = make_right(config, graphs, ids, threads)
     tolerance = replace(tolerance, logits=_logit_bound(results, target, tolerance))
     recorded = replace(request.tokens, record=right.record, noisy=right.noisy)
     walked = walk_stages(graphs, None, recorded, tolerance)
-    notes = _notes(files["engines"], walked, graphs, right.clean)
+    notes = [f"chosen: {request.why}"]
+    if graphs.assembly.adapters is not None:
+        notes.append("the model takes adapters: the request is followed without one; for those see the check `adapted`")
+    if isinstance(right.clean, str):
+        notes.append(f"the model cannot be exported again: {right.clean}")
     faults = [graph_fault(walked, graphs, right.clean, files["assembly"].parent)]
-    rows, served, overflow = walked.rows, None, walked.overflow or None
+    rows, overflow = walked.rows, walked.overflow or None
     stages = walked.rows  # in the order in which they run
     if files["engines"].is_file():
-        places = {name: str(files[name]) for name in ("assembly", "weights", "engines")}
+        places: dict[str, Any] = {name: str(files[name]) for name in ("assembly", "weights", "engines")}
         tokens, bounds = [ids.tolist(), request.tokens.num_prompt], asdict(tolerance)
-        answered = (ask or engine_report_json)(
+        answered = (ask or engine_report)(
             **places, layers=target.layers, tolerance=bounds, tokens=tokens, threads=threads
         )
         engines = EngineReport.from_json(answered)
         faults.append(engines.fault)
-        rows, served, overflow = rows + engines.rows, engines.served, overflow or engines.overflow
-        stages = engines.rows
+        rows, overflow, stages = rows + engines.rows, overflow or engines.overflow, engines.rows
         if ask:
             notes.append("the engines ran in their backend's own Python")
+    else:
+        notes.append(f"no engines at {files['engines']}: only the graphs were looked at")
     order = {row.stage: number for number, row in reversed(list(enumerate(stages)))}
     found = sorted(filter(None, faults), key=lambda fault: order.get(fault.measured.stage, len(order)))
-    weights = _weights_error(results, target, request, right.record.logits, tolerance)
-    line, look_at = _verdict(found, rows, served, weights, overflow, results, target)
+    if request.number is not None:
+        rows += (_weights_error(results, target, request, right.record.logits, tolerance),)
+    line, look_at = verdict(found, rows, overflow, results.weights(target.model, target.precision))
     return BisectReport(
         target=str(target),
         prompt=request.text,
@@ -181,23 +168,9 @@ def bisect(
         answer=line,
         look_at=tuple(look_at),
         faults=tuple(found),
-        served=served,
-        weights=weights,
         rows=rows,
-        notes=(f"chosen: {request.why}", *notes),
+        notes=tuple(notes),
     )
-
-
-def _notes(engines: Path, walked: Walked, graphs: Graphs, clean: Graphs | str) -> list[str]:
-    """List what was not looked at, and where the assembly is not what an export gives now."""
-    notes = []
-    if not engines.is_file():
-        notes.append(f"no engines at {engines}: only the graphs were looked at")
-    if graphs.assembly.adapters is not None:
-        notes.append("the model takes adapters: the request is followed without one; for those see the check `adapted`")
-    if isinstance(clean, str):
-        return [*notes, f"the model cannot be exported again: {clean}"]
-    return [*notes, *differing(walked, graphs, clean)]
 
 
 def _logit_bound(results: Results, target: Target, tolerance: Tolerances) -> float | None:
@@ -211,50 +184,9 @@ def _logit_bound(results: Results, target: Target, tolerance: Tolerances) -> flo
 
 def _weights_error(
     results: Results, target: Target, request: Request, logits: np.ndarray, tolerance: Tolerances
-) -> StepsError | None:
+) -> MeasuredOutput:
     """Measure how far PyTorch on the target's weights is from the reference."""
-    if request.number is None:
-        return None
     path = results.reference_of(target.model, target.precision, target.layers)
     reference = load_file(path.parent / ReferenceManifest.load(path).logits.file)[f"logits.{request.number}"]
-    first = request.tokens.num_prompt
-    found = dict(enumerate(logits[first - 1 :], first))
-    return compare_steps(dict(enumerate(reference, first)), found, tolerance)
-
-
-def _verdict(
-    faults: Sequence[FoundFault],
-    rows: Sequence[MeasuredOutput],
-    served: StepsError | None,
-    weights: StepsError | None,
-    overflow: str | None,
-    results: Results,
-    target: Target,
-) -> tuple[str, list[str]]:
-    if faults:
-        return answer(faults[0]), [*advice(faults[0]), *(f"next, {answer(fault)}" for fault in faults[1:])]
-    if overflow:
-        what, _, remedy = overflow.partition("; ")
-        return f"overflow: {what}", [remedy]
-    within = largest_within(rows)
-    if weights and not weights.passed:
-        file = results.weights(target.model, target.precision)
-        return (
-            f"weights: PyTorch on {file} is off the reference from position {weights.position} on, {_found(weights)}",
-            [f"{file}: delete it and convert again"],
-        )
-    if served and not served.passed:
-        where = f"off from position {served.position} on, {_found(served)}"
-        line = f"runtime: each graph and each engine alone is right, but the logits of lockstep.runtime are {where}"
-        return line, [
-            "how steps are packed and cache rows are kept (lockstep.runtime), or errors that accumulate",
-            within,
-        ]
-    return f"nothing: no graph and no engine is off on these tokens; {within}", [
-        "another prompt (--prompt), or what this request cannot show: other requests beside it"
-    ]
-
-
-def _found(error: StepsError) -> str:
-    shown = "NaN or infinity" if error.max_abs_error is None else f"{error.max_abs_error:.1e}"
-    return f"largest error {shown} (tolerance {error.tolerance:g})"
+    positions = request.tokens.num_prompt - 1 + np.arange(len(reference))
+    return steps_error("weights", "reference", reference, logits[positions], positions, tolerance)

@@ -9,16 +9,17 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lockstep.artifacts.adapters import IDS
-from lockstep.artifacts.bisect_report import MeasuredOutput
+from lockstep.artifacts.bisect_report import FaultNode, FoundFault, MeasuredOutput
 from lockstep.backends import EngineSet, Program
 from lockstep.backends.graphs import base_engine
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.metrics import difference, error_scale
 from lockstep.step.executable import run_once
 from lockstep.targets import Tolerances
+from lockstep.verify import noise
 from lockstep.verify.graphs import Graphs
 from lockstep.verify.metrics import finite, largest
-from lockstep.verify.noise import block_bound, row_scale, spread
+from lockstep.verify.noise import row_scale
 from lockstep.verify.walk import Arrays, Stage, StageRun, Tokens, Walk
 from lockstep.weights import Weights
 
@@ -62,6 +63,28 @@ class Engines:
         return run_once(executable, inputs, like)  # bf16 graphs are computed in fp32 beside engines of bf16
 
 
+@dataclass(frozen=True)
+class FirstOff:
+    """The first output that is off.
+
+    outputs: those of its stage that are. stages: its own, behind those of its layer that come before an attention.
+    error_before: the largest error of the stage before; None where it is not finite.
+    """
+
+    row: MeasuredOutput
+    outputs: list[str]
+    stages: list[Stage]
+    error_before: float | None
+
+    @property
+    def stage(self) -> Stage:
+        return self.stages[-1]
+
+    def fault(self, wrong: str, look_at: str, node: FaultNode | None = None, stage: Stage | None = None) -> FoundFault:
+        """Return it for the report. stage: that is to blame, its own by default."""
+        return FoundFault(*(stage or self.stage).name, wrong, self.row, self.error_before, node, look_at)
+
+
 @dataclass
 class Walked:
     """The stages of a walk, in its order, each with what was measured of it.
@@ -80,24 +103,19 @@ class Walked:
     def rows(self) -> tuple[MeasuredOutput, ...]:
         return tuple(row for _, rows in self.stages for row in rows)
 
-    def first(self, against: str) -> tuple[Stage, MeasuredOutput] | None:
-        """Return the first stage that is off, and its output."""
-        wrong = ((stage, row) for stage, rows in self.stages for row in rows if not row.passed)
-        return next((pair for pair in wrong if pair[1].against == against), None)
-
-    def behind_attention(self, stage: Stage) -> list[Stage]:
-        """Return the stages of an attention's layer up to `stage`, itself of any other stage."""
-        if stage.part != "attention":
-            return [stage]
-        number = next(number for number, (other, _) in enumerate(self.stages) if other is stage)
-        return [other for other, _ in self.stages[: number + 1] if other.layer == stage.layer]
-
-    def error_before(self, stage: Stage, against: str) -> float | None:
-        """Return the largest error of the stage before `stage`, against the same; None where it is not finite."""
-        number = next(number for number, (other, _) in enumerate(self.stages) if other is stage)
-        earlier = [row for _, rows in self.stages[:number] for row in rows if row.against == against]
-        last = [(row.part, row.layer) for row in earlier[-1:]]
-        return largest([row.max_abs_error for row in earlier if (row.part, row.layer) in last])
+    def first_off(self, against: str) -> FirstOff | None:
+        earlier: list[MeasuredOutput] = []
+        for number, (stage, every) in enumerate(self.stages):
+            rows = [row for row in every if row.against == against]
+            off = [row for row in rows if not row.passed]
+            if off:
+                is_mixed = stage.part == "attention"
+                before = [other for other, _ in self.stages[:number] if is_mixed and other.layer == stage.layer]
+                last = [row for row in earlier if (row.part, row.layer) == (earlier[-1].part, earlier[-1].layer)]
+                error = largest([row.max_abs_error for row in last])
+                return FirstOff(off[0], [row.tensor for row in off], [*before, stage], error)
+            earlier += rows
+        return None
 
 
 def walk_stages(
@@ -122,26 +140,23 @@ def walk_stages(
 
 def _measured(step: StageRun, engines: Engines | None, tolerance: Tolerances) -> list[MeasuredOutput]:
     rows = [
-        _measure(step.stage, name, "pytorch", expected, step.outputs[name], tolerance, step.noisy.get(name))
+        measure(step.stage, name, "pytorch", expected, step.outputs[name], tolerance, step.noisy.get(name))
         for name, expected in step.expected.items()
     ]
     outputs = engines.run(step.stage, step.outputs) if engines else None
     if outputs is not None:
-        rows += [
-            _measure(step.stage, name, "graph", expected, outputs[name], tolerance, None)
-            for name, expected in step.outputs.items()
-        ]
+        rows += [measure(step.stage, name, "graph", step.outputs[name], outputs[name], tolerance) for name in outputs]
     return rows
 
 
-def _measure(
+def measure(
     stage: Stage,
     tensor: str,
     against: str,
     expected: np.ndarray,
     found: np.ndarray,
     tolerance: Tolerances,
-    noisy: np.ndarray | None,
+    noisy: np.ndarray | None = None,
 ) -> MeasuredOutput:
     """Compare an output with what is expected of it.
 
@@ -160,8 +175,8 @@ def _measure(
         bound, unit = tolerance.logits, np.ones(1)
         passed = error.within(bound)
     elif noisy is not None:
-        allowed = block_bound(spread(expected, noisy), tolerance)
-        bound, unit, passed = allowed.largest, row_scale(exact), spread(expected, found).within(allowed)
+        beside = noise.measure(tensor, expected, found, noisy, tolerance)
+        bound, unit, passed = beside.tolerance, row_scale(exact), noise.wrong(tensor, beside, tolerance) is None
     else:
         bound, unit = tolerance.beside_graph, error_scale(exact)
         passed = error.within_scaled(bound)

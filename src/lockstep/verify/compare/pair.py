@@ -16,23 +16,25 @@ from pathlib import Path
 import numpy as np
 import onnx
 from polygraphy.backend.base import BaseRunner
+from polygraphy.common import TensorMetadata
 from polygraphy.exception import PolygraphyException
 
 from lockstep.artifacts.assembly import Assembly, BoundBlock, GraphFile
 from lockstep.artifacts.reports import ComparedEngine, ComparedRun, SweptSizes
+from lockstep.artifacts.signature import Signature
 from lockstep.backends.engine_set import EngineSet
 from lockstep.backends.graphs import BaseGraph, graph_file
 from lockstep.backends.profiles import profiles
 from lockstep.errors import CheckError
-from lockstep.onnx_tools.comparator import BoundRunner, one_line, quiet
+from lockstep.onnx_tools.comparator import BoundRunner, metadata, one_line, quiet
 from lockstep.onnx_tools.overflow import LARGEST, find_overflow
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.onnx_tools.signature import signature_of
 from lockstep.onnx_tools.without_adapters import without_adapters
+from lockstep.step.executable import Executable, run_once
 from lockstep.targets import Limits
 from lockstep.verify.compare import inputs
 from lockstep.verify.compare.choices import are_clear, with_scores, without_scores
-from lockstep.verify.compare.engine_runner import EngineRunner
 from lockstep.verify.compare.judge import NotFiniteError, judge
 from lockstep.verify.compare.sweep import GROUP, Arrays, Sweep, sweep_of
 from lockstep.verify.metrics import largest
@@ -212,6 +214,33 @@ class Pair:
                 return dict(runner.infer(OrderedDict(feed), check_inputs=False))
 
         return model, run
+
+
+class EngineRunner(BaseRunner):
+    """Runs an executable whose weights are bound, on an optimization profile, as the runtime does.
+
+    signature: the graph's.
+    """
+
+    def __init__(self, signature: Signature, executable: Executable, profile: int):
+        super().__init__(name="engine")
+        self._signature, self._executable, self._profile = signature, executable, profile
+
+    def get_input_metadata_impl(self) -> TensorMetadata:
+        return metadata(self._signature.inputs)
+
+    def infer_impl(self, feed_dict: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        sizes: dict[int | str, int] = {}
+        for io in self._signature.inputs:
+            sizes.update(zip(io.shape, feed_dict[io.name].shape))
+        like = {
+            io.name: np.empty([sizes[dim] if isinstance(dim, str) else dim for dim in io.shape], io.numpy_dtype)
+            for io in self._signature.outputs
+        }
+        start = time.perf_counter()
+        found = run_once(self._executable, feed_dict, like, self._profile)
+        self.inference_time = time.perf_counter() - start  # Polygraphy adds them up
+        return found
 
 
 class _Known:

@@ -17,17 +17,14 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep.artifacts.reference import ReferenceManifest
 from lockstep.artifacts.reports import PASS, GoldenLongPrompt, GoldenPrompt, GoldenReport, SpeedReport
-from lockstep.errors import InputError
-from lockstep.runtime import Model, Speed
-from lockstep.runtime.tokenizer import Tokenizer
+from lockstep.runtime import Speed
 from lockstep.targets import Limits, Target, Tolerances
 from lockstep.verify.golden import drafted
-from lockstep.verify.golden.decoding import DecodingCheck, open_model
+from lockstep.verify.golden.decoding import DecodingCheck
 from lockstep.verify.golden.forced import Errors, chunks_to_edges, force, random_chunks
-from lockstep.verify.golden.prompts import Decoded, Long, Prompt, read_reference, short
-from lockstep.verify.metrics import finish, largest
+from lockstep.verify.golden.prompts import Decoded, Long, Prompt
+from lockstep.verify.metrics import largest
 
 
 def check_engines(
@@ -51,40 +48,18 @@ def check_engines(
     Raises CheckError, one line, for the first thing wrong, with the whole report in `<out>.failed.json`; InputError for
     inputs that do not fit together or prompts that exceed the limits.
     """
-    prompts, long, reference = read_reference(Path(reference_json), expected, tolerance)
-    _check_limits(prompts, long, reference.max_new_tokens, limits)
     files = assembly_json, weights_json, engines_json, reference_json
-    model = open_model(*files, reference.layers, target, limits, threads)
-    vocab_size = prompts[0].logits.shape[1]
-    if vocab_size != model.vocab_size:
-        raise InputError(
-            f"{reference_json}: expected logits of {model.vocab_size} tokens as in "
-            f"{assembly_json}, found {vocab_size}; make the reference again"
-        )
-    tokenizer = Tokenizer.open(assembly_json)
-    checked = _Check(model, tokenizer, prompts, long, reference, limits.max_num_tokens)
-    report, speed = checked.run(target)
-    finish(out, report, checked.failures[0] if checked.failures else None)
+    check = GoldenCheck(*files, target, tolerance, limits, expected, threads)
+    report, speed = check.run()
+    check.finish(out, report)
     speed.save(speed_out)
     return Path(out)
 
 
-class _Check(DecodingCheck):
-    def __init__(
-        self,
-        model: Model,
-        tokenizer: Tokenizer,
-        prompts: Sequence[Prompt],
-        long: Long | None,
-        reference: ReferenceManifest,
-        max_num_tokens: int,
-    ):
-        super().__init__(model, tokenizer, prompts, reference.max_new_tokens, reference.eos_token_ids, max_num_tokens)
-        self.long, self.eos_token_ids = long, reference.eos_token_ids
-
-    def run(self, target: Target) -> tuple[GoldenReport, SpeedReport]:
-        if tuple(sorted(self.model.eos_token_ids)) != self.eos_token_ids:
-            expected, found = list(self.eos_token_ids), list(self.model.eos_token_ids)
+class GoldenCheck(DecodingCheck):
+    def run(self) -> tuple[GoldenReport, SpeedReport]:
+        if tuple(sorted(self.model.eos_token_ids)) != self.reference.eos_token_ids:
+            expected, found = list(self.reference.eos_token_ids), list(self.model.eos_token_ids)
             self.failures.append(f"end-of-sequence tokens: expected {expected} as in transformers, found {found}")
         free, _ = self.decode([self.freely(prompt) for prompt in self.prompts])
         forced, batch = self.decode([self.along(prompt) for prompt in self.prompts])
@@ -102,19 +77,19 @@ class _Check(DecodingCheck):
             if what := drafted.difference(self.model, self.freely(prompt), self.max_num_tokens):
                 self.fail(prompt, what)
         long = self._long(self.long) if self.long else None
-        mixed = self._mixed()
+        mixed = self.mixed(free)
         entries = [
-            replace(entry, mixed_max_logit_error=error, passed=prompt.text not in self.wrong)
+            replace(entry, mixed_max_logit_error=error, passed=id(prompt) not in self.wrong)
             for entry, prompt, error in zip(entries, self.prompts, mixed)
         ]
         if long and self.long:
-            passed = self.long.prompt.text not in self.wrong
+            passed = id(self.long.prompt) not in self.wrong
             long = replace(long, mixed_max_logit_error=mixed[-1], passed=passed)
         every = [*self.prompts, *([self.long.prompt] if self.long else [])]
         errors = [error for entry in entries for error in (entry.max_logit_error, entry.mixed_max_logit_error)]
         report = GoldenReport(
             result=PASS,
-            target=target,
+            target=self.target,
             engine_digest=self.model.engines.digest(),
             tolerance=max(prompt.bounds.largest for prompt in every),
             logit_noise=max(prompt.bounds.cost for prompt in every),
@@ -122,13 +97,13 @@ class _Check(DecodingCheck):
             prompts=tuple(entries),
             long_prompt=long,
         )
-        return report, self._speed(target, batch, alone)
+        return report, self._speed(batch, alone)
 
-    def _speed(self, target: Target, batch: Speed, alone: Sequence[Speed]) -> SpeedReport:
+    def _speed(self, batch: Speed, alone: Sequence[Speed]) -> SpeedReport:
         """Return speeds of the pass along the reference's tokens, behind a warm-up."""
         one = Speed(*(sum(values) for values in zip(*map(astuple, alone))))
         return SpeedReport(
-            target=target,
+            target=self.target,
             engine_digest=self.model.engines.digest(),
             batch_size=min(len(self.prompts), self.model.max_batch_size),
             prefill_tokens_per_s=batch.prefill_tokens_per_second,
@@ -179,7 +154,7 @@ class _Check(DecodingCheck):
         self.logit_error(prompt, how, decoded.logits)
         return decoded.logits
 
-    def _mixed(self) -> list[float | None]:
+    def mixed(self, free: Sequence[Decoded]) -> list[float | None]:
         """Run all prompts in random chunks, in all slots; return the largest error of each, the long one last."""
         random, requests, owners = np.random.default_rng(0), [], []
         if self.long:
@@ -207,17 +182,14 @@ class _Check(DecodingCheck):
         return largest([error.worst for error in errors])
 
     def _judge(self, prompt: Prompt, free: Decoded, forced: Decoded, alone: Decoded) -> GoldenPrompt:
-        """Return a prompt's entry, without what `generate` and `_mixed` find."""
+        """Return a prompt's entry, without what `generate` and `mixed` find."""
         tokens = free.tokens
         prompt_ids = self.tokenizer.encode(prompt.text).tolist()
         if prompt_ids != list(prompt.prompt_ids):
             self.fail(prompt, f"prompt ids: expected {list(prompt.prompt_ids)} as in transformers, found {prompt_ids}")
         differences = self.first_difference(prompt, "decoding freely", prompt.tokens, tokens)
         worst = self.logit_error(prompt, "along the reference's tokens", forced.logits)
-        lone = self.first_difference(prompt, "alone instead of in the batch", tokens, alone.tokens)
-        same = lone[0].step + 1 if lone else len(tokens)  # logits of equal histories
-        drift = self.logit_error(prompt, "alone instead of in the batch", alone.logits, free.logits[:same])
-        self.same_bits(prompt, "alone instead of in the batch", free.logits, alone.logits)
+        lone, drift = self.beside(prompt, "alone", free, alone)
         return GoldenPrompt(
             text=prompt.text,
             tokens=tuple(tokens),
@@ -237,27 +209,4 @@ class _Check(DecodingCheck):
             generate_equal=True,
             generate_differences=(),
             mixed_max_logit_error=None,
-        )
-
-
-def _check_limits(prompts: Sequence[Prompt], long: Long | None, max_new_tokens: int, limits: Limits) -> None:
-    for prompt in prompts:
-        count = len(prompt.prompt_ids)
-        if count > limits.max_input_len:
-            raise InputError(
-                f"golden prompt {short(prompt.text)!r}: expected at most {limits.max_input_len} tokens "
-                f"(limits.max_input_len), "
-                f"found {count}; shorten it or raise the limit"
-            )
-        if count + max_new_tokens > limits.max_seq_len:
-            raise InputError(
-                f"golden prompt {short(prompt.text)!r}: expected prompt and answer within "
-                f"{limits.max_seq_len} tokens (limits.max_seq_len), "
-                f"found {count} + {max_new_tokens}; shorten it, lower max_new_tokens or raise the limit"
-            )
-    if long and len(long.prompt.prompt_ids) + max_new_tokens > limits.max_seq_len:
-        raise InputError(
-            f"the long golden prompt: expected prompt and answer within {limits.max_seq_len} tokens "
-            f"(limits.max_seq_len), "
-            f"found {len(long.prompt.prompt_ids)} + {max_new_tokens}; make the reference for these limits"
         )

@@ -11,64 +11,85 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep.artifacts.reports import TokenDifference
+from lockstep.artifacts.reports import Report, TokenDifference
 from lockstep.errors import CheckError, InputError
 from lockstep.runtime import Decoding, Model, Request, Speed
 from lockstep.runtime.tokenizer import Tokenizer
-from lockstep.targets import Limits, Target
+from lockstep.targets import Limits, Target, Tolerances
 from lockstep.verify.golden.forced import Errors
-from lockstep.verify.golden.prompts import Decoded, Prompt, first_difference
+from lockstep.verify.golden.prompts import Decoded, Prompt, first_difference, read_reference
 from lockstep.verify.golden.text import new_text
-
-
-def open_model(
-    assembly_json: Path,
-    weights_json: Path,
-    engines_json: Path,
-    reference_json: Path,
-    layers: int | str,
-    target: Target,
-    limits: Limits,
-    threads: int | None,
-    adapters_json: Path | None = None,
-) -> Model:
-    """Open the model of a target. Raises InputError for a reference of other layers, and as `Model.open` does."""
-    if layers != target.layers:
-        raise InputError(
-            f"{reference_json}: layers: expected {target.layers}, found {layers}; make the reference of this target"
-        )
-    return Model.open(
-        engines_json,
-        assembly_json,
-        weights_json,
-        target.layers,
-        max_batch_size=limits.max_batch_size,
-        max_seq_len=limits.max_seq_len,
-        max_num_tokens=limits.max_num_tokens,
-        threads=threads,
-        adapters_json=adapters_json,
-    )
+from lockstep.verify.metrics import finish
 
 
 class DecodingCheck:
-    """One run of a check. failures: lines. wrong: the texts of the prompts that they are of."""
+    """One run of a check. failures: lines. wrong: the ids of the prompts that they are of."""
 
     def __init__(
         self,
-        model: Model,
-        tokenizer: Tokenizer,
-        prompts: Sequence[Prompt],
-        max_new_tokens: int,
-        stop_ids: Sequence[int],
-        max_num_tokens: int,
+        assembly_json: Path,
+        weights_json: Path,
+        engines_json: Path,
+        reference_json: Path,
+        target: Target,
+        tolerance: Tolerances,
+        limits: Limits,
+        expected: Sequence[str | None],
+        threads: int | None,
+        adapters_json: Path | None = None,
     ):
-        self.model, self.tokenizer, self.prompts = model, tokenizer, prompts
-        self.max_new_tokens, self.stop_ids, self.max_num_tokens = max_new_tokens, frozenset(stop_ids), max_num_tokens
+        """Raises InputError for inputs that do not fit together or prompts that exceed the limits."""
+        self.prompts, self.long, self.reference = read_reference(Path(reference_json), expected, tolerance)
+        if self.reference.layers != target.layers:
+            raise InputError(
+                f"{reference_json}: layers: expected {target.layers}, found {self.reference.layers}; make the "
+                "reference of this target"
+            )
+        self.target, self.max_new_tokens = target, self.reference.max_new_tokens
+        self.stop_ids, self.max_num_tokens = frozenset(self.reference.eos_token_ids), limits.max_num_tokens
+        self._check_limits(limits)
+        self.model = Model.open(
+            engines_json,
+            assembly_json,
+            weights_json,
+            target.layers,
+            max_batch_size=limits.max_batch_size,
+            max_seq_len=limits.max_seq_len,
+            max_num_tokens=limits.max_num_tokens,
+            threads=threads,
+            adapters_json=adapters_json,
+        )
+        vocab_size = self.prompts[0].logits.shape[1]
+        if vocab_size != self.model.vocab_size:
+            raise InputError(
+                f"{reference_json}: expected logits of {self.model.vocab_size} tokens as in {assembly_json}, found "
+                f"{vocab_size}; make the reference again"
+            )
+        self.tokenizer = Tokenizer.open(assembly_json)
         self.failures: list[str] = []
-        self.wrong: set[str] = set()
+        self.wrong: set[int] = set()
+
+    def _check_limits(self, limits: Limits) -> None:
+        for prompt in [*self.prompts, *([self.long.prompt] if self.long else [])]:
+            count = len(prompt.prompt_ids)
+            if count > limits.max_input_len and not (self.long and prompt is self.long.prompt):
+                raise InputError(
+                    f"golden {prompt}: expected at most {limits.max_input_len} tokens (limits.max_input_len), found "
+                    f"{count}; shorten it or raise the limit"
+                )
+            if count + self.max_new_tokens > limits.max_seq_len:
+                raise InputError(
+                    f"golden {prompt}: expected prompt and answer within {limits.max_seq_len} tokens "
+                    f"(limits.max_seq_len), found {count} + {self.max_new_tokens}; shorten it, lower max_new_tokens or "
+                    "raise the limit, and make the reference again"
+                )
+
+    def finish(self, out: Path, report: Report) -> Path:
+        """Write the report. Raises CheckError for the first thing wrong."""
+        return finish(out, report, self.failures[0] if self.failures else None)
 
     def fail(self, prompt: Prompt, what: str) -> None:
-        self.wrong.add(prompt.text)
+        self.wrong.add(id(prompt))
         self.failures.append(f"{prompt}, {what}")
 
     def along(self, prompt: Prompt) -> Request:
@@ -143,6 +164,17 @@ class DecodingCheck:
             step, what = wrong
             self.fail(prompt, f"step {step}, {how}: {what}")
         return () if difference is None else (difference,)
+
+    def beside(
+        self, prompt: Prompt, how: str, batch: Decoded, other: Decoded
+    ) -> tuple[tuple[TokenDifference, ...], float | None]:
+        """Return the first differing token of another way of running, and the largest error of logits up to there."""
+        how = f"{how} instead of in the batch"
+        differences = self.first_difference(prompt, how, batch.tokens, other.tokens)
+        same = differences[0].step + 1 if differences else len(batch.tokens)  # logits of equal histories
+        error = self.logit_error(prompt, how, other.logits, batch.logits[:same])
+        self.same_bits(prompt, how, batch.logits, other.logits)
+        return differences, error
 
     def text(self, prompt: Prompt, tokens: Sequence[int]) -> str:
         """Return what `tokens` add to a prompt; where that is not the text of the config, it goes to `failures`."""

@@ -46,22 +46,20 @@ class Errors:
     """The errors of one request's logits.
 
     worst: the largest absolute error, None where one is NaN or infinite. first: (number of tokens, what is wrong) where
-    an error was too large first. rms: of the error of each row. worst_count: the number of tokens that `worst` is
-    behind.
+    an error was too large first. rms: of the error of each row.
     """
 
     bounds: LogitBounds
     worst: float | None = 0.0
     first: tuple[int, str] | None = None
     rms: dict[int, float] = field(default_factory=dict)
-    worst_count: int = 0
 
     def add(self, count: int, expected: np.ndarray, found: np.ndarray) -> None:
         error, bound = difference(expected, found), self.bounds.at(count)
         if self.worst is not None and (error.max_abs_error is None or error.max_abs_error >= self.worst):
-            self.worst, self.worst_count = error.max_abs_error, count
+            self.worst = error.max_abs_error
         if self.first is None and not error.within(bound):
-            self.first = count, off(error, bound)
+            self.first = count, off(error.max_abs_error, bound)
         if error.max_abs_error is not None:
             self.rms[count] = float(np.sqrt(np.mean(np.square(found.astype(np.float64) - expected))))
 

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
+from lockstep.artifacts.dtypes import numpy_dtype
+from lockstep.artifacts.files import sha256_file
+from lockstep.artifacts.places import FileEntry
 from lockstep.artifacts.reference import LongPrompt, ReferenceManifest
 from lockstep.artifacts.reports import TokenDifference
+from lockstep.checkpoint.safetensors_header import read_header
 from lockstep.errors import InputError
 from lockstep.targets import Tolerances
 from lockstep.verify.golden.forced import Forced
-from lockstep.verify.golden.logits_file import read_logits
 from lockstep.verify.golden.text import new_text
 from lockstep.verify.noise import LogitBounds, LogitNoise
 
@@ -30,8 +33,8 @@ class Decoded:
 class Prompt:
     """One prompt of the reference.
 
-    logits: [len(tokens), vocab_size] float32. gaps: between the two largest of each step. bounds: of errors of its
-    logits. expected: the text that must follow. adapter: "" for none; None in a reference without adapters.
+    logits: [len(tokens), vocab_size] float32. bounds: of errors of its logits. expected: the text that must follow.
+    adapter: "" for none; None in a reference without adapters.
     """
 
     text: str
@@ -39,7 +42,6 @@ class Prompt:
     tokens: Sequence[int]
     new_text: str
     logits: np.ndarray
-    gaps: Sequence[float | None]
     bounds: LogitBounds
     expected: str | None
     adapter: str | None = None
@@ -85,7 +87,7 @@ def read_reference(
 ) -> tuple[list[Prompt], Long | None, ReferenceManifest]:
     """Read a reference and the logits beside it. expected: the text that must follow each prompt."""
     manifest = ReferenceManifest.load(path)
-    arrays = read_logits(path.parent / manifest.logits.file, manifest.logits.sha256)
+    arrays = _read_logits(path, manifest.logits)
     texts = list(expected) or [None] * len(manifest.prompts)
     if len(texts) != len(manifest.prompts):
         raise InputError(
@@ -97,10 +99,21 @@ def read_reference(
         logits = arrays[f"logits.{i}"]
         counts = range(len(entry.prompt_ids), len(entry.prompt_ids) + len(logits))
         bounds = _bounds(counts, arrays[f"noise.{i}"], tolerances)
-        gaps = [step.gap for step in entry.steps]
         answer = entry.text, entry.prompt_ids, entry.tokens, entry.new_text
-        prompts.append(Prompt(*answer, logits, gaps, bounds, text, entry.adapter))
+        prompts.append(Prompt(*answer, logits, bounds, text, entry.adapter))
     return prompts, _read_long(manifest.long, arrays, tolerances), manifest
+
+
+def _read_logits(reference: Path, logits: FileEntry) -> dict[str, np.ndarray]:
+    path = reference.parent / logits.file
+    if not path.is_file() or sha256_file(path) != logits.sha256:
+        found = "other bytes" if path.is_file() else "no file"
+        raise InputError(f"{path}: expected the logits of the reference, found {found}; make the reference again")
+    data = np.fromfile(path, np.uint8)
+    return {
+        name: data[record.offset : record.offset + record.length].view(numpy_dtype(record.dtype)).reshape(record.shape)
+        for name, record in read_header(path).items()
+    }
 
 
 def _bounds(counts: Iterable[int], noise: np.ndarray, tolerances: Tolerances) -> LogitBounds:
@@ -111,11 +124,9 @@ def _bounds(counts: Iterable[int], noise: np.ndarray, tolerances: Tolerances) ->
 def _read_long(entry: LongPrompt | None, logits: Mapping[str, np.ndarray], tolerances: Tolerances) -> Long | None:
     if entry is None:
         return None
-    two = np.sort(logits["long.logits"], axis=1)[:, -2:]
-    gaps = [float(row[1] - row[0]) if len(row) > 1 else None for row in two]
     counts = (*entry.counts, *range(entry.counts[-1], entry.counts[-1] + len(entry.tokens)))
     bounds = _bounds(counts, logits["long.noise"], tolerances)
-    prompt = Prompt("the long prompt", entry.prompt_ids, entry.tokens, "", logits["long.logits"], gaps, bounds, None)
+    prompt = Prompt("the long prompt", entry.prompt_ids, entry.tokens, "", logits["long.logits"], bounds, None)
     return Long(prompt, entry.edges, dict(zip(entry.counts, logits["long.prompt"], strict=True)))
 
 
@@ -137,7 +148,9 @@ def first_difference(
         return TokenDifference(step, None, None, None, False), (step, wrong)
     if step is None:
         return None, None
-    gap, row, tolerance = prompt.gaps[step], prompt.logits[step], prompt.bounds.at(prompt.count(step))
+    row, tolerance = prompt.logits[step], prompt.bounds.at(prompt.count(step))
+    two = np.sort(row)[-2:]
+    gap = float(two[1] - two[0]) if len(two) > 1 else None
     apart = abs(float(row[expected[step]]) - float(row[found[step]]))
     accepted = gap is not None and max(gap, apart) < tolerance
     why = (

@@ -1,118 +1,33 @@
-"""The reference of quantised weights, and their drift.
+"""Whether quantised weights are the checkpoint's, rounded.
 
-Needs torch and transformers.
-
-In: a checkpoint, its weights as integers with scales, and what the checkpoint itself says (the reference). Out: what
-transformers says on the same weights, dequantised, in float32: the reference that engines are held against; and how far
-that is from the checkpoint. Each weight is first held against the checkpoint's: it must lie within half a step of it.
+In: a checkpoint's tensors, and weights as integers with scales. Out: the largest error, in steps of a weight's group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, cast
-
 import numpy as np
-import torch
-from transformers import PreTrainedModel
 
-from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.dtypes import ROW
 from lockstep.artifacts.quantized import data_name, quantized_names, scales_name
-from lockstep.artifacts.reference import ReferenceManifest
 from lockstep.errors import CheckError, InputError
-from lockstep.export.torch_model import cut_config, float32_tensor, is_within, load_tensors
-from lockstep.verify.golden.drift import drift_of, logits_along, perplexity
-from lockstep.verify.golden.logits_file import read_logits
-from lockstep.verify.golden.reference import (
-    answer,
-    load_checkpoint,
-    load_tokenizer,
-    logits_beside,
-    save_reference,
-    tokens_of,
-)
-from lockstep.verify.golden.terms import GoldenTerms
-from lockstep.verify.rounded_activations import round_activations
-from lockstep.verify.rounded_kv_cache import round_kv_cache
 from lockstep.weights import Weights, e4m3
 from lockstep.weights.groups import unpack
-from lockstep.weights.source import Source, open_source
+from lockstep.weights.source import Source
 
 _TINY = float(np.finfo(np.float32).tiny)
 _ROUNDING = 1e-3  # of a step: what float32 arithmetic adds to half of one
 _WITHIN = {False: "within half a step of", True: "equal to"}
 
 
-def make_quantized_reference(
-    checkpoint_json: Path,
-    weights_json: Path,
-    reference_json: Path,
-    layers: int | str,
-    golden: GoldenTerms,
-    drift_text: str,
-    out: Path,
-    drift_out: Path,
-) -> Path:
-    """Write the reference of the quantised weights, and the drift.
+def weights_error(source: Source, weights: Weights) -> float:
+    """Return the largest error of a weight, in steps.
 
-    The reference goes to `out`, which is returned, its logits beside it, and the drift to `drift_out`. reference_json:
-    of the checkpoint and the same layers. drift_text: whose perplexity is measured; empty for the prompts, one after
-    another.
-
-    Same inputs, same bytes. Raises CheckError for a weight that is off the checkpoint's by more than its rounding,
-    InputError for inputs that do not fit together.
+    Raises CheckError where it is more than rounding, InputError for weights that are not quantised.
     """
-    logits_beside(Path(out))
-    manifest = CheckpointManifest.load(checkpoint_json)
-    weights, folder = Weights.open(weights_json), manifest.folder_of(Path(checkpoint_json))
-    reference = ReferenceManifest.load(reference_json)
-    if reference.layers != layers:
-        raise InputError(f"{reference_json}: layers: expected {layers}, found {reference.layers}; make it again")
     if weights.group_size is None:
-        raise InputError(f"{weights_json}: expected quantised weights, found {weights.precision}; convert again")
-    off = _check_weights(open_source(Path(checkpoint_json)), weights)
-    tokenizer, config = load_tokenizer(folder), manifest.config
-    model = load_checkpoint(Path(checkpoint_json), layers)
-    rows = cast(torch.Tensor, model.get_input_embeddings().weight).shape[0]
-    text = tokens_of(tokenizer, drift_text or " ".join(golden.prompts), rows)
-    full_perplexity, count = perplexity(model, text)
-    answers = [(prompt.prompt_ids, prompt.tokens) for prompt in reference.prompts]
-    if golden.kv_cache_dtype is None:
-        expected = _own_logits(reference, Path(reference_json).with_name(reference.logits.file))
-    else:  # the reference's are of a rounded cache
-        expected = logits_along(model, answers)
-    del model
-    model = dequantized(config, weights, layers)
-    if golden.kv_cache_dtype is not None:
-        round_kv_cache(model)
-    made = answer(model, tokenizer, folder, config, golden.prompts, golden.max_new_tokens, golden.long_prompt)
-    own_perplexity, _ = perplexity(model, text)
-    drift_of(
-        expected,
-        logits_along(model, answers),
-        (own_perplexity, full_perplexity),
-        count,
-        layers,
-        weights.precision,
-        weights.group_size,
-        off,
-        golden.kv_cache_dtype,
-    ).save(drift_out)
-    return save_reference(made, layers, golden.max_new_tokens, Path(out), drift_out)
-
-
-def dequantized(config: Mapping[str, Any], weights: Weights, layers: int | str) -> PreTrainedModel:
-    """Load a model's first layers with quantised weights' numbers, float32, activations rounded as they are."""
-    tensors = {name: float32_tensor(array) for name, array in weights.dequantized() if is_within(name, layers)}
-    model = load_tensors(tensors, cut_config(config, layers), "eager", str(weights.manifest_path))
-    round_activations(model, weights, layers)
-    return model
-
-
-def _check_weights(source: Source, weights: Weights) -> float:
-    """Return the largest error of a weight, in steps. Raises CheckError where it is no rounding."""
+        raise InputError(
+            f"{weights.manifest_path}: expected quantised weights, found {weights.precision}; convert again"
+        )
     worst = 0.0
     for name in quantized_names(dict.fromkeys(weights.names())):
         error, allowed = _steps(source, weights, name)
@@ -148,9 +63,3 @@ def _steps(source: Source, weights: Weights, name: str) -> tuple[np.ndarray, np.
     # A step of zero is that of a group or row of zeros, or of nearly that.
     in_steps = np.divide(error, step, out=np.where(error > none, np.inf, 0.0), where=step > 0)
     return in_steps, np.where(last, 1.0, 0.5)
-
-
-def _own_logits(reference: ReferenceManifest, file: Path) -> np.ndarray:
-    """Return the logits of a reference's own answers, which lie in `file`: [tokens, vocab_size]."""
-    logits = read_logits(file, reference.logits.sha256)
-    return np.concatenate([logits[f"logits.{number}"] for number in range(len(reference.prompts))])

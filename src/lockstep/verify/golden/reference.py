@@ -2,9 +2,10 @@
 
 Needs torch and transformers.
 
-In: a checkpoint's manifest, a layer count, prompts. Out: prompt ids, greedily decoded tokens, and the logits of every
-step, computed in float32 with eager attention and a KV cache. One reference serves all precisions and backends of a
-model and layer count.
+In: a checkpoint's manifest, a layer count, prompts; quantised weights or adapters of it. Out: prompt ids, greedily
+decoded tokens, and the logits of every step, computed in float32 with eager attention and a KV cache. One reference
+serves all precisions and backends of a model and layer count, but those of quantised weights, which are held against
+transformers on the same weights, dequantised.
 
 Beside the prompts of the config stands a long one, of tokens from a hash, that goes as far as the limits allow: its
 logits are kept on both sides of each length at which a KV cache, a window or a RoPE setting has an edge.
@@ -15,7 +16,7 @@ Beside all logits stands how far transformers' own fp16 is off them (`verify.noi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -27,173 +28,116 @@ from safetensors.numpy import save
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.artifacts.checkpoint import RESOLVE_AGAIN, CheckpointManifest
+from lockstep.artifacts.drift import Drift
 from lockstep.artifacts.files import sha256_file, write_bytes
 from lockstep.artifacts.places import FileEntry
-from lockstep.artifacts.reference import LongPrompt, ReferenceManifest, ReferencePrompt, ReferenceStep
+from lockstep.artifacts.reference import LongPrompt, ReferenceManifest, ReferencePrompt
 from lockstep.checkpoint.stops import stop_ids
-from lockstep.config.packing import packing_of
 from lockstep.errors import InputError
 from lockstep.export.quiet import quiet
-from lockstep.export.torch_model import cut_config, float32_tensor, is_within, load_folder, load_tensors
 from lockstep.manifests.digest_cache import check_stored
 from lockstep.manifests.own_files import replacing, stale_files
+from lockstep.onnx_tools.metrics import max_abs_error
 from lockstep.verify.boundaries import both_sides, config_lengths
-from lockstep.verify.golden.drift import drift_of, logits_along, perplexity
-from lockstep.verify.golden.teacher_forced import Cached, logit_noise, logits_behind, run_behind
+from lockstep.verify.golden.model import adapted, load_checkpoint, load_dequantized
+from lockstep.verify.golden.quantized import weights_error
+from lockstep.verify.golden.teacher_forced import logit_noise, logits_along, logits_behind, perplexity, run_behind
 from lockstep.verify.golden.terms import GoldenTerms
 from lockstep.verify.golden.text import new_text
-from lockstep.verify.rounded_kv_cache import round_kv_cache
+from lockstep.verify.rounded import round_kv_cache
+from lockstep.weights import Weights
+from lockstep.weights.adapters import LoadedAdapter, open_adapters
 from lockstep.weights.source import open_source
 
-TOP = 5  # logits that are kept by value in the manifest
 _MOST_ROWS, _MOST_BYTES = 256, 1 << 25  # logits of the long prompt that are kept beside those at edges
 
 
 @dataclass(frozen=True)
-class Answer:
-    """One prompt and what follows it.
-
-    tokens: greedy, an end-of-sequence token included. logits: [len(tokens), vocab_size] float32, those that each token
-    was chosen from. noise: of each row, [len(tokens), 2]. new_text: the tokens as text, special tokens left out.
-    adapter: as of `ReferencePrompt`.
-    """
-
-    text: str
-    prompt_ids: tuple[int, ...]
-    tokens: tuple[int, ...]
-    new_text: str
-    logits: np.ndarray
-    noise: np.ndarray
-    adapter: str | None = None
-
-
-@dataclass(frozen=True)
-class LongAnswer:
-    """The long prompt and what follows it; end-of-sequence tokens do not end it.
-
-    counts: ascending numbers of prompt tokens, the last is all of them; prompt_logits [len(counts), vocab_size] float32
-    are those behind so many tokens. edges: those of counts at which something begins or ends. tokens, logits: as in
-    `Answer`. noise: of the rows of prompt_logits, then of logits.
-    """
-
-    prompt_ids: tuple[int, ...]
-    edges: tuple[int, ...]
-    counts: tuple[int, ...]
-    prompt_logits: np.ndarray
-    tokens: tuple[int, ...]
-    logits: np.ndarray
-    noise: np.ndarray
-
-
-@dataclass(frozen=True)
 class Reference:
-    answers: tuple[Answer, ...]
+    """What a model says: the parts of the manifest, and the arrays of the file beside it, by name."""
+
+    prompts: tuple[ReferencePrompt, ...]
     eos_token_ids: tuple[int, ...]
-    long: LongAnswer | None
+    long: LongPrompt | None
+    arrays: Mapping[str, np.ndarray]
 
 
 def make_reference(
-    checkpoint_json: Path, layers: int | str, golden: GoldenTerms, out: Path, drift_text: str = ""
+    checkpoint_json: Path,
+    layers: int | str,
+    golden: GoldenTerms,
+    out: Path,
+    weights_json: Path | None = None,
+    adapters_json: Path | None = None,
+    drift_text: str = "",
 ) -> Path:
     """Write the reference of a model to `out`, its logits beside it; return `out`. Same inputs, same bytes.
 
-    Of a rounded KV cache the drift stands beside it too; drift_text: as of `make_quantized_reference`.
+    layers: the model's first so many, or "all". weights_json: quantised weights of the checkpoint, which are computed
+    with, dequantised, in its place. adapters_json: those that `golden` names. Of quantised weights or a rounded KV
+    cache the drift stands beside it too, where no adapters are asked for; drift_text: whose perplexity it has, empty
+    for the prompts, one after another.
+
+    Raises CheckError for a weight that is off the checkpoint's by more than its rounding, InputError for inputs that do
+    not fit together, and for an adapter of modules that the model does not have.
     """
     checkpoint_json, out = Path(checkpoint_json), Path(out)
-    logits_beside(out)
+    logits_file, drift_file = out.with_suffix(".safetensors"), out.with_suffix(".drift.json")
+    stale_files(out, (logits_file.name,))
     manifest = CheckpointManifest.load(checkpoint_json)
-    folder = manifest.folder_of(checkpoint_json)
+    folder, config = manifest.folder_of(checkpoint_json), manifest.config
     check_stored(manifest.files, folder, RESOLVE_AGAIN)
-    model, tokenizer = load_checkpoint(checkpoint_json, layers), load_tokenizer(folder)
-    asked = golden.prompts, golden.max_new_tokens, golden.long_prompt
-    if golden.kv_cache_dtype is None:
-        reference = answer(model, tokenizer, folder, manifest.config, *asked)
-        return save_reference(reference, layers, golden.max_new_tokens, out)
-    rows = cast(torch.Tensor, model.get_input_embeddings().weight).shape[0]
-    text = tokens_of(tokenizer, drift_text or " ".join(golden.prompts), rows)
-    hook = round_kv_cache(model)
-    reference = answer(model, tokenizer, folder, manifest.config, *asked)
-    own_perplexity, count = perplexity(model, text)
-    hook.remove()
-    expected = logits_along(model, [(answered.prompt_ids, answered.tokens) for answered in reference.answers])
-    drift = drift_of(
-        expected,
-        np.concatenate([answered.logits for answered in reference.answers]),
-        (own_perplexity, perplexity(model, text)[0]),
-        count,
-        layers,
-        "fp32",
-        kv_cache_dtype=golden.kv_cache_dtype,
-    )
-    drift_out = drift_beside(out)
-    drift.save(drift_out)
-    return save_reference(reference, layers, golden.max_new_tokens, out, drift_out)
-
-
-def drift_beside(out: Path) -> Path:
-    """Return the file of a reference's drift."""
-    return out.with_suffix(".drift.json")
-
-
-def save_reference(
-    reference: Reference,
-    layers: int | str,
-    max_new_tokens: int,
-    out: Path,
-    drift: Path | None = None,
-    adapters: Mapping[str, str] = MappingProxyType({}),
-) -> Path:
-    """Write the manifest `out`, and the logits beside it. drift: a file that lies there already."""
-    path, long = logits_beside(out), reference.long
-    tensors: dict[str, np.ndarray] = {}
-    for i, answer in enumerate(reference.answers):
-        tensors |= {f"logits.{i}": answer.logits, f"noise.{i}": answer.noise}
-    if long:
-        tensors |= {"long.prompt": long.prompt_logits, "long.logits": long.logits, "long.noise": long.noise}
-    with replacing(out, (path.name,)):
-        write_bytes(path, save(tensors))
+    weights = Weights.open(weights_json) if weights_json else None
+    adapters = open_adapters(adapters_json) if adapters_json else {}
+    has_drift = (weights is not None or golden.kv_cache_dtype is not None) and not golden.adapted
+    off = weights_error(open_source(checkpoint_json), weights) if weights and has_drift else 0.0
+    model = load_dequantized(config, weights, layers) if weights else load_checkpoint(checkpoint_json, layers)
+    tokenizer = load_tokenizer(folder)
+    hook = round_kv_cache(model) if golden.kv_cache_dtype else None
+    reference = answer(model, tokenizer, folder, config, golden, adapters, layers)
+    if has_drift:
+        rows = cast(torch.Tensor, model.get_input_embeddings().weight).shape[0]
+        text = tokens_of(tokenizer, drift_text or " ".join(golden.prompts), rows)
+        rounded, count = perplexity(model, text)
+        if hook:
+            hook.remove()
+        if weights:
+            del model  # before another one is loaded
+            model = load_checkpoint(checkpoint_json, layers)
+        exact = logits_along(model, [(prompt.prompt_ids, prompt.tokens) for prompt in reference.prompts])
+        found = np.concatenate([reference.arrays[f"logits.{i}"] for i in range(len(reference.prompts))])
+        Drift(
+            layers=layers,
+            precision=weights.precision if weights else "fp32",
+            group_size=(weights and weights.group_size) or 0,
+            kv_cache_dtype=golden.kv_cache_dtype,
+            max_weight_error=off,
+            max_logit_error=max_abs_error(exact, found),
+            rms_logit_error=_rms(found - exact),
+            rms_logit=_rms(exact),
+            tokens=len(exact),
+            tokens_differing=int((found.argmax(-1) != exact.argmax(-1)).sum()),
+            perplexity_tokens=count,
+            perplexity=rounded,
+            full_perplexity=perplexity(model, text)[0],
+        ).save(drift_file)
+    with replacing(out, (logits_file.name,)):
+        write_bytes(logits_file, save(dict(reference.arrays)))
         ReferenceManifest(
             layers=layers,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=golden.max_new_tokens,
             eos_token_ids=reference.eos_token_ids,
-            logits=FileEntry(path.name, sha256_file(path)),
-            prompts=tuple(map(_entry, reference.answers)),
-            long=LongPrompt(long.prompt_ids, long.edges, long.counts, long.tokens) if long else None,
-            drift=FileEntry(drift.name, sha256_file(drift)) if drift else None,
-            adapters=adapters,
+            logits=FileEntry(logits_file.name, sha256_file(logits_file)),
+            prompts=reference.prompts,
+            long=reference.long,
+            drift=FileEntry(drift_file.name, sha256_file(drift_file)) if has_drift else None,
+            adapters={name: adapters[name].sha256 for name in golden.adapted if name},
         ).save(out)
     return out
 
 
-def logits_beside(out: Path) -> Path:
-    """Return the file of a reference's logits; InputError where it is another's."""
-    path = out.with_suffix(".safetensors")
-    stale_files(out, (path.name,))
-    return path
-
-
-def load_checkpoint(checkpoint_json: Path, layers: int | str) -> PreTrainedModel:
-    """Load a checkpoint's first layers in float32, dequantised where it is quantised."""
-    manifest = CheckpointManifest.load(checkpoint_json)
-    folder, config = manifest.folder_of(checkpoint_json), cut_config(manifest.config, layers)
-    if packing_of(manifest.config) is None:
-        return load_folder(folder, config)
-    source = open_source(checkpoint_json)
-    tensors = {name: float32_tensor(source.array(name)) for name in source.tensors if is_within(name, layers)}
-    return load_tensors(tensors, config, "eager", str(folder))
-
-
-def compute(
-    folder: Path,
-    config: Mapping[str, Any],
-    layers: int | str,
-    prompts: Sequence[str],
-    max_new_tokens: int,
-    long_prompt: int = 0,
-) -> Reference:
-    """Return the reference of a checkpoint folder, without writing files. config: config.json's content."""
-    model = load_folder(folder, cut_config(config, layers))
-    return answer(model, load_tokenizer(folder), folder, config, prompts, max_new_tokens, long_prompt)
+def _rms(array: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(array, dtype=np.float64))))
 
 
 def answer(
@@ -201,9 +145,9 @@ def answer(
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     config: Mapping[str, Any],
-    prompts: Sequence[str],
-    max_new_tokens: int,
-    long_prompt: int,
+    golden: GoldenTerms,
+    adapters: Mapping[str, LoadedAdapter] = MappingProxyType({}),
+    layers: int | str = "all",
 ) -> Reference:
     """Return what a model says to the prompts. config: of all layers. Raises InputError for one that does not fit."""
 
@@ -215,88 +159,82 @@ def answer(
     ends = tuple(stop_ids(folder, config, cast("int | None", tokenizer.eos_token_id)))
     text_config = model.config.get_text_config()
     limit = getattr(text_config, "max_position_embeddings", None)
-    answers = []
-    for text in prompts:
-        prompt_ids = tokens_of(tokenizer, text, rows)
-        if limit is not None and len(prompt_ids) + max_new_tokens > limit:
-            raise InputError(
-                f"golden prompt {text[:40]!r}: expected prompt and answer within {limit} tokens "
-                f"(max_position_embeddings), "
-                f"found {len(prompt_ids)} + {max_new_tokens}; shorten the prompt or max_new_tokens"
-            )
-        tokens, logits = greedy(model, prompt_ids, max_new_tokens, ends)
-        noise = logit_noise(model, [*prompt_ids, *tokens[:-1]], dict(enumerate(logits, len(prompt_ids))))
-        answers.append(Answer(text, prompt_ids, tokens, new_text(decode, prompt_ids, tokens), logits, noise))
-    if long_prompt and limit is not None and long_prompt + max_new_tokens > limit:
+    prompts: list[ReferencePrompt] = []
+    arrays: dict[str, np.ndarray] = {}
+    asked: Mapping[Any, Sequence[str]] = golden.adapted or {None: golden.prompts}
+    for name, texts in asked.items():
+        with adapted(model, adapters[name] if name else None, layers):
+            for text in texts:
+                ids = tokens_of(tokenizer, text, rows)
+                if limit is not None and len(ids) + golden.max_new_tokens > limit:
+                    raise InputError(
+                        f"golden prompt {text[:40]!r}: expected prompt and answer within {limit} tokens "
+                        f"(max_position_embeddings), found {len(ids)} + {golden.max_new_tokens}; shorten the prompt or "
+                        "max_new_tokens"
+                    )
+                tokens, logits, _, noise = follow(model, ids, {len(ids)}, golden.max_new_tokens, ends)
+                arrays |= {f"logits.{len(prompts)}": logits, f"noise.{len(prompts)}": noise}
+                new = new_text(decode, ids, tokens)
+                prompts.append(ReferencePrompt(text, ids, tokens, new, name))
+    if not golden.long_prompt:
+        return Reference(tuple(prompts), ends, None, arrays)
+    if limit is not None and golden.long_prompt + golden.max_new_tokens > limit:
         raise InputError(
             f"golden.long_prompt: expected prompt and answer within {limit} tokens (max_position_embeddings), "
-            f"found {long_prompt} + {max_new_tokens}; lower limits.max_seq_len or golden.long_prompt"
+            f"found {golden.long_prompt} + {golden.max_new_tokens}; lower limits.max_seq_len or golden.long_prompt"
         )
-    lengths = config_lengths(config)
-    long = long_answer(model, text_config.vocab_size, long_prompt, max_new_tokens, lengths) if long_prompt else None
-    return Reference(tuple(answers), ends, long)
+    long, more = _long(model, text_config.vocab_size, golden, config)
+    return Reference(tuple(prompts), ends, long, arrays | more)
 
 
-def long_prompt_ids(count: int, vocab_size: int) -> tuple[int, ...]:
-    """Return `count` token ids that only the count and the vocabulary decide."""
-    return tuple(
+def _long(
+    model: PreTrainedModel, vocab_size: int, golden: GoldenTerms, config: Mapping[str, Any]
+) -> tuple[LongPrompt, dict[str, np.ndarray]]:
+    """Decode behind a long prompt, past ends of sequence too; keep logits on both sides of edges, and others between.
+
+    Its tokens are such that only their number and the vocabulary decide.
+    """
+    count = golden.long_prompt
+    prompt_ids = tuple(
         int.from_bytes(hashlib.sha256(f"long prompt {i}".encode()).digest()[:8], "big") % vocab_size
         for i in range(count)
     )
-
-
-def long_answer(
-    model: torch.nn.Module, vocab_size: int, count: int, max_new_tokens: int, lengths: Iterable[int]
-) -> LongAnswer:
-    """Decode behind a long prompt; keep logits on both sides of edges, and others evenly between."""
-    prompt_ids = long_prompt_ids(count, vocab_size)
-    edges = sorted({*(near for near in both_sides(count + max_new_tokens, lengths) if near < count), count})
+    near = both_sides(count + golden.max_new_tokens, config_lengths(config))
+    edges = sorted({*(length for length in near if length < count), count})
     rows = min(count, _MOST_ROWS, max(1, _MOST_BYTES // (4 * vocab_size)))
     counts = sorted({*edges, *(count * (row + 1) // rows for row in range(rows))})
-    kept, cache = logits_behind(model, prompt_ids, set(counts))
-    tokens, logits = _decode(model, kept[count], cache, max_new_tokens, ())
-    # The last row of the prompt's is the first of the answer's.
-    noise = logit_noise(model, [*prompt_ids, *tokens[:-1]], {**kept, **dict(enumerate(logits, count))})
-    noise = np.concatenate([noise[: len(counts)], noise[len(counts) - 1 :]])
-    prompt_logits = np.stack([kept[near] for near in counts])
-    return LongAnswer(prompt_ids, tuple(edges), tuple(counts), prompt_logits, tokens, logits, noise)
+    tokens, logits, kept, noise = follow(model, prompt_ids, counts, golden.max_new_tokens, ())
+    arrays = {
+        "long.prompt": np.stack([kept[length] for length in counts]),
+        "long.logits": logits,
+        # The last row of the prompt's is the first of the answer's.
+        "long.noise": np.concatenate([noise[: len(counts)], noise[len(counts) - 1 :]]),
+    }
+    return LongPrompt(prompt_ids, tuple(edges), tuple(counts), tokens), arrays
 
 
-def greedy(
-    model: torch.nn.Module, prompt_ids: Sequence[int], max_new_tokens: int, eos_token_ids: Sequence[int]
-) -> tuple[tuple[int, ...], np.ndarray]:
-    """Decode greedily until an end-of-sequence token, which is kept; return tokens, logits [steps, vocab_size]."""
-    with torch.no_grad():
-        rows, cache = run_behind(model, prompt_ids)
-    return _decode(model, rows[-1].float().numpy().copy(), cache, max_new_tokens, eos_token_ids)
+def follow(
+    model: PreTrainedModel,
+    prompt_ids: Sequence[int],
+    counts: Collection[int],
+    max_new_tokens: int,
+    eos_token_ids: Sequence[int],
+) -> tuple[tuple[int, ...], np.ndarray, dict[int, np.ndarray], np.ndarray]:
+    """Decode greedily until an end-of-sequence token, which is kept.
 
-
-def _decode(
-    model: torch.nn.Module, first: np.ndarray, cache: Cached | None, max_new_tokens: int, eos_token_ids: Sequence[int]
-) -> tuple[tuple[int, ...], np.ndarray]:
-    """Decode greedily behind `cache`, whose last token gave the logits `first`."""
-    rows, tokens = [first], [int(first.argmax())]
+    counts: numbers of the prompt's tokens, that of all among them. Returns the tokens, the logits [steps, vocab_size]
+    float32 that they were chosen from, {count: logits behind so many}, and the noise of all these rows, [rows, 2].
+    """
+    kept, cache = logits_behind(model, prompt_ids, counts)
+    rows = [kept[len(prompt_ids)]]
+    tokens = [int(rows[-1].argmax())]
     with torch.no_grad():
         while len(tokens) < max_new_tokens and tokens[-1] not in eos_token_ids:
             (row,), cache = run_behind(model, tokens[-1:], cache)
             rows.append(row.float().numpy().copy())
             tokens.append(int(rows[-1].argmax()))
-    return tuple(tokens), np.stack(rows)
-
-
-def _entry(answer: Answer) -> ReferencePrompt:
-    order = np.argsort(-answer.logits, axis=-1, kind="stable")[:, :TOP]  # equal logits: the lower id first, as argmax
-    top = np.take_along_axis(answer.logits, order, axis=-1)
-    steps = (
-        ReferenceStep(
-            top_ids=tuple(ids.tolist()),
-            top_logits=tuple(values.astype(float).tolist()),
-            gap=float(values[0] - values[1]) if len(values) > 1 else None,
-        )
-        for ids, values in zip(order, top)
-    )
-    own = answer.text, answer.prompt_ids, answer.tokens, answer.new_text
-    return ReferencePrompt(*own, tuple(steps), answer.adapter)
+    ids, expected = [*prompt_ids, *tokens[:-1]], {**kept, **dict(enumerate(rows, len(prompt_ids)))}
+    return tuple(tokens), np.stack(rows), kept, logit_noise(model, ids, expected)
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

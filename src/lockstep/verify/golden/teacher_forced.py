@@ -1,15 +1,17 @@
-"""The logits of a whole sequence in transformers, and what fp16 costs of them.
+"""The logits of a whole sequence in transformers, what fp16 costs of them, and perplexity.
 
 Needs torch and transformers. A model and token ids in; logits, or errors of logits, behind some of the tokens out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from lockstep.errors import InputError
@@ -79,3 +81,24 @@ def logit_noise(model: torch.nn.Module, ids: Sequence[int], expected: Mapping[in
         f"{type(model).__name__}: expected finite logits of its weights rounded to bfloat16, found NaN "
         "or infinity; are these weights whole?"
     )
+
+
+def perplexity(model: PreTrainedModel, tokens: Sequence[int]) -> tuple[float, int]:
+    """Return the perplexity of a text within the model's positions, and on how many tokens."""
+    ids = tokens[: getattr(model.config.get_text_config(), "max_position_embeddings", None)]
+    if len(ids) < 2:
+        raise InputError("golden.drift_text: expected a text of two tokens or more, found less; give a longer one")
+    rows, _ = logits_behind(model, ids[:-1], range(1, len(ids)))
+    scores = torch.log_softmax(torch.from_numpy(np.stack([*rows.values()])).double(), -1)
+    chosen = scores.gather(1, torch.tensor(ids[1:])[:, None])
+    return math.exp(-float(chosen.mean())), len(chosen)
+
+
+def logits_along(model: PreTrainedModel, answers: Iterable[tuple[Sequence[int], Sequence[int]]]) -> np.ndarray:
+    """Return a model's logits along answers, each a prompt and its tokens: [tokens, vocab_size]."""
+    rows: list[np.ndarray] = []
+    for prompt_ids, tokens in answers:
+        ids = [*prompt_ids, *tokens[:-1]]
+        kept, _ = logits_behind(model, ids, range(len(prompt_ids), len(ids) + 1))
+        rows += kept.values()
+    return np.stack(rows)

@@ -12,7 +12,7 @@ import numpy as np
 from lockstep.errors import CheckError
 from lockstep.targets import Tolerances
 from lockstep.verify.graphs import Graphs
-from lockstep.verify.validate.parity import layer_errors
+from lockstep.verify.validate.parity import layer_errors, where, wrong_layers
 from lockstep.verify.validate.torch_trace import Record, TorchModel
 
 # Parts of the precision's range that hidden states are brought to: the first that the model itself stays within counts.
@@ -42,14 +42,12 @@ def check_adapter_slots(
             with torch_model.adapted(modules, own):
                 record = torch_model.record(each)
                 adapted.append((record, torch_model.noisy(record)))
-        errors, logits = layer_errors(graphs, adapted, ids)
-        tensors = [(entry.where, name, error) for entry in errors for name, error in entry.tensors.items()]
-        for where, name, error in [*tensors, (f"block {graphs.exit.graph}", "logits", logits)]:
-            if wrong := error.wrong(name, tolerance):
-                raise CheckError(
-                    f"{where}, tokens with adapters in every slot and without: {wrong}; does a token get another's "
-                    "adapter?"
-                )
+        errors, _ = layer_errors(graphs, adapted, tolerance, ids)
+        for place, line in wrong_layers(errors, tolerance):
+            raise CheckError(
+                f"{where(place)}, tokens with adapters in every slot and without: {line}; does a token get another's "
+                "adapter?"
+            )
 
 
 def check_magnitudes(graphs: Graphs, torch_model: TorchModel, record: Record) -> None:
@@ -68,20 +66,20 @@ def check_magnitudes(graphs: Graphs, torch_model: TorchModel, record: Record) ->
         grown = torch_model.record(record.token_ids, embedded=np.ascontiguousarray(unit * levels))
         if max(float(np.abs(layer.hidden).max()) for layer in grown.layers) > 0.95 * end:
             continue
-        errors, logits = layer_errors(graphs, [(grown, grown)])  # what rounding costs is not asked
+        errors, _ = layer_errors(graphs, [(grown, grown)], Tolerances(noise=1))  # what rounding costs is not asked
         reach = f"hidden states of up to {part * end:.3g}"
-        wrong = [entry for entry in errors if any(error.of.relative_error is None for error in entry.tensors.values())]
-        if wrong or logits.of.relative_error is None:
-            entry = wrong[0] if wrong else errors[-1]
-            overflows = f"{entry.where}, {reach}: expected finite numbers, found NaN or infinity"
-            continue
         for entry in errors:
-            error = entry.tensors.get("hidden")
-            if error is not None and not error.of.within_scaled(_GROSS):
-                raise CheckError(
-                    f"{entry.where}, {reach}: expected an error of at most {_GROSS:g} of their size, found "
-                    f"{error.of.relative_error:.3g}; are they clipped?"
-                )
-        return
+            if any(error.max_abs_error is None for error in entry.tensors.values()):
+                overflows = f"{where(entry)}, {reach}: expected finite numbers, found NaN or infinity"
+                break
+        else:
+            for entry in errors:
+                error = entry.tensors.get("hidden")
+                if error is not None and not (error.relative_error or 0.0) <= _GROSS:
+                    raise CheckError(
+                        f"{where(entry)}, {reach}: expected an error of at most {_GROSS:g} of their size, found "
+                        f"{error.relative_error:.3g}; are they clipped?"
+                    )
+            return
     if overflows:
         raise CheckError(overflows)

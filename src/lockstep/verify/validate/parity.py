@@ -10,177 +10,114 @@ at position 0, or behind a synthetic cache of any length.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from lockstep.artifacts.reports import BlockErrors, TensorError
 from lockstep.errors import CheckError
-from lockstep.onnx_tools.metrics import Difference, difference
+from lockstep.onnx_tools.metrics import difference
 from lockstep.targets import Tolerances
-from lockstep.verify.graphs import Graphs
-from lockstep.verify.metrics import off
-from lockstep.verify.noise import Spread, block_bound, spread
+from lockstep.verify.graphs import Graphs, stale_cache
+from lockstep.verify.noise import Spread, beside_noise, measure, spread, wrong
 from lockstep.verify.validate.torch_trace import Record
-from lockstep.verify.walk import Tokens, Walk
+from lockstep.verify.walk import StageRun, Tokens, Walk
 
 _PIECE = 4096  # tokens of the vocabulary at a time
-
-
-@dataclass
-class LayerErrors:
-    """Errors of one layer by tensor.
-
-    `hidden` (what leaves the layer), then for each phase `<phase>.key_out`, `.value_out`, `.attention`; of a mixer with
-    a state `<phase>.state_out`, `.attention`.
-    overflow: a line where the block's graph goes beyond float16.
-    """
-
-    layer: int
-    block: str
-    variant: str
-    tensors: dict[str, TensorErrors] = field(default_factory=dict)
-    overflow: str = ""
-
-    @property
-    def where(self) -> str:
-        return f"layer {self.layer} (block {self.block}, {self.variant})"
-
-
-@dataclass(frozen=True)
-class TensorErrors:
-    """The error of a graph's output beside the noise of fp16 there, both relative to the size of each row."""
-
-    of: Difference
-    error: Spread
-    noise: Spread
-
-    @classmethod
-    def measure(cls, expected: np.ndarray, found: np.ndarray, noisy: np.ndarray) -> TensorErrors:
-        return cls(difference(expected, found), spread(expected, found), spread(expected, noisy))
-
-    def wrong(self, name: str, tolerance: Tolerances) -> str | None:
-        """Say what is wrong with the tensor; None where its error passes."""
-        if name == "logits" and tolerance.logits is not None:
-            within = self.of.within(tolerance.logits)
-            return None if within else f"{name}: {off(self.of, tolerance.logits)}"
-        bound, error = self.bound(name, tolerance), self.error
-        if error.within(bound):
-            return None
-        if self.of.max_abs_error is None:
-            return f"{name}: expected finite numbers, found NaN or infinity"
-        largest, rms, cosine = f"{error.largest:.3g}", f"{error.rms:.3g}", f"{self.of.cosine:.6f}"
-        if error.largest > bound.largest:
-            more = f"largest absolute error {self.of.max_abs_error:.3g}, cosine {cosine}"
-            return f"{name}: expected an error of at most {bound.largest:.3g}, found {largest} ({more})"
-        more = f"largest {largest}, cosine {cosine}"
-        return f"{name}: expected an rms error of at most {bound.rms:.3g}, found {rms} ({more})"
-
-    def bound(self, name: str, tolerance: Tolerances) -> Spread:
-        """Return the error that passes; that of logits is absolute where the config gives a number."""
-        own = replace(tolerance, block=tolerance.logits) if name == "logits" else tolerance
-        return block_bound(self.noise, own)
-
-
 Pairs = Sequence[tuple[Record, Record]]  # what torch computed of a sequence, in float32 and in fp16
 Embed = Callable[[np.ndarray], np.ndarray]
+Sides = dict[str, list[tuple[np.ndarray, ...]]]  # by output: pieces of what is expected, of what is found, and in fp16
 
 
-def embedding_error(graphs: Graphs, embed: Embed, noisy: Embed) -> TensorErrors:
+def embedding_error(graphs: Graphs, embed: Embed, noisy: Embed, tolerances: Tolerances) -> TensorError:
     """Return the largest error of the embedding graph, on the whole vocabulary. embed, noisy: torch's."""
-    pieces = []
+    noise, pieces = Spread(0.0, 0.0), []
     for first in range(0, graphs.assembly.vocab_size, _PIECE):
         token_ids = np.arange(first, min(first + _PIECE, graphs.assembly.vocab_size), dtype=np.int64)
-        outputs = graphs.run_block(graphs.embedding, {"token_ids": token_ids})
-        pieces.append(TensorErrors.measure(embed(token_ids), outputs["hidden"], noisy(token_ids)))
-    worst = max(pieces, key=lambda piece: math.inf if piece.of.max_abs_error is None else piece.error.largest)
-    return replace(
-        worst, noise=Spread(max(piece.noise.largest for piece in pieces), max(piece.noise.rms for piece in pieces))
-    )
+        found, exact = graphs.run_block(graphs.embedding, {"token_ids": token_ids})["hidden"], embed(token_ids)
+        pieces.append((difference(exact, found), spread(exact, found)))
+        noise |= spread(exact, noisy(token_ids))
+    worst = max(pieces, key=lambda piece: math.inf if piece[0].max_abs_error is None else piece[1].largest)
+    return beside_noise("hidden", *worst, noise, tolerances)
+
+
+def where(entry: BlockErrors) -> str:
+    """Say which layer errors are of."""
+    return f"layer {entry.layer} (block {entry.block}, {entry.variant or 'behind the last attention'})"
 
 
 def layer_errors(
-    graphs: Graphs, records: Pairs, adapter_ids: np.ndarray | None = None
-) -> tuple[list[LayerErrors], TensorErrors]:
-    """Return the errors of each layer, teacher-forced, and of the logits.
+    graphs: Graphs, records: Pairs, tolerances: Tolerances, adapter_ids: np.ndarray | None = None, capacity: int = 0
+) -> tuple[list[BlockErrors], tuple[int | None, str] | None]:
+    """Return the errors of each layer, teacher-forced, and of the exit, and where a graph first leaves float16.
 
-    The logits are those behind the last layer. All sequences run packed, as in a step. adapter_ids: the adapter slot of
-    each token, with which torch was recorded; none by default.
+    Of a layer `hidden` (what leaves it), and for each phase `<phase>.key_out`, `.value_out`, `.attention`; of a mixer
+    with a state `<phase>.state_out`, `.attention`. Of the exit `logits`, where sequences start at position 0. The other
+    is (layer, line), None for none.
+
+    All sequences run packed, as in a step; the last token is decoded too. adapter_ids: the adapter slot of each token,
+    with which torch was recorded; none by default. capacity: the least rows of caches.
     """
-    walk = _walk(graphs, records, adapter_ids=adapter_ids)
-    errors, last = _errors(walk, records[0][0]), walk.exit()
-    errors[-1].overflow = errors[-1].overflow or last.overflow(graphs)
-    return errors, TensorErrors.measure(last.expected["logits"], last.outputs["logits"], last.noisy["logits"])
-
-
-def errors_behind(graphs: Graphs, record: Record, noisy: Record, capacity: int) -> list[LayerErrors]:
-    """Return the errors of a record behind a cache of at least `capacity` rows, chunked and decoded."""
-    return _errors(_walk(graphs, [(record, noisy)], capacity=capacity), record)
-
-
-def _walk(graphs: Graphs, pairs: Pairs, **options: Any) -> Walk:
-    """Return a walk along recorded sequences, of which the last token is decoded too."""
-    mixing = [layer.layer for layer in pairs[0][0].layers]
+    record, errors, sides, overflow = records[0][0], list[BlockErrors](), Sides(), None
+    mixing = [layer.layer for layer in record.layers]
     if mixing != graphs.assembly.layer_numbers[: len(mixing)]:
         raise CheckError(f"expected token mixers in layers {graphs.assembly.layer_numbers}, found {mixing}")
-    return Walk(
-        graphs,
-        [Tokens(record.token_ids, len(record.token_ids) - 1, record, noisy) for record, noisy in pairs],
-        **options,
-    )
-
-
-def _errors(walk: Walk, record: Record) -> list[LayerErrors]:
-    errors: list[LayerErrors] = []
-    phases = _Phases()
-    for run in walk.layers():
+    tokens = [Tokens(exact.token_ids, len(exact.token_ids) - 1, exact, noisy) for exact, noisy in records]
+    for run in _runs(Walk(graphs, tokens, adapter_ids, capacity)):
         stage = run.stage
         if stage.part == "attention":
-            phases.add(stage.phase, run.outputs, run.expected, run.noisy)
+            _add(sides, run, {name: f"{stage.phase}.{name}" for name in run.expected})
             continue
+        layer, variant = graphs.num_layers - 1, None
+        if stage.part == "block":  # what enters this layer is of the one before
+            _add(sides, run, dict.fromkeys(run.expected, "hidden"))
+            assert stage.layer is not None
+            layer, variant = record.layers[stage.layer].layer, graphs.layers[stage.layer].variant
         if errors:
-            errors[-1].tensors |= phases.errors()
-        if "hidden_out" in run.expected:  # the hidden state that enters this layer and left the one before
-            sides = run.expected, run.outputs, run.noisy
-            errors[-1].tensors["hidden"] = TensorErrors.measure(*(side["hidden_out"] for side in sides))
-        assert stage.layer is not None  # a block's
-        variant, layer = walk.graphs.layers[stage.layer].variant, record.layers[stage.layer].layer
-        errors.append(LayerErrors(layer, stage.graph, variant, overflow=run.overflow(walk.graphs)))
-        phases = _Phases()
-    errors[-1].tensors |= phases.errors()
+            errors[-1] = replace(errors[-1], tensors=_measured(sides, tolerances))
+        errors.append(BlockErrors(stage.graph, {}, layer, variant))
+        sides = Sides()
+        if stage.part == "exit":
+            _add(sides, run, {"logits": "logits"})
+        if (line := run.overflow(graphs)) and overflow is None:
+            overflow = layer, line
+    errors[-1] = replace(errors[-1], tensors=_measured(sides, tolerances))
+    return errors, overflow
+
+
+def wrong_layers(errors: Sequence[BlockErrors], tolerances: Tolerances) -> Iterator[tuple[BlockErrors, str]]:
+    """Yield each output that is off by too much: of which layer, and what is wrong."""
+    for entry in errors:
+        for name, error in entry.tensors.items():
+            if line := wrong(name, error, tolerances):
+                yield entry, line
+
+
+def _runs(walk: Walk) -> Iterator[StageRun]:
+    yield from walk.layers()
+    if not walk.num_past:
+        yield walk.exit()
+
+
+def _add(sides: Sides, run: StageRun, names: Mapping[str, str]) -> None:
+    for name, key in names.items():
+        rows = (side[name].reshape(len(side[name]), -1) for side in (run.expected, run.outputs, run.noisy))
+        sides.setdefault(key, []).append(tuple(rows))
+
+
+def _measured(sides: Sides, tolerances: Tolerances) -> dict[str, TensorError]:
+    """Return {"<phase>.<output>": errors}, in the order in which phases were added.
+
+    The first phase has all rows: where noise is larger there, a phase of some of them is held to that.
+    """
+    errors: dict[str, TensorError] = {}
+    usual: dict[str, Spread] = {}
+    for key, pieces in sides.items():
+        exact, found, noisy = (np.concatenate(side) for side in zip(*pieces))
+        noise = usual.setdefault(key.rpartition(".")[2], spread(exact, noisy))
+        errors[key] = measure(key, exact, found, noisy, tolerances, noise)
     return errors
-
-
-class _Phases:
-    """What a layer's attention graphs gave, what was expected, and that in fp16, by phase."""
-
-    def __init__(self) -> None:
-        self._arrays: dict[tuple[str, str], list[tuple[np.ndarray, ...]]] = {}
-
-    def add(
-        self,
-        phase: str,
-        outputs: Mapping[str, np.ndarray],
-        expected: Mapping[str, np.ndarray],
-        noisy: Mapping[str, np.ndarray],
-    ) -> None:
-        for name in expected:
-            rows = (side[name].reshape(len(expected[name]), -1) for side in (expected, outputs, noisy))
-            self._arrays.setdefault((phase, name), []).append(tuple(rows))
-
-    def errors(self) -> dict[str, TensorErrors]:
-        """Return {"<phase>.<output>": errors}, in the order in which phases were added.
-
-        The first phase has all rows: where noise is larger there, a phase of some of them is held to that.
-        """
-        errors: dict[str, TensorErrors] = {}
-        usual: dict[str, Spread] = {}
-        for (phase, name), arrays in self._arrays.items():
-            error = TensorErrors.measure(*(np.concatenate(side) for side in zip(*arrays)))
-            noise = usual.setdefault(name, error.noise)
-            errors[f"{phase}.{name}"] = replace(error, noise=error.noise | noise)
-        return errors
 
 
 def forward(graphs: Graphs, hidden: np.ndarray, position_ids: np.ndarray, logit_rows: np.ndarray) -> np.ndarray:
@@ -192,12 +129,7 @@ def forward(graphs: Graphs, hidden: np.ndarray, position_ids: np.ndarray, logit_
             state = np.zeros((1, *mixer.state), np.float32)
             feeds = {**{key: env[key] for key in mixer.inputs}, "past_state": state}
             return graphs.run_mixer(name, "prefill", feeds)["attention"]
-        variant = graphs.assembly.variants[name]
-        past = {
-            "past_key": np.zeros((1, variant.num_kv_heads, 1, variant.head_dim), graphs.dtype),
-            "past_value": np.zeros((1, variant.num_kv_heads, 1, variant.value_head_dim), graphs.dtype),
-            "past_lengths": np.zeros(1, np.int64),
-        }
+        past = stale_cache([graphs.no_past(name)], [0], graphs.dtype)
         return graphs.run_mixer(name, "prefill", {**env, **past})["attention"]
 
     env = {"hidden": hidden, "position_ids": position_ids, "logit_rows": logit_rows}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,18 +18,16 @@ import onnx
 import onnx_graphsurgeon  # noqa: F401  lint needs it, and without it would offer to install it
 from polygraphy.backend.base import BaseRunner
 from polygraphy.common import TensorMetadata
-from polygraphy.comparator import Comparator, CosineSimilarityCompareFunc, SimpleCompareFunc
+from polygraphy.comparator import Comparator, SimpleCompareFunc
 from polygraphy.exception import PolygraphyException
 from polygraphy.tools.args import OnnxrtSessionArgs
 from polygraphy.tools.check.subtool.lint import Lint
-from polygraphy.tools.inspect.subtool.model.extractors import graph_data_from_onnx
 
-from lockstep.artifacts.reports import ForwardError, Inspected, Linted
-from lockstep.artifacts.signature import IO, Signature
+from lockstep.artifacts.reports import ForwardError, Linted
+from lockstep.artifacts.signature import IO
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.comparator import metadata, one_line, quiet
 from lockstep.onnx_tools.sessions import open_session
-from lockstep.onnx_tools.signature import signature_of
 from lockstep.verify.metrics import largest
 
 # Sizes that lint runs a graph with; it fills inputs with random numbers.
@@ -42,14 +40,6 @@ def check_model(path: Path, model: onnx.ModelProto) -> None:
         onnx.checker.check_model(model, full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise CheckError(f"{path}: the ONNX checker refuses this graph: {one_line(error)}") from error
-
-
-def inspect(path: Path, model: onnx.ModelProto, inputs: Sequence[IO], outputs: Sequence[IO]) -> Inspected:
-    """Return Polygraphy's count of nodes and operators. Raises CheckError for other inputs or outputs."""
-    Signature(tuple(inputs), tuple(outputs)).check(signature_of(model.graph), str(path), "export again")
-    with quiet():
-        data = graph_data_from_onnx(model)
-    return Inspected(len(data.nodes), dict(sorted(Counter(node.op_type for node in data.nodes).items())))
 
 
 def lint(path: Path, file: Path, inputs: Sequence[IO]) -> Linted:
@@ -124,31 +114,23 @@ def compare(
 ) -> dict[str, ForwardError]:
     """Run all runners on all feeds with Polygraphy's Comparator.
 
-    Each is compared with the last, by largest absolute error and cosine; names and shapes are the graphs' own, which
-    were held to what is declared. Returns {runner: its error}. noise: what the precision itself costs, for the report.
-    Raises CheckError for a runner that fails.
+    Each is compared with the last, by largest absolute error; names and shapes are the graphs' own, which were held to
+    what is declared. Returns {runner: its error}; `passed` is Polygraphy's verdict, false for NaN. noise: what the
+    precision itself costs, for the report. Raises CheckError for a runner that fails.
     """
     against = len(runners) - 1
-    functions = [
-        SimpleCompareFunc(atol=tolerance, rtol=0.0, check_error_stat="max"),
-        CosineSimilarityCompareFunc(cosine_similarity_threshold=-1.0),
-    ]
+    function = SimpleCompareFunc(atol=tolerance, rtol=0.0, check_error_stat="max")
     try:
         with quiet():
             results = Comparator.run(list(runners), data_loader=[OrderedDict(feed) for feed in feeds])
             pairs = [(index, against) for index in range(against)]
-            errors, angles = Comparator.compare_accuracy(results, comparisons=pairs, compare_func=functions)
+            (errors,) = Comparator.compare_accuracy(results, comparisons=pairs, compare_func=[function])
     except PolygraphyException as error:
         raise CheckError(f"Comparator: {one_line(error)}") from error
-    return {pair[0]: _summary(errors[pair], angles[pair], tolerance, noise) for pair in errors}
-
-
-def _summary(
-    errors: Sequence[Mapping[str, Any]], angles: Sequence[Mapping[str, Any]], tolerance: float, noise: float
-) -> ForwardError:
-    """Return the worst of all feeds and outputs; `passed` is Polygraphy's verdict, false for NaN."""
-    results = [result for outputs in errors for result in outputs.values()]
-    worst = largest([result.max_absdiff if math.isfinite(result.max_absdiff) else None for result in results])
-    cosine = min((angle.cosine_similarity for outputs in angles for angle in outputs.values()), default=0.0)
-    passed = bool(results) and all(bool(result) for result in results) and worst is not None
-    return ForwardError(worst, cosine if math.isfinite(cosine) else None, noise, tolerance, passed)
+    found: dict[str, ForwardError] = {}
+    for pair, compared in errors.items():
+        every = [result for outputs in compared for result in outputs.values()]
+        worst = largest([result.max_absdiff if math.isfinite(result.max_absdiff) else None for result in every])
+        passed = bool(every) and all(bool(result) for result in every) and worst is not None
+        found[pair[0]] = ForwardError(worst, noise, tolerance, passed)
+    return found

@@ -3,15 +3,16 @@
 Graphs, weights and the model's config in; a report out.
 
 The order is from cheap to dear, so that the first thing wrong is the thing reported: inputs and outputs as declared,
-ONNX checker, Polygraphy's lint and inspect, each layer teacher-forced on short sequences, then behind long synthetic
+ONNX checker, Polygraphy's lint, each layer teacher-forced on short sequences, then behind long synthetic
 caches up to the length that the limits allow, then the whole forward through Polygraphy's Comparator.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ from lockstep.artifacts.reports import (
     BlockErrors,
     CacheError,
     GraphChecks,
+    Linted,
     LongContext,
-    TensorError,
     ValidatedGraphs,
     ValidationReport,
 )
@@ -40,39 +41,18 @@ from lockstep.onnx_tools.metrics import max_abs_error
 from lockstep.targets import ROUNDING, Tolerances
 from lockstep.verify.boundaries import config_lengths, edges, synthetic_past
 from lockstep.verify.graphs import Graph, Graphs
-from lockstep.verify.metrics import finish, finite
+from lockstep.verify.metrics import finish
+from lockstep.verify.noise import wrong
+from lockstep.verify.rounded import noisy
 from lockstep.verify.validate.beyond import check_adapter_slots, check_magnitudes
-from lockstep.verify.validate.parity import (
-    LayerErrors,
-    TensorErrors,
-    embedding_error,
-    errors_behind,
-    forward,
-    layer_errors,
-)
-from lockstep.verify.validate.polygraphy_checks import FunctionRunner, check_model, compare, inspect, lint
-from lockstep.verify.validate.torch_trace import Record, TorchModel, sequences
+from lockstep.verify.validate.parity import embedding_error, forward, layer_errors, where, wrong_layers
+from lockstep.verify.validate.polygraphy_checks import FunctionRunner, check_model, compare, lint
+from lockstep.verify.validate.torch_trace import Record, TorchModel
 from lockstep.weights import Weights
 
 _NUM_BEHIND = 3  # tokens behind a long cache: at an edge, before it and after it
+_WIDEST = 256  # sliding window that a sequence goes beyond; a wider one costs more than it would show
 _TEXT = "The river comes down from the hills, and the town lies where it is wide and slow."
-
-
-@dataclass
-class _Notes:
-    """The report so far, which a check that fails writes too."""
-
-    report: ValidationReport
-
-    def note(self, **entries: Any) -> None:
-        self.report = replace(self.report, **entries)
-
-    def note_graph(self, name: str, **entries: Any) -> None:
-        """Note what a check gave of the graph `name`, under the name of that check."""
-        checks = self.report.checks
-        assert checks is not None  # it begins with none of any graph
-        added = {check: {**getattr(checks, check), name: result} for check, result in entries.items()}
-        self.note(checks=replace(checks, **added))
 
 
 def run(
@@ -106,219 +86,179 @@ def run(
         tolerance = replace(tolerance, rounding=ROUNDING["fp32"])
     if assembly.tensor_parallel is not None:  # a sum over ranks rounds each rank's part, and then all: twice as often
         tolerance = replace(tolerance, rounding=math.sqrt(2) * tolerance.rounding)
-    notes = _Notes(ValidationReport(result=PASS, target=target, first_failing_layer=None))
+    found: dict[str, Any] = {"first_failing_layer": None}
+    failure = None
     try:
         graphs = Graphs(Path(assembly_json), assembly, Weights.open(weights_json), layers, threads)
-        notes.note(
-            unused_tensors=tuple(graphs.weights.unused(_bound_tensors(assembly))), checks=GraphChecks({}, {}, {})
-        )
+        _Validation(graphs, checkpoint.config, tolerance, found).check(layers, max_seq_len, threads)
+    except CheckError as error:
+        failure = str(error)
+    return finish(out, ValidationReport(result=PASS, target=target, **found), failure)
+
+
+class _Validation:
+    """The checks of graphs. found: what the report is to say, as far as they come."""
+
+    def __init__(self, graphs: Graphs, config: Mapping[str, Any], tolerance: Tolerances, found: dict[str, Any]):
+        self._graphs, self._config, self._tolerance, self._found = graphs, config, tolerance, found
+        variants = graphs.assembly.variants
+        self._windows = {variants[layer.variant].window for layer in graphs.layers if layer.variant in variants} - {0}
+
+    def check(self, layers: int | str, max_seq_len: int, threads: int | None) -> None:
+        """Check everything. Raises CheckError for the first thing wrong."""
+        graphs = self._graphs
+        self._found["unused_tensors"] = tuple(graphs.weights.unused(_bound_tensors(graphs.assembly)))
+        self._checker: dict[str, str] = {}
+        self._linted: dict[str, Linted] = {}
+        self._found["checks"] = GraphChecks(self._checker, self._linted)
         for name, graph in graphs.graphs().items():
-            _check_graph(name, graph, notes)
-        torch_model = TorchModel(checkpoint.config, graphs.weights, layers)
-        records = [torch_model.record(token_ids) for token_ids in _sequences(graphs)]
-        _check_layers(graphs, torch_model, records, tolerance, notes)
-        check_adapter_slots(graphs, torch_model, records, tolerance)
-        check_magnitudes(graphs, torch_model, records[-1])
-        _check_long_contexts(graphs, torch_model, records[0], checkpoint.config, max_seq_len, tolerance, notes)
+            self._check_graph(name, graph)
+        self._torch = TorchModel(self._config, graphs.weights, layers)
+        records = [self._torch.record(token_ids) for token_ids in self._sequences()]
+        self._check_layers(records)
+        check_adapter_slots(graphs, self._torch, records, self._tolerance)
+        check_magnitudes(graphs, self._torch, records[-1])
+        self._check_long_contexts(records[0], max_seq_len)
         uncut = graphs.uncut(threads)
         if uncut is not None:
-            _check_graph("batchful", uncut, notes)
-        _check_forward(graphs, uncut, torch_model, records, tolerance, notes)
-    except CheckError as error:
-        return finish(out, notes.report, str(error))
-    return finish(out, notes.report, None)
+            self._check_graph("batchful", uncut)
+        self._check_forward(uncut, records)
+
+    def _check_graph(self, name: str, graph: Graph) -> None:
+        inputs = [*graph.inputs, *graph.slots]
+        check_model(graph.path, graph.model)
+        self._checker[name] = PASS
+        with graph.plain_file() as file:
+            self._linted[name] = lint(graph.path, file, inputs)
+
+    def _sequences(self) -> list[np.ndarray]:
+        """Return token sequences: seeded random ids of several lengths, one of them 1, and a real text's.
+
+        One goes beyond each of the sliding windows of at most _WIDEST tokens.
+        """
+        assembly = self._graphs.assembly
+        if assembly.tokenizer is None:
+            raise InputError(
+                f"{self._graphs.path}: expected a tokenizer, found none; put tokenizer.json beside the checkpoint"
+            )
+        tokenizer = tokenizers.Tokenizer.from_file(str(self._graphs.path.with_name(assembly.tokenizer.file)))
+        text = [token for token in tokenizer.encode(_TEXT).ids if token < assembly.vocab_size]
+        longest, random = assembly.max_position_embeddings or 64, np.random.default_rng(0)
+        beyond = sorted({window + 3 for window in self._windows if window <= _WIDEST})
+        lengths = dict.fromkeys(min(length, longest) for length in (1, 2, 7, 33, *beyond))
+        made = [random.integers(0, assembly.vocab_size, length) for length in lengths]
+        return [*made, *([np.array(text[:longest], np.int64)] if text else [])]
+
+    def _check_layers(self, records: list[Record]) -> None:
+        """Check the embedding on the whole vocabulary, and each layer, teacher-forced. Raises CheckError."""
+        graphs, tolerance = self._graphs, self._tolerance
+        embedding = embedding_error(graphs, self._torch.embed, self._torch.noisy_embed, tolerance)
+        pairs = [(record, self._torch.noisy(record)) for record in records]
+        errors, overflow = layer_errors(graphs, pairs, tolerance)
+        self._found |= {
+            "embedding": BlockErrors(graphs.embedding.graph, {"hidden": embedding}),
+            "blocks": tuple(errors[:-1]),
+            "exit": errors[-1],
+        }
+        if embedding.max_abs_error is None:
+            token_ids = np.concatenate([record.token_ids for record in records])
+            if beyond := graphs.overflow(graphs.embedding, {"token_ids": token_ids}, None):
+                raise CheckError(beyond)
+        if line := wrong("hidden", embedding, tolerance):
+            raise CheckError(f"embedding ({graphs.embedding.graph}): {line}")
+        if overflow:
+            self._found["first_failing_layer"], beyond = overflow
+            raise CheckError(beyond)
+        self._check_errors(errors, "")
+
+    def _check_errors(self, errors: list[BlockErrors], how: str) -> None:
+        """Raise CheckError for the first tensor that is off by too much, and note its layer."""
+        for entry, line in wrong_layers(errors, self._tolerance):
+            self._found["first_failing_layer"] = entry.layer
+            raise CheckError(f"{where(entry)}: {how}{line}")
+
+    def _check_long_contexts(self, short: Record, max_seq_len: int) -> None:
+        """Check each kind of layer behind long synthetic caches, teacher-forced.
+
+        These end at the edges of pages, windows, RoPE lengths and of `max_seq_len`. The layers are the first that show
+        each block class with each kind; `short` has the shapes of their keys and values. Every second cache has
+        `max_seq_len` rows, the others have just enough. Raises CheckError.
+        """
+        assembly = self._graphs.assembly
+        pairs = [(layer.block.graph, layer.variant) for layer in self._graphs.layers]
+        count = 1 + assembly.layer_numbers[max(pairs.index(pair) for pair in pairs)]
+        lengths = config_lengths(self._config) | self._windows
+        random, caches = np.random.default_rng(0), list[CacheError]()
+        self._found["long_context"] = LongContext(max_seq_len, count, ())
+        pasts = sorted({min(edge - 1, max_seq_len - _NUM_BEHIND) for edge in edges(max_seq_len, lengths)})
+        with only_layers(self._torch.model, range(count)):
+            for number, num_past in enumerate(pasts):
+                if num_past < 1:
+                    continue
+                past = [
+                    synthetic_past(
+                        random, num_past, layer.keys.shape[1], (layer.keys.shape[2], layer.values.shape[2]), lengths
+                    )
+                    if len(layer.keys)
+                    else None
+                    for layer in short.layers
+                    if layer.layer < count
+                ]
+                record = self._torch.record(random.integers(0, assembly.vocab_size, _NUM_BEHIND), past)
+                noise = self._torch.noisy(record, past)
+                capacity = max_seq_len if number % 2 else 0
+                errors, _ = layer_errors(self._graphs, [(record, noise)], self._tolerance, capacity=capacity)
+                # the error that is the largest beside what passes
+                worst = max(
+                    (error for entry in errors for error in entry.tensors.values()),
+                    key=lambda e: math.inf if e.relative_error is None else e.relative_error / e.tolerance,
+                )
+                caches.append(CacheError(num_past, worst.relative_error, worst.noise, worst.tolerance))
+                self._found["long_context"] = LongContext(max_seq_len, count, tuple(caches))
+                self._check_errors(errors, f"behind {num_past} cached tokens, ")
+
+    def _check_forward(self, uncut: Graph | None, records: list[Record]) -> None:
+        """Check whole sequences, free, through Polygraphy: the chain of graphs, and the uncut one."""
+        graphs, inputs = self._graphs, self._graphs.forward_inputs()
+
+        def split(feed: Mapping[str, np.ndarray]) -> np.ndarray:
+            return forward(graphs, feed["hidden"], feed["position_ids"], feed["logit_rows"])
+
+        def expected(feed: Mapping[str, np.ndarray]) -> np.ndarray:
+            return self._torch.logits(feed["hidden"])[feed["logit_rows"]]
+
+        runners: list[BaseRunner] = [FunctionRunner("split", inputs, split)]
+        if uncut is not None:
+            assert graphs.assembly.batchful is not None  # it is open
+            tensors = graphs.assembly.batchful.tensors
+            weights = {slot.name: graphs.slot_array(tensors[slot.name], slot) for slot in uncut.slots}
+            runners.append(BoundRunner("batchful", inputs, uncut.session, weights))
+        runners.append(FunctionRunner("torch", inputs, expected))
+        feeds = [
+            {
+                "hidden": record.embedded.astype(graphs.hidden_dtype),
+                "position_ids": record.position_ids,
+                "logit_rows": record.position_ids,
+            }
+            for record in records
+        ]
+        noise = 0.0  # what the precision itself costs of a logit
+        for hidden in (feed["hidden"] for feed in feeds):
+            right = self._torch.logits(hidden)
+            rounded = noisy(right, functools.partial(self._torch.logits, hidden))
+            noise = max(noise, self._tolerance.rounding * max_abs_error(right, rounded))
+        fixed = self._tolerance.logits
+        bound = self._tolerance.noise * noise if fixed is None else fixed
+        self._found["forward"] = errors = compare(runners, feeds, bound, noise)
+        for runner, error in errors.items():
+            if not error.passed:
+                raise CheckError(
+                    f"whole forward ({runner}): every layer alone is within tolerance, but the logits together "
+                    f"differ by {error.max_abs_error}, expected at most {bound:.3g}"
+                )
 
 
 def _bound_tensors(assembly: Assembly) -> list[str]:
     """Return the tensors that the model's blocks take, at full depth."""
     parts = [assembly.embedding, *(part for layer in assembly.layers for part in layer.parts)]
     return [name for part in parts for names in part.slots.values() for name in names]
-
-
-def _check_graph(name: str, graph: Graph, notes: _Notes) -> None:
-    inputs = [*graph.inputs, *graph.slots]
-    check_model(graph.path, graph.model)
-    notes.note_graph(name, checker=PASS)
-    notes.note_graph(name, inspect=inspect(graph.path, graph.computed, inputs, graph.outputs))
-    with graph.plain_file() as file:
-        notes.note_graph(name, lint=lint(graph.path, file, inputs))
-
-
-def _check_layers(
-    graphs: Graphs, torch_model: TorchModel, records: list[Record], tolerance: Tolerances, notes: _Notes
-) -> None:
-    """Check the embedding on the whole vocabulary, and each layer, teacher-forced. Raises CheckError."""
-    embedding = embedding_error(graphs, torch_model.embed, torch_model.noisy_embed)
-    errors, logits = layer_errors(graphs, [(record, torch_model.noisy(record)) for record in records])
-    notes.note(
-        embedding=BlockErrors(graphs.embedding.graph, {"hidden": _entry("hidden", embedding, tolerance)}),
-        blocks=tuple(_layer_entry(entry, tolerance) for entry in errors),
-        exit=BlockErrors(graphs.exit.graph, {"logits": _entry("logits", logits, tolerance)}, graphs.num_layers - 1),
-    )
-    if embedding.of.max_abs_error is None:
-        token_ids = np.concatenate([record.token_ids for record in records])
-        if overflow := graphs.overflow(graphs.embedding, {"token_ids": token_ids}, None):
-            raise CheckError(overflow)
-    if wrong := embedding.wrong("hidden", tolerance):
-        raise CheckError(f"embedding ({graphs.embedding.graph}): {wrong}")
-    for entry in errors:
-        if entry.overflow:
-            notes.note(first_failing_layer=entry.layer)
-            raise CheckError(entry.overflow)
-    _check_errors(errors, tolerance, "", notes)
-    if wrong := logits.wrong("logits", tolerance):
-        notes.note(first_failing_layer=graphs.num_layers - 1)
-        where = f"layer {graphs.num_layers - 1} (block {graphs.exit.graph}, behind the last attention)"
-        raise CheckError(f"{where}: {wrong}")
-
-
-def _check_long_contexts(
-    graphs: Graphs,
-    torch_model: TorchModel,
-    short: Record,
-    config: Mapping[str, Any],
-    max_seq_len: int,
-    tolerance: Tolerances,
-    notes: _Notes,
-) -> None:
-    """Check each kind of layer behind long synthetic caches, teacher-forced.
-
-    These end at the edges of pages, windows, RoPE lengths and of `max_seq_len`. The layers are the first that show each
-    block class with each kind; `short` has the shapes of their keys and values. Every second cache has `max_seq_len`
-    rows, the others have just enough. Raises CheckError.
-    """
-    pairs = [(layer.block.graph, layer.variant) for layer in graphs.layers]
-    count = 1 + graphs.assembly.layer_numbers[max(pairs.index(pair) for pair in pairs)]
-    windows = set(_windows(graphs)) - {0, None}
-    lengths = config_lengths(config) | windows
-    random = np.random.default_rng(0)
-    caches: list[CacheError] = []
-    notes.note(long_context=LongContext(max_seq_len, count, ()))
-    with only_layers(torch_model.model, range(count)):
-        for number, num_past in enumerate(
-            sorted({min(edge - 1, max_seq_len - _NUM_BEHIND) for edge in edges(max_seq_len, lengths)})
-        ):
-            if num_past < 1:
-                continue
-            past = [
-                synthetic_past(
-                    random, num_past, layer.keys.shape[1], (layer.keys.shape[2], layer.values.shape[2]), lengths
-                )
-                if len(layer.keys)
-                else None
-                for layer in short.layers
-                if layer.layer < count
-            ]
-            record = torch_model.record(random.integers(0, graphs.assembly.vocab_size, _NUM_BEHIND), past)
-            noisy = torch_model.noisy(record, past)
-            errors = errors_behind(graphs, record, noisy, max_seq_len if number % 2 else 0)
-            caches.append(_worst(num_past, errors, tolerance))
-            notes.note(long_context=LongContext(max_seq_len, count, tuple(caches)))
-            _check_errors(errors, tolerance, f"behind {num_past} cached tokens, ", notes)
-
-
-def _worst(num_past: int, errors: list[LayerErrors], tolerance: Tolerances) -> CacheError:
-    """Return the error that is the largest beside what passes."""
-    entries = [_entry(name, error, tolerance) for entry in errors for name, error in entry.tensors.items()]
-    worst = max(
-        entries, key=lambda entry: math.inf if entry.relative_error is None else entry.relative_error / entry.tolerance
-    )
-    return CacheError(num_past, worst.relative_error, worst.noise, worst.tolerance)
-
-
-def _check_errors(errors: list[LayerErrors], tolerance: Tolerances, where: str, notes: _Notes) -> None:
-    """Raise CheckError for the first tensor that is off by too much, and note its layer."""
-    for entry in errors:
-        for name, error in entry.tensors.items():
-            if wrong := error.wrong(name, tolerance):
-                notes.note(first_failing_layer=entry.layer)
-                raise CheckError(f"{entry.where}: {where}{wrong}")
-
-
-def _sequences(graphs: Graphs) -> list[np.ndarray]:
-    vocab_size = graphs.assembly.vocab_size
-    if graphs.assembly.tokenizer is None:
-        raise InputError(f"{graphs.path}: expected a tokenizer, found none; put tokenizer.json beside the checkpoint")
-    tokenizer = tokenizers.Tokenizer.from_file(str(graphs.path.with_name(graphs.assembly.tokenizer.file)))
-    prompt = [token for token in tokenizer.encode(_TEXT).ids if token < vocab_size]
-    return sequences(vocab_size, graphs.assembly.max_position_embeddings or 64, prompt, _windows(graphs))
-
-
-def _windows(graphs: Graphs) -> list[int]:
-    variants = graphs.assembly.variants
-    return [variants[layer.variant].window for layer in graphs.layers if layer.variant in variants]
-
-
-def _check_forward(
-    graphs: Graphs,
-    uncut: Graph | None,
-    torch_model: TorchModel,
-    records: list[Record],
-    tolerance: Tolerances,
-    notes: _Notes,
-) -> None:
-    """Check whole sequences, free, through Polygraphy: the chain of graphs, and the uncut one."""
-    inputs = graphs.forward_inputs()
-
-    def split(feed: Mapping[str, np.ndarray]) -> np.ndarray:
-        return forward(graphs, feed["hidden"], feed["position_ids"], feed["logit_rows"])
-
-    def expected(feed: Mapping[str, np.ndarray]) -> np.ndarray:
-        return torch_model.logits(feed["hidden"], feed["position_ids"])[feed["logit_rows"]]
-
-    runners: list[BaseRunner] = [FunctionRunner("split", inputs, split)]
-    if uncut is not None:
-        assert graphs.assembly.batchful is not None  # it is open
-        tensors = graphs.assembly.batchful.tensors
-        weights = {slot.name: graphs.slot_array(tensors[slot.name], slot) for slot in uncut.slots}
-        runners.append(BoundRunner("batchful", inputs, uncut.session, weights))
-    runners.append(FunctionRunner("torch", inputs, expected))
-    feeds = [
-        {
-            "hidden": record.embedded.astype(graphs.hidden_dtype),
-            "position_ids": record.position_ids,
-            "logit_rows": record.position_ids,
-        }
-        for record in records
-    ]
-    noise, bound = _forward_noise(torch_model, feeds, tolerance)
-    errors = compare(runners, feeds, bound, noise)
-    notes.note(forward=errors)
-    for runner, error in errors.items():
-        if not error.passed:
-            raise CheckError(
-                f"whole forward ({runner}): every layer alone is within tolerance, but the logits together "
-                f"differ by {error.max_abs_error}, "
-                f"expected at most {bound:.3g}"
-            )
-
-
-def _forward_noise(
-    torch_model: TorchModel, feeds: Sequence[Mapping[str, np.ndarray]], tolerance: Tolerances
-) -> tuple[float, float]:
-    """Return what the precision itself costs of a logit of a whole forward, and the error that passes."""
-    noise = 0.0
-    for feed in feeds:
-        given = feed["hidden"], feed["position_ids"]
-        right = torch_model.logits(*given)
-        noise = max(noise, tolerance.rounding * max_abs_error(right, torch_model.noisy_logits(*given, right)))
-    return noise, tolerance.noise * noise if tolerance.logits is None else tolerance.logits
-
-
-def _layer_entry(errors: LayerErrors, tolerance: Tolerances) -> BlockErrors:
-    tensors = {name: _entry(name, error, tolerance) for name, error in errors.tensors.items()}
-    return BlockErrors(errors.block, tensors, errors.layer, errors.variant)
-
-
-def _entry(name: str, errors: TensorErrors, tolerance: Tolerances) -> TensorError:
-    bound, noise = errors.bound(name, tolerance), errors.noise * tolerance.rounding
-    return TensorError(
-        max_abs_error=errors.of.max_abs_error,
-        relative_error=finite(errors.error.largest),
-        rms_error=finite(errors.error.rms),
-        cosine=errors.of.cosine,
-        noise=noise.largest,
-        rms_noise=noise.rms,
-        tolerance=bound.largest,
-        rms_tolerance=finite(bound.rms),
-    )

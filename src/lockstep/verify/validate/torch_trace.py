@@ -40,13 +40,11 @@ from lockstep.export.state_hook import (
 )
 from lockstep.export.torch_model import TokensBefore, eager_attention
 from lockstep.export.tracer import layer_list
-from lockstep.verify.rounded import NOISE_DTYPES, Rounded, noisy
-from lockstep.verify.rounded_activations import round_activations
+from lockstep.verify.rounded import NOISE_DTYPES, Rounded, noisy, round_activations
 from lockstep.verify.validate.mapped_model import mapped_model
 from lockstep.weights import Weights
 
 HOOK = "lockstep_recording"
-_WIDEST = 256
 _NONE = np.empty(0, np.float32)
 Past = Sequence[tuple[np.ndarray, np.ndarray] | None]
 # Behind a synthetic cache: the standard deviation of scores against its standard normal keys. Small, so that every
@@ -77,6 +75,17 @@ class LayerRecord:
     @property
     def arrays(self) -> list[np.ndarray]:
         return [self.hidden, self.attention, self.keys, self.values, *self.states.values()]
+
+    def toward(self, other: LayerRecord, part: float) -> LayerRecord:
+        """Return the record that is a part of the way off to `other`."""
+        names = ("hidden", "attention", "keys", "values")
+        states = {count: _toward(state, other.states[count], part) for count, state in self.states.items()}
+        moved: dict[str, Any] = {name: _toward(getattr(self, name), getattr(other, name), part) for name in names}
+        return replace(self, states=states, **moved)
+
+
+def _toward(one: np.ndarray, other: np.ndarray, part: float) -> np.ndarray:
+    return one + (other - one) * np.float32(part)
 
 
 @dataclass(frozen=True)
@@ -144,19 +153,42 @@ class TorchModel:
         """Return the same of a model in fp16; beyond its range the errors are those of bf16, scaled."""
         return noisy(self.embed(token_ids), lambda dtype: self.embed(token_ids, dtype))
 
-    def record(self, token_ids: np.ndarray, past: Past = (), embedded: np.ndarray | None = None) -> Record:
+    def record(
+        self,
+        token_ids: np.ndarray,
+        past: Past = (),
+        embedded: np.ndarray | None = None,
+        dtype: torch.dtype = torch.float32,
+        right: Record | None = None,
+    ) -> Record:
         """Run one sequence (int64, 1-D) and record it.
 
         past: of each mixer the keys [num_past, num_kv_heads, head_dim] (as if rotated) and values of a synthetic cache
         that the sequence comes behind, None of one with a state. Each layer's own queries and keys are then scaled to
-        scores that let every cache
-        row take part. embedded: what stands for the embedded tokens, [num_tokens, hidden_size].
+        scores that let every cache row take part. embedded: what stands for the embedded tokens, [num_tokens,
+        hidden_size]. dtype: of the model. right: what each layer and each mixer is to go on with.
         """
-        recording = _Recording(_caches(past))
-        ids, embedded, output = self._run(recording, token_ids, torch.float32, embedded, output_hidden_states=True)
-        states = [_numpy(state[0]) for state in output.hidden_states]
-        layers = tuple(LayerRecord(hidden=states[call["layer"]], **call) for call in recording.calls)
-        return Record(ids, embedded, layers, _numpy(output.logits[0]), recording.num_past)
+        recording, entered = _Recording(_caches(past, dtype), right=right), dict[int, np.ndarray]()
+        ids = torch.from_numpy(np.ascontiguousarray(token_ids))
+        given = {"input_ids": ids[None]} if embedded is None else {"inputs_embeds": _embeds(embedded, dtype)}
+        embedded = self.embed(token_ids, dtype) if embedded is None else embedded
+        cache: dict[str, Any] = {"use_cache": False}
+        if recording.past:
+            cache = {"past_key_values": TokensBefore(self.model.config, recording.num_past), "use_cache": True}
+        with self._hooked(recording, dtype), _entering(self.model, right, entered):
+            # Some classes (Bamba) count new tokens from 0 whatever the cache holds.
+            positions = (recording.num_past + torch.arange(len(ids)))[None]
+            output = self.model(**given, position_ids=positions, output_hidden_states=right is None, **cache)
+        hidden = entered if right else {index: _numpy(state[0]) for index, state in enumerate(output.hidden_states)}
+        mixed = [call["layer"] for call in recording.calls]
+        if mixed != sorted(mixed) or mixed[:1] != [0]:  # which layers have none, the graphs say
+            raise InputError(
+                f"model type {self.model.config.model_type!r}: expected one attention for each of "
+                f"{len(layer_list(self.model)[1])} layers, or the first of them and others, through transformers' "
+                f"attention interface, found layers {mixed}; this model cannot be validated"
+            )
+        layers = tuple(LayerRecord(hidden=hidden[call["layer"]], **call) for call in recording.calls)
+        return Record(np.asarray(token_ids, np.int64), embedded, layers, _numpy(output.logits[0]), recording.num_past)
 
     def noisy(self, right: Record, past: Past = ()) -> Record:
         """Return the record of the model in fp16, each layer on what `right` has there.
@@ -165,61 +197,18 @@ class TorchModel:
         of bf16, scaled. Raises InputError where these are not finite either.
         """
         for dtype, rounding in NOISE_DTYPES:
-            recording, entered = _Recording(_caches(past, dtype), right=right), dict[int, torch.Tensor]()
-            with _on(self.model, right, entered):
-                ids, embedded, output = self._run(recording, right.token_ids, dtype)
-
-            def scaled(exact: np.ndarray, found: np.ndarray) -> Any:
-                return exact + (found - exact) / np.float32(rounding)
-
-            layers = tuple(
-                replace(
-                    layer,
-                    hidden=scaled(layer.hidden, _numpy(entered[layer.layer]))
-                    if layer.layer in entered
-                    else layer.hidden,
-                    states={tokens: scaled(layer.states[tokens], state) for tokens, state in call["states"].items()},
-                    **{name: scaled(getattr(layer, name), call[name]) for name in ("attention", "keys", "values")},
-                )
-                for layer, call in zip(right.layers, recording.calls, strict=True)
+            found = self.record(right.token_ids, past, dtype=dtype, right=right)
+            layers = tuple(exact.toward(other, 1 / rounding) for exact, other in zip(right.layers, found.layers))
+            embedded, logits = (
+                _toward(getattr(right, name), getattr(found, name), 1 / rounding) for name in ("embedded", "logits")
             )
-            logits = scaled(right.logits, _numpy(output.logits[0]))
-            made = Record(ids, scaled(right.embedded, embedded), layers, logits, right.num_past)
+            made = Record(right.token_ids, embedded, layers, logits, right.num_past)
             if made.is_finite():
                 return made
         raise InputError(
             f"model type {self.model.config.model_type!r}: expected finite numbers of its weights rounded to bfloat16, "
             "found NaN or infinity; are these weights whole?"
         )
-
-    def _run(
-        self,
-        recording: _Recording,
-        token_ids: np.ndarray,
-        dtype: torch.dtype,
-        embedded: np.ndarray | None = None,
-        **options: Any,
-    ) -> tuple[np.ndarray, np.ndarray, Any]:
-        with self._hooked(recording, dtype):
-            ids = torch.from_numpy(np.ascontiguousarray(token_ids))
-            given = (
-                {"input_ids": ids[None]} if embedded is None else {"inputs_embeds": torch.from_numpy(embedded)[None]}
-            )
-            embedded = self.embed(token_ids, dtype) if embedded is None else embedded
-            # Some classes (Bamba) count new tokens from 0 whatever the cache holds.
-            given["position_ids"] = (recording.num_past + torch.arange(len(ids)))[None]
-            cache: dict[str, Any] = {"use_cache": False}
-            if recording.past:
-                cache = {"past_key_values": TokensBefore(self.model.config, recording.num_past), "use_cache": True}
-            output = self.model(**given, **options, **cache)
-        mixed = [call["layer"] for call in recording.calls]
-        if mixed != sorted(mixed) or mixed[:1] != [0]:  # which layers have none, the graphs say
-            raise InputError(
-                f"model type {self.model.config.model_type!r}: expected one attention for each of "
-                f"{len(layer_list(self.model)[1])} layers, or the first of them and others, through transformers' "
-                f"attention interface, found layers {mixed}; this model cannot be validated"
-            )
-        return np.asarray(token_ids, np.int64), embedded, output
 
     @contextlib.contextmanager
     def _hooked(self, recording: _Recording, dtype: torch.dtype) -> Iterator[None]:
@@ -252,28 +241,15 @@ class TorchModel:
             for hook in hooks:
                 hook.remove()
 
-    def logits(self, hidden: np.ndarray, position_ids: np.ndarray) -> np.ndarray:
-        """Return the logits [num_tokens, vocab_size] of embedded tokens [num_tokens, hidden_size]."""
-        return _numpy(self._logits(hidden, position_ids, torch.float32))
-
-    def noisy_logits(self, hidden: np.ndarray, position_ids: np.ndarray, right: np.ndarray) -> np.ndarray:
-        """Return the same in fp16. right: what `logits` gives."""
-        return noisy(right, lambda dtype: _numpy(self._logits(hidden, position_ids, dtype)))
-
-    def _logits(self, hidden: np.ndarray, position_ids: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-        with self._hooked(_Recording(), dtype):
-            embedded = torch.from_numpy(np.asarray(hidden, np.float32))[None].to(dtype)
-            output = self.model(
-                inputs_embeds=embedded, position_ids=torch.from_numpy(position_ids)[None], use_cache=False
-            )
-        return output.logits[0]
+    def logits(self, hidden: np.ndarray, dtype: torch.dtype = torch.float32) -> np.ndarray:
+        """Return the logits [num_tokens, vocab_size] of embedded tokens [num_tokens, hidden_size], in `dtype`."""
+        return self.record(np.zeros(len(hidden), np.int64), embedded=hidden, dtype=dtype).logits
 
 
 @contextlib.contextmanager
-def _on(model: Any, right: Record, entered: dict[int, torch.Tensor]) -> Iterator[None]:
+def _entering(model: Any, right: Record | None, entered: dict[int, np.ndarray]) -> Iterator[None]:
     """Give each layer the hidden state that `right` has there; what came to it goes to `entered`."""
-
-    exact = {layer.layer: layer.hidden for layer in right.layers}
+    exact = {layer.layer: layer.hidden for layer in right.layers} if right else {}
 
     def before(index: int, args: Sequence[Any], options: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         found = args[0] if args else options["hidden_states"]
@@ -281,8 +257,9 @@ def _on(model: Any, right: Record, entered: dict[int, torch.Tensor]) -> Iterator
             return args, options
         hidden = torch.from_numpy(exact[index])[None]
         if hidden.shape != found.shape:  # of several streams, of which transformers shows one
+            entered[index] = exact[index]
             return args, options
-        entered[index], hidden = found[0], hidden.to(found.dtype)
+        entered[index], hidden = _numpy(found[0]), hidden.to(found.dtype)
         return ((hidden, *args[1:]), options) if args else (args, {**options, "hidden_states": hidden})
 
     hooks = [
@@ -426,6 +403,10 @@ def _by_token(heads: torch.Tensor) -> np.ndarray:
     return np.ascontiguousarray(_numpy(heads[0].transpose(0, 1)))
 
 
+def _embeds(embedded: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(embedded.astype(np.float32))[None].to(dtype)
+
+
 def _numpy(tensor: torch.Tensor) -> np.ndarray:
     return tensor.float().numpy()
 
@@ -437,16 +418,3 @@ def _by_head(array: np.ndarray) -> torch.Tensor:
 
 AttentionInterface.register(HOOK, _record_attention)
 AttentionMaskInterface.register(HOOK, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
-
-
-def sequences(vocab_size: int, longest: int, prompt: Sequence[int], windows: Sequence[int] = ()) -> list[np.ndarray]:
-    """Return token sequences to validate with.
-
-    Seeded random ids of several lengths, one of them 1, and a real text's `prompt` ids. One goes beyond each of the
-    sliding `windows` of at most _WIDEST tokens; a wider one costs more than it would show.
-    """
-    rng = np.random.default_rng(0)
-    beyond = sorted({window + 3 for window in windows if 0 < window <= _WIDEST})
-    lengths = [min(length, longest) for length in (1, 2, 7, 33, *beyond)]
-    made = [rng.integers(0, vocab_size, length) for length in dict.fromkeys(lengths)]
-    return [np.asarray(ids, np.int64) for ids in (*made, np.asarray(prompt[:longest], np.int64)) if len(ids)]

@@ -1,0 +1,80 @@
+"""The model that a reference is of, in transformers, float32, eager.
+
+Needs torch and transformers. In: a checkpoint's manifest, or quantised weights, and a layer count. Out: its first
+layers; an adapter may be hooked to them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from lockstep.artifacts.checkpoint import CheckpointManifest
+from lockstep.config.packing import packing_of
+from lockstep.errors import InputError
+from lockstep.export.torch_model import cut_config, float32_tensor, is_within, load_folder, load_tensors
+from lockstep.verify.rounded import round_activations
+from lockstep.weights import Weights
+from lockstep.weights.adapters import LoadedAdapter
+from lockstep.weights.source import open_source
+
+
+def load_checkpoint(checkpoint_json: Path, layers: int | str) -> PreTrainedModel:
+    """Load a checkpoint's first layers, dequantised where it is quantised."""
+    manifest = CheckpointManifest.load(checkpoint_json)
+    folder, config = manifest.folder_of(checkpoint_json), cut_config(manifest.config, layers)
+    if packing_of(manifest.config) is None:
+        return load_folder(folder, config)
+    source = open_source(checkpoint_json)
+    tensors = {name: float32_tensor(source.array(name)) for name in source.tensors if is_within(name, layers)}
+    return load_tensors(tensors, config, "eager", str(folder))
+
+
+def load_dequantized(config: Mapping[str, Any], weights: Weights, layers: int | str) -> PreTrainedModel:
+    """Load a model's first layers with quantised weights' numbers, activations rounded as they are."""
+    tensors = {name: float32_tensor(array) for name, array in weights.dequantized() if is_within(name, layers)}
+    model = load_tensors(tensors, cut_config(config, layers), "eager", str(weights.manifest_path))
+    round_activations(model, weights, layers)
+    return model
+
+
+@contextlib.contextmanager
+def adapted(model: PreTrainedModel, adapter: LoadedAdapter | None, layers: int | str = "all") -> Iterator[None]:
+    """Have a model computed with an adapter, as PEFT defines LoRA.
+
+    A linear layer gives y + scale * (x A^T) B^T, computed in float32 beside the layer, not merged into its weights. A
+    test holds this against PEFT's own numbers.
+
+    layers: how many of the base's the model has; modules of others are left out. Raises InputError, of all layers, for
+    a module that the model does not have.
+    """
+    modules, hooks = dict(model.named_modules()), []
+    for name, (a, b) in adapter.modules.items() if adapter else ():
+        assert adapter is not None
+        if name not in modules:
+            if layers == "all":
+                raise InputError(
+                    f"adapter {adapter.name!r} ({adapter.where}): expected modules of the model, found {name}"
+                )
+            continue
+        first, second = (torch.from_numpy(array.astype("float32")) for array in (a, b))
+
+        def add(
+            module: torch.nn.Module,
+            inputs: tuple[torch.Tensor, ...],
+            output: torch.Tensor,
+            a: torch.Tensor = first,
+            b: torch.Tensor = second,
+            scale: float = adapter.scale_of(name),
+        ) -> torch.Tensor:
+            return output + (inputs[0] @ a.T @ b.T) * scale
+
+        hooks.append(modules[name].register_forward_hook(add))
+    yield
+    for hook in hooks:
+        hook.remove()
