@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from reports import blocks, comparison, golden, golden_prompt, served, speed, validation
@@ -154,8 +153,8 @@ def lines(results: Results, capsys: pytest.CaptureFixture) -> list[str]:
         assert [(line["golden"], line["reason"]) for line in csv.DictReader(file)] == [
             (row.golden, row.reason or "") for row in rows
         ]
-    page = results.report_page().read_text()
-    assert all(f">{row.verdict}<" in page and (not row.reason or html.escape(row.reason) in page) for row in rows)
+    page = html.unescape(results.report_page().read_text())
+    assert all(f">{row.verdict}<" in page and (not row.reason or row.reason in page) for row in rows)
     assert all((row.verdict == "pass") == (row.reason is None) for row in rows)
     summary.print_table(written)
     return capsys.readouterr().out.splitlines()
@@ -230,33 +229,35 @@ def test_a_damaged_report_is_a_reason(results: Results, capsys: pytest.CaptureFi
         path.write_bytes(data)
 
 
-def test_a_summary_is_stale_when_a_verdict_is_another(results: Results) -> None:
-    assert not summary.is_stale(results), "there is none"
+def test_a_summary_is_written_again_when_it_says_something_else(results: Results) -> None:
+    renew.refresh(results)
+    assert not results.summary().exists(), "there is none"
     summary.write(results, TARGETS)
-    assert not summary.is_stale(results) and summary.targets_of(results) == TARGETS
-    speed(TARGETS[0], 1.0, 1.0).save(results.speed("m", "fp16", 2, "onnxruntime"))
-    assert not summary.is_stale(results), "a speed is no verdict"
+    written = results.summary().stat().st_ino
+    renew.refresh(results)
+    assert results.summary().stat().st_ino == written
     results.golden("m", "fp16", "all", "onnxruntime").unlink()
-    assert summary.is_stale(results)
+    renew.refresh(results)
+    assert [row.golden for row in Summary.load(results.summary()).targets] == ["pass", "not run"]
     results.summary().write_text("{")
-    assert not summary.is_stale(results), "who reads it says that it is damaged"
+    renew.refresh(results)
+    assert results.summary().read_text() == "{", "who reads it says that it is damaged"
 
 
 def test_a_report_that_goes_while_the_summary_is_made_is_not_run(
     results: Results, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Snakemake deletes what a job is to make before the job begins, whatever runs beside it."""
-    gone, write = results.golden("m", "fp16", "all", "onnxruntime"), renew.write
+    gone = results.engines("m", "fp16", "onnxruntime")
 
-    def write_beside_another_job(*arguments: Any, **options: Any) -> None:
-        if gone.exists():
-            gone.unlink()
-            raise FileNotFoundError(gone)
-        write(*arguments, **options)
+    def content_beside_another_job(path: Path) -> str:
+        gone.unlink(missing_ok=True)
+        raise FileNotFoundError(2, "gone", str(path))
 
-    monkeypatch.setattr(renew, "write", write_beside_another_job)
+    monkeypatch.setattr(summary, "content", content_beside_another_job)
     renew.summarise(results, TARGETS)
-    assert [row.golden for row in Summary.load(results.summary()).targets] == ["pass", "not run"]
+    rows = Summary.load(results.summary()).targets
+    assert [row.golden for row in rows] == ["not run"] * 2 and f"{gone} is not there" in str(rows[0].reason)
 
 
 @pytest.mark.parametrize("is_stale", [False, True])

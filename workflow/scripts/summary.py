@@ -10,4 +10,4 @@ from lockstep.targets import Results, Target
 with logged(snakemake):
     targets = [Target.parse(name) for name in snakemake.params.targets]
     results = Results(Path(snakemake.output[0]).parent)
-    renew.write(results, targets, not_run=dict(snakemake.params.not_run))
+    renew.summarise(results, targets, dict(snakemake.params.not_run))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from lockstep.load.records import COMPLETED, Record
 from lockstep.load.report import Run
-from lockstep.report.charts import COLORS, WIDTH, coordinate, label, rule, svg
+from lockstep.load.svg import COLORS, WIDTH, coordinate, label, rule, svg
 
 _LEFT, _PLOT, _TOP = 64, (WIDTH - 84, 220), 16
 _MOST_ROWS = 300  # requests in a timeline

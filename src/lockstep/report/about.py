@@ -10,6 +10,7 @@ import os
 import platform
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import lockstep
@@ -22,8 +23,18 @@ from lockstep.step.host_memory import total_bytes
 from lockstep.targets import Results
 
 
-def about(results: Results, models: Iterable[str]) -> tuple[str, str, str, list[str]]:
-    """Return the time in UTC, this machine, versions of Lockstep, Python and backends, and those of all packages.
+@dataclass(frozen=True)
+class About:
+    """The time in UTC, this machine, versions of Lockstep, Python and backends, and those of all packages."""
+
+    written: str
+    machine: str
+    programs: str
+    packages: list[str]
+
+
+def about(results: Results, models: Iterable[str]) -> About:
+    """Return what stands below the verdict.
 
     Backends and packages are those that the records of the models name.
     """
@@ -36,7 +47,8 @@ def about(results: Results, models: Iterable[str]) -> tuple[str, str, str, list[
                 backends[f"{backend['name']} {backend['version']}"] = None
             packages |= dict.fromkeys(f"{name} {version}" for name, version in record.get("environment", {}).items())
     programs = [f"Lockstep {lockstep.__version__}", f"Python {platform.python_version()}", *sorted(backends)]
-    return now().replace("T", " ").replace("Z", " UTC"), ", ".join(_machine()), ", ".join(programs), sorted(packages)
+    written = now().replace("T", " ").replace("Z", " UTC")
+    return About(written, ", ".join(_machine()), ", ".join(programs), sorted(packages))
 
 
 def _machine() -> list[str]:

@@ -16,6 +16,7 @@ from lockstep.artifacts import formats
 from lockstep.artifacts.adapted import AdaptedReport
 from lockstep.artifacts.files import read_json
 from lockstep.artifacts.reports import ComparisonReport, GoldenReport, Report, ServedReport, ValidationReport
+from lockstep.artifacts.summary import SummaryRow
 from lockstep.errors import InputError
 from lockstep.manifests.manifest_files import failed_path, record_path
 from lockstep.report.verdict import FAIL, NOT_RUN
@@ -42,6 +43,14 @@ class Column:
     @property
     def is_number(self) -> bool:
         return self.form.endswith(("d", "e", "f", "%"))
+
+    def of(self, row: SummaryRow) -> str:
+        return number(getattr(row, self.key), self.form)
+
+
+def number(value: object, form: str, absent: str = "-") -> str:
+    """Return a value in the form that `format` takes; `absent` for None."""
+    return absent if value is None else format(value, form)
 
 
 @dataclass(frozen=True)
@@ -116,6 +125,8 @@ class Check(Generic[AnyReport]):
             return Checked(report.result, None, report)
         except InputError as error:
             return Checked(NOT_RUN, " ".join(str(error).split()))
+        except FileNotFoundError as error:  # a job beside this one is to make it again
+            return Checked(NOT_RUN, f"{error.filename} is not there")
         except (LookupError, TypeError, AttributeError):
             return Checked(NOT_RUN, f"{out}: expected a report with its record, found other entries")
 

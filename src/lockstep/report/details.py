@@ -11,7 +11,7 @@ from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.reports import GoldenReport, SpeedReport
 from lockstep.artifacts.summary import Reproduction
 from lockstep.manifests.manifest_files import content
-from lockstep.report.checks import CHECKS, AnyReport, Checked, loaded
+from lockstep.report.checks import CHECKS, Checked, loaded
 from lockstep.report.verdict import PASS
 from lockstep.targets import Results, Target
 
@@ -31,11 +31,6 @@ class Details:
     speed: SpeedReport | None
     reproduction: Reproduction | None
     drift: Drift | None
-
-    def report(self, kind: type[AnyReport]) -> AnyReport | None:
-        """Return the report of the check that writes such ones; None without one."""
-        reports = (checked.report for checked in self.checks.values())
-        return next((report for report in reports if type(report) is kind), None)
 
 
 def details(

@@ -1,71 +1,51 @@
-"""A golden prompt as HTML, from its entry in the golden check's report."""
+"""A golden prompt in words: what was decoded, where it first differs, and why."""
 
 from __future__ import annotations
 
 from lockstep.artifacts.reports import GoldenPrompt, TokenDifference
-from lockstep.report.markup import pairs, tag, text
+
+Marked = tuple[str, str | None, str]  # what stands before a mark, in it and behind it; None: without one
 
 
-def prompt(entry: GoldenPrompt) -> str:
-    """Return a prompt's answer beside the reference's and the expected one.
+def answers(entry: GoldenPrompt) -> list[tuple[str, str, str | None, str]]:
+    """Return a prompt's answer, the reference's and the expected one: name, and `Marked` where they differ.
 
-    With the first differing token of each and its margin.
+    That is the first differing token; where its text is not known, all from where the texts differ.
     """
     decoded, reference, expected = entry.text_out, entry.reference_text, entry.expected
     first = entry.differences[0] if entry.differences else None
     before, found, right = (first.text_before, first.found_text, first.reference_text) if first else (None, None, None)
     rows = [
-        ("prompt", tag("div", text(entry.text), "text")),
-        ("decoded", _decoded(decoded, before, found, reference if expected is None else expected)),
-        ("reference", _decoded(reference, before, right, decoded)),
+        ("decoded", *_decoded(decoded, before, found, reference if expected is None else expected)),
+        ("reference", *_decoded(reference, before, right, decoded)),
     ]
-    if expected == reference:
-        rows.append(("expected", rows[-1][1]))
-    elif expected is not None:
-        rows.append(("expected", _marked(expected, _first_difference(expected, decoded))))
-    rows.append(("logit error", text(_error(entry))))
-    rows += [
-        ("first difference", text(_words(difference, where, how)))
-        for differences, where, how in (
+    if expected is not None:
+        rows.append(("expected", *(rows[1][1:] if expected == reference else _decoded(expected, None, None, decoded))))
+    return rows
+
+
+def _decoded(whole: str, before: str | None, token: str | None, other: str) -> Marked:
+    if before is not None and token is not None:
+        start, end = len(before), len(before) + len(token)
+    elif whole != other:
+        start = next((i for i, (a, b) in enumerate(zip(whole, other)) if a != b), min(len(whole), len(other)))
+        end = len(whole)
+    else:
+        return whole, None, ""
+    return whole[:start], whole[start:end], whole[end:]
+
+
+def differences(entry: GoldenPrompt) -> list[str]:
+    """Return a line for the first token that differs in each way of decoding."""
+    return [
+        _words(difference, where, how)
+        for found, where, how in (
             (entry.differences, "in the reference", "decoding freely"),
             (entry.alone_differences, "in the batch", "with this prompt alone"),
             (entry.generate_differences, "in the batch", "as lockstep generate decodes"),
         )
-        for difference in differences
+        for difference in found
     ]
-    return tag("div", pairs(rows), "prompt")
-
-
-def _decoded(whole: str, before: str | None, token: str | None, other: str) -> str:
-    """Return the text with the first token that differs marked.
-
-    That is `token`, after `before`. Where no token differs, or its text is not known, the place is marked where the
-    text differs from `other`.
-    """
-    if before is None or token is None:
-        return _marked(whole, _first_difference(whole, other))
-    return _marked(whole, (len(before), len(before) + len(token)))
-
-
-def _first_difference(one: str, other: str) -> tuple[int, int] | None:
-    """Return (start, end) of the rest of `one` that is not as in `other`. None where both are the same."""
-    if one == other:
-        return None
-    at = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
-    return at, len(one)
-
-
-def _marked(whole: str, place: tuple[int, int] | None) -> str:
-    if place is None:
-        return tag("div", text(whole), "text")
-    start, end = place
-    inside = text(whole[start:end]) or "&#9141;"  # nothing stands there: a place to be seen
-    return tag("div", f"{text(whole[:start])}<mark>{inside}</mark>{text(whole[end:])}", "text")
-
-
-def _error(entry: GoldenPrompt) -> str:
-    error = "not finite" if entry.max_logit_error is None else f"{entry.max_logit_error:.2e}"
-    return f"{error} (rounding error {entry.logit_noise:.2e}, allowed {entry.tolerance:.2e})"
 
 
 def _words(found: TokenDifference, expected: str, how: str) -> str:

@@ -1,7 +1,4 @@
-"""The summary, written again where it is out of date.
-
-That is where the checks say something else than it does.
-"""
+"""The summary, written again where the checks say something else than it does."""
 
 from __future__ import annotations
 
@@ -10,40 +7,31 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from lockstep.artifacts.files import remove_leftovers
+from lockstep.artifacts.summary import Summary
 from lockstep.errors import InputError, LockstepError
 from lockstep.report import summary
 from lockstep.report.since_lock import since_lock
 from lockstep.targets import Results, Target
 
-_TRIES = 5  # a job beside this one may delete a report, which it is to make again, while its digest is taken
 
-
-def summarise(results: Results, targets: Sequence[Target], not_run: Mapping[str, str] | None = None) -> Path:
-    """Write the summary of what is there, as the rule does; return its path. not_run: see `summary.write`."""
-    not_run = dict(summary.known_not_run(results) if not_run is None else not_run)
-    for left in reversed(range(_TRIES)):
-        try:
-            write(results, targets, not_run=not_run)
-            break
-        except (InputError, FileNotFoundError):
-            if not left:
-                raise
+def summarise(
+    results: Results, targets: Sequence[Target], not_run: Mapping[str, str] | None = None, locks: Path = Path("locks")
+) -> Path:
+    """Write the summary and its pages, with what differs from the locks in `locks`; return the summary's path."""
+    changes = since_lock(results, [target.model for target in targets], locks)
+    summary.write(results, targets, changes, not_run)
     return results.summary()
-
-
-def write(
-    results: Results, targets: Sequence[Target], locks: Path = Path("locks"), not_run: Mapping[str, str] | None = None
-) -> None:
-    """Write the summary and its pages, with what differs from the locks in `locks`."""
-    summary.write(results, targets, since_lock(results, [target.model for target in targets], locks), not_run)
 
 
 def refresh(results: Results) -> None:
     """Write the summary again where it is there and out of date. In any case what a killed process left of it goes."""
-    if summary.is_stale(results):
-        summarise(results, summary.targets_of(results))
     with contextlib.suppress(InputError):  # none is there, or a damaged one, of which its reader is told
-        for path in summary.outputs(results, summary.targets_of(results)):
+        known = Summary.load(results.summary())
+        targets = [row.target for row in known.targets]
+        paths = summary.outputs(results, targets)
+        if not all(path.is_file() for path in paths) or summary.collect(results, targets, known.not_run) != known:
+            summarise(results, targets, known.not_run)
+        for path in paths:
             remove_leftovers(path)
 
 

@@ -15,10 +15,9 @@ from typing import Any
 
 from lockstep.artifacts.files import write_bytes
 from lockstep.artifacts.summary import Summary, SummaryRow
-from lockstep.errors import InputError
 from lockstep.manifests.manifest_files import content
 from lockstep.report import pages
-from lockstep.report.checks import CHECKS, COLUMNS, FIGURES, RESULTS, Checked, Column
+from lockstep.report.checks import CHECKS, COLUMNS, FIGURES, RESULTS, Checked, Column, loaded
 from lockstep.report.details import Details, details
 from lockstep.report.since_lock import Change
 from lockstep.report.verdict import FAIL, NOT_RUN, PASS, headline, overall, reasons, verdict, why_not_here
@@ -54,20 +53,10 @@ def write(
     }
     for path in there - {results.report_page(), *map(results.target_page, targets)}:
         path.unlink()  # of a target that is none any more
-    changed = dict(since_lock or {})
-    write_bytes(results.report_page(), pages.index(results, summary, changed))
+    write_bytes(results.report_page(), pages.index(results, summary, since_lock or {}))
     for target, row in zip(targets, rows):
-        page = pages.target(results, target, row, found[target], changed.get(target.model))
-        write_bytes(results.target_page(target), page)
+        write_bytes(results.target_page(target), pages.target(results, target, row, found[target]))
     return summary
-
-
-def known_not_run(results: Results) -> Mapping[str, str]:
-    """Return why engines do not run here, as the summary that is there says."""
-    try:
-        return Summary.load(results.summary()).not_run
-    except InputError:
-        return {}
 
 
 def collect(results: Results, targets: Sequence[Target], not_run: Mapping[str, str] | None = None) -> Summary:
@@ -81,35 +70,14 @@ def collect(results: Results, targets: Sequence[Target], not_run: Mapping[str, s
 def _collected(
     results: Results, targets: Sequence[Target], not_run: Mapping[str, str] | None
 ) -> tuple[dict[Target, Details], Summary]:
-    not_run = known_not_run(results) if not_run is None else not_run
+    if not_run is None:
+        known = loaded(Summary.load, results.summary())
+        not_run = known.not_run if known else {}
     remembered, found = functools.cache(content), {}
     for target in targets:
         cannot_run = not_run.get(f"{target.precision}/{target.backend}") or not_run.get(target.backend)
         found[target] = details(results, target, cannot_run, remembered)
     return found, Summary(tuple(_row(target, known) for target, known in found.items()), not_run)
-
-
-def targets_of(results: Results) -> list[Target]:
-    """Return the targets of the summary that is there. Raises InputError for a damaged one."""
-    return [row.target for row in Summary.load(results.summary()).targets]
-
-
-def is_stale(results: Results) -> bool:
-    """Return whether the summary that is there is out of date.
-
-    So where its verdicts are not those of the checks that are there now, or the page of a target is missing. One that
-    is damaged is not: who reads it refuses it.
-    """
-    try:
-        rows = Summary.load(results.summary()).targets
-    except InputError:
-        return False
-    if not all(results.target_page(row.target).is_file() for row in rows):
-        return True
-    now = collect(results, [row.target for row in rows]).targets
-    keys = ("engine_digest", "reason", *(column.key for column in RESULTS))
-    before, after = ([[getattr(row, key) for key in keys] for row in each] for each in (rows, now))
-    return before != after
 
 
 def print_table(summary: Summary) -> None:
@@ -142,8 +110,7 @@ def print_table(summary: Summary) -> None:
 
 
 def _cells(column: Column, rows: Sequence[SummaryRow]) -> list[str]:
-    values = [getattr(row, column.key) for row in rows]
-    return ["-" if value is None else format(value, column.form) for value in values]
+    return [column.of(row) for row in rows]
 
 
 def _that_fit(columns: Sequence[tuple[Column, list[str]]]) -> list[tuple[Column, list[str]]]:
