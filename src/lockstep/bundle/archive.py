@@ -1,11 +1,10 @@
-"""The archive of a bundle: a tar file whose every byte follows from its manifest.
-
-Files in, the archive out, and back. The manifest is its first file.
+"""The archive of a bundle: a tar file whose every byte follows from its manifest, its first file.
 
 Written in one way only (POSIX ustar: https://pubs.opengroup.org/onlinepubs/9699919799/utilities/pax.html): regular
 files, sorted by name, owner and time zero, mode 644, sizes from 8 GiB on as GNU tar writes them, nothing between or
-after. So the reader needs no tar reader: it knows each header from the manifest, and refuses whatever differs. It is
-not compressed: weights hardly shrink, compressors differ from version to version, and weights are read in place.
+after. So each header is known from the manifest, and whatever differs is refused; what is left is a plain tar file,
+which `tarfile` reads. It is not compressed: weights hardly shrink, compressors differ from version to version, and
+weights are read in place.
 """
 
 from __future__ import annotations
@@ -15,13 +14,14 @@ import io
 import json
 import os
 import tarfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, BinaryIO, ClassVar
+from pathlib import Path
+from typing import Annotated, BinaryIO, ClassVar, Literal
 
 from lockstep.artifacts import formats
-from lockstep.artifacts.document import Document, Mark, ValidationError, integers
+from lockstep.artifacts.bounds import Bytes, Digest, PlainPath, Precision, Size
+from lockstep.artifacts.document import Document, Mark, ValidationError, matching
 from lockstep.artifacts.files import atomic_path
 from lockstep.errors import InputError
 
@@ -31,7 +31,60 @@ _END = bytes(2 * _BLOCK)
 _PIECE = 1 << 20
 _LARGEST_MANIFEST = 16 << 20
 _OCTAL_LIMIT = 8**11
-_LARGEST_FILE = (1 << 62) - 1
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A file that the manifest lists."""
+
+    path: PlainPath
+    size: Bytes
+    sha256: Digest
+
+
+@dataclass(frozen=True)
+class BundledTarget:
+    """The target as the bundle's manifest has it."""
+
+    model: Annotated[str, matching(r"[^/\\\x00-\x1f\x7f\ud800-\udfff]{1,255}", "a model's name")]
+    precision: Precision
+    layers: Literal["all"] | Size
+    backend: Annotated[str, matching("[a-z_]+", "a backend's name")]
+
+
+@dataclass(frozen=True)
+class BundledLimits:
+    """The limits as the bundle's manifest has them."""
+
+    max_batch_size: Size
+    max_input_len: Size
+    max_seq_len: Size
+    max_num_tokens: Size
+
+
+@dataclass(frozen=True)
+class About:
+    """What the bundle's manifest says besides its files."""
+
+    target: BundledTarget
+    limits: BundledLimits
+    weights: Literal["inside", "apart"]
+
+
+@dataclass(frozen=True)
+class BundleManifest(Document):
+    """The first file of an archive."""
+
+    FORMAT: ClassVar[str] = formats.BUNDLE
+    about: Annotated[About, Mark.INLINED]
+    files: tuple[Listed, ...]
+
+    def validate(self, stored: Mapping[str, object]) -> None:
+        names = [file.path for file in self.files]
+        if names != sorted({*names} - {MANIFEST}):
+            raise ValidationError("files", "sorted names, each once", names)
+        if long := [name for name in names if len(name.encode()) > 100]:
+            raise ValidationError("files", "names of at most 100 bytes, as tar has them", long[0])
 
 
 @dataclass(frozen=True)
@@ -53,28 +106,9 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Listed:
-    """A file that the manifest lists. Its name is checked by `_check_listed`."""
-
-    path: str
-    size: Annotated[int, integers(0, _LARGEST_FILE)]
-    sha256: str
-
-
-@dataclass(frozen=True)
-class BundleManifest(Document):
-    """The first file of an archive: the files after it, and what `bundle.opened` reads of it besides."""
-
-    FORMAT: ClassVar[str] = formats.BUNDLE
-    files: tuple[Listed, ...]
-    about: Annotated[Mapping[str, Any], Mark.OTHERS]
-
-
-@dataclass(frozen=True)
 class Member:
     """A file of an archive: `size` bytes at `offset`."""
 
-    name: str
     offset: int
     size: int
     sha256: str
@@ -82,7 +116,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Archive:
-    """An archive whose headers are as they must be. Contents are not read yet."""
+    """An archive whose headers are as they must be. members: by name, in order. size: of the archive in bytes."""
 
     path: Path
     size: int
@@ -90,18 +124,19 @@ class Archive:
     members: Mapping[str, Member]
 
 
-def write_archive(path: Path, about: Mapping[str, Any], entries: Sequence[Entry]) -> Path:
+def write_archive(path: Path, about: About, entries: Sequence[Entry]) -> Path:
     """Write the bundle of `entries`, whole or not at all.
 
-    Its manifest says `about` and lists the entries. Large files are streamed. Raises InputError for a file that is not
-    of its digest.
+    Large files are streamed. Raises InputError for a file that is not of its digest.
     """
     entries = sorted(entries, key=lambda entry: entry.name)
-    manifest = BundleManifest(tuple(Listed(entry.name, entry.size, entry.sha256) for entry in entries), about)
-    first = Entry.of_bytes(MANIFEST, manifest.to_bytes())
-    _check_listed(path, manifest.files)
+    manifest = BundleManifest(about, tuple(Listed(entry.name, entry.size, entry.sha256) for entry in entries))
+    try:
+        BundleManifest.from_json(manifest.to_json())
+    except ValidationError as error:
+        raise InputError(f"{path}: {error}") from None
     with atomic_path(path) as temporary, open(temporary, "wb") as out:
-        write_tar(out, (first, *entries), path)
+        write_tar(out, (Entry.of_bytes(MANIFEST, manifest.to_bytes()), *entries), path)
     return path
 
 
@@ -140,7 +175,7 @@ def _octal(value: int, width: int) -> bytes:
 
 
 def read_archive(path: str | os.PathLike) -> Archive:
-    """Read the manifest and the members of a bundle.
+    """Read the manifest of a bundle, and compare all headers with it. Contents are not read yet.
 
     Raises InputError for a file that is no bundle, is cut short, or holds anything but the files that its manifest
     lists.
@@ -154,153 +189,83 @@ def read_archive(path: str | os.PathLike) -> Archive:
             f"make one with `lockstep bundle`"
         ) from None
     with file:
-        size = os.fstat(file.fileno()).st_size
+        size, members = os.fstat(file.fileno()).st_size, {}
         manifest, offset = _read_manifest(file, path)
-        _check_listed(path, manifest.files)
-        members = {}
         for listed in manifest.files:
-            if listed.size > size:
-                raise InputError(
-                    f"{path}: expected {listed.path} of {listed.size} bytes, found a bundle of {size}: it is cut "
-                    "short; copy it again"
-                )
-            file.seek(offset)
+            file.seek(min(offset, size))
             found = file.read(_BLOCK)
             if found != header(listed.path, listed.size):
                 expected = f"the file {listed.path} of {listed.size} bytes at byte {offset}"
                 raise InputError(
                     f"{path}: expected {expected}, found {_words(found)}; take a bundle as `lockstep bundle` made it"
                 )
-            members[listed.path] = Member(listed.path, offset + _BLOCK, listed.size, listed.sha256)
-            offset = _behind(offset + _BLOCK + listed.size)
-        file.seek(min(offset, size))
-        end = file.read(len(_END))
-        if size != offset + len(_END) or any(end):
-            behind = _words(end[:_BLOCK]) if any(end) else f"{size} bytes"
-            raise InputError(
-                f"{path}: expected the end at byte {offset + len(_END)}, found {behind}: cut "
-                f"short, or more than the manifest lists; copy it again"
-            )
+            members[listed.path] = Member(offset + _BLOCK, listed.size, listed.sha256)
+            offset += _BLOCK + listed.size + -listed.size % _BLOCK
+    if size != offset + len(_END):
+        raise InputError(
+            f"{path}: expected the end at byte {offset + len(_END)}, found {size} bytes: cut short, or more than the "
+            "manifest lists; copy it again"
+        )
     return Archive(path, size, manifest, members)
 
 
 def _read_manifest(file: BinaryIO, path: Path) -> tuple[BundleManifest, int]:
-    remedy = "make one with `lockstep bundle`, or copy it again"
-    first = file.read(_BLOCK)
-    try:
-        info = tarfile.TarInfo.frombuf(first, "utf-8", "surrogateescape")
-        size = info.size
-    except tarfile.TarError:
-        info, size = None, 0
-    if info is None or first != header(MANIFEST, size) or size > _LARGEST_MANIFEST:
+    """Return the manifest, and the offset behind it."""
+    first, remedy = file.read(_BLOCK), "make one with `lockstep bundle`, or copy it again"
+    size = _info(first).size if first.startswith(MANIFEST.encode()) else 0
+    if first != header(MANIFEST, size) or size > _LARGEST_MANIFEST:
         raise InputError(f"{path}: expected a bundle, which starts with {MANIFEST}, found {_words(first)}; {remedy}")
     data = file.read(size)
     try:
         manifest = BundleManifest.from_json(json.loads(data))
-        is_whole = data == manifest.to_bytes() and not any(file.read(-size % _BLOCK))
-    except (ValueError, RecursionError, ValidationError):
-        is_whole = False
-    if not is_whole:
-        raise InputError(
-            f"{path}: {MANIFEST}: expected the sealed manifest of a bundle ({formats.BUNDLE}), "
-            f"found something else; {remedy}"
-        )
-    return manifest, _behind(_BLOCK + size)
+        if data != manifest.to_bytes() or any(file.read(-size % _BLOCK)):
+            raise ValidationError("", f"what a bundle's seal says ({formats.BUNDLE})", "other entries")
+    except (ValueError, RecursionError, ValidationError) as error:
+        said = " ".join(str(error).split())
+        raise InputError(f"{path}: {MANIFEST}: {said}; {remedy}") from None
+    return manifest, file.tell()
 
 
-def _check_listed(path: Path, listed: Sequence[Listed]) -> None:
-    names = [entry.path for entry in listed]
-    for name in names:
-        if problem := _problem(name):
-            raise InputError(f"{path}: expected names of files below the bundle, found {name!r}, {problem}; refused")
-    folded = [name.casefold() for name in (MANIFEST, *names)]  # some file systems take A and a for one
-    if names != sorted(names) or len(set(folded)) != len(folded):
-        twice = next((name for name in names if folded.count(name.casefold()) > 1), None)
-        raise InputError(
-            f"{path}: expected sorted names, each once, found "
-            f"{f'{twice!r} twice' if twice else 'another order'}; refused"
-        )
-    above = {parent.as_posix() for name in folded for parent in PurePosixPath(name).parents}
-    if both := next((name for name in (MANIFEST, *names) if name.casefold() in above), None):
-        raise InputError(f"{path}: expected each name as a file or a folder, found {both!r} as both; refused")
-
-
-def _problem(name: str) -> str:
-    """Return why a name must not be unpacked; empty where it may be."""
-    if name.startswith("/") or PurePosixPath(name).is_absolute() or ":" in name.partition("/")[0]:
-        return "an absolute path"
-    if ".." in name.split("/"):
-        return "which leads out of it"
-    if (
-        any(part in ("", ".") for part in name.split("/"))
-        or "\\" in name
-        or not name.isprintable()
-        or len(name.encode()) > 100
-    ):
-        return "which is no plain name of at most 100 bytes"
-    return ""
+def _info(found: bytes) -> tarfile.TarInfo:
+    """Return a header as `tarfile` reads it; an empty one where it is none."""
+    try:
+        return tarfile.TarInfo.frombuf(found, "utf-8", "surrogateescape")
+    except tarfile.TarError:
+        return tarfile.TarInfo()
 
 
 def _words(found: bytes) -> str:
     """Return in words what stands where a header should be."""
-    try:
-        info = tarfile.TarInfo.frombuf(found, "utf-8", "surrogateescape")
-    except tarfile.TarError as error:
-        return f"none ({error})"
+    info = _info(found)
     kind = "the file" if info.isreg() else f"an entry of type {ascii(info.type.decode('latin-1'))},"
-    return f"{kind} {ascii(info.name[:100])} of {info.size} bytes"
+    return f"{kind} {ascii(info.name[:100])} of {info.size} bytes" if info.name else "none"
 
 
-def _behind(offset: int) -> int:
-    return offset + -offset % _BLOCK
+def check_contents(archive: Archive) -> str:
+    """Read every byte of an archive; return its hex sha256.
 
-
-def contents(archive: Archive, digest: Any) -> Iterator[tuple[Member, Iterator[bytes]]]:
-    """Yield each member with its bytes, in pieces.
-
-    The pieces must be taken before the next member. `digest` is fed every byte of the archive. Raises InputError after
-    the last piece of a file that is not of its sha256, or where a gap between files is not empty.
+    Raises InputError for a file that is not of its digest, and where a gap between files is not empty.
     """
+    whole = hashlib.sha256()
     with open(archive.path, "rb") as file:
-        position = 0
-        for member in archive.members.values():
-            _feed(file, member.offset - position, digest)
-            yield member, _pieces(archive, file, member, digest)
-            position = _behind(member.offset + member.size)
-            padding = file.read(position - member.offset - member.size)
-            digest.update(padding)
-            if any(padding):
+        first = next(iter(archive.members.values()), None)
+        whole.update(file.read(first.offset - _BLOCK if first else archive.size - len(_END)))
+        for name, member in archive.members.items():
+            whole.update(file.read(_BLOCK))  # its header, which was compared
+            own, left = hashlib.sha256(), member.size
+            while left and (piece := file.read(min(_PIECE, left))):
+                own.update(piece)
+                whole.update(piece)
+                left -= len(piece)
+            gap = file.read(-member.size % _BLOCK)
+            whole.update(gap)
+            if own.hexdigest() != member.sha256 or any(gap):
                 raise InputError(
-                    f"{archive.path}: expected zeros behind {member.name}, found others: the "
-                    f"bundle is damaged; copy it again"
+                    f"{archive.path}: {name}: expected sha256 {member.sha256} and zeros behind it, found "
+                    f"{own.hexdigest()}: the bundle is damaged; copy it again"
                 )
-        _feed(file, archive.size - position, digest)
-
-
-def _pieces(archive: Archive, file: BinaryIO, member: Member, digest: Any) -> Iterator[bytes]:
-    own, left = hashlib.sha256(), member.size
-    while left:
-        piece = file.read(min(_PIECE, left))
-        if not piece:
-            raise InputError(
-                f"{archive.path}: {member.name}: expected {member.size} bytes, found "
-                f"{member.size - left}: the file has changed; copy it again"
-            )
-        own.update(piece)
-        digest.update(piece)
-        left -= len(piece)
-        yield piece
-    if own.hexdigest() != member.sha256:
-        raise InputError(
-            f"{archive.path}: {member.name}: expected sha256 {member.sha256}, found "
-            f"{own.hexdigest()}: the bundle is damaged; copy it again"
-        )
-
-
-def _feed(file: BinaryIO, count: int, digest: Any) -> None:
-    while count:
-        piece = file.read(min(_PIECE, count))
-        if not piece:
-            return  # cut short meanwhile: the next file says so
-        digest.update(piece)
-        count -= len(piece)
+        end = file.read(len(_END))
+        whole.update(end)
+        if any(end):
+            raise InputError(f"{archive.path}: expected zeros at the end, found others; copy it again")
+    return whole.hexdigest()

@@ -9,62 +9,28 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
 import functools
-import hashlib
 import os
 import secrets
 import shutil
+import tarfile
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
 
 from lockstep.artifacts.adapters import AdaptersManifest
 from lockstep.artifacts.assembly import Assembly
-from lockstep.artifacts.bounds import Precision, Size
-from lockstep.artifacts.document import JsonObject, ValidationError, matching
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.places import StoredFile
 from lockstep.artifacts.weights import WeightsManifest
-from lockstep.bundle.archive import MANIFEST, Archive, contents, read_archive
+from lockstep.bundle.archive import MANIFEST, Archive, check_contents, read_archive
 from lockstep.errors import InputError, LockstepError, interrupts
 from lockstep.manifests.digest_cache import remember
 from lockstep.targets import Limits, Target
 
 _REMEDY = "make the bundle again"
 ADAPTERS_JSON = "adapters/adapters.json"
-_NEEDED = ("engines/engines.json", "graphs/assembly.json", "weights/weights.json")
-
-
-@dataclass(frozen=True)
-class _Target:
-    """The target as the bundle's manifest has it."""
-
-    model: Annotated[str, matching(r"[^/\\\x00-\x1f\x7f\ud800-\udfff]{1,255}", "a model's name")]
-    precision: Precision
-    layers: Literal["all"] | Size
-    backend: Annotated[str, matching("[a-z_]+", "a backend's name")]
-
-
-@dataclass(frozen=True)
-class _Limits:
-    """The limits as the bundle's manifest has them."""
-
-    max_batch_size: Size
-    max_input_len: Size
-    max_seq_len: Size
-    max_num_tokens: Size
-
-
-@dataclass(frozen=True)
-class _About(JsonObject):
-    """What the bundle's manifest says besides its files."""
-
-    target: _Target
-    limits: _Limits
-    weights: Literal["inside", "apart"]
 
 
 @dataclass(frozen=True)
@@ -92,7 +58,8 @@ def opened(path: str | os.PathLike, weights: str | os.PathLike | None = None) ->
     not there.
     """
     archive = read_archive(path)
-    about = _about(archive)
+    about = archive.manifest.about
+    of = f"the weights of {about.target.model} in {about.target.precision}"
     if about.weights == "inside" and weights is not None:
         raise InputError(
             f"{path}: expected no --weights, for the bundle holds its own, found {weights}; "
@@ -100,27 +67,26 @@ def opened(path: str | os.PathLike, weights: str | os.PathLike | None = None) ->
         )
     if about.weights == "apart" and weights is None:
         raise InputError(
-            f"{path}: expected --weights, for the bundle holds none; give the folder of "
-            f"{_weights_of(about)}, or a weights.json"
+            f"{path}: expected --weights, for the bundle holds none; give the folder of {of}, or a weights.json"
         )
     with _scratch() as folder:
-        digest = _extract(archive, folder)
-        manifest = folder / "weights" / "weights.json"
-        target = Target(**vars(about.target))
-        _check_named(archive, folder, target)
-        if about.weights == "inside":
-            _point_into(archive, manifest, digest)
-        else:
-            assert weights is not None  # said above
-            manifest = _bind(manifest, Path(weights))
+        digest = check_contents(archive)
+        with tarfile.open(archive.path) as tar:
+            tar.extractall(folder, (info for info in tar if not _is_weights(info.name)), filter="data")
         try:
+            manifest = folder / "weights" / "weights.json"
+            _check_named(archive, folder)
+            if weights is None:
+                _point_into(archive, manifest, digest)
+            else:
+                manifest = _bind(manifest, Path(weights))
             yield Opened(
-                target,
+                Target(**vars(about.target)),
                 Limits(**vars(about.limits)),
                 folder / "engines" / "engines.json",
                 folder / "graphs" / "assembly.json",
                 manifest,
-                _adapters(archive, folder),
+                folder / ADAPTERS_JSON if ADAPTERS_JSON in archive.members else None,
             )
         except LockstepError as error:
             # The folder is gone when a user reads of it.
@@ -146,105 +112,58 @@ def _scratch() -> Iterator[Path]:
         atexit.unregister(remove)
 
 
-def _about(archive: Archive) -> _About:
-    try:
-        about = _About.from_json(archive.manifest.about)
-    except ValidationError as error:
-        raise InputError(f"{archive.path}: {MANIFEST}: {error}; {_REMEDY}") from None
-    for name in _NEEDED:
-        if name not in archive.members:
-            raise InputError(f"{archive.path}: {MANIFEST}: expected {', '.join(_NEEDED)}, found no {name}; {_REMEDY}")
-    return about
-
-
-def _weights_of(about: _About) -> str:
-    return f"the weights of {about.target.model} in {about.target.precision}"
-
-
-def _extract(archive: Archive, folder: Path) -> str:
-    """Check every byte of the archive and write all but the weights to `folder`. Returns the archive's hex sha256."""
-    small = {name: member for name, member in archive.members.items() if not _is_weights(name)}
-    needed = sum(member.size for member in small.values())
-    if shutil.disk_usage(folder).free < needed:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
-    digest = hashlib.sha256()
-    for member, pieces in contents(archive, digest):
-        if member.name not in small:
-            for _ in pieces:
-                pass
-            continue
-        path = folder / member.name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "xb") as file:
-            file.writelines(pieces)
-    return digest.hexdigest()
-
-
 def _is_weights(name: str) -> bool:
     return name.startswith("weights/") and name != "weights/weights.json"
 
 
-def _check_named(archive: Archive, folder: Path, target: Target) -> None:
-    """Check that manifests are of the target and name files of the bundle only.
-
-    These are engines, tokenizer and chat template.
-    """
+def _check_named(archive: Archive, folder: Path) -> None:
+    """Check that manifests are of the target, and that each file that is opened by them is the bundle's own."""
+    target = archive.manifest.about.target
     assembly = Assembly.load(folder / "graphs" / "assembly.json")
     engines = EngineSetManifest.load(folder / "engines" / "engines.json")
-    precisions = {"graphs/assembly.json": assembly.precision, "engines/engines.json": engines.precision}
     for name, found, expected in (
-        *((name, found, target.precision) for name, found in precisions.items()),
+        ("graphs/assembly.json", assembly.precision, target.precision),
+        ("engines/engines.json", engines.precision, target.precision),
         ("engines/engines.json", engines.backend, target.backend),
     ):
         if found != expected:
             raise InputError(
                 f"{archive.path}: {name}: expected {expected}, as {MANIFEST} says, found {found}; {_REMEDY}"
             )
-    names = [f"engines/{entry.file}" for entry in engines.engines.values()]
-    texts = [f"graphs/{entry.file}" for entry in (assembly.tokenizer, assembly.chat_template) if entry]
-    for name in [*names, *texts]:
-        if name not in archive.members:
-            raise InputError(f"{archive.path}: expected {name}, which a manifest in it names, found none; {_REMEDY}")
+    for name, sha256 in _named(archive, folder, assembly, engines):
+        if name not in archive.members or archive.members[name].sha256 != sha256:
+            raise InputError(
+                f"{archive.path}: expected {name} of sha256 {sha256}, which a manifest in it names, found none; "
+                f"{_REMEDY}"
+            )
 
 
-def _adapters(archive: Archive, folder: Path) -> Path | None:
-    """Return the path of the bundle's manifest of adapters; None where it has none.
-
-    Their files must all be of the bundle.
-    """
-    path = folder / ADAPTERS_JSON
-    if ADAPTERS_JSON not in archive.members:
-        return None
-    for name, adapter in AdaptersManifest.load(path).adapters.items():
-        for file in adapter.files:
-            member = archive.members.get(f"adapters/{adapter.folder}/{file.path}")
-            if member is None or member.sha256 != file.sha256:
-                raise InputError(
-                    f"{archive.path}: {ADAPTERS_JSON}: adapter {name!r}: expected its {file.path} in the bundle, found "
-                    f"none; {_REMEDY}"
-                )
-    return path
+def _named(archive: Archive, folder: Path, assembly: Assembly, engines: EngineSetManifest) -> Iterator[tuple[str, str]]:
+    """Yield name and sha256 of each file that is opened by its name in a manifest."""
+    yield from ((f"engines/{entry.file}", entry.sha256) for entry in engines.engines.values())
+    for text in (assembly.tokenizer, assembly.chat_template):
+        if text:
+            yield f"graphs/{text.file}", text.sha256
+    if archive.manifest.about.weights == "inside":
+        for file in WeightsManifest.load(folder / "weights" / "weights.json").files:
+            yield f"weights/{file.path}", file.sha256
+    if ADAPTERS_JSON in archive.members:
+        for adapter in AdaptersManifest.load(folder / ADAPTERS_JSON).adapters.values():
+            yield from ((f"adapters/{adapter.folder}/{file.path}", file.sha256) for file in adapter.files)
 
 
 def _point_into(archive: Archive, manifest_path: Path, digest: str) -> None:
     """Rewrite the weights' manifest: its one file is the archive."""
     manifest = WeightsManifest.load(manifest_path)
-    members = {}
-    for file in manifest.files:
-        member = archive.members.get(f"weights/{file.path}")
-        if member is None or (member.size, member.sha256) != (file.size, file.sha256):
-            raise InputError(
-                f"{archive.path}: expected weights/{file.path} of sha256 {file.sha256}, found none; {_REMEDY}"
-            )
-        members[file.path] = member
     whole, tensors = StoredFile(os.path.abspath(archive.path), archive.size, digest), {}
     for name, place in manifest.tensors.items():
-        if place.offset + place.length > members[place.file].size:
+        member = archive.members[f"weights/{place.file}"]
+        if place.offset + place.length > member.size:
             raise InputError(
                 f"{archive.path}: weights/weights.json: expected tensor {name!r} within its "
                 f"file, found {place.to_json()}; {_REMEDY}"
             )
-        tensors[name] = replace(place, file=whole.path, offset=place.offset + members[place.file].offset)
+        tensors[name] = replace(place, file=whole.path, offset=place.offset + member.offset)
     remember(archive.path, digest)  # just hashed: whoever opens the weights need not do it again
     WeightsManifest.of(manifest.precision, (whole,), tensors, manifest.group_size).save(manifest_path)
 

@@ -14,7 +14,7 @@ from lockstep.artifacts.adapters import AdaptersManifest
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.weights import WeightsManifest
-from lockstep.bundle.archive import Entry, write_archive
+from lockstep.bundle.archive import About, BundledLimits, BundledTarget, Entry, write_archive
 from lockstep.errors import InputError
 from lockstep.manifests.digest_cache import digest
 from lockstep.provenance.record import read_record, record_path
@@ -35,11 +35,11 @@ def pack(results: Results, target: Target, limits: Limits, out: Path, with_weigh
         entries += _adapters(results.adapters(target.model))
     # What opens it knows backends, and not the names that this config has for devices.
     backend = EngineSetManifest.load(results.engines(target.model, target.precision, target.backend)).backend
-    about = {
-        "target": asdict(replace(target, backend=backend)),
-        "limits": asdict(limits),
-        "weights": "inside" if with_weights else "apart",
-    }
+    about = About(
+        BundledTarget(**asdict(replace(target, backend=backend))),
+        BundledLimits(**asdict(limits)),
+        "inside" if with_weights else "apart",
+    )
     return write_archive(Path(out), about, entries)
 
 

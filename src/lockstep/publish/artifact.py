@@ -12,23 +12,14 @@ import io
 import json
 import tarfile
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from lockstep.artifacts.document import ValidationError
 from lockstep.artifacts.files import atomic_path, dump_json, sha256_file
-from lockstep.bundle.archive import (
-    MANIFEST,
-    Archive,
-    BundleManifest,
-    Entry,
-    Member,
-    read_archive,
-    write_archive,
-    write_tar,
-)
+from lockstep.bundle.archive import MANIFEST, Archive, BundleManifest, Entry, read_archive, write_archive, write_tar
 from lockstep.errors import CheckError, InputError
 from lockstep.provenance.lock import Lock, Published
 from lockstep.publish.dsse import PAYLOAD_TYPE
@@ -60,41 +51,25 @@ class Pushed:
     uploaded: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """A layer: the media type, name and size of its content, its digest, and what opens it."""
-
-    media_type: str
-    name: str
-    size: int
-    digest: str
-    open: Callable[[], BinaryIO]
-
-    def descriptor(self) -> dict[str, Any]:
-        return {
-            "mediaType": self.media_type,
-            "digest": self.digest,
-            "size": self.size,
-            "annotations": {FILE_PATH: self.name},
-        }
+Layer = tuple[str, Entry]  # the media type of its content, and the content
 
 
 def push(bundle: Path, reference: Reference, plain_http: bool = False) -> Pushed:
     """Push a bundle and what is signed of it. Its bytes are checked first; the same bundle is the same manifest."""
     check_contents(bundle)
     archive, repository = read_archive(bundle), Repository(reference, plain_http)
-    with tempfile.TemporaryDirectory(prefix="lockstep-push-") as folder:
-        layers = _layers(archive, Path(folder))
-        uploaded = [layer.name for layer in layers if _upload(repository, layer)]
+    with tempfile.TemporaryDirectory(prefix="lockstep-push-") as folder, tarfile.open(bundle) as tar:
+        layers = _layers(archive, tar, Path(folder))
+        uploaded = [entry.name for _, entry in layers if _upload(repository, entry)]
         config = _config(archive, layers)
-        _upload_bytes(repository, config)
+        _upload(repository, Entry.of_bytes("", config))
         manifest = dump_json(
             {
                 "schemaVersion": 2,
                 "mediaType": IMAGE_MANIFEST,
                 "artifactType": ARTIFACT,
                 "config": {"mediaType": CONFIG, "digest": sha256_digest(config), "size": len(config)},
-                "layers": [layer.descriptor() for layer in layers],
+                "layers": [_descriptor(*layer) for layer in layers],
             }
         ).encode()
     repository.put_manifest(manifest, IMAGE_MANIFEST, reference.tag)
@@ -106,7 +81,13 @@ def push(bundle: Path, reference: Reference, plain_http: bool = False) -> Pushed
     return Pushed(str(replace(reference, digest=None)), sha256_digest(manifest), tuple(uploaded))
 
 
-def _layers(archive: Archive, folder: Path) -> list[_Layer]:
+def _layers(archive: Archive, tar: tarfile.TarFile, folder: Path) -> list[Layer]:
+    """Return the layers of a bundle. tar: the bundle, open; folder: for those that are tar files themselves."""
+
+    def entry(name: str) -> Entry:
+        member = archive.members[name]
+        return Entry(name, member.size, member.sha256, lambda: cast(BinaryIO, tar.extractfile(name)))
+
     members = archive.members
     engines = [name for name in members if name.startswith("engines/") and not name.endswith(".json")]
     raw = {name: TEXT for name in members if name.startswith("graphs/") and "tokenizer" in name}
@@ -115,66 +96,44 @@ def _layers(archive: Archive, folder: Path) -> list[_Layer]:
     records = [name for name in members if name not in raw and name not in engines]
     first = Entry.of_bytes(MANIFEST, archive.manifest.to_bytes())
     return [
-        _tar(ENGINES, "engines", archive.path, folder, [_entry(archive, members[name]) for name in engines]),
-        _tar(RECORDS, "records", archive.path, folder, [first, *(_entry(archive, members[name]) for name in records)]),
-        *(
-            _Layer(kind, name, members[name].size, f"sha256:{members[name].sha256}", _opener(archive, members[name]))
-            for name, kind in sorted(raw.items())
-        ),
+        (ENGINES, _tar("engines", archive.path, folder, map(entry, engines))),
+        (RECORDS, _tar("records", archive.path, folder, [first, *map(entry, records)])),
+        *((kind, entry(name)) for name, kind in sorted(raw.items())),
     ]
 
 
-def _tar(media_type: str, name: str, bundle: Path, folder: Path, entries: list[Entry]) -> _Layer:
+def _tar(name: str, bundle: Path, folder: Path, entries: Iterable[Entry]) -> Entry:
     path = folder / f"{name}.tar"
     with open(path, "wb") as out:
         write_tar(out, entries, bundle)
-    return _Layer(media_type, name, path.stat().st_size, f"sha256:{sha256_file(path)}", lambda: open(path, "rb"))
+    return Entry.of_file(name, path, sha256_file(path))
 
 
-def _entry(archive: Archive, member: Member) -> Entry:
-    return Entry(member.name, member.size, member.sha256, _opener(archive, member))
+def _descriptor(media_type: str, entry: Entry) -> dict[str, Any]:
+    return {
+        "mediaType": media_type,
+        "digest": f"sha256:{entry.sha256}",
+        "size": entry.size,
+        "annotations": {FILE_PATH: entry.name},
+    }
 
 
-def _opener(archive: Archive, member: Member) -> Callable[[], BinaryIO]:
-    return lambda: cast(BinaryIO, _Part(archive.path, member.offset, member.size))
-
-
-class _Part(io.RawIOBase):
-    """A part of a file, to read from its start to its end."""
-
-    def __init__(self, path: Path, offset: int, size: int) -> None:
-        self._file, self._left = open(path, "rb"), size
-        self._file.seek(offset)
-
-    def read(self, size: int = -1) -> bytes:
-        data = self._file.read(self._left if size < 0 else min(size, self._left))
-        self._left -= len(data)
-        return data
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-
-def _upload(repository: Repository, layer: _Layer) -> bool:
-    if repository.has_blob(layer.digest):
+def _upload(repository: Repository, entry: Entry) -> bool:
+    if repository.has_blob(f"sha256:{entry.sha256}"):
         return False
-    with layer.open() as content:
-        repository.put_blob(layer.digest, layer.size, content)
+    with entry.open() as content:
+        repository.put_blob(f"sha256:{entry.sha256}", entry.size, content)
     return True
 
 
-def _upload_bytes(repository: Repository, data: bytes) -> None:
-    _upload(repository, _Layer("", "", len(data), sha256_digest(data), lambda: io.BytesIO(data)))
-
-
-def _config(archive: Archive, layers: list[_Layer]) -> bytes:
+def _config(archive: Archive, layers: list[Layer]) -> bytes:
     """Return ModelPack's configuration; it has no time, so that the same bundle is the same manifest."""
-    target = archive.manifest.about["target"]
+    target = archive.manifest.about.target
+    title = "/".join(str(value) for _, value in sorted(vars(target).items()))
     config = {
-        "descriptor": {"name": target["model"], "title": "/".join(map(str, target.values()))},
-        "config": {"format": "lockstep", "precision": target["precision"]},
-        "modelfs": {"type": "layers", "diffIds": [layer.digest for layer in layers]},
+        "descriptor": {"name": target.model, "title": title},
+        "config": {"format": "lockstep", "precision": target.precision},
+        "modelfs": {"type": "layers", "diffIds": [f"sha256:{entry.sha256}" for _, entry in layers]},
     }
     return dump_json(config).encode()
 
@@ -183,7 +142,7 @@ def _attach(repository: Repository, subject: Mapping[str, Any], kind: str, path:
     """Push a file as an artifact that refers to `subject`, in place of an earlier one of its kind."""
     content = path.read_bytes()
     for data in (content, b"{}"):
-        _upload_bytes(repository, data)
+        _upload(repository, Entry.of_bytes("", data))
     manifest = dump_json(
         {
             "schemaVersion": 2,
@@ -215,28 +174,35 @@ def pull(reference: Reference, out: Path, plain_http: bool = False) -> str:
         raise InputError(f"{reference}: expected a bundle, found none; push it with `lockstep push`")
     manifest, digest = _manifest(data, reference), sha256_digest(data)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="lockstep-pull-", dir=out.parent) as folder:
+    with contextlib.ExitStack() as opened:
+        folder = opened.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-pull-", dir=out.parent))
         entries: dict[str, Entry] = {}
         for layer in manifest["layers"]:
-            name = layer["annotations"][FILE_PATH]
-            if layer["mediaType"] in (ENGINES, RECORDS):
-                path = Path(folder) / f"{len(entries)}.tar"
-                _download(repository, layer, name, path)
-                entries |= _in_tar(path, f"{reference}: {name}")
-            else:
-                sha256 = layer["digest"].removeprefix("sha256:")
-                entries[name] = Entry(name, layer["size"], sha256, _blob(repository, layer, name))
+            name, sha256 = layer["annotations"][FILE_PATH], layer["digest"].removeprefix("sha256:")
+            entry = Entry(name, layer["size"], sha256, _blob(repository, layer, name))
+            if layer["mediaType"] not in (ENGINES, RECORDS):
+                entries[name] = entry
+                continue
+            path = Path(folder) / f"{len(entries)}.tar"
+            _download(entry, path)
+            try:
+                tar = opened.enter_context(tarfile.open(path))
+                entries |= {info.name: Entry(info.name, info.size, "", _file(tar, info)) for info in tar}
+            except tarfile.TarError as error:
+                raise InputError(
+                    f"{reference}: {name}: expected a tar archive, found: {error}; push the bundle again"
+                ) from None
         first = entries.pop(MANIFEST, None)
         if first is None:
             raise InputError(f"{reference}: expected {MANIFEST} among the records, found none; push the bundle again")
         with first.open() as file:
-            sealed = file.read()
-        about = _about(sealed, reference)
-        if sorted(entries) != [listed.path for listed in about.files]:
+            listed = _listed(file.read(), reference)
+        if sorted(entries) != [file.path for file in listed.files]:
             raise InputError(
                 f"{reference}: expected the files that {MANIFEST} lists, found others; push the bundle again"
             )
-        write_archive(out, about.about, [_expected(listed, entries[listed.path]) for listed in about.files])
+        files = [Entry(file.path, file.size, file.sha256, entries[file.path].open) for file in listed.files]
+        write_archive(out, listed.about, files)  # which checks what is read
     _pull_attached(repository, digest, out)
     return digest
 
@@ -255,44 +221,27 @@ def _manifest(data: bytes, reference: Reference) -> dict[str, Any]:
     return manifest
 
 
-def _about(sealed: bytes, reference: Reference) -> BundleManifest:
+def _listed(sealed: bytes, reference: Reference) -> BundleManifest:
     try:
         return BundleManifest.from_json(json.loads(sealed))
     except (ValueError, RecursionError, ValidationError) as error:
         raise InputError(f"{reference}: {MANIFEST}: {error}; push the bundle again") from None
 
 
-def _expected(listed: Any, entry: Entry) -> Entry:
-    """Return an entry as the bundle's manifest lists it: `write_archive` checks what is read."""
-    return Entry(listed.path, listed.size, listed.sha256, entry.open)
-
-
 def _blob(repository: Repository, layer: Mapping[str, Any], name: str) -> Callable[[], BinaryIO]:
     return lambda: cast(BinaryIO, repository.open_blob(layer["digest"], layer["size"], name))
 
 
-def _download(repository: Repository, layer: Mapping[str, Any], name: str, path: Path) -> None:
-    if layer["size"] > _LARGEST_TAR:
-        raise InputError(f"{name}: expected a layer of at most 16 GiB, found {layer['size']} bytes; refused")
-    with repository.open_blob(layer["digest"], layer["size"], name) as blob, open(path, "wb") as out:
+def _file(tar: tarfile.TarFile, info: tarfile.TarInfo) -> Callable[[], BinaryIO]:
+    return lambda: cast(BinaryIO, tar.extractfile(info) or io.BytesIO())
+
+
+def _download(entry: Entry, path: Path) -> None:
+    if entry.size > _LARGEST_TAR:
+        raise InputError(f"{entry.name}: expected a layer of at most 16 GiB, found {entry.size} bytes; refused")
+    with entry.open() as blob, open(path, "wb") as out:
         while piece := blob.read(1 << 20):
             out.write(piece)
-
-
-def _in_tar(path: Path, where: str) -> dict[str, Entry]:
-    """Return the files of a layer by name; nothing is unpacked."""
-    entries = {}
-    try:
-        with tarfile.open(path) as tar:
-            for info in tar:
-                entries[info.name] = Entry(info.name, info.size, "", _part(path, info))
-    except tarfile.TarError as error:
-        raise InputError(f"{where}: expected a tar archive, found: {error}; push the bundle again") from None
-    return entries
-
-
-def _part(path: Path, info: tarfile.TarInfo) -> Callable[[], BinaryIO]:
-    return lambda: cast(BinaryIO, _Part(path, info.offset_data, info.size))
 
 
 def _pull_attached(repository: Repository, digest: str, out: Path) -> None:
@@ -307,13 +256,13 @@ def _pull_attached(repository: Repository, digest: str, out: Path) -> None:
         path = _ATTACHED[kind](out)
         (layer,) = json.loads(data)["layers"]
         with atomic_path(path) as temporary:
-            _download(repository, layer, path.name, Path(temporary))
+            _download(Entry(path.name, layer["size"], "", _blob(repository, layer, path.name)), temporary)
 
 
 def note_in_lock(lock_path: Path, bundle: Path, pushed: Pushed) -> None:
     """Name a pushed bundle in the lock of its model. Raises CheckError where its engines are not the locked ones."""
     archive, lock = read_archive(bundle), Lock.load(lock_path)
-    target = Target(**archive.manifest.about["target"])
+    target = Target(**vars(archive.manifest.about.target))
     if target.model != lock.model:
         raise InputError(f"{lock_path}: expected the lock of {target.model}, found that of {lock.model}")
     engines = {

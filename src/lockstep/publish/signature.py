@@ -7,14 +7,15 @@ its engines as a signed statement, `BUNDLE.provenance.json`.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
+import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
-from lockstep.bundle.archive import contents, read_archive
+from lockstep.bundle import archive as archives
+from lockstep.bundle.archive import read_archive
 from lockstep.errors import CheckError, InputError
 from lockstep.publish import dsse
 
@@ -76,14 +77,11 @@ def check_contents(bundle: Path) -> dict[str, Any]:
     Raises InputError, which names the file, for one that is not of its digest.
     """
     archive = read_archive(bundle)
-    provenance = b""
-    for member, pieces in contents(archive, hashlib.sha256()):
-        for piece in pieces:
-            if member.name == _PROVENANCE:
-                provenance += piece
-    if not provenance:
+    archives.check_contents(archive)
+    if _PROVENANCE not in archive.members:
         raise InputError(f"{bundle}: expected {_PROVENANCE}, found none; make the bundle again")
-    return json.loads(provenance)
+    with tarfile.open(bundle) as tar, cast(IO[bytes], tar.extractfile(_PROVENANCE)) as file:
+        return json.load(file)
 
 
 def verify(bundle: Path, keys: Sequence[Path] = (), identity: Identity | None = None) -> str:
