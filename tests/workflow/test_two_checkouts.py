@@ -53,7 +53,7 @@ def test_a_second_checkout_builds_nothing(first_run: Checkout, filled_cache: Pat
             assert (f"cache: {stage} {MODEL}/{name} is put into {filled_cache}, build key ") in log_of(
                 first_run, stage, name
             )
-    assert [used.entry.stage for used in look(Cache(filled_cache)).entries] == [
+    assert [used.entry.key.stage for used in look(Cache(filled_cache)).entries] == [
         stage for stage in sorted(MADE) for _ in MADE[stage]
     ]
     before = digests(filled_cache)

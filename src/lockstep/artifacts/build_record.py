@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from lockstep.artifacts import formats
+from lockstep.artifacts.bounds import Digest, PlainPath
 from lockstep.artifacts.document import Document, JsonObject, Mark, like
 from lockstep.artifacts.files import sha256_json
 
@@ -53,7 +54,7 @@ class BuildRecord(Document):
     FORMAT: ClassVar[str] = formats.BUILD
     COMPUTED: ClassVar[Mapping[str, str]] = {"key": "key_sha256"}
     key: Annotated[BuildKey, Mark.INLINED]
-    outputs: Mapping[str, str]
+    outputs: Mapping[PlainPath, Digest]
 
     @property
     def key_sha256(self) -> str:

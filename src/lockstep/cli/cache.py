@@ -56,13 +56,16 @@ def ls(folder: str | None, config_file: Path | None, as_json: bool) -> None:
     contents = look(opened)
     if as_json:
         return echo_json(
-            {"folder": str(opened.folder), "entries": [_entry(used) for used in contents.entries]} | _contents(contents)
+            {"folder": str(opened.folder), "entries": [_entry(opened, used) for used in contents.entries]}
+            | _contents(contents)
         )
     rows = [("stage", "of", "build key", "files", "size", "last use (UTC)")]
     for used in contents.entries:
-        entry, when = used.entry, time.strftime("%Y-%m-%d %H:%M", time.gmtime(used.last_use))
-        stage, _, of = str(entry).partition(" ")
-        rows.append((stage, of, entry.key[:12], str(len(entry.files)), bytes_text(entry.size), when))
+        entry = _entry(opened, used)
+        when = entry["last_use"][:16].replace("T", " ")
+        rows.append(
+            (entry["stage"], entry["of"], entry["key"][:12], str(entry["files"]), bytes_text(entry["size"]), when)
+        )
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:
         stage, of, key, files, size, when = (
@@ -128,17 +131,16 @@ def verify(folder: str | None, config_file: Path | None, as_json: bool) -> None:
         )
 
 
-def _entry(used: Used) -> dict[str, Any]:
+def _entry(cache: Cache, used: Used) -> dict[str, Any]:
     """Return an entry as JSON. size: bytes; last_use: UTC."""
-    entry = used.entry
-    stage, _, of = str(entry).partition(" ")
-    about = {"stage": stage, "of": of, "key": entry.key, "files": len(entry.files), "size": entry.size}
-    return {**about, "last_use": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(used.last_use))}
+    entry, when = used.entry, time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(used.last_use))
+    about = {"stage": entry.key.stage, "of": " ".join(entry.key.names.values()), "key": entry.key.sha256}
+    return {**about, "files": len(entry.outputs), "size": cache.size(entry), "last_use": when}
 
 
 def _contents(contents: Contents) -> dict[str, Any]:
     """Return how much the cache holds, as JSON. size: bytes of all files."""
-    rest = {name: sorted(map(str, getattr(contents, name))) for name in ("damaged", "temporary", "foreign")}
+    rest = {name: sorted(map(str, getattr(contents, name))) for name in ("damaged", "temporary")}
     return {"num_entries": len(contents.entries), "num_files": len(contents.blobs), "size": contents.size, **rest}
 
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from lockstep.artifacts.build_record import BuildKey, BuildRecord
 from lockstep.artifacts.files import atomic_path, remove_leftovers, sha256_file
-from lockstep.errors import InputError
+from lockstep.errors import InputError, LockstepError
 from lockstep.manifests.digest_cache import remember
 from lockstep.manifests.manifest_files import named_files, record_path
+from lockstep.manifests.own_files import clear_unnamed
 from lockstep.provenance import code_identity
-from lockstep.provenance.cache.store import Cache, Entry, cache_folder, delete, touch
+from lockstep.provenance.cache.store import Cache, cache_folder, delete, touch
 from lockstep.provenance.record import content
 from lockstep.provenance.slsa import provenance_path
 from lockstep.stages import STAGES, Job
@@ -46,9 +48,8 @@ def take(cache: Cache | None, step: Job, key: BuildKey) -> bool:
         entry = cache.read(name)
         if entry is None:
             return False
-        cache.check_whole(entry)
         _restore(cache, step, entry)
-    except InputError as error:
+    except LockstepError as error:
         delete(cache.entry_path(name))
         _say(f"{error}; {step} is made anew")
         return False
@@ -69,42 +70,41 @@ def put(cache: Cache | None, step: Job, record: BuildRecord) -> None:
         return
     try:
         _check_unchanged(step, record.key)
-        beside = {path.name: sha256_file(path) for path in _beside(step)}
-        files = {
-            name: cache.add(step.output.parent / name, sha256)
-            for name, sha256 in sorted({**record.outputs, **beside}.items())
-        }
-        entry = cache.write(record.key, step.output.name, files)
+        outputs = {**record.outputs, **{path.name: sha256_file(path) for path in _beside(step)}}
+        for name, sha256 in sorted(outputs.items()):
+            cache.add(step.output.parent / name, sha256)
+        cache.write(replace(record, outputs=outputs))
     except InputError as error:
         _say(f"{step} is not put into {cache.folder}: {error}")
     except OSError as error:
         _say(f"{cache.folder} cannot be written ({error.strerror}): {step} is not put into it")
     else:
-        _say(f"{step} is put into {cache.folder}, build key {entry.key[:12]}")
+        _say(f"{step} is put into {cache.folder}, build key {record.key.sha256[:12]}")
 
 
-def _restore(cache: Cache, step: Job, entry: Entry) -> None:
+def _restore(cache: Cache, step: Job, entry: BuildRecord) -> None:
     """Copy an artefact out of the cache.
 
     The manifest is looked at first and appears last: a run that is killed in between leaves none.
     """
-    folder, output = step.output.parent, step.output
-    for name in entry.files:
+    folder, output, outputs = step.output.parent, step.output, entry.outputs
+    others = f"{cache.entry_path(entry.key.sha256)}: expected all files of {output.name}, found others"
+    for name in outputs:
         remove_leftovers(folder / name)
+    if not {output.name, *(path.name for path in _beside(step))} <= outputs.keys():
+        raise InputError(others)
     with atomic_path(output) as manifest:
-        cache.take(entry.files[entry.manifest], manifest)
-        outputs = {name: blob.sha256 for name, blob in entry.files.items()}
-        beside = {path.name for path in _beside(step)}
-        if entry.manifest != output.name or not _is_whole(manifest, outputs) or not beside <= outputs.keys():
-            raise InputError(f"{cache.entry_path(entry.key)}: expected all files of {output.name}, found others")
+        cache.take(outputs[output.name], manifest)
+        if not _is_whole(manifest, outputs):
+            raise InputError(others)
         for path in (output, record_path(output)):
             path.unlink(missing_ok=True)
-        for name in entry.files.keys() - {entry.manifest}:
+        for name in outputs.keys() - {output.name}:
             with atomic_path(folder / name) as temporary:
-                cache.take(entry.files[name], temporary)
-            remember(folder / name, entry.files[name].sha256)
-        if STAGES[step.stage].owns_folder:
-            _clear(folder, set(entry.files))
+                cache.take(outputs[name], temporary)
+            remember(folder / name, outputs[name])
+    if STAGES[step.stage].owns_folder:
+        clear_unnamed(output, lambda path: path.suffix in _SUFFIXES)  # of an earlier artefact
 
 
 def _beside(step: Job) -> list[Path]:
@@ -129,12 +129,6 @@ def _check_unchanged(step: Job, key: BuildKey) -> None:
     for path, (now, before) in {**found, **parts}.items():
         if now != before:
             raise InputError(f"{path} changed while it was made")
-
-
-def _clear(folder: Path, kept: set[str]) -> None:
-    for path in folder.iterdir():
-        if path.is_file() and path.suffix in _SUFFIXES and path.name not in kept:
-            path.unlink()
 
 
 def _say(line: str) -> None:

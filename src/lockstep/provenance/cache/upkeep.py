@@ -1,55 +1,55 @@
 """Upkeep of a cache: listing it, verifying it, and pruning it.
 
 It is safe while others use the cache. An entry that is dropped is a miss for whoever comes next, and no more. What is
-in the making, blobs without an entry yet and temporary files, is left alone for an hour; hours are told by the clock of
-the disk that the cache lies on, for those of several machines differ.
+in the making, blobs without an entry yet and temporary files, is left alone for an hour.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import secrets
-from collections.abc import Iterator
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lockstep.artifacts.build_record import BuildRecord
 from lockstep.artifacts.files import sha256_file
-from lockstep.errors import InputError
+from lockstep.errors import InputError, LockstepError
 from lockstep.manifests.digest_cache import THREADS
-from lockstep.provenance.cache.store import DIGEST, Blob, Cache, Entry, delete
+from lockstep.provenance.cache.store import Cache, delete
 
 IN_THE_MAKING = 3600  # seconds since a blob or a temporary file was last written to
-_TEMPORARY = re.compile(r"\..*\.tmp")
+_NAME = re.compile(r"[0-9a-f]{64}(\.json)?|\..*\.tmp")
 
 
 @dataclass(frozen=True)
 class Used:
     """An entry, and when it was last put or taken: seconds since 1970."""
 
-    entry: Entry
+    entry: BuildRecord
     last_use: float
+
+    @property
+    def blobs(self) -> set[str]:
+        return set(self.entry.outputs.values())
 
 
 @dataclass
 class Contents:
-    """The contents of a cache.
+    """The contents of a cache. Entries are by stage, in each those used last first.
 
-    damaged: lines by path of entries that are worth nothing. blobs: size by sha256 of the files there. temporary,
-    foreign: paths of files in the making or left over, and of what is not the cache's own.
+    damaged: lines by path of what is worth nothing. blobs: size by sha256 of the files there. temporary: files in the
+    making or left over.
     """
 
     entries: list[Used] = field(default_factory=list)
     damaged: dict[Path, str] = field(default_factory=dict)
     blobs: dict[str, int] = field(default_factory=dict)
     temporary: list[Path] = field(default_factory=list)
-    foreign: list[Path] = field(default_factory=list)
 
     @property
     def named(self) -> set[str]:
-        return {blob.sha256 for used in self.entries for blob in used.entry.files.values()}
+        return {sha256 for used in self.entries for sha256 in used.blobs}
 
     @property
     def size(self) -> int:
@@ -66,68 +66,47 @@ class Pruned:
 
 
 def look(cache: Cache) -> Contents:
-    """Return what is in the cache, by name and size.
-
-    Entries by stage, in each those used last first. Raises InputError where there is no folder.
-    """
+    """Return what is in the cache, by name and size. Raises InputError where there is no folder."""
     if not cache.folder.is_dir():
         raise InputError(
             f"{cache.folder}: expected a cache, found no folder; it is made when something is first put into it"
         )
     contents = Contents()
-    for path in _listed(cache.blobs, contents):
-        if DIGEST.fullmatch(path.name) and path.is_file():
-            with contextlib.suppress(FileNotFoundError):  # another machine prunes
-                contents.blobs[path.name] = path.stat().st_size
-        else:
-            contents.foreign.append(path)
-    for path in _listed(cache.entries, contents):
-        if not (DIGEST.fullmatch(path.stem) and path.suffix == ".json"):
-            contents.foreign.append(path)
-            continue
+    for path in sorted(path for path in cache.folder.glob("*/*") if _NAME.fullmatch(path.name)):
         try:
-            entry = cache.read(path.stem)
-            if entry is not None:
-                cache.check_whole(entry)
-                contents.entries.append(Used(entry, path.stat().st_mtime))
+            if path.suffix == ".tmp":
+                contents.temporary.append(path)
+            elif path.parent == cache.entries:
+                if entry := cache.read(path.stem):
+                    contents.entries.append(Used(entry, path.stat().st_mtime))
+            elif path.is_file():
+                contents.blobs[path.name] = path.stat().st_size
+            else:
+                contents.damaged[path] = f"{path}: expected a file, found none"
         except FileNotFoundError:
             continue  # another machine prunes
-        except InputError as error:
+        except LockstepError as error:
             contents.damaged[path] = str(error)
-    contents.entries.sort(key=lambda used: (used.entry.stage, -used.last_use, used.entry.key))
+    contents.entries.sort(key=lambda used: (used.entry.key.stage, -used.last_use, used.entry.key.sha256))
     return contents
 
 
-def _listed(folder: Path, contents: Contents) -> Iterator[Path]:
-    if folder.is_dir():
-        for path in sorted(folder.iterdir()):
-            if _TEMPORARY.fullmatch(path.name) and path.is_file():
-                contents.temporary.append(path)
-            else:
-                yield path
-    elif folder.exists():
-        contents.foreign.append(folder)
-
-
 def verify(cache: Cache) -> list[str]:
-    """Hash all blobs; return a line for each fault. What is damaged, incomplete or not the cache's own."""
+    """Hash all blobs; return a line for each that is damaged, and each entry that is damaged or incomplete."""
     contents = look(cache)
     with ThreadPoolExecutor(THREADS) as pool:
-        found = pool.map(lambda name: _damage(cache, name), sorted(contents.blobs))
-        lines = [line for line in found if line]
-    lines += [
-        f"{path}: {line.removeprefix(f'{path}: ')}" for path, line in contents.damaged.items() if os.path.lexists(path)
+        lines = pool.map(lambda sha256: _damage(cache.blob_path(sha256)), contents.blobs)
+    return [line for line in lines if line] + [
+        line if str(path) in line else f"{path}: {line}" for path, line in contents.damaged.items()
     ]
-    return lines + [f"{path}: expected only files of the cache, found another" for path in contents.foreign]
 
 
-def _damage(cache: Cache, sha256: str) -> str | None:
-    path = cache.blob_path(sha256)
+def _damage(path: Path) -> str | None:
     try:
         found = sha256_file(path)
     except FileNotFoundError:
         return None  # another machine prunes
-    return None if found == sha256 else f"{path}: expected sha256 {sha256}, found {found}"
+    return None if found == path.name else f"{path}: expected sha256 {path.name}, found {found}"
 
 
 def prune(cache: Cache, max_size: float | None = None, older_than: float | None = None) -> Pruned:
@@ -136,59 +115,32 @@ def prune(cache: Cache, max_size: float | None = None, older_than: float | None 
     Old entries were not used for `older_than` seconds; the blobs of the others take `max_size` bytes at most. Damaged
     entries, blobs that no entry names, and temporary files that were left over are dropped too.
     """
-    contents, now, pruned = look(cache), _now(cache), Pruned()
-    kept = sorted(contents.entries, key=lambda used: (-used.last_use, used.entry.key))
-    if older_than is not None:
-        kept = [used for used in kept if now - used.last_use <= older_than]
-    if max_size is not None:
-        kept = kept[: _fitting(kept, max_size)]
-    keys = {used.entry.key for used in kept}
-    dropped = [used.entry for used in contents.entries if used.entry.key not in keys]
-    for path in [*contents.damaged, *(cache.entry_path(entry.key) for entry in dropped)]:
+    contents, now, pruned = look(cache), time.time(), Pruned()
+    kept: set[str] = set()
+    dropped: set[str] = set()
+    size, is_over = 0, False
+    for used in sorted(contents.entries, key=lambda used: (-used.last_use, used.entry.key.sha256)):
+        size += sum(contents.blobs.get(sha256, 0) for sha256 in used.blobs - kept)
+        is_old = older_than is not None and now - used.last_use > older_than
+        is_over = is_over or is_old or (max_size is not None and size > max_size)
+        (dropped if is_over else kept).update(used.blobs)
+        if is_over:
+            path = cache.entry_path(used.entry.key.sha256)
+            delete(path)
+            pruned.entries += not path.exists()
+    for path in contents.damaged:
         delete(path)
         pruned.entries += not path.exists()
     named = look(cache).named  # with what others have put meanwhile
-    just_dropped = {blob.sha256 for entry in dropped for blob in entry.files.values()} - named
-    left = [cache.blob_path(sha256) for sha256 in contents.blobs.keys() - named - just_dropped] + contents.temporary
-    for path in [cache.blob_path(sha256) for sha256 in just_dropped] + [path for path in left if _is_old(path, now)]:
-        with contextlib.suppress(FileNotFoundError):
-            size = path.stat().st_size
-            path.unlink()
-            pruned.files, pruned.size = pruned.files + 1, pruned.size + size
+    for path in [*map(cache.blob_path, contents.blobs.keys() - named), *contents.temporary]:
+        try:
+            found = path.stat()
+            if path.name in dropped or now - found.st_mtime > IN_THE_MAKING:
+                path.unlink()
+                pruned.files, pruned.size = pruned.files + 1, pruned.size + found.st_size
+        except FileNotFoundError:
+            continue  # another machine prunes
     return pruned
-
-
-def _fitting(entries: list[Used], max_size: float) -> int:
-    """Return how many of the first `entries` have blobs of `max_size` bytes at most.
-
-    A blob of several entries is counted once.
-    """
-    counted: set[Blob] = set()
-    size = 0
-    for number, used in enumerate(entries):
-        new = set(used.entry.files.values()) - counted
-        counted |= new
-        size += sum(blob.size for blob in new)
-        if size > max_size:
-            return number
-    return len(entries)
-
-
-def _is_old(path: Path, now: float) -> bool:
-    try:
-        return now - path.stat().st_mtime > IN_THE_MAKING
-    except FileNotFoundError:
-        return False
-
-
-def _now(cache: Cache) -> float:
-    """Return the time by the clock that stamps the cache's files."""
-    path = cache.folder / f".{secrets.token_hex(8)}.tmp"
-    try:
-        path.touch(exist_ok=False)
-        return path.stat().st_mtime
-    finally:
-        path.unlink(missing_ok=True)
 
 
 def summary(contents: Contents) -> str:
@@ -196,7 +148,6 @@ def summary(contents: Contents) -> str:
         "damaged": contents.damaged,
         "that no entry names": contents.blobs.keys() - contents.named,
         "temporary": contents.temporary,
-        "foreign": contents.foreign,
     }
     more = [f"{len(paths)} {what}" for what, paths in rest.items() if paths]
     entries = f"{len(contents.entries)} {'entry' if len(contents.entries) == 1 else 'entries'}"
