@@ -33,6 +33,7 @@ EXTRAS = {
     "pydantic": "workflow",
     "rich": "workflow",
     "safetensors": "workflow",
+    "securesystemslib": "sign",
     "snakemake": "workflow",
     "snakemake_executor_plugin_slurm": "slurm",
     "starlette": "serve",

@@ -5,7 +5,6 @@ Keys are elliptic-curve keys in PEM, as those of OpenSSF Model Signing: P-256, P
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ from lockstep.errors import CheckError, InputError
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey, EllipticCurvePublicKey
-    from cryptography.hazmat.primitives.hashes import HashAlgorithm
+    from securesystemslib.signer import Key, SSlibKey
 
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 _CURVES = ("secp256r1", "secp384r1", "secp521r1")
@@ -58,18 +57,20 @@ def key_id(key: EllipticCurvePublicKey) -> str:
     return hashlib.sha256(key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)).hexdigest()
 
 
-def write_envelope(path: Path, statement: Mapping[str, Any], key: Path) -> Path:
-    from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
+def _with_id(key: EllipticCurvePublicKey) -> SSlibKey:
+    from securesystemslib.signer import SSlibKey
 
-    signer, payload = private_key(key), dump_json(statement).encode()
-    signature = signer.sign(_pre_authentication(payload), ECDSA(_hash(signer.public_key())))
-    envelope = {
-        "payload": base64.b64encode(payload).decode(),
-        "payloadType": PAYLOAD_TYPE,
-        "signatures": [{"keyid": key_id(signer.public_key()), "sig": base64.b64encode(signature).decode()}],
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes(path, dump_json(envelope).encode())
+    return SSlibKey.from_crypto(key, key_id(key))
+
+
+def write_envelope(path: Path, statement: Mapping[str, Any], key: Path) -> Path:
+    from securesystemslib.dsse import Envelope
+    from securesystemslib.signer import CryptoSigner
+
+    signer = private_key(key)
+    envelope = Envelope(dump_json(statement).encode(), PAYLOAD_TYPE, {})
+    envelope.sign(CryptoSigner(signer, _with_id(signer.public_key())))
+    write_bytes(path, dump_json(envelope.to_dict()).encode())
     return path
 
 
@@ -78,40 +79,25 @@ def read_envelope(path: Path, keys: Sequence[Path]) -> tuple[dict[str, Any], str
 
     Raises CheckError where none of them did, InputError for a file that is no envelope.
     """
-    from cryptography.exceptions import InvalidSignature
-    from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
+    from securesystemslib.dsse import Envelope
+    from securesystemslib.exceptions import FormatError, VerificationError
 
+    known: list[Key] = [_with_id(public_key(key)) for key in keys]
     try:
-        envelope = json.loads(path.read_bytes())
-        payload = base64.b64decode(envelope["payload"], validate=True)
-        signatures = [base64.b64decode(entry["sig"], validate=True) for entry in envelope["signatures"]]
-        is_statement = envelope["payloadType"] == PAYLOAD_TYPE
+        envelope = Envelope.from_dict(json.loads(path.read_bytes()))
+        (signer,) = envelope.verify(known, 1)
+        statement = json.loads(envelope.payload)
     except FileNotFoundError:
         raise InputError(f"{path}: expected a signed statement, found no file") from None
-    except (ValueError, LookupError, TypeError, RecursionError):
-        is_statement, signatures = False, []
-    if not is_statement:
+    except VerificationError:
+        names = ", ".join(map(str, keys))
+        raise CheckError(
+            f"{path}: expected a signature by {names}, found none: it is another's, or the file was changed"
+        ) from None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, FormatError):
+        envelope = None
+    if envelope is None or envelope.payload_type != PAYLOAD_TYPE:
         raise InputError(
             f"{path}: expected a DSSE envelope of an in-toto statement, found something else; copy it again"
         )
-    for key in map(public_key, keys):
-        for signature in signatures:
-            try:
-                key.verify(signature, _pre_authentication(payload), ECDSA(_hash(key)))
-            except InvalidSignature:
-                continue
-            return json.loads(payload), key_id(key)
-    names = ", ".join(map(str, keys))
-    raise CheckError(f"{path}: expected a signature by {names}, found none: it is another's, or the file was changed")
-
-
-def _hash(key: EllipticCurvePublicKey) -> HashAlgorithm:
-    from cryptography.hazmat.primitives import hashes
-
-    return {256: hashes.SHA256(), 384: hashes.SHA384(), 521: hashes.SHA512()}[key.curve.key_size]
-
-
-def _pre_authentication(payload: bytes) -> bytes:
-    return b" ".join(
-        [b"DSSEv1", str(len(PAYLOAD_TYPE)).encode(), PAYLOAD_TYPE.encode(), str(len(payload)).encode(), payload]
-    )
+    return statement, signer
