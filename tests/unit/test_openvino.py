@@ -505,16 +505,16 @@ def test_openvino_sends_nothing_where_its_telemetry_is_installed(tmp_path):
 def test_a_lock_written_without_bf16_keeps_what_stood_in_it(monkeypatch):
     """Engines, golden tokens and terms of what is not built here, as long as they are of the same graphs."""
     monkeypatch.setattr(cpu, "describe_cpu", lambda: {"isa": ["avx2"]})
-    engines, terms = ("engines", "bf16", BACKEND, "x86_64 other"), ("checks", "golden", "bf16", "2", BACKEND)
-    kept = {engines: {}, ("golden", "bf16", BACKEND, "2"): {}, terms: {"expected": {}}}
-    others = {("checkpoint",): {"source": "m"}, ("checks", "golden", "fp32", "2", BACKEND): {"expected": {}}}
-    before = Lock("m", {"golden/openvino": Maker("old", {})}, {**others, **kept, ("graphs", "bf16"): {"entry": "g"}})
+    engines, terms = f"engines/bf16/{BACKEND}/x86_64 other", f"checks/golden/bf16/2/{BACKEND}"
+    kept = {engines: {}, f"golden/bf16/{BACKEND}/2": {}, terms: {"expected": {}}}
+    others = {"checkpoint": {"source": "m"}, f"checks/golden/fp32/2/{BACKEND}": {"expected": {}}}
+    before = Lock("m", {"golden/openvino": Maker("old", {})}, {**others, **kept, "graphs/bf16": {"entry": "g"}})
 
     def written(graph: str) -> Lock:
-        lock = Lock("m", {}, {("checkpoint",): {"source": "m"}, ("graphs", "bf16"): {"entry": graph}})
+        lock = Lock("m", {}, {"checkpoint": {"source": "m"}, "graphs/bf16": {"entry": graph}})
         return lockfile._with_kept(before, lock)
 
-    assert written("g").sections.keys() == {("checkpoint",), ("graphs", "bf16"), *kept}
+    assert written("g").sections.keys() == {"checkpoint", "graphs/bf16", *kept}
     assert written("g").makers == before.makers
     assert engines not in written("another").sections
     monkeypatch.setattr(cpu, "describe_cpu", lambda: {"isa": ["avx512_bf16"]})

@@ -21,7 +21,7 @@ from lockstep.stages import STAGES
 MADE, LOCKED, TERMS = "made with", "locked", "checks"
 CHECKPOINT, ENGINES = "checkpoint", "engines"
 _ELSEWHERE = ("source",)  # recorded where a model comes from, and not compared: it may lie elsewhere
-Place = tuple[str, ...]  # in the file joined by "/"
+Place = str  # such as engines/fp16/onnxruntime/DEVICE
 Items = Mapping[str, Any]
 _COMMITTED = "take the lock as it was committed, or write it again with `lockstep lock`"
 _STAGE = Bound("a stage", lambda name: name.partition("/")[0] in STAGES)
@@ -32,15 +32,13 @@ class Maker(JsonObject):
     """The code, packages, options and library that made a stage's artefacts.
 
     code: sha256 of the code's digests. packages: versions by name. options: None for a check, whose options are terms.
-    backend: version, revision and options of the library; None where no backend takes part. operators: of graphs, by
-    precision and file, sha256 of all but their constants; None for other stages.
+    backend: version, revision and options of the library; None where no backend takes part.
     """
 
     code: str
     packages: Mapping[str, str]
     options: Items | None = None
     backend: Items | None = None
-    operators: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -52,21 +50,6 @@ class Published(JsonObject):
 
 
 @dataclass(frozen=True)
-class _File(JsonObject):
-    """The content of a lock file."""
-
-    model: str
-    makers: Annotated[Mapping[Annotated[str, _STAGE], Maker], Key(MADE)]
-    sections: Annotated[Mapping[str, Mapping[str, Any]], Key(LOCKED)]
-    published: Mapping[str, Published] = field(default_factory=dict)
-
-    def validate(self, stored: Mapping[str, Any]) -> None:
-        checkpoint = self.sections.get(CHECKPOINT, {})
-        if "source" not in checkpoint or not all(isinstance(value, str) for value in checkpoint.values()):
-            raise ValidationError(f"{LOCKED}.{CHECKPOINT}", "texts, among them the source", checkpoint)
-
-
-@dataclass(frozen=True)
 class Comparison:
     """An artefact beside a lock.
 
@@ -75,12 +58,12 @@ class Comparison:
     """
 
     is_locked: bool
-    changes: tuple[tuple[Place, str], ...] = ()
+    changes: tuple[tuple[tuple[str, ...], str], ...] = ()
     other_device: bool = False
 
 
 @dataclass(frozen=True)
-class Lock:
+class Lock(JsonObject):
     """The lock of a model.
 
     makers: what made the artefacts, by stage and backend. sections: by place what is locked there, by name: of the
@@ -90,9 +73,14 @@ class Lock:
     """
 
     model: str
-    makers: Mapping[str, Maker]
-    sections: Mapping[Place, Items]
+    makers: Annotated[Mapping[Annotated[str, _STAGE], Maker], Key(MADE)]
+    sections: Annotated[Mapping[Place, Items], Key(LOCKED)]
     published: Mapping[str, Published] = field(default_factory=dict)
+
+    def validate(self, stored: Mapping[str, Any]) -> None:
+        checkpoint = self.sections.get(CHECKPOINT, {})
+        if "source" not in checkpoint or not all(isinstance(value, str) for value in checkpoint.values()):
+            raise ValidationError(f"{LOCKED}.{CHECKPOINT}", "texts, among them the source", checkpoint)
 
     @classmethod
     def load(cls, path: Path) -> Lock:
@@ -100,22 +88,16 @@ class Lock:
         value = read_json(path, formats.LOCK, absent="write one with `lockstep lock`", damaged=_COMMITTED)
         try:
             check_depth(value)
-            file = _File.from_json(value)
+            return cls.from_json(value)
         except ValidationError as error:
             raise InputError(f"{path}: {error}; {_COMMITTED}") from None
-        sections = {tuple(name.split("/")): items for name, items in file.sections.items()}
-        return cls(file.model, file.makers, sections, file.published)
 
     def save(self, path: Path) -> None:
-        write_bytes(path, dump_json({"format": formats.LOCK, **self._json()}).encode())
-
-    def _json(self) -> dict[str, Any]:
-        sections = {"/".join(where): items for where, items in self.sections.items()}
-        return _File(self.model, self.makers, sections, self.published).to_json()
+        write_bytes(path, dump_json({"format": formats.LOCK, **self.to_json()}).encode())
 
     @property
     def checkpoint(self) -> Items:
-        return self.sections[(CHECKPOINT,)]
+        return self.sections[CHECKPOINT]
 
     @property
     def commit(self) -> str | None:
@@ -123,28 +105,37 @@ class Lock:
         return self.checkpoint.get("commit")
 
     def devices(self, precision: str, backend: str) -> dict[str, Items]:
-        kind = (ENGINES, precision, backend)
-        return {where[-1]: items for where, items in self.sections.items() if where[:-1] == kind}
+        kind = f"{ENGINES}/{precision}/{backend}"
+        return {split(where)[-1]: items for where, items in self.sections.items() if kind_of(where) == kind}
 
     def compare(self, where: Place, items: Items) -> Comparison:
         """Compare an artefact with what is locked at its place."""
         locked = self.sections.get(where)
         if locked is None:
-            other = where[0] == ENGINES and any(place[:-1] == where[:-1] for place in self.sections)
+            other = split(where)[0] == ENGINES and kind_of(where) in map(kind_of, self.sections)
             return Comparison(False, other_device=other)
         return Comparison(True, tuple(changes(without_places(locked), without_places(items))))
+
+
+def split(where: Place) -> list[str]:
+    return where.split("/")
+
+
+def kind_of(where: Place) -> str:
+    """Return the place of engines without their device."""
+    return where.rpartition("/")[0]
 
 
 def without_places(items: Items) -> dict[str, Any]:
     return {name: value for name, value in items.items() if name not in _ELSEWHERE}
 
 
-def diff(first: Path, second: Path) -> list[tuple[Place, str]]:
+def diff(first: Path, second: Path) -> list[tuple[tuple[str, ...], str]]:
     """Return what differs between two lock files: where, and both values.
 
     Raises InputError for a file that is no lock.
     """
-    files = [Lock.load(path)._json() for path in (first, second)]
+    files = [Lock.load(path).to_json() for path in (first, second)]
     one, other = ({**file.pop(LOCKED), **file} for file in files)
     return list(changes(one, other))
 

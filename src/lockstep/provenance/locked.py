@@ -20,7 +20,7 @@ from lockstep.manifests.digest_cache import check_files, digest, size_of
 from lockstep.manifests.manifest_files import named_files
 from lockstep.provenance.diff import changes, lines
 from lockstep.provenance.lock import TERMS, Lock, lock_path, without_places
-from lockstep.provenance.lockfile import Section, made_with, maker, operators_of, sections_at, terms, terms_place
+from lockstep.provenance.lockfile import Section, made_with, maker, sections_at, terms, terms_place
 from lockstep.provenance.record import record_path
 from lockstep.provenance.slsa import provenance_path
 from lockstep.stages import STAGES, Job
@@ -174,30 +174,16 @@ def difference(lock: Lock, section: Section) -> str | None:
     """
     comparison = lock.compare(section.where, section.items)
     if not comparison.is_locked:
-        return f"{section.stage}: {'/'.join(section.where)} is not in the lock"
+        return f"{section.stage}: {section.where} is not in the lock"
     if not comparison.changes:
         return None
     graph = next((change for change in comparison.changes if change[0][-1].endswith(".onnx")), None)
     where, change = graph or comparison.changes[0]
     opening = f"{section.stage}: {'.'.join(where)} differs: {change}"
-    if graph and (constants := _only_constants(lock, section, where[-1])):
-        return f"{opening}: its {constants} are others, its operators are as locked"
-    makers = _other_makers(lock, section) if section.where[0] != TERMS else ""  # no code and no package changes terms
+    if section.where.startswith(f"{TERMS}/"):  # no code and no package changes these
+        return opening
+    makers = _other_makers(lock, section)
     return f"{opening}{makers and f', made with {makers}'}"
-
-
-def _only_constants(lock: Lock, section: Section, file: str) -> str | None:
-    """Return in words the constants of a graph, where nothing else in it differs from the locked one."""
-    operators = operators_of(section)
-    locked = lock.makers[maker(section.key)].operators or {}
-    name = f"{section.where[1]}/{file}"
-    if name not in operators or operators[name] != locked.get(name):
-        return None
-    import onnx
-
-    from lockstep.onnx_tools.constants import constants_in_words
-
-    return constants_in_words(onnx.load(section.manifest.parent / file))
 
 
 def other_commit(lock: Lock, commit: str | None) -> str | None:

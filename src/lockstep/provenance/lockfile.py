@@ -20,7 +20,7 @@ from lockstep.artifacts.files import dump_json, read_json, sha256_json
 from lockstep.errors import CheckError, InputError, LockstepError
 from lockstep.manifests.manifest_files import manifest_entries
 from lockstep.provenance.diff import changes
-from lockstep.provenance.lock import ENGINES, TERMS, Comparison, Lock, Maker, Place
+from lockstep.provenance.lock import ENGINES, TERMS, Comparison, Lock, Maker, Place, split
 from lockstep.provenance.record import SUFFIX, checked_record, read_record, record_path, records
 from lockstep.stages import STAGES, jobs
 from lockstep.targets import Results
@@ -34,7 +34,6 @@ class Section:
     """
 
     where: Place
-    manifest: Path
     key: BuildKey
     items: Mapping[str, Any]
 
@@ -59,7 +58,7 @@ def write_lock(results: Path, model: str, out: Path, renew: bool = False) -> lis
         lost = _devices_of_other_graphs(before, lock)
         if lost and not renew:
             precision = next(iter(lost))
-            old, new = (of.sections.get(("graphs", precision), {}) for of in (before, lock))
+            old, new = (of.sections.get(f"graphs/{precision}", {}) for of in (before, lock))
             changed = [(".".join(at), change) for at, change in changes(old, new)]
             (name, change), *_ = sorted(changed, key=lambda pair: not pair[0].endswith(".onnx"))
             devices = ", ".join(sorted(set().union(*lost.values())))
@@ -75,8 +74,11 @@ def write_lock(results: Path, model: str, out: Path, renew: bool = False) -> lis
 
 def _same_graphs(before: Lock, lock: Lock) -> set[str]:
     """Return the precisions whose graphs are the same in both."""
-    graphs = [where for where in before.sections if where[0] == "graphs"]
-    return {where[1] for where in graphs if before.sections[where] == lock.sections.get(where)}
+    return {
+        split(where)[1]
+        for where, items in before.sections.items()
+        if split(where)[0] == "graphs" and items == lock.sections.get(where)
+    }
 
 
 def _devices_of_other_graphs(before: Lock, lock: Lock) -> dict[str, set[str]]:
@@ -84,19 +86,18 @@ def _devices_of_other_graphs(before: Lock, lock: Lock) -> dict[str, set[str]]:
     lost: dict[str, set[str]] = {}
     same = _same_graphs(before, lock)
     for where in sorted(before.sections.keys() - lock.sections.keys()):
-        if where[0] == ENGINES and ("graphs", where[1]) in lock.sections and where[1] not in same:
-            lost.setdefault(where[1], set()).add(where[-1])
+        kind, *names = split(where)
+        if kind == ENGINES and f"graphs/{names[0]}" in lock.sections and names[0] not in same:
+            lost.setdefault(names[0], set()).add(names[-1])
     return lost
 
 
 def _changes(before: Lock, lock: Lock) -> list[str]:
     """Return a line for what `lock` adds to and drops from the one before it."""
     old, new = before.sections.keys(), lock.sections.keys()
-    kept = {where[-1] for where in old & new if where[0] == ENGINES}
+    kept = {split(where)[-1] for where in old & new if split(where)[0] == ENGINES}
     lines = [
-        f"{what} {'/'.join(where)}"
-        for what, places in (("added", new - old), ("dropped", old - new))
-        for where in sorted(places)
+        f"{what} {where}" for what, places in (("added", new - old), ("dropped", old - new)) for where in sorted(places)
     ]
     return [*lines, *([f"kept the engines of {', '.join(sorted(kept))}"] if lines and kept else [])]
 
@@ -109,8 +110,9 @@ def _with_kept(before: Lock, lock: Lock) -> Lock:
     """
     from lockstep.config.backends import backends  # loads pydantic, which verify does without
 
-    def kinds(of: Lock) -> set[Place]:
-        return {where[1:3] for where in of.sections if where[0] == ENGINES}
+    def kinds(of: Lock) -> set[tuple[str, str]]:
+        places = map(split, of.sections)
+        return {(place[1], place[2]) for place in places if place[0] == ENGINES}
 
     here, same = kinds(lock), _same_graphs(before, lock)
     known = [(precision, backend) for precision, backend in kinds(before) - here if backend in backends()]
@@ -118,8 +120,8 @@ def _with_kept(before: Lock, lock: Lock) -> Lock:
     kept = {
         where: items
         for where, items in before.sections.items()
-        if (where[0] == ENGINES and where[1:3] in here and where[1] in same)
-        or any({*pair} <= {*where} for pair in absent)
+        if ((place := split(where))[0] == ENGINES and tuple(place[1:3]) in here and place[1] in same)
+        or any({*pair} <= {*place} for pair in absent)
     }
     ends = tuple(f"/{backend}" for _, backend in absent)
     makers = {name: maker for name, maker in before.makers.items() if name.endswith(ends)}
@@ -153,14 +155,9 @@ def collect(results: Path, model: str) -> Lock:
 
 
 def lock_of(model: str, pinned: Iterable[Section]) -> Lock:
-    makers: dict[str, Maker] = {}
-    locked: dict[Place, Mapping[str, Any]] = {}
-    for section in pinned:
-        locked[section.where] = section.items
-        name, operators = maker(section.key), operators_of(section)
-        known = makers[name].operators if name in makers else None
-        makers[name] = replace(made_with(section.key), operators={**(known or {}), **operators} or None)
-    return Lock(model, makers, locked)
+    pinned = list(pinned)
+    makers = {maker(section.key): made_with(section.key) for section in pinned}
+    return Lock(model, makers, {section.where: section.items for section in pinned})
 
 
 def maker(key: BuildKey) -> str:
@@ -179,25 +176,12 @@ def made_with(key: BuildKey) -> Maker:
     )
 
 
-def operators_of(section: Section) -> dict[str, str]:
-    """Return the digests of the operators of a section's graphs, by precision and file; none of another section."""
-    if section.where[0] != "graphs":
-        return {}
-    import onnx  # loads NumPy, which most commands on locks do without
-
-    from lockstep.onnx_tools.constants import operators_digest
-
-    precision, folder = section.where[1], section.manifest.parent
-    files = sorted(file for file in section.items if file.endswith(".onnx"))
-    return {f"{precision}/{file}": operators_digest(onnx.load(folder / file)) for file in files}
-
-
 def terms_place(stage: str, names: Mapping[str, Any]) -> Place:
     """Return where the terms of a check stand in the lock of its model.
 
     names: precision, layers and backend, those that the stage has.
     """
-    return (TERMS, stage, *(str(names[name]) for name in ("precision", "layers", "backend") if name in names))
+    return "/".join([TERMS, stage, *(str(names[key]) for key in ("precision", "layers", "backend") if key in names)])
 
 
 def terms(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -258,9 +242,9 @@ def sections_of(path: Path) -> list[Section]:
     if entry.is_pinned:
         with manifest_entries(manifest):
             where, items = entry.pin(manifest, key)
-        pinned.append(Section(where, manifest, key, items))
+        pinned.append(Section("/".join(where), key, items))
     if entry.is_check:
-        pinned.append(Section(terms_place(key.stage, key.names), manifest, key, terms(key.options)))
+        pinned.append(Section(terms_place(key.stage, key.names), key, terms(key.options)))
     return pinned
 
 

@@ -29,14 +29,13 @@ from lockstep.config.load import load
 from lockstep.errors import PREFIX, CheckError
 from lockstep.manifests.digest_cache import check_files, check_stored
 from lockstep.manifests.manifest_files import named_files
+from lockstep.provenance.cache.store import VARIABLE
 from lockstep.provenance.lock import TERMS, Lock
 from lockstep.provenance.locked import difference
 from lockstep.provenance.lockfile import lock_of, readable_sections, sections
 from lockstep.provenance.record import SUFFIX
 from lockstep.stages import STAGES
 from lockstep.targets import Results, Target, is_quantized
-
-_NOT_TAKEN_ON = ("LOCKSTEP_CACHE",)
 
 
 def reproduce(
@@ -124,9 +123,9 @@ def rebuild(
             _take_tactics(like, tree, target)
         failure = make_again(config, checkpoint, target, Path(folder), stages, tell)
         compared = [
-            LockComparison("/".join(where), where in lock.sections, difference(lock, section), section.items)
+            LockComparison(section.where, section.where in lock.sections, difference(lock, section), section.items)
             for section in sections(tree.root, target.model)
-            if (where := section.where)[0] != TERMS
+            if not section.where.startswith(f"{TERMS}/")
         ]
     return [*compared, *([LockComparison("golden check", True, failure, {})] if failure else [])]
 
@@ -159,19 +158,9 @@ def make_again(
     write_json(config_file, _config(config, checkpoint, target))
     for stage in stages:
         tell(stage)
-        command = [
-            sys.executable,
-            "-m",
-            "lockstep",
-            "stage",
-            stage,
-            str(target),
-            "--config",
-            str(config_file),
-            "--results",
-            str(tree.root),
-        ]
-        environment = {name: value for name, value in os.environ.items() if name not in _NOT_TAKEN_ON}
+        places = ["--config", str(config_file), "--results", str(tree.root)]
+        command = [sys.executable, "-m", "lockstep", "stage", stage, str(target), *places]
+        environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
         process = processes.run(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )

@@ -14,6 +14,7 @@ import copy
 import datetime
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,21 +52,15 @@ def now() -> str:
 
     It is that of SOURCE_DATE_EPOCH where it is set (https://reproducible-builds.org/specs/source-date-epoch).
     """
-    text = os.environ.get(EPOCH_VARIABLE, "")
-    if not text:
-        return _rfc3339(datetime.datetime.now(datetime.timezone.utc))
+    text = os.environ.get(EPOCH_VARIABLE) or str(int(time.time()))
     try:
         if not (text.isascii() and text.isdecimal()):
             raise ValueError
-        return _rfc3339(datetime.datetime.fromtimestamp(int(text), datetime.timezone.utc))
+        return datetime.datetime.fromtimestamp(int(text), datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     except (ValueError, OverflowError, OSError):
         raise InputError(
             f"{EPOCH_VARIABLE}: expected seconds since 1970 as a whole number, found {text[:40]!r}; correct or unset it"
         ) from None
-
-
-def _rfc3339(time: datetime.datetime) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def write_provenance(step: Job, key: BuildKey, started: str) -> Path:

@@ -14,12 +14,10 @@ from lockstep.artifacts.adapters import AdaptersManifest
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.fetched import Fetched, folder_of
 from lockstep.artifacts.files import read_json
-from lockstep.checkpoint.packed import packed_weights, quantized_tensors
 from lockstep.checkpoint.resolve import side_files, weight_files
 from lockstep.checkpoint.tensors import find_tensors
-from lockstep.config.packing import packing_of
 from lockstep.config.sources import FolderSource, GgufSource, RandomSource, parse_source
-from lockstep.manifests.digest_cache import digest, size_of
+from lockstep.manifests.digest_cache import digest
 from lockstep.provenance.diff import words
 from lockstep.stages import Job
 from lockstep.targets import Results
@@ -74,55 +72,45 @@ def changed_files(step: Job, sources: Sources) -> list[str]:
 def _changed_checkpoint(step: Job, sources: Sources) -> Iterator[str]:
     if sources.folder is None:
         return
-    manifest, folder = CheckpointManifest.load(step.output), sources.folder
-    found = find_tensors(folder) if step.stage == "resolve" or manifest.quantization else None
-    weights = weight_files(folder, found) if found and step.stage == "resolve" else []
+    manifest, paths = CheckpointManifest.load(step.output), side_files(sources.folder)
+    if step.stage == "resolve":
+        paths = [*paths, *weight_files(sources.folder, find_tensors(sources.folder))]
+        if sources.fetched and sources.fetched.is_file():
+            commit = Fetched.load(sources.fetched).commit
+            if commit != manifest.commit:
+                yield f"{sources.fetched}: commit {words(manifest.commit)} -> {words(commit)}"
     recorded = {file.path: file.sha256 for file in manifest.files}
-    yield from _differences(folder, recorded, {path.name: path for path in [*side_files(folder), *weights]})
-    # Of an architecture the headers of quantised weights decide, and no digest of these is in it.
-    if found and manifest.quantization and step.stage == "architecture":
-        packing = packing_of(manifest.config)
-        assert packing is not None  # of what else is quantised
-        now = quantized_tensors(packing, packed_weights(packing, found.tensors, folder), folder)
-        if now != manifest.quantization:
-            yield f"{folder}: other tensors are quantised"
-    if step.stage == "resolve" and sources.fetched and sources.fetched.is_file():
-        commit = Fetched.load(sources.fetched).commit
-        if commit != manifest.commit:
-            yield f"{sources.fetched}: commit {words(manifest.commit)} -> {words(commit)}"
+    yield from _differences(sources.folder, recorded, {path.name: path for path in paths})
 
 
 def _changed_source(step: Job, sources: Sources) -> Iterator[str]:
-    if sources.gguf is not None and digest(sources.gguf) != Fetched.load(step.output).gguf:
-        yield f"{sources.gguf} changed"
-    if sources.random is None:
-        return
-    made, tokenizer = folder_of(step.output), sources.random.with_name("tokenizer.json")
-    if _json(sources.random) != _json(made / "config.json"):
-        yield f"{sources.random} changed"
-    if tokenizer.is_file() and _digest(tokenizer) != _digest(made / "tokenizer.json"):
-        yield f"{tokenizer} changed"
+    if gguf := sources.gguf:
+        yield from _differences(gguf.parent, {gguf.name: str(Fetched.load(step.output).gguf)}, {gguf.name: gguf})
+    if sources.random:
+        made, tokenizer = folder_of(step.output), sources.random.with_name("tokenizer.json")
+        if _json(sources.random) != _json(made / "config.json"):  # which is written in its own form
+            yield f"{sources.random} changed"
+        if tokenizer.is_file():
+            written = made / tokenizer.name
+            recorded = {tokenizer.name: digest(written)} if written.is_file() else {}
+            yield from _differences(tokenizer.parent, recorded, {tokenizer.name: tokenizer})
 
 
 def _changed_adapters(step: Job, sources: Sources) -> Iterator[str]:
     for name, adapter in AdaptersManifest.load(step.output).adapters.items():
-        if name in sources.adapters:
-            folder = sources.adapters[name]
+        if folder := sources.adapters.get(name):
             there = {file.path: folder / file.path for file in adapter.files if (folder / file.path).is_file()}
             yield from _differences(folder, {file.path: file.sha256 for file in adapter.files}, there)
 
 
 def _differences(folder: Path, recorded: Mapping[str, str], there: Mapping[str, Path]) -> Iterator[str]:
     yield from (f"{folder / name} is gone" for name in sorted(recorded.keys() - there.keys()))
-    yield from (f"{path} is new" for name, path in sorted(there.items()) if name not in recorded)
     for name, path in sorted(there.items()):
-        if name in recorded and (found := digest(path)) != recorded[name]:
+        if name not in recorded:
+            yield f"{path} is new"
+        elif (found := digest(path)) != recorded[name]:
             yield f"{path} changed: sha256 {words(recorded[name])} -> {words(found)}"
 
 
 def _json(path: Path) -> Any:
     return read_json(path) if path.is_file() else None
-
-
-def _digest(path: Path) -> str | None:
-    return None if size_of(path) is None else digest(path)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockstep.artifacts import formats
@@ -19,7 +19,7 @@ from lockstep.artifacts.files import SEAL, describe, read_json
 from lockstep.errors import InputError, LockstepError
 from lockstep.manifests.digest_cache import THREADS, Expected, digest
 from lockstep.manifests.manifest_files import named_files
-from lockstep.provenance.lock import ENGINES, Lock, Place
+from lockstep.provenance.lock import ENGINES, Lock, kind_of
 from lockstep.provenance.lockfile import compared
 from lockstep.provenance.record import SUFFIX, checked_record, records
 from lockstep.provenance.slsa import NAME as PROVENANCE
@@ -149,22 +149,19 @@ def _locked(folder: Path, lock_file: Path) -> list[Finding]:
         return [Finding(DIFFERENT, str(lock_file), _reason(error))]
     there = compared(folder, lock)  # what is damaged is named above, as files
     # a tree holds the engines of one device, a lock those of several
-    built = {where[:-1] for where in there if where[0] == ENGINES}
-    lost = [where for where in lock.sections if where not in there and where[:-1] not in built]
-
-    def name(where: Place) -> str:
-        return f"{folder.name}: {'/'.join(where)}"
-
-    findings = [Finding(MISSING, name(where), "locked, and not there; run `lockstep run`") for where in lost]
+    built = {kind_of(where) for where in there if where.startswith(f"{ENGINES}/")}
+    lost = [where for where in lock.sections if where not in there and kind_of(where) not in built]
+    findings = [Finding(MISSING, where, "locked, and not there; run `lockstep run`") for where in lost]
     for where, (_, comparison) in there.items():
         if comparison.other_device:
-            findings.append(Finding(SAME, name(where), "this device is not in the lock: as recorded"))
+            findings.append(Finding(SAME, where, "this device is not in the lock: as recorded"))
         elif not comparison.is_locked:
-            findings.append(Finding(UNKNOWN, name(where), "not in the lock"))
+            findings.append(Finding(UNKNOWN, where, "not in the lock"))
         else:
             differing = "; ".join(f"{'.'.join(at)} {change}" for at, change in comparison.changes)
-            findings.append(Finding(DIFFERENT if differing else SAME, name(where), differing))
-    return sorted(findings, key=lambda finding: finding.name)
+            findings.append(Finding(DIFFERENT if differing else SAME, where, differing))
+    named = [replace(finding, name=f"{folder.name}: {finding.name}") for finding in findings]
+    return sorted(named, key=lambda finding: finding.name)
 
 
 def _walk(folder: Path) -> Iterator[Path]:

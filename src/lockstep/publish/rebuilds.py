@@ -82,7 +82,7 @@ def agreements(lock_path: Path, keys: Sequence[Path], at_least: int) -> list[Agr
     locked = {
         name: sha256
         for where, items in Lock.load(lock_path).sections.items()
-        for name, sha256 in files("/".join(where), items).items()
+        for name, sha256 in files(where, items).items()
     }
     agreeing: dict[str, dict[str, str]] = {}
     others: dict[str, list[str]] = {}
