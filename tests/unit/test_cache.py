@@ -170,7 +170,6 @@ def test_a_place_where_no_folder_can_be_is_named(tmp_path: Path, monkeypatch: py
         f"config: cache: expected a folder, or a path where one can be made, found that {tmp_path / 'file'} is a file"
     )
     assert error_of(cache_folder, str(tmp_path / "file" / "below")).startswith(line)
-    assert error_of(cache_folder, "a\0b") == "config: cache: expected the path of a folder, found 'a\\x00b'; correct it"
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "file"))
     assert error_of(cache_folder).startswith("LOCKSTEP_CACHE: expected a folder")
 

@@ -38,7 +38,7 @@ rule summary:
     params:
         targets=[str(target) for target in TARGETS],
         not_run=NOT_RUN,
-        key=stage_key(["artifacts", "manifests", "report", "stages"], ["rich"]),
+        key=stage_key(["artifacts", "manifests", "report", "stages"], ["jinja2", "rich"]),
     message:
         "Summary of all targets"
     script:

@@ -46,10 +46,10 @@ def _parts_of(backend: str | None) -> tuple[str, ...]:
 
 
 def files_of(part: str) -> list[Path]:
-    """Return the Python and CUDA sources of a part, sorted. Raises InputError for one that there is not."""
+    """Return the Python and CUDA sources and templates of a part, sorted. Raises InputError where there is none."""
     place = SOURCES / part.removesuffix("/*")
     found = [place] if place.is_file() else place.glob("*.*" if part.endswith("/*") else "**/*.*")
-    files = sorted(path for path in found if path.suffix in (".py", ".cu"))
+    files = sorted(path for path in found if path.suffix in (".py", ".cu", ".html"))
     if not files:
         raise InputError(f"{part}: expected a part of this package, found no source in {place}")
     return files

@@ -70,26 +70,19 @@ def _explain(step: Job, again: Mapping[Path, str], sources: Sources) -> Explaine
         what = "is of another file" if record_path(step.output).is_file() else "is not there"
         reasons = reasons or [f"the record of how {step.output.name} was made {what}"]
         return Explained(step, tuple(reasons), unknown=True)
-    key = _with_libraries(_key_now(step, record.key, again), step)
-    return Explained(step, tuple(reasons + cause(record.key, key)))
+    return Explained(step, tuple(reasons + cause(record.key, _key_now(step, record.key, again))))
 
 
 def _key_now(step: Job, recorded: BuildKey, again: Mapping[Path, str]) -> BuildKey:
     """Return the build key as a run would have it now.
 
-    Packages and backend stay as recorded, and inputs that are made again first.
+    Inputs that are made again first stay as recorded; so do packages and the backend where the library or its device is
+    not here, and nothing can be said.
     """
     inputs = {name: content(path) for name, path in step.inputs.items() if path not in again and path.is_file()}
     kept = {name: value for name, value in recorded.inputs.items() if step.inputs.get(name) in again}
     code = code_identity.code_digests(STAGES[step.stage].code, step.backend)
-    return replace(recorded, inputs={**kept, **inputs}, options=dict(step.options), code=code)
-
-
-def _with_libraries(key: BuildKey, step: Job) -> BuildKey:
-    """Return `key` with the packages and the backend that are pinned, or there, now.
-
-    They stay where the library or its device is not here, and nothing can be said.
-    """
+    key = replace(recorded, inputs={**kept, **inputs}, options=dict(step.options), code=code)
     with contextlib.suppress(LockstepError):
         key = replace(key, environment=environment(step, code_identity.pinned_packages))
         if key.backend is not None:

@@ -62,11 +62,8 @@ def reproduce(
     artefacts: dict[str, str | None] = {}
     same_rounds = 0
     for number in range(1, rounds + 1):
-
-        def tell_round(what: str, number: int = number) -> None:
-            tell(f"round {number} of {rounds}: {what}")
-
-        made = rebuild(config, checkpoint, target, lock, tell_round, results)
+        tell(f"round {number} of {rounds}")
+        made = rebuild(config, checkpoint, target, lock, tell, results)
         for comparison in made:
             artefacts[comparison.where] = artefacts.get(comparison.where) or comparison.differs
         same_rounds += not any(comparison.differs for comparison in made)

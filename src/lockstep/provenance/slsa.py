@@ -10,12 +10,13 @@ part of a record or a lock. The predicate's extension field `lockstep_sealed_sha
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import datetime
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from lockstep.config.sources import HubSource, parse_source
 from lockstep.errors import InputError
 from lockstep.manifests.digest_cache import digest
 from lockstep.manifests.manifest_files import named_files
+from lockstep.provenance.record import outputs_of
 from lockstep.targets import Results
 
 if TYPE_CHECKING:
@@ -75,9 +77,6 @@ def write_provenance(step: Job, key: BuildKey, started: str) -> Path:
 def make(step: Job, key: BuildKey, started: str, finished: str) -> dict[str, Any]:
     """Return the statement, not sealed."""
     engines = EngineSetManifest.load(step.output)
-    subjects = [
-        {"name": entry.file, "digest": {"sha256": entry.sha256}} for _, entry in sorted(engines.engines.items())
-    ]
     definition = {
         "buildType": BUILD_TYPE,
         "externalParameters": {**step.names, "options": engines.options},
@@ -93,7 +92,9 @@ def make(step: Job, key: BuildKey, started: str, finished: str) -> dict[str, Any
     }
     return {
         "_type": STATEMENT,
-        "subject": [*subjects, {"name": step.output.name, "digest": {"sha256": digest(step.output)}}],
+        "subject": [
+            {"name": name, "digest": {"sha256": sha256}} for name, sha256 in sorted(outputs_of(step.output).items())
+        ],
         "predicateType": PREDICATE,
         "predicate": {
             "buildDefinition": definition,
@@ -107,10 +108,17 @@ def _dependencies(step: Job, key: BuildKey) -> Iterator[dict[str, Any]]:
     for path, sha256 in [(assembly, digest(assembly)), *((file.path, file.sha256) for file in named_files(assembly))]:
         yield {"name": f"graphs/{path.name}", "digest": {"sha256": sha256}}
     yield from _checkpoint_files(step)
-    for name, version in sorted(key.environment.items()):
-        yield {"name": name, "uri": f"pkg:{'generic' if name == 'python' else 'pypi'}/{name}@{version}"}
-    for name, version in sorted((key.backend or {}).get("libraries", {}).items()):
-        yield {"name": name, "uri": f"pkg:generic/{name}@{version}"}
+    yield from ({"name": name, "uri": url} for name, _, url in libraries([key]))
+
+
+def libraries(keys: Iterable[BuildKey]) -> Iterator[tuple[str, str, str]]:
+    """Yield name, version and package URL of the packages and libraries that artefacts were made with."""
+    keys = list(keys)
+    packages = {item for key in keys for item in key.environment.items()}
+    native = {item for key in keys for item in (key.backend or {}).get("libraries", {}).items()}
+    for kind, found in (("pypi", packages), ("generic", native)):
+        for name, version in sorted(found):
+            yield name, str(version), f"pkg:{'generic' if name == 'python' else kind}/{name}@{version}"
 
 
 def _checkpoint_files(step: Job) -> Iterator[dict[str, Any]]:
@@ -159,24 +167,9 @@ def wrong_provenance(path: Path) -> str | None:
         return f"expected an in-toto statement, found something else; {again}"
     if not whole:
         return f"the file is damaged; {again}"
-    found = _subjects(path.with_name("engines.json"))
-    if found is not None and subjects != found:
-        name = sorted(name for name in {*subjects, *found} if subjects.get(name) != found.get(name))[0]
-        return f"it is of another engine set: {name} differs; {again}"
+    engines = path.with_name("engines.json")
+    with contextlib.suppress(InputError):  # a damaged manifest, with which nothing can be compared
+        found = outputs_of(engines) if engines.is_file() else {}
+        if differing := sorted({name for name, _ in subjects.items() ^ found.items()}):
+            return f"it is of another engine set: {differing[0]} differs; {again}"
     return None
-
-
-def _subjects(engines_json: Path) -> dict[str, str] | None:
-    """Return the digests of the files that an engine set consists of.
-
-    None for a damaged manifest, with which nothing can be compared.
-    """
-    if not engines_json.is_file():
-        return {}
-    try:
-        return {
-            **{file.path.name: file.sha256 for file in named_files(engines_json)},
-            engines_json.name: digest(engines_json),
-        }
-    except InputError:
-        return None

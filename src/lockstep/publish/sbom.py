@@ -22,7 +22,7 @@ from lockstep.errors import InputError
 from lockstep.manifests.digest_cache import digest
 from lockstep.manifests.manifest_files import named_files
 from lockstep.provenance.record import read_record
-from lockstep.provenance.slsa import purl
+from lockstep.provenance.slsa import libraries, purl
 from lockstep.targets import Results, Target
 
 _PROPERTY = "lockstep:"
@@ -42,7 +42,10 @@ def bill(results: Results, target: Target) -> dict[str, Any]:
     made = {
         kind: [_file(f"{kind}/{name}", sha256) for name, sha256 in _files(path)] for kind, path in manifests.items()
     }
-    libraries = list(_libraries(keys))
+    packages = [
+        {"type": "library", "bom-ref": url, "name": name, "version": version, "purl": url}
+        for name, version, url in libraries(keys)
+    ]
     origin = _checkpoint(results, target, checkpoint)
     body = {
         "bomFormat": "CycloneDX",
@@ -52,11 +55,11 @@ def bill(results: Results, target: Target) -> dict[str, Any]:
             "component": _model(results, target, checkpoint),
             "tools": {"components": [{"type": "application", "name": "lockstep-engines", "version": __version__}]},
         },
-        "components": [origin, *(part for parts in made.values() for part in parts), *libraries],
+        "components": [origin, *(part for parts in made.values() for part in parts), *packages],
         "dependencies": [
             {"ref": _MODEL, "dependsOn": sorted(part["bom-ref"] for parts in made.values() for part in parts)},
             *(
-                {"ref": part["bom-ref"], "dependsOn": sorted([_CHECKPOINT, *(one["bom-ref"] for one in libraries)])}
+                {"ref": part["bom-ref"], "dependsOn": sorted([_CHECKPOINT, *(one["bom-ref"] for one in packages)])}
                 for parts in made.values()
                 for part in parts
             ),
@@ -132,13 +135,3 @@ def _model(results: Results, target: Target, checkpoint: CheckpointManifest) -> 
             if value is not None
         ],
     }
-
-
-def _libraries(keys: list[BuildKey]) -> Iterator[dict[str, Any]]:
-    """Yield the packages and libraries that convert, export and build computed with."""
-    packages = {item for key in keys for item in key.environment.items()}
-    native = {item for key in keys for item in (key.backend or {}).get("libraries", {}).items()}
-    for kind, found in (("pypi", packages), ("generic", native)):
-        for name, version in sorted(found):
-            url = f"pkg:{'generic' if name == 'python' else kind}/{name}@{version}"
-            yield {"type": "library", "bom-ref": url, "name": name, "version": str(version), "purl": url}

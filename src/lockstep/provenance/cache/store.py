@@ -35,8 +35,6 @@ def cache_folder(configured: str = "") -> Path | None:
     text = os.environ.get(VARIABLE, configured)
     if not text:
         return None
-    if "\0" in text:
-        raise InputError(f"{where}: expected the path of a folder, found {text!r}; correct it")
     folder = Path(os.path.expanduser(text))
     there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not there.is_dir():
