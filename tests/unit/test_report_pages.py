@@ -187,9 +187,9 @@ def test_pages_of_nothing_say_so(tmp_path: Path) -> None:
     assert all(">not run<" in page for page in made.values())
 
 
-def test_the_first_differing_token_is_marked_with_its_margin(results: Results) -> None:
+def test_what_differs_is_marked_and_its_first_token_named_with_its_margin(results: Results) -> None:
     page = Parsed(pages(results)["m-fp16-all-onnxruntime.html"])
-    assert page.marked == [" town", " city"]
+    assert page.marked == ["town by", "city"]
     assert "token 12 \u201c city\u201d in the reference, 99 \u201c town\u201d decoding freely" in page.text
     assert "the reference's margin is 0.31: a failure" in page.text
 
@@ -198,7 +198,7 @@ def test_a_token_that_is_as_likely_is_said_to_be_accepted(results: Results) -> N
     entry = prompt(text_out=" a hilly town", differences=(replace(DIFFERENCE, accepted=True),))
     fill(results, TARGETS[0], entry)
     page = Parsed(pages(results)["m-fp16-2-onnxruntime.html"])
-    assert page.marked == [" town", " city"] and "accepted, both tokens are equally likely" in page.text
+    assert page.marked == ["town", "city"] and "accepted, both tokens are equally likely" in page.text
 
 
 def test_a_text_that_is_not_the_expected_one_is_marked_where_it_differs(results: Results) -> None:

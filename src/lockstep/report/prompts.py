@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
+import os
+
 from lockstep.artifacts.reports import GoldenPrompt, TokenDifference
 
-Marked = tuple[str, str | None, str]  # what stands before a mark, in it and behind it; None: without one
 
-
-def answers(entry: GoldenPrompt) -> list[tuple[str, str, str | None, str]]:
-    """Return a prompt's answer, the reference's and the expected one: name, and `Marked` where they differ.
-
-    That is the first differing token; where its text is not known, all from where the texts differ.
-    """
+def answers(entry: GoldenPrompt) -> list[tuple[str, str, str | None]]:
+    """Return a prompt's answer, the reference's and the expected one: name, text, and the rest where they differ."""
     decoded, reference, expected = entry.text_out, entry.reference_text, entry.expected
-    first = entry.differences[0] if entry.differences else None
-    before, found, right = (first.text_before, first.found_text, first.reference_text) if first else (None, None, None)
-    rows = [
-        ("decoded", *_decoded(decoded, before, found, reference if expected is None else expected)),
-        ("reference", *_decoded(reference, before, right, decoded)),
-    ]
+    rows = [("decoded", decoded, reference if expected is None else expected), ("reference", reference, decoded)]
     if expected is not None:
-        rows.append(("expected", *(rows[1][1:] if expected == reference else _decoded(expected, None, None, decoded))))
-    return rows
+        rows.append(("expected", expected, decoded))
+    return [(name, *_split(text, other)) for name, text, other in rows]
 
 
-def _decoded(whole: str, before: str | None, token: str | None, other: str) -> Marked:
-    if before is not None and token is not None:
-        start, end = len(before), len(before) + len(token)
-    elif whole != other:
-        start = next((i for i, (a, b) in enumerate(zip(whole, other)) if a != b), min(len(whole), len(other)))
-        end = len(whole)
-    else:
-        return whole, None, ""
-    return whole[:start], whole[start:end], whole[end:]
+def _split(text: str, other: str) -> tuple[str, str | None]:
+    """Return what two texts begin with, and the rest of the first one; None where they are the same."""
+    if text == other:
+        return text, None
+    start = len(os.path.commonprefix([text, other]))
+    return text[:start], text[start:]
 
 
 def differences(entry: GoldenPrompt) -> list[str]:
