@@ -48,9 +48,9 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     path = gguf_models.write_model(tmp_path / "m.gguf", "llama", gguf_models.table()["vocabularies"])
     made = step("make_checkpoint", make_checkpoint("m.gguf", path, tmp_path / "m" / "source.json"))
     os.utime(path)
-    assert changed_files(made, Sources(gguf=path)) == []
+    assert changed_files(made, Sources(made_of=path)) == []
     flip(path)
-    (line,) = changed_files(made, Sources(gguf=path))
+    (line,) = changed_files(made, Sources(made_of=path))
     assert line.startswith(f"{path} changed: sha256 ")
 
 
@@ -59,12 +59,12 @@ def test_the_config_of_random_weights(tmp_path: Path) -> None:
     shutil.copyfile(DEMO / "config.json", config)
     made = step("make_checkpoint", make_checkpoint("random:config.json", config, tmp_path / "m" / "source.json"))
     os.utime(config)
-    assert changed_files(made, Sources(random=config)) == []
+    assert changed_files(made, Sources(made_of=config)) == []
     shutil.copyfile(DEMO / "tokenizer.json", tmp_path / "tokenizer.json")
-    assert changed_files(made, Sources(random=config)) == [f"{tmp_path / 'tokenizer.json'} is new"]
+    assert changed_files(made, Sources(made_of=config)) == [f"{tmp_path / 'tokenizer.json'} is new"]
     (tmp_path / "tokenizer.json").unlink()
     config.write_text(json.dumps({**json.loads(config.read_text()), "num_hidden_layers": 1}))
-    assert changed_files(made, Sources(random=config)) == [f"{config} changed"]
+    assert changed_files(made, Sources(made_of=config)) == [f"{config} changed"]
 
 
 def test_a_fetched_checkpoint_at_another_commit(tmp_path: Path) -> None:

@@ -216,10 +216,9 @@ def readable_sections(folder: Path) -> dict[Place, Section]:
     return dict(sorted(there.items()))
 
 
-def compared(folder: Path, lock: Lock) -> dict[Place, tuple[Section, Comparison]]:
+def compared(folder: Path, lock: Lock) -> dict[Place, Comparison]:
     """Compare the artefacts below a model's folder with its lock, by place."""
-    there = readable_sections(folder)
-    return {where: (section, lock.compare(where, section.items)) for where, section in there.items()}
+    return {where: lock.compare(where, section.items) for where, section in readable_sections(folder).items()}
 
 
 def sections_of(path: Path) -> list[Section]:

@@ -16,7 +16,7 @@ from lockstep.artifacts.fetched import Fetched, folder_of
 from lockstep.artifacts.files import read_json
 from lockstep.checkpoint.resolve import side_files, weight_files
 from lockstep.checkpoint.tensors import find_tensors
-from lockstep.config.sources import FolderSource, GgufSource, RandomSource, parse_source
+from lockstep.config.sources import FolderSource, parse_source
 from lockstep.manifests.digest_cache import digest
 from lockstep.provenance.diff import words
 from lockstep.stages import Job
@@ -30,14 +30,13 @@ if TYPE_CHECKING:
 class Sources:
     """The places of a model's files.
 
-    folder: of its checkpoint; None where it is not there yet. fetched: the manifest of a job that brings it. random:
-    the config.json of random weights. gguf: the GGUF file. adapters: folders by name.
+    folder: of its checkpoint; None where it is not there yet. fetched: the manifest of a job that brings it. made_of:
+    the GGUF file, or the config.json of random weights. adapters: folders by name.
     """
 
     folder: Path | None = None
     fetched: Path | None = None
-    random: Path | None = None
-    gguf: Path | None = None
+    made_of: Path | None = None
     adapters: Mapping[str, Path] = field(default_factory=dict)
 
     @classmethod
@@ -45,14 +44,11 @@ class Sources:
         cls, config: Config, model: str, results: Results, place: Path | None, adapters: Mapping[str, Path]
     ) -> Sources:
         """Return the places of a model of the config. place: what `Config.check_sources` gives for it."""
-        kind = parse_source(config.models[model].source)
-        if isinstance(kind, FolderSource):
+        if isinstance(parse_source(config.models[model].source), FolderSource):
             return cls(place, adapters=adapters)
         fetched = results.source(model)
         folder = folder_of(fetched)
-        random = place if isinstance(kind, RandomSource) else None
-        gguf = place if isinstance(kind, GgufSource) else None
-        return cls(folder if folder.is_dir() else None, fetched, random, gguf, adapters)
+        return cls(folder if folder.is_dir() else None, fetched, place, adapters)
 
 
 def changed_files(step: Job, sources: Sources) -> list[str]:
@@ -84,16 +80,18 @@ def _changed_checkpoint(step: Job, sources: Sources) -> Iterator[str]:
 
 
 def _changed_source(step: Job, sources: Sources) -> Iterator[str]:
-    if gguf := sources.gguf:
-        yield from _differences(gguf.parent, {gguf.name: str(Fetched.load(step.output).gguf)}, {gguf.name: gguf})
-    if sources.random:
-        made, tokenizer = folder_of(step.output), sources.random.with_name("tokenizer.json")
-        if _json(sources.random) != _json(made / "config.json"):  # which is written in its own form
-            yield f"{sources.random} changed"
-        if tokenizer.is_file():
-            written = made / tokenizer.name
-            recorded = {tokenizer.name: digest(written)} if written.is_file() else {}
-            yield from _differences(tokenizer.parent, recorded, {tokenizer.name: tokenizer})
+    if (place := sources.made_of) is None:
+        return
+    if gguf := Fetched.load(step.output).gguf:
+        yield from _differences(place.parent, {place.name: gguf}, {place.name: place})
+        return
+    made, tokenizer = folder_of(step.output), place.with_name("tokenizer.json")
+    if _json(place) != _json(made / "config.json"):  # which is written in its own form
+        yield f"{place} changed"
+    if tokenizer.is_file():
+        written = made / tokenizer.name
+        recorded = {tokenizer.name: digest(written)} if written.is_file() else {}
+        yield from _differences(tokenizer.parent, recorded, {tokenizer.name: tokenizer})
 
 
 def _changed_adapters(step: Job, sources: Sources) -> Iterator[str]:

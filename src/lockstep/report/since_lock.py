@@ -70,7 +70,7 @@ def _changes(results: Results, model: str, lock_file: Path) -> list[Change]:
     except LockstepError as error:
         return [Change(str(error), _LOCK)]
     changes = []
-    for where, (_, comparison) in compared(results.root / model, lock).items():
+    for where, comparison in compared(results.root / model, lock).items():
         kind = where.partition("/")[0]
         kind = kind if kind in _MEANING else _BUILT
         lines = [f"{where}: {' / '.join(at)}: {change}" for at, change in comparison.changes]
