@@ -259,7 +259,7 @@ def test_rebuilders_agree_byte_for_byte(results: Results, signed: Path, keys: Ca
     name = sorted(items)[0]
     path = rebuilds.write(lock, TARGET, [replace(made[0], items={**items, name: "0" * 64})], two)
     line = refused(lambda: rebuilds.agreements(lock, trusted, 2))
-    assert f"another result: {path}: {'/'.join(where)}/{name}" in line
+    assert f"another result: {path}: {where}/{name}" in line
     rebuilds.write(lock, TARGET, made, two)
     (agreement,) = rebuilds.agreements(lock, trusted, 2)
     assert len(agreement.keys) == 2 and agreement.target == str(TARGET)
