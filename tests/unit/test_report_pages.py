@@ -21,7 +21,6 @@ from lockstep.manifests.manifest_files import failed_path, record_path
 from lockstep.report import summary
 from lockstep.report.about import about
 from lockstep.report.checks import CHECKS
-from lockstep.report.since_lock import Change
 from lockstep.report.verdict import headline
 from lockstep.stages import STAGES
 from lockstep.targets import Results, Target
@@ -223,7 +222,7 @@ def test_errors_stand_beside_what_the_precision_costs_and_engines_with_what_buil
 def test_every_text_is_escaped(results: Results) -> None:
     entry = prompt(NASTY, text_out=NASTY, reference_text=NASTY[:5], expected=NASTY[:8])
     fill(results, TARGETS[1], entry, failure=NASTY)
-    made = pages(results, since_lock={"m": [Change(NASTY)]})
+    made = pages(results, since_lock={"m": {"built": [NASTY]}})
     for page in made.values():
         assert "<script" not in page and "\x07" not in page and "script" not in Parsed(page).tags
     assert "<script>alert('x')</script> & \"quoted\" \u2407" in Parsed(made["index.html"]).text
@@ -249,13 +248,13 @@ def test_every_link_leads_to_a_file(results: Results) -> None:
 
 def test_what_changed_since_the_lock_stands_where_there_is_one(results: Results) -> None:
     assert "since the lock" not in pages(results)["index.html"]
-    assert "Nothing: all that is here is as it was locked." in pages(results, since_lock={"m": []})["index.html"]
-    changed = pages(results, since_lock={"m": [Change("middle.onnx: 00 -> 11")]})["index.html"]
+    assert "Nothing: all that is here is as it was locked." in pages(results, since_lock={"m": {}})["index.html"]
+    changed = pages(results, since_lock={"m": {"built": ["middle.onnx: 00 -> 11"]}})["index.html"]
     assert "middle.onnx: 00 -&gt; 11" in changed
 
 
 def test_a_change_since_the_lock_is_said_to_be_bad_or_not_the_worst_first(results: Results) -> None:
-    changes = [Change("a", kind="new"), Change("b"), Change("c", kind="golden"), Change("d", kind="golden")]
+    changes = {"new": ["a"], "built": ["b"], "golden": ["c", "d"]}
     page = Parsed(pages(results, since_lock={"m": changes})["index.html"]).text
     said = page.partition("What changed since the lock of m")[2]
     places = [said.index(words) for words in (
@@ -303,8 +302,7 @@ def test_an_error_that_is_not_finite_is_said(results: Results) -> None:
 
 @pytest.mark.exports
 def test_a_browser_shows_the_pages_on_a_phone_too(results: Results, tmp_path: Path) -> None:
-    changes = [Change("a" * 300, kind="golden")]
-    pages(results, since_lock={"m": changes})
+    pages(results, since_lock={"m": {"golden": ["a" * 300]}})
     browser = Browser(find(), tmp_path / "profile")
     try:
         for page in sorted(results.report_page().parent.rglob("*.html")):

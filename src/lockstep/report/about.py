@@ -34,32 +34,19 @@ class About:
 
 
 def about(results: Results, models: Iterable[str]) -> About:
-    """Return what stands below the verdict.
-
-    Backends and packages are those that the records of the models name.
-    """
-    backends: dict[str, None] = {}
-    packages: dict[str, None] = {}
-    for path in (path for model in dict.fromkeys(models) for path in records(results.root / model)):
+    """Return what stands below the verdict. Backends and packages are those that the records of the models name."""
+    backends: set[str] = set()
+    packages: set[str] = set()
+    for path in (path for model in models for path in records(results.root / model)):
         with contextlib.suppress(LockstepError, OSError, LookupError, TypeError):  # damaged: its target says so
             record = read_json(path, formats.BUILD)
             if backend := record.get("backend"):
-                backends[f"{backend['name']} {backend['version']}"] = None
-            packages |= dict.fromkeys(f"{name} {version}" for name, version in record.get("environment", {}).items())
-    programs = [f"Lockstep {lockstep.__version__}", f"Python {platform.python_version()}", *sorted(backends)]
-    written = now().replace("T", " ").replace("Z", " UTC")
-    return About(written, ", ".join(_machine()), ", ".join(programs), sorted(packages))
-
-
-def _machine() -> list[str]:
-    """Return processor, architecture, number of CPUs, memory and system, those that are known."""
+                backends.add(f"{backend['name']} {backend['version']}")
+            packages |= {f"{name} {version}" for name, version in record.get("environment", {}).items()}
     cpuinfo = Path("/proc/cpuinfo")  # of Linux
     cpu = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text() if cpuinfo.exists() else "", re.MULTILINE)
-    known = [
-        cpu and cpu[1],
-        platform.machine(),
-        f"{os.cpu_count()} CPUs",
-        f"{total_bytes() / 1e9:.0f} GB",
-        platform.system(),
-    ]
-    return [each for each in known if each]
+    sizes = [f"{os.cpu_count()} CPUs", f"{total_bytes() / 1e9:.0f} GB"]
+    machine = [*([cpu[1]] if cpu else []), platform.machine(), *sizes, platform.system()]
+    programs = [f"Lockstep {lockstep.__version__}", f"Python {platform.python_version()}", *sorted(backends)]
+    written = now().replace("T", " ").replace("Z", " UTC")
+    return About(written, ", ".join(machine), ", ".join(programs), sorted(packages))

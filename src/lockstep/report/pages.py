@@ -23,7 +23,7 @@ from lockstep.report.about import about
 from lockstep.report.checks import CHECKS, COLUMNS, number
 from lockstep.report.details import Details
 from lockstep.report.prompts import answers, differences
-from lockstep.report.since_lock import Change, meanings
+from lockstep.report.since_lock import Changes, meanings
 from lockstep.report.verdict import NOT_RUN, headline, overall, reasons, verdict
 from lockstep.targets import Results, Target
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {127: 0x2421}
 
 
-def index(results: Results, summary: Summary, changes: Mapping[str, Sequence[Change]]) -> bytes:
+def index(results: Results, summary: Summary, changes: Mapping[str, Changes]) -> bytes:
     """Return the first page. It has the verdict, all targets, and what changed since the locks."""
     rows = summary.targets
     models = list(dict.fromkeys(row.model for row in rows))

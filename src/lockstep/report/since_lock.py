@@ -5,8 +5,7 @@ A results tree and the lock of its model in; what differs between them, a line e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from lockstep.artifacts.reports import FAIL, PASS
@@ -16,6 +15,7 @@ from lockstep.provenance.lockfile import compared
 from lockstep.report.verdict import NOT_RUN
 from lockstep.targets import Results
 
+Changes = Mapping[str, Sequence[str]]  # by kind, of `_MEANING`: lines of where a result is, and "locked -> found"
 _LOCK, _NEW, _BUILT = "lock", "new", "built"
 # By the first part of a place in the lock, the worst first: the colour, what has changed, whether that is bad.
 _MEANING = {
@@ -33,25 +33,16 @@ _MEANING = {
 }
 
 
-@dataclass(frozen=True)
-class Change:
-    """One difference from a lock. line: where a result is, and "locked -> found". kind: of `_MEANING`."""
-
-    line: str
-    kind: str = _BUILT
-
-
-def meanings(changes: Sequence[Change]) -> list[tuple[str, str, str, list[str]]]:
+def meanings(changes: Changes) -> list[tuple[str, str, str, Sequence[str]]]:
     """Return what changes mean, the worst first: a verdict for the colour, two sentences, the lines of the changes."""
-    lines = {kind: [change.line for change in changes if change.kind == kind] for kind in _MEANING}
     return [
-        (result, f"{what} ({len(lines[kind])}).", meaning, lines[kind])
+        (result, f"{what} ({len(changes[kind])}).", meaning, changes[kind])
         for kind, (result, what, meaning) in _MEANING.items()
-        if lines[kind]
+        if kind in changes
     ]
 
 
-def since_lock(results: Results, models: Iterable[str], locks: Path) -> dict[str, list[Change]]:
+def since_lock(results: Results, models: Iterable[str], locks: Path) -> dict[str, Changes]:
     """Return what changed, by model.
 
     Models without a lock in `locks` are left out. What is locked and not there yet is no change: the table of targets
@@ -64,17 +55,17 @@ def since_lock(results: Results, models: Iterable[str], locks: Path) -> dict[str
     }
 
 
-def _changes(results: Results, model: str, lock_file: Path) -> list[Change]:
+def _changes(results: Results, model: str, lock_file: Path) -> Changes:
     try:
         lock = Lock.load(lock_file)
     except LockstepError as error:
-        return [Change(str(error), _LOCK)]
-    changes = []
+        return {_LOCK: [str(error)]}
+    changes: dict[str, list[str]] = {}
     for where, comparison in compared(results.root / model, lock).items():
         kind = where.partition("/")[0]
-        kind = kind if kind in _MEANING else _BUILT
-        lines = [f"{where}: {' / '.join(at)}: {change}" for at, change in comparison.changes]
+        for at, change in comparison.changes:
+            line = f"{where}: {' / '.join(at)}: {change}"
+            changes.setdefault(kind if kind in _MEANING else _BUILT, []).append(line)
         if not comparison.is_locked and not comparison.other_device:
-            lines, kind = [f"{where}: not in the lock"], _NEW
-        changes += [Change(line, kind) for line in lines]
+            changes.setdefault(_NEW, []).append(f"{where}: not in the lock")
     return changes

@@ -19,7 +19,7 @@ from lockstep.manifests.manifest_files import content
 from lockstep.report import pages
 from lockstep.report.checks import CHECKS, COLUMNS, FIGURES, RESULTS, Checked, Column, loaded
 from lockstep.report.details import Details, details
-from lockstep.report.since_lock import Change
+from lockstep.report.since_lock import Changes
 from lockstep.report.verdict import FAIL, NOT_RUN, PASS, headline, overall, reasons, verdict, why_not_here
 from lockstep.targets import Results, Target
 
@@ -35,7 +35,7 @@ def outputs(results: Results, targets: Sequence[Target]) -> list[Path]:
 def write(
     results: Results,
     targets: Sequence[Target],
-    since_lock: Mapping[str, Sequence[Change]] | None = None,
+    since_lock: Mapping[str, Changes] | None = None,
     not_run: Mapping[str, str] | None = None,
 ) -> Summary:
     """Collect the checks of `targets`; write the summary and the report's pages.
