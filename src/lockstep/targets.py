@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import overload
 
 MOST_RANKS = 16  # that a model is split over
 
@@ -28,7 +31,7 @@ class Target:
         return cls(model, precision, layer_count(layers), backend)
 
 
-def layer_count(text: str) -> int | str:
+def layer_count(text: int | str) -> int | str:
     """Return a layer count as it stands in names: "2" is 2, "all" stays."""
     return text if text == "all" else int(text)
 
@@ -113,45 +116,57 @@ class Tolerances:
         return BESIDE_GRAPH[precision] if self.block is None else self.block
 
 
+WILDCARDS = ("model", "precision", "layers", "backend")  # of paths, in the order of a target's name
+
+
+def wildcards_of(pattern: str) -> tuple[str, ...]:
+    return tuple(name for name in WILDCARDS if f"{{{name}}}" in pattern)
+
+
+@dataclass(frozen=True)
+class Artefact:
+    """What lies in a results tree: `tree.golden(model, precision, layers, backend)` is its path, those that it has."""
+
+    pattern: str
+
+    def __call__(self, tree: Results, *names: int | str) -> Path:
+        return tree.root / self.pattern.format(**dict(zip(wildcards_of(self.pattern), names, strict=True)))
+
+    @overload
+    def __get__(self, tree: None, owner: type) -> Artefact: ...
+    @overload
+    def __get__(self, tree: Results, owner: type) -> Callable[..., Path]: ...
+    def __get__(self, tree: Results | None, owner: type) -> Artefact | Callable[..., Path]:
+        return self if tree is None else functools.partial(self, tree)
+
+
 @dataclass(frozen=True)
 class Results:
-    """The results tree, for who reads it; who makes a file has its stage's pattern."""
+    """The results tree."""
 
     root: Path = Path("results")
 
-    def config(self) -> Path:
-        return self.root / "config.json"
-
-    def source(self, model: str) -> Path:
-        return self.root / model / "source.json"
-
-    def checkpoint(self, model: str) -> Path:
-        return self.root / model / "checkpoint.json"
-
-    def architecture(self, model: str) -> Path:
-        return self.root / model / "architecture.json"
-
-    def weights(self, model: str, precision: str) -> Path:
-        return self.root / model / precision / "weights.json"
-
-    def assembly(self, model: str, precision: str) -> Path:
-        return self.root / model / precision / "graphs" / "assembly.json"
-
-    def validation(self, model: str, precision: str, layers: int | str) -> Path:
-        return self.root / model / precision / "validate" / f"{layers}.json"
-
-    def engines(self, model: str, precision: str, backend: str) -> Path:
-        return self.root / model / precision / "engines" / backend / "engines.json"
-
-    def reference(self, model: str, layers: int | str) -> Path:
-        return self.root / model / "reference" / f"{layers}.json"
-
-    def quantized_reference(self, model: str, precision: str, layers: int | str) -> Path:
-        """Return the reference of targets whose weights are quantised. It is of the same weights, dequantised."""
-        return self.root / model / precision / "reference" / f"{layers}.json"
-
-    def drift(self, model: str, precision: str, layers: int | str) -> Path:
-        return self.reference_of(model, precision, layers).with_name(f"{layers}.drift.json")
+    config = Artefact("config.json")
+    source = Artefact("{model}/source.json")
+    checkpoint = Artefact("{model}/checkpoint.json")
+    architecture = Artefact("{model}/architecture.json")
+    weights = Artefact("{model}/{precision}/weights.json")
+    assembly = Artefact("{model}/{precision}/graphs/assembly.json")
+    validation = Artefact("{model}/{precision}/validate/{layers}.json")
+    engines = Artefact("{model}/{precision}/engines/{backend}/engines.json")
+    reference = Artefact("{model}/reference/{layers}.json")
+    # Of targets whose weights are quantised: of the same weights, dequantised.
+    quantized_reference = Artefact("{model}/{precision}/reference/{layers}.json")
+    golden = Artefact("{model}/{precision}/golden/{backend}/{layers}.json")
+    speed = Artefact("{model}/{precision}/golden/{backend}/{layers}.speed.json")
+    adapter_sources = Artefact("{model}/adapter_sources.json")
+    adapters = Artefact("{model}/adapters.json")
+    adapted_reference = Artefact("{model}/adapted_reference/{layers}.json")
+    quantized_adapted_reference = Artefact("{model}/{precision}/adapted_reference/{layers}.json")
+    reproduction = Artefact("{model}/{precision}/reproduce/{backend}/{layers}.json")
+    summary = Artefact("summary.json")
+    report_page = Artefact("report/index.html")
+    target_pages = Artefact("report/targets")  # the folder of the targets' pages
 
     def reference_of(self, model: str, precision: str, layers: int | str) -> Path:
         """Return the reference that engines are held against.
@@ -162,39 +177,8 @@ class Results:
             return self.quantized_reference(model, precision, layers)
         return self.reference(model, layers)
 
-    def golden(self, model: str, precision: str, layers: int | str, backend: str) -> Path:
-        return self.root / model / precision / "golden" / backend / f"{layers}.json"
-
-    def speed(self, model: str, precision: str, layers: int | str, backend: str) -> Path:
-        return self.golden(model, precision, layers, backend).with_name(f"{layers}.speed.json")
-
-    def adapter_sources(self, model: str) -> Path:
-        return self.root / model / "adapter_sources.json"
-
-    def adapters(self, model: str) -> Path:
-        return self.root / model / "adapters.json"
-
-    def adapted_reference(self, model: str, layers: int | str) -> Path:
-        return self.root / model / "adapted_reference" / f"{layers}.json"
-
-    def quantized_adapted_reference(self, model: str, precision: str, layers: int | str) -> Path:
-        return self.root / model / precision / "adapted_reference" / f"{layers}.json"
-
-    def reproduction(self, model: str, precision: str, layers: int | str, backend: str) -> Path:
-        return self.root / model / precision / "reproduce" / backend / f"{layers}.json"
-
-    def summary(self) -> Path:
-        return self.root / "summary.json"
-
-    def report(self, name: str) -> Path:
-        return self.root / "report" / name
-
-    def report_page(self) -> Path:
-        return self.report("index.html")
-
-    def target_pages(self) -> Path:
-        """Return the folder of the targets' pages."""
-        return self.report("targets")
+    def drift(self, model: str, precision: str, layers: int | str) -> Path:
+        return self.reference_of(model, precision, layers).with_name(f"{layers}.drift.json")
 
     def target_page(self, target: Target) -> Path:
         return self.target_pages() / (f"{target}".replace("/", "-") + ".html")

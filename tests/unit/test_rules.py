@@ -12,7 +12,7 @@ from lockstep.targets import Results
 
 WORKFLOW = Path(__file__).resolve().parents[2] / "workflow"
 # Where weights are quantised a job reads other files: a function of common.smk names them.
-FUNCTIONS = {"assembly_if_quantized", "reference", "adapted_reference"}
+FUNCTIONS = {"assembly_if_quantized", "of_precision"}
 
 
 def rules() -> dict[str, dict[str, str]]:
@@ -29,7 +29,7 @@ RULES = rules()
 def entries(text: str) -> dict[str, str]:
     """Paths by name of a directive: of those without a name the first, as `""`."""
     named = re.findall(
-        r"^ *(?:(\w+)=)?(?:update\(|ancient\()?(?:\"<results>/([^\"]+)\"|(\w+)),?\)?,?$", text, re.MULTILINE
+        r"^ *(?:(\w+)=)?(?:update\(|ancient\()?(?:\"<results>/([^\"]+)\"|(\w+)(?:\(.*\))?),?\)?,?$", text, re.MULTILINE
     )
     return {name: path or function for name, path, function in reversed(named)}
 
@@ -50,11 +50,8 @@ def test_a_rule_has_the_inputs_outputs_and_parameters_of_its_stage(name: str) ->
     wildcards = re.findall(r"{(\w+)}", rule["log"])
     assert set(wildcards) == set(stage.wildcards)
     assert rule["benchmark"] == rule["log"].rstrip(",").replace("/logs/", "/benchmarks/").replace(".log", ".tsv")
-    parameters = rule["params"]
-    assert f'options=options_of("{name}"),' in parameters or not stage.wildcards
-    assert f'key=key_of("{name}"),' in parameters or not stage.code
-    assert ("python=interpreter," in parameters) == ("backend" in stage.wildcards)
-    assert rule["script"] == f'"../scripts/{name}.py"' and (WORKFLOW / "scripts" / f"{name}.py").is_file()
+    assert f'**params_of("{name}"),' in rule["params"] or not stage.wildcards
+    assert (WORKFLOW / "rules" / rule["script"].strip('"')).is_file()
 
 
 def test_the_results_tree_has_the_paths_of_the_stages() -> None:

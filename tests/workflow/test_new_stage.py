@@ -1,4 +1,4 @@
-"""A new stage is its file, its script and a rule: records, locks, `explain`, the cache and the command line know it."""
+"""A new stage is its file and a rule: records, locks, `explain`, the cache and the command line know it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import onnx
 
 from lockstep.manifests.digest_cache import digest
 from lockstep.artifacts.files import read_json, write_json
-from lockstep.stages.stage import Stage, names_below_model
+from lockstep.stages.stage import Stage
 
 
 class Count(Stage):
@@ -29,16 +29,12 @@ class Count(Stage):
         return {"unit": "files"}
 
     def pin(self, manifest, key):
-        return (self.name, *names_below_model(key)), {manifest.name: digest(manifest)}
+        return (self.name, key.names["precision"]), {manifest.name: digest(manifest)}
 
     def run(self, job):
         number = len(read_json(job.inputs["checkpoint"])["files"])
         write_json(job.output, {"format": "toy.count/1", job.options["unit"]: number, "IR": onnx.IR_VERSION})
 '''
-SCRIPT = """from job import run_stage
-
-run_stage("count", snakemake)
-"""
 RULE = """
 rule count:
     input:
@@ -48,10 +44,9 @@ rule count:
     log:
         "<results>/logs/count/{model}/{precision}.log",
     params:
-        options=options_of("count"),
-        key=key_of("count"),
+        **params_of("count"),
     script:
-        "../scripts/count.py"
+        "../scripts/stage.py"
 """
 
 
@@ -66,9 +61,7 @@ def counted(demo: Checkout) -> Checkout:
     """A finished run of one target, with a stage more."""
     demo.edit_config(only_one_target)
     (demo.folder / "src/lockstep/stages/count.py").write_text(STAGE)
-    (demo.folder / "workflow/scripts/count.py").write_text(SCRIPT)
     demo.append("workflow/rules/export.smk", RULE)
-
     return demo
 
 
@@ -76,7 +69,7 @@ COUNT = "results/demo-llama/fp32/count.json"
 
 
 @pytest.mark.long
-def test_a_stage_is_two_files_and_a_rule(counted: Checkout) -> None:
+def test_a_stage_is_a_file_and_a_rule(counted: Checkout) -> None:
     demo, made = counted, counted.folder / COUNT
     assert demo.would_run()["count"] == 1
     cached = ("--config", f"cache={demo.folder / 'cache'}")

@@ -1,9 +1,4 @@
 # Adapters (LoRA) of a model: which bytes, what transformers says with each, and whether the engine set says the same.
-#
-# needs: folders that PEFT saved (ADAPTERS), checkpoint.json, weights.json, assembly.json, engines.json
-# makes: of models with adapters <model>/adapters.json, <model>/adapted_reference/<layers>.json, where weights are
-#        quantised <model>/<precision>/adapted_reference/<layers>.json,
-#        <model>/<precision>/adapted/<backend>/<layers>.json
 
 
 rule fetch_adapters:
@@ -15,18 +10,15 @@ rule fetch_adapters:
     benchmark:
         "<results>/benchmarks/fetch_adapters/{model}.tsv"
     wildcard_constraints:
-        model=names_pattern(ADAPTERS_ON_HUB),
+        model=names_pattern(model for model in CONFIG.models if on_hub(CONFIG, model)),
     # Where Snakemake runs: the nodes of a cluster may have no network.
     localrule: True
     conda:
         "../../envs/fetch.yaml"
     params:
-        options=options_of("fetch_adapters"),
-        key=key_of("fetch_adapters"),
-    message:
-        "Fetch the adapters of {wildcards.model} from the hub"
+        **params_of("fetch_adapters"),
     script:
-        "../scripts/fetch_adapters.py"
+        "../scripts/stage.py"
 
 
 rule adapters:
@@ -46,11 +38,8 @@ rule adapters:
         mem_mb=memory(1000),
         runtime=minutes(60),
     params:
-        options=options_of("adapters"),
+        **params_of("adapters"),
         adapters=adapter_folders,
-        key=key_of("adapters"),
-    message:
-        "Check the adapters of {wildcards.model}"
     script:
         "../scripts/adapters.py"
 
@@ -72,12 +61,9 @@ rule adapted_reference:
         mem_mb=memory(2500, 4),
         runtime=minutes(60, 20),
     params:
-        options=options_of("adapted_reference"),
-        key=key_of("adapted_reference"),
-    message:
-        "Reference of {wildcards.model} with its adapters from transformers, layers: {wildcards.layers}"
+        **params_of("adapted_reference"),
     script:
-        "../scripts/adapted_reference.py"
+        "../scripts/stage.py"
 
 
 rule quantized_adapted_reference:
@@ -98,12 +84,9 @@ rule quantized_adapted_reference:
         mem_mb=memory(2500, 4),
         runtime=minutes(60, 20),
     params:
-        options=options_of("quantized_adapted_reference"),
-        key=key_of("quantized_adapted_reference"),
-    message:
-        "Reference of {wildcards.model} in {wildcards.precision} with its adapters, layers: {wildcards.layers}"
+        **params_of("quantized_adapted_reference"),
     script:
-        "../scripts/quantized_adapted_reference.py"
+        "../scripts/stage.py"
 
 
 rule adapted:
@@ -112,7 +95,7 @@ rule adapted:
         weights="<results>/{model}/{precision}/weights.json",
         engines="<results>/{model}/{precision}/engines/{backend}/engines.json",
         adapters="<results>/{model}/adapters.json",
-        adapted_reference=adapted_reference,
+        adapted_reference=of_precision("adapted_reference"),
     output:
         "<results>/{model}/{precision}/adapted/{backend}/{layers}.json",
     log:
@@ -128,11 +111,6 @@ rule adapted:
         runtime=minutes(60, 30),
         gpu=gpus_of_ranks,
     params:
-        options=options_of("adapted"),
-        python=interpreter,
-        device=device,
-        key=key_of("adapted"),
-    message:
-        "Adapters of {wildcards.model} in {wildcards.precision} on {wildcards.backend}, layers: {wildcards.layers}"
+        **params_of("adapted"),
     script:
-        "../scripts/adapted.py"
+        "../scripts/stage.py"

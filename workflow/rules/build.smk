@@ -1,7 +1,4 @@
 # The engine set of one assembly on one backend. It holds no weights and no layer count.
-#
-# needs: graphs/assembly.json
-# makes: <model>/<precision>/engines/<backend>/engines.json (and the engines beside it)
 
 
 rule build:
@@ -22,11 +19,6 @@ rule build:
         runtime=minutes(180),
         gpu=gpus,
     params:
-        options=options_of("build"),
-        python=interpreter,
-        device=device,
-        key=key_of("build"),
-    message:
-        "Build engines of {wildcards.model} in {wildcards.precision} for {wildcards.backend}"
+        **params_of("build"),
     script:
-        "../scripts/build.py"
+        "../scripts/stage.py"

@@ -1,9 +1,4 @@
 # Which bytes: the checkpoint's files, and its tensors in each precision.
-#
-# needs: for each model a checkpoint folder, a GGUF file, a name on the hub, or a config.json for random weights (SOURCES)
-# makes: <model>/source.json (of models that are fetched or made, with checkpoint/ beside it),
-#        <model>/checkpoint.json and architecture.json (the same without weights),
-#        <model>/<precision>/weights.json (and weights.safetensors where it casts)
 
 
 rule fetch:
@@ -18,16 +13,13 @@ rule fetch:
     benchmark:
         "<results>/benchmarks/fetch/{model}.tsv"
     wildcard_constraints:
-        model=names_pattern(ON_HUB),
+        model=of_kind(HubSource),
     # Where Snakemake runs: the nodes of a cluster may have no network.
     localrule: True
     conda:
         "../../envs/fetch.yaml"
     params:
-        options=options_of("fetch"),
-        key=key_of("fetch"),
-    message:
-        "Fetch {wildcards.model} from the hub"
+        **params_of("fetch"),
     script:
         "../scripts/fetch.py"
 
@@ -44,17 +36,14 @@ rule make_checkpoint:
     benchmark:
         "<results>/benchmarks/make_checkpoint/{model}.tsv"
     wildcard_constraints:
-        model=names_pattern(MADE),
+        model=of_kind(GgufSource, RandomSource),
     conda:
         "../../envs/torch.yaml"
     resources:
         mem_mb=memory(1500),
         runtime=minutes(60, 5),
     params:
-        options=options_of("make_checkpoint"),
-        key=key_of("make_checkpoint"),
-    message:
-        "Make the checkpoint of {wildcards.model}"
+        **params_of("make_checkpoint"),
     script:
         "../scripts/make_checkpoint.py"
 
@@ -76,10 +65,7 @@ rule resolve:
         mem_mb=memory(1000),
         runtime=minutes(60, 2),
     params:
-        options=options_of("resolve"),
-        key=key_of("resolve"),
-    message:
-        "Resolve {wildcards.model}"
+        **params_of("resolve"),
     script:
         "../scripts/resolve.py"
 
@@ -102,12 +88,9 @@ rule architecture:
         mem_mb=memory(1000),
         runtime=minutes(60),
     params:
-        options=options_of("architecture"),
-        key=key_of("architecture"),
-    message:
-        "Resolve the architecture of {wildcards.model}"
+        **params_of("architecture"),
     script:
-        "../scripts/architecture.py"
+        "../scripts/resolve.py"
 
 
 rule convert:
@@ -127,9 +110,6 @@ rule convert:
         mem_mb=memory(1000),
         runtime=minutes(60, 5),
     params:
-        options=options_of("convert"),
-        key=key_of("convert"),
-    message:
-        "Convert the weights of {wildcards.model} to {wildcards.precision}"
+        **params_of("convert"),
     script:
-        "../scripts/convert.py"
+        "../scripts/stage.py"

@@ -1,7 +1,7 @@
 # What all rules share: the config, checked before any job starts, and what their inputs and parameters are made of.
 #
 # needs: config (Snakemake's merged mapping), REPOSITORY
-# makes: CONFIG, LOCKED, SOURCES, PACKED, ADAPTERS, ON_HUB, MADE, TARGETS, JOBS, PLACE and the functions below
+# makes: CONFIG, LOCKED, SOURCES, PACKED, ADAPTERS, TARGETS, JOBS, PLACE and the functions below
 
 import gc
 import shlex
@@ -13,13 +13,7 @@ from lockstep.checkpoint.tensors import find_tensors
 from lockstep.checkpoint.tokenizer_file import check_there
 from lockstep.config import load as lockstep_config
 from lockstep.config.backends import backends
-from lockstep.config.sources import (
-    FolderSource,
-    HubSource,
-    RandomSource,
-    parse_source,
-    read_shape,
-)
+from lockstep.config.sources import FolderSource, GgufSource, HubSource, RandomSource, parse_source, read_shape
 from lockstep.config.types import PRECISIONS
 from lockstep.errors import LockstepError
 from lockstep.provenance.cache.store import cache_folder
@@ -28,7 +22,7 @@ from lockstep.provenance.locked import check_project, find_lock, is_locked
 from lockstep.report.renew import refresh, summarise
 from lockstep.stages import STAGES, jobs
 from lockstep.stages.fetch_adapters import on_hub
-from lockstep.targets import Results, is_quantized, layer_count
+from lockstep.targets import Results, is_quantized
 
 # The objects of a plan stay until the run ends: looking for garbage among those of a thousand targets is a seventh of the time of planning.
 gc.set_threshold(200_000)
@@ -105,13 +99,16 @@ if workflow.is_main_process:
     for name, reason in NOT_RUN.items():
         what = "Neither built nor run" if name in NOT_BUILT else "Built, not run"
         logger.info(f"{what}: the targets of {name}, which {reason}")
-ON_HUB = sorted(model for model, kind in KINDS.items() if kind is HubSource)
-MADE = sorted(KINDS.keys() - FOLDERS.keys() - set(ON_HUB))
 
 
 def names_pattern(names):
     """A regular expression of some names; of none, one that fits nothing."""
     return "|".join(map(re.escape, sorted(names))) or "(?!)"
+
+
+def of_kind(*kinds):
+    """A regular expression of the models whose source is of one of these kinds."""
+    return names_pattern(model for model, kind in KINDS.items() if kind in kinds)
 
 
 CONSTRAINTS = {
@@ -152,40 +149,31 @@ def final_files():
     return [config, *(str(job.output) for job in there if "backend" in job.names)]
 
 
-def names_of(wildcards):
-    names = {name: str(value) for name, value in wildcards.items()}
-    if "layers" in names:
-        names["layers"] = layer_count(names["layers"])
-    return names
+def params_of(name):
+    """What a stage's job is told beside its files; a change of it runs the job again.
 
-
-def options_of(stage):
-    """What the config says to a job; a change of it runs the job again."""
-    return lambda wildcards: STAGES[stage].options(CONFIG, names_of(wildcards))
-
-
-def key_of(stage):
-    """Digests of the code and of the pinned packages that a job uses; a change of them runs it again."""
-    if "backend" not in STAGES[stage].wildcards:
-        return KEYS[stage, None]
+    `options` are the config's, `key` has digests of the code and of the pinned packages that it uses. Of engines
+    `python` is the interpreter that builds and runs them, None for this one, and `device` what the job must find.
+    """
+    stage = STAGES[name]
 
     def key(wildcards):
-        found = KEYS[stage, CONFIG.backend_of(wildcards.backend)]
+        backend = wildcards.get("backend")
+        found = KEYS[name, backend and CONFIG.backend_of(backend)]
         # Pins are of this interpreter; of another its own packages are recorded.
-        elsewhere = interpreter(wildcards) and not STAGES[stage].runs_here
+        elsewhere = backend and CONFIG.interpreter(backend) and not stage.runs_here
         return {"code": found["code"]} if elsewhere else found
 
-    return key
-
-
-def interpreter(wildcards):
-    """The Python that builds and runs a backend's engines; None is this one."""
-    return CONFIG.interpreter(wildcards.backend)
-
-
-def device(wildcards):
-    """What a job must find, where its backend is a device of the config; None where it is not."""
-    return CONFIG.device_of(wildcards.backend)
+    of_engines = {
+        "python": lambda wildcards: CONFIG.interpreter(wildcards.backend),
+        "device": lambda wildcards: CONFIG.device_of(wildcards.backend),
+    }
+    return {
+        "stage": name,
+        "options": lambda wildcards: stage.options(CONFIG, dict(wildcards.items())),
+        "key": key,
+        **(of_engines if "backend" in stage.wildcards else {}),
+    }
 
 
 # What a job asks a cluster for, where the config has devices.
@@ -212,31 +200,19 @@ def assembly_if_quantized(wildcards):
     return f"<results>/{wildcards.model}/{wildcards.precision}/graphs/assembly.json"
 
 
-def of_precision(wildcards, folder, suffix):
+def of_precision(folder, suffix=".json"):
     """A reference that engines are held against: of quantised weights their own, else that of the model."""
-    model, precision = wildcards.model, wildcards.precision
-    owner = f"{model}/{precision}" if is_quantized(precision) else model
-    return f"<results>/{owner}/{folder}/{wildcards.layers}{suffix}"
 
+    def path(wildcards):
+        model, precision = wildcards.model, wildcards.precision
+        owner = f"{model}/{precision}" if is_quantized(precision) else model
+        return f"<results>/{owner}/{folder}/{wildcards.layers}{suffix}"
 
-def reference(wildcards):
-    return of_precision(wildcards, "reference", ".json")
-
-
-def reference_logits(wildcards):
-    return of_precision(wildcards, "reference", ".safetensors")
-
-
-def adapted_reference(wildcards):
-    return of_precision(wildcards, "adapted_reference", ".json")
-
-
-ADAPTERS_ON_HUB = sorted(model for model in CONFIG.models if on_hub(CONFIG, model))
+    return path
 
 
 def fetched_adapters(wildcards):
-    is_on_hub = wildcards.model in ADAPTERS_ON_HUB
-    return f"<results>/{wildcards.model}/adapter_sources.json" if is_on_hub else []
+    return f"<results>/{wildcards.model}/adapter_sources.json" if on_hub(CONFIG, wildcards.model) else []
 
 
 def adapter_files(wildcards):
@@ -261,28 +237,10 @@ def compute_threads(wildcards):
     return 4 if size < 2_000_000_000 else 16
 
 
-def check_locks():
-    """Refuse what is or will be another thing than the locks say, before any job."""
-    for model in CONFIG.models:
-        targets = [target for target in TARGETS if target.model == model]
-        files = [*map(Path, [*SIDE_FILES[model], *WEIGHT_FILES[model]])] if model in FOLDERS else None
-        check_project(find_lock(model, [Path(), REPOSITORY]), jobs(CONFIG, PLACE.root, targets), files)
-
-
 if LOCKED and workflow.is_main_process:
+    # What is or will be another thing than the locks say is refused before any job.
     with guard():
-        check_locks()
-
-
-def summarise_failed_run():
-    """The summary's job does not run then; what failed, and what has not run, stands in the table all the same."""
-    try:
-        summarise(PLACE, TARGETS, NOT_RUN)
-    except (LockstepError, OSError) as error:
-        logger.error(f"no summary of what has run: {error}")
-
-
-def refresh_summary():
-    """Have a summary that is there say what the checks say by now."""
-    with guard():
-        refresh(PLACE)
+        for model in CONFIG.models:
+            targets = [target for target in TARGETS if target.model == model]
+            files = [*map(Path, [*SIDE_FILES[model], *WEIGHT_FILES[model]])] if model in FOLDERS else None
+            check_project(find_lock(model, [Path(), REPOSITORY]), jobs(CONFIG, PLACE.root, targets), files)

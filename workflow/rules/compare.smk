@@ -1,7 +1,4 @@
 # Each engine against its graph as it is written, in ONNX Runtime and Polygraphy.
-#
-# needs: assembly.json, weights.json, engines.json
-# makes: <model>/<precision>/compare/<backend>.json
 
 
 rule compare:
@@ -24,11 +21,6 @@ rule compare:
         runtime=minutes(60, 20),
         gpu=gpus,
     params:
-        options=options_of("compare"),
-        python=interpreter,
-        device=device,
-        key=key_of("compare"),
-    message:
-        "Compare engines of {wildcards.model} in {wildcards.precision} on {wildcards.backend} with ONNX Runtime"
+        **params_of("compare"),
     script:
-        "../scripts/compare.py"
+        "../scripts/stage.py"

@@ -1,7 +1,4 @@
 # The config as it is used.
-#
-# needs: the config file
-# makes: results/config.json
 
 
 rule config:
@@ -15,8 +12,7 @@ rule config:
     conda:
         "../../envs/checkpoint.yaml"
     params:
+        stage="config",
         options=lambda wildcards: STAGES["config"].options(CONFIG, {}),
-    message:
-        "Config as it is used"
     script:
-        "../scripts/config.py"
+        "../scripts/stage.py"

@@ -1,7 +1,4 @@
 # Graphs without weights, and the proof that they compute what the model computes.
-#
-# needs: architecture.json; for the proof checkpoint.json and weights.json
-# makes: <model>/<precision>/graphs/assembly.json (and the graphs beside it), <model>/<precision>/validate/<layers>.json
 
 
 rule export:
@@ -20,12 +17,9 @@ rule export:
         mem_mb=memory(2000, 0.1),
         runtime=minutes(60),
     params:
-        options=options_of("export"),
-        key=key_of("export"),
-    message:
-        "Export graphs of {wildcards.model} in {wildcards.precision}"
+        **params_of("export"),
     script:
-        "../scripts/export.py"
+        "../scripts/stage.py"
 
 
 rule validate:
@@ -46,9 +40,6 @@ rule validate:
         mem_mb=memory(2500, 8),
         runtime=minutes(60, 20),
     params:
-        options=options_of("validate"),
-        key=key_of("validate"),
-    message:
-        "Validate graphs of {wildcards.model} in {wildcards.precision}, layers: {wildcards.layers}"
+        **params_of("validate"),
     script:
-        "../scripts/validate.py"
+        "../scripts/stage.py"

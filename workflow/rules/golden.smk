@@ -1,8 +1,4 @@
 # What the model says in Hugging Face transformers, and whether the engine set says the same.
-#
-# needs: checkpoint.json for the reference, weights.json for that of quantised weights; for the check also assembly.json, engines.json
-# makes: <model>/reference/<layers>.json and .safetensors, <model>/<precision>/reference/<layers>.json, .safetensors and .drift.json,
-#        <model>/<precision>/golden/<backend>/<layers>.json and .speed.json
 
 
 rule reference:
@@ -22,12 +18,9 @@ rule reference:
         mem_mb=memory(2500, 4),
         runtime=minutes(60, 20),
     params:
-        options=options_of("reference"),
-        key=key_of("reference"),
-    message:
-        "Reference of {wildcards.model} from transformers, layers: {wildcards.layers}"
+        **params_of("reference"),
     script:
-        "../scripts/reference.py"
+        "../scripts/stage.py"
 
 
 rule quantized_reference:
@@ -49,12 +42,9 @@ rule quantized_reference:
         mem_mb=memory(2500, 8),
         runtime=minutes(60, 30),
     params:
-        options=options_of("quantized_reference"),
-        key=key_of("quantized_reference"),
-    message:
-        "Reference of {wildcards.model} in {wildcards.precision} from transformers, layers: {wildcards.layers}"
+        **params_of("quantized_reference"),
     script:
-        "../scripts/quantized_reference.py"
+        "../scripts/stage.py"
 
 
 rule golden:
@@ -62,8 +52,8 @@ rule golden:
         assembly="<results>/{model}/{precision}/graphs/assembly.json",
         weights="<results>/{model}/{precision}/weights.json",
         engines="<results>/{model}/{precision}/engines/{backend}/engines.json",
-        reference=reference,
-        logits=reference_logits,
+        reference=of_precision("reference"),
+        logits=of_precision("reference", ".safetensors"),
     output:
         check="<results>/{model}/{precision}/golden/{backend}/{layers}.json",
         speed="<results>/{model}/{precision}/golden/{backend}/{layers}.speed.json",
@@ -80,11 +70,6 @@ rule golden:
         runtime=minutes(60, 30),
         gpu=gpus_of_ranks,
     params:
-        options=options_of("golden"),
-        python=interpreter,
-        device=device,
-        key=key_of("golden"),
-    message:
-        "Golden check of {wildcards.model} in {wildcards.precision} on {wildcards.backend}, layers: {wildcards.layers}"
+        **params_of("golden"),
     script:
-        "../scripts/golden.py"
+        "../scripts/stage.py"

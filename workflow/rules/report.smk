@@ -1,7 +1,4 @@
 # All checks of all targets in one place.
-#
-# needs: engines.json, the reports of all checks, and speeds of all targets
-# makes: results/summary.json and .csv, results/report/index.html with a page of each target in targets/
 
 
 rule summary:
@@ -39,7 +36,5 @@ rule summary:
         targets=[str(target) for target in TARGETS],
         not_run=NOT_RUN,
         key=stage_key(["artifacts", "manifests", "report", "stages"], ["jinja2", "rich"]),
-    message:
-        "Summary of all targets"
     script:
         "../scripts/summary.py"

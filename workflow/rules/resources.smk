@@ -6,7 +6,6 @@
 import functools
 
 from lockstep.artifacts.fetched import folder_of
-from lockstep.config.sources import GgufSource
 
 # What a model on the hub is taken to weigh while no file of it is there: in a dry run, before it was fetched.
 UNKNOWN_BYTES = 16_000_000_000

@@ -1,7 +1,4 @@
 # Whether a server on the engine set answers what the golden check found.
-#
-# needs: weights.json, assembly.json, engines.json, the reference and the golden check
-# makes: <model>/<precision>/served/<backend>/<layers>.json
 
 
 rule served:
@@ -9,8 +6,8 @@ rule served:
         assembly="<results>/{model}/{precision}/graphs/assembly.json",
         weights="<results>/{model}/{precision}/weights.json",
         engines="<results>/{model}/{precision}/engines/{backend}/engines.json",
-        reference=reference,
-        logits=reference_logits,
+        reference=of_precision("reference"),
+        logits=of_precision("reference", ".safetensors"),
         golden="<results>/{model}/{precision}/golden/{backend}/{layers}.json",
     output:
         "<results>/{model}/{precision}/served/{backend}/{layers}.json",
@@ -27,11 +24,6 @@ rule served:
         runtime=minutes(60, 30),
         gpu=gpus_of_ranks,
     params:
-        options=options_of("served"),
-        python=interpreter,
-        device=device,
-        key=key_of("served"),
-    message:
-        "Server on {wildcards.model} in {wildcards.precision} on {wildcards.backend}, layers: {wildcards.layers}"
+        **params_of("served"),
     script:
-        "../scripts/served.py"
+        "../scripts/stage.py"

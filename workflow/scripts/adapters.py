@@ -1,5 +1,6 @@
 """Folders of adapters -> adapters.json."""
 
-from job import run_stage
+from job import logged, run_stage
 
-run_stage("adapters", snakemake, adapters=dict(snakemake.params.adapters))
+with logged(snakemake):
+    run_stage(snakemake, adapters=dict(snakemake.params.adapters))

@@ -1,5 +1,11 @@
-"""Checkpoint folder -> checkpoint.json."""
+"""Checkpoint folder -> checkpoint.json, or architecture.json."""
 
-from job import checkpoint_folder, run_stage
+from pathlib import Path
 
-run_stage("resolve", snakemake, folder=checkpoint_folder(snakemake))
+from job import logged, run_stage
+
+with logged(snakemake):
+    sides = snakemake.input.sides
+    # None of a checkpoint that another job brings, which lies where its manifest says.
+    folder = Path(sides[0]).parent if sides and not snakemake.input.fetched else None
+    run_stage(snakemake, folder=folder)

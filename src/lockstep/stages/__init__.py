@@ -21,7 +21,7 @@ def _found() -> dict[str, Stage]:
     """Return all stages by name, each after those whose artefacts it reads."""
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
-    stages = sorted((kind() for kind in Stage.__subclasses__()), key=lambda stage: stage.name)
+    stages = sorted((kind() for kind in Stage.classes), key=lambda stage: stage.name)
     ordered: dict[str, Stage] = {}
 
     def add(stage: Stage) -> None:

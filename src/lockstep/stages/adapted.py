@@ -16,22 +16,17 @@ from lockstep.stages.stage import (
     Pinned,
     Stage,
     arguments,
+    artefacts,
     bounds,
     expected,
-    names_below_model,
 )
+from lockstep.targets import Results
 
 
 class Adapted(Stage):
     output = "{model}/{precision}/adapted/{backend}/{layers}.json"
-    reads = {
-        "assembly": "{model}/{precision}/graphs/assembly.json",
-        "weights": "{model}/{precision}/weights.json",
-        "engines": "{model}/{precision}/engines/{backend}/engines.json",
-        "adapters": "{model}/adapters.json",
-        "adapted_reference": "{model}/adapted_reference/{layers}.json",
-    }
-    reads_quantized = {"adapted_reference": "{model}/{precision}/adapted_reference/{layers}.json"}
+    reads = artefacts("assembly", "weights", "engines", "adapters", "adapted_reference")
+    reads_quantized = {"adapted_reference": Results.quantized_adapted_reference.pattern}
     code = RUNTIME
     packages = ONNX
     help = "Engine set with several adapters in one batch against the reference of each."
@@ -44,7 +39,8 @@ class Adapted(Stage):
     def pin(self, manifest: Path, key: BuildKey) -> Pinned:
         prompts = AdaptedReport.load(manifest).prompts
         items = {f"{prompt.adapter}: {prompt.text}": " ".join(map(str, prompt.tokens)) for prompt in prompts}
-        return (self.name, *names_below_model(key)), items
+        names = key.names
+        return (self.name, names["backend"], names["layers"], names["precision"]), items
 
     def run(self, job: Job) -> None:
         from lockstep.verify.golden.adapted import check

@@ -7,12 +7,12 @@ from typing import Any
 
 from lockstep.artifacts.adapters import AdaptersManifest
 from lockstep.artifacts.build_record import BuildKey
-from lockstep.stages.stage import NUMPY, WEIGHTS, Config, Job, Names, Pinned, Stage
+from lockstep.stages.stage import NUMPY, WEIGHTS, Config, Job, Names, Pinned, Stage, artefacts
 
 
 class Adapters(Stage):
     output = "{model}/adapters.json"
-    reads = {"checkpoint": "{model}/checkpoint.json"}
+    reads = artefacts("checkpoint")
     brought = {"fetched": "{model}/adapter_sources.json"}
     code = WEIGHTS
     packages = NUMPY

@@ -10,13 +10,13 @@ from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import sha256_json
 from lockstep.manifests.own_files import clear_unnamed
-from lockstep.stages.stage import ENGINES, ONNX, Config, Job, Names, Pinned, Stage
+from lockstep.stages.stage import ENGINES, ONNX, Config, Job, Names, Pinned, Stage, artefacts
 from lockstep.targets import Target
 
 
 class Build(Stage):
     output = "{model}/{precision}/engines/{backend}/engines.json"
-    reads = {"assembly": "{model}/{precision}/graphs/assembly.json"}
+    reads = artefacts("assembly")
     code = ENGINES
     packages = ONNX
     help = "assembly.json -> the engine set of one backend."

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.stages.stage import ENGINES, ONNX, Config, Job, Names, Stage
+from lockstep.stages.stage import ENGINES, ONNX, Config, Job, Names, Stage, artefacts
 from lockstep.targets import Limits, Target
 
 
 class Compare(Stage):
     output = "{model}/{precision}/compare/{backend}.json"
-    reads = {
-        "assembly": "{model}/{precision}/graphs/assembly.json",
-        "weights": "{model}/{precision}/weights.json",
-        "engines": "{model}/{precision}/engines/{backend}/engines.json",
-    }
+    reads = artefacts("assembly", "weights", "engines")
     code = (*ENGINES, "verify/*", "verify/compare")
     packages = ("polygraphy", *ONNX)
     help = "Each engine against its graph in ONNX Runtime."

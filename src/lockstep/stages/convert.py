@@ -6,13 +6,14 @@ from pathlib import Path
 
 from lockstep.artifacts.build_record import BuildKey
 from lockstep.manifests.own_files import clear_unnamed
-from lockstep.stages.stage import NUMPY, WEIGHTS, Job, Pinned, Stage, digests
+from lockstep.stages.stage import NUMPY, WEIGHTS, Job, Pinned, Stage, artefacts, digests
+from lockstep.targets import Results
 
 
 class Convert(Stage):
     output = "{model}/{precision}/weights.json"
-    reads = {"checkpoint": "{model}/checkpoint.json"}
-    reads_quantized = {"assembly": "{model}/{precision}/graphs/assembly.json"}
+    reads = artefacts("checkpoint")
+    reads_quantized = {"assembly": Results.assembly.pattern}
     code = WEIGHTS
     packages = NUMPY
     help = "checkpoint.json -> weights.json in one precision."

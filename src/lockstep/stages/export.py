@@ -8,14 +8,14 @@ from typing import Any
 from lockstep.artifacts.build_record import BuildKey
 from lockstep.manifests.digest_cache import digest
 from lockstep.manifests.own_files import clear_unnamed
-from lockstep.stages.stage import EXPORT, TORCH, Config, Job, Names, Pinned, Stage, digests
+from lockstep.stages.stage import EXPORT, TORCH, Config, Job, Names, Pinned, Stage, artefacts, digests
 from lockstep.targets import is_quantized
 
 
 class Export(Stage):
     output = "{model}/{precision}/graphs/assembly.json"
     # Not checkpoint.json: other weights for the same model need no new graphs, and so no new engines.
-    reads = {"architecture": "{model}/architecture.json"}
+    reads = artefacts("architecture")
     code = EXPORT
     packages = TORCH
     help = "architecture.json -> assembly.json and its graphs."
@@ -23,25 +23,21 @@ class Export(Stage):
 
     def options(self, config: Config, names: Names) -> dict[str, Any]:
         settings = config.models[names["model"]]
-        targets = settings.lora_target_modules
-        options: dict[str, Any] = {}
-        if settings.tensor_parallel > 1:
-            options["tensor_parallel"] = settings.tensor_parallel
-        if settings.adapters:  # not which: another adapter changes no graph
-            options["adapters"] = {
-                "max_adapters": settings.max_adapters,
-                "max_lora_rank": settings.max_lora_rank,
-                "targets": None if targets is None else list(targets),
-            }
-        if is_quantized(names["precision"]):
-            options["group_size"] = settings.group_size
-            if settings.head_bits is not None:
-                options["head_bits"] = settings.head_bits
-        if settings.residual and names["precision"] == "fp16":
-            options["residual"] = settings.residual
-        if settings.kv_cache_dtype is not None:
-            options["kv_cache_dtype"] = settings.kv_cache_dtype
-        return options
+        quantized, targets = is_quantized(names["precision"]), settings.lora_target_modules
+        adapters = {  # not which: another adapter changes no graph
+            "max_adapters": settings.max_adapters,
+            "max_lora_rank": settings.max_lora_rank,
+            "targets": None if targets is None else list(targets),
+        }
+        options = {
+            "tensor_parallel": settings.tensor_parallel if settings.tensor_parallel > 1 else None,
+            "adapters": adapters if settings.adapters else None,
+            "group_size": settings.group_size if quantized else None,
+            "head_bits": settings.head_bits if quantized else None,
+            "residual": settings.residual if names["precision"] == "fp16" else None,
+            "kv_cache_dtype": settings.kv_cache_dtype,
+        }
+        return {name: value for name, value in options.items() if value is not None}
 
     def pin(self, manifest: Path, key: BuildKey) -> Pinned:
         items = {**digests(manifest), manifest.name: digest(manifest)}

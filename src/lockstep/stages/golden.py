@@ -8,19 +8,28 @@ from typing import Any
 from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.reports import GoldenReport
 from lockstep.errors import CheckError
-from lockstep.stages.stage import ONNX, RUNTIME, Config, Job, Names, Pinned, Stage, arguments, bounds, expected, tokens
+from lockstep.stages.stage import (
+    ONNX,
+    RUNTIME,
+    Config,
+    Job,
+    Names,
+    Pinned,
+    Stage,
+    arguments,
+    artefacts,
+    bounds,
+    expected,
+    tokens,
+)
+from lockstep.targets import Results
 
 
 class Golden(Stage):
     output = "{model}/{precision}/golden/{backend}/{layers}.json"
     beside = {"speed": "{model}/{precision}/golden/{backend}/{layers}.speed.json"}
-    reads = {
-        "assembly": "{model}/{precision}/graphs/assembly.json",
-        "weights": "{model}/{precision}/weights.json",
-        "engines": "{model}/{precision}/engines/{backend}/engines.json",
-        "reference": "{model}/reference/{layers}.json",
-    }
-    reads_quantized = {"reference": "{model}/{precision}/reference/{layers}.json"}
+    reads = artefacts("assembly", "weights", "engines", "reference")
+    reads_quantized = {"reference": Results.quantized_reference.pattern}
     code = RUNTIME
     packages = ONNX
     help = "Engine set against the reference, and its speed."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep.stages.reference import make_reference
-from lockstep.stages.stage import EXPORT, TORCH, Config, Job, Names, Stage
+from lockstep.stages.stage import EXPORT, TORCH, Config, Job, Names, Stage, artefacts
 
 
 class QuantizedReference(Stage):
@@ -14,7 +14,7 @@ class QuantizedReference(Stage):
         "logits": "{model}/{precision}/reference/{layers}.safetensors",
         "drift": "{model}/{precision}/reference/{layers}.drift.json",
     }
-    reads = {"checkpoint": "{model}/checkpoint.json", "weights": "{model}/{precision}/weights.json"}
+    reads = artefacts("checkpoint", "weights")
     code = (*EXPORT, "verify/*", "verify/golden")
     packages = TORCH
     help = "Tokens and logits of transformers on the dequantised weights, and their drift."

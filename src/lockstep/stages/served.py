@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.stages.stage import ONNX, RUNTIME, Config, Job, Names, Stage, arguments, bounds
-from lockstep.targets import Target
+from lockstep.stages.stage import ONNX, RUNTIME, Config, Job, Names, Stage, arguments, artefacts, bounds
+from lockstep.targets import Results, Target
 
 
 class Served(Stage):
     output = "{model}/{precision}/served/{backend}/{layers}.json"
-    reads = {
-        "assembly": "{model}/{precision}/graphs/assembly.json",
-        "weights": "{model}/{precision}/weights.json",
-        "engines": "{model}/{precision}/engines/{backend}/engines.json",
-        "reference": "{model}/reference/{layers}.json",
-        "golden": "{model}/{precision}/golden/{backend}/{layers}.json",
-    }
-    reads_quantized = {"reference": "{model}/{precision}/reference/{layers}.json"}
+    reads = artefacts("assembly", "weights", "engines", "reference", "golden")
+    reads_quantized = {"reference": Results.quantized_reference.pattern}
     code = (*RUNTIME, "processes.py", "serve")
     packages = (
         "grpcio", "jinja2", "llguidance", "msgspec", "prometheus-client", "protobuf", "starlette", "uvicorn", "uvloop",

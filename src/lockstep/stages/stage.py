@@ -7,7 +7,6 @@ of it, and its work. Its rule in `workflow/rules` says the same to Snakemake; a 
 from __future__ import annotations
 
 import abc
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from lockstep.artifacts.build_record import BuildKey
 from lockstep.manifests.manifest_files import named_files
 from lockstep.stages import worker
-from lockstep.targets import Limits, Target, Tolerances, is_quantized, layer_count
+from lockstep.targets import Limits, Results, Target, Tolerances, is_quantized, layer_count, wildcards_of
 
 if TYPE_CHECKING:
     from lockstep.artifacts.reference import ReferencePrompt
@@ -37,7 +36,7 @@ NUMPY = ("ml-dtypes", "numpy", "tokenizers")
 ONNX = (*NUMPY, "onnx", "onnxruntime")
 TORCH = (*ONNX, "huggingface-hub", "onnx-ir", "onnxscript", "safetensors", "torch", "transformers")
 
-Names = Mapping[str, Any]  # model, precision, layers (a number or "all") and backend, those that a stage has
+Names = Mapping[str, Any]  # model, precision, layers and backend, those that a stage has
 Pinned = tuple[tuple[str, ...], dict[str, Any]]  # the place in a lock, and what it must be, by name
 
 
@@ -90,6 +89,7 @@ class Stage(abc.ABC):
     built on are added. help: of its command, which it has not without one.
     """
 
+    classes: ClassVar[list[type[Stage]]] = []  # of all stages
     name: ClassVar[str]
     output: ClassVar[str]
     code: ClassVar[tuple[str, ...]] = ()
@@ -113,6 +113,7 @@ class Stage(abc.ABC):
 
     def __init_subclass__(cls) -> None:
         cls.name = cls.__module__.rpartition(".")[2]
+        cls.classes.append(cls)
 
     @property
     def wildcards(self) -> tuple[str, ...]:
@@ -190,10 +191,9 @@ class Stage(abc.ABC):
         )
 
 
-def wildcards_of(pattern: str) -> tuple[str, ...]:
-    """Return the wildcards of a pattern, in the order of a target's name."""
-    found = set(re.findall(r"{(\w+)}", pattern))
-    return tuple(name for name in ("model", "precision", "layers", "backend") if name in found)
+def artefacts(*names: str) -> dict[str, str]:
+    """Return the patterns of what `Results` has by these names."""
+    return {name: getattr(Results, name).pattern for name in names}
 
 
 def digests(manifest: Path) -> dict[str, str]:
@@ -229,9 +229,4 @@ def expected(config: Config, prompts: Iterable[Prompt], names: Names) -> list[st
     It is what the checkpoint says; of quantised weights and caches the drift report shows what became of it.
     """
     rounded = config.models[names["model"]].kv_cache_dtype or is_quantized(names["precision"])
-    return [None if rounded else prompt.expected.get(names["layers"]) for prompt in prompts]
-
-
-def names_below_model(key: BuildKey) -> tuple[str, ...]:
-    """Return the names of a job without its model, as places in a lock have them."""
-    return tuple(value for name, value in key.names.items() if name != "model")
+    return [None if rounded else prompt.expected.get(layer_count(names["layers"])) for prompt in prompts]

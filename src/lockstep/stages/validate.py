@@ -5,17 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from lockstep.stages.stage import EXPORT, TORCH, Config, Job, Names, Stage
+from lockstep.stages.stage import EXPORT, TORCH, Config, Job, Names, Stage, artefacts
 from lockstep.targets import Tolerances
 
 
 class Validate(Stage):
     output = "{model}/{precision}/validate/{layers}.json"
-    reads = {
-        "assembly": "{model}/{precision}/graphs/assembly.json",
-        "weights": "{model}/{precision}/weights.json",
-        "checkpoint": "{model}/checkpoint.json",
-    }
+    reads = artefacts("assembly", "weights", "checkpoint")
     code = (*EXPORT, "step", "verify/*", "verify/validate")
     packages = ("onnx-graphsurgeon", "polygraphy", *TORCH)
     help = "Graphs against torch, at one layer count."
