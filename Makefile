@@ -43,9 +43,9 @@ PINS := envs/requirements.txt
 # pip would compile all modules, three times as many as are imported: Python compiles those, where it may write what it compiles.
 COMPILE_LATER := $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 TORCH ?= $(shell sed -n '/^torch==/p' $(PINS))
-# tests/conftest.py says how many processes `auto` are. Each starts with a part of the files of its own, and takes from others when it is done.
+# tests/conftest.py says how many processes `auto` are, and in which order they take files: all tests of a file in one, which makes its fixtures once.
 # Without compiled modules each of them would compile all tests, and each process that a test starts the package.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist worksteal
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 # As lockstep/__init__.py does, for what starts without it.
 export ORT_DISABLE_TELEMETRY ?= 1

@@ -24,6 +24,7 @@ from shared import WORKER, Shared, shared_root
 # jsonschema loads a grammar of IRIs for a format that no schema here has: two seconds in each process.
 sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 WORKFLOW = Path(__file__).parent / "workflow"
+FIRST = WORKFLOW / "test_committed_lock.py"  # makes the demo's run
 MOST_WORKERS = 8  # each holds torch and ONNX Runtime: up to 2 GB
 if WORKER in os.environ:
     # One test a core: more threads would fight for them. Before torch is imported, and for the processes that tests
@@ -97,7 +98,7 @@ def is_patched(module: str) -> bool:
 
 TESTS = Path(__file__).resolve().parent
 # Keys of a config.json that no trace depends on: tensors have their type.
-NOT_TRACED = ("architectures", "dtype", "bos_token_id", "eos_token_id", "pad_token_id")
+NOT_TRACED = ("architectures", "dtype", "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -139,9 +140,10 @@ import lockstep  # noqa: E402, F401  first: it switches off what other packages 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # First what takes long: a process that is done with its part takes tests from the end of another's, where then are
-    # short ones, and none whose fixtures it would make a second time.
-    items.sort(key=lambda item: not item.path.is_relative_to(WORKFLOW))
     for item in items:
         if "shared" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.exports)
+    exporting = {item.path for item in items if item.get_closest_marker("exports")}
+    # A process takes the next file when it is done with one: first the run that other files wait for, then files that
+    # take long, so that the processes end together.
+    items.sort(key=lambda item: (item.path != FIRST, item.path not in exporting, item.path.parent == WORKFLOW))

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import re
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from fake_gpu.device import Fault, Gpu
+from shared import Shared
 
 COMPILER = shutil.which("c++") or shutil.which("g++")
 # A number as e4m3, by its definition: four bits of exponent, bias 7, and three bits of the number.
@@ -91,18 +92,25 @@ def _declared(text: str, name: str) -> tuple[int, list[str]]:
     return int(threads), [part.strip() for part in parameters.replace("__restrict__", "").split(",")]
 
 
+# Of the test run, whose processes compile each kernel once: tests/unit/conftest.py sets it.
+folders: Shared | None = None
+
+
 @functools.cache
 def _compiled(text: str) -> Any:
     if COMPILER is None:
         raise Fault("expected a C++ compiler, found none")
-    with tempfile.TemporaryDirectory() as folder:
-        path, library = Path(folder) / "kernel.cpp", Path(folder) / "kernel.so"
-        path.write_text(text)
-        command = [COMPILER, "-O1", "-std=c++17", "-w", "-shared", "-fPIC", str(path), "-o", str(library)]
-        made = subprocess.run(command, capture_output=True, text=True)
+
+    def make(folder: Path) -> None:
+        (folder / "kernel.cpp").write_text(text)
+        command = [COMPILER, "-O1", "-std=c++17", "-w", "-shared", "-fPIC", "kernel.cpp", "-o", "kernel.so"]
+        made = subprocess.run(command, cwd=folder, capture_output=True, text=True)
         if made.returncode:
             raise Fault(f"kernel: {made.stderr[:2000]}")
-        return ctypes.CDLL(str(library)).run
+
+    assert folders is not None
+    folder = folders.folder(f"kernels/{hashlib.sha256(text.encode()).hexdigest()}", make)
+    return ctypes.CDLL(str(folder / "kernel.so")).run
 
 
 def run(text: str, gpu: Gpu, blocks: int, threads: int, types: Sequence[Any], values: Sequence[Any]) -> None:

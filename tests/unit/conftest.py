@@ -3,6 +3,7 @@
 import gc
 import importlib
 import os
+import pickle
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 from demo_model import CONFIG, DEMO
 
 import fake_gpu
-from lockstep.artifacts.files import read_json, sha256_file
+from fake_gpu import compiled
+from lockstep.artifacts.files import read_json, sha256_file, sha256_json
 from lockstep.backends import build
 from lockstep.checkpoint import resolve, tokenizer_file
 from lockstep.checkpoint.resolve import SIDE_FILES
@@ -21,7 +23,7 @@ from lockstep.verify.golden.reference import make_reference
 from lockstep.verify.golden.terms import GoldenTerms
 from lockstep.weights import convert
 from real_server import RealServer, make_tree
-from shared import Shared
+from shared import Shared, shared_root
 
 # ONNX Runtime's pool has one size in a process, and some tests ask for one thread.
 os.environ.setdefault("LOCKSTEP_THREADS", "1")
@@ -97,8 +99,12 @@ def no_cache_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def each_tokenizer_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Load a tokenizer once for each content that has passed. `resolve` loads it in processes of its own."""
+def each_tokenizer_is_loaded_once(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Load a tokenizer once a test run for each content that has passed.
+
+    `resolve` loads it in a process of its own, which imports transformers: more than a second.
+    """
+    shared = Shared(shared_root(tmp_path_factory.getbasetemp()))
     module = importlib.import_module("lockstep.checkpoint.resolve")  # the package has a function of that name too
 
     def check(path: Path) -> None:
@@ -110,21 +116,27 @@ def each_tokenizer_is_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
         paths = map(folder.joinpath, sorted({*SIDE_FILES} - {"config.json"}))
         files = tuple(sha256_file(path) if path.is_file() else "" for path in paths)
         files += (str(read_json(folder / "config.json").get("model_type")),)  # what it says to AutoTokenizer
-        if files not in LOADED:
-            LOADED[files] = tokenizer_file.load_as_transformers(folder)
-        return LOADED[files]
+
+        def make(place: Path) -> None:
+            (place / "loaded.pickle").write_bytes(pickle.dumps(tokenizer_file.load_as_transformers(folder)))
+
+        return pickle.loads((shared.folder(f"tokenizers/{sha256_json(files)}", make) / "loaded.pickle").read_bytes())
 
     monkeypatch.setattr(module, "check_loads", check)
     monkeypatch.setattr(module, "load_as_transformers", load)
 
 
 PASSED: set[str] = set()  # tokenizer files, by digest
-LOADED: dict[tuple[str, ...], tokenizer_file.TokenizerOfTransformers] = {}  # by the digests of what is read
 
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Cache:
     return Cache(tmp_path / "cache")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def each_kernel_is_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    compiled.folders = Shared(shared_root(tmp_path_factory.getbasetemp()))
 
 
 @pytest.fixture

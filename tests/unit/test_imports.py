@@ -80,6 +80,10 @@ def test_the_package_knows_no_snakemake() -> None:
     assert not [name(path) for path in MODULES if "snakemake" in outside(path)]
 
 
+def test_only_compat_knows_tensorrt() -> None:
+    assert {name(path) for path in MODULES if "tensorrt" in outside(path)} == {"backends/tensorrt/compat.py"}
+
+
 def loaded_by(code: str) -> set[str]:
     """Top-level packages that a new process has loaded after `code`."""
     script = f"{code}\nimport sys; print(*sorted({{name.partition('.')[0] for name in sys.modules}}))"

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from families import FAMILIES
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -26,7 +27,7 @@ QWEN = {
     "model_type": "qwen3_moe", **SIZES, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
     "moe_intermediate_size": 16, "mlp_only_layers": [0],
 }  # fmt: skip
-GPT2 = {"model_type": "gpt2", "vocab_size": 256, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+GPT2 = dict(FAMILIES["gpt2"].config)  # which other tests trace too
 
 
 def saved(config: dict, folder) -> torch.nn.Module:

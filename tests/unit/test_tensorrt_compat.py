@@ -189,17 +189,6 @@ def test_a_feature_is_in_every_version_that_the_table_says(name):
             assert versions == IN_VERSIONS[needed], "the table says less than there is"
 
 
-def test_only_compat_knows_tensorrt():
-    for path in sorted(FOLDER.parents[1].rglob("*.py")):
-        imports = {
-            alias.name
-            for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, ast.Import)
-            for alias in node.names
-        }
-        assert path.name == "compat.py" or "tensorrt" not in imports, path
-
-
 @pytest.mark.parametrize(
     "path", sorted(path for path in FOLDER.glob("*.py") if path.name != "compat.py"), ids=lambda path: path.name
 )

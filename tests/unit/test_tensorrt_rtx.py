@@ -174,7 +174,8 @@ def test_the_form_for_this_library_says_what_matmulnbits_says(bits):
         dequantize_products(refused, "here")
 
 
-@pytest.mark.parametrize("precision", some(PRECISIONS, "fp16"))
+@pytest.mark.long  # the committed lock has the bytes of some
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_set_is_the_same_bytes_in_each_build(assemblies, engine_sets, tmp_path, precision):
     """By a process that hashes otherwise, with more in its environment."""
     environment = {**os.environ, "PYTHONHASHSEED": "12345", "LOCKSTEP_TEST_PADDING": 5000 * "x"}

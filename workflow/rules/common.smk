@@ -1,7 +1,4 @@
 # What all rules share: the config, checked before any job starts, and what their inputs and parameters are made of.
-#
-# needs: config (Snakemake's merged mapping), REPOSITORY
-# makes: CONFIG, LOCKED, SOURCES, PACKED, ADAPTERS, TARGETS, JOBS, PLACE and the functions below
 
 import gc
 import shlex

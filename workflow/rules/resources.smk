@@ -1,7 +1,4 @@
 # What jobs ask of a cluster: memory, minutes and GPUs. Locally only `gpu` counts, unless `--resources mem_mb=N` is given.
-#
-# needs: CONFIG, WEIGHT_FILES, PLACE, NOT_RUN
-# makes: the functions `memory`, `minutes`, `gpus` and `gpus_of_ranks` for `resources:`
 
 import functools
 
