@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep.artifacts.dtypes import GROUP_SIZE, QUANTIZATIONS, is_fp8
 from lockstep.config.backends import BackendSettings, backends
-from lockstep.config.messages import Problem, describe
+from lockstep.config.messages import Problem, describe, repeated
 from lockstep.config.packing import MXFP4, Packing, largest_group, precision_of
 from lockstep.config.sources import CheckpointShape, read_shape
 from lockstep.config.types import Device, Limits, ModelConfig, Prompt
@@ -78,16 +78,14 @@ def model_problems(
     if _RESERVED_NAMES.fullmatch(name):
         yield Problem(here, f"expected another name, for results/{name} is used for results; found {name!r}")
     for key in ("layers", "precisions", "backends"):
-        items = getattr(model, key)
-        for index, item in enumerate(items):
-            if item in items[:index]:
-                yield Problem((*here, key, index), f"expected each item once; found {item!r} again")
-    for backend in model.backend_precisions:
+        yield from repeated((*here, key), getattr(model, key))
+    for backend, precisions in model.backend_precisions.items():
         if backend not in model.backends:
             text = f"expected one of the model's backends ({', '.join(model.backends)}) as the key; found {backend!r}"
             yield Problem((*here, "backend_precisions", backend), text)
+        yield from repeated((*here, "backend_precisions", backend), precisions)
     for backend in model.backends:
-        settings, own = backends()[backend_of(backend)], backend in model.backend_precisions
+        settings = backends()[backend_of(backend)]
         if model.tensor_parallel > 1 and not settings.runs_ranks:
             able = ", ".join(name for name, each in backends().items() if each.runs_ranks)
             text = f"expected 1 for backend {backend}; several ranks run on {able}; found {model.tensor_parallel}"
@@ -110,14 +108,11 @@ def model_problems(
         if model.residual and narrow:
             text = f"expected none for backend {backend} in {narrow[0]}, whose engines have the hidden state in float16"
             yield Problem((*here, "residual"), f"{text}; found {model.residual!r}")
-        place: tuple[str, ...] = ("backend_precisions", backend) if own else ("precisions",)
-        for index, precision in enumerate(model.precisions_of(backend)):
+        for place, precision in model.placed_precisions(backend):
             if precision not in settings.precisions:
                 allowed, why = ", ".join(settings.precisions), f" ({settings.lacks})" if settings.lacks else ""
                 text = f"expected one of {allowed} for backend {backend}{why}; found {precision!r}"
-                yield Problem((*here, *place, index), text)
-            elif own and precision in model.precisions_of(backend)[:index]:
-                yield Problem((*here, *place, index), f"expected each item once; found {precision!r} again")
+                yield Problem((*here, *place), text)
     if model.adapters and model.tensor_parallel > 1:
         text = (
             f"expected none for a model that is split over {model.tensor_parallel} ranks; found {len(model.adapters)}"
@@ -170,13 +165,11 @@ def _group_problems(
     elif found and not all(map(is_fp8, quantized)) and shape.hidden_size is not None and shape.hidden_size % found:
         yield Problem(where, f"expected a size that divides hidden_size ({shape.hidden_size} in {path}); found {found}")
     for backend in model.backends:
-        own = backend in model.backend_precisions
-        for index, precision in enumerate(model.precisions_of(backend)):
+        for place, precision in model.placed_precisions(backend):
             fits = not is_quantized(precision) or not packing or QUANTIZATIONS[precision].bits == packing.bits
             if packing and (not fits or is_fp8(precision)):
-                place: tuple[Any, ...] = ("backend_precisions", backend) if own else ("precisions",)
                 text = f"expected {precision_of(packing.bits)} or floating point, as {path} says how weights are"
-                yield Problem(("models", name, *place, index), f"{text} quantised; found {precision!r}")
+                yield Problem(("models", name, *place), f"{text} quantised; found {precision!r}")
             elif is_quantized(precision) and packing and not _takes(settings_of(backend), packing):
                 what = packing.beyond_integers
                 text = f"expected none of {backend}, which takes no {what} ({path})"

@@ -48,10 +48,10 @@ class Problem:
     text: str
 
 
-def repeated(key: str, items: Sequence[object]) -> list[Problem]:
+def repeated(place: Location, items: Sequence[object]) -> list[Problem]:
     """Return the mistakes of a list that has an item twice."""
     again = [index for index, item in enumerate(items) if item in items[:index]]
-    return [Problem((key, index), f"expected each item once; found {items[index]!r} again") for index in again]
+    return [Problem((*place, index), f"expected each item once; found {items[index]!r} again") for index in again]
 
 
 class Problems(ValueError):

@@ -153,15 +153,13 @@ class Config(Section):
 
     def _lacking_problems(self, name: str, model: ModelConfig) -> Iterator[Problem]:
         for backend in model.backends:
-            own = backend in model.backend_precisions
-            place: tuple[Any, ...] = ("backend_precisions", backend) if own else ("precisions",)
-            for index, precision in enumerate(model.precisions_of(backend)):
+            for place, precision in model.placed_precisions(backend):
                 if reason := self._lacking(precision, backend):
                     text = (
                         f"expected a precision of this machine for backend {backend} ({reason}), or "
                         f"skip_missing_precisions: true; found {precision!r}"
                     )
-                    yield Problem(("models", name, *place, index), text)
+                    yield Problem(("models", name, *place), text)
 
     def check_device(self, name: str | None) -> str | None:
         """Return the device that a run is for, as `--config device=NAME` says.

@@ -7,6 +7,7 @@ Each key has its meaning, too. `workflow/schemas/config.schema.yaml` and `config
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 
@@ -260,6 +261,12 @@ class ModelConfig(Section):
     def precisions_of(self, backend: str) -> tuple[str, ...]:
         """Return the precisions that are built for a backend, in the order of the config."""
         return self.backend_precisions.get(backend, self.precisions)
+
+    def placed_precisions(self, backend: str) -> Iterator[tuple[tuple[str | int, ...], str]]:
+        """Yield the same with the place of each, of keys and an index below the model."""
+        place = ("backend_precisions", backend) if backend in self.backend_precisions else ("precisions",)
+        for index, precision in enumerate(self.precisions_of(backend)):
+            yield (*place, index), precision
 
     def all_precisions(self) -> list[str]:
         """Return the precisions of all backends, each once."""

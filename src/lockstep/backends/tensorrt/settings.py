@@ -63,7 +63,7 @@ class TensorRTConfig(Section):
 
     @model_validator(mode="after")
     def _across_keys(self) -> TensorRTConfig:
-        problems = repeated("tactic_sources", self.tactic_sources or ())
+        problems = repeated(("tactic_sources",), self.tactic_sources or ())
         if self.tactics != "free" and self.optimization_level == 0:
             text = f"expected at least 1 with tactics: {self.tactics}, since level 0 ignores the timing cache; found 0"
             problems.append(Problem(("optimization_level",), text))

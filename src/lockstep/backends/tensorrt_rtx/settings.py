@@ -30,7 +30,7 @@ class TensorRTRTXConfig(Section):
 
     @model_validator(mode="after")
     def _each_once(self) -> TensorRTRTXConfig:
-        if problems := repeated("compute_capabilities", self.compute_capabilities or ()):
+        if problems := repeated(("compute_capabilities",), self.compute_capabilities or ()):
             raise Problems(problems)
         return self
 
