@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import onnx
 import pytest
 import shared_cache
 from demo_model import ROOT
@@ -66,21 +65,6 @@ def test_targets_with_layers(project: Path, demo: Results, capsys: pytest.Captur
     middle = assembly.layers[1].block.graph
     assert table["sha256"][middle] == sha256_file(graphs / assembly.classes[middle].file)
     assert tables["demo-llama", "fp32"] == {"model": "demo-llama", "precision": "fp32", "layers": None}
-
-
-@pytest.mark.exports
-def test_show(demo: Results, capsys: pytest.CaptureFixture[str]) -> None:
-    assembly = Assembly.load(demo.assembly("demo-llama", "fp16"))
-    graph = assembly.classes[assembly.layers[1].block.graph]
-    path = demo.assembly("demo-llama", "fp16").parent / graph.file
-    found, code = told(capsys, "show", path)
-    signature = {
-        name: [io.to_json() for io in getattr(graph.signature, name)] for name in ("inputs", "slots", "outputs")
-    }
-    assert code == 0 and {name: found[name] for name in signature} == signature
-    operators = onnx.load(path).graph.node
-    assert [each["op_type"] for each in found["operators"]] == [node.op_type for node in operators]
-    assert found["file"] == path.name and found["opset"] >= 18
 
 
 def test_stages_print_a_line_for_each_artefact(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

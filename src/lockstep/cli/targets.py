@@ -73,13 +73,8 @@ def _layers(path: Path) -> dict[str, Any]:
 
 @click.command()
 @click.argument("graph", type=PATH)
-@JSON
-def show(graph: Path, as_json: bool) -> None:
+def show(graph: Path) -> None:
     """Print the operators, shapes and slots of a graph."""
-    from lockstep.cli.graph_json import graph_json
     from lockstep.onnx_tools.show import show as text
 
-    shown = text(graph)  # checks the file, too
-    if as_json:
-        return echo_json(graph_json(graph))
-    click.echo(shown, nl=False)
+    click.echo(text(graph), nl=False)
