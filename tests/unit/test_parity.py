@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import itertools
 
 import numpy as np
 import onnx
@@ -18,6 +19,7 @@ from lockstep.export.parity import TOLERANCE, Small, depths_to_try, make_small, 
 from lockstep.export.run import assemble, export_config
 from lockstep.export.small_configs import small_configs
 from lockstep.export.tracer import meta_model
+from some import some
 
 pytestmark = pytest.mark.exports
 
@@ -96,7 +98,7 @@ GRAPH_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", [PREFILL, DECODE])
+@pytest.mark.parametrize("name", [PREFILL, pytest.param(DECODE, marks=pytest.mark.long)])
 @pytest.mark.parametrize("fault", GRAPH_FAULTS.values(), ids=GRAPH_FAULTS.keys())
 def test_a_fault_in_attention_is_caught(small, name, fault):
     assert measure(with_graph(small, name, fault)).error > 10 * TOLERANCE
@@ -186,8 +188,10 @@ def far(small):
     return dataclasses.replace(small, config={**small.config, **positions}, assembly=assembly)
 
 
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
-@pytest.mark.parametrize("at", [4096, 16384, 131060])
+@pytest.mark.parametrize(
+    ("at", "phase"),
+    some(itertools.product([4096, 16384, 131060], ["prefill", "decode"]), (4096, "prefill"), (131060, "decode")),
+)
 def test_positions_are_right_up_to_the_last(far, at, phase):
     graph = {"prefill": PREFILL, "decode": DECODE}[phase]
     assert measure(far).error < TOLERANCE / 4

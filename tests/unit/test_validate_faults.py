@@ -13,7 +13,7 @@ from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.errors import CheckError
 from lockstep.verify import validate
 from lockstep.verify.metrics import failed_path
-from some import some
+from some import some, some_cases
 
 FAULTY_LAYER = 3
 
@@ -62,7 +62,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(("fault", "tensor"), FAULTS.values(), ids=FAULTS)
+@pytest.mark.parametrize(("fault", "tensor"), some_cases(FAULTS, "mask one too far", "position off by one"))
 def test_a_fault_in_one_layers_attention_is_caught_and_the_layer_named(demo, copy, fault, tensor):
     plant_in_attention(copy[0], fault)
     with pytest.raises(
