@@ -27,11 +27,12 @@ from lockstep import Advance, Assembly, InputError, Model, Results
 from lockstep.artifacts.document import ValidationError
 from lockstep.config.packing import KEY as PACKING_KEY
 from lockstep.config.packing import packing_of
+from lockstep.export.language import build_config
 from lockstep.export.parity import depths_to_try
 from lockstep.export.quiet import quiet
 from lockstep.export.small_configs import small_configs
 from lockstep.export.torch_model import cut_config, load_folder
-from lockstep.export.tracer import build_config, meta_model
+from lockstep.export.tracer import meta_model
 from lockstep.export.unique_layers import signatures
 
 _MAX_PARAMETERS = 150_000_000  # 600 MB

@@ -18,11 +18,12 @@ from transformers.models.llama import modeling_llama
 
 from lockstep.config.sources import read_shape
 from lockstep.errors import InputError
-from lockstep.export.copies import copies_apart
 from lockstep.export.independence import check_independence
+from lockstep.export.language import build_config
+from lockstep.export.movement import copies_apart
 from lockstep.export.parity import reference_model
 from lockstep.export.rope import freeze_ropes, position_limit
-from lockstep.export.tracer import build_config, meta_model
+from lockstep.export.tracer import meta_model
 from lockstep.export.unique_layers import parts_of
 
 HEAD = """<ir_version: 8, opset_import: ["": 20]> g (float[num_tokens, 4] hidden, int64[num_tokens] position_ids) => (float[num_tokens, 4] out)
@@ -57,32 +58,27 @@ def test_token_wise_graphs_pass(body):
     ("body", "named"),
     [
         ("m = ReduceMean(hidden, zero)  out = Sub(hidden, m)", "ReduceMean mixes along the tokens"),
-        ("m = ReduceMax<keepdims = 0>(position_ids)  f = Cast<to = 1>(m)  out = "
-"Mul(hidden, f)", "ReduceMax mixes "
-"along the tokens"),
+        ("m = ReduceMax<keepdims = 0>(position_ids)  f = Cast<to = 1>(m)  out = Mul(hidden, f)",
+         "ReduceMax mixes along the tokens"),
         ("c = CumSum(hidden, first)  out = Add(hidden, c)", "CumSum mixes along the tokens"),
         ("out = Softmax<axis = 0>(hidden)", "Softmax mixes along the tokens"),
-        ("a = Slice(hidden, one, end, zero)  b = Slice(hidden, zero, one, zero)  out = Concat<axis = "
-"0>(a, b)", "Slice mixes along the tokens"),
-        ("out = Gather<axis = 0>(hidden, position_ids)", "Gather takes tokens by their number"),
-        ("t = Transpose<perm = [1, 0]>(hidden)  s = MatMul(hidden, t)  out = MatMul(s, "
-"hidden)", "MatMul combines each token "
-"with each other"),
-        ("t = Reshape(hidden, turned)  u = Transpose<perm = [1, 0]>(t)  out = "
-"Identity(u)", "Reshape moves values from "
-"token to token"),
-        ("n = Shape(hidden)  f = Cast<to = 1>(n)  s = ReduceSum<keepdims = 0>(f)  out = "
-"Mul(hidden, s)", "ReduceSum computes with the "
-"number of tokens"),
+        ("a = Slice(hidden, one, end, zero)  b = Slice(hidden, zero, one, zero)  out = Concat<axis = 0>(a, b)",
+         "Slice mixes along the tokens"),
+        ("out = Gather<axis = 0>(hidden, position_ids)", "Gather mixes along the tokens"),
+        ("t = Transpose<perm = [1, 0]>(hidden)  s = MatMul(hidden, t)  out = MatMul(s, hidden)",
+         "MatMul mixes along the tokens"),
+        ("t = Reshape(hidden, turned)  u = Transpose<perm = [1, 0]>(t)  out = Identity(u)",
+         "Reshape mixes along the tokens"),
+        ("n = Shape(hidden)  f = Cast<to = 1>(n)  s = ReduceSum<keepdims = 0>(f)  out = Mul(hidden, s)",
+         "ReduceSum computes with the number of tokens"),
         ("n = Shape<end = 1>(hidden)  k = Squeeze(n)  r = Range(first, k, step)  f = Cast<to = 1>(r)  g = "
-"Unsqueeze(f, one)  out = Add(hidden, g)",
+         "Unsqueeze(f, one)  out = Add(hidden, g)",
          "Range computes with the number of tokens"),
         ("n = Shape<end = 1>(hidden)  o = ConstantOfShape<value = int64[1] {1}>(n)  c = CumSum(o, first)  f "
-"= Cast<to = 1>(c)  g = Unsqueeze(f, one)  out = Add(hidden, g)",
+         "= Cast<to = 1>(c)  g = Unsqueeze(f, one)  out = Add(hidden, g)",
          "CumSum mixes along the tokens"),
-        ("i = NonZero(hidden)  out = "
-"GatherND(hidden, i)", "NonZero may mix tokens: it is not known to keep "
-"them apart"),
+        ("i = NonZero(hidden)  out = GatherND(hidden, i)",
+         "NonZero may mix tokens: it is not known to keep them apart"),
     ],
 )  # fmt: skip
 def test_mixed_tokens_are_named(body, named):

@@ -492,29 +492,6 @@ def test_a_model_that_does_not_divide_is_refused(settings: dict[str, Any], said:
     assert said in str(refused.value)
 
 
-@pytest.mark.exports
-@pytest.mark.parametrize(("layer", "style", "found"), [("q_proj", "rowwise", "col"), ("o_proj", "colwise", "row")])
-def test_a_weight_that_the_plan_of_transformers_splits_otherwise_is_refused(layer: str, style: str, found: str) -> None:
-    meta = meta_model(CONFIG, "fp32")
-    plan = dict(meta.config.base_model_tp_plan)
-    assert plan[f"layers.*.self_attn.{layer}"] != style
-    meta.config.base_model_tp_plan = {**plan, f"layers.*.self_attn.{layer}": style}
-    with pytest.raises(InputError) as refused:
-        assemble(meta, CONFIG, "fp32", tensor_parallel=2)
-    assert str(refused.value) == (
-        f"tensor_parallel: self_attn.{layer}: expected a {found}-wise split from the data flow, found {style!r} in the "
-        "plan of transformers; please report it"
-    )
-
-
-@pytest.mark.exports
-def test_a_model_without_a_plan_is_split_by_its_flow_alone() -> None:
-    meta, without = meta_model(CONFIG, "fp32"), meta_model(CONFIG, "fp32")
-    without.config.base_model_tp_plan = None
-    one, other = (assemble(each, CONFIG, "fp32", tensor_parallel=2)[1] for each in (meta, without))
-    assert one.to_json() == other.to_json()
-
-
 @pytest.mark.parametrize(("lines", "said"), [
     ("tensor_parallel: 0", "expected at least 1; found 0"),
     ("tensor_parallel: 17", "expected at most 16; found 17"),

@@ -97,7 +97,7 @@ def test_a_model_without_the_attention_interface_is_refused(tmp_path):
 
 
 def test_an_unknown_model_type_is_refused(demo):
-    with pytest.raises(InputError, match="model_type: expected one that transformers .* knows, found 'none'"):
+    with pytest.raises(InputError, match="model_type: expected a type of transformers .*, found 'none'"):
         cut_config({"model_type": "none"}, 1)
     with pytest.raises(InputError, match="layers: expected 1 to 6 or 'all', found 0"):
         cut_config(CONFIG, 0)

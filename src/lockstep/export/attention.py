@@ -16,8 +16,7 @@ import onnx_ir as ir
 
 from lockstep.export.canonical import Graph, canonical
 from lockstep.export.cut import BatchlessGraph
-from lockstep.export.graph_writer import GraphWriter
-from lockstep.export.known import dtype_of, shape_of
+from lockstep.export.known import GraphWriter, dtype_of, shape_of
 
 _LOWEST = np.float32(-3.0e38)  # finite, so that a row without any allowed key gives no NaN
 # the position of a cache row that holds nothing yet; fits int32 too, which some backends use

@@ -17,11 +17,12 @@ import onnx_ir as ir
 from onnx_ir import convenience
 
 from lockstep.errors import InputError
+from lockstep.export.axes import ELEMENTWISE
 from lockstep.export.canonical import Graph, canonical
 from lockstep.export.flow import Flow, layout_of
 from lockstep.export.known import constant, dtype_of, node_of, number, required, shape_of, upstream
 from lockstep.export.markers import DOMAIN
-from lockstep.export.simplify import ELEMENTWISE, merge_movement
+from lockstep.export.movement import merge_movement
 from lockstep.export.state_mixer import Recurrence, StateGraph, TokenWindow
 
 _ROLES = ("query", "key", "value")

@@ -56,13 +56,18 @@ def tokenizer_of(file: GgufFile) -> tuple[Tokenizer, dict[str, Any]]:
     tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text, kind in marked if kind == _CONTROL])
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text, kind in marked if kind == _USER_DEFINED])
     names = {name: _named(file, own, key) for name, key in _NAMES.items()}
-    if own.get("add_bos_token", opens) and names["bos_token"] is not None:
-        bos = names["bos_token"]
+    return tokenizer, with_special_tokens(tokenizer, names, own.get("add_bos_token", opens))
+
+
+def with_special_tokens(tokenizer: Tokenizer, names: Mapping[str, str | None], adds_bos: bool) -> dict[str, Any]:
+    """Let a prompt open with BOS, if asked; return the tokenizer_config.json with these names of special tokens."""
+    bos = names["bos_token"]
+    if adds_bos and bos is not None:
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, own["bos_token_id"])]
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokenizer.token_to_id(bos))]
         )
     settings = {name: token for name, token in names.items() if token is not None}
-    return tokenizer, {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **settings}
+    return {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **settings}
 
 
 _NAMES = {

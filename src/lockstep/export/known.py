@@ -1,8 +1,9 @@
-"""What passes over onnx_ir graphs share: shapes and types, which a trace always has, and new values and nodes."""
+"""What passes over onnx_ir graphs share: shapes and types, which a trace always has, new values, nodes and graphs."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -76,3 +77,24 @@ def upstream(values: Iterable[ir.Value], stops: Collection[ir.Value | ir.Node] =
         if node is not None and value not in stops:
             stack.extend(node.inputs)
     return reached
+
+
+class GraphWriter:
+    """Appends operators and constants to `graph`; prefix: what the names of constants begin with."""
+
+    def __init__(self, graph: ir.Graph, prefix: str):
+        self.graph, self._prefix, self._constants = graph, prefix, 0
+
+    def op(self, op_type: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
+        node = ir.node(op_type, list(inputs), attributes, num_outputs=1)
+        self.graph.append(node)
+        return node.outputs[0]
+
+    def const(self, value: np.ndarray | np.generic) -> ir.Value:
+        self._constants += 1
+        initializer = constant(f"{self._prefix}_const_{self._constants}", np.asarray(value))
+        self.graph.register_initializer(initializer)
+        return initializer
+
+    def ints(self, *values: int) -> ir.Value:
+        return self.const(np.array(values, dtype=np.int64))

@@ -9,11 +9,13 @@ the wrapper itself.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import transformers
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -83,6 +85,67 @@ def _made(config: Mapping[str, Any]) -> PreTrainedConfig | None:
     except Exception:  # whatever the class finds wrong; several text configs
         return None
     return made
+
+
+def build_config(config: Mapping[str, Any]) -> PreTrainedConfig:
+    """Return the transformers config of a config.json mapping.
+
+    Of a wrapper it is that of its language model; what it says of packed weights is left out. Raises InputError for a
+    model type that the installed transformers does not know as a causal LM, and for values that its class refuses.
+    """
+    values = copy.deepcopy(without_packing(language_config(config)))
+    model_type = values["model_type"]
+    if model_type not in CONFIG_MAPPING:
+        raise InputError(
+            f"config.json: model_type: expected a type of transformers {transformers.__version__}, found "
+            f"{model_type!r}; a model with code of its own cannot be used"
+        )
+    with quiet(), refused_in_one_line(model_type):
+        made: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(values)
+    if not register_decoder(made):
+        raise InputError(
+            f"config.json: model_type: expected a causal LM of transformers {transformers.__version__}, or a wrapper of"
+            f" one, found {config['model_type']!r}; use a decoder-only model"
+        )
+    return made
+
+
+@contextlib.contextmanager
+def refused_in_one_line(model_type: str) -> Iterator[None]:
+    """Turn whatever a model's class raises, for a config that contradicts itself, say, into an InputError."""
+    try:
+        yield
+    except Exception as error:
+        raise InputError(
+            f"config.json: expected the config of a {model_type!r} model, found one that it refuses:"
+            f" {root_cause(error)}"
+        ) from error
+
+
+def root_cause(error: BaseException) -> str:
+    while (inner := error.__cause__ or error.__context__) is not None and not isinstance(error, InputError):
+        error = inner
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return line if isinstance(error, InputError) else f"{type(error).__name__}: {line}"
+
+
+def per_layer_settings(config: PreTrainedConfig, depth: int) -> dict[str, Sequence[Any]]:
+    """Return the config's lists with an entry for each layer, but for lists of the layers' own numbers."""
+    lists = {
+        key: value for key, value in vars(config).items() if isinstance(value, (list, tuple)) and len(value) == depth
+    }
+    return {
+        key: value for key, value in lists.items() if key not in NOT_PER_LAYER and list(value) != list(range(depth))
+    }
+
+
+# Lists of a config that can be as long as the model is deep by chance.
+NOT_PER_LAYER = frozenset(
+    {
+        "architectures", "bos_token_id", "eos_token_id", "pad_token_id", "time_step_limit", "mlp_multipliers",
+        "ssm_multipliers", "mtp_layers_block_type",
+    }
+)  # fmt: skip
 
 
 def register_decoder(config: PreTrainedConfig) -> bool:

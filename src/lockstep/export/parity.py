@@ -23,19 +23,19 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from lockstep.artifacts.assembly import Assembly
-from lockstep.artifacts.graph_files import PHASES, StateMixer, TokenMixer
+from lockstep.artifacts.assembly import Assembly, Layer
+from lockstep.artifacts.graph_files import StateMixer
 from lockstep.errors import InputError
 from lockstep.export import far_positions
 from lockstep.export.float64_constants import float64_constants
-from lockstep.export.language import check_wrapper
+from lockstep.export.language import build_config, check_wrapper
 from lockstep.export.quiet import quiet
 from lockstep.export.reference_runner import PackedRequest, ReferenceRunner
 from lockstep.export.refusals import known_reason
 from lockstep.export.rope import define_frequencies, rope_settings
 from lockstep.export.small_configs import shallow_config, small_configs
 from lockstep.export.torch_model import draw_weights
-from lockstep.export.tracer import build_config, meta_model
+from lockstep.export.tracer import meta_model
 from lockstep.export.unique_layers import signatures
 from lockstep.onnx_tools.metrics import max_abs_error
 
@@ -119,11 +119,10 @@ def make_small(
             if assembly.precision == "fp32" and small.config.to_dict() == meta.config.to_dict():
                 return Small(candidate, files, assembly)
             found = assemble(small, candidate, "fp32")
-            _compare_variants(found[1], assembly)
-            fault = _graph_difference(found, (files, assembly))
+            fault = _other_form(found, (files, assembly))
             if fault and assembly.precision != "fp32":  # some operators have other names there (Min, and Clip)
                 same_precision = assemble(meta_model(candidate, assembly.precision), candidate, assembly.precision)
-                fault = _graph_difference(same_precision, (files, assembly))
+                fault = _other_form(same_precision, (files, assembly))
             if fault:
                 raise InputError(fault)
             return Small(candidate, *found)
@@ -171,51 +170,34 @@ def _compare_signatures(found: Sequence[str], expected: Sequence[str]) -> None:
         raise InputError(f"expected layers that look alike as in {real}, found {small}")
 
 
-def _compare_variants(found: Assembly, expected: Assembly) -> None:
-    """Raise InputError where a layer's attention differs by more than head counts and the size of the window."""
-    for index, (small, real) in enumerate(zip(found.layers, expected.layers)):
-        one, other = (
-            _essence(assembly.mixers[layer.variant]) for assembly, layer in ((found, small), (expected, real))
-        )
-        if one != other:
-            raise InputError(f"expected the attention of layer {index} with {other}, found {one}")
-
-
-def _graph_difference(found: tuple[Files, Assembly], expected: tuple[Files, Assembly]) -> str | None:
-    """Return where a layer has other operators than the real model's; None: what is shown holds for both."""
-    for index, (small, real) in enumerate(zip(found[1].layers, expected[1].layers)):
-        for part, *blocks in zip(("block", *("exit" for _ in real.exits)), small.parts, real.parts):
-            one, other = (
-                _operators(files[assembly.classes[block.graph].file])
-                for (files, assembly), block in zip((found, expected), blocks)
-            )
-            if one != other:
-                return (
-                    f"expected the {part} of layer {index} with {len(other)} operators as in "
-                    f"the model itself, found {len(one)} or others"
-                )
-        if small.variant in found[1].state_mixers:
-            for phase in PHASES:
-                one, other = (
-                    _operators(files[assembly.state_mixers[layer.variant].phases()[phase].file])
-                    for (files, assembly), layer in ((found, small), (expected, real))
-                )
-                if one != other:
-                    return f"expected the state of layer {index} to change as in the model itself"
+def _other_form(found: tuple[Files, Assembly], expected: tuple[Files, Assembly]) -> str | None:
+    """Return what of a layer has another form than in the real model; None: what is shown holds for both."""
+    for index, layers in enumerate(zip(found[1].layers, expected[1].layers)):
+        count = min(len(layer.parts) for layer in layers)  # the small model may end before a layer without a mixer
+        one, other = (_form(*graphs, layer, count) for graphs, layer in zip((found, expected), layers))
+        if fault := next((name for name in other if one.get(name) != other[name]), None):
+            return f"expected layer {index} as in the model itself, found another form of its {fault}"
     return None
+
+
+def _form(files: Files, assembly: Assembly, layer: Layer, count: int) -> dict[str, Any]:
+    """Return what a small model shows of a layer: operators of `count` blocks, and of its mixer what has no size."""
+    form: dict[str, Any] = {
+        f"exit {number}" if number else "block": _operators(files[assembly.classes[part.graph].file])
+        for number, part in enumerate(layer.parts[:count])
+    }
+    mixer = assembly.mixers[layer.variant]
+    if isinstance(mixer, StateMixer):
+        form |= {phase: _operators(files[graph.file]) for phase, graph in mixer.phases().items()}
+        return form | {"inputs": mixer.inputs, "dimensions of a state": len(mixer.state)}
+    form |= {key: getattr(mixer, key) for key in ("head_dim", "value_head_dim", "scale", "softcap", "sinks")}
+    return form | {"window": bool(mixer.window), "groups of heads": mixer.num_heads > mixer.num_kv_heads}
 
 
 @functools.lru_cache(maxsize=64)
 def _operators(graph: bytes) -> tuple[str, ...]:
     """Return the operators of a canonical graph but for casts, by which precisions differ."""
     return tuple(node.op_type for node in onnx.ModelProto.FromString(graph).graph.node if node.op_type != "Cast")
-
-
-def _essence(variant: TokenMixer) -> dict[str, Any]:
-    if isinstance(variant, StateMixer):
-        return {"inputs": list(variant.inputs), "dimensions of a state": len(variant.state)}
-    kept = {key: getattr(variant, key) for key in ("head_dim", "value_head_dim", "scale", "softcap", "sinks")}
-    return kept | {"window": bool(variant.window), "grouped": variant.num_heads > variant.num_kv_heads}
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ from lockstep.export.parity import prove
 from lockstep.export.quantize import quantize
 from lockstep.export.quiet import quiet
 from lockstep.export.rope import position_limit
-from lockstep.export.shards import Heads, shard_batchless, shard_block
+from lockstep.export.shards import shard_batchless, shard_block
 from lockstep.export.tracer import meta_model
 from lockstep.export.unique_layers import TracedModel, parts_of
 from lockstep.manifests.digest_cache import check_stored
@@ -258,9 +258,7 @@ def assemble(
         _check_stream(classes.graphs, residual, config["model_type"])
     ranks = None
     if tensor_parallel > 1:
-        batchless = [mixers.attention_of(entry.variant) for entry in entries]
-        plan = getattr(meta.config, "base_model_tp_plan", None) or {}
-        shard_files, ranks = shard(classes.graphs, mixers.variants, entries, batchless, plan, tensor_parallel)
+        shard_files, ranks = shard(classes.graphs, mixers, entries, tensor_parallel)
         files |= shard_files
     hidden = layers[0].block.signature.inputs[0]
     positions, limited_by = position_limit(meta.config)
@@ -308,28 +306,21 @@ def _check_stream(graphs: Mapping[str, Graph], residual: str, model_type: str) -
 
 
 def shard(
-    classes: Mapping[str, Graph],
-    variants: Mapping[str, AttentionVariant],
-    layers: Sequence[Layer],
-    batchless: Sequence[BatchlessGraph],
-    plan: Mapping[str, str],
-    degree: int,
+    classes: Mapping[str, Graph], mixers: _Mixers, layers: Sequence[Layer], degree: int
 ) -> tuple[dict[str, bytes], TensorParallel]:
     """Return the files of the graphs that `degree` ranks run, and their table.
 
-    batchless: of each layer's attention. plan: transformers' own. Raises InputError for a model that cannot be split
-    over so many.
+    Raises InputError for a model that cannot be split over so many.
     """
-    if any(graph.sinks for graph in batchless):
+    parts = {name: mixers.attention_of(name) for name in dict.fromkeys(layer.variant for layer in layers)}
+    if any(graph.sinks for graph in parts.values()):
         raise InputError("tensor_parallel: this model cannot be split: its attention has sinks; use one rank")
-    pieces, sharded = _Registry(), dict[str, ShardedClass]()
-    heads = [Heads.of(graph) for graph in batchless]
-    places: list[tuple[str, Heads | None, Heads | None]] = [
-        (layer.block.graph, heads[i - 1] if i else None, heads[i]) for i, layer in enumerate(layers)
-    ]
-    places += [(exit.graph, heads[i], None) for i, layer in enumerate(layers) for exit in layer.exits]
+    pieces, sharded, variants = _Registry(), dict[str, ShardedClass](), mixers.variants
+    befores = ["", *(layer.variant for layer in layers)]
+    places = [(layer.block.graph, before, layer.variant) for before, layer in zip(befores, layers)]
+    places += [(exit.graph, layer.variant, "") for layer in layers for exit in layer.exits]
     for name, before, behind in dict.fromkeys(places):
-        shards = shard_block(classes[name], before, behind, degree, plan)
+        shards = shard_block(classes[name], variants.get(before), variants.get(behind), degree)
         entries = tuple(
             ShardEntry(pieces.add(piece.graph, f"{name}.{number}"), piece.sums)
             for number, piece in enumerate(shards.pieces, 1)
@@ -339,8 +330,8 @@ def shard(
             raise InputError(f"tensor_parallel: the block {name} stands between attentions of different heads")
     files = {f"{name}.onnx": graph.data for name, graph in pieces.graphs.items()}
     described = {}
-    for name, whole in {layer.variant: graph for layer, graph in zip(layers, batchless, strict=True)}.items():
-        part = shard_batchless(whole, degree)
+    for name, whole in parts.items():
+        part = shard_batchless(whole, variants[name], degree)
         prefill, decode = attention.prefill(part), attention.decode(part)
         files |= {f"{name}.rank.prefill.onnx": prefill.data, f"{name}.rank.decode.onnx": decode.data}
         described[name] = replace(

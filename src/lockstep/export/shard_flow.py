@@ -20,8 +20,8 @@ import numpy as np
 import onnx
 
 from lockstep.errors import InputError
-from lockstep.export.shard_parts import NotSplit, ShardIndices, Uneven, even, merged
-from lockstep.export.shard_rules import BROADCAST, Needs, Rules
+from lockstep.export.axes import ELEMENTWISE
+from lockstep.export.shard_parts import Needs, NotSplit, Operators, ShardIndices, Uneven, even, merged
 from lockstep.onnx_tools.rewriter import Rewriter, attributes_of, typed_values
 
 _LINEAR_MOVES = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Neg"}
@@ -73,7 +73,7 @@ class _Finder:
         for name, node in graph.producers.items():
             if name not in self.shapes:
                 raise InputError(f"tensor_parallel: the shape of {name} ({node.op_type}) is not known")
-        self.rules = Rules(self.shapes, graph.arrays, ranks)
+        self.operators = Operators(self.shapes, graph.arrays, ranks)
         self.stacks = {  # a stack of weights of which each token takes some: its experts
             node.output[0]: node.input[0]
             for node in graph.nodes
@@ -150,7 +150,7 @@ class _Finder:
         numbers, results = (
             math.prod(size for size in self.shapes[value] if isinstance(size, int)) for value in (name, node.output[0])
         )
-        return node.op_type not in BROADCAST or numbers > 1 or results == 1
+        return node.op_type not in ELEMENTWISE or numbers > 1 or results == 1
 
     def _split(self, members: set[str]) -> None:
         reads = {name: product for name, product in self.products.items() if product.value in members}
@@ -206,7 +206,7 @@ class _Finder:
         for node in reversed(self.graph.nodes):
             product = reads.get(node.output[0])
             if product is not None:
-                size = self.rules.size(product.value, product.value_axis)
+                size = self.operators.size(product.value, product.value_axis)
                 given = self._given_for(product.value, members)
                 part = given or even(product.value_axis, size, self.ranks)
                 if part is None or (given is None and part.indices.size != size):
@@ -249,7 +249,7 @@ class _Finder:
     def _needs(self, node: onnx.NodeProto, parts: Parts) -> Needs:
         product = self.products.get(node.output[0])
         if product is None:
-            return self.rules.needs(node, parts)
+            return self.operators.needs(node, parts)
         (part,) = parts.values()
         if part.axis != product.result_axis:
             raise NotSplit(f"{node.output[0]} is needed along axis {part.axis}")

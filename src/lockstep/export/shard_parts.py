@@ -1,12 +1,25 @@
-"""The parts of a tensor that ranks hold, and what a reshape makes of them. Parts lie along one axis."""
+"""The parts of a tensor that ranks hold, and what an operator needs of its inputs where they hold parts of its outputs.
+
+Parts lie along one axis.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import onnx
+
+from lockstep.artifacts.tensor_parallel import Shard
+from lockstep.export.axes import ELEMENTWISE, REDUCTIONS, Operator, axes_of_inputs
+from lockstep.onnx_tools.rewriter import Dims, attributes_of
+
+# Operators whose constants `shards` brings to a rank's sizes, where they have some.
+_SPLIT = ELEMENTWISE.union(
+    REDUCTIONS, "Concat Expand Gather LayerNormalization Slice Softmax Squeeze Transpose Unsqueeze".split()
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,6 +34,17 @@ class ShardIndices:
             isinstance(other, ShardIndices) and self.axis == other.axis and np.array_equal(self.indices, other.indices)
         )
 
+    @classmethod
+    def of(cls, shard: Shard) -> ShardIndices:
+        ranks = [np.concatenate([np.arange(*part) for part in rank]) for rank in shard.ranges]
+        return cls(shard.axis, np.stack(ranks))
+
+    @property
+    def shard(self) -> Shard:
+        """Return the same in the assembly's form."""
+        runs = [np.split(held, np.flatnonzero(np.diff(held) != 1) + 1) for held in self.indices]
+        return Shard(self.axis, tuple(tuple((int(run[0]), int(run[-1]) + 1) for run in rank) for rank in runs))
+
     @property
     def count(self) -> int:
         return self.indices.shape[1]
@@ -29,16 +53,12 @@ class ShardIndices:
         return ShardIndices(axis, self.indices if indices is None else indices)
 
 
-def even(axis: int, size: int, ranks: int, unit: int = 1) -> ShardIndices | None:
-    """Return successive parts in whole units, shared where these are fewer than ranks; None where uneven."""
-    units = size // unit
-    if units % ranks == 0:
-        whole = np.arange(units).reshape(ranks, -1)
-    elif ranks % units == 0:
-        whole = np.repeat(np.arange(units), ranks // units)[:, None]
-    else:
-        return None
-    return ShardIndices(axis, (whole[:, :, None] * unit + np.arange(unit)).reshape(ranks, -1))
+def even(axis: int, size: int, ranks: int) -> ShardIndices | None:
+    """Return successive parts, shared where there are fewer numbers than ranks; None where uneven."""
+    return ShardIndices.of(Shard.even(axis, size, ranks)) if size % ranks == 0 or ranks % size == 0 else None
+
+
+Needs = list[tuple[str, ShardIndices]]
 
 
 class NotSplit(Exception):
@@ -66,68 +86,119 @@ def merged(name: str, wants: Sequence[ShardIndices]) -> ShardIndices:
     return ShardIndices(ordered[0].axis, np.concatenate([want.indices for want in ordered], axis=1))
 
 
-def reshaped(before: Sequence[int | str], after: Sequence[int | str], part: ShardIndices) -> ShardIndices:
+def reshaped(before: Dims, after: Dims, part: ShardIndices) -> ShardIndices:
     """Return what is held of a value once its shape `before` becomes `after`.
 
-    Sizes that are names stand for a number of tokens, which no axis is joined with. Raises NotSplit where it is no part
-    along one axis.
+    Raises NotSplit where it is no part along one axis. Sizes that are names stand for a number of tokens.
     """
-    for old, new in _axes_kept(before, after):
-        if part.axis not in old:
-            continue
-        sizes = [_number(before[axis]) for axis in old]
-        numbers = np.arange(math.prod(sizes)).reshape(sizes)
-        targets = [_number(after[axis]) for axis in new]
-        taken = [np.take(numbers, indices, old.index(part.axis)).reshape(-1) for indices in part.indices]
-        for position, axis in enumerate(new):
-            rows = [np.unravel_index(held, targets)[position] for held in taken]
-            kept = [rows_of[np.sort(np.unique(rows_of, return_index=True)[1])] for rows_of in rows]
-            if len({len(held) for held in kept}) > 1:
+    old, new = ([size if isinstance(size, int) else _TOKENS for size in shape] for shape in (before, after))
+    if (count := math.prod(old)) == math.prod(new):
+        numbers, targets = np.arange(count).reshape(old), np.arange(count).reshape(new)
+        taken = [np.take(numbers, indices, part.axis).reshape(-1) for indices in part.indices]
+        for axis, size in enumerate(after):
+            if not isinstance(size, int) or math.prod(new[: axis + 1]) < math.prod(old[: part.axis]):
                 continue
-            whole = np.arange(math.prod(targets)).reshape(targets)
-            if all(
-                np.array_equal(np.take(whole, indices, position).reshape(-1), held)
+            rows = [np.unravel_index(held, new)[axis] for held in taken]
+            kept = [rows_of[np.sort(np.unique(rows_of, return_index=True)[1])] for rows_of in rows]
+            if len({len(held) for held in kept}) == 1 and all(
+                np.array_equal(np.take(targets, indices, axis).reshape(-1), held)
                 for indices, held in zip(kept, taken, strict=True)
             ):
                 return ShardIndices(axis, np.stack(kept))
     raise NotSplit(f"a reshape of {list(before)} to {list(after)} does not keep the ranks' parts together")
 
 
-def _size(shape: Sequence[int | str], axes: Sequence[int]) -> int:
-    return math.prod(_number(shape[axis]) for axis in axes)
+_TOKENS = 3  # any number of them
 
 
-def _number(size: int | str) -> int:
-    if not isinstance(size, int):
-        raise NotSplit(f"a reshape joins {size} with what would be split")
-    return size
+@dataclass(frozen=True)
+class Operators:
+    """What the operators of one graph need of their inputs; shapes: of its values; constants: its initializers."""
 
+    shapes: Mapping[str, Dims]
+    constants: Mapping[str, np.ndarray]
+    ranks: int
 
-def _axes_kept(before: Sequence[int | str], after: Sequence[int | str]) -> list[tuple[list[int], list[int]]]:
-    """Return groups of axes of two shapes that hold the same numbers. Raises NotSplit where there are none."""
-    groups, i, j = [], 0, 0
-    while i < len(before) and j < len(after):
-        old, new = [i], [j]
-        i, j = i + 1, j + 1
-        if not (isinstance(before[old[0]], int) and isinstance(after[new[0]], int)):
-            if isinstance(before[old[0]], int) or isinstance(after[new[0]], int):
-                raise NotSplit(f"a reshape of {list(before)} to {list(after)} joins axes of tokens")
-            groups.append((old, new))
-            continue
-        while _size(before, old) != _size(after, new):
-            if _size(before, old) < _size(after, new):
-                if i == len(before):
-                    raise NotSplit("a reshape that does not come out even")
-                old.append(i)
-                i += 1
-            else:
-                if j == len(after):
-                    raise NotSplit("a reshape that does not come out even")
-                new.append(j)
-                j += 1
-        groups.append((old, new))
-    for axis in range(i, len(before)):
-        groups.append(([axis], []))
-    for axis in range(j, len(after)):
-        groups.append(([], [axis]))
-    return groups
+    def needs(self, node: onnx.NodeProto, parts: Mapping[str, ShardIndices]) -> Needs:
+        """Return (input, part) of each input that must be split; parts: of the outputs. Raises NotSplit."""
+        name, part = next(iter(parts.items()))
+        value, operator = node.input[0], self._operator(node)
+        if node.op_type == "Reshape":
+            return [(value, reshaped(self.shapes[name], self.shapes[value], part))]
+        if node.op_type == "Split":
+            return [(value, self._before_split(node, parts, operator.axis(0)))]
+        if node.op_type == "Slice" and (begin := self._begin(node, part.axis)) is not None:
+            return [(value, part.at(part.axis, part.indices + begin))]
+        if node.op_type == "Concat" and operator.axis(0) == part.axis:
+            return self._joined(node, part)
+        axes = axes_of_inputs(operator, part.axis) if node.op_type in _SPLIT else None
+        if axes is None:
+            raise NotSplit(f"{node.op_type} is not known to be split")
+        needs = [
+            (other, part.at(axis))
+            for other, axis in zip(node.input, axes, strict=True)
+            if axis is not None and not self._is_repeated(node, other, axis) and not self._is_alike(other, axis, part)
+        ]
+        if node.op_type not in ELEMENTWISE | {"Concat"} and [other for other, _ in needs] != [value]:
+            raise NotSplit(f"{node.op_type} goes over all of what would be split")
+        return needs
+
+    def size(self, name: str, axis: int) -> int:
+        size = self.shapes[name][axis]
+        if not isinstance(size, int):
+            raise NotSplit(f"{name} has no fixed size along axis {axis}")
+        return size
+
+    def _operator(self, node: onnx.NodeProto) -> Operator:
+        inputs, outputs = ([self.shapes.get(name, ()) for name in names] for names in (node.input, node.output))
+        constants = self.constants
+        return Operator(
+            node.op_type, attributes_of(node), inputs, outputs, lambda position: constants.get(node.input[position])
+        )
+
+    def _is_repeated(self, node: onnx.NodeProto, name: str, axis: int) -> bool:
+        """Return whether one number stands beside several of another input."""
+        return node.op_type in ELEMENTWISE and len(node.input) > 1 and self.shapes[name][axis] == 1
+
+    def _is_alike(self, name: str, axis: int, part: ShardIndices) -> bool:
+        """Return whether an input is a constant, which must be the same at all ranks, as engines are."""
+        if name not in self.constants:
+            return False
+        taken = [np.take(self.constants[name], indices, axis) for indices in part.indices]
+        if any(not np.array_equal(other, taken[0]) for other in taken):
+            raise NotSplit(f"a constant of {self.constants[name].shape} differs between the ranks' parts")
+        return True
+
+    def _begin(self, node: onnx.NodeProto, part_axis: int) -> int | None:
+        """Return where a slice of an axis begins; None where it takes all of it."""
+        value = node.input[0]
+        starts, _, axes, steps = (self.constants[other].tolist() for other in node.input[1:5])
+        for start, axis, step in zip(starts, axes, steps, strict=True):
+            if axis % len(self.shapes[value]) == part_axis:
+                if step != 1:
+                    raise NotSplit("every other number of what would be split is taken")
+                return start if start >= 0 else start + self.size(value, part_axis)
+        return None
+
+    def _before_split(self, node: onnx.NodeProto, parts: Mapping[str, ShardIndices], axis: int) -> ShardIndices:
+        wants, offset = [], 0
+        for name in node.output:
+            if name not in parts:
+                raise NotSplit(f"{name} is not read")
+            part = parts[name]
+            wants.append(part.at(axis, part.indices + offset) if part.axis == axis else part)
+            offset += self.size(name, axis)
+        return merged(node.input[0], wants)
+
+    def _joined(self, node: onnx.NodeProto, part: ShardIndices) -> Needs:
+        """Return what each rank holds of values that are joined along the axis of its part."""
+        needs, offset = [], 0
+        for value in node.input:
+            size = self.size(value, part.axis)
+            inside = (part.indices >= offset) & (part.indices < offset + size)
+            counts = inside.sum(axis=1)
+            if counts.min() != counts.max() or not counts.min():
+                raise NotSplit("ranks hold different numbers of what is joined")
+            needs.append((value, part.at(part.axis, part.indices[inside].reshape(self.ranks, -1) - offset)))
+            offset += size
+        return needs

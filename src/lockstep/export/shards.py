@@ -14,7 +14,8 @@ import onnx
 import onnx_ir as ir
 from onnx import NodeProto, helper, numpy_helper
 
-from lockstep.artifacts.tensor_parallel import Shard, heads_divide
+from lockstep.artifacts.graph_files import AttentionVariant
+from lockstep.artifacts.tensor_parallel import Shard, attention_shards, heads_divide
 from lockstep.errors import InputError
 from lockstep.export.canonical import IR_VERSION, OPSET, Graph, canonical_proto
 from lockstep.export.cut import INPUT_ORDER, BatchlessGraph
@@ -46,51 +47,30 @@ class Shards:
     first: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Heads:
-    """Head counts and sizes of the attention before a block, or behind it."""
+def _held(attention: AttentionVariant, ranks: int) -> dict[str, ShardIndices]:
+    """Return what a rank holds of query, key, value and attention, [num_tokens, heads * head_dim].
 
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    value_head_dim: int
-
-    @classmethod
-    def of(cls, batchless: BatchlessGraph) -> Heads:
-        return cls(batchless.num_heads, batchless.num_kv_heads, batchless.head_dim, batchless.value_head_dim)
-
-    def held(self, ranks: int) -> dict[str, ShardIndices]:
-        """Return what a rank holds of query, key, value and attention, [num_tokens, heads * head_dim].
-
-        Key and value heads of which there are fewer than ranks are held by several. Raises InputError for heads that do
-        not divide.
-        """
-        if not heads_divide(self.num_heads, self.num_kv_heads, ranks):
-            raise InputError(
-                f"tensor_parallel: expected a divisor of the {self.num_heads} attention heads, and a divisor or a "
-                f"multiple of the {self.num_kv_heads} key and value heads, found {ranks}"
-            )
-        sizes = {
-            "query": (self.num_heads, self.head_dim),
-            "key": (self.num_kv_heads, self.head_dim),
-            "value": (self.num_kv_heads, self.value_head_dim),
-            "attention": (self.num_heads, self.value_head_dim),
-        }
-        parts = {name: even(1, heads * dim, ranks, dim) for name, (heads, dim) in sizes.items()}
-        return {name: part for name, part in parts.items() if part is not None}
+    Key and value heads of which there are fewer than ranks are held by several. Raises InputError for heads that do
+    not divide.
+    """
+    if not heads_divide(attention.num_heads, attention.num_kv_heads, ranks):
+        raise InputError(
+            f"tensor_parallel: expected a divisor of the {attention.num_heads} attention heads, and a divisor or a "
+            f"multiple of the {attention.num_kv_heads} key and value heads, found {ranks}"
+        )
+    shards = attention_shards(attention, ranks)
+    return {name: ShardIndices.of(shards[name]) for name in ("query", "key", "value", "attention")}
 
 
-def shard_block(
-    block: Graph, before: Heads | None, behind: Heads | None, ranks: int, plan: Mapping[str, str]
-) -> Shards:
+def shard_block(block: Graph, before: AttentionVariant | None, behind: AttentionVariant | None, ranks: int) -> Shards:
     """Cut a block into pieces for `ranks` ranks.
 
-    before, behind: the attentions around the block; None: there is none. plan: transformers' own. Raises InputError
-    where its input or its weights cannot be split, or the plan splits them differently.
+    before, behind: the attentions around the block; None: there is none. Raises InputError where its input or its
+    weights cannot be split.
     """
     slots = {slot.name for slot in block.signature.slots}
-    given = {"attention": before.held(ranks)["attention"]} if before else {}
-    wanted = {name: part for name, part in (behind.held(ranks) if behind else {}).items() if name != "attention"}
+    given = {"attention": _held(before, ranks)["attention"]} if before else {}
+    wanted = {name: part for name, part in (_held(behind, ranks) if behind else {}).items() if name != "attention"}
     for output in block.signature.outputs:
         if output.name == "logits" and (part := even(1, int(output.shape[1]), ranks)) is not None:
             wanted["logits"] = part
@@ -103,48 +83,18 @@ def shard_block(
         pieces = _Cutter(graph, slots, flow).pieces()
     except NotSplit as reason:
         raise InputError(f"tensor_parallel: this model cannot be split over {ranks} ranks: {reason}") from None
-    _check_plan(flow, plan)
     values = {
         name: part for name, part in flow.held.items() if name in graph.outputs or name in graph.inputs.keys() - slots
     }
-    return Shards(tuple(pieces), _as_shards(values), _as_shards(flow.weights), tuple(sorted(flow.first)))
+    held, weights = ({name: part.shard for name, part in parts.items()} for parts in (values, flow.weights))
+    return Shards(tuple(pieces), held, weights, tuple(sorted(flow.first)))
 
 
-def _as_shards(parts: Mapping[str, ShardIndices]) -> dict[str, Shard]:
-    """Return the same in the assembly's form."""
-    shards = {}
-    for name, part in parts.items():
-        ranges = []
-        for indices in part.indices:
-            runs = np.split(indices, np.flatnonzero(np.diff(indices) != 1) + 1)
-            ranges.append(tuple((int(run[0]), int(run[-1]) + 1) for run in runs))
-        shards[name] = Shard(part.axis, tuple(ranges))
-    return shards
-
-
-def _check_plan(flow: Flow, plan: Mapping[str, str]) -> None:
-    """Hold the data flow against transformers' own plan, {"layers.*.mlp.up_proj": "colwise"}.
-
-    What the plan splits and the flow leaves whole is right, if larger. Raises InputError for a weight that they split
-    differently.
-    """
-    for slot in flow.weights:
-        name = slot.partition(".")[2].removesuffix(".weight")
-        style = next((style for key, style in plan.items() if key.partition("*.")[2] == name), "")
-        expected, other = ("row", "colwise") if slot in flow.rows else ("col", "rowwise")
-        if other in style:
-            raise InputError(
-                f"tensor_parallel: {name}: expected a {expected}-wise split from the data flow, found {style!r} in the "
-                f"plan of transformers; please report it"
-            )
-
-
-def shard_batchless(batchless: BatchlessGraph, ranks: int) -> BatchlessGraph:
+def shard_batchless(batchless: BatchlessGraph, attention: AttentionVariant, ranks: int) -> BatchlessGraph:
     """Return a rank's part of the batchless graph of an attention. Raises InputError where that is none by heads."""
-    heads = Heads.of(batchless)
-    given = {name: part for name, part in heads.held(ranks).items() if name != "attention"}
+    given = {name: part for name, part in _held(attention, ranks).items() if name != "attention"}
     graph = Rewriter(_model(ir.to_proto(ir.Model(batchless.graph, ir_version=IR_VERSION)).graph))
-    sizes = {"query": heads.head_dim, "key": heads.head_dim, "value": heads.value_head_dim}
+    sizes = {"query": attention.head_dim, "key": attention.head_dim, "value": attention.value_head_dim}
     wanted = {
         output: ShardIndices(1, given[name].indices[:, ::size] // size)
         for output, (name, size) in zip(graph.outputs, sizes.items(), strict=True)

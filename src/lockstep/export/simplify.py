@@ -10,22 +10,20 @@ operators cost a node, never correctness.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
+from lockstep.export.axes import ELEMENTWISE, REDUCTIONS, Operator, axes_of_inputs
 from lockstep.export.known import array_of, axis_of, constant, node_of, required, shape_of
+from lockstep.export.movement import merge_movement, same_shape
 
-ELEMENTWISE = frozenset(
-    "Abs Add And Atanh Cast Ceil Clip Cos Div Elu Equal Erf Exp Floor Gelu Greater GreaterOrEqual HardSigmoid "
-    "HardSwish Identity IsNaN LeakyRelu "
-    "Less LessOrEqual Log Max Min Mish Mod Mul Neg Not Or Pow Reciprocal Relu Round Selu Sigmoid Sign Sin "
-    "Softplus Sqrt Sub Tanh Where Xor".split()
+_ALONG_AXES = ELEMENTWISE.union(
+    REDUCTIONS, "Concat LayerNormalization LogSoftmax MatMul RMSNormalization Slice Softmax Split Transpose".split()
 )
-REDUCTIONS = frozenset("ReduceMax ReduceMean ReduceMin ReduceSum ReduceSumSquare ReduceL2".split())
-_ALONG_AXIS = frozenset("Softmax LogSoftmax LayerNormalization RMSNormalization".split())
+_AXES_INPUTS = {"Slice": 3, **dict.fromkeys(REDUCTIONS, 1)}
 
 
 def pack(model: ir.Model) -> ir.Model:
@@ -139,41 +137,15 @@ class _Packer:
             return False
         if any(value is not None and value.shape is None for value in (*node.inputs, *node.outputs)):
             return False
-        op, out = node.op_type, node.outputs[0]
-        if op == "Reshape":
+        if node.op_type == "Reshape":
             return self._reshape(node)
-        if op == "Gather" and self._leads(node.inputs[0]):
+        if node.op_type == "Gather" and self._leads(node.inputs[0]):
             return self._gather(node)
         if not all(self._leads(value) for value in node.outputs):
             return False
-        if op in ELEMENTWISE:
-            return self._elementwise(node)
-        if op == "Unsqueeze":
+        if node.op_type == "Unsqueeze":
             return self._unsqueeze(node)
-        if not self._leads(node.inputs[0]):
-            return False
-        if op in REDUCTIONS or op == "Slice":
-            return self._by_axes_input(node)
-        if op in _ALONG_AXIS:
-            return self._by_axis_attribute(node, default=-1, rest=node.inputs[1:])
-        if op == "Split":
-            return self._by_axis_attribute(node, default=0, rest=node.inputs[1:])
-        if op == "Concat":
-            return all(self._leads(v) for v in node.inputs) and self._by_axis_attribute(node, default=0, short_all=True)
-        if op == "Transpose":
-            perm = node.attributes["perm"].as_ints()
-            if perm[0] != 0:
-                return False
-            return self._serve(
-                node, [self._short(required(node.inputs[0]))], [ir.AttrInt64s("perm", [p - 1 for p in perm[1:]])]
-            )
-        if op == "MatMul":
-            return (
-                self._elementwise(node)
-                if len(shape_of(out)) > 2 and min(len(shape_of(v)) for v in node.inputs) >= 2
-                else False
-            )
-        return False
+        return node.op_type in _ALONG_AXES and self._along_axes(node)
 
     def _serve(self, node: ir.Node, inputs: Sequence[ir.Value | None], attributes: Sequence[ir.Attr]) -> bool:
         new = ir.Node(node.domain, node.op_type, inputs, attributes, num_outputs=len(node.outputs))
@@ -183,44 +155,33 @@ class _Packer:
             self.short[old] = value
         return True
 
-    def _elementwise(self, node: ir.Node) -> bool:
-        """Emit an element-wise operator: an input of full rank loses its 1, one of lower rank stays."""
-        rank = len(shape_of(node.outputs[0]))
+    def _along_axes(self, node: ir.Node) -> bool:
+        """Emit an operator by the axes that go with the leading one; others are counted from the end."""
+        operator = Operator.of(node)
+        axes = axes_of_inputs(operator, 0) or ()
+        rows = node.op_type == "MatMul" and len(operator.outputs[0]) < 3
+        if 0 not in axes or rows or not operator.attributes.get("keepdims", 1):
+            return False
         inputs: list[ir.Value | None] = []
-        for value in node.inputs:
-            if value is None or len(shape_of(value)) < rank:
+        for value, axis in zip(node.inputs, axes, strict=True):
+            if value is None or axis is None:
                 inputs.append(None if value is None else self._full(value))
             elif self._leads(value) or (array_of(value) is not None and shape_of(value)[0] == 1):
                 inputs.append(self._short(value))
             else:
                 return False
-        return self._serve(node, inputs, list(node.attributes.values()))
-
-    def _by_axes_input(self, node: ir.Node) -> bool:
-        """Emit a reduction or Slice, whose axes are its second or fourth input; they are counted from the end."""
-        position, rank = 3 if node.op_type == "Slice" else 1, len(shape_of(node.inputs[0]))
-        axes = array_of(node.inputs[position]) if len(node.inputs) > position else None
-        keepdims = node.attributes["keepdims"].as_int() if "keepdims" in node.attributes else 1
-        if axes is None or not axes.size or any(axis % rank == 0 for axis in axes) or not keepdims:
-            return False
-        rest = [None if value is None else self._full(value) for value in node.inputs[1:]]
-        rest[position - 1] = self._const([int(axis % rank) - rank for axis in axes])
-        return self._serve(node, [self._short(required(node.inputs[0])), *rest], list(node.attributes.values()))
-
-    def _by_axis_attribute(
-        self, node: ir.Node, default: int, rest: Sequence[ir.Value | None] = (), short_all: bool = False
-    ) -> bool:
-        rank = len(shape_of(node.inputs[0]))
-        axis = axis_of(node, default)
-        if axis % rank == 0:
-            return False
-        inputs = (
-            [self._short(required(v)) for v in node.inputs]
-            if short_all
-            else [self._short(required(node.inputs[0])), *(None if v is None else self._full(v) for v in rest)]
-        )
-        attributes = [a for a in node.attributes.values() if a.name != "axis"]
-        return self._serve(node, inputs, [*attributes, ir.AttrInt64("axis", axis % rank - rank)])
+        attributes = list(node.attributes.values())
+        if node.op_type == "Transpose":
+            attributes = [ir.AttrInt64s("perm", [place - 1 for place in operator.attributes["perm"][1:]])]
+        elif "axis" in operator.attributes:
+            attributes = [attribute for attribute in attributes if attribute.name != "axis"]
+            attributes.append(ir.AttrInt64("axis", operator.axis(0) - operator.rank))
+        if (position := _AXES_INPUTS.get(node.op_type)) is not None:
+            numbers = operator.numbers(position)
+            if not numbers:
+                return False
+            inputs[position] = self._const([number % operator.rank - operator.rank for number in numbers])
+        return self._serve(node, inputs, attributes)
 
     def _gather(self, node: ir.Node) -> bool:
         data, out = required(node.inputs[0]), node.outputs[0]
@@ -257,7 +218,7 @@ class _Packer:
         source = self._short(data) if self._leads(data) else self._full(data)
         shape = list(shape_of(out)[1:] if self._leads(out) else shape_of(out))
         store = self.short if self._leads(out) else self.full
-        if _same(shape_of(source), shape):
+        if same_shape(shape_of(source), shape):
             store[out] = source
             return True
         static = [dim if isinstance(dim, int) else -1 for dim in shape]
@@ -265,46 +226,3 @@ class _Packer:
             return False
         store[out] = self._emit("Reshape", [source, self._const(static)], shape, out.dtype)
         return True
-
-
-def _same(one: Iterable[object], other: Iterable[object]) -> bool:
-    """Return whether two shapes are equal: at most one dimension is dynamic, in the same place."""
-    one, other = list(one), list(other)
-    if len(one) != len(other):
-        return False
-    dynamic = [not isinstance(a, int) or not isinstance(b, int) for a, b in zip(one, other, strict=True)]
-    return sum(dynamic) <= 1 and all(d or a == b for d, a, b in zip(dynamic, one, other, strict=True))
-
-
-def merge_movement(graph: ir.Graph, keep: Collection[ir.Value] = ()) -> None:
-    """Let reshapes and transposes read past others, but not past values in `keep`, and drop idle ones."""
-    for node in list(graph):
-        out, source = node.outputs[0], node.inputs[0] if node.inputs else None
-        if source is None:
-            continue
-        if node.op_type == "Reshape":
-            target = array_of(node.inputs[1])
-            if target is not None and 0 not in target:
-                while (
-                    source not in keep and (producer := source.producer()) is not None and producer.op_type == "Reshape"
-                ):
-                    source = required(producer.inputs[0])
-                node.replace_input_with(0, source)
-            if source.shape is not None and out.shape is not None and _same(source.shape, out.shape):
-                _replace(graph, node, source, keep)
-        elif node.op_type == "Transpose":
-            perm = list(node.attributes["perm"].as_ints())
-            producer = source.producer()
-            if source not in keep and producer is not None and producer.op_type == "Transpose":
-                perm = [producer.attributes["perm"].as_ints()[p] for p in perm]
-                source = required(producer.inputs[0])
-                node.replace_input_with(0, source)
-                node.attributes["perm"] = ir.AttrInt64s("perm", perm)
-            if perm == sorted(perm):
-                _replace(graph, node, source, keep)
-
-
-def _replace(graph: ir.Graph, node: ir.Node, value: ir.Value, keep: Collection[ir.Value]) -> None:
-    if not node.outputs[0].is_graph_output() and node.outputs[0] not in keep:
-        node.outputs[0].replace_all_uses_with(value)
-        graph.remove(node, safe=True)

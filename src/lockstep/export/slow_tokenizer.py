@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from google.protobuf.message import DecodeError
-from tokenizers import AddedToken, Tokenizer, processors
+from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer
 from transformers.integrations.mistral.tokenizer import MistralConverter
 from transformers.utils import sentencepiece_model_pb2_new
@@ -25,7 +25,7 @@ from transformers.utils import sentencepiece_model_pb2_new
 from lockstep.artifacts.files import atomic_path, write_bytes
 from lockstep.checkpoint.source_files import present, read_source_json
 from lockstep.errors import InputError, guard
-from lockstep.export.gguf_tokenizer import sentencepiece_bpe
+from lockstep.export.gguf_tokenizer import sentencepiece_bpe, with_special_tokens
 
 MODEL, TEKKEN, SETTINGS = "tokenizer.model", "tekken.json", "tokenizer_config.json"
 _proto: Any = sentencepiece_model_pb2_new  # whose classes protobuf makes when it is loaded
@@ -44,15 +44,9 @@ def make_tokenizer(folder: Path) -> Path:
         tokenizer, names = _tekken(folder / TEKKEN)
     else:
         return _by_transformers(folder, out)
-    bos = names["bos_token"]
-    if bos is not None and settings.get("add_bos_token", True):
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokenizer.token_to_id(bos))]
-        )
+    made = with_special_tokens(tokenizer, names, settings.get("add_bos_token", True))
     write_bytes(out, tokenizer.to_str(pretty=True).encode())
     if not present(folder / SETTINGS):
-        known = {name: token for name, token in names.items() if token is not None}
-        made = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **known}
         write_bytes(folder / SETTINGS, (json.dumps(made, indent=2, ensure_ascii=False) + "\n").encode())
     return out
 

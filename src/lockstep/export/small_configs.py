@@ -15,8 +15,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lockstep.export.language import language_config
-from lockstep.export.tracer import NOT_PER_LAYER, build_config
+from lockstep.export.language import NOT_PER_LAYER, build_config, language_config
 
 WINDOW = 4096  # tokens: far.py looks at both sides of it
 _VOCABULARY = 160

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from lockstep.export.canonical import Graph, canonical
-from lockstep.export.graph_writer import GraphWriter
+from lockstep.export.known import GraphWriter
 
 _END = 2**31 - 1
 _SPAN = 64  # tokens of a prompt that a recurrence computes by products: as many as transformers does

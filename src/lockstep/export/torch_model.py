@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from lockstep.checkpoint.language import PREFIXES
 from lockstep.config.model_config import without_packing
 from lockstep.errors import InputError
-from lockstep.export.language import language_config, register_decoder
+from lockstep.export.language import build_config, per_layer_settings
 from lockstep.export.quiet import quiet
 from lockstep.export.random_model import LOG_DECAY
 
@@ -35,12 +35,6 @@ from lockstep.export.random_model import LOG_DECAY
 _LANGUAGE_KEYS = {f"^{re.escape(prefix)}": name for prefix, name in PREFIXES.items()}
 # It says at each start that recurrent layers are computed by torch, as they are to be here.
 logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
-
-# Lists that can be as long as the model is deep by chance.
-_NOT_PER_LAYER = {
-    "architectures", "bos_token_id", "eos_token_id", "pad_token_id", "time_step_limit", "mlp_multipliers",
-    "ssm_multipliers", "mtp_layers_block_type",
-}  # fmt: skip
 
 
 def cut_config(config: Mapping[str, Any], layers: int | str) -> transformers.PreTrainedConfig:
@@ -51,26 +45,17 @@ def cut_config(config: Mapping[str, Any], layers: int | str) -> transformers.Pre
 
     What is loaded with it keeps the constants of the whole model: see `keep_constants`.
 
-    Raises InputError for a model type that transformers does not know, and for more layers than the model has.
+    Raises InputError as `build_config` does, and for more layers than the model has.
     """
-    language = language_config(config)
-    if language.get("model_type") not in CONFIG_MAPPING:
-        raise InputError(
-            f"config.json: model_type: expected one that transformers {transformers.__version__} knows, found "
-            f"{config.get('model_type')!r}; correct it, or install a newer transformers"
-        )
-    with quiet(), _one_line("config.json: expected the config of a model"):
-        made = CONFIG_MAPPING[language["model_type"]].from_dict(copy.deepcopy(without_packing(language)))
-    register_decoder(made)
+    made = build_config(config)
     text = made.get_text_config()
     depth = text.num_hidden_layers
     if layers == "all":
         return made
     if not isinstance(layers, int) or not 1 <= layers <= depth:
         raise InputError(f"layers: expected 1 to {depth} or 'all', found {layers!r}")
-    for name, value in list(vars(text).items()):
-        if isinstance(value, (list, tuple)) and len(value) == depth and name not in _NOT_PER_LAYER:
-            setattr(text, name, value[:layers])
+    for name, value in per_layer_settings(text, depth).items():
+        setattr(text, name, value[:layers])
     text.num_hidden_layers = layers
     if layers != depth:
         made.config_of_all_layers = copy.deepcopy(without_packing(config))
@@ -211,10 +196,6 @@ def load_tensors(
     tensors: names as in the checkpoint. attention: name of a registered attention function. where: whose tensors they
     are, for the message. Raises InputError when some are missing.
     """
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise InputError(
-            f"config.json: model_type: expected a causal LM, found {config.model_type!r}; use a decoder-only model"
-        )
     architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with quiet(), _one_line(f"{where}: expected tensors that transformers can load"):
         model, info = architecture.from_pretrained(

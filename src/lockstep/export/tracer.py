@@ -23,7 +23,6 @@ from typing import Any, cast
 import onnx_ir as ir
 import onnxscript
 import torch
-import transformers
 from onnx_ir import convenience
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.onnx._internal.exporter import _core as onnx_exporter
@@ -31,14 +30,13 @@ from torch.onnx._internal.exporter._capture_strategies import TorchExportNonStri
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lockstep.artifacts.dtypes import PRECISION_NAMES
-from lockstep.config.model_config import without_packing
 from lockstep.errors import InputError
 from lockstep.export import collector
 from lockstep.export.attention_hook import HOOK, unpacked
 from lockstep.export.embedding import at_entry, is_changed
 from lockstep.export.float64_constants import float64_constants
 from lockstep.export.known import shape_of
-from lockstep.export.language import language_config, register_decoder
+from lockstep.export.language import build_config, per_layer_settings, refused_in_one_line, root_cause
 from lockstep.export.markers import DOMAIN
 from lockstep.export.quiet import quiet
 from lockstep.export.refusals import known_reason
@@ -74,41 +72,6 @@ class Trace:
 # --- models without weights ---
 
 
-def build_config(config: Mapping[str, Any]) -> transformers.PreTrainedConfig:
-    """Return the transformers config of a config.json mapping.
-
-    Of a wrapper it is that of its language model. Raises InputError for a model type that the installed transformers
-    does not know as a causal LM, and for values that its class refuses.
-    """
-    values = without_packing(language_config(config)) | {"_experts_implementation": "batched_mm"}
-    model_type = values["model_type"]
-    if model_type not in transformers.CONFIG_MAPPING:
-        raise InputError(
-            f"config.json: model_type: expected a type of transformers {transformers.__version__}, found "
-            f"{model_type!r}; a model with code of its own cannot be used"
-        )
-    with quiet(), _refused_in_one_line(model_type):
-        made = transformers.CONFIG_MAPPING[model_type].from_dict(values)
-    if not register_decoder(made):
-        raise InputError(
-            f"config.json: model_type: expected a causal LM of transformers {transformers.__version__}, or a wrapper of"
-            f" one, found {config['model_type']!r}; use a decoder-only model"
-        )
-    return made
-
-
-@contextlib.contextmanager
-def _refused_in_one_line(model_type: str) -> Iterator[None]:
-    """Turn whatever a model's class raises, for a config that contradicts itself, say, into an InputError."""
-    try:
-        yield
-    except Exception as error:
-        raise InputError(
-            f"config.json: expected the config of a {model_type!r} model, found one that it refuses:"
-            f" {_root_cause(error)}"
-        ) from error
-
-
 def meta_model(config: Mapping[str, Any], precision: str) -> PreTrainedModel:
     """Return the model of a config.json mapping, on the meta device.
 
@@ -117,8 +80,9 @@ def meta_model(config: Mapping[str, Any], precision: str) -> PreTrainedModel:
     precision: "fp32", "fp16" or "bf16". Raises InputError for a model that is no causal LM of transformers.
     """
     settings, dtype = build_config(config), DTYPES[precision]
+    settings._experts_implementation = "batched_mm"
     with quiet():
-        with _refused_in_one_line(settings.model_type), torch.device("meta"):
+        with refused_in_one_line(settings.model_type), torch.device("meta"):
             model = AutoModelForCausalLM.from_config(settings, dtype=dtype)
         _compute_buffers(model, settings.model_type)
     freeze_ropes(model)
@@ -196,25 +160,6 @@ def only_layers(model: PreTrainedModel, indices: Sequence[int]) -> Iterator[None
         for key, value in lists.items():
             setattr(text, key, value)
         text.num_hidden_layers = len(layers)
-
-
-def per_layer_settings(config: transformers.PreTrainedConfig, depth: int) -> dict[str, Sequence[Any]]:
-    """Return the config's lists with an entry for each layer, but for lists of the layers' own numbers."""
-    lists = {
-        key: value for key, value in vars(config).items() if isinstance(value, (list, tuple)) and len(value) == depth
-    }
-    return {
-        key: value for key, value in lists.items() if key not in NOT_PER_LAYER and list(value) != list(range(depth))
-    }
-
-
-# Lists of a config that can be as long as the model is deep by chance.
-NOT_PER_LAYER = frozenset(
-    {
-        "architectures", "bos_token_id", "eos_token_id", "pad_token_id", "time_step_limit", "mlp_multipliers",
-        "ssm_multipliers", "mtp_layers_block_type",
-    }
-)  # fmt: skip
 
 
 def _to_fake(model: PreTrainedModel, mode: FakeTensorMode) -> None:
@@ -340,17 +285,10 @@ def _export(module: _Packed, inputs: dict[str, torch.Tensor], outputs: Sequence[
     except Exception as error:  # whatever a model's code raises under trace is the reason why it is refused
         traced = module.model_under_trace
         reason = known_reason(traced) or (
-            str(error) if isinstance(error, InputError) else f"tracing it fails: {_root_cause(error)}"
+            str(error) if isinstance(error, InputError) else f"tracing it fails: {root_cause(error)}"
         )
         raise InputError(f"model type {traced.config.model_type!r} cannot be split: {reason}") from error
     return model
-
-
-def _root_cause(error: BaseException) -> str:
-    while (inner := error.__cause__ or error.__context__) is not None and not isinstance(error, InputError):
-        error = inner
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return line if isinstance(error, InputError) else f"{type(error).__name__}: {line}"
 
 
 def _name_weights(model: ir.Model, state: set[str], ties: Mapping[str, str]) -> frozenset[str]:

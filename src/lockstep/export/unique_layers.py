@@ -22,16 +22,16 @@ from transformers import PreTrainedModel
 from lockstep.errors import InputError
 from lockstep.export.canonical import Graph, canonical
 from lockstep.export.checkpoint_layout import checkpoint_layout
-from lockstep.export.copies import copies_apart
 from lockstep.export.cut import INPUT_ORDER, Batchless, Cut, bind_slot, cut
 from lockstep.export.independence import check_independence
 from lockstep.export.known import shape_of
+from lockstep.export.language import per_layer_settings
 from lockstep.export.markers import DOMAIN
+from lockstep.export.movement import copies_apart, put_tokens_first
 from lockstep.export.refusals import known_reason
 from lockstep.export.residual import widen_residual
 from lockstep.export.simplify import pack
-from lockstep.export.token_major import put_tokens_first
-from lockstep.export.tracer import layer_list, per_layer_settings, trace
+from lockstep.export.tracer import layer_list, trace
 
 
 @dataclass(frozen=True)
