@@ -10,9 +10,9 @@ from families import FAMILIES
 from lockstep.artifacts.adapters import A_SUFFIX, IDS, rows_of
 from lockstep.errors import CheckError
 from lockstep.export.lora import with_adapters
-from lockstep.onnx_tools import adapter_rows, prepare
+from lockstep.onnx_tools import adapted_graphs, prepare
+from lockstep.onnx_tools.adapted_graphs import without_adapters
 from lockstep.onnx_tools.sessions import open_session
-from lockstep.onnx_tools.without_adapters import without_adapters
 from shared import Shared
 
 ROOM = {"max_adapters": 2, "max_lora_rank": 8}
@@ -50,7 +50,7 @@ def test_the_rewritten_graph_computes_the_same(shared: Shared, family: str, prec
 
 def test_rows_in_another_order_are_found(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
     files, assembly = with_adapters(*shared.assembled(dict(FAMILIES["llama"].config), "fp32"), ROOM)
-    rows = lambda feeds, parts, slot: adapter_rows.slot_rows(feeds, parts, slot)[::-1]
+    rows = lambda feeds, parts, slot: adapted_graphs.slot_rows(feeds, parts, slot)[::-1]
     monkeypatch.setattr(prepare, "slot_rows", rows)
     graph = assembly.classes["middle"]
     with pytest.raises(CheckError, match="expected the rewritten graph to give the same"):

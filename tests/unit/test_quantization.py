@@ -362,7 +362,7 @@ def fp8_graph(columns: int, out: int) -> onnx.ModelProto:
     node = onnx.helper.make_node("Gemm", ["x", "w"], ["y"], "product", transB=1)
     model = onnx.helper.make_graph([node], "fp8", ios[:3], ios[3:])
     graph = Rewriter(onnx.helper.make_model(model, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10))
-    nodes = *fp8_products.rounding(graph, "x"), *fp8_products.product("x", "w", "s", "y", "product")
+    nodes = *fp8_products.rounding(graph, "x"), *fp8_products.product(graph, "x", "w", "s", "y", "product")
     graph.replace(graph.nodes[0], *nodes)
     return graph.finish()
 

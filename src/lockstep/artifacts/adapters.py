@@ -24,7 +24,7 @@ RANKS = (8, 16, 32, 64, 128)
 
 
 def mask_name(rank: int) -> str:
-    """Return the name of an engine's input that takes a mask (onnx_tools/adapter_mask.py) in place of `IDS`."""
+    """Return the name of an engine's input that takes a mask (onnx_tools/adapted_graphs.py) in place of `IDS`."""
     return f"{_MASK}{rank}"
 
 

@@ -24,11 +24,11 @@ from lockstep.backends.base import Backend, Built, get_backend
 from lockstep.backends.graphs import BaseGraph, RopeGraph, RowsGraph, graph_file
 from lockstep.errors import InputError
 from lockstep.manifests.own_files import replacing, stale_files
+from lockstep.onnx_tools.adapted_graphs import without_adapters
 from lockstep.onnx_tools.cut_products import has_quantized_products
 from lockstep.onnx_tools.prepare import prepare
 from lockstep.onnx_tools.rope import rotary
 from lockstep.onnx_tools.signature import signature_of
-from lockstep.onnx_tools.without_adapters import without_adapters
 
 COSTS = "build.costs.json"  # of the last build: seconds and memory are never the same twice
 

@@ -37,7 +37,7 @@ class BaseGraph(GraphFile):
 
 @dataclass(frozen=True)
 class RowsGraph(GraphFile):
-    """The graph of a block whose adapters' first products become rows of weights (onnx_tools/adapter_rows.py)."""
+    """The graph of a block whose adapters' first products become rows of weights (onnx_tools/adapted_graphs.py)."""
 
 
 def with_rows(assembly: Assembly, name: str, graph: GraphFile) -> GraphFile:

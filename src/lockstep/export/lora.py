@@ -29,7 +29,7 @@ from lockstep.artifacts.assembly import Assembly
 from lockstep.errors import InputError
 from lockstep.export.canonical import Graph, canonical_proto
 from lockstep.export.cut import INPUT_ORDER
-from lockstep.onnx_tools.rewriter import Rewriter, attributes_of, typed_values
+from lockstep.onnx_tools.rewriter import Emitter, Rewriter, attributes_of, typed_values
 
 _LAYER_SLOTS = ("previous", "current.")  # slots of a decoder layer's weights open so
 _ROWS = "logit_rows"
@@ -113,14 +113,10 @@ def add_lora(
         inputs.append(rewriter.input(slot.b, element, [columns, wide]))
         (output,) = node.output
         node.output[0] = f"{output}/base"
-        rewriter.replace(
-            node,
-            node,
-            helper.make_node("Gemm", [node.input[0], slot.a], [f"{output}/shrunk"]),
-            helper.make_node("Where", [f"lora/{rows}", f"{output}/shrunk", "lora/zero"], [f"{output}/own"]),
-            helper.make_node("Gemm", [f"{output}/own", slot.b], [f"{output}/lora"]),
-            helper.make_node("Add", [f"{output}/base", f"{output}/lora"], [output]),
-        )
+        emit = Emitter(rewriter, f"{output}/lora")
+        own = emit("Where", f"lora/{rows}", emit("Gemm", node.input[0], slot.a), "lora/zero")
+        emit("Add", node.output[0], emit("Gemm", own, slot.b), result=output)
+        rewriter.replace(node, node, *emit.nodes)
     carried = [io.name for io in graph.signature.inputs if io.name not in INPUT_ORDER]
     proto, weights = rewriter.finish().graph, {slot.name: slot.name for slot in graph.signature.slots}
     return canonical_proto(proto, proto.name, [*INPUT_ORDER, *carried, *inputs], weights), lora

@@ -40,7 +40,7 @@ from lockstep.config.packing import MXFP4_GROUP
 from lockstep.errors import InputError, note
 from lockstep.onnx_tools import fp8_products
 from lockstep.onnx_tools.int8_rounding import rounding
-from lockstep.onnx_tools.rewriter import Rewriter, attributes_of, is_linear
+from lockstep.onnx_tools.rewriter import Emitter, Rewriter, attributes_of, is_linear
 from lockstep.onnx_tools.signature import signature_of
 from lockstep.weights.mxfp4 import e2m1_pairs, e8m0
 
@@ -355,7 +355,7 @@ def _rewritten(
                 nodes = rounding(rewriter, activation, columns, size)
                 rounded[activation] = nodes[-1].output[0]
             node.input[0] = rounded.get(activation, activation)
-            rewriter.replace(node, *nodes, *_product(node, parts, {**sizes, "K": columns, "N": rows[0]}))
+            rewriter.replace(node, *nodes, *_product(rewriter, node, parts, {**sizes, "K": columns, "N": rows[0]}))
         elif quantized.mxfp4:
             rewriter.replace(node, *_mxfp4_stack(rewriter, node, parts, [rows[-1], columns]))
         elif slot in stacks:
@@ -384,7 +384,8 @@ def _with_fp8(
         rewriter.replace_input(slot, *inputs)
         nodes = [] if activation in rounded else fp8_products.rounding(rewriter, activation)
         rounded.add(activation)
-        nodes += fp8_products.product(activation, codes, scales, f"{out}/product" if bias else out, node.name)
+        result = f"{out}/product" if bias else out
+        nodes += fp8_products.product(rewriter, activation, codes, scales, result, node.name)
         if bias:
             nodes.append(helper.make_node("Add", [f"{out}/product", *bias], [out], f"{node.name}/bias"))
         rewriter.replace(node, *nodes)
@@ -401,80 +402,55 @@ def _finished(
     return GraphFile(graph.file, hashlib.sha256(written).hexdigest(), signature_of(model.graph, slots)), written
 
 
-def _product(node: onnx.NodeProto, parts: Sequence[str], sizes: Mapping[str, Any]) -> list[onnx.NodeProto]:
-    (out,), (activation, _, *bias) = node.output, node.input
+def _product(
+    graph: Rewriter, node: onnx.NodeProto, parts: Sequence[str], sizes: Mapping[str, Any]
+) -> list[onnx.NodeProto]:
+    (out,), (activation, _, *bias), emit = node.output, node.input, Emitter(graph, node.output[0])
+    if parts[-1].endswith(order_name("")):
+        *parts, order = parts
+        activation = emit("Gather", activation, order, axis=1)
     product = f"{out}/product" if bias else out
-    order = [part for part in parts if part.endswith(order_name(""))]
-    inputs = [f"{out}/ordered" if order else activation, *(part for part in parts if part not in order)]
-    return [
-        *(helper.make_node("Gather", [activation, part], [inputs[0]], f"{node.name}/order", axis=1) for part in order),
-        helper.make_node("MatMulNBits", inputs, [product], node.name, domain=_DOMAIN, **sizes),
-        *([helper.make_node("Add", [product, *bias], [out], f"{node.name}/bias")] if bias else []),
-    ]
+    emit("MatMulNBits", activation, *parts, result=product, name=node.name, domain=_DOMAIN, **sizes)
+    if bias:
+        emit("Add", product, *bias, result=out)
+    return emit.nodes
 
 
 def _stack(
     graph: Rewriter, node: onnx.NodeProto, parts: Sequence[str], sizes: Mapping[str, Any], shape: Sequence[int]
 ) -> list[onnx.NodeProto]:
     """Return the nodes that gather the experts of rows; shape: of the integers, in bytes, without groups."""
-    (out,), (data, *others), ids = node.output, parts, node.input[1]
-    for name, values in ((f"{out}/shape", shape), (f"{out}/flat", [-1])):
-        graph.constant(name, np.array(values, np.int64))
-    inputs = [f"{out}/data", f"{out}/ids", *others]
-    axes: dict[str, Any] = {"gather_axis": 0, "quantize_axis": 2}
-    return [
-        helper.make_node("Reshape", [data, f"{out}/shape"], inputs[:1], f"{node.name}/data"),
-        helper.make_node("Reshape", [ids, f"{out}/flat"], inputs[1:2], f"{node.name}/ids"),
-        helper.make_node("GatherBlockQuantized", inputs, [out], node.name, domain=_DOMAIN, **axes, **sizes),
-    ]
+    (out,), (data, *others), emit = node.output, parts, Emitter(graph, node.output[0])
+    inputs = emit("Reshape", data, shape), emit("Reshape", node.input[1], [-1]), *others
+    emit("GatherBlockQuantized", *inputs, result=out, name=node.name, domain=_DOMAIN, **_OF_ROWS, **sizes)
+    return emit.nodes
+
+
+_OF_ROWS = {"gather_axis": 0, "quantize_axis": 2}
 
 
 def _mxfp4_stack(
     graph: Rewriter, node: onnx.NodeProto, parts: Sequence[str], shape: Sequence[int]
 ) -> list[onnx.NodeProto]:
     """Return the nodes that gather experts and turn codes into numbers; shape: [out_features, in_features]."""
-    (out,), (data, scales), ids = node.output, parts, node.input[1]
-    rows, columns = shape
-    pairs, powers = graph.constant("mxfp4/pairs", e2m1_pairs()), graph.constant("mxfp4/powers", e8m0())
-    groups = graph.constant(f"{out}/groups", np.array([-1, rows, columns // MXFP4_GROUP, MXFP4_GROUP], np.int64))
-    whole = graph.constant(f"{out}/whole", np.array([-1, rows, columns], np.int64))
-    last = graph.constant(f"{out}/last_axis", np.array([-1], np.int64))
+    (out,), (data, scales), (rows, columns), emit = node.output, parts, shape, Emitter(graph, node.output[0])
 
-    def looked_up(table: str, slot: str) -> list[onnx.NodeProto]:
-        gathered, places, numbers = (f"{out}/{slot.rpartition('.')[2]}/{step}" for step in ("of_rows", "ids", "of_ids"))
-        return [
-            helper.make_node("GatherND", [slot, ids], [gathered]),
-            helper.make_node("Cast", [gathered], [places], to=onnx.TensorProto.INT32),
-            helper.make_node("Gather", [table, places], [numbers]),
-        ]
+    def looked_up(table: np.ndarray, slot: str) -> str:
+        places = emit("Cast", emit("GatherND", slot, node.input[1]), to=onnx.TensorProto.INT32)
+        return emit("Gather", table, places)
 
-    codes, exponents = looked_up(pairs, data), looked_up(powers, scales)
-    made = [
-        *codes,
-        helper.make_node("Reshape", [codes[-1].output[0], groups], [f"{out}/in_groups"]),
-        *exponents,
-        helper.make_node("Unsqueeze", [exponents[-1].output[0], last], [f"{out}/factors"]),
-        helper.make_node("Mul", [f"{out}/in_groups", f"{out}/factors"], [f"{out}/scaled"]),
-        helper.make_node("Reshape", [f"{out}/scaled", whole], [f"{out}/rows"]),
-        helper.make_node("Transpose", [f"{out}/rows"], [out], perm=[0, 2, 1]),
-    ]
-    for each in made:
-        each.name = f"{node.name}/{each.output[0].removeprefix(f'{out}/')}"
-    return made
+    numbers = emit("Reshape", looked_up(e2m1_pairs(), data), [-1, rows, columns // MXFP4_GROUP, MXFP4_GROUP])
+    factors = emit("Unsqueeze", looked_up(e8m0(), scales), [-1])
+    weight = emit("Reshape", emit("Mul", numbers, factors), [-1, rows, columns])
+    emit("Transpose", weight, result=out, name=node.name, perm=[0, 2, 1])
+    return emit.nodes
 
 
 def _embedding(
     graph: Rewriter, node: onnx.NodeProto, parts: Sequence[str], sizes: Mapping[str, Any], columns: int
 ) -> list[onnx.NodeProto]:
-    (out,), (data, scales) = node.output, parts
-    last, width = (
-        graph.constant(f"{out}/{name}", np.array(values, np.int64))
-        for name, values in (("last_axis", [-1]), ("width", [-1, columns]))
-    )
-    inputs = [data, node.input[1], f"{scales}/unsqueezed"]
-    axes: dict[str, Any] = {"gather_axis": 0, "quantize_axis": 2}
-    return [
-        helper.make_node("Unsqueeze", [scales, last], [inputs[2]], f"{node.name}/scales"),
-        helper.make_node("GatherBlockQuantized", inputs, [f"{out}/groups"], node.name, domain=_DOMAIN, **axes, **sizes),
-        helper.make_node("Reshape", [f"{out}/groups", width], [out], f"{node.name}/rows"),
-    ]
+    (out,), (data, scales), emit = node.output, parts, Emitter(graph, node.output[0])
+    inputs = data, node.input[1], emit("Unsqueeze", scales, [-1])
+    groups = emit("GatherBlockQuantized", *inputs, name=node.name, domain=_DOMAIN, **_OF_ROWS, **sizes)
+    emit("Reshape", groups, [-1, columns], result=out)
+    return emit.nodes

@@ -99,7 +99,7 @@ class GpuExecutable:
         self, inputs: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray], profile: int | None = None
     ) -> dict[str, np.ndarray]:
         """Return the outputs for host arrays, in the shapes and dtypes of `like`: see `DeviceExecutable`."""
-        from lockstep.onnx_tools.adapter_mask import mask_of  # which a runtime has no need of
+        from lockstep.onnx_tools.adapted_graphs import mask_of  # which a runtime has no need of
 
         self.uploads.wait()
         program, inputs = self.program, dict(inputs)

@@ -24,11 +24,10 @@ from lockstep.artifacts.adapters import IDS
 from lockstep.artifacts.document import Mark
 from lockstep.artifacts.dtypes import ROW
 from lockstep.errors import CheckError
-from lockstep.onnx_tools.adapter_mask import adapter_columns
+from lockstep.onnx_tools.adapted_graphs import adapter_columns, is_expand
 from lockstep.onnx_tools.expert_products import SHAPING, ExpertWeight, is_expert_product, with_expert_products
 from lockstep.onnx_tools.fp8_products import product_of
 from lockstep.onnx_tools.rewriter import Rewriter, attributes_of, is_linear, typed_values, upstream
-from lockstep.onnx_tools.without_adapters import is_expand
 
 _NAMES = ("num_tokens", "num_requests")  # of the first dimension of what crosses a cut
 

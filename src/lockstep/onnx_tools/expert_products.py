@@ -16,7 +16,7 @@ from onnx import TensorProto, helper
 
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.group_experts import ExpertProduct, expert_product
-from lockstep.onnx_tools.rewriter import Dims, Rewriter, attributes_of, is_linear, typed_values
+from lockstep.onnx_tools.rewriter import Dims, Emitter, Rewriter, attributes_of, is_linear, typed_values
 
 DOMAIN, OPERATOR = "lockstep", "ExpertProduct"
 SHAPING = ("Reshape", "Squeeze", "Unsqueeze")
@@ -98,17 +98,14 @@ def _nodes(graph: Rewriter, product: ExpertProduct, shapes: dict[str, Dims]) -> 
     features, outs = weight.in_features, weight.out_features
     ids, per_token = _ids(graph, product, shapes)
     is_first = product.node.input[1] == product.rows  # [rows, in_features, 1]
-    nodes, given = [], _token_rows(graph, product.rows, shapes, (per_token, features))
+    emit, given = Emitter(graph, out), _token_rows(graph, product.rows, shapes, (per_token, features))
     settings = {"per_token": per_token, "shared": int(given is not None)} | asdict(weight)
     settings.pop("slots")
     if given is None:
-        shape = graph.constant(f"{out}/rows_shape", np.array([-1, per_token * features], np.int64))
-        given = f"{out}/rows"
-        nodes.append(helper.make_node("Reshape", [product.rows, shape], [given]))
-    shape = graph.constant(f"{out}/shape", np.array([-1, outs, 1] if is_first else [-1, 1, outs], np.int64))
-    flat, inputs = f"{out}/flat", [given, ids, *weight.slots]
-    made = helper.make_node(OPERATOR, inputs, [flat], flat, domain=DOMAIN, **settings)
-    return [*nodes, made, helper.make_node("Reshape", [flat, shape], [out], product.node.name)]
+        given = emit("Reshape", product.rows, [-1, per_token * features])
+    flat = emit(OPERATOR, given, ids, *weight.slots, result=f"{out}/flat", domain=DOMAIN, **settings)
+    emit("Reshape", flat, [-1, outs, 1] if is_first else [-1, 1, outs], result=out, name=product.node.name)
+    return emit.nodes
 
 
 def _weight(graph: Rewriter, product: ExpertProduct) -> ExpertWeight:

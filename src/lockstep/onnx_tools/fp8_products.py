@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
-from lockstep.onnx_tools.rewriter import Rewriter
+from lockstep.onnx_tools.rewriter import Emitter, Rewriter
 
 LARGEST = 448.0
 TINY = 1e-30  # the step of a row of zeros
@@ -20,30 +20,22 @@ _CHAIN = ("Mul", "Mul", "Gemm", "Cast", "Cast", "Div")  # from what a product gi
 
 def rounding(graph: Rewriter, activation: str) -> list[onnx.NodeProto]:
     """Return what rounds an activation [rows, columns]; `product` takes it from there."""
-    largest = graph.constant("fp8/largest", np.array(LARGEST, np.float32))
-    tiny = graph.constant("fp8/tiny", np.array(TINY, np.float32))
-    last = graph.constant("fp8/last_axis", np.array([-1], np.int64))
     stem = f"{activation}/fp8"
-    return [
-        helper.make_node("Abs", [activation], [f"{stem}/magnitudes"]),
-        helper.make_node("ReduceMax", [f"{stem}/magnitudes", last], [f"{stem}/largest"], keepdims=1),
-        helper.make_node("Div", [f"{stem}/largest", largest], [f"{stem}/quotient"]),
-        helper.make_node("Max", [f"{stem}/quotient", tiny], [f"{stem}/step"]),
-        helper.make_node("Div", [activation, f"{stem}/step"], [f"{stem}/quotients"]),
-        helper.make_node("Cast", [f"{stem}/quotients"], [f"{stem}/codes"], to=TensorProto.FLOAT8E4M3FN),
-        helper.make_node("Cast", [f"{stem}/codes"], [f"{stem}/rounded"], to=TensorProto.FLOAT),
-    ]
+    emit = Emitter(graph, stem)
+    largest = emit("ReduceMax", emit("Abs", activation), [-1], keepdims=1)
+    step = emit("Max", emit("Div", largest, np.float32(LARGEST)), np.float32(TINY), result=f"{stem}/step")
+    codes = emit("Cast", emit("Div", activation, step), to=TensorProto.FLOAT8E4M3FN)
+    emit("Cast", codes, to=TensorProto.FLOAT, result=f"{stem}/rounded")
+    return emit.nodes
 
 
-def product(activation: str, data: str, scales: str, out: str, name: str) -> list[onnx.NodeProto]:
+def product(graph: Rewriter, activation: str, data: str, scales: str, out: str, name: str) -> list[onnx.NodeProto]:
     """Return the product of an activation that `rounding` rounds with a weight."""
-    stem = f"{activation}/fp8"
-    return [
-        helper.make_node("Cast", [data], [f"{out}/weight"], f"{name}/weight", to=TensorProto.FLOAT),
-        helper.make_node("Gemm", [f"{stem}/rounded", f"{out}/weight"], [f"{out}/sums"], name, transB=1),
-        helper.make_node("Mul", [f"{out}/sums", f"{stem}/step"], [f"{out}/steps"], f"{name}/steps"),
-        helper.make_node("Mul", [f"{out}/steps", scales], [out], f"{name}/scales"),
-    ]
+    emit, stem = Emitter(graph, out), f"{activation}/fp8"
+    weight = emit("Cast", data, to=TensorProto.FLOAT)
+    sums = emit("Gemm", f"{stem}/rounded", weight, name=name, transB=1)
+    emit("Mul", emit("Mul", sums, f"{stem}/step"), scales, result=out)
+    return emit.nodes
 
 
 def product_of(graph: Rewriter, node: onnx.NodeProto) -> tuple[str, str, str] | None:

@@ -16,14 +16,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
 from lockstep.artifacts.experts import expert_slot
-from lockstep.onnx_tools.rewriter import Rewriter, attributes_of
+from lockstep.onnx_tools.rewriter import Emitter, Rewriter, attributes_of
 
 _CONTRIB = "com.microsoft"
 _QUANTIZED = "GatherBlockQuantized"
@@ -146,25 +145,16 @@ class _Order:
 
     def __init__(self, graph: Rewriter, ids: str, experts: int, number: int):
         stem = f"experts_{number}"
-        self.order, self.counts, self.back = f"{stem}/order", f"{stem}/counts", f"{stem}/back"
-        self.has_rows = f"{stem}/has_rows"
-        ints = {"flat_shape": [-1], "none": [0] * experts}
-        for label, values in ints.items():
-            graph.constant(f"{stem}/{label}", np.array(values, np.int64))
-        for label, value in (("zero", 0), ("one", 1)):
-            graph.constant(f"{stem}/{label}", np.array(value, np.int64))
-        steps: list[tuple[str, list[str], list[str], dict[str, Any]]] = [
-            ("Reshape", [ids, f"{stem}/flat_shape"], [f"{stem}/flat"], {}),
-            ("Shape", [f"{stem}/flat"], [f"{stem}/size"], {}),
-            ("TopK", [f"{stem}/flat", f"{stem}/size"], [f"{stem}/sorted", self.order], {"axis": 0, "largest": 0}),
-            ("Expand", [f"{stem}/one", f"{stem}/size"], [f"{stem}/ones"], {}),
-            ("ScatterElements", [f"{stem}/none", f"{stem}/flat", f"{stem}/ones"], [self.counts], {"reduction": "add"}),
-            ("Greater", [self.counts, f"{stem}/none"], [self.has_rows], {}),
-            ("Squeeze", [f"{stem}/size"], [f"{stem}/rows"], {}),
-            ("Range", [f"{stem}/zero", f"{stem}/rows", f"{stem}/one"], [f"{stem}/numbers"], {}),
-            ("ScatterElements", [self.order, self.order, f"{stem}/numbers"], [self.back], {}),
-        ]
-        self.nodes = [helper.make_node(op, ins, outs, outs[-1], **settings) for op, ins, outs, settings in steps]
+        emit, none = Emitter(graph, stem), [0] * experts
+        flat = emit("Reshape", ids, [-1])
+        size = emit("Shape", flat)
+        _, self.order = emit.several("TopK", flat, size, results=[f"{stem}/sorted", f"{stem}/order"], axis=0, largest=0)
+        ones = emit("Expand", np.int64(1), size)
+        self.counts = emit("ScatterElements", none, flat, ones, result=f"{stem}/counts", reduction="add")
+        self.has_rows = emit("Greater", self.counts, none)
+        numbers = emit("Range", np.int64(0), emit("Squeeze", size), np.int64(1))
+        self.back = emit("ScatterElements", self.order, self.order, numbers)
+        self.nodes = emit.nodes
 
 
 def _grouped(
@@ -181,77 +171,66 @@ def _grouped(
         rows, columns = map(int, whole[1:])
     features, outs = (columns, rows) if product.transposed else (rows, columns)
     is_first = product.node.input[1] == product.rows
-    shapes = {"flat": [-1, features], "shape": [-1, outs, 1] if is_first else [-1, 1, outs]}
-    for label, shape in shapes.items():
-        graph.constant(f"{stem}/{label}", np.array(shape, np.int64))
+    emit, (result,) = Emitter(graph, stem), product.node.output
+    weights = _weights(graph, emit, product, stacked)
+    ordered = emit("Gather", emit("Reshape", product.rows, [-1, features]), order.order, axis=0)
     parts = [f"{stem}/rows_{expert}" for expert in range(experts)]
-    made = [f"{stem}/product_{expert}" for expert in range(experts)]
-    nodes, weights = _weights(graph, product, stem, stacked)
-    nodes += [
-        helper.make_node("Reshape", [product.rows, f"{stem}/flat"], [f"{stem}/flat_rows"]),
-        helper.make_node("Gather", [f"{stem}/flat_rows", order.order], [f"{stem}/sorted"], axis=0),
-        helper.make_node("Split", [f"{stem}/sorted", order.counts], parts, axis=0),
-    ]
-    for expert, (part, out) in enumerate(zip(parts, made, strict=True)):
+    emit.several("Split", ordered, order.counts, results=parts, axis=0)
+    made = []
+    for expert, part in enumerate(parts):
+        slots, out = [names[expert] for names in weights], f"{stem}/product_{expert}"
         if product.is_quantized:
-            names = [part, *(slots[expert] for slots in weights)]
             settings = {"K": features, "N": outs, "bits": sizes["bits"], "block_size": sizes["block_size"]}
-            nodes.append(helper.make_node("MatMulNBits", names, [out], out, domain=_CONTRIB, **settings))
+            made.append(emit("MatMulNBits", part, *slots, result=out, domain=_CONTRIB, **settings))
         elif product.decode:
-            place = graph.constant(f"{order.has_rows}/{expert}", np.array(expert, np.int64))
-            nodes.append(helper.make_node("Gather", [order.has_rows, place], [f"{out}/has_rows"]))
-            nodes.append(_decoded_product(graph, product, part, [slots[expert] for slots in weights], out, outs))
+            has_rows = emit("Gather", order.has_rows, np.int64(expert))
+            made.append(_decoded_product(graph, emit, product, part, slots, has_rows, out, outs))
         else:
-            factors = [part, weights[0][expert]]
-            nodes.append(helper.make_node("Gemm", factors, [out], out, transB=int(product.transposed)))
-    return [
-        *nodes,
-        helper.make_node("Concat", made, [f"{stem}/together"], axis=0),
-        helper.make_node("Gather", [f"{stem}/together", order.back], [f"{stem}/result"], axis=0),
-        helper.make_node("Reshape", [f"{stem}/result", f"{stem}/shape"], product.node.output, product.node.name),
-    ]
+            made.append(emit("Gemm", part, *slots, result=out, transB=int(product.transposed)))
+    together = emit("Gather", emit("Concat", *made, axis=0), order.back, axis=0)
+    shape = [-1, outs, 1] if is_first else [-1, 1, outs]
+    emit("Reshape", together, shape, result=result, name=product.node.name)
+    return emit.nodes
 
 
 def _decoded_product(
-    graph: Rewriter, product: ExpertProduct, rows: str, slots: Sequence[str], out: str, outs: int
-) -> onnx.NodeProto:
-    """Return the node that gives an expert's rows times its weight, which is decoded where there are any.
+    graph: Rewriter,
+    emit: Emitter,
+    product: ExpertProduct,
+    rows: str,
+    slots: Sequence[str],
+    has_rows: str,
+    out: str,
+    outs: int,
+) -> str:
+    """Emit an expert's rows times its weight, which is decoded where there are any.
 
     The product is halved and doubled: ONNX Runtime has a kernel for one row alone, with other bits, for products as
     they are.
     """
-    first = graph.constant("experts/first_axis", np.array([0], np.int64))
-    names = {gather.output[0]: f"{out}/{gather.output[0]}" for gather in product.gathers}
-    nodes = [
-        helper.make_node("Unsqueeze", [slot, first], [name]) for slot, name in zip(slots, names.values(), strict=True)
-    ]
+    then = Emitter(graph, f"{out}/then")
+    names = {
+        gather.output[0]: then("Unsqueeze", slot, [0]) for gather, slot in zip(product.gathers, slots, strict=True)
+    }
     for node in product.decode:
-        names |= {name: f"{out}/{name}" for name in node.output}
-        copy = onnx.NodeProto()
-        copy.CopyFrom(node)
-        copy.name = names[node.output[0]]
-        copy.input[:], copy.output[:] = ([names.get(name, name) for name in each] for each in (node.input, node.output))
-        nodes.append(copy)
-    weight, half, result, none = f"{out}/weight", f"{out}/half", f"{out}/result", f"{out}/none"
-    two = graph.constant("experts/two", np.array(2, np.float32))
-    nodes.append(helper.make_node("Squeeze", [names[product.weight], first], [weight]))
-    nodes.append(helper.make_node("Gemm", [rows, weight], [half], alpha=0.5, transB=int(product.transposed)))
-    nodes.append(helper.make_node("Mul", [half, two], [result]))
+        inputs = [names.get(name, name) for name in node.input]
+        (made,) = node.output
+        names[made] = then(node.op_type, *inputs, domain=node.domain, **attributes_of(node))
+    weight = then("Squeeze", names[product.weight], [0])
+    half = then("Gemm", rows, weight, alpha=0.5, transB=int(product.transposed))
+    result, none = then("Mul", half, np.float32(2)), f"{out}/none"
     empty = helper.make_node("Constant", [], [none], value=numpy_helper.from_array(np.zeros((0, outs), np.float32)))
     then_branch, else_branch = (
         helper.make_graph(branch, name, [], [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [None, outs])])
-        for branch, name in ((nodes, result), ([empty], none))
+        for branch, name in ((then.nodes, result), ([empty], none))
     )
-    return helper.make_node("If", [f"{out}/has_rows"], [out], out, then_branch=then_branch, else_branch=else_branch)
+    return emit("If", has_rows, result=out, then_branch=then_branch, else_branch=else_branch)
 
 
-def _weights(
-    graph: Rewriter, product: ExpertProduct, stem: str, stacked: bool
-) -> tuple[list[onnx.NodeProto], list[list[str]]]:
-    """Return the names of each stack's experts, and the nodes that cut them out of a stack that stays whole."""
-    nodes: list[onnx.NodeProto] = []
+def _weights(graph: Rewriter, emit: Emitter, product: ExpertProduct, stacked: bool) -> list[list[str]]:
+    """Return the names of each stack's experts, which are cut out of a stack that stays whole."""
     names = []
-    for number, stack in enumerate(product.stacks):
+    for stack in product.stacks:
         experts, *shape = graph.shape(stack)
         slots = [expert_slot(stack, expert) for expert in range(experts)]
         names.append(slots)
@@ -259,12 +238,10 @@ def _weights(
             element = graph.element(stack)
             graph.replace_input(stack, *(helper.make_tensor_value_info(slot, element, shape) for slot in slots))
             continue
-        ones = graph.constant(f"{stem}/ones_{number}", np.ones(experts, np.int64))
-        target = graph.constant(f"{stem}/expert_{number}", np.array(shape, np.int64))
-        cut = [f"{slot}/cut" for slot in slots]
-        nodes.append(helper.make_node("Split", [stack, ones], cut, axis=0))
-        nodes += [helper.make_node("Reshape", [part, target], [slot]) for part, slot in zip(cut, slots, strict=True)]
-    return nodes, names
+        parts = emit.several("Split", stack, [1] * experts, results=[f"{slot}/cut" for slot in slots], axis=0)
+        for part, slot in zip(parts, slots, strict=True):
+            emit("Reshape", part, shape, result=slot)
+    return names
 
 
 def _add_in_order(graph: Rewriter) -> None:
@@ -279,10 +256,10 @@ def _add_in_order(graph: Rewriter) -> None:
         if shape is None or len(shape) != 3 or shape[1] < 3:  # two are the same in both orders
             continue
         (out,), terms = node.output, int(shape[1])
-        axis = graph.constant(f"{out}/axis", np.array([1], np.int64))
-        parts, sums = [f"{out}/part_{term}" for term in range(terms)], [f"{out}/sum_{term}" for term in range(terms)]
-        sizes = graph.constant(f"{out}/ones", np.ones(terms, np.int64))
-        nodes = [helper.make_node("Split", [node.input[0], sizes], parts, axis=1)]
-        sums[0], sums[-1] = parts[0], f"{out}/total"
-        nodes += [helper.make_node("Add", [sums[term - 1], parts[term]], [sums[term]]) for term in range(1, terms)]
-        graph.replace(node, *nodes, helper.make_node("Squeeze", [sums[-1], axis], [out], node.name))
+        emit = Emitter(graph, out)
+        parts = [f"{out}/part_{term}" for term in range(terms)]
+        total, *others = emit.several("Split", node.input[0], [1] * terms, results=parts, axis=1)
+        for part in others:
+            total = emit("Add", total, part)
+        emit("Squeeze", total, [1], result=out, name=node.name)
+        graph.replace(node, *emit.nodes)

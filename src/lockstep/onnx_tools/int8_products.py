@@ -18,8 +18,8 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from lockstep.onnx_tools.int8_rounding import before_rounding, ints, nearest_multiples
-from lockstep.onnx_tools.rewriter import Rewriter, attributes_of
+from lockstep.onnx_tools.int8_rounding import before_rounding, nearest_multiples
+from lockstep.onnx_tools.rewriter import Emitter, Rewriter, attributes_of
 
 
 def int8_products(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -56,17 +56,12 @@ def _split_dealt(graph: Rewriter, deal: onnx.NodeProto, first: onnx.NodeProto) -
     (together,) = graph.consumers[first.output[0]]
     (out,) = together.output
     split = _split(graph, rows, sizes["K"], sizes["block_size"], beside=True)
-    twice = graph.constant("two_parts/two", np.array(2, np.int64))
-    deal.input[:] = [split[-1].output[0], f"{rows}/counts"]
+    counted, beside = Emitter(graph, f"{rows}/counts"), Emitter(graph, f"{out}/beside")
+    deal.input[:] = [split[-1].output[0], counted("Mul", counts, np.int64(2))]
     together.output[0] = f"{out}/parts"
-    beside = ints(graph, "beside", [-1, 2 * sizes["N"]])
-    graph.replace(deal, *split, helper.make_node("Mul", [counts, twice], [f"{rows}/counts"]), deal)
-    graph.replace(
-        together,
-        together,
-        helper.make_node("Reshape", [f"{out}/parts", beside], [f"{out}/beside"]),
-        *_added(f"{out}/beside", out, 1),
-    )
+    graph.replace(deal, *split, *counted.nodes, deal)
+    row = beside("Reshape", together.output[0], [-1, 2 * sizes["N"]])
+    graph.replace(together, together, *beside.nodes, *_added(row, out, 1))
 
 
 def _added(parts: str, out: str, axis: int) -> list[onnx.NodeProto]:
@@ -82,11 +77,8 @@ def _split(
     graph: Rewriter, activation: str, columns: int, group_size: int, beside: bool = False
 ) -> list[onnx.NodeProto]:
     """Return the nodes that give both parts: all rows of `high` first, or `beside` each other those of a row."""
-    nodes, in_rows = nearest_multiples(graph, activation, columns, group_size)
-    (groups,), (high,), stem = nodes[0].output, nodes[-1].output, f"{activation}/{group_size}"
-    return [
-        *nodes,
-        helper.make_node("Sub", [groups, high], [f"{stem}/low"]),
-        helper.make_node("Concat", [high, f"{stem}/low"], [f"{stem}/both"], axis=int(beside)),
-        helper.make_node("Reshape", [f"{stem}/both", in_rows], [f"{stem}/parts"]),
-    ]
+    emit = Emitter(graph, f"{activation}/{group_size}")
+    groups, high = nearest_multiples(emit, activation, columns, group_size)
+    both = emit("Concat", high, emit("Sub", groups, high), axis=int(beside))
+    emit("Reshape", both, [-1, columns])
+    return emit.nodes

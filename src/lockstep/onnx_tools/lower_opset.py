@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx
 import onnx.inliner
-from onnx import NodeProto, helper, numpy_helper
+from onnx import NodeProto, helper
 
 from lockstep.errors import InputError
-from lockstep.onnx_tools.rewriter import Rewriter, attributes_of, typed_values
+from lockstep.onnx_tools.rewriter import Emitter, Rewriter, attributes_of, typed_values
 
 OPSET = 17
 _REDUCTIONS = (
@@ -93,27 +93,19 @@ class _Rules:
 
     def _gelu(self, node: NodeProto) -> Sequence[NodeProto]:
         """Write x/2 (1 + erf(x/sqrt 2)), or x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))."""
-        x, nodes = node.input[0], list[NodeProto]()
+        x, emit = node.input[0], Emitter(self._graph, node.name)
+        dtype = helper.tensor_dtype_to_np_dtype(self._types[x])
 
-        def scalar(value: float) -> str:
-            name = f"{node.name}/{len(nodes)}"
-            tensor = numpy_helper.from_array(np.array(value, np.float32))
-            nodes.append(helper.make_node("Constant", [], [f"{name}/float"], value=tensor))
-            nodes.append(helper.make_node("Cast", [f"{name}/float"], [name], to=self._types[x]))
-            return name
-
-        def op(kind: str, *inputs: str, to: str | None = None) -> str:
-            name = to or f"{node.name}/{len(nodes)}"
-            nodes.append(helper.make_node(kind, list(inputs), [name], name=name))
-            return name
+        def times(value: str, factor: float) -> str:
+            return emit("Mul", value, np.array(factor, dtype))
 
         if attributes_of(node).get("approximate", b"none") == b"tanh":
-            cubed = op("Mul", op("Mul", x, x), op("Mul", x, scalar(0.044715)))
-            inner = op("Tanh", op("Mul", op("Add", x, cubed), scalar((2 / np.pi) ** 0.5)))
+            cubed = emit("Mul", emit("Mul", x, x), times(x, 0.044715))
+            inner = emit("Tanh", times(emit("Add", x, cubed), (2 / np.pi) ** 0.5))
         else:
-            inner = op("Erf", op("Mul", x, scalar(0.5**0.5)))
-        op("Mul", op("Mul", x, scalar(0.5)), op("Add", inner, scalar(1.0)), to=node.output[0])
-        return nodes
+            inner = emit("Erf", times(x, 0.5**0.5))
+        emit("Mul", times(x, 0.5), emit("Add", inner, np.array(1.0, dtype)), result=node.output[0])
+        return emit.nodes
 
 
 def _check(node: NodeProto, source: int) -> None:

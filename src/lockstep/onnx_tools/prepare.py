@@ -21,8 +21,7 @@ import onnx
 from lockstep.artifacts.adapters import IDS, mask_rank
 from lockstep.artifacts.signature import IO
 from lockstep.errors import CheckError
-from lockstep.onnx_tools.adapter_mask import ids_as_mask, mask_of
-from lockstep.onnx_tools.adapter_rows import shrink_in_rows, slot_rows
+from lockstep.onnx_tools.adapted_graphs import ids_as_mask, mask_of, shrink_in_rows, slot_rows
 from lockstep.onnx_tools.fuse_projections import fuse
 from lockstep.onnx_tools.lower_opset import lower
 from lockstep.onnx_tools.metrics import REWRITE_TOLERANCE, max_abs_error, peak
@@ -53,8 +52,7 @@ def prepare(
 ) -> Prepared | None:
     """Return the form that `options` ask for; None when that is the graph itself.
 
-    adapter_rows: with adapters' first products as rows of weights (adapter_rows.py), chosen by a mask
-    (adapter_mask.py).
+    adapter_rows: with adapters' first products as rows of weights, chosen by a mask (adapted_graphs.py).
 
     Raises InputError for an opset that there are no rules for or an operator that it lacks, CheckError when the
     rewritten graph computes something else.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -97,6 +98,34 @@ class Rewriter:
         if check:
             onnx.checker.check_model(self.model, full_check=True)
         return self.model
+
+
+class Emitter:
+    """Makes nodes of a graph one after another; `nodes` are to be put somewhere. stem: how their values are called.
+
+    Inputs are names, or constants: arrays, and lists of integers.
+    """
+
+    def __init__(self, graph: Rewriter, stem: str):
+        self.nodes: list[NodeProto] = []
+        self._graph, self._stem = graph, stem
+
+    def __call__(self, op_type: str, *inputs: Operand, result: str = "", **settings: Any) -> str:
+        """Return the name of what a node gives: `result`, or one of its own."""
+        (name,) = self.several(op_type, *inputs, results=[result or f"{self._stem}/{len(self.nodes)}"], **settings)
+        return name
+
+    def several(self, op_type: str, *inputs: Operand, results: Sequence[str], **settings: Any) -> Sequence[str]:
+        names = [value if isinstance(value, str) else self._constant(np.asarray(value)) for value in inputs]
+        self.nodes.append(helper.make_node(op_type, names, results, **{"name": results[0], **settings}))
+        return results
+
+    def _constant(self, array: np.ndarray) -> str:
+        content = hashlib.sha256(f"{array.dtype.name} {array.shape}".encode() + array.tobytes())
+        return self._graph.constant(f"constant/{content.hexdigest()[:16]}", array)
+
+
+Operand = str | Sequence[int] | np.ndarray | np.generic
 
 
 def _assign(field: Any, messages: Sequence[Any]) -> None:

@@ -26,11 +26,11 @@ from lockstep.backends.engine_set import EngineSet
 from lockstep.backends.graphs import BaseGraph, graph_file
 from lockstep.backends.profiles import profiles
 from lockstep.errors import CheckError
+from lockstep.onnx_tools.adapted_graphs import without_adapters
 from lockstep.onnx_tools.comparator import BoundRunner, metadata, one_line, quiet
 from lockstep.onnx_tools.overflow import LARGEST, find_overflow
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.onnx_tools.signature import signature_of
-from lockstep.onnx_tools.without_adapters import without_adapters
 from lockstep.step.executable import Executable, run_once
 from lockstep.targets import Limits
 from lockstep.verify.compare import inputs
