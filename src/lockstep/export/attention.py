@@ -34,9 +34,9 @@ def prefill(batchless: BatchlessGraph) -> Graph:
     """
     build = _Builder(batchless)
     past_key, past_value, lengths = build.past("1")
-    rows = build.op("Range", build.const(np.int64(0)), build.capacity(past_key), build.const(np.int64(1)))
+    rows = build.op("Range", np.int64(0), build.capacity(past_key), np.int64(1))
     filled = build.op("Less", rows, lengths)
-    past_positions = build.op("Where", filled, rows, build.const(_NEVER))
+    past_positions = build.op("Where", filled, rows, _NEVER)
     positions = build.op("Concat", past_positions, build.position_ids, axis=0)
     keys = build.op("Concat", past_key, build.to_cache(build.key), axis=2)
     values = build.op("Concat", past_value, build.to_cache(build.value), axis=2)
@@ -59,27 +59,25 @@ def decode(batchless: BatchlessGraph) -> Graph:
     build = _Builder(batchless, tokens="num_requests")
     group, kv, dim, vdim = build.group, batchless.num_kv_heads, batchless.head_dim, batchless.value_head_dim
     past_key, past_value, lengths = build.past("num_requests")
-    query = build.op("Reshape", build.scaled_query(), build.ints(-1, kv, group, dim))
+    query = build.op("Reshape", build.scaled_query(), [-1, kv, group, dim])
     # [R, kv, S, dim] x [R, kv, dim, group]: the cache is the left operand as it lies
     past_scores = build.op("MatMul", past_key, build.op("Transpose", query, perm=[0, 1, 3, 2]))
     past_scores = build.softcap(build.to_float(build.op("Transpose", past_scores, perm=[0, 1, 3, 2])))
-    new_scores = build.softcap(
-        build.to_float(build.op("MatMul", query, build.op("Unsqueeze", build.key, build.ints(3))))
-    )
-    rows = build.op("Range", build.const(np.int64(0)), build.capacity(past_key), build.const(np.int64(1)))
-    lengths = build.op("Unsqueeze", lengths, build.ints(1))
+    new_scores = build.softcap(build.to_float(build.op("MatMul", query, build.op("Unsqueeze", build.key, [3]))))
+    rows = build.op("Range", np.int64(0), build.capacity(past_key), np.int64(1))
+    lengths = build.op("Unsqueeze", lengths, [1])
     allowed = build.op("Less", rows, lengths)
     if batchless.window:
-        near = build.op("Less", build.op("Sub", lengths, rows), build.const(np.int64(batchless.window)))
+        near = build.op("Less", build.op("Sub", lengths, rows), np.int64(batchless.window))
         allowed = build.op("And", allowed, near)
-    allowed = build.op("Unsqueeze", allowed, build.ints(1, 2))
-    past_scores = build.op("Where", allowed, past_scores, build.const(_LOWEST))
+    allowed = build.op("Unsqueeze", allowed, [1, 2])
+    past_scores = build.op("Where", allowed, past_scores, _LOWEST)
     weights = build.weights(past_scores, new_scores)
-    past_weights = build.op("Slice", weights, build.ints(0), build.ints(-1), build.ints(3))
-    new_weights = build.op("Slice", weights, build.ints(-1), build.ints(2**31 - 1), build.ints(3))
-    new_value = build.op("Mul", new_weights, build.op("Unsqueeze", build.value, build.ints(2)))
+    past_weights = build.op("Slice", weights, [0], [-1], [3])
+    new_weights = build.op("Slice", weights, [-1], [2**31 - 1], [3])
+    new_value = build.op("Mul", new_weights, build.op("Unsqueeze", build.value, [2]))
     attention = build.op("Add", build.op("MatMul", past_weights, past_value), new_value)
-    return build.finish("decode", build.op("Reshape", attention, build.ints(-1, batchless.num_heads * vdim)))
+    return build.finish("decode", build.op("Reshape", attention, [-1, batchless.num_heads * vdim]))
 
 
 class _Builder(GraphWriter):
@@ -111,7 +109,7 @@ class _Builder(GraphWriter):
         return inputs[0], inputs[1], inputs[2]
 
     def capacity(self, past_key: ir.Value) -> ir.Value:
-        return self.op("Gather", self.op("Shape", past_key), self.const(np.int64(2)), axis=0)
+        return self.op("Gather", self.op("Shape", past_key), np.int64(2), axis=0)
 
     def to_float(self, value: ir.Value) -> ir.Value:
         return value if self.dtype == ir.DataType.FLOAT else self.op("Cast", value, to=ir.DataType.FLOAT)
@@ -120,13 +118,13 @@ class _Builder(GraphWriter):
         return value if self.dtype == ir.DataType.FLOAT else self.op("Cast", value, to=self.dtype)
 
     def scaled_query(self) -> ir.Value:
-        return self.op("Mul", self.query, self.const(np.asarray(self.batchless.scale).astype(self.dtype.numpy())))
+        return self.op("Mul", self.query, np.asarray(self.batchless.scale).astype(self.dtype.numpy()))
 
     def softcap(self, scores: ir.Value) -> ir.Value:
         """Return cap * tanh(scores / cap) where the model caps its scores, else `scores` as they are."""
         if not self.batchless.softcap:
             return scores
-        cap = self.const(np.float32(self.batchless.softcap))
+        cap = np.float32(self.batchless.softcap)
         return self.op("Mul", self.op("Tanh", self.op("Div", scores, cap)), cap)
 
     def weights(self, *scores: ir.Value) -> ir.Value:
@@ -137,40 +135,34 @@ class _Builder(GraphWriter):
         parts = list(scores)
         if self.sinks is not None:
             is_decode = self.tokens == "num_requests"
-            sinks = self.to_float(
-                self.op("Reshape", self.sinks, self.ints(-1, self.batchless.num_kv_heads, self.group, 1))
-            )
+            sinks = self.to_float(self.op("Reshape", self.sinks, [-1, self.batchless.num_kv_heads, self.group, 1]))
             parts.append(sinks if is_decode else self.op("Transpose", sinks, perm=[1, 2, 0, 3]))
         joined = parts[0] if len(parts) == 1 else self.op("Concat", *parts, axis=-1)
         weights = self.from_float(self.op("Softmax", joined, axis=-1))
         if self.sinks is None:
             return weights
-        return self.op("Slice", weights, self.ints(0), self.ints(-1), self.ints(3))
+        return self.op("Slice", weights, [0], [-1], [3])
 
     def to_cache(self, value: ir.Value) -> ir.Value:
         """Return [num_tokens, num_kv_heads, dim] in the cache's layout, [1, num_kv_heads, num_tokens, dim]."""
-        return self.op("Unsqueeze", self.op("Transpose", value, perm=[1, 0, 2]), self.ints(0))
+        return self.op("Unsqueeze", self.op("Transpose", value, perm=[1, 0, 2]), [0])
 
     def attend(self, keys: ir.Value, values: ir.Value, positions: ir.Value) -> ir.Value:
         """Return [num_tokens, num_heads * head_dim] over keys, values [1, num_kv_heads, num_keys, head_dim]."""
         batchless, group = self.batchless, self.group
-        query = self.op(
-            "Reshape", self.scaled_query(), self.ints(-1, batchless.num_kv_heads, group, batchless.head_dim)
-        )
+        query = self.op("Reshape", self.scaled_query(), [-1, batchless.num_kv_heads, group, batchless.head_dim])
         query = self.op("Transpose", query, perm=[1, 2, 0, 3])  # [kv, group, N, dim]
         scores = self.op("MatMul", query, self.op("Transpose", keys, perm=[1, 0, 3, 2]))  # [kv, group, N, num_keys]
         scores = self.softcap(self.to_float(scores))
-        distance = self.op(
-            "Sub", self.op("Unsqueeze", self.position_ids, self.ints(1)), self.op("Unsqueeze", positions, self.ints(0))
-        )
-        allowed = self.op("GreaterOrEqual", distance, self.const(np.int64(0)))
+        distance = self.op("Sub", self.op("Unsqueeze", self.position_ids, [1]), self.op("Unsqueeze", positions, [0]))
+        allowed = self.op("GreaterOrEqual", distance, np.int64(0))
         if batchless.window:
-            allowed = self.op("And", allowed, self.op("Less", distance, self.const(np.int64(batchless.window))))
-        scores = self.op("Where", allowed, scores, self.const(_LOWEST))
+            allowed = self.op("And", allowed, self.op("Less", distance, np.int64(batchless.window)))
+        scores = self.op("Where", allowed, scores, _LOWEST)
         weights = self.weights(scores)
         attention = self.op("MatMul", weights, self.op("Transpose", values, perm=[1, 0, 2, 3]))
         attention = self.op("Transpose", attention, perm=[2, 0, 1, 3])
-        return self.op("Reshape", attention, self.ints(-1, batchless.num_heads * batchless.value_head_dim))
+        return self.op("Reshape", attention, [-1, batchless.num_heads * batchless.value_head_dim])
 
     def finish(self, name: str, attention: ir.Value, cache_rows: bool = True) -> Graph:
         batchless = self.batchless

@@ -80,21 +80,25 @@ def upstream(values: Iterable[ir.Value], stops: Collection[ir.Value | ir.Node] =
 
 
 class GraphWriter:
-    """Appends operators and constants to `graph`; prefix: what the names of constants begin with."""
+    """Appends operators to `graph`, whose inputs are values, or constants: arrays, and lists of integers.
+
+    prefix: what the names of constants begin with.
+    """
 
     def __init__(self, graph: ir.Graph, prefix: str):
         self.graph, self._prefix, self._constants = graph, prefix, 0
 
-    def op(self, op_type: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
-        node = ir.node(op_type, list(inputs), attributes, num_outputs=1)
+    def op(self, op_type: str, *inputs: Operand, **attributes: Any) -> ir.Value:
+        values = [value if isinstance(value, ir.Value) else self._constant(np.asarray(value)) for value in inputs]
+        node = ir.node(op_type, values, attributes, num_outputs=1)
         self.graph.append(node)
         return node.outputs[0]
 
-    def const(self, value: np.ndarray | np.generic) -> ir.Value:
+    def _constant(self, array: np.ndarray) -> ir.Value:
         self._constants += 1
-        initializer = constant(f"{self._prefix}_const_{self._constants}", np.asarray(value))
+        initializer = constant(f"{self._prefix}_const_{self._constants}", array)
         self.graph.register_initializer(initializer)
         return initializer
 
-    def ints(self, *values: int) -> ir.Value:
-        return self.const(np.array(values, dtype=np.int64))
+
+Operand = ir.Value | Sequence[int] | np.ndarray | np.generic

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from lockstep.export.canonical import Graph, canonical
-from lockstep.export.known import GraphWriter
+from lockstep.export.known import GraphWriter, Operand
 
 _END = 2**31 - 1
 _SPAN = 64  # tokens of a prompt that a recurrence computes by products: as many as transformers does
@@ -44,20 +44,18 @@ class TokenWindow:
         return self.width * self.size, self.dtype
 
     def prefill(self, build: Builder) -> tuple[ir.Value, ir.Value]:
-        past = build.op("Squeeze", build.state, build.ints(0))
+        past = build.op("Squeeze", build.state, [0])
         rows = build.op("Concat", build.cast(past, self.dtype), build.inputs["value"], axis=0)
         ends = [back or _END for back in range(1 - self.width, 1)]
-        parts = [
-            build.op("Slice", rows, build.ints(start), build.ints(end), build.ints(0)) for start, end in enumerate(ends)
-        ]
-        last = build.op("Slice", rows, build.ints(1 - self.width), build.ints(_END), build.ints(0))
-        return build.op("Concat", *parts, axis=1), build.op("Unsqueeze", last, build.ints(0))
+        parts = [build.op("Slice", rows, [start], [end], [0]) for start, end in enumerate(ends)]
+        last = build.op("Slice", rows, [1 - self.width], [_END], [0])
+        return build.op("Concat", *parts, axis=1), build.op("Unsqueeze", last, [0])
 
     def decode(self, build: Builder) -> tuple[ir.Value, ir.Value]:
-        new = build.op("Unsqueeze", build.inputs["value"], build.ints(1))
+        new = build.op("Unsqueeze", build.inputs["value"], [1])
         rows = build.op("Concat", build.cast(build.state, self.dtype), new, axis=1)
-        last = build.op("Slice", rows, build.ints(1), build.ints(_END), build.ints(1))
-        return build.op("Reshape", rows, build.ints(-1, self.width * self.size)), last
+        last = build.op("Slice", rows, [1], [_END], [1])
+        return build.op("Reshape", rows, [-1, self.width * self.size]), last
 
 
 @dataclass(frozen=True)
@@ -111,13 +109,13 @@ class Recurrence:
         """
         group, op, span = self.value_heads // self.key_heads, build.op, _SPAN
         count = op("Shape", build.inputs["value"], start=0, end=1)
-        missing = op("Mod", op("Neg", count), build.ints(span))
-        pads = op("Concat", build.ints(0, 0), missing, build.ints(0), axis=0)
+        missing = op("Mod", op("Neg", count), [span])
+        pads = op("Concat", [0, 0], missing, [0], axis=0)
 
         def spans(name: str, heads: int, size: int) -> ir.Value:
             """Return an input as [spans, key_heads, heads, _SPAN, size]; tokens that are missing are zeros."""
             rows = op("Pad", build.inputs[name], pads)
-            rows = op("Reshape", rows, build.ints(-1, span, self.key_heads, heads, size))
+            rows = op("Reshape", rows, [-1, span, self.key_heads, heads, size])
             return op("Transpose", rows, perm=[0, 2, 3, 1, 4])
 
         def turned(value: ir.Value) -> ir.Value:
@@ -125,34 +123,32 @@ class Recurrence:
 
         query, key = (spans(name, 1, self.key_dim) for name in ("query", "key"))
         value = spans("value", group, self.value_dim)
-        total = op("CumSum", spans("decay", group, 1), build.const(np.int64(3)))  # [..., span, 1]
+        total = op("CumSum", spans("decay", group, 1), np.int64(3))  # [..., span, 1]
         until = op("Exp", total)
         row, column = np.arange(span)[:, None], np.arange(span)
-        between = op(
-            "Where", build.const(row >= column), op("Sub", total, turned(total)), build.const(np.float32(-1e30))
-        )
+        between = op("Where", row >= column, op("Sub", total, turned(total)), np.float32(-1e30))
         between = op("Exp", between)  # the decay from one token of a span to another
         if "beta" in self.sizes_by_name:
             beta = spans("beta", group, 1)
             system = op("Mul", op("Mul", op("MatMul", key, turned(key)), between), beta)
-            inverse = build.const(np.eye(span, dtype=np.float32))
+            inverse = np.eye(span, dtype=np.float32)
             half = 1
             while half < span:
                 beside = (row // half % 2 == 1) & (column // half == row // half - 1)
-                corner = op("Mul", system, build.const(beside.astype(np.float32)))
+                corner = op("Mul", system, beside.astype(np.float32))
                 inverse = op("Sub", inverse, op("MatMul", op("MatMul", inverse, corner), inverse))
                 half *= 2
             value = op("MatMul", inverse, op("Mul", value, beta))
             taken = [op("MatMul", inverse, op("Mul", op("Mul", key, beta), until))]
         else:
             taken = []
-        last = op("Slice", total, build.ints(-1), build.ints(_END), build.ints(3))
+        last = op("Slice", total, [-1], [_END], [3])
         left = op("Mul", key, op("Exp", op("Sub", last, total)))
         attention = op("Mul", op("MatMul", query, turned(key)), between)
         inputs = [value, op("Mul", query, until), attention, turned(left), op("Exp", last), *taken]
         rows, state = self._scan(build, inputs)
-        rows = op("Reshape", op("Transpose", rows, perm=[0, 3, 1, 2, 4]), build.ints(-1, self.output[0]))
-        return op("Slice", rows, build.ints(0), count, build.ints(0)), state
+        rows = op("Reshape", op("Transpose", rows, perm=[0, 3, 1, 2, 4]), [-1, self.output[0]])
+        return op("Slice", rows, [0], count, [0]), state
 
     def _scan(self, build: Builder, inputs: Sequence[ir.Value]) -> tuple[ir.Value, ir.Value]:
         """Return what the spans give, [spans, key_heads, group, _SPAN, value_dim], and the state behind the last.
@@ -171,28 +167,28 @@ class Recurrence:
         _name(after, "span_state_out", [*heads, keys, values], self.dtype)
         _name(rows, "span_attention", [*heads, _SPAN, values], self.dtype)
         body.graph.outputs.extend([after, rows])
-        state = build.op("Reshape", build.state, build.ints(*heads, keys, values))
+        state = build.op("Reshape", build.state, [*heads, keys, values])
         attributes = [ir.AttrGraph("body", body.graph), ir.AttrInt64("num_scan_inputs", len(inputs))]
         node = ir.Node("", "Scan", [state, *inputs], attributes, num_outputs=2)
         build.graph.append(node)
-        return node.outputs[1], build.op("Reshape", node.outputs[0], build.ints(1, *self.state))
+        return node.outputs[1], build.op("Reshape", node.outputs[0], [1, *self.state])
 
     def decode(self, build: Builder) -> tuple[ir.Value, ir.Value]:
         group = self.value_heads // self.key_heads
 
         def heads(name: str, *dims: int) -> ir.Value:
-            return build.op("Reshape", build.inputs[name], build.ints(-1, self.key_heads, *dims))
+            return build.op("Reshape", build.inputs[name], [-1, self.key_heads, *dims])
 
         query, key = (heads(name, 1, 1, self.key_dim) for name in ("query", "key"))
         column, value = heads("key", 1, self.key_dim, 1), heads("value", group, 1, self.value_dim)
-        state = build.op("Reshape", build.state, build.ints(-1, self.key_heads, group, self.key_dim, self.value_dim))
+        state = build.op("Reshape", build.state, [-1, self.key_heads, group, self.key_dim, self.value_dim])
         state = build.op("Mul", state, build.op("Exp", heads("decay", group, 1, 1)))
         if "beta" in self.sizes_by_name:
             value = build.op("Sub", value, build.op("MatMul", key, state))
             value = build.op("Mul", value, heads("beta", group, 1, 1))
         state = build.op("Add", state, build.op("Mul", column, value))
-        output = build.op("Reshape", build.op("MatMul", query, state), build.ints(-1, self.output[0]))
-        return output, build.op("Reshape", state, build.ints(-1, *self.state))
+        output = build.op("Reshape", build.op("MatMul", query, state), [-1, self.output[0]])
+        return output, build.op("Reshape", state, [-1, *self.state])
 
 
 StateGraph = TokenWindow | Recurrence
@@ -229,7 +225,7 @@ class Builder(GraphWriter):
         graph = ir.Graph(list(self.inputs.values()), [], nodes=[], opset_imports={"": 20}, name="mixer")
         super().__init__(graph, "mixer")
         if requests is None:
-            self.state = self.op("Expand", self.const(np.float32(0)), self.ints(1, *mixer.state))
+            self.state = self.op("Expand", np.float32(0), [1, *mixer.state])
         else:
             self.state = _value("past_state", [requests, *mixer.state], ir.DataType.FLOAT)
             self.graph.inputs.append(self.state)
@@ -247,7 +243,7 @@ class Builder(GraphWriter):
         GraphWriter.__init__(build, graph, "span")
         return build
 
-    def op(self, op_type: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
+    def op(self, op_type: str, *inputs: Operand, **attributes: Any) -> ir.Value:
         value = super().op(op_type, *inputs, **attributes)
         value.name = f"{self.graph.name}_{len(self.graph)}"
         return value
