@@ -19,18 +19,19 @@ import onnx_ir as ir
 
 from lockstep.errors import InputError
 from lockstep.export.axes import Operator, axes_of_inputs
+from lockstep.export.markers import DOMAIN
 
 
 class _Mixes(Exception):
     """What an operator does along the tokens."""
 
 
-def check_independence(graph: ir.Graph, domain: str, model_type: str) -> None:
-    """Raise InputError for the first operator but those of `domain` (attention) that mixes tokens."""
+def check_independence(graph: ir.Graph, model_type: str) -> None:
+    """Raise InputError for the first operator but token mixers that mixes tokens."""
     tokens, sizes = set(graph.inputs), _Sizes()
     for node in graph:
         try:
-            if node.domain == domain:
+            if node.domain == DOMAIN:
                 tokens.update(node.outputs)
             elif node.op_type == "Shape":
                 sizes.add_shape(node)

@@ -426,7 +426,7 @@ def _stack(
     return emit.nodes
 
 
-_OF_ROWS = {"gather_axis": 0, "quantize_axis": 2}
+_OF_ROWS: dict[str, Any] = {"gather_axis": 0, "quantize_axis": 2}
 
 
 def _mxfp4_stack(

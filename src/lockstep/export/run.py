@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -60,17 +60,21 @@ _ALWAYS = ("batchful.onnx", "embedding.onnx", "tokenizer.json")  # files of ever
 
 @dataclass
 class _Registry:
-    """Distinct graphs by digest, each under a name: "middle", "middle_2" ..."""
+    """Distinct graphs, or pairs of them, by digest, each under a name: "middle", "middle_2" ..."""
 
-    names: dict[str, str] = field(default_factory=dict)
+    names: dict[Hashable, str] = field(default_factory=dict)
     graphs: dict[str, Graph] = field(default_factory=dict)
 
     def add(self, graph: Graph, label: str) -> str:
-        if graph.sha256 not in self.names:
-            taken = sum(name == label or name.startswith(f"{label}_") for name in self.graphs)
-            name = label if not taken else f"{label}_{taken + 1}"
-            self.names[graph.sha256], self.graphs[name] = name, graph
-        return self.names[graph.sha256]
+        name = self.name(graph.sha256, label)
+        self.graphs.setdefault(name, graph)
+        return name
+
+    def name(self, key: Hashable, label: str) -> str:
+        if key not in self.names:
+            taken = sum(name == label or name.startswith(f"{label}_") for name in self.names.values())
+            self.names[key] = f"{label}_{taken + 1}" if taken else label
+        return self.names[key]
 
 
 def export(
@@ -351,7 +355,7 @@ class _Mixers:
     """The distinct token mixers of a model: prefill and decode graph, and the form without a past."""
 
     def __init__(self) -> None:
-        self.names: dict[tuple[str, str], str] = {}
+        self.names = _Registry()
         self.graphs: dict[str, Graph] = {}
         self.functions: dict[str, Graph] = {}
         self.variants: dict[str, AttentionVariant] = {}
@@ -376,15 +380,12 @@ class _Mixers:
             label, prefill, decode = "attention", attention.prefill(batchless), attention.decode(batchless)
         else:
             label, prefill, decode = batchless.name, state_mixer.prefill(batchless), state_mixer.decode(batchless)
-        key = (prefill.sha256, decode.sha256)
-        if key not in self.names:
-            taken = sum(name == label or name.startswith(f"{label}_") for name in self.functions)
-            name = label if not taken else f"{label}_{taken + 1}"
-            self.names[key], self.batchless[name] = name, batchless
+        name = self._seen[id(batchless)] = self.names.name((prefill.sha256, decode.sha256), label)
+        if name not in self.batchless:
+            self.batchless[name] = batchless
             self.graphs |= {f"{name}.prefill": prefill, f"{name}.decode": decode}
             self._describe(name, batchless, _file(prefill, f"{name}.prefill"), _file(decode, f"{name}.decode"))
-        self._seen[id(batchless)] = self.names[key]
-        return self.names[key]
+        return name
 
     def _describe(self, name: str, batchless: Batchless, prefill: GraphFile, decode: GraphFile) -> None:
         if isinstance(batchless, BatchlessGraph):

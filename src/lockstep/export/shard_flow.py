@@ -44,16 +44,6 @@ class Flow:
     summed: list[str] = field(default_factory=list)
 
 
-def find_flow(graph: Rewriter, slots: Collection[str], given: Parts, wanted: Parts, ranks: int) -> Flow:
-    """Find what ranks hold of a graph's values and weights.
-
-    given: what ranks hold of inputs; those that are not named are whole. wanted: of outputs, where it can be had; other
-    outputs must be whole. Raises NotSplit where an input that is split cannot be used, InputError for a value of
-    unknown shape.
-    """
-    return _Finder(graph, set(slots), given, wanted, ranks).find()
-
-
 @dataclass(frozen=True)
 class _Product:
     """A product value x weight: the axes that its sum runs over, and those of result and weight that are the same."""
@@ -66,8 +56,14 @@ class _Product:
     weight_result_axis: int
 
 
-class _Finder:
-    def __init__(self, graph: Rewriter, slots: set[str], given: Parts, wanted: Parts, ranks: int):
+class FlowFinder:
+    """Finds what ranks hold of a graph's values and weights.
+
+    given: what ranks hold of inputs; those that are not named are whole. wanted: of outputs, where it can be had; other
+    outputs must be whole. Raises InputError for a value of unknown shape.
+    """
+
+    def __init__(self, graph: Rewriter, slots: Collection[str], given: Parts, wanted: Parts, ranks: int):
         self.graph, self.slots, self.given, self.wanted, self.ranks = graph, slots, given, wanted, ranks
         self.shapes = {name: shape for name, (_, shape) in typed_values(graph.model).items()}
         for name, node in graph.producers.items():
@@ -85,6 +81,7 @@ class _Finder:
         self.whole: dict[str, str] = {}  # why a value is whole, though a split one was asked for
 
     def find(self) -> Flow:
+        """Return what is found. Raises NotSplit where an input that is split cannot be used."""
         for group in self._groups():
             self._split(group)
         for name in self.given:

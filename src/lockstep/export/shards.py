@@ -19,7 +19,7 @@ from lockstep.artifacts.tensor_parallel import Shard, attention_shards, heads_di
 from lockstep.errors import InputError
 from lockstep.export.canonical import IR_VERSION, OPSET, Graph, canonical_proto
 from lockstep.export.cut import INPUT_ORDER, BatchlessGraph
-from lockstep.export.shard_flow import Flow, find_flow
+from lockstep.export.shard_flow import Flow, FlowFinder
 from lockstep.export.shard_parts import NotSplit, ShardIndices, even
 from lockstep.export.shard_sums import join_sums
 from lockstep.onnx_tools.rewriter import Rewriter, attributes_of, typed_values, upstream
@@ -76,10 +76,10 @@ def shard_block(block: Graph, before: AttentionVariant | None, behind: Attention
             wanted["logits"] = part
     graph = Rewriter(block.proto)
     try:
-        flow = find_flow(graph, slots, given, wanted, ranks)
+        flow = FlowFinder(graph, slots, given, wanted, ranks).find()
         if (joined := join_sums(graph, flow)) is not None:
             graph = Rewriter(joined)
-            flow = find_flow(graph, slots, given, wanted, ranks)
+            flow = FlowFinder(graph, slots, given, wanted, ranks).find()
         pieces = _Cutter(graph, slots, flow).pieces()
     except NotSplit as reason:
         raise InputError(f"tensor_parallel: this model cannot be split over {ranks} ranks: {reason}") from None
@@ -100,7 +100,7 @@ def shard_batchless(batchless: BatchlessGraph, attention: AttentionVariant, rank
         for output, (name, size) in zip(graph.outputs, sizes.items(), strict=True)
     }
     try:
-        flow = find_flow(graph, (), given, wanted, ranks)
+        flow = FlowFinder(graph, (), given, wanted, ranks).find()
         if flow.summed:
             raise NotSplit("an attention without weights has sums over heads")
         part = _Cutter(graph, set(), flow).graph_of(graph.nodes, list(graph.inputs), list(graph.outputs), {})

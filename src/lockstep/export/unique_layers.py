@@ -113,7 +113,7 @@ def _cut(meta: PreTrainedModel, indices: Sequence[int], wide_residual: bool) -> 
     copies_apart(body)
     for part, weights in ((body, traced.weights), (embedding, traced.embedding_weights)):
         try:
-            check_independence(part.graph, DOMAIN, meta.config.model_type)
+            check_independence(part.graph, meta.config.model_type)
         except InputError as error:
             if reason := known_reason(meta):
                 raise InputError(f"model type {meta.config.model_type!r} cannot be split: {reason}") from error
