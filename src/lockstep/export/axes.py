@@ -106,7 +106,8 @@ def _axes_gone_over(op: Operator) -> Sequence[int] | None:
 
 
 def _squeeze(op: Operator, axis: int) -> Axes:
-    return [[kept for kept in range(op.rank) if kept not in op.axes(1)][axis]]
+    taken = op.axes(1) or [number for number, size in enumerate(op.inputs[0] or ()) if size == 1]
+    return [[kept for kept in range(op.rank) if kept not in taken][axis]]
 
 
 def _unsqueeze(op: Operator, axis: int) -> Axes:
