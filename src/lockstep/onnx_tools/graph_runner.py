@@ -7,14 +7,14 @@ A subclass says how one graph is run, and where weights and the adapters' inputs
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from lockstep.artifacts.assembly import Assembly, BoundBlock, Layer
-from lockstep.artifacts.signature import IO
-from lockstep.artifacts.tensor_parallel import attention_shards
-from lockstep.onnx_tools.run_ranks import run_sharded_attention, run_sharded_block
+from lockstep.artifacts.signature import IO, Signature
+from lockstep.artifacts.tensor_parallel import Shard, ShardedClass, TensorParallel, attention_shards
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -48,16 +48,28 @@ class GraphRunner(abc.ABC):
         if ranks is None or part.graph not in ranks.classes:
             outputs = self.run_graph(part.graph, env, weights)
         else:
-            graphs, sharded = ranks.graphs, ranks.classes[part.graph]
-
-            def run(piece: str, rank: int, known: Arrays) -> Arrays:
-                names = [slot.name for slot in graphs[piece].signature.slots]
-                taken = {name: np.ascontiguousarray(sharded.take_weight(name, weights[name], rank)) for name in names}
-                return self.run_graph(piece, known, taken)
-
-            inputs = {io.name: env[io.name] for io in signature.inputs}
-            outputs = run_sharded_block(sharded, signature, ranks.degree, inputs, run)
+            outputs = self._run_pieces(ranks, ranks.classes[part.graph], signature, env, weights)
         return {name.removesuffix("_out"): value for name, value in outputs.items()}
+
+    def _run_pieces(
+        self, ranks: TensorParallel, sharded: ShardedClass, signature: Signature, env: Arrays, weights: Arrays
+    ) -> dict[str, np.ndarray]:
+        """Return the outputs of a block in pieces, of all ranks; partial sums are added in the order of the ranks."""
+        known = [
+            {io.name: _part(sharded.values.get(io.name), env[io.name], rank) for io in signature.inputs}
+            for rank in range(ranks.degree)
+        ]
+        for piece in sharded.pieces:
+            names = [slot.name for slot in ranks.graphs[piece.graph].signature.slots]
+            for rank, values in enumerate(known):
+                taken = {name: np.ascontiguousarray(sharded.take_weight(name, weights[name], rank)) for name in names}
+                values.update(self.run_graph(piece.graph, values, taken))
+            for partial, total in piece.sums.items():
+                in_float32 = functools.reduce(np.add, (values[partial].astype(np.float32) for values in known))
+                summed = in_float32.astype(known[0][partial].dtype)
+                for values in known:
+                    values[total] = summed
+        return _joined(signature, sharded.values, known)
 
     def run_mixer(self, variant: str, phase: str, inputs: Arrays) -> dict[str, np.ndarray]:
         """Run a token mixer's prefill or decode graph on what it names of `inputs`.
@@ -71,9 +83,10 @@ class GraphRunner(abc.ABC):
         whole = self.assembly.variants[variant]
         signature, shards = whole.phases()[phase].signature, attention_shards(whole, ranks.degree)
         given = {io.name: inputs[io.name] for io in signature.inputs if io.name in inputs}
-        return run_sharded_attention(
-            ranks, name, signature, shards, given, lambda name, rank, known: self.run_graph(name, known, {})
-        )
+        parts = [
+            {key: _part(shards.get(key), array, rank) for key, array in given.items()} for rank in range(ranks.degree)
+        ]
+        return _joined(signature, shards, [self.run_graph(name, part, {}) for part in parts])
 
     def run_layers(
         self, layers: Sequence[Layer], env: dict[str, np.ndarray], attend: Callable[[int, Arrays], np.ndarray]
@@ -87,3 +100,22 @@ class GraphRunner(abc.ABC):
             env |= self.run_block(layer.block, env)
             env["attention"] = attend(index, env)
         return self.run_block(self.assembly.exit_of(layers), env)["logits"]
+
+
+def _part(shard: Shard | None, array: np.ndarray, rank: int) -> np.ndarray:
+    return np.ascontiguousarray(shard.take(array, rank)) if shard else array
+
+
+def _joined(signature: Signature, shards: Mapping[str, Shard], ranks: Sequence[Arrays]) -> dict[str, np.ndarray]:
+    """Return outputs, whole, of what each rank holds of them; what is not sharded all hold."""
+    outputs = {}
+    for io in signature.outputs:
+        outputs[io.name] = first = ranks[0][io.name]
+        if (shard := shards.get(io.name)) is not None:
+            sizes = [
+                found if isinstance(size, str) else size for size, found in zip(io.shape, first.shape, strict=True)
+            ]
+            outputs[io.name] = np.empty(sizes, first.dtype)
+            for rank, values in enumerate(ranks):
+                shard.put(outputs[io.name], rank, values[io.name])
+    return outputs
