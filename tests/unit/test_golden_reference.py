@@ -110,10 +110,10 @@ def test_a_missing_tensor_is_an_error_not_a_random_weight(tmp_path):
 
 
 @pytest.mark.parametrize(("file", "change", "expected"), [
-    ("config.json", {"intermediate_size": 401}, "expected a checkpoint that transformers can load, found "
+    ("config.json", {"intermediate_size": 401}, "expected tensors that transformers can load, found "
 "RuntimeError: "),
-    ("config.json", {"num_attention_heads": "six"}, "expected the config of a model, found "
-"StrictDataclassFieldValidationError: "),
+    ("config.json", {"num_attention_heads": "six"}, "expected the config of a 'llama' model, found one that it "
+"refuses: "),
     ("tokenizer_config.json", {"tokenizer_class": 3}, "expected a tokenizer that transformers can load, found "),
     ("tokenizer_config.json", {"added_tokens_decoder": [1]}, "expected a tokenizer that transformers can load, found "),
 ])  # fmt: skip

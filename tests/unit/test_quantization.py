@@ -43,7 +43,7 @@ from lockstep.onnx_tools import fp8_products
 from lockstep.onnx_tools.int8_products import int8_products
 from lockstep.onnx_tools.int8_rounding import rounding
 from lockstep.onnx_tools.prepare import random_inputs
-from lockstep.onnx_tools.rewriter import Rewriter
+from lockstep.onnx_tools.rewriter import Emitter, Rewriter
 from lockstep.onnx_tools.sessions import compute, open_session
 from lockstep.onnx_tools.signature import io_of
 from lockstep.targets import Limits, Results, Target
@@ -362,8 +362,9 @@ def fp8_graph(columns: int, out: int) -> onnx.ModelProto:
     node = onnx.helper.make_node("Gemm", ["x", "w"], ["y"], "product", transB=1)
     model = onnx.helper.make_graph([node], "fp8", ios[:3], ios[3:])
     graph = Rewriter(onnx.helper.make_model(model, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10))
-    nodes = *fp8_products.rounding(graph, "x"), *fp8_products.product(graph, "x", "w", "s", "y", "product")
-    graph.replace(graph.nodes[0], *nodes)
+    emit = Emitter(graph, "y")
+    fp8_products.product(emit, "x", "w", "s", "y", "product")
+    graph.replace(graph.nodes[0], *fp8_products.rounding(graph, "x"), *emit.nodes)
     return graph.finish()
 
 

@@ -322,38 +322,34 @@ def _embeddings(graph: Rewriter, slots: Collection[str]) -> dict[str, onnx.NodeP
 def _rewritten(
     graph: GraphFile, data: bytes, bits: Mapping[str, int], quantized: QuantizedTensors, rounds: bool
 ) -> tuple[GraphFile, bytes]:
-    """Return a graph with `MatMulNBits`, and its bytes. rounds: they multiply activations of int8."""
+    """Return a graph with quantised weights, and its bytes. rounds: they multiply activations of 8 bits."""
     if not bits:
         return graph, data
-    if quantized.group_size == ROW:
-        return _with_fp8(graph, data, bits, quantized)
-    rewriter = Rewriter(onnx.ModelProto.FromString(data))
-    size = quantized.group_size
+    rewriter, size = Rewriter(onnx.ModelProto.FromString(data)), quantized.group_size
     products, embeddings = _products(rewriter, bits), _embeddings(rewriter, bits)
     stacks = _stacks(rewriter, bits, quantized.mxfp4)
+    slots = {id(node): slot for slot, node in {**products, **stacks, **embeddings}.items()}
     rounded: dict[str, str] = {}  # by activation
-    places = {id(node): place for place, node in enumerate(rewriter.nodes)}
-    for slot, node in sorted({**products, **stacks, **embeddings}.items(), key=lambda item: places[id(item[1])]):
+    for node in rewriter.nodes:
+        if (slot := slots.get(id(node))) is None:
+            continue
         *rows, columns = rewriter.shape(slot)
         if quantized.mxfp4:
             rows[-1], columns = columns, rows[-1]
-        types = [
-            (onnx.TensorProto.UINT8, [*rows, columns // size, size * bits[slot] // 8]),
-            (onnx.TensorProto.UINT8 if quantized.mxfp4 else onnx.TensorProto.FLOAT, [*rows, columns // size]),
-        ]
-        if quantized.zero_points:
-            types.append((onnx.TensorProto.UINT8, [*rows, (columns // size * bits[slot] + 7) // 8]))
-        if quantized.ordered:
-            types.append((onnx.TensorProto.INT64, [columns]))
-        parts = quantized.parts(slot)
+        parts, types = quantized.parts(slot), _types(rows, columns, bits[slot], quantized)
         inputs = [helper.make_tensor_value_info(part, *type_) for part, type_ in zip(parts, types, strict=True)]
         rewriter.replace_input(slot, *inputs)
         sizes: dict[str, Any] = {"bits": bits[slot], "block_size": size}
         if slot in products:
             activation, nodes = node.input[0], list[onnx.NodeProto]()
             if rounds and activation not in rounded:
-                nodes = rounding(rewriter, activation, columns, size)
-                rounded[activation] = nodes[-1].output[0]
+                is_fp8 = size == ROW
+                nodes = (
+                    fp8_products.rounding(rewriter, activation)
+                    if is_fp8
+                    else rounding(rewriter, activation, columns, size)
+                )
+                rounded[activation] = activation if is_fp8 else nodes[-1].output[0]  # which its products know
             node.input[0] = rounded.get(activation, activation)
             rewriter.replace(node, *nodes, *_product(rewriter, node, parts, {**sizes, "K": columns, "N": rows[0]}))
         elif quantized.mxfp4:
@@ -362,55 +358,42 @@ def _rewritten(
             rewriter.replace(node, *_stack(rewriter, node, parts, sizes, [*rows, columns * bits[slot] // 8]))
         else:
             rewriter.replace(node, *_embedding(rewriter, node, parts, sizes, columns))
-    rewriter.model.opset_import.append(helper.make_opsetid(_DOMAIN, 1))
-    return _finished(graph, rewriter, bits, quantized)
-
-
-def _with_fp8(
-    graph: GraphFile, data: bytes, bits: Collection[str], quantized: QuantizedTensors
-) -> tuple[GraphFile, bytes]:
-    """Return a graph, and its bytes, whose products of the slots `bits` are of e4m3 numbers."""
-    rewriter, rounded = Rewriter(onnx.ModelProto.FromString(data)), set[str]()
-    products = {id(node): slot for slot, node in _products(rewriter, bits).items()}
-    for node in rewriter.nodes:
-        if (slot := products.get(id(node))) is None:
-            continue
-        (activation, _, *bias), (out,), shape = node.input, node.output, rewriter.shape(slot)
-        types = (onnx.TensorProto.FLOAT8E4M3FN, shape), (onnx.TensorProto.FLOAT, shape[:1])
-        codes, scales = quantized.parts(slot)
-        inputs = [
-            helper.make_tensor_value_info(part, *type_) for part, type_ in zip((codes, scales), types, strict=True)
-        ]
-        rewriter.replace_input(slot, *inputs)
-        nodes = [] if activation in rounded else fp8_products.rounding(rewriter, activation)
-        rounded.add(activation)
-        result = f"{out}/product" if bias else out
-        nodes += fp8_products.product(rewriter, activation, codes, scales, result, node.name)
-        if bias:
-            nodes.append(helper.make_node("Add", [f"{out}/product", *bias], [out], f"{node.name}/bias"))
-        rewriter.replace(node, *nodes)
-    return _finished(graph, rewriter, bits, quantized)
-
-
-def _finished(
-    graph: GraphFile, rewriter: Rewriter, bits: Collection[str], quantized: QuantizedTensors
-) -> tuple[GraphFile, bytes]:
+    if size != ROW:
+        rewriter.model.opset_import.append(helper.make_opsetid(_DOMAIN, 1))
     model = rewriter.finish()
     written = model.SerializeToString(deterministic=True)
-    slots = {part for slot in bits for part in quantized.parts(slot)}
-    slots |= {slot.name for slot in graph.signature.slots} - set(bits)
-    return GraphFile(graph.file, hashlib.sha256(written).hexdigest(), signature_of(model.graph, slots)), written
+    names = {part for slot in bits for part in quantized.parts(slot)}
+    names |= {slot.name for slot in graph.signature.slots} - set(bits)
+    return GraphFile(graph.file, hashlib.sha256(written).hexdigest(), signature_of(model.graph, names)), written
+
+
+def _types(rows: Sequence[int], columns: int, bits: int, quantized: QuantizedTensors) -> list[tuple[int, list[int]]]:
+    """Return element types and shapes of the slots in place of a weight's."""
+    types, size = onnx.TensorProto, quantized.group_size
+    if size == ROW:
+        return [(types.FLOAT8E4M3FN, [*rows, columns]), (types.FLOAT, [*rows])]
+    groups = columns // size
+    return [
+        (types.UINT8, [*rows, groups, size * bits // 8]),
+        (types.UINT8 if quantized.mxfp4 else types.FLOAT, [*rows, groups]),
+        *([(types.UINT8, [*rows, (groups * bits + 7) // 8])] if quantized.zero_points else []),
+        *([(types.INT64, [columns])] if quantized.ordered else []),
+    ]
 
 
 def _product(
     graph: Rewriter, node: onnx.NodeProto, parts: Sequence[str], sizes: Mapping[str, Any]
 ) -> list[onnx.NodeProto]:
     (out,), (activation, _, *bias), emit = node.output, node.input, Emitter(graph, node.output[0])
-    if parts[-1].endswith(order_name("")):
-        *parts, order = parts
-        activation = emit("Gather", activation, order, axis=1)
     product = f"{out}/product" if bias else out
-    emit("MatMulNBits", activation, *parts, result=product, name=node.name, domain=_DOMAIN, **sizes)
+    if sizes["block_size"] == ROW:
+        data, scales = parts
+        fp8_products.product(emit, activation, data, scales, product, node.name)
+    else:
+        if parts[-1].endswith(order_name("")):
+            *parts, order = parts
+            activation = emit("Gather", activation, order, axis=1)
+        emit("MatMulNBits", activation, *parts, result=product, name=node.name, domain=_DOMAIN, **sizes)
     if bias:
         emit("Add", product, *bias, result=out)
     return emit.nodes

@@ -8,13 +8,12 @@ Independent of the exporter, so that a mistake there cannot hide in what it is c
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -173,15 +172,10 @@ def load_folder(folder: Path, config: transformers.PreTrainedConfig) -> PreTrain
     Of a cut config only the tensors of its layers are read. Raises InputError when the folder lacks tensors of the
     model.
     """
-    with quiet(), _one_line(f"{folder}: expected a checkpoint that transformers can load"):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=torch.float32, attn_implementation="eager", output_loading_info=True,
-            local_files_only=True, trust_remote_code=False, use_safetensors=True, key_mapping=_LANGUAGE_KEYS,
-        )  # fmt: skip
-    model, info = loaded  # a pair, with output_loading_info
-    _check_loaded(str(folder), info)
-    keep_constants(model)
-    return model.eval()
+    return _load(
+        AutoModelForCausalLM, folder, config, "eager", str(folder), dtype=torch.float32, local_files_only=True,
+        trust_remote_code=False, use_safetensors=True, key_mapping=_LANGUAGE_KEYS,
+    )  # fmt: skip
 
 
 def load_tensors(
@@ -196,38 +190,35 @@ def load_tensors(
     tensors: names as in the checkpoint. attention: name of a registered attention function. where: whose tensors they
     are, for the message. Raises InputError when some are missing.
     """
-    architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    with quiet(), _one_line(f"{where}: expected tensors that transformers can load"):
-        model, info = architecture.from_pretrained(
-            None,
-            config=config,
-            state_dict=dict(tensors),
-            dtype=dtype,
-            attn_implementation=attention,
-            output_loading_info=True,
-        )
-    _check_loaded(where, info)
-    keep_constants(model)
-    return model.eval()
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return _load(architecture, None, config, attention, where, dtype=dtype, state_dict=dict(tensors))
 
 
-@contextlib.contextmanager
-def _one_line(expected: str) -> Iterator[None]:
-    """Turn whatever transformers raises for a config or weights into an InputError that opens with `expected`."""
+def _load(
+    architecture: Any,
+    folder: Path | None,
+    config: transformers.PreTrainedConfig,
+    attention: str,
+    where: str,
+    **options: Any,
+) -> PreTrainedModel:
     try:
-        yield
-    except Exception as error:
+        with quiet():
+            model, info = architecture.from_pretrained(
+                folder, config=config, attn_implementation=attention, output_loading_info=True, **options
+            )
+    except Exception as error:  # whatever transformers raises for a config or weights
         found = " ".join(f"{type(error).__name__}: {error}".split())
-        raise InputError(f"{expected}, found {found[:300]}; does config.json belong to these weights?") from error
-
-
-def _check_loaded(where: str, info: Mapping[str, Any]) -> None:
-    """Raise InputError for tensors that transformers did not find, and filled with random numbers."""
-    for problem in ("missing_keys", "mismatched_keys", "error_msgs"):
+        raise InputError(
+            f"{where}: expected tensors that transformers can load, found {found[:300]}; does config.json belong to "
+            "these weights?"
+        ) from error
+    for problem in ("missing_keys", "mismatched_keys", "error_msgs"):  # which it fills with random numbers
         if info[problem]:
             found = ", ".join(map(str, sorted(info[problem], key=str)[:3]))
-            what = problem.replace("_", " ")
             raise InputError(
-                f"{where}: expected all tensors of the model, found {what}: {found}; does "
+                f"{where}: expected all tensors of the model, found {problem.replace('_', ' ')}: {found}; does "
                 f"config.json belong to these weights?"
             )
+    keep_constants(model)
+    return model.eval()

@@ -29,13 +29,12 @@ def rounding(graph: Rewriter, activation: str) -> list[onnx.NodeProto]:
     return emit.nodes
 
 
-def product(graph: Rewriter, activation: str, data: str, scales: str, out: str, name: str) -> list[onnx.NodeProto]:
-    """Return the product of an activation that `rounding` rounds with a weight."""
-    emit, stem = Emitter(graph, out), f"{activation}/fp8"
+def product(emit: Emitter, activation: str, data: str, scales: str, out: str, name: str) -> None:
+    """Emit the product of an activation that `rounding` rounds with a weight."""
+    stem = f"{activation}/fp8"
     weight = emit("Cast", data, to=TensorProto.FLOAT)
     sums = emit("Gemm", f"{stem}/rounded", weight, name=name, transB=1)
     emit("Mul", emit("Mul", sums, f"{stem}/step"), scales, result=out)
-    return emit.nodes
 
 
 def product_of(graph: Rewriter, node: onnx.NodeProto) -> tuple[str, str, str] | None:
