@@ -131,7 +131,7 @@ class Recurrence:
         if "beta" in self.sizes_by_name:
             beta = spans("beta", group, 1)
             system = op("Mul", op("Mul", op("MatMul", key, turned(key)), between), beta)
-            inverse = np.eye(span, dtype=np.float32)
+            inverse: Operand = np.eye(span, dtype=np.float32)
             half = 1
             while half < span:
                 beside = (row // half % 2 == 1) & (column // half == row // half - 1)

@@ -112,12 +112,12 @@ class Emitter:
 
     def __call__(self, op_type: str, *inputs: Operand, result: str = "", **settings: Any) -> str:
         """Return the name of what a node gives: `result`, or one of its own."""
-        (name,) = self.several(op_type, *inputs, results=[result or f"{self._stem}/{len(self.nodes)}"], **settings)
-        return name
+        return self.several(op_type, *inputs, results=[result or f"{self._stem}/{len(self.nodes)}"], **settings)[0]
 
     def several(self, op_type: str, *inputs: Operand, results: Sequence[str], **settings: Any) -> Sequence[str]:
         names = [value if isinstance(value, str) else self._constant(np.asarray(value)) for value in inputs]
-        self.nodes.append(helper.make_node(op_type, names, results, **{"name": results[0], **settings}))
+        settings = {"name": f"{self._stem}/{len(self.nodes)}", **settings}
+        self.nodes.append(helper.make_node(op_type, names, results, **settings))
         return results
 
     def _constant(self, array: np.ndarray) -> str:
