@@ -11,8 +11,8 @@ import itertools
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 from onnx_ir import convenience
 
@@ -20,7 +20,7 @@ from lockstep.errors import InputError
 from lockstep.export.axes import ELEMENTWISE
 from lockstep.export.canonical import Graph, canonical
 from lockstep.export.flow import Flow, layout_of
-from lockstep.export.known import constant, dtype_of, node_of, number, required, shape_of, upstream
+from lockstep.export.known import GraphWriter, Operand, dtype_of, node_of, number, required, shape_of, upstream
 from lockstep.export.markers import DOMAIN
 from lockstep.export.movement import merge_movement
 from lockstep.export.state_mixer import Recurrence, StateGraph, TokenWindow
@@ -109,12 +109,11 @@ def _flatten_attention(graph: ir.Graph) -> None:
     for marker in [node for node in graph if node.domain == DOMAIN and node.op_type == "Attention"]:
         out = marker.outputs[0]
         tokens, heads, width = shape_of(out)[0], number(shape_of(out)[1]), number(shape_of(out)[2])
-        target = _shape(graph, f"{out.name}/heads", -1, heads, width)
-        split = node_of("Reshape", [out, target], out.shape, out.dtype)
+        writer = GraphWriter(graph, f"{out.name}/heads", marker)
+        split = writer.op("Reshape", out, [-1, heads, width], shape=out.shape, dtype=out.dtype)
         out.shape = ir.Shape([tokens, heads * width])
-        out.replace_all_uses_with(split.outputs[0])
-        split.replace_input_with(0, out)
-        graph.insert_after(marker, split)
+        for node, index in [use for use in out.uses() if use.node is not split.producer()]:
+            node.replace_input_with(index, split)
     merge_movement(graph)
 
 
@@ -168,32 +167,26 @@ def _add_sinks(graph: ir.Graph, flow: Flow, marker: ir.Node, query: ir.Value, fl
     heads, dim, tokens = number(shape_of(given)[1]), number(shape_of(given)[2]), shape_of(query)[0]
     readers = {marker, *flow.walk(given, stops={query})[1]}
     uses = [(node, index) for node, index in query.uses() if node in readers]
-    emit = _Behind(graph, flow, query)
-
-    def ints(name: str, *values: int) -> ir.Value:
-        return _shape(graph, f"{query.name}/{name}", *values)
-
-    dtype = query.dtype
+    op, dtype = _Behind(graph, flow, query).op, query.dtype
     if sinks.dtype != dtype:
         assert dtype is not None  # as all values of a trace
-        sinks = emit("Cast", [sinks], [heads], dtype, to=dtype.value)
+        sinks = op("Cast", sinks, shape=[heads], dtype=dtype, to=dtype.value)
     # no `start` and `end`, which TensorRT 8.6 ignores
-    count = emit("Shape", [query], [2], ir.DataType.INT64)
-    count = emit("Gather", [count, ints("tokens", 0)], [1], ir.DataType.INT64, axis=0)
-    size = emit("Concat", [count, ints("one", heads, 1)], [3], ir.DataType.INT64, axis=0)
-    column = emit("Reshape", [sinks, ints("column", heads, 1)], [heads, 1], dtype)
-    columns = emit("Expand", [column, size], [tokens, heads, 1], dtype)
-    by_head = emit("Reshape", [query, ints("heads", -1, heads, dim)], [tokens, heads, dim], dtype)
-    both = emit("Concat", [by_head, columns], [tokens, heads, dim + 1], dtype, axis=2)
-    carried = emit("Reshape", [both, ints("flat", -1, heads * (dim + 1))], [tokens, heads * (dim + 1)], dtype)
+    count = op("Shape", query, shape=[2], dtype=ir.DataType.INT64)
+    count = op("Gather", count, [0], shape=[1], dtype=ir.DataType.INT64, axis=0)
+    size = op("Concat", count, [heads, 1], shape=[3], dtype=ir.DataType.INT64, axis=0)
+    column = op("Reshape", sinks, [heads, 1], shape=[heads, 1], dtype=dtype)
+    columns = op("Expand", column, size, shape=[tokens, heads, 1], dtype=dtype)
+    by_head = op("Reshape", query, [-1, heads, dim], shape=[tokens, heads, dim], dtype=dtype)
+    both = op("Concat", by_head, columns, shape=[tokens, heads, dim + 1], dtype=dtype, axis=2)
+    carried = op("Reshape", both, [-1, heads * (dim + 1)], shape=[tokens, heads * (dim + 1)], dtype=dtype)
     flat.discard(query)
     flat.add(carried)
-    axis = ints("axis", 2)
-    back = emit("Reshape", [carried, ints("both", -1, heads, dim + 1)], [tokens, heads, dim + 1], dtype)
-    own = emit("Slice", [back, ints("first", 0), ints("last", dim), axis], [tokens, heads, dim], dtype)
-    own = emit("Reshape", [own, ints("own", -1, heads * dim)], [tokens, heads * dim], dtype)
-    sink = emit("Slice", [back, ints("last", dim), ints("end", dim + 1), axis], [tokens, heads, 1], dtype)
-    sink = emit("Reshape", [sink, ints("sinks", -1, heads)], [tokens, heads], dtype)
+    back = op("Reshape", carried, [-1, heads, dim + 1], shape=[tokens, heads, dim + 1], dtype=dtype)
+    own = op("Slice", back, [0], [dim], [2], shape=[tokens, heads, dim], dtype=dtype)
+    own = op("Reshape", own, [-1, heads * dim], shape=[tokens, heads * dim], dtype=dtype)
+    sink = op("Slice", back, [dim], [dim + 1], [2], shape=[tokens, heads, 1], dtype=dtype)
+    sink = op("Reshape", sink, [-1, heads], shape=[tokens, heads], dtype=dtype)
     for node, index in uses:
         node.replace_input_with(index, own)
     marker.replace_input_with(3, sink)
@@ -204,49 +197,29 @@ def _flatten(graph: ir.Graph, flow: Flow, value: ir.Value, layout: str, readers:
     """Put `value` through [num_tokens, width] for `readers` alone; return the flat value."""
     shape = shape_of(value)
     tokens, heads = (shape[1], number(shape[0])) if layout == "heads" else (shape[0], number(shape[1]))
-    dim, dtype, emit = number(shape[2]), value.dtype, _Behind(graph, flow, value)
+    dim, dtype, op = number(shape[2]), value.dtype, _Behind(graph, flow, value).op
     uses = [(node, index) for node, index in value.uses() if node in readers]
-    to_flat = _shape(graph, f"{value.name}/flat", -1, heads * dim)
-    to_heads = _shape(graph, f"{value.name}/heads", -1, heads, dim)
     by_token, by_head, swap = [tokens, heads, dim], [heads, tokens, dim], [1, 0, 2]
-    flat = emit("Transpose", [value], by_token, dtype, perm=swap) if layout == "heads" else value
-    flat = emit("Reshape", [flat, to_flat], [tokens, heads * dim], dtype)
-    back = emit("Reshape", [flat, to_heads], by_token, dtype)
-    back = emit("Transpose", [back], by_head, dtype, perm=swap) if layout == "heads" else back
+    flat = op("Transpose", value, shape=by_token, dtype=dtype, perm=swap) if layout == "heads" else value
+    flat = op("Reshape", flat, [-1, heads * dim], shape=[tokens, heads * dim], dtype=dtype)
+    back = op("Reshape", flat, [-1, heads, dim], shape=by_token, dtype=dtype)
+    back = op("Transpose", back, shape=by_head, dtype=dtype, perm=swap) if layout == "heads" else back
     for node, index in uses:
         node.replace_input_with(index, back)
     return flat
 
 
-class _Behind:
-    """Puts nodes behind the one that makes a value, one after another."""
+class _Behind(GraphWriter):
+    """Puts nodes, which give values of tokens, behind the one that makes a value."""
 
     def __init__(self, graph: ir.Graph, flow: Flow, value: ir.Value):
-        self._graph, self._flow, self._last = graph, flow, value.producer()
+        super().__init__(graph, f"{value.name}/cut", value.producer())
+        self._flow = flow
 
-    def __call__(
-        self,
-        op_type: str,
-        inputs: Sequence[ir.Value],
-        shape: Sequence[int | ir.SymbolicDim],
-        dtype: ir.DataType | None,
-        **attributes: int | Sequence[int],
-    ) -> ir.Value:
-        node = node_of(op_type, inputs, shape, dtype, ir.convenience.convert_attributes(attributes))
-        assert self._last is not None  # the value is computed
-        self._graph.insert_after(self._last, node)
-        self._flow.tokens.add(node.outputs[0])
-        self._last = node
-        return node.outputs[0]
-
-
-def _shape(graph: ir.Graph, name: str, *dims: int) -> ir.Value:
-    """Add an initializer that a Reshape takes its target from."""
-    while name in graph.initializers:
-        name += "_"
-    value = constant(name, np.array(dims, np.int64))
-    graph.register_initializer(value)
-    return value
+    def op(self, op_type: str, *inputs: Operand, **options: Any) -> ir.Value:
+        value = super().op(op_type, *inputs, **options)
+        self._flow.tokens.add(value)
+        return value
 
 
 def _spans(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -51,11 +52,7 @@ def constant(name: str, array: np.ndarray) -> ir.Value:
 
 
 def node_of(
-    op_type: str,
-    inputs: Sequence[ir.Value],
-    shape: Iterable[int | ir.SymbolicDim | str | None] | None,
-    dtype: ir.DataType | None,
-    attributes: Sequence[ir.Attr] = (),
+    op_type: str, inputs: Sequence[ir.Value], shape: Dims, dtype: ir.DataType | None, attributes: Sequence[ir.Attr] = ()
 ) -> ir.Node:
     """Return a node, in no graph yet, with one output of this shape and type."""
     node = ir.Node("", op_type, inputs, attributes, num_outputs=1)
@@ -80,25 +77,32 @@ def upstream(values: Iterable[ir.Value], stops: Collection[ir.Value | ir.Node] =
 
 
 class GraphWriter:
-    """Appends operators to `graph`, whose inputs are values, or constants: arrays, and lists of integers.
+    """Puts operators into `graph`, whose inputs are values, or constants: arrays, and lists of integers.
 
-    prefix: what the names of constants begin with.
+    prefix: what the names of constants begin with. behind: the node that they follow; None: all.
     """
 
-    def __init__(self, graph: ir.Graph, prefix: str):
-        self.graph, self._prefix, self._constants = graph, prefix, 0
+    def __init__(self, graph: ir.Graph, prefix: str, behind: ir.Node | None = None):
+        self.graph, self._prefix, self._last = graph, prefix, behind
 
-    def op(self, op_type: str, *inputs: Operand, **attributes: Any) -> ir.Value:
+    def op(
+        self, op_type: str, *inputs: Operand, shape: Dims = None, dtype: ir.DataType | None = None, **attributes: Any
+    ) -> ir.Value:
         values = [value if isinstance(value, ir.Value) else self._constant(np.asarray(value)) for value in inputs]
-        node = ir.node(op_type, values, attributes, num_outputs=1)
-        self.graph.append(node)
+        node = node_of(op_type, values, shape, dtype, ir.convenience.convert_attributes(attributes))
+        if self._last is None:
+            self.graph.append(node)
+        else:
+            self.graph.insert_after(self._last, node)
+            self._last = node
         return node.outputs[0]
 
     def _constant(self, array: np.ndarray) -> ir.Value:
-        self._constants += 1
-        initializer = constant(f"{self._prefix}_const_{self._constants}", array)
+        names = (f"{self._prefix}_const_{number}" for number in itertools.count(1))
+        initializer = constant(next(name for name in names if name not in self.graph.initializers), array)
         self.graph.register_initializer(initializer)
         return initializer
 
 
+Dims = Iterable[int | ir.SymbolicDim | str | None] | None
 Operand = ir.Value | Sequence[int] | np.ndarray | np.generic

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from lockstep.export.axes import ELEMENTWISE
-from lockstep.export.known import array_of, axis_of, constant, node_of, required, shape_of
+from lockstep.export.known import GraphWriter, array_of, axis_of, node_of, required, shape_of
 
 
 def merge_movement(graph: ir.Graph, keep: Collection[ir.Value] = ()) -> None:
@@ -130,13 +129,8 @@ def _take_apart(graph: ir.Graph, reshape: ir.Node) -> bool:
         return False
     tokens, other, out = required(tile.inputs[0]), others[0], reshape.outputs[0]
     (number, size), width = shape_of(tokens), shape_of(other)[1]
-    axis = constant(f"{out.name}/axis", np.array([0]))
-    shape = constant(f"{out.name}/shape", np.array([copies, -1, width]))
-    for value in (axis, shape):
-        graph.register_initializer(value)
-    once = node_of("Unsqueeze", [tokens, axis], [1, number, size], tokens.dtype)
-    apart = node_of("Reshape", [other, shape], [copies, number, width], other.dtype)
-    made = node_of("Mul", [once.outputs[0], apart.outputs[0]], [copies, number, size], out.dtype)
-    graph.insert_before(reshape, [once, apart, made])
-    out.replace_all_uses_with(made.outputs[0])
+    op, dtype = GraphWriter(graph, f"{out.name}/apart", product).op, out.dtype
+    once = op("Unsqueeze", tokens, [0], shape=[1, number, size], dtype=dtype)
+    apart = op("Reshape", other, [copies, -1, width], shape=[copies, number, width], dtype=dtype)
+    out.replace_all_uses_with(op("Mul", once, apart, shape=[copies, number, size], dtype=dtype))
     return True
