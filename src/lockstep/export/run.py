@@ -10,10 +10,9 @@ Two exports of one checkpoint are byte-identical. Needs torch and transformers.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from lockstep.artifacts import chat_template
 from lockstep.artifacts.assembly import Assembly, BoundBlock, Layer, Uncut
 from lockstep.artifacts.checkpoint import RESOLVE_AGAIN, CheckpointManifest
 from lockstep.artifacts.dtypes import GROUP_SIZE, HEAD_BITS, PRECISION_NAMES, QUANTIZATIONS, ROW, base_precision, is_fp8
-from lockstep.artifacts.files import check_place, dump_json, write_bytes
+from lockstep.artifacts.files import check_place, write_bytes
 from lockstep.artifacts.graph_files import AttentionVariant, GraphFile, StateMixer
 from lockstep.artifacts.places import FileEntry
 from lockstep.artifacts.quantized import QuantizedTensors
@@ -130,8 +129,7 @@ def export(
         chat_template=entry(chat_template.FILE) if template else None,
         kv_cache_dtype=kv_cache_dtype,
     )
-    with _written(files, out):
-        assembly.save(out)
+    _write(files, assembly, out)
     return out
 
 
@@ -152,23 +150,21 @@ def export_config(
     """
     files, assembly = graphs_of(config, precision, None, tensor_parallel, adapters, group_size, residual=residual)
     stops = tuple(ids_of(config.get("eos_token_id"), Path("config.json")))
-    assembly = replace(assembly, eos_token_ids=stops, kv_cache_dtype=kv_cache_dtype)
-    with _written(files, folder / "assembly.json"):
-        files["assembly.json"] = dump_json(assembly.to_json()).encode()
-        write_bytes(folder / "assembly.json", files["assembly.json"])
+    out = folder / "assembly.json"
+    _write(files, replace(assembly, eos_token_ids=stops, kv_cache_dtype=kv_cache_dtype), out)
+    files[out.name] = out.read_bytes()
     return {name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()}
 
 
-@contextlib.contextmanager
-def _written(files: Mapping[str, bytes], out: Path) -> Iterator[None]:
-    """Write files beside `out`, in place of an earlier assembly's. Raises InputError for another's file."""
+def _write(files: Mapping[str, bytes], assembly: Assembly, out: Path) -> None:
+    """Write files and `out`, in place of an earlier assembly's. Raises InputError for another's file."""
     with replacing(out, set(files)) as stale:
         out.unlink(missing_ok=True)  # it would vouch for files that are being replaced
         for path in stale:
             path.unlink()
         for name, data in sorted(files.items()):
             write_bytes(out.parent / name, data)
-        yield
+        assembly.save(out)
 
 
 def graphs_of(
