@@ -131,7 +131,7 @@ def test_fetch_records_what_it_made(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("text", "expected"), [
     ("{", "expected JSON"), ("[]", "expected a JSON object, "
-"found list"), ('{"model_type": "llama", '
+"found \\[\\]"), ('{"model_type": "llama", '
 '"dtype": "int8"}', "dtype: expected one "
 "of bfloat16"),
     ('{"model_type": "nothing"}', "model_type: expected a type of "

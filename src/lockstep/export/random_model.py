@@ -10,7 +10,6 @@ tensors' names and shapes.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import re
@@ -24,6 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from lockstep.artifacts.dtypes import NAME_PRECISIONS, PRECISION_DTYPES
 from lockstep.artifacts.files import atomic_path, write_json
+from lockstep.checkpoint.source_files import read_source_json
 from lockstep.checkpoint.tensors import SINGLE
 from lockstep.errors import InputError
 from lockstep.weights.writer import write_pieces
@@ -42,7 +42,9 @@ def make(config_json: str | os.PathLike, seed: int, folder: str | os.PathLike) -
     is no causal LM's, a folder that holds a checkpoint, and when the disk has no room for the weights.
     """
     config_json, folder = Path(config_json), Path(folder)
-    config = _read(config_json)
+    if not config_json.is_file():
+        raise InputError(f"{config_json}: expected a config.json of a model, found none; correct the source")
+    config = read_source_json(config_json)
     dtype = _dtype(config_json, config)
     shapes = tensor_shapes(config)
     folder.mkdir(parents=True, exist_ok=True)
@@ -91,18 +93,6 @@ def byte_tokenizer() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise InputError(f"{path}: expected a config.json of a model, found none; correct the source") from None
-    except ValueError as error:
-        raise InputError(f"{path}: expected JSON, found {error}; correct it") from None
-    if not isinstance(config, dict):
-        raise InputError(f"{path}: expected a JSON object, found {type(config).__name__}; give a model's config.json")
-    return config
 
 
 def _dtype(path: Path, config: Mapping[str, Any]) -> str:
