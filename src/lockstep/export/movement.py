@@ -16,7 +16,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from lockstep.export.axes import ELEMENTWISE
-from lockstep.export.known import GraphWriter, array_of, axis_of, node_of, required, shape_of
+from lockstep.export.known import GraphWriter, array_of, axis_of, node_of, number, required, shape_of
 
 
 def merge_movement(graph: ir.Graph, keep: Collection[ir.Value] = ()) -> None:
@@ -128,9 +128,9 @@ def _take_apart(graph: ir.Graph, reshape: ir.Node) -> bool:
     if repeats is None or repeats.tolist() != [copies, 1]:
         return False
     tokens, other, out = required(tile.inputs[0]), others[0], reshape.outputs[0]
-    (number, size), width = shape_of(tokens), shape_of(other)[1]
+    (rows, size), width = shape_of(tokens), number(shape_of(other)[1])
     op, dtype = GraphWriter(graph, f"{out.name}/apart", product).op, out.dtype
-    once = op("Unsqueeze", tokens, [0], shape=[1, number, size], dtype=dtype)
-    apart = op("Reshape", other, [copies, -1, width], shape=[copies, number, width], dtype=dtype)
-    out.replace_all_uses_with(op("Mul", once, apart, shape=[copies, number, size], dtype=dtype))
+    once = op("Unsqueeze", tokens, [0], shape=[1, rows, size], dtype=dtype)
+    apart = op("Reshape", other, [copies, -1, width], shape=[copies, rows, width], dtype=dtype)
+    out.replace_all_uses_with(op("Mul", once, apart, shape=[copies, rows, size], dtype=dtype))
     return True
