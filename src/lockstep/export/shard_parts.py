@@ -172,10 +172,10 @@ class Operators:
     def _begin(self, node: onnx.NodeProto, part_axis: int) -> int | None:
         """Return where a slice of an axis begins; None where it takes all of it."""
         value = node.input[0]
-        starts, _, axes, steps = (self.constants[other].tolist() for other in node.input[1:5])
-        for start, axis, step in zip(starts, axes, steps, strict=True):
+        starts, _, axes, *steps = (self.constants[other].tolist() for other in node.input[1:5])
+        for number, (start, axis) in enumerate(zip(starts, axes, strict=True)):
             if axis % len(self.shapes[value]) == part_axis:
-                if step != 1:
+                if steps and steps[0][number] != 1:
                     raise NotSplit("every other number of what would be split is taken")
                 return start if start >= 0 else start + self.size(value, part_axis)
         return None
