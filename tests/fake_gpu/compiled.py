@@ -52,6 +52,11 @@ static struct { int x; } threadIdx, blockIdx;
 inline void __syncthreads() {}
 inline void next_may_start() {}
 inline void wait_for_previous() {}
+struct Group { const void *peers, *state, *lost; int rank, slot, seconds; };
+template <int UNITS, int THREADS> struct RowSum {  // it was made before: `cuda.driver`
+    const unsigned short* numbers;
+    RowSum(Group, const unsigned short* row, int) : numbers(row) {}
+};
 inline float warp_sum(float value) { return value; }
 inline float warp_max(float value) { return value; }
 template <int WARPS> float block_sum(float value) { return value; }

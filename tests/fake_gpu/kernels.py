@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.resources import files
 from types import SimpleNamespace
 
@@ -21,6 +21,7 @@ from lockstep.weights.groups import dequantize as dequantize_weight
 from lockstep.weights.mxfp4 import mxfp4_numbers
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+EMPTY = 0xFFFFFFFF
 NUMBERS = {0: np.dtype("f4"), 1: np.dtype("f2"), 2: np.dtype(ml_dtypes.bfloat16)}
 
 
@@ -253,86 +254,106 @@ def words(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
 
 def _exchange(gpu: Gpu, k: SimpleNamespace, phase: int, launch: int) -> None:
     """Raise this rank's flags of one block; go on once all others have raised theirs."""
-    flags = gpu.array(k.peers, (4, k.world), "u8")[1].tolist()
-    raised = lambda rank: gpu.array(flags[rank], (2, k.world, 128), "u4")[phase, :, 0]
-    for rank in range(k.world):
+    flags = gpu.array(k.peers, (4, k.WORLD), "u8")[1].tolist()
+    raised = lambda rank: gpu.array(flags[rank], (2, k.WORLD, 128), "u4")[phase, :, 0]
+    for rank in range(k.WORLD):
         raised(rank)[k.rank] = launch
     if (raised(k.rank).astype(np.int64) < launch).any() and not gpu.host(k.lost, 4).view("u4")[0]:
         raise Waits
 
 
-def _exchange_packets(gpu: Gpu, k: SimpleNamespace, launch: int) -> None:
-    """Send the launch's number behind each 4 bytes; go on once all others have. What is between them is in `_place`."""
-    places = gpu.array(k.peers, (4, k.world), "u8")[3].tolist()
-    packets = lambda at: gpu.array(places[at], (2, k.world, 16384, 8), "u4")[launch % 2, :, : k.units, 1::2]
-    for other in range(k.world):
-        packets(other)[k.rank] = launch
-    if (packets(k.rank) != launch).any() and not gpu.host(k.lost, 4).view("u4")[0]:
+def _terms(gpu: Gpu, k: SimpleNamespace, at: int, launch: int) -> np.ndarray:
+    """Terms of each rank at one."""
+    place = int(gpu.array(k.peers, (4, k.WORLD), "u8")[3, at])
+    return gpu.array(place, (3, k.WORLD, k.ROOM, 4), "u4")[launch % 3]
+
+
+def _empty(gpu: Gpu, k: SimpleNamespace, launch: int) -> None:
+    """Empty the terms that came in the last launch."""
+    _terms(gpu, k, k.rank, launch - 1)[:, : gpu.array(k.state, (4,), "u4")[3]] = EMPTY
+
+
+def _exchange_terms(gpu: Gpu, k: SimpleNamespace, launch: int, mine: np.ndarray) -> np.ndarray:
+    """Send terms, once; return all ranks' [ranks, units, 16] once they have come."""
+    if (k.rank, -launch) not in gpu.sums:
+        gpu.sums.add((k.rank, -launch))
+        sent = np.where(mine.view("u4") == EMPTY, 0x7FFF7FFF, mine.view("u4"))
+        for other in range(k.WORLD):
+            _terms(gpu, k, other, launch)[k.rank, : k.units] = sent
+        _empty(gpu, k, launch)
+    came = _terms(gpu, k, k.rank, launch)[:, : k.units]
+    if (came == EMPTY).any() and not gpu.host(k.lost, 4).view("u4")[0]:
         raise Waits
+    gpu.sums.discard((k.rank, -launch))
+    return came.view("u1")
 
 
 def _place(gpu: Gpu, k: SimpleNamespace, at: int, sender: int, launch: int, units: int) -> np.ndarray:
     """Where a sender's units are in the inbox of a rank, [units, 16] bytes."""
     if units > k.slot:
         raise Fault(f"{units} units in a place of {k.slot}")
-    inbox = int(gpu.array(k.peers, (4, k.world), "u8")[0, at])
-    return gpu.bytes(inbox + (launch % 2 * k.world + sender) * k.slot * 16, units * 16).reshape(units, 16)
+    inbox = int(gpu.array(k.peers, (4, k.WORLD), "u8")[0, at])
+    return gpu.bytes(inbox + (launch % 2 * k.WORLD + sender) * k.slot * 16, units * 16).reshape(units, 16)
 
 
 def all_reduce(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
     """What all_reduce.cu says, of one block; it begins again until all ranks have come."""
-    kind, state = NUMBERS[k.kind], gpu.array(k.state, (3,), "u4")
+    kind, state = NUMBERS[k.kind], gpu.array(k.state, (4,), "u4")
     mine, others = (
         gpu.bytes(k.values, k.units * 16).reshape(-1, 16),
-        [each for each in range(k.world) if each != k.rank],
+        [each for each in range(k.WORLD) if each != k.rank],
     )
-    launch, part = int(state[0]) + 1, -(-k.units // k.world)
-    parts = [slice(min(k.units, rank * part), min(k.units, (rank + 1) * part)) for rank in range(k.world)]
-    if k.shots < 2:
-        parts = [slice(0, k.units)] * k.world
+    launch, part = int(state[0]) + 1, -(-k.units // k.WORLD)
+    if k.shots == 1:
+        _accumulate(mine, _exchange_terms(gpu, k, launch, mine), kind)
+        state[0], state[3] = launch, k.units
+        return
+    parts = [slice(min(k.units, rank * part), min(k.units, (rank + 1) * part)) for rank in range(k.WORLD)]
     own = parts[k.rank]
     if (k.rank, launch) not in gpu.sums:
         for other in others:
             sent = mine[parts[other]]
             _place(gpu, k, other, k.rank, launch, len(sent))[:] = sent
-        if k.shots == 0:
-            _exchange_packets(gpu, k, launch)
-        else:
-            _exchange(gpu, k, 0, launch)
-        total = np.zeros((own.stop - own.start, 16 // kind.itemsize), np.float32)
-        for sender in range(k.world):
-            came = mine[own] if sender == k.rank else _place(gpu, k, k.rank, sender, launch, len(total))
-            total += came.view(kind).astype(np.float32)
-        with np.errstate(over="ignore"):
-            mine[own] = total.astype(kind).view(np.uint8)
+        _exchange(gpu, k, 0, launch)
+        _empty(gpu, k, launch)
+        place = lambda sender: _place(gpu, k, k.rank, sender, launch, own.stop - own.start)
+        _accumulate(mine[own], [mine[own] if rank == k.rank else place(rank) for rank in range(k.WORLD)], kind)
         gpu.sums.add((k.rank, launch))
-    if k.shots == 2:
-        outboxes = [
-            gpu.bytes(address, k.units * 16).reshape(-1, 16)
-            for address in gpu.array(k.peers, (4, k.world), "u8")[2].tolist()
-        ]
-        for other in others:
-            outboxes[other][own] = mine[own]
-        _exchange(gpu, k, 1, launch)
-        for other in others:
-            mine[parts[other]] = outboxes[k.rank][parts[other]]
+    outboxes = [
+        gpu.bytes(address, k.units * 16).reshape(-1, 16)
+        for address in gpu.array(k.peers, (4, k.WORLD), "u8")[2].tolist()
+    ]
+    for other in others:
+        outboxes[other][own] = mine[own]
+    _exchange(gpu, k, 1, launch)
+    for other in others:
+        mine[parts[other]] = outboxes[k.rank][parts[other]]
     gpu.sums.discard((k.rank, launch))
-    state[0] = launch
+    state[0], state[3] = launch, 0
+
+
+def _accumulate(out: np.ndarray, terms: Iterable[np.ndarray], kind: np.dtype) -> None:
+    total = np.float32(0)
+    for term in terms:
+        total = total + term.view(kind).astype(np.float32)
+    with np.errstate(over="ignore"):
+        out[:] = total.astype(kind).view(np.uint8)
 
 
 def all_gather(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
     """What all_reduce.cu says, of one block; it begins again until all ranks have come."""
-    state = gpu.array(k.state, (3,), "u4")
+    state = gpu.array(k.state, (4,), "u4")
     mine, launch = gpu.bytes(k.part, k.units * 16).reshape(-1, 16), int(state[0]) + 1
-    for other in range(k.world):
+    for other in range(k.WORLD):
         if other != k.rank:
             _place(gpu, k, other, k.rank, launch, k.units)[:] = mine
     _exchange(gpu, k, 0, launch)
-    parts = [mine if rank == k.rank else _place(gpu, k, k.rank, rank, launch, k.units) for rank in range(k.world)]
+    parts = [mine if rank == k.rank else _place(gpu, k, k.rank, rank, launch, k.units) for rank in range(k.WORLD)]
     nbytes = k.rows * k.columns * k.size
     rows = [part.reshape(-1)[:nbytes].reshape(k.rows, k.columns * k.size) for part in parts]
-    gpu.bytes(k.whole, k.world * nbytes).reshape(k.rows, -1)[:] = np.concatenate(rows, axis=1)
-    state[0] = launch
+    gpu.bytes(k.whole, k.WORLD * nbytes).reshape(k.rows, -1)[:] = np.concatenate(rows, axis=1)
+    _empty(gpu, k, launch)
+    state[0], state[3] = launch, 0
 
 
 def _weight(gpu: Gpu, k: SimpleNamespace, bits: int) -> np.ndarray:

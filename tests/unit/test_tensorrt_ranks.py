@@ -215,6 +215,28 @@ def test_blocks_of_passes_that_are_not_captured_whole_are_graphs(open_model, mon
         }  # fmt: skip
 
 
+@pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
+def test_few_rows_are_summed_by_the_kernel_that_reads_them(open_model, gpu, form: Form, monkeypatch) -> None:
+    """One launch instead of two, and the same bits."""
+    from lockstep.gpu.ranks import all_reduce
+
+    def decode() -> tuple[list[bytes], int]:
+        model = open_model("all")
+        model.step([Advance(0, np.arange(20), 0), Advance(1, np.arange(9), 0)])
+        plain, found, launches = gpu.plain, list[bytes](), 0
+        for number in range(3):  # call by call, captured, a graph
+            advances = [Advance(0, np.array([1]), 20 + number), Advance(1, np.array([7]), 9 + number)]
+            found.append(model.step(advances).tobytes())
+            launches = launches or gpu.plain - plain
+        return found, launches + form[3] * fused * model._executor.group.last[0].names.count("sum")
+
+    fused = True
+    expected = decode()
+    monkeypatch.setattr(all_reduce.Exchange, "is_small", lambda self, values: False)
+    fused = False
+    assert decode() == expected
+
+
 @pytest.mark.long
 def test_logits_are_gathered_where_they_are_asked_for(open_model, form: Form) -> None:
     """Of rows that decode and of prompts, whether the step was in flight before, or not; and where a token is drawn."""

@@ -160,9 +160,14 @@ def empty(shape: Sequence[int], dtype: DTypeLike, what: str = "an array") -> Arr
 
 
 def zeros(shape: Sequence[int], dtype: DTypeLike, what: str = "an array") -> Array:
-    """Return device memory of zeros, for any stream: it waits for the default one. Raises as `empty` does."""
+    """Return device memory of zeros, see `filled`."""
+    return filled(0, shape, dtype, what)
+
+
+def filled(byte: int, shape: Sequence[int], dtype: DTypeLike, what: str = "an array") -> Array:
+    """Return device memory of one byte, for any stream: it waits for the default one. Raises as `empty` does."""
     array = empty(shape, dtype, what)
-    check(runtime.cudaMemset(array.address, 0, array.nbytes))
+    check(runtime.cudaMemset(array.address, byte, array.nbytes))
     check(runtime.cudaStreamSynchronize(0))
     return array
 

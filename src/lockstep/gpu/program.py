@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from lockstep.gpu.device import Device
 from lockstep.gpu.tensor import Tensor
 from lockstep.gpu.weights import Uploads
 from lockstep.step.executable import Run
+
+if TYPE_CHECKING:
+    from lockstep.gpu.ranks.all_reduce import Exchange
 
 Shapes = Mapping[str, tuple[int, ...]]
 Arrays = Mapping[str, cuda.Array]
@@ -80,6 +83,15 @@ class GpuExecutable:
         """Return a call on the device's stream; own: it is for a captured graph."""
         shapes = {name: array.shape for name, array in inputs.items() if name in self.program.dynamic}
         return functools.partial(self.bind(inputs, outputs, own), self.program.context_for(shapes, own), shapes)
+
+    def prepare_summing(
+        self, exchange: Exchange, values: cuda.Array, inputs: Arrays, outputs: Arrays
+    ) -> tuple[Run, Run] | None:
+        """Return a call of the first kernel, which sums `values` over the ranks in their place, and one of the rest.
+
+        They are for a captured graph. None where the first kernel does not sum this input.
+        """
+        return None
 
     def bind(self, inputs: Arrays, outputs: Arrays, own: bool = False) -> Bound:
         """Return a call on arrays of the largest sizes. Raises CheckError for arrays that the engine does not take."""

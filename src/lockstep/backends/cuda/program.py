@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,9 +35,11 @@ from lockstep.gpu.kernels.row_kernels import (
     RowKernel,
 )
 from lockstep.gpu.program import Arrays, Bound, GpuExecutable, GpuProgram, Shapes
+from lockstep.gpu.ranks.all_reduce import SUMS, Exchange
 from lockstep.gpu.tensor import Tensor
 from lockstep.gpu.weights import DeviceWeights, Uploads, WeightCast
 from lockstep.onnx_tools.cut_products import Experts, Product
+from lockstep.step.executable import Run
 from lockstep.weights import Tensors, check_bound_slots, check_inputs
 
 _HALF, _CHOICE = np.dtype(np.float16), np.dtype(np.int32)
@@ -102,9 +105,19 @@ class KernelsProgram(GpuProgram):
         if not self.kernels:
             return {}
         self.device.use()
-        prelude = PRELUDE + E4M3 if any(kernel.quantized for kernel in self.kernels) else PRELUDE
-        module = cuda.compile_kernels(prelude + "".join(kernel.source for kernel in self.kernels))
+        module = cuda.compile_kernels(self._prelude + "".join(kernel.source for kernel in self.kernels))
         return {kernel.name: module[kernel.name] for kernel in self.kernels}
+
+    @property
+    def _prelude(self) -> str:
+        return PRELUDE + E4M3 if any(kernel.quantized for kernel in self.kernels) else PRELUDE
+
+    def summing(self, kernel: RowKernel, name: str, exchange: Exchange) -> cuda.Kernel | None:
+        """Return the kernel that sums an argument over the ranks first; None where it cannot."""
+        source = kernel.summing(name, math.prod(int(size) for size in self.declared(name)[1:]))
+        if source is None:
+            return None
+        return cuda.compile_kernels(self._prelude + SUMS + source, exchange.options)[kernel.name]
 
     def lies_beside(self, group: Group) -> bool:
         """Return whether a group's results may lie beside each other in one buffer: where kernels alone read them."""
@@ -234,6 +247,24 @@ class KernelsExecutable(GpuExecutable):
 
         return run
 
+    def prepare_summing(
+        self, exchange: Exchange, values: cuda.Array, inputs: Arrays, outputs: Arrays
+    ) -> tuple[Run, Run] | None:
+        kernel = self.program.block.steps[0].kernel
+        names = [name for name, kind in kernel.arguments if inputs.get(name) is values] if kernel else []
+        if kernel is None or not names or (function := self.program.summing(kernel, names[0], exchange)) is None:
+            return None
+        given = {**inputs, **outputs}
+        self.check_arrays(given)
+        call, sizes = _Call(self, given, True), self.program.sizes({name: each.shape for name, each in given.items()})
+        first, rest = call.kernel(kernel, function, *exchange.group), call.steps[1:]
+
+        def run_rest() -> None:
+            for step in rest:
+                step(sizes)
+
+        return functools.partial(first, sizes), run_rest
+
 
 Step = Callable[[Sizes], None]
 
@@ -265,7 +296,7 @@ class _Call:
             self._rows_as_e4m3[name] = codes, self._shared.buffer(number, count, (), np.dtype(np.float32))
         self.steps: list[Step] = []
         for step in block.steps:
-            self.steps += self._group(step.products) if step.kernel is None else [self._kernel(step.kernel)]
+            self.steps += self._group(step.products) if step.kernel is None else [self.kernel(step.kernel)]
 
     def _buffer(self, rows: str, *width: int, dtype: np.dtype = _HALF) -> cuda.Array:
         self._counts[width] = self._counts.get(width, 0) + 1
@@ -282,7 +313,8 @@ class _Call:
     def _rows(self, group: Group) -> str:
         return str(self._program.declared(group[0].input)[0])
 
-    def _kernel(self, kernel: RowKernel) -> Step:
+    def kernel(self, kernel: RowKernel, function: cuda.Kernel | None = None, *more: cuda.Array | int) -> Step:
+        """Return a kernel's launch; function, more: what is launched in its place, and its arguments behind."""
         arguments: list[cuda.Array | int] = []
         for name, kind in kernel.arguments:
             if kind in OF_WEIGHTS:
@@ -296,7 +328,8 @@ class _Call:
         for name in kernel.quantized:
             arguments += self._rows_as_e4m3[name]
         stream = self._program.device.stream
-        launch = cuda.Launch(self._program.functions[kernel.name], stream, kernel.threads, *arguments, overlaps=True)
+        function = function or self._program.functions[kernel.name]
+        launch = cuda.Launch(function, stream, kernel.threads, *arguments, *more, overlaps=True)
         rows, blocks = kernel.rows, kernel.blocks
         return lambda sizes: launch(sizes[rows] * blocks)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,6 +106,7 @@ OF_WEIGHTS = (WEIGHT, INTEGERS, SCALES)
 SCALES_TIMES = 256.0  # what kernels expect scales of quantised weights to be multiplied by: few are too small for fp16
 _WIDE = 8  # fp16 numbers of 16 bytes
 _THREADS, _MOST_THREADS = 256, 1024
+_WAIT = "wait_for_previous();"
 _MOST_TERMS = 32  # of a short convolution, or a token's experts
 _BINARY = {"Add": "{} + {}", "Sub": "{} - {}", "Mul": "{} * {}", "Div": "{} / {}"}
 _BINARY |= {"Min": "({1} < {0} ? {1} : {0})", "Max": "({1} > {0} ? {1} : {0})"}  # NaN stays NaN
@@ -154,6 +156,20 @@ class RowKernel:
     blocks: int
     threads: int
     quantized: tuple[str, ...] = ()
+
+    def summing(self, name: str, width: int) -> str | None:
+        """Return the source of one that makes the sum over the ranks of an argument of rows first: see sums.cu.
+
+        None where it reads other rows than its own, or several blocks read one.
+        """
+        number = [each for each, _ in self.arguments].index(name)
+        used, at = re.findall(rf"\bin{number}\b", self.source), f"in{number} + row * step{number}"
+        if self.blocks > 1 or width % _WIDE or len(used) != 1 + self.source.count(f"{at} + "):
+            return None
+        more = ", const void* peers, void* state, void* lost, int rank, int slot, int seconds"
+        text = self.source.replace(") {", f"{more}) {{", 1)
+        summed = f"RowSum<{width // _WIDE}, THREADS> sum({{peers, state, lost, rank, slot, seconds}}, {at}, row);"
+        return text.replace(_WAIT, f"{_WAIT}\n    {summed}\n    in{number} = sum.numbers, step{number} = 0;", 1)
 
 
 class _HasNoKernel(Exception):
@@ -289,7 +305,7 @@ class _Writer:
             self._quantize(outputs.index(name), found[name].width)
         head = [f"constexpr int THREADS = {threads}, BLOCKS = {blocks};"]
         head += ["long long row = blockIdx.x / BLOCKS;", "int chunk = blockIdx.x % BLOCKS;"]
-        head += ["next_may_start();", "wait_for_previous();"]
+        head += ["next_may_start();", _WAIT]
         arguments = tuple((name, self._kind(name)) for name in self._used)
         text = "\n".join("    " + line for line in [*head, *self._shared, *self._lines])
         declared = self._declared_as(outputs, codes)

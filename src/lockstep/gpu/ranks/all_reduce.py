@@ -1,6 +1,7 @@
 """All-reduce and all-gather over the ranks of a model, by one kernel on each.
 
-The kernel is our own (all_reduce.cu). The ranks run in one process, on devices that reach each other's memory.
+Sums of few rows are made by the kernels that read them too (sums.cu, `GpuExecutable.prepare_summing`). The ranks run in
+one process, on devices that reach each other's memory.
 
 The kernels of all ranks wait for each other. So each rank's host calls must be on its stream before the host waits for
 any: the executor makes them rank by rank, call by call.
@@ -19,36 +20,36 @@ from lockstep.gpu.device import Device
 from lockstep.gpu.kernels.row_kernels import COMMON
 from lockstep.gpu.kernels.step_kernels import NUMBERS
 
-_SOURCE = COMMON + Path(__file__).with_name("all_reduce.cu").read_text(encoding="utf-8")
-_BLOCKS, _PACKED = 128, 16384  # all_reduce.cu, BLOCKS and PACKED
-_PACKED_THREADS = 128
+SUMS, _KERNELS = (Path(__file__).with_name(f"{n}.cu").read_text(encoding="utf-8") for n in ("sums", "all_reduce"))
+_BLOCKS = 128  # sums.cu, MOST_BLOCKS
 _UNIT = 16  # bytes
-_AT_PEERS = "inbox", "flags", "outbox", "packets"  # in all_reduce.cu's order
+_AT_PEERS = "inbox", "flags", "outbox", "terms"  # in sums.cu's order
 _GIVEN_UP = 0xFFFFFFFF
 # That a rank waits for another one: less than the server waits for a sign of life (serve's --stall), so that the rank
 # is named first.
 _SECONDS = 30
 # Bytes above which each of more than two ranks accumulates its part and sends that to all, instead of all of all: fewer
-# bytes, one more wait. Above it, on four H200, NCCL was faster than one shot.
+# bytes, one more wait. On four H200 1 MB takes 11.7 us in one shot and 14.2 in two, 2 MB 21.2 and 19.8.
 _ONE_SHOT = 1 << 20
 
 
 class Exchange:
     """A rank's end of the exchange, on its device's stream; all ranks must be asked for the same."""
 
-    def __init__(self, device: Device, rank: int, world: int, slot: int, outbox: int):
-        """Allocate a rank's memory; slot, outbox: units (of 16 bytes) of its part of an inbox, and of the outbox."""
+    def __init__(self, device: Device, rank: int, world: int, slot: int, outbox: int, room: int):
+        """Allocate a rank's memory, in units (of 16 bytes); slot, room: its part of an inbox, and of terms."""
         self.device, self.rank, self.world, self._slot = device, rank, world, slot
         device.use()
-        module = cuda.compile_kernels(_SOURCE)
+        self.options = f"-DWORLD={world}", f"-DROOM={room}"  # of all that `sums.cu` stands before
+        module = cuda.compile_kernels(COMMON + SUMS + _KERNELS, self.options)
         self._reduce, self._gather = module["all_reduce"], module["all_gather"]
         what = "sums over ranks"
         self.inbox = cuda.empty((2 * world * slot * _UNIT,), "u1", what)
         self.outbox = cuda.empty((max(1, outbox) * _UNIT,), "u1", what)
         self.flags = cuda.zeros((2 * world * _BLOCKS,), "u4")
-        self.packets = cuda.zeros((2 * world * 2 * _PACKED * _UNIT,), "u1", what)
+        self.terms = cuda.filled(0xFF, (3 * world * room * _UNIT,), "u1", what)  # EMPTY
         self._sums: dict[tuple, cuda.Launch] = {}
-        self._state = cuda.zeros((3,), "u4")
+        self._state = cuda.zeros((4,), "u4")
         self._peers = cuda.empty((4 * world,), "u8")
         self._host_lost = cuda.pinned((1,), "u4")
         self._host_lost[0] = 0
@@ -71,18 +72,25 @@ class Exchange:
         """
         units = -(-values.nbytes // _UNIT)
         shots = shots_for(units, self.world)
-        blocks, threads = -(-units // _PACKED_THREADS), _PACKED_THREADS
-        if shots:
-            blocks, threads = _grid(units if shots == 1 else -(-units // self.world))
+        if self.is_small(values):
+            blocks, threads = -(-units // 128), 128
+        else:
+            # No more than leave room on the device for another rank's (LOCKSTEP_RANKS_ON_ONE_GPU).
+            one_shot = min(512, 4 * cuda.multiprocessors(self.device.number)), 256
+            blocks, threads = one_shot if shots == 1 else _grid(-(-units // self.world))
         key = values.address, values.dtype, shots, threads
         launch = self._sums.get(key)
         if launch is None:
             # Large sums were slower where the next kernel is on the device while they wait.
-            given = values, *self._group(), NUMBERS[values.dtype.name], shots, units
+            given = values, *self.group, NUMBERS[values.dtype.name], shots, units
             launch = self._sums[key] = cuda.Launch(
-                self._reduce, self.device.stream, threads, *given, overlaps=not shots
+                self._reduce, self.device.stream, threads, *given, overlaps=self.is_small(values)
             )
         launch(blocks, units)
+
+    def is_small(self, values: cuda.Array) -> bool:
+        """Return whether the kernel that reads a sum may make it."""
+        return values.nbytes <= _ONE_SHOT
 
     def gather(self, part: cuda.Array, whole: cuda.Array) -> None:
         """Put parts [rows, columns] side by side into [rows, world * columns]; the part is padded to 16 bytes."""
@@ -90,10 +98,12 @@ class Exchange:
         if columns * size % _UNIT == 0:
             columns, size = columns * size // _UNIT, _UNIT
         units = -(-part.nbytes // _UNIT)
-        self._gather.launch(self.device.stream, *_grid(units), part, whole, *self._group(), units, rows, columns, size)
+        self._gather.launch(self.device.stream, *_grid(units), part, whole, *self.group, units, rows, columns, size)
 
-    def _group(self) -> tuple[cuda.Array | int, ...]:
-        return self._peers, self._state, self._lost, self.world, self.rank, self._slot, _SECONDS
+    @property
+    def group(self) -> tuple[cuda.Array | int, ...]:
+        """Return what kernels take of sums.cu's Group."""
+        return self._peers, self._state, self._lost, self.rank, self._slot, _SECONDS
 
     def give_up(self) -> None:
         """Let no rank wait any more: a step ended half way."""
@@ -114,24 +124,23 @@ class Exchange:
 def connect(devices: Sequence[Device], most_sum: int, most_gather: int) -> list[Exchange]:
     """Return the ranks' exchanges; most_sum, most_gather: bytes that one call has at most."""
     world, units = len(devices), -(-most_sum // _UNIT)
-    part = -(-units // world)
-    two = shots_for(units, world) == 2
-    slot = max(min(units, _ONE_SHOT // _UNIT) if two else units, part, -(-most_gather // _UNIT))
-    found = [Exchange(device, rank, world, slot, part * world if two else 0) for rank, device in enumerate(devices)]
+    room, part = units, 0
+    if shots_for(units, world) == 2:
+        room, part = min(units, _ONE_SHOT // _UNIT), -(-units // world)
+    slot = max(part, -(-most_gather // _UNIT))
+    found = [Exchange(device, rank, world, slot, part * world, room) for rank, device in enumerate(devices)]
     for exchange in found:
         exchange.meet(found)
     return found
 
 
 def shots_for(units: int, world: int) -> int:
-    """Return 0, 1 or 2, see all_reduce.cu, for so many units of 16 bytes."""
-    if units * _UNIT <= min(_ONE_SHOT, _PACKED * _UNIT):
-        return 0
+    """Return 1 or 2, see all_reduce.cu, for so many units of 16 bytes."""
     return 1 if world == 2 or units * _UNIT <= _ONE_SHOT else 2
 
 
 def _grid(units: int) -> tuple[int, int]:
-    """Return (blocks, threads), as was fastest for one shot on two and four H200."""
+    """Return (blocks, threads), as was fastest with flags on two and four H200."""
     if units <= 1024:
         return 4, 128
     return min(_BLOCKS, max(8, 1 << (units // 1024 - 1).bit_length())), 512

@@ -233,12 +233,23 @@ class Rank:
         values, mask, network = inputs.values(), self._mask_array(inputs, adapted), self.network
 
         def prepare(name: str, block: Block) -> Calls:
-            return [
-                ("sum", functools.partial(self._end.sum, step.values))
-                if isinstance(step, _Sum)
-                else (name, engine_of(step.piece).prepare(_by_engine(step, mask), step.outputs, own=True))
-                for step in self._steps(block.for_rows(adapted), values, dims, of)
-            ]
+            calls, summed = Calls(), None  # what the last call sums
+            for step in self._steps(block.for_rows(adapted), values, dims, of):
+                if isinstance(step, _Sum):
+                    calls.append(("sum", functools.partial(self._end.sum, step.values)))
+                    summed = step.values
+                    continue
+                engine, given = engine_of(step.piece), (_by_engine(step, mask), step.outputs)
+                if (
+                    summed
+                    and self._end.is_small(summed)
+                    and (pair := engine.prepare_summing(self._end, summed, *given))
+                ):
+                    calls[-1:] = ("sum", pair[0]), (name, pair[1])
+                else:
+                    calls.append((name, engine.prepare(*given, own=True)))
+                summed = None
+            return calls
 
         calls = self._mask_calls(inputs, mask) + prepare("embedding", network.embedding)
         for index, (block, layer_attention) in enumerate(network.layers):

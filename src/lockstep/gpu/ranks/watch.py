@@ -1,6 +1,6 @@
 """A watchdog for ranks whose device hangs: the host would wait for it for ever.
 
-A kernel that waits for another rank gives up and notes whom it waited for (all_reduce.cu). Where the host waits for a
+A kernel that waits for another rank gives up and notes whom it waited for (sums.cu). Where the host waits for a
 rank that goes on, it finds that note and ends the step. Where it waits for the rank that hangs, nothing comes back from
 the library: this thread then says which rank it is, and ends the process.
 """

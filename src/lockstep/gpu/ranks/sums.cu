@@ -1,0 +1,163 @@
+// What is sent between the ranks of a model (WORLD of them), and sums that are made where they are read.
+//
+// Each rank writes into its place of every other's memory. A number counts the launches, the same on all ranks: a rank that is in launch n has ended launch n-1, in
+// which it saw all others begin that one, so each has ended launch n-2, whose memory may be written now. Sums are made in rank order, in float32, and rounded once:
+// all ranks hold the same bits.
+//
+// Terms of sums go without flags or fences: memory for them holds EMPTY, NaN that nobody sends, until they have come. It has three parts in turn: what has come in one
+// launch is emptied in the next, and written in the one behind that.
+//
+// A rank that waits too long notes for whom, on the host too, and waits no more; the host may note that nobody will come.
+#ifndef ON_HOST  // where the test has its own
+typedef unsigned long long Wide;
+
+constexpr int MOST_BLOCKS = 128;  // a launch has at most, where flags are raised
+constexpr unsigned EMPTY = 0xffffffffu;
+
+struct Group {
+    const Wide* peers;  // addresses at each rank, [inbox, flags, outbox, terms][WORLD]
+    unsigned* state;    // of this rank: number of the last launch, blocks that are through, rank that did not come, plus 1, units of terms that came
+    unsigned* lost;     // on the host, the last of these; other than 0: nobody is waited for
+    int rank, slot;     // slot: units (of 16 bytes) of a rank's place in an inbox; ROOM: of terms
+    long long limit;    // nanoseconds
+
+    __device__ Group(const void* peers, void* state, void* lost, int rank, int slot, int seconds)
+        : peers((const Wide*)peers), state((unsigned*)state), lost((unsigned*)lost), rank(rank), slot(slot), limit(seconds * 1000000000ll) {}
+    __device__ uint4* inbox(int at, unsigned launch, int from) const { return (uint4*)peers[at] + ((long long)(launch & 1) * WORLD + from) * slot; }
+    __device__ unsigned* flag(int at, int phase, int from) const { return (unsigned*)peers[WORLD + at] + (phase * WORLD + from) * MOST_BLOCKS + blockIdx.x; }
+    __device__ uint4* outbox(int at) const { return (uint4*)peers[2 * WORLD + at]; }
+    __device__ uint4* terms(int at, unsigned launch, int from) const { return (uint4*)peers[3 * WORLD + at] + (long long)(launch % 3 * WORLD + from) * ROOM; }
+
+    // The number of this launch. Behind the largest comes 4, whose places are not those of the largest (of 2, of 3).
+    __device__ unsigned begin() const {
+        unsigned launch = *(volatile unsigned*)state + 1;
+        return launch ? launch : 4;
+    }
+    // Units that came in the last launch, and are emptied in this one.
+    __device__ int last_units() const { return ((volatile unsigned*)state)[3]; }
+    __device__ void empty(unsigned launch, int i) const {
+        for (int from = 0; from < WORLD; ++from) terms(rank, launch % 3 + 2, from)[i] = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
+    }
+    __device__ void empty_all(unsigned launch, int first, int step) const {
+        for (int i = first, units = last_units(); i < units; i += step) empty(launch, i);
+    }
+    // Called by one thread of each block, when none of it reads the last number any more; whether all others have.
+    __device__ bool is_last() const { return atomicAdd(state + 1, 1u) == gridDim.x - 1; }
+    __device__ void end(unsigned launch, int units = 0) const {
+        state[1] = 0;
+        state[3] = units;
+        state[0] = launch;
+    }
+};
+
+__device__ long long now() {
+    long long time;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
+    return time;
+}
+
+// Whether to wait no more for a rank that has not come, asked `spins` times; start: 0 at first.
+__device__ bool is_lost(const Group& group, int other, unsigned spins, long long& start) {
+    if ((spins & 1023) != 1023) return false;
+    if (start == 0) start = now();
+    if (*(volatile unsigned*)(group.state + 2) || *(volatile unsigned*)group.lost) return true;
+    if (now() - start <= group.limit) return false;
+    *(volatile unsigned*)(group.state + 2) = other + 1;
+    *(volatile unsigned*)group.lost = other + 1;
+    __threadfence_system();
+    return true;
+}
+
+__device__ unsigned to_bfloat16(float value) {
+    unsigned bits = __float_as_uint(value);
+    return value != value ? 0x7fffu : (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
+}
+
+// kind: 0 float32, 1 float16, 2 bfloat16
+__device__ void add(float* sums, uint4 values, int kind) {
+    unsigned words[4] = {values.x, values.y, values.z, values.w};
+    for (int i = 0; i < 4; ++i) {
+        if (kind == 0) {
+            sums[i] += __uint_as_float(words[i]);
+        } else if (kind == 1) {
+            sums[2 * i] += number(words[i] & 0xffff);
+            sums[2 * i + 1] += number(words[i] >> 16);
+        } else {
+            sums[2 * i] += __uint_as_float(words[i] << 16);
+            sums[2 * i + 1] += __uint_as_float(words[i] & 0xffff0000u);
+        }
+    }
+}
+
+__device__ uint4 rounded(const float* sums, int kind) {
+    unsigned words[4];
+    for (int i = 0; i < 4; ++i) {
+        if (kind == 0) words[i] = __float_as_uint(sums[i]);
+        else if (kind == 1) words[i] = half(sums[2 * i]) | half(sums[2 * i + 1]) << 16;
+        else words[i] = to_bfloat16(sums[2 * i]) | to_bfloat16(sums[2 * i + 1]) << 16;
+    }
+    return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+__device__ bool has_empty(uint4 unit) { return unit.x == EMPTY || unit.y == EMPTY || unit.z == EMPTY || unit.w == EMPTY; }
+
+__device__ void send_term(const Group& group, unsigned launch, uint4 own, int place) {
+    const unsigned nan = 0x7fff7fffu;
+    if (has_empty(own)) own = make_uint4(own.x == EMPTY ? nan : own.x, own.y == EMPTY ? nan : own.y, own.z == EMPTY ? nan : own.z, own.w == EMPTY ? nan : own.w);
+    for (int hop = 1; hop < WORLD; ++hop)
+        asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(group.terms((group.rank + hop) % WORLD, launch, group.rank) + place), "r"(own.x),
+                     "r"(own.y), "r"(own.z), "r"(own.w) : "memory");
+}
+
+__device__ uint4 read(const uint4* from) {
+    uint4 unit;
+    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(unit.x), "=r"(unit.y), "=r"(unit.z), "=r"(unit.w) : "l"(from) : "memory");
+    return unit;
+}
+
+// What the ranks hold of one unit, accumulated.
+__device__ uint4 sum_of_terms(const Group& group, unsigned launch, uint4 own, int place, int kind) {
+    uint4 units[WORLD];
+    long long start = 0;
+    for (unsigned spins = 0;; ++spins) {
+        int missing = -1;
+#pragma unroll
+        for (int from = 0; from < WORLD; ++from) units[from] = from == group.rank ? own : read(group.terms(group.rank, launch, from) + place);
+#pragma unroll
+        for (int from = 0; from < WORLD; ++from)
+            if (from != group.rank && has_empty(units[from])) missing = from;
+        if (missing < 0 || is_lost(group, missing, spins, start)) break;
+    }
+    float sums[8] = {};
+#pragma unroll
+    for (int from = 0; from < WORLD; ++from) add(sums, units[from], kind);
+    return rounded(sums, kind);
+}
+
+// A row of fp16 with so many units, replaced by the sum, by a block that goes on with it in shared memory. The launch ends where the object does.
+template <int UNITS, int THREADS> struct RowSum {
+    const Group group;
+    const unsigned launch;
+    const unsigned short* numbers;
+    bool last;
+
+    __device__ __forceinline__ RowSum(const Group& of, const unsigned short* values, int row) : group(of), launch(of.begin()) {
+        constexpr int TURNS = (UNITS + THREADS - 1) / THREADS;
+        __shared__ uint4 sums[UNITS];
+        uint4 *mine = (uint4*)values, own[TURNS];
+#pragma unroll
+        for (int turn = 0, i = threadIdx.x; turn < TURNS; ++turn, i += THREADS)
+            if (i < UNITS) send_term(group, launch, own[turn] = mine[i], row * UNITS + i);
+        group.empty_all(launch, row * THREADS + threadIdx.x, gridDim.x * THREADS);
+#pragma unroll
+        for (int turn = 0, i = threadIdx.x; turn < TURNS; ++turn, i += THREADS)
+            if (i < UNITS) sums[i] = mine[i] = sum_of_terms(group, launch, own[turn], row * UNITS + i, 1);
+        __syncthreads();
+        last = threadIdx.x == 0 && group.is_last();
+        numbers = (const unsigned short*)sums;
+    }
+    __device__ __forceinline__ ~RowSum() {
+        if (last) group.end(launch, gridDim.x * UNITS);
+    }
+};
+#endif
