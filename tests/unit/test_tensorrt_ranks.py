@@ -218,7 +218,7 @@ def test_blocks_of_passes_that_are_not_captured_whole_are_graphs(open_model, mon
 @pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
 def test_few_rows_are_summed_by_the_kernel_that_reads_them(open_model, gpu, form: Form, monkeypatch) -> None:
     """One launch instead of two, and the same bits."""
-    from lockstep.gpu.ranks import all_reduce
+    from lockstep.backends.cuda.program import KernelsExecutable
 
     def decode() -> tuple[list[bytes], int]:
         model = open_model("all")
@@ -232,7 +232,7 @@ def test_few_rows_are_summed_by_the_kernel_that_reads_them(open_model, gpu, form
 
     fused = True
     expected = decode()
-    monkeypatch.setattr(all_reduce.Exchange, "is_small", lambda self, values: False)
+    monkeypatch.setattr(KernelsExecutable, "prepare_summing", lambda *given: None)
     fused = False
     assert decode() == expected
 
