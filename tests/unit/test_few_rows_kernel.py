@@ -36,7 +36,7 @@ inline void next_may_start() {}
 inline void wait_for_previous() {}
 inline void commit() {}
 inline void wait_for_stage() {}
-static unsigned char memory[1 << 17];
+static unsigned char memory[3 << 16];
 inline u32 shared_memory() { return 0; }
 inline void copy_async(u32 to, const void* from, bool in) {
     in ? memcpy(memory + to, from, 16) : memset(memory + to, 0, 16);
@@ -74,8 +74,7 @@ HALVES = r"""
     int blocks, const unsigned short* weight, const unsigned short* x, unsigned short* first, unsigned short* second, \
     unsigned short* third, int end, int ends, int outs, int ins, int rows) { \
     launch(blocks, [=] { NAME(weight, x, first, second, third, end, ends, outs, ins, rows); }); }
-RUN(few_rows_8)
-RUN(few_rows_16)
+RUN(few_rows_8) RUN(few_rows_16) RUN(few_rows_32) RUN(few_rows_64)
 """
 EXPERT_ROWS = r"""
 template <int COUNT> void wait_but_for() {}
@@ -198,7 +197,7 @@ def pointer(array: np.ndarray) -> ctypes.c_void_p:
     return ctypes.c_void_p(array.ctypes.data)
 
 
-@pytest.mark.parametrize(("most", "rows"), [(8, 1), (8, 5), (8, 8), (16, 9), (16, 16)])
+@pytest.mark.parametrize(("most", "rows"), [(8, 1), (8, 5), (8, 8), (16, 9), (16, 16), (32, 27), (64, 53)])
 @pytest.mark.parametrize("columns", [1352, 40])
 def test_each_output_is_accumulated_in_order(library, most, rows, columns):
     """Rows and outputs that are no whole number of blocks, columns that are no whole number of stages, three weights of

@@ -1,4 +1,4 @@
-// Products of up to 16 rows of activations with a weight [out_features, in_features] of fp16.
+// Products of up to 64 rows of activations with a weight [out_features, in_features] of fp16.
 //
 // Each output is accumulated by one warp from the first column to the last, 16 at a time (mma.m16n8k16, fp32): the order
 // in which kernels of cuBLAS accumulate that do not split the columns, so that a row has the same bits by either, beside
@@ -14,10 +14,10 @@ template <int ROWS>
 __device__ __forceinline__ void few_rows(const unsigned short* weight, const unsigned short* x, unsigned short* first_out,
                                          unsigned short* second_out, unsigned short* third_out, int first_end, int second_end,
                                          int out_features, int in_features, int rows) {
-    constexpr int STAGE = (OUTPUTS + ROWS) * COLUMNS * 2, K = COLUMNS / 16;
+    constexpr int STAGE = (OUTPUTS + ROWS) * COLUMNS * 2, K = COLUMNS / 16, TILES = (ROWS + 15) / 16;
     u32 base = shared_memory();
     int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, first = blockIdx.x * OUTPUTS;
-    int across = warp % 2, beside = warp / 2;  // which 16 outputs and 8 rows of the block's a warp makes
+    int across = warp % 2, beside = warp / 2;  // which 16 outputs, and 8 of each 16 rows, of the block's a warp makes
     int steps = (in_features + COLUMNS - 1) / COLUMNS;
     auto load_weight = [&](int step) {
         u32 to = base + step % STAGES * STAGE;
@@ -49,7 +49,7 @@ __device__ __forceinline__ void few_rows(const unsigned short* weight, const uns
         if (step < steps) load_x(step);
         commit();
     }
-    float sums[4] = {};
+    float sums[TILES][4] = {};
 #pragma unroll 1
     for (int step = 0; step < steps; step++) {
         wait_for_stage();
@@ -65,21 +65,24 @@ __device__ __forceinline__ void few_rows(const unsigned short* weight, const uns
 #pragma unroll
             for (int k = 0; k < K; k++) load_matrices(a_from + place(across * 16 + lane % 16, k * 2 + lane / 16), a[k]);
 #pragma unroll
-            for (int k = 0; k < K; k += 2) {
-                u32 r[4];
-                load_matrices(b_from + place(beside * 8 + lane % 8, k * 2 + lane / 8), r);
-                b[k][0] = r[0]; b[k][1] = r[1]; b[k + 1][0] = r[2]; b[k + 1][1] = r[3];
-            }
+            for (int tile = 0; tile < TILES; tile++) {
 #pragma unroll
-            for (int k = 0; k < K; k++) mma(sums, a[k], b[k]);
+                for (int k = 0; k < K; k += 2) {
+                    u32 r[4];
+                    load_matrices(b_from + place(tile * 16 + beside * 8 + lane % 8, k * 2 + lane / 8), r);
+                    b[k][0] = r[0]; b[k][1] = r[1]; b[k + 1][0] = r[2]; b[k + 1][1] = r[3];
+                }
+#pragma unroll
+                for (int k = 0; k < K; k++) mma(sums[tile], a[k], b[k]);
+            }
         }
     }
     if (beside * 8 >= ROWS) return;
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        int out = first + across * 16 + lane / 4 + i / 2 * 8, request = beside * 8 + lane % 4 * 2 + i % 2;
+    for (int i = 0; i < TILES * 4; i++) {
+        int out = first + across * 16 + lane / 4 + i % 4 / 2 * 8, request = i / 4 * 16 + beside * 8 + lane % 4 * 2 + i % 2;
         if (out >= out_features || request >= rows) continue;
-        unsigned short result = half(sums[i]);
+        unsigned short result = half(sums[i / 4][i % 4]);
         if (out < first_end) first_out[(long long)request * first_end + out] = result;
         else if (out < second_end) second_out[(long long)request * (second_end - first_end) + out - first_end] = result;
         else third_out[(long long)request * (out_features - second_end) + out - second_end] = result;
@@ -93,3 +96,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) NAME( \
     few_rows<ROWS>(weight, x, first_out, second_out, third_out, first_end, second_end, out_features, in_features, rows); }
 FEW_ROWS(few_rows_8, 8)
 FEW_ROWS(few_rows_16, 16)
+FEW_ROWS(few_rows_32, 32)
+FEW_ROWS(few_rows_64, 64)

@@ -1,9 +1,9 @@
 """GEMM of fp16 rows and weights whose bits do not depend on the number of rows.
 
 Each output is accumulated over the columns in order, 16 at a time, in fp32: by a kernel of our own (few_rows.cu) up to
-16 rows, by cuBLASLt beyond. On Hopper both give the same bits; so that it holds on any GPU, each algorithm of cuBLAS is
-compared with the kernel before it is used, once for a shape. As all that is left gives the same bits, the fastest on
-this GPU may be taken: which one it is changes no result.
+16 rows, and up to 64 where it is faster, by cuBLASLt beyond. On Hopper both give the same bits; so that it holds on any
+GPU, each algorithm of cuBLAS is compared with the kernel before it is used, once for a shape. As all that is left gives
+the same bits, the fastest on this GPU may be taken: which one it is changes no result.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ _SOURCE = FEW_ROWS + Path(__file__).with_name("few_rows.cu").read_text(encoding=
 OUTPUTS, _THREADS, _STAGES, _STAGE = 32, 128, 4, 512  # as in tensor_cores.cu; bytes of a row's stage
 MOST_OUTPUTS = 3  # of a launch of the kernel
 FEW = (8, 16)  # rows up to which a kernel takes them
+_MORE = (32, 64)  # and up to which it does where cuBLAS is slower, such as of a rank's part of a weight
 # And up to which one algorithm of cuBLAS does, the last one beyond: tiles of 128 rows fill a GPU well or badly.
 MANY = (32, 64, 128, *range(256, 2049, 128))
 TIMED = 256  # rows up to which all algorithms are timed
@@ -70,8 +71,18 @@ class Gemm:
                 return None
             return shapes.launch(self._stream, weight, x, outs, most)
 
+        @functools.cache
+        def most_few() -> int:
+            """Return the rows up to which the kernel is taken."""
+            return (
+                FEW[-1]
+                if few(FEW[-1]) is None
+                else shapes.rows_of_kernel(tuple(part.shape[0] for part in parts), depth)
+            )
+
         def multiply(rows: int) -> None:
-            if rows <= FEW[-1] and (launch := few(size_for(rows, FEW))) is not None:
+            most = FEW[-1] if rows <= FEW[-1] else most_few()
+            if rows <= most and (launch := few(size_for(rows, (*FEW, *_MORE)))) is not None:
                 return launch(-(-total // OUTPUTS), rows)
             for call, algorithm in zip(by_cublas, algorithms(size_for(rows, MANY))):
                 call(rows, algorithm)
@@ -114,6 +125,7 @@ class _Shapes:
     def __init__(self) -> None:
         self.library, self._module = CublasLt(), cuda.compile_kernels(_SOURCE)
         self._found: dict[tuple[int, int], _Shape] = {}
+        self._rows_of_kernel: dict[tuple[tuple[int, ...], int], int] = {}
 
     def __getitem__(self, shape: tuple[int, int]) -> _Shape:
         if shape not in self._found:
@@ -127,6 +139,38 @@ class _Shapes:
         given: tuple[cuda.Array | int, ...]
         given = weight, x, *output_arguments(outs), *weight.shape, most
         return few_rows_launch(self._module[f"few_rows_{most}"], stream, most, *given)
+
+    def rows_of_kernel(self, parts: tuple[int, ...], in_features: int) -> int:
+        """Return the rows up to which the kernel is faster than cuBLAS at weights that lie one behind the other."""
+        key = parts, in_features
+        if key not in self._rows_of_kernel:
+            self._rows_of_kernel[key] = self._time_kernel(parts, in_features)
+        return self._rows_of_kernel[key]
+
+    def _time_kernel(self, parts: Sequence[int], in_features: int) -> int:
+        trial, most, ends = Trial(sum(parts), in_features, _MORE[-1]), FEW[-1], [0, *itertools.accumulate(parts)]
+        outs = [cuda.empty((_MORE[-1], part), "f2", "trying products out") for part in parts]
+        for size in _MORE:
+            by_kernel, by_cublas = list[Callable[[], None]](), list[Callable[[], None]]()
+            for weight in trial.weights:
+                try:
+                    launch = self.launch(trial.stream, weight, trial.x, outs, size)
+                except CheckError:  # more shared memory than this GPU has
+                    return most
+                by_kernel.append(functools.partial(launch, -(-weight.shape[0] // OUTPUTS), size))
+                calls = [
+                    functools.partial(
+                        self.library.bind(trial.stream, weight[low:high], trial.x, out),
+                        size,
+                        self[high - low, in_features].algorithms[size],
+                    )
+                    for low, high, out in zip(ends, ends[1:], outs)
+                ]
+                by_cublas.append(functools.partial(_call_all, calls))
+            if not trial.fastest({True: by_kernel, False: by_cublas}):
+                break
+            most = size
+        return most
 
     def _choose(self, out_features: int, in_features: int) -> _Shape:
         rows = MANY[-1] if MANY[-1] * out_features <= _MOST_NUMBERS else TIMED
@@ -161,6 +205,11 @@ class _Shapes:
     def _offered(self, out_features: int, in_features: int, rows: int) -> Iterator[Algorithm]:
         for depth in (in_features, *(depth for depth in _DEPTHS if depth < in_features)):
             yield from self.library.algorithms(out_features, depth, rows)
+
+
+def _call_all(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
 
 
 def trial_factors(columns: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
