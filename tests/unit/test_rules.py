@@ -50,8 +50,11 @@ def test_a_rule_has_the_inputs_outputs_and_parameters_of_its_stage(name: str) ->
     wildcards = re.findall(r"{(\w+)}", rule["log"])
     assert set(wildcards) == set(stage.wildcards)
     assert rule["benchmark"] == rule["log"].rstrip(",").replace("/logs/", "/benchmarks/").replace(".log", ".tsv")
-    assert f'**params_of("{name}"),' in rule["params"] or not stage.wildcards
-    assert (WORKFLOW / "rules" / rule["script"].strip('"')).is_file()
+    parameters = rule["params"]
+    assert f'options=options_of("{name}"),' in parameters or not stage.wildcards
+    assert f'key=key_of("{name}"),' in parameters or not stage.code
+    assert ("python=interpreter," in parameters) == ("backend" in stage.wildcards)
+    assert rule["script"] == f'"../scripts/{name}.py"' and (WORKFLOW / "scripts" / f"{name}.py").is_file()
 
 
 def test_the_results_tree_has_the_paths_of_the_stages() -> None:

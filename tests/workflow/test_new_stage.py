@@ -1,4 +1,4 @@
-"""A new stage is its file and a rule: records, locks, `explain`, the cache and the command line know it."""
+"""A new stage is its file, its script and a rule: records, locks, `explain`, the cache and the command line know it."""
 
 from __future__ import annotations
 
@@ -35,6 +35,10 @@ class Count(Stage):
         number = len(read_json(job.inputs["checkpoint"])["files"])
         write_json(job.output, {"format": "toy.count/1", job.options["unit"]: number, "IR": onnx.IR_VERSION})
 '''
+SCRIPT = """from job import run_stage
+
+run_stage("count", snakemake)
+"""
 RULE = """
 rule count:
     input:
@@ -44,9 +48,10 @@ rule count:
     log:
         "<results>/logs/count/{model}/{precision}.log",
     params:
-        **params_of("count"),
+        options=options_of("count"),
+        key=key_of("count"),
     script:
-        "../scripts/stage.py"
+        "../scripts/count.py"
 """
 
 
@@ -61,6 +66,7 @@ def counted(demo: Checkout) -> Checkout:
     """A finished run of one target, with a stage more."""
     demo.edit_config(only_one_target)
     (demo.folder / "src/lockstep/stages/count.py").write_text(STAGE)
+    (demo.folder / "workflow/scripts/count.py").write_text(SCRIPT)
     demo.append("workflow/rules/export.smk", RULE)
     return demo
 
@@ -69,7 +75,7 @@ COUNT = "results/demo-llama/fp32/count.json"
 
 
 @pytest.mark.long
-def test_a_stage_is_a_file_and_a_rule(counted: Checkout) -> None:
+def test_a_stage_is_two_files_and_a_rule(counted: Checkout) -> None:
     demo, made = counted, counted.folder / COUNT
     assert demo.would_run()["count"] == 1
     cached = ("--config", f"cache={demo.folder / 'cache'}")

@@ -16,9 +16,10 @@ rule fetch_adapters:
     conda:
         "../../envs/fetch.yaml"
     params:
-        **params_of("fetch_adapters"),
+        options=options_of("fetch_adapters"),
+        key=key_of("fetch_adapters"),
     script:
-        "../scripts/stage.py"
+        "../scripts/fetch_adapters.py"
 
 
 rule adapters:
@@ -38,7 +39,8 @@ rule adapters:
         mem_mb=memory(1000),
         runtime=minutes(60),
     params:
-        **params_of("adapters"),
+        options=options_of("adapters"),
+        key=key_of("adapters"),
         adapters=adapter_folders,
     script:
         "../scripts/adapters.py"
@@ -61,9 +63,10 @@ rule adapted_reference:
         mem_mb=memory(2500, 4),
         runtime=minutes(60, 20),
     params:
-        **params_of("adapted_reference"),
+        options=options_of("adapted_reference"),
+        key=key_of("adapted_reference"),
     script:
-        "../scripts/stage.py"
+        "../scripts/adapted_reference.py"
 
 
 rule quantized_adapted_reference:
@@ -84,9 +87,10 @@ rule quantized_adapted_reference:
         mem_mb=memory(2500, 4),
         runtime=minutes(60, 20),
     params:
-        **params_of("quantized_adapted_reference"),
+        options=options_of("quantized_adapted_reference"),
+        key=key_of("quantized_adapted_reference"),
     script:
-        "../scripts/stage.py"
+        "../scripts/quantized_adapted_reference.py"
 
 
 rule adapted:
@@ -111,6 +115,9 @@ rule adapted:
         runtime=minutes(60, 30),
         gpu=gpus_of_ranks,
     params:
-        **params_of("adapted"),
+        options=options_of("adapted"),
+        python=interpreter,
+        device=device,
+        key=key_of("adapted"),
     script:
-        "../scripts/stage.py"
+        "../scripts/adapted.py"

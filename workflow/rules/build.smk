@@ -19,6 +19,9 @@ rule build:
         runtime=minutes(180),
         gpu=gpus,
     params:
-        **params_of("build"),
+        options=options_of("build"),
+        python=interpreter,
+        device=device,
+        key=key_of("build"),
     script:
-        "../scripts/stage.py"
+        "../scripts/build.py"

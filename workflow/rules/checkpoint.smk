@@ -19,7 +19,8 @@ rule fetch:
     conda:
         "../../envs/fetch.yaml"
     params:
-        **params_of("fetch"),
+        options=options_of("fetch"),
+        key=key_of("fetch"),
     script:
         "../scripts/fetch.py"
 
@@ -43,7 +44,8 @@ rule make_checkpoint:
         mem_mb=memory(1500),
         runtime=minutes(60, 5),
     params:
-        **params_of("make_checkpoint"),
+        options=options_of("make_checkpoint"),
+        key=key_of("make_checkpoint"),
     script:
         "../scripts/make_checkpoint.py"
 
@@ -65,7 +67,8 @@ rule resolve:
         mem_mb=memory(1000),
         runtime=minutes(60, 2),
     params:
-        **params_of("resolve"),
+        options=options_of("resolve"),
+        key=key_of("resolve"),
     script:
         "../scripts/resolve.py"
 
@@ -88,9 +91,10 @@ rule architecture:
         mem_mb=memory(1000),
         runtime=minutes(60),
     params:
-        **params_of("architecture"),
+        options=options_of("architecture"),
+        key=key_of("architecture"),
     script:
-        "../scripts/resolve.py"
+        "../scripts/architecture.py"
 
 
 rule convert:
@@ -110,6 +114,7 @@ rule convert:
         mem_mb=memory(1000),
         runtime=minutes(60, 5),
     params:
-        **params_of("convert"),
+        options=options_of("convert"),
+        key=key_of("convert"),
     script:
-        "../scripts/stage.py"
+        "../scripts/convert.py"

@@ -146,31 +146,33 @@ def final_files():
     return [config, *(str(job.output) for job in there if "backend" in job.names)]
 
 
-def params_of(name):
-    """What a stage's job is told beside its files; a change of it runs the job again.
+def options_of(stage):
+    """What the config says to a job; a change of it runs the job again."""
+    return lambda wildcards: STAGES[stage].options(CONFIG, dict(wildcards.items()))
 
-    `options` are the config's, `key` has digests of the code and of the pinned packages that it uses. Of engines
-    `python` is the interpreter that builds and runs them, None for this one, and `device` what the job must find.
-    """
-    stage = STAGES[name]
+
+def key_of(stage):
+    """Digests of the code and of the pinned packages that a job uses; a change of them runs it again."""
+    if "backend" not in STAGES[stage].wildcards:
+        return KEYS[stage, None]
 
     def key(wildcards):
-        backend = wildcards.get("backend")
-        found = KEYS[name, backend and CONFIG.backend_of(backend)]
+        found = KEYS[stage, CONFIG.backend_of(wildcards.backend)]
         # Pins are of this interpreter; of another its own packages are recorded.
-        elsewhere = backend and CONFIG.interpreter(backend) and not stage.runs_here
+        elsewhere = interpreter(wildcards) and not STAGES[stage].runs_here
         return {"code": found["code"]} if elsewhere else found
 
-    of_engines = {
-        "python": lambda wildcards: CONFIG.interpreter(wildcards.backend),
-        "device": lambda wildcards: CONFIG.device_of(wildcards.backend),
-    }
-    return {
-        "stage": name,
-        "options": lambda wildcards: stage.options(CONFIG, dict(wildcards.items())),
-        "key": key,
-        **(of_engines if "backend" in stage.wildcards else {}),
-    }
+    return key
+
+
+def interpreter(wildcards):
+    """The Python that builds and runs a backend's engines; None is this one."""
+    return CONFIG.interpreter(wildcards.backend)
+
+
+def device(wildcards):
+    """What a job must find, where its backend is a device of the config; None where it is not."""
+    return CONFIG.device_of(wildcards.backend)
 
 
 # What a job asks a cluster for, where the config has devices.

@@ -21,6 +21,9 @@ rule compare:
         runtime=minutes(60, 20),
         gpu=gpus,
     params:
-        **params_of("compare"),
+        options=options_of("compare"),
+        python=interpreter,
+        device=device,
+        key=key_of("compare"),
     script:
-        "../scripts/stage.py"
+        "../scripts/compare.py"

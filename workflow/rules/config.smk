@@ -12,7 +12,6 @@ rule config:
     conda:
         "../../envs/checkpoint.yaml"
     params:
-        stage="config",
         options=lambda wildcards: STAGES["config"].options(CONFIG, {}),
     script:
-        "../scripts/stage.py"
+        "../scripts/config.py"

@@ -17,9 +17,10 @@ rule export:
         mem_mb=memory(2000, 0.1),
         runtime=minutes(60),
     params:
-        **params_of("export"),
+        options=options_of("export"),
+        key=key_of("export"),
     script:
-        "../scripts/stage.py"
+        "../scripts/export.py"
 
 
 rule validate:
@@ -40,6 +41,7 @@ rule validate:
         mem_mb=memory(2500, 8),
         runtime=minutes(60, 20),
     params:
-        **params_of("validate"),
+        options=options_of("validate"),
+        key=key_of("validate"),
     script:
-        "../scripts/stage.py"
+        "../scripts/validate.py"

@@ -18,9 +18,10 @@ rule reference:
         mem_mb=memory(2500, 4),
         runtime=minutes(60, 20),
     params:
-        **params_of("reference"),
+        options=options_of("reference"),
+        key=key_of("reference"),
     script:
-        "../scripts/stage.py"
+        "../scripts/reference.py"
 
 
 rule quantized_reference:
@@ -42,9 +43,10 @@ rule quantized_reference:
         mem_mb=memory(2500, 8),
         runtime=minutes(60, 30),
     params:
-        **params_of("quantized_reference"),
+        options=options_of("quantized_reference"),
+        key=key_of("quantized_reference"),
     script:
-        "../scripts/stage.py"
+        "../scripts/quantized_reference.py"
 
 
 rule golden:
@@ -70,6 +72,9 @@ rule golden:
         runtime=minutes(60, 30),
         gpu=gpus_of_ranks,
     params:
-        **params_of("golden"),
+        options=options_of("golden"),
+        python=interpreter,
+        device=device,
+        key=key_of("golden"),
     script:
-        "../scripts/stage.py"
+        "../scripts/golden.py"

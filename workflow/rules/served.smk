@@ -24,6 +24,9 @@ rule served:
         runtime=minutes(60, 30),
         gpu=gpus_of_ranks,
     params:
-        **params_of("served"),
+        options=options_of("served"),
+        python=interpreter,
+        device=device,
+        key=key_of("served"),
     script:
-        "../scripts/stage.py"
+        "../scripts/served.py"

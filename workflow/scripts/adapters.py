@@ -1,6 +1,5 @@
 """Folders of adapters -> adapters.json."""
 
-from job import logged, run_stage
+from job import run_stage
 
-with logged(snakemake):
-    run_stage(snakemake, adapters=dict(snakemake.params.adapters))
+run_stage("adapters", snakemake, adapters=dict(snakemake.params.adapters))

@@ -1,6 +1,6 @@
 """A model on the hub -> source.json and its folder."""
 
-from job import lock_file, logged, run_stage
+from job import lock_file, logged, run_job
 
 from lockstep.artifacts.files import read_json
 from lockstep.config.load import load
@@ -9,4 +9,4 @@ from lockstep.provenance.locked import fetch_terms
 with logged(snakemake):
     config = load(read_json(snakemake.input.config))
     terms = fetch_terms(config, snakemake.wildcards.model, lock_file(snakemake))
-    run_stage(snakemake, **terms)
+    run_job("fetch", snakemake, **terms)

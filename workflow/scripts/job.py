@@ -15,13 +15,19 @@ from lockstep.provenance.run import forget_other, run  # noqa: E402
 from lockstep.stages import STAGES, Job  # noqa: E402
 
 
-def run_stage(snakemake, **given):
-    """Run a stage as its rule's job. given: what only some stages take."""
-    name, names = snakemake.params.stage, dict(snakemake.wildcards.items())
+def run_stage(name, snakemake, **given):
+    """Run the stage `name` as its rule's job. given: what only some stages take."""
+    with logged(snakemake):
+        run_job(name, snakemake, **given)
+
+
+def run_job(name, snakemake, **given):
+    """Do as `run_stage` does, where a script has its log already."""
+    stage, names = STAGES[name], dict(snakemake.wildcards.items())
     job = Job(
         name,
         names,
-        {key: Path(snakemake.input[key]) for key in STAGES[name].inputs(names.get("precision"))},
+        {key: Path(snakemake.input[key]) for key in stage.inputs(names.get("precision"))},
         snakemake.params.options,
         Path(snakemake.output[0]),
         python=snakemake.params.get("python"),
@@ -34,6 +40,12 @@ def run_stage(snakemake, **given):
     except BaseException:
         forget_other(job)
         raise
+
+
+def checkpoint_folder(snakemake):
+    """The folder of a checkpoint; None of one that another job brings, which lies where its manifest says."""
+    sides = snakemake.input.sides
+    return Path(sides[0]).parent if sides and not snakemake.input.fetched else None
 
 
 @contextlib.contextmanager

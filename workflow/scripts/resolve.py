@@ -1,11 +1,5 @@
-"""Checkpoint folder -> checkpoint.json, or architecture.json."""
+"""Checkpoint folder -> checkpoint.json."""
 
-from pathlib import Path
+from job import checkpoint_folder, run_stage
 
-from job import logged, run_stage
-
-with logged(snakemake):
-    sides = snakemake.input.sides
-    # None of a checkpoint that another job brings, which lies where its manifest says.
-    folder = Path(sides[0]).parent if sides and not snakemake.input.fetched else None
-    run_stage(snakemake, folder=folder)
+run_stage("resolve", snakemake, folder=checkpoint_folder(snakemake))

@@ -1,0 +1,5 @@
+"""architecture.json -> assembly.json and its graphs."""
+
+from job import run_stage
+
+run_stage("export", snakemake)
