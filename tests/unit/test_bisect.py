@@ -220,6 +220,23 @@ ENGINE_FAULTS = FAULTS | {
     "entry eps": Fault("entry", attribute("epsilon", 2.0, "mul_1"), 0, "block", "mul_1"),
     "exit eps": Fault("exit", attribute("epsilon", 2.0, "mul_5"), LAYERS - 1, "exit", "mul_5"),
     "middle norm": Fault("middle", rewired("mul_1", 1, "current.input_layernorm.weight"), 0, "block", "mul_1"),
+    # attention is one node there
+    "prefill scale": Fault(
+        "attention.prefill", attribute("scale", 0.2, "grouped/attention"), 0, "attention", "grouped/attention"
+    ),
+    "prefill mask": Fault(
+        "attention.prefill", attribute("causal", 0, "grouped/attention"), 0, "attention", "grouped/attention"
+    ),
+    "prefill window": Fault(
+        "attention.prefill", attribute("local_window_size", 5, "grouped/attention"), 0, "attention", "grouped/attention"
+    ),
+    "prefill past": Fault(
+        "attention.prefill",
+        put_before("grouped/past_key", 0, "Mul", np.array(0, np.float32)),
+        0,
+        "attention",
+        "planted",
+    ),
     "decode stale row": Fault(
         "attention.decode", put_before("grouped/attention", 5, "Add", np.array(1, np.int32)), 0, "attention", "planted"
     ),
