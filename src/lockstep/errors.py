@@ -11,15 +11,21 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 PREFIX = "lockstep: error: "
 NOTE = "lockstep: note: "
+_FEW = 20
 _AGAIN = 0.02  # seconds after which a signal is sent again
 # What a scheduler, a service manager, `kill` and a closed terminal end a process with.
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 _ENVIRONMENT_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG, errno.EIO}
+
+
+def few(names: Sequence[str], between: str = ", ") -> str:
+    """Return all of a few names for a line; of many the first and how many there are."""
+    return between.join(names if len(names) <= _FEW else [*names[:3], f"... ({len(names)} in all)"])
 
 
 def pip_install(extra: str) -> str:

@@ -172,7 +172,8 @@ def test_what_is_cut_short_longer_or_no_bundle_is_refused(apart: Path, tmp_path:
     path.write_bytes(data[:-1024] + header("engines/more.onnx", 0) + data[-1024:])
     assert "more than the manifest lists" in refused(path, scratch)
     assert "expected a bundle, found a folder" in refused(tmp_path, scratch)
-    assert "expected a bundle, found no file" in refused(tmp_path / "none.tar", scratch)
+    for none in (tmp_path / "none.tar", path / "below.tar", tmp_path / f"{'x' * 300}.tar"):
+        assert "expected a bundle, found no file" in refused(none, scratch)
 
 
 def with_entry(apart: Path, path: Path, change) -> Path:
@@ -232,6 +233,11 @@ def forged(path: Path, names: list[str], **about) -> Path:
     parts = [header(MANIFEST, len(data)), data + bytes(-len(data) % 512)]
     path.write_bytes(b"".join([*parts, *(header(name, 1) + b"x".ljust(512, b"\0") for name in names), bytes(1024)]))
     return path
+
+
+def test_a_bundle_without_the_documents_of_a_target_is_refused(tmp_path: Path, scratch: Path) -> None:
+    line = refused(forged(tmp_path / "forged.tar", ["engines/x"]), scratch, None)
+    assert line.endswith("expected engines/engines.json in it, found none; make the bundle again")
 
 
 @pytest.mark.parametrize("size", [1 << 40, 1 << 61, (1 << 62) - 1])
@@ -308,6 +314,15 @@ def test_a_manifest_that_lists_a_name_twice_or_unsorted_is_refused(
     tmp_path: Path, scratch: Path, names: list[str]
 ) -> None:
     assert "expected sorted names, each once" in refused(forged(tmp_path / "forged.tar", names), scratch)
+
+
+@pytest.mark.parametrize("names", [["A", "a"], ["a", "a/b"], ["A", "a-c", "a/b"]], ids=str)
+def test_names_of_which_one_takes_the_place_of_another_are_refused(
+    tmp_path: Path, scratch: Path, names: list[str]
+) -> None:
+    assert f"takes the place of {names[0]!r}" in refused(forged(tmp_path / "forged.tar", names), scratch)
+    with pytest.raises(InputError, match="takes the place of"):
+        write_archive(tmp_path / "packed.tar", ABOUT, [Entry.of_bytes(name, b"x") for name in names])
 
 
 @pytest.mark.parametrize(

@@ -162,6 +162,9 @@ def test_a_slot_of_several_tensors_holds_them_one_after_another(weights):
     (["embed.weight", "layers.0.up.weight"],
         spec([24, 8]),
         "tensor 'embed.weight' + 'layers.0.up.weight' of layer 3: expected 192 numbers in all, found 224; "),
+    (["norm.weight"] * 1000, spec([8]),
+        "tensor 'norm.weight' + 'norm.weight' + 'norm.weight' + ... (1000 in all) of layer 3: "
+        "expected 8 numbers in all, found 8000; "),
 ])  # fmt: skip
 def test_a_slot_that_does_not_fit_is_named_with_its_file(weights, names, slot, expected):
     line = error_of(check_slots, weights, {"up": names}, [slot], "layer 3")
@@ -173,7 +176,7 @@ def test_a_slot_without_its_tensor(weights):
     assert ("expected tensor 'lm_head.weight', found none") in error_of(
         check_slots, weights, {"up": ["lm_head.weight"]}, [spec([8])]
     )
-    assert ("expected tensors for the slots ['up'], found ['down']") in error_of(
+    assert ("expected tensors for the slots up, found down") in error_of(
         check_slots, weights, {"down": ["scale"]}, [spec([8])]
     )
     assert error_of(check_slots, weights, {"up": []}, [spec([8])], "exit") == (

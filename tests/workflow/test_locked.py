@@ -238,20 +238,20 @@ def replace_engine(cache: Path, entry: Path) -> None:
     """Another engine under the same build key: whole, and not the one that was locked."""
     value = read_json(entry)
 
-    def put(data: bytes) -> dict:
+    def put(data: bytes) -> str:
         sha256 = hashlib.sha256(data).hexdigest()
         (cache / "blobs" / sha256).write_bytes(data)
-        return {"sha256": sha256, "size": len(data)}
+        return sha256
 
-    model = onnx.load(cache / "blobs" / value["files"]["middle.onnx"]["sha256"])
+    outputs = value["outputs"]
+    model = onnx.load(cache / "blobs" / outputs["middle.onnx"])
     model.doc_string = "built elsewhere"
-    value["files"]["middle.onnx"] = put(model.SerializeToString(deterministic=True))
-    engines = read_json(cache / "blobs" / value["files"]["engines.json"]["sha256"])
-    next(engine for engine in engines["engines"].values() if engine["file"] == "middle.onnx")["sha256"] = value[
-        "files"
-    ]["middle.onnx"]["sha256"]
+    outputs["middle.onnx"] = put(model.SerializeToString(deterministic=True))
+    engines = read_json(cache / "blobs" / outputs["engines.json"])
+    middle = next(engine for engine in engines["engines"].values() if engine["file"] == "middle.onnx")
+    middle["sha256"] = outputs["middle.onnx"]
     write_json(cache / "engines.json", engines)
-    value["files"]["engines.json"] = put((cache / "engines.json").read_bytes())
+    outputs["engines.json"] = put((cache / "engines.json").read_bytes())
     (cache / "engines.json").unlink()
     write_json(entry, value)
 

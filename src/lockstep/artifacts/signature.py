@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 from lockstep.artifacts.bounds import Name, Size
 from lockstep.artifacts.document import JsonObject, ValidationError, length, one_of
 from lockstep.artifacts.dtypes import PRECISION_NAMES, named_dtype
-from lockstep.errors import CheckError
+from lockstep.errors import CheckError, few
 
 if TYPE_CHECKING:
     import numpy as np
 
-_FEW = 16
 _WEIGHTS = (*PRECISION_NAMES.values(), "uint8", "float8_e4m3fn", "int64")
 
 
@@ -91,9 +90,9 @@ def check_names(where: str, role: str, declared: Sequence[str], found: Sequence[
     """Raise CheckError where the names of inputs or outputs are not those declared, in any order."""
     missing, extra = sorted(set(declared) - set(found)), sorted(set(found) - set(declared))
     if missing or extra:
-        parts = [f"{word} {_some(names)}" for word, names in (("no", missing), ("unexpected", extra)) if names]
+        parts = [f"{word} {few(names)}" for word, names in (("no", missing), ("unexpected", extra)) if names]
         end = f"; {remedy}" if remedy else ""
-        raise CheckError(f"{where}: expected the {role}s {_some(declared)}, found {' and '.join(parts)}{end}")
+        raise CheckError(f"{where}: expected the {role}s {few(declared)}, found {' and '.join(parts)}{end}")
 
 
 def check_arrays(
@@ -120,8 +119,3 @@ def check_arrays(
             expected_type, found = IO(io.name, io.dtype, tuple(wanted)), IO(io.name, array.dtype.name, array.shape)
             raise CheckError(f"{where}: {role} {io.name!r}: expected {expected_type.type}, found {found.type}")
     return sizes
-
-
-def _some(names: Sequence[str]) -> str:
-    """Return all of a few names; of many, as the uncut graph's, the first and how many there are."""
-    return ", ".join(names) if len(names) <= _FEW else f"{', '.join(names[:3])} ... ({len(names)} in all)"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
 import os
 import tarfile
@@ -85,6 +86,10 @@ class BundleManifest(Document):
             raise ValidationError("files", "sorted names, each once", names)
         if long := [name for name in names if len(name.encode()) > 100]:
             raise ValidationError("files", "names of at most 100 bytes, as tar has them", long[0])
+        by_place = sorted(names, key=lambda name: f"{name.casefold()}/")
+        for name, after in itertools.pairwise(by_place):
+            if f"{after.casefold()}/".startswith(f"{name.casefold()}/"):
+                raise ValidationError("files", f"no name that takes the place of {name!r} on any disk", after)
 
 
 @dataclass(frozen=True)
@@ -181,14 +186,12 @@ def read_archive(path: str | os.PathLike) -> Archive:
     lists.
     """
     path = Path(path)
-    try:
-        file = open(path, "rb")
-    except (FileNotFoundError, IsADirectoryError):
+    if not os.path.isfile(path):
         raise InputError(
-            f"{path}: expected a bundle, found {'a folder' if path.is_dir() else 'no file'}; "
+            f"{path}: expected a bundle, found {'a folder' if os.path.isdir(path) else 'no file'}; "
             f"make one with `lockstep bundle`"
-        ) from None
-    with file:
+        )
+    with open(path, "rb") as file:
         size, members = os.fstat(file.fileno()).st_size, {}
         manifest, offset = _read_manifest(file, path)
         for listed in manifest.files:

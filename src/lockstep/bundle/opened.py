@@ -30,6 +30,7 @@ from lockstep.manifests.digest_cache import remember
 from lockstep.targets import Limits, Target
 
 _REMEDY = "make the bundle again"
+_NEEDED = ("engines/engines.json", "graphs/assembly.json", "weights/weights.json")
 ADAPTERS_JSON = "adapters/adapters.json"
 
 
@@ -119,6 +120,9 @@ def _is_weights(name: str) -> bool:
 def _check_named(archive: Archive, folder: Path) -> None:
     """Check that manifests are of the target, and that each file that is opened by them is the bundle's own."""
     target = archive.manifest.about.target
+    for name in _NEEDED:
+        if name not in archive.members:
+            raise InputError(f"{archive.path}: expected {name} in it, found none; {_REMEDY}")
     assembly = Assembly.load(folder / "graphs" / "assembly.json")
     engines = EngineSetManifest.load(folder / "engines" / "engines.json")
     for name, found, expected in (

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep.errors import CheckError
+from lockstep.errors import CheckError, few
 from lockstep.gpu import cuda
 from lockstep.gpu.device import Device
 from lockstep.weights import Tensors
@@ -87,7 +87,7 @@ class DeviceWeights:
         size = sum(part.size for part in parts)
         fits = size <= math.prod(shape) if room else size == math.prod(shape)
         if not fits or any(part.dtype != dtype for part in parts):
-            found = ", ".join(f"{part.dtype.name} {list(part.shape)}" for part in parts)
+            found = few([f"{part.dtype.name} {list(part.shape)}" for part in parts])
             raise CheckError(
                 f"{where}: expected weights {dtype.name} {list(shape)}, found {found}; are "
                 f"graphs and weights of one model and precision?"

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.artifacts.adapters import CONFIG, WEIGHTS
+from lockstep.errors import few
 from lockstep.serve.bodies import BadRequest
 from lockstep.serve.frames import Frame, Ready
 from lockstep.serve.link import EngineLink
 from lockstep.serve.stream import StreamError
 
-_FEW = 20  # names that an error lists
 _MOST_LOADED = 256
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*")
 Stamp = tuple[tuple[int, int, int], ...]
@@ -215,8 +215,7 @@ class Adapters:
 
 def _one_of(names: Sequence[str]) -> str:
     """Return names for an error; the first ones of many."""
-    shown = ", ".join(names[:_FEW]) + (f" ... ({len(names)} in all)" if len(names) > _FEW else "")
-    return f"one of {shown}" if len(names) > 1 else shown
+    return f"one of {few(names)}" if len(names) > 1 else few(names)
 
 
 def _check_name(field: str, name: str) -> None:

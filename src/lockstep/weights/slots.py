@@ -14,7 +14,7 @@ import numpy as np
 from lockstep.artifacts.dtypes import graph_dtype
 from lockstep.artifacts.quantized import is_scales
 from lockstep.artifacts.signature import IO
-from lockstep.errors import CheckError, InputError
+from lockstep.errors import CheckError, InputError, few
 from lockstep.weights.reader import Tensors, Weights
 
 
@@ -27,8 +27,8 @@ def check_slots(weights: Weights, slots: Mapping[str, Sequence[str]], specs: Seq
     declared = [spec.name for spec in specs]
     if sorted(declared) != sorted(slots):
         raise InputError(
-            f"{_at(where)}expected tensors for the slots {sorted(declared)}, found "
-            f"{sorted(slots)}; export the model again"
+            f"{_at(where)}expected tensors for the slots {few(sorted(declared))}, found {few(sorted(slots))}; "
+            "export the model again"
         )
     for spec in specs:
         _check_slot(weights, spec, slots[spec.name], where)
@@ -99,7 +99,8 @@ def check_inputs(slots: Collection[str], inputs: Collection[str], where: str) ->
     """
     if missing := sorted(set(slots) - set(inputs)):
         raise CheckError(
-            f"{where}: expected weight inputs {sorted(slots)}, found none for {missing}; build the engines again"
+            f"{where}: expected weight inputs {few(sorted(slots))}, found none for {few(missing)}; "
+            "build the engines again"
         )
 
 
@@ -110,7 +111,8 @@ def check_bound_slots(slots: Collection[str], given: Collection[str], where: str
     """
     if set(given) != set(slots):
         raise CheckError(
-            f"{where}: expected weights for the slots {sorted(slots)}, found {sorted(given)}; export and build again"
+            f"{where}: expected weights for the slots {few(sorted(slots))}, found {few(sorted(given))}; "
+            "export and build again"
         )
 
 
@@ -124,7 +126,7 @@ def check_arrays(arrays: Sequence[np.ndarray], shape: Sequence[int], dtype: np.d
     if not fits or any(array.dtype != dtype for array in arrays):
         raise CheckError(
             f"{where}: expected weights {dtype.name} {list(shape)}, found {arrays[0].dtype.name} "
-            f"{', '.join(map(str, found))}; are graphs and weights of one model and precision?"
+            f"{few(list(map(str, found)))}; are graphs and weights of one model and precision?"
         )
 
 
@@ -141,7 +143,7 @@ def slot_array(weights: Tensors | Mapping[str, np.ndarray], names: Sequence[str]
 def _refuse(weights: Weights, names: Sequence[str], where: str, expected: str, found: str, remedy: str) -> NoReturn:
     path = weights.location(names[0])[0]
     raise InputError(
-        f"{path}: tensor {' + '.join(map(repr, names))}{' of ' + where if where else ''}: "
+        f"{path}: tensor {few(list(map(repr, names)), ' + ')}{' of ' + where if where else ''}: "
         f"expected {expected}, found {found}; {remedy}"
     )
 
