@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from demo_model import LIMITS
 from recorded import recorded
 
 import registry
-from lockstep.artifacts.files import sha256_file
+from lockstep.artifacts.files import dump_json, sha256_file
 from lockstep.bundle.archive import read_archive
 from lockstep.bundle.opened import opened
 from lockstep.bundle.pack import pack
@@ -29,7 +30,7 @@ from lockstep.errors import CheckError, InputError, LockstepError
 from lockstep.provenance.lock import Lock
 from lockstep.provenance.reproduce import LockComparison
 from lockstep.publish import artifact, rebuilds, sbom, signature
-from lockstep.publish.registry import Reference
+from lockstep.publish.registry import Reference, Repository
 from lockstep.targets import Results, Target
 
 TARGET = Target("demo-llama", "fp16", "all", "onnxruntime")
@@ -199,6 +200,23 @@ def test_a_flipped_byte_is_refused_on_its_way(signed: Path, server: registry.Reg
         assert not (tmp_path / "out.tar").exists()
         flip(server.blob(layer["digest"]), layer["size"] // 2)
     artifact.pull(place, tmp_path / "out.tar")
+
+
+def test_a_layer_that_holds_a_link_is_refused(signed: Path, server: registry.Registry, tmp_path: Path) -> None:
+    place = Reference.parse(f"{server.host}/team/linked:1")
+    manifest = json.loads(server.blob(artifact.push(signed, place).digest).read_bytes())
+    layer, path = manifest["layers"][0], tmp_path / "layer.tar"
+    with tarfile.open(server.blob(layer["digest"])) as old, tarfile.open(path, "w") as new:
+        for info in old:
+            info.type, info.linkname, info.size = tarfile.SYMTYPE, "elsewhere", 0
+            new.addfile(info)
+    layer |= {"digest": f"sha256:{sha256_file(path)}", "size": path.stat().st_size}
+    repository = Repository(place)
+    with open(path, "rb") as file:
+        repository.put_blob(layer["digest"], layer["size"], file)
+    repository.put_manifest(dump_json(manifest).encode(), manifest["mediaType"], place.tag)
+    line = refused(lambda: artifact.pull(place, tmp_path / "out.tar"), InputError)
+    assert line.startswith(f"{place}: expected the files that bundle.json lists, found others")
 
 
 def test_a_registry_that_has_not_what_is_asked_is_one_line(

@@ -8,7 +8,6 @@ Signatures beside the bundle refer to the manifest.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import tarfile
 import tempfile
@@ -186,8 +185,9 @@ def pull(reference: Reference, out: Path, plain_http: bool = False) -> str:
             path = Path(folder) / f"{len(entries)}.tar"
             _download(entry, path)
             try:
-                tar = opened.enter_context(tarfile.open(path))
-                entries |= {info.name: Entry(info.name, info.size, "", _file(tar, info)) for info in tar}
+                tar = opened.enter_context(tarfile.open(path, "r:"))
+                regular = [info for info in tar if info.isreg()]  # no link, which would lead to another
+                entries |= {info.name: Entry(info.name, info.size, "", _file(tar, info)) for info in regular}
             except tarfile.TarError as error:
                 raise InputError(
                     f"{reference}: {name}: expected a tar archive, found: {error}; push the bundle again"
@@ -233,7 +233,7 @@ def _blob(repository: Repository, layer: Mapping[str, Any], name: str) -> Callab
 
 
 def _file(tar: tarfile.TarFile, info: tarfile.TarInfo) -> Callable[[], BinaryIO]:
-    return lambda: cast(BinaryIO, tar.extractfile(info) or io.BytesIO())
+    return lambda: cast(BinaryIO, tar.extractfile(info))
 
 
 def _download(entry: Entry, path: Path) -> None:
