@@ -27,6 +27,7 @@ INSIDE = {
     # `decode` and `tiny`: exports of shapes and of tiny models, which are no checkpoints.
     "config.packing": "which checkpoints are packed",
     "artifacts.document": "what a document is refused with",
+    "export.language": "the config of a model of its settings",
     "export.parity": "depths at which a model has all its kinds of layers",
     "export.quiet": "transformers says nothing while it is timed",
     "export.small_configs": "a config as small as its class takes it",
