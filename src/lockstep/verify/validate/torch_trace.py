@@ -384,11 +384,15 @@ def _scaled(
     """Scale queries to scores of standard deviation _SCORES, and keys to rms one.
 
     The scores are against standard normal keys; the keys are the new ones. RoPE is linear, so the graphs may scale
-    their queries and keys before it. right: of a layer that is rounded, the record of the exact one.
+    their queries and keys before it. A norm behind RoPE (Llama 4) would undo that: what has an rms of one is left as it
+    is. right: of a layer that is rounded, the record of the exact one.
     """
-    query_rms, key_rms = (max(float(x.square().mean().sqrt()), 1e-6) for x in (query, key[:, :, num_past:]))
+    squares = [x.square().mean(-1) for x in (query, key[:, :, num_past:])]
+    query_rms, key_rms = (max(float(square.mean().sqrt()), 1e-6) for square in squares)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     by_query, by_key = _SCORES / (abs(scaling) * query.shape[-1] ** 0.5 * query_rms), 1 / key_rms
+    if all(bool(((square - 1).abs() < 0.01).all()) for square in squares):
+        by_query = by_key = 1.0
     if right:
         by_query, by_key = right.query_scale, right.key_scale
     key = torch.cat([key[:, :, :num_past], key[:, :, num_past:] * by_key], 2)
