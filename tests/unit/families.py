@@ -322,6 +322,7 @@ FAMILIES = {
         interleave_moe_layer_step=2,
         attention_chunk_size=128,
         windows=(0, 0),
+        classes=6,
         slots=("feed_forward.experts.gate_up_proj", "feed_forward.router.weight"),
     ),
     "phimoe": _family("phimoe", sliding_window=WINDOW, windows=(WINDOW,), num_local_experts=4, num_experts_per_tok=2),
