@@ -16,7 +16,8 @@ from lockstep.errors import CheckError, InputError
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey, EllipticCurvePublicKey
-    from securesystemslib.signer import Key, SSlibKey
+    from securesystemslib.dsse import Envelope
+    from securesystemslib.signer import Key, Signature, SSlibKey
 
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 _CURVES = ("secp256r1", "secp384r1", "secp521r1")
@@ -80,24 +81,38 @@ def read_envelope(path: Path, keys: Sequence[Path]) -> tuple[dict[str, Any], str
     Raises CheckError where none of them did, InputError for a file that is no envelope.
     """
     from securesystemslib.dsse import Envelope
-    from securesystemslib.exceptions import FormatError, VerificationError
+    from securesystemslib.exceptions import FormatError
 
     known: list[Key] = [_with_id(public_key(key)) for key in keys]
     try:
-        envelope = Envelope.from_dict(json.loads(path.read_bytes()))
-        (signer,) = envelope.verify(known, 1)
+        data = json.loads(path.read_bytes())
+        # A key's id is a hint, which other tools leave out or make otherwise.
+        signatures = [{**entry, "keyid": str(number)} for number, entry in enumerate(data["signatures"])]
+        envelope = Envelope.from_dict({**data, "signatures": signatures})
+        signed = [key.keyid for key in known for each in envelope.signatures.values() if _signed(key, each, envelope)]
         statement = json.loads(envelope.payload)
     except FileNotFoundError:
         raise InputError(f"{path}: expected a signed statement, found no file") from None
-    except VerificationError:
-        names = ", ".join(map(str, keys))
-        raise CheckError(
-            f"{path}: expected a signature by {names}, found none: it is another's, or the file was changed"
-        ) from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, FormatError):
         envelope = None
     if envelope is None or envelope.payload_type != PAYLOAD_TYPE:
         raise InputError(
             f"{path}: expected a DSSE envelope of an in-toto statement, found something else; copy it again"
         )
-    return statement, signer
+    if not signed:
+        names = ", ".join(map(str, keys))
+        raise CheckError(
+            f"{path}: expected a signature by {names}, found none: it is another's, or the file was changed"
+        )
+    return statement, signed[0]
+
+
+def _signed(key: Key, signature: Signature, envelope: Envelope) -> bool:
+    from securesystemslib.exceptions import UnverifiedSignatureError
+    from securesystemslib.signer import Signature
+
+    try:
+        key.verify_signature(Signature(key.keyid, signature.signature), envelope.pae())
+    except UnverifiedSignatureError:
+        return False
+    return True
