@@ -5,7 +5,7 @@ ones) and is multiplied with them: memory grows with rows times weights. Out: on
 those of each expert are one product, `Gemm` or `MatMulNBits`, whatever their number; none costs a call that does
 nothing. What makes weights of gathered codes is done for each expert that has rows. A stack of weights becomes an input
 for each expert, `expert_slot(stack, number)`, so that nothing is copied; with `stacked` it stays one input, which is
-cut into experts at each run.
+cut into experts at each run. A stack that all rows go through (Llama 4) becomes a product for each expert likewise.
 
 What a row gives does not depend on the rows beside it: products have the same bits for every number of rows, and what a
 token's experts give is added in the order of the router.
@@ -53,13 +53,19 @@ class ExpertProduct:
 
 
 def group_experts(model: onnx.ModelProto, stacked: bool = False) -> onnx.ModelProto:
-    """Return a model with a product for each expert; itself where no row gathers weights."""
-    if not any(node.op_type in ("GatherND", _QUANTIZED) for node in model.graph.node):
+    """Return a model with a product for each expert; itself where it has none.
+
+    stacked: products that all rows go through stay as they are.
+    """
+    if not any(node.op_type in ("GatherND", _QUANTIZED, "MatMul") for node in model.graph.node):
         return model
     graph = Rewriter(model)
     products = [product for node in graph.nodes if (product := expert_product(graph, node)) is not None]
+    of_all = [node for node in graph.nodes if node.op_type == "MatMul" and _is_weight(graph, node.input[1], 3)]
+    for node in () if stacked else of_all:
+        graph.replace(node, *_by_expert(graph, node))
     if not products:
-        return model
+        return model if stacked or not of_all else graph.finish()
     orders: dict[str, _Order] = {}
     for number, product in enumerate(products):
         experts = graph.shape(product.stacks[0])[0]
@@ -73,6 +79,19 @@ def group_experts(model: onnx.ModelProto, stacked: bool = False) -> onnx.ModelPr
     if _CONTRIB not in domains and any(product.is_quantized for product in products):
         graph.model.opset_import.append(helper.make_opsetid(_CONTRIB, 1))
     return graph.finish()
+
+
+def _by_expert(graph: Rewriter, node: onnx.NodeProto) -> list[onnx.NodeProto]:
+    """Return nodes for rows [num_experts, rows, in_features] times a stack, whose experts are packed as any weight is.
+
+    As one product ONNX Runtime packs them at each call, in pieces whose size depends on the number of rows.
+    """
+    (rows, stack), (out,) = node.input, node.output
+    emit, experts = Emitter(graph, f"{out}/experts"), graph.shape(stack)[0]
+    slots = _experts_of(graph, stack)
+    parts = emit.several("Split", rows, [1] * experts, results=[f"{out}/rows/{n}" for n in range(experts)], axis=0)
+    emit("Concat", *(emit("MatMul", part, slot) for part, slot in zip(parts, slots)), result=out, axis=0)
+    return emit.nodes
 
 
 def expert_product(graph: Rewriter, node: onnx.NodeProto) -> ExpertProduct | None:
@@ -232,16 +251,23 @@ def _weights(graph: Rewriter, emit: Emitter, product: ExpertProduct, stacked: bo
     names = []
     for stack in product.stacks:
         experts, *shape = graph.shape(stack)
+        if not stacked:
+            names.append(_experts_of(graph, stack))
+            continue
         slots = [expert_slot(stack, expert) for expert in range(experts)]
         names.append(slots)
-        if not stacked:
-            element = graph.element(stack)
-            graph.replace_input(stack, *(helper.make_tensor_value_info(slot, element, shape) for slot in slots))
-            continue
         parts = emit.several("Split", stack, [1] * experts, results=[f"{slot}/cut" for slot in slots], axis=0)
         for part, slot in zip(parts, slots, strict=True):
             emit("Reshape", part, shape, result=slot)
     return names
+
+
+def _experts_of(graph: Rewriter, stack: str) -> list[str]:
+    """Put an input for each expert in the place of a stack, and return their names."""
+    (experts, *shape), element = graph.shape(stack), graph.element(stack)
+    slots = [expert_slot(stack, expert) for expert in range(experts)]
+    graph.replace_input(stack, *(helper.make_tensor_value_info(slot, element, shape) for slot in slots))
+    return slots
 
 
 def _add_in_order(graph: Rewriter) -> None:
