@@ -49,11 +49,13 @@ class PromptInputs:
     """Device arrays for `num_tokens` tokens of up to `slots` requests.
 
     padded_tokens: a pass of up to so many is padded to one of few sizes, so that few captured ones serve all. What is
-    added are rows that do not decode, and tokens that go into no cache.
+    added are rows that do not decode, and tokens that go into no cache. captured_tokens: of a pass that may be captured
+    whole, with its attention.
     """
 
     def __init__(self, num_tokens: int, slots: int, integer: np.dtype, padded_tokens: int, stream: cuda.Stream):
         self._num_tokens, self._slots, self._padded_tokens = num_tokens, slots, padded_tokens
+        self.captured_tokens = min(padded_tokens, _CAPTURED_TOKENS)
         self._stream = stream
         by_token, by_request = (num_tokens,), (slots,)
         # Of as many tokens and prompts as there may be: those of a pass begin where these begin.
@@ -113,7 +115,7 @@ class PromptInputs:
         """Return numbers of decoding rows, prompt tokens and requests, padded for a pass that is captured."""
         most_rows, most_requests = (min(padded_size(count), self._slots) for count in (rows, requests))
         most_tokens = min(padded_size(tokens), self._num_tokens - most_rows)
-        if most_rows + most_tokens <= min(self._padded_tokens, _CAPTURED_TOKENS):
+        if most_rows + most_tokens <= self.captured_tokens:
             return most_rows, most_tokens, most_requests
         total = min(padded_size(rows + tokens), self._num_tokens)
         if total <= self._padded_tokens:  # only blocks are captured, which read all tokens alike
@@ -149,11 +151,6 @@ class PromptInputs:
 def host_bound_tokens(num_ranks: int) -> int:
     """Return the tokens of a pass up to which it is padded, and its blocks are captured."""
     return _HOST_BOUND_TOKENS * num_ranks**2
-
-
-def is_captured_whole(num_tokens: int) -> bool:
-    """Return whether a pass of so many tokens, if any is captured, is captured with its attention."""
-    return num_tokens <= _CAPTURED_TOKENS
 
 
 def captured_sizes(most: int) -> list[int]:

@@ -20,7 +20,7 @@ from lockstep.gpu.device import Device
 from lockstep.gpu.kernels.step_kernels import Kernels
 from lockstep.gpu.program import GpuExecutable
 from lockstep.gpu.prompt_blocks import BoundPiece, BoundSum, DeviceBlock, PromptBlocks, PromptPass
-from lockstep.gpu.prompts import Inputs, PromptInputs, host_bound_tokens, is_captured_whole
+from lockstep.gpu.prompts import Inputs, PromptInputs, host_bound_tokens
 from lockstep.gpu.ranks.all_reduce import Exchange
 from lockstep.step.advance import Advance
 from lockstep.step.network import Block, LayerMixer, Network, ShardCall
@@ -188,7 +188,7 @@ class Rank:
     def layout(self, inputs: Inputs, chunks: Chunks) -> tuple[int, ...] | None:
         """Return what a pass's calls depend on beside array contents; None: it is not captured whole."""
         total = inputs.token_ids.shape[0]
-        if total > self.padded_tokens or not is_captured_whole(total):
+        if total > self._prompts.captured_tokens:
             return None
         found = [total, inputs.num_decoding, inputs.logit_rows.shape[0]]
         for attention in self.attentions:
