@@ -70,7 +70,7 @@ def breakdown_prefill(executor: GpuExecutor) -> dict[str, float]:
 
 def microseconds_by_name(group: RankGroup, steps: Sequence[StepCalls]) -> dict[str, float]:
     """Return the microseconds of each rank's calls by name, all ranks at once."""
-    return {name: round(microseconds(group, _alone(group, steps, name)), 1) for name in dict.fromkeys(steps[0].names)}
+    return {name: round(microseconds(group, _alone(group, steps, name)), 1) for name, _ in dict(steps[0].calls).items()}
 
 
 def microseconds(group: RankGroup, graphs: Sequence[cuda.Graph]) -> float:
@@ -92,7 +92,7 @@ def _alone(group: RankGroup, steps: Sequence[StepCalls], name: str) -> list[cuda
     graphs = []
     for rank, step in zip(group.each(), steps):
         with rank.stream.capture() as graph:
-            for call, of in zip(step.calls, step.names):
+            for of, call in step.calls:
                 if of == name:
                     call()
         graphs.append(graph)

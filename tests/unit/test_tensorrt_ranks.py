@@ -196,23 +196,24 @@ def test_a_decode_step_is_a_graph_on_each_device(open_model, gpu, form: Form) ->
 
 
 @pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
-def test_blocks_of_passes_that_are_not_captured_whole_are_graphs(open_model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_and_attention_of_passes_are_graphs(open_model, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same bits: called one by one, captured, and launched again."""
-    from lockstep.gpu import prompts
+    from lockstep.gpu.ranks import rank as ranks
 
-    whole = [logits for _, logits in steps(open_model())]
-    monkeypatch.setattr(prompts, "_CAPTURED_TOKENS", 8)
+    monkeypatch.setattr(ranks, "CAPTURED_TOKENS", 0)
+    called = [logits for _, logits in steps(open_model())]
+    monkeypatch.undo()
     model = open_model()
     for _ in range(3):
-        for (_, found), expected in zip(steps(model), whole, strict=True):
+        for (_, found), expected in zip(steps(model), called, strict=True):
             np.testing.assert_array_equal(found, expected)
         for slot in range(4):
             model.release(slot)
     for rank in model._executor.ranks:
+        assert all(rank._graphs.values())
         # of prompts of 45 and 8 tokens, of 100 beside a row, of 24 and 1 beside two: padded
-        assert {(tokens, graph is not None) for (_, tokens, _), graph in rank._block_graphs.items()} == {
-            (64, True), (128, True), (32, True),
-        }  # fmt: skip
+        assert {key[2] for key in rank._graphs if key[0] == "block"} == {64, 128, 32}
+        assert {key[0] for key in rank._graphs} == {"block", "decode", "prompts"}
 
 
 @pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
@@ -228,7 +229,7 @@ def test_few_rows_are_summed_by_the_kernel_that_reads_them(open_model, gpu, form
             advances = [Advance(0, np.array([1]), 20 + number), Advance(1, np.array([7]), 9 + number)]
             found.append(model.step(advances).tobytes())
             launches = launches or gpu.plain - plain
-        return found, launches + form[3] * fused * model._executor.group.last[0].names.count("sum")
+        return found, launches + form[3] * fused * [n for n, _ in model._executor.group.last[0].calls].count("sum")
 
     fused = True
     expected = decode()

@@ -394,7 +394,7 @@ def test_rows_decode_in_the_pass_of_prompts(demo, open_model, form, gpu, monkeyp
     state = executor.ranks[0].state
     both.step(0, 1, prompts=[(2, 30), (3, 5)])
     assert gpu.launches == launches and [array.address for array in fetched] == [state.found.address]
-    assert executor.group.last[0].names.count("block") == len(executor.ranks[0].network.layers)
+    assert [name for name, _ in executor.group.last[0].calls].count("block") == len(executor.ranks[0].network.layers)
     assert state.token_ids.address not in [array.address for array in sent]
     for slots in ((0, 1, 2, 3), (0, 1, 2, 3), (1, 3), (0, 1, 2, 3)):
         sent.clear()
@@ -632,10 +632,10 @@ def test_prompts_are_one_call_of_attention(demo, open_model, gpu, monkeypatch, c
 
     made, init = [], prompt_attention._CudnnPlan.__init__
 
-    def plan(self, size, stream):
-        if refused and size.batch > 1:
+    def plan(self, size, stream, packed):
+        if refused and packed:
             raise CheckError("no attention for several")
-        init(self, size, stream)
+        init(self, size, stream, packed)
 
     monkeypatch.setattr(prompt_attention._CudnnPlan, "__init__", plan)
     bind = prompt_attention._CudnnPlan.bind
@@ -645,7 +645,7 @@ def test_prompts_are_one_call_of_attention(demo, open_model, gpu, monkeypatch, c
         return bind(self, *given)
 
     monkeypatch.setattr(prompt_attention._CudnnPlan, "bind", bound)
-    prompt_attention._batch_plan.cache_clear()
+    prompt_attention._packed_plan.cache_clear()
     both = Both(demo, open_model, "fp16")
     both.step(prompts=[(0, 3), (1, 40), (2, 12), (3, 16)], tokens=False)
     assert len(made) == 2 * (4 if refused else 1)
@@ -654,7 +654,7 @@ def test_prompts_are_one_call_of_attention(demo, open_model, gpu, monkeypatch, c
     assert capsys.readouterr().err.count("has no attention of several prompts") == refused
     for _ in range(2):
         both.step(0, 1, 2, 3)
-    prompt_attention._batch_plan.cache_clear()
+    prompt_attention._packed_plan.cache_clear()
 
 
 @pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
@@ -684,7 +684,7 @@ def test_a_prompt_is_worked_on_while_it_is_prepared_and_may_fail_half_way(
 
     both = Both(demo, open_model, form[1], "all")
     both.step(prompts=[(0, 8), (1, 5)])
-    made, prepare = [], prompt_blocks.PromptPass._calls
+    made, prepare = [], prompt_blocks.PromptPass.calls
 
     def broken(*arguments):
         if len(made) == fails:
@@ -695,7 +695,7 @@ def test_a_prompt_is_worked_on_while_it_is_prepared_and_may_fail_half_way(
     both.step(0)  # which makes the plan of one row
     before, held = gpu.plain, [both.found.length(slot) for slot in range(3)]
     with monkeypatch.context() as patched:
-        patched.setattr(prompt_blocks.PromptPass, "_calls", broken)
+        patched.setattr(prompt_blocks.PromptPass, "calls", broken)
         with pytest.raises(CheckError, match="no more memory"):
             both.found.step([Advance(0, np.array([3]), 9), Advance(1, np.arange(4), 5), Advance(2, np.arange(60), 0)])
     assert gpu.plain > before and [both.found.length(slot) for slot in range(3)] == held

@@ -3,10 +3,9 @@
 Rows that decode are one CUDA graph for each (number of rows, capacity of the cache): embedding, blocks, attention,
 cache, logits, next tokens. It runs rows 0 to a power of two, whatever slots decode; a row that does not decode is
 written nowhere. Tokens of prompts are a pass that is put on the stream call by call, as the calls are made: the device
-is at the first layers while the host prepares the next ones. A pass so short that the device would wait for the host is
-padded to one of few sizes (`PromptInputs`), and is a CUDA graph from the second of its layout on. Rows that decode
-beside prompts go through the blocks in the same pass, which reads the weights once, where that is no slower; each part
-has the attention that it has alone.
+is at the first layers while the host prepares the next ones. A pass is padded to one of few sizes (`PromptInputs`), so
+that most of its calls are CUDA graphs (`Part`). Rows that decode beside prompts go through the blocks in the same pass,
+which reads the weights once, where that is no slower; each has the attention that it has alone.
 
 The device chooses the tokens, greedy or drawn: where these alone are asked for, no logits come back, and the device
 holds what the next step goes on with. A caller that knows the next step says so, prompts and all, and it is launched
@@ -27,8 +26,8 @@ import numpy as np
 
 from lockstep.errors import CheckError, InputError
 from lockstep.gpu import cuda
-from lockstep.gpu.attention.base import LARGEST_BATCH, Chunks, padded
-from lockstep.gpu.prompts import Inputs, captured_sizes, padded_size
+from lockstep.gpu.attention.base import LARGEST_BATCH, padded
+from lockstep.gpu.prompts import bucket, captured_sizes, padded_size
 from lockstep.gpu.ranks.group import RankGroup
 from lockstep.gpu.ranks.rank import MOST_VERIFIED, Rank, StepCalls
 from lockstep.gpu.resident_adapters import ResidentAdapters
@@ -39,7 +38,6 @@ from lockstep.step.pages import PAGE_SIZE
 from lockstep.step.sampling import Sampling
 from lockstep.weights.adapters import AdapterWriter, LoraArrays
 
-_MOST_CAPTURED = 128  # passes of prompts, by their layout
 _WEIGHTS_BOUND = 192  # tokens: a pass of fewer takes as long as the weights take to be read (7B shape, H200, fp16)
 
 
@@ -83,7 +81,6 @@ class GpuExecutor:
         self._in_flight: _Flight | None = None  # a step that nobody has asked for yet
         # the step with one prompt that was taken last, and its slots
         self._prompt: tuple[list[StepCalls], list[int]] | None = None
-        self._captured: dict[tuple, list[StepCalls]] = {}  # passes of prompts, by layout, adapted and drawn
         self._host_logits: np.ndarray | None = None
         self._resident: ResidentAdapters | None = None  # whose memory copies on the stream read
         # A step that is launched early and dropped leaves keys, which the next one writes over, but moves states.
@@ -363,14 +360,14 @@ class GpuExecutor:
         ends = _ends((*decoding, *chunks))
         passes, rows = [], [dict[int, cuda.Array]() for _ in self.ranks]
         if self._goes_in_one_pass(decoding, chunks):
-            steps = self._mixed(decoding, chunks)
+            steps = self._put_pass(decoding, chunks)
             passes.append(steps)
             rows = [{slot: step.logits[slot : slot + 1] for slot in ends} for step in steps]
         else:
             if decoding:
                 passes.append(self._decode(decoding))
             if chunks:
-                passes.append(self._prefill(chunks))
+                passes.append(self._put_pass([], chunks))
             for number, (rank, by_slot) in enumerate(zip(self.ranks, rows)):
                 by_slot |= {advance.slot: rank.decode_logits(advance.slot) for advance in decoding}
                 for at, chunk in enumerate(chunks):
@@ -382,7 +379,7 @@ class GpuExecutor:
         with self.group.together():
             for steps in flight.passes:
                 for rank, step in zip(self.group.each(), steps):
-                    if step.part is not None:
+                    if step.own_logits is not None:
                         rank.gather(step)
 
     def _fetch(self) -> list[tuple[np.ndarray, cuda.Event]]:
@@ -403,9 +400,9 @@ class GpuExecutor:
     def warm_up(self) -> None:
         """Run the calls of all steps once, so that no request waits for it.
 
-        This captures the decode graph of each number of rows and the pass of each size of one short prompt, takes
-        prompts of each power of two of tokens, alone and several at a time, which are captured too where they are
-        short, and products of many numbers of tokens. Caches stay as they are.
+        This captures the decode graph of each number of rows, runs passes of each size of a graph, of each power of two
+        of tokens, alone and several at a time, and beside rows that decode, and products of many numbers of tokens.
+        Caches stay as they are.
         """
         self.group.wait_for_weights()
         self.group.reserve({}, self.lengths)
@@ -413,7 +410,8 @@ class GpuExecutor:
             rank.state.decode([], None, [], rank.stream)
         ways = (False, True) if self._resident is not None and self.ranks[0].has_base else (False,)
         draws = (False, True) if self.ranks[0].splits_logits else (False,)
-        for count in sorted({bucket(rows, self.num_slots) for rows in range(1, self.num_slots + 1)}):
+        most_rows = sorted({bucket(rows, self.num_slots) for rows in range(1, self.num_slots + 1)})
+        for count in most_rows:
             for adapted, drawn in itertools.product(ways, draws):
                 steps = self._decode_calls(count, adapted, drawn)
                 while steps[0].graph is None:
@@ -426,7 +424,10 @@ class GpuExecutor:
                     chunks = [Advance(slot, np.zeros(count, np.int64), 0) for slot, count in enumerate(counts)]
                     for adapted in ways:
                         self._warm_pass(chunks, adapted)
-        sizes = captured_sizes(min(longest, self.ranks[0].padded_tokens))
+        sizes = captured_sizes(min(longest, self.ranks[0].captured_tokens))
+        for rows, adapted in itertools.product(most_rows if longest > 1 else (), ways):
+            decoding = [Advance(rows - 1, np.zeros(1, np.int64), 0)]
+            self._warm_pass([Advance(0, np.zeros(2, np.int64), 0)], adapted, decoding)
         for tokens, adapted in itertools.product(sizes, ways):
             self._warm_pass([Advance(0, np.zeros(min(tokens, longest), np.int64), 0)], adapted)
         for rank, adapted in itertools.product(self.ranks, ways):
@@ -434,10 +435,10 @@ class GpuExecutor:
         self.group.synchronize()
         self.group.check()
 
-    def _warm_pass(self, chunks: Sequence[Advance], adapted: bool) -> None:
-        """Run a pass of chunks that leaves caches as they are; twice where it is captured the second time."""
-        for _ in range(2 if sum(len(chunk.tokens) for chunk in chunks) <= self.ranks[0].padded_tokens else 1):
-            self._pass(chunks, write=False, adapted=adapted)
+    def _warm_pass(self, chunks: Sequence[Advance], adapted: bool, decoding: Sequence[Advance] = ()) -> None:
+        """Run a pass that leaves caches as they are, twice: the second one makes its graphs."""
+        for _ in range(2):
+            self._pass(decoding, chunks, adapted, False, write=False)
 
     def _begin(self, advances: Sequence[Advance], lengths: np.ndarray) -> None:
         """Make room for a step, before which slots hold `lengths` tokens."""
@@ -484,55 +485,26 @@ class GpuExecutor:
         )
         return together <= first + second
 
-    def _mixed(self, decoding: Sequence[Advance], chunks: Sequence[Advance]) -> list[StepCalls]:
-        """Put decoding rows, all up to the highest, and prompts on the streams; the calls have logits by slot."""
+    def _put_pass(self, decoding: Sequence[Advance], chunks: Sequence[Advance]) -> list[StepCalls]:
+        """Put prompts, behind rows that decode, on the streams.
+
+        Each rank's calls have the logits in the order of `chunks`; with rows that decode, by slot.
+        """
         ends = _ends((*decoding, *chunks))
         for rank in self.group.each():
             rank.state.send_samplings(rank.stream)
             rank.state.advance(list(ends), list(ends.values()))
-        sent = [rank.send_mixed(decoding, chunks) for rank in self.group.each()]
-        return self._put_prompts(sent, self._adapted(ends), self._drawn(ends))
-
-    def _prefill(self, chunks: Sequence[Advance]) -> list[StepCalls]:
-        """Put a pass of prompts on the streams; each rank's calls have the logits in the order of `chunks`."""
-        slots = [chunk.slot for chunk in chunks]
-        for rank in self.group.each():
-            rank.state.send_samplings(rank.stream)
-            rank.state.advance(slots, [chunk.start + len(chunk.tokens) for chunk in chunks])
-        steps = self._pass(chunks)
-        if len(chunks) == 1:
-            self._prompt = steps, slots
+        steps = self._pass(decoding, chunks, self._adapted(ends), self._drawn(ends))
+        if len(ends) == 1:
+            self._prompt = steps, list(ends)
         return steps
 
-    def _pass(self, chunks: Sequence[Advance], write: bool = True, adapted: bool | None = None) -> list[StepCalls]:
-        """Put a pass on the streams; write: see `PromptInputs.send`. adapted: None: if a chunk has an adapter."""
-        if adapted is None:
-            adapted = self._adapted(chunk.slot for chunk in chunks)
-        sent = [rank.send_prompts(chunks, write) for rank in self.group.each()]
-        return self._put_prompts(sent, adapted, self._drawn(chunk.slot for chunk in chunks))
-
-    def _put_prompts(self, sent: Sequence[tuple[Inputs, Chunks]], adapted: bool, drawn: bool) -> list[StepCalls]:
-        """Put a pass whose inputs are sent on the streams, as a graph if its layout has come before."""
-        first, layout = self.ranks[0], self.ranks[0].layout(*sent[0])
-        for rank, (_, chunks) in zip(self.group.each(), sent):
-            for attention in rank.attentions:
-                attention.begin(chunks)
-        steps = self._captured.get((layout, adapted, drawn))
-        if steps is not None:
-            self.group.launch(steps)
-            return steps
-        whole = layout is not None
-        passes = [rank.prompt_calls(*each, adapted, drawn, whole) for rank, each in zip(self.ranks, sent)]
-        steps = self.group.run_pass(passes)
-        # Asked again: only a pass of several prompts tells whether cuDNN takes them in one call.
-        if layout is not None and layout == first.layout(*sent[0]) and len(self._captured) < _MOST_CAPTURED:
-            self._captured[layout, adapted, drawn] = steps
-        return steps
-
-
-def bucket(count: int, rows: int) -> int:
-    """Return the next power of two, at most `rows`."""
-    return min(1 << (count - 1).bit_length(), rows)
+    def _pass(
+        self, decoding: Sequence[Advance], chunks: Sequence[Advance], adapted: bool, drawn: bool, write: bool = True
+    ) -> list[StepCalls]:
+        """Put a pass of chunks, behind rows that decode, on the streams; write: see `PromptInputs.send`."""
+        sent = [rank.send(decoding, chunks, write) for rank in self.group.each()]
+        return self.group.run_pass([rank.run_prompts(*each, adapted, drawn) for rank, each in zip(self.ranks, sent)])
 
 
 def _split(advances: Sequence[Advance]) -> tuple[list[Advance], list[Advance]]:

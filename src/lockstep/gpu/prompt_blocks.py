@@ -58,31 +58,16 @@ class PromptBlocks:
 
 
 class PromptPass:
-    """The blocks of one pass, whose calls may be repeated; num_decoding: tokens in front, that decode."""
+    """The blocks of one pass, whose calls may be repeated."""
 
-    def __init__(self, blocks: PromptBlocks, num_tokens: int, num_requests: int, num_decoding: int):
+    def __init__(self, blocks: PromptBlocks, num_tokens: int, num_requests: int):
         self._blocks = blocks
-        self._parts = [slice(0, num_decoding)] if num_decoding else []
-        self._parts.append(slice(num_decoding, num_tokens))
         self._dims = {"num_tokens": num_tokens, "num_requests": num_requests}
         self._contexts: dict[tuple[GpuProgram, tuple], tuple[Any, Shapes]] = {}
-        self._values: dict[int, list[Values]] = {}
 
-    def embedding(self) -> Calls:
-        return self._calls(0)
-
-    def layer(self, index: int) -> tuple[Calls, list[Values]]:
-        """Return a block's calls, and what its attention reads and writes: of decoding tokens, of prompts."""
-        whole = self._blocks.values[index]
-        values = self._values.get(id(whole))
-        if values is None:
-            values = [{name: array[part] for name, array in whole.items()} for part in self._parts]
-            self._values[id(whole)] = values
-        return self._calls(1 + index), values
-
-    def exit(self) -> tuple[Calls, cuda.Array]:
-        """Return the exit's calls, and its logits [num_requests, vocab_size], or a rank's part of them."""
-        return self._calls(-1), self._blocks.logits[: self._dims["num_requests"]]
+    def values(self, index: int) -> Values:
+        """Return what a layer's attention reads and writes, of the largest pass."""
+        return self._blocks.values[index]
 
     def products(self) -> Iterator[Call]:
         """Yield a call of each engine, once, whose products are cuBLAS's."""
@@ -93,12 +78,12 @@ class PromptPass:
                     known.add(part.program)
                     yield functools.partial(part.call, *self._context(part))
 
-    def _calls(self, number: int) -> Calls:
-        """Return the calls of a block: "sum" for one over ranks, else without a name."""
+    def calls(self, number: int, name: str) -> Calls:
+        """Return the calls of a block under a name, "sum" for those over ranks: the embedding is 0, the exit -1."""
         return [
             ("sum", functools.partial(part.sum, part.values[: self._dims[part.dim]]))
             if isinstance(part, BoundSum)
-            else ("", functools.partial(part.call, *self._context(part)))
+            else (name, functools.partial(part.call, *self._context(part)))
             for part in self._blocks.blocks[number].parts
         ]
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from lockstep.gpu import cuda
-from lockstep.gpu.attention.base import Arrays, Calls, Chunks
+from lockstep.gpu.attention.base import Arrays, Calls, Chunks, Part, PassTokens, sliced_parts
 from lockstep.gpu.kernels.row_kernels import PRELUDE
 from lockstep.gpu.staging import Staging
 from lockstep.gpu.state_kernels import THREADS, StateKernelSpec
@@ -51,15 +51,21 @@ class StateMixers:
     def reset(self, row: int) -> None:
         """Do nothing: a state begins anew at position 0."""
 
-    def begin(self, chunks: Chunks) -> None:
+    def begin(self, tokens: PassTokens) -> None:
         """Send which tokens each chunk has."""
-        bounds = np.array([(low, high) for _, _, low, high in chunks])
+        bounds = np.array([(low, high) for _, _, low, high in tokens.chunks])
         self._staging.send(self._stream, [(self._bounds[: len(bounds)], bounds)])
 
-    def layout(self, chunks: Chunks) -> tuple[int, ...]:
-        return (len(chunks),)
+    def decode_calls(self, index: int, values: Arrays, rows: cuda.Array) -> Calls:
+        return self._calls(index, values, rows, (), True)
 
-    def calls(self, index: int, values: Arrays, rows: cuda.Array, chunks: Chunks, own: bool) -> Calls:
+    def token_calls(self, index: int, values: Arrays, rows: cuda.Array) -> Calls:
+        return []
+
+    def parts(self, index: int, values: Arrays, tokens: PassTokens) -> Iterable[Part]:
+        return sliced_parts(self._calls, index, values, tokens)
+
+    def _calls(self, index: int, values: Arrays, rows: cuda.Array, chunks: Chunks, own: bool) -> Calls:
         spec, kernel, out = self._specs[index], self._kernels[index], values["attention"]
         given = [values[name] for name in spec.inputs]
         if spec.kernel == "recurrence" and not spec.sizes["BETA"]:

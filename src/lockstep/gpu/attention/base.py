@@ -1,6 +1,6 @@
 """What attention over a KV cache offers to a rank.
 
-Both implementations have one signature: `reserve`, `reset`, `begin`, `calls`. `traced.TracedAttention` runs the
+Both implementations have one signature. `traced.TracedAttention` runs the
 exported graphs as engines: any attention variant, three to ten times slower than fused kernels at long contexts.
 `fused.FusedAttention` has a paged cache: rows that decode are one kernel of our own a layer; a prompt's tokens get
 their RoPE from a kernel and then go through cuDNN's attention.
@@ -8,8 +8,10 @@ their RoPE from a kernel and then go through cuDNN's attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -22,6 +24,32 @@ Call = Callable[[], None]
 Calls = list[tuple[str, Call]]  # each with the name that its time goes to
 Buffer = Callable[[str, Sequence[int], np.dtype], cuda.Array]  # by name, shape and dtype: all steps share it
 Chunks = Sequence[tuple[int, int, int, int]]  # (row, start, first packed token, packed token behind the last)
+
+
+class Part(NamedTuple):
+    """Some calls of a pass of prompts; key: what they depend on beside array contents, None: on this pass alone."""
+
+    key: tuple | None
+    make: Callable[[], Calls]
+
+
+@dataclass(frozen=True)
+class PassTokens:
+    """The tokens of a pass of prompts.
+
+    By token, rows [num_tokens] int32: the slot whose cache the token goes into, or -1. num_decoding: tokens in front,
+    that of slot i at i, which decode; decoding int32: by slot, the slot itself where it does, else -1, of as many slots
+    as a decode step runs. chunks: of the tokens behind these, counted from there.
+    """
+
+    rows: cuda.Array
+    num_decoding: int
+    decoding: cuda.Array
+    chunks: Chunks
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows.shape[0]
 
 
 def padded(tokens: int) -> int:
@@ -44,21 +72,20 @@ class Attention(Protocol):
     def reset(self, row: int) -> None:
         """Forget a row."""
 
-    def begin(self, chunks: Chunks) -> None:
-        """Prepare a pass of chunks, before its first layer."""
+    def begin(self, tokens: PassTokens) -> None:
+        """Prepare a pass, before its first layer."""
 
-    def layout(self, chunks: Chunks) -> tuple[int, ...] | None:
-        """Return what the calls of a pass of chunks depend on, beside what `begin` sends.
+    def decode_calls(self, index: int, values: Arrays, rows: cuda.Array) -> Calls:
+        """Return the calls of one layer in a decode step, for a captured graph, each with the name its time goes to.
 
-        Calls of a pass are those of any other of this layout whose arrays are as large. None: of this pass alone.
+        They compute attention ("attention") and write keys and values into the cache; row i's token is at i.
         """
 
-    def calls(self, index: int, values: Arrays, rows: cuda.Array, chunks: Chunks, own: bool) -> Calls:
-        """Return the calls of one layer, each with the name that its time goes to.
+    def token_calls(self, index: int, values: Arrays, rows: cuda.Array) -> Calls:
+        """Return what comes first of one layer in a pass, and depends on the number of its tokens alone."""
 
-        They compute attention of the packed tokens ("attention") and write keys and values into the cache. Without
-        chunks each token is of a request of its own, that of row `i` at i. own: they are for a captured graph.
-        """
+    def parts(self, index: int, values: Arrays, tokens: PassTokens) -> Iterable[Part]:
+        """Return the rest of one layer in a pass; values: arrays of which the first rows are its tokens'."""
 
 
 class PagedAttention(Attention, Protocol):
@@ -81,3 +108,14 @@ class PagedAttention(Attention, Protocol):
 
     def restore(self, slot: int, saved: np.ndarray) -> None:
         """Put copies of what `save` gave into a slot's pages on the stream."""
+
+
+def sliced_parts(
+    calls: Callable[[int, Arrays, cuda.Array, Chunks, bool], Calls], index: int, values: Arrays, tokens: PassTokens
+) -> Iterable[Part]:
+    """Return the parts of a layer whose calls are of one pass: of rows that decode, and of chunks."""
+    count, total = tokens.num_decoding, tokens.num_tokens
+    for some, chunks in ((slice(0, count), ()), (slice(count, total), tokens.chunks)):
+        if some.stop > some.start:
+            own = {name: array[some] for name, array in values.items()}
+            yield Part(None, functools.partial(calls, index, own, tokens.rows[some], chunks, False))

@@ -9,10 +9,10 @@ from typing import cast
 import numpy as np
 
 from lockstep.gpu import cuda
-from lockstep.gpu.attention.base import Arrays, Buffer, Call, Calls, Chunks
+from lockstep.gpu.attention.base import Arrays, Buffer, Call, Calls, Part, PassTokens
 from lockstep.gpu.attention.kernel_spec import PAGE, AttentionKernelSpec, DeviceRopeTables, PagedTokens, page_shape
 from lockstep.gpu.attention.paged_decode import DecodeAttention, Scratch
-from lockstep.gpu.attention.prompt import PromptAttention
+from lockstep.gpu.attention.prompt import PromptAttention, PromptCall
 from lockstep.gpu.attention.rope_kernel import RopeKernel
 from lockstep.gpu.attention.rope_tables import read_rope_tables
 from lockstep.gpu.staging import Staging
@@ -122,29 +122,51 @@ class FusedAttention:
         """Send the page table of each row's slot."""
         self._verified_staging.send(self._stream, [(self._verified[: len(slots)], self._host_table[list(slots)])])
 
-    def begin(self, chunks: Chunks) -> None:
+    def begin(self, tokens: PassTokens) -> None:
         """Send the lengths and pages of chunks."""
-        self._prompts.begin(chunks, self._host_table)
+        self._prompts.begin(tokens, self._host_table)
 
-    def layout(self, chunks: Chunks) -> tuple[int, ...] | None:
-        return self._prompts.layout(chunks)
+    def decode_calls(self, index: int, values: Arrays, rows: cuda.Array) -> Calls:
+        return [self._attend(self._decode, index, *self._tokens(index, values, rows, self._table))]
 
-    def calls(self, index: int, values: Arrays, rows: cuda.Array, chunks: Chunks, own: bool) -> Calls:
-        tokens, out = self._tokens(index, values, rows, self._table)
+    def token_calls(self, index: int, values: Arrays, rows: cuda.Array) -> Calls:
+        """Return RoPE and the writes to the cache, which rows that decode make once more, to the bit."""
+        tokens, _ = self._tokens(index, values, rows, self._table)
+        return [self._apply_rope(index, tokens)[1]]
+
+    def parts(self, index: int, values: Arrays, tokens: PassTokens) -> Iterator[Part]:
+        count = tokens.decoding.shape[0]
+        if count:
+            yield Part(("decode", index, count), lambda: self._decode_part(index, values, tokens.decoding))
         key = id(self._layers[index])
-        if not chunks:  # the executor puts row i into request i, or nothing
-            return [self._attend(self._decode[key], index, tokens, out)]
-        query_out, apply_rope = self._apply_rope(index, tokens)
         if key in self._by_row:  # cuDNN may have no sinks over pages
-            return [apply_rope, self._attend(self._by_row[key], index, tokens, out)]
-        attend = self._prompts.calls(self._specs[key], self._layers[index].variant.scale, query_out, tokens, out)
-        return [apply_rope, *(("attention", call) for call in attend)]
+            yield Part(None, lambda: self._by_row_part(index, values, tokens))
+            return
+        for call in self._prompts.planned(self._specs[key], self._layers[index].variant.scale):
+            which = None if call.key is None else ("prompts", index, *call.key)
+            yield Part(which, functools.partial(self._prompt_part, index, values, tokens.rows, call))
+
+    def _decode_part(self, index: int, values: Arrays, decoding: cuda.Array) -> Calls:
+        """Return attention of the rows that decode; that of others is 0, which prompts write over."""
+        own = {name: array[: decoding.shape[0]] for name, array in values.items()}
+        return self.decode_calls(index, own, decoding)
+
+    def _by_row_part(self, index: int, values: Arrays, tokens: PassTokens) -> Calls:
+        of_prompts = slice(tokens.num_decoding, tokens.num_tokens)
+        own = {name: array[of_prompts] for name, array in values.items()}
+        return [self._attend(self._by_row, index, *self._tokens(index, own, tokens.rows[of_prompts], self._table))]
+
+    def _prompt_part(self, index: int, values: Arrays, rows: cuda.Array, call: PromptCall) -> Calls:
+        tokens, out = self._tokens(index, values, rows, self._table)
+        query_out, _ = self._apply_rope(index, tokens)
+        spec = self._specs[id(self._layers[index])]
+        return [("attention", each) for each in self._prompts.calls(spec, call, query_out, tokens, out)]
 
     def verify_calls(self, index: int, values: Arrays, rows: cuda.Array) -> Calls:
         tokens, out = self._tokens(index, values, rows, self._verified)
         # All keys and values are in the cache before a row looks at those of rows before it.
         _, apply_rope = self._apply_rope(index, tokens)
-        return [apply_rope, self._attend(self._decode[id(self._layers[index])], index, tokens, out)]
+        return [apply_rope, self._attend(self._decode, index, tokens, out)]
 
     def _apply_rope(self, index: int, tokens: PagedTokens) -> tuple[cuda.Array, tuple[str, Call]]:
         """Return where the queries with RoPE go, and the call that puts them there and fills the cache."""
@@ -167,8 +189,10 @@ class FusedAttention:
         )
         return tokens, values["attention"].reshape(total, variant.num_heads, shape.value_head_dim)
 
-    def _attend(self, kernel: DecodeAttention, index: int, tokens: PagedTokens, out: cuda.Array) -> tuple[str, Call]:
-        scale = self._layers[index].variant.scale
+    def _attend(
+        self, kernels: Mapping[int, DecodeAttention], index: int, tokens: PagedTokens, out: cuda.Array
+    ) -> tuple[str, Call]:
+        kernel, scale = kernels[id(self._layers[index])], self._layers[index].variant.scale
         return "attention", functools.partial(kernel.launch, self._stream, tokens, out, scale, self._scratch)
 
 

@@ -1,6 +1,6 @@
 """cuDNN's attention of prompts over a paged KV cache.
 
-A call is for one chunk, or for several as packed sequences. Chunks are padded to the next power of two of tokens
+A call is for a few chunks, as packed sequences. Chunks are padded to the next power of two of tokens
 (`base.padded`), so that few of cuDNN's plans serve all; what is beyond a chunk's last token costs next to nothing,
 so that those of a call are padded to the longest of them. Needs the package nvidia-cudnn-frontend and the library cuDNN
 9; no torch.
@@ -20,7 +20,7 @@ import numpy as np
 
 from lockstep.errors import CheckError, note
 from lockstep.gpu import cuda
-from lockstep.gpu.attention.base import LARGEST_BATCH, Call, Chunks, padded
+from lockstep.gpu.attention.base import LARGEST_BATCH, Call, Chunks, PassTokens, padded
 from lockstep.gpu.attention.fp8_pages import Fp8Pages
 from lockstep.gpu.attention.kernel_spec import PAGE, AttentionKernelSpec, PagedTokens, page_shape
 from lockstep.gpu.libraries import require_cudnn
@@ -40,12 +40,16 @@ class _Batch:
 
 
 @dataclass(frozen=True)
-class _Call:
-    """A call of cuDNN on these packed tokens; arrays: what it reads of their chunks, by the names of its graph."""
+class PromptCall:
+    """A call of cuDNN on these tokens of a pass; arrays: what it reads of their chunks, by the names of its graph.
+
+    key: all that it depends on beside array contents; None: on this pass alone.
+    """
 
     plan: _CudnnPlan
     tokens: slice
     arrays: Mapping[str, cuda.Array]
+    key: tuple[int, ...] | None = None
 
 
 class PromptAttention:
@@ -76,18 +80,20 @@ class PromptAttention:
         arrays = (self._new, self._held, self._table, *self._offsets.values())
         self._staging = Staging(sum(array.nbytes for array in arrays), len(arrays))
         self._batches: list[_Batch] = []
-        self._planned: dict[tuple[int, float], list[_Call]] = {}  # of this pass, by spec and scale
+        self._planned: dict[tuple[int, float], list[PromptCall]] = {}  # of this pass, by spec and scale
         self._chunks: Chunks = ()
-        self._largest_batch = LARGEST_BATCH  # 1 where this cuDNN was found to take no more
+        self._packs = True  # whether this cuDNN takes packed chunks, as far as is known
 
-    def begin(self, chunks: Chunks, table: np.ndarray) -> None:
+    def begin(self, tokens: PassTokens, table: np.ndarray) -> None:
         """Send the numbers of new and of all tokens, pages (of table [rows, pages_per_row]) and offsets."""
+        ahead = tokens.num_decoding
+        chunks = [(row, start, ahead + low, ahead + high) for row, start, low, high in tokens.chunks]
         self._chunks, self._batches, self._planned = chunks, [], {}
         offsets: list[int] = []
         for first in range(0, len(chunks), LARGEST_BATCH):
             batch = chunks[first : first + LARGEST_BATCH]
-            tokens = padded(max(high - low for _, _, low, high in batch))
-            self._batches.append(_Batch(tokens, first, first + len(batch), len(offsets)))
+            longest = padded(max(high - low for _, _, low, high in batch))
+            self._batches.append(_Batch(longest, first, first + len(batch), len(offsets)))
             offsets += [low for _, _, low, _ in batch] + [batch[-1][3]]
         count, starts = len(chunks), np.array(offsets)
         pairs = [
@@ -98,29 +104,27 @@ class PromptAttention:
         pairs += [(array[: len(starts)], starts * width) for width, array in self._offsets.items()]
         self._staging.send(self._stream, pairs)
 
-    def layout(self, chunks: Chunks) -> tuple[int, ...] | None:
-        """Return (number of chunks, tokens that each is padded to); None where they are not one call."""
-        if len(chunks) > self._largest_batch:
-            return None
-        return len(chunks), padded(max(high - low for _, _, low, high in chunks))
-
-    def calls(
-        self, spec: AttentionKernelSpec, scale: float, query: cuda.Array, tokens: PagedTokens, out: cuda.Array
-    ) -> list[Call]:
-        """Return the calls of attention of queries with RoPE.
-
-        query [num_tokens, num_heads, head_dim] -> out [num_tokens, num_heads, value_dim], over keys and values in
-        pages, which hold the new ones too: each token sees itself and what is before it.
-        """
+    def planned(self, spec: AttentionKernelSpec, scale: float) -> list[PromptCall]:
+        """Return the calls of this pass, which all layers of this spec share."""
         planned = self._planned.get((id(spec), scale))
         if planned is None:
             planned = self._planned[id(spec), scale] = list(self._plan_pass(spec, scale))
+        return planned
+
+    def calls(
+        self, spec: AttentionKernelSpec, call: PromptCall, query: cuda.Array, tokens: PagedTokens, out: cuda.Array
+    ) -> list[Call]:
+        """Return what is run for a call.
+
+        query [num_tokens, num_heads, head_dim], with RoPE -> out [num_tokens, num_heads, value_dim], over keys and
+        values in pages, which hold the new ones too: each token sees itself and what is before it.
+        """
         if not spec.fp8:
-            return [call.plan.bind(call, query, tokens, out) for call in planned]
-        return [each for call in planned for each in self._converting(spec, call, query, tokens, out)]
+            return [call.plan.bind(call, query, tokens, out)]
+        return list(self._converting(spec, call, query, tokens, out))
 
     def _converting(
-        self, spec: AttentionKernelSpec, call: _Call, query: cuda.Array, tokens: PagedTokens, out: cuda.Array
+        self, spec: AttentionKernelSpec, call: PromptCall, query: cuda.Array, tokens: PagedTokens, out: cuda.Array
     ) -> Iterator[Call]:
         """Yield what converts the pages of a call's requests, then the call on these."""
         table, held = call.arrays["key_table"], call.arrays["held"]
@@ -136,21 +140,22 @@ class PromptAttention:
             replace(call, arrays=arrays_of_call), query, replace(tokens, keys=keys, values=values), out
         )
 
-    def _plan_pass(self, spec: AttentionKernelSpec, scale: float) -> Iterator[_Call]:
-        """Yield the calls of a pass, which all layers of this spec share."""
+    def _plan_pass(self, spec: AttentionKernelSpec, scale: float) -> Iterator[PromptCall]:
         for batch in self._batches:
-            size = _Size(spec, scale, batch.tokens, self._pages, self._table.shape[1], batch.last - batch.first)
-            plan = _batch_plan(size, self._stream) if size.batch > 1 else None
+            count = batch.last - batch.first
+            size = _Size(spec, scale, batch.tokens, self._pages, self._table.shape[1], count)
+            plan = _packed_plan(size, self._stream)
             if plan is not None:
-                places = slice(batch.at, batch.at + size.batch + 1)
+                places = slice(batch.at, batch.at + count + 1)
                 offsets = {
                     "query_offsets": self._offsets[spec.heads * spec.head_dim][places],
                     "out_offsets": self._offsets[spec.heads * spec.value_dim][places],
                 }
-                yield _Call(plan, slice(None), self._arrays(batch.first, batch.last) | offsets)
+                arrays = self._arrays(batch.first, batch.last) | offsets
+                yield PromptCall(plan, slice(None), arrays, (batch.first, count, batch.tokens))
                 continue
-            if size.batch > 1 and self._largest_batch > 1:
-                self._largest_batch = 1
+            if self._packs:
+                self._packs = False
                 note(
                     f"cuDNN {cudnn.backend_version()} has no attention of several prompts over pages in one call: each "
                     "takes a call of its own, which is slower"
@@ -158,7 +163,7 @@ class PromptAttention:
             for number in range(batch.first, batch.last):
                 _, _, low, high = self._chunks[number]
                 plan = _plan(replace(size, batch=1, tokens=padded(high - low)), self._stream)
-                yield _Call(plan, slice(low, high), self._arrays(number, number + 1))
+                yield PromptCall(plan, slice(low, high), self._arrays(number, number + 1))
 
     def _arrays(self, first: int, last: int) -> dict[str, cuda.Array]:
         """Return the table, and the numbers of new and of all tokens, of some chunks."""
@@ -188,24 +193,24 @@ def _handle(stream: cuda.Stream) -> Any:
 
 @functools.cache
 def _plan(size: _Size, stream: cuda.Stream) -> _CudnnPlan:
-    return _CudnnPlan(size, stream)
+    return _CudnnPlan(size, stream, packed=False)
 
 
 @functools.cache
-def _batch_plan(size: _Size, stream: cuda.Stream) -> _CudnnPlan | None:
-    """Return cuDNN's plan of several chunks, or None where it has none: they are then taken one by one."""
+def _packed_plan(size: _Size, stream: cuda.Stream) -> _CudnnPlan | None:
+    """Return cuDNN's plan of packed chunks, or None where it has none: they are then taken one by one."""
     try:
-        return _CudnnPlan(size, stream)
+        return _CudnnPlan(size, stream, packed=True)
     except CheckError:
         return None
 
 
 class _CudnnPlan:
-    """cuDNN's plan of one size, with its workspace; a batch of several is packed, with offsets."""
+    """cuDNN's plan of one size, with its workspace; packed: with offsets, else of one chunk."""
 
     _workspaces: dict[int, cuda.Array] = {}  # by stream: each has its device
 
-    def __init__(self, size: _Size, stream: cuda.Stream):
+    def __init__(self, size: _Size, stream: cuda.Stream, packed: bool):
         spec, batch = size.spec, size.batch
         kind = {"float16": cudnn.data_type.HALF, "bfloat16": cudnn.data_type.BFLOAT16}[spec.dtype]
         handle = _handle(stream)
@@ -216,7 +221,7 @@ class _CudnnPlan:
             handle=handle,
         )
 
-        def packed(dim: int) -> dict[str, list[int]]:
+        def tokens(dim: int) -> dict[str, list[int]]:
             width = spec.heads * dim
             return {"dim": [batch, spec.heads, size.tokens, dim], "stride": [size.tokens * width, dim, width, 1]}
 
@@ -235,7 +240,7 @@ class _CudnnPlan:
             )
 
         inputs = {
-            "query": graph.tensor(name="query", data_type=kind, **packed(spec.head_dim)),
+            "query": graph.tensor(name="query", data_type=kind, **tokens(spec.head_dim)),
             "keys": paged("keys", spec.head_dim),
             "values": paged("values", spec.value_dim),
             "key_table": integers("key_table", batch, size.pages_per_row),
@@ -243,11 +248,11 @@ class _CudnnPlan:
             "new": integers("new", batch, 1),
             "held": integers("held", batch, 1),
         }
-        if batch > 1:
+        if packed:
             inputs |= {name: integers(name, batch + 1, 1) for name in ("query_offsets", "out_offsets")}
         window = {"diagonal_band_left_bound": spec.window} if spec.window else {}
         try:
-            if batch > 1:
+            if packed:
                 inputs["query"].set_ragged_offset(inputs["query_offsets"])
             out, _ = graph.sdpa(
                 name="attention",
@@ -266,9 +271,9 @@ class _CudnnPlan:
                 diagonal_band_right_bound=0,
                 **window,
             )
-            layout = packed(spec.value_dim)
+            layout = tokens(spec.value_dim)
             out.set_output(True).set_dim(layout["dim"]).set_stride(layout["stride"]).set_data_type(kind)
-            if batch > 1:
+            if packed:
                 out.set_ragged_offset(inputs["out_offsets"])
             graph.validate()
             graph.build_operation_graph()
@@ -290,7 +295,7 @@ class _CudnnPlan:
             held = _CudnnPlan._workspaces[stream.handle] = cuda.empty((nbytes,), "u1", "attention to work in")
         self._work = held
 
-    def bind(self, call: _Call, query: cuda.Array, tokens: PagedTokens, out: cuda.Array) -> Call:
+    def bind(self, call: PromptCall, query: cuda.Array, tokens: PagedTokens, out: cuda.Array) -> Call:
         arrays = {"query": query[call.tokens], "keys": tokens.keys, "values": tokens.values, **call.arrays}
         addresses = {self._inputs[name]: array.address for name, array in arrays.items()}
         addresses[self._out] = out[call.tokens].address

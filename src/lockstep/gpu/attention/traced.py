@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import cast
 
 import numpy as np
 
 from lockstep.gpu import cuda
-from lockstep.gpu.attention.base import Arrays, Buffer, Calls, Chunks
+from lockstep.gpu.attention.base import Arrays, Buffer, Calls, Chunks, Part, PassTokens, sliced_parts
 from lockstep.gpu.kernels.step_kernels import Kernels
 from lockstep.gpu.program import GpuExecutable
 from lockstep.step.network import LayerAttention
@@ -66,13 +66,19 @@ class TracedAttention:
             row_array = array[row : row + 1]
             self._stream.fill_zero(row_array.address, row_array.nbytes, row_array.nbytes, 1)
 
-    def begin(self, chunks: Chunks) -> None:
+    def begin(self, tokens: PassTokens) -> None:
         """Do nothing: a chunk's first position is the length of its past."""
 
-    def layout(self, chunks: Chunks) -> None:
-        """Return None: the calls of a chunk are of its row."""
+    def decode_calls(self, index: int, values: Arrays, rows: cuda.Array) -> Calls:
+        return self._calls(index, values, rows, (), True)
 
-    def calls(self, index: int, values: Arrays, rows: cuda.Array, chunks: Chunks, own: bool) -> Calls:
+    def token_calls(self, index: int, values: Arrays, rows: cuda.Array) -> Calls:
+        return []
+
+    def parts(self, index: int, values: Arrays, tokens: PassTokens) -> Iterable[Part]:
+        return sliced_parts(self._calls, index, values, tokens)
+
+    def _calls(self, index: int, values: Arrays, rows: cuda.Array, chunks: Chunks, own: bool) -> Calls:
         layer_attention, (keys, cached) = self._layers[index], self._cache[index]
         shape, total, positions = layer_attention.cache, values["attention"].shape[0], values["position_ids"]
         new_key = self._buffer("key_out", (total, shape.num_kv_heads, shape.head_dim), self._dtype)

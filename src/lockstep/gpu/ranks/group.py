@@ -111,14 +111,14 @@ class RankGroup:
                 # Call by call, for what one rank waits for must be on its way before the host waits for that rank.
                 with self.together():
                     for calls in zip(*(step.calls for step in steps), strict=True):
-                        for _, call in zip(self.each(), calls):
+                        for _, (_, call) in zip(self.each(), calls):
                             call()
                 for step in steps:
                     step.warm = True
                 return
             for rank, step in zip(self.each(), steps):
                 with rank.stream.capture() as graph:
-                    for call in step.calls:
+                    for _, call in step.calls:
                         call()
                 step.graph = graph
         with self.together():
@@ -127,7 +127,7 @@ class RankGroup:
                 step.graph.launch(rank.stream)
 
     def run_pass(self, passes: Sequence[Iterator[StepCalls]]) -> list[StepCalls]:
-        """Make a pass's calls one by one, each on all ranks, as `launch` does; return each rank's."""
+        """Put a pass on the streams, a little of each rank's in turn, as `launch` does; return each rank's calls."""
         with self.together():
             (*_, steps) = zip(*passes, strict=True)
         self.ranks[0].device.use()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -13,14 +13,14 @@ import numpy as np
 from lockstep.artifacts.adapters import IDS, mask_rank
 from lockstep.artifacts.signature import IO
 from lockstep.gpu import cuda
-from lockstep.gpu.attention.base import SMALLEST_CHUNK, Arrays, Call, Calls, Chunks, PagedAttention
+from lockstep.gpu.attention.base import SMALLEST_CHUNK, Arrays, Attention, Calls, PagedAttention, Part, PassTokens
 from lockstep.gpu.attention.make import make_attention
 from lockstep.gpu.decode_state import DecodeState
 from lockstep.gpu.device import Device
 from lockstep.gpu.kernels.step_kernels import Kernels
 from lockstep.gpu.program import GpuExecutable
 from lockstep.gpu.prompt_blocks import BoundPiece, BoundSum, DeviceBlock, PromptBlocks, PromptPass
-from lockstep.gpu.prompts import Inputs, PromptInputs, host_bound_tokens
+from lockstep.gpu.prompts import CAPTURED_TOKENS, Inputs, PromptInputs
 from lockstep.gpu.ranks.all_reduce import Exchange
 from lockstep.step.advance import Advance
 from lockstep.step.network import Block, LayerMixer, Network, ShardCall
@@ -34,17 +34,21 @@ _PRODUCTS_EVERY = 32  # tokens, of sizes whose products are warmed: kernels work
 class StepCalls:
     """The calls of a step of one layout, on buffers that all steps share.
 
-    part: of several ranks, this one's part of the logits where the calls gather none; `logits` are then what
+    own_logits: of several ranks, this one's part of the logits where the calls gather none; `logits` are then what
     `Rank.gather` fills.
     """
 
-    calls: list[Call]
-    names: list[str]  # what the time of each call goes to: embedding, block, attention ...
+    parts: list[Part]
     logits: cuda.Array
-    part: cuda.Array | None
+    own_logits: cuda.Array | None
     whole: list[cuda.Array]  # what the exit reads that all ranks hold
     graph: cuda.Graph | None = None
     warm: bool = False
+
+    @functools.cached_property
+    def calls(self) -> Calls:
+        """Return all calls, each with the name that its time goes to: embedding, block, attention ..."""
+        return [call for part in self.parts for call in part.make()]
 
 
 @dataclass(frozen=True)
@@ -117,11 +121,9 @@ class Rank:
         self.stream.upload(self._every_row, every_row)
         # Of passes of prompts. None where engines have profiles: a context keeps the sizes of one pass.
         has_profiles = engine_of(network.embedding).program.by_profiles
-        self.padded_tokens = 0 if has_profiles else host_bound_tokens(1 if exchange is None else exchange.world)
-        self._prompts = PromptInputs(self._largest_pass, num_slots, integer, self.padded_tokens, self.stream)
-        # of a layer's blocks in passes that are not captured whole, by layer, tokens and whether with adapters; None
-        # after the first time
-        self._block_graphs: dict[tuple[int, int, bool], cuda.Graph | None] = {}
+        self.captured_tokens = 0 if has_profiles else CAPTURED_TOKENS
+        self._prompts = PromptInputs(self._largest_pass, num_slots, integer, self.captured_tokens, self.stream)
+        self._graphs: dict[tuple, cuda.Graph | None] = {}  # of parts of passes, by their key; None after the first time
         sizes = num_slots, max_seq_len, MOST_VERIFIED, self._largest_pass
         self._attention = make_attention(network, tables, *sizes, self._kernels, self._buffer, self.stream)
         self.attentions = list(dict.fromkeys(self._attention))
@@ -159,8 +161,8 @@ class Rank:
 
     def gather(self, step: StepCalls) -> None:
         """Gather the logits of a step from the ranks' parts, as its calls left them."""
-        assert step.part is not None
-        self._end.gather(step.part, step.logits)
+        assert step.own_logits is not None
+        self._end.gather(step.own_logits, step.logits)
 
     def decode_calls(self, count: int, adapted: bool, drawn: bool, verified: bool = False) -> StepCalls:
         """Return the calls that decode slots 0 to `count`-1; adapted, drawn: some are. Nothing is launched.
@@ -173,51 +175,102 @@ class Rank:
             state = self.verified if verified else self.state
             arrays = state.token_ids, state.positions, state.rows, state.adapter_ids
             tokens, positions, rows, adapters = (array[:count] for array in arrays)
-            inputs = Inputs(tokens, positions, rows, self._every_row[:count], rows, positions, adapters)
+            inputs = Inputs(tokens, positions, rows, self._every_row[:count], rows, positions, adapters, rows)
             step = self.step_calls[key] = self._make_decode_calls(inputs, adapted, drawn, verified)
         return step
 
-    def send_prompts(self, chunks: Sequence[Advance], write: bool = True) -> tuple[Inputs, Chunks]:
-        """Send the inputs of a pass of chunks: see `PromptInputs.send`."""
-        return self._prompts.send(chunks, write, self.state.adapters)
-
-    def send_mixed(self, decoding: Sequence[Advance], chunks: Sequence[Advance]) -> tuple[Inputs, Chunks]:
-        """Send the inputs of a pass with rows that decode: see `PromptInputs.send_mixed`."""
-        return self._prompts.send_mixed(decoding, chunks, self.state.token_ids, self.state.adapters)
-
-    def layout(self, inputs: Inputs, chunks: Chunks) -> tuple[int, ...] | None:
-        """Return what a pass's calls depend on beside array contents; None: it is not captured whole."""
-        total = inputs.token_ids.shape[0]
-        if total > self._prompts.captured_tokens:
-            return None
-        found = [total, inputs.num_decoding, inputs.logit_rows.shape[0]]
+    def send(
+        self, decoding: Sequence[Advance], chunks: Sequence[Advance], write: bool = True
+    ) -> tuple[Inputs, PassTokens]:
+        """Send what a pass of chunks, behind rows that decode, reads: see `PromptInputs.send` and `send_mixed`."""
+        adapters, found = self.state.adapters, self.state.token_ids
+        if decoding:
+            inputs, tokens = self._prompts.send_mixed(decoding, chunks, found, adapters, write)
+        else:
+            inputs, tokens = self._prompts.send(chunks, write, adapters)
         for attention in self.attentions:
-            layout = attention.layout(chunks)
-            if layout is None:
-                return None
-            found += layout
-        return tuple(found)
+            attention.begin(tokens)
+        return inputs, tokens
 
-    def prompt_calls(
-        self, inputs: Inputs, chunks: Chunks, adapted: bool, drawn: bool, whole: bool
-    ) -> Iterator[StepCalls]:
-        """Make the calls of a pass of chunks, and yield the step after each.
+    def run_prompts(self, inputs: Inputs, tokens: PassTokens, adapted: bool, drawn: bool) -> Iterator[StepCalls]:
+        """Put a pass of chunks on the stream; yield the step where other ranks go first.
 
-        The call is on the stream then, and the step has it. The rank's device is used for each, whatever was used
-        meanwhile. adapted, drawn: as of `decode_calls`. whole: the pass may be captured whole, not block by block.
+        The rank's device is used after each, whatever was used meanwhile. adapted, drawn: as of `decode_calls`.
         """
         self.device.use()
-        calls = self._make_prompt_calls(self._blocks_for_prompts(adapted), inputs, chunks, adapted, drawn, whole)
-        while (step := next(calls, None)) is not None:
+        blocks, requests = self._blocks_for_prompts(adapted), inputs.logit_rows.shape[0]
+        logits = self._logits("prompts", (requests, self.network.vocab_size), blocks.logits.dtype)
+        own = blocks.logits[:requests] if self.splits_logits and not drawn else None
+        whole = _whole(self.network, blocks.blocks[-2].values, tokens.num_tokens)
+        step = StepCalls([], logits, own, whole, warm=True)
+        for parts in self._prompt_parts(blocks, inputs, tokens, logits, adapted, drawn):
+            for part in parts:
+                step.parts.append(part)
+                for _ in self._run(part):
+                    yield step
+                    self.device.use()
             yield step
             self.device.use()
+
+    def _prompt_parts(
+        self, blocks: PromptBlocks, inputs: Inputs, tokens: PassTokens, logits: cuda.Array, adapted: bool, drawn: bool
+    ) -> Iterator[Iterable[Part]]:
+        """Yield the parts of the embedding, of each layer, and of the exit."""
+        total = tokens.num_tokens
+        a_pass = PromptPass(blocks, total, inputs.logit_rows.shape[0])
+        mask = self._mask_calls(inputs, self._mask_array(inputs, adapted))
+
+        def part(number: int, make: Callable[[], Calls]) -> Part:
+            return Part(("block", number, total, adapted) if total <= self.captured_tokens else None, make)
+
+        def of_layer(index: int, attention: Attention) -> Iterator[Part]:
+            def make() -> Calls:
+                own = {name: array[:total] for name, array in values.items()}
+                return [*a_pass.calls(index + 1, "block"), *attention.token_calls(index, own, inputs.rows)]
+
+            values = a_pass.values(index)
+            yield part(index + 1, make)
+            yield from attention.parts(index, values, tokens)
+
+        def leave() -> Calls:
+            found = blocks.logits[: logits.shape[0]]
+            return [*a_pass.calls(-1, "exit"), *self._last_calls(found, logits, inputs, drawn, self.state)]
+
+        yield [part(0, lambda: mask + a_pass.calls(0, "embedding"))]
+        for index, attention in enumerate(self._attention):
+            yield of_layer(index, attention)
+        yield [Part(None, leave)]
+
+    def _run(self, part: Part) -> Iterator[None]:
+        """Put a part's calls on the stream, from the second time on as a graph; yield where other ranks go first.
+
+        A first call, as the making of a graph, may have the host wait for the device: what that waits for of another
+        rank must be on its way. A library may allocate in its first call, which a capture does not take.
+        """
+        key = part.key
+        if key is None or key not in self._graphs:
+            for _, call in part.make():
+                yield
+                call()
+            if key is not None:
+                self._graphs[key] = None
+            return
+        graph = self._graphs[key]
+        if graph is None:
+            yield
+            with self.stream.capture() as graph:
+                for _, call in part.make():
+                    call()
+            self._graphs[key] = graph
+            yield
+        graph.launch(self.stream)
 
     def warm_products(self, adapted: bool) -> None:
         """Run products at many numbers of tokens: cuBLAS loads a kernel in the first call of a size."""
         self.device.use()
         blocks = self._blocks_for_prompts(adapted)
         for tokens in range(_PRODUCTS_EVERY, self._largest_pass + 1, _PRODUCTS_EVERY):
-            for call in PromptPass(blocks, tokens, min(tokens, self._num_slots), 0).products():
+            for call in PromptPass(blocks, tokens, min(tokens, self._num_slots)).products():
                 call()
 
     def _blocks_for_prompts(self, adapted: bool) -> PromptBlocks:
@@ -258,14 +311,14 @@ class Rank:
             if verified:
                 calls += self.paged[0].verify_calls(index, values, inputs.rows)
             else:
-                calls += self._attention[index].calls(index, values, inputs.rows, [], True)
+                calls += self._attention[index].decode_calls(index, values, inputs.rows)
         whole = _whole(network, values, total)
         calls += prepare("exit", network.exit)
         made = values["logits"]
         logits = self._logits(of, (total, network.vocab_size), made.dtype)
         calls += self._last_calls(made, logits, inputs, drawn, state)
-        part = made if self.splits_logits and not drawn else None
-        return StepCalls([call for _, call in calls], [name for name, _ in calls], logits, part, whole)
+        own = made if self.splits_logits and not drawn else None
+        return StepCalls([Part(None, lambda: calls)], logits, own, whole)
 
     def _mask_array(self, inputs: Inputs, adapted: bool) -> cuda.Array | None:
         """Return the mask that engines read in place of `IDS`; None where none does."""
@@ -279,67 +332,6 @@ class Rank:
             return []
         kernels, stream, ids, rank = self._kernels, self.stream, inputs.adapter_ids, self._mask[1]
         return [("adapters", lambda: kernels.adapter_mask(stream, ids, mask, rank))]
-
-    def _make_prompt_calls(
-        self, blocks: PromptBlocks, inputs: Inputs, chunks: Chunks, adapted: bool, drawn: bool, whole: bool
-    ) -> Iterator[StepCalls]:
-        total, num_requests = inputs.token_ids.shape[0], inputs.logit_rows.shape[0]
-        a_pass = PromptPass(blocks, total, num_requests, inputs.num_decoding)
-        decoding, prompts = inputs.rows[: inputs.num_decoding], inputs.rows[inputs.num_decoding :]
-        logits = self._logits("prompts", (num_requests, self.network.vocab_size), blocks.logits.dtype)
-        own = blocks.logits[:num_requests] if self.splits_logits and not drawn else None
-        step = StepCalls([], [], logits, own, _whole(self.network, blocks.blocks[-2].values, total), warm=True)
-
-        def add(name: str, call: Call) -> StepCalls:
-            call()
-            step.calls.append(call)
-            step.names.append(name)
-            return step
-
-        for name, call in self._mask_calls(inputs, self._mask_array(inputs, adapted)):
-            yield add(name, call)
-        for name, call in a_pass.embedding():
-            yield add(name or "embedding", call)
-        for index, attention in enumerate(self._attention):
-            calls, values = a_pass.layer(index)
-            if whole or total > self.padded_tokens:
-                for name, call in calls:
-                    yield add(name or "block", call)
-            else:
-                step.calls += [call for _, call in calls]
-                step.names += [name or "block" for name, _ in calls]
-                for _ in self._run_block((index, total, adapted), calls):
-                    yield step
-            for part in values:
-                which = (prompts, chunks) if part is values[-1] else (decoding, [])
-                for name, call in attention.calls(index, part, *which, False):
-                    yield add(name, call)
-        calls, found = a_pass.exit()
-        for name, call in calls:
-            yield add(name or "exit", call)
-        for name, call in self._last_calls(found, logits, inputs, drawn, self.state):
-            yield add(name, call)
-
-    def _run_block(self, key: tuple[int, int, bool], calls: Calls) -> Iterator[None]:
-        """Run a block's calls, from the second time on as a graph: see `RankGroup.launch`; yield after each call.
-
-        A graph is made on all ranks before it is launched on one: what another rank waits for is on its way then.
-        """
-        if key not in self._block_graphs:
-            self._block_graphs[key] = None
-            for _, call in calls:
-                call()
-                yield
-            return
-        graph = self._block_graphs[key]
-        if graph is None:
-            with self.stream.capture() as graph:
-                for _, call in calls:
-                    call()
-            self._block_graphs[key] = graph
-            yield
-        graph.launch(self.stream)
-        yield
 
     def _last_calls(
         self, made: cuda.Array, logits: cuda.Array, inputs: Inputs, drawn: bool, state: DecodeState
