@@ -197,14 +197,16 @@ def test_a_decode_step_is_a_graph_on_each_device(open_model, gpu, form: Form) ->
 
 @pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
 def test_blocks_and_attention_of_passes_are_graphs(open_model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the same bits: called one by one, captured, and launched again."""
+    """With the same bits: called one by one, captured, launched again, and captured whole."""
+    from lockstep.gpu import executor
     from lockstep.gpu.ranks import rank as ranks
 
-    monkeypatch.setattr(ranks, "CAPTURED_TOKENS", 0)
+    monkeypatch.setattr(ranks, "CAPTURED_TOKENS_OF_RANKS", 0)
     called = [logits for _, logits in steps(open_model())]
     monkeypatch.undo()
+    monkeypatch.setattr(executor, "_CAPTURED_AFTER", 3)
     model = open_model()
-    for _ in range(3):
+    for _ in range(4):
         for (_, found), expected in zip(steps(model), called, strict=True):
             np.testing.assert_array_equal(found, expected)
         for slot in range(4):
@@ -214,6 +216,8 @@ def test_blocks_and_attention_of_passes_are_graphs(open_model, monkeypatch: pyte
         # of prompts of 45 and 8 tokens, of 100 beside a row, of 24 and 1 beside two: padded
         assert {key[2] for key in rank._graphs if key[0] == "block"} == {64, 128, 32}
         assert {key[0] for key in rank._graphs} == {"block", "decode", "prompts"}
+    whole = model._executor._captured.values()
+    assert len(whole) == 4 and all(step.graph is not None for steps in whole for step in steps)
 
 
 @pytest.mark.parametrize("form", [FORMS[2]], indirect=True)

@@ -19,6 +19,7 @@ keys and values of all are written before any is read.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -38,6 +39,9 @@ from lockstep.step.pages import PAGE_SIZE
 from lockstep.step.sampling import Sampling
 from lockstep.weights.adapters import AdapterWriter, LoraArrays
 
+# Passes of prompts that are captured whole, by their layout, at most; and how often one comes before it is: to capture
+# it takes the host as long as it saves in so many.
+_MOST_CAPTURED, _CAPTURED_AFTER = 128, 16
 _WEIGHTS_BOUND = 192  # tokens: a pass of fewer takes as long as the weights take to be read (7B shape, H200, fp16)
 
 
@@ -81,6 +85,8 @@ class GpuExecutor:
         self._in_flight: _Flight | None = None  # a step that nobody has asked for yet
         # the step with one prompt that was taken last, and its slots
         self._prompt: tuple[list[StepCalls], list[int]] | None = None
+        # passes of prompts, by layout, adapted and drawn: how often they came, and those that are captured whole
+        self._came, self._captured = Counter[tuple](), dict[tuple, list[StepCalls]]()
         self._host_logits: np.ndarray | None = None
         self._resident: ResidentAdapters | None = None  # whose memory copies on the stream read
         # A step that is launched early and dropped leaves keys, which the next one writes over, but moves states.
@@ -429,16 +435,18 @@ class GpuExecutor:
             decoding = [Advance(rows - 1, np.zeros(1, np.int64), 0)]
             self._warm_pass([Advance(0, np.zeros(2, np.int64), 0)], adapted, decoding)
         for tokens, adapted in itertools.product(sizes, ways):
-            self._warm_pass([Advance(0, np.zeros(min(tokens, longest), np.int64), 0)], adapted)
+            self._warm_pass([Advance(0, np.zeros(min(tokens, longest), np.int64), 0)], adapted, whole=True)
         for rank, adapted in itertools.product(self.ranks, ways):
             rank.warm_products(adapted)
         self.group.synchronize()
         self.group.check()
 
-    def _warm_pass(self, chunks: Sequence[Advance], adapted: bool, decoding: Sequence[Advance] = ()) -> None:
-        """Run a pass that leaves caches as they are, twice: the second one makes its graphs."""
-        for _ in range(2):
-            self._pass(decoding, chunks, adapted, False, write=False)
+    def _warm_pass(
+        self, chunks: Sequence[Advance], adapted: bool, decoding: Sequence[Advance] = (), whole: bool = False
+    ) -> None:
+        """Run a pass that leaves caches as they are, until its graphs are made; whole: that of the whole pass, too."""
+        for behind in (False, True, True) if whole else (False, True):
+            self._pass(decoding, chunks, adapted, False, write=False, whole=whole and behind)
 
     def _begin(self, advances: Sequence[Advance], lengths: np.ndarray) -> None:
         """Make room for a step, before which slots hold `lengths` tokens."""
@@ -500,11 +508,32 @@ class GpuExecutor:
         return steps
 
     def _pass(
-        self, decoding: Sequence[Advance], chunks: Sequence[Advance], adapted: bool, drawn: bool, write: bool = True
+        self,
+        decoding: Sequence[Advance],
+        chunks: Sequence[Advance],
+        adapted: bool,
+        drawn: bool,
+        write: bool = True,
+        whole: bool = False,
     ) -> list[StepCalls]:
-        """Put a pass of chunks, behind rows that decode, on the streams; write: see `PromptInputs.send`."""
+        """Put a pass of chunks, behind rows that decode, on the streams.
+
+        write: see `PromptInputs.send`. whole: the next one like it is captured whole, where that may be, though it did
+        not come often.
+        """
         sent = [rank.send(decoding, chunks, write) for rank in self.group.each()]
-        return self.group.run_pass([rank.run_prompts(*each, adapted, drawn) for rank, each in zip(self.ranks, sent)])
+        layout = self.ranks[0].layout(*sent[0])
+        key = layout, adapted, drawn
+        steps = self._captured.get(key)
+        if steps is not None:
+            self.group.launch(steps)
+            return steps
+        steps = self.group.run_pass([rank.run_prompts(*each, adapted, drawn) for rank, each in zip(self.ranks, sent)])
+        if layout is not None:
+            self._came[key] += 1
+            if (whole or self._came[key] == _CAPTURED_AFTER) and len(self._captured) < _MOST_CAPTURED:
+                self._captured[key] = steps
+        return steps
 
 
 def _split(advances: Sequence[Advance]) -> tuple[list[Advance], list[Advance]]:

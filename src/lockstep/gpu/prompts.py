@@ -14,9 +14,10 @@ from lockstep.gpu.staging import Staging
 from lockstep.step.advance import Advance
 from lockstep.step.packing import PackedTokens
 
-# Tokens of a pass up to which its blocks are captured: of larger ones, products take longer than the host takes for
-# their calls, which it makes for each rank.
-CAPTURED_TOKENS = 2560
+# Tokens of a pass up to which its blocks are captured, on one rank and on several: the host makes the calls of all. Of
+# larger ones products take longer. Up to the last, a pass that comes often is captured whole, which saves the device a
+# wait between graphs: a tenth of the shortest.
+CAPTURED_TOKENS, CAPTURED_TOKENS_OF_RANKS, CAPTURED_WHOLE = 1280, 2560, 320
 
 
 @dataclass(frozen=True)
@@ -95,13 +96,13 @@ class PromptInputs:
         """Put a step on the device whose first tokens are of slots that decode.
 
         These are the slots up to the highest that decodes, of which some may not decode; then come the tokens of
-        `chunks`. The requests are all slots up to the highest of the step. found: by slot what the step before finds,
-        which rows go on with whose token is `FOUND`. adapters, write, and what is returned: as of `send`.
+        `chunks`. The requests are all slots up to the highest of the step, and a few more. found: by slot what the step
+        before finds, which rows go on with whose token is `FOUND`. adapters, write, and what is returned: as of `send`.
         """
         chosen = [advance.slot for advance in decoding]
         in_step = [*chosen, *(chunk.slot for chunk in chunks)]
         brought = sum(len(chunk.tokens) for chunk in chunks)
-        count, requests = 1 + max(chosen), 1 + max(in_step)
+        count, requests = 1 + max(chosen), bucket(1 + max(in_step), self._slots)
         packed = PackedTokens.empty(self._padded(count + brought))
         places = packed.pack(decoding, chosen, count, chunks)
         last, slots, rows = np.zeros(requests, np.int64), np.full(requests, -1), np.full_like(packed.slots, -1)

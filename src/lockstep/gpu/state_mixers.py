@@ -56,6 +56,9 @@ class StateMixers:
         bounds = np.array([(low, high) for _, _, low, high in tokens.chunks])
         self._staging.send(self._stream, [(self._bounds[: len(bounds)], bounds)])
 
+    def layout(self, tokens: PassTokens) -> tuple[int, ...]:
+        return tokens.num_decoding, len(tokens.chunks)
+
     def decode_calls(self, index: int, values: Arrays, rows: cuda.Array) -> Calls:
         return self._calls(index, values, rows, (), True)
 

@@ -75,6 +75,9 @@ class Attention(Protocol):
     def begin(self, tokens: PassTokens) -> None:
         """Prepare a pass, before its first layer."""
 
+    def layout(self, tokens: PassTokens) -> tuple[int, ...] | None:
+        """Return what the calls of the pass that was begun depend on beside `Inputs`; None: on this pass alone."""
+
     def decode_calls(self, index: int, values: Arrays, rows: cuda.Array) -> Calls:
         """Return the calls of one layer in a decode step, for a captured graph, each with the name its time goes to.
 

@@ -126,6 +126,11 @@ class FusedAttention:
         """Send the lengths and pages of chunks."""
         self._prompts.begin(tokens, self._host_table)
 
+    def layout(self, tokens: PassTokens) -> tuple[int, ...] | None:
+        if self._by_row and tokens.num_decoding:
+            return None
+        return self._prompts.layout()
+
     def decode_calls(self, index: int, values: Arrays, rows: cuda.Array) -> Calls:
         return [self._attend(self._decode, index, *self._tokens(index, values, rows, self._table))]
 

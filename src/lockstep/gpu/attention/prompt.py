@@ -104,6 +104,10 @@ class PromptAttention:
         pairs += [(array[: len(starts)], starts * width) for width, array in self._offsets.items()]
         self._staging.send(self._stream, pairs)
 
+    def layout(self) -> tuple[int, ...] | None:
+        """Return the sizes of this pass's calls; None where they are not packed."""
+        return tuple(size for batch in self._batches for size in (batch.last, batch.tokens)) if self._packs else None
+
     def planned(self, spec: AttentionKernelSpec, scale: float) -> list[PromptCall]:
         """Return the calls of this pass, which all layers of this spec share."""
         planned = self._planned.get((id(spec), scale))

@@ -69,6 +69,9 @@ class TracedAttention:
     def begin(self, tokens: PassTokens) -> None:
         """Do nothing: a chunk's first position is the length of its past."""
 
+    def layout(self, tokens: PassTokens) -> None:
+        """Return None: the calls of a chunk are of its row."""
+
     def decode_calls(self, index: int, values: Arrays, rows: cuda.Array) -> Calls:
         return self._calls(index, values, rows, (), True)
 

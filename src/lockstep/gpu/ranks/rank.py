@@ -20,7 +20,7 @@ from lockstep.gpu.device import Device
 from lockstep.gpu.kernels.step_kernels import Kernels
 from lockstep.gpu.program import GpuExecutable
 from lockstep.gpu.prompt_blocks import BoundPiece, BoundSum, DeviceBlock, PromptBlocks, PromptPass
-from lockstep.gpu.prompts import CAPTURED_TOKENS, Inputs, PromptInputs
+from lockstep.gpu.prompts import CAPTURED_TOKENS, CAPTURED_TOKENS_OF_RANKS, CAPTURED_WHOLE, Inputs, PromptInputs
 from lockstep.gpu.ranks.all_reduce import Exchange
 from lockstep.step.advance import Advance
 from lockstep.step.network import Block, LayerMixer, Network, ShardCall
@@ -121,7 +121,8 @@ class Rank:
         self.stream.upload(self._every_row, every_row)
         # Of passes of prompts. None where engines have profiles: a context keeps the sizes of one pass.
         has_profiles = engine_of(network.embedding).program.by_profiles
-        self.captured_tokens = 0 if has_profiles else CAPTURED_TOKENS
+        captured = CAPTURED_TOKENS if exchange is None else CAPTURED_TOKENS_OF_RANKS
+        self.captured_tokens = 0 if has_profiles else captured
         self._prompts = PromptInputs(self._largest_pass, num_slots, integer, self.captured_tokens, self.stream)
         self._graphs: dict[tuple, cuda.Graph | None] = {}  # of parts of passes, by their key; None after the first time
         sizes = num_slots, max_seq_len, MOST_VERIFIED, self._largest_pass
@@ -191,6 +192,18 @@ class Rank:
         for attention in self.attentions:
             attention.begin(tokens)
         return inputs, tokens
+
+    def layout(self, inputs: Inputs, tokens: PassTokens) -> tuple[int, ...] | None:
+        """Return what a pass's calls depend on beside array contents; None: it is not captured whole."""
+        if tokens.num_tokens > min(CAPTURED_WHOLE, self.captured_tokens):
+            return None
+        found = [tokens.num_tokens, tokens.decoding.shape[0], inputs.logit_rows.shape[0]]
+        for attention in self.attentions:
+            layout = attention.layout(tokens)
+            if layout is None:
+                return None
+            found += layout
+        return tuple(found)
 
     def run_prompts(self, inputs: Inputs, tokens: PassTokens, adapted: bool, drawn: bool) -> Iterator[StepCalls]:
         """Put a pass of chunks on the stream; yield the step where other ranks go first.
