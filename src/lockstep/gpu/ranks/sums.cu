@@ -13,6 +13,7 @@ typedef unsigned long long Wide;
 
 constexpr int MOST_BLOCKS = 128;  // a launch has at most, where flags are raised
 constexpr unsigned EMPTY = 0xffffffffu;
+constexpr unsigned PATIENT = 16;  // reads of terms (10 us) after which a thread pauses between them: tens of thousands of threads hold up the terms themselves
 
 struct Group {
     const Wide* peers;  // addresses at each rank, [inbox, flags, outbox, terms][WORLD]
@@ -58,7 +59,7 @@ __device__ long long now() {
 
 // Whether to wait no more for a rank that has not come, asked `spins` times; start: 0 at first.
 __device__ bool is_lost(const Group& group, int other, unsigned spins, long long& start) {
-    if ((spins & 1023) != 1023) return false;
+    if ((spins & 63) != 63) return false;
     if (start == 0) start = now();
     if (*(volatile unsigned*)(group.state + 2) || *(volatile unsigned*)group.lost) return true;
     if (now() - start <= group.limit) return false;
@@ -127,6 +128,7 @@ __device__ uint4 sum_of_terms(const Group& group, unsigned launch, uint4 own, in
         for (int from = 0; from < WORLD; ++from)
             if (from != group.rank && has_empty(units[from])) missing = from;
         if (missing < 0 || is_lost(group, missing, spins, start)) break;
+        if (spins >= PATIENT) __nanosleep(1000);
     }
     float sums[8] = {};
 #pragma unroll
