@@ -708,6 +708,17 @@ def test_a_prompt_is_worked_on_while_it_is_prepared_and_may_fail_half_way(
         both.step(0, 1, 2, tokens=False)
 
 
+@pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
+def test_a_cache_leaves_room_for_graphs(open_model, form, monkeypatch):
+    from lockstep.gpu.attention import make
+
+    network = open_model()._executor.ranks[0].network
+    monkeypatch.setattr(make, "_LEFT", 1 << 20)
+    for free, share in ((100 << 20, 0.9), (5 << 20, 0.8), (1 << 20, 0.5)):
+        pool = make.make_tables(network, 1000, 4096, None, free).pool
+        assert 0 <= free * share - pool.num_pages * pool.page_nbytes < pool.page_nbytes
+
+
 @pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
 def test_graphs_outlive_another_model_that_needs_more_memory(demo, open_model, form, gpu, monkeypatch):
     both = Both(demo, open_model, form[1])

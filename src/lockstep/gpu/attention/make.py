@@ -12,21 +12,25 @@ from lockstep.step.kv_cache import LayerShape
 from lockstep.step.network import LayerAttention, LayerState, Network
 from lockstep.step.pages import PAGE_SIZE, PagePool, PageTables
 
+# Bytes that a cache of no given size leaves for graphs and libraries, if that is no more than half of what is free: a
+# shape of 8B for 256 rows takes 1.1 GB of them.
+_LEFT = 5 << 28
+
 
 def make_tables(network: Network, num_slots: int, max_seq_len: int, kv_bytes: float | None, free: int) -> PageTables:
     """Return the page tables of all slots, the same on each device.
 
     kv_bytes: memory of each device for keys and values of all slots, or below 1 the share of what is free; None: for
-    the longest requests in all slots, or nine tenths of what is free. free: bytes that the device with the least has
-    free, of which states take some. Where some attention is traced, whose cache has no pages, each slot has room for
-    the longest request. Raises CheckError where there is room for no page.
+    the longest requests in all slots, or nine tenths of what is free, or less where that leaves little. free: bytes
+    that the device with the least has free, of which states take some. Where some attention is traced, whose cache has
+    no pages, each slot has room for the longest request. Raises CheckError where there is room for no page.
     """
     pages, (traced, fused, states) = num_slots * -(-max_seq_len // PAGE_SIZE), _by_kind(network)
     nbytes = PAGE_SIZE * sum(_token_nbytes(attention.cache, network) for attention in fused.values())
     if traced or not fused:
         return PageTables(PagePool(pages, nbytes), num_slots, shares=None if traced else True)
     free -= num_slots * sum(mixer.cache.nbytes for mixer in states.values())
-    share = 0.9 if kv_bytes is None else kv_bytes
+    share = max(0.5, min(0.9, 1 - _LEFT / max(1, free))) if kv_bytes is None else kv_bytes
     room = min(pages * nbytes, int(free * share)) if share < 1 else int(share)
     if room < nbytes:
         raise CheckError(
