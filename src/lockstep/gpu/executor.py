@@ -430,6 +430,8 @@ class GpuExecutor:
                     chunks = [Advance(slot, np.zeros(count, np.int64), 0) for slot, count in enumerate(counts)]
                     for adapted in ways:
                         self._warm_pass(chunks, adapted)
+                        if batch == 1:  # which is packed beside rows that decode
+                            self._warm_pass(chunks, adapted, [Advance(0, np.zeros(1, np.int64), 0)])
         sizes = captured_sizes(min(longest, self.ranks[0].captured_tokens))
         for rows, adapted in itertools.product(most_rows if longest > 1 else (), ways):
             decoding = [Advance(rows - 1, np.zeros(1, np.int64), 0)]

@@ -1,9 +1,9 @@
 """cuDNN's attention of prompts over a paged KV cache.
 
-A call is for a few chunks, as packed sequences. Chunks are padded to the next power of two of tokens
-(`base.padded`), so that few of cuDNN's plans serve all; what is beyond a chunk's last token costs next to nothing,
-so that those of a call are padded to the longest of them. Needs the package nvidia-cudnn-frontend and the library cuDNN
-9; no torch.
+A call is for a few chunks, as packed sequences, or for a prompt alone. Chunks are padded to the next power of two of
+tokens (`base.padded`), so that few of cuDNN's plans serve all; what is beyond a chunk's last token costs next to
+nothing, so that those of a call are padded to the longest of them. Needs the package nvidia-cudnn-frontend and the
+library cuDNN 9; no torch.
 
 Pages of fp8 are converted to fp16 before a call: those of its requests, of one layer, whole, in memory for the longest
 requests of a call. So prompts attend to the numbers that decoding reads.
@@ -148,7 +148,8 @@ class PromptAttention:
         for batch in self._batches:
             count = batch.last - batch.first
             size = _Size(spec, scale, batch.tokens, self._pages, self._table.shape[1], count)
-            plan = _packed_plan(size, self._stream)
+            alone = len(self._chunks) == 1 and not self._chunks[0][2]  # without offsets: two kernels fewer
+            plan = None if alone else _packed_plan(size, self._stream)
             if plan is not None:
                 places = slice(batch.at, batch.at + count + 1)
                 offsets = {
@@ -158,7 +159,7 @@ class PromptAttention:
                 arrays = self._arrays(batch.first, batch.last) | offsets
                 yield PromptCall(plan, slice(None), arrays, (batch.first, count, batch.tokens))
                 continue
-            if self._packs:
+            if self._packs and not alone:
                 self._packs = False
                 note(
                     f"cuDNN {cudnn.backend_version()} has no attention of several prompts over pages in one call: each "
@@ -167,7 +168,8 @@ class PromptAttention:
             for number in range(batch.first, batch.last):
                 _, _, low, high = self._chunks[number]
                 plan = _plan(replace(size, batch=1, tokens=padded(high - low)), self._stream)
-                yield PromptCall(plan, slice(low, high), self._arrays(number, number + 1))
+                key = (0, 0, batch.tokens) if alone else None
+                yield PromptCall(plan, slice(low, high), self._arrays(number, number + 1), key)
 
     def _arrays(self, first: int, last: int) -> dict[str, cuda.Array]:
         """Return the table, and the numbers of new and of all tokens, of some chunks."""
