@@ -20,7 +20,10 @@ _FEW = 20
 _AGAIN = 0.02  # seconds after which a signal is sent again
 # What a scheduler, a service manager, `kill` and a closed terminal end a process with.
 ENDING = (signal.SIGTERM, signal.SIGHUP)
-_ENVIRONMENT_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG, errno.EIO}
+_ENVIRONMENT_ERRNOS = dict.fromkeys(
+    (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG, errno.EIO),
+    "free or make writable this place",
+) | {errno.ENAMETOOLONG: "take a shorter one"}
 
 
 def few(names: Sequence[str], between: str = ", ") -> str:
@@ -176,7 +179,7 @@ def guard() -> Iterator[None]:
         if error.errno not in _ENVIRONMENT_ERRNOS:
             raise
         where = f" ({error.filename})" if error.filename else ""
-        _leave(f"{error.strerror}{where}: free or make writable this place and run the same command again", 2)
+        _leave(f"{error.strerror}{where}: {_ENVIRONMENT_ERRNOS[error.errno]} and run the same command again", 2)
     except KeyboardInterrupt as error:
         what, number = (
             (f"ended by {error}", error.number) if isinstance(error, Ended) else ("interrupted", signal.SIGINT)

@@ -43,6 +43,14 @@ def test_a_full_disk_is_one_line_with_the_place(capsys):
     )
 
 
+def test_a_name_that_is_too_long_is_one_line(capsys, tmp_path):
+    with pytest.raises(SystemExit) as left, guard():
+        (tmp_path / ("a" * 256)).write_text("")
+    said = capsys.readouterr().err
+    assert left.value.code == 2 and said.startswith("lockstep: error: File name too long (")
+    assert said.endswith("aaa): take a shorter one and run the same command again\n")
+
+
 def test_what_nobody_can_do_anything_about_keeps_its_traceback():
     with pytest.raises(OSError, match="Bad file descriptor"), guard():
         raise OSError(errno.EBADF, "Bad file descriptor")
