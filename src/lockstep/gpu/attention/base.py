@@ -1,9 +1,8 @@
 """What attention over a KV cache offers to a rank.
 
-Both implementations have one signature. `traced.TracedAttention` runs the
-exported graphs as engines: any attention variant, three to ten times slower than fused kernels at long contexts.
-`fused.FusedAttention` has a paged cache: rows that decode are one kernel of our own a layer; a prompt's tokens get
-their RoPE from a kernel and then go through cuDNN's attention.
+`traced.TracedAttention` runs the exported graphs as engines: any attention variant, three to ten times slower than
+fused kernels at long contexts. `fused.FusedAttention` has a paged cache: rows that decode are one kernel of our own a
+layer; a prompt's tokens get their RoPE from a kernel and then go through cuDNN's attention.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ class PagedAttention(Attention, Protocol):
         """Prepare a step that verifies drafts: row i is a token of slot `slots[i]`."""
 
     def verify_calls(self, index: int, values: Arrays, rows: cuda.Array) -> Calls:
-        """Return the calls of one layer in a step that verifies: as `calls` of rows that decode, of any slots.
+        """Return the calls of one layer in a step that verifies: as `decode_calls`, of any slots.
 
         A row sees what rows before it write. Its bits are those of a step of its own. rows: i at i, or -1.
         """
