@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from collections import UserDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -301,8 +302,9 @@ def test_the_demo_in_fp16_says_what_transformers_says(references, gpu, tmp_path,
 
 
 @pytest.mark.long
-def test_short_prompts_are_graphs_from_the_second_of_their_layout_on(references, gpu, tmp_path):
+def test_prompts_are_graphs_of_their_parts_and_whole_where_they_come_often(references, gpu, tmp_path, monkeypatch):
     """Alone, several in one call of attention, and beside rows that decode: padded, and each as without a graph."""
+    monkeypatch.setattr("lockstep.gpu.executor._CAPTURED_AFTER", 3)
     engines, name = built(references, "fp16", tmp_path, model="demo-llama"), "demo-llama"
     pair = references.assembly(name, "fp16"), references.weights(name, "fp16")
     sizes = {size: getattr(LIMITS, size) for size in SIZES}
@@ -328,24 +330,29 @@ def test_short_prompts_are_graphs_from_the_second_of_their_layout_on(references,
             model.release(slot)
             expected.release(slot)
 
-    for lengths in ((9, 12, 16), (40, 64, 33)):  # each padded to the same size
-        alone = [step((), **{f"s{slot}": length}) for slot, length in enumerate(lengths)]
-        assert alone[0][1] > 0 and alone[1:] == [(1, 0), (1, 0)]
-        release(0, 1, 2)
+    layers = len(model._executor.ranks[0].network.layers)
+
+    def often(parts: int, *takes: Callable[[], tuple[int, int]]) -> None:
+        """Take alike steps; parts: graphs of each but the first, beside the exit's calls, and the fourth."""
+        first, *middle, last = [take() for take in takes]
+        assert first[1] > 0 and all(graphs == parts and calls > 0 for graphs, calls in middle) and last == (1, 0)
+
+    for lengths in ((9, 12, 16, 11), (40, 64, 33, 57)):  # each padded to the same size
+        prompts = ({f"s{slot}": length} for slot, length in enumerate(lengths))
+        often(1 + 2 * layers, *(functools.partial(step, (), **prompt) for prompt in prompts))
+        release(0, 1, 2, 3)
+
+    def again(decoding: Sequence[int], **prompts: int) -> tuple[int, int]:
+        taken = step(decoding, **prompts)
+        release(*(int(slot[1:]) for slot in prompts))
+        return taken
+
+    often(1 + 2 * layers, *(functools.partial(again, (), s2=first, s3=32 - first) for first in (7, 9, 12, 8)))
     step((), s0=5, s1=25)
-    assert step((), s2=7, s3=24) == (1, 0)
-    release(2, 3)
-    step((0, 1), s2=20)
-    release(2)
-    assert step((0, 1), s3=30) == (1, 0)
-    step((0, 3), s1=17)  # of slots 0 to 3, of which 2 does not decode
-    release(1)
-    assert step((0, 3), s1=31) == (1, 0)
-    release(0, 1, 3)
-    for _ in range(2):  # longer ones are made call by call, as the device works
-        launches, calls = step((), s0=110, s1=110, s2=110)
-        assert not launches and calls > 0
-        release(0, 1, 2)
+    often(1 + 3 * layers, *(functools.partial(again, (0, 1), s2=length) for length in (20, 30, 25, 19)))
+    for _ in range(4):  # of longer ones, parts alone
+        longest = again((), s0=110, s1=110, s2=110)
+    assert longest[0] == 1 + 2 * layers
     model.warm_up()
     assert [step((), **{f"s{slot}": length}) for slot, length in enumerate((2, 70, 100))] == [(1, 0)] * 3
 
