@@ -221,6 +221,23 @@ def test_blocks_and_attention_of_passes_are_graphs(open_model, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
+def test_a_plan_that_waits_for_the_device_is_made_where_no_rank_waits_for_another(open_model, monkeypatch) -> None:
+    """As a library that loads a kernel may: of any layer, for a model may have several kinds of attention."""
+    from lockstep.gpu.attention import prompt
+
+    planned = prompt.PromptAttention.planned
+
+    def plan(self: prompt.PromptAttention, *given: object) -> list[prompt.PromptCall]:
+        self._stream.synchronize()
+        return planned(self, *given)
+
+    monkeypatch.setattr(prompt.PromptAttention, "planned", plan)
+    model = open_model()
+    for start in (0, 50, 100):  # blocks are called one by one, captured, and launched again, with their sums
+        model.step([Advance(0, np.arange(50), start)])
+
+
+@pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
 def test_few_rows_are_summed_by_the_kernel_that_reads_them(open_model, gpu, form: Form, monkeypatch) -> None:
     """One launch instead of two, and the same bits."""
     from lockstep.backends.cuda.program import KernelsExecutable

@@ -242,8 +242,10 @@ class Rank:
                 return [*a_pass.calls(index + 1, "block"), *attention.token_calls(index, own, inputs.rows)]
 
             values = a_pass.values(index)
+            # Plans are made here, for which the host may wait: before the block, whose sums wait for other ranks.
+            behind = list(attention.parts(index, values, tokens))
             yield part(index + 1, make)
-            yield from attention.parts(index, values, tokens)
+            yield from behind
 
         def leave() -> Calls:
             found = blocks.logits[: logits.shape[0]]
