@@ -350,6 +350,32 @@ def test_a_step_that_fails_half_way_leaves_no_rank_waiting(open_model, gpu, fail
         model.step([Advance(0, np.arange(60), 0)])
 
 
+@pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
+def test_a_step_that_a_rank_cannot_capture_can_be_asked_for_again(open_model, monkeypatch) -> None:
+    from lockstep.gpu import cuda
+
+    model, capture = open_model(), cuda.Stream.capture
+    model.step([Advance(0, np.arange(5), 0)])
+    model.step([Advance(0, np.array([1]), 5)])
+    streams = [rank.stream for rank in model._executor.ranks]
+
+    def broken(stream: cuda.Stream) -> AbstractContextManager[cuda.Graph]:
+        if stream is streams[1]:
+            raise CheckError("no more memory")
+        return capture(stream)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cuda.Stream, "capture", broken)
+        with pytest.raises(CheckError, match="no more memory"):
+            model.step([Advance(0, np.array([1]), 6)])
+    expected = open_model()
+    expected.step([Advance(0, np.arange(5), 0)])
+    for position in range(5, 8):
+        logits = expected.step([Advance(0, np.array([1]), position)])
+        if position > 5:
+            np.testing.assert_array_equal(model.step([Advance(0, np.array([1]), position)]), logits)
+
+
 def test_a_rank_that_does_not_come_is_named(open_model) -> None:
     model = open_model()
     model.step([Advance(0, np.arange(6), 0)])

@@ -116,10 +116,13 @@ class RankGroup:
                 for step in steps:
                     step.warm = True
                 return
+            graphs = []
             for rank, step in zip(self.each(), steps):
                 with rank.stream.capture() as graph:
                     for _, call in step.calls:
                         call()
+                graphs.append(graph)
+            for step, graph in zip(steps, graphs):  # all ranks have theirs, or none: one may find no memory for it
                 step.graph = graph
         with self.together():
             for rank, step in zip(self.each(), steps):
