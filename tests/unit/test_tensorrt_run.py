@@ -657,6 +657,20 @@ def test_prompts_are_one_call_of_attention(demo, open_model, gpu, monkeypatch, c
     prompt_attention._packed_plan.cache_clear()
 
 
+@pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
+def test_attention_of_more_sizes_than_graphs_may_take_is_called_one_by_one(demo, open_model, form, monkeypatch):
+    from lockstep.gpu.attention import prompt as prompt_attention
+
+    monkeypatch.setattr(prompt_attention, "_MOST_CAPTURED", 2)
+    both = Both(demo, open_model, form[1])
+    for counts in 3 * ((8, 5), (20, 3), (5,), (40, 3)):
+        both.step(prompts=list(enumerate(counts)), tokens=False)
+        for slot in range(len(counts)):
+            both.release(slot)
+    graphs = both.found._executor.ranks[0]._graphs
+    assert {key[2:] for key in graphs if key[0] == "prompts"} == {(0, 2, 16), (0, 2, 32), (0, 0, 16)}
+
+
 @pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
 def test_what_is_sent_is_what_it_was_when_it_was_sent(form, gpu):
     """However far the host is ahead of the device."""

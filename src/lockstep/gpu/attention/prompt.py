@@ -28,6 +28,10 @@ from lockstep.gpu.staging import Staging
 
 cudnn = require_cudnn()
 
+# Sizes of packed calls that are graphs, one for each layer, at most: warm-up has 56 where prompts have 128k tokens. Of
+# hundreds of prompts there are thousands, and memory is not left for all.
+_MOST_CAPTURED = 96
+
 
 @dataclass(frozen=True)
 class _Batch:
@@ -82,6 +86,7 @@ class PromptAttention:
         self._batches: list[_Batch] = []
         self._planned: dict[tuple[int, float], list[PromptCall]] = {}  # of this pass, by spec and scale
         self._chunks: Chunks = ()
+        self._captured = set[tuple[int, ...]]()  # keys that calls may have
         self._packs = True  # whether this cuDNN takes packed chunks, as far as is known
 
     def begin(self, tokens: PassTokens, table: np.ndarray) -> None:
@@ -157,7 +162,7 @@ class PromptAttention:
                     "out_offsets": self._offsets[spec.heads * spec.value_dim][places],
                 }
                 arrays = self._arrays(batch.first, batch.last) | offsets
-                yield PromptCall(plan, slice(None), arrays, (batch.first, count, batch.tokens))
+                yield PromptCall(plan, slice(None), arrays, self._key(batch.first, count, batch.tokens))
                 continue
             if self._packs and not alone:
                 self._packs = False
@@ -170,6 +175,11 @@ class PromptAttention:
                 plan = _plan(replace(size, batch=1, tokens=padded(high - low)), self._stream)
                 key = (0, 0, batch.tokens) if alone else None
                 yield PromptCall(plan, slice(low, high), self._arrays(number, number + 1), key)
+
+    def _key(self, *sizes: int) -> tuple[int, ...] | None:
+        if len(self._captured) < _MOST_CAPTURED:
+            self._captured.add(sizes)
+        return sizes if sizes in self._captured else None
 
     def _arrays(self, first: int, last: int) -> dict[str, cuda.Array]:
         """Return the table, and the numbers of new and of all tokens, of some chunks."""
