@@ -355,6 +355,8 @@ def test_prompts_are_graphs_of_their_parts_and_whole_where_they_come_often(refer
     assert longest[0] == 1 + 2 * layers
     model.warm_up()
     assert [step((), **{f"s{slot}": length}) for slot, length in enumerate((2, 70, 100))] == [(1, 0)] * 3
+    release(0, 1, 2)
+    assert sizes["max_seq_len"] < 270 and step((), s0=90, s1=90, s2=90)[0] == 1 + 2 * layers
 
 
 def test_a_machine_without_cublas_is_told_so(monkeypatch):

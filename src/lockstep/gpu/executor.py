@@ -432,12 +432,14 @@ class GpuExecutor:
                         self._warm_pass(chunks, adapted)
                         if batch == 1:  # which is packed beside rows that decode
                             self._warm_pass(chunks, adapted, [Advance(0, np.zeros(1, np.int64), 0)])
-        sizes = captured_sizes(min(longest, self.ranks[0].captured_tokens))
         for rows, adapted in itertools.product(most_rows if longest > 1 else (), ways):
             decoding = [Advance(rows - 1, np.zeros(1, np.int64), 0)]
             self._warm_pass([Advance(0, np.zeros(2, np.int64), 0)], adapted, decoding)
-        for tokens, adapted in itertools.product(sizes, ways):
-            self._warm_pass([Advance(0, np.zeros(min(tokens, longest), np.int64), 0)], adapted, whole=True)
+        most = min(self._max_num_tokens, self.num_slots * longest, self.ranks[0].captured_tokens)
+        for tokens, adapted in itertools.product(captured_sizes(most) if longest > 1 else (), ways):
+            all_tokens = np.zeros(min(tokens, most), np.int64)
+            of_each = np.array_split(all_tokens, -(-len(all_tokens) // longest))
+            self._warm_pass([Advance(slot, each, 0) for slot, each in enumerate(of_each)], adapted, whole=True)
         for rank, adapted in itertools.product(self.ranks, ways):
             rank.warm_products(adapted)
         self.group.synchronize()
