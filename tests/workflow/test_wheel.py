@@ -182,7 +182,7 @@ NEEDS = {
     "load": ("load", ("http://127.0.0.1:9", "--token-norm-dist", "4,0,4,0")),
     "push": (None, ("none.tar", "127.0.0.1:9/none")), "pull": (None, ("127.0.0.1:9/none", "none.tar")),
     "sbom": ("workflow", (TARGET,)), "triton": ("serve", (TARGET, "repository")), "cache": ("workflow", ("ls",)),
-    "lock": (None, ()), "verify": (None, ()), "diff": (None, ("one.lock.json", "two.lock.json")),
+    "lock": ("workflow", ()), "verify": (None, ()), "diff": (None, ("one.lock.json", "two.lock.json")),
 }  # fmt: skip
 
 
