@@ -194,9 +194,14 @@ class AdaptedRunner(ReferenceRunner):
 def test_every_family_computes_what_transformers_does_with_the_adapter(family: str, shared: Shared) -> None:
     config = dict(FAMILIES[family].config)
     model = parity.reference_model(config, 0, 1.0)
-    files, assembly = with_adapters(*shared.assembled(config, "fp32"), ROOM, linear_layers(model))
+    exported, linears = shared.assembled(config, "fp32"), linear_layers(model)
+    if family == "nemotron_h":  # whose checkpoints have other names than its modules
+        with pytest.raises(InputError, match="names in the checkpoint, found none; serve this model without adapters"):
+            with_adapters(*exported, ROOM, linears)
+        return
+    files, assembly = with_adapters(*exported, ROOM, linears)
     modules = sizes(assembly)
-    assert not any(".experts." in name or name.endswith(("mlp.gate", "mlp.router")) for name in modules)
+    assert not any(".experts." in name or name.endswith(("mlp.gate", ".router")) for name in modules)
     base = parity.checkpoint_tensors(model)
     arrays = tensors(modules, 5, seed=1)
     get = lambda name, side: arrays[f"base_model.model.{name}.lora_{side}.weight"]

@@ -70,10 +70,13 @@ def with_adapters(
         for name, file in assembly.classes.items()
         for slot in _products(Rewriter(onnx.ModelProto.FromString(files[file.file])), modules[name])
     }
-    missing = [target for target in targets or () if not any(fits(module, [target]) for module in known)]
-    if missing or not known:
-        found = ", ".join(sorted(known)) or "none"
-        asked = ", ".join(missing) or "linear layers in its decoder layers"
+    if not known:
+        raise InputError(
+            "adapters: expected linear layers in decoder layers whose weights have the layers' own names in the "
+            "checkpoint, found none; serve this model without adapters"
+        )
+    if missing := [target for target in targets or () if not any(fits(module, [target]) for module in known)]:
+        found, asked = ", ".join(sorted(known)), ", ".join(missing)
         raise InputError(f"lora_target_modules: expected linear layers of the model ({found}), found {asked}")
     adapted, classes, lora = dict(files), dict(assembly.classes), {}
     for name, file in assembly.classes.items():
@@ -145,8 +148,9 @@ def _mask(rows: str) -> list[onnx.NodeProto]:
 
 
 def linear_layers(model: PreTrainedModel) -> set[str]:
-    """Return the names of a model's linear layers, as PEFT finds them."""
-    return {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | Conv1D)}
+    """Return the names of a model's linear layers, as PEFT finds them, but for routers that return more."""
+    plain = torch.nn.Linear.forward, Conv1D.forward
+    return {name for name, module in model.named_modules() if type(module).forward in plain}
 
 
 def _is_linear(assembly: Assembly, name: str, slot: str, linears: Collection[str] | None) -> bool:
