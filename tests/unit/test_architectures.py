@@ -7,7 +7,7 @@ A few families run always; the rest are `long` and run with `make test-all`.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ import torch
 from built_family import NAME, built_family
 from families import FAMILIES, WINDOW, Family, some_families
 
+from lockstep.artifacts.assembly import Assembly
 from lockstep.export.torch_model import cut_config, load_folder
 from lockstep.runtime import Advance, Decoding, Engine, Model, Request
 from lockstep.targets import Limits, Results, Target, Tolerances
@@ -174,16 +175,18 @@ def test_validation_and_golden_check_pass(built):
         results.assembly(NAME, "fp32"),
         results.weights(NAME, "fp32"),
     )
+    positions = Assembly.load(assembly).max_position_embeddings or LIMITS.max_seq_len
+    limits = replace(LIMITS, max_seq_len=min(LIMITS.max_seq_len, positions))
     validate.run(
-        assembly, weights, checkpoint, "all", tolerances, LIMITS.max_seq_len, results.validation(NAME, "fp32", "all")
+        assembly, weights, checkpoint, "all", tolerances, limits.max_seq_len, results.validation(NAME, "fp32", "all")
     )
-    prompts = GoldenTerms(8, ("San Francisco is a", "x", "lockstep"), 120)
+    prompts = GoldenTerms(8, ("San Francisco is a", "x", "lockstep"), limits.max_seq_len - 8)
     make_reference(checkpoint, "all", prompts, results.reference(NAME, "all"))
     target = Target(NAME, "fp32", "all", "onnxruntime")
     report, speed = results.golden(*_names(target)), results.speed(*_names(target))
     check_engines(
         assembly, weights, results.engines(NAME, "fp32", "onnxruntime"), results.reference(NAME, "all"), target,
-        tolerances, LIMITS, report, speed,
+        tolerances, limits, report, speed,
     )  # fmt: skip
     assert json.loads(report.read_text())["result"] == "pass"
 
