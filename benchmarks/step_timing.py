@@ -70,7 +70,7 @@ def breakdown_prefill(executor: GpuExecutor) -> dict[str, float]:
 
 def microseconds_by_name(group: RankGroup, steps: Sequence[StepCalls]) -> dict[str, float]:
     """Return the microseconds of each rank's calls by name, all ranks at once."""
-    return {name: round(microseconds(group, _alone(group, steps, name)), 1) for name, _ in dict(steps[0].calls).items()}
+    return {name: round(microseconds(group, _alone(group, steps, name)), 1) for name in dict(steps[0].calls)}
 
 
 def microseconds(group: RankGroup, graphs: Sequence[cuda.Graph]) -> float:

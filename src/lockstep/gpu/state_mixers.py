@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from lockstep.gpu import cuda
-from lockstep.gpu.attention.base import Arrays, Calls, Chunks, Part, PassTokens, sliced_parts
+from lockstep.gpu.attention.base import Arrays, Calls, Chunks, PassTokens, SlicedAttention
 from lockstep.gpu.kernels.row_kernels import PRELUDE
 from lockstep.gpu.staging import Staging
 from lockstep.gpu.state_kernels import THREADS, StateKernelSpec
@@ -22,7 +22,7 @@ from lockstep.step.network import LayerState
 _SOURCE = PRELUDE + Path(__file__).with_name("kernels").joinpath("state_mixers.cu").read_text(encoding="utf-8")
 
 
-class StateMixers:
+class StateMixers(SlicedAttention):
     """The mixers of the layers `layers` (by number): see `attention.base.PagedAttention`. wide: positions are int64.
 
     A state counts from the first position on: what a slot held before is not read.
@@ -58,15 +58,6 @@ class StateMixers:
 
     def layout(self, tokens: PassTokens) -> tuple[int, ...]:
         return tokens.num_decoding, len(tokens.chunks)
-
-    def decode_calls(self, index: int, values: Arrays, rows: cuda.Array) -> Calls:
-        return self._calls(index, values, rows, (), True)
-
-    def token_calls(self, index: int, values: Arrays, rows: cuda.Array) -> Calls:
-        return []
-
-    def parts(self, index: int, values: Arrays, tokens: PassTokens) -> Iterable[Part]:
-        return sliced_parts(self._calls, index, values, tokens)
 
     def _calls(self, index: int, values: Arrays, rows: cuda.Array, chunks: Chunks, own: bool) -> Calls:
         spec, kernel, out = self._specs[index], self._kernels[index], values["attention"]

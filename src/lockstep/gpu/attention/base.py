@@ -112,12 +112,22 @@ class PagedAttention(Attention, Protocol):
         """Put copies of what `save` gave into a slot's pages on the stream."""
 
 
-def sliced_parts(
-    calls: Callable[[int, Arrays, cuda.Array, Chunks, bool], Calls], index: int, values: Arrays, tokens: PassTokens
-) -> Iterable[Part]:
-    """Return the parts of a layer whose calls are of one pass: of rows that decode, and of chunks."""
-    count, total = tokens.num_decoding, tokens.num_tokens
-    for some, chunks in ((slice(0, count), ()), (slice(count, total), tokens.chunks)):
-        if some.stop > some.start:
-            own = {name: array[some] for name, array in values.items()}
-            yield Part(None, functools.partial(calls, index, own, tokens.rows[some], chunks, False))
+class SlicedAttention:
+    """Attention whose calls in a pass are of that pass alone: of rows that decode, and of chunks."""
+
+    def _calls(self, index: int, values: Arrays, rows: cuda.Array, chunks: Chunks, own: bool) -> Calls:
+        """Return the calls of one layer; without chunks row i's token is at i. own: for a captured graph."""
+        raise NotImplementedError  # each kind has its own
+
+    def decode_calls(self, index: int, values: Arrays, rows: cuda.Array) -> Calls:
+        return self._calls(index, values, rows, (), True)
+
+    def token_calls(self, index: int, values: Arrays, rows: cuda.Array) -> Calls:
+        return []
+
+    def parts(self, index: int, values: Arrays, tokens: PassTokens) -> Iterable[Part]:
+        count, total = tokens.num_decoding, tokens.num_tokens
+        for some, chunks in ((slice(0, count), ()), (slice(count, total), tokens.chunks)):
+            if some.stop > some.start:
+                own = {name: array[some] for name, array in values.items()}
+                yield Part(None, functools.partial(self._calls, index, own, tokens.rows[some], chunks, False))

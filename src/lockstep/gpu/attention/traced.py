@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import cast
 
 import numpy as np
 
 from lockstep.gpu import cuda
-from lockstep.gpu.attention.base import Arrays, Buffer, Calls, Chunks, Part, PassTokens, sliced_parts
+from lockstep.gpu.attention.base import Arrays, Buffer, Calls, Chunks, PassTokens, SlicedAttention
 from lockstep.gpu.kernels.step_kernels import Kernels
 from lockstep.gpu.program import GpuExecutable
 from lockstep.step.network import LayerAttention
@@ -17,7 +17,7 @@ from lockstep.step.network import LayerAttention
 FIRST_CAPACITY = 64
 
 
-class TracedAttention:
+class TracedAttention(SlicedAttention):
     """The exported attention graphs as engines, over a contiguous cache."""
 
     def __init__(
@@ -71,15 +71,6 @@ class TracedAttention:
 
     def layout(self, tokens: PassTokens) -> None:
         """Return None: the calls of a chunk are of its row."""
-
-    def decode_calls(self, index: int, values: Arrays, rows: cuda.Array) -> Calls:
-        return self._calls(index, values, rows, (), True)
-
-    def token_calls(self, index: int, values: Arrays, rows: cuda.Array) -> Calls:
-        return []
-
-    def parts(self, index: int, values: Arrays, tokens: PassTokens) -> Iterable[Part]:
-        return sliced_parts(self._calls, index, values, tokens)
 
     def _calls(self, index: int, values: Arrays, rows: cuda.Array, chunks: Chunks, own: bool) -> Calls:
         layer_attention, (keys, cached) = self._layers[index], self._cache[index]
