@@ -2,6 +2,15 @@
 //
 // Where it is not terms that are sent, each rank writes into its place of every other's inbox, then raises its flag there, block by block, and waits for the others' flags.
 
+__device__ void wait_for(const Group& group, const unsigned* flag, unsigned launch, int other) {
+    unsigned seen;
+    long long start = 0;
+    for (unsigned spins = 0;; ++spins) {
+        asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");
+        if ((int)(seen - launch) >= 0 || is_lost(group, other, spins, start)) break;
+    }
+}
+
 // What all blocks of this number wrote before it at any rank can be read behind it.
 __device__ void exchange(const Group& group, unsigned launch, int phase) {
     __syncthreads();
@@ -9,12 +18,7 @@ __device__ void exchange(const Group& group, unsigned launch, int phase) {
     if (other < WORLD && other != group.rank) {
         __threadfence_system();
         asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(group.flag(other, phase, group.rank)), "r"(launch) : "memory");
-        unsigned *flag = group.flag(group.rank, phase, other), seen;
-        long long start = 0;
-        for (unsigned spins = 0;; ++spins) {
-            asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");
-            if ((int)(seen - launch) >= 0 || is_lost(group, other, spins, start)) break;
-        }
+        wait_for(group, group.flag(group.rank, phase, other), launch, other);
     }
     __syncthreads();
 }
@@ -93,12 +97,7 @@ extern "C" __global__ void all_gather(const void* part, void* whole, const void*
     exchange(group, launch, 0);
     for (int other = 0; other < WORLD; ++other) {
         if (other == rank) continue;
-        for (int block = threadIdx.x; block < gridDim.x; block += blockDim.x) {
-            unsigned *flag = group.flag(rank, 0, other) - blockIdx.x + block, seen;
-            do {
-                asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");
-            } while ((int)(seen - launch) < 0 && !*(volatile unsigned*)(group.state + 2) && !*(volatile unsigned*)group.lost);
-        }
+        for (int block = threadIdx.x; block < gridDim.x; block += blockDim.x) wait_for(group, group.flag(rank, 0, other) - blockIdx.x + block, launch, other);
     }
     __syncthreads();
     if (size == 16) put_together(group, launch, (const uint4*)part, (uint4*)whole, rows, columns);

@@ -7,13 +7,14 @@
 // Terms of sums go without flags or fences: memory for them holds EMPTY, NaN that nobody sends, until they have come. It has three parts in turn: what has come in one
 // launch is emptied in the next, and written in the one behind that.
 //
-// A rank that waits too long notes for whom, on the host too, and waits no more; the host may note that nobody will come.
+// A rank that waits too long notes for whom, on the host too, and waits no more; the host may note that nobody will come. Reads of one address there go one by one, each
+// takes 1 us: of all threads that wait they hold up a sum for ten times as long as it takes, its end is late for the other ranks, and those look too.
 #ifndef ON_HOST  // where the test has its own
 typedef unsigned long long Wide;
 
 constexpr int MOST_BLOCKS = 128;  // a launch has at most, where flags are raised
 constexpr unsigned EMPTY = 0xffffffffu;
-constexpr unsigned PATIENT = 16;  // reads of terms (10 us) after which a thread pauses between them: tens of thousands of threads hold up the terms themselves
+constexpr long long LATE = 100000000;  // nanoseconds after which a thread looks at the host
 
 struct Group {
     const Wide* peers;  // addresses at each rank, [inbox, flags, outbox, terms][WORLD]
@@ -60,11 +61,15 @@ __device__ long long now() {
 // Whether to wait no more for a rank that has not come, asked `spins` times; start: 0 at first.
 __device__ bool is_lost(const Group& group, int other, unsigned spins, long long& start) {
     if ((spins & 63) != 63) return false;
-    if (start == 0) start = now();
-    if (*(volatile unsigned*)(group.state + 2) || *(volatile unsigned*)group.lost) return true;
-    if (now() - start <= group.limit) return false;
-    *(volatile unsigned*)(group.state + 2) = other + 1;
-    *(volatile unsigned*)group.lost = other + 1;
+    volatile unsigned* noted = group.state + 2;
+    if (*noted) return true;
+    long long time = now();
+    if (start == 0) start = time;
+    if (time - start < LATE) return false;
+    unsigned lost = *(volatile unsigned*)group.lost;
+    if (!lost && time - start <= group.limit) return false;
+    *noted = other + 1;
+    if (!lost) *(volatile unsigned*)group.lost = other + 1;
     __threadfence_system();
     return true;
 }
@@ -128,7 +133,6 @@ __device__ uint4 sum_of_terms(const Group& group, unsigned launch, uint4 own, in
         for (int from = 0; from < WORLD; ++from)
             if (from != group.rank && has_empty(units[from])) missing = from;
         if (missing < 0 || is_lost(group, missing, spins, start)) break;
-        if (spins >= PATIENT) __nanosleep(1000);
     }
     float sums[8] = {};
 #pragma unroll
