@@ -41,10 +41,17 @@ class RealServer:
     `url`, and `line`: what it said of itself. Use as a context: it is ended with SIGTERM, and must then end by itself.
     """
 
-    def __init__(self, tree: Path, *options: object, target: str | None = "demo-llama/fp32/all", **environment: str):
+    def __init__(
+        self,
+        tree: Path,
+        *options: object,
+        target: str | None = "demo-llama/fp32/all",
+        python: str = sys.executable,
+        **environment: str,
+    ):
         arguments = ["serve", *([target] if target else []), "--results", tree, "--port", 0, *options]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "lockstep", *map(str, arguments)],
+            [python, "-m", "lockstep", *map(str, arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=(tree / "stderr.txt").open("wb"),

@@ -8,8 +8,10 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
+import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,6 +44,15 @@ def run(command: Sequence[str], input: str | None = None, **options: Any) -> sub
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
+def environment(python: str | None, *packages: Path) -> dict[str, str]:
+    """Return the environment of a process in `python` (None: this interpreter), which finds packages of this one.
+
+    This interpreter finds there what it finds here. Another one has packages of its own: of these it gets `packages`.
+    """
+    paths = [path for path in sys.path if path] if python is None else [_import_folder(each) for each in packages]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUTF8": "1"}
+
+
 def freeze_heap() -> None:
     """Keep what this process holds by now out of garbage collections.
 
@@ -68,7 +79,7 @@ def _end(process: subprocess.Popen, error: BaseException) -> None:
 
 
 @functools.cache
-def import_folder(package: Path) -> str:
+def _import_folder(package: Path) -> str:
     """Return a folder for PYTHONPATH by which another interpreter finds a package of this one, and nothing else.
 
     That is the package's own folder where it lies there alone, as in a checkout; of site-packages, whose other packages

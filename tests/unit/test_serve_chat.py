@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -341,3 +343,11 @@ def test_a_template_without_an_end_holds_up_no_completion(other: RealServer) -> 
         thread.join()
         assert while_it_loops and "more than 2 s of processor time" in errors[0].message
         assert chat(client).choices[0].message.content == TEXT
+
+
+def test_the_processes_of_a_server_find_packages_where_it_does(demo: Results, tmp_path: Path) -> None:
+    """In an environment of modules, as on clusters, and behind `pip install --target`, they come by PYTHONPATH."""
+    python, paths = sys._base_executable, os.pathsep.join(filter(None, sys.path))  # type: ignore[attr-defined]
+    with RealServer(make_tree(tmp_path / "results", demo), python=python, PYTHONPATH=paths) as server:
+        completion = client_of(server).chat.completions.create(messages=USER, max_tokens=4, **GREEDY)
+    assert completion.usage.completion_tokens == 4

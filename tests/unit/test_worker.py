@@ -153,12 +153,12 @@ def test_a_code_that_is_no_signal_or_that_the_stage_has_explained_stays_it(pytho
 
 def test_a_stage_in_an_interpreter_without_the_workflows_packages_calls_another(tmp_path, monkeypatch) -> None:
     """As a benchmark does, which builds engines in a process of their own from the one that runs them."""
-    (tmp_path / "without.py").write_text(
-        "import sys\nfrom without_extras import Absent\nsys.meta_path.insert(0, Absent())\n"
+    (tmp_path / "without").mkdir()
+    (tmp_path / "without" / "__init__.py").write_text(
+        f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\n"
+        "from without_extras import Absent\nsys.meta_path.insert(0, Absent())\n"
         "from lockstep.stages import worker\n"
         "def ask(python): return worker.ask(python, 'lockstep.backends.identity:identity', name='onnxruntime')\n"
     )
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(worker, "_folders", lambda stage: sys.path)
     assert worker.ask(sys.executable, "without:ask", python=sys.executable)["name"] == "onnxruntime"

@@ -5,20 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from lockstep.artifacts.chat_template import ChatTemplate
+from lockstep.processes import environment
 from lockstep.serve.say import say
 from lockstep.serve.stream import StreamError
 from lockstep.serve.template_process import CPU_SECONDS, HEADER
 
-_SOURCES = Path(__file__).resolve().parents[2]
 _SECONDS = 20.0  # of time; the limit of processor time holds before, unless the machine is busy
 _PATIENCE = 30.0  # seconds that a chat may wait for those before it
 
@@ -118,14 +116,13 @@ class Chat:
     async def _started(self) -> asyncio.subprocess.Process:
         if self._process is None:
             assert self._template is not None
-            environment = {**os.environ, "PYTHONPATH": str(_SOURCES), "PYTHONUTF8": "1"}
             try:
                 self._process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-m", "lockstep.serve.template_process"),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.DEVNULL,
-                    env=environment,
+                    env=environment(None),
                 )
             except OSError as error:  # no free descriptor
                 raise _Lost(f"it does not start: {error.strerror}") from None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import os
 import socket
 import sys
 import time
@@ -16,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from lockstep.errors import CheckError, InputError
-from lockstep.processes import import_folder
+from lockstep.processes import environment
 from lockstep.runtime.request import Request
 from lockstep.serve.engine_process import error_of
 from lockstep.serve.frames import Frame, Ready, packed, packed_add, split
@@ -47,10 +46,13 @@ class EngineLink(asyncio.Protocol):
         except OSError as error:  # no free descriptor
             raise CheckError(f"engine process: expected a socket for it, found none: {error.strerror}") from None
         command = [python or sys.executable, "-m", "lockstep.serve.engine_process", str(theirs.fileno())]
-        environment = {**os.environ, "PYTHONPATH": import_folder(_PACKAGE), "PYTHONUTF8": "1"}
         try:
             process = await asyncio.create_subprocess_exec(
-                *command, pass_fds=(theirs.fileno(),), stdin=asyncio.subprocess.DEVNULL, stdout=2, env=environment
+                *command,
+                pass_fds=(theirs.fileno(),),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=2,
+                env=environment(python, _PACKAGE),
             )
         except OSError as error:
             ours.close()

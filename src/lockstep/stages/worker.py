@@ -71,13 +71,11 @@ def _run(python: str | None, function: str, arguments: Mapping[str, Any], pipe: 
         return function_named(function)(**arguments)
     key = _interpreter_key()
     request = json.dumps({"call": function, "arguments": arguments, "key": key})
-    # Another Python has other packages: of this one's it gets this package alone.
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(_folders(function)), "PYTHONUTF8": "1", _KEY: key}
     try:
         ended = processes.run(
             [python, "-c", "from lockstep.stages.worker import main; main()"],
             request,
-            env=environment,
+            env={**processes.environment(python, _PACKAGE, *_outside(function)), _KEY: key},
             stdout=pipe,
             stderr=pipe,
         )
@@ -118,12 +116,11 @@ def function_named(name: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), function)
 
 
-def _folders(function: str) -> list[str]:
-    """Return where another interpreter finds this package, and that of a function."""
+def _outside(function: str) -> list[Path]:
+    """Return the folders of a function's package, where it is not this one."""
     package = function.partition(":")[0].partition(".")[0]
     spec = importlib.util.find_spec(package) if package != "lockstep" else None
-    outside = spec.submodule_search_locations if spec else None
-    return [processes.import_folder(_PACKAGE), *(processes.import_folder(Path(folder)) for folder in outside or ())]
+    return [Path(folder) for folder in (spec.submodule_search_locations if spec else None) or ()]
 
 
 def _signal(code: int) -> str | None:

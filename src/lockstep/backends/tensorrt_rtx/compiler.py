@@ -23,6 +23,7 @@ from typing import Any
 
 import onnx
 
+from lockstep import processes
 from lockstep.artifacts.files import write_bytes
 from lockstep.backends.profiles import built_limits, profiles
 from lockstep.backends.tensorrt.compat import GraphRefusedError
@@ -89,14 +90,12 @@ def _start() -> subprocess.Popen[str]:
         with open(heap, "wb", closefd=False) as file:
             file.write(shared_object())
         preload = ":".join(filter(None, (f"/proc/self/fd/{heap}", os.environ.get("LD_PRELOAD"))))
-        paths = os.pathsep.join(path for path in sys.path if path)
-        environment = {**os.environ, "LD_PRELOAD": preload, "PYTHONPATH": paths, "PYTHONHASHSEED": "0"}
         return subprocess.Popen(
             [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment,
+            env={**processes.environment(None), "LD_PRELOAD": preload, "PYTHONHASHSEED": "0"},
             pass_fds=(heap,),
             start_new_session=True,  # Ctrl-C is for this process, which ends the builder and says so in one line
         )
