@@ -49,7 +49,8 @@ def environment(python: str | None, *packages: Path) -> dict[str, str]:
 
     This interpreter finds there what it finds here. Another one has packages of its own: of these it gets `packages`.
     """
-    paths = [path for path in sys.path if path] if python is None else [_import_folder(each) for each in packages]
+    is_this = python in (None, sys.executable)
+    paths = [path for path in sys.path if path] if is_this else [_import_folder(each) for each in packages]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUTF8": "1"}
 
 
