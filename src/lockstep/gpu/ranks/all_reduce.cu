@@ -35,8 +35,8 @@ __device__ uint4 sum(const Group& group, unsigned launch, uint4 mine, int place,
     return rounded(sums, kind);
 }
 
-// values: `units` of 16 bytes, replaced by the sum. shots 1: each rank sends all of it to all, as terms, and accumulates; 2: each rank accumulates its part, and sends
-// that to all.
+// values: `units` of 16 bytes, replaced by the sum. shots 1: each rank sends all of it to all, as terms, and accumulates; 2: each rank accumulates its part, and writes
+// that into the values of all, whose block of this number has sent its own.
 extern "C" __global__ void all_reduce(void* values, const void* peers, void* state, void* lost, int rank, int slot, int seconds, int kind, int shots,
                                       int units) {
     next_may_start();
@@ -59,17 +59,19 @@ extern "C" __global__ void all_reduce(void* values, const void* peers, void* sta
             int to = (rank + hop) % WORLD;
             for (int i = first; i < part && to * part + i < units; i += step) group.inbox(to, launch, rank)[i] = mine[to * part + i];
         }
+        if (threadIdx.x < WORLD) *group.values(threadIdx.x, rank) = (Wide)values;
         exchange(group, launch, 0);
+        uint4* there[WORLD];
+#pragma unroll
+        for (int hop = 0; hop < WORLD; ++hop) there[hop] = (uint4*)*group.values(rank, (rank + hop) % WORLD);
+        if (*(volatile unsigned*)(group.state + 2)) part = 0;  // one that did not come has sent no address
         for (int i = first; i < part && rank * part + i < units; i += step) {
             int at = rank * part + i;
-            uint4 total = mine[at] = sum(group, launch, mine[at], i, kind);
-            for (int hop = 1; hop < WORLD; ++hop) group.outbox((rank + hop) % WORLD)[at] = total;
+            uint4 total = sum(group, launch, mine[at], i, kind);
+#pragma unroll
+            for (int hop = 0; hop < WORLD; ++hop) there[hop][at] = total;
         }
         exchange(group, launch, 1);
-        for (int hop = 1; hop < WORLD; ++hop) {
-            int from = (rank + hop) % WORLD;
-            for (int i = first; i < part && from * part + i < units; i += step) mine[from * part + i] = __ldcv(group.outbox(rank) + from * part + i);
-        }
     }
     end(group, launch, shots == 1 ? units : 0);
 }

@@ -23,7 +23,7 @@ from lockstep.gpu.kernels.step_kernels import NUMBERS
 SUMS, _KERNELS = (Path(__file__).with_name(f"{n}.cu").read_text(encoding="utf-8") for n in ("sums", "all_reduce"))
 _BLOCKS = 128  # sums.cu, MOST_BLOCKS
 _UNIT = 16  # bytes
-_AT_PEERS = "inbox", "flags", "outbox", "terms"  # in sums.cu's order
+_AT_PEERS = "inbox", "flags", "values", "terms"  # in sums.cu's order
 _GIVEN_UP = 0xFFFFFFFF
 # That a rank waits for another one: less than the server waits for a sign of life (serve's --stall), so that the rank
 # is named first.
@@ -36,7 +36,7 @@ _ONE_SHOT = 1 << 20
 class Exchange:
     """A rank's end of the exchange, on its device's stream; all ranks must be asked for the same."""
 
-    def __init__(self, device: Device, rank: int, world: int, slot: int, outbox: int, room: int):
+    def __init__(self, device: Device, rank: int, world: int, slot: int, room: int):
         """Allocate a rank's memory, in units (of 16 bytes); slot, room: its part of an inbox, and of terms."""
         self.device, self.rank, self.world, self._slot = device, rank, world, slot
         device.use()
@@ -45,8 +45,8 @@ class Exchange:
         self._reduce, self._gather = module["all_reduce"], module["all_gather"]
         what = "sums over ranks"
         self.inbox = cuda.empty((2 * world * slot * _UNIT,), "u1", what)
-        self.outbox = cuda.empty((max(1, outbox) * _UNIT,), "u1", what)
         self.flags = cuda.zeros((2 * world * _BLOCKS,), "u4")
+        self.values = cuda.zeros((world * _BLOCKS,), "u8")
         self.terms = cuda.filled(0xFF, (3 * world * room * _UNIT,), "u1", what)  # EMPTY
         self._sums: dict[tuple, cuda.Launch] = {}
         self._state = cuda.zeros((4,), "u4")
@@ -128,7 +128,7 @@ def connect(devices: Sequence[Device], most_sum: int, most_gather: int) -> list[
     if shots_for(units, world) == 2:
         room, part = min(units, _ONE_SHOT // _UNIT), -(-units // world)
     slot = max(part, -(-most_gather // _UNIT))
-    found = [Exchange(device, rank, world, slot, part * world, room) for rank, device in enumerate(devices)]
+    found = [Exchange(device, rank, world, slot, room) for rank, device in enumerate(devices)]
     for exchange in found:
         exchange.meet(found)
     return found

@@ -17,7 +17,7 @@ constexpr unsigned EMPTY = 0xffffffffu;
 constexpr long long LATE = 100000000;  // nanoseconds after which a thread looks at the host
 
 struct Group {
-    const Wide* peers;  // addresses at each rank, [inbox, flags, outbox, terms][WORLD]
+    const Wide* peers;  // addresses at each rank, [inbox, flags, values, terms][WORLD]
     unsigned* state;    // of this rank: number of the last launch, blocks that are through, rank that did not come, plus 1, units of terms that came
     unsigned* lost;     // on the host, the last of these; other than 0: nobody is waited for
     int rank, slot;     // slot: units (of 16 bytes) of a rank's place in an inbox; ROOM: of terms
@@ -27,7 +27,8 @@ struct Group {
         : peers((const Wide*)peers), state((unsigned*)state), lost((unsigned*)lost), rank(rank), slot(slot), limit(seconds * 1000000000ll) {}
     __device__ uint4* inbox(int at, unsigned launch, int from) const { return (uint4*)peers[at] + ((long long)(launch & 1) * WORLD + from) * slot; }
     __device__ unsigned* flag(int at, int phase, int from) const { return (unsigned*)peers[WORLD + at] + (phase * WORLD + from) * MOST_BLOCKS + blockIdx.x; }
-    __device__ uint4* outbox(int at) const { return (uint4*)peers[2 * WORLD + at]; }
+    // Where a rank writes the address of its values for this block of another one.
+    __device__ volatile Wide* values(int at, int from) const { return (volatile Wide*)peers[2 * WORLD + at] + from * MOST_BLOCKS + blockIdx.x; }
     __device__ uint4* terms(int at, unsigned launch, int from) const { return (uint4*)peers[3 * WORLD + at] + (long long)(launch % 3 * WORLD + from) * ROOM; }
 
     // The number of this launch. Behind the largest comes 4, whose places are not those of the largest (of 2, of 3).
