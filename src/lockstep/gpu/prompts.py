@@ -26,7 +26,7 @@ class Inputs:
 
     By token: token_ids, position_ids, rows (int32: the slot whose cache the token goes into, or -1) and adapter_ids
     (the slot of its adapter, or -1). By request: logit_rows (the token whose logits are asked for), slots (int32:
-    whose next token they are, or -1) and held (that token's position). decoding: see `PassTokens`.
+    whose next token they are, or -1) and held (that token's position).
     """
 
     token_ids: cuda.Array
@@ -36,7 +36,6 @@ class Inputs:
     slots: cuda.Array
     held: cuda.Array
     adapter_ids: cuda.Array
-    decoding: cuda.Array
 
     def values(self) -> dict[str, cuda.Array]:
         """Return what blocks read, by name."""
@@ -64,9 +63,9 @@ class PromptInputs:
             slots=cuda.zeros(by_request, "i4"),
             held=cuda.zeros(by_request, integer),
             adapter_ids=cuda.zeros(by_token, integer),
-            decoding=cuda.zeros(by_request, "i4"),
         )
-        arrays = vars(self.arrays).values()
+        self._decoding = cuda.zeros(by_request, "i4")  # see `PassTokens`
+        arrays = [*vars(self.arrays).values(), self._decoding]
         self._staging = Staging(sum(array.nbytes for array in arrays), len(arrays))
 
     def send(
@@ -82,8 +81,8 @@ class PromptInputs:
         last = np.array([high - 1 for _, high in places])
         slots = np.array([chunk.slot if write else -1 for chunk in chunks])
         rows = packed.slots if write else np.full_like(packed.slots, -1)
-        inputs = self._send(packed, rows, last, slots, adapters)
-        return inputs, PassTokens(inputs.rows, 0, inputs.decoding, _places(chunks, places))
+        inputs, decoding = self._send(packed, rows, last, slots, adapters, np.empty(0, np.int64))
+        return inputs, PassTokens(inputs.rows, 0, decoding, _places(chunks, places))
 
     def send_mixed(
         self,
@@ -110,11 +109,11 @@ class PromptInputs:
         last[in_step] = [high - 1 for _, high in places]
         if write:
             slots[in_step], rows, decodes[chosen] = in_step, packed.slots, chosen
-        inputs = self._send(packed, rows, last, slots, adapters, decodes)
+        inputs, sent = self._send(packed, rows, last, slots, adapters, decodes)
         if decoding[0].tokens[0] < 0:
             self._stream.copy(inputs.token_ids[:count], found)
         places = [(low - count, high - count) for low, high in places[len(decoding) :]]
-        return inputs, PassTokens(inputs.rows, count, inputs.decoding, _places(chunks, places))
+        return inputs, PassTokens(inputs.rows, count, sent, _places(chunks, places))
 
     def _padded(self, tokens: int) -> int:
         """Return the tokens of a pass of so many, padded where its blocks are captured."""
@@ -128,9 +127,9 @@ class PromptInputs:
         last: np.ndarray,
         slots: np.ndarray,
         adapters: np.ndarray | None,
-        decodes: Sequence[int] | np.ndarray = (),
-    ) -> Inputs:
-        """Put a packed step on the device; rows by token, last, slots and decodes by request: `Inputs`."""
+        decodes: np.ndarray,
+    ) -> tuple[Inputs, cuda.Array]:
+        """Put a packed step on the device, and decodes; rows by token, last, slots and decodes by request: `Inputs`."""
         values = {
             "token_ids": packed.token_ids,
             "position_ids": packed.position_ids,
@@ -139,14 +138,13 @@ class PromptInputs:
             "slots": slots,
             "held": np.where(slots >= 0, packed.position_ids[last], 0),
         }
-        if len(decodes):
-            values["decoding"] = np.asarray(decodes)
         if adapters is not None:
             values[IDS] = packed.adapter_ids(adapters)
         arrays = {name: getattr(self.arrays, name)[: len(array)] for name, array in values.items()}
-        self._staging.send(self._stream, [(arrays[name], array) for name, array in values.items()])
-        unsent = {IDS: self.arrays.adapter_ids[: len(rows)], "decoding": self.arrays.decoding[:0]}
-        return Inputs(**unsent | arrays)
+        decoding = self._decoding[: len(decodes)]
+        sent = [(arrays[name], array) for name, array in values.items()]
+        self._staging.send(self._stream, [*sent, (decoding, decodes)] if len(decodes) else sent)
+        return Inputs(**{IDS: self.arrays.adapter_ids[: len(rows)]} | arrays), decoding
 
 
 def bucket(count: int, rows: int) -> int:

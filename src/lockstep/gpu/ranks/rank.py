@@ -176,7 +176,7 @@ class Rank:
             state = self.verified if verified else self.state
             arrays = state.token_ids, state.positions, state.rows, state.adapter_ids
             tokens, positions, rows, adapters = (array[:count] for array in arrays)
-            inputs = Inputs(tokens, positions, rows, self._every_row[:count], rows, positions, adapters, rows)
+            inputs = Inputs(tokens, positions, rows, self._every_row[:count], rows, positions, adapters)
             step = self.step_calls[key] = self._make_decode_calls(inputs, adapted, drawn, verified)
         return step
 
