@@ -96,6 +96,18 @@ def test_real_tokenizers_are_split_as_their_class_does(tmp_path: Path, shared: S
     check_same(folder, found.data, tmp_path)
 
 
+def test_a_class_that_fills_gaps_is_taken_for_other_texts(tmp_path: Path, shared: Shared) -> None:
+    """CodeLlama's cuts a text at <FILL_ME>, which no tokenizer.json can say."""
+    files = {"tokenizer_config.json": {"tokenizer_class": "CodeLlamaTokenizer"}}
+    folder = checkpoint(tmp_path / "checkpoint", files, real_tokenizers.tokenizer_json(shared, SENTENCEPIECE))
+    with quiet():
+        found, auto = load_auto(folder), AutoTokenizer.from_pretrained(folder)
+    assert found.data is not None and "but not at <FILL_ME>" in found.note
+    (tmp_path / "served.json").write_bytes(found.data)
+    for text in ("def f(x):\n    return x", " a", "▁<PRE> a ▁<SUF>b ▁<MID>"):
+        assert Tokenizer(tmp_path / "served.json").encode(text).tolist() == auto(text)["input_ids"]
+
+
 def test_a_class_that_loses_text_is_refused(tmp_path: Path, shared: Shared) -> None:
     """Without a tokenizer_config.json the model type says the class, which may be another's."""
     folder = checkpoint(tmp_path / "checkpoint", {}, real_tokenizers.tokenizer_json(shared, SENTENCEPIECE))

@@ -47,7 +47,8 @@ def line(tmp_path):
 
 
 @pytest.mark.parametrize("config", [
-    {}, {"rms_norm_eps": 0}, {"head_dim": None}, {"time_step_limit": [0.0, {"__float__": "Infinity"}]}, {"intermediate_size": [12, 12, 12]},  # noqa: E501
+    {}, {"rms_norm_eps": 0}, {"head_dim": None}, {"intermediate_size": [12, 12, 12]},
+    {"time_step_limit": [0.0, {"__float__": "Infinity"}]}, {"time_step_limit": [0.0, float("inf")]},
     {"vocab_size": None, "hidden_size": None, "rms_norm_eps": None}, {"quantization_config": None}, {"rope_scaling": None},  # noqa: E501
     {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 10000, "factor": None}}},  # noqa: E501
     {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}, {"num_hidden_layers": 2, "num_nextn_predict_layers": 1024},
@@ -186,6 +187,7 @@ def test_a_config_that_is_nested_deeply_is_taken_or_refused(tmp_path, depth):
     ("tokenizer_config.json", b"3", "expected a JSON object, found 3"),
     ("special_tokens_map.json", b'{"a": "\xe9"}', "expected text in UTF-8, found 'utf-8' codec can't decode"),
     ("added_tokens.json", b"[", "expected JSON, found "),
+    ("tokenizer.json", b"version https://git-lfs.github.com/spec/v1\n", "expected JSON, found a Git LFS pointer; run "),
     ("tokenizer.json", '{"model": {"type": "Zürich"}}'.encode("latin-1"), "expected text in UTF-8, found "),
     ("tokenizer.json", '{"model": {}}'.encode("utf-16"), "expected text in UTF-8, found "),
     ("merges.txt", b"\xff\xfe", "expected text in UTF-8, found "),

@@ -202,6 +202,12 @@ def test_nan_and_infinity_are_counted_and_the_first_is_named(tmp_path, dtype, pr
     )
 
 
+def test_a_constant_of_older_models_is_no_weight(tmp_path):
+    constant = {"layers.0.attention.masked_bias": np.asarray(-np.inf, np.float16)}
+    weights = Weights.open(converted(write(tmp_path / "checkpoint", {**tensors("F16"), **constant}), "fp32"))
+    assert set(weights.names()) == set(tensors())
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_a_nan_in_the_last_piece_is_found(tmp_path, precision):
     numbers = np.ones(BIG, BF16)

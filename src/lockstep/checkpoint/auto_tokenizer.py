@@ -70,6 +70,9 @@ def load_auto(folder: Path) -> AutoTokenized:
         raise TokenizerError(f"found none that it loads: {said}; correct tokenizer_config.json") from None
     eos = auto.eos_token_id if isinstance(auto.eos_token_id, int) else None
     special = set(map(str, auto.all_special_tokens)) | set(auto.get_added_vocab())
+    # Where CodeLlama's class cuts a text in two, by code that also changes how it splits the next one.
+    gap = getattr(auto, "fill_token", None)
+    special.discard(gap)
     own = {token.content for token in plain.get_added_tokens_decoder().values()}
     texts = list(_texts(sorted(special | own)))
     different = _difference(auto, plain, texts)
@@ -92,6 +95,7 @@ def load_auto(folder: Path) -> AutoTokenized:
     shown = ", ".join(lacking[:_SHOWN]) + (f" and {len(lacking) - _SHOWN} more" if len(lacking) > _SHOWN else "")
     lacks = f"lacks tokens of {name} ({shown}) and " if lacking else ""
     note = f"tokenizer.json {lacks}{different}; texts are split as by transformers"
+    note += f", but not at {gap}: write the tokens of an infilling prompt themselves" if gap else ""
     return AutoTokenized(made.to_str(pretty=True).encode(), eos, note)
 
 

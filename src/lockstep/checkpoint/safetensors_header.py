@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from lockstep.artifacts.dtypes import DTYPE_BITS
 from lockstep.artifacts.places import TensorPlace
-from lockstep.checkpoint.source_files import cut, shorten
+from lockstep.checkpoint.source_files import LFS_POINTER, cut, shorten
 from lockstep.errors import InputError
 
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
@@ -27,7 +27,6 @@ MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 # many, which would take minutes and gigabytes from here to the manifest.
 MAX_TENSORS = 300_000
 _AGAIN = "the file is damaged or incomplete, download it again"
-_LFS_POINTER = b"version https://git-lfs"
 
 
 def read_header(path: str | os.PathLike) -> dict[str, TensorPlace]:
@@ -42,7 +41,7 @@ def read_header(path: str | os.PathLike) -> dict[str, TensorPlace]:
         prefix = file.read(8)
         header_bytes = int.from_bytes(prefix, "little")
         if len(prefix) < 8 or header_bytes < 2 or header_bytes > min(size - 8, MAX_HEADER_BYTES):
-            _refuse_prefix(path, prefix + file.read(len(_LFS_POINTER)), size)
+            _refuse_prefix(path, prefix + file.read(len(LFS_POINTER)), size)
         header = _parse(path, file.read(header_bytes))
     header.pop("__metadata__", None)
     start = 8 + header_bytes
@@ -53,7 +52,7 @@ def read_header(path: str | os.PathLike) -> dict[str, TensorPlace]:
 
 
 def _refuse_prefix(path: Path, opening: bytes, size: int) -> NoReturn:
-    if opening.startswith(_LFS_POINTER):
+    if opening.startswith(LFS_POINTER):
         raise InputError(
             f"{path}: expected a safetensors file, found a Git LFS pointer; run `git lfs pull` in its folder"
         )

@@ -5,16 +5,17 @@ Nothing in it is trusted, and each fault is one line about that file.
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.model_config import parse_json
 from lockstep.errors import InputError
 
 # The limit of safetensors' own headers. The largest tokenizer.json that is published has 35 MB.
 MAX_JSON_BYTES = 100_000_000
 _TEXTS = (".txt", ".jinja")
+LFS_POINTER = b"version https://git-lfs"
 
 
 def present(path: Path) -> bool:
@@ -35,8 +36,11 @@ def read_source_json(path: Path) -> dict[str, Any]:
 
     Raises InputError when it is something else.
     """
+    text = read_source_text(path)
+    if text.startswith(LFS_POINTER.decode()):
+        raise InputError(f"{path}: expected JSON, found a Git LFS pointer; run `git lfs pull` in its folder")
     try:
-        value = json.loads(read_source_text(path))
+        value = parse_json(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: expected JSON, found {cut(str(error))}; download this file again") from None
     if not isinstance(value, dict):

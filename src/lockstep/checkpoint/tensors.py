@@ -20,6 +20,8 @@ from lockstep.errors import InputError
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+# Of the code of older models, no weight: the score of a masked key, infinite in float16 (GPT-NeoX, Pythia, GPT-J).
+_CONSTANT = ".masked_bias"
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,9 @@ def find_tensors(folder: Path) -> CheckpointTensors:
         raise InputError(
             f"{folder}: expected tensors in {', '.join(found.files)}, found none; download the checkpoint again"
         )
-    tensors, others = language_tensors(found.tensors)
+    tensors, others = language_tensors(
+        {name: place for name, place in found.tensors.items() if not name.endswith(_CONSTANT)}
+    )
     return replace(found, tensors=tensors, others=others)
 
 

@@ -7,6 +7,7 @@ to say, when the model is made (`split.tracer`). No torch, no transformers.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -45,10 +46,15 @@ _POSITIVE = frozenset((
 ))  # fmt: skip
 _ROPE = ("rope_parameters", "rope_scaling")
 _ROPE_LENGTH = "original_max_position_embeddings"
-# How transformers writes a float that JSON lacks. State-space models have bounds of time steps that are infinite, which
-# means none.
+# How transformers 5 writes a float that JSON lacks; older ones wrote `Infinity`. State-space models have bounds of time
+# steps that are infinite, which means none.
 _NOT_FINITE = "__float__"
 _MAY_BE_INFINITE = re.compile(r"time_step.*")
+
+
+def parse_json(text: str) -> Any:
+    """Parse a file of a checkpoint, with the floats that JSON lacks as transformers 5 writes them."""
+    return json.loads(text, parse_constant=lambda name: {_NOT_FINITE: name})
 
 
 def parts(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:

@@ -7,7 +7,6 @@ are the few of a model that the config is checked against.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sysconfig
@@ -283,7 +282,7 @@ def _first_frequencies(value: dict[str, Any]) -> int | None:
 def _read_object(path: Path) -> dict[str, Any]:
     """Return the object in a model's `config.json`. Raises InputError for a value that no model can have."""
     try:
-        value = json.loads(path.read_bytes().decode())
+        value = model_config.parse_json(path.read_bytes().decode())
     except (ValueError, RecursionError) as error:
         raise InputError(f"expected JSON in {path}; found {error}") from None
     except OSError as error:
