@@ -212,3 +212,14 @@ def test_a_text_goes_to_a_stdout_of_any_encoding_and_a_json_document_stays_one(e
     environment = {**os.environ, "PYTHONIOENCODING": encoding}
     found = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=True)
     assert json.loads(found.stdout.decode(encoding)) == text
+
+
+@pytest.mark.parametrize("stream", [1, 2])
+def test_a_stream_that_is_closed_takes_what_goes_there_and_nothing_else_does(stream: int) -> None:
+    script = (
+        f"import os, sys; os.close({stream}); "
+        "os.execv(sys.executable, [sys.executable, '-m', 'lockstep', 'load', 'nowhere'])"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert found.returncode == 2 and found.stdout == ""
+    assert found.stderr.count("\n") == (stream == 1)

@@ -6,10 +6,23 @@ Ctrl-C in it is one line, as it is later, for little is imported before the guar
 
 from __future__ import annotations
 
+import os
+import sys
+
 from lockstep.errors import guard
 
 
 def main() -> None:
+    _open_closed_streams()
     with guard():
         from lockstep.cli.main import main as command
     command(prog_name="lockstep")  # also of `python -m lockstep`
+
+
+def _open_closed_streams() -> None:
+    """Open standard streams that the caller closed (`>&-`) on nothing: the next file would get their descriptor."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode)
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)

@@ -43,8 +43,8 @@ def main() -> None:
     # The API process ends this one: a Ctrl-C at the terminal that both hang on is its business, and so is SIGTERM.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    connection = Connection(socket.socket(fileno=int(sys.argv[1])))
-    with contextlib.suppress(EOFError):
+    with socket.socket(fileno=int(sys.argv[1])) as end, contextlib.suppress(EOFError):
+        connection = Connection(end)
         try:
             _serve(connection)
         except LockstepError as error:

@@ -60,7 +60,7 @@ class EngineLink(asyncio.Protocol):
                 raise CheckError(
                     f"engine process: expected it to start, found that it does not: {error.strerror}"
                 ) from None
-            raise InputError(f"expected a Python interpreter, found {python!r}: {error.strerror}") from None
+            raise InputError(f"expected a Python interpreter, found {command[0]!r}: {error.strerror}") from None
         finally:
             theirs.close()
         link = cls(process)
