@@ -17,6 +17,7 @@ from typing import Any
 PREFIX = "lockstep: error: "
 NOTE = "lockstep: note: "
 _FEW = 20
+_TAIL = 60  # characters that show where a name is no UTF-8
 _AGAIN = 0.02  # seconds after which a signal is sent again
 # What a scheduler, a service manager, `kill` and a closed terminal end a process with.
 ENDING = (signal.SIGTERM, signal.SIGHUP)
@@ -180,6 +181,11 @@ def guard() -> Iterator[None]:
             raise
         where = f" ({error.filename})" if error.filename else ""
         _leave(f"{error.strerror}{where}: {_ENVIRONMENT_ERRNOS[error.errno]} and run the same command again", 2)
+    except UnicodeEncodeError as error:
+        if error.reason != "surrogates not allowed":
+            raise
+        found = error.object[: error.end][-_TAIL:].encode(errors="backslashreplace").decode().strip()
+        _leave(f"expected a name in UTF-8, found other bytes at the end of {found}; rename it and run again", 2)
     except KeyboardInterrupt as error:
         what, number = (
             (f"ended by {error}", error.number) if isinstance(error, Ended) else ("interrupted", signal.SIGINT)

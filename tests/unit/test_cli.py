@@ -57,6 +57,21 @@ def test_without_results_a_command_says_to_run_first(
     assert sorted(project.rglob("*")) == before
 
 
+def test_a_run_needs_a_folder_for_snakemakes_cache_and_no_name_of_its_user(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a container, whose user is a number."""
+    for name in ("LOGNAME", "LNAME", "USERNAME", "USER"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(project / "config" / "config.yaml"))
+    with pytest.raises(SystemExit) as ended:
+        main(["run"], prog_name="lockstep")
+    assert ended.value.code == 2 and os.environ["USER"] == "12345"
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("lockstep: error: ") and "set XDG_CACHE_HOME to one that can be written to" in line
+
+
 def test_targets_need_no_results(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["targets"], prog_name="lockstep", standalone_mode=False)
     assert f"{TARGET}/onnxruntime" in capsys.readouterr().out.splitlines()

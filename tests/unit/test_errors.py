@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.artifacts.files import write_json
 from lockstep.errors import InputError, guard
 
 INTERRUPTED = "lockstep: error: interrupted; finished results are kept, run the same command to go on\n"
@@ -49,6 +50,15 @@ def test_a_name_that_is_too_long_is_one_line(capsys, tmp_path):
     said = capsys.readouterr().err
     assert left.value.code == 2 and said.startswith("lockstep: error: File name too long (")
     assert said.endswith("aaa): take a shorter one and run the same command again\n")
+
+
+def test_a_name_that_is_no_utf_8_is_one_line_where_a_document_would_hold_it(capsys, tmp_path):
+    path = os.fsdecode(b"folder of Z\xfcrich")
+    with pytest.raises(SystemExit) as left, guard():
+        write_json(tmp_path / "weights.json", {"format": "x", "path": path})
+    assert left.value.code == 2 and not list(tmp_path.iterdir())
+    assert "expected a name in UTF-8, found other bytes at the end of " in (said := capsys.readouterr().err)
+    assert r"folder of Z\udcfc; rename it" in said
 
 
 def test_what_nobody_can_do_anything_about_keeps_its_traceback():

@@ -1,6 +1,8 @@
 """Generation on the demo checkpoint: its known texts, alone and together, in chunks, with stops, limits and samples."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 
 from lockstep.errors import InputError
 from lockstep.runtime import Decoding, Engine, Model, Request, Sampling, Tokenizer, command, generate
+from lockstep.targets import Results
 from some import some
 
 EXPECTED = json.loads((Path(__file__).parents[2] / "resources" / "demo-llama" / "expected.json").read_text())
@@ -180,6 +183,12 @@ def test_json_is_one_document_with_what_the_text_has(demo, capsys):
     prompt = Tokenizer.open(paths["assembly"]).encode(PROMPTS[2])
     assert found["usage"] == {"prompt_tokens": len(prompt), "completion_tokens": 8}
     assert len(choice["token_ids"]) == 8 and found["speed"]["decode_tokens_per_s"] > 0
+
+
+def test_weights_may_lie_below_a_name_that_is_no_utf_8(demo, model, tokenizer, tmp_path):
+    folder = tmp_path / os.fsdecode(b"Z\xfcrich")
+    there = open_model(Results(shutil.copytree(demo.root, folder, copy_function=os.link)))
+    assert texts(generate(there, tokenizer, PROMPTS[:1], 4), 1) == texts(generate(model, tokenizer, PROMPTS[:1], 4), 1)
 
 
 def test_generating_loads_no_torch(demo):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import importlib.util
 import os
 import sys
@@ -37,9 +38,25 @@ def run(cores: str, arguments: tuple[str, ...]) -> None:
         config = _config_here()
     if config is not None:
         options = ("--configfile", config, *options)
+    _prepare_environment()
     command = [sys.executable, "-m", "snakemake", "--snakefile", str(snakefile), "--cores", cores, *options]
     sys.stdout.flush()
     os.execv(sys.executable, command)
+
+
+def _prepare_environment() -> None:
+    """Give Snakemake what a user that no system file knows lacks, as in containers: a name, and a folder of its own."""
+    from lockstep.artifacts.files import check_writable
+
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):  # OSError from Python 3.13 on
+        os.environ["USER"] = str(os.getuid())
+    cache = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"), "snakemake")
+    check_writable(
+        next(filter(os.path.exists, (cache, *cache.parents))),
+        f"Snakemake's {cache} would lie in it: set XDG_CACHE_HOME to one that can be written to",
+    )
 
 
 def _split(arguments: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:

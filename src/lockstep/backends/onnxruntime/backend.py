@@ -361,7 +361,8 @@ def _place_weights(
 
     Returns the values that have to live until the session is made. A slot of one tensor points into the weights' file,
     which ONNX Runtime maps itself: no copy of ours, and no copy at all with prepacking off.
-    (`add_external_initializers` copies; measured, a block's 46 MB.) Only a slot of several tensors goes that way.
+    (`add_external_initializers` copies; measured, a block's 46 MB.) Only a slot of several tensors goes that way, and
+    a file whose name ONNX Runtime cannot be told.
     """
     values: dict[str, ort.OrtValue] = {}
     in_files: dict[str, tuple[Path, int, int]] = {}
@@ -369,7 +370,7 @@ def _place_weights(
         arrays = [weights[name] for name in names]
         check(slot, arrays)
         place = weights.location(names[0]) if len(names) == 1 else None
-        if place is not None and place[1] % arrays[0].itemsize == 0:
+        if place is not None and place[1] % arrays[0].itemsize == 0 and _is_utf8(place[0]):
             in_files[slot] = place
         else:
             shape = next(tuple(tensor.dims) for tensor in graph.initializer if tensor.name == slot)
@@ -393,3 +394,10 @@ def _place_weights(
             for key, value in {"location": path.relative_to(folder), "offset": offset, "length": length}.items():
                 tensor.external_data.add(key=key, value=str(value))
     return values
+
+
+def _is_utf8(path: Path) -> bool:
+    try:
+        return bool(str(path).encode())
+    except UnicodeEncodeError:  # other bytes stand in it as half surrogate pairs
+        return False
