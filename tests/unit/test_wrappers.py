@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -216,3 +217,9 @@ def test_a_head_of_its_own_that_the_config_ties_is_found_under_a_prefix(tmp_path
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match="tie_word_embeddings in config.json ties it"):
         resolve(str(folder), folder, tmp_path / "checkpoint.json")
+
+
+def test_what_a_class_refuses_where_python_has_no_docstrings_is_no_fault_of_the_config(monkeypatch) -> None:
+    monkeypatch.setattr("sys.flags", SimpleNamespace(optimize=2))
+    with pytest.raises(InputError, match="unset PYTHONOPTIMIZE"), wrappers.refused_in_one_line("llama"):
+        raise ValueError("No `Args` section is found in the docstring of `BaseModelOutputWithPast`")

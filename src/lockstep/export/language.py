@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -116,6 +117,10 @@ def refused_in_one_line(model_type: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        if sys.flags.optimize > 1:
+            raise InputError(
+                "Python: expected docstrings, which transformers reads, found none; unset PYTHONOPTIMIZE or set it to 1"
+            ) from error
         raise InputError(
             f"config.json: expected the config of a {model_type!r} model, found one that it refuses:"
             f" {root_cause(error)}"
