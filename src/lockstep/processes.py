@@ -48,10 +48,11 @@ def environment(python: str | None, *packages: Path) -> dict[str, str]:
     """Return the environment of a process in `python` (None: this interpreter), which finds packages of this one.
 
     This interpreter finds there what it finds here. Another one has packages of its own: of these it gets `packages`.
+    The working directory is none of the places, for a user's types.py may lie there (from Python 3.11 on).
     """
     is_this = python in (None, sys.executable)
     paths = [path for path in sys.path if path] if is_this else [_import_folder(each) for each in packages]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUTF8": "1"}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", "PYTHONUTF8": "1"}
 
 
 def freeze_heap() -> None:

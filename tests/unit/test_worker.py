@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from demo_model import GOLDEN, LIMITS
 
+from lockstep import processes
 from lockstep.config import backends
 from lockstep.errors import CheckError, InputError
 from lockstep.stages import Job, worker
@@ -162,3 +163,13 @@ def test_a_stage_in_an_interpreter_without_the_workflows_packages_calls_another(
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     assert worker.ask(sys.executable, "without:ask", python=sys.executable)["name"] == "onnxruntime"
+
+
+def test_a_users_files_are_no_modules_of_ours_and_their_functions_can_be_called(tmp_path, monkeypatch) -> None:
+    for name in ("types", "lockstep"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('a file of the working directory')\n")
+    (tmp_path / "mine.py").write_text("def answer(): return 3\n")
+    monkeypatch.chdir(tmp_path)
+    assert worker.ask(sys.executable, "mine:answer") == 3
+    command = [sys.executable, "-m", "lockstep", "--version"]
+    assert subprocess.run(command, env=processes.environment(None), stdout=subprocess.PIPE).returncode == 0

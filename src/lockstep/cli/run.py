@@ -39,7 +39,7 @@ def run(cores: str, arguments: tuple[str, ...]) -> None:
     if config is not None:
         options = ("--configfile", config, *options)
     _prepare_environment()
-    command = [sys.executable, "-m", "snakemake", "--snakefile", str(snakefile), "--cores", cores, *options]
+    command = [sys.executable, "-P", "-m", "snakemake", "--snakefile", str(snakefile), "--cores", cores, *options]
     sys.stdout.flush()
     os.execv(sys.executable, command)
 

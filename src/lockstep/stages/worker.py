@@ -135,6 +135,7 @@ def _signal(code: int) -> str | None:
 
 
 def main() -> None:
+    sys.path.append("")  # the working directory, last: a function of the user's may lie there
     with guard():
         request = json.load(sys.stdin)
         if sys.version_info < _OLDEST:
