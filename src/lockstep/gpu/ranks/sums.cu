@@ -7,14 +7,15 @@
 // Terms of sums go without flags or fences: memory for them holds EMPTY, NaN that nobody sends, until they have come. It has three parts in turn: what has come in one
 // launch is emptied in the next, and written in the one behind that.
 //
-// A rank that waits too long notes for whom, on the host too, and waits no more; the host may note that nobody will come. Reads of one address there go one by one, each
-// takes 1 us: of all threads that wait they hold up a sum for ten times as long as it takes, its end is late for the other ranks, and those look too.
+// A rank that waits too long notes for whom, on the host too, and waits no more; the host may note that nobody will come. Threads look at the host only when they have
+// waited long: its memory answers reads of one address one at a time, in 1 us each. A thousand warps that read it end a sum a millisecond late, so that the other ranks
+// wait for the next one, and read it too.
 #ifndef ON_HOST  // where the test has its own
 typedef unsigned long long Wide;
 
 constexpr int MOST_BLOCKS = 128;  // a launch has at most, where flags are raised
 constexpr unsigned EMPTY = 0xffffffffu;
-constexpr long long LATE = 100000000;  // nanoseconds after which a thread looks at the host
+constexpr long long LATE = 100000000;  // nanoseconds after which a thread that waits looks at the host
 
 struct Group {
     const Wide* peers;  // addresses at each rank, [inbox, flags, values, terms][WORLD]
