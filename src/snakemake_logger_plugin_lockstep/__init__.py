@@ -110,6 +110,8 @@ class LogHandler(LogHandlerBase):
             self._end(values["job_id"], record.created)
         elif event == LogEvent.JOB_ERROR:
             self._end(values["jobid"], record.created, failed=True)
+            if message := values["rule_msg"]:  # an executor's: that a cluster ended the job, and why
+                self._write(f"    {message}")
             for path in values["log"]:
                 self._write("\n".join(f"    {line}" for line in (*_tail(Path(path)), f"log: {path}")))
         elif event in (None, LogEvent.ERROR, LogEvent.GROUP_ERROR, LogEvent.SHELLCMD):
@@ -186,12 +188,18 @@ def _tail(path: Path) -> list[str]:
 
 
 def _print_verdict() -> None:
-    """Print the table of all targets, the verdict and what to do next, as `lockstep summary` does."""
+    """Print the table of all targets, the verdict and what to do next, as `lockstep summary` does.
+
+    Nothing where no run has come to a config yet, as of a part of the workflow.
+    """
     from lockstep.cli.report import print_summary
     from lockstep.errors import LockstepError
     from lockstep.targets import Results
 
+    tree = Results()
+    if not tree.config().is_file():
+        return
     try:
-        print_summary(Results())
+        print_summary(tree)
     except LockstepError as error:  # of a tree that another command damaged: the jobs' own lines stand above
         print(f"lockstep: {error}", file=sys.stderr)
