@@ -108,7 +108,11 @@ def test_a_checkpoint_of_transformers_is_found_whole(tmp_path):
 
 @pytest.mark.parametrize(
     ("config", "layers"),
-    [({"model_type": "gpt2", "n_layer": 2}, 2), ({"model_type": "gemma3", "text_config": {"num_hidden_layers": 2}}, 2)],
+    [
+        ({"model_type": "gpt2", "n_layer": 2}, 2),
+        ({"model_type": "gemma3", "text_config": {"num_hidden_layers": 2}}, 2),
+        ({"model_type": "nemotron_h", "layers_block_type": ["mlp", "moe"]}, 2),
+    ],
 )
 def test_the_layer_count_under_other_names(tmp_path, config, layers):
     assert manifest_of(write(tmp_path / "checkpoint", config=config))["num_hidden_layers"] == layers

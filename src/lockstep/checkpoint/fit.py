@@ -72,7 +72,8 @@ def _check_layers(folder: Path, config: Mapping[str, Any], found: CheckpointTens
         if (match := _LAYER.match(name)) and not OTHER_INPUTS.search(match[1]):
             stacks[match[1]].add(int(match[2][:9]))
             sizes[match[1]] += 1
-    depth = model_config.setting(config, model_config.DEPTH_KEYS)
+    depth, key = model_config.depth(config)
+    assert depth is not None  # else it is refused before
     further = sum(value for key in _FURTHER_LAYERS if type(value := model_config.setting(config, (key,))) is int)
     wanted, allowed = set(range(depth)), set(range(depth + further))
     if not sizes or any(wanted <= numbers <= allowed for numbers in stacks.values()):
@@ -81,7 +82,6 @@ def _check_layers(folder: Path, config: Mapping[str, Any], found: CheckpointTens
     if 2 * size <= sizes.total():
         return
     numbers = stacks[stack]
-    key = next(key for key in model_config.DEPTH_KEYS if model_config.setting(config, (key,)) is not None)
     lacking = sorted(wanted - numbers)
     if lacking:
         counted = f"{len(numbers & wanted)} of them, without layer {lacking[0]}"

@@ -191,7 +191,7 @@ def _layer_count(folder: Path, config: dict[str, Any]) -> int:
     It stands under the name that the architecture gives it; models of text and images keep it in `text_config`. Raises
     InputError where it is absent.
     """
-    depth = model_config.setting(config, model_config.DEPTH_KEYS)
+    depth, _ = model_config.depth(config)
     if depth is None and model_config.setting(config, ("decoder_layers",)) is not None:
         raise InputError(
             f"{folder / 'config.json'}: expected a decoder-only model, found an encoder-decoder (decoder_layers), whose"

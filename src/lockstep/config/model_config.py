@@ -17,6 +17,7 @@ from lockstep.artifacts.document import ValidationError
 from lockstep.config.packing import KEY, packing_of
 
 DEPTH_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_LAYER_LISTS = ("layers_block_type", "layer_types")  # an entry a layer; Nemotron-H says its depth by nothing else
 POSITION_KEYS = ("max_position_embeddings", "n_positions")
 HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model")
 TEXT_KEY = "text_config"
@@ -97,6 +98,15 @@ def setting(config: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
     return next((part[key] for part in parts(config) for key in keys if part.get(key) is not None), None)
 
 
+def depth(config: Mapping[str, Any]) -> tuple[int | None, str]:
+    """Return the number of layers, and the key that says it; None where none does."""
+    for part in parts(config):
+        for key in (*DEPTH_KEYS, *_LAYER_LISTS):
+            if (value := part.get(key)) is not None:
+                return len(value) if key in _LAYER_LISTS else value, key
+    return None, ""
+
+
 def ties_head(config: Mapping[str, Any]) -> bool | None:
     """Return whether a config ties the head to the embedding; None where it does not say.
 
@@ -143,6 +153,9 @@ def _value_errors(path: str, key: str, value: Any) -> Iterator[ValidationError]:
     if key in DEPTH_KEYS:
         if not _is_size(value, MAX_LAYERS):
             yield ValidationError(path, f"an integer from 1 to {MAX_LAYERS}", value)
+    elif key in _LAYER_LISTS:
+        if not isinstance(value, list) or not _is_size(len(value), MAX_LAYERS):
+            yield ValidationError(path, f"a list of 1 to {MAX_LAYERS}", value)
     elif key in (*POSITION_KEYS, _ROPE_LENGTH):
         if not _is_size(value, MAX_POSITIONS):
             yield ValidationError(path, f"an integer from 1 to {MAX_POSITIONS}", value)

@@ -232,7 +232,7 @@ def read_shape(path: Path) -> CheckpointShape:
         return _gguf_shape(path)
     path = path / "config.json" if path.is_dir() else path
     value = _read_object(path)
-    depth = model_config.setting(value, model_config.DEPTH_KEYS)
+    depth, _ = model_config.depth(value)
     if depth is None:
         raise InputError(f"expected num_hidden_layers in {path}; found none")
     packing = packing_of(value)
