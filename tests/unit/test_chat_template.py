@@ -39,7 +39,7 @@ def folder_of(path: Path, config: dict[str, Any], **files: str) -> Path:
 
 FOUND = {
     "a text": ({**CONFIG, "chat_template": PLAIN}, {}),
-    "several with names": ({**CONFIG, "chat_template": NAMED}, {}),
+    "several with names": ({**CONFIG, "chat_template": NAMED[1:]}, {}),
     "a file before the config": ({**CONFIG, "chat_template": NAMED}, {"chat_template__jinja": "{{ eos_token }}é\n"}),
     "tokens as objects": ({**CONFIG, "chat_template": PLAIN, "bos_token": TOKEN, "unk_token": None}, {}),
     "tokens with names of their own": ({**CONFIG, "chat_template": PLAIN, "image_token": "<img>"}, {}),
@@ -67,6 +67,18 @@ def test_a_checkpoint_may_have_none(tmp_path: Path) -> None:
     assert read_chat_template(folder_of(tmp_path, {**CONFIG, "chat_template": None})) is None
     (tmp_path / "tokenizer_config.json").unlink()
     assert read_chat_template(tmp_path) is None
+
+
+def test_a_chat_with_tools_takes_the_template_for_them(tmp_path: Path) -> None:
+    named = {"tool_use": "\n \n{{ tools[0].type }}\n  \n", "default": f"  {PLAIN}\n\n"}
+    entries = [{"name": name, "template": template} for name, template in named.items()]
+    folder = folder_of(tmp_path, {**CONFIG, "chat_template": entries})
+    found, tokenizer = read_chat_template(folder), AutoTokenizer.from_pretrained(folder)
+    assert found is not None
+    for tools in (None, [{"type": "function"}]):
+        chat = {"conversation": [{"role": "user", "content": "Hi"}], "tools": tools, "tokenize": False}
+        expected = tokenizer.apply_chat_template(**chat)
+        assert tokenizer.apply_chat_template(**chat, chat_template=found.template) == expected
 
 
 def test_templates_without_a_default_refuse_chats_alone(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -3,9 +3,9 @@
 In: the checkpoint's folder. Out: the template, and the special tokens that it may name.
 
 As transformers 5 finds them: `chat_template.jinja` before the `chat_template` of tokenizer_config.json, which is one
-template or several with names. Tokens stand in tokenizer_config.json and, in older checkpoints, in
-special_tokens_map.json, each as a text or as an object with its `content`. Tokens that only a tokenizer's class in
-transformers knows are not found.
+template or several with names: the one for tools and the default become one. Tokens stand in tokenizer_config.json and,
+in older checkpoints, in special_tokens_map.json, each as a text or as an object with its `content`. Tokens that only a
+tokenizer's class in transformers knows are not found.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lockstep.artifacts.chat_template import LONGEST, LONGEST_TOKEN, ChatTemplat
 from lockstep.checkpoint.source_files import cut, present, read_source_json, read_source_text, shorten
 from lockstep.errors import InputError
 
-_DEFAULT = "default"
+_DEFAULT, _TOOLS = "default", "tool_use"
 _CONFIG, _JINJA, _MAP = "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"
 # What `read_chat_template` reads.
 FILES = (_CONFIG, _JINJA, _MAP)
@@ -35,7 +35,7 @@ def read_chat_template(folder: Path) -> ChatTemplate | None:
         template: str | None = read_source_text(path)
     else:
         path = folder / _CONFIG
-        template = _templates(config.get("chat_template"), path).get(_DEFAULT)
+        template = _chosen(_templates(config.get("chat_template"), path))
     if not template:
         return None
     _check(path, "chat_template", template, LONGEST)
@@ -83,6 +83,16 @@ def _templates(found: Any, path: Path) -> dict[str, str]:
         f"{path}: expected chat_template to be a text, or a list of objects with name and template, found "
         f"{shorten(found)}; correct it, or put the template into {_JINJA} beside it"
     )
+
+
+def _chosen(named: Mapping[str, str]) -> str | None:
+    """Return the template that chats use, which takes the one for tools where a chat has some."""
+    default, tools = named.get(_DEFAULT), named.get(_TOOLS)
+    if not default or not tools:
+        return default
+    # Jinja drops the end of a line behind a tag and, but for the +, the white space before one.
+    parts = "{% if tools %}", tools.removesuffix("\n"), "{%+ else %}", default.removesuffix("\n"), "{%+ endif %}"
+    return "{}\n{}{}\n{}{}".format(*parts)
 
 
 def _tokens(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
