@@ -4,7 +4,10 @@ ends at the end tokens of all files."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -173,3 +176,12 @@ def test_what_a_library_prints_before_the_answer_is_no_part_of_it(tmp_path: Path
     script = tmp_path / "script.py"
     script.write_text('print(\'Ignored unknown kwarg option a\')\nprint(\'{"eos_token_id": 2, "note": ""}\')\n')
     assert tokenizer_file._run(str(script), tmp_path, tmp_path) == '{"eos_token_id": 2, "note": ""}'
+
+
+def test_transformers_is_found_where_packages_come_by_pythonpath_alone() -> None:
+    """As behind `pip install --target`, also where Python leaves out a script's folder."""
+    code = f"from lockstep.checkpoint.tokenizer_file import *; load_as_transformers(Path({str(DEMO)!r}))"
+    packages = sorted(filter(None, sys.path), key=lambda path: not path.endswith("site-packages"))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(packages), "PYTHONSAFEPATH": "1"}
+    python = sys._base_executable  # type: ignore[attr-defined]
+    subprocess.run([python, "-c", code], env=environment, check=True)

@@ -153,7 +153,8 @@ def main(folder: str) -> int:
     """Answer for `folder` on stdout; return the exit code."""
     import resource
 
-    del sys.path[0]  # this package's folder, whose modules have names of their own
+    if not getattr(sys.flags, "safe_path", False):
+        del sys.path[0]  # this package's folder, whose modules have names of their own
     sys.modules["torch"] = None  # type: ignore[assignment]  # seconds to load, and no tokenizer needs it
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     try:

@@ -6,7 +6,6 @@ In: the file. Out: nothing, or one line. The library loads it in another process
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import signal
 import subprocess
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from lockstep import processes
 from lockstep.checkpoint import probe
 from lockstep.checkpoint.source_files import cut, present, read_source_json, shorten
 from lockstep.errors import InputError
@@ -115,7 +115,7 @@ def _run(script: str, argument: Path, path: Path) -> str:
         raise InputError(
             "tokenizer.json: needs the Python package 'tokenizers', which is not installed here; install it"
         )
-    offline = {"PYTHONUTF8": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     # A panic's own words and its stack are of no use to a user.
     try:
         ended = subprocess.run(
@@ -124,7 +124,7 @@ def _run(script: str, argument: Path, path: Path) -> str:
             capture_output=True,
             encoding="utf-8",
             errors="replace",
-            env={**os.environ, **offline},
+            env={**processes.environment(None), **offline},
             timeout=TIME_LIMIT,
         )
     except subprocess.TimeoutExpired:

@@ -20,6 +20,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lockstep.processes import environment
+
 _STACK = 4 << 20  # bytes, of the thread that compiles here: the engine's threads have more
 _MEMORY = 1 << 30  # bytes that a grammar may take
 _START = 60.0  # seconds
@@ -42,7 +44,11 @@ class TrialProcess:
         """Check that a grammar compiles within `seconds`. Raises Refusal."""
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+                [sys.executable, __file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=environment(None),
             )
             try:
                 self._ask(self._terms, _START)
@@ -196,6 +202,7 @@ def _address_space() -> int:
 
 
 if __name__ == "__main__":
-    del sys.path[0]  # this folder: its modules are of a package
+    if not getattr(sys.flags, "safe_path", False):
+        del sys.path[0]  # this folder: its modules are of a package
     threading.stack_size(_STACK)
     _main()
