@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.checkpoint import resolve
+from lockstep.checkpoint.resolve import _not_chosen
 
 SHARDS = ["model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors", "model-00003-of-00003.safetensors"]
 
@@ -190,6 +191,14 @@ def test_what_a_shard_holds_beside_the_index_is_listed_and_not_used(sharded):
     manifest = manifest_of(sharded)
     assert manifest["unindexed"] == [{"file": shard, "tensor": "norm.weight"}]
     assert "norm.weight" not in manifest["tensors"]
+
+
+def test_what_chooses_tokens_in_a_generation_config_is_told(folder):
+    settings = {"do_sample": True, "temperature": 0.6, "top_k": 50, "top_p": 1.0, "suppress_tokens": [7], "min_p": None}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    assert _not_chosen(folder) == (
+        "requests say how tokens are chosen, not generation_config.json: temperature 0.6, suppress_tokens [7]"
+    )
 
 
 def test_a_tensor_in_two_shards_is_refused(sharded):

@@ -66,6 +66,7 @@ def test_names_and_paths_that_yaml_reads_as_something_else_are_text(folder: Path
 @pytest.mark.parametrize(("source", "name"), [
     ("hf:org/SmolLM2-135M@main", "SmolLM2-135M"), ("models/a b+c.Q4_1.gguf", "a-b-c.Q4_1"),
     ("random:shapes/x/config.json?seed=1", "x"), ("models/tiny/", "tiny"),
+    ("/c/models--org--Name-1B/snapshots/0123abcd", "Name-1B"),
 ])  # fmt: skip
 def test_a_model_is_named_by_its_source(source: str, name: str) -> None:
     assert first.name_of(source) == name

@@ -8,7 +8,7 @@ The manifest pins every file that later stages may read by size and sha256, and 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +47,18 @@ SIDE_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+# Keys of generation_config.json that choose tokens, and what changes nothing.
+_CHOOSES: Mapping[str, tuple[Any, ...]] = {
+    "temperature": (1,),
+    "top_k": (0, 50),
+    "top_p": (1,),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "no_repeat_ngram_size": (0,),
+    "num_beams": (1,),
+    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias"), ([],)),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id"), ()),
+}
 _HASH_THREADS = min(8, os.cpu_count() or 1)
 
 
@@ -77,10 +89,22 @@ def resolve_architecture(source: str, folder: Path, out: Path) -> Path:
     packing = packing_of(manifest.config)
     read = packing.described() if packing else ""
     stops = described(stop_ids(folder, manifest.config, tokenizer.eos_token_id))
-    for line in (read, tokenizer.note, without_default(folder), stops):
+    for line in (read, tokenizer.note, without_default(folder), stops, _not_chosen(folder)):
         if line:
             note(f"{folder}: {line}")
     return _save(manifest, out)
+
+
+def _not_chosen(folder: Path) -> str:
+    """Return what generation_config.json says of choosing tokens, which is for requests to say; "" for nothing."""
+    path = folder / "generation_config.json"
+    settings = read_source_json(path) if present(path) else {}
+    found = [
+        f"{key} {shorten(settings[key])}"
+        for key, neutral in _CHOOSES.items()
+        if settings.get(key) is not None and settings[key] not in neutral
+    ]
+    return f"requests say how tokens are chosen, not {path.name}: {', '.join(found)}" if found else ""
 
 
 def resolve_fetched(source_json: Path, out: Path) -> Path:

@@ -54,11 +54,12 @@ def name_of(source: str) -> str:
     elif isinstance(kind, GgufSource):
         text = Path(kind.path).stem
     else:
-        text = (
-            Path(kind.config).absolute().parent.name
-            if isinstance(kind, RandomSource)
-            else Path(kind.path).absolute().name
-        )
+        is_random = isinstance(kind, RandomSource)
+        path = Path(kind.config).absolute().parent if is_random else Path(kind.path).absolute()
+        cached = path.parent.name == "snapshots" and path.parent.parent.name.startswith(
+            "models--"
+        )  # of the hub's cache
+        text = path.parent.parent.name.rpartition("--")[2] if cached else path.name
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("._-")[:100] or "model"
 
 
