@@ -54,8 +54,7 @@ def name_of(source: str) -> str:
     elif isinstance(kind, GgufSource):
         text = Path(kind.path).stem
     else:
-        is_random = isinstance(kind, RandomSource)
-        path = Path(kind.config).absolute().parent if is_random else Path(kind.path).absolute()
+        path = (Path(kind.config).parent if isinstance(kind, RandomSource) else Path(kind.path)).absolute()
         cached = path.parent.name == "snapshots" and path.parent.parent.name.startswith(
             "models--"
         )  # of the hub's cache
