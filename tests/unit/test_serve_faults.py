@@ -207,13 +207,14 @@ def test_an_engine_that_cannot_start_again_is_said(tree: Path) -> None:
         assert server.complete("a", 2)["choices"]
 
 
-def test_sigterm_lets_what_runs_finish(tree: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.long)])
+def test_a_signal_to_end_lets_what_runs_finish(tree: Path, number: signal.Signals) -> None:
     with RealServer(tree) as server:
         whole = server.complete(**LONG)["choices"][0]["text"]
         with server.opened(**LONG) as events:
             first = next(iter(events))["choices"][0]["text"]
             with server.stopped_engine():
-                server.process.send_signal(signal.SIGTERM)
+                server.process.send_signal(number)
                 server.wait_until(lambda status: status["draining"])
                 status, headers, data = server.request(
                     "POST", "/v1/completions", {"model": "demo-llama", "prompt": "a"}

@@ -17,7 +17,7 @@ import uvloop
 from starlette.types import ASGIApp
 
 from lockstep import processes
-from lockstep.errors import InputError
+from lockstep.errors import ENDING, InputError
 from lockstep.serve.app import application
 from lockstep.serve.bodies import Access
 from lockstep.serve.protocol import LimitedProtocol
@@ -90,7 +90,7 @@ def serve(
     triton: Triton | None = None,
     unix: Path | None = None,
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C; a second one ends at once.
+    """Serve until SIGTERM, SIGHUP or Ctrl-C; a second one ends at once.
 
     drain: seconds that running requests have then. say: gets the line of a server that is ready. grpc_port: where gRPC
     is served too, 0 for any that is free; None: nowhere. triton: of the service, with options of its own. unix: a Unix
@@ -134,8 +134,9 @@ async def _serve(
     server = _Server(application(service, access, triton))
     signals, loop = asyncio.Queue[int](), asyncio.get_running_loop()
     grpc = None if grpc_port is None else _grpc_server(triton, access, host, grpc_port)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signals.put_nowait, number)
+    for number in (signal.SIGINT, *ENDING):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as of `nohup`
+            loop.add_signal_handler(number, signals.put_nowait, number)
     asked = asyncio.create_task(signals.get())
     starting = asyncio.create_task(service.start())
     try:
