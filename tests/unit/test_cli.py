@@ -77,6 +77,16 @@ def test_targets_need_no_results(project: Path, capsys: pytest.CaptureFixture[st
     assert f"{TARGET}/onnxruntime" in capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.parametrize("link", ["results", "results/demo-llama"])
+def test_results_that_are_a_link_to_another_disk_are_what_was_recorded(project: Path, link: str) -> None:
+    disk = project / "disk" / "of" / "much" / "room"
+    disk.mkdir(parents=True)
+    (project / link).parent.mkdir(exist_ok=True)
+    (project / link).symlink_to(disk)
+    main(["stage", "resolve", "demo-llama"], prog_name="lockstep", standalone_mode=False)
+    main(["verify"], prog_name="lockstep", standalone_mode=False)
+
+
 def test_an_unknown_target_names_the_config_that_has_the_others(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

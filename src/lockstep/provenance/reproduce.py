@@ -191,7 +191,7 @@ def _config(config: Mapping[str, Any], checkpoint: Path, target: Target) -> dict
         "golden": golden,
         "adapters": adapters,
     }
-    model = {**model, **only, "source": os.path.abspath(checkpoint)}
+    model = {**model, **only, "source": os.path.join(os.path.realpath(checkpoint.parent), checkpoint.name)}
     return {**{name: value for name, value in config.items() if name != "cache"}, "models": {target.model: model}}
 
 

@@ -52,13 +52,15 @@ def verify(
     locks: lock file by model. `models`: only these, by default all. `deep`: large files are hashed also where size and
     times say that they did not change.
     """
+    results = Path(os.path.realpath(results))
     folders = [results / model for model in models]
     if not models and results.is_dir():
         folders = sorted(path for path in results.iterdir() if path.is_dir() and path.name not in _NO_MODELS)
     config = results / "config.json"
     findings = _files(results, sorted(results.glob(f"*{SUFFIX}")), [config] if os.path.lexists(config) else [], deep)
     for folder in folders:
-        findings += _files(results, list(records(folder)), list(_walk(folder)), deep)
+        linked = Path(os.path.realpath(folder))  # manifests name places outside of it relative to where it lies
+        findings += _files(results, list(records(linked)), list(_walk(linked)), deep)
         if folder.name in locks:
             findings += _locked(folder, locks[folder.name])
     findings += [
