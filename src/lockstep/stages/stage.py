@@ -27,7 +27,7 @@ else:
 
 # Parts of this package, and packages, that several stages have.
 CONFIG = ("config/__init__.py", "config/model_config.py", "config/packing.py")
-CHECKPOINT = ("errors.py", "targets.py", "artifacts", "manifests", *CONFIG, "checkpoint")
+CHECKPOINT = ("errors.py", "processes.py", "targets.py", "artifacts", "manifests", *CONFIG, "checkpoint")
 WEIGHTS = (*CHECKPOINT, "weights")
 EXPORT = (*WEIGHTS, "onnx_tools", "export")
 ENGINES = (*WEIGHTS, "onnx_tools", "step", "backends/*")
