@@ -138,4 +138,4 @@ def test_without_the_plugin_one_line_says_what_to_install(cluster: Cluster) -> N
     ran = cluster.run("--dry-run")
     *_, line = ran.stderr.strip().splitlines()
     assert ran.returncode == 2 and "Traceback" not in ran.stderr, failure(ran)
-    assert line.endswith("found none; run: pip install -r envs/kubernetes.txt")
+    assert line.endswith("found none; run: pip install snakemake-executor-plugin-kubernetes")

@@ -87,6 +87,19 @@ def test_results_that_are_a_link_to_another_disk_are_what_was_recorded(project: 
     main(["verify"], prog_name="lockstep", standalone_mode=False)
 
 
+def test_a_config_with_keys_of_another_version_says_what_makes_it_again(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "results").mkdir()
+    (project / "results" / "config.json").write_text('{"models": {}, "gone": 1}')
+    with pytest.raises(SystemExit):
+        main(["summary"], prog_name="lockstep")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "results/config.json: gone: unknown key" in line and line.endswith(
+        "version of Lockstep wrote it: `lockstep run` makes it again"
+    )
+
+
 def test_an_unknown_target_names_the_config_that_has_the_others(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -91,6 +91,14 @@ def test_another_type_is_named_with_its_place(tmp_path: Path, damage: dict[str, 
     assert "\n" not in str(error.value)
 
 
+def test_another_versions_document_says_what_makes_it_again(tmp_path: Path) -> None:
+    write_json(tmp_path / "whole.json", {**JSON, "format": "lockstep.test/2"})
+    with pytest.raises(
+        InputError, match="found 'lockstep.test/2'; another version .*: `lockstep run` makes it again, or delete it"
+    ):
+        Whole.load(tmp_path / "whole.json")
+
+
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
 def test_what_is_no_finite_number_is_refused(tmp_path: Path, number: str) -> None:
     path = tmp_path / "whole.json"

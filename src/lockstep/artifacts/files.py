@@ -115,6 +115,7 @@ def sealed_json(value: Mapping[str, Any]) -> bytes:
 
 ABSENT = "run `lockstep run` first, or the stage that makes it"
 DAMAGED = "correct the path, or delete the file and run again"
+OTHER_VERSION = "another version of Lockstep wrote it: `lockstep run` makes it again"
 
 
 def read_json(path: str | os.PathLike, format: str | None = None, absent: str = ABSENT, damaged: str = DAMAGED) -> Any:
@@ -137,6 +138,9 @@ def read_json(path: str | os.PathLike, format: str | None = None, absent: str = 
     except ValueError as error:  # numbers of thousands of digits and text that is no Unicode are no JSONDecodeError
         raise InputError(f"{path}: expected JSON, found {' '.join(str(error).split())}; {damaged}") from None
     if format is not None and found != format:
+        other_version = isinstance(found, str) and found.partition("/")[0] == format.partition("/")[0]
+        if other_version and damaged == DAMAGED:
+            damaged = f"{OTHER_VERSION}, or delete it where no target needs it"
         raise InputError(f"{path}: expected format {format!r}, found {found!r}; {damaged}")
     if seal != content:
         raise InputError(f"{path}: expected content of sha256 {seal}, found {content}: the file is damaged; {damaged}")

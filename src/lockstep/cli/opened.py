@@ -49,9 +49,9 @@ class Runnable:
 def used_config(results: Results) -> Config:
     """Return the config that the results were made with.
 
-    Raises InputError where it is not the one that was recorded.
+    Raises InputError where it is not the one that was recorded, or has keys that this version does not know.
     """
-    from lockstep.artifacts.files import read_json
+    from lockstep.artifacts.files import OTHER_VERSION, read_json
     from lockstep.config.load import load
     from lockstep.provenance.record import read_record, record_path
 
@@ -60,7 +60,10 @@ def used_config(results: Results) -> Config:
         raise InputError(
             f"{results.config()}: expected the config that was recorded, found another; run `lockstep run` again"
         )
-    return load(value, where=str(results.config()))
+    try:
+        return load(value, where=str(results.config()))
+    except InputError as error:
+        raise InputError(f"{error}; {OTHER_VERSION}") from None
 
 
 def of_last_run(tree: Results) -> str:

@@ -29,7 +29,7 @@ def share_claim() -> None:
     except ImportError:
         raise InputError(
             "profiles/kubernetes: expected the package snakemake-executor-plugin-kubernetes, found none; "
-            "run: pip install -r envs/kubernetes.txt"
+            "run: pip install snakemake-executor-plugin-kubernetes"
         ) from None
     common_settings.implies_no_shared_fs = False
     common_settings.job_deploy_sources = False

@@ -77,7 +77,7 @@ def check_project(lock_file: Path, steps: Sequence[Job], checkpoint: Sequence[Pa
             refuse(f"{step}: its engines are not in the lock", lock_file)
         if step.output.is_file() and record_path(step.output).is_file() and (other := _other_result(step, lock)):
             # A fetch that is not held to the lock stays at its commit.
-            advice = f"make it again without locked: snakemake --forcerun {step.stage} -- {step.output}"
+            advice = f"make it again without locked: lockstep run -- --forcerun {step.stage} -- {step.output}"
             if step.stage == "fetch":
                 advice = f"delete {step.output.parent} and run again"
             raise CheckError(f"{other}, which is not what {lock_file} says; {advice}")

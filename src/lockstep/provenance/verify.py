@@ -153,7 +153,10 @@ def _locked(folder: Path, lock_file: Path) -> list[Finding]:
     # a tree holds the engines of one device, a lock those of several
     built = {kind_of(where) for where in there if where.startswith(f"{ENGINES}/")}
     lost = [where for where in lock.sections if where not in there and kind_of(where) not in built]
-    findings = [Finding(MISSING, where, "locked, and not there; run `lockstep run`") for where in lost]
+    findings = [
+        Finding(MISSING, where, "locked, and not there, or in another version's format; run `lockstep run`")
+        for where in lost
+    ]
     for where, comparison in there.items():
         if comparison.other_device:
             findings.append(Finding(SAME, where, "this device is not in the lock: as recorded"))

@@ -7,7 +7,7 @@ from lockstep.config.backends import BackendSettings, not_installed
 
 
 def _missing() -> str | None:
-    return not_installed("openvino", "openvino", "pip install --no-deps -r envs/openvino.txt")
+    return not_installed("openvino", "openvino", "pip install --no-deps openvino")
 
 
 SETTINGS = BackendSettings(
