@@ -58,6 +58,8 @@ def test_lockstep_run_makes_a_config_from_any_folder_and_ends_with_the_table(dem
     elsewhere.mkdir()
     (elsewhere / "my.yaml").write_text(config.read_text().replace("\n  demo-llama:\n", "\n  my-llama:\n"))
     (elsewhere / "other.yaml").write_text("services: {}\n")
+    planned = demo.run("lockstep", "run", "my.yaml", "--", "results/my-llama/checkpoint.json", "-n", folder=elsewhere)
+    assert re.search(r"total +1\b", planned.stdout + planned.stderr)
     planned = demo.run("lockstep", "run", "-n", folder=elsewhere)
     assert "Config: my.yaml" in planned.stderr and "my-llama" in planned.stdout + planned.stderr
     assert "Job stats:" in planned.stdout + planned.stderr and not (elsewhere / "results").exists()

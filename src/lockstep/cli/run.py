@@ -36,18 +36,22 @@ def run(cores: str, arguments: tuple[str, ...]) -> None:
     config, options = _split(arguments)
     if config is None and not any(option.partition("=")[0] in _CONFIG_OPTIONS for option in options):
         config = _config_here()
-    if config is not None:
-        options = ("--configfile", config, *options)
+    # Before another option: it takes all words that follow, also the files that a user asks for.
+    named = () if config is None else ("--configfile", config)
     _prepare_environment()
-    command = [sys.executable, "-P", "-m", "snakemake", "--snakefile", str(snakefile), "--cores", cores, *options]
+    command = [sys.executable, "-P", "-m", "snakemake", *named, "--snakefile", str(snakefile), "--cores", cores]
     sys.stdout.flush()
-    os.execv(sys.executable, command)
+    os.execv(sys.executable, [*command, *options])
 
 
 def _prepare_environment() -> None:
-    """Give Snakemake what a user that no system file knows lacks, as in containers: a name, and a folder of its own."""
+    """Give Snakemake what a user that no system file knows lacks, as in containers: a name, and a folder of its own.
+
+    And a PATH, which it asks for too.
+    """
     from lockstep.artifacts.files import check_writable
 
+    os.environ.setdefault("PATH", os.defpath)
     try:
         getpass.getuser()
     except (KeyError, OSError):  # OSError from Python 3.13 on
