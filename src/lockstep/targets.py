@@ -81,8 +81,10 @@ BESIDE_GRAPH = {
     "fp32": 1e-4,
     "fp16": 1e-2,
     "bf16": 8e-2,
-    "w8a16": 1e-3,
-    "w4a16": 1e-3,
+    # A quarter of fp16's, as `ROUNDING` has it: a part of an activation is as fine as the largest of its group is. Of
+    # rows with outliers 1.24e-3 is seen (SmolLM2).
+    "w8a16": 2.5e-3,
+    "w4a16": 2.5e-3,
     # Now and then a value is nearest to another integer, which is 1/127 of the row's largest away: 0.0144 is seen.
     "w8a8": 5e-2,
     "w4a8": 5e-2,
