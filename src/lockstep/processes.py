@@ -19,6 +19,7 @@ from typing import Any
 
 from lockstep.errors import Ended
 
+_PACKAGE = Path(__file__).resolve().parent
 # Seconds in which a child that was told to end undoes what it began; one that computes outside of Python hears of it
 # late.
 GRACE = 10.0
@@ -45,13 +46,13 @@ def run(command: Sequence[str], input: str | None = None, **options: Any) -> sub
 
 
 def environment(python: str | None, *packages: Path) -> dict[str, str]:
-    """Return the environment of a process in `python` (None: this interpreter), which finds packages of this one.
+    """Return the environment of a process in `python` (None: this interpreter), which finds this package.
 
-    This interpreter finds there what it finds here. Another one has packages of its own: of these it gets `packages`.
-    The working directory is none of the places, for a user's types.py may lie there (from Python 3.11 on).
+    This interpreter finds there what it finds here. Another one has packages of its own: of these it gets this one, and
+    `packages`. The working directory is none of the places, for a user's types.py may lie there (from Python 3.11 on).
     """
     is_this = python in (None, sys.executable)
-    paths = [path for path in sys.path if path] if is_this else [_import_folder(each) for each in packages]
+    paths = [path for path in sys.path if path] if is_this else [_import_folder(each) for each in (_PACKAGE, *packages)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", "PYTHONUTF8": "1"}
 
 

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 
 import msgspec
 
@@ -21,7 +20,6 @@ from lockstep.serve.engine_process import error_of
 from lockstep.serve.frames import Frame, Ready, packed, packed_add, split
 from lockstep.serve.settings import EngineOptions
 
-_PACKAGE = Path(__file__).resolve().parents[1]
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)  # which may be there again later
 _decode = msgspec.json.Decoder().decode
 
@@ -52,7 +50,7 @@ class EngineLink(asyncio.Protocol):
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=2,
-                env=environment(python, _PACKAGE),
+                env=environment(python),
             )
         except OSError as error:
             ours.close()

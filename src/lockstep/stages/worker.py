@@ -27,7 +27,6 @@ from lockstep.errors import ENDING, PREFIX, CheckError, InputError, guard
 if TYPE_CHECKING:
     from lockstep.stages.stage import Job
 
-_PACKAGE = Path(__file__).resolve().parents[1]
 _OLDEST = (3, 10)
 _KEY = "LOCKSTEP_INTERPRETER_KEY"  # in a worker's environment: the config's key that names its interpreter
 
@@ -75,7 +74,7 @@ def _run(python: str | None, function: str, arguments: Mapping[str, Any], pipe: 
         ended = processes.run(
             [python, "-c", "from lockstep.stages.worker import main; main()"],
             request,
-            env={**processes.environment(python, _PACKAGE, *_outside(function)), _KEY: key},
+            env={**processes.environment(python, *_outside(function)), _KEY: key},
             stdout=pipe,
             stderr=pipe,
         )
