@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from importlib.metadata import requires
 from pathlib import Path
 
@@ -36,6 +37,12 @@ ENVIRONMENTS = {
     "validate": "torch", "reference": "torch", "build": "engine", "compare": "engine", "golden": "engine",
     "served": "serve", "summary": "report",
 }  # fmt: skip
+
+# What PyTorch's default build for Linux requires beside what each build does, for which it says the versions.
+CUDA_OF_TORCH = (
+    "cuda-bindings", "cuda-toolkit", "nvidia-cudnn-cu13", "nvidia-cusparselt-cu13", "nvidia-nccl-cu13",
+    "nvidia-nvshmem-cu13", "triton",
+)  # fmt: skip
 
 
 def test_each_stage_has_an_entry() -> None:
@@ -151,10 +158,29 @@ def test_the_environment_files_agree_with_the_pins(name: str) -> None:
     assert {package for stage in stages for package in stage.packages} <= set(listed), (
         "a stage imports what its environment lacks"
     )
+    assert unpinned({package: requires(package) or [] for package in listed}) <= {"openvino-telemetry"}
+
+
+def unpinned(requirements: Mapping[str, Sequence[str]]) -> set[str]:
+    """Names that the keys of `requirements` need and that are not among them: pip would choose their versions.
+
+    Without the libraries of CUDA that PyTorch's default build requires. The environment files name no build: what one
+    build alone requires is pinned by its own metadata.
+    """
     needed = {
-        canonical(requirement.name)
-        for package in listed
-        for requirement in map(Requirement, requires(package) or [])
+        (package, canonical(requirement.name))
+        for package, texts in requirements.items()
+        for requirement in map(Requirement, texts)
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
     }
-    assert needed - set(listed) <= {"openvino-telemetry"}, "nothing is pip's choice"
+    of_a_build = {("torch", library) for library in CUDA_OF_TORCH}
+    return {name for _, name in needed - of_a_build if name not in requirements}
+
+
+def test_only_libraries_of_cuda_that_torch_requires_need_no_pin() -> None:
+    cpu = ["filelock", 'optree>=0.13.0; extra == "optree"']
+    default = [*cpu, "cuda-toolkit[cublas]==13.0.3", "nvidia-cudnn-cu13==9.20.0.48", "triton==3.7.1"]
+    for build in (cpu, default):
+        assert unpinned({"torch": build, "filelock": []}) == set()
+        assert unpinned({"torch": build}) == {"filelock"}
+    assert unpinned({"torch": [*default, "nvidia-other==1.0"], "filelock": ["triton"]}) == {"nvidia-other", "triton"}
