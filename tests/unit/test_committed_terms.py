@@ -1,0 +1,34 @@
+"""The checks of the demo's lock in this repository are those of the config here. Bytes and tokens are held by the runs
+of tests/workflow/test_committed_lock.py and .ci/run; a changed tolerance is seen here, in a second."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from demo_model import CONFIG, ROOT
+
+from lockstep.config.backends import backends
+from lockstep.provenance.lock import TERMS, Lock
+from lockstep.provenance.lockfile import terms, terms_place
+from lockstep.stages import STAGES, jobs
+
+LOCK = Lock.load(ROOT / "locks" / "demo-llama.lock.json")
+
+
+def test_the_terms_of_each_check_are_what_is_locked() -> None:
+    """Of every target of the config, whether or not it runs on this machine."""
+    locked = {place: items for place, items in LOCK.sections.items() if place.startswith(f"{TERMS}/")}
+    of_config = {}
+    for target in CONFIG.targets():
+        for stage in STAGES.values():
+            if stage.is_check and stage.is_of(target.precision):
+                names = {name: vars(target)[name] for name in stage.wildcards}
+                of_config[terms_place(stage.name, names)] = terms(stage.options(CONFIG, names))
+    assert {place: of_config.get(place) for place in locked} == locked, "see test_committed_lock.py"
+
+
+def test_each_check_that_a_machine_without_a_gpu_makes_is_locked() -> None:
+    """A target that is added is locked in the same commit."""
+    on_host = [target for target in CONFIG.targets() if not backends()[target.backend].gpus]
+    places = {terms_place(job.stage, job.names) for job in jobs(CONFIG, Path(), on_host) if STAGES[job.stage].is_check}
+    assert on_host and places <= LOCK.sections.keys()
