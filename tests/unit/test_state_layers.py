@@ -11,7 +11,9 @@ import pytest
 from built_family import NAME, built_family
 from families import WITH_STATES
 from onnx import numpy_helper
+from test_sweep import pair, spoiled
 
+from faults.between import where
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.graph_files import PHASES
 from lockstep.backends import build
@@ -173,6 +175,19 @@ def not_written(right):
 def test_the_golden_check_sees_a_state_that_is(root, owner, name, wrap):
     with mock.patch.object(owner, name, wrap(getattr(owner, name))), pytest.raises(CheckError):
         check_golden(root)
+
+
+@pytest.mark.parametrize("output", ["attention", "state_out"])
+def test_compare_sees_a_state_engine_that_is_off_at_one_size(root, tmp_path, output):
+    results, limits = Results(root / "results"), Limits(max_batch_size=3, max_seq_len=128, max_num_tokens=64)
+    for mixer in Assembly.load(results.assembly(NAME, "fp32")).state_mixers:
+        name = f"{mixer}.prefill"
+        right = pair(results, results.engines(NAME, "fp32", "onnxruntime"), name, NAME, limits)
+        entry = right.compare(5e-5, 300)
+        assert entry.passed and entry.sizes.tried == entry.sizes.known >= 64
+        edit = where(output, value=37)
+        wrong = pair(results, spoiled(results, tmp_path / name, name, edit, NAME), name, NAME, limits)
+        assert not wrong.compare(5e-5, 300).passed and "num_tokens 37" in wrong.failures[0]
 
 
 def small_of(root) -> Small:

@@ -11,11 +11,12 @@ import pytest
 from demo_model import CONFIG, TOLERANCES
 from lora_folders import shared_lora
 
-from faults.between import faults, is_edge
+from faults.between import clipped, faults, is_edge
 from faults.edit import Edit
+from faults.fault import replaced
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.backends.engine_set import EngineSet
-from lockstep.targets import Results
+from lockstep.targets import Limits, Results
 from lockstep.verify.compare.judge import NotFiniteError, judge
 from lockstep.verify.compare.pair import Pair
 from lockstep.weights import Weights
@@ -26,9 +27,9 @@ MODEL = "demo-llama"
 LIMITS = CONFIG.limits.plain()
 
 
-def spoiled(results: Results, folder: Path, name: str, edit) -> Path:
+def spoiled(results: Results, folder: Path, name: str, edit, model: str = MODEL) -> Path:
     """An engine set with an engine changed by `edit`, with a digest that fits."""
-    engines = shutil.copytree(results.engines(MODEL, "fp32", "onnxruntime").parent, folder) / "engines.json"
+    engines = shutil.copytree(results.engines(model, "fp32", "onnxruntime").parent, folder) / "engines.json"
     manifest = read_json(engines)
     entry = manifest["engines"][name]
     file = engines.parent / entry["file"]
@@ -40,11 +41,11 @@ def spoiled(results: Results, folder: Path, name: str, edit) -> Path:
     return engines
 
 
-def pair(results: Results, engines: Path, name: str) -> Pair:
-    assembly = results.assembly(MODEL, "fp32")
+def pair(results: Results, engines: Path, name: str, model: str = MODEL, limits: Limits = LIMITS) -> Pair:
+    assembly = results.assembly(model, "fp32")
     opened = EngineSet.open(engines, assembly)
     graph = dict(opened.backend.graphs(opened.assembly, opened.manifest.options))[name]
-    return Pair(opened, Weights.open(results.weights(MODEL, "fp32")), assembly.parent, name, graph, LIMITS, None)
+    return Pair(opened, Weights.open(results.weights(model, "fp32")), assembly.parent, name, graph, limits, None)
 
 
 SEED = 7
@@ -58,6 +59,17 @@ def test_a_fault_between_the_edges_is_seen(demo: Results, tmp_path: Path, fault:
     found = pair(demo, spoiled(demo, tmp_path / "engines", name, FAULTS[fault].change), name)
     entry = found.compare(TOLERANCES["fp32"].beside_graph, 300)
     assert not entry.passed and f"engine {name}, " in found.failures[0]
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    "output, largest", [("key_out", 50.0), ("value_out", 1e6), ("attention", 1e6)], ids=lambda value: str(value)
+)
+def test_attention_that_saturates_is_seen(demo: Results, tmp_path: Path, phase: str, output: str, largest: float):
+    """The scaled trial comes first: keys and values at the end of the precision."""
+    name = f"attention.{phase}"
+    found = pair(demo, spoiled(demo, tmp_path / "engines", name, replaced(output, clipped(largest))), name)
+    assert not found.compare(TOLERANCES["fp32"].beside_graph, 300).passed
 
 
 def test_a_right_engine_is_tried_at_every_size_in_an_order_of_its_own(demo: Results) -> None:

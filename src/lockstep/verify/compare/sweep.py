@@ -35,6 +35,8 @@ _LEVELS = 8  # magnitudes from 4 to the end of the precision
 # Squares of a hidden state are accumulated in float32, which ends at 2^128.
 _LARGEST_SQUARED = 2.0**60
 _KEYS_UP = 2.0**10  # queries are as much smaller, and fp16 has subnormal numbers below 2^-14
+_PAST_STATE, _STATE = "past_state", "state_out"
+_SPAN = 64  # tokens between the states that are kept
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ def sweep_of(
     ranges, draw, sweep = inputs.ranges(graph), random.Random(seed), Sweep()
     if "past_capacity" in ranges:
         sweep = _AttentionSweep(graph, ranges, draw, largest, *prefill())
+    elif _PAST_STATE in graph.dims and "num_requests" not in ranges:
+        sweep = _StateSweep(graph, ranges, draw, run)
     elif {"num_tokens", "num_requests"} <= set(ranges):
         sweep = _ExitSweep(graph, ranges, draw, largest, run)
     else:
@@ -180,10 +184,8 @@ class _AttentionSweep(Sweep):
         self._stale = np.random.default_rng(draw.randrange(1 << 32))
         case = Case(0, {"num_tokens": length, "past_capacity": 1}, (0,))
         self._whole = inputs.arrays(Graph(prefill, graph.assembly, graph.limits), case)
-        self._run, self._reference = run, dict[str, np.ndarray]()
-        # Standard normal values stay below 8.
-        end = min(float(np.finfo(self._whole["value"].dtype).max), largest)
-        self._up = min(2.0 ** (math.frexp(end)[1] - 3), _LARGEST_SQUARED)
+        self._run, self._outputs = run, dict[bool, Arrays]()
+        self._scaled = _scaled(self._whole, graph, largest)
         self._decodes = "num_requests" in ranges
         capacity = ranges["past_capacity"][1]
         if self._decodes:
@@ -192,13 +194,8 @@ class _AttentionSweep(Sweep):
             self.trials = list(self._prefill_trials(length, capacity, draw))
 
     def _prefill_trials(self, length: int, most: int, draw: random.Random) -> list[Trial]:
-        """Each number of tokens and each length of a past, in seeded pairs besides."""
-        pairs = [(past, length - past) for past in range(length)]
-        for _ in range(length // 4):
-            past = draw.randrange(length)
-            pairs.append((past, draw.randrange(1, length - past + 1)))
         found = []
-        for number, (past, count) in enumerate(pairs):
+        for number, (past, count) in enumerate(_chunks(length, draw)):
             room = max(1, past) if number < length else draw.randrange(max(1, past), max(most, past, 1) + 1)
             if room <= most:
                 found.append(self._prefill_trial(past, count, room, False))
@@ -225,46 +222,106 @@ class _AttentionSweep(Sweep):
         return [*found, Trial(found[-1].case, found[-1].rows, True)]
 
     def feed(self, trial: Trial) -> dict[str, np.ndarray]:
-        reference, capacity = self._computed(), trial.case.sizes["past_capacity"]
-        found: dict[str, np.ndarray] = {}
+        outputs, capacity = self._computed(trial.scaled), trial.case.sizes["past_capacity"]
+        whole = self._scaled if trial.scaled else self._whole
+        feed: dict[str, np.ndarray] = {}
         for name in self._names:
             if name == "past_lengths":
-                found[name] = np.array(trial.case.past_lengths, np.int64)
+                feed[name] = np.array(trial.case.past_lengths, np.int64)
             elif name in ("past_key", "past_value"):
-                rows = reference[name.removeprefix("past_") + "_out"].swapaxes(0, 1)  # [heads, tokens, dim]
-                cache = self._stale.standard_normal(
+                rows = outputs[name.removeprefix("past_") + "_out"].swapaxes(0, 1)  # [heads, tokens, dim]
+                stale = self._stale.standard_normal(
                     (len(trial.case.past_lengths), len(rows), capacity, rows.shape[2]), np.float32
-                ).astype(rows.dtype)
+                )
+                cache = (stale * np.float32(rows.std(dtype=np.float64))).astype(rows.dtype)
                 for row, length in enumerate(trial.case.past_lengths):
                     cache[row, :, :length] = rows[:, :length]
-                found[name] = cache
+                feed[name] = cache
             else:
-                found[name] = self._whole[name][trial.rows]
-        return _times(found, self._factors(trial))
+                feed[name] = whole[name][trial.rows]
+        return feed
 
     def expected(self, trials: Sequence[Trial]) -> list[Arrays]:
+        return [{name: array[trial.rows] for name, array in self._computed(trial.scaled).items()} for trial in trials]
+
+    def _computed(self, scaled: bool) -> Arrays:
+        if scaled not in self._outputs:
+            self._outputs[scaled] = self._run(self._scaled if scaled else self._whole)
+        return self._outputs[scaled]
+
+
+def _scaled(whole: Arrays, graph: Graph, largest: float) -> dict[str, np.ndarray]:
+    """Return the inputs of attention with values and keys at the end of the precision.
+
+    Queries are as much smaller as keys are larger, which keeps scores in range. What that does to a score is the
+    graph's to say, which is run on these inputs: where keys are normalised they do not grow, and a sink, which is no
+    factor of a score, stays as it is.
+    """
+    end = min(float(np.finfo(whole["value"].dtype).max), largest)
+    up = min(2.0 ** (math.frexp(end)[1] - 3), _LARGEST_SQUARED)  # standard normal values stay below 8
+    assert graph.variant is not None  # of attention
+    query = whole["query"]
+    factors = np.ones((graph.variant.num_heads, graph.variant.query_dim), query.dtype)
+    factors[:, : graph.variant.head_dim] = 1 / _KEYS_UP
+    value, key = whole["value"], whole["key"]
+    return {
+        **whole,
+        "query": query * factors.reshape(-1),
+        "key": key * key.dtype.type(_KEYS_UP),
+        "value": value * value.dtype.type(up),
+    }
+
+
+class _StateSweep(Sweep):
+    """A prompt's tokens behind a state: each chunk, behind each number of tokens."""
+
+    def __init__(self, graph: Graph, ranges: Ranges, draw: random.Random, run: Run):
+        ((dim, (_, most)),) = ranges.items()
+        self._run = run
+        length = min(_SEQUENCE, graph.positions, most)
+        self._whole = inputs.arrays(graph, Case(0, {dim: length}))
+        self._states = {0: np.zeros_like(self._whole.pop(_PAST_STATE))}
+        self._outputs = dict[str, np.ndarray]()
+        self.trials = [
+            Trial(Case(0, {dim: count}), np.arange(past, past + count)) for past, count in _chunks(length, draw)
+        ]
+
+    def feed(self, trial: Trial) -> dict[str, np.ndarray]:
+        return self._rows(int(trial.rows[0]), int(trial.rows[-1]) + 1)
+
+    def expected(self, trials: Sequence[Trial]) -> list[Arrays]:
+        if not self._outputs:
+            outputs = self._run(self._rows(0, len(next(iter(self._whole.values())))))
+            self._outputs = {name: array for name, array in outputs.items() if name != _STATE}
         return [
-            _times({name: array[trial.rows] for name, array in self._computed().items()}, self._factors(trial))
+            {
+                **{name: array[trial.rows] for name, array in self._outputs.items()},
+                _STATE: self._state(int(trial.rows[-1]) + 1),
+            }
             for trial in trials
         ]
 
-    def _factors(self, trial: Trial) -> dict[str, float]:
-        """Return powers of two that move values and keys to the end of the precision, and no score."""
-        if not trial.scaled:
-            return {}
-        values = dict.fromkeys(("value", "past_value", "value_out", "attention"), self._up)
-        return {**values, **dict.fromkeys(("key", "past_key", "key_out"), _KEYS_UP), "query": 1 / _KEYS_UP}
+    def _rows(self, first: int, end: int) -> dict[str, np.ndarray]:
+        rows = {name: array[first:end] for name, array in self._whole.items()}
+        return {**rows, _PAST_STATE: self._state(first)}
 
-    def _computed(self) -> dict[str, np.ndarray]:
-        if not self._reference:
-            self._reference = dict(self._run(self._whole))
-        return self._reference
+    def _state(self, count: int) -> np.ndarray:
+        """Return the state behind the first `count` tokens, computed from the last one that is kept."""
+        if count not in self._states:
+            self._states[count] = self._run(self._rows((count - 1) // _SPAN * _SPAN, count))[_STATE]
+        return self._states[count]
 
 
-def _times(arrays: Arrays, factors: Mapping[str, float]) -> dict[str, np.ndarray]:
-    return {
-        name: array * array.dtype.type(factors[name]) if name in factors else array for name, array in arrays.items()
-    }
+def _chunks(length: int, draw: random.Random) -> list[tuple[int, int]]:
+    """Return (tokens before, tokens) of chunks of a sequence.
+
+    Each number of tokens up to its end, and so each number before; then seeded pairs.
+    """
+    pairs = [(past, length - past) for past in range(length)]
+    for _ in range(length // 4):
+        past = draw.randrange(length)
+        pairs.append((past, draw.randrange(1, length - past + 1)))
+    return pairs
 
 
 def _rows(
