@@ -14,6 +14,7 @@ import pytest
 import scripted_model
 from scripted_chats import ANSWERS, BERLIN, PARIS, TIME, TWO_CALLS, WEATHER, prompt, scripted_chats
 
+from lockstep.serve.messages import partial_json
 from lockstep.targets import Results
 from real_server import RealServer
 from shared import Shared
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.exports
 FUNCTIONS = [tool["function"] for tool in (WEATHER, TIME)]
 FLAT = [{"type": "function", **function} for function in FUNCTIONS]
 TOOLS = [{"name": each["name"], "input_schema": each["parameters"]} for each in FUNCTIONS]
+CUT = 38  # tokens of a call, up to its first argument
 TWO = [("weather", json.loads(PARIS)), ("weather", json.loads(BERLIN))]
 
 
@@ -97,7 +99,7 @@ def joined(data: bytes) -> dict[str, Any]:
         if event["type"] == "content_block_stop":
             is_open = False
             if block["type"] == "tool_use":
-                block["input"] = json.loads(arguments)
+                block["input"] = partial_json(arguments)
         elif event["type"] == "content_block_delta":
             kind, field = {
                 "text": ("text_delta", "text"),
@@ -265,6 +267,38 @@ def test_a_response_with_calls_and_their_results(client: openai.OpenAI) -> None:
     choice = {"type": "function", "name": "weather"}
     (call,) = respond(client, ANSWERS[140], tools=FLAT, tool_choice=choice, parallel_tool_calls=False).output
     assert call.name == "weather" and json.loads(call.arguments)["city"] in ("Paris", "Berlin")
+
+
+def test_a_call_that_is_cut_short_is_the_same_in_a_stream_and_is_taken_back(
+    server: RealServer, client: openai.OpenAI
+) -> None:
+    asked = {"model": "scripted", "tools": [WEATHER], "tool_choice": "required", "temperature": 0, "max_tokens": CUT}
+    turns: list[Any] = [{"role": "user", "content": prompt(ANSWERS[140])}]
+    whole = client.chat.completions.create(messages=turns, **asked).choices[0]
+    (call,) = whole.message.tool_calls
+    assert whole.finish_reason == "length" and "city" in call.function.arguments
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(call.function.arguments)
+    chunks = client.chat.completions.create(messages=turns, stream=True, **asked)
+    deltas = [delta for chunk in chunks for delta in chunk.choices[0].delta.tool_calls or ()]
+    assert "".join(delta.function.arguments for delta in deltas) == call.function.arguments
+    for arguments in (call.function.arguments, "", "null", " \n"):
+        again = whole.message.model_dump(exclude_none=True)
+        again["tool_calls"][0]["function"]["arguments"] = arguments
+        results = [again, {"role": "tool", "tool_call_id": call.id, "content": "x"}, turns[0]]
+        client.chat.completions.create(messages=[turns[0], *results], **{**asked, "max_tokens": 1})
+    held = {"tools": FLAT[:1], "tool_choice": "required", "max_output_tokens": CUT}
+    (item,) = respond(client, ANSWERS[140], **held).output
+    assert "city" in item.arguments and item.status == "incomplete"
+    result = {"type": "function_call_output", "call_id": item.call_id, "output": "x"}
+    turns = [{"role": "user", "content": "x"}, item.model_dump(exclude_none=True), result]
+    client.responses.create(model="scripted", input=turns, max_output_tokens=1)
+    found = answer(server, ANSWERS[140], tools=TOOLS[:1], tool_choice={"type": "any"}, max_tokens=CUT)
+    assert found["stop_reason"] == "max_tokens" and found["content"][0]["type"] == "tool_use"
+    result = {"type": "tool_result", "tool_use_id": found["content"][0]["id"], "content": "x"}
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": found["content"]}]
+    body = {"model": "scripted", "max_tokens": 1, "messages": [*turns, {"role": "user", "content": [result]}]}
+    assert send(server, "/v1/messages", body)[0] == 200
 
 
 def test_a_response_with_reasoning_and_a_form(client: openai.OpenAI) -> None:

@@ -26,6 +26,11 @@ SAID = "<|channel|>commentary<|message|>Hm.<|end|>"
 PYTHON = f"f(q={NESTED['q']!r}, ü={NESTED['ü']!r})"
 GLM = "<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>12</arg_value>\n<arg_key>n</arg_key><arg_value>[12]</arg_value>\n"
 CODER = "<tool_call>\n<function=f>\n<parameter=s>\n12\n\n3\n</parameter>\n<parameter=n>\n3\n</parameter>\n</function>\n"
+SEED = (
+    "<seed:tool_call>\n<function=f>\n<parameter=s>12</parameter>\n<parameter=n>3</parameter>\n</function>\n"
+    "</seed:tool_call>"
+)
+JSONIC = ("f", '{"q": true, "ü": [null, "a\\nb", "it\'s"], "n": {"a": false}}')
 
 
 def call(name: str, arguments: str, key: str = "arguments") -> str:
@@ -69,6 +74,8 @@ WHOLE = [
     ("granite", f"<|tool_call|>[{call(*G)}]<|/tool_call|>", "", [G]),
     ("pythonic", f"[{PYTHON}, g()]", "", [F, G]),
     ("pythonic", "<|python_start|>[g()]<|python_end|>", "", [G]),
+    ("pythonic", '[f(q=true, ü=[null, \'a\nb\', "it\'s"], n={"a": false}),\n g()]', "", [JSONIC, G]),
+    ("seed_oss", f"I see.\n{SEED}", "I see.", [("f", '{"s": "12", "n": 3}')]),
     ("glm", f"I see.\n{GLM}</tool_call>", "I see.", [("f", '{"s": "12", "n": [12]}')]),
     ("qwen3_coder", f"I see.\n{CODER}</tool_call>", "I see.", [("f", '{"s": "12\\n\\n3", "n": 3}')]),
 ]
@@ -107,9 +114,9 @@ NOT_CALLS = [
 ]
 
 
-def read(plan: AnswerPlan, pieces: list[str], live: bool = False) -> tuple[Message, int]:
+def read(plan: AnswerPlan, pieces: list[str]) -> tuple[Message, int]:
     """Return the message of an answer that comes in pieces, and how many beginnings of calls were none."""
-    reader = plan.reader(live)
+    reader = plan.reader()
     parts = [part for piece in pieces for part in reader.push(piece)] + reader.finish()
     assert all(part.text or part.kind == "name" for part in parts)
     message = joined(parts)
@@ -125,8 +132,8 @@ def plan(name: str, **fields: Any) -> AnswerPlan:
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 10_000])
 def test_calls_are_read_in_any_pieces(name: str, text: str, content: str, calls: list, size: int) -> None:
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
-    for live in (False, True):
-        message, malformed = read(plan(name, held=True), pieces, live)
+    for held in (False, True):
+        message, malformed = read(plan(name, held=held), pieces)
         assert message == Message("", content, calls) and not malformed
 
 
@@ -151,17 +158,94 @@ def test_only_the_first_call_counts_where_one_is_asked_for() -> None:
 
 def test_a_held_call_is_given_out_as_it_comes_and_a_free_one_when_it_is_whole() -> None:
     text = hermes(F)
-    for live, first in ((True, text.index('"arguments"')), (False, len(text))):
-        reader = plan("hermes", held=True).reader(live)
+    for held, first in ((True, text.index('"arguments"')), (False, len(text))):
+        reader = plan("hermes", held=held).reader()
         came = next(at for at in range(1, len(text) + 1) if reader.push(text[at - 1 : at]))
-        assert came <= first and (live or came == first)
+        assert came <= first and (held or came == first)
 
 
 def test_a_held_call_that_is_cut_short_ends_where_it_does() -> None:
     text = hermes(F)[:40]
-    message, _ = read(plan("hermes", held=True), [text], live=True)
+    message, _ = read(plan("hermes", held=True), [text])
     assert message.calls == [("f", QUOTED[: len(message.calls[0][1])])] and not message.content
-    assert read(plan("hermes", held=True), [text])[0] == Message("", text, [])
+    assert read(plan("hermes"), [text])[0] == Message("", text, [])
+
+
+SCHEMA: dict[str, Any] = {
+    "$defs": {"City": {"type": "string", "enum": ["a", "null"]}, "Count": {"type": "integer"}},
+    "properties": {
+        "text": {"type": "string"},
+        "flag": {"type": "boolean"},
+        "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "nullable": {"type": "integer", "nullable": True},
+        "list": {"type": "array"},
+        "object": {"allOf": [{"type": "object"}]},
+        "count": {"$ref": "#/$defs/Count"},
+        "city": {"anyOf": [{"$ref": "#/$defs/City"}, {"type": "null"}]},
+        "number": {"type": "number"},
+        "either": {"type": ["string", "integer"]},
+        "one": {"enum": [1, "2"]},
+        "round": {"$ref": "#/properties/round"},
+        "any": True,
+    },
+    "additionalProperties": {"type": "string"},
+}
+# An argument, its text, its value.
+COERCED = [
+    ("text", "None", "None"), ("text", " 12\n", " 12\n"), ("other", "12", "12"),
+    ("flag", "True", True), ("flag", "false", False), ("flag", "yes", "yes"), ("flag", "1", "1"),
+    ("maybe", "123", "123"), ("maybe", "None", None), ("maybe", "null", None), ("maybe", '"a"', '"a"'),
+    ("nullable", "None", None), ("nullable", "7", 7), ("nullable", "x", "x"),
+    ("list", "['a', None, (1, 2)]", ["a", None, [1, 2]]), ("list", '["a", null]', ["a", None]), ("list", "[1", "[1"),
+    ("object", "{'a': True, 1: 'b'}", {"a": True, "1": "b"}), ("object", "{1, 2}", "{1, 2}"),
+    ("list", "[open('a')]", "[open('a')]"), ("list", "[1e999]", "[1e999]"),
+    ("count", "3", 3), ("count", "3.0", 3), ("count", "3.5", "3.5"), ("count", "True", "True"),
+    ("city", "null", "null"), ("city", "None", None), ("city", "b", "b"),
+    ("number", "1e999", "1e999"), ("number", "-Infinity", "-Infinity"), ("number", "3", 3), ("number", "3.5", 3.5),
+    ("either", "12", 12), ("either", "1.5", "1.5"), ("one", "1", 1), ("one", "2", "2"),
+    ("round", "{}", {}), ("any", '"a"', "a"), ("any", "None", None), ("any", "a b", "a b"),
+    ("any", '"\\ud800"', "\ud800"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "value"), COERCED)
+def test_arguments_are_read_by_their_schema(name: str, text: str, value: Any) -> None:
+    answers = {
+        "glm": f"<tool_call>f\n<arg_key>{name}</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>",
+        "qwen3_coder": f"<tool_call>\n<function=f>\n<parameter={name}>\n{text}\n</parameter></function></tool_call>",
+        "seed_oss": f"<seed:tool_call><function=f><parameter={name}>{text}</parameter></function></seed:tool_call>",
+    }
+    for format, answer in answers.items():
+        if format == "seed_oss" and text.endswith("\n"):
+            continue  # which would be the tags'
+        asked = AnswerPlan(format=FORMATS[format], tools={"f": SCHEMA})
+        ((_, arguments),) = read(asked, [answer])[0].calls
+        arguments.encode()  # no half of a surrogate pair
+        found = json.loads(arguments, parse_constant=pytest.fail)[name]
+        assert (found, type(found)) == (value, type(value))
+
+
+def test_calls_are_not_lost_where_a_model_leaves_out_a_mark() -> None:
+    bare = CODER.removeprefix("<tool_call>\n")
+    f = ("f", '{"s": "12\\n\\n3", "n": 3}')
+    for ending in ("", "</tool_call>", " Done."):
+        message, malformed = read(plan("qwen3_coder"), [f"I see. {bare}{ending}"])
+        content = "I see.\nDone." if "D" in ending else "I see."
+        assert message == Message("", content, [f]) and not malformed
+    unknown = bare.replace("=f>", "=unknown>")
+    assert read(plan("qwen3_coder"), [unknown]) == (Message("", unknown, []), 1)
+
+
+def test_calls_in_reasoning_that_does_not_end() -> None:
+    """The formats that end it are those whose models' own readers do so."""
+    think = REASONING["think"]
+    for name, call in (("kimi_k2", KIMI.format(K2.format(0, *G))), ("qwen3_coder", f"{CODER}</tool_call>")):
+        for pieces in ([f"Hm. {call}"], list(f"Hm. {call}")):
+            message, malformed = read(plan(name, reasoning=think, opened=True), pieces)
+            assert (message.reasoning, message.content, len(message.calls), malformed) == ("Hm.", "", 1, 0)
+    for opened, text in ((True, f"Hm. {hermes(F, G)}"), (False, f"<think>Hm. {hermes(F, G)}")):
+        message, malformed = read(plan("hermes", reasoning=think, opened=opened), list(text))
+        assert not message.calls and not message.content and malformed == 2
 
 
 REASONED = [
@@ -234,6 +318,7 @@ def test_formats_are_recognised_by_the_template() -> None:
         hermes: "hermes",
         f"{hermes} <arg_key>{{{{ key }}}}</arg_key>": "glm",
         f"{hermes} <function=example><parameter=value>": "qwen3_coder",
+        "{%- set begin = '<seed:tool_call>' -%} <function=example><parameter=value>": "seed_oss",
         "[AVAILABLE_TOOLS] {{ '[TOOL_CALLS] [' }}": "mistral",
         "{{ '[TOOL_CALLS]' + name + '[ARGS]' }}": "mistral_args",
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + type + '<｜tool▁sep｜>' + name + '\\n```json": "deepseek_v3",

@@ -27,17 +27,19 @@ SCHEMA = {
         "s": {"type": "string"},
         "c": {"type": "string", "enum": ["x", "y/z"]},
         "n": {"type": "array", "items": {"$ref": "#/$defs/item"}},
+        "e": {"anyOf": [{"$ref": "#/$defs/either"}, {"type": "null"}]},
+        "t": {"anyOf": [{"type": "string"}, {"type": "null"}]},
     },
     "required": ["s", "n"],
     "additionalProperties": False,
-    "$defs": {"item": {"type": "integer"}},
+    "$defs": {"item": {"type": "integer"}, "either": {"enum": ["left", 3]}},
 }
 GIVEN = [
     {"type": "function", "function": {"name": "f", "strict": True, "parameters": SCHEMA}},
     {"type": "function", "function": {"name": "g"}},
     {"type": "function", "function": {"name": "h", "parameters": {"type": "object"}}},
 ]
-ARGUMENTS = {"s": 'a <b>\n"é', "c": "y/z", "n": [1, 2]}
+ARGUMENTS = {"s": 'a <b>\n"é', "c": "y/z", "n": [1, 2], "e": None, "t": "it is 3"}
 HELD = sorted(name for name, format in FORMATS.items() if format.call)
 
 
@@ -99,17 +101,17 @@ def filled(parts: tuple[str, ...], values: dict[str, str]) -> list[str]:
 def test_calls_that_follow_their_schemas_are_taken_and_others_are_not(setup: Setup, name: str, choice: str) -> None:
     tools, format = asked(choice), FORMATS[name]
     grammar = held_grammar(tools, AnswerPlan(format=format), None, None, setup.tokenizer)
-    good = [[("f", ARGUMENTS)], [("g", {})]]
+    good = [[("f", ARGUMENTS)], [("g", {})], [("f", {**ARGUMENTS, "e": "left"})]]
     if not format.answer:  # else a call ends the answer
         good.append([("f", ARGUMENTS), ("g", {})])
     said = "".join(format.answer)
     for calls in good:
         text = written(name, calls)
         assert setup.takes(grammar, text)
-        reader = AnswerPlan(format=format, tools=tools.schemas).reader(False)
+        reader = AnswerPlan(format=format, tools=tools.schemas).reader()
         found = joined(reader.push(text) + reader.finish()).calls
         assert [(function, json.loads(arguments)) for function, arguments in found] == calls
-    for wrong in ({**ARGUMENTS, "n": ["a"]}, {**ARGUMENTS, "c": "z"}, {"s": "a"}):
+    for wrong in ({**ARGUMENTS, "n": ["a"]}, {**ARGUMENTS, "e": "right"}, {**ARGUMENTS, "c": "z"}, {"s": "a"}):
         assert not setup.takes(grammar, written(name, [("f", wrong)]))
     assert not setup.takes(grammar, written(name, [("unknown", {})]))
     assert setup.takes(grammar, f"{said}just a < text") == (choice == "auto")

@@ -1,8 +1,8 @@
 """The text of an answer, as it comes, to its parts: reasoning, content and tool calls.
 
 Whatever the pieces in which a text comes, the parts joined are the same. A call is held back until it is whole, unless
-a grammar holds the model to it (`live`): then its arguments go out as they come. What begins like a call and is none is
-content.
+a grammar holds the model to it: then its arguments go out as they come, and one that is cut short ends where it does.
+What begins like a call and is none is content.
 """
 
 from __future__ import annotations
@@ -64,18 +64,23 @@ class AnswerPlan:
         if reasoning is None or not (self.opened or text.lstrip().startswith(reasoning.begin)):
             return 0
         end = tokenizer.token_id(reasoning.end)
-        if end is not None:
+        if end is not None and not self.calls_end_reasoning:
             return tokens.index(end) + 1 if end in tokens else len(tokens)
-        stream, before = tokenizer.stream(), ""
+        stream, before = tokenizer.stream(shown=tokenizer.silent(self.marks)), ""
         for number, token in enumerate(tokens, 1):
             before += stream.push(token)
-            if reasoning.end in before:
+            if any(mark in before for mark in (reasoning.end, *self.calls_end_reasoning)):
                 return number
         return len(tokens)
 
-    def reader(self, live: bool) -> AnswerReader:
-        """Return a reader of one answer; live: calls that are held to a grammar go out before they are whole."""
-        return AnswerReader(self, live and self.held)
+    @property
+    def calls_end_reasoning(self) -> tuple[str, ...]:
+        """Return what ends the reasoning without its end mark; a grammar waits for that."""
+        return self.format.ends_reasoning if self.format and self.tools and not self.held else ()
+
+    def reader(self) -> AnswerReader:
+        """Return a reader of one answer."""
+        return AnswerReader(self)
 
 
 @dataclass
@@ -140,14 +145,16 @@ def _split(text: str, marks: re.Pattern[str], longest: int) -> tuple[int, int]:
 class AnswerReader:
     """The reader of one answer; num_calls, num_malformed: what it has found so far."""
 
-    def __init__(self, plan: AnswerPlan, live: bool) -> None:
-        self._plan, self._live = plan, live
+    def __init__(self, plan: AnswerPlan) -> None:
+        self._plan, self._live = plan, plan.held
         self.num_calls = self.num_malformed = self._number = 0
         self._buffer = ""
+        self._thought: list[str] = []
         self._state: Literal["before", "reasoning", "answer"] = "answer"
         if plan.reasoning is not None:
             self._state = "reasoning" if plan.opened else "before"
-            self._end = re.compile(re.escape(plan.reasoning.end))
+            ends = (plan.reasoning.end, *plan.calls_end_reasoning)
+            self._end, self._longest_end = re.compile("|".join(map(re.escape, ends))), max(map(len, ends))
         self._reasoning, self._content = _Trimmed(True), _Trimmed(False)
         self._source = Source(plan.tools)
         self._reading: Reading[None] | None = None
@@ -195,11 +202,15 @@ class AnswerReader:
 
     def _in_reasoning(self, ended: bool) -> Iterator[Part]:
         assert self._plan.reasoning is not None
-        end = self._plan.reasoning.end
-        at, behind = _split(self._buffer, self._end, len(end))
+        at, behind = _split(self._buffer, self._end, self._longest_end)
         at = len(self._buffer) if ended and behind < 0 else at
+        if behind >= 0 and self._buffer[at:behind] != self._plan.reasoning.end:
+            behind = at  # a call, which is part of the answer
+        self._thought.append(self._buffer[:at])
         if text := self._reasoning.push(self._buffer[:at]):
             yield Part("reasoning", text)
+        if ended and behind < 0 and self._plan.tools:  # calls that nobody gets
+            self.num_malformed += len(self._starts.findall("".join(self._thought)))
         self._buffer = self._buffer[at:] if behind < 0 else self._buffer[behind:]
         if behind >= 0:
             self._content.cut()

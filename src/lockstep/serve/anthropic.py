@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from lockstep.serve.blocks import Block, BlockAnswer, BlockEvent, chat_form
 from lockstep.serve.bodies import BadRequest, Unsupported, error_response
+from lockstep.serve.messages import partial_json
 from lockstep.serve.openai_chat import ChatBody
 from lockstep.serve.service import Service
 from lockstep.serve.stream import Stream, StreamError
@@ -272,6 +273,14 @@ def _block(block: Block) -> dict[str, Any]:
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": block.text, "signature": ""}
     if block.kind == "call":
-        value = json.loads(block.text) if block.text else {}
-        return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": value}
+        return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _input(block.text)}
     return {"type": "text", "text": block.text}
+
+
+def _input(arguments: str) -> Any:
+    """Return a call's arguments: the text that a stream has, where it is JSON; of one cut short, what it has."""
+    try:
+        json.loads(arguments)
+        return msgspec.Raw(arguments.encode())
+    except (ValueError, RecursionError):
+        return partial_json(arguments) or {}

@@ -105,14 +105,14 @@ class BlockAnswer(TokenResponse):
     async def whole(self) -> Response:
         async for _ in self._stream:
             pass
-        reader = self._plan.reader(live=False)
+        reader = self._plan.reader()
         for part in [*reader.push(self._stream.choices[0].text), *reader.finish()]:
             list(self._take(part))
         self._ended(reader)
         return json_response(self.value())
 
     async def events(self) -> AsyncIterator[bytes]:
-        reader = self._plan.reader(live=True)
+        reader = self._plan.reader()
         try:
             yield _encoded(self.opening())
             async for deltas in self._stream:

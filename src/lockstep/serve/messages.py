@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pydantic_core
+
 from lockstep.serve.bodies import BadRequest
 from lockstep.serve.chat import ChatError
 from lockstep.serve.service import Service
@@ -72,7 +74,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
         if role == "developer":  # OpenAI's newer name of it, which templates do not know
             kept["role"] = "system"
         if "tool_calls" in kept:
-            _check_tool_calls(kept["tool_calls"], f"{where}.tool_calls")
+            kept["tool_calls"] = _tool_calls(kept["tool_calls"], f"{where}.tool_calls")
         if kept.get("tool_calls") and not kept.get("content") and (thought := _thought(kept)):
             kept["thinking"] = thought  # as GPT-OSS's template calls it
         if "content" in kept or not kept.get("tool_calls"):
@@ -146,20 +148,37 @@ def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": function.get("name"), "arguments": arguments, "id": call.get("id")}
 
 
-def _check_tool_calls(value: Any, where: str) -> None:
-    """Raise BadRequest for what are no tool calls, and for arguments that are no object, as JSON or as its text."""
+def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
+    """Return tool calls whose arguments are an object, or the JSON of one. Raises BadRequest for others."""
     if not isinstance(value, list) or not all(isinstance(call, dict) for call in value):
         raise _wrong(where, "a list of objects", value)
-    for index, call in enumerate(value):
-        function = call.get("function")
-        arguments = function.get("arguments") if isinstance(function, dict) else None
-        arguments = {} if arguments is None else arguments
+    return [_tool_call(call, f"{where}[{index}].function") for index, call in enumerate(value)]
+
+
+def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict):
+        return call
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
         try:
-            given = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+            if isinstance(json.loads(arguments), dict):
+                return call
         except (ValueError, RecursionError):
-            raise _wrong(f"{where}[{index}].function.arguments", "JSON", arguments) from None
-        if not isinstance(given, dict):
-            raise _wrong(f"{where}[{index}].function.arguments", "JSON of an object", arguments)
+            pass
+        try:
+            arguments = partial_json(arguments)
+        except ValueError:
+            raise _wrong(f"{where}.arguments", "JSON", arguments) from None
+    arguments = {} if arguments is None else arguments
+    if not isinstance(arguments, dict):
+        raise _wrong(f"{where}.arguments", "JSON of an object", arguments)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def partial_json(text: str) -> Any:
+    """Return the value of JSON that is cut short, as calls are at `max_tokens`; None of nothing. Raises ValueError."""
+    return pydantic_core.from_json(text, allow_partial="trailing-strings") if text.strip() else None
 
 
 def _wrong(where: str, expected: str, found: Any) -> BadRequest:

@@ -131,10 +131,10 @@ class ChatFormat(AnswerFormat):
     def __init__(self, body: ChatBody, service: Service, stream: Stream, request_id: str):
         super().__init__(body, service, stream, request_id)
         self._plan, self._request_id = stream.prompts[0].plan, request_id
-        self._readers = [self._plan.reader(live=True) for _ in stream.choices]
+        self._readers = [self._plan.reader() for _ in stream.choices]
 
     async def choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        reader = self._plan.reader(live=False)
+        reader = self._plan.reader()
         answer = joined([*reader.push(choice.text), *reader.finish()])
         message: dict[str, Any] = {"role": "assistant", "content": answer.content}
         if self._plan.reasoning is not None:

@@ -166,7 +166,7 @@ def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
-    text = function["arguments"] or "{}"
+    text = function["arguments"]
     return {**call, "function": {**function, "arguments": _Arguments(json.loads(text), text)}}
 
 

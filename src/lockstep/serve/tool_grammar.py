@@ -13,7 +13,8 @@ from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.serve.answer_reader import AnswerPlan
 from lockstep.serve.bodies import BadRequest
 from lockstep.serve.reasoning import ReasoningFormat
-from lockstep.serve.tool_formats.base import ARGUMENTS, KEY, NAME, NUMBER, VALUE, ToolFormat, is_text
+from lockstep.serve.tool_formats.arguments import branches, choices, kinds, properties, written
+from lockstep.serve.tool_formats.base import ARGUMENTS, KEY, NAME, NUMBER, VALUE, ToolFormat
 from lockstep.serve.tools import Tools
 
 _MOST_CALLS = 32  # of an answer
@@ -121,17 +122,12 @@ class _Lark:
     def _arguments(self, format: ToolFormat, schema: Mapping[str, Any]) -> str:
         if not format.argument:
             return _json({"type": "object", **schema})
-        properties = schema.get("properties")
-        if not isinstance(properties, Mapping):  # nothing is known of them
+        inner = properties(schema)
+        if inner is None:  # nothing is known of them
             return f"({self._argument(format, _ANY_KEY, None)})*"
         found = []
-        for key, value in properties.items():
-            shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-            inner = {**shared, **value} if isinstance(value, Mapping) else {}
-            if is_text(schema, key) and not inner.keys() & {"enum", "const"}:
-                argument = self._argument(format, _quoted(key), None)
-            else:
-                argument = self._argument(format, _quoted(key), self._inner(inner, is_text(schema, key)))
+        for key, value in inner.items():
+            argument = self._argument(format, _quoted(key), self._inner(value, schema))
             found.append(argument if key in schema.get("required", ()) else f"({argument})?")
         return " ".join(found) or '""'
 
@@ -143,14 +139,19 @@ class _Lark:
         head = self._parts(format, format.argument[:at], {KEY: key})
         return " ".join([head, *parts, *(self._part(format, part) for part in rest)])
 
-    def _inner(self, schema: Mapping[str, Any], is_text: bool) -> str:
-        """Return a value: JSON, or one of the schema's texts as it is."""
-        if not is_text:
-            return self._rule(_json(schema))
-        choices = schema.get("enum")
-        if not isinstance(choices, list) or not choices:
-            choices = [schema.get("const")]
-        return self._rule(" | ".join(_quoted(str(each)) for each in choices))
+    def _inner(self, schema: Any, function: Mapping[str, Any]) -> str | None:
+        """Return a value: JSON, or one of the schema's texts as it is; None for any text."""
+        shared = {name: function[name] for name in ("$defs", "definitions") if name in function}
+        expressions = []
+        for branch in branches(schema, function):
+            values = choices(branch)
+            if values is not None:
+                expressions += [_quoted(written(value)) for value in values]
+            elif "string" in (kinds(branch, function) or ()):
+                return None
+            else:
+                expressions.append(self._rule(_json({**shared, **branch})))
+        return self._rule(" | ".join(expressions))
 
     def calls(
         self, format: ToolFormat, schemas: Mapping[str, Mapping[str, Any]], single: bool, headless: bool = False

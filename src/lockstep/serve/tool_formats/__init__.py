@@ -12,10 +12,10 @@ from lockstep.serve.tool_formats.kimi import KIMI
 from lockstep.serve.tool_formats.mistral import MISTRAL, MISTRAL_ARGS
 from lockstep.serve.tool_formats.plain_json import JSON, LLAMA3
 from lockstep.serve.tool_formats.pythonic import PYTHONIC
-from lockstep.serve.tool_formats.tagged import GLM, QWEN3_CODER
+from lockstep.serve.tool_formats.tagged import GLM, QWEN3_CODER, SEED
 
 # In the order in which a template is looked at: what tells more comes first.
-_OF_MARKS = (MISTRAL_ARGS, MISTRAL, DEEPSEEK_V3, DEEPSEEK_V31, KIMI, HARMONY, GLM, QWEN3_CODER, GRANITE, HERMES)
+_OF_MARKS = (MISTRAL_ARGS, MISTRAL, DEEPSEEK_V3, DEEPSEEK_V31, KIMI, HARMONY, GLM, SEED, QWEN3_CODER, GRANITE, HERMES)
 _ALL = (*_OF_MARKS, PYTHONIC, LLAMA3, JSON)
 FORMATS = {each.name: each for each in _ALL}
 

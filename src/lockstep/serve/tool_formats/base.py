@@ -257,13 +257,6 @@ def decoded(text: str) -> Any:
         raise Malformed from None
 
 
-def is_text(schema: Mapping[str, Any], argument: str) -> bool:
-    """Return whether a function's schema has a text as this argument."""
-    properties = schema.get("properties")
-    found = properties.get(argument) if isinstance(properties, Mapping) else None
-    return isinstance(found, Mapping) and found.get("type") == "string"
-
-
 def _refuse(constant: str) -> None:
     raise ValueError(constant)  # NaN and Infinity, which clients' JSON does not have
 
@@ -272,16 +265,17 @@ def _refuse(constant: str) -> None:
 class ToolFormat:
     """How a family of models writes tool calls.
 
-    name: of --tool-call-parser. template: texts of a chat template, all of which tell that its model writes so; none:
-    the format is only used where it is named. starts: what begins calls, anywhere in an answer. opening: characters
-    that begin them at the answer's own beginning; "" for none. read: reads the calls that begin together. marks: of
-    `call`, those that a tokenizer may have as one token. call: the parts of one call as the model is trained to write
-    it, with NAME and ARGUMENTS, for grammars; none: a grammar holds the model to the plain JSON convention. around:
-    what begins and ends several calls, and what parts them. argument: the parts of one argument, with KEY and VALUE,
-    where arguments are no JSON object; what follows VALUE ends a text. id_length: characters of a call's id. id: its
-    form, with {name} and {number}, of those in the chat. instructs: the chat template knows no tools, so that a system
-    message describes them. answer: what begins an answer's text where all of it is in this format, with tools or
-    without, and ends with a call.
+    name: of --tool-call-parser. template: texts of a chat template, all of which tell that its model writes so;
+    none: the format is only used where it is named. starts: what begins calls, anywhere in an answer. opening:
+    characters that begin them at the answer's own beginning; "" for none. read: reads the calls that begin
+    together. ends_reasoning: what begins calls inside of reasoning too, which the model did not end. marks: of
+    `call`, those that a tokenizer may have as one token. call: the parts of one call as the model is trained to
+    write it, with NAME and ARGUMENTS, for grammars; none: a grammar holds the model to the plain JSON convention.
+    around: what begins and ends several calls, and what parts them. argument: the parts of one argument, with KEY
+    and VALUE, where arguments are no JSON object; what follows VALUE ends a text. id_length: characters of a call's
+    id. id: its form, with {name} and {number}, of those in the chat. instructs: the chat template knows no tools,
+    so that a system message describes them. answer: what begins an answer's text where all of it is in this format,
+    with tools or without, and ends with a call.
     """
 
     name: str
@@ -289,6 +283,7 @@ class ToolFormat:
     starts: tuple[str, ...]
     read: Callable[[Source], Reading[None]]
     opening: str = ""
+    ends_reasoning: tuple[str, ...] = ()
     marks: tuple[str, ...] = ()
     call: tuple[str, ...] = ()
     around: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]] = ((), (), ())

@@ -24,6 +24,7 @@ KIMI = ToolFormat(
     template=(_CALLS,),
     starts=(_CALLS,),
     read=_read,
+    ends_reasoning=(_CALLS,),
     marks=(_CALLS, _CALLS_END, _CALL, _CALL_END, _ARGUMENTS),
     call=(_CALL, "functions.", NAME, ":", NUMBER, _ARGUMENTS, ARGUMENTS, _CALL_END),
     around=((_CALLS,), (), (_CALLS_END,)),

@@ -1,12 +1,15 @@
-"""Llama 3.2 and 4: `[name(argument="value"), other()]`, Python that is read and never run."""
+"""Llama 3.2 and 4: `[name(argument="value"), other()]`, Python that is read and never run.
+
+JSON's `true`, `false` and `null` are taken in it, and line ends in strings.
+"""
 
 from __future__ import annotations
 
 import ast
-import json
 import re
 from typing import Any
 
+from lockstep.serve.tool_formats.arguments import dumped
 from lockstep.serve.tool_formats.base import Event, Malformed, Reading, Source, ToolFormat
 
 _BEGIN, _END = "<|python_start|>", "<|python_end|>"
@@ -15,6 +18,7 @@ _HALF_HEAD = re.compile(r"\[\s*(?:[A-Za-z_][\w.]*)?")
 _PART = re.compile(r"""[^"'()\[\]{}]*""")
 _STRING = {quote: re.compile(rf"(?:[^{quote}\\]|\\.)*", re.DOTALL) for quote in "\"'"}
 _DEEPEST = 64
+_WORDS = {"true": True, "false": False, "null": None}
 
 
 def _read(source: Source) -> Reading[None]:
@@ -58,12 +62,34 @@ def _skip(source: Source) -> Reading[None]:
 def _calls(text: str) -> list[tuple[str, str]]:
     """Return names and arguments. Raises Malformed for Python that is no list of calls with plain values."""
     try:
-        tree = ast.parse(text, mode="eval").body
+        tree = _Words().visit(ast.parse(_one_line(text), mode="eval").body)
         if not isinstance(tree, ast.List):
             raise Malformed
         return [_call(node) for node in tree.elts]
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         raise Malformed from None
+
+
+def _one_line(text: str) -> str:
+    """Return Python whose line ends in strings are escapes, and those outside of them spaces."""
+    parts, quote, at = [], "", 0
+    while at < len(text):
+        found = (_STRING[quote] if quote else _PART).match(text, at)
+        assert found is not None
+        end = found.end() + 1
+        part = text[at:end].replace("\r", "\\r" if quote else " ")
+        parts.append(part.replace("\n", "\\n" if quote else " "))
+        if text[end - 1 : end] in ("'", '"'):
+            quote = "" if quote else text[end - 1 : end]
+        at = end
+    return "".join(parts)
+
+
+class _Words(ast.NodeTransformer):
+    """JSON's constants as Python's."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.copy_location(ast.Constant(_WORDS[node.id]), node) if node.id in _WORDS else node
 
 
 def _call(node: ast.expr) -> tuple[str, str]:
@@ -74,7 +100,7 @@ def _call(node: ast.expr) -> tuple[str, str]:
         if keyword.arg is None or keyword.arg in arguments:
             raise Malformed
         arguments[keyword.arg] = ast.literal_eval(keyword.value)
-    return ast.unparse(node.func), json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    return ast.unparse(node.func), dumped(arguments)
 
 
 PYTHONIC = ToolFormat(

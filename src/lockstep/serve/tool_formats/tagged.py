@@ -1,37 +1,18 @@
-"""GLM 4.5 and Qwen3-Coder: calls whose arguments stand each between tags of its own."""
+"""GLM 4.5, Qwen3-Coder and Seed-OSS: calls whose arguments stand each between tags of its own."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from lockstep.serve.tool_formats.base import (
-    ARGUMENTS,
-    KEY,
-    NAME,
-    VALUE,
-    Event,
-    Malformed,
-    Reading,
-    Source,
-    ToolFormat,
-    decoded,
-    is_text,
-)
+from lockstep.serve.tool_formats.arguments import coerced, dumped
+from lockstep.serve.tool_formats.base import ARGUMENTS, KEY, NAME, VALUE, Event, Malformed, Reading, Source, ToolFormat
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _KEY, _KEY_END = "<arg_key>", "</arg_key>"
 _VALUE, _VALUE_END = "<arg_value>", "</arg_value>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
-
-
-def _value(text: str) -> Any:
-    """Return an argument: JSON where it is, else the text; a number of which the function wants a text is one."""
-    try:
-        return decoded(text)
-    except Malformed:
-        return text
+_SEED, _SEED_END = "<seed:tool_call>", "</seed:tool_call>"
 
 
 def _read_glm(source: Source) -> Reading[None]:
@@ -47,13 +28,34 @@ def _read_glm(source: Source) -> Reading[None]:
         yield from source.expect(_VALUE_END)
         _add(source, name.strip(), arguments, key.strip(), value)
         yield from source.space()
-    yield Event("arguments", json.dumps(arguments, ensure_ascii=False))
+    yield Event("arguments", dumped(arguments))
     yield from source.expect(_END)
 
 
 def _read_qwen(source: Source) -> Reading[None]:
-    yield from source.expect(_BEGIN)
+    return _read_functions(source, _BEGIN, _END)
+
+
+def _read_seed(source: Source) -> Reading[None]:
+    return _read_functions(source, _SEED, _SEED_END)
+
+
+def _read_functions(source: Source, begin: str, end: str) -> Reading[None]:
+    is_marked = yield from source.follows(begin)  # Qwen3-Coder often leaves it out
     yield from source.expect(_FUNCTION)
+    head = source.at
+    try:
+        yield from _read_function(source)
+    except Malformed:
+        raise Malformed(head) from None  # else the name would begin another call
+    if is_marked:
+        yield from source.close(end)
+    else:
+        yield from source.space()
+        yield from source.follows(end)
+
+
+def _read_function(source: Source) -> Reading[None]:
     name = yield from source.until(">")
     yield Event("name", source.known(name.strip()))
     yield from source.expect(">")
@@ -67,15 +69,14 @@ def _read_qwen(source: Source) -> Reading[None]:
         # A line's end on both sides belongs to the tags.
         _add(source, name.strip(), arguments, key.strip(), value.removeprefix("\n").removesuffix("\n"))
         yield from source.space()
-    yield Event("arguments", json.dumps(arguments, ensure_ascii=False))
+    yield Event("arguments", dumped(arguments))
     yield from source.expect(_FUNCTION_END)
-    yield from source.close(_END)
 
 
 def _add(source: Source, function: str, arguments: dict[str, Any], key: str, text: str) -> None:
     if not key or key in arguments:
         raise Malformed
-    arguments[key] = text if is_text(source.tools[function], key) else _value(text)
+    arguments[key] = coerced(text, source.tools[function], key)
 
 
 GLM = ToolFormat(
@@ -91,10 +92,21 @@ GLM = ToolFormat(
 QWEN3_CODER = ToolFormat(
     name="qwen3_coder",
     template=(_FUNCTION, _PARAMETER),
-    starts=(_BEGIN,),
+    starts=(_BEGIN, _FUNCTION),
     read=_read_qwen,
+    ends_reasoning=(f"{_BEGIN}\n{_FUNCTION}",),
     marks=(_BEGIN, _END),
     call=(_BEGIN, f"\n{_FUNCTION}", NAME, ">\n", ARGUMENTS, f"{_FUNCTION_END}\n", _END),
     around=((), ("\n",), ()),
     argument=(_PARAMETER, KEY, ">\n", VALUE, f"\n{_PARAMETER_END}\n"),
+)
+SEED = ToolFormat(
+    name="seed_oss",
+    template=(_SEED,),
+    starts=(_SEED,),
+    read=_read_seed,
+    marks=(_SEED, _SEED_END),
+    call=(_SEED, f"\n{_FUNCTION}", NAME, ">\n", ARGUMENTS, f"{_FUNCTION_END}\n", _SEED_END),
+    around=((), ("\n",), ()),
+    argument=(_PARAMETER, KEY, ">", VALUE, f"{_PARAMETER_END}\n"),
 )
