@@ -33,6 +33,7 @@ from lockstep.artifacts.dtypes import PRECISION_NAMES
 from lockstep.errors import InputError
 from lockstep.export import collector
 from lockstep.export.attention_hook import HOOK, unpacked
+from lockstep.export.bfloat16 import widen_unsupported
 from lockstep.export.embedding import at_entry, is_changed
 from lockstep.export.float64_constants import float64_constants
 from lockstep.export.known import shape_of
@@ -282,6 +283,7 @@ def _export(module: _Packed, inputs: dict[str, torch.Tensor], outputs: Sequence[
                 if isinstance(getattr(value.const_value, "raw", None), FakeTensor):
                     value.const_value = None  # a fake weight has no value; folding must not read it
             onnxscript.optimizer.optimize_ir(model)
+            widen_unsupported(model)
     except Exception as error:  # whatever a model's code raises under trace is the reason why it is refused
         traced = module.model_under_trace
         reason = known_reason(traced) or (
