@@ -90,7 +90,7 @@ def answers(engine: Engine, requests: list[Request]) -> dict[tuple[int, int], tu
 
 
 def request(model: Model, tokenizer: Tokenizer, grammar: Grammar | None, **given: Any) -> Request:
-    stop_ids = frozenset(model.eos_token_ids)
+    stop_ids = given.pop("stop_ids", frozenset(model.eos_token_ids))
     return Request(tokenizer.encode(PROMPT), given.pop("max_new_tokens", 150), None, stop_ids, grammar=grammar, **given)
 
 
@@ -126,6 +126,18 @@ def test_other_requests_of_a_step_keep_their_bits(model: Model, tokenizer: Token
     for (tokens, logits), (expected_tokens, expected) in zip(beside, alone, strict=True):
         assert tokens == expected_tokens
         np.testing.assert_array_equal(logits, expected)
+
+
+def test_a_stop_id_that_is_text_ends_no_answer_before_its_grammar(
+    model: Model, tokenizer: Tokenizer, grammars: Compiler
+) -> None:
+    """As of models whose end tokens are in the vocabulary as text, and of a client's stop_token_ids."""
+    grammar = Grammar("json_schema", json.dumps({"type": "string", "minLength": 20, "maxLength": 20}))
+    ((whole, _),) = answers(Engine(model, grammars=grammars), [request(model, tokenizer, grammar)]).values()
+    stops = frozenset(whole[2:-3])  # of the text, without its quotes
+    stopped = request(model, tokenizer, grammar, stop_ids=frozenset(model.eos_token_ids) | stops)
+    ((tokens, finish),) = answers(Engine(model, grammars=grammars), [stopped]).values()
+    assert len(json.loads(tokenizer.text(tokens))) == 20 and not stops & set(tokens) and finish != "max_new_tokens"
 
 
 def test_choices_follow_the_grammar_each_for_itself(model: Model, tokenizer: Tokenizer, grammars: Compiler) -> None:

@@ -48,7 +48,12 @@ def client(server: RealServer) -> Iterator[openai.OpenAI]:
 
 
 def send(server: RealServer, path: str, body: dict[str, Any], key: str = "a-key") -> tuple[int, bytes]:
-    headers = {"x-api-key": key, "anthropic-version": "2023-06-01", "X-Request-Id": "mine"}
+    headers = {
+        "x-api-key": key,
+        "Authorization": f"Bearer {key}",
+        "anthropic-version": "2023-06-01",
+        "X-Request-Id": "mine",
+    }
     status, _, data = server.request("POST", path, body, headers)
     return status, data
 
@@ -178,10 +183,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an image": (
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
         "messages[0].content[0]: expected a block of text",
-    ),
-    "a result without a call": (
-        {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "x"}]}]},
-        "messages: as a chat: messages[0]: expected a tool's result after",
     ),
     "an effort that is none": ({"output_config": {"effort": "most"}}, "output_config: expected none, minimal"),
     "servers of others": ({"mcp_servers": [{"url": "a"}]}, "mcp_servers: not supported"),
@@ -313,24 +314,97 @@ def test_a_response_with_reasoning_and_a_form(client: openai.OpenAI) -> None:
     assert json.loads(found.output_text) == {"a": "b"}
 
 
-STATE = {"store": True, "previous_response_id": "resp_1", "conversation": "conv_1", "background": True}
+# What Codex CLI sends (codex-rs/codex-api/src/common.rs and codex-rs/tools/src/tool_spec.rs of openai/codex).
+CODEX: dict[str, Any] = {
+    "model": "scripted",
+    "instructions": "You are a coding agent.",
+    "input": [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "<permissions>"}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": prompt(ANSWERS[310])}]},
+    ],
+    "tools": [
+        {**FLAT[0], "strict": False},
+        {**FLAT[1], "strict": False},
+        {"type": "web_search", "external_web_access": False},
+        {"type": "custom", "name": "apply_patch", "description": "Edit files.",
+         "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.*/"}},
+        {"type": "namespace", "name": "mcp__files", "description": "Files.", "tools": [FLAT[0]]},
+        {"type": "tool_search", "execution": "client", "description": "Find tools.", "parameters": {"type": "object"}},
+        {"type": "image_generation", "output_format": "png"},
+    ],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "reasoning": {"effort": "medium", "summary": "auto"},
+    "store": False,
+    "stream": True,
+    "include": ["reasoning.encrypted_content"],
+    "service_tier": "priority",
+    "prompt_cache_key": "019a-7c",
+    "text": {"verbosity": "low"},
+    "client_metadata": {"x-codex-installation-id": "a"},
+}  # fmt: skip
+
+
+def test_the_request_of_codex_gets_an_answer(server: RealServer) -> None:
+    status, data = send(server, "/v1/responses", CODEX)
+    assert status == 200, data
+    events = [json.loads(event.split("\ndata: ")[1]) for event in data.decode().split("\n\n")[:-1]]
+    response = events[-1]["response"]
+    assert (events[-1]["type"], response["status"]) == ("response.completed", "completed")
+    left_out = "'custom', 'image_generation', 'namespace', 'tool_search', 'web_search'"
+    assert response["metadata"] == {
+        "warning": f"tools of these types are left out, for this server runs none: {left_out}"
+    }
+    reasoning, call = response["output"]
+    assert (call["type"], call["name"], call["arguments"]) == ("function_call", "time", "{}")
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "noon"}
+    again = {**CODEX, "input": [*CODEX["input"], {**reasoning, "encrypted_content": None}, call, result]}
+    assert send(server, "/v1/responses", {**again, "max_output_tokens": 1})[0] == 200
+    only = {**CODEX, "tools": CODEX["tools"][2:], "stream": False}
+    assert json.loads(send(server, "/v1/responses", only)[1])["output"][1]["type"] == "message"
+
+
+def test_what_clients_send_though_it_is_not_quite_right_is_taken_and_said_once(server: RealServer) -> None:
+    user = {"role": "user", "content": "x"}
+    result = {"role": "tool", "tool_call_id": "gone", "content": "noon"}
+    nulls = {"type": "object", "properties": None, "required": None}
+    tool = {"type": "function", "function": {"name": "f", "parameters": nulls}}
+    chat = {"model": "scripted", "messages": [user], "max_tokens": 1}
+    orphan = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "gone", "content": "noon"}]}
+    for body in (
+        {**chat, "seed": -1},
+        {**chat, "max_tokens": -1, "stop_token_ids": list(range(100))},
+        {**chat, "messages": [result, user]},
+        {**chat, "messages": [{**user, "content": prompt(ANSWERS[140])}], "tools": [tool], "tool_choice": "any"}
+        | {"max_tokens": 64, "parallel_tool_calls": False},
+    ):
+        status, data = send(server, "/v1/chat/completions", body)
+        assert status == 200, data
+    ((call,),) = [choice["message"]["tool_calls"] for choice in json.loads(data)["choices"]]
+    assert call["function"]["name"] == "f"
+    for body in ({"store": True}, {"truncation": "auto"}):
+        status, data = send(
+            server, "/v1/responses", {"model": "scripted", "input": "x", "max_output_tokens": 1, **body}
+        )
+        answer = json.loads(data)
+        assert (status, answer["store"], answer["truncation"]) == (200, False, "disabled")
+    assert send(server, "/v1/messages", {"model": "scripted", "max_tokens": 1, "messages": [orphan]})[0] == 200
+    log = server.stderr
+    for line in ("seed -1 is", "max_tokens -1", "a tool's result without", "null as properties", '"any"', "store true"):
+        assert log.count(line) == 1, (line, log)
+
+
+STATE = {"previous_response_id": "resp_1", "conversation": "conv_1", "background": True}
 WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
     **{name: ({name: value}, name, "keeps nothing between requests") for name, value in STATE.items()},
     "what to include": ({"include": ["file_search_call.results"]}, "include", "found 'file_search_call.results'"),
-    "a tool of the provider": ({"tools": [{"type": "web_search"}]}, "tools", "found 'web_search': this server runs"),
     "an item that is none": ({"input": [{"type": "item_reference", "id": "a"}]}, "input", "found 'item_reference'"),
-    "a result without a call": (
-        {"input": [{"type": "function_call_output", "call_id": "a", "output": "x"}]},
-        "input",
-        "input: as a chat: messages[0]: expected a tool's result after",
-    ),
     "too many tokens": ({"max_output_tokens": 9999}, "max_output_tokens", "max_output_tokens: expected 1 to"),
     "a schema that is none": (
         {"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "nonsense"}}}},
         "text",
         "text: expected a grammar that llguidance takes",
     ),
-    "truncation": ({"truncation": "auto"}, "truncation", "not supported"),
     "a form that is none": ({"text": {"format": {"type": "xml"}}}, "text", "found 'xml'"),
 }
 

@@ -117,7 +117,7 @@ def test_each_front_end_has_one_and_a_refusal_its_error(server: RealServer, rece
     assert (attributes["gen_ai.response.id"], attributes["url.path"]) == ("mine", "/v2/models/ensemble/generate")
 
     server.request("GET", "/nothing")  # has no span: it asks for no tokens
-    server.request("POST", "/v1/completions", {"prompt": PROMPT, "max_tokens": -1})
+    server.request("POST", "/v1/completions", {"prompt": PROMPT, "max_tokens": -2})
     span, attributes, _ = receiver.span()
     assert attributes["http.response.status_code"] == 400 and attributes["error.type"]
     assert "gen_ai.usage.output_tokens" not in attributes and span.status.code == span.status.STATUS_CODE_UNSET

@@ -86,7 +86,7 @@ class ActiveChoice:
         elif self.request.choose is not None:
             sampled = Sampled(int(self.request.choose(row)))
         else:
-            if matcher is not None and (allowed := matcher.allowed()) is None:
+            if matcher is not None and (allowed := matcher.allowed(self.request.stop_ids)) is None:
                 return Sampled(-1), "grammar_error"
             forbidden = self.bad_words.tokens() if self.bad_words is not None else ()
             sampled = self.sampler(row, self.scheduled.num_computed, allowed, forbidden)

@@ -10,6 +10,7 @@ import pydantic_core
 
 from lockstep.serve.bodies import BadRequest
 from lockstep.serve.chat import ChatError
+from lockstep.serve.say import say_once
 from lockstep.serve.service import Service
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -68,8 +69,8 @@ def _messages(value: Any) -> list[dict[str, Any]]:
         role = message.get("role") if isinstance(message, dict) else None
         if role not in _ROLES:
             raise _wrong(where, f"an object with a role: {', '.join(_ROLES)}", role)
-        if role == "tool":
-            _check_result(message, messages, where)
+        if role == "tool" and not _has_call(message, messages):
+            say_once("a tool's result without its call, as of a trimmed chat, goes to the chat template as it is")
         kept = {name: entry for name, entry in message.items() if entry is not None}
         if role == "developer":  # OpenAI's newer name of it, which templates do not know
             kept["role"] = "system"
@@ -109,16 +110,11 @@ def _part(part: Any, where: str) -> str:
     return text
 
 
-def _check_result(message: Mapping[str, Any], before: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Raise BadRequest for a tool's result without a call of an assistant before it."""
-    nobody: Mapping[str, Any] = {}
-    calling = next((each for each in reversed(before) if each["role"] != "tool"), nobody)
-    calls = calling.get("tool_calls") if calling.get("role") == "assistant" else None
-    if not calls:
-        raise _wrong(where, "a tool's result after an assistant's message with tool_calls", "none before it")
-    ids, id = [call.get("id") for call in calls], message.get("tool_call_id")
-    if id is not None and id not in ids and None not in ids:
-        raise _wrong(f"{where}.tool_call_id", "the id of one of the tool_calls before it", id)
+def _has_call(message: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a tool's result comes after an assistant's message with its call."""
+    calling: Mapping[str, Any] = next((other for other in reversed(before) if other["role"] != "tool"), {})
+    ids = [call.get("id") for call in calling.get("tool_calls") or ()]
+    return bool(ids) and (message.get("tool_call_id") in (None, *ids) or None in ids)
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from lockstep.runtime.checks import check_ranges, expect, expect_tokens
 from lockstep.runtime.request import Request
 from lockstep.serve.bodies import BadRequest, Unsupported, bad_request
 from lockstep.serve.grammar import grammar_of
+from lockstep.serve.say import say_once
 from lockstep.serve.service import Service
 from lockstep.serve.stream import PromptRequest
 from lockstep.serve.words import check_words
@@ -95,7 +96,11 @@ class Parameters(msgspec.Struct, kw_only=True):
     @property
     def most_tokens(self) -> int | None:
         """Return how many tokens an answer may have; None for as many as fit."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        if most != -1:
+            return most
+        say_once("max_tokens -1 is taken as null: as many tokens as fit")
+        return None
 
     @property
     def include_usage(self) -> bool:
@@ -167,8 +172,15 @@ def _sampling(body: Parameters) -> Sampling:
     given |= {"top_k": max(0, body.top_k or 0), "logprobs": body.num_logprobs}  # top_k: -1 is all too
     given["bad_words"] = tuple(body.bad_words or ())
     given.setdefault("temperature", 1.0)
+    if given.get("seed") == -1:
+        say_once("seed -1 is taken as null: one is drawn")
+        del given["seed"]
     given.setdefault("seed", secrets.randbits(63))
     bias = body.logit_bias or {}
     if not all(map(_TOKEN.fullmatch, bias)):
         raise InputError("logit_bias: expected token ids 0 to the last one, found another name")
-    return Sampling(**given, logit_bias={int(token): value for token, value in bias.items()})
+    biases = {int(token): value for token, value in bias.items()}
+    if len(biases) < len(bias):
+        twice = next(token for token in bias if token != str(int(token)))
+        raise InputError(f"logit_bias: expected each token once, found {int(twice)} also as {twice!r}")
+    return Sampling(**given, logit_bias=biases)

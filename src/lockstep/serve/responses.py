@@ -1,4 +1,7 @@
-"""OpenAI's Responses API without state, as an adapter to chats: bodies in; items out, whole or as typed events."""
+"""OpenAI's Responses API without state, as an adapter to chats: bodies in; items out, whole or as typed events.
+
+What Codex sends is taken: tools that a provider runs are left out, and the answer's metadata says so.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,12 @@ import msgspec
 from lockstep.serve.blocks import Block, BlockAnswer, BlockEvent, chat_form, renamed
 from lockstep.serve.bodies import BadRequest, Unsupported, error_response
 from lockstep.serve.openai_chat import ChatBody
+from lockstep.serve.say import say_once
 from lockstep.serve.service import Service
 from lockstep.serve.stream import Stream, StreamError
 
 # Fields that ask for something that is kept between requests, and the values that do not.
 _STATE: Mapping[str, tuple] = {
-    "store": (None, False),
     "previous_response_id": (None,),
     "conversation": (None,),
     "background": (None, False),
@@ -30,7 +33,6 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     """The body of POST /v1/responses."""
 
     UNSUPPORTED: ClassVar[Unsupported] = {
-        "truncation": (None, "disabled"),
         "top_logprobs": (None, 0),
         "max_tool_calls": (None,),
         "stream_options": (None, {}, {"include_obfuscation": False}),
@@ -57,6 +59,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     include: list[str] | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
+    truncation: str | None = None
     previous_response_id: Any = None
     conversation: Any = None
     background: bool | None = None
@@ -71,27 +74,49 @@ def responses_chat(body: ResponsesBody) -> ChatBody:
             raise BadRequest(f"{name}: {said}", name)
     if unknown := [each for each in body.include or () if each not in _INCLUDE]:
         raise BadRequest(f"include: expected {_INCLUDE[0]} alone, found {unknown[0][:60]!r}", "include")
-    messages = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+    if body.store:
+        say_once("store true is taken, and answered as not stored: nothing is kept between requests")
+    if body.truncation not in (None, "disabled"):
+        say_once("truncation is taken as disabled: an input that is too long is refused")
+    tools = [tool for tool in body.tools or () if tool.get("type") == "function"]
+    messages = _messages(body.input)
     return ChatBody(
-        messages=[*messages, *_messages(body.input)],
+        messages=messages if body.instructions is None else _instructed(body.instructions, messages),
         model=body.model,
         max_completion_tokens=body.max_output_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
         stream=body.stream,
-        tools=[_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ())],
-        tool_choice=_choice(body.tool_choice) if body.tools else None,
+        tools=[_tool(tool) for tool in tools],
+        tool_choice=_choice(body.tool_choice) if tools or body.tool_choice not in (None, "auto") else None,
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=chat_form((body.text or {}).get("format")),
         reasoning_effort=(body.reasoning or {}).get("effort"),
     )
 
 
-def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        found = ascii(tool.get("type"))[:60]
-        raise BadRequest(f"{where}: expected a tool of type function, found {found}: this server runs none", "tools")
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _warning(body: ResponsesBody) -> dict[str, str]:
+    """Return metadata that names the types of tools that were left out."""
+    kinds = sorted({ascii(tool.get("type"))[:60] for tool in body.tools or () if tool.get("type") != "function"})
+    if not kinds:
+        return {}
+    say_once("tools that are no functions are left out of what the model is told, as of Codex CLI")
+    return {"warning": f"tools of these types are left out, for this server runs none: {', '.join(kinds)}"[:512]}
+
+
+def _instructed(instructions: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages after one system message: of the instructions, and of what developers say before all others."""
+    parts: list[Any] = [{"type": "text", "text": instructions}]
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        if message["role"] not in ("system", "developer") or not isinstance(content, str | list):
+            return [{"role": "system", "content": parts}, *messages[number:]]
+        parts += [content] if isinstance(content, str) else content
+    return [{"role": "system", "content": parts}]
 
 
 def _choice(value: Any) -> Any:
@@ -171,7 +196,7 @@ class ResponsesAnswer(BlockAnswer):
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            "metadata": body.metadata or {},
+            "metadata": {**(body.metadata or {}), **_warning(body)},
             "model": self.model,
             "output": output,
             "parallel_tool_calls": body.parallel_tool_calls is not False,

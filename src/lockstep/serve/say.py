@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import traceback
 
@@ -11,6 +12,12 @@ def say(line: str) -> None:
     """Print a line to stderr, if that can be."""
     with contextlib.suppress(OSError, ValueError):  # the latter of a stderr that is closed
         print(f"lockstep: {line}", file=sys.stderr, flush=True)
+
+
+@functools.cache
+def say_once(line: str) -> None:
+    """Print a line that holds nothing of a request: what is taken though it is not quite right."""
+    say(line)
 
 
 def fault_of(error: BaseException) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.serve.bodies import BadRequest
+from lockstep.serve.say import say_once
 from lockstep.serve.tool_formats import FORMATS
 from lockstep.serve.tool_formats.base import ToolFormat
 
@@ -16,14 +17,16 @@ _MOST_TOOLS = 128  # of a request
 _DEEPEST, _LONGEST = 32, 1 << 17  # levels and characters of a schema
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _CHOICES = ("none", "auto", "required")
+_NULLABLE = ("properties", "required", "items")  # of a schema, for clients that write null for nothing
 
 
 @dataclass(frozen=True)
 class Tools:
     """The tools of a request.
 
-    given: as the client sent them, for the template. schemas: of arguments, by name. strict: names of functions whose
-    calls must follow their schema. choice: "none", "auto", "required", or a function's name with `named`.
+    given: as the client sent them, for the template; without nulls that are no schema. schemas: of arguments, by
+    name. strict: names of functions whose calls must follow their schema. choice: "none", "auto", "required", or a
+    function's name with `named`.
     """
 
     given: Sequence[Mapping[str, Any]]
@@ -49,6 +52,7 @@ def tools_of(given: Any, choice: Any, parallel: bool | None) -> Tools | None:
         raise BadRequest(f"tools: expected up to {_MOST_TOOLS} tools, found {found}", "tools")
     schemas: dict[str, Mapping[str, Any]] = {}
     strict = set()
+    given = [_without_nulls(tool, f"tools[{index}]") for index, tool in enumerate(given)]
     for index, tool in enumerate(given):
         name, schema, is_strict = _function(tool, f"tools[{index}]")
         if name in schemas:
@@ -77,13 +81,32 @@ def _function(tool: Any, where: str) -> tuple[str, Mapping[str, Any], bool]:
         if not isinstance(schema.get(key, kind()), kind):
             said = f"expected {expected}, found {ascii(schema[key])[:60]}"
             raise BadRequest(f"{where}.function.parameters.{key}: {said}", "tools")
-    if (depth := _depth(schema)) > _DEEPEST:
-        raise BadRequest(f"{where}.function.parameters: expected up to {_DEEPEST} levels, found {depth}", "tools")
     if (size := len(json.dumps(schema))) > _LONGEST:
         raise BadRequest(f"{where}.function.parameters: expected up to {_LONGEST} characters, found {size}", "tools")
     if not isinstance(is_strict := function.get("strict") or False, bool):
         raise BadRequest(f"{where}.function.strict: expected true or false, found another value", "tools")
     return name, schema, is_strict
+
+
+def _without_nulls(tool: Any, where: str) -> Any:
+    """Return a tool whose schema has no null as properties, required or items. Raises BadRequest for a deep schema."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    schema = function.get("parameters") if isinstance(function, dict) else None
+    if (depth := _depth(schema)) > _DEEPEST:
+        raise BadRequest(f"{where}.function.parameters: expected up to {_DEEPEST} levels, found {depth}", "tools")
+    kept = _kept(schema)
+    if kept == schema:
+        return tool
+    say_once("null as properties, required or items of a tool's schema is taken as absent")
+    return {**tool, "function": {**function, "parameters": kept}}
+
+
+def _kept(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_kept(entry) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    return {name: _kept(entry) for name, entry in value.items() if entry is not None or name not in _NULLABLE}
 
 
 def _depth(value: Any) -> int:
@@ -99,6 +122,9 @@ def _depth(value: Any) -> int:
 
 
 def _chosen(choice: Any, schemas: Mapping[str, Any]) -> tuple[str, bool]:
+    if choice == "any":  # Mistral's name, and Anthropic's
+        say_once('tool_choice "any" is taken as "required"')
+        choice = "required"
     if choice is None or (isinstance(choice, str) and choice in _CHOICES):
         return choice or "auto", False
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None

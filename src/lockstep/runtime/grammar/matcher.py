@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, Protocol
 
@@ -34,17 +34,23 @@ class Matcher:
         other._mask, other._coming = self._mask, None
         return other
 
-    def allowed(self) -> np.ndarray | None:
+    def allowed(self, stop_ids: Collection[int] = ()) -> np.ndarray | None:
         """Return which tokens may come next, [vocab_size] bool.
 
         The end of sequence where the answer may end. None where llguidance gives up, for the grammar is too complex
-        here, or allows only tokens that the model lacks.
+        here, or allows only tokens that the model lacks. stop_ids: tokens that end the answer; where they are text too,
+        the grammar would take them in the middle of a string, so that they wait until it may end.
         """
         self._wait()
         if self._matcher.is_error():
             return None
         bits = np.unpackbits(np.frombuffer(self._mask, np.uint8), bitorder="little")
         allowed = bits[: self._vocab_size].view(bool)
+        if stop_ids and not self._matcher.is_accepting():
+            before, stops = allowed, [token for token in stop_ids if 0 <= token < self._vocab_size]
+            allowed = before.copy()
+            allowed[stops] = False
+            allowed = allowed if allowed.any() else before  # a grammar that asks for one
         return allowed if allowed.any() else None
 
     def consume(self, token: int) -> End | None:
