@@ -18,6 +18,9 @@ from safetensors.numpy import load_file, save_file
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.checkpoint import resolve
 from lockstep.checkpoint.resolve import _not_chosen
+from lockstep.checkpoint.stops import stop_ids
+from lockstep.checkpoint.tensors import check_not_absent, find_tensors
+from lockstep.errors import InputError
 
 SHARDS = ["model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors", "model-00003-of-00003.safetensors"]
 
@@ -297,6 +300,25 @@ def test_a_tensor_that_the_index_names_and_no_shard_holds(sharded):
         f"{sharded / SHARDS[0]}: expected tensor 'lm_head.weight', as {INDEX} says, found it absent; "
         f"download this shard and the index again"
     )
+
+
+def test_a_tensor_of_the_index_that_no_shard_holds_is_left_out_unless_the_model_needs_it(sharded, capsys):
+    """As of heads that predict further tokens, which a fine-tune has not; transformers does not look for them."""
+    index = json.loads((sharded / INDEX).read_text())
+    index["weight_map"]["mtp.fc.weight"] = SHARDS[0]
+    (sharded / INDEX).write_text(json.dumps(index))
+    assert "mtp.fc.weight" not in manifest_of(sharded)["tensors"]
+    said = f"{sharded / INDEX}: names {SHARDS[0]} for 'mtp.fc.weight', which is absent there and left out"
+    assert said in capsys.readouterr().err
+    with pytest.raises(InputError, match=f"{SHARDS[0]}: expected tensor 'mtp.fc.weight', as {INDEX} says"):
+        check_not_absent(sharded, "mtp.fc.weight", find_tensors(sharded))
+
+
+def test_end_tokens_beyond_the_vocabulary_end_nothing(folder):
+    """As transformers takes them: no answer has such a token."""
+    config = {"eos_token_id": [1, 99999], "vocab_size": 768}
+    assert stop_ids(folder, config, 70000) == {1: ("config.json",)}
+    assert stop_ids(folder, config, 3) == {1: ("config.json",), 3: ("the tokenizer",)}
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])

@@ -161,7 +161,7 @@ def test_a_parameter_of_integers_is_refused(tmp_path):
         match=r"tensor 'model\.norm\.weight': expected one of F64, F32, F16, "
         r"BF16, found I32; use a checkpoint that is not quantized",
     ):
-        check_tensors(meta_model(CONFIG, "fp32"), find_tensors(folder).tensors, folder)
+        check_tensors(meta_model(CONFIG, "fp32"), find_tensors(folder), folder)
 
 
 def test_a_bare_decoder_may_leave_out_the_first_part_of_its_names(tmp_path):
@@ -169,7 +169,7 @@ def test_a_bare_decoder_may_leave_out_the_first_part_of_its_names(tmp_path):
     values = {name.removeprefix("model."): value for name, value in load_file(DEMO / "model.safetensors").items()}
     (folder / "model.safetensors").unlink()
     save_file(values, folder / "model.safetensors")
-    check_tensors(meta_model(CONFIG, "fp32"), find_tensors(folder).tensors, folder)
+    check_tensors(meta_model(CONFIG, "fp32"), find_tensors(folder), folder)
 
 
 @pytest.mark.long

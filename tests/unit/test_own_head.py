@@ -13,6 +13,8 @@ from demo_model import DEMO
 from safetensors.numpy import load_file, save_file
 
 from lockstep import resolve_checkpoint
+from lockstep.artifacts.checkpoint import CheckpointManifest
+from lockstep.checkpoint.own_head import embedding_of_head
 from lockstep.checkpoint.tensors import find_tensors
 from lockstep.export.checkpoint_layout import check_tensors
 from lockstep.export.tracer import meta_model
@@ -52,18 +54,47 @@ def test_a_copy_and_a_head_that_is_not_tied_are_taken(tmp_path: Path, config: di
     assert resolved(tmp_path, config, same) is None
 
 
+@pytest.mark.parametrize(
+    ("config", "stack", "head", "embedding"),
+    [
+        ({"tie_word_embeddings": True}, "model.layers.", "lm_head", "model.embed_tokens"),
+        ({"model_type": "gemma"}, "model.layers.", "lm_head", "model.embed_tokens"),
+        ({"tie_word_embeddings": True, "model_type": "gpt2"}, "transformer.h.", "lm_head", "transformer.wte"),
+        ({"tie_word_embeddings": True}, "gpt_neox.layers.", "embed_out", "gpt_neox.embed_in"),
+        ({"tie_word_embeddings": False}, "model.layers.", "lm_head", "lm_head"),
+    ],
+)
+def test_a_head_without_the_embedding_that_it_is_tied_to_is_it(
+    tmp_path: Path, config: dict, stack: str, head: str, embedding: str
+) -> None:
+    values = {f"{stack}{layer}.up.weight": np.zeros((4, 8), np.float32) for layer in range(2)}
+    table = tensors("F32")["embed.weight"]
+    folder = write(tmp_path / "checkpoint", {**values, f"{head}.weight": table}, config={**CONFIG, **config})
+    manifest = CheckpointManifest.load(resolve_checkpoint(str(folder), folder, tmp_path / "checkpoint.json"))
+    assert set(manifest.tensors) == {*values, f"{embedding}.weight"}
+
+
+def test_a_checkpoint_of_the_head_alone_is_the_model(tmp_path: Path) -> None:
+    """transformers takes such a file, which holds a tied tensor by the other of its names."""
+    config = {**json.loads((DEMO / "config.json").read_text()), "tie_word_embeddings": True}
+    values = load_file(DEMO / "model.safetensors")
+    values["lm_head.weight"] = values.pop("model.embed_tokens.weight")
+    folder = write(tmp_path, values, config=config)
+    check_tensors(meta_model(config, "fp32"), embedding_of_head(folder, config, find_tensors(folder)), folder)
+
+
 def test_tensors_that_the_model_does_not_have_are_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A bias that the config leaves out changes every answer."""
     folder = tmp_path / "checkpoint"
     shutil.copytree(DEMO, folder)
     config = json.loads((DEMO / "config.json").read_text())
     meta = meta_model(config, "fp32")
-    check_tensors(meta, find_tensors(folder).tensors, folder)
+    check_tensors(meta, find_tensors(folder), folder)
     assert capsys.readouterr().err == ""
     values = load_file(folder / "model.safetensors")
     biases = {f"model.layers.{layer}.self_attn.q_proj.bias": np.zeros(8, np.float32) for layer in range(2)}
     save_file({**values, **biases}, folder / "model.safetensors", {"format": "pt"})
-    check_tensors(meta, find_tensors(folder).tensors, folder)
+    check_tensors(meta, find_tensors(folder), folder)
     assert capsys.readouterr().err == (
         f"lockstep: note: {folder}: tensors that the model of config.json does not have, left out: "
         "model.layers.0.self_attn.q_proj.bias and 1 more\n"

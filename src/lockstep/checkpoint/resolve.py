@@ -21,7 +21,7 @@ from lockstep.artifacts.places import StoredFile
 from lockstep.checkpoint.chat_template import read_chat_template, without_default
 from lockstep.checkpoint.fit import check_fit
 from lockstep.checkpoint.language import towers
-from lockstep.checkpoint.own_head import check_own_head
+from lockstep.checkpoint.own_head import check_own_head, embedding_of_head
 from lockstep.checkpoint.packed import check_unpacked, packed_weights, quantized_tensors, unpacked_places
 from lockstep.checkpoint.source_files import check_side_file, present, read_source_json, shorten
 from lockstep.checkpoint.stops import described, stop_ids
@@ -149,8 +149,13 @@ def describe(folder: Path, weights: bool = True) -> CheckpointManifest:
     depth = _layer_count(folder, config)
     packing = packing_of(config)
     found = find_tensors(folder) if weights or packing else CheckpointTensors((), {}, ())
+    found = embedding_of_head(folder, config, found)
     packed = packed_weights(packing, found.tensors, folder)
     if weights:
+        if found.absent:
+            name, shard = next(iter(found.absent.items()))
+            more = f" and {len(found.absent) - 1} more" if len(found.absent) > 1 else ""
+            note(f"{folder / INDEX}: names {shard} for {shorten(name)}{more}, which is absent there and left out")
         if found.others:
             note(
                 f"{folder}: the language model is used; {len(found.others)} tensors of {towers(found.others)} are left"

@@ -21,17 +21,17 @@ _KEY = "eos_token_id"
 def stop_ids(folder: Path, config: Mapping[str, Any], tokenizer_eos: int | None) -> dict[int, tuple[str, ...]]:
     """Return {token id: where it is named}, sorted.
 
-    Where are generation_config.json, config.json and the tokenizer. A tokenizer's id beyond the vocabulary, which its
-    class in transformers brings, is left out. Raises InputError for what is no token id.
+    Where are generation_config.json, config.json and the tokenizer. An id beyond the vocabulary, which no answer can
+    have, is left out. Raises InputError for what is no token id.
     """
     named: dict[int, list[str]] = defaultdict(list)
     for name, settings in _settings(folder, config):
         for token in ids_of(settings.get(_KEY), folder / name):
             named[token].append(name)
-    vocabulary = model_config.setting(config, ("vocab_size",))
-    if tokenizer_eos is not None and not (type(vocabulary) is int and tokenizer_eos >= vocabulary):
+    if tokenizer_eos is not None:
         named[tokenizer_eos].append("the tokenizer")
-    return {token: tuple(named[token]) for token in sorted(named)}
+    vocabulary = model_config.setting(config, ("vocab_size",))
+    return {token: tuple(named[token]) for token in sorted(named) if type(vocabulary) is not int or token < vocabulary}
 
 
 def described(found: Mapping[int, tuple[str, ...]]) -> str:

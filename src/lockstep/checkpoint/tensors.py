@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lockstep.artifacts.checkpoint import UnindexedTensor
@@ -29,13 +30,15 @@ class CheckpointTensors:
     """The tensors of a checkpoint folder.
 
     files: names of their files. tensors: of the language model, by name. unindexed: what a shard holds but the
-    index does not name. others: names of tensors beside a wrapped language model.
+    index does not name. others: names of tensors beside a wrapped language model. absent: shards by the names of
+    tensors that the index has in them, and they do not; a model may have no use for them.
     """
 
     files: tuple[str, ...]
     tensors: dict[str, TensorPlace]
     unindexed: tuple[UnindexedTensor, ...]
     others: tuple[str, ...] = ()
+    absent: Mapping[str, str] = field(default_factory=dict)
 
 
 def has_weights(folder: Path) -> bool:
@@ -51,7 +54,7 @@ def find_tensors(folder: Path) -> CheckpointTensors:
 
     As in transformers, a single file goes before an index.
 
-    Raises InputError when there are none, when a shard is absent or damaged, and when index and shards disagree.
+    Raises InputError when there are none, when a shard is absent or damaged, and for a tensor in two shards.
     """
     if present(folder / SINGLE):
         found = CheckpointTensors((SINGLE,), read_header(folder / SINGLE), ())
@@ -73,20 +76,30 @@ def _sharded(folder: Path) -> CheckpointTensors:
     weight_map = _read_index(folder / INDEX)
     counts = Counter(weight_map.values())
     shards = {shard: _read_shard(folder, shard, counts[shard]) for shard in sorted(counts)}
-    _check_unique(folder, shards)
-    tensors = {}
-    for name, shard in weight_map.items():
-        if name not in shards[shard]:
-            raise InputError(
-                f"{folder / shard}: expected tensor {shorten(name)}, as {INDEX} says, found it "
-                f"absent; download this shard and the index again"
-            )
-        tensors[name] = shards[shard][name]
+    _check_unique(folder, shards, weight_map)
+    tensors = {name: shards[shard][name] for name, shard in weight_map.items() if name in shards[shard]}
     unindexed = [(shard, name) for shard, places in shards.items() for name in places if weight_map.get(name) != shard]
-    return CheckpointTensors(tuple(shards), tensors, tuple(UnindexedTensor(*each) for each in sorted(unindexed)))
+    found = CheckpointTensors(
+        tuple(shards),
+        tensors,
+        tuple(UnindexedTensor(*each) for each in sorted(unindexed)),
+        absent={name: shard for name, shard in weight_map.items() if name not in tensors},
+    )
+    for _, name in unindexed:  # in another shard than the index says
+        check_not_absent(folder, name, found)
+    return found
 
 
-def _check_unique(folder: Path, shards: dict[str, dict[str, TensorPlace]]) -> None:
+def check_not_absent(folder: Path, name: str, found: CheckpointTensors) -> None:
+    """Raise InputError where the index names a shard for a tensor that the model needs, and the shard has none."""
+    if (shard := found.absent.get(name)) is not None:
+        raise InputError(
+            f"{folder / shard}: expected tensor {shorten(name)}, as {INDEX} says, found it absent; download this shard "
+            "and the index again"
+        )
+
+
+def _check_unique(folder: Path, shards: dict[str, dict[str, TensorPlace]], weight_map: Mapping[str, str]) -> None:
     """Raise InputError for a tensor in two shards, which has two values.
 
     The index names one, transformers takes that of the shard it reads last.
@@ -96,8 +109,8 @@ def _check_unique(folder: Path, shards: dict[str, dict[str, TensorPlace]]) -> No
         for name in places:
             if first.setdefault(name, shard) != shard:
                 raise InputError(
-                    f"{folder / shard}: expected each tensor in one shard, found {shorten(name)} also in {first[name]};"
-                    f" download both and {INDEX} again"
+                    f"{folder / shard}: expected each tensor in one shard, found {shorten(name)} also in {first[name]} "
+                    f"({INDEX} names {weight_map.get(name, 'neither')}); download both and the index again"
                 )
 
 

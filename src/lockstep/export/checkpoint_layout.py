@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from lockstep.artifacts.dtypes import FLOAT_DTYPES
-from lockstep.artifacts.places import TensorPlace
+from lockstep.checkpoint.tensors import CheckpointTensors, check_not_absent
 from lockstep.errors import InputError, note
 from lockstep.export.quiet import quiet
 
@@ -72,18 +72,19 @@ def checkpoint_shapes(meta: PreTrainedModel) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in sorted(saved.items())}
 
 
-def check_tensors(meta: PreTrainedModel, tensors: Mapping[str, TensorPlace], folder: Path) -> None:
-    """Hold a checkpoint's tensors to what a checkpoint of the model holds.
+def check_tensors(meta: PreTrainedModel, checkpoint: CheckpointTensors, folder: Path) -> None:
+    """Hold the tensors of the checkpoint in `folder` to what a checkpoint of the model holds.
 
-    tensors: by name, of the checkpoint in `folder`. Raises InputError for a tensor that is absent, of
-    another shape or no float. Tensors that the model does not know are no fault: a line names them.
+    Raises InputError for a tensor that is absent, of another shape or no float. Tensors that the model does not know
+    are no fault: a line names them.
     """
-    shapes = checkpoint_shapes(meta)
+    shapes, tensors = checkpoint_shapes(meta), checkpoint.tensors
     _tell_unknown(meta, shapes, tensors, folder)
     for name, shape in shapes.items():
         # Checkpoints of a bare decoder leave out the first part of the name ("transformer.").
         found = tensors.get(name) or tensors.get(name.partition(".")[2])
         if found is None:
+            check_not_absent(folder, name, checkpoint)
             raise InputError(
                 f"{folder}: expected tensor {name!r} {list(shape)}, found none of this name; does config.json belong to"
                 " these weights?"

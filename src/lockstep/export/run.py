@@ -31,6 +31,7 @@ from lockstep.artifacts.quantized import QuantizedTensors
 from lockstep.artifacts.tensor_parallel import ShardedClass, ShardEntry, TensorParallel
 from lockstep.checkpoint.auto_tokenizer import AutoTokenized, TokenizerError, load_auto
 from lockstep.checkpoint.chat_template import read_chat_template
+from lockstep.checkpoint.own_head import embedding_of_head
 from lockstep.checkpoint.packed import packed_weights, unpacked_places
 from lockstep.checkpoint.resolve import SIDE_FILES
 from lockstep.checkpoint.stops import ids_of, stop_ids
@@ -189,9 +190,9 @@ def graphs_of(
     base = base_precision(precision)
     meta = meta_model(config, base)
     if folder is not None and has_weights(folder):
-        tensors = find_tensors(folder).tensors
-        packed = packed_weights(packing_of(config), tensors, folder)
-        check_tensors(meta, unpacked_places(tensors, packed), folder)
+        found = embedding_of_head(folder, config, find_tensors(folder))
+        packed = packed_weights(packing_of(config), found.tensors, folder)
+        check_tensors(meta, replace(found, tensors=unpacked_places(found.tensors, packed)), folder)
         if is_fp8(precision) and quantized is None and packed:
             quantized = QuantizedTensors(ROW, dict.fromkeys(packed, 8))
     if residual is not None and precision != "fp16":
