@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -21,6 +23,7 @@ from lockstep import checkpoint
 from lockstep.artifacts.files import sha256_file
 from lockstep.config.gguf_file import read_gguf
 from lockstep.config.load import load
+from lockstep.config.sources import read_shape
 from lockstep.errors import InputError
 from lockstep.export import gguf_config, gguf_model, gguf_tokenizer
 from lockstep.export.make_checkpoint import make_checkpoint
@@ -142,6 +145,35 @@ def test_what_is_not_known_to_mean_the_same_is_refused_by_name(tmp_path: Path, w
         gguf_model.make(path, tmp_path / "checkpoint")
     assert str(path) in str(refused.value) and "\n" not in str(refused.value)
     assert not (tmp_path / "checkpoint").exists(), "nothing is half-written"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"more": {"general.alignment": 0}}, "a multiple of 8 as general.alignment .* found 0"),
+        ({"more": {"general.alignment": "x"}}, "a multiple of 8 as general.alignment .* found 'x'"),
+        ({"more": {"split.count": "3"}}, "a whole number as split.count .* found '3'"),
+        ({"more": {"tokenizer.ggml.bos_token_id": "x"}}, "a whole number as tokenizer.ggml.bos_token_id"),
+        ({"more": {"tokenizer.ggml.merges": 3}}, "a list of texts as tokenizer.ggml.merges"),
+        ({"more": {"tokenizer.ggml.add_bos_token": "x"}}, "true or false as tokenizer.ggml.add_bos_token"),
+        ({"rope.freq_base": "x"}, "a positive number as llama.rope.freq_base"),
+        ({"rope.scaling.type": 3}, "a text as llama.rope.scaling.type"),
+    ],
+)
+def test_values_of_another_type_are_one_line(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
+    """While a config is read, and the workflow is parsed, where a traceback would be all that is seen."""
+    with pytest.raises(InputError, match=expected) as refused:
+        read_gguf(write(tmp_path / "m.gguf", **changes))
+    assert str(tmp_path / "m.gguf") in str(refused.value)
+
+
+def test_parameters_are_those_of_the_tensors(tmp_path: Path) -> None:
+    """Files do not say their vocabulary, which is most of a small model: Gemma 3 270M had 88 M without it."""
+    path = write(tmp_path / "m.gguf")
+    tensors = read_gguf(path).tensors
+    vocabulary = next(tensor.shape[0] for tensor in tensors if tensor.name == "token_embd.weight")
+    found = read_shape(path).num_parameters
+    assert found == sum(math.prod(tensor.shape) for tensor in tensors) and found > 2 * 64 * vocabulary
 
 
 def test_a_way_of_quantising_that_is_not_known(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ from lockstep.targets import Results
 from lockstep.verify.golden.reference import make_reference
 from lockstep.weights import Weights, convert, packed, slot_array
 from lockstep.weights.groups import dequantize, pack
-from lockstep.weights.packed import Packed, pack_zero_points
+from lockstep.weights.packed import Packed, PackedValues, pack_zero_points
 from shared import Shared
 from some import some
 
@@ -129,6 +129,25 @@ def test_long_groups_become_several_in_blocks_of_any_size(monkeypatch, name, bit
         zeros = pack_zero_points(held.zero_points(rows, 16), layout.bits)
         found.append(dequantize(data, held.scales(rows, 16), 16, zeros))
     assert np.array_equal(np.concatenate(found), numbers)
+
+
+def test_a_gptq_checkpoint_of_which_config_json_says_too_little():
+    """A g_idx that nobody filled in is none; version 2 is told from version 1 where zero points are the middle."""
+    weight = np.random.default_rng(0).standard_normal((40, 144)).astype(np.float32)
+    layout = Layout("gptq", 4, 48, zero_points=False)
+    packing = packing_of({"quantization_config": layout.config()})
+    tensors, numbers = tensors_of("m", weight, layout)
+    roles = {"qweight": "data", "scales": "scales", "qzeros": "zero_points", "g_idx": "order"}
+    parts = {roles[name.partition(".")[2]]: array for name, array in tensors.items()}
+    zeros = np.zeros_like(parts["order"])
+    held = Packed(packing, weight.shape, {**parts, "order": zeros})
+    held.check()
+    assert np.array_equal(held.numbers(slice(0, 40)), numbers)
+    with pytest.raises(PackedValues, match="gptq_v2"):
+        Packed(packing, weight.shape, {**parts, "zero_points": parts["zero_points"] + np.int32(0x11111111)}).check()
+    settings = {**layout.config(), "sym": False}
+    settings.pop("checkpoint_format", None)
+    assert "says no checkpoint_format" in packing_of({"quantization_config": settings}).described()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -7,6 +7,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Tensors are n
 from __future__ import annotations
 
 import mmap
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,33 @@ _MAGIC, _VERSIONS, _ALIGNMENT = b"GGUF", (2, 3), 32
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_DIMENSIONS = 4
+# What the format's page says of the values that are read here, by names; the first that matches holds.
+_TYPES: tuple[tuple[re.Pattern[str], str, Any], ...] = (
+    (re.compile(r"general\.alignment"), "a multiple of 8", lambda value: _is_count(value) and value and not value % 8),
+    (re.compile(r"split\.count|tokenizer\.ggml\.\w+_token_id"), "a whole number", lambda value: _is_count(value)),
+    (re.compile(r"tokenizer\.ggml\.(tokens|merges)"), "a list of texts", lambda value: _is_list(value, str)),
+    (re.compile(r"tokenizer\.ggml\.scores"), "a list of numbers", lambda value: _is_list(value, float)),
+    (re.compile(r"tokenizer\.ggml\.token_type"), "a list of whole numbers", lambda value: _is_list(value, int)),
+    (re.compile(r"tokenizer\.ggml\.(add_|remove_)\w+"), "true or false", lambda value: isinstance(value, bool)),
+    (
+        re.compile(r"tokenizer\.ggml\.(model|pre)|tokenizer\.chat_template|.*\.rope\.scaling\.type"),
+        "a text",
+        lambda value: isinstance(value, str),
+    ),
+    (
+        re.compile(r".*\.(attention\.(key_length|sliding_window)|rope\.freq_base|\w+_softcapping)"),
+        "a positive number",
+        lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value > 0,
+    ),
+)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_list(values: Any, kind: type) -> bool:
+    return isinstance(values, list) and all(type(value) is kind for value in values)
 
 
 @dataclass(frozen=True)
@@ -85,6 +113,10 @@ class _Reader:
             raise self._refused("a whole GGUF file", f"{len(self.data)} bytes whose header ends beyond them") from None
         if not isinstance(metadata.get("general.architecture"), str):
             raise self._refused("a model", "no general.architecture")
+        for key, value in metadata.items():
+            expected = next(((words, holds) for names, words, holds in _TYPES if names.fullmatch(key)), None)
+            if expected is not None and not expected[1](value):
+                raise self._refused(f"{expected[0]} as {key}", repr(value)[:60])
         parts = metadata.get("split.count", 1)
         if parts > 1:
             raise self._refused("a model in one file", f"one of {parts} parts; join them by llama-gguf-split --merge")

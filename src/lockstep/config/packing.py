@@ -64,7 +64,7 @@ class Packing:
     layout: "gptq", "gptq_v2", "awq", "packed" or "int8" (of compressed-tensors), or of codes "fp8", "mxfp4", "nvfp4",
     "modelopt_nvfp4", "bnb4" or "bnb8". group_size: of the checkpoint; None: one scale a row. zero_points: whether they
     may be others than the middle. ordered: whether groups are of columns in another order. block: [rows, columns] that
-    share a scale of fp8. ignored: what config.json asks for that is not computed here.
+    share a scale of fp8. ignored: what config.json asks for that is not computed here. assumed: what it does not say.
     """
 
     layout: str
@@ -74,6 +74,7 @@ class Packing:
     ordered: bool = False
     block: tuple[int, int] | None = None
     ignored: str = field(default="", compare=False)
+    assumed: str = field(default="", compare=False)
 
     @property
     def stays(self) -> bool:
@@ -95,7 +96,7 @@ class Packing:
         ignored = f"{self.ignored}, which config.json asks for, are not quantised" if self.ignored else ""
         keeps = self.layout == "fp8" and self.block is None
         but = "w8a8-fp8 keeps weights, and quantises activations" if keeps else ""
-        return "; ".join(filter(None, (how, ignored, but)))
+        return "; ".join(filter(None, (how, ignored, but, self.assumed)))
 
 
 def largest_group(size: int) -> int | None:
@@ -167,7 +168,10 @@ def _gptq(settings: Mapping[str, Any]) -> Packing:
         raise ValidationError(f"{KEY}.sym", "true or false", symmetric)
     size = _group_size(settings, "")
     ordered = settings.get("desc_act") is True and size is not None and settings.get("static_groups") is not True
-    return Packing(layout, _bits(settings, "bits"), size, not symmetric, ordered)
+    # Of zero points the file does not tell which of the two it is.
+    is_said = symmetric or settings.get("checkpoint_format") or settings.get("format")
+    assumed = f'{KEY} says no checkpoint_format: gptq is assumed; a file of gptq_v2 needs "gptq_v2" there'
+    return Packing(layout, _bits(settings, "bits"), size, not symmetric, ordered, assumed="" if is_said else assumed)
 
 
 def _auto_round(settings: Mapping[str, Any]) -> Packing:

@@ -7,6 +7,7 @@ are the few of a model that the config is checked against.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sysconfig
@@ -260,8 +261,8 @@ def _gguf_shape(path: Path) -> CheckpointShape:
             raise InputError(f"expected {key}, a positive integer, in {path}; found {size}")
         sizes[name] = size
     limit = f"{file.architecture}.context_length"
-    hidden, vocabulary = sizes["embedding_length"], file.metadata.get(f"{file.architecture}.vocab_size")
-    parameters = num_parameters(sizes["block_count"], hidden, vocabulary if isinstance(vocabulary, int) else 0)
+    parameters = sum(math.prod(tensor.shape) for tensor in file.tensors if "_exps." not in tensor.name)
+    hidden = sizes["embedding_length"]
     return CheckpointShape(sizes["block_count"], sizes["context_length"], limit, hidden, num_parameters=parameters)
 
 

@@ -111,7 +111,8 @@ class Packed:
             ):
                 expected, found = f"{columns // size} groups of {size} columns", f"{order.min()} to {order.max()}"
                 raise PackedValues("order", expected, found, "download this file again")
-            if not self.packing.ordered and not np.array_equal(order, np.arange(columns) // size):
+            # Zeros of a file whose g_idx nobody filled in: with desc_act false, readers do not look at it.
+            if not self.packing.ordered and order.any() and not np.array_equal(order, np.arange(columns) // size):
                 raise PackedValues(
                     "order", "columns in the order of their groups", "another",
                     "correct config.json (desc_act: true)",
@@ -123,7 +124,9 @@ class Packed:
             zeros = self.zero_points(slice(0, self.shape[0]))
             if not self.packing.zero_points and (zeros != middle).any():
                 expected = f"zero points of {middle} (sym: true in config.json)"
-                raise PackedValues("zero_points", expected, str(zeros[zeros != middle][0]), "correct config.json")
+                is_v2 = self.packing.layout == "gptq" and (zeros == middle + 1).all()
+                remedy = "correct config.json" + (' (checkpoint_format: "gptq_v2")' if is_v2 else "")
+                raise PackedValues("zero_points", expected, str(zeros[zeros != middle][0]), remedy)
             if zeros.max() >= 2 * middle:
                 expected, found = f"zero points of at most {2 * middle - 1}", f"{zeros.max()}"
                 remedy = "readers of the format gptq differ there, quantise it as gptq_v2"
