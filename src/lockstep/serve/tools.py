@@ -91,7 +91,9 @@ def _function(tool: Any, where: str) -> tuple[str, Mapping[str, Any], bool]:
 def _without_nulls(tool: Any, where: str) -> Any:
     """Return a tool whose schema has no null as properties, required or items. Raises BadRequest for a deep schema."""
     function = tool.get("function") if isinstance(tool, dict) else None
-    schema = function.get("parameters") if isinstance(function, dict) else None
+    if not isinstance(function, dict):
+        return tool
+    schema = function.get("parameters")
     if (depth := _depth(schema)) > _DEEPEST:
         raise BadRequest(f"{where}.function.parameters: expected up to {_DEEPEST} levels, found {depth}", "tools")
     kept = _kept(schema)
