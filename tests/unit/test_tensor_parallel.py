@@ -507,6 +507,19 @@ def test_a_config_that_asks_for_what_cannot_be_is_refused(lines: str, said: str,
     assert said in str(refused.value)
 
 
+def some_shard(ranks: dict[str, Any]) -> dict[str, Any]:
+    return next(iter(ranks["classes"]["entry"]["weights"].values()))
+
+
+def cut(ranges: list[list[list[int]]], rank: int, first: int, last: int) -> None:
+    """Cut off the last number of a rank, and move both parts: they overlap another rank, and leave a hole.
+
+    All ranks have as many numbers as before, and the first and the last number of all are there.
+    """
+    ((low, high),) = ranges[rank]
+    ranges[rank] = [[low + first, high - 1 + first], [high - 1 + last, high + last]]
+
+
 def damaged(change: Callable[[dict[str, Any]], None], tiny: Results, path: Path) -> str:
     value = read_json(tiny.assembly("tiny", "fp32"))
     change(value["tensor_parallel"])
@@ -523,6 +536,9 @@ def damaged(change: Callable[[dict[str, Any]], None], tiny: Results, path: Path)
     (lambda ranks: ranks["classes"]["entry"]["weights"].popitem(), "tensor_parallel.graphs.entry.1: "),
     (lambda ranks: next(iter(ranks["classes"]["entry"]["weights"].values()))["ranges"][0][0].reverse(),
         "numbers within"),
+    (lambda ranks: cut(some_shard(ranks)["ranges"], 0, 0, 1), "each at a rank or a group of them, found '"),
+    (lambda ranks: cut(some_shard(ranks)["ranges"], 1, -1, 0), "at ranks none"),
+    (lambda ranks: some_shard(ranks)["ranges"].__setitem__(1, some_shard(ranks)["ranges"][0]), "at ranks none"),
     (lambda ranks: ranks["classes"]["middle"]["pieces"].pop(), "tensor_parallel.classes.middle.pieces: slots"),
 ])  # fmt: skip
 def test_a_damaged_table_is_one_line(

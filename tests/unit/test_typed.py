@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import pytest
 
 from lockstep.artifacts.document import (
+    Bound,
     Document,
     JsonObject,
     Key,
@@ -161,6 +162,10 @@ class Bounded(JsonObject):
     size: Annotated[int, integers(1, 9)] | Annotated[str, one_of("any")]
     device: Annotated[Mapping[str, Any], like(Sizes)]
     ends: Annotated[tuple[int, ...], Mark.ALWAYS] = ()
+    shares: Annotated[Mapping[str, int], length(2)] = field(default_factory=dict)
+    count_or_all: Annotated[int | str | None, one_of(1, "all")] = None
+    part: Annotated[float, Bound("more than nothing", lambda value: value > 0)] = 1.0
+    pair: Annotated[tuple[int, int], Bound("rising numbers", lambda value: value[0] < value[1])] = (0, 1)
     more: Annotated[Mapping[str, Any], Mark.OTHERS] = field(default_factory=dict)
 
     @property
@@ -200,6 +205,11 @@ def test_names_and_marks_say_how_a_field_stands_in_the_file() -> None:
         ({"size": None}, "size: expected an integer from 1 to 9 or one of any, found None"),
         ({"device": {"width": 10**40}}, "device.width: expected an integer from 1 to 9, found 10+"),
         ({"ends": None}, "ends: expected a list, found None"),
+        ({"shares": dict.fromkeys("abc", 1)}, r"shares: expected a list of 0 to 2, found \{.*\}"),
+        ({"count_or_all": 2}, "count_or_all: expected one of 1, all, found 2"),
+        ({"count_or_all": "none"}, "count_or_all: expected one of 1, all, found 'none'"),
+        ({"part": 0}, "part: expected more than nothing, found 0"),
+        ({"pair": [2, 1]}, r"pair: expected rising numbers, found \[2, 1\]"),
     ],
 )
 def test_what_is_out_of_bounds_is_named_with_its_place(damage: dict[str, Any], message: str) -> None:

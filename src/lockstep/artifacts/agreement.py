@@ -5,7 +5,7 @@ Each block is held against what runs before it, each attention against its varia
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lockstep.artifacts.adapters import IDS, LoraSlots
@@ -206,9 +206,39 @@ def _check_shard(where: str, shard: Shard, shape: Sequence[int | str], degree: i
     for rank in shard.ranges:
         if any(not low < high <= size for low, high in rank) or sum(high - low for low, high in rank) != shard.count:
             raise ValidationError(f"{where}.ranges", f"{shard.count} numbers within {size} at each rank", rank)
-    covered = {number for rank in shard.ranges for low, high in rank for number in (low, high)}
-    if min(covered) != 0 or max(covered) != size:
-        raise ValidationError(f"{where}.ranges", f"all of {size}", f"{min(covered)} to {max(covered)}")
+    for number, ranks in _holders(shard):
+        if number < size and not _is_group(ranks, degree):
+            words = ", ".join(map(str, ranks)) or "none"
+            raise ValidationError(
+                f"{where}.ranges", f"all of {size}, each at a rank or a group of them", f"{number} at ranks {words}"
+            )
+
+
+def _holders(shard: Shard) -> Iterator[tuple[int, list[int]]]:
+    """Yield a number, and the ranks that hold it and those after it, for each at which other ranks begin or end."""
+    begins: dict[int, list[int]] = {0: []}
+    ends: dict[int, list[int]] = {}
+    for rank, ranges in enumerate(shard.ranges):
+        for low, high in ranges:
+            begins.setdefault(low, []).append(rank)
+            ends.setdefault(high, []).append(rank)
+    holders: list[int] = []
+    for number in sorted({*begins, *ends}):
+        for rank in ends.get(number, ()):
+            holders.remove(rank)
+        holders += begins.get(number, ())
+        yield number, sorted(holders)
+
+
+def _is_group(ranks: Sequence[int], degree: int) -> bool:
+    """Return whether ranks are one, or a group that shares what is fewer than ranks: of 4 ranks 0 and 1, 2 and 3."""
+    count = len(ranks)
+    return (
+        count > 0
+        and degree % count == 0
+        and list(ranks) == [*range(ranks[0], ranks[0] + count)]
+        and ranks[0] % count == 0
+    )
 
 
 def _type(io: IO, shards: Mapping[str, Shard] = {}) -> tuple[str, list[int | str]]:

@@ -5,10 +5,11 @@ bounds, or `ValidationError`, one line that says which entry, what was expected 
 only: documents are also read where nothing but an engine's runtime is installed.
 
 Types of fields: str, int, float (finite), bool, None, Any, Literal, dataclasses, `tuple[X, ...]`, `Sequence[X]`,
-`tuple[X, Y]`, `Mapping[str, X]`, and unions of those that JSON tells apart by type. `Annotated[X, bound]` bounds a
-value, the length of a list, or a mapping's keys: `Mapping[Annotated[str, bound], X]`. A field with a default is left
-out of the file while it has that default, and need not be there; `Annotated[X, Mark]` says otherwise, and `Key` how it
-is called there. Entries that no field names are passed over: a newer writer may add some.
+`tuple[X, Y]`, `Mapping[str, X]`, and unions of those that JSON tells apart by type. `Annotated[X, bound]` bounds the
+JSON of any of them but null, such as a value or a list's length; `Mapping[Annotated[str, bound], X]` a mapping's keys.
+A field with a default is left out of the file while it has that default, and need not be there; `Annotated[X, Mark]`
+says otherwise, and `Key` how it is called there. Entries that no field names are passed over: a newer writer may add
+some.
 """
 
 from __future__ import annotations
@@ -162,7 +163,26 @@ def reader(kind: Any) -> Read:
     """Return the function that takes JSON and returns a value of type `kind`, or raises ValidationError."""
     bound = next((note for note in _notes(kind) if isinstance(note, Bound)), None)
     kind = _plain(kind)
-    return _union_reader(get_args(kind)) if get_origin(kind) in _UNIONS else _reader(kind, bound)
+    read = _union_reader(get_args(kind)) if get_origin(kind) in _UNIONS else _reader(kind, bound)
+    return read if bound is None or _names_bound(kind) else _bounded(read, bound)
+
+
+def _names_bound(kind: Any) -> bool:
+    """Return whether the reader of a type holds its bound itself, and names it where the type is another, too."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    return (kind in _WORDS and kind is not float) or origin is Sequence or (origin is tuple and Ellipsis in arguments)
+
+
+def _bounded(read: Read, bound: Bound) -> Read:
+    """Return a reader that holds a bound too. null, which a union may have, is not bounded."""
+
+    def read_bounded(value: Any) -> Any:
+        item = read(value)
+        if value is not None and not bound.holds(value):
+            raise ValidationError("", bound.words, value)
+        return item
+
+    return read_bounded
 
 
 def _plain(kind: Any) -> Any:
@@ -188,7 +208,7 @@ def _reader(kind: Any, bound: Bound | None) -> Read:
     if origin is Sequence:
         return _list_reader((*arguments, Ellipsis), bound)
     if origin is not None:
-        return _mapping_reader(arguments[0], arguments[1], bound)
+        return _mapping_reader(arguments[0], arguments[1])
     return _scalar_reader((kind,), bound or Bound(_WORDS[kind], lambda value: True))
 
 
@@ -264,15 +284,12 @@ def _list_reader(kinds: tuple[Any, ...], bound: Bound | None) -> Read:
     return read
 
 
-def _mapping_reader(key_kind: Any, item_kind: Any, bound: Bound | None) -> Read:
+def _mapping_reader(key_kind: Any, item_kind: Any) -> Read:
     read_key, read_item = None if key_kind is str else reader(key_kind), reader(item_kind)
-    holds = bound.holds if bound else None
 
     def read(value: Any) -> Any:
         if type(value) is not dict:
             raise ValidationError("", "an object", value)
-        if holds is not None:
-            holds(value)
         items, place = {}, ""
         try:
             for key, item in value.items():
