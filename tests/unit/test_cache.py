@@ -191,14 +191,27 @@ def test_a_cache_that_is_a_file_costs_nothing_that_was_there(tmp_path: Path) -> 
 
 @pytest.fixture
 def filled(tmp_path: Path, cache: Cache) -> Cache:
-    """Three entries, used last 3, 2 and 1 days ago, of 0.2, 0.4 and 0.6 MB."""
+    """Three entries, put and used last 3, 2 and 1 days ago, of 0.2, 0.4 and 0.6 MB."""
     for number in (1, 2, 3):
         convert(checkpoint(tmp_path / str(number), number, number / 10), tmp_path / str(number) / "fp32", cache.folder)
-        age(
-            cache.entry_path(read_record(tmp_path / str(number) / "fp32" / "weights.json").key.sha256),
-            (4 - number) * 86400,
-        )
+        record = read_record(tmp_path / str(number) / "fp32" / "weights.json")
+        for path in (*map(cache.blob_path, record.outputs.values()), cache.entry_path(record.key.sha256)):
+            age(path, (4 - number) * 86400)
     return cache
+
+
+def test_a_blob_that_another_machine_has_just_touched_stays(tmp_path: Path, filled: Cache) -> None:
+    """It has made the same, of something else, and writes its entry after the blobs."""
+    oldest = look(filled).entries[-1].entry
+    (sha256, *_) = oldest.outputs.values()
+    source = tmp_path / "same"
+    source.write_bytes(filled.blob_path(sha256).read_bytes())
+    filled.add(source, sha256)
+    prune(filled, max_size=0)
+    assert look(filled).blobs.keys() == {sha256} and not keys(filled)
+    age(filled.blob_path(sha256), IN_THE_MAKING + 60)
+    prune(filled)
+    assert not look(filled).blobs, "nobody came"
 
 
 def age(path: Path, seconds: float) -> None:

@@ -6,6 +6,7 @@ in the making, blobs without an entry yet and temporary files, is left alone for
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -117,14 +118,16 @@ def prune(cache: Cache, max_size: float | None = None, older_than: float | None 
     """
     contents, now, pruned = look(cache), time.time(), Pruned()
     kept: set[str] = set()
-    dropped: set[str] = set()
+    dropped: dict[str, float] = {}  # blobs, and the last use of their entries
     size, is_over = 0, False
     for used in sorted(contents.entries, key=lambda used: (-used.last_use, used.entry.key.sha256)):
         size += sum(contents.blobs.get(sha256, 0) for sha256 in used.blobs - kept)
         is_old = older_than is not None and now - used.last_use > older_than
         is_over = is_over or is_old or (max_size is not None and size > max_size)
-        (dropped if is_over else kept).update(used.blobs)
-        if is_over:
+        if not is_over:
+            kept.update(used.blobs)
+        else:
+            dropped |= {sha256: max(used.last_use, dropped.get(sha256, 0)) for sha256 in used.blobs}
             path = cache.entry_path(used.entry.key.sha256)
             delete(path)
             pruned.entries += not path.exists()
@@ -135,7 +138,9 @@ def prune(cache: Cache, max_size: float | None = None, older_than: float | None 
     for path in [*map(cache.blob_path, contents.blobs.keys() - named), *contents.temporary]:
         try:
             found = path.stat()
-            if path.name in dropped or now - found.st_mtime > IN_THE_MAKING:
+            # Younger than the last use of its entries: another machine has touched it, and writes its own entry soon.
+            is_unused = found.st_mtime <= dropped.get(path.name, -math.inf)
+            if is_unused or now - found.st_mtime > IN_THE_MAKING:
                 path.unlink()
                 pruned.files, pruned.size = pruned.files + 1, pruned.size + found.st_size
         except FileNotFoundError:
