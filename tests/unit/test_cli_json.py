@@ -124,7 +124,7 @@ def test_bundle(project: Path, demo: Results, capsys: pytest.CaptureFixture[str]
 
 def test_lock(project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the checks of a finished model: tests/workflow/test_locks.py has them."""
-    monkeypatch.setattr("lockstep.provenance.lockfile.collect", lambda results, model: Lock(model, {}, {}))
+    monkeypatch.setattr("lockstep.provenance.lock_update.collect", lambda results, model: Lock(model, {}, {}))
     found, code = told(capsys, "lock")
     (entry,) = found["locks"]
     path = Path("locks/demo-llama.lock.json")
@@ -158,7 +158,7 @@ def test_verify_fails_with_its_document(project: Path, capsys: pytest.CaptureFix
 
 
 def test_diff(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lock = {"format": "lockstep.lock/4", "model": "m", "made with": {}}
+    lock = {"format": "lockstep.lock/5", "model": "m", "made with": {}}
     for name, token in (("one", "5"), ("two", "6")):
         locked = {"checkpoint": {"source": "x"}, "reference/all": {"Light": token}}
         write_json(f"{name}.json", {**lock, "locked": locked})

@@ -15,6 +15,7 @@ from demo_model import CONFIG, DEMO
 from reports import golden
 
 from lockstep import backends, weights
+from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.files import read_json, write_json
 from lockstep.artifacts.reports import GoldenReport
 from lockstep.checkpoint import resolve
@@ -22,8 +23,9 @@ from lockstep.errors import CheckError, InputError
 from lockstep.manifests.manifest_files import failed_path
 from lockstep.provenance import code_identity, diff, explain
 from lockstep.provenance import run as stage
-from lockstep.provenance.lock import Lock
+from lockstep.provenance.lock import Lock, is_absent
 from lockstep.provenance.lock import diff as lock_diff
+from lockstep.provenance.lock_update import is_looser
 from lockstep.provenance.record import build_key, content, read_record, record_path
 from lockstep.provenance.verify import verify
 from lockstep.stages import STAGES, Job, jobs
@@ -307,7 +309,7 @@ def test_a_difference_is_in_words_with_both_values() -> None:
 
 def test_what_is_no_lock_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.lock.json").write_text("{}")
-    with pytest.raises(InputError, match="expected format 'lockstep.lock/4'"):
+    with pytest.raises(InputError, match="expected format 'lockstep.lock/5'"):
         lock_diff(tmp_path / "a.lock.json", tmp_path / "a.lock.json")
     with pytest.raises(InputError, match="expected a file, found none; write one with"):
         lock_diff(tmp_path / "b", tmp_path / "b")
@@ -322,3 +324,55 @@ def test_a_lock_is_written_as_it_was_read(tmp_path: Path) -> None:
     lock.save(tmp_path / "lock.json")
     assert (tmp_path / "lock.json").read_bytes() == path.read_bytes()
     assert len(lock.sections) > 50
+
+
+def with_instruction_sets(key: BuildKey, *isa: str) -> BuildKey:
+    """The key of engines that are built on a CPU with these instruction sets."""
+    device = {**key.backend["device"], "isa": list(isa)}
+    return dataclasses.replace(key, backend={**key.backend, "device": device})
+
+
+def test_engines_of_the_cpu_have_one_place_whatever_its_instruction_sets(built: Results) -> None:
+    """Their bytes are held by test_same_bytes.py, and by the runs of CI on other CPUs."""
+    manifest = built.engines("demo-llama", "fp16", "onnxruntime")
+    key = read_record(manifest).key
+    for other in (key, with_instruction_sets(key, "avx2"), with_instruction_sets(key, "avx2", "avx512f")):
+        where, _ = STAGES["build"].pin(manifest, other)
+        assert where == ("engines", "fp16", "onnxruntime", key.backend["device"]["architecture"])
+
+
+def test_engines_of_a_backend_that_is_not_portable_have_a_place_for_each_device(built: Results) -> None:
+    manifest = built.engines("demo-llama", "fp16", "onnxruntime")
+    key = read_record(manifest).key
+    key = dataclasses.replace(key, backend={**key.backend, "portable": False})
+    places = {STAGES["build"].pin(manifest, with_instruction_sets(key, *isa))[0] for isa in ((), ("avx2",))}
+    assert len(places) == 2
+
+
+@pytest.mark.parametrize("where, before, after, expected", [
+    ("tolerance", 0.001, 0.0025, True), ("tolerance", 0.0025, 0.001, False), ("tolerance.noise", 6, 6.5, True),
+    ("tolerance.block", None, 0.1, True), ("tolerance.block", 0.1, None, True), ("tolerance.a", diff.ABSENT, 1, False),
+    ("limits.max_batch_size", 4, 1, True), ("limits.max_batch_size", 4, 8, False), ("seconds", 30, 20, True),
+    ("golden.max_new_tokens", 16, 4, True), ("golden.long_prompt", 240, 252, False), ("max_seq_len", 256, None, True),
+    ("golden.prompts.003", "Dark", diff.ABSENT, True), ("golden.prompts.003", diff.ABSENT, "Dark", False),
+    ("golden.prompts.003", "Dark", "Light", False), ("expected.000", "a text", None, True),
+    ("expected.000", None, "a text", False), ("expected.000", "a text", "another", False),
+    ("drift_text", "It", "", True),
+])  # fmt: skip
+def test_a_check_is_looser_where_it_lets_pass_what_did_not(where: str, before, after, expected: bool) -> None:
+    assert is_looser(tuple(where.split(".")), before, after) is expected
+
+
+def test_what_is_not_run_on_a_machine_is_not_missing_there() -> None:
+    """As where the CPU has no bf16, and there is no GPU: engines for GPUs are built nevertheless."""
+    not_run = {"cuda": "needs an NVIDIA GPU", "bf16/openvino": "needs bf16 in the CPU"}
+    places = (
+        "engines/bf16/openvino/x86_64", "golden/bf16/openvino/2", "checks/served/bf16/all/openvino",
+        "checks/compare/fp16/cuda", "golden/fp16/cuda/2", "adapted/cuda/2/fp16",
+    )  # fmt: skip
+    others = (
+        "engines/fp16/cuda/NVIDIA GPUs", "engines/w4a16/openvino/x86_64", "checks/validate/bf16/2", "graphs/bf16",
+        "weights/bf16", "reference/2", "golden/w4a16/openvino/2",
+    )  # fmt: skip
+    assert all(is_absent(place, not_run) for place in places)
+    assert not any(is_absent(place, not_run) for place in others)

@@ -45,11 +45,12 @@ from lockstep.checkpoint import resolve
 from lockstep.cli.main import main
 from lockstep.config import load
 from lockstep.errors import CheckError, InputError
-from lockstep.provenance import lockfile
+from lockstep.provenance import lock_update
 from lockstep.provenance.lock import Lock, Maker
 from lockstep.report import summary
 from lockstep.runtime import Engine, Model, Request
-from lockstep.stages import jobs
+from lockstep.stages import Job, Stage, jobs
+from lockstep.stages.stage import artefacts
 from lockstep.targets import Limits, Results, Target
 from lockstep.verify import compare
 from lockstep.verify.golden.check import check_engines
@@ -325,6 +326,16 @@ def test_bf16_is_refused_where_the_cpu_has_none(opened, tmp_path, monkeypatch):
         model_of(opened, "bf16")
 
 
+class Timed(Stage):
+    """A stage as CONTRIBUTING.md says it: it reads engines, and says nothing of where they are built."""
+
+    output = "{model}/{precision}/time/{backend}.json"
+    reads = artefacts("engines")
+
+    def run(self, job: Job) -> None:
+        raise NotImplementedError
+
+
 def test_where_the_cpu_has_no_bf16_its_targets_are_shown_as_not_run(monkeypatch, tmp_path):
     shown = {**config_with(precisions=["bf16", "fp32"], backends=["openvino", "onnxruntime"], layers=[2]),
              "skip_missing_precisions": True}  # fmt: skip
@@ -344,6 +355,7 @@ def test_where_the_cpu_has_no_bf16_its_targets_are_shown_as_not_run(monkeypatch,
         "the graphs are checked"
     )
     assert {step.names["backend"] for step in made if step.stage == "golden"} == {"openvino", "onnxruntime"}
+    assert not Timed().needed(config, bf16) and Timed().needed(config, fp32)
     rows = {row.target: row for row in summary.collect(Results(tmp_path), config.targets(), config.not_run()).targets}
     assert f"golden not run: {reason}" in (rows[bf16].reason or "") and reason not in (rows[fp32].reason or "")
     with pytest.raises(InputError, match=r"models.m.backends\[0\]: expected to run its engines \(require_run: true\)"):
@@ -502,20 +514,19 @@ def test_openvino_sends_nothing_where_its_telemetry_is_installed(tmp_path):
     assert theirs.returncode and recorder.calls(), "the stand-in shows what an import would do"
 
 
-def test_a_lock_written_without_bf16_keeps_what_stood_in_it(monkeypatch):
-    """Engines, golden tokens and terms of what is not built here, as long as they are of the same graphs."""
-    monkeypatch.setattr(cpu, "describe_cpu", lambda: {"isa": ["avx2"]})
-    engines, terms = f"engines/bf16/{BACKEND}/x86_64 other", f"checks/golden/bf16/2/{BACKEND}"
-    kept = {engines: {}, f"golden/bf16/{BACKEND}/2": {}, terms: {"expected": {}}}
+def test_a_lock_written_without_bf16_keeps_what_stood_in_it():
+    """Engines, golden tokens and terms of what is not run here, as long as they are of the same graphs."""
+    engines, terms = f"engines/bf16/{BACKEND}/x86_64", f"checks/golden/bf16/2/{BACKEND}"
+    kept = {engines: {}, f"golden/bf16/{BACKEND}/2": {}, terms: {"expected": {}}, "golden/bf16/cuda/2": {}}
     others = {"checkpoint": {"source": "m"}, f"checks/golden/fp32/2/{BACKEND}": {"expected": {}}}
     before = Lock("m", {"golden/openvino": Maker("old", {})}, {**others, **kept, "graphs/bf16": {"entry": "g"}})
 
-    def written(graph: str) -> Lock:
+    def written(graph: str, *not_run: str) -> Lock:
         lock = Lock("m", {}, {"checkpoint": {"source": "m"}, "graphs/bf16": {"entry": graph}})
-        return lockfile._with_kept(before, lock)
+        return lock_update._with_kept(before, lock, not_run)
 
-    assert written("g").sections.keys() == {"checkpoint", "graphs/bf16", *kept}
-    assert written("g").makers == before.makers
-    assert engines not in written("another").sections
-    monkeypatch.setattr(cpu, "describe_cpu", lambda: {"isa": ["avx512_bf16"]})
-    assert engines not in written("g").sections, "built here, or none of the config"
+    absent = (f"bf16/{BACKEND}", "cuda")
+    assert written("g", *absent).sections.keys() == {"checkpoint", "graphs/bf16", *kept}
+    assert written("g", *absent).makers == before.makers
+    assert not kept.keys() & written("another", *absent).sections.keys()
+    assert not kept.keys() & written("g").sections.keys(), "run here, or none of the config"

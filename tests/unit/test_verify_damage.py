@@ -26,7 +26,8 @@ from lockstep.errors import LockstepError
 from lockstep.provenance import run as stage
 from lockstep.provenance.explain import explain
 from lockstep.provenance.lock import diff
-from lockstep.provenance.lockfile import sections, write_lock
+from lockstep.provenance.lock_update import updated_lock
+from lockstep.provenance.lockfile import sections
 from lockstep.provenance.verify import SAME, Finding, verify
 from lockstep.stages import STAGES
 from lockstep.targets import Results, Target
@@ -85,7 +86,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     precisions = [TARGET.precision, "w8a16"]  # the latter another machine may have
     model = {"source": "resources/demo-llama", "layers": [TARGET.layers], "precisions": precisions, "group_size": 16}
     make(results, "config", {"models": {MODEL: model}})
-    write_lock(results.root, MODEL, root / "locks" / f"{MODEL}.lock.json")
+    lock = root / "locks" / f"{MODEL}.lock.json"
+    updated_lock(results.root, MODEL, lock).lock.save(lock)
     assert {finding.status for finding in found(root)} == {SAME}
     return root
 
@@ -103,7 +105,7 @@ def look(root: Path) -> None:
     """Everything that reads records and locks; errors are one line that names a file. Raises what is no such error."""
     results, lock = root / "results", root / "locks" / f"{MODEL}.lock.json"
     for call in (
-        lambda: diff(lock, lock), lambda: explain(CONFIG, Results(results), TARGET), lambda: write_lock(results, MODEL, root / "again.lock.json"),  # noqa: E501
+        lambda: diff(lock, lock), lambda: explain(CONFIG, Results(results), TARGET), lambda: updated_lock(results, MODEL, lock),  # noqa: E501
         lambda: list(sections(results, MODEL)),
     ):  # fmt: skip
         try:

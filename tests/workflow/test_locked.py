@@ -256,12 +256,15 @@ def replace_engine(cache: Path, entry: Path) -> None:
     write_json(entry, value)
 
 
-def test_a_lock_holds_the_engines_of_several_devices(locked: Checkout) -> None:
+def test_engines_of_a_device_that_is_not_locked_are_refused_by_a_run_and_by_verify(locked: Checkout) -> None:
+    """And the advice leads out: to a run that is not locked, and a lock."""
     edit_lock(locked, lambda lock: other_device(lock["locked"]))
-    assert re.match(
-        r"build: device differs: other 0 -> \w+ \w{12}; locked by",
-        refused(locked, "lockstep", "stage", "build", "--locked", f"{MODEL}/fp32"),
-    )
+    for command in (("lockstep", "stage", "build", "--locked", f"{MODEL}/fp32"), ("snakemake", "-n", *LOCKED)):
+        line = refused(locked, *command)
+        assert re.match(r"build.*, which is not in the lock; |build .*/\w+ is not in the lock; ", line), line
+        assert "run without locked and `lockstep lock` again" in line
+    process = locked.call("lockstep", "verify", check=False)
+    assert process.returncode == 1 and re.search(r"unknown .* engines/fp32/onnxruntime/\w+: not in", process.stdout)
     locked.call("lockstep", "lock")
     lock = json.loads((locked.folder / "locks" / f"{MODEL}.lock.json").read_text())
     assert len([name for name in lock["locked"] if name.startswith("engines/fp32/onnxruntime/")]) == 2
@@ -272,6 +275,21 @@ def test_a_lock_holds_the_engines_of_several_devices(locked: Checkout) -> None:
 def other_device(locked: dict) -> None:
     (here,) = (name for name in locked if name.startswith("engines/fp32/onnxruntime/"))
     locked["engines/fp32/onnxruntime/other 0"] = locked.pop(here)
+
+
+def test_engines_of_a_cpu_with_other_instruction_sets_are_judged_by_their_bytes(locked: Checkout) -> None:
+    """By a run, by verify and by lock. The CPU is this one, as if it had fewer of them."""
+    path = locked.folder / "locks" / f"{MODEL}.lock.json"
+    engines = locked.results / MODEL / "fp32/engines/onnxruntime/engines.json"
+    before = read_json(engines)
+    lock = path.read_bytes()
+    locked.append("src/lockstep/backends/cpu.py", "_ISA = {name: flags[:3] for name, flags in _ISA.items()}\n")
+    locked.run("lockstep", "stage", "build", "--locked", f"{MODEL}/fp32")
+    after = read_json(engines)
+    assert after["device"]["isa"] != before["device"]["isa"] and after["engines"] == before["engines"]
+    locked.run("lockstep", "verify")
+    process = locked.run("lockstep", "lock")
+    assert not process.stderr and read_json(path)["locked"] == json.loads(lock)["locked"]
 
 
 def test_what_is_there_and_not_locked_is_refused_before_any_job(locked: Checkout) -> None:

@@ -144,11 +144,11 @@ def test_diff_of_two_locks_is_in_words(locked: Checkout, tmp_path: Path) -> None
     assert locked.call("lockstep", "diff", str(lock), str(lock)).stdout == ""
 
 
-OTHER_DEVICE = "x86_64 other"
+OTHER_DEVICE = "aarch64"
 
 
 def with_another_device(locked: Checkout, folder: Path) -> tuple[Path, dict]:
-    """The lock as if another machine had locked the engines of one precision before."""
+    """The lock as if a machine of another architecture had locked the engines of one precision before."""
     value = json.loads((locked.folder / "locks" / f"{MODEL}.lock.json").read_text())
     (here,) = (name for name in value["locked"] if name.startswith("engines/fp32/onnxruntime/"))
     value["locked"][f"engines/fp32/onnxruntime/{OTHER_DEVICE}"] = value["locked"].pop(here)
@@ -160,24 +160,57 @@ def with_another_device(locked: Checkout, folder: Path) -> tuple[Path, dict]:
 
 def test_a_lock_adds_a_device_and_says_so(locked: Checkout, tmp_path: Path) -> None:
     path, _ = with_another_device(locked, tmp_path / "locks")
+    process = locked.call("lockstep", "verify", "--locks", str(path.parent), check=False)
+    assert process.returncode == 1 and re.search(r"unknown .*engines/fp32/onnxruntime/\w+: not in", process.stdout)
     process = locked.call("lockstep", "lock", "--locks", str(path.parent))
     engines = [name for name in json.loads(path.read_text())["locked"] if name.startswith("engines/fp32/onnxruntime/")]
     assert len(engines) == 2 and f"engines/fp32/onnxruntime/{OTHER_DEVICE}" in engines
-    assert re.search(rf"added engines/fp32/onnxruntime/(?!{OTHER_DEVICE})", process.stderr)
-    assert re.search(rf"kept the engines of .*{OTHER_DEVICE}", process.stderr)
+    (line,) = process.stderr.splitlines()
+    assert re.search(rf": added engines/fp32/onnxruntime/(?!{OTHER_DEVICE})", line)
 
 
-def test_engines_that_another_device_locked_are_dropped_only_when_told(locked: Checkout, tmp_path: Path) -> None:
+def looser(value: dict) -> None:
+    """Let the lock before be stricter: a tolerance, a prompt and a check that are not in the config."""
+    locked = value["locked"]
+    locked["checks/compare/fp32/onnxruntime"]["tolerance"] /= 2
+    locked["checks/reference/2"]["golden"]["prompts"]["004"] = "Dark"
+    locked["checks/served/fp32/3/onnxruntime"] = locked["checks/served/fp32/2/onnxruntime"]
+
+
+LOOSER = (
+    r"changed checks/compare/fp32/onnxruntime: tolerance \S+ -> \S+, which is looser",
+    r"changed checks/reference/2: golden\.prompts\.004 gone, was Dark, which is looser",
+    r"dropped checks/served/fp32/3/onnxruntime",
+)
+
+
+def test_each_change_of_a_lock_is_printed_and_what_is_looser_is_written_only_when_accepted(
+    locked: Checkout, tmp_path: Path
+) -> None:
+    """Also engines that another device locked, for graphs that are others now."""
     path, value = with_another_device(locked, tmp_path / "locks")
-    value["locked"]["graphs/fp32"].update({"attention.decode.onnx": "0" * 64, "assembly.json": "0" * 64})
+    value["locked"]["graphs/fp32"]["attention.decode.onnx"] = "0" * 64
+    value["locked"]["checks/compare/fp32/onnxruntime"]["seconds"] = 1
+    looser(value)
     path.write_text(json.dumps(value))
     before = path.read_bytes()
     process = locked.call("lockstep", "lock", "--locks", str(path.parent), check=False)
     assert process.returncode == 1 and path.read_bytes() == before
-    (line,) = process.stderr.splitlines()
-    assert re.search(rf"found others \(attention\.decode\.onnx 0{{12}} -> \w{{12}}\).*{OTHER_DEVICE}.*--renew", line)
-    process = locked.call("lockstep", "lock", "--renew", "--locks", str(path.parent))
-    assert f"dropped engines/fp32/onnxruntime/{OTHER_DEVICE}" in process.stderr
+    *lines, error = process.stderr.splitlines()
+    expected = [
+        *LOOSER,
+        rf"dropped engines/fp32/onnxruntime/{OTHER_DEVICE}",
+        r"added engines/fp32/onnxruntime/\w+",
+        r"changed checks/compare/fp32/onnxruntime: seconds 1 -> 30",
+        r"changed graphs/fp32: attention\.decode\.onnx 0{12} -> \w{12}",
+    ]
+    assert len(lines) == len(expected)
+    assert all(any(re.fullmatch(rf"{re.escape(str(path))}: {each}", line) for line in lines) for each in expected), (
+        lines
+    )
+    assert "found 4 that are dropped or looser" in error and "--accept" in error
+    process = locked.call("lockstep", "lock", "--accept", "--locks", str(path.parent))
+    assert process.stderr.splitlines() == lines
     assert OTHER_DEVICE not in path.read_text()
 
 

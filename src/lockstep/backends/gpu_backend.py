@@ -49,6 +49,7 @@ class GpuBackend(Backend):
 class PortableGpuBackend(GpuBackend):
     """A GPU backend whose engines are built without a GPU, for any of the kinds that `gpus` names."""
 
+    portable = True
     gpus: str
 
     def why_not(self) -> str | None:

@@ -25,6 +25,7 @@ def identity(name: str, runs: bool = True) -> dict[str, Any]:
         "version": library.version(),
         "revision": library.revision,
         "device": library.device_key(device),
+        "portable": library.portable,
         "options": library.default_options(),
     }
     if libraries := library.libraries(runs):

@@ -16,19 +16,19 @@ from lockstep.targets import Results
 
 @click.command()
 @click.argument("models", nargs=-1, metavar="[MODEL]...")
-@click.option("--renew", is_flag=True, help="Drop engines that other devices locked for graphs that have changed.")
+@click.option("--accept", is_flag=True, help="Write it also where checks become looser, or places are dropped.")
 @JSON
 @LOCKS
 @RESULTS
-def lock(models: tuple[str, ...], renew: bool, as_json: bool, locks: Path, results: Path) -> None:
+def lock(models: tuple[str, ...], accept: bool, as_json: bool, locks: Path, results: Path) -> None:
     """Write locks/<model>.lock.json of finished models.
 
-    A lock that is there already keeps what other devices locked.
+    A lock that is there already keeps what other devices locked, and each change of it is printed.
     """
     from lockstep.artifacts.files import read_json
     from lockstep.manifests.manifest_files import manifest_entries
     from lockstep.provenance.lock import lock_path
-    from lockstep.provenance.lockfile import write_lock
+    from lockstep.provenance.lock_update import updated_lock
 
     config = Results(results).config()
     with manifest_entries(config):
@@ -36,11 +36,18 @@ def lock(models: tuple[str, ...], renew: bool, as_json: bool, locks: Path, resul
     written = []
     for model in chosen:
         path = lock_path(locks, model)
-        said = write_lock(results, model, path, renew)
-        written.append({"model": model, **file_json(path), "changes": said})
+        update = updated_lock(results, model, path)
         if not as_json:
-            for line in said:
+            for line in update.changes:
                 click.echo(f"{path}: {line}", err=True)
+        if update.looser and not accept:
+            raise CheckError(
+                f"{path}: expected checks as strict as those locked, found {len(update.looser)} that are dropped or "
+                f"looser ({update.looser[0]}); take back the change, or write the lock with --accept"
+            )
+        update.lock.save(path)
+        written.append({"model": model, **file_json(path), "changes": update.changes})
+        if not as_json:
             click.echo(path)
     if as_json:
         echo_json({"locks": written})

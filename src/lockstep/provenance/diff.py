@@ -9,23 +9,33 @@ from typing import Any
 from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.document import ValidationError
 
+ABSENT = object()
 _DIGEST = 64
 _DEEPEST = 50  # lists and objects in each other; what is locked or recorded has 6
 
 
-def changes(one: Any, other: Any, where: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+def changes(one: Any, other: Any) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield (place, "before -> after") of each value that differs, sorted by name."""
+    for where, before, after in differences(one, other):
+        yield where, change(before, after)
+
+
+def differences(one: Any, other: Any, where: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+    """Yield (place, before, after) of each value that differs, sorted by name. ABSENT is one that is not there."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         for name in sorted({*one, *other}):
-            here = (*where, str(name))
-            if name not in one:
-                yield here, f"new, {words(other[name])}"
-            elif name not in other:
-                yield here, f"gone, was {words(one[name])}"
-            else:
-                yield from changes(one[name], other[name], here)
+            yield from differences(one.get(name, ABSENT), other.get(name, ABSENT), (*where, str(name)))
     elif one != other:
-        yield where, f"{words(one)} -> {words(other)}"
+        yield where, one, other
+
+
+def change(before: Any, after: Any) -> str:
+    """Return a change in words."""
+    if before is ABSENT:
+        return f"new, {words(after)}"
+    if after is ABSENT:
+        return f"gone, was {words(before)}"
+    return f"{words(before)} -> {words(after)}"
 
 
 def check_depth(value: Any) -> None:

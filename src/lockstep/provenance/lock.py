@@ -6,7 +6,7 @@ them; it decides nothing, and names the cause where an artefact differs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,9 +21,9 @@ from lockstep.stages import STAGES
 MADE, LOCKED, TERMS = "made with", "locked", "checks"
 CHECKPOINT, ENGINES = "checkpoint", "engines"
 _ELSEWHERE = ("source",)  # recorded where a model comes from, and not compared: it may lie elsewhere
-Place = str  # such as engines/fp16/onnxruntime/DEVICE
+Place = str  # such as engines/fp16/onnxruntime/x86_64
 Items = Mapping[str, Any]
-_COMMITTED = "take the lock as it was committed, or write it again with `lockstep lock`"
+_COMMITTED = "take the lock as it was committed, or delete it and run `lockstep lock`"
 _STAGE = Bound("a stage", lambda name: name.partition("/")[0] in STAGES)
 
 
@@ -53,13 +53,11 @@ class Published(JsonObject):
 class Comparison:
     """An artefact beside a lock.
 
-    is_locked: the lock has its place. changes: (name, "locked -> found") of what differs. other_device: the lock has
-    engines of this kind, of other devices alone.
+    is_locked: the lock has its place. changes: (name, "locked -> found") of what differs.
     """
 
     is_locked: bool
     changes: tuple[tuple[tuple[str, ...], str], ...] = ()
-    other_device: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,11 +107,10 @@ class Lock(JsonObject):
         return {split(where)[-1]: items for where, items in self.sections.items() if kind_of(where) == kind}
 
     def compare(self, where: Place, items: Items) -> Comparison:
-        """Compare an artefact with what is locked at its place."""
+        """Compare an artefact with what is locked at its place. All that is held to a lock is judged here."""
         locked = self.sections.get(where)
         if locked is None:
-            other = split(where)[0] == ENGINES and kind_of(where) in map(kind_of, self.sections)
-            return Comparison(False, other_device=other)
+            return Comparison(False)
         return Comparison(True, tuple(changes(without_places(locked), without_places(items))))
 
 
@@ -124,6 +121,15 @@ def split(where: Place) -> list[str]:
 def kind_of(where: Place) -> str:
     """Return the place of engines without their device."""
     return where.rpartition("/")[0]
+
+
+def is_absent(where: Place, not_run: Iterable[str]) -> bool:
+    """Return whether nothing is made of a place where engines are not run.
+
+    not_run: backends, whose engines are built, and `<precision>/<backend>`, whose engines are not.
+    """
+    kind, *parts = split(where)
+    return any({*parts} >= {*split(name)} and (kind != ENGINES or "/" in name) for name in not_run)
 
 
 def without_places(items: Items) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from lockstep.provenance.lockfile import Section, made_with, maker, sections_at,
 from lockstep.provenance.record import record_path
 from lockstep.provenance.slsa import provenance_path
 from lockstep.stages import STAGES, Job
-from lockstep.stages.build import device_name
+from lockstep.stages.build import engines_place
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
@@ -75,7 +75,12 @@ def check_project(lock_file: Path, steps: Sequence[Job], checkpoint: Sequence[Pa
             refuse(other, lock_file)
         if step.stage == "build" and not lock.devices(step.names["precision"], step.names["backend"]):
             refuse(f"{step}: its engines are not in the lock", lock_file)
-        if step.output.is_file() and record_path(step.output).is_file() and (other := _other_result(step, lock)):
+        if not (step.output.is_file() and record_path(step.output).is_file()):
+            continue
+        for section in sections_at(step.output):
+            if not lock.compare(section.where, section.items).is_locked:
+                refuse(f"{step}: {section.where} is not in the lock", lock_file)
+        if other := _other_result(step, lock):
             # A fetch that is not held to the lock stays at its commit.
             advice = f"make it again without locked: lockstep run -- --forcerun {step.stage} -- {step.output}"
             if step.stage == "fetch":
@@ -129,10 +134,11 @@ def check_step(step: Job, key: BuildKey, lock_file: Path) -> None:
     if line := _other_terms(lock, step):
         refuse(line, lock_file)
     if step.stage == "build" and key.backend:
-        here = device_name(key.backend)
+        *_, here = engines_place(step.names, key.backend)
         devices = lock.devices(step.names["precision"], step.names["backend"])
         if here not in devices:
-            refuse(f"build: device differs: {' or '.join(sorted(devices)) or 'none'} -> {here}", lock_file)
+            locked = " or ".join(sorted(devices)) or "none"
+            refuse(f"build: expected the device {locked}, found {here}, which is not in the lock", lock_file)
 
 
 def reject(output: Path, lock_file: Path) -> str | None:

@@ -1,4 +1,4 @@
-"""Writing of locks: a finished results tree in, `locks/<model>.lock.json` out.
+"""The lock of a finished results tree, and the artefacts of a tree as a lock holds them.
 
 The file is sorted, and to be committed. A lock is made of sections: what each artefact must be, by name, and on what
 terms each check was passed. A section comes from the manifest of the artefact and from the record of how it was made.
@@ -11,19 +11,21 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.files import dump_json, read_json, sha256_json
 from lockstep.errors import CheckError, InputError, LockstepError
 from lockstep.manifests.manifest_files import manifest_entries
-from lockstep.provenance.diff import changes
-from lockstep.provenance.lock import ENGINES, TERMS, Comparison, Lock, Maker, Place, split
+from lockstep.provenance.lock import TERMS, Comparison, Lock, Maker, Place
 from lockstep.provenance.record import SUFFIX, checked_record, read_record, record_path, records
 from lockstep.stages import STAGES, jobs
 from lockstep.targets import Results
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config
 
 
 @dataclass(frozen=True)
@@ -42,98 +44,9 @@ class Section:
         return self.key.stage
 
 
-def write_lock(results: Path, model: str, out: Path, renew: bool = False) -> list[str]:
-    """Write the lock of the finished model `model` to `out`, and return in words what became of an earlier one.
-
-    Engines of other devices that are locked already stay; so does all of engines that are not built here because this
-    processor does not compute in their precision. renew: drop them where they are of other graphs.
-
-    Raises InputError where something was not made or not checked yet, and CheckError where engines would be dropped
-    without `renew`.
-    """
-    lock, lines = collect(results, model), []
-    if out.is_file():
-        before = Lock.load(out)
-        lock = replace(_with_kept(before, lock), published=before.published)
-        lost = _devices_of_other_graphs(before, lock)
-        if lost and not renew:
-            precision = next(iter(lost))
-            old, new = (of.sections.get(f"graphs/{precision}", {}) for of in (before, lock))
-            changed = [(".".join(at), change) for at, change in changes(old, new)]
-            (name, change), *_ = sorted(changed, key=lambda pair: not pair[0].endswith(".onnx"))
-            devices = ", ".join(sorted(set().union(*lost.values())))
-            raise CheckError(
-                f"{out}: expected the locked graphs of {', '.join(lost)}, found others ({name} {change}), and engines "
-                f"for the locked ones of {devices}, which only that device can build; take back the change, or drop "
-                "these engines with --renew"
-            )
-        lines = _changes(before, lock)
-    lock.save(out)
-    return lines
-
-
-def _same_graphs(before: Lock, lock: Lock) -> set[str]:
-    """Return the precisions whose graphs are the same in both."""
-    return {
-        split(where)[1]
-        for where, items in before.sections.items()
-        if split(where)[0] == "graphs" and items == lock.sections.get(where)
-    }
-
-
-def _devices_of_other_graphs(before: Lock, lock: Lock) -> dict[str, set[str]]:
-    """Return by precision the devices whose locked engines are of graphs that `lock` has no more."""
-    lost: dict[str, set[str]] = {}
-    same = _same_graphs(before, lock)
-    for where in sorted(before.sections.keys() - lock.sections.keys()):
-        kind, *names = split(where)
-        if kind == ENGINES and f"graphs/{names[0]}" in lock.sections and names[0] not in same:
-            lost.setdefault(names[0], set()).add(names[-1])
-    return lost
-
-
-def _changes(before: Lock, lock: Lock) -> list[str]:
-    """Return a line for what `lock` adds to and drops from the one before it."""
-    old, new = before.sections.keys(), lock.sections.keys()
-    kept = {split(where)[-1] for where in old & new if split(where)[0] == ENGINES}
-    lines = [
-        f"{what} {where}" for what, places in (("added", new - old), ("dropped", old - new)) for where in sorted(places)
-    ]
-    return [*lines, *([f"kept the engines of {', '.join(sorted(kept))}"] if lines and kept else [])]
-
-
-def _with_kept(before: Lock, lock: Lock) -> Lock:
-    """Return `lock` with what it keeps of `before`, as long as that is of the same graphs.
-
-    Engines of other devices; and of engines that are not built here, for this processor does not compute in their
-    precision, their golden tokens, parameters of checks and makers too.
-    """
-    from lockstep.config.backends import backends  # loads pydantic, which verify does without
-
-    def kinds(of: Lock) -> set[tuple[str, str]]:
-        places = map(split, of.sections)
-        return {(place[1], place[2]) for place in places if place[0] == ENGINES}
-
-    here, same = kinds(lock), _same_graphs(before, lock)
-    known = [(precision, backend) for precision, backend in kinds(before) - here if backend in backends()]
-    absent = [pair for pair in known if pair[0] in same and backends()[pair[1]].lacks_here(pair[0])]
-    kept = {
-        where: items
-        for where, items in before.sections.items()
-        if ((place := split(where))[0] == ENGINES and tuple(place[1:3]) in here and place[1] in same)
-        or any({*pair} <= {*place} for pair in absent)
-    }
-    ends = tuple(f"/{backend}" for _, backend in absent)
-    makers = {name: maker for name, maker in before.makers.items() if name.endswith(ends)}
-    return replace(lock, sections={**kept, **lock.sections}, makers={**makers, **lock.makers})
-
-
 def collect(results: Path, model: str) -> Lock:
     """Return the lock of what is there. Raises InputError for a model that is not finished."""
-    from lockstep.config.load import load  # loads pydantic, which verify does without
-
-    tree = Results(results)
-    config = load(read_json(tree.config()), where=str(tree.config()))
+    tree, config = Results(results), config_of(results)
     # Of several devices each machine has its own.
     built = [
         target
@@ -154,6 +67,14 @@ def collect(results: Path, model: str) -> Lock:
     return lock_of(model, pinned)
 
 
+def config_of(results: Path) -> Config:
+    """Return the config that a results tree was made with."""
+    from lockstep.config.load import load  # loads pydantic, which verify does without
+
+    path = Results(results).config()
+    return load(read_json(path), where=str(path))
+
+
 def lock_of(model: str, pinned: Iterable[Section]) -> Lock:
     pinned = list(pinned)
     makers = {maker(section.key): made_with(section.key) for section in pinned}
@@ -167,7 +88,7 @@ def maker(key: BuildKey) -> str:
 
 def made_with(key: BuildKey) -> Maker:
     """Return the code, packages and library of a stage, as a lock holds them."""
-    backend = {name: value for name, value in (key.backend or {}).items() if name not in ("name", "device")}
+    backend = {name: value for name, value in (key.backend or {}).items() if name not in ("name", "device", "portable")}
     return Maker(
         sha256_json(key.code),
         key.environment,

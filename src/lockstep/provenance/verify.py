@@ -9,21 +9,23 @@ and as locked. `different`, `missing`: not so. `unknown`: nothing says what it s
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockstep.artifacts import formats
 from lockstep.artifacts.files import SEAL, describe, read_json
+from lockstep.artifacts.summary import Summary
 from lockstep.errors import InputError, LockstepError
 from lockstep.manifests.digest_cache import THREADS, Expected, digest
 from lockstep.manifests.manifest_files import named_files
-from lockstep.provenance.lock import ENGINES, Lock, kind_of
+from lockstep.provenance.lock import ENGINES, Lock, is_absent, kind_of
 from lockstep.provenance.lockfile import compared
 from lockstep.provenance.record import SUFFIX, checked_record, records
 from lockstep.provenance.slsa import NAME as PROVENANCE
 from lockstep.provenance.slsa import provenance_path, wrong_provenance
+from lockstep.targets import Results
 
 SAME, DIFFERENT, MISSING, UNKNOWN = "same", "different", "missing", "unknown"
 _NO_MODELS = ("logs", "benchmarks", "report")  # folders of the results tree
@@ -152,21 +154,32 @@ def _locked(folder: Path, lock_file: Path) -> list[Finding]:
     there = compared(folder, lock)  # what is damaged is named above, as files
     # a tree holds the engines of one device, a lock those of several
     built = {kind_of(where) for where in there if where.startswith(f"{ENGINES}/")}
-    lost = [where for where in lock.sections if where not in there and kind_of(where) not in built]
+    absent = _not_run(folder.parent)
+    lost = [
+        where
+        for where in lock.sections
+        if where not in there and kind_of(where) not in built and not is_absent(where, absent)
+    ]
     findings = [
         Finding(MISSING, where, "locked, and not there, or in another version's format; run `lockstep run`")
         for where in lost
     ]
     for where, comparison in there.items():
-        if comparison.other_device:
-            findings.append(Finding(SAME, where, "this device is not in the lock: as recorded"))
-        elif not comparison.is_locked:
+        if not comparison.is_locked:
             findings.append(Finding(UNKNOWN, where, "not in the lock"))
         else:
             differing = "; ".join(f"{'.'.join(at)} {change}" for at, change in comparison.changes)
             findings.append(Finding(DIFFERENT if differing else SAME, where, differing))
     named = [replace(finding, name=f"{folder.name}: {finding.name}") for finding in findings]
     return sorted(named, key=lambda finding: finding.name)
+
+
+def _not_run(results: Path) -> Collection[str]:
+    """Return what does not run on the machine of a results tree, as its summary names it; a damaged one names none."""
+    try:
+        return Summary.load(Results(results).summary()).not_run
+    except InputError:
+        return ()
 
 
 def _walk(folder: Path) -> Iterator[Path]:

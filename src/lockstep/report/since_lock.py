@@ -66,6 +66,6 @@ def _changes(results: Results, model: str, lock_file: Path) -> Changes:
         for at, change in comparison.changes:
             line = f"{where}: {' / '.join(at)}: {change}"
             changes.setdefault(kind if kind in _MEANING else _BUILT, []).append(line)
-        if not comparison.is_locked and not comparison.other_device:
+        if not comparison.is_locked:
             changes.setdefault(_NEW, []).append(f"{where}: not in the lock")
     return changes

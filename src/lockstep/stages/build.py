@@ -11,7 +11,6 @@ from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import sha256_json
 from lockstep.manifests.own_files import clear_unnamed
 from lockstep.stages.stage import ENGINES, ONNX, Config, Job, Names, Pinned, Stage, artefacts
-from lockstep.targets import Target
 
 
 class Build(Stage):
@@ -22,16 +21,12 @@ class Build(Stage):
     help = "assembly.json -> the engine set of one backend."
     is_cached = is_reproduced = continues = owns_folder = True
 
-    def needed(self, config: Config, target: Target) -> bool:
-        return config.is_built(target)
-
     def options(self, config: Config, names: Names) -> dict[str, Any]:
         return {"options": config.build_options(names["backend"])}
 
     def pin(self, manifest: Path, key: BuildKey) -> Pinned:
-        names, device = key.names, device_name(key.backend or {})
         items = {entry.file: entry.sha256 for entry in EngineSetManifest.load(manifest).engines.values()}
-        return ("engines", names["precision"], names["backend"], device), items
+        return engines_place(key.names, key.backend or {}), items
 
     def run(self, job: Job) -> None:
         from lockstep import backends
@@ -43,10 +38,14 @@ class Build(Stage):
         backends.build(job.inputs["assembly"], backend, job.output, job.options["options"])
 
 
-def device_name(backend: Mapping[str, Any]) -> str:
-    """Return the name of a device in a lock, from a backend's identity.
+def engines_place(names: Mapping[str, Any], backend: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return where a lock holds engines. backend: its identity.
 
-    It is the architecture or name, and the first digits of the sha256 of all that must be equal.
+    The place ends with what their bytes depend on: the architecture or name of the device, and of a backend that is not
+    portable the first digits of the sha256 of all that must be equal.
     """
     device = backend["device"]
-    return f"{device.get('architecture') or device.get('name') or backend['name']} {sha256_json(device)[:12]}"
+    name = str(device.get("architecture") or device.get("name") or backend["name"])
+    if not backend.get("portable"):
+        name += f" {sha256_json(device)[:12]}"
+    return ("engines", names["precision"], names["backend"], name)

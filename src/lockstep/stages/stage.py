@@ -130,8 +130,14 @@ class Stage(abc.ABC):
         return self.is_pinned or self.is_check
 
     def needed(self, config: Config, target: Target) -> bool:
+        """Return whether a target has a job of this stage on this machine.
+
+        A stage of a backend has none where its engines are not built, for the processor does not compute in their
+        precision; one that runs engines, none where they do not run.
+        """
         return (
             self.is_of(target.precision)
+            and ("backend" not in self.wildcards or config.is_built(target))
             and (not self.only_adapters or bool(config.models[target.model].adapters))
             and (not self.runs_engines or config.is_run(target))
         )
