@@ -22,9 +22,9 @@
 #   make hashes                   after a change of a pin: writes the digests by which the pins of envs/ are installed; FILES="docs slurm" does these lists alone
 #   make lint                     ruff, mypy and snakefmt; .ci/run starts with it
 #   make gpu                      on a machine with an NVIDIA GPU: builds and checks the models of config/gpu.yaml and SmolLM2, then measures the 7B shape, with the backend cuda in
-#                                 .venv, which needs the wheels of its extra `cuda`; with TENSORRT_PYTHON=/opt/trt/python3.10, the Python that TensorRT runs in, also
-#                                 the models of config/gpu-tensorrt.yaml and the 7B shape with TensorRT. Records go to records/gpu. WORK names a folder with 14 GB of room,
+#                                 .venv, which needs the wheels of its extra `cuda`. Records go to records/gpu. WORK names a folder with 14 GB of room,
 #                                 GPU_JOBS how many builds and checks share the GPU: above 1 sooner done, but speeds and tactics are timed under load
+#   make gpu-tensorrt             the same with TensorRT, which needs its extra `tensorrt`: the models of config/gpu-tensorrt.yaml, SmolLM2 and the 7B shape
 #   make demo PYTHON=python3.12   with another Python (3.11 or newer)
 #   make demo TORCH=torch==2.13.0+cpu
 #                                 with another build of PyTorch than the one that pip takes by itself, which on Linux brings CUDA's libraries along, some
@@ -33,7 +33,6 @@
 PYTHON ?= python3
 CORES ?= all
 ARGS ?=
-TENSORRT_PYTHON ?=
 GPU_JOBS ?= 1
 WORK ?= .bench
 VENV := .venv
@@ -63,7 +62,7 @@ SITE := .site
 REAL := .real
 PICTURES ?= .screenshots
 REAL_CONFIG ?=
-.PHONY: hashes demo real test test-unit test-all triton-test clients-test kubernetes-test slurm-test oldest-test docs screenshots faults lint gpu setup setup-test clean
+.PHONY: hashes demo real test test-unit test-all triton-test clients-test kubernetes-test slurm-test oldest-test docs screenshots faults lint gpu gpu-tensorrt setup setup-test clean
 .DELETE_ON_ERROR:
 
 demo: setup
@@ -129,11 +128,13 @@ gpu: setup $(REAL)/.pinned
 	$(BIN)/snakemake --cores $(CORES) --resources gpu=$(GPU_JOBS) --directory $(REAL) --configfile config/gpu-smollm2.yaml
 	cp $(REAL)/results/summary.json records/gpu/config-gpu-smollm2.json
 	$(BIN)/python -m benchmarks gpu --work $(WORK) --write records
-ifdef TENSORRT_PYTHON
-	$(BIN)/snakemake --cores $(CORES) --resources gpu=$(GPU_JOBS) --configfile config/gpu-tensorrt.yaml --config 'backends={"tensorrt": {"python": "$(TENSORRT_PYTHON)"}}'
+
+gpu-tensorrt: setup $(REAL)/.pinned
+	$(BIN)/snakemake --cores $(CORES) --resources gpu=$(GPU_JOBS) --configfile config/gpu-tensorrt.yaml
 	cp results/summary.json records/gpu/config-gpu-tensorrt.json
-	$(BIN)/python -m benchmarks gpu --backend tensorrt --python $(TENSORRT_PYTHON) --work $(WORK) --write records --option 'tactic_sources=["edge_mask_convolutions", "jit_convolutions"]'
-endif
+	$(BIN)/snakemake --cores $(CORES) --resources gpu=$(GPU_JOBS) --directory $(REAL) --configfile config/gpu-tensorrt-smollm2.yaml
+	cp $(REAL)/results/summary.json records/gpu/config-gpu-tensorrt-smollm2.json
+	$(BIN)/python -m benchmarks gpu --backend tensorrt --work $(WORK) --write records
 
 setup: $(VENV)/.installed
 

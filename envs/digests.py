@@ -25,7 +25,7 @@ ONE = ((11,), ("x86_64",))
 LISTS = {
     "requirements": LINUX, "openvino": LINUX, "tokenizers": LINUX, "test": LINUX, "sign": LINUX, "otel": LINUX,
     "docs": LINUX, "oldest": LINUX, "slurm": LINUX, "kubernetes": LINUX, "kubernetes-test": LINUX, "smollm2": LINUX,
-    "cuda": ONE, "tensorrt-8.6": ((10,), ("x86_64",)), "tritonclient": LINUX, "triton": ONE, "lm-eval": ONE,
+    "cuda": ONE, "tensorrt": ONE, "tritonclient": LINUX, "triton": ONE, "lm-eval": ONE,
     "agents": ONE, "aiperf": ONE, "bfcl": ONE, "llama-cpp": ONE,
 }  # fmt: skip
 HEADER = """\

@@ -85,26 +85,6 @@ def test_the_wheel_holds_the_package_the_workflow_and_nothing_else(wheel: Path) 
     assert any(name.endswith("/LICENSE") for name in names)
 
 
-@pytest.mark.long
-def test_another_interpreter_gets_this_package_and_no_other(installed: Path, tmp_path: Path) -> None:
-    """What lies beside it in site-packages is built for this interpreter: the other has its own."""
-    beside, venv = tmp_path / "site", tmp_path / "venv"
-    shutil.copytree(installed, beside)
-    python("-m", "venv", "--without-pip", str(venv), folder=tmp_path)
-    (theirs,) = venv.glob("lib/*/site-packages")
-    for folder in (beside, theirs):
-        (folder / "onnx").mkdir()
-        (folder / "onnx" / "__init__.py").write_text("")
-    (tmp_path / "asked" / "probe").mkdir(parents=True)
-    code = "def where():\n    import lockstep, onnx\n    return [onnx.__file__, lockstep.__file__]\n"
-    (tmp_path / "asked" / "probe" / "__init__.py").write_text(code)
-    ask = "import lockstep, sys; print(*lockstep.ask_python(sys.argv[1], 'probe:where'))"
-    paths = f"{beside}:{tmp_path / 'asked'}"
-    said = python("-c", ask, str(venv / "bin" / "python"), folder=tmp_path, PYTHONPATH=paths).stdout.split()
-    assert Path(said[0]).is_relative_to(theirs)
-    assert not Path(said[1]).parents[1].exists(), "the link is gone with the process that made it"
-
-
 def test_the_installed_wheel_starts_outside_of_the_repository(installed: Path, tmp_path: Path) -> None:
     def run(*arguments: str) -> str:
         return python(*arguments, folder=tmp_path, PYTHONPATH=str(installed)).stdout
@@ -190,7 +170,7 @@ def test_each_extra_of_pyproject_is_in_the_table() -> None:
     """By the names that its packages are imported under, where they are others."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     imported = {"pyyaml": "yaml", "grpcio": "grpc", "protobuf": "google.protobuf", "pyopenssl": "OpenSSL"}
-    imported |= {"cuda-bindings": "cuda.bindings", "nvidia-cudnn-frontend": "cudnn"}
+    imported |= {"cuda-bindings": "cuda.bindings", "nvidia-cudnn-frontend": "cudnn", "tensorrt-cu12": "tensorrt"}
     imported |= dict.fromkeys(("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"), "opentelemetry")
     extras: dict[str, set[str]] = {}
     for extra, requirements in project["optional-dependencies"].items():

@@ -37,6 +37,7 @@ EXTRAS = {
     "snakemake": "workflow",
     "snakemake_executor_plugin_slurm": "slurm",
     "starlette": "serve",
+    "tensorrt": "tensorrt",
     "torch": "workflow",
     "transformers": "workflow",
     "uvicorn": "serve",
