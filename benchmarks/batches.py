@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 import lockstep
-from benchmarks import options
-from benchmarks.gpu import build_seconds, described, in_words, random_weights, record_path, require, timed
+from benchmarks import cold, options
+from benchmarks.gpu import build_seconds, described, in_words, random_weights, record_path, timed
 from benchmarks.markdown import paragraph, table
 from benchmarks.measure import by_size, read_json, recorder, spread
 from benchmarks.shapes import config_of
@@ -55,7 +55,7 @@ OPTIONS = (
 
 
 def main(
-    shape: str, precision: str, kv_cache_dtype: str, backend: str, python: str | None, work: Path,
+    shape: str, precision: str, kv_cache_dtype: str, backend: str, work: Path,
     build_options: dict[str, Any], vllm: Path | None, layers: int | None, parts: Sequence[str],
     tensor_parallel: int, alike: bool, rounds: int, write: Path | None,
 ) -> None:  # fmt: skip
@@ -63,7 +63,7 @@ def main(
 
     Decoding, prompts beside it, and many requests at once. What does not fit is left out and named.
     """
-    require(python, backend)
+    cold.ask("benchmarks.gpu:device", backend=backend)
     name = "-".join(
         [
             "batches",
@@ -78,18 +78,18 @@ def main(
     graphs = work / ("graphs" if cached is None else f"graphs-kv-{cached}")
     config = read_json(config_of(shape)) | ({} if layers is None else {"num_hidden_layers": layers})
     lockstep.export_config(config, precision, graphs, tensor_parallel, GROUP, kv_cache_dtype=cached)
-    names = {"assembly": str(graphs / "assembly.json"), "work": str(work), "out": str(out), "python": python}
-    names |= {"vllm": str(vllm.absolute()) if vllm else None, "backend": backend}
-    lockstep.run_in_python(
-        python, "benchmarks.batches:measure", **names, rounds=rounds, options=build_options, alike=alike,
-        parts=list(parts),
+    names = {"assembly": str(graphs / "assembly.json"), "work": str(work), "out": str(out), "backend": backend}
+    beside = str(vllm.absolute()) if vllm else None
+    cold.ask(
+        "benchmarks.batches:measure", **names, vllm=beside, rounds=rounds, options=build_options,
+        alike=alike, parts=list(parts),
     )  # fmt: skip
     out.with_suffix(".md").write_text(page(read_json(out)), encoding="utf-8")
     print(out)
 
 
 def measure(assembly: str, work: str, out: str, **settings: Any) -> None:
-    """`run`, for the process of another interpreter, whose arguments are JSON."""
+    """`run`, for a process of its own, whose arguments are JSON."""
     run(Path(assembly), Path(work), Path(out), **settings)
 
 
@@ -100,7 +100,6 @@ def run(
     rounds: int = 3,
     backend: str = "cuda",
     options: Mapping[str, Any] | None = None,
-    python: str | None = None,
     vllm: str | None = None,
     alike: bool = False,
     parts: Sequence[str] = PARTS,
@@ -122,7 +121,7 @@ def run(
     weights = work / "weights" / "weights.json"
     weights = weights if weights.is_file() else random_weights(assembly, work / "weights", alike)
     engines = work / backend / "engines.json"
-    note(build_seconds=build_seconds(assembly_json, engines, backend, {**LIMITS, **(options or {})}, python))
+    note(build_seconds=build_seconds(assembly_json, engines, backend, {**LIMITS, **(options or {})}))
     note(**described(engines))
     model = Model.open(engines, assembly_json, weights)
     model._executor.group.wait_for_weights()

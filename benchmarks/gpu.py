@@ -3,9 +3,8 @@
 Building, loading, decoding and prefill are measured.
 
 In: the assembly of a shape, a scratch folder with room for its weights. Out: a record, which is written after each
-part, so that a run that is cut short says what it came to. Runs in the Python that the backend runs in
-(`lockstep.run_in_python`); a Python that has torch and transformers runs the same weights beside it
-(gpu_transformers.py): speeds, and logits to be compared with.
+part, so that a run that is cut short says what it came to. transformers runs the same weights beside it, in a process
+of its own (gpu_transformers.py): speeds, and logits to be compared with.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import functools
 import hashlib
 import json
 import math
-import os
 import re
 import shutil
 import statistics
@@ -28,7 +26,7 @@ from typing import Any
 import numpy as np
 
 import lockstep
-from benchmarks import options
+from benchmarks import cold, options
 from benchmarks.measure import read_json, recorder, spread, write_json
 from benchmarks.shapes import config_of
 from benchmarks.step_timing import breakdown, breakdown_prefill
@@ -50,26 +48,17 @@ OPTIONS = (options.SHAPE, *options.ON_A_GPU)
 
 
 def main(
-    shape: str, backend: str, python: str | None, work: Path, build_options: dict[str, Any], rounds: int,
-    write: Path | None,
+    shape: str, backend: str, work: Path, build_options: dict[str, Any], rounds: int, write: Path | None
 ) -> None:  # fmt: skip
     """Measure one GPU: build, load, decode and prefill of a Llama in fp16. With random weights, beside transformers."""
     path = config_of(shape)
     config = llama(path)
-    require(python, backend)
+    cold.ask("benchmarks.gpu:device", backend=backend)
     graphs, out = (work / "graphs").absolute(), record_path(write, work, path.stem, backend)
     lockstep.export_config(config, "fp16", graphs)
-    names = {"assembly": str(graphs / "assembly.json"), "work": str(work.absolute()), "out": str(out), "python": python}
-    names |= {"transformers": sys.executable, "backend": backend}
-    lockstep.run_in_python(
-        python, "benchmarks.gpu:measure", **names, rounds=rounds, options=build_options, config=config
-    )
+    names = {"assembly": str(graphs / "assembly.json"), "work": str(work.absolute()), "out": str(out)}
+    cold.ask("benchmarks.gpu:measure", **names, backend=backend, rounds=rounds, options=build_options, config=config)
     print(out)
-
-
-def require(python: str | None, backend: str) -> None:
-    """Raise InputError where engines of the backend do not run, before anything is made."""
-    lockstep.ask_python(python, "benchmarks.gpu:device", backend=backend)
 
 
 def record_path(write: Path | None, work: Path, name: str, backend: str) -> Path:
@@ -94,7 +83,7 @@ def llama(path: Path) -> dict[str, Any]:
 
 
 def measure(assembly: str, work: str, out: str, **settings: Any) -> None:
-    """`run`, for the process of another interpreter, whose arguments are JSON."""
+    """`run`, for a process of its own, whose arguments are JSON."""
     run(Path(assembly), Path(work), Path(out), **settings)
 
 
@@ -105,38 +94,35 @@ def run(
     rounds: int,
     backend: str,
     options: Mapping[str, Any],
-    python: str | None,
-    transformers: str,
     config: Mapping[str, Any],
 ) -> None:
     """Measure everything once but speeds, which are medians of `rounds`.
 
-    options: of the build. python: what this runs in, as it was asked for. transformers: an interpreter that has it,
-    which makes a model of `config`.
+    options: of the build. config: of the model that transformers makes.
 
-    Raises InputError for an assembly in another precision than fp16 and for an interpreter without transformers and
-    CUDA, before anything is made; CheckError, when all is measured, for logits too far from transformers'.
+    Raises InputError for an assembly in another precision than fp16 and where torch has no CUDA, before anything is
+    made; CheckError, when all is measured, for logits too far from transformers'.
     """
     assembly = Assembly.load(assembly_json)
     if assembly.precision != "fp16":
         raise InputError(
             f"{assembly_json}: precision: expected fp16, found {assembly.precision}; export the shape in fp16"
         )
-    probe(transformers)
+    probe()
     work.mkdir(parents=True, exist_ok=True)
     record: dict[str, Any] = {"benchmark": "gpu", "layers": len(assembly.layers), "precision": "fp16", "rounds": rounds}
     note = recorder(out, record)
     weights = random_weights(assembly, work / "weights")
     engines = work / backend / "engines.json"
-    note(build=built(assembly_json, engines, backend, {**LIMITS, **options}, python))
+    note(build=built(assembly_json, engines, backend, {**LIMITS, **options}))
     note(**described(engines))
-    note(ready_seconds=ready_seconds(python, engines, assembly_json, weights))
+    note(ready_seconds=ready_seconds(engines, assembly_json, weights))
     model = ready(engines, assembly_json, weights)
     note(decode={str(batch): decode(model, batch, rounds) for batch in BATCHES})
     note(prefill=prefill(model, rounds, assembly))
     note(prefill={**record["prefill"], **prefill_parts(model, record["prefill"], assembly)})
     del model
-    note(transformers=beside(transformers, work, weights, config))
+    note(transformers=beside(work, weights, config))
     checks = {
         str(layers): check(engines, assembly_json, weights, layers, work / f"reference-{layers}.npz")
         for layers in CHECK_LAYERS
@@ -154,34 +140,29 @@ def run(
             )
 
 
-def built(
-    assembly_json: Path, engines: Path, backend: str, options: Mapping[str, Any], python: str | None
-) -> dict[str, Any]:
+def built(assembly_json: Path, engines: Path, backend: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Build in a new process, with nothing of an earlier build; return what it took, and what came of it."""
     shutil.rmtree(engines.parent, ignore_errors=True)
-    seconds = build_seconds(assembly_json, engines, backend, options, python)
+    seconds = build_seconds(assembly_json, engines, backend, options)
     files = [engines.with_name(entry["file"]) for entry in read_json(engines)["engines"].values()]
     sizes = [path.stat().st_size for path in files]
     return {"cold_seconds": seconds, "engine_bytes": sum(sizes), "engines": len(files)}
 
 
-def open_random(assembly: str, work: Path, backend: str, options: Mapping[str, Any], python: str | None) -> Model:
+def open_random(assembly: str, work: Path, backend: str, options: Mapping[str, Any]) -> Model:
     """Open engines, built in `work`, on random weights, which are made there once."""
     weights, engines = work / "weights" / "weights.json", work / backend / "engines.json"
     weights = weights if weights.is_file() else random_weights(Assembly.load(assembly), work / "weights", False)
-    build_seconds(Path(assembly), engines, backend, options, python)
+    build_seconds(Path(assembly), engines, backend, options)
     model = Model.open(engines, assembly, weights)
     model.warm_up()
     return model
 
 
-def build_seconds(
-    assembly_json: Path, engines: Path, backend: str, options: Mapping[str, Any], python: str | None
-) -> float:
+def build_seconds(assembly_json: Path, engines: Path, backend: str, options: Mapping[str, Any]) -> float:
     """Of the build of an engine set, in a new process."""
     request = {"assembly": str(assembly_json), "backend": backend, "options": dict(options), "out": str(engines)}
-    build = functools.partial(lockstep.run_in_python, python or sys.executable, "benchmarks.gpu:build_engines")
-    return round(timed(functools.partial(build, **request))[0], 1)
+    return round(timed(functools.partial(cold.ask, "benchmarks.gpu:build_engines", **request))[0], 1)
 
 
 def build_engines(assembly: str, backend: str, out: str, options: Mapping[str, Any]) -> None:
@@ -233,21 +214,14 @@ def ready_at(engines: str, assembly: str, weights: str) -> float:
     return time.time()
 
 
-def ready_seconds(python: str | None, engines: Path, assembly: Path, weights: Path) -> float:
+def ready_seconds(engines: Path, assembly: Path, weights: Path) -> float:
     """Return the seconds from the start of a new process until it can take a step.
 
     The weights' file is in the page cache. It takes interpreter, libraries, engines, kernels, weights.
     """
     began = time.time()
     return round(
-        lockstep.ask_python(
-            python or sys.executable,
-            "benchmarks.gpu:ready_at",
-            engines=str(engines),
-            assembly=str(assembly),
-            weights=str(weights),
-        )
-        - began,
+        cold.ask("benchmarks.gpu:ready_at", engines=str(engines), assembly=str(assembly), weights=str(weights)) - began,
         1,
     )
 
@@ -405,8 +379,8 @@ def operations(assembly: Assembly, tokens: int) -> tuple[int, int]:
     return blocks, attention + 2 * weights(assembly.layers[-1].exit)
 
 
-def beside(python: str, work: Path, weights: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Run transformers on the same weights, in another Python.
+def beside(work: Path, weights: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Run transformers on the same weights, in another process.
 
     Returns its speeds; its logits are left in the work folder.
     """
@@ -424,49 +398,31 @@ def beside(python: str, work: Path, weights: Path, config: Mapping[str, Any]) ->
         "config": dict(config),
         "device": "cuda",
     }
-    return _in_transformers(python, request)
+    return _in_transformers(request)
 
 
-def probe(python: str) -> None:
-    """Raise InputError for an interpreter without transformers and CUDA."""
-    _in_transformers(python, {"probe": True, "device": "cuda"})
+def probe() -> None:
+    """Raise InputError where transformers is absent or torch has no CUDA."""
+    _in_transformers({"probe": True, "device": "cuda"})
 
 
-def references(
-    python: str, folder: Path, weights: Path, config: Mapping[str, Any], layers: Sequence[int | str]
-) -> None:
+def references(folder: Path, weights: Path, config: Mapping[str, Any], layers: Sequence[int | str]) -> None:
     """Leave logits of transformers on the same weights in `folder`.
 
-    They are cut after each of `layers`, and made in another Python.
+    They are cut after each of `layers`, and made in another process.
     """
     request = {"weights": str(weights), "work": str(folder), "layers": layers, "config": dict(config), "device": "cuda"}
-    _in_transformers(python, {**request, "prompt": CHECK_PROMPT, "tokens": CHECK_TOKENS})
+    _in_transformers({**request, "prompt": CHECK_PROMPT, "tokens": CHECK_TOKENS})
 
 
-def _in_transformers(python: str, request: Mapping[str, Any]) -> Any:
+def _in_transformers(request: Mapping[str, Any]) -> Any:
     """Return what gpu_transformers.py answers. Raises InputError with its last line when it fails."""
-    command = [python, str(Path(__file__).with_name("gpu_transformers.py"))]
-    try:
-        ended = subprocess.run(
-            command, input=json.dumps(request), capture_output=True, text=True, env=_plain_environment()
-        )
-    except OSError as error:
-        raise InputError(
-            f"{python}: expected a Python with torch and transformers, found none that starts: {error.strerror}"
-        ) from error
+    command = [sys.executable, str(Path(__file__).with_name("gpu_transformers.py"))]
+    ended = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True)
     if ended.returncode:
         found = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
-        advice = "; install them there" if "probe" in request else ""
-        raise InputError(
-            f"{python}: expected a Python whose torch and transformers run on the GPU, found: {found}{advice}"
-        )
+        raise InputError(f"expected transformers, and a torch that runs on the GPU, found: {found}")
     return json.loads(ended.stdout.splitlines()[-1])
-
-
-def _plain_environment() -> dict[str, str]:
-    return {
-        name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
-    }
 
 
 def check(engines: Path, assembly: Path, weights: Path, layers: int | str, reference: Path) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 import lockstep
-from benchmarks import options
-from benchmarks.gpu import described, open_random, record_path, require
+from benchmarks import cold, options
+from benchmarks.gpu import described, open_random, record_path
 from benchmarks.measure import read_json, recorder
 from benchmarks.shapes import config_of
 from lockstep import Assembly, Engine, Model, Request, Speculation
@@ -37,29 +37,25 @@ OPTIONS = (
 
 
 def main(
-    shape: str, precision: str, positions: int, layers: int, tensor_parallel: int, backend: str, python: str | None,
+    shape: str, precision: str, positions: int, layers: int, tensor_parallel: int, backend: str,
     work: Path, build_options: dict[str, Any], write: Path | None,
 ) -> None:  # fmt: skip
     """Compare a request's logits alone with those beside others, bit by bit."""
-    require(python, backend)
+    cold.ask("benchmarks.gpu:device", backend=backend)
     more = [precision] * (precision != "fp16") + [str(tensor_parallel)] * (tensor_parallel > 1)
     out = record_path(write, work, "-".join(["invariance", *more]), backend)
     config = read_json(config_of(shape)) | {"num_hidden_layers": layers}
     lockstep.export_config(config, precision, work / "graphs", tensor_parallel, 128)
-    names = {"assembly": str(work / "graphs" / "assembly.json"), "work": str(work), "out": str(out), "python": python}
-    lockstep.run_in_python(
-        python, "benchmarks.invariance:measure", **names, backend=backend, options=build_options, positions=positions
-    )
+    names = {"assembly": str(work / "graphs" / "assembly.json"), "work": str(work), "out": str(out)}
+    cold.ask("benchmarks.invariance:measure", **names, backend=backend, options=build_options, positions=positions)
     print(out)
 
 
-def measure(
-    assembly: str, work: str, out: str, python: str | None, backend: str, options: dict[str, Any], positions: int
-) -> None:
+def measure(assembly: str, work: str, out: str, backend: str, options: dict[str, Any], positions: int) -> None:
     """Build, open, compare, and write the record."""
     opened = Assembly.load(assembly)
     note = recorder(Path(out), {"benchmark": "invariance", "layers": len(opened.layers)})
-    model = open_random(assembly, Path(work), backend, {**LIMITS, **options}, python)
+    model = open_random(assembly, Path(work), backend, {**LIMITS, **options})
     note(precision=opened.precision, **described(model.engines.path))
     note(**compared(model, positions))
 

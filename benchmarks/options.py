@@ -87,13 +87,9 @@ CPU_TIME = Option("--cpu-time", "CPU seconds of one thread: for a machine that d
 
 # On a GPU.
 BACKEND = choice("--backend", "cuda", "tensorrt")
-PYTHON = Option(
-    "--python", "The Python that engines run in, such as backends.tensorrt.python.  [default: this one]",
-    metavar="INTERPRETER",
-)  # fmt: skip
 WORK = path("--work", "Scratch folder: random weights and engines (14 GB for 7B).", required=True)
 BUILD_OPTIONS = Option(
     "--option", "An option of the build, such as optimization_level=3 of tensorrt; may be given several times.",
     name="build_options", many=True, metavar="NAME=JSON", parse=named_json,
 )  # fmt: skip
-ON_A_GPU = (BACKEND, PYTHON, WORK, BUILD_OPTIONS, WRITE, rounds(3))
+ON_A_GPU = (BACKEND, WORK, BUILD_OPTIONS, WRITE, rounds(3))

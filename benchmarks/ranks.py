@@ -10,14 +10,13 @@ folder: a run that was cut short goes on after the last.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import lockstep
-from benchmarks import options
+from benchmarks import cold, options
 from benchmarks.batches import sums
 from benchmarks.gpu import (
     BATCHES,
@@ -35,7 +34,6 @@ from benchmarks.gpu import (
     ready_seconds,
     record_path,
     references,
-    require,
 )
 from benchmarks.markdown import paragraph, table
 from benchmarks.measure import by_size, read_json, write_json
@@ -58,7 +56,7 @@ OPTIONS = (
 
 
 def main(
-    shapes: Sequence[str], degrees: Sequence[int], backend: str, python: str | None, work: Path,
+    shapes: Sequence[str], degrees: Sequence[int], backend: str, work: Path,
     build_options: dict[str, Any], rounds: int, write: Path | None,
 ) -> None:  # fmt: skip
     """Measure several GPUs.
@@ -68,8 +66,8 @@ def main(
     """
     counts = {path: degrees or RANKS.get(path.stem, (1, 2, 4)) for path in map(config_of, shapes)}
     configs = {path: llama(path) for path in counts}
-    require(python, backend)
-    gpus = lockstep.ask_python(python, "benchmarks.ranks:count_gpus", ranks=max(map(max, counts.values())))
+    cold.ask("benchmarks.gpu:device", backend=backend)
+    gpus = cold.ask("benchmarks.ranks:count_gpus", ranks=max(map(max, counts.values())))
     if gpus < (least := min(map(min, counts.values()))):
         raise InputError(
             f"ranks: expected {least} GPUs or more, for the fewest ranks that are asked for, found {gpus}; make more "
@@ -82,9 +80,9 @@ def main(
         if not out.is_file():
             lockstep.export_config(configs[path], "fp16", place / "graphs", count)
             names = {"assembly": str(place / "graphs" / "assembly.json"), "work": str(place), "out": str(out)}
-            names |= {"weights": str(folder / "weights"), "backend": backend, "transformers": sys.executable}
-            lockstep.run_in_python(
-                python, "benchmarks.ranks:measure", **names, python=python, rounds=rounds, options=build_options,
+            names |= {"weights": str(folder / "weights"), "backend": backend}
+            cold.ask(
+                "benchmarks.ranks:measure", **names, rounds=rounds, options=build_options,
                 config=configs[path], alike=path.stem in ALIKE, layers=CHECK_LAYERS.get(path.stem, ("all",)),
             )  # fmt: skip
         cases.setdefault(path.stem, {})[str(count)] = read_json(out)
@@ -148,15 +146,13 @@ def measure(
     rounds: int,
     backend: str,
     options: Mapping[str, Any],
-    python: str | None,
-    transformers: str,
     config: Mapping[str, Any],
     alike: bool,
     layers: Sequence[int | str],
 ) -> None:
     """Measure one shape at one number of ranks.
 
-    For the process of another interpreter, whose arguments are JSON.
+    For a process of its own, whose arguments are JSON.
 
     work: for its engines. weights: a folder for the shape's weights and for what transformers says of them, which all
     numbers of ranks share. layers: depths at which logits are compared with transformers'.
@@ -164,17 +160,17 @@ def measure(
     path, folder = Path(assembly), Path(weights)
     missing = [count for count in layers if not (folder / f"reference-{count}.npz").is_file()]
     if missing:
-        probe(transformers)
+        probe()
     parsed = Assembly.load(path)
     file = folder / "weights.json"
     file = file if file.is_file() else random_weights(parsed, folder, alike)
     if missing:
-        references(transformers, folder, file, config, missing)
+        references(folder, file, config, missing)
     engines = Path(work) / "engines" / "engines.json"
-    record: dict[str, Any] = {"build_seconds": build_seconds(path, engines, backend, {**LIMITS, **options}, python)}
+    record: dict[str, Any] = {"build_seconds": build_seconds(path, engines, backend, {**LIMITS, **options})}
     record |= described(engines)
     _read(folder / "weights.bin")
-    record["ready_seconds"] = ready_seconds(python, engines, path, file)
+    record["ready_seconds"] = ready_seconds(engines, path, file)
     model = ready(engines, path, file)
     record["decode"] = {str(batch): decode(model, batch, rounds) for batch in BATCHES}
     record["prompt"] = prefill(model, rounds, parsed)

@@ -27,8 +27,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-import lockstep
-from benchmarks import options
+from benchmarks import cold, options
 from benchmarks.measure import deliver, spread, surroundings
 from benchmarks.shapes import checkpoint
 from lockstep import Assembly, Engine, InputError, Model, Request
@@ -71,7 +70,7 @@ def main(
 class Place:
     """The model that is served.
 
-    limits: max_batch_size, max_seq_len, max_num_tokens. python: of the engine; None: this one.
+    limits: max_batch_size, max_seq_len, max_num_tokens.
     """
 
     engines: str
@@ -79,7 +78,6 @@ class Place:
     weights: str
     limits: Mapping[str, int]
     threads: int | None = None
-    python: str | None = None
     kv_bytes: int | None = None
 
 
@@ -134,9 +132,7 @@ def _beside_bare(server: Server, place: Place, number: int, rounds: int) -> dict
 
 
 def _bare(place: Place, number: int, rounds: int) -> list[float]:
-    return lockstep.ask_python(
-        place.python or sys.executable, "benchmarks.serving:bare", place=_json(place), streams=number, rounds=rounds
-    )
+    return cold.ask("benchmarks.serving:bare", place=_json(place), streams=number, rounds=rounds)
 
 
 def _add_bare(served: dict[str, Any], speeds: Sequence[float]) -> dict[str, Any]:
@@ -158,7 +154,7 @@ def measured(
 
 
 def _json(place: Place) -> dict[str, Any]:
-    return {**dataclasses.asdict(place), "python": None}
+    return dataclasses.asdict(place)
 
 
 def bare(place: Mapping[str, Any], streams: int, rounds: int) -> list[float]:
@@ -315,7 +311,7 @@ def serve(place: Place) -> None:
             place.threads, place.kv_bytes, prefix_caching=False,
         )  # fmt: skip
         limits = ServiceLimits(max_queue=MAX_QUEUE, queue_timeout=600, start=STARTS)
-        service = Service("model", _tokenizer(place, Path(folder)), place.python, options, limits)
+        service = Service("model", _tokenizer(place, Path(folder)), options, limits)
         run_server(service, Address(port=0), Access(), 0, lambda line: print(line, flush=True))
 
 

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import lockstep
-from benchmarks import batches, options
+from benchmarks import batches, cold, options
 from benchmarks.measure import recorder
 from benchmarks.serving import Place, run
 
 OPTIONS = (
     replace(options.WORK, help="The scratch folder of `batches`, with its engines and weights.", exists=True),
-    options.BACKEND, options.PYTHON,
+    options.BACKEND,
     options.number("--kv-bytes", None, "Memory for the KV cache, where others need some too."),
     options.Option(
         "--beside", "A server that gets the same requests, such as vLLM's.", many=True, metavar="NAME=URL"
@@ -24,7 +23,7 @@ OPTIONS = (
 
 
 def main(
-    work: Path, backend: str, python: str | None, kv_bytes: int | None, beside: Sequence[str], rates: Sequence[str],
+    work: Path, backend: str, kv_bytes: int | None, beside: Sequence[str], rates: Sequence[str],
     requests: int, rounds: int,
 ) -> None:  # fmt: skip
     """Measure the server on one GPU. Beside the bare engine, under Poisson arrivals, and when a long prompt comes."""
@@ -32,8 +31,8 @@ def main(
     engines, assembly, weights = (
         str(work / name) for name in (f"{backend}/engines.json", "graphs/assembly.json", "weights/weights.json")
     )
-    place = Place(engines, assembly, weights, batches.LIMITS, None, python, kv_bytes)
-    about = lockstep.ask_python(python, "benchmarks.gpu:described", engines=engines)
+    place = Place(engines, assembly, weights, batches.LIMITS, None, kv_bytes)
+    about = cold.ask("benchmarks.gpu:described", engines=engines)
     note = recorder(out := work / "serving.json", {"benchmark": "serving-gpu", **about})
     note(**run(place, (16, 64), rates, requests, rounds, True, others, note=note))
     print(out)

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 import lockstep
-from benchmarks import options
-from benchmarks.gpu import described, open_random, record_path, require
+from benchmarks import cold, options
+from benchmarks.gpu import described, open_random, record_path
 from benchmarks.measure import in_turn, ratios, read_json, recorder, spread
 from benchmarks.shapes import config_of
 from lockstep import Assembly, CheckError, Engine, Model, NgramDrafter, Request, Sampling, Speculation
@@ -33,27 +33,23 @@ OPTIONS = (
 
 
 def main(
-    shape: str, layers: int | None, backend: str, python: str | None, work: Path, build_options: dict[str, Any],
+    shape: str, layers: int | None, backend: str, work: Path, build_options: dict[str, Any],
     rounds: int, write: Path | None,
 ) -> None:  # fmt: skip
     """Measure answers with drafts beside plain ones on one GPU, in fp16 with random weights."""
-    require(python, backend)
+    cold.ask("benchmarks.gpu:device", backend=backend)
     out = record_path(write, work, "speculation", backend)
     config = read_json(config_of(shape))
     lockstep.export_config(config | ({"num_hidden_layers": layers} if layers else {}), "fp16", work / "graphs")
-    names = {"assembly": str(work / "graphs" / "assembly.json"), "work": str(work), "out": str(out), "python": python}
-    lockstep.run_in_python(
-        python, "benchmarks.speculation_gpu:measure", **names, backend=backend, options=build_options, rounds=rounds
-    )
+    names = {"assembly": str(work / "graphs" / "assembly.json"), "work": str(work), "out": str(out)}
+    cold.ask("benchmarks.speculation_gpu:measure", **names, backend=backend, options=build_options, rounds=rounds)
     print(out)
 
 
-def measure(
-    assembly: str, work: str, out: str, python: str | None, backend: str, options: dict[str, Any], rounds: int
-) -> None:
+def measure(assembly: str, work: str, out: str, backend: str, options: dict[str, Any], rounds: int) -> None:
     """Build, open, measure, and write the record after each part."""
     note = recorder(Path(out), {"benchmark": "speculation-gpu", "layers": len(Assembly.load(assembly).layers)})
-    model = open_random(assembly, Path(work), backend, {**LIMITS, **options}, python)
+    model = open_random(assembly, Path(work), backend, {**LIMITS, **options})
     note(**described(model.engines.path), prompt_tokens=PROMPT, new_tokens=NEW, draft_tokens=DRAFT_TOKENS)
     by_requests = {}
     for count in REQUESTS:

@@ -37,7 +37,6 @@ _API = {
     "Tokenizer": ("runtime", "Tokenizer"),
     "Tolerances": ("targets", "Tolerances"),
     "Weights": ("weights", "Weights"),
-    "ask_python": ("stages.worker", "ask"),
     "build_engines": ("backends", "build"),
     "check_golden": ("verify.golden.check", "check_engines"),
     "compare_engines": ("verify.compare", "run"),
@@ -54,7 +53,6 @@ _API = {
     "resolve_adapters": ("weights.check_adapters", "resolve_adapters"),
     "resolve_architecture": ("checkpoint", "resolve_architecture"),
     "resolve_checkpoint": ("checkpoint", "resolve"),
-    "run_in_python": ("stages.worker", "call"),
     "validate_graphs": ("verify.validate", "run"),
     "verify_results": ("provenance.verify", "verify"),
 }

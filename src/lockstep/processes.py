@@ -5,21 +5,15 @@ Interrupted, this process ends it first.
 
 from __future__ import annotations
 
-import atexit
-import functools
 import gc
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from lockstep.errors import Ended
 
-_PACKAGE = Path(__file__).resolve().parent
 # Seconds in which a child that was told to end undoes what it began; one that computes outside of Python hears of it
 # late.
 GRACE = 10.0
@@ -45,14 +39,12 @@ def run(command: Sequence[str], input: str | None = None, **options: Any) -> sub
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
-def environment(python: str | None, *packages: Path) -> dict[str, str]:
-    """Return the environment of a process in `python` (None: this interpreter), which finds this package.
+def environment() -> dict[str, str]:
+    """Return the environment of a process of this interpreter, which finds there what it finds here.
 
-    This interpreter finds there what it finds here. Another one has packages of its own: of these it gets this one, and
-    `packages`. The working directory is none of the places, for a user's types.py may lie there (from Python 3.11 on).
+    The working directory is none of the places, for a user's types.py may lie there (from Python 3.11 on).
     """
-    is_this = python in (None, sys.executable)
-    paths = [path for path in sys.path if path] if is_this else [_import_folder(each) for each in (_PACKAGE, *packages)]
+    paths = [path for path in sys.path if path]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", "PYTHONUTF8": "1"}
 
 
@@ -79,19 +71,3 @@ def _end(process: subprocess.Popen, error: BaseException) -> None:
     finally:
         process.kill()  # nothing, where it has ended
         process.wait()
-
-
-@functools.cache
-def _import_folder(package: Path) -> str:
-    """Return a folder for PYTHONPATH by which another interpreter finds a package of this one, and nothing else.
-
-    That is the package's own folder where it lies there alone, as in a checkout; of site-packages, whose other packages
-    are built for this interpreter, a folder with a link to it, which goes when this process ends.
-    """
-    others = (path for path in package.parent.iterdir() if path.suffix == ".dist-info")
-    if next(others, None) is None:
-        return str(package.parent)
-    folder = tempfile.mkdtemp(prefix="lockstep-package-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    Path(folder, package.name).symlink_to(package)
-    return folder

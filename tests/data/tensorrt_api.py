@@ -1,8 +1,8 @@
 """Lists the Python API of TensorRT versions: which class, method and enum member is in which.
 
-    python3.10 tests/data/tensorrt_api.py WHEEL...       writes tensorrt_api.txt beside this file
+    python tests/data/tensorrt_api.py WHEEL...       writes tensorrt_api.txt beside this file
 
-The wheels are `tensorrt==8.6.0` and, for later versions, `tensorrt_cu12_bindings`, all for the Python that runs this.
+The wheels are `tensorrt_cu12_bindings` and, from 10.15 on, `tensorrt_cu13_bindings`, all for the Python that runs this.
 Their extension module is imported for its names alone, beside empty fakes of the libraries that it links: no GPU
 and no library is needed, but gcc and binutils.
 """

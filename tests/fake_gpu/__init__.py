@@ -12,8 +12,7 @@ What is imitated, strictly:
   still live and have the shapes of then.
 - TensorRT (`tensorrt`), by its name or another's, such as `tensorrt_rtx`, of which it has the runtime cache, and the
   compute capability 8.9 (`CAPABILITY`). An engine plan is the ONNX graph that the
-  builder asked for (lowered, fused), run by ONNX Runtime. As 8.6 does, integers are int32, later int64; shapes outside
-  of the profile that is set are refused.
+  builder asked for (fused), run by ONNX Runtime. Shapes outside of the profile that is set are refused.
 - Several devices (`device`), where a test asks for them: kernels and engines run where they were loaded.
 - Kernels (`kernels`) and cuDNN's attention over pages (`cudnn`), in NumPy. What cuDNN spoils is NaN.
 
@@ -53,7 +52,7 @@ OWN = ("api", "_logger", "_runtime", "_caches")
 
 
 @contextlib.contextmanager
-def installed(version: str = "8.6.0", name: str = "tensorrt") -> Iterator[Gpu]:
+def installed(version: str = "10.6.0", name: str = "tensorrt") -> Iterator[Gpu]:
     """Put the fake GPU in place of what the machine has, or has not, until the end of the `with`.
 
     Args:

@@ -23,15 +23,15 @@ MODES = enum.Enum("TensorIOMode", "INPUT OUTPUT")
 class Engine:
     """ICudaEngine of a graph whose profiles are made for the limits that it carries."""
 
-    def __init__(self, gpu: Gpu, wide: bool, data: bytes):
-        self.gpu, self.wide, self.model = gpu, wide, onnx.ModelProto.FromString(data)
+    def __init__(self, gpu: Gpu, data: bytes):
+        self.gpu, self.model = gpu, onnx.ModelProto.FromString(data)
         self.session, self.home = open_session(data), gpu.device
         self.profiles = profiles(self.model, built_limits(json.loads(self.model.metadata_props[-1].value)))
         self.num_optimization_profiles = len(self.profiles)
         self.names = [value.name for value in (*self.model.graph.input, *self.model.graph.output)]
         self.values = dict(zip(self.names, (*self.model.graph.input, *self.model.graph.output)))
         self.num_io_tensors = len(self.names)
-        self.device_memory_size = self.device_memory_size_v2 = len(data)
+        self.device_memory_size_v2 = len(data)
 
     def get_tensor_name(self, index):
         return self.names[index]
@@ -40,7 +40,7 @@ class Engine:
         return MODES.INPUT if any(value.name == name for value in self.model.graph.input) else MODES.OUTPUT
 
     def get_tensor_dtype(self, name):
-        integers = {7: KINDS.INT64 if self.wide else KINDS.INT32, 3: KINDS.INT8, 22: KINDS.INT4}
+        integers = {7: KINDS.INT64, 3: KINDS.INT8, 22: KINDS.INT4}
         return {1: KINDS.FLOAT, 10: KINDS.HALF, **integers}[self.values[name].type.tensor_type.elem_type]
 
     def get_tensor_shape(self, name):
@@ -54,9 +54,6 @@ class Engine:
 
     def is_shape_inference_io(self, name):
         return False
-
-    def create_execution_context_without_device_memory(self):
-        return Context(self)
 
     def create_execution_context(self, strategy=None):
         """Without a strategy, in memory of its own. TensorRT-RTX takes a configuration with one."""
@@ -122,18 +119,10 @@ class Context:
         self.addresses: dict[str, int] = {}
         self.memory = None if own_memory else (0, 0)  # address, size
 
-    @property
-    def device_memory(self):
-        raise AttributeError("write only")
-
-    @device_memory.setter
-    def device_memory(self, address):
-        self.memory = address, self.engine.device_memory_size
-
     def set_device_memory(self, address, size):
-        if size < self.engine.device_memory_size:
-            raise Fault(f"{size} bytes of device memory, {self.engine.device_memory_size} needed")
-        self.memory = address, self.engine.device_memory_size
+        if size < self.engine.device_memory_size_v2:
+            raise Fault(f"{size} bytes of device memory, {self.engine.device_memory_size_v2} needed")
+        self.memory = address, self.engine.device_memory_size_v2
 
     def set_optimization_profile_async(self, number, stream):
         self.active_optimization_profile, self.ready = number, False
@@ -208,8 +197,8 @@ class Context:
 
 
 def tensorrt(gpu: Gpu, version: str, name: str = "tensorrt") -> ModuleType:
-    """The module `name` of a version. Integers are int32 in 8.6 and int64 in all others."""
-    trt, wide = ModuleType(name), not version.startswith("8.")
+    """The module `name` of a version."""
+    trt = ModuleType(name)
     trt.__spec__ = importlib.machinery.ModuleSpec(name, None)
 
     class Runtime:
@@ -217,7 +206,7 @@ def tensorrt(gpu: Gpu, version: str, name: str = "tensorrt") -> ModuleType:
             pass
 
         def deserialize_cuda_engine(self, data):
-            return Engine(gpu, wide, data)
+            return Engine(gpu, data)
 
     logger = type("ILogger", (), {"INTERNAL_ERROR": 0, "ERROR": 1, "WARNING": 2})
     vars(trt).update(
@@ -238,7 +227,7 @@ def tensorrt(gpu: Gpu, version: str, name: str = "tensorrt") -> ModuleType:
         int8=KINDS.INT8,
         uint8=KINDS.UINT8,
         bool=KINDS.BOOL,
+        bfloat16=KINDS.BF16,
+        int64=KINDS.INT64,
     )
-    if wide:
-        vars(trt).update(bfloat16=KINDS.BF16, int64=KINDS.INT64)
     return trt

@@ -24,7 +24,7 @@ OPTIONS = (
     ),
     options.Option("--precision", "", run.PRECISIONS, name="precisions", many=True, choices=run.PRECISIONS),
     options.number("--jobs", 1, "Faults tried at a time."),
-    options.PYTHON, options.BUILD_OPTIONS,
+    options.BUILD_OPTIONS,
     options.Option(
         "--loosen", "So many times the default tolerances for the gates: how much room they have.", 1.0, float, least=1
     ),

@@ -251,7 +251,7 @@ def _record(case: Case, where: str, assembly: Path, engines: Path) -> dict[str, 
     }  # fmt: skip
 
 
-def in_backends_python(
+def try_all(
     setting: Mapping[str, Any], models: Sequence[Sequence[str]], cases: Sequence[Sequence[str]], out: str
 ) -> None:
     """Prepare each of `models` (model, precision), then try the engines of each of `cases`, planted already.

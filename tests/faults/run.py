@@ -23,14 +23,13 @@ from typing import Any
 import torch
 from benchmarks.measure import surroundings
 
-from faults.case import GATES, Case, Setting, plant, prepare, try_engines
+from faults.case import GATES, Case, Setting, plant, prepare, try_all, try_engines
 from faults.fault import ASSEMBLY, RUNTIME, Fault
 from faults.models import make, start
 from faults.table import FAULTS
 from lockstep import CheckError, InputError
 from lockstep.backends.cpu import THREADS_VARIABLE, thread_count
 from lockstep.config.backends import backends
-from lockstep.stages import worker
 from lockstep.targets import Tolerances, is_quantized
 
 PRECISIONS = ("fp32", "fp16", "w8a16", "w4a16", "w8a8-fp8")
@@ -66,7 +65,6 @@ def run(
     backend: str = "onnxruntime",
     precisions: Sequence[str] = PRECISIONS,
     jobs: int = 1,
-    python: str | None = None,
     options: Mapping[str, Any] | None = None,
     work: Path | None = None,
     progress: Progress | None = None,
@@ -77,8 +75,7 @@ def run(
 
     `progress`, if given, is called with the whole record each time a fault has been tried.
 
-    python: the interpreter that the backend's engines run in (worker.call), None for this one. options: of the build.
-    work: a scratch folder.
+    options: of the build. work: a scratch folder.
     loosen: so many times the default tolerances for the gates. checkpoint: of Llama's kind, in place of the demo's.
     """
     judged = {precision: HARMLESS[precision] for precision in precisions}
@@ -91,7 +88,7 @@ def run(
 
     with tempfile.TemporaryDirectory(dir=work) as scratch:
         setting = Setting(scratch, backend, dict(options or {}), given, judged)
-        here = backend in LOCAL_BACKENDS and python is None
+        here = backend in LOCAL_BACKENDS
         with _workers(jobs) as each:
             models = sorted({(FAULTS[fault].model, precision) for fault, precision in cases})
             for _ in each(start, [(name, Path(scratch), checkpoint) for name in sorted({name for name, _ in models})]):
@@ -107,7 +104,7 @@ def run(
         if not here:
             validated, rows = rows, {}
             try:
-                _elsewhere(setting, python, models, list(validated))
+                _elsewhere(setting, models, list(validated))
             finally:  # what it came to, even where it is ended
                 for (fault, precision), records in _read(setting):
                     rows[fault, precision] = [
@@ -120,7 +117,7 @@ def run(
 
 
 def _tolerances(backend: str, precision: str, loosen: float) -> dict[str, float]:
-    """Return the default tolerances, loosened. Here, and not where the gates run: that Python may have no pydantic."""
+    """Return the default tolerances, loosened."""
     default = Tolerances.of(precision)
     compare = backends()[backend].compare_tolerance(precision, default.beside_graph)
     return {"noise": loosen * default.noise, "rounding": default.rounding, "compare": loosen * compare}
@@ -228,14 +225,9 @@ def _validated(case: Case) -> str | None:
     return case.validate() if case.fault.place != RUNTIME else None
 
 
-def _elsewhere(
-    setting: Setting, python: str | None, models: Sequence[tuple[str, str]], cases: Sequence[tuple[str, str]]
-) -> None:
-    """Engines of all cases, in one process of the backend's Python."""
-    worker.call(
-        python, "faults.case:in_backends_python", setting=asdict(setting), models=models, cases=cases,
-        out=str(_lines(setting)),
-    )  # fmt: skip
+def _elsewhere(setting: Setting, models: Sequence[tuple[str, str]], cases: Sequence[tuple[str, str]]) -> None:
+    """Engines of all cases, in this process, since a GPU's backend starts once."""
+    try_all(asdict(setting), models, cases, str(_lines(setting)))
 
 
 def _read(setting: Setting) -> Iterator[tuple[tuple[str, str], list[dict[str, Any]]]]:

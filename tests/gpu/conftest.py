@@ -1,7 +1,6 @@
 """The demo's graphs and weights for the tests on a GPU, and which of these run here.
 
-torch, which exports them, may be in another Python than the engines run in: LOCKSTEP_PYTHON names it. LOCKSTEP_DEMOS
-names a folder in which they were made before, on this machine or another; what it lacks is made there.
+LOCKSTEP_DEMOS names a folder in which they were made before, on this machine or another; what it lacks is made there.
 """
 
 from __future__ import annotations
@@ -99,11 +98,9 @@ def family_results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], 
 
 
 def _run(*arguments: str) -> None:
-    """Run this in the Python that has torch."""
-    python = os.environ.get("LOCKSTEP_PYTHON", sys.executable)
+    """Run this in a process of its own, with torch."""
     paths = os.pathsep.join([_PATH, str(ROOT / "tests")])
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHOME"} | {"PYTHONPATH": paths}
-    subprocess.run([python, *arguments], cwd=ROOT, env=environment, check=True)
+    subprocess.run([sys.executable, *arguments], cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, check=True)
 
 
 def made(

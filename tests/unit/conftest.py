@@ -142,7 +142,7 @@ def each_kernel_is_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> No
 @pytest.fixture
 def tensorrt_version() -> str:
     """Return the version that `gpu` has. A module of tests may have a fixture of this name for another one."""
-    return "8.6.0"
+    return "10.6.0"
 
 
 @pytest.fixture

@@ -13,8 +13,9 @@ from unittest.mock import create_autospec
 import numpy as np
 import pytest
 import test_soak
-from benchmarks import adapters, batches, gpu, gpu_transformers, invariance, serving, speculation, speculation_gpu
+from benchmarks import adapters, batches, cold, gpu, gpu_transformers, invariance, serving, speculation, speculation_gpu
 from benchmarks.__main__ import bench
+from benchmarks.cold import function_named
 from benchmarks.measure import THREADS_VARIABLE, thread_count
 from click.testing import CliRunner, Result
 from test_bench import TINY
@@ -23,7 +24,6 @@ import fake_gpu
 import lockstep
 from lockstep.artifacts.files import read_json, write_json
 from lockstep.backends import build
-from lockstep.stages.worker import function_named
 from real_server import make_tree
 from shared import Shared
 from some import some
@@ -61,8 +61,8 @@ class Here:
             self.patch.setattr(module, name, value)
 
     def in_this_process(self) -> None:
-        """Run here what would run in a process of its own, or in another Python."""
-        self.smaller(lockstep, ask_python=_call, run_in_python=_call)
+        """Run here what would run in a process of its own."""
+        self.smaller(cold, ask=_call)
 
     def on_the_fake_gpu(self) -> None:
         """Have all of the benchmark in this process, with the fake GPU, and transformers on the CPU."""
@@ -76,11 +76,11 @@ class Here:
         self.smaller(batches, lengths=lambda: (np.array([5, 9]), np.array([3, 2])))
 
 
-def _call(python: str | None, stage: str, /, **arguments: Any) -> Any:
-    return function_named(stage)(**arguments)
+def _call(function: str, /, **arguments: Any) -> Any:
+    return function_named(function)(**arguments)
 
 
-def _in_transformers(python: str, request: dict[str, Any]) -> Any:
+def _in_transformers(request: dict[str, Any]) -> Any:
     for layers in request.get("layers", ()):
         gpu_transformers.reference({**request, "device": "cpu"}, layers)
     return {"torch": gpu_transformers.torch.__version__}

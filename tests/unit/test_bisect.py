@@ -33,7 +33,6 @@ from lockstep.backends import EngineSet, build
 from lockstep.cli.main import main
 from lockstep.errors import InputError
 from lockstep.runtime.tokenizer import Tokenizer
-from lockstep.stages import worker
 from lockstep.step import host
 from lockstep.targets import Results, Target
 from lockstep.verify.bisect import run
@@ -610,16 +609,6 @@ def test_a_prompt_without_tokens_or_too_long_is_one_line(tree):
         "expected at most"
         in lockstep("bisect", "demo-llama/fp32/2", "--results", tree, "--prompt", "fog " * 600).stderr
     )
-
-
-@pytest.mark.long
-def test_engines_that_run_in_another_python_are_looked_at_there(copied, right):
-    plant_in_engine(copied, FAULTS["middle gemm"])
-    ask = lambda **arguments: worker.ask(sys.executable, "lockstep.verify.bisect.explain:engine_report", **arguments)
-    target = Target("demo-llama", "fp32", LAYERS, "onnxruntime")
-    report = run.bisect(copied, target, TOLERANCES["fp32"], ask, PROMPT, right=right("fp32"))
-    check_named(report, "engine", FAULTS["middle gemm"])
-    assert "their backend's own Python" in text(report)
 
 
 # --- PyTorch, its weights where they lie ---

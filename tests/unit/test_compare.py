@@ -29,7 +29,7 @@ from lockstep.errors import CheckError, InputError
 from lockstep.gpu.attention.rope_tables import read_rope_tables
 from lockstep.onnx_tools import rope
 from lockstep.onnx_tools.rewriter import Rewriter
-from lockstep.stages import Job, jobs, worker
+from lockstep.stages import jobs
 from lockstep.targets import Limits
 from lockstep.verify.compare import inputs, run
 from lockstep.verify.metrics import failed_path
@@ -206,26 +206,9 @@ def test_without_tensorrt_what_is_missing_is_said(demo, engines, tmp_path) -> No
     with pytest.raises(
         InputError,
         match="backend tensorrt: the Python package tensorrt is not installed for "
-        "this Python; install what is missing, or name",
+        "this Python; pip install tensorrt-cu12, or see",
     ):
         compare(demo, engines, tmp_path / "out.json")
-
-
-def test_another_interpreter_compares_too_and_says_which_package_it_lacks(demo, fused, tmp_path, capfd) -> None:
-    names = (MODEL, "fp16")
-    inputs = {"assembly": demo.assembly(*names), "weights": demo.weights(*names), "engines": fused["fp16"]}
-    options = {"tolerance": 1e-2, "limits": CONFIG.engine_limits(), "seconds": 0}
-    of = {"model": MODEL, "precision": "fp16", "backend": "tensorrt"}
-    job = Job("compare", of, inputs, options, tmp_path / "out.json", python=sys.executable)
-    worker.run(job)
-    assert read_json(tmp_path / "out.json")["result"] == "pass"
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
-    python.chmod(0o755)
-    with pytest.raises(SystemExit) as ended:
-        worker.run(replace(job, python=str(python)))
-    line = capfd.readouterr().err
-    assert ended.value.code == 2 and line.count("\n") == 1 and "has no Python package '" in line
 
 
 # --- sizes and inputs
@@ -312,7 +295,7 @@ def test_engines_of_tensorrt_run_on_each_of_their_profiles(gpu, demo, tmp_path, 
     report = read_json(tmp_path / "compare.json")
     kinds = set() if attention == "fused" else {"attention.decode", "attention.prefill"}
     assert set(report["engines"]) == {"embedding", "entry", "middle", "exit", *kinds}
-    assert report["versions"]["tensorrt"] == "8.6.0"
+    assert report["versions"]["tensorrt"] == "10.6.0"
     profiles = [run["profile"] for name in sorted(report["engines"]) for run in report["engines"][name]["runs"]]
     chosen = [number for number in profiles if number]  # a context begins in the first
     assert gpu.profiles == chosen and max(profiles) == 2

@@ -163,10 +163,8 @@ MISTAKES = [
      "backends.tensorrt.optimization_level: expected at most 5; found 6"),
     ("limits: {", "backends: {tensorrt: {optimization_level: 0, tactics: record}}\nlimits: {",
      "backends.tensorrt.optimization_level: expected at least 1 with tactics: record, since level ... found 0"),
-    ("limits: {", "backends: {tensorrt: {tactic_sources: [cudnn, cudnn]}}\nlimits: {",
-     "backends.tensorrt.tactic_sources[1]: expected each item once; found 'cudnn' again"),
-    ("limits: {", "backends: {tensorrt: {python: 3.10}}\nlimits: {",
-     "backends.tensorrt.python: expected text; found 3.1 (put it in quotes)"),
+    ("limits: {", "backends: {tensorrt: {tactic_sources: [jit_convolutions, jit_convolutions]}}\nlimits: {",
+     "backends.tensorrt.tactic_sources[1]: expected each item once; found 'jit_convolutions' again"),
     ("demo-llama:", "Demo-Llama: {source: a, golden: {prompts: [{text: Hi}]}}\n  demo-llama:",
      "models.demo-llama: expected names that differ in more than capitals; found 'Demo-Llama' and 'demo-llama'"),
     ("source: checkpoint", "source: \"a\\0b\"",
@@ -359,14 +357,10 @@ def test_any_mapping_gives_a_config_or_one_line(value):
 
 
 def test_a_build_is_given_its_backends_settings_and_the_limits_that_its_engines_have():
-    config = load(
-        SMALLEST
-        | {"backends": {"tensorrt": {"python": "python3.10", "tactics": "record"}}, "limits": {"max_batch_size": 7}}
-    )
-    assert config.build_options("onnxruntime") == {} and config.interpreter("onnxruntime") is None
-    assert config.interpreter("tensorrt") == "python3.10"
+    config = load(SMALLEST | {"backends": {"tensorrt": {"tactics": "record"}}, "limits": {"max_batch_size": 7}})
+    assert config.build_options("onnxruntime") == {}
     assert config.build_options("tensorrt") == {
-        "workspace_mb": 4096, "optimization_level": 4, "one_region": True, "tactic_sources": None, "tactics": "record",
+        "workspace_mb": 4096, "optimization_level": 4, "tactic_sources": None, "tactics": "record",
         "attention": "fused", "max_batch_size": 7, "max_num_tokens": 512, "max_seq_len": 256,
     }  # fmt: skip
 
@@ -399,7 +393,7 @@ def test_a_model_may_have_tolerances_of_its_own():
 
 DEVICES = {
     "h100": {"backend": "tensorrt", "gpu": "NVIDIA H100 80GB HBM3", "gpu_model": "h100"},
-    "l4": {"backend": "tensorrt", "gpu": "NVIDIA L4", "python": "python3.10"},
+    "l4": {"backend": "tensorrt", "gpu": "NVIDIA L4"},
     "arm": {"backend": "onnxruntime", "cpu": "aarch64"},
 }
 
@@ -420,7 +414,7 @@ def test_a_model_names_devices_where_it_may_name_backends():
     assert config.device_of("h100") == {"backend": "tensorrt", "hardware": "NVIDIA H100 80GB HBM3"}
     assert config.device_of("arm") == {"backend": "onnxruntime", "hardware": "aarch64"}
     assert config.device_of("tensorrt") is None
-    assert (config.interpreter("l4"), config.gpus("l4"), config.gpus("arm")) == ("python3.10", 1, 0)
+    assert (config.gpus("l4"), config.gpus("arm")) == (1, 0)
     assert config.build_options("l4") == config.build_options("tensorrt")
     assert load(config.dump()) == config
 
@@ -437,7 +431,6 @@ def test_without_devices_the_config_is_as_it_was():
         ({"tensorrt": DEVICES["l4"]}, {}, "devices.tensorrt: expected another name, for tensorrt is a backend"),
         ({"a": {"backend": "tensorrt"}}, {}, "devices.a.gpu: expected its name, for tensorrt runs on it; found"),
         ({"a": {**DEVICES["l4"], "cpu": "x86_64"}}, {}, "devices.a.cpu: expected gpu with tensorrt; found 'x86_64'"),
-        ({"a": {**DEVICES["arm"], "python": "p"}}, {}, "devices.a.python: expected no interpreter, for onnxruntime"),
         ({"A b": DEVICES["l4"]}, {}, "devices.'A b': expected a name of small letters, digits and '_' that opens"),
         ({"a": {"backend": "metal", "gpu": "x"}}, {}, f"devices.a.backend: expected one of {', '.join(backends())}; found 'metal'"),  # noqa: E501
     ],
@@ -458,7 +451,7 @@ def test_a_run_is_for_a_device_of_the_config():
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorrt") is not None, reason="TensorRT is installed here")
 def test_resolve_says_which_backends_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Minutes before a build does; a device's jobs, and an interpreter of another machine, are not looked at."""
+    """Minutes before a build does; a device's jobs are not looked at."""
     source = str(REPOSITORY / "resources" / "demo-llama")
     model = {**SMALLEST["models"]["m"], "source": source, "precisions": ["fp16"], "backends": ["tensorrt"]}
     config = tmp_path / "c.yaml"
@@ -472,7 +465,5 @@ def test_resolve_says_which_backends_are_missing(tmp_path: Path, monkeypatch: py
         "lockstep: note: m: engines of tensorrt cannot be built here: the Python package tensorrt is"
     )
     assert "pip install tensorrt" in line
-    elsewhere = {"backends": {"tensorrt": {"python": "/nowhere/bin/python"}}}
-    assert not load({"models": {"m": model}, **elsewhere}).missing_backends()
     device = {"devices": {"gpu": {"backend": "tensorrt", "gpu": "A"}}}
     assert not load({"models": {"m": {**model, "backends": ["gpu"]}}, **device}).missing_backends()

@@ -76,10 +76,9 @@ NO_FILES = {  # public, and write nothing, or are classes
         "Tokenizer",
         "Tolerances",
         "Weights",
-        "ask_python",
         "describe_cpu",
     ),
-    *("generate", "load_config", "open_model", "open_tokenizer", "run_in_python", "verify_results"),
+    *("generate", "load_config", "open_model", "open_tokenizer", "verify_results"),
 }
 # A random checkpoint is not made again: what is there might be a real one.
 OTHERS = ("notes.txt", "other.onnx", "middle_9.onnx", "older.engine", "data.json", "other.safetensors", ".other.tmp")

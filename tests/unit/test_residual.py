@@ -165,7 +165,7 @@ def test_with_a_wide_residual_stream_it_passes(made, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "backend, version", [("tensorrt", "8.6.0"), ("tensorrt", "10.9.0"), ("tensorrt_rtx", "1.7.1.116")]
+    "backend, version", [("tensorrt", "10.6.0"), ("tensorrt", "10.9.0"), ("tensorrt_rtx", "1.7.1.116")]
 )
 def test_gpu_backends_take_the_graphs(made, tmp_path, backend, version):
     """On the fake GPU: what is their own is which buffers and kernels take the stream."""

@@ -55,7 +55,7 @@ def tokenizer() -> Tokenizer:
 
 def service_of(tokenizer: Tokenizer) -> tuple[Service, Played]:
     options = EngineOptions("", "", "", "all", {})
-    service, played = Service("played", tokenizer, None, options, LIMITS, log=lambda line: None), Played()
+    service, played = Service("played", tokenizer, options, LIMITS, log=lambda line: None), Played()
     service._link, service._ready, service._rate = played, READY, 7.0  # type: ignore[assignment]
     return service, played
 

@@ -43,7 +43,7 @@ def service(demo: Results, lines: list[str]) -> Service:
     paths += [demo.assembly("demo-llama", "fp32"), demo.weights("demo-llama", "fp32")]
     options = EngineOptions(*map(str, paths), "all", asdict(LIMITS), threads=1)
     tokenizer = Tokenizer.open(paths[1])
-    return Service("demo-llama", tokenizer, None, options, ServiceLimits(), log=lines.append)
+    return Service("demo-llama", tokenizer, options, ServiceLimits(), log=lines.append)
 
 
 async def answered(socket: Path, at_first: Callable[[], None] = lambda: None) -> Answer:

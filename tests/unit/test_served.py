@@ -177,7 +177,7 @@ def test_a_model_with_a_format_is_asked_for_a_call(shared: Shared, monkeypatch: 
 
     async def ask() -> tuple[int, str | None]:
         template = ChatTemplate.open(assembly)
-        service = Service("scripted", Tokenizer.open(assembly), None, options, ServiceLimits(), chat_template=template)
+        service = Service("scripted", Tokenizer.open(assembly), options, ServiceLimits(), chat_template=template)
         with tempfile.TemporaryDirectory() as folder:
             socket = Path(folder, "socket")
             async with listening(service, socket):

@@ -18,8 +18,8 @@ from lockstep.step.advance import Advance
 from lockstep.targets import Results
 from shared import Shared
 
-FORMS = [("8.6.0", "fp16", "fused", "tensorrt"), ("10.9.0", "fp32", "traced", "tensorrt")]
-FORMS += [("8.6.0", "fp16", "fused", "cuda")]
+FORMS = [("10.6.0", "fp16", "fused", "tensorrt"), ("10.9.0", "fp32", "traced", "tensorrt")]
+FORMS += [("10.6.0", "fp16", "fused", "cuda")]
 # Of what takes seconds, the form that has most of its own; all forms give the tokens of ONNX Runtime below.
 MOST = pytest.mark.parametrize(
     "form",

@@ -7,11 +7,9 @@ Listings are written by hand in the inspector's format, but for those in tests/d
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -31,17 +29,9 @@ from lockstep.backends.tensorrt import compat
 from lockstep.backends.tensorrt.backend import TensorRTBackend
 from lockstep.backends.tensorrt.compat import TENSORRT, Tensor
 from lockstep.backends.tensorrt.contract import check_contract, tensor_types
-from lockstep.backends.tensorrt.layers import (
-    check_precision,
-    datatype,
-    differences,
-    fingerprint,
-    fp16_sums,
-    read_layers,
-)
+from lockstep.backends.tensorrt.layers import check_precision, datatype, fingerprint, fp16_sums, read_layers
 from lockstep.backends.tensorrt.memory import PeakMemory
-from lockstep.backends.tensorrt.tactics import CACHE, RECORD, Tactics, compare
-from lockstep.backends.tensorrt.v8_6.regions import region_layers
+from lockstep.backends.tensorrt.tactics import CACHE, RECORD, Tactics
 from lockstep.errors import CheckError, InputError
 from lockstep.gpu.describe import driver_version, gpu_key
 from lockstep.gpu.libraries import require_capability, require_cudnn
@@ -161,12 +151,12 @@ def test_a_dimension_without_a_limit_is_named():
 
 
 def engine_tensors() -> list[Tensor]:
-    """What an engine of BLOCK says of itself, on a version that has no int64."""
+    """What an engine of BLOCK says of itself."""
     bounds = profiles(BLOCK, LIMITS)
     fixed = (((32, 16),) * 3,) * len(bounds)
     return [
         Tensor("hidden", True, np.dtype("float16"), (-1, 16), tuple(profile["hidden"] for profile in bounds)),
-        Tensor("rows", True, np.dtype("int32"), (-1,), tuple(profile["rows"] for profile in bounds)),
+        Tensor("rows", True, np.dtype("int64"), (-1,), tuple(profile["rows"] for profile in bounds)),
         Tensor("weight", True, np.dtype("float16"), (32, 16), fixed),
         Tensor("out", False, np.dtype("float16"), (-1, 32), ()),
     ]
@@ -179,18 +169,7 @@ def changed(position: int, **values) -> list[Tensor]:
 
 
 def test_an_engine_that_is_its_graph_passes():
-    check_contract(engine_tensors(), BLOCK, profiles(BLOCK, LIMITS), False, "x.engine")
-
-
-def test_beside_a_profile_of_one_size_an_output_may_be_told_with_that_size():
-    """Found on a GPU: TensorRT 8.6 gives [1, 32] for the output of an engine whose first profile is for one token."""
-    check_contract(changed(3, shape=(1, 32)), BLOCK, profiles(BLOCK, LIMITS), False, "x.engine")
-    with pytest.raises(
-        CheckError,
-        match=r"output out: expected float16 \[-1, 32\] as in the assembly, found "
-        r"float16 \[1, 16\]",
-    ):
-        check_contract(changed(3, shape=(1, 16)), BLOCK, profiles(BLOCK, LIMITS), False, "x.engine")
+    check_contract(engine_tensors(), BLOCK, profiles(BLOCK, LIMITS), "x.engine")
 
 
 @pytest.mark.parametrize(("tensors", "message"), [
@@ -200,14 +179,14 @@ def test_beside_a_profile_of_one_size_an_output_may_be_told_with_that_size():
         r"output out: expected float16 \[-1, 32\] as in the " r"assembly, found float32 \[-1, 32\]"),
     (changed(2, shape=(16, 32)),
         r"input weight: expected float16 \[32, 16\] as in the assembly, found " r"float16 \[16, 32\]"),
-    (changed(1, dtype=np.dtype("int64")), r"input rows: expected int32 \[-1\] as in the assembly, found int64"),
+    (changed(1, dtype=np.dtype("int32")), r"input rows: expected int64 \[-1\] as in the assembly, found int32"),
     (changed(0, profiles=(((1, 16), (8, 16), (8, 16)),)), "expected 4 optimization profiles, found 1"),
     (changed(1, profiles=(((1,),) * 3, ((2,), (4,), (4,)), ((5,), (8,), (8,)), ((1,), (64,), (64,)))),
         r"input rows, profile 3: expected \[1\] to \[72\], tuned " r"for \[64\], found \[1\] to \[64\]"),
 ])  # fmt: skip
 def test_an_engine_that_is_not_its_graph_is_refused(tensors, message):
     with pytest.raises(CheckError, match=message):
-        check_contract(tensors, BLOCK, profiles(BLOCK, LIMITS), False, "x.engine")
+        check_contract(tensors, BLOCK, profiles(BLOCK, LIMITS), "x.engine")
 
 
 # --- layers
@@ -295,143 +274,67 @@ def test_a_product_in_fp32_fails_with_its_layer(found, message):
         check_precision(read(layer(name="before"), found), BLOCK, tensor_types(BLOCK), "x.engine")
 
 
-def real_listing(name: str) -> str:
-    """What TensorRT 8.6.0 said of a Llama-2-7B block, one token, fp16, built without asking for sums in fp32 (H200)."""
-    return (Path(__file__).parents[1] / "data" / name).read_text()
-
-
-def test_products_summed_in_fp16_are_found_in_a_real_listing():
-    layers = read_layers(real_listing("layers_8.6_level_3.json"), "middle.engine")
-    assert fp16_sums(layers) == ["gemm_0", "gemm_1/fused", "gemm_3", "gemm_4/fused"]
-    assert (
-        fp16_sums(
-            [
-                dataclasses.replace(layer, tactic=layer.tactic.replace("f16f16_f16f16_f16", "f16f16_f16f32_f32"))
-                for layer in layers
-            ]
-        )
-        == []
-    )
-    # fused: TensorRT is told, and does not tell
-    assert fp16_sums(read_layers(real_listing("layers_8.6_level_5.json"), "middle.engine")) == []
-    assert fp16_sums(
-        read(layer(tactic="turing_h1688gemm_128x128_ldg8_tn"), layer(tactic="ampere_s16816gemm_fp16_64x64_tn"))
-    ) == ["product"]
-
-
-def real_plan() -> bytes:
-    """Two of the three regions' listings of a plan of TensorRT 8.6.0 (level 4, H200): a Llama-2-7B block for one token,
-    and for up to 2064; other bytes around them."""
-    return (
-        b"\x00\x7fptrt\xff main {"
-        + (Path(__file__).parents[1] / "data" / "regions_8.6.txt").read_bytes()
-        + (b"shape_main {\n label bb0: \n}\x01")
-    )
-
-
-def half_plan() -> bytes:
-    return real_plan().replace(b"f16f16_f16f32_f32", b"f16f16_f16f16_f16")
-
-
-def test_the_kernels_of_fused_regions_are_read_from_the_plan():
-    layers = region_layers(real_plan())
-    products = {layer.name: layer.tactic for layer in layers if "gemm" in layer.tactic}
-    assert list(products) == [
-        "gemm_3_matrix_multiply",
-        *(f"{name} [profile 2]_matrix_multiply" for name in ("gemm_0", "gemm_1/fused", "gemm_3", "gemm_4/fused")),
+def test_kernels_that_accumulate_in_fp16_are_found_by_their_names():
+    """Of 10.6 by the types of factors, result and accumulator; of 11.2 by one for each; of cuBLAS by a letter."""
+    named = [
+        "sm80_xmma_gemm_f16f16_f16f16_f16_tn_n_tilesize64x64x64_stage6_warpsize2x2x1_tensor16x8x16",
+        "sm90_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize64x128x64_warpgroupsize1x1x1",
+        "cutlass3x_sm90_tensorop_gemm_f16_f16_f16_f16_f16_64x64x64",
+        "turing_h1688gemm_128x128_ldg8_tn",
+        "ampere_s16816gemm_fp16_64x64_tn",
     ]
-    assert products["gemm_3_matrix_multiply"] == (
-        "sm80_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize32x32x64_stage6_warpsize2x2x1_tensor16x8x16, its sum in 4 parts"
-    )
-    assert (
-        len(layers) == 16 and layers[0].name == "fc_mul+fc_sum+*" and layers[0].tactic == "grid 4096 1 1, block 128 1 1"
-    )
-    assert (
-        next(layer.tactic for layer in layers if layer.name.startswith("add_2 [profile 2]"))
-        == "grid 2064 1 1, block 128 1 1"
-    )
-    check_precision(layers, BLOCK, tensor_types(BLOCK), "x")
-    assert fp16_sums(layers) == []
-
-
-FUSED = """  fusion={ name=__myl_bb0_1_FcCas args={ "__myln_k_arg__bb0_20" "__myln_k_arg__bb0_21" } kernel=sm80_xmma_gemm_f16f16_f16f16_f16_nn_n_tilesize64x128x32_fused11 binary=2 \
-metadata={ 0 64062 } stream=0 layers="gemm_4_matrix_multiply+logits' castToActType" }"""  # noqa: E501
-
-
-def test_products_with_something_fused_to_them_and_statements_of_other_forms_are_not_passed_over():
-    """The first is of a real plan: an lm_head whose sums `-cask:fp16_acc=off` did not reach."""
-    listing = (
-        f'x\nmain {{\n label bb0: \n{FUSED}\n  another={{ form=1 }}\n  wait={{ name="a" layers="a" '
-        f"}}\n}}\nmain {{\n}}\nmain {{\n  last={{ 1 }}\n}}\n"
-    )
-    fused, another, last = region_layers(listing.encode())
-    assert fp16_sums([fused]) == [fused.name] == [
-        "gemm_4_matrix_multiply+logits' castToActType"
-    ] and fused.tactic.endswith("_fused11")
-    assert (another.name, another.kind, another.tactic) == ("another", "another in a fused region", "")
-    assert last.name == "last"
-    assert region_layers(b"") == region_layers(b"\nmain {\n  cut off") == []
-
-
-def test_products_in_fused_regions_are_held_to_the_graph_too():
-    half = region_layers(half_plan())
-    assert fp16_sums(half) == [layer.name for layer in half if "gemm" in layer.tactic] != []
-    with pytest.raises(
-        CheckError,
-        match="x: layer gemm_3_matrix_multiply: expected a matrix product in "
-        "float16 as in the graph, found tactic sm80_xmma_gemm_f32f32.* 4 parts; the engine",
-    ):
-        check_precision(
-            region_layers(real_plan().replace(b"f16f16_f16f32_f32", b"f32f32_f32f32_f32")),
-            BLOCK,
-            tensor_types(BLOCK),
-            "x",
-        )
-
-
-def test_another_kernel_in_a_fused_region_is_another_choice():
-    """Found on a GPU: from one record, engines came out whose layers were the same, and the kernels in their regions
-    were not."""
-    first = fingerprint(region_layers(real_plan()))
-    again = fingerprint(region_layers(real_plan().replace(b"__mye1", b"__mye2")))
-    other = fingerprint(region_layers(real_plan().replace(b"sk_factor=4", b"sk_factor=1")))
-    assert first == again and list(differences(first, again, "x")) == []
-    assert [line.partition(" as recorded, found ")[2] for line in differences(first, other, "middle.engine")] == [
-        "tactic sm80_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize32x32x64_stage6_warpsize2x2x1_tensor16x8x16, "
-        "its sum in 1 part"
-    ]
-    with pytest.raises(
-        CheckError,
-        match="middle.engine: layer gemm_3_matrix_multiply: expected tactic .* "
-        "its sum in 4 parts as recorded, .*; TensorRT 8.6 chooses the kernels of fused",
-    ):
-        compare(first, other, "middle.engine")
-
-
-def test_a_fused_region_is_known_by_its_tensors_not_by_the_nodes_that_name_it():
-    """Found on a GPU: a second build from the same timing cache listed the same region under another first node."""
-    text = real_listing("layers_8.6_level_5.json")
-    assert "[(Unnamed Layer* 42) [Shuffle]...gemm_4/parts]" in text
-    first, again = (
-        read_layers(said, "x") for said in (text, text.replace("(Unnamed Layer* 42) [Shuffle]...", "gemm_0..."))
-    )
-    again[0] = dataclasses.replace(again[0], inputs=again[0].inputs[::-1])
-    assert fingerprint(first) == fingerprint(again) and fingerprint(first)[0].name == (
-        "fused region that gives hidden_out, key, query, value"
-    )
-    smaller = [dataclasses.replace(first[0], outputs=first[0].outputs[1:])]
-    assert fingerprint(smaller) != fingerprint(first)
-    with pytest.raises(
-        CheckError,
-        match="expected layer fused region that gives hidden_out, key, query, "
-        "value .* found layer fused region that gives key, query, value",
-    ):
-        compare(fingerprint(first), fingerprint(smaller), "x")
+    layers = read(*(layer(name=str(number), tactic=tactic) for number, tactic in enumerate(named)))
+    assert fp16_sums(layers) == ["0", "2", "3"]
 
 
 def test_an_engine_without_layers_fails():
     with pytest.raises(CheckError, match="expected layers, among them the matrix product product; found none"):
         check_precision([], BLOCK, tensor_types(BLOCK), "x.engine")
+
+
+def test_an_engine_whose_layers_tell_no_types_fails():
+    text = listing(layer(source=("taken", ""), made=("out", ""))).replace(HALF, "")
+    with pytest.raises(CheckError, match="x.engine: expected the datatypes of tensors .*, found none in 1 layers"):
+        check_precision(read_layers(text, "x.engine"), BLOCK, tensor_types(BLOCK), "x.engine")
+
+
+def split_types(text: str) -> str:
+    """A listing as TensorRT 11 writes it: the datatype apart from the format."""
+    value = json.loads(text)
+    for entry in value["Layers"]:
+        for tensor in (*entry["Inputs"], *entry["Outputs"]):
+            tensor["Datatype"] = "Float" if "FP32" in tensor.pop("Format/Datatype") else "Half"
+            tensor["Format"] = "Row major"
+    return json.dumps(value)
+
+
+def test_types_are_read_from_listings_of_tensorrt_11_too():
+    right, wrong = (split_types(listing(layer(made=("out", dtype)))) for dtype in (HALF, FLOAT))
+    check_precision(read_layers(right, "x"), BLOCK, tensor_types(BLOCK), "x")
+    with pytest.raises(CheckError, match="tensor out: expected float16 as in the graph, found Row major Float"):
+        check_precision(read_layers(wrong, "x"), BLOCK, tensor_types(BLOCK), "x")
+
+
+def with_scalars(factor: str) -> dict:
+    """A product as TensorRT 10.6 lists it: alpha and beta are inputs, and fp32."""
+    scalars = [{"Name": name, "Format/Datatype": "Float"} for name in ("alpha", "beta")]
+    gemm = layer(source=("Reformatted Input Tensor 0 to product", factor))
+    return {**gemm, "Inputs": [*gemm["Inputs"], *scalars]}
+
+
+def test_the_scalars_of_a_product_may_be_fp32_and_its_factors_may_not():
+    check_precision(read(with_scalars("Half")), BLOCK, tensor_types(BLOCK), "x")
+    with pytest.raises(CheckError, match="layer product: expected a matrix product in float16"):
+        check_precision(read(with_scalars("Float")), BLOCK, tensor_types(BLOCK), "x")
+
+
+def test_a_generated_kernel_of_a_product_reads_something_in_half_precision():
+    """It has no library's kernel, and its name alone says that it multiplies."""
+    generated = layer(name="__myl_FcAdd_myl1_1", kind="kgen", tactic="__myl_FcAdd_0x1234", source=("a", "Float"))
+    check_precision(read(generated), BLOCK, tensor_types(BLOCK), "x")
+    text = listing(generated).replace(HALF, "Float").replace('"weight"', '"b"').replace('"out"', '"c"')
+    with pytest.raises(CheckError, match="layer __myl_FcAdd_myl1_1: expected a matrix product in float16"):
+        check_precision(read_layers(text, "x"), BLOCK, tensor_types(BLOCK), "x")
 
 
 def test_what_the_graph_computes_in_fp32_may_be_fp32():
@@ -448,6 +351,11 @@ def test_what_the_graph_computes_in_fp32_may_be_fp32():
 
 
 def test_fingerprints_leave_out_pointers_and_keep_tactics():
+    """And the numbers that the compiler gives to names."""
+    counted = [fingerprint(read(layer(source=(f"__mye{number}_hidden", HALF)))) for number in (12, 345)]
+    assert counted[0] == counted[1]
+    numbered = [fingerprint(read(layer(name=f"__mye{number}+product"))) for number in (12, 345)]
+    assert numbered[0] == numbered[1]
     first = fingerprint(read(layer(name="__myl_FcMul_0x7f3a5c001230", tactic="__myl_Fc_140234567890123_x")))
     again = fingerprint(read(layer(name="__myl_FcMul_0x7f99aa124560", tactic="__myl_Fc_140999999990123_x")))
     assert first == again and first[0].tactic.endswith("0x5f7e2a1b3c4d5e6f")
@@ -460,23 +368,22 @@ def test_fingerprints_leave_out_pointers_and_keep_tactics():
     assert fingerprint(read(layer(name="block_16x16_64"))) != fingerprint(read(layer(name="block_16x16_32")))
 
 
-@pytest.mark.parametrize(("version", "set_by_user", "told", "recorded"), [
-    ("8.6.0", "", "-cask:fp16_acc=off", None),
-    ("8.6.0", " -cask:fp16_acc=off ", "-cask:fp16_acc=off", None),
-    ("8.6.0", "-peep:transpose_elim=off", "-peep:transpose_elim=off -cask:fp16_acc=off",
+@pytest.mark.parametrize(("set_by_user", "told", "recorded"), [
+    ("", "-cask:fp16_acc=off", None),
+    (" -cask:fp16_acc=off ", "-cask:fp16_acc=off", None),
+    ("-peep:transpose_elim=off", "-peep:transpose_elim=off -cask:fp16_acc=off",
         "-peep:transpose_elim=off -cask:fp16_acc=off"),
-    ("8.6.0", "-cask:fp16_acc=on", "-cask:fp16_acc=on", "-cask:fp16_acc=on"),
-    ("10.8.0", "", "", None),
-    ("10.8.0", "-cask:fp16_acc=on", "-cask:fp16_acc=on", "-cask:fp16_acc=on"),
+    ("-cask:fp16_acc=on", "-cask:fp16_acc=on", "-cask:fp16_acc=on"),
 ])  # fmt: skip
-def test_fused_regions_are_told_to_add_up_in_fp32_beside_what_the_user_tells_them(
-    monkeypatch, version, set_by_user, told, recorded
+def test_the_compiler_is_told_to_accumulate_in_fp32_beside_what_the_user_tells_it(
+    monkeypatch, set_by_user, told, recorded
 ):
     """TensorRT reads the variable; what the user set there decides numbers, and is an option that engines are made
     with."""
     monkeypatch.setenv("__LUNOWUD", set_by_user)
-    api = SimpleNamespace(__version__=version, Builder=lambda logger: os.environ["__LUNOWUD"])
+    api = SimpleNamespace(__version__="10.6.0", Builder=lambda logger: os.environ["__LUNOWUD"])
     monkeypatch.setitem(vars(TENSORRT), "api", api)
+    monkeypatch.setattr(compat, "compute_capability", lambda: "9.0")
     monkeypatch.setattr(TENSORRT, "logger", lambda: None)
     before = TensorRTBackend().default_options()
     assert TENSORRT.create_builder() == TENSORRT.create_builder() == told
@@ -484,66 +391,59 @@ def test_fused_regions_are_told_to_add_up_in_fp32_beside_what_the_user_tells_the
     assert ("compiler_flags" in before) == (recorded is not None)
 
 
+def test_without_a_gpu_no_builder_is_started(monkeypatch):
+    """Found on a machine without one: TensorRT 10.6 ends the process there, later versions raise TypeError."""
+    started = []
+    monkeypatch.setitem(vars(TENSORRT), "api", SimpleNamespace(__version__="10.6.0", Builder=started.append))
+    monkeypatch.setattr(compat, "compute_capability", lambda: None)
+    with pytest.raises(InputError) as error:
+        TENSORRT.create_builder()
+    assert not started and str(error.value) == (
+        "backend tensorrt: TensorRT 10.6.0 cannot start here: expected an NVIDIA GPU and its driver, found none"
+    )
+
+
 @pytest.mark.parametrize(
-    ("said", "found"),
+    ("said", "is_refusal"),
     [
-        ("[E] 4: The timing cache will not be used!", "_REFUSED_CACHE"),
-        ("Detected invalid timing cache, setup a local cache instead", "_REFUSED_CACHE"),
-        ("No implementation of layer 417 obeys the requested constraints in strict mode. No conforming "
-"implementation was found i.e. requested layer\n"
-         "computation precision and output precision types are ignored, using the fastest "
-"implementation.", "_IGNORED_PRECISION"),
-        ("Your ONNX model has been generated with INT64 weights, while TensorRT does not natively support "
-"INT64.", None),
-        ("Local timing cache in use. Profiling results in this builder pass will not be stored.", None),
-        ("Unable to determine GPU memory usage", None),
+        ("[E] 4: The timing cache will not be used!", True),
+        ("Detected invalid timing cache, setup a local cache instead", True),
+        ("Failed to deserialize timing cache. Returning an empty timing cache.", True),
+        ("The incoming cache will not be used!", True),
+        ("Local timing cache in use. Profiling results in this builder pass will not be stored.", False),
+        ("Unable to determine GPU memory usage", False),
     ],
-)  # fmt: skip
-def test_warnings_that_are_failures_are_told_from_others(said, found):
+)
+def test_a_refused_timing_cache_is_told_from_other_warnings(said, is_refusal):
     log = compat.Log()
     log.warnings.append(said)
-    assert [name for name in ("_REFUSED_CACHE", "_IGNORED_PRECISION") if log.first(getattr(compat, name))] == (
-        [found] if found else []
-    )
-    assert "\n" not in log.first_error()
+    assert bool(log.first(compat._REFUSED_CACHE)) == is_refusal and "\n" not in log.first_error()
 
 
-REFUSED = [
-    "1: [myelinCache.h::deserializeFromBuffer::52] Error Code 1: Myelin (Myelin error from unknown graph)",
-    "4: The timing cache will not be used!",
-]
+@pytest.mark.parametrize("said", [[], ["4: The timing cache will not be used!"]])
+def test_what_is_refused_of_a_timing_cache_is_seen_when_it_is_read(monkeypatch, said):
+    """TensorRT gives a cache all the same."""
+    monkeypatch.setitem(vars(TENSORRT), "api", SimpleNamespace(__version__="10.6.0"))
+    cache = object()
+    config = SimpleNamespace(create_timing_cache=lambda data: TENSORRT.log.errors.extend(said) or cache)
+    assert TENSORRT.create_timing_cache(config, b"cache") is (None if said else cache)
 
 
-@pytest.mark.parametrize(("version", "said", "taken", "whole"), [
-    ("8.6.0", [], True, True), ("8.6.0", REFUSED, True, False), ("8.6.0", REFUSED[1:], False, False),
-    ("10.8.0", REFUSED, False, False),
-])  # fmt: skip
-def test_what_is_refused_of_a_timing_cache_is_seen_when_it_is_read(monkeypatch, version, said, taken, whole):
-    """What 8.6.0 says of each of its own caches, as errors, while it gives a cache all the same: found on a GPU."""
-    monkeypatch.setitem(vars(TENSORRT), "api", SimpleNamespace(__version__=version))
-    given = object()
-    config = SimpleNamespace(create_timing_cache=lambda data: TENSORRT.log.errors.extend(said) or given)
-    assert TENSORRT.create_timing_cache(config, b"cache") == (given if taken else None, whole)
-
-
-def without_tensorrt(monkeypatch, version="8.6.0", **answers):
-    """Building with all but what TensorRT itself does. answers: {method of the library: what it gives}; gives them,
-    with those that each test shares."""
-    region = listing(layer(name="{ForeignNode[a...b]}", kind="Myelin", tactic="", value="", source=("taken", HALF)))
+def without_tensorrt(monkeypatch, **answers):
+    """Building with all but what TensorRT itself does; answers: {method of the library: what it gives}."""
     answers = {
-        "create_timing_cache": (object(), True),
-        "build_plan": real_plan(),
-        "layer_information": region,
+        "create_timing_cache": object(),
+        "build_plan": b"plan",
+        "layer_information": listing(layer()),
         "serialize_timing_cache": b"",
         "cached_tactics": {},
     } | answers
-    monkeypatch.setitem(vars(TENSORRT), "api", SimpleNamespace(__version__=version))
+    monkeypatch.setitem(vars(TENSORRT), "api", SimpleNamespace(__version__="10.6.0"))
     for name in (
         "create_builder",
         "create_network",
         "parse",
         "create_config",
-        "constrain_precision",
         "add_profile",
         "use_timing_cache",
         "deserialize",
@@ -554,139 +454,51 @@ def without_tensorrt(monkeypatch, version="8.6.0", **answers):
         monkeypatch.setattr(TENSORRT, name, answer if callable(answer) else lambda *arguments, answer=answer: answer)
     monkeypatch.setattr(tensorrt_backend, "check_contract", lambda *arguments: None)
     monkeypatch.setattr(tensorrt_backend, "PeakMemory", lambda: contextlib.nullcontext(SimpleNamespace(nbytes=None)))
-    return answers
 
 
-@pytest.mark.parametrize(("plan", "whole", "note"), [
-    ("real", True, None),
-    ("real", False,
-        "TensorRT 8.6.0 does not read what the timing cache says of fused regions: their kernels were chosen anew"),
-    ("half", True, "products that TensorRT accumulates in fp16: gemm_3_matrix_multiply, gemm_0 .*"),
-    ("", True, "fused regions whose kernels cannot be read: they are not held to the graph"),
-])  # fmt: skip
-def test_a_build_takes_the_kernels_of_regions_for_layers(tmp_path, monkeypatch, plan, whole, note):
-    """All but what TensorRT itself does."""
-    data = {"real": real_plan(), "half": half_plan(), "": b"another plan"}[plan]
-    said = without_tensorrt(monkeypatch, create_timing_cache=(object(), whole), build_plan=data)
-    onnx.save(BLOCK, tmp_path / "block.onnx")
-    library = TensorRTBackend()
-    built = library.build(tmp_path / "block.onnx", tmp_path / "block.engine", library.default_options())
-    region = said["layer_information"]
-    assert built.note is note is None or re.fullmatch(note, built.note)
-    chosen = fingerprint(read_layers(region, "x") + region_layers(data))
-    assert built.about["tactics_sha256"] == sha256_json([layer.to_json() for layer in chosen])
-    assert (tmp_path / "block.engine").read_bytes() == data
-    assert len(built.about.get("fp16_sums", [])) == (5 if plan == "half" else 0)
-
-
-def attempts(
-    monkeypatch,
-    folder: Path,
-    graph: onnx.ModelProto = BLOCK,
-    refuses=lambda operator: False,
-    fp32=lambda operator: False,
-    version="8.6.0",
-    plan=real_plan,
-    **options,
-):
-    """A build, and the list of its attempts: the level and the last operator of each. `refuses`: TensorRT does not
-    build it; `fp32`: it computes its product in fp32."""
-    tried = []
-
-    def build_plan(builder, network, config, where):
-        if refuses(tried[-1][1]):
-            raise compat.GraphRefusedError(
-                f"{where}: TensorRT 8.6.0 cannot build this graph: 10: Could not "
-                f"find any implementation for node {tried[-1][1]}"
-            )
-        return plan()
-
-    product = {"name": "product", "kind": "gemm"}
-    without_tensorrt(
-        monkeypatch,
-        version,
-        parse=lambda network, data, where: tried.append([None, onnx.load_from_string(data).graph.node[-1].op_type]),
-        create_config=lambda builder, workspace, level, sources: tried[-1].__setitem__(0, level),
-        build_plan=build_plan,
-        layer_information=lambda engine: listing(
-            layer(**product, **({"tactic": "ampere_sgemm_64x64_tn"} if fp32(tried[-1][1]) else {}))
-        ),
-    )
+def built_block(folder: Path, graph: onnx.ModelProto = BLOCK, **options):
     onnx.save(graph, folder / "block.onnx")
     library = TensorRTBackend()
-    return lambda: library.build(
-        folder / "block.onnx", folder / "block.engine", {**library.default_options(), **options}
-    ), tried
+    return library.build(folder / "block.onnx", folder / "block.engine", {**library.default_options(), **options})
 
 
-@pytest.mark.parametrize(("version", "options", "tried"), [
-    ("8.6.0", {}, [[3, "Gather"]]), ("8.6.0", {"optimization_level": 2}, [[2, "Gather"]]),
-    ("8.6.0", {"one_region": False}, [[4, "Gemm"]]),
-    ("8.6.0", {"one_region": False, "optimization_level": 5}, [[5, "Gemm"]]), ("10.8.0", {}, [[4, "Gemm"]]),
-    ("11.0.0", {}, [[4, "Gemm"]]),
+@pytest.mark.parametrize(("tactic", "note"), [
+    ("sm80_xmma_gemm_f16f16_f16f32_f32_tn_n", None),
+    ("sm80_xmma_gemm_f16f16_f16f16_f16_tn_n", "products that TensorRT accumulates in fp16: product"),
 ])  # fmt: skip
-def test_a_graph_is_built_as_one_region_where_that_is_asked_for(tmp_path, monkeypatch, version, options, tried):
-    build, found = attempts(monkeypatch, tmp_path, version=version, **options)
-    built = build()
-    assert built.note is None and "not_one_region" not in built.about and found == tried
+def test_a_build_names_the_products_that_are_accumulated_in_fp16(tmp_path, monkeypatch, tactic, note):
+    text = listing(layer(tactic=tactic))
+    without_tensorrt(monkeypatch, layer_information=text)
+    built = built_block(tmp_path)
+    assert built.note == note and built.about.get("fp16_sums") == (["product"] if note else None)
+    chosen = fingerprint(read_layers(text, "x"))
+    assert built.about["tactics_sha256"] == sha256_json([layer.to_json() for layer in chosen])
+    assert (tmp_path / "block.engine").read_bytes() == b"plan"
 
 
-def test_traced_attention_is_built_as_it_is(tmp_path, monkeypatch):
-    decode = onnx.ModelProto.FromString(BLOCK.SerializeToString())
-    decode.graph.name = "decode"
-    build, found = attempts(monkeypatch, tmp_path, decode)
-    assert build().note is None and found == [[3, "Gemm"]]
+@pytest.mark.parametrize(("name", "options", "level"), [
+    ("g", {}, 4), ("g", {"optimization_level": 5}, 5), ("decode", {}, 3), ("prefill", {"optimization_level": 2}, 2),
+])  # fmt: skip
+def test_traced_attention_is_built_at_level_3_at_most(tmp_path, monkeypatch, name, options, level):
+    graph = onnx.ModelProto.FromString(BLOCK.SerializeToString())
+    graph.graph.name = name
+    levels = []
+    without_tensorrt(monkeypatch, create_config=lambda builder, workspace, level, sources: levels.append(level))
+    built_block(tmp_path, graph, **options)
+    assert levels == [level]
 
 
-def test_what_cannot_be_one_region_is_built_as_it_is_and_said(tmp_path, monkeypatch):
-    build, found = attempts(monkeypatch, tmp_path, refuses=lambda last: last == "Gather", plan=half_plan)
-    built, why = (
-        build(),
-        ("TensorRT 8.6.0 cannot build this graph: 10: Could not find any implementation for node Gather"),
-    )
-    assert found == [[3, "Gather"], [4, "Gemm"]] and built.about["not_one_region"] == why
-    assert built.note.startswith(
-        f"not built as one region, but as it is at level 4: {why}; products that TensorRT accumulates in fp16: gemm_3"
-    )
-
-
-def test_a_region_of_another_precision_is_not_taken(tmp_path, monkeypatch):
-    build, found = attempts(monkeypatch, tmp_path, fp32=lambda last: last == "Gather")
-    assert (
-        "layer product: expected a matrix product in float16 as in the graph, found tactic ampere_sgemm"
-    ) in build().note and len(found) == 2
-
-
-@pytest.mark.parametrize(
-    ("wrong", "found"),
-    [
-        ("refuses", "cannot build this graph: .* node Gemm"),
-        ("fp32", "expected a matrix product in float16 as in the graph, found tactic ampere_sgemm"),
-    ],
-)
-def test_what_cannot_be_built_at_all_fails_with_what_is_wrong_with_the_graph(tmp_path, monkeypatch, wrong, found):
-    build, tried = attempts(monkeypatch, tmp_path, **{wrong: lambda last: True})
-    with pytest.raises(CheckError, match=f"block.engine: .*{found}"):
-        build()
-    assert len(tried) == 2 and not (tmp_path / "block.engine").exists()
-
-
-def test_what_is_no_refusal_of_the_graph_is_not_tried_again(tmp_path, monkeypatch):
-    build, tried = attempts(monkeypatch, tmp_path)
-
-    def wrong(*arguments):
-        raise CheckError("output out: expected float16")
-
-    monkeypatch.setattr(tensorrt_backend, "check_contract", wrong)
-    with pytest.raises(CheckError, match="output out: expected float16"):
-        build()
-    assert len(tried) == 1 and not (tmp_path / "block.engine").exists()
+def test_an_engine_of_another_precision_is_not_kept(tmp_path, monkeypatch):
+    without_tensorrt(monkeypatch, layer_information=listing(layer(tactic="ampere_sgemm_64x64_tn")))
+    with pytest.raises(CheckError, match="block.engine: .*expected a matrix product in float16 as in the graph, found"):
+        built_block(tmp_path)
+    assert not (tmp_path / "block.engine").exists()
 
 
 # --- tactics
 
 MADE_BY = {
-    "version": "8.6.0",
+    "version": "10.6.0",
     "device": {"name": "NVIDIA H200", "compute_capability": "9.0", "driver": "570.1"},
     "options": {"workspace_mb": 4096},
 }
@@ -746,7 +558,7 @@ def test_a_record_of_another_graph_engine_version_or_device_is_refused(recorded)
     with pytest.raises(CheckError, match="expected the tactics of middle, found those of another graph"):
         Tactics("verified", recorded, MADE_BY).take("middle", "h" * 64, [], "m")
     with pytest.raises(
-        CheckError, match="tactics.json: version: expected 10.8.0, found 8.6.0; build with tactics: record"
+        CheckError, match="tactics.json: version: expected 10.8.0, found 10.6.0; build with tactics: record"
     ):
         Tactics("verified", recorded, MADE_BY | {"version": "10.8.0"})
     device = MADE_BY["device"] | {"compute_capability": "8.9"}
@@ -930,7 +742,7 @@ def test_the_peak_is_what_was_used_at_most_and_none_where_cuda_failed(monkeypatc
 
 def test_modules_of_the_backend_load_without_tensorrt_and_cuda():
     modules = [
-        *(f"backends.tensorrt.{name}" for name in "backend compat contract features layers memory tactics".split()),
+        *(f"backends.tensorrt.{name}" for name in "backend compat contract layers memory tactics".split()),
         *("backends.cuda.backend", "gpu.describe", "gpu.libraries"),
     ]
     code = ("import sys; sys.modules['tensorrt'] = sys.modules['cuda'] = None\n") + "".join(

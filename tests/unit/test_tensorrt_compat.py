@@ -1,5 +1,4 @@
-"""What the TensorRT backend asks of TensorRT's Python API is there in every version that it is for, or stands in the
-table of features.
+"""What the TensorRT backend asks of TensorRT's Python API is there in every version that it is for.
 
 `tests/data/tensorrt_api.txt` lists the classes and members of real extension modules of these versions;
 `tests/data/tensorrt_api.py` made it.
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.backends.tensorrt import compat, features
+from lockstep.backends.tensorrt import compat
 
 FOLDER = Path(compat.__file__).parent
 LISTING = Path(__file__).parents[1] / "data" / "tensorrt_api.txt"
@@ -28,18 +27,17 @@ MEMBERS = {name.partition(".")[2] for name in IN_VERSIONS if "." in name}
 
 
 def guard_of(test: ast.expr) -> tuple[str, bool] | None:
-    """(feature, True) of `self.has("feature")`, also as a part of an `and`; (feature, False) of `not` that."""
-    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
-        return next((found for value in test.values if (found := guard_of(value)) and found[1]), None)
+    """(method, True) of `self.has_...()`; (method, False) of `not` that."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         inner = guard_of(test.operand)
         return inner and (inner[0], not inner[1])
-    is_has = isinstance(test, ast.Call) and ast.unparse(test.func) == "self.has"
-    return (test.args[0].value, True) if is_has else None
+    is_has = isinstance(test, ast.Call) and ast.unparse(test.func).startswith("self.has_")
+    return (ast.unparse(test.func).removeprefix("self."), True) if is_has else None
 
 
-def versions_with(feature: str) -> frozenset:
-    return frozenset(version for version in VERSIONS if features.available(features.FEATURES[feature], version))
+def versions_with(method: str) -> frozenset:
+    assert method == "has_editable_cache"
+    return frozenset(version for version in VERSIONS if version >= compat._EDITABLE_CACHE)
 
 
 class Uses(ast.NodeVisitor):
@@ -153,11 +151,10 @@ def test_the_module_for_annotations_is_used_in_annotations_only(path):
 
 @pytest.mark.parametrize(("source", "problem"), [
     ("config.set_flag(self.api.BuilderFlag.FP16)", "line 1: BuilderFlag.FP16 is not in [(11, 0), (11, 4)]"),
-    ("if self.has('strong_types'):\n    trt.BuilderFlag.FP16", "line 2: BuilderFlag.FP16 is not in [(11, 0), (11, 4)]"),
     ("def f(engine: trt.ICudaEngine):\n    engine.device_memory_size",
         "line 2: ICudaEngine.device_memory_size is not in [(11, 0), (11, 4)]"),
-    ("def f(engine: trt.ICudaEngine):\n    return 1 if self.has('memory_size_v2') else engine.num_bindings",
-        "line 2: ICudaEngine.num_bindings is not in [(10, 0)]"),
+    ("def f(cache: trt.ITimingCache):\n    return 1 if self.has_editable_cache() else cache.query",
+        "line 2: ITimingCache.query is not in [(10, 7)]"),
     ("trt.Builder.biuld", "line 1: Builder.biuld is not in"),
 ])  # fmt: skip
 def test_what_a_version_lacks_is_found(source, problem):
@@ -165,28 +162,8 @@ def test_what_a_version_lacks_is_found(source, problem):
 
 
 def test_a_use_under_its_feature_is_right_and_an_object_without_a_class_is_found():
-    source = (
-        "def f(config: trt.IBuilderConfig):\n    if not self.has('precision_constraints'):\n        return\n "
-        "   config.set_flag(trt.BuilderFlag.FP16)"
-    )
+    source = "def f(cache: trt.ITimingCache):\n    if not self.has_editable_cache():\n        return\n    cache.query"
     assert not missing(uses_of(source)) and uses_of("thing.num_layers").unknown == [("thing.num_layers", 1)]
-
-
-@pytest.mark.parametrize("name", features.FEATURES)
-def test_a_feature_is_in_every_version_that_the_table_says(name):
-    feature = features.FEATURES[name]
-    for needed in feature.needs:
-        versions = {version for version in VERSIONS if features.available(feature, version)}
-        assert versions and versions <= IN_VERSIONS[needed]
-        if name not in (
-            "explicit_batch_flag",
-            "precision_constraints",
-            "profile_sharing_flag",
-            "context_without_memory",
-            "memory_size",
-        ):
-            # those named go on for a while, beside what replaced them
-            assert versions == IN_VERSIONS[needed], "the table says less than there is"
 
 
 @pytest.mark.parametrize(
@@ -216,19 +193,17 @@ def test_no_other_module_calls_a_method_of_tensorrt(path):
     ]
 
 
-def test_graphs_of_quantised_weights_have_what_they_need_in_tensorrt_10_and_11():
-    """By name: int4 and int8 weights as inputs, DequantizeLinear, types that are the graph's. 8.6 has no int4."""
-    later = frozenset(version for version in VERSIONS if version >= (10, 0))
-    assert {version[0] for version in later} == {10, 11}
+def test_graphs_have_what_they_need_in_every_version():
+    """By name: types that are the graph's, int4 and int8 weights as inputs, DequantizeLinear."""
     for name in (
+        "DataType.BF16",
         "DataType.INT4",
         "DataType.INT8",
         "INetworkDefinition.add_dequantize",
         "LayerType.DEQUANTIZE",
         "NetworkDefinitionCreationFlag.STRONGLY_TYPED",
     ):
-        assert later <= IN_VERSIONS[name], name
-    assert versions_with("int4") == later == IN_VERSIONS["DataType.INT4"]
+        assert IN_VERSIONS[name] == frozenset(VERSIONS), name
 
 
 def test_without_tensorrt_the_backend_says_so_in_one_line():
@@ -240,5 +215,5 @@ def test_without_tensorrt_the_backend_says_so_in_one_line():
     assert ended.returncode == 2
     assert ended.stderr == (
         "lockstep: error: backend tensorrt: the Python package tensorrt is not installed "
-        "for this Python; install what is missing, or name another interpreter in backends.tensorrt.python\n"
+        "for this Python; pip install tensorrt-cu12, or see docs/tensorrt.md\n"
     )

@@ -30,7 +30,7 @@ from some import some
 
 MODEL = "demo-llama"
 SIZES = {name: getattr(LIMITS, name) for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
-FORMS = [("8.6.0", "fp32", "traced", 2), ("10.9.0", "fp16", "fused", 2), ("cuda", "fp16", "fused", 4)]
+FORMS = [("10.6.0", "fp32", "traced", 2), ("10.9.0", "fp16", "fused", 2), ("cuda", "fp16", "fused", 4)]
 Form = tuple[str, str, str, int]  # version of TensorRT or "cuda", precision, attention, ranks
 TOLERANCE = {"fp32": 2e-4, "fp16": 0.1}  # as of one rank, test_tensorrt_run.py
 

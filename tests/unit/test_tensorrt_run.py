@@ -37,7 +37,7 @@ from some import some_cases
 
 MODEL = "demo-llama"
 # Of the first, blocks are cut: it is what 8.6 builds by default.
-FORMS = [("8.6.0", "fp16", "fused"), ("8.6.0", "fp32", "traced"), ("10.9.0", "fp16", "fused")]
+FORMS = [("10.6.0", "fp16", "fused"), ("10.6.0", "fp32", "traced"), ("10.9.0", "fp16", "fused")]
 # Of logits, largest 20: sums in another order; fp16: roundings between engines.
 TOLERANCE = {"fp32": 2e-4, "fp16": 0.1}
 
@@ -1042,7 +1042,7 @@ def test_what_tensorrt_said_before_is_not_told_as_the_error(gpu, call, arguments
     context = SimpleNamespace(active_optimization_profile=0, **dict.fromkeys(methods, refuse))
     TENSORRT.log.clear()
     TENSORRT.log.errors.append("what was wrong once")
-    with pytest.raises(CheckError, match="TensorRT 8.6.0 .*: what is wrong now$"):
+    with pytest.raises(CheckError, match="TensorRT 10.6.0 .*: what is wrong now$"):
         getattr(TENSORRT, call)(context, *arguments)
 
 

@@ -116,7 +116,6 @@ rule adapted:
         gpu=gpus_of_ranks,
     params:
         options=options_of("adapted"),
-        python=interpreter,
         device=device,
         key=key_of("adapted"),
     script:

@@ -20,7 +20,6 @@ rule build:
         gpu=gpus,
     params:
         options=options_of("build"),
-        python=interpreter,
         device=device,
         key=key_of("build"),
     script:

@@ -156,18 +156,7 @@ def key_of(stage):
     if "backend" not in STAGES[stage].wildcards:
         return KEYS[stage, None]
 
-    def key(wildcards):
-        found = KEYS[stage, CONFIG.backend_of(wildcards.backend)]
-        # Pins are of this interpreter; of another its own packages are recorded.
-        elsewhere = interpreter(wildcards) and not STAGES[stage].runs_here
-        return {"code": found["code"]} if elsewhere else found
-
-    return key
-
-
-def interpreter(wildcards):
-    """The Python that builds and runs a backend's engines; None is this one."""
-    return CONFIG.interpreter(wildcards.backend)
+    return lambda wildcards: KEYS[stage, CONFIG.backend_of(wildcards.backend)]
 
 
 def device(wildcards):

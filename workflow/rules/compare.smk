@@ -22,7 +22,6 @@ rule compare:
         gpu=gpus,
     params:
         options=options_of("compare"),
-        python=interpreter,
         device=device,
         key=key_of("compare"),
     script:

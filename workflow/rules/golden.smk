@@ -73,7 +73,6 @@ rule golden:
         gpu=gpus_of_ranks,
     params:
         options=options_of("golden"),
-        python=interpreter,
         device=device,
         key=key_of("golden"),
     script:

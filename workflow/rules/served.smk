@@ -25,7 +25,6 @@ rule served:
         gpu=gpus_of_ranks,
     params:
         options=options_of("served"),
-        python=interpreter,
         device=device,
         key=key_of("served"),
     script:

@@ -30,7 +30,6 @@ def run_job(name, snakemake, **given):
         {key: Path(snakemake.input[key]) for key in stage.inputs(names.get("precision"))},
         snakemake.params.options,
         Path(snakemake.output[0]),
-        python=snakemake.params.get("python"),
         device=snakemake.params.get("device"),
         threads=snakemake.threads,
         given=given,

@@ -1,6 +1,6 @@
 """What engines are built for and what runs them: a backend's library, this machine's device, installed packages.
 
-Records and locks hold it. The functions are called by name in the Python that has the library: JSON in and out.
+Records and locks hold it.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def _run(script: str, argument: Path, path: Path) -> str:
             capture_output=True,
             encoding="utf-8",
             errors="replace",
-            env={**processes.environment(None), **offline},
+            env={**processes.environment(), **offline},
             timeout=TIME_LIMIT,
         )
     except subprocess.TimeoutExpired:

@@ -23,21 +23,12 @@ def bisect(target: str, prompt: str | None, as_json: bool, threads: int | None, 
     tree = Results(results)
     config = used_config(tree)
     chosen = config.parse_target(target, of_last_run(tree))
-    from lockstep.stages import worker
     from lockstep.verify.bisect.report import text
     from lockstep.verify.bisect.run import bisect as find
 
-    python, tolerance = (
-        config.interpreter(chosen.backend),
-        config.tolerance(chosen.model, chosen.precision, chosen.backend),
-    )
-    ask = (
-        None
-        if python is None
-        else lambda **arguments: worker.ask(python, "lockstep.verify.bisect.explain:engine_report", **arguments)
-    )
+    tolerance = config.tolerance(chosen.model, chosen.precision, chosen.backend)
     with working(f"bisect {chosen}"):
-        report = find(tree, chosen, tolerance, ask, prompt, threads)
+        report = find(tree, chosen, tolerance, prompt, threads)
     if as_json:
         return echo_json(report.to_json())
     click.echo(text(report), nl=False)

@@ -64,7 +64,7 @@ def generate(
     With --input and --output, a file of prompts is completed, as many at a time as the engines take; run again, it goes
     on where it was. A record: {"prompt": TEXT, "max_tokens": 64, "temperature": 0.8, "seed": 1, ...}.
     """
-    from lockstep.stages import worker
+    from lockstep.runtime import command
 
     if (prompt is None) == (source is None) or (source is None) != (out is None):
         raise InputError(
@@ -79,14 +79,12 @@ def generate(
 
     if as_json and prompt is None:
         raise InputError("generate: expected --json with --prompt, found it with --input; its --output is JSON already")
-    with runnable(target, weights, results) as opened:
-        place = opened.place
+    with runnable(target, weights, results) as place:
         asked: dict[str, Any] = {"prompt": prompt, "as_json": as_json}
         if source is not None:
             asked = {"source": str(source), "out": str(out)}
-        worker.call(
-            opened.python,
-            f"lockstep.runtime.command:{'generate' if source is None else 'generate_file'}",
+        run = command.generate if source is None else command.generate_file
+        run(
             assembly=str(place.assembly),
             weights=str(place.weights),
             engines=str(place.engines),

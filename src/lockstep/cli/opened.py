@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,17 +33,6 @@ def complete_target(ctx: click.Context, param: click.Parameter, incomplete: str)
 
 TARGET = click.argument("target", metavar="TARGET", shell_complete=complete_target)
 TARGET_OR_BUNDLE = click.argument("target", metavar="TARGET|BUNDLE.tar", shell_complete=complete_target)
-
-
-@dataclass(frozen=True)
-class Runnable:
-    """An opened target or bundle, and the Python interpreter of its backend.
-
-    python: the path of that interpreter; None for this one.
-    """
-
-    place: Opened
-    python: str | None
 
 
 def used_config(results: Results) -> Config:
@@ -93,7 +82,7 @@ def made_target(config: Config, tree: Results, name: str) -> Target:
 
 
 @contextlib.contextmanager
-def runnable(name: str, weights: Path | None, results: Path) -> Iterator[Runnable]:
+def runnable(name: str, weights: Path | None, results: Path) -> Iterator[Opened]:
     """Open a target or a bundle, whose files are there until the context ends.
 
     name: a target's name, or the path of a bundle, which ends in `.tar`. weights: for a bundle that holds none. Raises
@@ -103,14 +92,14 @@ def runnable(name: str, weights: Path | None, results: Path) -> Iterator[Runnabl
         from lockstep.bundle.opened import opened
 
         with opened(Path(name), weights) as place:
-            yield Runnable(place, None)
+            yield place
         return
     if weights is not None:
         raise InputError(f"--weights: expected a bundle ({BUNDLE_SUFFIX}) beside it, found {name}; leave it out")
     yield _of_target(name, Results(results))
 
 
-def _of_target(name: str, tree: Results) -> Runnable:
+def _of_target(name: str, tree: Results) -> Opened:
     from lockstep.bundle.opened import Opened
 
     config = used_config(tree)
@@ -125,7 +114,7 @@ def _of_target(name: str, tree: Results) -> Runnable:
         tree.checkpoint(target.model),
     )
     _check_recorded(tree, place)
-    return Runnable(place, config.interpreter(target.backend))
+    return place
 
 
 SPECULATIVE = click.option(
@@ -152,7 +141,7 @@ def speculative(text: str | None, results: Path) -> dict[str, Any] | None:
     layers, _, backend = rest.partition("/")
     cut = int(layers) if layers.isdecimal() else None
     name = asked.target if cut is None else "/".join(filter(None, (model, precision, "all", backend)))
-    place = _of_target(name, tree).place
+    place = _of_target(name, tree)
     found = replace(
         asked,
         engines=str(place.engines),

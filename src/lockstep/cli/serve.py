@@ -62,11 +62,6 @@ class _Serve(GroupedCommand):
 @click.command(cls=_Serve)
 @TARGET_OR_BUNDLE
 @click.option("--weights", type=PATH, help="For a bundle without weights: their folder.")
-@click.option(
-    "--python",
-    metavar="INTERPRETER",
-    help="The Python that the engines run in.  [default: as the config says; of a bundle, this one]",
-)
 @click.option("--host", default="127.0.0.1", help="Address to listen at; 0.0.0.0: all.")
 @click.option(
     "--port", type=click.IntRange(0, 65535), help="0: any that is free.  [default: 8000; with --unix no port at all]"

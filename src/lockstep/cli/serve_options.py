@@ -26,7 +26,6 @@ from lockstep.targets import Limits
 
 if TYPE_CHECKING:
     from lockstep.bundle.opened import Opened
-    from lockstep.cli.opened import Runnable
     from lockstep.serve.request_log import RequestLog
     from lockstep.serve.traces import Traces
 
@@ -63,7 +62,7 @@ def _limits(checked: Limits, options: SimpleNamespace) -> Limits:
     return replace(limits, max_input_len=min(limits.max_input_len, limits.max_seq_len))
 
 
-def run_server(found: Runnable, options: SimpleNamespace) -> None:
+def run_server(place: Opened, options: SimpleNamespace) -> None:
     """Serve an opened target or bundle until SIGTERM or Ctrl-C. Raises InputError for options that do not fit it."""
     from lockstep.artifacts.chat_template import ChatTemplate
     from lockstep.runtime.tokenizer import Tokenizer
@@ -82,7 +81,6 @@ def run_server(found: Runnable, options: SimpleNamespace) -> None:
         from lockstep.serve.triton_repository.options import serve_options
 
         vars(options).update(serve_options(options.triton_repository))
-    place = found.place
     _check_ranks(place, options.tensor_parallel)
     keys = _keys(options.api_key_file)
     prefix = options.metrics_prefix
@@ -114,12 +112,10 @@ def run_server(found: Runnable, options: SimpleNamespace) -> None:
         raise InputError("--served-model-name: expected a name, found an empty one")
     template = ChatTemplate.open(place.assembly)
     observers = _observers(options, name)
-    python = options.python or found.python
     tokenizer = Tokenizer.open(place.assembly)
     service = Service(
         name,
         tokenizer,
-        python,
         engine_options,
         limits,
         prefix,

@@ -71,7 +71,7 @@ def triton(
         return
     assert target is not None and out is not None
     with runnable(target, None, results) as opened:
-        max_batch_size = opened.place.limits.max_batch_size
+        max_batch_size = opened.limits.max_batch_size
     served = os.path.abspath(target) if target.endswith(BUNDLE_SUFFIX) else target
     folder = out.absolute()
     place = (socket or folder / "lockstep.sock").absolute()

@@ -14,8 +14,6 @@ from __future__ import annotations
 import functools
 import importlib
 import re
-import shutil
-import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,10 +31,10 @@ class BackendSettings:
     """The settings of a backend, known before its library is loaded.
 
     precisions: what it computes in, at most; a version of its library may lack one. lacks: why it has no others.
-    section: its part of the config, `backends.<name>`; None: it has no settings. Its key `python`, if it has one, is
-    the interpreter that the backend runs in; all others are options of its builds. takes_limits: engines are built for
-    the config's limits, which are options too. gpus: that a job which builds or runs its engines takes. fp32_part: the
-    part of a block's tolerance that its fp32 engines must keep beside their own graphs. unpinned: top level modules of
+    section: its part of the config, `backends.<name>`, the options of its builds; None: it has no settings.
+    takes_limits: engines are built for the config's limits, which are options too. gpus: that a job which builds or
+    runs its engines takes. fp32_part: the part of a block's tolerance that its fp32 engines must keep beside their own
+    graphs. unpinned: top level modules of
     packages that come with the machine, and have no pin in envs/requirements.txt; engines.json records their version.
     built_on: parts of this package besides its folder that it uses.
     runs_ranks: several ranks of a model split by `tensor_parallel`. runs_adapters: graphs that take adapters, in these
@@ -45,7 +43,7 @@ class BackendSettings:
     fp16_activations: precisions of float32 graphs whose engines have float16 activations; they are held to the
     tolerances of fp16, where these are larger. fp8_kv_cache: keys and values as e4m3 numbers.
     missing: why its engines cannot be built in this Python, with the command that installs what lacks; None where they
-    can. module: that its interpreter must have, where the config names one.
+    can.
     cannot_run: given the options of a build, why its engines cannot run here, though they can be built; None where they
     can. lacks_here: why the processor here does not compute in one of `precisions`, None where it does; asked when the
     config is read. None of these loads the library. The last two say "needs WHAT of which kind, found what", of which
@@ -67,13 +65,8 @@ class BackendSettings:
     fp16_activations: tuple[str, ...] = ()
     fp8_kv_cache: bool = False
     missing: Callable[[], str | None] = lambda: None
-    module: str = ""
     cannot_run: Callable[[Mapping[str, Any]], str | None] = lambda options: None
     lacks_here: Callable[[str], str | None] = lambda precision: None
-
-    @property
-    def has_interpreter(self) -> bool:
-        return self.section is not None and "python" in self.section.model_fields
 
     def compare_tolerance(self, precision: str, block: float) -> float:
         """Return the largest error of an engine beside its graph, relative to its output.
@@ -84,7 +77,7 @@ class BackendSettings:
 
     def build_options(self, section: Section | None, limits: Mapping[str, int]) -> dict[str, Any]:
         """Return what a build is given of the config, as plain JSON."""
-        own = section.model_dump(mode="json", exclude={"python"}) if section is not None else {}
+        own = section.model_dump(mode="json") if section is not None else {}
         return {**own, **(limits if self.takes_limits else {})}
 
 
@@ -92,21 +85,6 @@ def not_installed(module: str, package: str, install: str) -> str | None:
     """Return why a backend is missing: its package, and how it is installed. None where it is there."""
     there = is_installed(module)
     return None if there else f"the Python package {package} is not installed for this Python: {install}"
-
-
-@functools.cache
-def not_in_interpreter(python: str, module: str) -> str | None:
-    """Return why an interpreter that is here cannot run a backend; None where it can, or is on another machine only."""
-    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
-    if shutil.which(python) is None:
-        return None
-    ended = subprocess.run([python, "-c", code], stdin=subprocess.DEVNULL, capture_output=True)
-    return f"{python} has no Python package {module}; install it there" if ended.returncode == 1 else None
-
-
-def interpreter_keys() -> str:
-    """Return the config's keys that name a backend's interpreter, for an error line."""
-    return " or ".join(f"backends.{name}.python" for name, settings in backends().items() if settings.has_interpreter)
 
 
 @functools.cache

@@ -57,9 +57,6 @@ def device_problems(devices: Mapping[str, Device]) -> Iterator[Problem]:
             yield Problem(("devices", name, key), f"expected its name, for {device.backend} runs on it; found nothing")
         if found := getattr(device, other):
             yield Problem(("devices", name, other), f"expected {key} with {device.backend}; found {found!r}")
-        if device.python and not backends()[device.backend].has_interpreter:
-            text = f"expected no interpreter, for {device.backend} runs in this one; found {device.python!r}"
-            yield Problem(("devices", name, "python"), text)
 
 
 def unknown_backends(name: str, model: ModelConfig, devices: Mapping[str, Device]) -> Iterator[Problem]:

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from lockstep.artifacts.adapters import fetched_manifest
 from lockstep.artifacts.fetched import folder_of, known
-from lockstep.config.backends import BackendSettings, backends, not_in_interpreter
+from lockstep.config.backends import BackendSettings, backends
 from lockstep.config.consistency import (
     device_problems,
     limit_problems,
@@ -121,18 +121,11 @@ class Config(Section):
         return self.missing_backends() if self.skip_missing_backends else {}
 
     def missing_backends(self, model: str | None = None) -> dict[str, str]:
-        """Return by backend why its engines cannot be built here. model: of this one alone."""
+        """Return by backend why its engines cannot be built here; a device's are built there. model: of this alone."""
         models = self.models.values() if model is None else [self.models[model]]
-        used = {backend for one in models for backend in one.backends}
-        missing = {backend: self._missing(backend) for backend in sorted(used)}
+        used = {backend for one in models for backend in one.backends if backend not in self.devices}
+        missing = {backend: self._settings(backend).missing() for backend in sorted(used)}
         return {backend: reason for backend, reason in missing.items() if reason}
-
-    def _missing(self, backend: str) -> str | None:
-        """Return why engines of a backend cannot be built; None where they can, and for an interpreter elsewhere."""
-        settings, python = self._settings(backend), self.interpreter(backend)
-        if python:
-            return not_in_interpreter(python, settings.module)
-        return None if backend in self.devices and settings.has_interpreter else settings.missing()
 
     def backend_of(self, name: str) -> str:
         """Return the backend that a target names; of a device its backend."""
@@ -403,12 +396,6 @@ class Config(Section):
     def engine_limits(self) -> dict[str, int]:
         """Return the limits that sizes of engines' inputs come from."""
         return self.limits.model_dump(include={"max_batch_size", "max_num_tokens", "max_seq_len"})
-
-    def interpreter(self, backend: str) -> str | None:
-        """Return the Python that builds and runs a backend's engines; None: this one."""
-        own = self.devices[backend].python if backend in self.devices else ""
-        section = getattr(self.backends, self.backend_of(backend), None)
-        return own or (section.python if section is not None and self._settings(backend).has_interpreter else None)
 
     def gpus(self, backend: str) -> int:
         """Return how many GPUs a job takes which builds or runs a backend's engines."""

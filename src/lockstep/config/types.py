@@ -18,7 +18,7 @@ from lockstep import targets
 from lockstep.artifacts.adapters import MOST_ADAPTERS, RANKS
 from lockstep.config.backends import backends
 from lockstep.config.gguf_file import SUFFIX
-from lockstep.config.section import INT32_MAX, UNIQUE, AsTuple, Count, PathText, Section, path_text
+from lockstep.config.section import INT32_MAX, UNIQUE, AsTuple, Count, Section, path_text
 from lockstep.config.sources import RANDOM_PREFIX, SourceError, parse_source
 
 _LIMITS = targets.Limits()
@@ -284,9 +284,6 @@ class Device(Section):
     )
     cpu: str = Field(
         default="", description="Of a backend that runs on CPUs: the architecture, such as `x86_64` or `aarch64`."
-    )
-    python: PathText = Field(
-        default="", description="The Python that its jobs run the backend in, instead of the backend's own setting."
     )
     gpu_model: str = Field(
         default="",

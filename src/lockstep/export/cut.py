@@ -171,7 +171,7 @@ def _add_sinks(graph: ir.Graph, flow: Flow, marker: ir.Node, query: ir.Value, fl
     if sinks.dtype != dtype:
         assert dtype is not None  # as all values of a trace
         sinks = op("Cast", sinks, shape=[heads], dtype=dtype, to=dtype.value)
-    # no `start` and `end`, which TensorRT 8.6 ignores
+    # no `start` and `end`: graphs keep their bytes
     count = op("Shape", query, shape=[2], dtype=ir.DataType.INT64)
     count = op("Gather", count, [0], shape=[1], dtype=ir.DataType.INT64, axis=0)
     size = op("Concat", count, [heads, 1], shape=[3], dtype=ir.DataType.INT64, axis=0)

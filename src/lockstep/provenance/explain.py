@@ -16,7 +16,7 @@ from lockstep.errors import LockstepError
 from lockstep.manifests.manifest_files import failed_path, lost_files
 from lockstep.provenance import code_identity
 from lockstep.provenance.diff import cause
-from lockstep.provenance.record import backend_identity, content, environment, read_record, record_path
+from lockstep.provenance.record import backend_identity, content, read_record, record_path
 from lockstep.provenance.sources import Sources, changed_files
 from lockstep.stages import STAGES, Job, jobs
 from lockstep.targets import Results, Target
@@ -84,7 +84,7 @@ def _key_now(step: Job, recorded: BuildKey, again: Mapping[Path, str]) -> BuildK
     code = code_identity.code_digests(STAGES[step.stage].code, step.backend)
     key = replace(recorded, inputs={**kept, **inputs}, options=dict(step.options), code=code)
     with contextlib.suppress(LockstepError):
-        key = replace(key, environment=environment(step, code_identity.pinned_packages))
+        key = replace(key, environment=code_identity.pinned_packages(STAGES[step.stage].packages))
         if key.backend is not None:
             key = replace(key, backend=backend_identity(step))
     return key

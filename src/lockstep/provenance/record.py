@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,17 @@ from lockstep.artifacts import formats
 from lockstep.artifacts.build_record import BuildKey, BuildRecord
 from lockstep.artifacts.document import ValidationError
 from lockstep.artifacts.files import read_json, write_json
+from lockstep.backends import identity
 from lockstep.errors import CheckError, InputError
 from lockstep.manifests.digest_cache import digest
 from lockstep.manifests.manifest_files import SUFFIX, content, named_files, record_path
 from lockstep.provenance import code_identity
 from lockstep.provenance.diff import check_depth
-from lockstep.stages import STAGES, Job, worker
+from lockstep.stages import STAGES, Job
 
 
 def build_key(step: Job) -> BuildKey:
-    """Return the build key of `step`: all that decides what it makes. Packages are those installed where it runs."""
+    """Return the build key of `step`: all that decides what it makes."""
     stage, backend = STAGES[step.stage], step.backend
     return BuildKey(
         stage=step.stage,
@@ -37,41 +38,27 @@ def build_key(step: Job) -> BuildKey:
         inputs={name: content(path) for name, path in step.inputs.items()},
         options=dict(step.options),
         code=code_identity.code_digests(stage.code, backend),
-        environment=environment(step, code_identity.installed_packages),
+        environment=code_identity.installed_packages(stage.packages),
         backend=backend_identity(step) if backend else None,
     )
-
-
-def environment(step: Job, here: Callable[[Iterable[str]], dict[str, str]]) -> dict[str, str]:
-    """Return the version of each package that a step uses.
-
-    here: gives those of this interpreter. Of a step whose engines another interpreter runs they are those that it has,
-    and its own as `python`; a server's are of both.
-    """
-    packages = STAGES[step.stage].packages
-    if step.python is None:
-        return here(packages)
-    there = worker.ask(step.python, "lockstep.backends.identity:versions", packages=sorted(packages))
-    return {**here(packages), **there} if STAGES[step.stage].runs_here else there
 
 
 def backend_identity(step: Job) -> dict[str, Any]:
     """Return the library and the device that the step's engines are for.
 
-    They are asked in its interpreter. Raises InputError where the library is not installed, and where this machine has
-    not the device that the config names.
+    Raises InputError where the library is not installed, and where this machine has not the device that the config
+    names.
     """
     if step.device:
         _check_device(step, step.device)
-    return worker.ask(step.python, "lockstep.backends.identity:identity", name=step.backend, runs=step.stage != "build")
+    assert step.backend is not None
+    return identity.identity(step.backend, runs=step.stage != "build")
 
 
 def _check_device(step: Job, device: Mapping[str, str]) -> None:
     name, remedy = step.names["backend"], "start it where that is, or correct the config"
     try:
-        found = worker.ask(
-            step.python, "lockstep.backends.identity:hardware", name=device["backend"], builds=step.stage == "build"
-        )
+        found = identity.hardware(device["backend"], builds=step.stage == "build")
     except InputError as error:
         found, remedy = "none", f"{remedy} ({error})"
     if found is not None and found != device["hardware"]:

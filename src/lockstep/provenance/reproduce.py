@@ -157,7 +157,7 @@ def make_again(
         tell(stage)
         places = ["--config", str(config_file), "--results", str(tree.root)]
         command = [sys.executable, "-m", "lockstep", "stage", stage, str(target), *places]
-        environment = processes.environment(None)
+        environment = processes.environment()
         environment.pop(VARIABLE, None)
         process = processes.run(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -1,7 +1,4 @@
-"""Generate text on a terminal: an engine set and prompts in, text on stdout or a file of completions out.
-
-The command line calls these in the Python that has the backend's library: arguments are JSON.
-"""
+"""Generate text on a terminal: an engine set and prompts in, text on stdout or a file of completions out."""
 
 from __future__ import annotations
 

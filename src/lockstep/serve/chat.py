@@ -122,7 +122,7 @@ class Chat:
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.DEVNULL,
-                    env=environment(None),
+                    env=environment(),
                 )
             except OSError as error:  # no free descriptor
                 raise _Lost(f"it does not start: {error.strerror}") from None

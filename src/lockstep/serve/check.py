@@ -52,14 +52,12 @@ def check(
     tolerance: Tolerances,
     limits: Limits,
     out: Path,
-    python: str | None = None,
     threads: int | None = None,
 ) -> Path:
     """Check a server on an engine set, and write the report to `out`.
 
-    tolerance: which errors of logits pass. limits: the config's. python: the interpreter that has
-    the backend; None: this one. Raises CheckError, one line, for the first thing wrong, with the whole report in
-    `<out>.failed.json`; InputError for inputs that do not fit together.
+    tolerance: which errors of logits pass. limits: the config's. Raises CheckError, one line, for the first thing
+    wrong, with the whole report in `<out>.failed.json`; InputError for inputs that do not fit together.
     """
     prompts, long, reference = read_reference(Path(reference_json), (), tolerance)
     golden = GoldenReport.load(golden_json)
@@ -82,7 +80,6 @@ def check(
     service = Service(
         target.model,
         Tokenizer.open(assembly_json),
-        python,
         options,
         ServiceLimits(max_queue=1000, start=_SECONDS),
         chat_template=ChatTemplate.open(assembly_json),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import socket
 import sys
 import time
@@ -13,14 +12,13 @@ from dataclasses import asdict
 
 import msgspec
 
-from lockstep.errors import CheckError, InputError
+from lockstep.errors import CheckError
 from lockstep.processes import environment
 from lockstep.runtime.request import Request
 from lockstep.serve.engine_process import error_of
 from lockstep.serve.frames import Frame, Ready, packed, packed_add, split
 from lockstep.serve.settings import EngineOptions
 
-_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)  # which may be there again later
 _decode = msgspec.json.Decoder().decode
 
 
@@ -37,28 +35,22 @@ class EngineLink(asyncio.Protocol):
         self._in = bytearray()
 
     @classmethod
-    async def start(cls, python: str | None, options: EngineOptions, seconds: float) -> tuple[EngineLink, Ready]:
-        """Start a ready engine in `python` (None: this one) within `seconds`. Raises what opening it raises."""
+    async def start(cls, options: EngineOptions, seconds: float) -> tuple[EngineLink, Ready]:
+        """Start a ready engine within `seconds`. Raises what opening it raises."""
         try:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         except OSError as error:  # no free descriptor
             raise CheckError(f"engine process: expected a socket for it, found none: {error.strerror}") from None
-        command = [python or sys.executable, "-m", "lockstep.serve.engine_process", str(theirs.fileno())]
+        command = [sys.executable, "-m", "lockstep.serve.engine_process", str(theirs.fileno())]
         try:
             process = await asyncio.create_subprocess_exec(
-                *command,
-                pass_fds=(theirs.fileno(),),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=2,
-                env=environment(python),
+                *command, pass_fds=(theirs.fileno(),), stdin=asyncio.subprocess.DEVNULL, stdout=2, env=environment()
             )
         except OSError as error:
             ours.close()
-            if error.errno in _EXHAUSTED:
-                raise CheckError(
-                    f"engine process: expected it to start, found that it does not: {error.strerror}"
-                ) from None
-            raise InputError(f"expected a Python interpreter, found {command[0]!r}: {error.strerror}") from None
+            raise CheckError(
+                f"engine process: expected it to start, found that it does not: {error.strerror}"
+            ) from None
         finally:
             theirs.close()
         link = cls(process)

@@ -42,7 +42,6 @@ class Service:
         self,
         name: str,
         tokenizer: Tokenizer,
-        python: str | None,
         engine_options: EngineOptions,
         limits: ServiceLimits,
         metrics_prefix: str = "lockstep",
@@ -55,7 +54,7 @@ class Service:
     ):
         """Describe the service; `start` starts its engine.
 
-        name: of the model, in requests. python, engine_options: of the engine process (see `EngineLink.start`).
+        name: of the model, in requests. engine_options: of the engine process (see `EngineLink.start`).
         chat_template: None where chats are refused. log: gets a line when the engine dies, and when it does not start
         again. observers: get what front ends know of each request when it has ended. adapter_root: as of `Adapters`.
         tool_call_parser, reasoning_parser: names of formats; None: as the chat template tells. Raises InputError for an
@@ -75,7 +74,7 @@ class Service:
         self.created = int(time.time())
         self.metrics = Metrics(name, self._read(), self._infos(), self.drafts, metrics_prefix)
         self.observers = observers
-        self._python, self.engine_options, self._log = python, engine_options, log
+        self.engine_options, self._log = engine_options, log
         self.adapters = Adapters(name, adapter_root, self._is_used)
         self._link: EngineLink | None = None
         self._numbers = itertools.count()
@@ -272,7 +271,7 @@ class Service:
 
     async def _open(self) -> None:
         options = replace(self.engine_options, loaded=self.adapters.to_load())
-        link, self._ready = await EngineLink.start(self._python, options, self.limits.start)
+        link, self._ready = await EngineLink.start(options, self.limits.start)
         for line in self.adapters.engine_started(link, self._ready):
             self._log(line)
         self._link = link

@@ -19,7 +19,6 @@ class Served(Stage):
     )  # fmt: skip
     help = "A server on the engine set against the golden check."
     is_check = is_judged = is_named = runs_engines = True
-    runs_here = True  # the server's own process opens the engines, in the interpreter of the backend
 
     def needed(self, config: Config, target: Target) -> bool:
         return config.check_server and super().needed(config, target)
@@ -30,4 +29,4 @@ class Served(Stage):
     def run(self, job: Job) -> None:
         from lockstep.serve.check import check
 
-        check(**arguments(job), python=job.python)
+        check(**arguments(job))

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from lockstep.artifacts.build_record import BuildKey
 from lockstep.manifests.manifest_files import named_files
-from lockstep.stages import worker
 from lockstep.targets import Limits, Results, Target, Tolerances, is_quantized, layer_count, wildcards_of
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from lockstep.config.schema import Config
     from lockstep.config.types import Prompt
 else:
-    Config = Any  # its module loads pydantic, which the interpreter of a backend may not have
+    Config = Any  # its module loads pydantic, which running engines does not need
 
 # Parts of this package, and packages, that several stages have.
 CONFIG = ("config/__init__.py", "config/model_config.py", "config/packing.py")
@@ -45,9 +44,8 @@ class Job:
     """A stage with its wildcards.
 
     inputs: manifests and files by the name that the rule gives them. options: plain JSON from the config. output: the
-    manifest that it makes. python: the interpreter that runs its backend, None for this one. device: of a device of the
-    config its `backend` and the `hardware` that it must find. threads: of the CPU, None for all. given: what only some
-    stages take (`Stage.run` says what).
+    manifest that it makes. device: of a device of the config its `backend` and the `hardware` that it must find.
+    threads: of the CPU, None for all. given: what only some stages take (`Stage.run` says what).
     """
 
     stage: str
@@ -55,7 +53,6 @@ class Job:
     inputs: Mapping[str, Path]
     options: Mapping[str, Any]
     output: Path
-    python: str | None = None
     device: Mapping[str, str] | None = None
     threads: int | None = None
     given: Mapping[str, Any] = field(default_factory=dict, compare=False)
@@ -108,7 +105,6 @@ class Stage(abc.ABC):
     only_adapters: ClassVar[bool] = False  # models without adapters do without
     runs_engines: ClassVar[bool] = False  # targets whose engines do not run here do without
     continues: ClassVar[bool] = False  # begins with what an earlier run made
-    runs_here: ClassVar[bool] = False  # in this interpreter, though another one runs the backend's engines
     owns_folder: ClassVar[bool] = False  # clears its folder of what an earlier artefact left
 
     def __init_subclass__(cls) -> None:
@@ -155,11 +151,8 @@ class Stage(abc.ABC):
         """Make the artefact of a job."""
 
     def make(self, job: Job) -> Path:
-        """Make the artefact of a job, in the interpreter that has its backend's library; return its path."""
-        if job.python is None or self.runs_here:
-            self.run(job)
-        else:
-            worker.run(job)
+        """Make the artefact of a job; return its path."""
+        self.run(job)
         return job.output
 
     def is_of(self, precision: str) -> bool:
@@ -191,7 +184,6 @@ class Stage(abc.ABC):
             {name: root / pattern.format(**taken) for name, pattern in self.inputs(taken.get("precision")).items()},
             self.options(config, taken),
             root / self.output.format(**taken),
-            python=config.interpreter(backend) if backend else None,
             device=config.device_of(backend) if backend else None,
             given=given,
         )

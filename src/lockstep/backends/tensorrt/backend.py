@@ -10,7 +10,6 @@ One builder and one timing cache serve all graphs that an instance builds: layer
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +24,16 @@ from lockstep.backends.gpu_backend import GpuBackend, build_rope, with_fused_att
 from lockstep.backends.graphs import base_graphs, with_rows
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
 from lockstep.backends.profiles import LIMITS, built_limits, profiles
-from lockstep.backends.tensorrt.compat import TENSORRT, GraphRefusedError
+from lockstep.backends.tensorrt.compat import TENSORRT
 from lockstep.backends.tensorrt.contract import check_contract, tensor_types
+from lockstep.backends.tensorrt.fp32_sums import with_fp32_sums
 from lockstep.backends.tensorrt.layers import Layer, check_precision, fingerprint, fp16_sums, read_layers
 from lockstep.backends.tensorrt.memory import PeakMemory
 from lockstep.backends.tensorrt.tactics import CACHE, Tactics
-from lockstep.backends.tensorrt.v8_6.one_region import LEVEL, as_one_region
-from lockstep.backends.tensorrt.v8_6.regions import region_layers, region_notes
 from lockstep.errors import CheckError, InputError
 from lockstep.gpu.attention.variants import why_not_fused
 from lockstep.gpu.describe import describe_gpu, gpu_key
-from lockstep.gpu.libraries import library_versions, require_capability, require_cudnn, require_nvrtc
+from lockstep.gpu.libraries import require_capability, require_cudnn, require_nvrtc
 from lockstep.targets import Limits
 
 # Optimization levels by the name of the graph. Attention takes 50 s at level 3 for the smallest model, and had not
@@ -45,41 +43,25 @@ _PLAN, _GRAPH = ".engine", ".onnx"
 _ATTENTIONS, _INSTEAD = ("fused", "traced"), "build with attention: traced"
 
 
-@dataclass(frozen=True)
-class _Made:
-    """An engine plan, its layers, its configuration, its level, and why it is not one region, if it should be."""
-
-    config: Any
-    plan: bytes
-    layers: Sequence[Layer]
-    level: int = LEVEL
-    refused: str = ""
-
-
 class TensorRTBackend(GpuBackend):
-    """TensorRT 8.6, 10.x or 11.x; precision is the graph's: no TF32, float32 in fp16 graphs stays float32."""
+    """TensorRT 10.3 to 11.x; precision is the graph's: no TF32, float32 in fp16 graphs stays float32."""
 
     library = TENSORRT
     name = "tensorrt"
     suffixes = (_PLAN, _GRAPH)
-    revision = 11
+    revision = 12
+    precisions = ("fp32", "fp16", "bf16")
     takes_long = True
 
     def __init__(self) -> None:
         TENSORRT.require()
         self._builder: Any = None
         self._timing: Any = None
-        self._whole = True
         self._tactics: Tactics | None = None
         self._host = OnnxRuntimeBackend()
-        self.precisions = ("fp32", "fp16", *(("bf16",) if TENSORRT.has("bf16") else ()))
 
     def version(self) -> str:
         return TENSORRT.version_text()
-
-    def libraries(self, runs: bool) -> dict[str, str]:
-        """Return the versions of cuBLAS, cuDNN and NVRTC, which builds call too."""
-        return library_versions()
 
     def describe_device(self) -> dict[str, Any]:
         return describe_gpu(f"backend {self.name}")
@@ -90,17 +72,14 @@ class TensorRTBackend(GpuBackend):
     def default_options(self) -> dict[str, Any]:
         """Return the build options as they are recorded.
 
-        opset: None takes the graph as it is. one_region: only where `TENSORRT` has it. tactic_sources: None takes the
-        library's own. Limits: what the profiles are made for. compiler_flags: there only where the user has set some
-        (`Library.compiler_flags`).
+        tactic_sources: None takes the library's own. Limits: what the profiles are made for. compiler_flags: there only
+        where the user has set some (`Library.compiler_flags`).
         """
         flags = TENSORRT.users_flags()
         return {
-            "opset": None if TENSORRT.has("opset_18") else 17,
             "fuse_projections": True,
             "workspace_mb": 4096,
             "optimization_level": 4,
-            "one_region": True,
             "tactic_sources": None,
             "tactics": "free",
             "attention": "fused",
@@ -147,10 +126,7 @@ class TensorRTBackend(GpuBackend):
         return self._tactics
 
     def finish(self, names: Sequence[str]) -> dict[str, Any]:
-        return {
-            "typing": "strong" if TENSORRT.has("strong_types") else "weak",
-            "tactics": self._started().finish([name for name in names if self.file(name).endswith(_PLAN)]),
-        }
+        return {"tactics": self._started().finish([name for name in names if self.file(name).endswith(_PLAN)])}
 
     def build(self, graph_path: Path, out_path: Path, options: Mapping[str, Any]) -> Built:
         if out_path.suffix == _GRAPH:
@@ -158,33 +134,19 @@ class TensorRTBackend(GpuBackend):
             return Built()
         where, name, model = str(out_path), out_path.stem, onnx.load(graph_path)
         tactics = self._tactics or Tactics("free", out_path.parent, {})
-        with PeakMemory() as peak:
-            made = self._made(model, options, tactics, where)
-        digest = tactics.take(name, sha256_file(graph_path), fingerprint(made.layers), where)
-        cache = TENSORRT.serialize_timing_cache(made.config)
-        tactics.take_cache(cache, TENSORRT.cached_tactics(made.config), where)
-        write_bytes(out_path, made.plan)
-        sums, notes = fp16_sums(made.layers), list[str]()
-        if made.refused:
-            notes.append(f"not built as one region, but as it is at level {made.level}: {made.refused}")
-        if sums:
-            notes.append(f"products that TensorRT accumulates in fp16: {', '.join(sums)}")
-        if TENSORRT.has("hidden_regions"):
-            notes += region_notes(made.layers, self._whole, self.version())
-        about = {"tactics_sha256": digest, "fp16_sums": sums, "not_one_region": made.refused}
-        return Built({key: said for key, said in about.items() if said}, peak.nbytes, "; ".join(notes) or None)
-
-    def _made(self, model: onnx.ModelProto, options: Mapping[str, Any], tactics: Tactics, where: str) -> _Made:
-        """Build a graph as one region if possible, else as it is."""
         level = min(options["optimization_level"], _HIGHEST_LEVEL.get(model.graph.name, 5))
-        is_region = options["one_region"] and TENSORRT.has("one_region") and model.graph.name not in _HIGHEST_LEVEL
-        region, refused = as_one_region(model) if is_region else None, ""
-        if region is not None:
-            try:
-                return _Made(*self._engine(region, min(level, LEVEL), options, tactics, where))
-            except GraphRefusedError as error:
-                refused = str(error).removeprefix(f"{where}: ")
-        return _Made(*self._engine(model, level, options, tactics, where), level, refused)
+        with PeakMemory() as peak:
+            config, plan, layers = self._engine(model, level, options, tactics, where)
+        digest = tactics.take(name, sha256_file(graph_path), fingerprint(layers), where)
+        cache = TENSORRT.serialize_timing_cache(config)
+        tactics.take_cache(cache, TENSORRT.cached_tactics(config), where)
+        write_bytes(out_path, plan)
+        about: dict[str, Any] = {"tactics_sha256": digest}
+        note = None
+        if sums := fp16_sums(layers):
+            about["fp16_sums"] = sums
+            note = f"products that TensorRT accumulates in fp16: {', '.join(sums)}"
+        return Built(about, peak.nbytes, note)
 
     def _engine(
         self, model: onnx.ModelProto, level: int, options: Mapping[str, Any], tactics: Tactics, where: str
@@ -194,13 +156,13 @@ class TensorRTBackend(GpuBackend):
             self._builder = TENSORRT.create_builder()
         types, bounds = tensor_types(model), profiles(model, built_limits(options))
         network = TENSORRT.create_network(self._builder)
-        parser = TENSORRT.parse(network, model.SerializeToString(), where)  # noqa: F841  it owns what the network reads
+        parsed = with_fp32_sums(model).SerializeToString()
+        parser = TENSORRT.parse(network, parsed, where)  # noqa: F841  it owns what the network reads
         config = TENSORRT.create_config(self._builder, options["workspace_mb"] << 20, level, options["tactic_sources"])
-        TENSORRT.constrain_precision(config, network, types)
         for profile in bounds:
             TENSORRT.add_profile(self._builder, config, profile)
         if self._timing is None:
-            self._timing, self._whole = TENSORRT.create_timing_cache(config, tactics.cache)
+            self._timing = TENSORRT.create_timing_cache(config, tactics.cache)
         if self._timing is None or not TENSORRT.use_timing_cache(config, self._timing, tactics.mode == "verified"):
             raise CheckError(
                 f"{where}: TensorRT {self.version()} refuses the timing cache: "
@@ -208,8 +170,8 @@ class TensorRTBackend(GpuBackend):
             )
         plan = TENSORRT.build_plan(self._builder, network, config, where)
         engine = TENSORRT.deserialize(plan, where)
-        layers = _layers(engine, plan, where)
-        check_contract(TENSORRT.tensors(engine), model, bounds, TENSORRT.has("int64"), where)
+        layers = read_layers(TENSORRT.layer_information(engine), where)
+        check_contract(TENSORRT.tensors(engine), model, bounds, where)
         check_precision(layers, model, types, where)
         return config, plan, layers
 
@@ -224,9 +186,3 @@ class TensorRTBackend(GpuBackend):
 
 
 BACKEND = TensorRTBackend
-
-
-def _layers(engine: Any, plan: bytes, where: str) -> list[Layer]:
-    """Return the inspector's layers, and the kernels of fused regions, which it omits."""
-    layers = read_layers(TENSORRT.layer_information(engine), where)
-    return layers + region_layers(plan) if TENSORRT.has("hidden_regions") else layers

@@ -1,4 +1,4 @@
-"""TensorRT 8.6, 10.x and 11.x behind one class, the only module that imports it; see `features`."""
+"""TensorRT 10.3 to 11.x behind one class, the only module that imports it."""
 
 from __future__ import annotations
 
@@ -10,31 +10,26 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lockstep.artifacts.dtypes import named_dtype
-from lockstep.backends.tensorrt.features import FEATURES, Version, available
+from lockstep.backends.gpu import compute_capability
 from lockstep.errors import CheckError, InputError
 from lockstep.gpu.tensor import Tensor
 
 if TYPE_CHECKING:
     import tensorrt as trt
 
-# "The timing cache will not be used!", "Timing cache ... mismatch": only said, as an error or a warning, while the
-# build goes on.
+Version = tuple[int, int]
+
+# "The timing cache will not be used!", "The incoming cache will not be used!", "Timing cache ... mismatch", "Failed to
+# deserialize timing cache. Returning an empty timing cache.": only said, as an error or a warning, while the build goes
+# on.
 _REFUSED_CACHE = re.compile(
-    r"timing cache.*(not be "
-    r"used|mismatch|corrupt|invalid|different)|(mismatch|corrupt|invalid).*timing cache",
-    re.IGNORECASE | re.DOTALL,
-)
-# of TensorRT's compiler of fused regions, which has a part of the timing cache to itself
-_OF_REGIONS = re.compile(r"myelinCache")
-# "No implementation of layer ... obeys the requested constraints ...": a warning where constraints are only preferred.
-_IGNORED_PRECISION = re.compile(
-    r"obeys? the requested constraints|precision.*(ignored|not "
-    r"obeyed)",
+    r"timing cache.*(not be used|mismatch|corrupt|invalid|different|empty)"
+    r"|(mismatch|corrupt|invalid|failed to deserialize).*timing cache|incoming cache.*not be used",
     re.IGNORECASE | re.DOTALL,
 )
 
-# not documented; NVIDIA's own tools for engines pass flags by this variable
-_FLAGS, _FP16_SUMS = "__LUNOWUD", "-cask:fp16_acc"
+_FLAGS = "__LUNOWUD"  # not documented; NVIDIA's own tools for engines pass flags of its compiler by this variable
+_EDITABLE_CACHE = (10, 8)  # the first version whose timing caches have entries that can be read
 
 
 class GraphRefusedError(CheckError):
@@ -68,8 +63,11 @@ class Library:
     name = "TensorRT"
     backend = "tensorrt"
     module = "tensorrt"
-    supported = "TensorRT 8.6, 10.x or 11.x"
-    remedy = "install what is missing, or name another interpreter in backends.tensorrt.python"
+    needs_gpu_to_build = True
+    # Takes fp16 products that are accumulated in fp16, unless its compiler is told not to.
+    own_flags: tuple[str, ...] = ("-cask:fp16_acc=off",)
+    supported = "TensorRT 10.3 to 11.x"
+    remedy = "pip install tensorrt-cu12, or see docs/tensorrt.md"
 
     def __init__(self) -> None:
         self.log = Log()
@@ -100,7 +98,7 @@ class Library:
             raise InputError(f"backend {self.backend}: expected {self.supported}, found {self.version_text()}")
 
     def is_supported(self) -> bool:
-        return (8, 6) <= self.version() < (12, 0) and self.version()[0] != 9
+        return (10, 3) <= self.version() < (12, 0)
 
     def version_text(self) -> str:
         return self.api.__version__
@@ -112,14 +110,6 @@ class Library:
     def version(self) -> Version:
         major, minor = self.version_text().split(".")[:2]
         return int(major), int(minor)
-
-    def api_version(self) -> Version:
-        """Return the version of TensorRT whose Python API this is."""
-        return self.version()
-
-    def has(self, name: str) -> bool:
-        """Return whether this version has a feature of the table."""
-        return available(FEATURES[name], self.api_version())
 
     def logger(self) -> Any:
         """Return the library's logger, which fills `log`."""
@@ -142,52 +132,43 @@ class Library:
         return self._logger
 
     def _dtypes(self) -> dict[Any, str]:
-        types = {
-            self.api.DataType.FLOAT: "float32", self.api.DataType.HALF: "float16", self.api.DataType.INT32: "int32",
-            self.api.DataType.INT8: "int8", self.api.DataType.UINT8: "uint8", self.api.DataType.BOOL: "bool",
+        return {
+            self.api.DataType.FLOAT: "float32", self.api.DataType.HALF: "float16", self.api.DataType.BF16: "bfloat16",
+            self.api.DataType.INT64: "int64", self.api.DataType.INT32: "int32", self.api.DataType.INT8: "int8",
+            self.api.DataType.INT4: "int4", self.api.DataType.UINT8: "uint8", self.api.DataType.BOOL: "bool",
         }  # fmt: skip
-        if self.has("bf16"):
-            types[self.api.DataType.BF16] = "bfloat16"
-        if self.has("int64"):
-            types[self.api.DataType.INT64] = "int64"
-        if self.has("int4"):
-            types[self.api.DataType.INT4] = "int4"
-        return types
 
     # --- build
 
     def create_builder(self) -> trt.Builder:
-        """Return a builder, with the compiler's flags in the environment. Raises InputError without a GPU."""
+        """Return a builder, with the compiler's flags in the environment.
+
+        Raises InputError without a GPU, for which the driver is asked first: TensorRT 10.6 ends the process there.
+        """
         self.log.clear()
+        needed = f"backend {self.backend}: {self.title} cannot start here: expected an NVIDIA GPU and its driver, found"
+        if self.needs_gpu_to_build and compute_capability() is None:
+            raise InputError(f"{needed} none")
         if flags := self.compiler_flags():
             os.environ[_FLAGS] = flags
         try:
             return self.api.Builder(self.logger())
         except TypeError:
-            raise InputError(
-                f"backend {self.backend}: {self.title} cannot start here: "
-                f"{self.log.first_error()}; it needs an NVIDIA GPU and its driver"
-            ) from None
+            raise InputError(f"{needed}: {self.log.first_error()}") from None
 
     def compiler_flags(self) -> str:
-        """Return the flags of the compiler of fused regions: the user's, and fp32 accumulation if needed."""
+        """Return the flags of TensorRT's compiler: the user's, and those of `own_flags` that the user has not set."""
         flags = os.environ.get(_FLAGS, "").split()
-        if self.has("fp16_sums") and not any(flag.startswith(f"{_FP16_SUMS}=") for flag in flags):
-            flags = [*flags, f"{_FP16_SUMS}=off"]
-        return " ".join(flags)
+        names = {flag.partition("=")[0] for flag in flags}
+        return " ".join([*flags, *(flag for flag in self.own_flags if flag.partition("=")[0] not in names)])
 
     def users_flags(self) -> str | None:
         """Return the compiler's flags, which decide what engines compute, where the user changed them; else None."""
         flags = self.compiler_flags()
-        return None if flags == (f"{_FP16_SUMS}=off" if self.has("fp16_sums") else "") else flags
+        return None if flags == " ".join(self.own_flags) else flags
 
     def create_network(self, builder: trt.Builder) -> trt.INetworkDefinition:
-        flags = 0
-        if self.has("explicit_batch_flag"):
-            flags |= 1 << int(self.api.NetworkDefinitionCreationFlag.EXPLICIT_BATCH)
-        if self.has("strong_types"):
-            flags |= 1 << int(self.api.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
-        return builder.create_network(flags)
+        return builder.create_network(1 << int(self.api.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
 
     def parse(self, network: trt.INetworkDefinition, model: bytes, where: str) -> trt.OnnxParser:
         """Fill `network` from an ONNX model; return the parser, which must live as long. Raises CheckError."""
@@ -210,8 +191,6 @@ class Library:
         config.builder_optimization_level = level
         config.profiling_verbosity = self.api.ProfilingVerbosity.DETAILED
         config.clear_flag(self.api.BuilderFlag.TF32)
-        if self.has("profile_sharing_flag"):
-            config.set_preview_feature(self.api.PreviewFeature.PROFILE_SHARING_0806, True)
         if tactic_sources is not None:
             known = self.api.TacticSource.__members__
             unknown = sorted(set(tactic_sources) - {name.lower() for name in known})
@@ -222,42 +201,6 @@ class Library:
                 )
             config.set_tactic_sources(sum(1 << int(known[name.upper()]) for name in set(tactic_sources)))
         return config
-
-    def constrain_precision(
-        self, config: trt.IBuilderConfig, network: trt.INetworkDefinition, types: Mapping[str, str]
-    ) -> None:
-        """Hold every layer of a weakly typed network to the dtype of the graph.
-
-        A layer takes the dtype that the graph gives its result. types: the ONNX graph's {tensor: dtype}. Layers that
-        the parser adds take the type of what they read. Nothing is done where networks are strongly typed.
-        """
-        if not self.has("precision_constraints"):
-            return
-        if "float16" not in types.values():
-            return  # nothing but fp32 is allowed without the flag
-        config.set_flag(self.api.BuilderFlag.FP16)
-        config.set_flag(self.api.BuilderFlag.OBEY_PRECISION_CONSTRAINTS)
-        kinds = {"float32": self.api.DataType.FLOAT, "float16": self.api.DataType.HALF}
-        # None: integers and truth values, which have no precision
-        known = {name: kinds.get(dtype) for name, dtype in types.items()}
-        for number in range(network.num_layers):
-            layer: trt.ILayer = network.get_layer(number)
-            first = None
-            for i in range(layer.num_inputs):
-                read: trt.ITensor | None = layer.get_input(i)
-                if first is None and read is not None:
-                    first = known.get(read.name)
-            held = None
-            for i in range(layer.num_outputs):
-                made: trt.ITensor = layer.get_output(i)
-                if made.name not in known:
-                    floating = made.dtype in (self.api.DataType.FLOAT, self.api.DataType.HALF)
-                    known[made.name] = (first or made.dtype) if floating else None
-                if known[made.name] and not made.is_shape_tensor:
-                    held = known[made.name]
-                    layer.set_output_type(i, held)
-            if held and layer.type not in (self.api.LayerType.CONSTANT, self.api.LayerType.CAST):
-                layer.precision = held
 
     def add_profile(
         self,
@@ -308,24 +251,21 @@ class Library:
             found.append(Tensor(made.name, False, named_dtype(dtypes[made.dtype]), tuple(made.shape), ()))
         return found
 
-    def create_timing_cache(self, config: trt.IBuilderConfig, data: bytes) -> tuple[trt.ITimingCache | None, bool]:
-        """Return a timing cache and whether all of its bytes were read.
-
-        It is empty, or one that was serialized, and may serve several configurations. The cache is None where TensorRT
-        refuses the bytes. 8.6.0 takes the times of layers, and refuses the part of its own caches that fused regions
-        are chosen by.
-        """
+    def create_timing_cache(self, config: trt.IBuilderConfig, data: bytes) -> trt.ITimingCache | None:
+        """Return a timing cache, empty or of serialized bytes, for several configurations; None if refused."""
         self.log.clear()
         cache: trt.ITimingCache | None = config.create_timing_cache(data)
-        if not self.log.first(_REFUSED_CACHE):
-            return cache, True
-        return (cache if self.has("hidden_regions") and self.log.first(_OF_REGIONS) else None), False
+        return None if self.log.first(_REFUSED_CACHE) else cache
+
+    def has_editable_cache(self) -> bool:
+        """Return whether entries of timing caches can be read: which tactic was chosen for what."""
+        return self.version() >= _EDITABLE_CACHE
 
     def use_timing_cache(self, config: trt.IBuilderConfig, cache: trt.ITimingCache, replay: bool) -> bool:
-        """Build with this cache, False where it is refused; replay: an entry that it lacks is an error, if possible."""
-        if self.has("editable_cache"):
+        """Build with this cache, False where it is refused; replay: an entry that it lacks is an error."""
+        if self.has_editable_cache():
             config.set_flag(self.api.BuilderFlag.EDITABLE_TIMING_CACHE)
-        if replay and self.has("cache_miss_error"):
+        if replay:
             config.set_flag(self.api.BuilderFlag.ERROR_ON_TIMING_CACHE_MISS)
         return config.set_timing_cache(cache, False)
 
@@ -336,7 +276,7 @@ class Library:
 
     def cached_tactics(self, config: trt.IBuilderConfig) -> dict[str, str]:
         """Return {key: hash of the tactic} of the timing cache; {} where the version cannot read entries."""
-        if not self.has("editable_cache"):
+        if not self.has_editable_cache():
             return {}
         cache: trt.ITimingCache = config.get_timing_cache()
         found = {}
@@ -357,8 +297,6 @@ class Library:
             raise CheckError(
                 f"{where}: {self.title} refuses the timing cache: {said}; delete timing.cache and build again"
             )
-        if said := self.log.first(_IGNORED_PRECISION):
-            raise GraphRefusedError(f"{where}: {self.title} does not compute in the graph's precision: {said}")
         return bytes(memory)
 
     # --- run
@@ -400,24 +338,18 @@ class Library:
         CheckError where TensorRT makes none.
         """
         self.log.clear()
-        if self.has("context_strategy"):
-            context = engine.create_execution_context(self.api.ExecutionContextAllocationStrategy.USER_MANAGED)
-        else:
-            context = engine.create_execution_context_without_device_memory()
+        context = engine.create_execution_context(self.api.ExecutionContextAllocationStrategy.USER_MANAGED)
         if context is None:
             raise CheckError(f"{where}: {self.title} cannot make an execution context: {self.log.first_error()}")
         return context
 
     def device_memory_size(self, engine: trt.ICudaEngine) -> int:
         """Return the bytes of scratch memory that a context needs, over all profiles."""
-        return engine.device_memory_size_v2 if self.has("memory_size_v2") else engine.device_memory_size
+        return engine.device_memory_size_v2
 
     def set_device_memory(self, context: trt.IExecutionContext, address: int, size: int) -> None:
         """Let a context use `size` bytes at a device address, aligned to 256."""
-        if self.has("memory_size_v2"):
-            context.set_device_memory(address, size)
-        else:
-            context.device_memory = address
+        context.set_device_memory(address, size)
 
     def set_profile(self, context: trt.IExecutionContext, number: int, stream: int) -> None:
         self.log.clear()

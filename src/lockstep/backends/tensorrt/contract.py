@@ -14,9 +14,7 @@ from lockstep.onnx_tools.rewriter import typed_values
 from lockstep.onnx_tools.signature import dtype_name
 
 
-def check_contract(
-    tensors: Sequence[Tensor], model: onnx.ModelProto, profiles: Sequence[Profile], has_int64: bool, where: str
-) -> None:
+def check_contract(tensors: Sequence[Tensor], model: onnx.ModelProto, profiles: Sequence[Profile], where: str) -> None:
     """Raise CheckError for the first input or output whose name, dtype, shape or sizes are not the graph's."""
     found = {(tensor.is_input, tensor.name): tensor for tensor in tensors}
     declared = {(True, value.name): value for value in model.graph.input}
@@ -27,19 +25,11 @@ def check_contract(
             raise CheckError(
                 f"{where}: {what}: expected {', '.join(names[0])} as in the assembly, found {', '.join(names[1])}"
             )
-    # Where the first profile has one size, 8.6 gives that size for the dynamic dimensions of outputs: they cannot be
-    # checked then.
-    one_size = any(smallest == largest for profile in profiles[:1] for smallest, _, largest in profile.values())
     for key, value in declared.items():
         tensor, kind = found[key], value.type.tensor_type
         dtype = dtype_name(kind.elem_type)
-        if dtype == "int64" and not has_int64:
-            dtype = "int32"
         shape = tuple(-1 if dim.dim_param else dim.dim_value for dim in kind.shape.dim)
-        told = tensor.shape
-        if one_size and not tensor.is_input and len(told) == len(shape):
-            told = tuple(-1 if size == -1 else found_size for size, found_size in zip(shape, told))
-        if (tensor.dtype.name, told) != (dtype, shape):
+        if (tensor.dtype.name, tensor.shape) != (dtype, shape):
             raise CheckError(
                 f"{where}: {'input' if tensor.is_input else 'output'} {tensor.name}: expected {dtype} "
                 f"{list(shape)} as in the assembly, "

@@ -1,8 +1,8 @@
 """The layers of an engine, from TensorRT's inspector: tactics and types.
 
 In: the inspector's JSON at detailed verbosity, which may hold raw control characters. Format: `Layers`, each with
-`Name`, `LayerType`, `TacticName`, `TacticValue`, and `Inputs`, `Outputs` with `Name` and `Format/Datatype` (TensorRT
-developer guide, "Engine Inspector").
+`Name`, `LayerType`, `TacticName`, `TacticValue`, and `Inputs`, `Outputs` with `Name` and `Format/Datatype`, or from
+11.0 on `Datatype` and `Format` (TensorRT developer guide, "Engine Inspector").
 """
 
 from __future__ import annotations
@@ -22,13 +22,17 @@ from lockstep.errors import CheckError
 # Names that TensorRT makes from addresses: hexadecimal, or decimal of that size. Longer ones are hashes of contents,
 # which do say what was chosen.
 _POINTER = re.compile(r"0x[0-9a-fA-F]{6,16}(?![0-9a-fA-F])|(?<![0-9])[0-9]{13,20}(?![0-9])")
+# Names that the compiler numbers.
+_COUNTED = re.compile(r"__mye\d+")
 _PRODUCT = re.compile(r"gemm|matmul|matrix_?multiply|xmma|cutlass|cublas|_mha", re.IGNORECASE)
+# A kernel that the compiler has made for the graph, named by what it computes: Fc is a product with weights.
+_GENERATED_PRODUCT = re.compile(r"__myl_[A-Za-z]*Fc")
 # kinds that hold other operators too, which may read fp32 by right
 _FUSED = re.compile(r"^(kgen|fusion|myelin)", re.IGNORECASE)
 _FP32_TACTIC = re.compile(r"sgemm|f32f32_f32f32|tf32|s1688gemm(?!_f16|_bf16)", re.IGNORECASE)
 # Kernels that accumulate products of fp16 in fp16: types of both factors, of the result and the accumulator; or the
 # letter of cuBLAS.
-_FP16_SUMS = re.compile(r"f16f16_f16f16_f16|(?<![a-z])h\d{3,5}(cudnn|gemm)", re.IGNORECASE)
+_FP16_SUMS = re.compile(r"f16_?f16_f16_?f16_f16|(?<![a-z])h\d{3,5}(cudnn|gemm)", re.IGNORECASE)
 _FUSED_REGION = re.compile(r"^\{ForeignNode\[.*\]\}$", re.DOTALL)
 _DATATYPES = (
     ("bfloat16", re.compile(r"bf16|bfloat", re.IGNORECASE)),
@@ -53,6 +57,12 @@ class Layer:
         """Return whether the inspector lists a whole fused region as this layer."""
         return bool(_FUSED_REGION.match(self.name))
 
+    @property
+    def is_product(self) -> bool:
+        """Return whether the layer is, or holds, a matrix product."""
+        text = f"{self.kind} {self.tactic}"
+        return bool(_PRODUCT.search(text) or _GENERATED_PRODUCT.search(f"{self.name} {text}"))
+
 
 def read_layers(text: str, where: str) -> list[Layer]:
     """Return all layers, of all profiles. Raises CheckError where the JSON does not have them in detail."""
@@ -74,7 +84,13 @@ def _layer(entry: Mapping[str, Any]) -> Layer:
 
 
 def _tensors(entries: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
-    return tuple((each["Name"], str(each.get("Format/Datatype", each.get("Format", "")))) for each in entries)
+    return tuple((entry["Name"], _format(entry)) for entry in entries)
+
+
+def _format(entry: Mapping[str, Any]) -> str:
+    """Return the format and datatype of a tensor as TensorRT writes them, in one text or two."""
+    parts = (entry.get(key) for key in ("Format/Datatype", "Format", "Datatype"))
+    return " ".join(str(part) for part in parts if part)
 
 
 @dataclass(frozen=True)
@@ -116,7 +132,7 @@ def _name_and_formats(layer: Layer) -> tuple[str, tuple[str, ...]]:
 
 
 def without_pointers(name: str) -> str:
-    return _POINTER.sub("*", name)
+    return _COUNTED.sub("*", _POINTER.sub("*", name))
 
 
 def _without_pointers_in_name(tactic: str) -> str:
@@ -146,16 +162,23 @@ def datatype(text: str) -> str | None:
 def check_precision(layers: Sequence[Layer], model: onnx.ModelProto, types: Mapping[str, str], where: str) -> None:
     """Raise GraphRefusedError for fp32 where the graph has half precision.
 
-    A layer's tensors or its product are in fp32 then. Raises CheckError where the engine has no layers though the graph
-    has matrix products. types: {tensor of the graph: dtype}. What is compared with the graph is every tensor of it that
-    a layer reads or writes, and the tactics of matrix products. Inside fused regions those are the products that
-    `regions.region_layers` finds; kernels that are generated for the graph tell no types.
+    A layer's tensors or its product are in fp32 then. Raises CheckError where the graph has matrix products, and the
+    engine has no layers or none that tells a type. types: {tensor of the graph: dtype}. What is compared with the graph
+    is every tensor of it that a layer reads or writes, and the factors and tactics of matrix products: a product's
+    other inputs (alpha, beta and what is added) may be fp32. Of a kernel that is generated for the graph it is not told
+    which inputs are the factors: one at least must be of half precision.
     """
     products = {node.output[0]: node.name for node in model.graph.node if node.op_type in ("MatMul", "Gemm")}
     wanted = {types[tensor] for tensor in products if tensor in types}
     if products and not layers:
         raise CheckError(
             f"{where}: expected layers, among them the matrix product {next(iter(products.values()))}; found none"
+        )
+    tensors = [text for layer in layers for _, text in (*layer.inputs, *layer.outputs)]
+    if products and not any(map(datatype, tensors)):
+        raise CheckError(
+            f"{where}: expected the datatypes of tensors from TensorRT's inspector, found none in {len(layers)} "
+            "layers; please report it"
         )
     half = wanted and wanted <= set(_HALVES)
     for layer in layers:
@@ -164,10 +187,7 @@ def check_precision(layers: Sequence[Layer], model: onnx.ModelProto, types: Mapp
             if expected in _HALVES and found == "float32":
                 wrong = f"tensor {tensor}: expected {expected} as in the graph, found {text}"
                 raise GraphRefusedError(f"{where}: layer {layer.name}: {wrong}; the engine is not of this precision")
-        if not _PRODUCT.search(f"{layer.kind} {layer.tactic}"):
-            continue
-        reads_fp32 = not _FUSED.match(layer.kind) and any(datatype(text) == "float32" for _, text in layer.inputs)
-        if half and (reads_fp32 or _FP32_TACTIC.search(layer.tactic)):
+        if half and layer.is_product and (_reads_fp32(layer) or _FP32_TACTIC.search(layer.tactic)):
             wrong = f"expected a matrix product in {'/'.join(sorted(wanted))} as in the graph"
             found = " on ".join(filter(None, (f"tactic {layer.tactic}", ", ".join(text for _, text in layer.inputs))))
             raise GraphRefusedError(
@@ -175,12 +195,18 @@ def check_precision(layers: Sequence[Layer], model: onnx.ModelProto, types: Mapp
             )
 
 
+def _reads_fp32(layer: Layer) -> bool:
+    """Return whether a product's factors are in fp32."""
+    if _FUSED.match(layer.kind):
+        read = [datatype(text) for _, text in layer.inputs]
+        return "float32" in read and not any(dtype in _HALVES for dtype in read)
+    return any(datatype(text) == "float32" for _, text in layer.inputs[:2])
+
+
 def fp16_sums(layers: Sequence[Layer]) -> list[str]:
     """Return the layers whose kernel accumulates products of fp16 numbers in fp16.
 
     At 4096 products this is an error ten times as large as that of rounding to fp16. ONNX Runtime and transformers
-    accumulate in fp32. TensorRT 8.6 has no other kernels for a product that is in no fused region, and is told to take
-    others inside (`Library.compiler_flags`). Kernels that are generated for the graph, as those of products of one row,
-    do not tell.
+    accumulate in fp32. Kernels that are generated for the graph, as those of products of one row, do not tell.
     """
     return [layer.name for layer in layers if _FP16_SUMS.search(layer.tactic)]

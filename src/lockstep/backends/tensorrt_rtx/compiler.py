@@ -95,7 +95,7 @@ def _start() -> subprocess.Popen[str]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**processes.environment(None), "LD_PRELOAD": preload, "PYTHONHASHSEED": "0"},
+            env={**processes.environment(), "LD_PRELOAD": preload, "PYTHONHASHSEED": "0"},
             pass_fds=(heap,),
             start_new_session=True,  # Ctrl-C is for this process, which ends the builder and says so in one line
         )
@@ -128,7 +128,7 @@ def build(library: RTXLibrary, graph: Path, out: Path, options: Mapping[str, Any
     config = library.create_config(builder, _WORKSPACE, _LEVEL, None)
     library.set_compute_capabilities(config, options["compute_capabilities"])
     added = [library.add_profile(builder, config, profile) for profile in bounds]
-    check_contract(library.network_tensors(network, added), model, bounds, True, where)
+    check_contract(library.network_tensors(network, added), model, bounds, where)
     check_types(library.network_types(network), types, where)
     write_bytes(out, library.build_plan(builder, network, config, where))
 

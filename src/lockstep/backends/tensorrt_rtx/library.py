@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.artifacts.files import sha256_json, write_bytes
 from lockstep.backends.tensorrt.compat import Library
-from lockstep.backends.tensorrt.features import Version
 from lockstep.errors import CheckError, InputError
 from lockstep.gpu.describe import describe_gpu, gpu_key
 
@@ -26,6 +25,8 @@ class RTXLibrary(Library):
     module = "tensorrt_rtx_bindings"  # tensorrt_rtx, of the same distribution, imports all of it
     supported = "TensorRT-RTX 1.7 or a later 1.x"
     remedy = "install it: docs/tensorrt_rtx.md says how"
+    needs_gpu_to_build = False
+    own_flags = ()
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,9 +38,6 @@ class RTXLibrary(Library):
 
     def is_supported(self) -> bool:
         return (1, 7) <= self.version() < (2, 0)
-
-    def api_version(self) -> Version:
-        return (11, 0)
 
     def set_compute_capabilities(self, config: trt.IBuilderConfig, capabilities: Sequence[str] | None) -> None:
         """Build for these ("8.9"); None: the library's own choice, a portable engine."""

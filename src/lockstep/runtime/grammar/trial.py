@@ -48,7 +48,7 @@ class TrialProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env=environment(None),
+                env=environment(),
             )
             try:
                 self._ask(self._terms, _START)

@@ -4,13 +4,13 @@ A target's results in; which graph or engine is off first, at which node and pos
 transformers.
 
 PyTorch runs first, and its activations are kept. Then each stage's graph runs on what PyTorch had
-there, and each engine on what the graphs give: in another Python, where its backend lives there.
+there, and each engine on what the graphs give.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,8 +35,6 @@ from lockstep.verify.bisect.walked import walk_stages
 from lockstep.verify.golden.prompts import read_reference
 from lockstep.verify.graphs import Graphs
 from lockstep.verify.validate.torch_trace import Record, TorchModel
-
-Ask = Callable[..., Mapping[str, Any]]
 
 
 class Right(NamedTuple):
@@ -101,15 +99,13 @@ def bisect(
     results: Results,
     target: Target,
     tolerance: Tolerances,
-    ask: Ask | None = None,
     prompt: str | None = None,
     threads: int | None = None,
     right: Right | None = None,
 ) -> BisectReport:
     """Follow a request through PyTorch, graphs and engines.
 
-    ask: runs `explain.engine_report`, whose arguments it takes, in the Python of the target's backend, and gives its
-    JSON; None where that is this one. prompt: a text to follow instead of the failing one. right: of the same model and
+    prompt: a text to follow instead of the failing one. right: of the same model and
     request, where it was made before.
 
     Raises InputError without results or for a prompt that gives no tokens, CheckError for graphs or engines that are
@@ -143,14 +139,10 @@ def bisect(
     if files["engines"].is_file():
         places: dict[str, Any] = {name: str(files[name]) for name in ("assembly", "weights", "engines")}
         tokens, bounds = [ids.tolist(), request.tokens.num_prompt], asdict(tolerance)
-        answered = (ask or engine_report)(
-            **places, layers=target.layers, tolerance=bounds, tokens=tokens, threads=threads
-        )
-        engines = EngineReport.from_json(answered)
+        report = engine_report(**places, layers=target.layers, tolerance=bounds, tokens=tokens, threads=threads)
+        engines = EngineReport.from_json(report)
         faults.append(engines.fault)
         rows, overflow, stages = rows + engines.rows, overflow or engines.overflow, engines.rows
-        if ask:
-            notes.append("the engines ran in their backend's own Python")
     else:
         notes.append(f"no engines at {files['engines']}: only the graphs were looked at")
     order = {row.stage: number for number, row in reversed(list(enumerate(stages)))}

@@ -1,1 +1,0 @@
-"""What only TensorRT 8.6 needs."""
