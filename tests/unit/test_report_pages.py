@@ -280,7 +280,7 @@ def test_the_page_of_a_target_that_is_none_any_more_goes(results: Results) -> No
 @pytest.mark.parametrize("damage", [{"prompts": [{"differences": []}]}, {"prompts": [], "tolerance": "x"}])
 def test_a_report_of_another_version_is_no_page_that_cannot_be_made(results: Results, damage: dict) -> None:
     out = results.golden("m", "fp16", 2, "onnxruntime")
-    write_json(out, {"format": "lockstep.golden/2", "engine_digest": "ab" * 32, "result": "pass", **damage})
+    write_json(out, {"format": "lockstep.golden/3", "engine_digest": "ab" * 32, "result": "pass", **damage})
     assert "Engines</h2>" in pages(results)["m-fp16-2-onnxruntime.html"]
 
 

@@ -21,6 +21,7 @@ from benchmarks.step_timing import breakdown
 from demo_model import GOLDEN, LIMITS, TOLERANCES
 
 import fake_gpu
+from faults.table import FAULTS
 from lockstep.artifacts.bisect_report import EngineReport
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.backends import build
@@ -31,7 +32,8 @@ from lockstep.runtime import engine as engine_module
 from lockstep.step.sampling import Sampler
 from lockstep.targets import Target
 from lockstep.verify.bisect.explain import engine_report
-from lockstep.verify.golden.check import check_engines
+from lockstep.verify.golden.check import GoldenCheck, check_engines
+from lockstep.verify.golden.moved import MovedCheck
 from lockstep.weights import Weights
 from some import some_cases
 
@@ -210,6 +212,26 @@ def test_the_demo_passes_the_golden_check(references, engines, form, gpu, tmp_pa
         tmp_path / "golden.json", tmp_path / "speed.json", expected,
     )  # fmt: skip
     assert read_json(tmp_path / "golden.json")["result"] == "pass"
+
+
+@pytest.mark.parametrize("form", [pytest.param(FORMS[2], marks=pytest.mark.long)], indirect=True, ids="-".join)
+def test_the_golden_check_sees_faults_of_pages_that_are_moved(references, engines, form, gpu):
+    words = {
+        "pages-copy": "choice 1 of 3 copies",
+        "pages-swap": "swapped out and back",
+        "pages-last": "the last pages of the cache",
+    }
+    check = GoldenCheck(
+        references.assembly(MODEL, form[1]), references.weights(MODEL, form[1]), engines[form],
+        references.reference(MODEL, 2), Target(MODEL, form[1], 2, "tensorrt"), TOLERANCES[form[1]], LIMITS, (), None,
+    )  # fmt: skip
+    for fault, how in words.items():
+        with FAULTS[fault].change():
+            MovedCheck(check, check.long).run()
+        assert any(how in failure for failure in check.failures), fault
+        check.failures.clear()
+    states = MovedCheck(check, check.long).run()
+    assert not check.failures and all(state.requests for state in states)
 
 
 def test_a_block_that_leaves_its_graph_is_named_by_bisect(demo, engines, form, gpu, tmp_path):

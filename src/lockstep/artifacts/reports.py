@@ -241,7 +241,10 @@ class GoldenPrompt:
 
 @dataclass(frozen=True)
 class GoldenLongPrompt:
-    """The logit errors of the long prompt: in one piece, in pieces, token by token, beside others."""
+    """The logit errors of the long prompt: in one piece, in pieces, token by token, beside others.
+
+    decoded_positions: of its `positions`, with its answer, how many came as a single token, as decoding brings them.
+    """
 
     num_tokens: int
     tokens: tuple[int, ...]
@@ -251,12 +254,27 @@ class GoldenLongPrompt:
     max_logit_error: float | None
     cut_max_logit_error: float | None
     single_max_logit_error: float | None
+    decoded_positions: int
+    positions: int
     generate_equal: bool
     generate_differences: tuple[TokenDifference, ...]
     mixed_max_logit_error: float | None
 
     def errors(self) -> tuple[float | None, ...]:
         return (self.max_logit_error, self.cut_max_logit_error, self.single_max_logit_error, self.mixed_max_logit_error)
+
+
+@dataclass(frozen=True)
+class MovedState:
+    """Requests whose keys and values were moved, beside the same requests alone.
+
+    max_logit_difference: of any of them. not_run: why none was run, for example what this backend cannot do.
+    """
+
+    name: str
+    requests: int
+    max_logit_difference: float | None
+    not_run: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,6 +289,7 @@ class GoldenReport(Report):
     max_logit_error: float | None
     prompts: tuple[GoldenPrompt, ...]
     long_prompt: GoldenLongPrompt | None
+    moved: tuple[MovedState, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -62,13 +62,14 @@ class Engine:
         long_prefill_token_threshold: int | None = None,
         grammars: GrammarCompiler | None = None,
         speculation: Speculation | None = None,
+        lookahead: int | None = None,
     ):
         """Make an engine that has no requests yet.
 
         max_num_tokens: of one step, at most the model's. long_prefill_token_threshold: tokens that one prompt brings at
         most to a step beside requests that decode, in whole chunks; by default a chunk on a CPU, else any number.
         grammars: compiles those of requests. speculation: drafts what requests go on with; each answer is the same to
-        the bit, in fewer steps where drafts are right.
+        the bit, in fewer steps where drafts are right. lookahead: of `Scheduler`.
 
         Raises InputError where a step has no room for a token of each request, and for speculation with a model that
         verifies no drafts.
@@ -100,6 +101,7 @@ class Engine:
             model.adapters.residency if model.adapters is not None else None,
             max_prefill_tokens,
             compacts=bool(model.tables.shares) and not model.has_state,
+            lookahead=lookahead,
         )
         self._longest = model.max_seq_len if max_input_len is None else min(max_input_len, model.max_seq_len)
         # What is reused must have been cut as it would be now, and lie in pages that slots can share or copy.

@@ -119,6 +119,7 @@ class Scheduler:
         residency: Residency | None = None,
         max_prefill_tokens: int | None = None,
         compacts: bool = False,
+        lookahead: int | None = None,
     ):
         """Make a scheduler without requests.
 
@@ -126,7 +127,8 @@ class Scheduler:
         prompts together in a step beside requests that decode, at least a chunk, unless prompts pile up (`_PILE`);
         None: whatever there is room for. long_prefill_token_threshold: tokens that one prompt brings at most to a step
         beside requests that decode, rounded down to whole chunks, at least one; None: whatever there is room for.
-        compacts: requests may be moved to lower slots, for a step computes all rows up to the highest slot.
+        compacts: requests may be moved to lower slots, for a step computes all rows up to the highest slot. lookahead:
+        tokens after those that a request holds for which an optimistic admission wants pages; None: `LOOKAHEAD`.
 
         Raises InputError where a step has no room for a token of each request, or, if all others decode, for a chunk,
         and for a threshold below 1.
@@ -147,6 +149,7 @@ class Scheduler:
         self.tables, self.max_num_tokens, self._residency = tables, max_num_tokens, residency
         self.chunk_size, self.admission, self._max_prefill_tokens = chunk_size, admission, max_prefill_tokens
         self.num_swaps, self._compacts = 0, compacts
+        self._lookahead = LOOKAHEAD if lookahead is None else lookahead
         self._free_slots = list(range(num_slots))  # a heap: low slots first, so that rows that decode lie together
         self._num_slots = num_slots
         self._waiting: dict[str | None, list[tuple[tuple[int, int], Scheduled]]] = {}  # by adapter, a heap
@@ -439,7 +442,7 @@ class Scheduler:
         tables = self.tables
         tokens = request.max_tokens
         if self.admission == "optimistic":
-            tokens = min(tokens, request.num_prompt_tokens + LOOKAHEAD)
+            tokens = min(tokens, request.num_prompt_tokens + self._lookahead)
         needed = self._pages_for(request, tokens) - (len(found) if tables.shares else 0)
         if needed > tables.pool.num_available:
             tables.pool.release(found)
@@ -475,7 +478,7 @@ class Scheduler:
         held, passed = False, set[str | None]()
         for request in [*self._swapped]:
             # As when it was admitted: the steps of a prompt ask for no pages.
-            tokens = min(request.max_tokens, max(request.num_prompt_tokens, request.num_computed) + LOOKAHEAD)
+            tokens = min(request.max_tokens, max(request.num_prompt_tokens, request.num_computed) + self._lookahead)
             if not self._free_slots or self.tables.pages_for(tokens) > self.tables.pool.num_available:
                 return False, held
             if request.adapter in passed or held and request.adapter is not None or not self._has_adapter_slot(request):

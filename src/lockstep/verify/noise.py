@@ -132,7 +132,8 @@ class LogitNoise:
         Up to `_TAIL` times that where a row was thrown off: the rows behind it read what it left in the KV cache, and
         so are all off where another draw throws it off further (an engine on a GPU: by 2.6 times).
         """
-        own, every = [self._rows[count].rms for count in counts], [row.rms for row in self._rows.values()]
+        every = [row.rms for row in self._rows.values()]
+        own = [self._rows[count].rms for count in counts if count in self._rows] or every
         usual = max(float(np.median(own)), float(np.median(every)))
         return max(usual, min(max(every) / _THROWN_OFF, _TAIL * usual))
 
@@ -140,8 +141,11 @@ class LogitNoise:
         """Return the largest error that is to be expected of a row.
 
         Its own, or what other rows have where that is larger, up to `_TAIL` times the usual row: on a trained model a
-        row that one draw of roundings left alone another may throw off (an engine on a GPU was off by 12 times).
+        row that one draw of roundings left alone another may throw off (an engine on a GPU was off by 12 times). Of a
+        row without noise of its own the largest.
         """
+        if count not in self._rows:
+            return self.largest
         return max(self._rows[count].largest, min(self.largest, _TAIL * self._usual))
 
 

@@ -6,7 +6,7 @@ In: an engine set with its assembly, weights and adapters, and the reference wit
 prompts with all adapters, and with none, go through the golden check; in the place of random chunks they are decoded in
 the opposite order, so that adapters lie in other slots. Where there are more adapters than slots, they take turns. Last
 all slots are filled, with an adapter of the reference or another, so that each slot has it at some time and any two
-slots differ at some time (`_in_every_slot`).
+slots differ at some time (`_in_every_slot`), and each adapter comes under a name that another had before (`_renamed`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from lockstep.onnx_tools.metrics import difference
 from lockstep.targets import Limits, Target, Tolerances
 from lockstep.verify.golden.check import GoldenCheck
 from lockstep.verify.golden.prompts import Decoded, Prompt
+from lockstep.weights.adapters import LoadedAdapter
 
 _FEW = 3  # tokens with an adapter in every slot: one behind the prompt, and decoding
 
@@ -83,6 +84,10 @@ class _Check(GoldenCheck):
             count = len(few.tokens)
             batch = Decoded(free[i].logits[:count], free[i].tokens[:count])
             self.beside(self.prompts[i], "with an adapter in every slot", batch, few)
+        for name in self.names():
+            i = self._shortest(name)
+            batch = Decoded(free[i].logits[:_FEW], free[i].tokens[:_FEW])
+            self.beside(self.prompts[i], "loaded under the name of another", batch, self._renamed(name, i))
         return errors
 
     def names(self) -> list[str]:
@@ -110,8 +115,7 @@ class _Check(GoldenCheck):
         for number, (bit, value) in enumerate(rounds):
             name = names[number % len(names)]
             adapter = adapters.known[name]
-            scales = {module: -scale for module, scale in adapter.scales.items()}
-            other = replace(adapter, scale=-adapter.scale, scales=scales)
+            other = _negated(adapter)
             chosen = [place for place in places if place >> bit & 1 == value]
             loaded = [
                 replace(adapter if place in chosen else other, name=f"{name} in slot {place}") for place in places
@@ -130,7 +134,25 @@ class _Check(GoldenCheck):
             for adapted in loaded:
                 adapters.remove(adapted.name)
 
+    def _renamed(self, name: str, i: int) -> Decoded:
+        """Return the first tokens of prompt `i` with an adapter whose name another one had before."""
+        adapters = self.model.adapters
+        assert adapters is not None  # `open` refuses a model without
+        adapter = adapters.known[name]
+        for loaded in (_negated(adapter), adapter):
+            adapters.add(replace(loaded, name=f"{name} renamed"))
+            request = replace(self.freely(self.prompts[i], _FEW), adapter=f"{name} renamed")
+            (decoded,), _ = self.decode([request])
+            adapters.remove(f"{name} renamed")
+        return decoded
+
     def _shortest(self, adapter: str) -> int:
         """Return the number of the shortest prompt with an adapter; "" is none."""
         numbers = (i for i, prompt in enumerate(self.prompts) if prompt.adapter == adapter)
         return min(numbers, key=lambda i: len(self.prompts[i].prompt_ids))
+
+
+def _negated(adapter: LoadedAdapter) -> LoadedAdapter:
+    """Return an adapter that computes something else, with the same numbers."""
+    scales = {module: -scale for module, scale in adapter.scales.items()}
+    return replace(adapter, scale=-adapter.scale, scales=scales)

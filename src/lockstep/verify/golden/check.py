@@ -22,7 +22,8 @@ from lockstep.runtime import Speed
 from lockstep.targets import Limits, Target, Tolerances
 from lockstep.verify.golden import drafted
 from lockstep.verify.golden.decoding import DecodingCheck
-from lockstep.verify.golden.forced import Errors, chunks_to_edges, force, random_chunks
+from lockstep.verify.golden.forced import Errors, Forced, chunks_to_edges, drawn_positions, force, random_chunks
+from lockstep.verify.golden.moved import MovedCheck
 from lockstep.verify.golden.prompts import Decoded, Long, Prompt
 from lockstep.verify.metrics import largest
 
@@ -77,6 +78,7 @@ class GoldenCheck(DecodingCheck):
             if what := drafted.difference(self.model, self.freely(prompt), self.max_num_tokens):
                 self.fail(prompt, what)
         long = self._long(self.long) if self.long else None
+        moved = MovedCheck(self, self.long).run() if self.long else ()
         mixed = self.mixed(free)
         entries = [
             replace(entry, mixed_max_logit_error=error, passed=id(prompt) not in self.wrong)
@@ -96,6 +98,7 @@ class GoldenCheck(DecodingCheck):
             max_logit_error=largest([*errors, *(long.errors() if long else ())]),
             prompts=tuple(entries),
             long_prompt=long,
+            moved=moved,
         )
         return report, self._speed(batch, alone)
 
@@ -115,44 +118,40 @@ class GoldenCheck(DecodingCheck):
     def _long(self, long: Long) -> GoldenLongPrompt:
         """Return the long prompt's entry, without `mixed_max_logit_error`.
 
-        Its logits when it comes whole, as often as fills a step; cut at the edges; and token by token; and what it
-        generates.
+        Its logits when it comes whole, as often as fills a step; cut at the edges; and token by token before the edges,
+        and at positions that the engines' digest draws from all others; and what it generates.
         """
         prompt, logits = long.prompt, long.logits
         count, answer = len(prompt.prompt_ids), tuple(range(len(prompt.prompt_ids) + 1, prompt.total + 1))
         full = min(self.model.max_batch_size, self.max_num_tokens // count + 2)
-        worst = []
-        for how, ends in (
-            ("in one piece", [(count, *answer)] * full),
-            ("in pieces", [(*long.edges, *answer)]),
-            ("token by token", list(chunks_to_edges(long.edges))),
-        ):
-            errors = force(self.model, [prompt.forced(each, logits) for each in ends], self.max_num_tokens)
-            worst.append(self._forced_error(prompt, how, errors))
+        whole = [prompt.forced((count, *answer), logits)] * full
+        single = [prompt.forced(ends, logits) for ends in chunks_to_edges(long.edges)]
+        decoded = set[int](answer).union(*(request.decoded() for request in single))
+        drawn = drawn_positions(count, decoded, self.model.engines.digest())
+        unknown = frozenset(drawn).difference(logits)
+        cut = replace(prompt.forced((*sorted({*long.edges, *drawn}), *answer), logits), keep=unknown)
+        worst = [self._forced(prompt, "in one piece", whole), self._forced(prompt, "in pieces", [cut])]
+        if drawn:  # where the reference kept no logits, they are those of a piece that ends there
+            ends = sorted({*drawn, *(position - 1 for position in drawn)})
+            single.append(prompt.forced(ends, {**cut.kept, **logits}))
+            decoded |= single[-1].decoded()
+        worst.append(self._forced(prompt, "token by token", single))
         (differences,) = self.generate([prompt], [prompt.tokens], frozenset())
-        if count > self.model.chunk_size:  # else it has no whole chunk that could be reused
-            left = self._on_prefix(prompt, "leaving a prefix")
-            reused = self._on_prefix(prompt, "on the prefix that was left")
-            self.same_bits(prompt, "on the prefix that was left", left, reused)
-        whole, cut, single = worst
         return GoldenLongPrompt(
             num_tokens=count,
             tokens=tuple(prompt.tokens),
             logit_noise=prompt.bounds.cost,
             tolerance=prompt.bounds.largest,
             passed=False,
-            max_logit_error=whole,
-            cut_max_logit_error=cut,
-            single_max_logit_error=single,
+            max_logit_error=worst[0],
+            cut_max_logit_error=worst[1],
+            single_max_logit_error=worst[2],
+            decoded_positions=len(decoded),
+            positions=prompt.total,
             generate_equal=not differences,
             generate_differences=differences,
             mixed_max_logit_error=None,
         )
-
-    def _on_prefix(self, prompt: Prompt, how: str) -> Sequence[np.ndarray]:
-        (decoded,), _ = self.decode([self.along(prompt)], prefix_caching=True)
-        self.logit_error(prompt, how, decoded.logits)
-        return decoded.logits
 
     def mixed(self, free: Sequence[Decoded]) -> list[float | None]:
         """Run all prompts in random chunks, in all slots; return the largest error of each, the long one last."""
@@ -173,6 +172,9 @@ class GoldenCheck(DecodingCheck):
             of_prompt = [error for error, owner in zip(errors, owners) if owner is prompt]
             worst.append(self._forced_error(prompt, "in pieces beside other requests", of_prompt))
         return worst
+
+    def _forced(self, prompt: Prompt, how: str, requests: Sequence[Forced]) -> float | None:
+        return self._forced_error(prompt, how, force(self.model, requests, self.max_num_tokens))
 
     def _forced_error(self, prompt: Prompt, how: str, errors: Sequence[Errors]) -> float | None:
         """Return the largest error; the first that is too large goes to `failures`."""

@@ -47,6 +47,7 @@ class DecodingCheck:
             )
         self.target, self.max_new_tokens = target, self.reference.max_new_tokens
         self.stop_ids, self.max_num_tokens = frozenset(self.reference.eos_token_ids), limits.max_num_tokens
+        self.weights_json, self.threads = weights_json, threads
         self._check_limits(limits)
         self.model = Model.open(
             engines_json,
@@ -105,9 +106,9 @@ class DecodingCheck:
             prompt.prompt_ids, count, lambda logits: int(logits.argmax()), self.stop_ids, adapter=prompt.adapter or None
         )
 
-    def decode(self, requests: Sequence[Request], prefix_caching: bool = False) -> tuple[list[Decoded], Speed]:
+    def decode(self, requests: Sequence[Request]) -> tuple[list[Decoded], Speed]:
         """Run requests in the loop of `lockstep generate`; keep the logits of each step."""
-        decoding = Decoding(self.model, requests, None, self.max_num_tokens, prefix_caching)
+        decoding = Decoding(self.model, requests, None, self.max_num_tokens)
         decoded = [Decoded() for _ in requests]
         for step in decoding:
             assert step.logits is not None  # each request chooses by itself

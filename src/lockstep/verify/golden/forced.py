@@ -10,7 +10,7 @@ others, pauses, rows that come and go.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,6 +24,7 @@ from lockstep.verify.noise import LogitBounds
 _SEED = 0
 _LONGEST_CHUNK = 8  # tokens of a short prompt, when it comes in pieces
 _ENOUGH = 8  # rows whose median is no single draw of roundings
+_DRAWN = 64  # positions between the edges: a fault of one in twenty of them is seen 96 times of 100
 _PAUSE = 0.25  # how often a request sits a step out
 
 
@@ -32,13 +33,20 @@ class Forced:
     """A request with its whole history.
 
     tokens: prompt and answer, int64. expected: {number of tokens: logits [vocab_size] float32 behind so many}. bounds:
-    of their errors. ends: ascending numbers of tokens, each the end of a chunk; the request ends with the last.
+    of their errors. ends: ascending numbers of tokens, each the end of a chunk; the request ends with the last. kept:
+    filled with the logits after each of `keep` tokens.
     """
 
     tokens: np.ndarray
     expected: Mapping[int, np.ndarray]
     bounds: LogitBounds
     ends: tuple[int, ...]
+    keep: frozenset[int] = frozenset()
+    kept: dict[int, np.ndarray] = field(default_factory=dict)
+
+    def decoded(self) -> set[int]:
+        """Return the numbers of tokens of which the last one came alone, as decoding brings it."""
+        return {end for start, end in zip((0, *self.ends), self.ends) if end - start == 1}
 
 
 @dataclass
@@ -97,6 +105,14 @@ def chunks_to_edges(edges: Sequence[int]) -> Iterator[tuple[int, ...]]:
         yield tuple(range(max(before, edge - PAGE, 1), edge + 1))
 
 
+def drawn_positions(count: int, but: Collection[int], digest: str) -> list[int]:
+    """Return lengths from 2 to `count` that a digest draws, but for those of `but`, and for neighbours, ascending."""
+    others = sorted(set(range(2, count + 1)).difference(but))
+    random = np.random.default_rng(int(digest[:16], 16))
+    drawn = set(random.permutation(others)[:_DRAWN].tolist())
+    return sorted(position for position in drawn if position - 1 not in drawn and position - 1 not in but)
+
+
 def force(model: Model, requests: Sequence[Forced], max_num_tokens: int, pauses: bool = False) -> list[Errors]:
     """Run the requests, and compare their logits wherever they are known.
 
@@ -119,6 +135,8 @@ def force(model: Model, requests: Sequence[Forced], max_num_tokens: int, pauses:
                 running.held += len(advance.tokens)
                 if running.held == running.ends[0]:
                     running.ends.popleft()
+                if running.held in running.request.keep:
+                    running.request.kept[running.held] = logits.copy()
                 if running.held in running.request.expected:
                     running.errors.add(running.held, running.request.expected[running.held], logits)
                 if not running.ends:

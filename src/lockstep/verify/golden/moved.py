@@ -1,0 +1,271 @@
+"""State that is moved: copied for further choices, swapped out, reused as a prefix, or in memory that was used before.
+
+Needs no torch.
+
+In: an open model and the long prompt of a reference. Out: an entry of the report for each way of moving. Each request
+runs through the engine twice, alone and moved. Where engines are batch invariant its logits have the same bits both
+times; else they are as near as logits of this precision must be. Where the reference knows them they are its.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lockstep.artifacts.reports import MovedState
+from lockstep.onnx_tools.metrics import difference
+from lockstep.runtime import Engine, Model, Request, Sampling, Token
+from lockstep.runtime.scheduler import Admission
+from lockstep.step.pages import PAGE_SIZE
+from lockstep.verify.golden.decoding import DecodingCheck
+from lockstep.verify.golden.forced import Errors
+from lockstep.verify.golden.prompts import Decoded, Long
+from lockstep.verify.metrics import largest, off
+
+_NEW = 8  # tokens of an answer, of which one fills a page
+_BEFORE = 6  # tokens before the end of a page where a prompt ends
+_REQUESTS = 3  # that run together: enough for one between two others
+_STEPS = 4  # before requests are cancelled
+_DRAWN = Sampling(4.0, seed=1, logprobs=0)  # the noise decides most tokens, so choices differ; logits come back
+
+Answers = dict[tuple[int, int], Decoded]  # by the place of a request, and the number of its choice
+
+
+class _NotRunError(Exception):
+    """What this model, or its limits, leave no room for: a reason."""
+
+
+@dataclass(frozen=True)
+class _Along:
+    """A request along a sequence: a prompt of so many tokens, and an answer. choice: drawn instead, as this one."""
+
+    sequence: int
+    prompt: int
+    new: int = _NEW
+    choice: int | None = None
+
+
+class MovedCheck:
+    """The scenarios of one check; what is wrong goes to its failures."""
+
+    def __init__(self, check: DecodingCheck, long: Long):
+        self._check, self._prompt = check, long.prompt
+        self._model = _with_short_chunks(check, len(long.prompt.prompt_ids))
+        self._known = {**long.logits, **dict(zip(long.prompt.counts, long.prompt.logits))}
+        self._tokens = np.array([*long.prompt.prompt_ids, *long.prompt.tokens], np.int64)
+        self._whole = _Along(0, len(long.prompt.prompt_ids), len(long.prompt.tokens))
+        self._alone: dict[_Along, Decoded] = {}
+
+    def run(self) -> tuple[MovedState, ...]:
+        scenarios: Mapping[str, Callable[[], list[float | None]]] = {
+            "copies for n choices": self._copies,
+            "swapped out and back": self._swapped,
+            "a reused prefix": self._prefix,
+            "slots of cancelled requests": self._cancelled,
+            "the last pages of the cache": self._last_pages,
+        }
+        states = []
+        for name, scenario in scenarios.items():
+            try:
+                errors = scenario()
+                states.append(MovedState(name, len(errors), largest(errors)))
+            except _NotRunError as reason:
+                states.append(MovedState(name, 0, None, str(reason)))
+        self._model.tables.pool.forget()  # the prefix that was left
+        return tuple(states)
+
+    def _copies(self) -> list[float | None]:
+        """Draw several choices of a prompt: one shorter than a page, and one that ends within its second or third."""
+        count = min(_REQUESTS, self._model.max_batch_size)
+        self._expect(count > 1, "max_batch_size is 1")
+        self._expect(self._model.tables.shares is not None, "this attention computes a prompt again for each choice")
+        errors = []
+        for length in dict.fromkeys((min(_BEFORE, self._before_page(1)), self._before_page(2))):
+            choices = [_Along(0, length, choice=number) for number in range(count)]
+            decoded = _decode(self._engine(), [replace(self._request(choices[0]), n=count)])
+            for number, along in enumerate(choices):
+                errors.append(self._judge(along, f"choice {number} of {count} copies", decoded.get((0, number))))
+        return errors
+
+    def _swapped(self) -> list[float | None]:
+        """Decode requests over the end of a page, with a page for one of them: the youngest is swapped out."""
+        count = min(_REQUESTS, self._model.max_batch_size)
+        tables = self._model.tables
+        self._expect(count > 1, "max_batch_size is 1: one request alone always has room")
+        self._expect(tables.shares is not None, "this attention cannot be swapped out")
+        more = tables.pages_for(PAGE_SIZE + 1) - tables.pages_for(PAGE_SIZE)
+        self._expect(len(self._tokens) >= PAGE_SIZE + _NEW and more > 0, "no request has a second page")
+        requests = [_Along(number, PAGE_SIZE - 2 - number) for number in range(count)]
+        with self._pages_left(count * tables.pages_for(PAGE_SIZE) + more):
+            engine = self._engine(admission="optimistic", lookahead=1)
+            decoded = _decode(engine, map(self._request, requests))
+        self._expect(engine.scheduler.num_swaps > 0, "steps of so few tokens end requests one after another")
+        return self._judge_all(requests, "swapped out and back", decoded)
+
+    def _prefix(self) -> list[float | None]:
+        """Run the long prompt twice, the second time beside one that goes on otherwise after the first chunk."""
+        chunk_size, engine = self._model.chunk_size, self._engine(prefix_caching=True)
+        self._expect(engine.prefix_caching, "this attention, or a step of so few tokens, keeps no prefix")
+        self._expect(self._whole.prompt > chunk_size, f"no prompt is longer than a chunk of {chunk_size} tokens")
+        branch = _Along(1, chunk_size + _BEFORE)
+        tokens = np.concatenate([self._tokens[:chunk_size], self._sequence(1)[chunk_size:]])
+        (left,) = _decode(engine, [self._request(self._whole)]).values()
+        self._judge_reference(self._whole, "leaving a prefix", left)
+        self._alone[self._whole] = left
+        hits = engine.prefix_hits
+        decoded = _decode(engine, [self._request(self._whole), self._request(branch, tokens)])
+        if engine.prefix_hits == hits:
+            self._check.fail(self._prompt, "on the prefix that was left: expected its tokens to be found, found none")
+        (self._alone[branch],) = _decode(self._engine(), [self._request(branch, tokens)]).values()
+        return self._judge_all([self._whole, branch], "on the prefix that was left", decoded)
+
+    def _cancelled(self) -> list[float | None]:
+        """Cancel requests that draw, one of them not; then run the config's prompts, and one more, in their slots.
+
+        The device chooses the tokens of the prompts.
+        """
+        check, engine = self._check, self._engine()
+        count = min(_REQUESTS, self._model.max_batch_size)
+        stays = [_Along(0, self._before_page(1))] if count > 1 else []
+        follows = _Along(count, self._before_page(1))
+        for along in stays:
+            engine.add(self._request(along))
+        for number in range(count - len(stays)):
+            drawn = self._sequence(1 + number)[: self._before_page(2) - number]
+            engine.add(Request(drawn, 2 * _NEW, sampling=Sampling(_DRAWN.temperature, seed=number)))
+        tokens = [token for _ in range(_STEPS) for token in engine.step()]
+        for number in range(len(stays), count):
+            engine.abort(number)
+        prompts = [Request(prompt.prompt_ids, _NEW, stop_ids=check.stop_ids) for prompt in check.prompts]
+        tokens += engine.run([self._request(follows), *prompts])
+        decoded = _by_choice(tokens)
+        for number, prompt in enumerate(check.prompts, count + 1):
+            answer = decoded.get((number, 0), Decoded())
+            check.first_difference(prompt, "in the slot of a cancelled request", prompt.tokens[:_NEW], answer.tokens)
+        judged = {count: follows, **dict(enumerate(stays))}
+        return [
+            self._judge(along, "beside cancelled requests", decoded.get((number, 0)))
+            for number, along in judged.items()
+        ]
+
+    def _last_pages(self) -> list[float | None]:
+        """Run the long prompt in the last slot, and in a cache that is full with it."""
+        tables, others = self._model.tables, self._model.max_batch_size - 1
+        ends = [*others * [1 + self._whole.new], self._whole.prompt + self._whole.new - 1]
+        pages = sum(map(tables.pages_for, ends))
+        self._expect(pages <= tables.pool.num_available, "the cache has no room for a request in each slot")
+        requests = [Request(self._sequence(number)[:1], self._whole.new + 1) for number in range(1, others + 1)]
+        with self._pages_left(pages):
+            decoded = _decode(self._engine(), [*requests, self._request(self._whole)])
+        return [self._judge(self._whole, "in the last pages of the cache", decoded.get((others, 0)))]
+
+    def _before_page(self, number: int) -> int:
+        """Return a length from which `_NEW` tokens fill page `number`, or go as far as the sequence does."""
+        return max(1, min(number * PAGE_SIZE - _BEFORE, len(self._tokens) - _NEW))
+
+    def _expect(self, holds: bool, reason: str) -> None:
+        if not holds:
+            raise _NotRunError(reason)
+
+    def _sequence(self, number: int) -> np.ndarray:
+        """Return one of several token sequences; 0 is the long prompt with its answer."""
+        return np.roll(self._tokens, -number * (len(self._tokens) // 7 + 1))
+
+    def _request(self, along: _Along, tokens: np.ndarray | None = None) -> Request:
+        tokens = self._sequence(along.sequence) if tokens is None else tokens
+        prompt, following = tokens[: along.prompt], iter(tokens[along.prompt : along.prompt + along.new].tolist())
+        if along.choice is not None:
+            return Request(prompt, along.new, sampling=_DRAWN, choice=along.choice)
+        return Request(prompt, along.new, lambda logits: next(following))
+
+    def _engine(
+        self, prefix_caching: bool = False, admission: Admission = "guaranteed", lookahead: int | None = None
+    ) -> Engine:
+        num_tokens = self._check.max_num_tokens
+        return Engine(self._model, None, num_tokens, prefix_caching, admission, lookahead=lookahead)
+
+    @contextlib.contextmanager
+    def _pages_left(self, count: int) -> Iterator[None]:
+        """Leave so many pages of the cache free, the last ones."""
+        pool = self._model.tables.pool
+        pool.forget()
+        pages = pool.allocate(pool.num_available - count)
+        try:
+            yield
+        finally:
+            pool.release(pages)
+
+    def _judge_all(self, requests: Sequence[_Along], how: str, decoded: Answers) -> list[float | None]:
+        return [self._judge(along, how, decoded.get((number, 0))) for number, along in enumerate(requests)]
+
+    def _judge(self, along: _Along, how: str, moved: Decoded | None) -> float | None:
+        """Return the largest difference from the logits of the request alone, as far as both chose the same tokens."""
+        if along not in self._alone:
+            self._alone[along] = _decode(self._engine(), [self._request(along)])[0, along.choice or 0]
+        alone, moved = self._alone[along], moved or Decoded()
+        self._judge_reference(along, how, moved)
+        where = f"prompt of {along.prompt} tokens, {how}, beside alone"
+        if len(moved.logits) != len(alone.logits):
+            self._check.fail(self._prompt, f"{where}: expected {len(alone.logits)} tokens, found {len(moved.logits)}")
+            return None
+        errors, bound = list[float | None](), self._prompt.bounds.largest
+        for step, (expected, found) in enumerate(zip(alone.logits, moved.logits)):
+            error = difference(expected, found)
+            errors.append(error.max_abs_error)
+            if not error.within(bound):
+                self._check.fail(self._prompt, f"step {step}, {where}: {off(error.max_abs_error, bound)}")
+                break
+            if alone.tokens[: step + 1] != moved.tokens[: step + 1]:
+                break
+        self._check.same_bits(self._prompt, where, alone.logits, moved.logits)
+        return largest(errors)
+
+    def _judge_reference(self, along: _Along, how: str, found: Decoded) -> None:
+        """Judge logits by the reference, where it knows them."""
+        errors = Errors(self._prompt.bounds)
+        if along.sequence == 0 and along.choice is None:
+            for count, logits in enumerate(found.logits, along.prompt):
+                if count in self._known:
+                    errors.add(count, self._known[count], logits)
+        if wrong := errors.wrong():
+            self._check.fail(self._prompt, f"after {wrong[0]} tokens, {how}: {wrong[1]}")
+
+
+def _with_short_chunks(check: DecodingCheck, longest: int) -> Model:
+    """Return the model of a check, or the same with chunks of a page, where no prompt would have a whole one."""
+    model = check.model
+    if longest > model.chunk_size or not model.engines.backend.on_host:
+        return model
+    return Model.open(
+        model.engines.path,
+        model.assembly_json,
+        check.weights_json,
+        check.target.layers,
+        model.max_batch_size,
+        model.max_seq_len,
+        model.max_num_tokens,
+        check.threads,
+        chunk_size=PAGE_SIZE,
+        cut_of=model,
+    )
+
+
+def _decode(engine: Engine, requests: Iterable[Request]) -> Answers:
+    """Run requests; return what each choice gave."""
+    for number, request in enumerate(requests):
+        engine.add(request, number)
+    return _by_choice(engine.run())
+
+
+def _by_choice(tokens: Iterable[Token]) -> Answers:
+    answers: Answers = {}
+    for token in tokens:
+        answer = answers.setdefault((token.request, token.choice), Decoded())
+        if token.token >= 0:  # else its logits are NaN or infinite
+            answer.tokens.append(token.token)
+        if token.logits is not None:
+            answer.logits.append(token.logits)
+    return answers
