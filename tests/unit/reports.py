@@ -10,6 +10,7 @@ from lockstep.artifacts.reports import (
     ComparisonReport,
     GoldenPrompt,
     GoldenReport,
+    SampledCase,
     ServedPhase,
     ServedReport,
     SpeedReport,
@@ -49,6 +50,7 @@ def served(target: Target, **found: Any) -> ServedReport:
     passed: dict[str, Any] = {
         "result": PASS, "engine_digest": DIGEST, "identity": DIGEST, "batch_invariant": True,
         "phases": {"alone": ServedPhase(1, 0, 0, ())}, "prefix_hit_tokens": 0, "restarts": 1, "num_pages": 1,
+        "sampling": {"logprobs": SampledCase(2, 16, 0, 0, 1e-6)},
     }  # fmt: skip
     return ServedReport(target=target, **{**passed, **found})
 

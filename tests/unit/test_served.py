@@ -73,7 +73,9 @@ def test_the_demo_is_served_as_golden_found_it(tree: Results, golden_json: Path,
     prompts = len(CONFIG.models["demo-llama"].golden.prompts)
     compared = {name: phase.requests for name, phase in report.phases.items()}
     phases = {"alone": prompts, "under load": 2 * prompts, "on a prefix": 2, "engine killed": prompts}
+    chosen = {name: compared.pop(name) for name in ("sampled", "sampled, streamed")}
     assert compared == {**phases, "with drafts": prompts}
+    assert len({*chosen.values(), len(report.sampling)}) == 1
     assert report.batch_invariant and report.tokens_differing == 0
     assert report.restarts == 1 and report.prefix_hit_tokens >= 64
     assert report.engine_digest == GoldenReport.load(golden_json).engine_digest

@@ -306,9 +306,25 @@ class ServedPhase:
     differences: tuple[TokenDifference, ...]
 
 
+@dataclass(frozen=True)
+class SampledCase:
+    """Requests whose tokens, text and log-probabilities a second sampler was asked about.
+
+    answers: whole and streamed ones. tokens: of those that differ. decided: of these tokens, those that would be others
+    without what the requests show. near: those that are not the second sampler's, but as good. max_logprob_error: None
+    where none were asked for.
+    """
+
+    answers: int
+    tokens: int
+    decided: int
+    near: int
+    max_logprob_error: float | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServedReport(Report):
-    """The answers of a server to the golden prompts.
+    """The answers of a server to the golden prompts, and to requests that choose tokens in other ways (`sampling`).
 
     batch_invariant: its tokens must be the golden check's, whatever runs beside; else some may differ where the
     reference holds two for equally likely. prefix_hit_tokens: of prompts, not computed again. restarts: of the engine,
@@ -324,10 +340,16 @@ class ServedReport(Report):
     prefix_hit_tokens: int
     restarts: int
     num_pages: int
+    sampling: Mapping[str, SampledCase]
 
     @property
     def tokens_differing(self) -> int:
         return sum(len(phase.differences) for phase in self.phases.values())
+
+    @property
+    def max_logprob_error(self) -> float | None:
+        errors = [case.max_logprob_error for case in self.sampling.values() if case.max_logprob_error is not None]
+        return max(errors, default=None)
 
 
 @dataclass(frozen=True)

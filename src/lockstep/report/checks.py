@@ -174,9 +174,10 @@ CHECKS: tuple[Check, ...] = (
         "served",
         ServedReport,
         "once run",
-        compares="a server's answers against the golden check",
+        compares="a server's answers against the golden check and a second sampler",
         title="server check",
         result=Column("served"),
+        figures={Column("max_logprob_error"): lambda report: report.max_logprob_error},
     ),
     Check(
         "adapted",

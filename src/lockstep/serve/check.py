@@ -1,9 +1,10 @@
-"""The check `served`: a server gives the golden check's tokens under load.
+"""The check `served`: a server gives the golden check's tokens under load, and chooses others as it is asked to.
 
 In: an engine set that golden passed, its reference and golden's report. Out: a report. The server is the one that
 `lockstep serve` runs, on a Unix socket. Its answers are compared alone; beside a seeded load of requests that come at
 random times and of which some are cancelled; on a prefix that was left; with the engine killed in the middle; and with
-drafts, where it verifies any. A model with a format of tool calls is asked for one. Then nothing may be left in it.
+drafts, where it verifies any. A model with a format of tool calls is asked for one. Requests with each parameter of the
+API are compared with a second sampler (`check_sampling`). Then nothing may be left in it.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from typing import Any
 from lockstep.artifacts.chat_template import ChatTemplate
 from lockstep.artifacts.reports import PASS, GoldenReport, ServedPhase, ServedReport, TokenDifference
 from lockstep.errors import CheckError, InputError
-from lockstep.runtime.model import CHUNK_SIZE, fitting_chunk_size
+from lockstep.runtime.model import CHUNK_SIZE, Model, fitting_chunk_size
 from lockstep.runtime.speculative import Speculative
-from lockstep.runtime.tokenizer import Tokenizer
+from lockstep.runtime.tokenizer import Tokenizer, tokenizer_path
+from lockstep.serve.check_sampling import SamplingCheck
 from lockstep.serve.check_tools import calls_tools, tool_call
-from lockstep.serve.client import Answer, complete, get
+from lockstep.serve.client import complete, get
 from lockstep.serve.run import listening
 from lockstep.serve.service import Service
 from lockstep.serve.settings import EngineOptions, ServiceLimits
@@ -34,6 +36,8 @@ from lockstep.step.pages import PAGE_SIZE
 from lockstep.targets import Limits, Target, Tolerances
 from lockstep.verify.golden.prompts import Prompt, first_difference, read_reference, short
 from lockstep.verify.metrics import finish
+from lockstep.verify.sampled.answer import Answer
+from lockstep.verify.sampled.texts import Texts
 
 _OTHERS = 24  # requests beside the golden prompts
 _CANCELLED = 8  # of them
@@ -87,9 +91,30 @@ def check(
     )
     # The whole target drafts for itself: that takes no more weights, and most of its drafts are right.
     drafts = Speculative(_DRAFT_TOKENS, str(target), options.engines, options.assembly, options.weights, target.layers)
-    checked = _Check(service, prompts, expected, long.prompt if long else None, reference.max_new_tokens, drafts)
+    sampling = SamplingCheck(service, prompts, expected, Texts(tokenizer_path(assembly_json)))
+    long_prompt = long.prompt if long else None
+    checked = _Check(service, prompts, expected, long_prompt, reference.max_new_tokens, drafts, sampling)
     report = asyncio.run(checked.run(target))
-    return finish(out, report, checked.failures[0] if checked.failures else None)
+    # The server has ended: an accelerator has room for the engines again.
+    report = replace(report, sampling=sampling.judge(open_model(options)))
+    failures = [*checked.failures, *sampling.failures]
+    return finish(out, report, failures[0] if failures else None)
+
+
+def open_model(options: EngineOptions) -> Model:
+    """Open the engines as the server's process does: logits then have its bits."""
+    limits = options.limits
+    return Model.open(
+        options.engines,
+        options.assembly,
+        options.weights,
+        options.layers,
+        max_batch_size=limits["max_batch_size"],
+        max_seq_len=limits["max_seq_len"],
+        max_num_tokens=limits["max_num_tokens"],
+        threads=options.threads,
+        chunk_size=options.chunk_size,
+    )
 
 
 @dataclass
@@ -116,9 +141,10 @@ class _Check:
         long: Prompt | None,
         max_new_tokens: int,
         drafts: Speculative,
+        sampling: SamplingCheck,
     ):
         self.service, self.prompts, self.expected, self.long = service, prompts, expected, long
-        self.max_new_tokens, self.drafts = max_new_tokens, drafts
+        self.max_new_tokens, self.drafts, self.sampling = max_new_tokens, drafts, sampling
         self.failures: list[str] = []
         self.random = random.Random(0)
 
@@ -132,8 +158,10 @@ class _Check:
                     "under load": await self._under_load(),
                     "on a prefix": await self._on_a_prefix(),
                     **({"tool call": await self._tool_call()} if calls_tools(self.service) else {}),
+                    "sampled": await self._sampled(stream=False),
                     "engine killed": await self._engine_killed(),
                     "with drafts": await self._with_drafts(),
+                    "sampled, streamed": await self._sampled(stream=True),
                 }
                 await self._nothing_is_left()
                 ready, hits = self.service.ready, self.service.total("prefix_hits")
@@ -147,6 +175,7 @@ class _Check:
             prefix_hit_tokens=hits,
             restarts=self.service.restarts,
             num_pages=ready.num_pages,
+            sampling={},
         )
 
     async def _alone(self, how: str) -> _Found:
@@ -201,6 +230,10 @@ class _Check:
         requests, fault = await tool_call(self.service, self.socket)
         self.failures += [] if fault is None else [fault]
         return _Found(requests)
+
+    async def _sampled(self, stream: bool) -> _Found:
+        """Send the requests that show how tokens are chosen. Streams come where drafts are verified, if any are."""
+        return _Found(await self.sampling.send(self.socket, stream))
 
     async def _engine_killed(self) -> _Found:
         """Send all golden prompts at once, and kill the engine at the first token. The next one may draft."""

@@ -1,26 +1,16 @@
-"""A client for the server's own checks: completions over a Unix socket."""
+"""A client for the server's own checks: completions and chats over a Unix socket."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import CheckError
-
-
-@dataclass
-class Answer:
-    """A stream's token ids, their log-probabilities where asked for, its text, and why it ended."""
-
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    logprobs: list[float] = field(default_factory=list)
-    finish: str | None = None
+from lockstep.verify.sampled.answer import Answer
 
 
 async def get(path: Path, url: str) -> Any:
@@ -30,9 +20,7 @@ async def get(path: Path, url: str) -> Any:
 
 async def post(path: Path, url: str, body: Mapping[str, Any], request_id: str) -> Any:
     """Return the JSON that a body is answered with. Raises CheckError for another status than 200."""
-    data = json.dumps(body).encode()
-    head = f"POST {url} HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: {request_id}\r\n"
-    return await _json(path, url, head.encode() + f"Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    return await _json(path, url, _post(url, body, f"X-Request-Id: {request_id}"))
 
 
 async def _json(path: Path, url: str, request: bytes) -> Any:
@@ -41,35 +29,81 @@ async def _json(path: Path, url: str, request: bytes) -> Any:
 
 
 async def complete(path: Path, body: Mapping[str, Any], leave_after: int | None = None) -> AsyncIterator[Answer]:
-    """Send one completion; yield the answer so far at each event, `leave_after` at most. Raises CheckError."""
-    data = json.dumps({**body, "stream": True, "return_token_ids": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
-    answer, pieces, rest = Answer(), 0, b""
-    async with _asked(path, head.encode() + data) as reader:
-        if leave_after == 0:
+    """Send one completion of one choice; yield the answer so far at each event, `leave_after` at most.
+
+    Raises CheckError.
+    """
+    answer = Answer()
+    if leave_after == 0:
+        async with _asked(path, _post("/v1/completions", _streamed(body))):
             return
-        async for part in _body(reader, "completion"):
+    pieces = 0
+    async with contextlib.aclosing(_events(path, "/v1/completions", body)) as events:
+        async for event in events:
+            (choice,) = event["choices"]
+            _add(answer, choice)
+            pieces += 1
+            yield answer
+            if pieces == leave_after:
+                return
+
+
+async def answers(path: Path, url: str, body: Mapping[str, Any], stream: bool) -> tuple[list[Answer], Any]:
+    """Send a completion or a chat; return the answer of each choice, and the usage. Raises CheckError."""
+    if not stream:
+        whole = await post(path, url, {**body, "return_token_ids": True}, "answers")
+        choices, usage = whole["choices"], whole["usage"]
+    else:
+        events = [event async for event in _events(path, url, body)]
+        choices = [choice for event in events for choice in event["choices"]]
+        usage = next((event["usage"] for event in events if event.get("usage")), None)
+    by_index: dict[int, Answer] = {}
+    for choice in choices:
+        _add(by_index.setdefault(choice["index"], Answer()), choice)
+    return [by_index[index] for index in sorted(by_index)], usage
+
+
+def _streamed(body: Mapping[str, Any]) -> dict[str, Any]:
+    return {**body, "stream": True, "return_token_ids": True}
+
+
+def _post(url: str, body: Mapping[str, Any], *headers: str) -> bytes:
+    data = json.dumps(body).encode()
+    head = [f"POST {url} HTTP/1.1", "Host: localhost", *headers, f"Content-Length: {len(data)}"]
+    return "\r\n".join(head).encode() + b"\r\n\r\n" + data
+
+
+async def _events(path: Path, url: str, body: Mapping[str, Any]) -> AsyncGenerator[Any]:
+    """Yield the events of a stream. Raises CheckError for an error, and for a stream without its end."""
+    rest = b""
+    async with _asked(path, _post(url, _streamed(body))) as reader:
+        async for part in _body(reader, url):
             *events, rest = (rest + part).split(b"\n\n")
             for event in events:
                 if event == b"data: [DONE]":
                     return
-                _add(answer, json.loads(event.removeprefix(b"data: ")))
-                pieces += 1
-                yield answer
-                if pieces == leave_after:
-                    return
-    raise CheckError(f"completion: expected its end, found that the stream ends behind {len(answer.token_ids)} tokens")
+                value = json.loads(event.removeprefix(b"data: "))
+                if "error" in value:
+                    raise CheckError(f"{url}: {value['error']['message']}")
+                yield value
+    raise CheckError(f"{url}: expected the end of the answer, found that the stream breaks off")
 
 
-def _add(answer: Answer, event: Mapping[str, Any]) -> None:
-    if "error" in event:
-        raise CheckError(f"completion: {event['error']['message']}")
-    (choice,) = event["choices"]
-    answer.token_ids += choice["token_ids"]
-    answer.text += choice["text"]
-    answer.finish = choice["finish_reason"]
-    if choice["logprobs"]:
-        answer.logprobs += choice["logprobs"]["token_logprobs"]
+def _add(answer: Answer, choice: Mapping[str, Any]) -> None:
+    """Add a choice, or a piece of one, of a completion or of a chat."""
+    message = choice.get("message") or choice.get("delta") or {}
+    answer.token_ids += choice.get("token_ids") or ()
+    answer.text += choice.get("text") or message.get("content") or ""
+    answer.finish = choice["finish_reason"] or answer.finish
+    logprobs = choice["logprobs"] or {}
+    answer.logprobs += logprobs.get("token_logprobs", ())
+    answer.tokens += logprobs.get("tokens", ())
+    answer.offsets += logprobs.get("text_offset", ())
+    answer.top += logprobs.get("top_logprobs", ())
+    for entry in logprobs.get("content") or ():
+        answer.logprobs.append(entry["logprob"])
+        answer.tokens.append(entry["token"])
+        answer.top.append({str(place): top["logprob"] for place, top in enumerate(entry["top_logprobs"])})
 
 
 @contextlib.asynccontextmanager

@@ -12,7 +12,7 @@ class Served(Stage):
     output = "{model}/{precision}/served/{backend}/{layers}.json"
     reads = artefacts("assembly", "weights", "engines", "reference", "golden")
     reads_quantized = {"reference": Results.quantized_reference.pattern}
-    code = (*RUNTIME, "serve")
+    code = (*RUNTIME, "verify/sampled", "serve")
     packages = (
         "grpcio", "jinja2", "llguidance", "msgspec", "prometheus-client", "protobuf", "starlette", "uvicorn", "uvloop",
         *ONNX,

@@ -1,0 +1,221 @@
+"""The part of the check `served` that sees how tokens are chosen, log-probabilities, and text.
+
+Each request of `check_cases` is sent twice, whole and streamed. Then the engines run along the tokens that came, and a
+second sampler (`verify.sampled`) says from their logits which tokens, text and log-probabilities are right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.artifacts.reports import SampledCase
+from lockstep.errors import CheckError, pip_install
+from lockstep.runtime.model import Model
+from lockstep.serve.check_cases import Case, Cases
+from lockstep.serve.client import answers, post
+from lockstep.serve.service import Service
+from lockstep.verify.golden.prompts import Prompt
+from lockstep.verify.metrics import largest
+from lockstep.verify.sampled.answer import Answer
+from lockstep.verify.sampled.forced import History, write_logits
+from lockstep.verify.sampled.judge import Asked, Bounds, Verdict, judge, judge_tokens, without
+from lockstep.verify.sampled.rules import Rules
+from lockstep.verify.sampled.texts import Texts
+
+_COMPLETIONS, _CHATS = "/v1/completions", "/v1/chat/completions"
+_NO_GRAMMARS = pip_install("grammar")  # in the error where llguidance is missing
+_SAID = "Tell me of the city."
+
+
+@dataclass(frozen=True)
+class Received:
+    """An answer. how: it came. bounds: of the logits behind it."""
+
+    case: str
+    how: str
+    asked: Asked
+    answer: Answer
+    bounds: Bounds
+
+    @property
+    def histories(self) -> list[History]:
+        """Return the histories behind which logits are needed, in order."""
+        prompt, answer = self.asked.prompt, self.answer.token_ids
+        repeated = self.asked.echo is not None and self.asked.logprobs is not None
+        before = [(prompt[:end], prompt[end : end + 1]) for end in range(1, len(prompt))] if repeated else []
+        return [*before, (prompt, answer)]
+
+
+class SamplingCheck:
+    """One run. failures: lines. num_requests: that were sent."""
+
+    def __init__(self, service: Service, prompts: Sequence[Prompt], expected: Sequence[Sequence[int]], texts: Texts):
+        self._service, self._prompts, self._expected, self._texts = service, prompts, expected, texts
+        self._received: list[Received] = []
+        self.failures: list[str] = []
+
+    async def send(self, socket: Path, stream: bool) -> int:
+        """Send all requests at once; return how many. stream: as events."""
+        ready = self._service.ready
+        room = ready.max_seq_len
+        cases = Cases(self._prompts, self._expected, self._texts, ready.max_batch_size, room)
+        sent = [self._ask(socket, case, stream) for case in cases.all(ready.prompt_logprobs)]
+        sent.append(self._chat(socket, cases.chat(), room, stream))
+        for error in await asyncio.gather(*sent, return_exceptions=True):
+            if isinstance(error, CheckError):
+                self.failures.append(str(error))
+            elif error is not None:
+                raise error
+        return len(sent)
+
+    async def _ask(self, socket: Path, case: Case, stream: bool) -> None:
+        prompts = [list(prompt.prompt_ids) for prompt in case.prompts]
+        body = {**case.body, "model": self._service.name, "prompt": prompts}
+        how = "streamed" if stream else "whole"
+        with _named(case.name, how):
+            found = await self._answers(socket, _COMPLETIONS, body, stream, prompts)
+        for number, answer in enumerate(found):
+            of_prompt, choice = divmod(number, body.get("n", 1))
+            asked = self._asked(case, prompts[of_prompt], of_prompt, choice)
+            self._received.append(Received(case.name, how, asked, answer, self._bounds(case.prompts)))
+
+    async def _answers(
+        self, socket: Path, url: str, body: Mapping[str, Any], stream: bool, prompts: Sequence[Sequence[int]]
+    ) -> list[Answer]:
+        """Return the answers, whose number and usage are right. Raises CheckError."""
+        usage = {"stream_options": {"include_usage": True}} if stream else {}
+        try:
+            found, counts = await answers(socket, url, {**body, **usage}, stream)
+        except CheckError as error:
+            if _NO_GRAMMARS in str(error):  # without llguidance the engine's Python holds no answer to a form
+                return []
+            raise
+        count = len(prompts) * body.get("n", 1)
+        if len(found) != count:
+            raise CheckError(f"expected {count} answers, found {len(found)}")
+        if url == _COMPLETIONS:
+            expected = sum(map(len, prompts)), sum(len(answer.token_ids) for answer in found)
+            if (counts["prompt_tokens"], counts["completion_tokens"]) != expected:
+                raise CheckError(f"usage: expected {expected[0]} and {expected[1]} tokens, found {counts}")
+        return found
+
+    async def _chat(self, socket: Path, case: Case, room: int, stream: bool) -> None:
+        """Ask for a completion and a chat of the same prompt, which must be the same."""
+        service, how = self._service, "streamed" if stream else "whole"
+        if service.chat.fault is not None:
+            return
+        common = {**case.body, "model": service.name}
+        messages = [{"role": "user", "content": _SAID}]
+        with _named(case.name, how):
+            said = {"model": service.name, "messages": messages}
+            prompt = (await post(socket, "/tokenize", said, "served"))["tokens"]
+            if len(prompt) + case.body["max_tokens"] > room:
+                return
+            (text,) = await self._answers(socket, _COMPLETIONS, {**common, "prompt": prompt}, stream, [prompt])
+            count = common.pop("logprobs")
+            body = {**common, "messages": messages, "logprobs": True, "top_logprobs": count}
+            (chat,) = await self._answers(socket, _CHATS, body, stream, [prompt])
+        asked, bounds = self._asked(case, prompt, 0, 0), self._bounds(case.prompts)
+        self._received.append(Received(case.name, how, asked, text, bounds))
+        reads = service.reasoning_format is not None  # then content is not all of the text
+        if bounds.largest and chat.text != text.text:  # which tokens came is not known
+            return
+        chat = replace(chat, token_ids=text.token_ids, text=text.text if reads else chat.text)
+        self._received.append(Received(case.name, f"{how} chat", replace(asked, is_chat=True), chat, bounds))
+
+    def _asked(self, case: Case, prompt: Sequence[int], of_prompt: int, choice: int) -> Asked:
+        body = case.body
+        rules = Rules.of({**body, "seed": body.get("seed", 0) + of_prompt}, self._service.ready.eos_token_ids)
+        fields = {"logit_bias": "bias"}
+        shown = [fields.get(name, name) for name in case.shows]
+        plain = without(rules, *(name for name in shown if hasattr(rules, name)))
+        stop = body.get("stop", ())
+        return Asked(
+            prompt,
+            rules,
+            plain,
+            body["max_tokens"],
+            choice,
+            stop,
+            body.get("bad_words", ()),
+            case.form,
+            body.get("logprobs"),
+            self._texts.decode(prompt) if body.get("echo") else None,
+        )
+
+    def _bounds(self, prompts: Sequence[Prompt]) -> Bounds:
+        if self._service.ready.batch_invariant:
+            return Bounds()
+        rms = max(prompt.bounds.rms(prompt.counts) for prompt in prompts)
+        return Bounds(max(prompt.bounds.largest for prompt in prompts), rms)
+
+    def judge(self, model: Model) -> dict[str, SampledCase]:
+        """Judge what came, and return what was seen by case. model: the server's, opened here."""
+        entries = [each for each in self._received if each.answer.token_ids]
+        for each in self._received:
+            if not each.answer.token_ids:
+                self.failures.append(f"{each.case}, {each.how}: expected tokens, found none")
+        histories = list(dict.fromkeys(map(_hashable, (one for each in entries for one in each.histories))))
+        verdicts: dict[str, dict[tuple[History, int], Verdict]] = {}
+        with tempfile.TemporaryDirectory(prefix="lockstep-logits-") as folder:
+            path = Path(folder, "logits.npy")
+            if histories:
+                write_logits(model, histories, path)
+            rows = _Rows(path, histories)
+            for each in entries:
+                logits = [rows.of(history) for history in each.histories]
+                by_answer = verdicts.setdefault(each.case, {})
+                same = _hashable(each.histories[-1]), each.asked.choice  # whole, streamed, in a chat
+                if same not in by_answer:
+                    tokens = each.answer.token_ids
+                    by_answer[same] = judge_tokens(each.asked, tokens, logits[-1], self._texts, each.bounds)
+                    self.failures += [f"{each.case}, {each.how}: {line}" for line in by_answer[same].wrong]
+                verdict = judge(each.asked, each.answer, np.concatenate(logits), self._texts, each.bounds)
+                self.failures += [f"{each.case}, {each.how}: {line}" for line in verdict.wrong]
+                by_answer[same] |= verdict
+        return {name: _summed([*found.values()]) for name, found in verdicts.items()}
+
+
+class _Rows:
+    """Logits by the history that they are behind."""
+
+    def __init__(self, path: Path, histories: Sequence[History]):
+        self._logits = np.load(path, mmap_mode="r") if histories else np.zeros((0, 0), np.float32)
+        ends = np.cumsum([len(answer) for _, answer in histories]).tolist()
+        self._slices = {history: slice(end - len(history[1]), end) for history, end in zip(histories, ends)}
+
+    def of(self, history: History) -> np.ndarray:
+        return self._logits[self._slices[_hashable(history)]]
+
+
+def _hashable(history: History) -> History:
+    prompt, answer = history
+    return tuple(prompt), tuple(answer)
+
+
+def _summed(verdicts: Sequence[Verdict]) -> SampledCase:
+    errors = [verdict.logprob_error for verdict in verdicts if verdict.logprob_error is not None]
+    return SampledCase(
+        answers=sum(verdict.answers for verdict in verdicts),
+        tokens=sum(verdict.tokens for verdict in verdicts),
+        decided=sum(verdict.decided for verdict in verdicts),
+        near=sum(verdict.near for verdict in verdicts),
+        max_logprob_error=largest([*errors]) if errors else None,
+    )
+
+
+@contextlib.contextmanager
+def _named(case: str, how: str) -> Iterator[None]:
+    """Name the request in what is raised."""
+    try:
+        yield
+    except CheckError as error:
+        raise CheckError(f"{case}, {how}: {error}") from None

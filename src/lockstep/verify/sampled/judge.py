@@ -1,0 +1,260 @@
+"""An answer of a server beside the second sampler: its tokens, why it ended, its text, its log-probabilities.
+
+In: what was asked, the answer, and the logits behind the prompt and each token. Out: what is wrong, in lines, and how
+many tokens hung on what was asked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from lockstep.verify.sampled.answer import Answer
+from lockstep.verify.sampled.rules import Chosen, Rules, choose, noises
+from lockstep.verify.sampled.texts import Texts, agree
+
+# Log-probabilities are sums in float32 and float64; this times the largest logit.
+_ROUNDING = 2e-6
+_ENOUGH = 8  # errors whose rms is no single draw of roundings
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One choice of a request.
+
+    rules: what its body says. plain: the rules without what the request is to show. choice: its number. max_tokens,
+    stop, bad_words, logprobs: of the body. form: (letters, number): what the answer's text must be. echo: the repeated
+    prompt's text.
+    """
+
+    prompt: Sequence[int]
+    rules: Rules
+    plain: Rules
+    max_tokens: int
+    choice: int = 0
+    stop: Sequence[str] = ()
+    bad_words: Sequence[str] = ()
+    form: tuple[str, int] | None = None
+    logprobs: int | None = None
+    echo: str | None = None
+    is_chat: bool = False
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How far the server's logits may be from these: the largest, and the rms of all. 0: the same bits."""
+
+    largest: float = 0.0
+    rms: float = 0.0
+
+
+@dataclass
+class Verdict:
+    """What was seen of answers of the same tokens.
+
+    decided: tokens that would be others without what the request is to show. near: tokens that are not the chosen ones,
+    but as good. logprob_error: the largest.
+    """
+
+    answers: int = 0
+    tokens: int = 0
+    decided: int = 0
+    near: int = 0
+    logprob_error: float | None = None
+    wrong: list[str] = field(default_factory=list)
+
+    def __or__(self, other: Verdict) -> Verdict:
+        errors = [error for error in (self.logprob_error, other.logprob_error) if error is not None]
+        return replace(self, answers=self.answers + other.answers, logprob_error=max(errors, default=None))
+
+
+def judge_tokens(asked: Asked, tokens: Sequence[int], logits: np.ndarray, texts: Texts, bounds: Bounds) -> Verdict:
+    """Judge the tokens of an answer. logits: [len(tokens), vocab_size] behind the prompt and all tokens but the last.
+
+    Stops at the first wrong one.
+    """
+    verdict = Verdict(tokens=len(tokens))
+    noise = noises(asked.rules, asked.prompt, len(tokens), logits.shape[1], asked.choice)
+    plain_noise = noises(asked.plain, asked.prompt, len(tokens), logits.shape[1], 0) if asked.choice else noise
+    for step, (token, row) in enumerate(zip(tokens, logits)):
+        before = tokens[:step]
+        chosen = _choose(asked, row, before, noise[step], texts, bounds)
+        plain = choose(asked.plain, row, asked.prompt, before, plain_noise[step])
+        verdict.decided += plain.token != chosen.token
+        if token == chosen.token:
+            continue
+        if not _is_allowed(asked, [*before, token], texts):
+            why = "which the request forbids"
+        elif chosen.may_be(token) or (asked.form and texts.decode([token]) == texts.decode([chosen.token])):
+            verdict.near += 1
+            continue
+        else:
+            gap = float(chosen.scores[chosen.token] - chosen.near[token])
+            why = f"whose score is {gap:.3g} lower" if np.isfinite(gap) else "which is left out"
+        verdict.wrong.append(f"step {step}: expected token {chosen.token}, found {token}, {why}")
+        break
+    return verdict
+
+
+def judge(asked: Asked, answer: Answer, logits: np.ndarray, texts: Texts, bounds: Bounds) -> Verdict:
+    """Judge why an answer ended, its text and its log-probabilities. logits: as of `judge_tokens`.
+
+    Where the prompt is repeated with log-probabilities, those behind each of its tokens too, before the others.
+    """
+    verdict = Verdict(answers=1)
+    verdict.wrong += [line for line in (_wrong_end(asked, answer, texts), _wrong_text(asked, answer, texts)) if line]
+    if asked.logprobs is not None:
+        before = asked.prompt if asked.echo is not None else ()
+        verdict.wrong += _wrong_logprobs(asked, [*before, *answer.token_ids], answer, logits, bounds, verdict)
+    return verdict
+
+
+def _choose(
+    asked: Asked, row: np.ndarray, before: Sequence[int], noise: np.ndarray | None, texts: Texts, bounds: Bounds
+) -> Chosen:
+    """Choose a token that completes no bad word, and keeps to the form."""
+    banned: set[int] = set()
+    allowed = None
+    if asked.form is not None:
+        letters, number = asked.form
+        allowed = texts.named(letters, number - len(texts.added(asked.prompt, before)))
+    while True:
+        chosen = choose(asked.rules, row, asked.prompt, before, noise, banned, allowed, bounds.largest)
+        if chosen.token in banned or _is_allowed(asked, [*before, chosen.token], texts):
+            return chosen
+        banned.add(chosen.token)
+
+
+def _is_allowed(asked: Asked, tokens: Sequence[int], texts: Texts) -> bool:
+    """Return whether an answer may begin with tokens: its text without bad words, and of the form."""
+    if not asked.bad_words and asked.form is None:
+        return True
+    text = texts.added(asked.prompt, tokens)
+    if _contains(text, asked.bad_words):
+        return False
+    if asked.form is None:
+        return True
+    letters, number = asked.form
+    return text != texts.added(asked.prompt, tokens[:-1]) and bool(re.fullmatch(f"[{letters}]{{1,{number}}}", text))
+
+
+def _contains(text: str, words: Sequence[str]) -> bool:
+    return any(word in text for word in words)
+
+
+def _wrong_end(asked: Asked, answer: Answer, texts: Texts) -> str | None:
+    """Return what is wrong with the number of tokens, or with why there are no more."""
+    tokens = answer.token_ids
+    for step in range(len(tokens)):
+        reason = _end(asked, tokens[: step + 1], texts)
+        if reason is None:
+            continue
+        if step + 1 < len(tokens):
+            return f"expected the end at step {step} ({reason}), found {len(tokens) - step - 1} more tokens"
+        return None if reason == answer.finish else f"finish_reason: expected {reason}, found {answer.finish}"
+    return f"expected more than {len(tokens)} tokens, found the end ({answer.finish})"
+
+
+def _end(asked: Asked, tokens: Sequence[int], texts: Texts) -> str | None:
+    """Return the finish_reason of an answer that these tokens end; None where more follow."""
+    text = texts.added(asked.prompt, tokens)
+    is_whole = asked.form is not None and len(text) == asked.form[1]
+    if tokens[-1] in asked.rules.stop_ids or _contains(text, asked.stop) or is_whole:
+        return "stop"
+    return "length" if len(tokens) == asked.max_tokens else None
+
+
+def _text(asked: Asked, tokens: Sequence[int], texts: Texts) -> str:
+    """Return the text of an answer: without the token that ended it, up to the first stop string."""
+    is_stopped = bool(tokens) and tokens[-1] in asked.rules.stop_ids
+    text = texts.added(asked.prompt, tokens[:-1] if is_stopped else tokens)
+    ends = [place for word in asked.stop if (place := text.find(word)) >= 0]
+    return text[: min(ends, default=len(text))]
+
+
+def _wrong_text(asked: Asked, answer: Answer, texts: Texts) -> str | None:
+    expected = (asked.echo or "") + _text(asked, answer.token_ids, texts)
+    return None if agree(expected, answer.text) else f"text: expected {expected!r}, found {answer.text!r}"
+
+
+def _wrong_logprobs(
+    asked: Asked, tokens: Sequence[int], answer: Answer, logits: np.ndarray, bounds: Bounds, verdict: Verdict
+) -> Iterator[str]:
+    """Yield what is wrong with the log-probabilities of tokens: the first of each kind."""
+    entries = (answer.logprobs, answer.top, answer.tokens, *(() if asked.is_chat else (answer.offsets,)))
+    lengths = [len(entry) for entry in entries]
+    if lengths != [len(tokens)] * len(lengths):
+        yield f"logprobs: expected {len(tokens)} entries, found {lengths}"
+        return
+    if asked.echo is not None and (answer.logprobs[0], answer.top[0]) != (None, None):
+        yield f"logprobs: expected none of the prompt's first token, found {answer.logprobs[0]}"
+    errors = []
+    bound = 2 * bounds.largest + _ROUNDING * max(1.0, float(np.abs(logits).max()))
+    first = len(tokens) - len(logits)  # 1 where the prompt is repeated: nothing stands before its first token
+    for number, row in enumerate(logits, first):
+        token, found, top = tokens[number], answer.logprobs[number], answer.top[number]
+        expected = _log_probabilities(row)
+        if found is None or top is None:
+            yield f"logprobs: expected one of token {number}, found none"
+            return
+        errors.append(abs(found - float(expected[token])))
+        if line := _wrong_top(asked, expected, token, answer.tokens[number], found, top, bound):
+            yield f"top_logprobs of token {number}: {line}"
+            return
+    verdict.logprob_error = max(errors, default=0.0)
+    if verdict.logprob_error > bound:
+        yield f"logprobs: expected an error of at most {bound:.3g}, found {verdict.logprob_error:.3g}"
+    rms, most = float(np.sqrt(np.mean(np.square(errors)))), 2 * bounds.rms + bound - 2 * bounds.largest
+    if bounds.rms and len(errors) >= _ENOUGH and rms > most:
+        yield f"logprobs: expected an rms error of at most {most:.3g}, found {rms:.3g}"
+    if not asked.is_chat:
+        yield from _wrong_pieces(asked, answer)
+
+
+def _log_probabilities(row: np.ndarray) -> np.ndarray:
+    shifted = row.astype(np.float64) - float(row.max())
+    return shifted - np.log(np.exp(shifted).sum())
+
+
+def _wrong_top(
+    asked: Asked, expected: np.ndarray, token: int, text: str, logprob: float, top: Mapping[str, float], bound: float
+) -> str | None:
+    """Return what is wrong with the list of the likeliest tokens. expected: log-probabilities of all tokens."""
+    count = min(asked.logprobs or 0, len(expected))
+    largest = np.sort(expected)[len(expected) - count :][::-1]
+    values = sorted(top.values(), reverse=True)
+    is_apart = not asked.is_chat and not (count and expected[token] >= largest[-1] - bound)
+    counts = {count + 1} if is_apart else {count}
+    if not asked.is_chat and not is_apart and expected[token] <= largest[-1] + bound:
+        counts.add(count + 1)  # as likely as the last: which of them is in the list is rounding
+    if len(values) not in counts:
+        return f"expected {min(counts)} entries, found {len(values)}"
+    if not asked.is_chat and top.get(text) != logprob:
+        return f"expected {logprob} of the chosen token {text!r}, found {top.get(text)}"
+    off = np.abs(np.array(values[:count]) - largest)
+    if count and off.max() > bound:
+        place = int(off.argmax())
+        return f"expected {largest[place]:.6g} in place {place}, found {values[place]:.6g}"
+    return None
+
+
+def _wrong_pieces(asked: Asked, answer: Answer) -> Iterator[str]:
+    """Yield what is wrong with the texts of tokens and with where they begin."""
+    joined = "".join(answer.tokens)
+    is_cut = bool(asked.stop or asked.rules.stop_ids)  # the text ends before what ended it, the tokens do not
+    if joined != answer.text and not (is_cut and joined.startswith(answer.text)):
+        yield f"tokens: expected the text {answer.text!r}, found {joined!r}"
+    starts = np.cumsum([0, *map(len, answer.tokens)])[:-1].tolist()
+    if answer.offsets != starts:
+        yield f"text_offset: expected {starts}, found {answer.offsets}"
+
+
+def without(rules: Rules, *names: str) -> Rules:
+    """Return rules with some fields as if the body had left them out."""
+    default = Rules()
+    values: dict[str, Any] = {name: getattr(default, name) for name in names}
+    return replace(rules, **values)

@@ -1,0 +1,157 @@
+"""How the tokens of a request are to be chosen: the body of a completion in, the token that follows logits out.
+
+In order: bias, banned tokens, penalties, temperature, min-p, top-k, top-p, draw (docs/scheduling.md). Computed in
+float64, where servers take float32: `Chosen.may_be` says which tokens are too near to the chosen one to be told from
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from lockstep.verify.sampled.noise import exponential_noise
+
+# Relative to the largest number of a comparison: products, sums and logarithms in float32 are off by a few times
+# 6e-8 each.
+_ROUNDING = 2e-6
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a body says of choosing tokens; values that it leaves out are those of docs/serving.md.
+
+    top_k: 0 for all tokens. bias: by token. stop_ids: tokens that end the answer.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bias: Mapping[int, float] = field(default_factory=dict)
+    min_tokens: int = 0
+    seed: int = 0
+    stop_ids: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any], eos_token_ids: Collection[int]) -> Rules:
+        """Read the body of a completion, or of a chat."""
+        names = "temperature top_k top_p min_p repetition_penalty presence_penalty frequency_penalty min_tokens seed"
+        bias = {int(token): float(value) for token, value in body.get("logit_bias", {}).items()}
+        ends = frozenset(body.get("stop_token_ids", ()))
+        if not body.get("ignore_eos"):
+            ends |= frozenset(eos_token_ids)
+        return cls(**{name: body[name] for name in names.split() if name in body}, bias=bias, stop_ids=ends)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The token that rules choose. scores: of all tokens, of which the largest wins; -inf for those that are out.
+
+    near: those that are out by less than an error of the logits explains are in here. error: of a score.
+    """
+
+    token: int
+    scores: np.ndarray
+    near: np.ndarray
+    error: float
+
+    def may_be(self, token: int) -> bool:
+        """Return whether another token is as good, within the error."""
+        best = float(self.scores[self.token])
+        rounding = _ROUNDING * max(1.0, abs(best))
+        return bool(self.near[token] >= best - self.error - rounding)
+
+
+def choose(
+    rules: Rules,
+    logits: np.ndarray,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    noise: np.ndarray | None = None,
+    banned: Collection[int] = (),
+    allowed: Collection[int] | None = None,
+    error: float = 0.0,
+) -> Chosen:
+    """Choose the token that follows prompt and answer.
+
+    logits: [vocab_size] behind them. noise: of the tokens there, above a temperature of 0. banned: tokens that would
+    complete a bad word. allowed: those of a grammar; None: all. error: how far two runs of the same logits may be
+    apart.
+    """
+    changed = _changed(rules, logits.astype(np.float64), prompt, answer, banned, allowed)
+    factor = max(rules.repetition_penalty, 1 / rules.repetition_penalty)
+    if noise is None:
+        return Chosen(int(np.argmax(changed)), changed, changed, 2 * factor * error)
+    weights = (changed - changed.max()) / rules.temperature  # their logarithms
+    slack = 2 * factor * error / rules.temperature
+    rounding = _ROUNDING * max(1.0, float(np.abs(changed[np.isfinite(changed)]).max()) / rules.temperature)
+    scores = weights - np.log(noise)
+    kept, near = (_truncated(rules, weights, scores, sign * (slack + rounding)) for sign in (-1, 1))
+    return Chosen(int(np.argmax(kept)), kept, near, slack + rounding)
+
+
+def noises(rules: Rules, prompt: Sequence[int], count: int, vocab_size: int, choice: int) -> list[np.ndarray | None]:
+    """Return the noise behind each of an answer's `count` tokens but the last, and behind the prompt, in order."""
+    if not rules.temperature:
+        return [None] * count
+    return [*exponential_noise(rules.seed, choice, range(len(prompt), len(prompt) + count), vocab_size)]
+
+
+def _changed(
+    rules: Rules,
+    logits: np.ndarray,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    banned: Collection[int],
+    allowed: Collection[int] | None,
+) -> np.ndarray:
+    """Return logits with bias, bans and penalties: without them where they leave no token."""
+    in_grammar = np.full(len(logits), allowed is None)
+    in_grammar[list(allowed or ())] = True
+    changed = np.where(in_grammar, logits, -np.inf)
+    for token, value in rules.bias.items():
+        changed[token] += value
+    changed[list(banned)] = -np.inf
+    if len(answer) < rules.min_tokens:
+        changed[[token for token in rules.stop_ids if 0 <= token < len(logits)]] = -np.inf
+    for token in {*prompt, *answer}:
+        above = changed[token] > 0
+        changed[token] *= 1 / rules.repetition_penalty if above else rules.repetition_penalty
+    for token in set(answer):
+        changed[token] -= rules.presence_penalty + rules.frequency_penalty * list(answer).count(token)
+    if np.all(changed == -np.inf):
+        return np.where(in_grammar, logits, -np.inf)
+    return changed
+
+
+def _truncated(rules: Rules, weights: np.ndarray, scores: np.ndarray, slack: float) -> np.ndarray:
+    """Return scores without the tokens that min-p, top-k and top-p leave out.
+
+    weights: logarithms, the largest 0. slack: how far below the edge a token may be to be kept nevertheless; below 0:
+    how far above it must be.
+    """
+    edge = -np.inf
+    if rules.min_p:
+        edge = np.log(rules.min_p) - slack
+    largest = np.sort(weights[weights > max(edge, -np.finfo(np.float64).max)])[::-1]
+    if 0 < rules.top_k < len(largest):
+        edge = max(edge, largest[rules.top_k - 1] - slack if slack >= 0 else largest[rules.top_k] - slack)
+        largest = largest[: rules.top_k]
+    if rules.top_p < 1:
+        parts = np.exp(largest)
+        before = np.cumsum(parts) - parts
+        count = int(np.sum(before * np.exp(-2 * slack) < rules.top_p * parts.sum()))
+        if slack >= 0:
+            edge = max(edge, largest[count - 1] - slack)
+        elif count < len(largest):
+            edge = max(edge, largest[count] - slack)
+    kept = np.where(weights >= edge, scores, -np.inf)
+    # Where the edge lies between equal ones, none is above it for sure.
+    return scores if np.all(kept == -np.inf) else kept

@@ -1,0 +1,53 @@
+"""The text of an answer, by the tokenizers package alone: what its tokens add to a prompt's."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from lockstep.verify.golden.text import new_text
+
+UNDECODED = "\N{REPLACEMENT CHARACTER}"
+_BYTE = re.compile("<0x([0-9A-F]{2})>")
+
+
+class Texts:
+    """A tokenizer.json."""
+
+    def __init__(self, path: Path):
+        self._tokenizer = Tokenizer.from_file(str(path))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, without special ones."""
+        return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
+
+    def added(self, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+        """Return what tokens add to a prompt."""
+        return new_text(self.decode, prompt, tokens)
+
+    def named(self, letters: str, longest: int) -> list[int]:
+        """Return the tokens that may stand for up to `longest` letters in ASCII, by their names in the vocabulary."""
+        names = re.compile(f"[{letters}]{{1,{longest}}}")
+        letter = re.compile(f"[{letters}]")
+        return [
+            token
+            for name, token in self._vocabulary.items()
+            if names.fullmatch(name) or ((byte := _BYTE.fullmatch(name)) and letter.fullmatch(chr(int(byte[1], 16))))
+        ]
+
+    @functools.cached_property
+    def _vocabulary(self) -> dict[str, int]:
+        return self._tokenizer.get_vocab()
+
+
+def agree(expected: str, found: str) -> bool:
+    """Return whether two texts are the same up to the first character that is none.
+
+    What stands for bytes that are no character depends on the decoder, and where a run of them ends.
+    """
+    whole, undecoded, _ = expected.partition(UNDECODED)
+    return found.startswith(whole) if undecoded else found == expected

@@ -1,0 +1,198 @@
+"""Mistakes in how tokens are chosen, in log-probabilities and in text, as a wrong server would make them.
+
+Those of `IN_ENGINE` are planted in the engine's process, by `follow`, which `sitecustomize` of a test's folder calls;
+those of `IN_SERVER` in the process of the API. Each is a context.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from lockstep.runtime import active_choice, bad_words, completion, engine, text_stream
+from lockstep.runtime.grammar import matcher
+from lockstep.step import sampling
+
+NAMED = "LOCKSTEP_TEST_FAULT"  # in the environment: a file that holds the name of the fault to plant, or nothing
+Fault = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+def _patch(target: Any, name: str, wrap: Callable[..., Any]) -> Fault:
+    """Have `wrap` called with what it replaces, and with its arguments."""
+    right = getattr(target, name)
+    return lambda: mock.patch.object(target, name, lambda *given, **named: wrap(right, *given, **named))
+
+
+def _other_rules(change: Callable[[sampling.Sampling], dict[str, Any]]) -> Fault:
+    """Have logits changed as other parameters say."""
+
+    def changed(right: Any, self: sampling.Sampler, *given: Any) -> np.ndarray:
+        was = self.sampling
+        self.sampling = replace(was, **change(was))
+        try:
+            return right(self, *given)
+        finally:
+            self.sampling = was
+
+    return _patch(sampling.Sampler, "_changed", changed)
+
+
+def _counting_the_prompt(right: Any, self: sampling.Sampler, *given: Any) -> np.ndarray:
+    answer, rules = self._answer, self.sampling
+    self._answer = [*map(int, self._prompt), *answer]
+    self.sampling = replace(rules, min_tokens=rules.min_tokens and rules.min_tokens + len(self._prompt))
+    try:
+        return right(self, *given)
+    finally:
+        self._answer, self.sampling = answer, rules
+
+
+def _without_the_prompt(right: Any, self: sampling.Sampler, *given: Any) -> np.ndarray:
+    was = self._prompt
+    self._prompt = was[:0]
+    try:
+        return right(self, *given)
+    finally:
+        self._prompt = was
+
+
+def _less_likely(right: Any, *given: Any) -> sampling.Logprobs:
+    logprobs = right(*given)
+    return sampling.Logprobs(logprobs.chosen - 0.1, tuple((token, value - 0.1) for token, value in logprobs.top))
+
+
+def _noise(**change: Callable[[int], int]) -> Fault:
+    names = ("seed", "choice", "position")
+
+    def other(right: Any, seed: int, choice: int, position: int, count: int) -> np.ndarray:
+        values = dict(zip(names, (seed, choice, position)))
+        return right(**{**values, **{name: to(values[name]) for name, to in change.items()}}, count=count)
+
+    return _patch(sampling, "exponential_noise", other)
+
+
+IN_ENGINE: dict[str, Fault] = {
+    "top-p keeps half the mass": _patch(sampling, "_nucleus", lambda right, weights, top_p: right(weights, top_p / 2)),
+    "temperature squared": _patch(sampling, "_temperature", lambda right, of: right(of) ** 2),
+    "min-p ignored": _patch(sampling, "probabilities", lambda right, row, of: right(row, replace(of, min_p=0.0))),
+    "repetition penalty squared": _other_rules(lambda of: {"repetition_penalty": of.repetition_penalty**2}),
+    "logit_bias of the other sign": _other_rules(
+        lambda of: {"logit_bias": {token: -value for token, value in of.logit_bias.items()}}
+    ),
+    "min_tokens ignored": _other_rules(lambda of: {"min_tokens": 0}),
+    "seed ignored": _noise(seed=lambda seed: 0),
+    "log-probabilities 0.1 off": _patch(sampling, "log_probabilities", _less_likely),
+    "presence for frequency": _other_rules(
+        lambda of: {"presence_penalty": of.frequency_penalty, "frequency_penalty": of.presence_penalty}
+    ),
+    "penalties count the prompt": _patch(sampling.Sampler, "_changed", _counting_the_prompt),
+    "repetition leaves out the prompt": _patch(sampling.Sampler, "_changed", _without_the_prompt),
+    "top-k one more": _patch(sampling, "probabilities", lambda right, row, of: right(row, _top_k(of, 1))),
+    "top-k one less": _patch(sampling, "probabilities", lambda right, row, of: right(row, _top_k(of, -1))),
+    "top-p before top-k": _patch(sampling, "probabilities", lambda right, row, of: _top_p_first(right, row, of)),
+    "min_tokens one more": _other_rules(lambda of: {"min_tokens": of.min_tokens + bool(of.min_tokens)}),
+    "bad words let through": _patch(bad_words.BadWordFilter, "tokens", lambda right, self: np.zeros(0, np.int64)),
+    "copies all alike": _noise(choice=lambda choice: 0),
+    "noise of the next position": _noise(position=lambda position: position + 1),
+    "top_logprobs one short": _patch(
+        sampling, "log_probabilities", lambda right, row, token, count: right(row, token, max(0, count - 1))
+    ),
+    "log-probabilities of changed logits": _patch(
+        sampling, "log_probabilities", lambda right, row, token, count: right(row / 2, token, count)
+    ),
+    "log-probabilities of a prompt 0.1 off": _patch(engine, "log_probabilities", _less_likely),
+    "grammar ignored": _patch(matcher.Matcher, "allowed", lambda right, self: np.ones(self._vocab_size, bool)),
+    "answers end early": _patch(active_choice.ActiveChoice, "choose", lambda right, *given: _ended(right(*given))),
+}
+
+
+def _top_k(of: sampling.Sampling, more: int) -> sampling.Sampling:
+    return replace(of, top_k=of.top_k + more) if of.top_k else of
+
+
+def _top_p_first(right: Any, row: np.ndarray, of: sampling.Sampling) -> np.ndarray:
+    kept = right(row, replace(of, top_k=0, min_p=0.0)) > 0
+    return np.where(kept, right(row, replace(of, top_p=1.0)), 0)
+
+
+def _ended(token: Any) -> Any:
+    return token and (token if token.finish or token.token % 7 else replace(token, finish="max_new_tokens"))
+
+
+def follow() -> None:
+    """Plant, in this process, the fault that the file names whenever a request comes."""
+    path, add = Path(os.environ[NAMED]), engine.Engine.add
+    planted, stack = "", contextlib.ExitStack()
+
+    def looked(self: engine.Engine, *given: Any) -> int:
+        nonlocal planted
+        name = path.read_text()
+        if name != planted:
+            stack.close()
+            planted = name
+            if name in IN_ENGINE:
+                stack.enter_context(IN_ENGINE[name]())
+        return add(self, *given)
+
+    engine.Engine.add = looked  # type: ignore[method-assign]
+
+
+def in_server() -> dict[str, Fault]:
+    """Return the faults of the process of the API, whose packages an engine's Python need not have."""
+    from lockstep.serve import openai, openai_answers, openai_chat, stream
+    from lockstep.serve.openai_parameters import prompt_requests
+
+    def cut_stop(right: Any, self: completion.StopFilter, *given: Any) -> str:
+        was, text = self.found, right(self, *given)
+        return text + self.found if self.found and not was else text
+
+    async def echo(right: Any, self: openai.CompletionFormat, index: int) -> Any:
+        value = await right(self, index)
+        if value and value["logprobs"]:
+            value["logprobs"] = {name: entries[1:] for name, entries in value["logprobs"].items()}
+        return value
+
+    def chunks(right: Any, self: Any, delta: Any) -> Iterator[Any]:
+        return (({**chunk, "text": chunk["text"].replace("e", "")}) for chunk in right(self, delta))
+
+    def same_seed(right: Any, *given: Any) -> Sequence[Any]:
+        requests = right(*given)
+        for each in requests:
+            each.request = replace(each.request, sampling=requests[0].request.sampling)
+        return requests
+
+    def offsets(right: Any, self: Any, *given: Any) -> Any:
+        part = right(self, *given)
+        return {**part, "text_offset": [offset + 1 for offset in part["text_offset"]]}
+
+    def one_more(right: Any, prompt: int, answer: int) -> dict[str, int]:
+        return right(prompt, answer + 1)
+
+    def chat_chunks(right: Any, self: Any, tokens: Sequence[int], logprobs: Sequence[Any]) -> Any:
+        value = right(self, tokens, logprobs)
+        for entry in value["content"] if value else ():
+            entry["logprob"] -= 0.1
+        return value
+
+    assert prompt_requests is openai.prompt_requests
+    reasons = {**stream.FINISH_REASONS, "max_new_tokens": "stop"}
+    stops = {**stream.FINISH_REASONS, "stop_id": "length"}
+    return {
+        "pieces in capitals": _patch(text_stream.TextStream, "push", lambda right, *given: right(*given).upper()),
+        "the stop string stays": _patch(completion.StopFilter, "push", cut_stop),
+        "echo loses the first entry": _patch(openai.CompletionFormat, "echo", echo),
+        "streamed text loses letters": _patch(openai.CompletionFormat, "chunks", chunks),
+        "every end is a stop": lambda: mock.patch.dict(openai_answers.FINISH_REASONS, reasons),
+        "a stop id is a length": lambda: mock.patch.dict(openai_answers.FINISH_REASONS, stops),
+        "all prompts have one seed": _patch(openai, "prompt_requests", same_seed),
+        "offsets one off": _patch(openai.LogprobsFormat, "part", offsets),
+        "usage counts one more": _patch(openai_answers, "_counts", one_more),
+        "log-probabilities of chats 0.1 off": _patch(openai_chat.ChatFormat, "_token_logprobs", chat_chunks),
+    }
