@@ -98,7 +98,7 @@ def test_a_token_that_cannot_be_handled_ends_its_own_answer(
 
     whole, *both = asyncio.run(run())
     assert whole in both and service.restarts == 0 and len(lines) == 1
-    assert [str(each) for each in both if each != whole] == ["completion: the server failed; its log says why"]
+    assert [str(each) for each in both if each != whole] == ["/v1/completions: the server failed; its log says why"]
 
 
 @pytest.mark.long
