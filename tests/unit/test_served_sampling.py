@@ -19,16 +19,14 @@ from demo_model import LIMITS, TOLERANCES
 
 from lockstep.artifacts.chat_template import ChatTemplate
 from lockstep.artifacts.reports import SampledCase
-from lockstep.runtime.model import Model
 from lockstep.runtime.tokenizer import Tokenizer, tokenizer_path
-from lockstep.serve.check import model_arguments
+from lockstep.serve.check import open_model
 from lockstep.serve.check_sampling import SamplingCheck
 from lockstep.serve.run import listening
 from lockstep.serve.service import Service
 from lockstep.serve.settings import EngineOptions, ServiceLimits
 from lockstep.targets import Results
 from lockstep.verify.golden.prompts import read_reference
-from lockstep.verify.sampled.forced import write_logits_of
 from lockstep.verify.sampled.texts import Texts
 
 pytestmark = pytest.mark.exports
@@ -51,9 +49,9 @@ class Served:
         options = EngineOptions(str(engines), str(assembly), str(weights), "all", limits, 1)
         template = ChatTemplate.open(assembly)
         tokenizer = Tokenizer.open(assembly)
-        self.service = Service("demo-llama", tokenizer, None, options, ServiceLimits(), chat_template=template)
+        self.service = Service("demo-llama", tokenizer, options, ServiceLimits(), chat_template=template)
         self.texts = Texts(tokenizer_path(assembly))
-        self.model = Model.open(**model_arguments(options))
+        self.model = open_model(options)
         self.planted, self.loop = planted, asyncio.new_event_loop()
         self._folder = tempfile.TemporaryDirectory()
         self.socket = Path(self._folder.name, "socket")
@@ -70,8 +68,7 @@ class Served:
         check = SamplingCheck(self.service, self.prompts, [prompt.tokens for prompt in self.prompts], self.texts)
         for stream in streams:
             self.loop.run_until_complete(check.send(self.socket, stream))
-        seen = check.judge(lambda model, **given: write_logits_of(self.model, **given), {})
-        return seen, check.failures
+        return check.judge(self.model), check.failures
 
 
 @pytest.fixture(scope="module")
