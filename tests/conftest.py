@@ -25,6 +25,7 @@ from shared import WORKER, Shared, shared_root
 sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 WORKFLOW = Path(__file__).parent / "workflow"
 FIRST = WORKFLOW / "test_committed_lock.py"  # makes the demo's run
+LONGEST = Path(__file__).parent / "unit" / "test_whole_families.py"  # all its tests in one process
 MOST_WORKERS = 8  # each holds torch and ONNX Runtime: up to 2 GB
 if WORKER in os.environ:
     # One test a core: more threads would fight for them. Before torch is imported, and for the processes that tests
@@ -146,4 +147,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     exporting = {item.path for item in items if item.get_closest_marker("exports")}
     # A process takes the next file when it is done with one: first the run that other files wait for, then files that
     # take long, so that the processes end together.
-    items.sort(key=lambda item: (item.path != FIRST, item.path not in exporting, item.path.parent == WORKFLOW))
+    late = lambda path: (path != FIRST, path != LONGEST, path not in exporting, path.parent == WORKFLOW)
+    items.sort(key=lambda item: late(item.path))

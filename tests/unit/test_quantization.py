@@ -30,7 +30,7 @@ from lockstep.artifacts.drift import Drift
 from lockstep.artifacts.dtypes import ROW, named_dtype
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.artifacts.places import FileEntry
-from lockstep.artifacts.quantized import scales_name
+from lockstep.artifacts.quantized import QuantizedTensors, scales_name
 from lockstep.backends import build
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
 from lockstep.backends.onnxruntime.row_bits import rows_keep_their_bits
@@ -61,8 +61,8 @@ PRECISIONS = ("w8a16", "w4a16", "w8a8", "w4a8", "w8a8-fp8")
 GROUP = 16
 TOLERANCES = {precision: CONFIG.tolerance("demo-llama", precision) for precision in PRECISIONS}
 PROMPTS = tuple(prompt.text for prompt in GOLDEN.prompts)
-# Untied with biases; tied and scaled, with norms behind; a fused query, key and value.
-RANDOM = ("llama", "gemma2", "gpt_neox")
+# Untied with biases; tied and scaled, with norms behind; a fused query, key and value; weights that lie transposed.
+RANDOM = ("llama", "gemma2", "gpt_neox", "gpt2")
 # The demo is a Llama, which runs in each precision.
 each_random_family = some(RANDOM, "gemma2")
 LIMIT = Limits(max_batch_size=3, max_input_len=64, max_seq_len=96, max_num_tokens=128)
@@ -532,5 +532,22 @@ def test_weights_are_converted_by_the_assembly_of_their_precision_only(shared, t
 
 def test_a_model_without_linear_weights_of_this_layout_is_refused(shared):
     files, assembly = shared.assembled(dict(FAMILIES["gpt2"].config), "fp32")
-    line = error_of(quantize, files, assembly, "w8a16", GROUP)
+    line = error_of(quantize, files, assembly, "w8a16", GROUP, QuantizedTensors(GROUP, {}))
     assert "expected linear weights that can be quantised, found none in a model of type 'gpt2'" in line
+
+
+def test_a_square_weight_that_lies_transposed_is_quantized_in_rows_of_its_product(shared: Shared, tmp_path) -> None:
+    """GPT-2's `attn.c_proj`: its shape does not tell the orientation."""
+    config, results, name = FAMILIES["gpt2"].config, Results(tmp_path / "results"), "transformer.h.0.attn.c_proj.weight"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    folder = make_random_checkpoint(tmp_path / "config.json", 0, tmp_path / "checkpoint")
+    checkpoint = resolve(str(folder), folder, results.checkpoint("model"))
+    _, assembly = quantize(*shared.assembled(config, "fp32"), "w4a16", GROUP)
+    assembly.save(tmp_path / "assembly.json")
+    convert(checkpoint, "w4a16", results.weights("model", "w4a16"), tmp_path / "assembly.json")
+    weights, exact = Weights.open(results.weights("model", "w4a16")), load_file(folder / "model.safetensors")[name]
+    assert exact.shape == (48, 48) and name in weights.quantization.transposed
+    steps = np.repeat(np.abs(weights[scales_name(name)]), GROUP, axis=1)
+    dequantized = dict(weights.dequantized())[name]
+    assert (np.abs(dequantized - exact) <= 1.001 * steps.T).all()
+    assert not (np.abs(dequantized.T - exact) <= steps.T).all()

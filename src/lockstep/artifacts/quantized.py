@@ -11,6 +11,8 @@ apart, `<name>.order`, int64 `[in_features]`, has the column of each place withi
 With a group size of 0 (`ROW`) a weight is e4m3 numbers with a scale a row: `<name>.data`, float8_e4m3fn `[out_features,
 in_features]`, and `<name>.scales`, float32 `[out_features]`.
 
+A checkpoint may hold a linear weight as `[in_features, out_features]` (GPT-2); it is kept turned, as all others.
+
 Stacks of MXFP4, which a model has as `[num_experts, in_features, out_features]`, are two tensors of the checkpoint as
 they are: `<name>.data`, uint8 `[num_experts, out_features, num_groups, 16]`, codes of numbers, and `<name>.scales`,
 uint8 `[num_experts, out_features, num_groups]`, shared exponents (`weights.mxfp4`).
@@ -23,7 +25,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from lockstep.artifacts.bounds import GroupSize, Name
-from lockstep.artifacts.document import one_of
+from lockstep.artifacts.document import length, one_of
 
 _DATA, _SCALES, _ZERO_POINTS, _ORDER = ".data", ".scales", ".zero_points", ".order"
 
@@ -33,7 +35,7 @@ class QuantizedTensors:
     """The tensors of a checkpoint that are quantised.
 
     bits: of each of them, by name. zero_points: whether each has some of its own. ordered: whether each has an order.
-    mxfp4: whether they are stacks of MXFP4.
+    mxfp4: whether they are stacks of MXFP4. transposed: which the checkpoint holds as [in_features, out_features].
     """
 
     group_size: GroupSize
@@ -41,6 +43,7 @@ class QuantizedTensors:
     zero_points: bool = False
     ordered: bool = False
     mxfp4: bool = False
+    transposed: Annotated[tuple[Name, ...], length(1_000_000)] = ()
 
     def parts(self, name: str) -> list[str]:
         """Return the names of the tensors that a quantised tensor or slot is kept as."""

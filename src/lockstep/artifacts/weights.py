@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar
 
 from lockstep.artifacts import formats
 from lockstep.artifacts.bounds import REMEDY, Bytes, GroupSize, Name, Precision
-from lockstep.artifacts.document import Document, Key, ValidationError, integers
+from lockstep.artifacts.document import Document, Key, ValidationError, integers, length
 from lockstep.artifacts.dtypes import ROW, is_fp8
 from lockstep.artifacts.places import MAX_FILES, StoredFile, StoredFiles, TensorDtype, TensorPlace, TensorShape
 
@@ -33,7 +33,8 @@ class WeightsManifest(Document):
     """The tensors of one precision, and their files.
 
     A file's path is relative to the manifest or absolute. group_size: of the tensors that are quantised
-    (`artifacts.quantized`), 0 for a scale a row; None where none is.
+    (`artifacts.quantized`), 0 for a scale a row; None where none is. transposed: which of them the checkpoint holds as
+    [in_features, out_features].
     """
 
     FORMAT: ClassVar[str] = formats.WEIGHTS
@@ -42,6 +43,7 @@ class WeightsManifest(Document):
     files: StoredFiles
     numbered: Annotated[Mapping[Name, NumberedPlace], Key("tensors")]
     group_size: GroupSize | None = None
+    transposed: Annotated[tuple[Name, ...], length(1_000_000)] = ()
 
     @classmethod
     def of(

@@ -2,10 +2,11 @@
 
 In: an assembly in fp32 and its graphs. Out: those of a quantised precision.
 
-Each `Gemm(transB=1)` with a weight of its own becomes ONNX Runtime's `MatMulNBits`, which reads the weight as integers
+Each plain `Gemm` with a weight of its own becomes ONNX Runtime's `MatMulNBits`, which reads the weight as integers
 and a scale for each group of them: two slots, `<slot>.data` and `<slot>.scales`, in place of one, and of a checkpoint
 that was quantised with zero points of its own a third, `<slot>.zero_points`; of one with activation order another,
-`<slot>.order`, in which the product takes its activations. The activations stay as they are: `accuracy_level` is left
+`<slot>.order`, in which the product takes its activations. Where the product reads the weight as `[in_features,
+out_features]`, as GPT-2's do, it is kept transposed. The activations stay as they are: `accuracy_level` is left
 out, so what the graph says is a product with the dequantised weight. In w8a8 and w4a8 they are rounded to int8 first,
 in the groups of the weight, by nodes of the graph (`onnx_tools.int8_rounding`); but not those of experts. An embedding
 that is tied to such a weight, as a rule the output head, reads rows of it: its `Gather` becomes `GatherBlockQuantized`,
@@ -40,7 +41,7 @@ from lockstep.config.packing import MXFP4_GROUP
 from lockstep.errors import InputError, note
 from lockstep.onnx_tools import fp8_products
 from lockstep.onnx_tools.int8_rounding import rounding
-from lockstep.onnx_tools.rewriter import Emitter, Rewriter, attributes_of, is_linear
+from lockstep.onnx_tools.rewriter import Emitter, Rewriter, attributes_of, is_linear, is_transposed
 from lockstep.onnx_tools.signature import signature_of
 from lockstep.weights.mxfp4 import e2m1_pairs, e8m0
 
@@ -52,13 +53,18 @@ Rewrite = Callable[[GraphFile, Mapping[str, int]], tuple[GraphFile, bytes]]
 
 @dataclass(frozen=True)
 class _Use:
-    """A weight slot of a block in one layer. bits: None for full precision. is_stack: of several matrices."""
+    """A weight slot of a block in one layer.
+
+    bits: None for full precision. columns: of a row, numbers that share a product. is_stack: of several matrices.
+    transposed: whether the checkpoint holds it as [in_features, out_features].
+    """
 
     tensors: tuple[str, ...]
     bits: int | None
     columns: int
     is_head: bool
     is_stack: bool
+    transposed: bool
 
 
 def quantize(
@@ -156,6 +162,8 @@ def _of_ranks(
         weights: dict[str, Shard] = {}
         dims = {slot.name: len(slot.shape) for slot in assembly.classes[name].signature.slots}
         for slot, shard in sharded.weights.items():
+            if tensors[slot] in quantized.transposed:
+                shard = replace(shard, axis=1 - shard.axis)
             if slot not in bits or shard.axis < dims[slot] - 1:  # whole rows
                 weights |= dict.fromkeys(quantized.parts(slot) if slot in bits else [slot], shard)
                 continue
@@ -223,14 +231,18 @@ def _choose(
                 f"group_size: expected a size that divides the {use.columns} numbers of a row of {use.tensors[0]}, "
                 f"found {group_size}; choose another one, or another precision than {precision}"
             )
-    return replace(already, bits=bits) if already else QuantizedTensors(group_size, bits)
+    if already:
+        return replace(already, bits=bits)
+    transposed = {use.tensors[0] for use in uses if use.transposed and use.tensors[0] in bits}
+    return QuantizedTensors(group_size, bits, transposed=tuple(sorted(transposed)))
 
 
 def _bits_already(use: _Use, already: QuantizedTensors) -> int | None:
     # Checkpoints of a bare decoder leave out the first part of the name ("transformer.").
     bits = {already.bits.get(name) or already.bits.get(name.partition(".")[2]) for name in use.tensors}
     one_order = not already.ordered or len(use.tensors) == 1
-    return bits.pop() if use.bits is not None and len(bits) == 1 and one_order else None
+    able = use.bits is not None and not use.transposed
+    return bits.pop() if able and len(bits) == 1 and one_order else None
 
 
 def _uses(
@@ -245,14 +257,19 @@ def _uses(
         found = _stacks(rewriter, columns, is_mxfp4)
         if is_mxfp4:
             columns |= {slot: rewriter.shape(slot)[1] for slot in found}
-        able = {**_products(rewriter, columns), **found}.keys() - _routers(rewriter, columns)
+        products = _products(rewriter, columns)
+        transposed = {slot for slot, nodes in products.items() if is_transposed(nodes[0])}
+        columns |= {slot: rewriter.shape(slot)[0] for slot in transposed}
+        able = {**products, **found}.keys() - _routers(rewriter, columns)
         follows = () if embeds_in_full else _embeddings(rewriter, columns)
         for slots in _places(assembly, name):
             for slot, tensors in slots.items():
                 is_head = not slot.startswith(_OF_LAYERS)
                 bits = head_bits if is_head else QUANTIZATIONS[precision].bits
+                is_whole = len(tensors) == 1 or slot not in transposed  # else its columns lie one behind the other
+                taken = bits if slot in able and is_whole else None
                 if slot not in follows:
-                    yield _Use(tuple(tensors), bits if slot in able else None, columns[slot], is_head, slot in stacks)
+                    yield _Use(tuple(tensors), taken, columns[slot], is_head, slot in stacks, slot in transposed)
 
 
 def _places(assembly: Assembly, name: str) -> list[Slots]:
@@ -285,18 +302,28 @@ def _readers(graph: Rewriter, slots: Collection[str], op_type: str, position: in
     return {slot: node for slot, node in nodes.items() if node.op_type == op_type and node.input[position] == slot}
 
 
-def _products(graph: Rewriter, slots: Collection[str]) -> dict[str, onnx.NodeProto]:
-    """Return {slot: its product} of weights `[out_features, in_features]` that one plain Gemm alone reads."""
-    return {slot: node for slot, node in _readers(graph, slots, "Gemm", 1).items() if is_linear(node)}
+def _products(graph: Rewriter, slots: Collection[str]) -> dict[str, list[onnx.NodeProto]]:
+    """Return {slot: its products} of matrices that plain Gemms of one orientation alone read.
+
+    These are several in the uncut graph, where blocks that are cut apart compute the same.
+    """
+    products = {}
+    for slot in slots:
+        nodes = graph.consumers.get(slot, [])
+        for plain in (is_linear, is_transposed):
+            if nodes and all(plain(node) and node.input[1] == slot for node in nodes):
+                products[slot] = nodes
+    return products
 
 
 def _routers(graph: Rewriter, slots: Collection[str]) -> set[str]:
-    """Return the slots of products by whose results a TopK chooses, without another product in between."""
-    chosen = {name for node in graph.nodes if node.op_type == "TopK" for name in node.input[:1]}
+    """Return the slots of products by whose results experts are chosen, without another product in between."""
+    chosen = {name for node in graph.nodes if node.op_type in ("ArgMax", "TopK") for name in node.input[:1]}
     for node in reversed(graph.nodes):
         if not chosen.isdisjoint(node.output) and node.op_type not in ("Gemm", "MatMul"):
             chosen.update(node.input)
-    return {slot for slot, node in _products(graph, slots).items() if node.output[0] in chosen}
+    products = _products(graph, slots).items()
+    return {slot for slot, nodes in products if any(node.output[0] in chosen for node in nodes)}
 
 
 def _stacks(graph: Rewriter, slots: Collection[str], transposed: bool) -> dict[str, onnx.NodeProto]:
@@ -328,13 +355,15 @@ def _rewritten(
     rewriter, size = Rewriter(onnx.ModelProto.FromString(data)), quantized.group_size
     products, embeddings = _products(rewriter, bits), _embeddings(rewriter, bits)
     stacks = _stacks(rewriter, bits, quantized.mxfp4)
-    slots = {id(node): slot for slot, node in {**products, **stacks, **embeddings}.items()}
+    slots = {id(node): slot for slot, node in {**stacks, **embeddings}.items()}
+    slots |= {id(node): slot for slot, nodes in products.items() for node in nodes}
+    shapes = {slot: rewriter.shape(slot) for slot in slots.values()}
     rounded: dict[str, str] = {}  # by activation
     for node in rewriter.nodes:
         if (slot := slots.get(id(node))) is None:
             continue
-        *rows, columns = rewriter.shape(slot)
-        if quantized.mxfp4:
+        *rows, columns = shapes[slot]
+        if quantized.mxfp4 or is_transposed(node):
             rows[-1], columns = columns, rows[-1]
         parts, types = quantized.parts(slot), _types(rows, columns, bits[slot], quantized)
         inputs = [helper.make_tensor_value_info(part, *type_) for part, type_ in zip(parts, types, strict=True)]

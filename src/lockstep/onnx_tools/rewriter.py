@@ -154,8 +154,17 @@ def attributes_of(node: NodeProto) -> dict[str, Any]:
 
 def is_linear(node: NodeProto) -> bool:
     """Return whether a node is x W^T, or x W^T + b: a plain `Gemm(transB=1)`."""
+    return _is_gemm(node, 1)
+
+
+def is_transposed(node: NodeProto) -> bool:
+    """Return whether a node is x W, or x W + b, as GPT-2 has its linear layers: a plain `Gemm(transB=0)`."""
+    return _is_gemm(node, 0)
+
+
+def _is_gemm(node: NodeProto, trans_b: int) -> bool:
     defaults = {"transA": 0, "transB": 0, "alpha": 1.0, "beta": 1.0}
-    return node.op_type == "Gemm" and {**defaults, **attributes_of(node)} == {**defaults, "transB": 1}
+    return node.op_type == "Gemm" and {**defaults, **attributes_of(node)} == {**defaults, "transB": trans_b}
 
 
 def with_types(model: ModelProto) -> ModelProto:

@@ -24,7 +24,7 @@ from transformers import DynamicCache, PreTrainedModel
 from lockstep.artifacts.dtypes import ROW, has_8_bit_activations
 from lockstep.artifacts.quantized import module_of
 from lockstep.checkpoint.fit import HEAD
-from lockstep.errors import InputError
+from lockstep.export.checkpoint_layout import checkpoint_layout
 from lockstep.export.torch_model import is_within
 from lockstep.onnx_tools.fp8_products import LARGEST, TINY
 from lockstep.weights import Weights
@@ -110,14 +110,17 @@ def round_activations(model: Any, weights: Weights, layers: int | str) -> None:
     """
     if not has_8_bit_activations(weights.precision) or weights.quantization is None:
         return
-    modules, size = dict(model.named_modules()), weights.quantization.group_size
+    size = weights.quantization.group_size
+    parameters = {tensor: name for name, tensors in checkpoint_layout(model).items() for tensor in tensors}
+    # Checkpoints of a bare decoder leave out the first part of the name ("transformer.").
+    parameters |= {tensor.partition(".")[2]: name for tensor, name in parameters.items()}
 
     def before(_: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return rounded_rows(inputs[0], size), *inputs[1:]
 
     for tensor in weights.quantization.bits:
         if is_within(tensor, layers) and not _OF_EXPERTS.search(tensor):
-            _module(model, modules, module_of(tensor), weights).register_forward_pre_hook(before)
+            _module(model, parameters, tensor).register_forward_pre_hook(before)
 
 
 def rounded_rows(values: torch.Tensor, group_size: int) -> torch.Tensor:
@@ -136,17 +139,11 @@ def rounded_rows(values: torch.Tensor, group_size: int) -> torch.Tensor:
     return (torch.round(groups * inverse) * (largest / _LEVELS)).flatten(-2).to(values.dtype)
 
 
-def _module(model: Any, modules: dict[str, Any], name: str, weights: Weights) -> Any:
-    if HEAD.fullmatch(f"{name}.weight"):  # which transformers may call otherwise, and may be the embedding
+def _module(model: Any, parameters: Mapping[str, str], tensor: str) -> Any:
+    """Return the module whose product reads a tensor of the checkpoint. parameters: {tensor: name in the model}."""
+    if HEAD.fullmatch(tensor):  # which transformers may call otherwise, and may be the embedding
         return model.get_output_embeddings()
-    # Checkpoints of a bare decoder leave out the first part of the name ("transformer.").
-    found = [key for key in modules if key == name or key.partition(".")[2] == name]
-    if len(found) != 1:
-        raise InputError(
-            f"{weights.manifest_path}: precision {weights.precision}: expected a linear layer of the name {name!r} in "
-            f"transformers, found {len(found)}; choose a precision with activations of 16 bits"
-        )
-    module = modules[found[0]]
+    module = model.get_submodule(module_of(parameters[tensor]))
     return model.get_output_embeddings() if isinstance(module, torch.nn.Embedding) else module  # a tied head
 
 

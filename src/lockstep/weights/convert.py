@@ -53,6 +53,8 @@ def convert(checkpoint_json: Path, precision: str, out_json: Path, assembly_json
     source = open_source(Path(checkpoint_json))
     _check_place(source, out)
     quantized = _quantized(source, precision, assembly_json) if precision in QUANTIZATIONS else None
+    if quantized is not None:
+        source = source.with_transposed(quantized.transposed)
     for path in (out, out.with_name(WEIGHTS)):
         remove_leftovers(path)
     if quantized is None and not source.packed and source.float_dtypes() <= {dtype}:
@@ -72,8 +74,10 @@ def convert(checkpoint_json: Path, precision: str, out_json: Path, assembly_json
             kept = _pointed(source, source.kept(quantized), out)
             file, tensors = write_cast(source, dtype, out.with_name(WEIGHTS), before_replaced, quantized)
             remember(out.with_name(WEIGHTS), file.sha256)
-            size = None if quantized is None else quantized.group_size
-            WeightsManifest.of(precision, (file, *kept.files), {**tensors, **kept.tensors}, size).save(out)
+            manifest = WeightsManifest.of(precision, (file, *kept.files), {**tensors, **kept.tensors})
+            if quantized is not None:
+                manifest = replace(manifest, group_size=quantized.group_size, transposed=quantized.transposed)
+            manifest.save(out)
     return out
 
 
@@ -93,10 +97,9 @@ def _quantized(source: Source, precision: str, assembly_json: Path | None) -> Qu
     if found.precision != precision or found.quantization is None:
         raise InputError(f"{assembly_json}: expected an assembly of {precision}, found {found.precision}; export again")
     # Checkpoints of a bare decoder leave out the first part of the name ("transformer.").
-    bits = {
-        name if name in source.tensors else name.partition(".")[2]: width
-        for name, width in found.quantization.bits.items()
-    }
+    names = {name: name if name in source.tensors else name.partition(".")[2] for name in found.quantization.bits}
+    bits = {names[name]: width for name, width in found.quantization.bits.items()}
+    transposed = tuple(names[name] for name in found.quantization.transposed)
     for name in bits:
         place = source.tensors.get(name)
         if place is None:
@@ -105,13 +108,14 @@ def _quantized(source: Source, precision: str, assembly_json: Path | None) -> Qu
                 " weights?"
             )
         size, inner = found.quantization.group_size, 1 if found.quantization.mxfp4 else -1
+        inner = 0 if name in transposed else inner
         fits = len(place.shape) == 2 if size == ROW else len(place.shape) in (2, 3) and not place.shape[inner] % size
         if not fits or place.dtype not in FLOAT_DTYPES:
             raise InputError(
                 f"{source.words(name)}: expected floats [out_features, in_features] with in_features a multiple of the "
                 f"group size {size or 1}; choose another group_size or precision"
             )
-    made = replace(found.quantization, bits=bits)
+    made = replace(found.quantization, bits=bits, transposed=transposed)
     if source.packing is not None and source.packing.stays:
         _check_packed(source, made, assembly_json)
     return made

@@ -9,7 +9,7 @@ import difflib
 import math
 import mmap
 import os
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn, Protocol
 
@@ -72,10 +72,12 @@ class Weights:
         maps: Mapping[str, np.ndarray],
         tensors: Mapping[str, TensorPlace],
         group_size: int | None = None,
+        transposed: Collection[str] = (),
     ):
         self.manifest_path = manifest_path
         self.precision = precision
         self.group_size = group_size
+        self._transposed = transposed
         self._paths = paths
         self._maps = maps
         self._tensors = tensors
@@ -93,7 +95,8 @@ class Weights:
         maps = {name: _map(path) for name, path in paths.items()}
         for name, info in manifest.tensors.items():
             _check_place(manifest_path, name, info, maps[info.file].size)
-        return cls(manifest_path, manifest.precision, paths, maps, manifest.tensors, manifest.group_size)
+        quantized = manifest.group_size, manifest.transposed
+        return cls(manifest_path, manifest.precision, paths, maps, manifest.tensors, *quantized)
 
     @property
     def checkpoint(self) -> object:
@@ -112,22 +115,24 @@ class Weights:
             return None
         names = quantized_names(self._tensors)
         if self.group_size == ROW:
-            return QuantizedTensors(ROW, dict.fromkeys(names, 8))
+            return QuantizedTensors(ROW, dict.fromkeys(names, 8), transposed=tuple(self._transposed))
         bits = {name: 8 * self.info(data_name(name)).shape[-1] // self.group_size for name in names}
         has_zeros, ordered = (
             any(part(name) in self._tensors for name in names) for part in (zero_points_name, order_name)
         )
-        return QuantizedTensors(self.group_size, bits, has_zeros, ordered, any(map(self._is_mxfp4, names)))
+        is_mxfp4, transposed = any(map(self._is_mxfp4, names)), tuple(self._transposed)
+        return QuantizedTensors(self.group_size, bits, has_zeros, ordered, is_mxfp4, transposed)
 
     def dequantized(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield all tensors under their names in the checkpoint, sorted.
 
-        Of a quantised one the numbers that its integers and scales stand for, float32.
+        Of a quantised one the numbers that its integers and scales stand for, float32, in the checkpoint's shape.
         """
         quantized = quantized_names(self._tensors)
         parts = {part(name) for name in quantized for part in (data_name, scales_name, zero_points_name, order_name)}
         for name in sorted({*self._tensors, *quantized} - parts):
-            yield name, self.dequantize(name) if data_name(name) in self._tensors else self[name]
+            array = self.dequantize(name) if data_name(name) in self._tensors else self[name]
+            yield name, array.T if name in self._transposed else array
 
     def dequantize(self, name: str) -> np.ndarray:
         """Return the numbers of a quantised tensor, float32.

@@ -5,7 +5,7 @@ Numbers that are not finite are refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -39,7 +39,8 @@ class Source:
     Every file was found, of the size it had when the manifest was made.
 
     tensors: by name; weights that are quantised already are one each, as the floats that they stand for, and stand in
-    `packed` besides.
+    `packed` besides. transposed: which are read as [out_features, in_features], and lie in the file as
+    [in_features, out_features].
     """
 
     folder: Path
@@ -47,10 +48,16 @@ class Source:
     tensors: Mapping[str, TensorPlace]
     packing: Packing | None = None
     packed: Mapping[str, PackedWeight] = field(default_factory=dict)
+    transposed: Collection[str] = ()
 
     def files(self) -> list[str]:
         """Return the files that hold tensors, sorted."""
         return sorted({place.file for place in self.manifest.tensors.values()})
+
+    def with_transposed(self, names: Collection[str]) -> Source:
+        """Return the same tensors, of which those named, matrices, are read transposed."""
+        turned = {name: replace(self.tensors[name], shape=self.tensors[name].shape[::-1]) for name in names}
+        return replace(self, tensors={**self.tensors, **turned}, transposed=names)
 
     def stays_packed(self, name: str) -> bool:
         """Return whether graphs take the integers of a tensor as the checkpoint has them."""
@@ -102,6 +109,11 @@ class Source:
         `buffer` is a uint8 array of PIECE_BYTES. Read, not mapped: a file that shrinks meanwhile is then an error, not
         a SIGBUS.
         """
+        if name in self.transposed:
+            stored = replace(self, tensors=self.manifest.tensors, transposed=()).array(name)
+            data = np.ascontiguousarray(stored.T).reshape(-1).view(np.uint8)
+            yield from (data[start : start + PIECE_BYTES] for start in range(0, data.size, PIECE_BYTES))
+            return
         if name in self.packed:
             packed = self._open(name)
             for rows in packed.blocks():

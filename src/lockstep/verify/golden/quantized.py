@@ -28,6 +28,8 @@ def weights_error(source: Source, weights: Weights) -> float:
         raise InputError(
             f"{weights.manifest_path}: expected quantised weights, found {weights.precision}; convert again"
         )
+    if weights.quantization is not None:
+        source = source.with_transposed(weights.quantization.transposed)
     worst = 0.0
     for name in quantized_names(dict.fromkeys(weights.names())):
         error, allowed = _steps(source, weights, name)

@@ -1,0 +1,62 @@
+"""Every family shape through the whole workflow, on each backend that runs on a CPU: a family works when that passes.
+
+`make test` takes them all through it in fp32, and one in small weights; the other precisions run at night.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from families import FAMILIES
+from whole_family import GROUP, failures, in_groups
+
+from lockstep.config.backends import backends
+from lockstep.targets import is_quantized
+from shared import Shared
+from some import some
+
+pytest.importorskip("openvino")
+BACKENDS = ("onnxruntime", "openvino")
+# Choices of experts that flip where bf16 rounds more than two router logits are apart, and a bound that is too narrow.
+REFUSED_BY_GOLDEN = ("mixtral", "phimoe", "dots1", "deepseek_v3", "gpt_oss", "gemma")
+
+
+def offered(quantized: bool) -> dict[str, list[str]]:
+    """Return the precisions besides fp32 that each backend offers on this CPU."""
+    settings = {name: backends()[name] for name in BACKENDS}
+    return {
+        name: [
+            precision
+            for precision in each.precisions
+            if precision != "fp32" and is_quantized(precision) == quantized and not each.lacks_here(precision)
+        ]
+        for name, each in settings.items()
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_passes_every_stage(shared: Shared, tmp_path: Path, family: str) -> None:
+    assert not failures(tmp_path, FAMILIES[family].config, dict.fromkeys(BACKENDS, ["fp32"]))
+
+
+@pytest.mark.parametrize("family", some(FAMILIES, "gpt2"))
+def test_a_family_passes_every_stage_in_w4a16(shared: Shared, tmp_path: Path, family: str) -> None:
+    """GPT-2 holds its weights transposed."""
+    targets = dict.fromkeys(BACKENDS, ["w4a16"])
+    assert not failures(tmp_path, in_groups(FAMILIES[family].config), targets, group_size=GROUP)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_passes_every_stage_in_16_bits(shared: Shared, tmp_path: Path, family: str) -> None:
+    lines = failures(tmp_path, FAMILIES[family].config, offered(quantized=False))
+    known = ("golden tiny/bf16/",) if family in REFUSED_BY_GOLDEN else ()
+    assert not [line for line in lines if not line.startswith(known)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_passes_every_stage_in_small_weights(shared: Shared, tmp_path: Path, family: str) -> None:
+    targets = {name: [one for one in precisions if one != "w4a16"] for name, precisions in offered(True).items()}
+    assert not failures(tmp_path, in_groups(FAMILIES[family].config), targets, group_size=GROUP)
