@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import checkpoints
 import numpy as np
 import pytest
 from demo_model import DEMO, ROOT
@@ -19,6 +20,8 @@ from lockstep.checkpoint import resolve
 from lockstep.checkpoint.resolve import describe
 from lockstep.config import load
 from lockstep.errors import InputError
+from lockstep.export.lora import transposed_layers
+from lockstep.export.tracer import meta_model
 from lockstep.targets import Results
 from lockstep.weights import source
 from lockstep.weights.check_adapters import resolve_adapters
@@ -92,6 +95,30 @@ def test_a_merged_weight_does_not_depend_on_the_order_in_which_a_cpu_adds(result
     assert changed > 100
 
 
+def test_the_model_says_how_a_square_weight_lies(tmp_path: Path) -> None:
+    """GPT-2's attn.c_proj is [in, out] and square: by its shape it was taken for [out, in], with exit code 0."""
+    config = {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 16}
+    meta = meta_model(config, "fp32")
+    random = np.random.default_rng(0)
+    shapes = {name: tuple(tensor.shape) for name, tensor in meta.state_dict().items() if name != "lm_head.weight"}
+    base = {name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    folder = checkpoints.write(tmp_path / "base", base, config=config)
+    checkpoint = resolve(str(folder), folder, tmp_path / "checkpoint.json")
+    modules = {"transformer.h.0.attn.c_proj": (8, 8), "transformer.h.0.attn.c_attn": (24, 8)}
+    lora = tensors(modules, 2, 0, size=1.0)
+    adapter = write(tmp_path / "a", 2, lora, lora_alpha=4, fan_in_fan_out=True)
+    manifest = resolve_adapters({"a": str(adapter)}, {"a": adapter}, checkpoint, 16, None, tmp_path / "adapters.json")
+    found = load_file(
+        merge(checkpoint, manifest, "a", tmp_path / "out", transposed_layers(config)) / "model.safetensors"
+    )
+    inputs = random.standard_normal((3, 8), np.float32)
+    for module in modules:
+        a, b = (lora[f"base_model.model.{module}.lora_{side}.weight"] for side in "AB")
+        expected = inputs @ base[f"{module}.weight"] + 2.0 * (inputs @ a.T) @ b.T  # as PEFT computes it
+        # Sums of 8 and of 2 products of float32 in another order.
+        np.testing.assert_allclose(inputs @ found[f"{module}.weight"], expected, rtol=1e-5, atol=1e-5)
+
+
 def test_a_merged_checkpoint_has_the_bases_files_and_says_what_the_adapter_says(
     results: Results, tmp_path: Path
 ) -> None:
@@ -131,7 +158,8 @@ def test_weights_that_are_stored_transposed_and_in_bf16_are_merged(tmp_path: Pat
     write(folder, 4, lora, fan_in_fan_out=True)
     checkpoint, manifest = resolve(str(base), base, tmp_path / "checkpoint.json"), tmp_path / "adapters.json"
     resolve_adapters({"a": str(folder)}, {"a": folder}, checkpoint, 16, None, manifest)
-    found = load_file(merge(checkpoint, manifest, "a", tmp_path / "out") / "model.safetensors")
+    merged = merge(checkpoint, manifest, "a", tmp_path / "out", {"transformer.h.0.attn.c_attn"})
+    found = load_file(merged / "model.safetensors")
     a, b = (lora[f"base_model.model.transformer.h.0.attn.c_attn.lora_{side}.weight"] for side in "AB")
     exact = weight.astype(np.float64) + 2.0 * (b.astype(np.float64) @ a.astype(np.float64)).T
     assert np.array_equal(found["h.0.attn.c_attn.weight"], exact.astype(ml_dtypes.bfloat16))

@@ -133,6 +133,8 @@ def _merge(project: Project, targets: tuple[str, ...], name: str | None, out: Pa
     Returns the model and the new checkpoint's folder. Raises InputError unless an adapter, a folder and one model with
     adapters are named.
     """
+    from lockstep.artifacts.checkpoint import CheckpointManifest
+    from lockstep.export.lora import transposed_layers  # loads torch
     from lockstep.stages import STAGES
     from lockstep.weights.merge import merge
 
@@ -144,7 +146,10 @@ def _merge(project: Project, targets: tuple[str, ...], name: str | None, out: Pa
             f"{', '.join(models)}; name the model"
         )
     results = project.results
-    return models[0], merge(results.checkpoint(models[0]), results.adapters(models[0]), name, out)
+    checkpoint = results.checkpoint(models[0])
+    with working(f"merging adapter {name!r}", line=False):
+        transposed = transposed_layers(CheckpointManifest.load(checkpoint).config)
+        return models[0], merge(checkpoint, results.adapters(models[0]), name, out, transposed)
 
 
 def _chosen(project: Project, targets: tuple[str, ...], entry: Stage) -> list[tuple[Any, ...]]:

@@ -29,6 +29,7 @@ from lockstep.artifacts.assembly import Assembly
 from lockstep.errors import InputError
 from lockstep.export.canonical import Graph, canonical_proto
 from lockstep.export.cut import INPUT_ORDER
+from lockstep.export.tracer import meta_model
 from lockstep.onnx_tools.rewriter import Emitter, Rewriter, attributes_of, typed_values
 
 _LAYER_SLOTS = ("previous", "current.")  # slots of a decoder layer's weights open so
@@ -151,6 +152,11 @@ def linear_layers(model: PreTrainedModel) -> set[str]:
     """Return the names of a model's linear layers, as PEFT finds them, but for routers that return more."""
     plain = torch.nn.Linear.forward, Conv1D.forward
     return {name for name, module in model.named_modules() if type(module).forward in plain}
+
+
+def transposed_layers(config: Mapping[str, Any]) -> set[str]:
+    """Return the names of the linear layers of a config.json whose weights are [in_features, out_features]."""
+    return {name for name, module in meta_model(config, "fp32").named_modules() if isinstance(module, Conv1D)}
 
 
 def _is_linear(assembly: Assembly, name: str, slot: str, linears: Collection[str] | None) -> bool:

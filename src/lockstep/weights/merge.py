@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import numpy as np
 
 from lockstep.artifacts.dtypes import numpy_dtype
-from lockstep.artifacts.places import TensorPlace
 from lockstep.errors import InputError
 from lockstep.weights.adapters import LoadedAdapter, open_adapters
 from lockstep.weights.source import PIECE_BYTES, Source, open_source
@@ -27,10 +26,12 @@ MODEL = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 
 
-def merge(checkpoint_json: Path, adapters_json: Path, name: str, out: Path) -> Path:
+def merge(checkpoint_json: Path, adapters_json: Path, name: str, out: Path, transposed: Collection[str] = ()) -> Path:
     """Write the checkpoint with one adapter merged into it.
 
-    name: of the adapter. out: the folder that is written, and returned.
+    name: of the adapter. out: the folder that is written, and returned. transposed: names of the model's linear layers
+    whose weights are [in_features, out_features], such as GPT-2's (`export.lora.transposed_layers`); a shape does not
+    tell, where it is square.
 
     Raises InputError where `out` is there, no adapter has this name, a file has changed since it was resolved, a number
     becomes too large for its dtype, and when the disk has no room; `out` is then as it was.
@@ -49,7 +50,7 @@ def merge(checkpoint_json: Path, adapters_json: Path, name: str, out: Path) -> P
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     temporary.mkdir()
     try:
-        _write(source, adapters[name], temporary / MODEL)
+        _write(source, adapters[name], temporary / MODEL, transposed)
         weights = {*source.files(), _INDEX}
         for file in source.manifest.files:
             if file.path not in weights:
@@ -60,7 +61,7 @@ def merge(checkpoint_json: Path, adapters_json: Path, name: str, out: Path) -> P
     return out
 
 
-def _write(source: Source, adapter: LoadedAdapter, path: Path) -> None:
+def _write(source: Source, adapter: LoadedAdapter, path: Path, transposed: Collection[str]) -> None:
     # Checkpoints of a bare decoder leave out the first part of the name ("transformer.").
     names = {f"{module}.weight": module for module in adapter.modules}
     modules = {name if name in source.tensors else name.partition(".")[2]: module for name, module in names.items()}
@@ -72,7 +73,7 @@ def _write(source: Source, adapter: LoadedAdapter, path: Path) -> None:
         yield memoryview(opening)
         for name in tensors:
             if name in modules:
-                yield from _merged(source, name, adapter, modules[name], buffer)
+                yield from _merged(source, name, adapter, modules[name], modules[name] in transposed, buffer)
             else:
                 yield from (piece.data for piece in source.pieces(name, buffer))
 
@@ -80,14 +81,19 @@ def _write(source: Source, adapter: LoadedAdapter, path: Path) -> None:
     write_stream(path, size, contents(), "merged")
 
 
-def _merged(source: Source, name: str, adapter: LoadedAdapter, module: str, buffer: np.ndarray) -> Iterator[memoryview]:
+def _merged(
+    source: Source, name: str, adapter: LoadedAdapter, module: str, transposed: bool, buffer: np.ndarray
+) -> Iterator[memoryview]:
     """Yield a weight's bytes with the adapter's product added.
 
     Pieces may end anywhere within a row.
     """
     place = source.tensors[name]
     a, b = (array.astype(np.float64) for array in adapter.modules[module])
-    left, right = _factors(place, a, b, f"{source.words(name)}: adapter {adapter.name!r}")
+    left, right = (a.T.copy(), b.T) if transposed else (b, a)
+    if place.shape != (left.shape[0], right.shape[1]):
+        where, expected = f"{source.words(name)}: adapter {adapter.name!r}", [left.shape[0], right.shape[1]]
+        raise InputError(f"{where}: expected a weight of the product's shape {expected}; check it again")
     left *= adapter.scale_of(module)
     columns, at, dtype = place.shape[1], 0, numpy_dtype(place.dtype)
     for piece, _ in source.finite_pieces(name, buffer):
@@ -113,16 +119,3 @@ def _product(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     for column, row in zip(left.T, right):
         total += np.multiply(column[:, None], row, out=term)
     return total
-
-
-def _factors(place: TensorPlace, a: np.ndarray, b: np.ndarray, where: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the two factors of what is added to a weight.
-
-    They are (rows, rank) and (rank, columns) of the weight as it is stored, which may be transposed. Raises InputError
-    where their product has another shape.
-    """
-    if place.shape == (b.shape[0], a.shape[1]):
-        return b, a
-    if place.shape == (a.shape[1], b.shape[0]):
-        return a.T.copy(), b.T
-    raise InputError(f"{where}: expected a product of shape {[b.shape[0], a.shape[1]]}, or transposed; check it again")
