@@ -202,6 +202,7 @@ def test_every_family_computes_what_transformers_does_with_the_adapter(family: s
     files, assembly = with_adapters(*exported, ROOM, linears)
     modules = sizes(assembly)
     assert not any(".experts." in name or name.endswith(("mlp.gate", ".router")) for name in modules)
+    assert set(modules) == {name for name in linears if ".layers." in name or ".h." in name}, "all that PEFT reaches"
     base = parity.checkpoint_tensors(model)
     arrays = tensors(modules, 5, seed=1)
     get = lambda name, side: arrays[f"base_model.model.{name}.lora_{side}.weight"]
@@ -449,7 +450,7 @@ def refused(lora: Results, folder: Path, max_lora_rank: int = 16, targets: Any =
     ({"lora_bias": True}, "expected bias 'none', found True"),
     ({"peft_type": "IA3"}, "expected peft_type LORA, found 'IA3'"),
     ({"init_lora_weights": "pissa"}, "expected weights that begin on the base as it is (init_lora_weights)"),
-    ({"alpha_pattern": {"(a|aa)*q_proj": 3}}, "expected names of modules in alpha_pattern, found {'(a|aa)*q_proj'"),
+    ({"alpha_pattern": {"(a|aa)*q_proj": 3}}, "simple regular expressions, found {'(a|aa)*q_proj'"),
     ({"rank_pattern": ["q_proj"]}, "expected names of modules in rank_pattern"),
     ({"alpha_pattern": {"q_proj": 0}}, "expected a finite lora_alpha other than 0, found 0"),
     ({"rank_pattern": {"q_proj": 3}}, "expected lora_A [3, in_features]"),
@@ -561,8 +562,8 @@ def test_modules_may_have_ranks_and_scales_of_their_own(lora: Results, tmp_path:
         arrays[f"{up}.lora_A.weight"] = np.ascontiguousarray(arrays[f"{up}.lora_A.weight"][:2])
         arrays[f"{up}.lora_B.weight"] = np.ascontiguousarray(arrays[f"{up}.lora_B.weight"][:, :2])
     own = {
-        "rank_pattern": {"mlp.up_proj": 2},
-        "alpha_pattern": {"^model.language_model.layers.0.self_attn.q_proj": 3, "up_proj": 5},
+        "rank_pattern": {r".*layers\.\d+\.mlp\.(up|down)_proj": 2},
+        "alpha_pattern": {r"^model.language_model.layers.[0]\.self_attn.q_proj$": 3, "up_proj": 5},
     }
     arrays = {name.replace("model.layers", "model.language_model.layers"): array for name, array in arrays.items()}
     folders = {"own": write(tmp_path / "own", 4, arrays, **own), "plain": write(tmp_path / "plain", 4, plain)}
@@ -666,6 +667,10 @@ def test_target_modules_narrow_what_graphs_take(shared: Shared) -> None:
         InputError, match=r"lora_target_modules: expected linear layers of the model \(.*qkv_proj.*found q_proj"
     ):
         with_adapters(*made, {**ROOM, "targets": ["q_proj", "qkv_proj"]})
+    linears = {"model.layers.0.mlp.odd_proj", "model.layers.0.self_attn.qkv_proj", "lm_head"}
+    with pytest.raises(InputError, match=r"lora_target_modules: expected .*qkv_proj.*found mlp.odd_proj, whose"):
+        with_adapters(*made, ROOM, linears)
+    with_adapters(*made, {**ROOM, "targets": ["qkv_proj"]}, linears)
 
 
 def test_an_assembly_whose_adapters_do_not_fit_its_graphs_is_refused(lora: Results, tmp_path: Path) -> None:

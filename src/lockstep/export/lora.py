@@ -12,6 +12,7 @@ what another adapter makes of a token may be infinite.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -33,7 +34,8 @@ from lockstep.export.tracer import meta_model
 from lockstep.onnx_tools.rewriter import Emitter, Rewriter, attributes_of, typed_values
 
 _LAYER_SLOTS = ("previous", "current.")  # slots of a decoder layer's weights open so
-_ROWS = "logit_rows"
+_ROWS, _KNOWN_ROWS = "logit_rows", ("num_tokens", "num_requests")
+_IN_LAYER = re.compile(r"\.\d+\.")
 
 
 def module_of(slot: str) -> str:
@@ -55,7 +57,7 @@ def with_adapters(
     None: all linear layers of the decoder layers. linears: names of the model's linear layers; what else is such a
     product (a router of experts) takes no adapters. None: all such products are taken for linear layers.
 
-    Raises InputError where no linear layer of a name, or none at all, is there.
+    Raises InputError where no linear layer of a name, or none at all, is there, and where one takes no adapters.
     """
     room, targets = (adapters["max_adapters"], adapters["max_lora_rank"]), adapters.get("targets")
     modules = {
@@ -66,11 +68,11 @@ def with_adapters(
         }
         for name, file in assembly.classes.items()
     }
-    known = {
-        modules[name][slot]
+    products = {
+        name: _products(Rewriter(onnx.ModelProto.FromString(files[file.file])), modules[name])
         for name, file in assembly.classes.items()
-        for slot in _products(Rewriter(onnx.ModelProto.FromString(files[file.file])), modules[name])
     }
+    known = {modules[name][slot] for name, slots in products.items() for slot in slots}
     if not known:
         raise InputError(
             "adapters: expected linear layers in decoder layers whose weights have the layers' own names in the "
@@ -79,6 +81,16 @@ def with_adapters(
     if missing := [target for target in targets or () if not any(fits(module, [target]) for module in known)]:
         found, asked = ", ".join(sorted(known)), ", ".join(missing)
         raise InputError(f"lora_target_modules: expected linear layers of the model ({found}), found {asked}")
+    parts = [part for layer in assembly.layers for part in layer.parts]
+    taken = {part.slots[slot][0].removesuffix(".weight") for part in parts for slot in products[part.graph]}
+    # The head, which is in no list of layers, takes no adapters of PEFT's either unless it is named.
+    lost = {name for name in linears or () if _IN_LAYER.search(name) and fits(name, targets) and name not in taken}
+    if lost:
+        kinds = [", ".join(sorted({_IN_LAYER.split(name)[-1] for name in names})) for names in (taken, lost)]
+        raise InputError(
+            f"lora_target_modules: expected linear layers that take adapters ({kinds[0]}), found {kinds[1]}, whose "
+            "products are none of a linear layer in the graphs; name there the modules that your adapters are of"
+        )
     adapted, classes, lora = dict(files), dict(assembly.classes), {}
     for name, file in assembly.classes.items():
         slots = [slot for slot, module in modules[name].items() if fits(module, targets)]
@@ -128,11 +140,15 @@ def add_lora(
 
 def _products(graph: Rewriter, slots: Collection[str]) -> dict[str, tuple[onnx.NodeProto, str]]:
     """Return {weight slot: its product, and whether its rows are num_tokens or num_requests}."""
-    types, products = typed_values(graph.model), {}
+    types, products, of_requests = typed_values(graph.model), {}, {_ROWS}
     for node in graph.nodes:
+        if of_requests & set(node.input):
+            of_requests |= set(node.output)
         if node.op_type == "Gemm" and node.input[1] in slots:
             rows, *_ = types[node.input[0]][1]
-            if rows in ("num_tokens", "num_requests"):
+            if isinstance(rows, str) and rows not in _KNOWN_ROWS:  # after a Reshape, as of state mixers
+                rows = "num_requests" if node.input[0] in of_requests else "num_tokens"
+            if rows in _KNOWN_ROWS:
                 products[node.input[1]] = (node, str(rows))
     return products
 

@@ -38,7 +38,9 @@ _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(?:
 # Codes as one row, two a byte: what shape they have stands in the weights' file, which a server may not have.
 _SHAPELESS = "bnb4"
 _EXPERT = re.compile(r"\.experts\.\d+\.")
-_NAME = re.compile(r"\^?[\w.]+")
+# Regular expressions as PEFT's users write them; what is repeated is one character, so that none takes for ever.
+_PATTERN = re.compile(r"\^?(?:(?:\\?[\w.]|\[[\w-]+\])[+*]?|\((?:\?:)?[\w|.]+\))+\$?")
+_MOST_REPEATS = 3
 # What a LoRA may have beside its rank and scale, and it computes the same.
 _HARMLESS = frozenset(
     {
@@ -164,10 +166,20 @@ def check_folder(folder: Path, checkpoint: CheckpointManifest, where: str) -> Ad
 
 
 def _of_module(config: Mapping[str, Any], pattern: str, key: str, module: str) -> Any:
-    """Return what a pattern says of a module, as PEFT reads it: the first name that is the module's or its end's."""
+    """Return what a pattern says of a module, as PEFT reads it: the first that is the module's name or its end."""
     named = config.get(pattern) or {}
-    whole = (each for each in named if module == each.removeprefix("^") or module.endswith(f".{each}"))
-    return named.get(next(whole, None), config[key])
+    return next((value for name, value in named.items() if re.match(rf"(.*\.)?({name})$", module)), config[key])
+
+
+def _is_pattern(text: str) -> bool:
+    """Return whether a key of `rank_pattern` is a regular expression that is taken."""
+    if not _PATTERN.fullmatch(text) or sum(map(text.count, "+*")) > _MOST_REPEATS:
+        return False
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
 
 
 def _scale(config: Mapping[str, Any], module: str) -> float:
@@ -189,9 +201,8 @@ def _read_config(folder: Path, where: str) -> dict[str, Any]:
         refuse("peft_type LORA", shorten(config.get("peft_type")), "other kinds of adapters cannot be used")
     for key in ("rank_pattern", "alpha_pattern"):
         named = config.get(key) or {}
-        # PEFT takes the keys for regular expressions; those that are names mean the same, and cannot take for ever.
-        if not isinstance(named, Mapping) or not all(map(_NAME.fullmatch, named)):
-            refuse(f"names of modules in {key}", shorten(config[key]), _RETRAIN)
+        if not isinstance(named, Mapping) or not all(map(_is_pattern, named)):
+            refuse(f"names of modules in {key}, or simple regular expressions", shorten(config[key]), _RETRAIN)
     for rank in (config.get("r"), *(config.get("rank_pattern") or {}).values()):
         if type(rank) is not int or rank < 1:
             refuse("a rank (r) of 1 or more", shorten(rank), "correct it")

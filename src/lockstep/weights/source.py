@@ -217,8 +217,9 @@ def open_source(checkpoint_json: Path) -> Source:
     headers, _ = language_tensors(
         {name: place for file in source.files() for name, place in read_header(source.folder / file).items()}
     )
+    places = set(headers.values())  # a tied head without its embedding is named as that
     for name, place in sorted(source.tensors.items()):
-        if headers.get(name) != place:
+        if headers.get(name, place) != place or place not in places:
             raise InputError(
                 f"{source.words(name)}: expected it at bytes {place.offset}+{place.length}, found the "
                 f"file's header changed; resolve the checkpoint again"
