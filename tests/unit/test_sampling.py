@@ -1,5 +1,9 @@
 """Sampling: greedy, temperature, top-k, top-p, min-p, penalties, lists; seeded without state; and what is refused."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -143,6 +147,27 @@ def test_lists_move_and_ban_tokens():
     assert draw(Sampling(bad_words=((1,),)), 2) == [3, 3]
     assert draw(Sampling(bad_words=((1, 1),)), 4) == [1, 3, 1, 3]
     assert draw(Sampling(min_tokens=2), 4, stop_ids=frozenset({1})) == [3, 3, 1, 1]
+
+
+_ON_ANY_CPU = """
+import numpy as np
+from lockstep.step.sampling import Sampling, log_probabilities, probabilities
+random = np.random.default_rng(0)
+for size in range(2, 202):
+    logits = random.normal(0, 3, size).astype(np.float32)
+    order = np.argsort(-logits, kind="stable").tolist()
+    for count in range(min(size, 20) + 1):
+        assert [token for token, _ in log_probabilities(logits, 0, count).top] == order[:count], (size, count)
+    kept = probabilities(logits, Sampling(temperature=1.0, top_k=size // 2))
+    assert set(np.flatnonzero(kept)) == set(order[: size // 2] or order), size
+"""
+
+
+@pytest.mark.parametrize("disabled", ["", "X86_V4 X86_V3 AVX512_ICL AVX512_SPR"])
+def test_the_likeliest_are_found_on_any_cpu(disabled: str) -> None:
+    """NumPy's `partition` without AVX2 leaves what it was not asked to place in another order."""
+    environment = {**os.environ, "NPY_DISABLE_CPU_FEATURES": disabled, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", _ON_ANY_CPU], check=True, env=environment)
 
 
 def test_log_probabilities_are_those_of_the_model():

@@ -298,15 +298,15 @@ def _nucleus(weights: np.ndarray, top_p: float) -> tuple[int, np.float32]:
     As (number, least).
     """
     wanted, count = top_p * float(weights.sum(dtype=np.float64)), 512
-    while count < len(weights):  # most of the sum lies in few tokens: sort these only
-        largest = np.partition(weights, -count)[-count:]
-        if largest.sum(dtype=np.float64) >= wanted:
-            weights = largest
+    while True:  # most of the sum lies in few tokens: sort these only
+        count = min(count, len(weights))
+        ordered = np.sort(np.partition(weights, -count)[-count:])[::-1]
+        # In one order, whatever order this CPU's `partition` leaves.
+        sums = np.cumsum(ordered, dtype=np.float64)
+        if count == len(weights) or sums[-1] >= wanted:
             break
         count *= 8
-    ordered = np.sort(weights)[::-1]
-    before = np.cumsum(ordered, dtype=np.float64) - ordered
-    number = int(np.searchsorted(before, wanted))
+    number = int(np.searchsorted(sums - ordered, wanted))
     return number, ordered[number - 1]
 
 
@@ -344,6 +344,6 @@ def log_probabilities(logits: np.ndarray, token: int, count: int) -> Logprobs:
     total = largest + math.log(np.exp(logits - np.float32(largest)).sum(dtype=np.float64))
     top = np.arange(len(logits))
     if count < len(logits):
-        top = np.flatnonzero(logits >= np.partition(logits, -count - 1)[-count]) if count else top[:0]
+        top = np.flatnonzero(logits >= np.partition(logits, -count)[-count]) if count else top[:0]
     top = top[np.lexsort((top, -logits[top]))][:count]
     return Logprobs(float(logits[token]) - total, tuple((int(i), float(logits[i]) - total) for i in top))
