@@ -45,5 +45,7 @@ INSIDE = {
     "gpu.executor": "the parts of a step, each repeated alone",
     "gpu.ranks.group": "the same",
     "gpu.ranks.rank": "the same",
-    "onnx_tools.metrics": "how far logits are apart",
+    "onnx_tools.judge": "how far logits are apart",
+    # `models` and `gpu`
+    "tolerances": "how far they may be",
 }

@@ -30,6 +30,7 @@ from benchmarks.measure import deliver, surroundings
 from benchmarks.published import FAMILIES
 from lockstep import InputError
 from lockstep.artifacts.files import write_json
+from lockstep.tolerances import EXPORT
 
 OPTIONS = (
     options.Option("names", metavar="[FAMILY|TYPE]...", many=True),
@@ -44,7 +45,6 @@ RESULTS = {
     WRONG: "passes the export's gates and gives other logits than transformers",
     BROKEN: "ends in an error that is no refusal",
 }
-TOLERANCE = 1e-4  # of the logits' standard deviation; fp32 sums in another order give 1e-6 to 2e-5
 OWN_ERRORS = 4  # times what transformers in fp32 differs from itself in fp64, where that is more; fp16 from fp32
 _CPU_SECONDS = 300
 _WALL_SECONDS = 1500  # for machines that do other work too
@@ -104,7 +104,7 @@ def run(
 def _record(records: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     return {
         "benchmark": "models",
-        "tolerance": TOLERANCE,
+        "tolerance": EXPORT,
         "families": {name: record for name, record in records.items() if name in FAMILIES},
         "models": {name: record for name, record in records.items() if name not in FAMILIES},
         **surroundings(*PACKAGES, threads=1),

@@ -21,7 +21,7 @@ import transformers
 from tests import lifelike
 
 import lockstep
-from benchmarks.models import BROKEN, NO_MODEL, OWN_ERRORS, REFUSED, TOLERANCE, WORKS, WRONG
+from benchmarks.models import BROKEN, NO_MODEL, OWN_ERRORS, REFUSED, WORKS, WRONG
 from benchmarks.published import FAMILIES, Published
 from lockstep import Advance, Assembly, InputError, Model, Results
 from lockstep.artifacts.document import ValidationError
@@ -34,6 +34,7 @@ from lockstep.export.small_configs import small_configs
 from lockstep.export.torch_model import cut_config, load_folder
 from lockstep.export.tracer import meta_model
 from lockstep.export.unique_layers import signatures
+from lockstep.tolerances import EXPORT
 
 _MAX_PARAMETERS = 150_000_000  # 600 MB
 _MAX_TRIES = 2
@@ -115,7 +116,7 @@ def try_config(config: Mapping[str, Any], folder: Path, half: bool) -> dict[str,
         "classes": len(assembly.classes),
         "kinds": len(assembly.variants),
     }
-    if error > max(TOLERANCE, OWN_ERRORS * own):  # weights may be so unlucky that fp32 itself is no better
+    if error > max(EXPORT, OWN_ERRORS * own):  # weights may be so unlucky that fp32 itself is no better
         return {"result": WRONG, "reason": f"logits differ by {error:.1e} of their standard deviation", **record}
     if half and not refusal and np.isfinite(own_16) and not error_16 <= OWN_ERRORS * own_16:
         reason = (

@@ -35,7 +35,7 @@ _API = {
     "Speculation": ("runtime", "Speculation"),
     "Target": ("targets", "Target"),
     "Tokenizer": ("runtime", "Tokenizer"),
-    "Tolerances": ("targets", "Tolerances"),
+    "Tolerances": ("tolerances", "Tolerances"),
     "Weights": ("weights", "Weights"),
     "build_engines": ("backends", "build"),
     "check_golden": ("verify.golden.check", "check_engines"),

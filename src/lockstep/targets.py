@@ -56,68 +56,6 @@ class Limits:
     max_num_tokens: int = 512
 
 
-# The rounding of each precision, in units of fp16's, of what is not in the weights. fp32 is 2^13 times finer in one
-# rounding, but a sum of thousands of numbers rounds at each of them, in another order in each library: 2^5 for that.
-# Engines with integer weights cut activations in parts that are finer than 16 bits: on two CPU backends their errors
-# are 0.03 of fp16's for the demo, and 0.1 for all layers of SmolLM2, whose groups have outliers.
-# Where activations are of 8 bits, the noise is measured on a model that rounds them too. A difference of any size makes
-# another integer the nearest one somewhere, and layers later as many as fp16's: so it is fp16's, undivided.
-ROUNDING = {
-    "fp32": 2**-8,
-    "fp16": 1.0,
-    "bf16": 8.0,
-    "w8a16": 2**-2,
-    "w4a16": 2**-2,
-    "w8a8": 1.0,
-    "w4a8": 1.0,
-    "w8a8-fp8": 1.0,
-}
-# How many times what a precision costs may one number be off? An engine's roundings are other ones than those that were
-# measured: of a row of logits up to 1.6 times (fp16) and 4 times (bf16) are seen.
-NOISE = 6.0
-# The error of an engine beside its own graph on the same inputs, relative to the size of what comes out: other orders
-# of accumulation (fp32: 6e-5 is seen), and rounding where one of the two libraries has none (fp16: 4e-3 is seen).
-BESIDE_GRAPH = {
-    "fp32": 1e-4,
-    "fp16": 1e-2,
-    "bf16": 8e-2,
-    # A quarter of fp16's, as `ROUNDING` has it: a part of an activation is as fine as the largest of its group is. Of
-    # rows with outliers 1.24e-3 is seen (SmolLM2).
-    "w8a16": 2.5e-3,
-    "w4a16": 2.5e-3,
-    # Now and then a value is nearest to another integer, which is 1/127 of the row's largest away: 0.0144 is seen.
-    "w8a8": 5e-2,
-    "w4a8": 5e-2,
-    "w8a8-fp8": 0.4,  # now and then an activation is nearest to another e4m3 number, 1/16 away: 0.22 is seen in fp16
-}
-
-
-@dataclass(frozen=True)
-class Tolerances:
-    """The errors that pass.
-
-    block: of a block, an attention or a layer, relative to the size of the values. logits: of a logit, absolute. None:
-    so many times (`noise`) what the precision itself costs on the model, which is measured in fp16 and is `rounding`
-    times as much (`verify.noise`).
-    """
-
-    block: float | None = None
-    logits: float | None = None
-    noise: float = NOISE
-    rounding: float = ROUNDING["fp32"]
-
-    @classmethod
-    def of(cls, precision: str) -> Tolerances:
-        """Return those of a precision by default."""
-        return cls(rounding=ROUNDING[precision])
-
-    @property
-    def beside_graph(self) -> float:
-        """Return the error that passes of an engine beside its graph, relative to the size of what comes out."""
-        precision = next(name for name, rounding in ROUNDING.items() if rounding == self.rounding)
-        return BESIDE_GRAPH[precision] if self.block is None else self.block
-
-
 WILDCARDS = ("model", "precision", "layers", "backend")  # of paths, in the order of a target's name
 
 

@@ -37,14 +37,14 @@ GATES = ("build", "validate", "compare", "golden", "adapted")
 class Setting:
     """Settings that all cases of a run share.
 
-    tolerance: what the gates are given, by precision ("noise" and "rounding" as of `Tolerances`, and "compare" for an
-    engine beside its graph). judged: the largest difference of a logit that is no harm.
+    tolerance: what the gates are given, by precision, as `Tolerances` takes it. judged: the largest difference of a
+    logit that is no harm.
     """
 
     work: str
     backend: str
     options: Mapping[str, Any]
-    tolerance: Mapping[str, Mapping[str, float]]
+    tolerance: Mapping[str, Mapping[str, Any]]
     judged: Mapping[str, float]
 
 
@@ -86,9 +86,10 @@ class Case:
 
     def validate(self) -> str | None:
         """Graphs against torch. Needs it."""
+        tolerances = Tolerances(self.precision, noise=self.tolerance["noise"])
         return self.message(
             lambda: lockstep.validate_graphs(
-                self.assembly, self._weights, self.results.checkpoint(self.name), self.model.layers, self._tolerances,
+                self.assembly, self._weights, self.results.checkpoint(self.name), self.model.layers, tolerances,
                 self.model.limits["max_seq_len"], self.folder / "validate.json", self.name,
             )
         )  # fmt: skip
@@ -97,9 +98,7 @@ class Case:
         """Each engine with its graph."""
         out = self.folder / "compare.json"
         return self.message(
-            lambda: lockstep.compare_engines(
-                assembly, self._weights, engines, self.tolerance["compare"], self._limits, out
-            )
+            lambda: lockstep.compare_engines(assembly, self._weights, engines, self._tolerances, self._limits, out)
         )
 
     def golden(self, assembly: Path, engines: Path) -> str | None:
@@ -137,7 +136,7 @@ class Case:
 
     @property
     def _tolerances(self) -> Tolerances:
-        return Tolerances(noise=self.tolerance["noise"], rounding=self.tolerance["rounding"])
+        return Tolerances(**self.tolerance)
 
     def logits(
         self, assembly: Path, engines: Path, scenarios: Mapping[str, harm.Scenario] | None = None

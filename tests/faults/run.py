@@ -30,12 +30,15 @@ from faults.table import FAULTS
 from lockstep import CheckError, InputError
 from lockstep.backends.cpu import THREADS_VARIABLE, thread_count
 from lockstep.config.backends import backends
-from lockstep.targets import Tolerances, is_quantized
+from lockstep.targets import is_quantized
+from lockstep.tolerances import NOISE, Tolerances
 
-PRECISIONS = ("fp32", "fp16", "w8a16", "w4a16", "w8a8-fp8")
+PRECISIONS = ("fp32", "fp16", "bf16", "w8a16", "w4a16", "w8a8", "w4a8", "w8a8-fp8")
 LOCAL_BACKENDS = ("onnxruntime", "openvino")  # that run in this Python
 # The largest difference of a logit that is no harm: a number, for harm is judged without the gates.
-HARMLESS = {"fp32": 1e-3, "fp16": 5e-2, "w8a16": 2e-2, "w4a16": 2e-2, "w8a8-fp8": 2e-2}
+HARMLESS = {
+    "fp32": 1e-3, "fp16": 5e-2, "bf16": 0.4, "w8a16": 2e-2, "w4a16": 2e-2, "w8a8": 2e-2, "w4a8": 2e-2, "w8a8-fp8": 2e-2,
+}  # fmt: skip
 _PACKAGES = ("onnx", "onnxruntime", "polygraphy", "torch", "transformers")
 Progress = Callable[[dict[str, Any]], None]
 
@@ -78,8 +81,9 @@ def run(
     options: of the build. work: a scratch folder.
     loosen: so many times the default tolerances for the gates. checkpoint: of Llama's kind, in place of the demo's.
     """
+    precisions = [precision for precision in precisions if precision in backends()[backend].precisions]
     judged = {precision: HARMLESS[precision] for precision in precisions}
-    given = {precision: _tolerances(backend, precision, loosen) for precision in precisions}
+    given = {precision: asdict(Tolerances(precision, backend, loosen * NOISE)) for precision in precisions}
     cases = [(fault.name, precision) for fault in faults for precision in precisions if precision in fault.precisions]
     rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
 
@@ -114,13 +118,6 @@ def run(
                 if progress is not None:
                     progress(found())
     return found()
-
-
-def _tolerances(backend: str, precision: str, loosen: float) -> dict[str, float]:
-    """Return the default tolerances, loosened."""
-    default = Tolerances.of(precision)
-    compare = backends()[backend].compare_tolerance(precision, default.beside_graph)
-    return {"noise": loosen * default.noise, "rounding": default.rounding, "compare": loosen * compare}
 
 
 def check(record: Mapping[str, Any]) -> None:

@@ -11,7 +11,8 @@ from test_gpu_run import FORMS
 from lockstep import backends
 from lockstep.artifacts.files import read_json
 from lockstep.runtime import Advance, Decoding, Model, Request, Tokenizer
-from lockstep.targets import BESIDE_GRAPH, Limits
+from lockstep.targets import Limits
+from lockstep.tolerances import Tolerances
 from lockstep.verify import compare
 
 pytestmark = pytest.mark.parametrize("backend, precision, options", FORMS, indirect=["backend"], scope="module")
@@ -82,6 +83,6 @@ def test_steps_without_adapters_run_engines_without_room(models):
 
 def test_engines_compute_what_their_graphs_do(models, tmp_path):
     _, _, precision, engines, assembly, weights = models
-    out = compare.run(assembly, weights, engines, BESIDE_GRAPH[precision], Limits(), tmp_path / "compare.json")
+    out = compare.run(assembly, weights, engines, Tolerances(precision), Limits(), tmp_path / "compare.json")
     report = read_json(out)
     assert {"middle", "middle.base", "exit", "exit.base"} < set(report["engines"])

@@ -7,7 +7,8 @@ from test_gpu_run import FORMS
 
 from lockstep import backends
 from lockstep.artifacts.files import read_json
-from lockstep.targets import BESIDE_GRAPH, Limits
+from lockstep.targets import Limits
+from lockstep.tolerances import Tolerances
 from lockstep.verify import compare
 
 
@@ -15,7 +16,7 @@ from lockstep.verify import compare
 def test_engines_compute_what_their_graphs_do(demo, tmp_path, backend, precision, options):
     assembly, tensors = demo.assembly("demo-llama", precision), demo.weights("demo-llama", precision)
     engines = backends.build(assembly, backend, tmp_path / "engines" / "engines.json", options)
-    tolerance = BESIDE_GRAPH[precision]
+    tolerance = Tolerances(precision)
     report = read_json(compare.run(assembly, tensors, engines, tolerance, Limits(), tmp_path / "compare.json"))
     assert set(report["engines"]) == {name for name in read_json(engines)["engines"] if not name.endswith(".rotary")}
     assert {run["profile"] for run in report["engines"]["middle"]["runs"]} == {0, 1, 2}

@@ -10,7 +10,8 @@ from lockstep import backends
 from lockstep.backends.cuda.kernels_file import multiply
 from lockstep.onnx_tools.cut_products import Product
 from lockstep.runtime import Advance, Model
-from lockstep.targets import BESIDE_GRAPH, Limits
+from lockstep.targets import Limits
+from lockstep.tolerances import Tolerances
 from lockstep.verify import compare
 
 # (out_features of each, in_features): rows that are no multiple of what a block or a warp takes; several weights of one
@@ -113,4 +114,4 @@ def test_logits_are_those_of_onnx_runtime(quantized_demo, tmp_path, backend, pre
 def test_engines_of_e4m3_compute_what_their_graphs_do(quantized_demo, tmp_path, backend):
     assembly, tensors = (of("demo-llama", "w8a8-fp8") for of in (quantized_demo.assembly, quantized_demo.weights))
     engines = backends.build(assembly, backend, tmp_path / "engines" / "engines.json", LIMITS)
-    compare.run(assembly, tensors, engines, BESIDE_GRAPH["w8a8-fp8"], Limits(), tmp_path / "compare.json")
+    compare.run(assembly, tensors, engines, Tolerances("w8a8-fp8"), Limits(), tmp_path / "compare.json")

@@ -10,11 +10,12 @@ from lockstep import backends
 from lockstep.backends.tensorrt_rtx.gpu import why_not
 from lockstep.runtime import Model, Tokenizer
 from lockstep.targets import Limits
+from lockstep.tolerances import Tolerances
 from lockstep.verify import compare
 
 
-@pytest.mark.parametrize("precision, tolerance", [("fp32", 1e-4), ("fp16", 1e-2)])
-def test_tokens_and_numbers_are_those_of_onnx_runtime(demo, tmp_path, precision, tolerance):
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_tokens_and_numbers_are_those_of_onnx_runtime(demo, tmp_path, precision):
     if reason := why_not(None):
         pytest.skip(reason)
     assembly, tensors = demo.assembly("demo-llama", precision), demo.weights("demo-llama", precision)
@@ -25,4 +26,4 @@ def test_tokens_and_numbers_are_those_of_onnx_runtime(demo, tmp_path, precision,
     prompts = [tokenizer.encode(text) for text in PROMPTS]
     expected, found = (decode(Model.open(engines, assembly, tensors), prompts) for engines in built)
     assert np.array_equal(found, expected)
-    compare.run(assembly, tensors, built[1], tolerance, Limits(), tmp_path / "compare.json")
+    compare.run(assembly, tensors, built[1], Tolerances(precision, "tensorrt_rtx"), Limits(), tmp_path / "compare.json")

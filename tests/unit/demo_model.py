@@ -11,4 +11,4 @@ DEMO = ROOT / "resources" / "demo-llama"
 CONFIG = load.load(yaml.safe_load((ROOT / "config" / "config.yaml").read_text()))
 GOLDEN = CONFIG.models["demo-llama"].golden
 LIMITS = CONFIG.limits.plain()
-TOLERANCES = {precision: CONFIG.tolerance("demo-llama", precision) for precision in ("fp32", "fp16")}
+TOLERANCES = {precision: CONFIG.tolerance("demo-llama", precision, "onnxruntime") for precision in ("fp32", "fp16")}

@@ -98,7 +98,7 @@ def checked(results: Results, precision: str, out: Path) -> AdaptedReport:
             results.adapters("model"),
             results.quantized_adapted_reference("model", precision, "all"),
             Target("model", precision, "all", "onnxruntime"),
-            CONFIG.tolerance("demo-lora", precision),
+            CONFIG.tolerance("demo-lora", precision, "onnxruntime"),
             Limits(**LIMITS),
             out,
         )

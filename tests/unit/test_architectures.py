@@ -18,7 +18,8 @@ from families import FAMILIES, WINDOW, Family, some_families
 from lockstep.artifacts.assembly import Assembly
 from lockstep.export.torch_model import cut_config, load_folder
 from lockstep.runtime import Advance, Decoding, Engine, Model, Request
-from lockstep.targets import Limits, Results, Target, Tolerances
+from lockstep.targets import Limits, Results, Target
+from lockstep.tolerances import Tolerances
 from lockstep.verify import validate
 from lockstep.verify.golden.check import check_engines
 from lockstep.verify.golden.reference import make_reference
@@ -169,7 +170,7 @@ def test_the_first_layers_alone_are_those_of_the_cut_model(built, layers):
 
 def test_validation_and_golden_check_pass(built):
     results = built.results
-    tolerances = Tolerances(block=built.family.tolerance, logits=built.family.tolerance)
+    tolerances = Tolerances("fp32", block=built.family.tolerance, logits=built.family.tolerance)
     checkpoint, assembly, weights = (
         results.checkpoint(NAME),
         results.assembly(NAME, "fp32"),

@@ -618,7 +618,8 @@ MEMORY = """
 import sys, threading, time
 from pathlib import Path
 from lockstep.verify.bisect import run
-from lockstep.targets import Results, Target, Tolerances
+from lockstep.targets import Results, Target
+from lockstep.tolerances import Tolerances
 
 def anonymous():
     return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("RssAnon"))

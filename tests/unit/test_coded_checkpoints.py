@@ -132,8 +132,8 @@ def test_engines_say_what_the_numbers_say(shared, tmp_path, layout, precision):
         refer(results, precision, 2, ASKED)
         assert 0 < Drift.load(results.drift("model", precision, 2)).max_weight_error < 1.001  # quantised again
         reference = results.quantized_reference("model", precision, 2)
-    tolerance = CONFIG.tolerance("demo-llama", precision)
-    validate.run(assembly, weights, results.checkpoint("model"), 2, tolerance, 96, tmp_path / "validate.json")
+    of_graphs, tolerance = (CONFIG.tolerance("demo-llama", precision, backend) for backend in (None, "onnxruntime"))
+    validate.run(assembly, weights, results.checkpoint("model"), 2, of_graphs, 96, tmp_path / "validate.json")
     check_engines(
         assembly, weights, results.engines("model", precision, "onnxruntime"), reference,
         Target("model", precision, 2, "onnxruntime"), tolerance, LIMITS, tmp_path / "golden.json",

@@ -184,7 +184,7 @@ def test_an_engine_that_is_wrong_far_on_in_chunks_or_in_one_row_is_caught_by_bot
         rf"(attention|key_out): expected an error of at most",
     ):
         compare.run(
-            assembly, weights, engines, TOLERANCES[precision].beside_graph, CONFIG.limits.plain(),
+            assembly, weights, engines, TOLERANCES[precision], CONFIG.limits.plain(),
             tmp_path / "compare.json", threads=1,
         )  # fmt: skip
     with pytest.raises(CheckError, match=said):

@@ -15,7 +15,8 @@ from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.backends import build
 from lockstep.errors import CheckError, InputError
 from lockstep.step.host import HostExecutor
-from lockstep.targets import Target, Tolerances
+from lockstep.targets import Target
+from lockstep.tolerances import Tolerances
 from lockstep.verify.golden.check import check_engines
 from lockstep.verify.metrics import failed_path
 
@@ -213,7 +214,7 @@ def test_a_token_nearly_as_likely_is_accepted_and_reported(copy, tmp_path):
     logits = step_logits(copy, 2)
     second, first = np.argsort(logits)[-2:].tolist()
     gap = float(logits[first] - logits[second])
-    wide = Tolerances(0, gap * 1.01)
+    wide = Tolerances("fp32", logits=gap * 1.01)
     report = read_json(check(copy, tmp_path, tolerance=wide, expected=[None] * 4))
     difference = {"step": 2, "reference": second, "found": first, "gap": gap, "accepted": True}
     (found,) = report["prompts"][0]["differences"]
@@ -223,7 +224,7 @@ def test_a_token_nearly_as_likely_is_accepted_and_reported(copy, tmp_path):
     assert not report["prompts"][0]["tokens_equal"]
     assert report["prompts"][0]["alone_equal"]
     fails(
-        copy, tmp_path / "narrow", "step 2, decoding freely", tolerance=Tolerances(0, gap * 0.99),
+        copy, tmp_path / "narrow", "step 2, decoding freely", tolerance=Tolerances("fp32", logits=gap * 0.99),
         expected=[None] * 4, out=tmp_path / "narrow" / "check.json", speed_out=tmp_path / "narrow" / "check.speed.json",
     )  # fmt: skip
 
@@ -239,7 +240,9 @@ def test_an_unlikely_token_is_not_accepted_for_a_small_gap(copy, tmp_path):
     edit_reference(copy, prefer_the_last)
     second, largest = np.sort(step_logits(copy, 2))[-2:].tolist()
     gap = largest - second
-    fails(copy, tmp_path, "step 2, decoding freely", tolerance=Tolerances(0, gap * 1.01), expected=[None] * 4)
+    fails(
+        copy, tmp_path, "step 2, decoding freely", tolerance=Tolerances("fp32", logits=gap * 1.01), expected=[None] * 4
+    )
 
 
 def test_a_text_other_than_the_configs_fails_and_both_are_shown(references, tmp_path):

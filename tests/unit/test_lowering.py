@@ -134,7 +134,7 @@ def test_fp32_made_from_fp16_products_may_differ_by_fp16s_last_bits():
     )
     check_same(whole, Prepared(parts, [], {"weight": ["weight"]}))
     wrong = onnx.parser.parse_model(text.replace("PRODUCT", halves.replace("Add", "Sub")))
-    with pytest.raises(CheckError, match="output key: expected the rewritten graph to give the same within"):
+    with pytest.raises(CheckError, match="output key: expected an error of at most .* rewritten graph is another"):
         check_same(whole, Prepared(wrong, [], {"weight": ["weight"]}))
 
 

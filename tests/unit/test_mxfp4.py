@@ -110,12 +110,13 @@ def test_engines_take_the_codes_from_the_checkpoints_own_file(checkpoint, tmp_pa
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_gates_hold_engines_to_the_checkpoint(checkpoint, tmp_path, backend):
     logits_of(checkpoint, "w4a16", backend, tmp_path)
-    results, tolerance = Results(tmp_path), TOLERANCES.tolerance("demo-llama", "w4a16")
+    results = Results(tmp_path)
+    of_graphs, tolerance = (TOLERANCES.tolerance("demo-llama", "w4a16", name) for name in (None, backend))
     reference, terms = results.quantized_reference("m", "w4a16", "all"), GoldenTerms(8, ("The cat",), 40)
     paths = results.assembly("m", "w4a16"), results.weights("m", "w4a16"), results.checkpoint("m")
     make_reference(paths[2], "all", terms, reference, paths[1])
     assert Drift.load(results.drift("m", "w4a16", "all")).max_weight_error == 0
-    validate.run(*paths, "all", tolerance, 40, tmp_path / "validate.json")
+    validate.run(*paths, "all", of_graphs, 40, tmp_path / "validate.json")
     check_engines(
         *paths[:2], results.engines("m", "w4a16", backend), reference, Target("m", "w4a16", "all", backend), tolerance,
         replace(LIMITS, max_seq_len=48), tmp_path / "golden.json", tmp_path / "speed.json",

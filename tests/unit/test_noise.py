@@ -13,54 +13,33 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lockstep.artifacts.files import read_json, sha256_file, write_json
-from lockstep.artifacts.reports import TensorError
 from lockstep.checkpoint import resolve
 from lockstep.errors import CheckError
-from lockstep.onnx_tools.metrics import Difference, difference
-from lockstep.targets import NOISE, Limits, Results, Target, Tolerances
+from lockstep.onnx_tools.judge import Spread, within
+from lockstep.targets import Limits, Results, Target
+from lockstep.tolerances import NOISE, Tolerances
 from lockstep.verify import validate
 from lockstep.verify.golden.check import check_engines
 from lockstep.verify.golden.reference import make_reference
 from lockstep.verify.golden.teacher_forced import logit_noise
 from lockstep.verify.golden.terms import GoldenTerms
-from lockstep.verify.noise import LogitBounds, LogitNoise, Spread, beside_noise, spread, wrong
+from lockstep.verify.noise import LogitBounds, LogitNoise
 from lockstep.verify.rounded import Rounded
 from lockstep.weights import convert
 
 OUTLIERS, OUTLIER = (5, 77), 100.0  # channels of the residual stream, as trained models have them
 TARGET = Target("demo-llama", "fp16", 2, "onnxruntime")
-FP16 = Tolerances.of("fp16")
+FP16 = Tolerances("fp16")
 
 
 # --- the numbers ---
 
 
-def judged(error: Spread, tolerances: Tolerances, noise: Spread = Spread(0.01, 0.002)) -> TensorError:
-    return beside_noise("key", Difference(0.1, 0.1, 1.0), error, noise, tolerances)
-
-
-def test_a_number_is_off_relative_to_the_row_that_it_stands_in():
-    """The row of a massive activation lends its size to no other."""
-    expected = np.array([[1000.0, 1.0], [0.001, 0.001]])
-    assert spread(expected, expected + [[0, 0], [1e-4, 0]]).largest == pytest.approx(0.1)
-    assert spread(expected, expected + [[1.0, 0], [0, 0]]).largest == pytest.approx(1e-3)
-    nan = np.full((2, 2), np.nan)
-    error = beside_noise("key", difference(expected, nan), spread(expected, nan), Spread(1, 1), FP16)
-    assert "found NaN" in wrong("key", error, FP16)
-
-
-def test_an_error_everywhere_is_held_to_less_than_one_number():
-    error = judged(Spread(0.05, 0.002), FP16)
-    assert (error.tolerance, error.rms_tolerance) == (NOISE * 0.01, pytest.approx(NOISE / 3 * 0.002))
-    assert wrong("key", error, FP16) is None and wrong("key", judged(Spread(0.07, 0.002), FP16), FP16)
-    assert "an rms error of at most" in wrong("key", judged(Spread(0.05, 0.005), FP16), FP16)
-
-
 def test_a_number_of_the_config_takes_the_place_of_what_is_measured():
     bounds = LogitBounds(LogitNoise({3: (0.1, 0.02)}), replace(FP16, logits=0.5))
     assert (bounds.at(3), bounds.rms([3])) == (0.5, np.inf)
-    error = judged(Spread(0.2, 0.2), replace(FP16, block=0.3))
-    assert (error.tolerance, error.rms_tolerance, wrong("key", error, FP16)) == (0.3, None, None)
+    bound = within(replace(FP16, block=0.3), Spread(0.01, 0.002))
+    assert (bound.largest, bound.rms) == (0.3, np.inf)
 
 
 def test_rows_behind_a_token_that_was_thrown_off_may_be_further_off():
@@ -81,7 +60,8 @@ def test_a_row_is_held_to_its_own_noise_or_to_three_times_that_of_the_usual_row(
 
 
 def test_a_precision_with_finer_rounding_is_held_to_less():
-    bounds = [judged(Spread(0, 0), Tolerances.of(name)).tolerance for name in ("fp32", "w4a16", "fp16", "bf16")]
+    precisions = Tolerances("fp32"), Tolerances("w4a16", "onnxruntime"), FP16, Tolerances("bf16")
+    bounds = [within(each, Spread(0.01, 0.002)).largest for each in precisions]
     assert bounds == sorted(bounds) and bounds[0] * 256 == bounds[2] == bounds[3] / 8
 
 

@@ -20,7 +20,7 @@ from some import some
 
 ADAPTERS = DEMO.parent / "demo-adapters"
 LIMITS = Limits(4, 128, 256, 512)
-TOLERANCES = Tolerances(1e-3, 1e-2)
+TOLERANCES = Tolerances("fp32", block=1e-3, logits=1e-2)
 TARGET = Target("demo-llama", "fp32", 2, "onnxruntime")
 GOLDEN = lockstep.GoldenTerms(1, ("Light",))
 
@@ -55,7 +55,7 @@ CALLS: dict[str, Callable[[Demo, Path], object]] = {
     ),
     "build_engines": lambda demo, out: lockstep.build_engines(demo.assembly, "onnxruntime", out / "engines.json"),
     "compare_engines": lambda demo, out: lockstep.compare_engines(
-        demo.assembly, demo.weights, demo.engines, 1e-2, LIMITS, out / "comparison.json"
+        demo.assembly, demo.weights, demo.engines, TOLERANCES, LIMITS, out / "comparison.json"
     ),
     "make_reference": lambda demo, out: lockstep.make_reference(demo.checkpoint, 2, GOLDEN, out / "reference.json"),
     "check_golden": lambda demo, out: lockstep.check_golden(

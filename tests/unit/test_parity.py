@@ -15,10 +15,11 @@ from onnx import numpy_helper
 from transformers.models.llama import modeling_llama
 
 from lockstep.errors import InputError
-from lockstep.export.parity import TOLERANCE, Small, depths_to_try, make_small, measure, prove
+from lockstep.export.parity import Small, depths_to_try, make_small, measure, prove
 from lockstep.export.run import assemble, export_config
 from lockstep.export.small_configs import small_configs
 from lockstep.export.tracer import meta_model
+from lockstep.tolerances import EXPORT
 from some import some
 
 pytestmark = pytest.mark.exports
@@ -42,7 +43,7 @@ def small(assembled):
 
 def test_the_split_form_itself_passes(small):
     found = measure(small)
-    assert found.error < TOLERANCE / 4 and found.own < TOLERANCE / 4  # room for other processors' sums
+    assert found.error < EXPORT / 4 and found.own < EXPORT / 4  # room for other processors' sums
 
 
 def test_measuring_leaves_threads_and_collector_as_they_were(small):
@@ -101,12 +102,12 @@ GRAPH_FAULTS = {
 @pytest.mark.parametrize("name", [PREFILL, pytest.param(DECODE, marks=pytest.mark.long)])
 @pytest.mark.parametrize("fault", GRAPH_FAULTS.values(), ids=GRAPH_FAULTS.keys())
 def test_a_fault_in_attention_is_caught(small, name, fault):
-    assert measure(with_graph(small, name, fault)).error > 10 * TOLERANCE
+    assert measure(with_graph(small, name, fault)).error > 10 * EXPORT
 
 
 def test_a_filled_cache_row_taken_for_an_empty_one_is_caught(small):
     for graph in (PREFILL, DECODE):
-        assert measure(with_graph(small, graph, rename("Less", "LessOrEqual"))).error > 10 * TOLERANCE
+        assert measure(with_graph(small, graph, rename("Less", "LessOrEqual"))).error > 10 * EXPORT
 
 
 def forget_rows_from(row):
@@ -146,7 +147,7 @@ def llama(assembled):
 def test_long_contexts_of_the_split_form_itself_pass(wide, llama):
     for small in (wide, llama):
         found = measure(small)
-        assert found.error < TOLERANCE / 4 and found.own < TOLERANCE / 4
+        assert found.error < EXPORT / 4 and found.own < EXPORT / 4
 
 
 @pytest.mark.long
@@ -158,7 +159,7 @@ def test_more_far_positions_than_near_requests_are_checked(shared):
     }  # fmt: skip
     config = {**FAMILIES["llama"].config, "rope_parameters": rope, "max_position_embeddings": 131072}
     found = measure(Small(config, *shared.assembled(config, "fp32")))
-    assert found.error < TOLERANCE / 4
+    assert found.error < EXPORT / 4
 
 
 def window_of_300(by):
@@ -177,7 +178,7 @@ LATE_FAULTS = {
 @pytest.mark.parametrize("fault", LATE_FAULTS)
 def test_a_fault_that_begins_late_is_caught(wide, fault, phase):
     kinds = [kind for kind in wide.assembly.variants.values() if bool(kind.window) == ("window" in fault)]
-    assert measure(with_graph(wide, kinds[0].phases()[phase].file, LATE_FAULTS[fault])).error > 10 * TOLERANCE
+    assert measure(with_graph(wide, kinds[0].phases()[phase].file, LATE_FAULTS[fault])).error > 10 * EXPORT
 
 
 @pytest.fixture(scope="module")
@@ -194,8 +195,8 @@ def far(small):
 )
 def test_positions_are_right_up_to_the_last(far, at, phase):
     graph = {"prefill": PREFILL, "decode": DECODE}[phase]
-    assert measure(far).error < TOLERANCE / 4
-    assert measure(with_graph(far, graph, change_input("position_ids", "Min", at))).error > 10 * TOLERANCE
+    assert measure(far).error < EXPORT / 4
+    assert measure(with_graph(far, graph, change_input("position_ids", "Min", at))).error > 10 * EXPORT
 
 
 def swap(layer, one, other):
@@ -223,7 +224,7 @@ SLOT_FAULTS = {
 
 @pytest.mark.parametrize("fault", SLOT_FAULTS.values(), ids=SLOT_FAULTS.keys())
 def test_a_wrong_weight_is_caught(small, fault):
-    assert measure(with_slots(small, fault)).error > 10 * TOLERANCE
+    assert measure(with_slots(small, fault)).error > 10 * EXPORT
 
 
 def test_a_fault_in_the_export_is_a_refusal_that_says_so(assembled):

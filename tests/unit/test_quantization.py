@@ -59,7 +59,7 @@ from some import some
 
 PRECISIONS = ("w8a16", "w4a16", "w8a8", "w4a8", "w8a8-fp8")
 GROUP = 16
-TOLERANCES = {precision: CONFIG.tolerance("demo-llama", precision) for precision in PRECISIONS}
+TOLERANCES = {precision: CONFIG.tolerance("demo-llama", precision, "onnxruntime") for precision in PRECISIONS}
 PROMPTS = tuple(prompt.text for prompt in GOLDEN.prompts)
 # Untied with biases; tied and scaled, with norms behind; a fused query, key and value; weights that lie transposed.
 RANDOM = ("llama", "gemma2", "gpt_neox", "gpt2")
@@ -116,7 +116,7 @@ def check(
 def validated(results: Results, precision: str, layers: int | str, out: Path, assembly: Path | None = None) -> None:
     paths = results.weights("model", precision), results.checkpoint("model")
     assembly = assembly or results.assembly("model", precision)
-    validate.run(assembly, *paths, layers, TOLERANCES[precision], 96, out / "validate.json")
+    validate.run(assembly, *paths, layers, CONFIG.tolerance("demo-llama", precision), 96, out / "validate.json")
 
 
 ASKED = GoldenTerms(8, PROMPTS, 120)

@@ -26,7 +26,8 @@ from lockstep.errors import CheckError, InputError
 from lockstep.export import export
 from lockstep.onnx_tools.overflow import find_overflow, overflows
 from lockstep.stages import STAGES, Job
-from lockstep.targets import Limits, Results, Target, Tolerances
+from lockstep.targets import Limits, Results, Target
+from lockstep.tolerances import Tolerances
 from lockstep.verify import compare, validate
 from lockstep.verify.bisect.run import bisect
 from lockstep.verify.compare import inputs
@@ -38,7 +39,7 @@ from some import some
 NAME = "large"
 LIMITS = Limits(max_batch_size=2, max_input_len=32, max_seq_len=64, max_num_tokens=64)
 SIZES = {name: value for name, value in asdict(LIMITS).items() if name != "max_input_len"}
-TOLERANCES = Tolerances.of("fp16")
+TOLERANCES = Tolerances("fp16")
 TERMS = GoldenTerms(4, ("The river", "comes down"), 0)
 
 
@@ -151,7 +152,7 @@ def test_compare_names_an_overflow_of_the_graph(made, tmp_path, monkeypatch):
 
     monkeypatch.setattr(inputs, "arrays", large)
     with pytest.raises(CheckError, match=r"float16 overflows: .* reaches .*, expected at most 65504"):
-        compare.run(assembly, weights, engines, TOLERANCES.beside_graph, LIMITS, tmp_path / "compare.json")
+        compare.run(assembly, weights, engines, TOLERANCES, LIMITS, tmp_path / "compare.json")
 
 
 @pytest.mark.long
@@ -159,7 +160,7 @@ def test_with_a_wide_residual_stream_it_passes(made, tmp_path):
     assembly, weights, engines = paths(made, "wide")
     report = read_json(validated(made, "wide", tmp_path / "validate.json"))
     assert report["result"] == "pass"
-    compare.run(assembly, weights, engines, TOLERANCES.beside_graph, LIMITS, tmp_path / "compare.json")
+    compare.run(assembly, weights, engines, TOLERANCES, LIMITS, tmp_path / "compare.json")
     assert read_json(run_golden(made, "wide", tmp_path))["max_logit_error"] > 0  # float16 is not left out
 
 
@@ -172,7 +173,7 @@ def test_gpu_backends_take_the_graphs(made, tmp_path, backend, version):
     assembly, weights, _ = paths(made, "wide")
     with fake_gpu.installed(version, backend) as gpu:
         engines = build(assembly, backend, tmp_path / "engines.json", SIZES)
-        compare.run(assembly, weights, engines, TOLERANCES.beside_graph, LIMITS, tmp_path / "compare.json")
+        compare.run(assembly, weights, engines, TOLERANCES, LIMITS, tmp_path / "compare.json")
         run_golden(made, "wide", tmp_path, backend, engines)
         gc.collect()
     assert not gpu.faults

@@ -25,7 +25,8 @@ from lockstep.checkpoint import resolve
 from lockstep.export import export, random_model
 from lockstep.export.quiet import quiet
 from lockstep.runtime import Model, Tokenizer, generate
-from lockstep.targets import Results, Tolerances
+from lockstep.targets import Results
+from lockstep.tolerances import Tolerances
 from lockstep.verify import validate
 from lockstep.weights import convert
 from shared import Shared
@@ -33,7 +34,7 @@ from some import some
 
 SHAPE = {**FAMILIES["llama"].config, "eos_token_id": None, "bos_token_id": None}
 PROMPT, NEW = "San Francisco", 12
-TOLERANCE = Tolerances(block=1e-4, logits=1e-3)  # those of fp32 in the config
+TOLERANCE = Tolerances("fp32", block=1e-4, logits=1e-3)  # those of fp32 in the config
 
 
 def source(folder: Path, dtype: str = "float32", shard_bytes: int = 1 << 30) -> Path:

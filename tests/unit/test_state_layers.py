@@ -19,13 +19,14 @@ from lockstep.artifacts.graph_files import PHASES
 from lockstep.backends import build
 from lockstep.backends.gpu_backend import with_fused_attention
 from lockstep.errors import CheckError, InputError
-from lockstep.export.parity import TOLERANCE, Small, measure
+from lockstep.export.parity import Small, measure
 from lockstep.export.run import assemble
 from lockstep.export.tracer import meta_model
 from lockstep.runtime import Engine, Model, Request, scheduler
 from lockstep.step.host_step import HostStep
 from lockstep.step.kv_cache import KVCache
-from lockstep.targets import Limits, Results, Target, Tolerances
+from lockstep.targets import Limits, Results, Target
+from lockstep.tolerances import EXPORT, Tolerances
 from lockstep.verify.golden.check import check_engines
 from lockstep.verify.golden.reference import make_reference
 from lockstep.verify.golden.terms import GoldenTerms
@@ -140,7 +141,7 @@ def check_golden(root, backend: str = "onnxruntime") -> None:
         results.engines(NAME, "fp32", backend),
         reference,
         target,
-        Tolerances(block=1e-4, logits=1e-4),
+        Tolerances("fp32", block=1e-4, logits=1e-4),
         Limits(max_batch_size=3, max_input_len=32, max_seq_len=128, max_num_tokens=64),
         results.golden(*(parts := (NAME, "fp32", "all", backend))),
         results.speed(*parts),
@@ -214,7 +215,7 @@ def shifted(model: onnx.ModelProto) -> None:
 
 def test_the_export_refuses_a_state_that_ends_a_token_early(root):
     small = small_of(root)
-    assert measure(small).error < TOLERANCE
+    assert measure(small).error < EXPORT
     file = small.assembly.state_mixers["window"].prefill.file
     model = onnx.ModelProto.FromString(small.files[file])
     shifted(model)

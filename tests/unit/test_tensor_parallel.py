@@ -36,7 +36,8 @@ from lockstep.export.tracer import meta_model
 from lockstep.runtime import Advance, Model, Sampling
 from lockstep.step.greedy import largest, most_likely, most_likely_of_ranks
 from lockstep.step.sampling import draw
-from lockstep.targets import Results, Target, Tolerances
+from lockstep.targets import Results, Target
+from lockstep.tolerances import Tolerances
 from lockstep.verify import validate
 from lockstep.verify.golden.check import check_engines
 from lockstep.weights import Weights, convert, slot_array

@@ -621,7 +621,6 @@ def test_targets_that_cannot_run_are_built_and_not_checked(monkeypatch, required
     found.check_backends()
     assert names(found) == ["fp32/onnxruntime", "fp32/tensorrt_rtx"]
     assert [found.is_run(target) for target in found.targets()] == [True, False]
-    assert [found.is_compared(target) for target in found.targets()] == [True, False]
 
 
 def test_without_the_library_its_targets_are_a_mistake_or_left_out(monkeypatch):

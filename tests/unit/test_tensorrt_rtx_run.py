@@ -18,12 +18,13 @@ from lockstep.errors import CheckError
 from lockstep.manifests.manifest_files import content
 from lockstep.runtime import Advance, Model, Tokenizer, generate
 from lockstep.targets import Target
+from lockstep.tolerances import Tolerances
 from lockstep.verify import compare
 from lockstep.verify.golden.check import check_engines
 from some import some
 
 MODEL, BACKEND, VERSION = "demo-llama", "tensorrt_rtx", "1.7.1.116"
-QUANTIZED = CONFIG.tolerance("demo-llama", "w8a16")
+QUANTIZED = CONFIG.tolerance("demo-llama", "w8a16", "tensorrt_rtx")
 SIZES = {name: getattr(LIMITS, name) for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
 
 
@@ -99,7 +100,7 @@ def test_the_demo_passes_the_golden_check(references, engines, gpu, tmp_path, pr
 @pytest.mark.parametrize("precision", some(["fp16", "fp32"]))
 def test_engines_are_compared_with_their_graphs_on_each_of_their_profiles(demo, engines, gpu, tmp_path, precision):
     assembly, weights, out = demo.assembly(MODEL, precision), demo.weights(MODEL, precision), tmp_path / "compare.json"
-    compare.run(assembly, weights, engines(precision), TOLERANCES[precision].beside_graph, LIMITS, out, seconds=0)
+    compare.run(assembly, weights, engines(precision), TOLERANCES[precision], LIMITS, out, seconds=0)
     report = read_json(out)
     assert set(report["engines"]) == {"attention.decode", "attention.prefill", "embedding", "entry", "middle", "exit"}
     profiles = [run["profile"] for name in sorted(report["engines"]) for run in report["engines"][name]["runs"]]
@@ -118,7 +119,7 @@ def test_quantised_weights_come_with_their_sign(shared, gpu, tmp_path):
         assembly, weights, path, results.quantized_reference("model", "w8a16", 2), Target("model", "w8a16", 2, BACKEND),
         QUANTIZED, LIMITS, tmp_path / "golden.json", tmp_path / "speed.json",
     )  # fmt: skip
-    compare.run(assembly, weights, path, QUANTIZED.beside_graph, LIMITS, tmp_path / "compare.json", seconds=0)
+    compare.run(assembly, weights, path, QUANTIZED, LIMITS, tmp_path / "compare.json", seconds=0)
     assert read_json(tmp_path / "compare.json")["relative_error"] <= 16 * 2**-24
 
 
@@ -135,7 +136,7 @@ def test_an_engine_that_computes_something_else_is_found_by_the_comparison(demo,
     write_json(path, manifest)
     with pytest.raises(CheckError, match="exit.engine: engine exit, profile 0 .* logits: expected an error"):
         paths = demo.assembly(MODEL, "fp32"), demo.weights(MODEL, "fp32"), path
-        compare.run(*paths, 1e-4, LIMITS, tmp_path / "out.json", seconds=0)
+        compare.run(*paths, Tolerances("fp32", block=1e-4), LIMITS, tmp_path / "out.json", seconds=0)
 
 
 def caches(engines):

@@ -23,7 +23,8 @@ from lockstep.export.language import language_config
 from lockstep.export.random_model import write_byte_tokenizer
 from lockstep.export.torch_model import cut_config
 from lockstep.runtime import Advance, Model
-from lockstep.targets import Limits, Results, Target, Tolerances
+from lockstep.targets import Limits, Results, Target
+from lockstep.tolerances import Tolerances
 from lockstep.verify import validate
 from lockstep.verify.golden.check import check_engines
 from lockstep.verify.golden.reference import make_reference
@@ -140,7 +141,7 @@ def test_the_language_model_of_a_wrapper_goes_through_all_stages(name, tmp_path,
 
 def _pass_validate_and_golden(results: Results) -> None:
     checkpoint, assembly = results.checkpoint(NAME), results.assembly(NAME, "fp32")
-    weights, tolerances = results.weights(NAME, "fp32"), Tolerances(block=1e-4, logits=1e-4)
+    weights, tolerances = results.weights(NAME, "fp32"), Tolerances("fp32", block=1e-4, logits=1e-4)
     validate.run(assembly, weights, checkpoint, "all", tolerances, 64, results.validation(NAME, "fp32", "all"))
     make_reference(checkpoint, "all", GoldenTerms(4, ("a b",), 24), results.reference(NAME, "all"))
     report, speed = (path(NAME, "fp32", "all", "onnxruntime") for path in (results.golden, results.speed))

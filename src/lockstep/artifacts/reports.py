@@ -131,22 +131,12 @@ class ValidationReport(Report):
 
 
 @dataclass(frozen=True)
-class OutputError:
-    """The errors of an engine's output. magnitude: rms of what it should be, which `relative_error` is relative to."""
-
-    magnitude: float
-    max_abs_error: float | None
-    relative_error: float | None
-    cosine: float | None
-
-
-@dataclass(frozen=True)
 class ComparedRun:
     """An engine on one input. sizes: of the free dimensions. past_lengths: of attention's requests."""
 
     profile: int
     sizes: Mapping[str, int]
-    outputs: Mapping[str, OutputError]
+    outputs: Mapping[str, TensorError]
     past_lengths: tuple[int, ...] | None = None
 
 

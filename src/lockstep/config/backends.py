@@ -33,15 +33,14 @@ class BackendSettings:
     precisions: what it computes in, at most; a version of its library may lack one. lacks: why it has no others.
     section: its part of the config, `backends.<name>`, the options of its builds; None: it has no settings.
     takes_limits: engines are built for the config's limits, which are options too. gpus: that a job which builds or
-    runs its engines takes. fp32_part: the part of a block's tolerance that its fp32 engines must keep beside their own
-    graphs. unpinned: top level modules of
-    packages that come with the machine, and have no pin in envs/requirements.txt; engines.json records their version.
-    built_on: parts of this package besides its folder that it uses.
+    runs its engines takes. unpinned: top level modules of packages that come with the machine, and have no pin in
+    envs/requirements.txt; engines.json records their version. built_on: parts of this package besides its folder that
+    it uses.
     runs_ranks: several ranks of a model split by `tensor_parallel`. runs_adapters: graphs that take adapters, in these
     precisions.
     zero_points: of checkpoints that were quantised with other ones than the middle. mxfp4: codes of weights.
-    fp16_activations: precisions of float32 graphs whose engines have float16 activations; they are held to the
-    tolerances of fp16, where these are larger. fp8_kv_cache: keys and values as e4m3 numbers.
+    fp16_activations: precisions of float32 graphs whose engines have float16 activations.
+    fp8_kv_cache: keys and values as e4m3 numbers.
     missing: why its engines cannot be built in this Python, with the command that installs what lacks; None where they
     can.
     cannot_run: given the options of a build, why its engines cannot run here, though they can be built; None where they
@@ -55,7 +54,6 @@ class BackendSettings:
     section: type[Section] | None = None
     takes_limits: bool = False
     gpus: int = 0
-    fp32_part: float = 1.0
     unpinned: tuple[str, ...] = ()
     built_on: tuple[str, ...] = ()
     runs_ranks: bool = False
@@ -67,13 +65,6 @@ class BackendSettings:
     missing: Callable[[], str | None] = lambda: None
     cannot_run: Callable[[Mapping[str, Any]], str | None] = lambda options: None
     lacks_here: Callable[[str], str | None] = lambda precision: None
-
-    def compare_tolerance(self, precision: str, block: float) -> float:
-        """Return the largest error of an engine beside its graph, relative to its output.
-
-        block: a block's tolerance, of which fp32 engines have the backend's part.
-        """
-        return block * self.fp32_part if precision == "fp32" else block
 
     def build_options(self, section: Section | None, limits: Mapping[str, int]) -> dict[str, Any]:
         """Return what a build is given of the config, as plain JSON."""

@@ -23,20 +23,11 @@ from lockstep.config.consistency import (
 from lockstep.config.messages import Problem, Problems, describe, join, nearest
 from lockstep.config.section import Flag, PathText, Section
 from lockstep.config.sources import FolderSource, HubSource, parse_source, places_of, resolve_here
-from lockstep.config.types import (
-    COMPARED_PRECISIONS,
-    Backends,
-    Device,
-    DeviceName,
-    Limits,
-    ModelConfig,
-    ModelName,
-    Prompt,
-    Tolerances,
-)
+from lockstep.config.types import Backends, Device, DeviceName, Limits, ModelConfig, ModelName, Prompt, Tolerances
 from lockstep.errors import InputError
-from lockstep.targets import BESIDE_GRAPH, ROUNDING, Results, Target
-from lockstep.targets import Tolerances as PlainTolerances
+from lockstep.targets import Results, Target
+from lockstep.tolerances import GRAPH
+from lockstep.tolerances import Tolerances as PlainTolerances
 
 
 class Config(Section):
@@ -217,13 +208,6 @@ class Config(Section):
         if problems:
             raise InputError(f"config: {join(Config, problems)}")
 
-    def is_compared(self, target: Target) -> bool:
-        """Return whether a target's engines are compared with their graphs.
-
-        They are where ONNX Runtime computes in the precision, and they run here.
-        """
-        return target.precision in COMPARED_PRECISIONS and self.is_run(target)
-
     def is_built(self, target: Target) -> bool:
         """Return whether a target's engines are built here. The processor must compute in their precision."""
         return self.why_not_built(target) is None
@@ -362,28 +346,11 @@ class Config(Section):
     def tolerance(self, model: str, precision: str, backend: str | None = None) -> PlainTolerances:
         """Return the tolerances of a model in a precision.
 
-        Its own where it has one, else that of all models. Of a backend that rounds activations to fp16, at least what
-        passes in fp16. backend: None gives those of graphs.
+        Its own where it has one, else that of all models. backend: None gives those of graphs.
         """
         own = getattr(self.models[model].tolerances, precision).model_dump(exclude_none=True)
-        given = self.tolerances[precision].model_copy(update=own).model_dump()
-        found = PlainTolerances(**given, rounding=ROUNDING[precision])
-        if backend is None or precision not in self._settings(backend).fp16_activations:
-            return found
-        half = self.tolerance(model, "fp16")
-        block, logits = (
-            None if one is None or other is None else max(one, other)
-            for one, other in ((found.block, half.block), (found.logits, half.logits))
-        )
-        return PlainTolerances(block, logits, found.noise, half.rounding)
-
-    def compare_tolerance(self, model: str, precision: str, backend: str) -> float:
-        """Return the largest error of an engine beside its graph, relative to its output. See `BackendSettings`."""
-        tolerance, settings = self.tolerance(model, precision, backend), self._settings(backend)
-        error = tolerance.beside_graph
-        if tolerance.block is None:  # what activations round to, or the precision of a backend's own
-            error = max(error, BESIDE_GRAPH[precision])
-        return settings.compare_tolerance(precision, error)
+        settings = self.tolerances[precision].model_copy(update=own).model_dump()
+        return PlainTolerances(precision, self.backend_of(backend) if backend else GRAPH, **settings)
 
     def build_options(self, backend: str) -> dict[str, Any]:
         """Return what a backend's build is given (`engine.build`), as plain JSON.

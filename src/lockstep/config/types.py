@@ -20,13 +20,13 @@ from lockstep.config.backends import backends
 from lockstep.config.gguf_file import SUFFIX
 from lockstep.config.section import INT32_MAX, UNIQUE, AsTuple, Count, Section, path_text
 from lockstep.config.sources import RANDOM_PREFIX, SourceError, parse_source
+from lockstep.tolerances import NOISE
 
 _LIMITS = targets.Limits()
 
 Precision = Literal["fp32", "fp16", "bf16", "w8a16", "w4a16", "w8a8", "w4a8", "w8a8-fp8"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 # Whose engines are compared with their graphs: ONNX Runtime, which computes these, has no others on a CPU.
-COMPARED_PRECISIONS = tuple(precision for precision in PRECISIONS if precision != "bf16")
 _NAME = "^[a-z][a-z0-9_]*$"
 if TYPE_CHECKING:
     Backend: TypeAlias = str
@@ -318,7 +318,7 @@ class Tolerance(Section):
     """The errors that pass. null: measured on the model."""
 
     noise: Error = Field(
-        default=targets.NOISE,
+        default=NOISE,
         description="How many times what the precision itself costs on the model's weights and tokens, which is "
         "measured, one number may be off; their rms a third as many times. A smaller one is stricter.",
     )

@@ -34,11 +34,10 @@ from lockstep.checkpoint.language import language_name
 from lockstep.config.model_config import TEXT_KEY, ties_head, without_packing
 from lockstep.errors import InputError
 from lockstep.export.quiet import quiet
+from lockstep.tolerances import EXPORT
 
 # Types of published checkpoints with code of their own, and the type of transformers whose code it is.
 _ALIASES = {"kimi_k2": "deepseek_v3"}
-# As of a split form (parity.py): fp32 sums of a few layers in another order.
-_TOLERANCE = 1e-4
 _TOKENS = 24
 
 
@@ -223,10 +222,10 @@ def check_wrapper(config: Mapping[str, Any], small: Mapping[str, Any], model: Pr
     except Exception as error:  # of a class that does more with text than its language model
         found_line = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise InputError(f"{refusal}it does not run on text alone: {found_line}") from error
-    if not difference <= _TOLERANCE:
+    if not difference <= EXPORT:
         raise InputError(
             f"{refusal}on text alone its logits differ by {difference:.1e} of their standard deviation from those of "
-            f"its language model ({small['model_type']}), expected at most {_TOLERANCE:.0e}"
+            f"its language model ({small['model_type']}), expected at most {EXPORT:.0e}"
         )
 
 

@@ -10,12 +10,12 @@ import onnx
 
 from lockstep.artifacts.graph_files import StateMixer
 from lockstep.errors import CheckError, InputError
-from lockstep.onnx_tools.metrics import max_abs_error, peak
+from lockstep.onnx_tools.judge import Bound, measure, peak, wrong
+from lockstep.tolerances import STATE_KERNEL
 
 THREADS = 128  # of a block
 _INPUTS = ("query", "key", "value", "decay", "beta")  # of a recurrence, in the kernel's order; the last may be absent
 _MOST_KEY_DIM = 256  # of which a thread has 32 numbers in registers
-_TOLERANCE = 1e-5  # of fp32 sums in another order
 Arrays = Mapping[str, np.ndarray]
 
 
@@ -102,9 +102,6 @@ def check_state_graph(decode: onnx.ModelProto, where: str) -> None:
     shapes = {name: array.shape for name, array in feeds.items()}
     found = StateKernelSpec.of_sizes(shapes, where).advance(feeds, feeds["past_state"])
     for name, expected in compute(decode, feeds).items():
-        error, allowed = max_abs_error(expected, found[name == "state_out"]), _TOLERANCE * peak(expected)
-        if not error <= allowed:
-            raise CheckError(
-                f"{where}: output {name}: expected what the kernel of its kind computes within {allowed:.1e}, found a "
-                f"difference of {error:.1e}; please report it"
-            )
+        error = measure(expected, found[name == "state_out"], Bound(STATE_KERNEL), peak(expected))
+        if line := wrong(f"output {name}", error):
+            raise CheckError(f"{where}: {line}: the kernel of its kind computes something else; please report it")

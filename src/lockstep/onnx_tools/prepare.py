@@ -23,10 +23,11 @@ from lockstep.artifacts.signature import IO
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.adapted_graphs import ids_as_mask, mask_of, shrink_in_rows, slot_rows
 from lockstep.onnx_tools.fuse_projections import fuse
+from lockstep.onnx_tools.judge import Bound, measure, peak, wrong
 from lockstep.onnx_tools.lower_opset import lower
-from lockstep.onnx_tools.metrics import REWRITE_TOLERANCE, max_abs_error, peak
 from lockstep.onnx_tools.signature import io_of
 from lockstep.onnx_tools.widened import widened
+from lockstep.tolerances import REWRITE
 
 _SIZES = {"num_tokens": 3, "num_requests": 3, "past_capacity": 5}
 # So many random numbers are drawn, and repeated where a weight has more: hundreds of millions take seconds. A prime, so
@@ -83,19 +84,11 @@ def check_same(model: onnx.ModelProto, prepared: Prepared) -> None:
     weights = {slot: slot_rows(feeds, parts, slot) for slot, parts in prepared.parts.items()}
     rest = {value.name: _feed(value, feeds) for value in rewritten.graph.input if value.name not in weights}
     found = compute(rewritten, {**rest, **weights})
-    relative = max(
-        REWRITE_TOLERANCE[array.dtype.name]
-        for array in (*feeds.values(), *expected.values())
-        if array.dtype.kind == "f"
-    )
+    dtypes = {array.dtype.name for array in (*feeds.values(), *expected.values()) if array.dtype.kind == "f"}
+    bound = Bound(max(REWRITE[dtype] for dtype in dtypes))
     for name, values in expected.items():
-        exact, other = values.astype(np.float64), found[name].astype(np.float64)
-        allowed, error = relative * peak(exact), max_abs_error(exact, other)
-        if not error <= allowed:
-            raise CheckError(
-                f"graph {model.graph.name}: output {name}: expected the rewritten graph to give "
-                f"the same within {allowed:.1e}, found {error:.1e}; please report it"
-            )
+        if line := wrong(f"output {name}", measure(values, found[name], bound, peak(values))):
+            raise CheckError(f"graph {model.graph.name}: {line}: the rewritten graph is another; please report it")
 
 
 def _feed(value: onnx.ValueInfoProto, feeds: Mapping[str, np.ndarray]) -> np.ndarray:

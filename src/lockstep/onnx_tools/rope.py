@@ -17,9 +17,10 @@ from onnx import helper
 
 from lockstep.artifacts.assembly import AttentionVariant
 from lockstep.errors import CheckError
-from lockstep.onnx_tools.metrics import REWRITE_TOLERANCE, max_abs_error, peak
+from lockstep.onnx_tools.judge import Bound, measure, peak, wrong
 from lockstep.onnx_tools.rewriter import Rewriter
 from lockstep.onnx_tools.widened import widened
+from lockstep.tolerances import REWRITE
 
 _CAPACITY = 7
 _BF16 = 2**-7  # its eps
@@ -83,12 +84,13 @@ def _check(decode: onnx.ModelProto, cut: onnx.ModelProto, variant: AttentionVari
     sinks = heads[:, :, variant.head_dim :].astype(np.float32)
     found = attention(rotated["query_out"], rotated["key_out"], *past, lengths, variant, sinks)
     exact = expected["attention"].astype(np.float32)
-    allowed = REWRITE_TOLERANCE[expected["attention"].dtype.name] * peak(exact)
-    error = max_abs_error(exact, found)
-    if not error <= allowed or not np.array_equal(expected["key_out"], rotated["key_out"]):
+    bound = Bound(REWRITE[expected["attention"].dtype.name])
+    line = wrong("output attention", measure(exact, found, bound, peak(exact)))
+    if line is None and not np.array_equal(expected["key_out"], rotated["key_out"]):
+        line = "output key_out: expected the same bits, found others"
+    if line:
         raise CheckError(
-            f"graph {decode.graph.name}: expected RoPE followed by attention, found a difference of {error:.1e}; build "
-            "with attention: traced"
+            f"graph {decode.graph.name}: expected RoPE followed by attention: {line}; build with attention: traced"
         )
 
 

@@ -33,7 +33,8 @@ from lockstep.serve.run import listening
 from lockstep.serve.service import Service
 from lockstep.serve.settings import EngineOptions, ServiceLimits
 from lockstep.step.pages import PAGE_SIZE
-from lockstep.targets import Limits, Target, Tolerances
+from lockstep.targets import Limits, Target
+from lockstep.tolerances import Tolerances
 from lockstep.verify.golden.prompts import Prompt, first_difference, read_reference, short
 from lockstep.verify.metrics import finish
 from lockstep.verify.sampled.answer import Answer

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from lockstep.stages.stage import ENGINES, ONNX, Config, Job, Names, Stage, artefacts
-from lockstep.targets import Limits, Target
+from lockstep.targets import Limits
+from lockstep.tolerances import Tolerances
 
 
 class Compare(Stage):
@@ -14,14 +16,11 @@ class Compare(Stage):
     code = (*ENGINES, "verify/*", "verify/compare")
     packages = ("polygraphy", *ONNX)
     help = "Each engine against its graph in ONNX Runtime."
-    is_check = is_judged = True
-
-    def needed(self, config: Config, target: Target) -> bool:
-        return config.is_compared(target)
+    is_check = is_judged = runs_engines = True
 
     def options(self, config: Config, names: Names) -> dict[str, Any]:
         return {
-            "tolerance": config.compare_tolerance(names["model"], names["precision"], names["backend"]),
+            "tolerance": asdict(config.tolerance(names["model"], names["precision"], names["backend"])),
             "limits": config.engine_limits(),
             "seconds": config.compare_seconds,
         }
@@ -33,7 +32,7 @@ class Compare(Stage):
             job.inputs["assembly"],
             job.inputs["weights"],
             job.inputs["engines"],
-            job.options["tolerance"],
+            Tolerances(**job.options["tolerance"]),
             Limits(**job.options["limits"]),
             job.output,
             job.threads,

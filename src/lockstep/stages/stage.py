@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from lockstep.artifacts.build_record import BuildKey
 from lockstep.manifests.manifest_files import named_files
-from lockstep.targets import Limits, Results, Target, Tolerances, is_quantized, layer_count, wildcards_of
+from lockstep.targets import Limits, Results, Target, is_quantized, layer_count, wildcards_of
+from lockstep.tolerances import Tolerances
 
 if TYPE_CHECKING:
     from lockstep.artifacts.reference import ReferencePrompt
@@ -28,8 +29,8 @@ else:
 CONFIG = ("config/__init__.py", "config/model_config.py", "config/packing.py")
 CHECKPOINT = ("errors.py", "processes.py", "targets.py", "artifacts", "manifests", *CONFIG, "checkpoint")
 WEIGHTS = (*CHECKPOINT, "weights")
-EXPORT = (*WEIGHTS, "onnx_tools", "export")
-ENGINES = (*WEIGHTS, "onnx_tools", "step", "backends/*")
+EXPORT = (*WEIGHTS, "tolerances.py", "onnx_tools", "export")
+ENGINES = (*WEIGHTS, "tolerances.py", "onnx_tools", "step", "backends/*")
 RUNTIME = (*ENGINES, "runtime", "verify/*", "verify/golden")
 NUMPY = ("ml-dtypes", "numpy", "tokenizers")
 ONNX = (*NUMPY, "onnx", "onnxruntime")

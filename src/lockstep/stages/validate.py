@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lockstep.stages.stage import EXPORT, TORCH, Config, Job, Names, Stage, artefacts
-from lockstep.targets import Tolerances
+from lockstep.tolerances import Tolerances
 
 
 class Validate(Stage):

@@ -29,11 +29,13 @@ from lockstep.artifacts.quantized import module_of
 from lockstep.artifacts.signature import IO, Signature, check_arrays
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.graph_runner import GraphRunner
+from lockstep.onnx_tools.judge import Spread
 from lockstep.onnx_tools.overflow import find_overflow
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.onnx_tools.signature import signature_of
 from lockstep.onnx_tools.widened import widened, widened_dtype
 from lockstep.step.network import layer_count
+from lockstep.verify.noisy_graph import NoisyGraph
 from lockstep.weights import Weights, check_slots, slot_array
 
 _STALE = 300.0  # in cache rows that no token has filled: what a mask must hide, yet finite and within fp16's range
@@ -68,6 +70,7 @@ class Graph:
         self.signature = Signature(self.inputs, self.outputs, self.slots)
         self._threads = threads
         self._session: ort.InferenceSession | None = None
+        self._noisy = NoisyGraph(self.model, [io.name for io in self.slots], threads)
 
     @property
     def session(self) -> ort.InferenceSession:
@@ -103,6 +106,10 @@ class Graph:
         found = dict(zip([value.name for value in self.session.get_outputs()], arrays))
         check_arrays(str(self.path), "output", self.outputs, found, dims)
         return found
+
+    def noise(self, feeds: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> dict[str, Spread]:
+        """Return the noise of each row of what the graph gave of inputs and weights."""
+        return self._noisy.noise(feeds, outputs)
 
 
 class Graphs(GraphRunner):

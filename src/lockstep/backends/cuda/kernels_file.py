@@ -27,17 +27,15 @@ from lockstep.gpu.kernels.row_kernels import RowKernel, row_kernel
 from lockstep.onnx_tools.cut_products import CutGraph, Experts, Product, cut_products, run_cut
 from lockstep.onnx_tools.expert_products import with_few_experts
 from lockstep.onnx_tools.half_activations import halve_activations
-from lockstep.onnx_tools.metrics import max_abs_error, peak
+from lockstep.onnx_tools.judge import Bound, measure, peak, wrong
 from lockstep.onnx_tools.prepare import random_inputs
 from lockstep.onnx_tools.sessions import compute, open_session
 from lockstep.onnx_tools.signature import signature_of
+from lockstep.tolerances import KERNELS
 from lockstep.weights import e4m3
 from lockstep.weights.groups import dequantize
 from lockstep.weights.mxfp4 import mxfp4_numbers
 
-_TOLERANCE = 1e-2  # as of fp16 engines in `onnx_tools.prepare`, of what is rounded between steps too
-# fp16 activations are nearest to other e4m3 numbers than float32 ones now and then, 1/16 of a number away: 3e-2 is seen
-_FP8_TOLERANCE = 1e-1
 _EXPERT_GROUPS = 32  # columns that a kernel takes at once
 _EXPERTS_TRIED = 8  # whose weights are made: all of them are gigabytes
 _FP8_ALIGNED = 16  # columns that start where 16 bytes do
@@ -162,7 +160,7 @@ def _check_same(model: onnx.ModelProto, cut: CutGraph) -> None:
         return dict(zip([value.name for value in own.get_outputs()], own.run(None, given)))
 
     found = run_cut(cut.steps, feeds, run_piece, multiply)
-    tolerance = _FP8_TOLERANCE if any(product.is_fp8 for product in _products(cut)) else _TOLERANCE
+    bound = Bound(KERNELS["fp8" if any(product.is_fp8 for product in _products(cut)) else "fp16"])
     # Scores that are nearly equal are rounded to another order now and then: such a row has other experts.
     same = np.ones(len(next(iter(found[name] for name in expected))), np.bool_)
     for name in choices:
@@ -170,12 +168,10 @@ def _check_same(model: onnx.ModelProto, cut: CutGraph) -> None:
     if not same.any():
         raise CheckError(f"graph {model.graph.name}: expected the experts that the graph chooses, found others")
     for name in expected:
-        allowed = tolerance * peak(expected[name])
-        error = max_abs_error(expected[name][same], found[name].astype(np.float64)[same])
-        if not error <= allowed:
+        error = measure(expected[name][same], found[name][same], bound, peak(expected[name]))
+        if line := wrong(f"output {name}", error):
             raise CheckError(
-                f"graph {model.graph.name}: output {name}: expected the kernels and products to give the same within "
-                f"{allowed:.1e}, found {error:.1e}; please report it"
+                f"graph {model.graph.name}: {line}: the kernels and products compute something else; please report it"
             )
 
 

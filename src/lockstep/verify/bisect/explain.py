@@ -21,7 +21,8 @@ from lockstep.errors import CheckError, InputError, LockstepError
 from lockstep.manifests.manifest_files import failed_path
 from lockstep.onnx_tools.overflow import OVERFLOWS
 from lockstep.runtime import Advance, Model
-from lockstep.targets import Target, Tolerances
+from lockstep.targets import Target
+from lockstep.tolerances import LOGITS, Tolerances
 from lockstep.verify.bisect.faults import engine_fault
 from lockstep.verify.bisect.report import advice, answer
 from lockstep.verify.bisect.request import failing
@@ -133,7 +134,8 @@ def steps_error(
 ) -> MeasuredOutput:
     """Compare the logits behind the tokens at `positions`."""
     if tolerance.logits is None:  # nothing was measured of this request: as of an engine beside its graph
-        tolerance = replace(tolerance, logits=tolerance.beside_graph * float(np.abs(expected).max()))
+        noise = LOGITS * float(np.abs(expected).max())
+        tolerance = replace(tolerance, logits=tolerance.noise * tolerance.rounding * noise)
     return measure(Stage(part, "", "", None, {}, {}, positions), "logits", against, expected, found, tolerance)
 
 

@@ -18,17 +18,12 @@ from onnx import numpy_helper
 
 from lockstep.artifacts.bisect_report import FaultNode
 from lockstep.errors import CheckError
-from lockstep.onnx_tools.metrics import max_abs_error
+from lockstep.onnx_tools.judge import max_abs_error
 from lockstep.onnx_tools.rewriter import upstream
 from lockstep.onnx_tools.sessions import open_session
+from lockstep.tolerances import NODE
 from lockstep.verify.metrics import finite
 
-# Relative to a tensor's rms, by the precision of the graph: rounding, when the same sums are taken in another order
-# or form. Smaller faults come to light where none is above it: equal nodes give equal bits on equal inputs, so that
-# then any difference counts.
-# Engines of quantised weights add activations up in two parts.
-_ROUNDING = {"fp32": 1e-5, "bf16": 1e-5, "fp16": 4e-3, "w8a16": 1e-4, "w4a16": 1e-4}
-_ROUNDED_ACTIVATIONS = 4e-3
 _FEW = 6  # numbers of a constant that are shown
 
 
@@ -66,7 +61,7 @@ def first_fault(
                 )
             else:
                 errors[output] = before
-    for bound in (_ROUNDING.get(precision, _ROUNDED_ACTIVATIONS), 0.0):
+    for bound in (NODE[precision], 0.0):
         off = [name for name in outputs if errors.get(name, 0.0) > bound]
         wrong = {name for name in upstream(suspect.graph.node, off) if errors.get(name, 0.0) > bound}
         faults = [

@@ -26,7 +26,8 @@ from lockstep.artifacts.reference import ReferenceManifest
 from lockstep.errors import InputError, LockstepError
 from lockstep.export.lora import module_of
 from lockstep.export.run import graphs_of
-from lockstep.targets import Results, Target, Tolerances
+from lockstep.targets import Results, Target
+from lockstep.tolerances import Tolerances
 from lockstep.verify.bisect.explain import engine_report, open_graphs, steps_error
 from lockstep.verify.bisect.faults import graph_fault
 from lockstep.verify.bisect.report import verdict

@@ -13,13 +13,13 @@ from lockstep.artifacts.bisect_report import FaultNode, FoundFault, MeasuredOutp
 from lockstep.backends import EngineSet, Program
 from lockstep.backends.graphs import base_engine
 from lockstep.errors import CheckError
-from lockstep.onnx_tools.metrics import difference, error_scale
+from lockstep.onnx_tools import judge
+from lockstep.onnx_tools.judge import Bound, relative_errors, spread, within
 from lockstep.step.executable import run_once
-from lockstep.targets import Tolerances
-from lockstep.verify import noise
+from lockstep.tolerances import Tolerances
 from lockstep.verify.graphs import Graphs
-from lockstep.verify.metrics import finite, largest
-from lockstep.verify.noise import row_scale
+from lockstep.verify.metrics import largest
+from lockstep.verify.noisy_graph import beside_graph
 from lockstep.verify.walk import Arrays, Stage, StageRun, Tokens, Walk
 from lockstep.weights import Weights
 
@@ -128,7 +128,7 @@ def walk_stages(
         walked.overflow = step.overflow(graphs)
         if walked.overflow:
             break
-        walked.stages.append((step.stage, _measured(step, engines, tolerance)))
+        walked.stages.append((step.stage, _measured(step, graphs, engines, tolerance)))
         is_last = step.stage.part == "exit"
         if is_last:
             walked.logits = tokens.record.logits if tokens.record else step.outputs["logits"]
@@ -138,14 +138,20 @@ def walk_stages(
     return walked
 
 
-def _measured(step: StageRun, engines: Engines | None, tolerance: Tolerances) -> list[MeasuredOutput]:
+def _measured(step: StageRun, graphs: Graphs, engines: Engines | None, tolerance: Tolerances) -> list[MeasuredOutput]:
     rows = [
         measure(step.stage, name, "pytorch", expected, step.outputs[name], tolerance, step.noisy.get(name))
         for name, expected in step.expected.items()
     ]
     outputs = engines.run(step.stage, step.outputs) if engines else None
     if outputs is not None:
-        rows += [measure(step.stage, name, "graph", step.outputs[name], outputs[name], tolerance) for name in outputs]
+        feeds = graphs.feeds(step.stage.graph, step.stage.inputs, step.stage.slots)
+        noise = graphs.graph(step.stage.graph).noise(feeds, step.outputs)
+        own = tolerance if step.stage.slots else tolerance.of_attention
+        rows += [
+            _output(step.stage, name, "graph", step.outputs[name], outputs[name], beside_graph(own, noise[name]))
+            for name in outputs
+        ]
     return rows
 
 
@@ -160,29 +166,33 @@ def measure(
 ) -> MeasuredOutput:
     """Compare an output with what is expected of it.
 
-    Logits absolutely where tolerance.logits is a number. All else relative to the size of the values: as `validate`
-    does where there is `noisy`, what fp16 gives in place of `expected`; else to `tolerance.beside_graph`. Raises
-    CheckError for an output of another shape.
+    Logits absolutely where tolerance.logits is a number. All else relative to the size of the values, as `validate`
+    does; noisy: what fp16 gives in place of `expected`.
     """
+    noise = judge.NOTHING if noisy is None else spread(expected, noisy)
+    if tensor == "logits" and tolerance.logits is not None:
+        return _output(stage, tensor, against, expected, found, Bound(tolerance.logits), 1.0)
+    return _output(stage, tensor, against, expected, found, within(tolerance, noise))
+
+
+def _output(
+    stage: Stage,
+    tensor: str,
+    against: str,
+    expected: np.ndarray,
+    found: np.ndarray,
+    bound: Bound,
+    scale: float | None = None,
+) -> MeasuredOutput:
+    """Judge an output. Raises CheckError for one of another shape."""
     if expected.shape != found.shape:
         raise CheckError(
             f"{stage.part} ({stage.graph}) of layer {stage.layer}: {tensor}: expected shape {list(expected.shape)}, "
             f"found {list(found.shape)}; export and build again"
         )
-    error = difference(expected, found)
-    exact, other = (np.asarray(array, np.float64).reshape(len(array), -1) for array in (expected, found))
-    if tensor == "logits" and tolerance.logits is not None:
-        bound, unit = tolerance.logits, np.ones(1)
-        passed = error.within(bound)
-    elif noisy is not None:
-        beside = noise.measure(tensor, expected, found, noisy, tolerance)
-        bound, unit, passed = beside.tolerance, row_scale(exact), noise.wrong(tensor, beside, tolerance) is None
-    else:
-        bound, unit = tolerance.beside_graph, error_scale(exact)
-        passed = error.within_scaled(bound)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        rows = np.nan_to_num((np.abs(exact - other) / unit).max(-1), nan=np.inf)
-    over = np.flatnonzero(rows > bound)
+    error = judge.measure(expected, found, bound, scale)
+    rows = np.nan_to_num(relative_errors(expected, found, scale).max(-1), nan=np.inf)
+    over = np.flatnonzero(rows > bound.largest)
     position = int(stage.positions[over[0] if len(over) else rows.argmax()])
-    errors = finite(error.max_abs_error), finite(error.relative_error)
-    return MeasuredOutput(*stage.name, tensor, against, *errors, bound, passed, position)
+    errors = error.max_abs_error, error.relative_error, error.tolerance
+    return MeasuredOutput(*stage.name, tensor, against, *errors, judge.wrong(tensor, error) is None, position)

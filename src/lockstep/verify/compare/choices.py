@@ -5,7 +5,7 @@ In: a graph. Out: one that also gives the scores of the experts that it chooses,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import onnx
@@ -40,17 +40,15 @@ def with_scores(model: onnx.ModelProto) -> onnx.ModelProto:
     return graph.finish()
 
 
-def are_clear(outputs: Mapping[str, np.ndarray], tolerance: float) -> np.ndarray | None:
-    """Return for which rows an engine within a tolerance chooses the same experts; None where a graph chooses none."""
+def are_clear(outputs: Mapping[str, np.ndarray], bounds: Callable[[str], np.ndarray]) -> np.ndarray | None:
+    """Return for which rows an engine within its bounds chooses the same experts; None where a graph chooses none.
+
+    bounds: of an output by name, [rows], relative to the largest of a row.
+    """
     clear = None
     for name, scores in outputs.items():
         if name.startswith(_PREFIX):
             chosen, other = scores[:, -2], scores[:, -1]
-            found = ~(chosen - other <= tolerance * np.abs(scores[:, :-1]).max(axis=1))
+            found = ~(chosen - other <= bounds(name) * np.abs(scores[:, :-1]).max(axis=1))
             clear = found if clear is None else clear & found
     return clear
-
-
-def without_scores(outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the outputs that an engine has too."""
-    return {name: array for name, array in outputs.items() if not name.startswith(_PREFIX)}

@@ -26,16 +26,19 @@ from lockstep.backends.engine_set import EngineSet
 from lockstep.backends.graphs import BaseGraph, graph_file
 from lockstep.backends.profiles import profiles
 from lockstep.errors import CheckError
+from lockstep.onnx_tools import judge
 from lockstep.onnx_tools.adapted_graphs import without_adapters
-from lockstep.onnx_tools.comparator import BoundRunner, metadata, one_line, quiet
+from lockstep.onnx_tools.comparator import metadata, one_line, quiet
+from lockstep.onnx_tools.judge import rows_of
 from lockstep.onnx_tools.overflow import LARGEST, find_overflow
-from lockstep.onnx_tools.sessions import open_session
 from lockstep.onnx_tools.signature import signature_of
+from lockstep.onnx_tools.widened import widened
 from lockstep.step.executable import Executable, run_once
 from lockstep.targets import Limits
+from lockstep.tolerances import Tolerances
 from lockstep.verify.compare import inputs
-from lockstep.verify.compare.choices import are_clear, with_scores, without_scores
-from lockstep.verify.compare.judge import NotFiniteError, judge
+from lockstep.verify.compare.choices import are_clear
+from lockstep.verify.compare.noisy_run import NoisyRun, bound_of
 from lockstep.verify.compare.sweep import GROUP, Arrays, Sweep, sweep_of
 from lockstep.verify.metrics import largest
 from lockstep.weights import Tensors, Weights, check_slots, slot_array
@@ -78,22 +81,22 @@ class Pair:
                 source = RankWeights(weights, part.slots, whole, ranks.classes[part.graph], 0)
                 tensors = {slot.name: [slot.name] for slot in slots}
         self._layer = layer
-        self._subject = inputs.Graph(self._model, self._assembly, self._limits, tensors, self._variant)
-        self._signature = signature_of(self._model.graph, tensors)
-        session = open_session(with_scores(self._model).SerializeToString(), threads)
+        computed = widened(self._model)  # ONNX Runtime has no bf16 on a CPU
+        self._subject = inputs.Graph(computed, self._assembly, self._limits, tensors, self._variant)
+        self._signature = signature_of(computed.graph, tensors)
         self._weights = {slot.name: slot_array(source, tensors[slot.name], slot.sizes) for slot in slots}
-        self._graph = BoundRunner("graph", self._signature.inputs, session, self._weights)
+        self._run_graph = NoisyRun(self._model, self._weights, threads)
         built = engines.tensors(name, tensors)
         executable = engines.load(name, threads).bind(source if built else None, built)
         self._engine = lambda profile: EngineRunner(self._signature, executable, profile)
         self._is_narrow = engines.backend.activations not in (None, engines.assembly.dtype)
         self.failures: list[str] = []
 
-    def compare(self, tolerance: float, seconds: float) -> ComparedEngine:
+    def compare(self, tolerance: Tolerances, seconds: float) -> ComparedEngine:
         """Return the engine's entry in the report; once, for the engine is closed then."""
+        tolerance = tolerance if self._weights else tolerance.of_attention
         try:
             with quiet(), np.errstate(invalid="ignore", over="ignore"), contextlib.ExitStack() as stack:
-                stack.enter_context(self._graph)
                 runs = [self._run_case(case, tolerance) for case in inputs.cases(self._subject)]
                 largest_number = LARGEST if self._is_narrow else math.inf
                 sweep = sweep_of(self._subject, self._seed, self._run_graph, self._prefill, largest_number)
@@ -103,26 +106,27 @@ class Pair:
         finally:
             del self._engine  # what it has on a device goes now, not when a cycle of references is found
         errors = [error for run in (*runs, *filter(None, [worst])) for error in run.outputs.values()]
+        worst_error = max(errors, key=judge.share)
         cosines = [error.cosine for error in errors if error.cosine is not None]
         return ComparedEngine(
             max_abs_error=largest([error.max_abs_error for error in errors]),
-            relative_error=largest([error.relative_error for error in errors]),
+            relative_error=worst_error.relative_error,
             cosine=min(cosines) if len(cosines) == len(errors) else None,
-            tolerance=tolerance,
+            tolerance=worst_error.tolerance,
             passed=not self.failures,
             runs=tuple(runs),
             sizes=SweptSizes(len(sweep.trials), tried, worst),
             weights_of_layer=self._layer,
         )
 
-    def _run_case(self, case: inputs.Case, tolerance: float) -> ComparedRun:
+    def _run_case(self, case: inputs.Case, tolerance: Tolerances) -> ComparedRun:
         feed = inputs.arrays(self._subject, case)
         expected = self._run_graph(feed)
         with self._engine(case.profile) as engine:
             return self._judged(case, feed, expected, engine.infer(OrderedDict(feed), check_inputs=False), tolerance)
 
     def _run_sizes(
-        self, sweep: Sweep, tolerance: float, seconds: float, stack: contextlib.ExitStack
+        self, sweep: Sweep, tolerance: Tolerances, seconds: float, stack: contextlib.ExitStack
     ) -> tuple[int, ComparedRun | None]:
         """Run the engine at all sizes, until the first is wrong or the time is over.
 
@@ -162,32 +166,34 @@ class Pair:
         feed: Arrays,
         expected: Arrays,
         found: Arrays,
-        tolerance: float,
+        tolerance: Tolerances,
         beyond: np.ndarray | None = None,
     ) -> ComparedRun:
         """Judge what an engine made of `feed`; what is wrong is added to `failures`.
 
         Rows of a mixture whose experts are chosen by less than the tolerance say nothing.
         """
-        clear, expected = are_clear(expected, tolerance), without_scores(expected)
+        clear = are_clear(expected, lambda name: np.asarray(bound_of(expected, name, tolerance).largest))
         if clear is not None:
-            expected, found = ({name: array[clear] for name, array in each.items()} for each in (expected, found))
+            expected = {name: array[clear] for name, array in expected.items()}
+            found = {name: array[clear] for name, array in found.items()}
             beyond = None if beyond is None else beyond[clear]
         if self._is_narrow and beyond is not None:  # there its float16 may overflow where the graph's float32 does not
-            lost = ~np.all([np.isfinite(array.reshape(len(beyond), -1)).all(1) for array in found.values()], axis=0)
+            lost = ~np.all([np.isfinite(rows_of(array)).all(1) for array in found.values()], axis=0)
             kept = ~(beyond & lost)
-            expected, found = ({name: array[kept] for name, array in each.items()} for each in (expected, found))
+            expected = {name: array[kept] for name, array in expected.items()}
+            found = {name: array[kept] for name, array in found.items()}
             beyond = beyond[kept]
-        try:
-            errors = {name: judge(array, found[name], tolerance, beyond) for name, array in expected.items()}
-        except NotFiniteError:
-            raise CheckError(f"{self.file}: {self._not_finite(feed)}") from None
-        self.failures += [
-            f"{self.file}: engine {self.name}, profile {case.profile} ({case}), {output}: {error}"
-            for output, error in errors.items()
-            if not error
-        ]
-        outputs = {output: error.of for output, error in errors.items()}
+        finite = np.all([np.isfinite(rows_of(expected[name])).all(1) for name in found], axis=0)
+        if not (finite if beyond is None else finite | beyond).all():
+            raise CheckError(f"{self.file}: {self._not_finite(feed)}")
+        outputs = {
+            name: judge.measure(expected[name][finite], array[finite], bound_of(expected, name, tolerance, finite))
+            for name, array in found.items()
+        }
+        place = f"{self.file}: engine {self.name}, profile {case.profile} ({case})"
+        lines = (judge.wrong(name, error, " of the output's magnitude") for name, error in outputs.items())
+        self.failures += [f"{place}, {line}" for line in lines if line]
         return ComparedRun(case.profile, case.sizes, outputs, tuple(case.past_lengths) or None)
 
     def _not_finite(self, feed: Arrays) -> str:
@@ -199,21 +205,11 @@ class Pair:
             )
         return overflow.text(self.name, self._layer, self._assembly.residual)
 
-    def _run_graph(self, feed: Arrays) -> dict[str, np.ndarray]:
-        return dict(self._graph.infer(OrderedDict(feed), check_inputs=False))
-
     def _prefill(self) -> tuple[onnx.ModelProto, Callable[[Arrays], Arrays]]:
         """Return the prefill graph of this attention, which holds for decode too, and what runs it."""
         assert self._variant is not None
         model = onnx.load(graph_file(self._folder, self._variant.phases()["prefill"]))
-        session = open_session(model.SerializeToString(), self._threads)
-        runner = BoundRunner("prefill", signature_of(model.graph).inputs, session, {})
-
-        def run(feed: Arrays) -> Arrays:
-            with runner:
-                return dict(runner.infer(OrderedDict(feed), check_inputs=False))
-
-        return model, run
+        return widened(model), NoisyRun(model, {}, self._threads)
 
 
 class EngineRunner(BaseRunner):
@@ -271,10 +267,7 @@ class _Known:
 
 
 def _worse(run: ComparedRun, other: ComparedRun) -> bool:
-    def error(run: ComparedRun) -> float:
-        return max(output.relative_error or 0.0 for output in run.outputs.values())
-
-    return error(run) > error(other)
+    return max(map(judge.share, run.outputs.values())) > max(map(judge.share, other.outputs.values()))
 
 
 def _place(assembly: Assembly, name: str) -> tuple[int | None, BoundBlock]:

@@ -17,8 +17,9 @@ from pathlib import Path
 
 from lockstep.artifacts.adapted import AdaptedPrompt, AdaptedReport
 from lockstep.errors import InputError
-from lockstep.onnx_tools.metrics import difference
-from lockstep.targets import Limits, Target, Tolerances
+from lockstep.onnx_tools.judge import max_abs_error
+from lockstep.targets import Limits, Target
+from lockstep.tolerances import Tolerances
 from lockstep.verify.golden.check import GoldenCheck
 from lockstep.verify.golden.prompts import Decoded, Prompt
 from lockstep.weights.adapters import LoadedAdapter
@@ -98,7 +99,7 @@ class _Check(GoldenCheck):
         bases = [base for base in self.prompts if not base.adapter and base.text == prompt.text]
         if not prompt.adapter or not bases:
             return None
-        return difference(bases[0].logits[0], prompt.logits[0]).max_abs_error
+        return max_abs_error(bases[0].logits[0], prompt.logits[0])
 
     def _in_every_slot(self) -> Iterator[tuple[int, Decoded]]:
         """Yield (number of a prompt, the first tokens of its answer) with an adapter in every slot.

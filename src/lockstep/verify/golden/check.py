@@ -19,7 +19,8 @@ import numpy as np
 
 from lockstep.artifacts.reports import PASS, GoldenLongPrompt, GoldenPrompt, GoldenReport, SpeedReport
 from lockstep.runtime import Speed
-from lockstep.targets import Limits, Target, Tolerances
+from lockstep.targets import Limits, Target
+from lockstep.tolerances import Tolerances
 from lockstep.verify.golden import drafted
 from lockstep.verify.golden.decoding import DecodingCheck
 from lockstep.verify.golden.forced import Errors, Forced, chunks_to_edges, drawn_positions, force, random_chunks

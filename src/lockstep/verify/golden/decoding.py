@@ -15,7 +15,8 @@ from lockstep.artifacts.reports import Report, TokenDifference
 from lockstep.errors import CheckError, InputError
 from lockstep.runtime import Decoding, Model, Request, Speed
 from lockstep.runtime.tokenizer import Tokenizer
-from lockstep.targets import Limits, Target, Tolerances
+from lockstep.targets import Limits, Target
+from lockstep.tolerances import Tolerances
 from lockstep.verify.golden.forced import Errors
 from lockstep.verify.golden.prompts import Decoded, Prompt, first_difference, read_reference
 from lockstep.verify.golden.text import new_text

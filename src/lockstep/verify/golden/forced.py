@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lockstep.onnx_tools.metrics import difference
+from lockstep.onnx_tools.judge import Bound, measure, wrong
 from lockstep.runtime import Advance, Model
 from lockstep.verify.boundaries import PAGE
 from lockstep.verify.metrics import off
@@ -63,13 +63,13 @@ class Errors:
     rms: dict[int, float] = field(default_factory=dict)
 
     def add(self, count: int, expected: np.ndarray, found: np.ndarray) -> None:
-        error, bound = difference(expected, found), self.bounds.at(count)
+        error = measure(expected[None], found[None], Bound(self.bounds.at(count)), 1.0)
         if self.worst is not None and (error.max_abs_error is None or error.max_abs_error >= self.worst):
             self.worst = error.max_abs_error
-        if self.first is None and not error.within(bound):
-            self.first = count, off(error.max_abs_error, bound)
-        if error.max_abs_error is not None:
-            self.rms[count] = float(np.sqrt(np.mean(np.square(found.astype(np.float64) - expected))))
+        if self.first is None and wrong("logits", error):
+            self.first = count, off(error.max_abs_error, error.tolerance)
+        if error.rms_error is not None:
+            self.rms[count] = error.rms_error
 
     def wrong(self) -> tuple[int, str] | None:
         """Return where an error was too large first, or all together: (number of tokens, what is wrong)."""

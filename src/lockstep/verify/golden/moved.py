@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lockstep.artifacts.reports import MovedState
-from lockstep.onnx_tools.metrics import difference
+from lockstep.onnx_tools.judge import Bound, measure, wrong
 from lockstep.runtime import Engine, Model, Request, Sampling, Token
 from lockstep.runtime.scheduler import Admission
 from lockstep.step.pages import PAGE_SIZE
@@ -213,9 +213,9 @@ class MovedCheck:
             return None
         errors, bound = list[float | None](), self._prompt.bounds.largest
         for step, (expected, found) in enumerate(zip(alone.logits, moved.logits)):
-            error = difference(expected, found)
+            error = measure(expected[None], found[None], Bound(bound), 1.0)
             errors.append(error.max_abs_error)
-            if not error.within(bound):
+            if wrong("logits", error):
                 self._check.fail(self._prompt, f"step {step}, {where}: {off(error.max_abs_error, bound)}")
                 break
             if alone.tokens[: step + 1] != moved.tokens[: step + 1]:

@@ -15,7 +15,7 @@ from lockstep.artifacts.reference import LongPrompt, ReferenceManifest
 from lockstep.artifacts.reports import TokenDifference
 from lockstep.checkpoint.safetensors_header import read_header
 from lockstep.errors import InputError
-from lockstep.targets import Tolerances
+from lockstep.tolerances import Tolerances
 from lockstep.verify.golden.forced import Forced
 from lockstep.verify.golden.text import new_text
 from lockstep.verify.noise import LogitBounds, LogitNoise

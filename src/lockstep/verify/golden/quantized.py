@@ -10,12 +10,12 @@ import numpy as np
 from lockstep.artifacts.dtypes import ROW
 from lockstep.artifacts.quantized import data_name, quantized_names, scales_name
 from lockstep.errors import CheckError, InputError
+from lockstep.tolerances import STEP
 from lockstep.weights import Weights, e4m3
 from lockstep.weights.groups import unpack
 from lockstep.weights.source import Source
 
 _TINY = float(np.finfo(np.float32).tiny)
-_ROUNDING = 1e-3  # of a step: what float32 arithmetic adds to half of one
 _WITHIN = {False: "within half a step of", True: "equal to"}
 
 
@@ -36,7 +36,7 @@ def weights_error(source: Source, weights: Weights) -> float:
         exact = source.stays_packed(name) or (
             weights.group_size == ROW and source.keeps_codes(name)
         )  # quantised by whoever made the checkpoint: there is nothing to round
-        wrong = np.argwhere(~(error <= (0 if exact else allowed + _ROUNDING)))
+        wrong = np.argwhere(~(error <= (0 if exact else allowed + STEP)))
         if len(wrong):
             first = tuple(map(int, wrong[0]))
             raise CheckError(

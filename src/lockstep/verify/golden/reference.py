@@ -37,7 +37,7 @@ from lockstep.errors import InputError
 from lockstep.export.quiet import quiet
 from lockstep.manifests.digest_cache import check_stored
 from lockstep.manifests.own_files import replacing, stale_files
-from lockstep.onnx_tools.metrics import max_abs_error
+from lockstep.onnx_tools.judge import max_abs_error
 from lockstep.verify.boundaries import both_sides, config_lengths
 from lockstep.verify.golden.model import adapted, load_checkpoint, load_dequantized
 from lockstep.verify.golden.quantized import weights_error

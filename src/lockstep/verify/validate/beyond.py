@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lockstep.errors import CheckError
-from lockstep.targets import Tolerances
+from lockstep.tolerances import Tolerances
 from lockstep.verify.graphs import Graphs
 from lockstep.verify.validate.parity import layer_errors, where, wrong_layers
 from lockstep.verify.validate.torch_trace import Record, TorchModel
@@ -43,7 +43,7 @@ def check_adapter_slots(
                 record = torch_model.record(each)
                 adapted.append((record, torch_model.noisy(record)))
         errors, _ = layer_errors(graphs, adapted, tolerance, ids)
-        for place, line in wrong_layers(errors, tolerance):
+        for place, line in wrong_layers(errors):
             raise CheckError(
                 f"{where(place)}, tokens with adapters in every slot and without: {line}; does a token get another's "
                 "adapter?"
@@ -66,7 +66,7 @@ def check_magnitudes(graphs: Graphs, torch_model: TorchModel, record: Record) ->
         grown = torch_model.record(record.token_ids, embedded=np.ascontiguousarray(unit * levels))
         if max(float(np.abs(layer.hidden).max()) for layer in grown.layers) > 0.95 * end:
             continue
-        errors, _ = layer_errors(graphs, [(grown, grown)], Tolerances(noise=1))  # what rounding costs is not asked
+        errors, _ = layer_errors(graphs, [(grown, grown)], Tolerances("fp16"))  # which pass is not asked
         reach = f"hidden states of up to {part * end:.3g}"
         for entry in errors:
             if any(error.max_abs_error is None for error in entry.tensors.values()):

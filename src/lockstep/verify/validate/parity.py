@@ -17,10 +17,10 @@ import numpy as np
 
 from lockstep.artifacts.reports import BlockErrors, TensorError
 from lockstep.errors import CheckError
-from lockstep.onnx_tools.metrics import difference
-from lockstep.targets import Tolerances
+from lockstep.onnx_tools.judge import NOTHING, Bound, Spread, beside_noise, measure, spread, within, wrong
+from lockstep.tolerances import Tolerances
 from lockstep.verify.graphs import Graphs, stale_cache
-from lockstep.verify.noise import Spread, beside_noise, measure, spread, wrong
+from lockstep.verify.metrics import finite
 from lockstep.verify.validate.torch_trace import Record
 from lockstep.verify.walk import StageRun, Tokens, Walk
 
@@ -32,14 +32,16 @@ Sides = dict[str, list[tuple[np.ndarray, ...]]]  # by output: pieces of what is 
 
 def embedding_error(graphs: Graphs, embed: Embed, noisy: Embed, tolerances: Tolerances) -> TensorError:
     """Return the largest error of the embedding graph, on the whole vocabulary. embed, noisy: torch's."""
-    noise, pieces = Spread(0.0, 0.0), []
+    noise, errors = NOTHING, list[TensorError]()
     for first in range(0, graphs.assembly.vocab_size, _PIECE):
         token_ids = np.arange(first, min(first + _PIECE, graphs.assembly.vocab_size), dtype=np.int64)
         found, exact = graphs.run_block(graphs.embedding, {"token_ids": token_ids})["hidden"], embed(token_ids)
-        pieces.append((difference(exact, found), spread(exact, found)))
+        errors.append(measure(exact, found, Bound(math.inf)))
         noise |= spread(exact, noisy(token_ids))
-    worst = max(pieces, key=lambda piece: math.inf if piece[0].max_abs_error is None else piece[1].largest)
-    return beside_noise("hidden", *worst, noise, tolerances)
+    worst = max(errors, key=lambda error: math.inf if error.relative_error is None else error.relative_error)
+    bound = within(tolerances, noise)
+    noises = bound.noise.largest, bound.noise.rms, bound.largest, finite(bound.rms)
+    return TensorError(worst.max_abs_error, worst.relative_error, worst.rms_error, worst.cosine, *noises)
 
 
 def where(entry: BlockErrors) -> str:
@@ -86,11 +88,11 @@ def layer_errors(
     return errors, overflow
 
 
-def wrong_layers(errors: Sequence[BlockErrors], tolerances: Tolerances) -> Iterator[tuple[BlockErrors, str]]:
+def wrong_layers(errors: Sequence[BlockErrors]) -> Iterator[tuple[BlockErrors, str]]:
     """Yield each output that is off by too much: of which layer, and what is wrong."""
     for entry in errors:
         for name, error in entry.tensors.items():
-            if line := wrong(name, error, tolerances):
+            if line := wrong(name, error):
                 yield entry, line
 
 
@@ -115,8 +117,9 @@ def _measured(sides: Sides, tolerances: Tolerances) -> dict[str, TensorError]:
     usual: dict[str, Spread] = {}
     for key, pieces in sides.items():
         exact, found, noisy = (np.concatenate(side) for side in zip(*pieces))
-        noise = usual.setdefault(key.rpartition(".")[2], spread(exact, noisy))
-        errors[key] = measure(key, exact, found, noisy, tolerances, noise)
+        noise = spread(exact, noisy)
+        usual.setdefault(key.rpartition(".")[2], noise)
+        errors[key] = beside_noise(key, exact, found, noise | usual[key.rpartition(".")[2]], tolerances)
     return errors
 
 

@@ -23,7 +23,6 @@ from polygraphy.backend.base import BaseRunner
 
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.checkpoint import CheckpointManifest
-from lockstep.artifacts.dtypes import has_8_bit_activations
 from lockstep.artifacts.reports import (
     PASS,
     BlockErrors,
@@ -37,12 +36,11 @@ from lockstep.artifacts.reports import (
 from lockstep.errors import CheckError, InputError
 from lockstep.export.tracer import only_layers
 from lockstep.onnx_tools.comparator import BoundRunner
-from lockstep.onnx_tools.metrics import max_abs_error
-from lockstep.targets import ROUNDING, Tolerances
+from lockstep.onnx_tools.judge import max_abs_error, wrong
+from lockstep.tolerances import Tolerances
 from lockstep.verify.boundaries import config_lengths, edges, synthetic_past
 from lockstep.verify.graphs import Graph, Graphs
 from lockstep.verify.metrics import finish
-from lockstep.verify.noise import wrong
 from lockstep.verify.rounded import noisy
 from lockstep.verify.validate.beyond import check_adapter_slots, check_magnitudes
 from lockstep.verify.validate.parity import embedding_error, forward, layer_errors, where, wrong_layers
@@ -81,11 +79,8 @@ def run(
         torch.set_num_threads(threads)
     checkpoint, assembly = CheckpointManifest.load(checkpoint_json), Assembly.load(assembly_json)
     target = ValidatedGraphs(model or Path(checkpoint.source).name, assembly.precision, layers)
-    if assembly.quantization is not None and not has_8_bit_activations(assembly.precision):
-        # such graphs compute in float32, whatever engines do
-        tolerance = replace(tolerance, rounding=ROUNDING["fp32"])
     if assembly.tensor_parallel is not None:  # a sum over ranks rounds each rank's part, and then all: twice as often
-        tolerance = replace(tolerance, rounding=math.sqrt(2) * tolerance.rounding)
+        tolerance = replace(tolerance, noise=math.sqrt(2) * tolerance.noise)
     found: dict[str, Any] = {"first_failing_layer": None}
     failure = None
     try:
@@ -164,7 +159,7 @@ class _Validation:
             token_ids = np.concatenate([record.token_ids for record in records])
             if beyond := graphs.overflow(graphs.embedding, {"token_ids": token_ids}, None):
                 raise CheckError(beyond)
-        if line := wrong("hidden", embedding, tolerance):
+        if line := wrong("hidden", embedding):
             raise CheckError(f"embedding ({graphs.embedding.graph}): {line}")
         if overflow:
             self._found["first_failing_layer"], beyond = overflow
@@ -173,7 +168,7 @@ class _Validation:
 
     def _check_errors(self, errors: list[BlockErrors], how: str) -> None:
         """Raise CheckError for the first tensor that is off by too much, and note its layer."""
-        for entry, line in wrong_layers(errors, self._tolerance):
+        for entry, line in wrong_layers(errors):
             self._found["first_failing_layer"] = entry.layer
             raise CheckError(f"{where(entry)}: {how}{line}")
 

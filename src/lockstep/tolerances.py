@@ -1,0 +1,129 @@
+"""Every bound of an error, each once: of a precision, on a backend, of what is compared.
+
+Beside each stands the measurement that it comes from, with its date. `onnx_tools.judge` judges by them, for `validate`,
+`compare`, `golden`, `bisect`, the checks of builders and the benchmarks. What harm is (`HARMLESS` of tests/faults) is
+no bound: it is decided by logits alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from lockstep.targets import is_quantized
+
+T = TypeVar("T")
+
+GRAPH = ""  # in the place of a backend: what the graphs of an assembly compute, in PyTorch's and ONNX Runtime's kernels
+# What a precision rounds beside its weights, in units of the noise of fp16 on the same weights and inputs, which is
+# measured wherever something is checked. By backend; "*" is any other.
+ROUNDING = {
+    # One rounding is 2^13 times finer than fp16's, but a sum of thousands of numbers rounds at each of them, in another
+    # order in each library: 2^5 for that.
+    "fp32": {"*": 2**-8},
+    "fp16": {"*": 1.0},
+    # OpenVINO rounds to bf16 toward zero where the last bit is 0, to nearest where it is 1: 1.6 times the rms error
+    # (2026.4, an EPYC with avx512_bf16, November 2026). Right engines of Gemma are off by 2.3 times the noise's rms.
+    "bf16": {"openvino": 10.0, "*": 8.0},
+    # Graphs compute in float32. Engines cut activations in parts that are finer than 16 bits: on two CPU backends
+    # errors are 0.03 of fp16's for the demo, and 0.1 for all layers of SmolLM2, whose groups have outliers (October
+    # 2026). `cuda` has float16 activations.
+    "w8a16": {GRAPH: 2**-8, "cuda": 1.0, "*": 2**-2},
+    "w4a16": {GRAPH: 2**-8, "cuda": 1.0, "*": 2**-2},
+    # Where activations are of 8 bits, the noise is measured on a model that rounds them too. A difference of any size
+    # makes another number the nearest one somewhere, and layers later nearly as many as fp16's: logits of engines that
+    # compute in float32 are off by up to 0.69 of that noise (w8a8, ONNX Runtime, the whole demo, November 2026).
+    "w8a8": {GRAPH: 1.0, "cuda": 1.0, "*": 2**-1},
+    "w4a8": {GRAPH: 1.0, "cuda": 1.0, "*": 2**-1},
+    "w8a8-fp8": {GRAPH: 1.0, "cuda": 1.0, "*": 2**-1},
+}
+# How many times what a precision costs may one number be off? An engine's roundings are other ones than those that were
+# measured: of a row of logits up to 1.6 times (fp16) and 4 times (bf16) are seen (October 2026).
+NOISE = 6.0
+# What an engine rounds beside its own graph on the same inputs: units of fp16's noise there, of the largest error and
+# of the rms of a row that nine of ten do not exceed. By precision and backend.
+ENGINE = {
+    # ONNX Runtime and OpenVINO: no more than 2^-10 (demo, November 2026). With TensorRT 8.6 keys behind a RoPE angle of
+    # 250 rad are off by 6e-5 (September 2026), 2^-6 of fp16's noise, and in all rows there.
+    "fp32": {"onnxruntime": (2**-8, 2**-8), "openvino": (2**-8, 2**-8), "*": (2**-6, 2**-3)},
+    "fp16": {"*": (1.0, 1.0)},
+    "bf16": {"openvino": (8.0, 12.0), "*": (8.0, 8.0)},  # see `ROUNDING`: 2.1 times the noise's rms is seen (Gemma)
+    "w8a16": {"cuda": (1.0, 1.0), "*": (2**-2, 2**-2)},
+    "w4a16": {"cuda": (1.0, 1.0), "*": (2**-2, 2**-2)},
+    # Graph and engine round activations alike, and differ as in fp32: 1e-4 of fp16's noise in all but one of 100 rows.
+    # There a value is nearest to another integer, and the whole row is off: up to 0.27 of what passes (w4a8, demo, both
+    # CPU backends, November 2026).
+    "w8a8": {"cuda": (1.0, 1.0), "*": (1.0, 2**-8)},
+    "w4a8": {"cuda": (1.0, 1.0), "*": (1.0, 2**-8)},
+    "w8a8-fp8": {"cuda": (1.0, 1.0), "*": (1.0, 2**-8)},
+}
+# A rewritten graph beside the one that it was made of, by the dtype of its numbers, relative to the largest magnitude,
+# or 1: the same products in another order or blocking. fp16 anywhere rounds weights, and the last bits of what fp32
+# makes of them.
+REWRITE = {"float32": 1e-5, "float16": 4e-3}
+# The kernels and products of a `cuda` block in NumPy beside its graph, relative to the largest magnitude, or 1: fp16
+# activations, rounded between steps too. With e4m3 ones now and then another number is the nearest, 1/16 of it away:
+# 3e-2 is seen (October 2026).
+KERNELS = {"fp16": 1e-2, "fp8": 1e-1}
+STATE_KERNEL = 1e-5  # a kernel of a state in NumPy beside its graph, relative as `KERNELS`: fp32 sums in another order
+# The logits of a small model in split form, or in its multimodal wrapper, beside transformers in fp32, relative to
+# their standard deviation: 1e-6 to 2e-5 is seen over all families. The faults that the tests plant, each as small as a
+# wrong export can be, give 1e-3 and more (September 2026).
+EXPORT = 1e-4
+NODE = {
+    # A node's output in `bisect` beside its counterpart's, relative to the rms: the same sums in another order or form.
+    # Smaller faults come to light where none is above it: equal nodes give equal bits on equal inputs, so that then any
+    # difference counts. Engines of quantised weights add activations up in two parts.
+    "fp32": 1e-5,
+    "bf16": 1e-5,
+    "fp16": 4e-3,
+    "w8a16": 1e-4,
+    "w4a16": 1e-4,
+    "w8a8": 4e-3,
+    "w4a8": 4e-3,
+    "w8a8-fp8": 4e-3,
+}
+# The noise in fp16 of a logit of a request that has no reference, as a part of the largest: of `bisect` with tokens of
+# its own, where the runtime runs freely beside the graphs. 1e-3 is seen (demo, November 2026).
+LOGITS = 2.0**-8
+STEP = 1e-3  # of a quantised weight's step: what float32 arithmetic adds to half of one
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    """What may be off in a precision, of engines of a backend or of graphs (`GRAPH`).
+
+    block: a number instead of what is measured, of a block, an attention or a layer, relative to the size of the
+    values. logits: likewise of a logit, absolute. None: so many times (`noise`) what the precision itself costs on the
+    model, which is measured in fp16 and is `rounding` times as much (`verify.noise`), or `engine` times beside a graph.
+    These two are the tables' unless given: so they stand in locks, which show when they change.
+    """
+
+    precision: str
+    backend: str = GRAPH
+    noise: float = NOISE
+    block: float | None = None
+    logits: float | None = None
+    rounding: float = 0.0
+    engine: tuple[float, float] = (0.0, 0.0)
+
+    def __post_init__(self) -> None:
+        rounding = self.rounding or _by_backend(ROUNDING, self.precision, self.backend)
+        object.__setattr__(self, "rounding", rounding)
+        engine = tuple(self.engine) if any(self.engine) else _by_backend(ENGINE, self.precision, self.backend)
+        object.__setattr__(self, "engine", engine)
+
+    @property
+    def of_attention(self) -> Tolerances:
+        """Return those of engines that multiply with no weights: in a precision of integer weights they have float32.
+
+        But on a backend whose activations are of 16 bits.
+        """
+        is_float32 = is_quantized(self.precision) and self.backend != "cuda"
+        return replace(self, engine=_by_backend(ENGINE, "fp32", self.backend)) if is_float32 else self
+
+
+def _by_backend(table: Mapping[str, Mapping[str, T]], precision: str, backend: str) -> T:
+    bounds = table[precision]
+    return bounds.get(backend, bounds["*"])

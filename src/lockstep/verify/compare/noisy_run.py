@@ -1,0 +1,56 @@
+"""Run a graph in ONNX Runtime beside what rounding makes of it.
+
+A graph and its weights in; of inputs its outputs, and beside each the noise of its rows, out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import ml_dtypes
+import numpy as np
+import onnx
+
+from lockstep.onnx_tools.judge import Bound, Spread
+from lockstep.onnx_tools.sessions import open_session
+from lockstep.onnx_tools.widened import widened
+from lockstep.tolerances import Tolerances
+from lockstep.verify.compare.choices import with_scores
+from lockstep.verify.noisy_graph import NoisyGraph, beside_graph
+
+_NOISE = "noise of "
+Arrays = Mapping[str, np.ndarray]
+
+
+class NoisyRun:
+    """Called with inputs, it gives outputs and `noise of <output>` [rows, (largest, rms)] in units of fp16.
+
+    A graph of bf16 is computed in float32, on inputs and weights of bf16.
+    """
+
+    def __init__(self, model: onnx.ModelProto, weights: Arrays, threads: int | None):
+        computed = widened(model)
+        self._is_bf16 = computed is not model
+        self._weights = {name: self._computed(array) for name, array in weights.items()}
+        self._session = open_session(with_scores(computed).SerializeToString(), threads)
+        self._noisy = NoisyGraph(model, weights.keys(), threads, with_scores)
+
+    def __call__(self, feed: Arrays) -> dict[str, np.ndarray]:
+        feeds = {**{name: self._on_grid(array) for name, array in feed.items()}, **self._weights}
+        names = [value.name for value in self._session.get_outputs()]
+        outputs = dict(zip(names, self._session.run(names, feeds)))
+        noise = self._noisy.noise(feeds, outputs)
+        return outputs | {f"{_NOISE}{name}": np.stack([rows.largest, rows.rms], axis=1) for name, rows in noise.items()}
+
+    def _computed(self, array: np.ndarray) -> np.ndarray:
+        return array.astype(np.float32) if array.dtype == ml_dtypes.bfloat16 else array
+
+    def _on_grid(self, array: np.ndarray) -> np.ndarray:
+        is_rounded = self._is_bf16 and array.dtype == np.float32
+        return array.astype(ml_dtypes.bfloat16).astype(np.float32) if is_rounded else array
+
+
+def bound_of(outputs: Arrays, name: str, tolerances: Tolerances, rows: np.ndarray | slice = slice(None)) -> Bound:
+    """Return what may be off of an output, or of some of its rows."""
+    largest, rms = outputs[f"{_NOISE}{name}"][rows].T
+    return beside_graph(tolerances, Spread(largest, rms))

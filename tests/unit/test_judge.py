@@ -1,0 +1,75 @@
+"""How far two arrays are apart, and what passes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lockstep.onnx_tools.judge import Bound, Spread, max_abs_error, measure, peak, row_scale, spread, within, wrong
+from lockstep.tolerances import ENGINE, NOISE, ROUNDING, Tolerances
+
+EXPECTED = np.array([[0.5, -3.0], [2.0, 0.0]], np.float32)
+ANY = Bound(1e30)
+
+
+def test_the_largest_error_is_computed_in_the_common_dtype() -> None:
+    found = EXPECTED + np.array([[1e-7, 0.25], [0, -0.125]], np.float32)
+    assert max_abs_error(EXPECTED, found) == 0.25 == measure(EXPECTED, found, ANY).max_abs_error
+    one, other = np.array([1.0], np.float32), np.array([1e-9], np.float32)
+    assert max_abs_error(one, other) == float(one[0] - other[0]) == 1.0
+    assert max_abs_error(one.astype(np.float64), other) == 1.0 - float(other[0]) < 1.0
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_no_number_is_infinitely_far_and_passes_no_bound(bad: float) -> None:
+    found = EXPECTED.copy()
+    found[1, 1] = bad
+    assert max_abs_error(EXPECTED, found) == max_abs_error(found, EXPECTED) == max_abs_error(found, found) == np.inf
+    error = measure(EXPECTED, found, ANY)
+    assert error.max_abs_error is None and "found NaN" in (wrong("key", error) or "")
+
+
+def test_nothing_is_broadcast() -> None:
+    for compare in (max_abs_error, lambda *pair: measure(*pair, ANY)):
+        with pytest.raises(ValueError, match="expected shape"):
+            compare(EXPECTED, EXPECTED[0])
+
+
+def test_nothing_is_no_error() -> None:
+    for empty in (EXPECTED[:0], np.zeros((0, 128)), np.zeros((3, 0))):
+        error = measure(empty, empty, Bound(0.0, 0.0))
+        assert wrong("key", error) is None and max_abs_error(empty, empty) == 0
+        assert spread(empty, empty) == Spread(0.0, 0.0)
+
+
+def test_a_number_is_off_relative_to_the_row_that_it_stands_in() -> None:
+    """The row of a massive activation lends its size to no other."""
+    expected = np.array([[1000.0, 1.0], [0.001, 0.001]])
+    assert spread(expected, expected + [[0, 0], [1e-4, 0]]).largest == pytest.approx(0.1)
+    assert spread(expected, expected + [[1.0, 0], [0, 0]]).largest == pytest.approx(1e-3)
+    assert row_scale(np.zeros((1, 2))).tolist() == [[1.0, 1.0]]
+
+
+def test_a_rewritten_graph_is_off_relative_to_one_at_least() -> None:
+    assert (peak(EXPECTED), peak(EXPECTED / 100), peak(EXPECTED[:0])) == (3.0, 1.0, 1.0)
+    assert measure(EXPECTED, EXPECTED + 0.3, ANY, peak(EXPECTED)).relative_error == pytest.approx(0.1)
+
+
+def test_an_error_everywhere_is_held_to_less_than_one_number() -> None:
+    expected = np.ones((1000, 10))
+    bound = within(Tolerances("fp16"), Spread(0.01, 0.002))
+    assert (bound.largest, bound.rms) == (NOISE * 0.01, pytest.approx(NOISE / 3 * 0.002))
+    one, all_of_them = np.zeros((1000, 10)), np.full((1000, 10), 0.005)
+    one[5, 5] = 0.05
+    assert wrong("key", measure(expected, expected + one, bound)) is None
+    assert "an error of at most" in (wrong("key", measure(expected, expected + 2 * one, bound)) or "")
+    assert "an rms error of at most" in (wrong("key", measure(expected, expected + all_of_them, bound)) or "")
+
+
+def test_bounds_are_of_a_precision_and_a_backend() -> None:
+    assert Tolerances("fp32", "onnxruntime").engine < Tolerances("fp32", "tensorrt").engine
+    assert Tolerances("w8a16", "cuda").rounding == Tolerances("fp16").rounding
+    assert Tolerances("w8a16").rounding == Tolerances("fp32").rounding, "graphs of it compute in float32"
+    assert Tolerances("w8a16", "onnxruntime").of_attention.engine == Tolerances("fp32", "onnxruntime").engine
+    assert Tolerances("w8a16", "cuda").of_attention.engine == Tolerances("fp16").engine
+    assert set(ENGINE) == set(ROUNDING)

@@ -1,0 +1,122 @@
+"""A product that is a little too large is refused in every precision and on every backend that runs here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from demo_model import CONFIG, DEMO, LIMITS
+
+from faults.edit import Edit
+from faults.scaled import FACTORS
+from lockstep.artifacts.bisect_report import EngineReport, FoundFault
+from lockstep.artifacts.files import read_json, sha256_file, write_bytes, write_json
+from lockstep.backends import build
+from lockstep.backends.engine_set import EngineSet
+from lockstep.backends.openvino import cpu
+from lockstep.checkpoint import resolve
+from lockstep.export import export
+from lockstep.targets import Results
+from lockstep.verify.bisect.explain import engine_report
+from lockstep.verify.compare.pair import Pair
+from lockstep.weights import Weights, convert
+from shared import Shared
+
+NAME = "demo-llama"
+QUANTIZED = ("w8a16", "w4a16", "w8a8", "w4a8")
+bf16 = pytest.param("bf16", "openvino", marks=pytest.mark.skipif(cpu.why_not("bf16") is not None, reason="no bf16"))
+PAIRS = [
+    *[(precision, "onnxruntime") for precision in ("fp32", "fp16", *QUANTIZED, "w8a8-fp8")],
+    *[(precision, "openvino") for precision in ("fp32", *QUANTIZED)],
+    bf16,
+]
+
+
+@pytest.fixture
+def results(request: pytest.FixtureRequest, shared: Shared) -> Callable[[str], Results]:
+    """What gives the demo in a precision, its graphs and weights."""
+
+    def of(precision: str) -> Results:
+        if precision in ("fp32", "fp16", "bf16"):
+            return request.getfixturevalue("demo_bf16" if precision == "bf16" else "demo")
+
+        def make(folder: Path) -> None:
+            made = Results(folder)
+            checkpoint, assembly = made.checkpoint(NAME), made.assembly(NAME, precision)
+            resolve(str(DEMO), DEMO, checkpoint)
+            export(checkpoint, precision, assembly, group_size=16)
+            convert(checkpoint, precision, made.weights(NAME, precision), assembly)
+
+        return Results(shared.folder(f"little/{precision}", make))
+
+    return of
+
+
+def compared(results: Results, precision: str, backend: str, engines: Path, factor: float) -> tuple[Any, list[str]]:
+    """Compare the middle block, whose engine gives queries times `factor`."""
+    assembly, weights = results.assembly(NAME, precision), Weights.open(results.weights(NAME, precision))
+    opened = EngineSet.open(engines, assembly)
+    graph = opened.assembly.classes["middle"]
+    pair = Pair(opened, weights, assembly.parent, "middle", graph, LIMITS, 1)
+    right = pair._engine
+
+    def engine(profile: int) -> Any:
+        runner = right(profile)
+        infer = runner.infer_impl
+
+        def scaled(feed: Any) -> dict[str, np.ndarray]:
+            outputs = dict(infer(feed))
+            query = outputs["query"].astype(np.float32) * np.float32(factor)
+            return {**outputs, "query": query.astype(outputs["query"].dtype)}
+
+        runner.infer_impl = scaled
+        return runner
+
+    pair._engine = engine
+    tolerance = CONFIG.tolerance("demo-llama", precision, backend)
+    return pair.compare(tolerance, seconds=0), pair.failures
+
+
+@pytest.mark.parametrize("precision, backend", PAIRS)
+def test_a_product_that_is_a_little_too_large_is_refused(
+    results: Callable[[str], Results], tmp_path: Path, precision: str, backend: str
+) -> None:
+    """By compare. Right engines pass."""
+    demo = results(precision)
+    engines = build(demo.assembly(NAME, precision), backend, tmp_path / "engines.json")
+    right, failures = compared(demo, precision, backend, engines, 1.0)
+    assert right.passed and not failures
+    bound = max(run.outputs["query"].tolerance for run in right.runs)
+    for factor in (*FACTORS, 1 + 3 * bound):
+        wrong, failures = compared(demo, precision, backend, engines, factor)
+        assert not wrong.passed and "query: expected an " in failures[0], factor
+
+
+@pytest.mark.parametrize("precision", ["w8a8", "w4a8", "w8a8-fp8"])
+def test_bisect_names_an_engine_that_is_a_little_wrong_in_8_bits(
+    results: Callable[[str], Results], tmp_path: Path, precision: str
+) -> None:
+    demo = results(precision)
+    paths = demo.assembly(NAME, precision), demo.weights(NAME, precision)
+    engines = build(paths[0], "onnxruntime", tmp_path / "engines.json")
+    tolerance = asdict(CONFIG.tolerance(NAME, precision, "onnxruntime"))
+
+    def fault() -> FoundFault | None:
+        report = engine_report(*map(str, (*paths, engines)), 2, tolerance, (list(range(3, 40)), 30))
+        return EngineReport.from_json(report).fault
+
+    assert fault() is None
+    file = engines.with_name("middle.onnx")
+    edit = Edit(onnx.load(file), None)
+    edit.replace("query", lambda value: edit.times(value, FACTORS[0]))
+    write_bytes(file, edit.done())
+    manifest = read_json(engines)
+    manifest["engines"]["middle"]["sha256"] = sha256_file(file)
+    write_json(engines, manifest)
+    found = fault()
+    assert found is not None and (found.graph, found.measured.tensor) == ("middle", "query")
