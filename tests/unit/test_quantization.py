@@ -36,6 +36,7 @@ from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
 from lockstep.backends.onnxruntime.row_bits import rows_keep_their_bits
 from lockstep.checkpoint import resolve
 from lockstep.config import load
+from lockstep.config.model_config import linear_rows
 from lockstep.errors import CheckError, InputError
 from lockstep.export import export
 from lockstep.export.quantize import quantize
@@ -534,6 +535,19 @@ def test_a_model_without_linear_weights_of_this_layout_is_refused(shared):
     files, assembly = shared.assembled(dict(FAMILIES["gpt2"].config), "fp32")
     line = error_of(quantize, files, assembly, "w8a16", GROUP, QuantizedTensors(GROUP, {}))
     assert "expected linear weights that can be quantised, found none in a model of type 'gpt2'" in line
+
+
+@pytest.mark.parametrize("family", some(FAMILIES, "gpt2"))
+def test_the_config_tells_which_group_sizes_fit_the_rows(shared: Shared, family: str) -> None:
+    config = FAMILIES[family].config
+    for size in (16, 32, 64, 128):
+        fits = not any(row % size for row in linear_rows(config).values())
+        try:
+            quantize(*shared.assembled(config, "fp32"), "w4a16", size)
+        except InputError:
+            assert not fits
+        else:
+            assert fits
 
 
 def test_a_square_weight_that_lies_transposed_is_quantized_in_rows_of_its_product(shared: Shared, tmp_path) -> None:

@@ -1,6 +1,7 @@
 """Every family shape through the whole workflow, on each backend that runs on a CPU: a family works when that passes.
 
-`make test` takes them all through it in fp32, and one in small weights; the other precisions run at night.
+`make test` takes them all through it in fp32, but for a server on OpenVINO, and one in small weights: 15 s of one core
+each. What is left runs at night.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def offered(quantized: bool) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_passes_every_stage(shared: Shared, tmp_path: Path, family: str) -> None:
-    assert not failures(tmp_path, FAMILIES[family].config, dict.fromkeys(BACKENDS, ["fp32"]))
+    targets = dict.fromkeys(BACKENDS, ["fp32"])
+    assert not failures(tmp_path, FAMILIES[family].config, targets, left_out="served tiny/fp32/openvino/all")
 
 
 @pytest.mark.parametrize("family", some(FAMILIES, "gpt2"))
@@ -49,8 +51,10 @@ def test_a_family_passes_every_stage_in_w4a16(shared: Shared, tmp_path: Path, fa
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_passes_every_stage_in_16_bits(shared: Shared, tmp_path: Path, family: str) -> None:
-    lines = failures(tmp_path, FAMILIES[family].config, offered(quantized=False))
+def test_a_family_is_served_and_passes_in_16_bits(shared: Shared, tmp_path: Path, family: str) -> None:
+    precisions = offered(quantized=False)
+    targets = {**precisions, "openvino": ["fp32", *precisions["openvino"]]}
+    lines = failures(tmp_path, FAMILIES[family].config, targets)
     known = ("golden tiny/bf16/",) if family in REFUSED_BY_GOLDEN else ()
     assert not [line for line in lines if not line.startswith(known)]
 

@@ -30,11 +30,13 @@ def in_groups(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, **{key: size for key, size in _IN_GROUPS.items() if key in config}}
 
 
-def failures(root: Path, shape: Mapping[str, Any], targets: Mapping[str, Sequence[str]], **settings: Any) -> list[str]:
+def failures(
+    root: Path, shape: Mapping[str, Any], targets: Mapping[str, Sequence[str]], left_out: str = "", **settings: Any
+) -> list[str]:
     """Take a config.json through all stages of its targets; return a line for each job that failed.
 
-    targets: precisions by backend. settings: of the model, in the config. What needs the output of a failed job is left
-    out. Raises InputError where the config is refused.
+    targets: precisions by backend. left_out: a job that is not run, as it calls itself. settings: of the model, in the
+    config. What needs the output of a failed job is left out too. Raises InputError where the config is refused.
     """
     path = root / "shape.json"
     path.write_text(json.dumps(shape))
@@ -53,7 +55,8 @@ def failures(root: Path, shape: Mapping[str, Any], targets: Mapping[str, Sequenc
     for job in jobs(config, root / "results", config.targets()):
         if job.stage == "make_checkpoint":
             job.given["path"] = path
-        if all(needed.exists() for needed in (*job.inputs.values(), *_brought(job))):
+        is_able = all(needed.exists() for needed in (*job.inputs.values(), *_brought(job)))
+        if is_able and str(job) != left_out:
             try:
                 STAGES[job.stage].make(job)
             except (CheckError, InputError) as error:

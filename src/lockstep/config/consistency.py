@@ -159,8 +159,11 @@ def _group_problems(
     found = model.group_size or already or (None if packing else GROUP_SIZE)
     if already and found != already:
         yield Problem(where, f"expected {already}, or none: {path} says how weights are quantised; found {found}")
-    elif found and not all(map(is_fp8, quantized)) and shape.hidden_size is not None and shape.hidden_size % found:
-        yield Problem(where, f"expected a size that divides hidden_size ({shape.hidden_size} in {path}); found {found}")
+    elif found and not all(map(is_fp8, quantized)):
+        for name, size in shape.linear_rows.items():
+            if size % found:
+                yield Problem(where, f"expected a size that divides {name} ({size} in {path}); found {found}")
+                break
     for backend in model.backends:
         for place, precision in model.placed_precisions(backend):
             fits = not is_quantized(precision) or not packing or QUANTIZATIONS[precision].bits == packing.bits

@@ -21,6 +21,17 @@ _LAYER_LISTS = ("layers_block_type", "layer_types")  # an entry a layer; Nemotro
 POSITION_KEYS = ("max_position_embeddings", "n_positions")
 HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model")
 TEXT_KEY = "text_config"
+# How many numbers the rows of linear layers have, where the config says it by a key, or by a product of two.
+_ROWS = (
+    *HIDDEN_KEYS, "word_embed_proj_dim", "q_lora_rank", "kv_lora_rank", "moe_intermediate_size",
+    "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size",
+)  # fmt: skip
+_ROWS_OF_DENSE = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")  # mixtures may have no such layer
+_HEADS = (
+    ("linear_num_value_heads", "linear_value_head_dim"),
+    ("mamba_n_heads", "mamba_d_head"),
+    ("mamba_num_heads", "mamba_head_dim"),
+)
 
 # Eight times the deepest model that is published (126 layers). Each layer is a module of the traced model and an entry
 # of the assembly: a billion of them would fill the memory before anything could be said about them.
@@ -96,6 +107,25 @@ def setting(config: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
     The config is looked at first, then its `text_config`.
     """
     return next((part[key] for part in parts(config) for key in keys if part.get(key) is not None), None)
+
+
+def linear_rows(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return how many numbers rows of linear layers have, by what the config calls it.
+
+    Those that the config tells for certain: what else there is, the graphs tell.
+    """
+    decoder = parts(config)[-1]
+    is_mixture = any(type(value) is int and value > 1 for key, value in decoder.items() if key.endswith("experts"))
+    names = list(_ROWS)
+    if not is_mixture and not decoder.get("block_auto_adjust_ff_dim", "block_ff_dim" in decoder):
+        names += _ROWS_OF_DENSE
+    is_latent = decoder.get("kv_lora_rank") is not None
+    products = [("num_attention_heads", "v_head_dim" if is_latent else "head_dim"), *_HEADS]
+    rows = {name: decoder[name] for name in names if type(decoder.get(name)) is int}
+    for count, size in products:
+        if type(decoder.get(count)) is int and type(decoder.get(size)) is int:
+            rows[f"{count} * {size}"] = decoder[count] * decoder[size]
+    return rows
 
 
 def depth(config: Mapping[str, Any]) -> tuple[int | None, str]:

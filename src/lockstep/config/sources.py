@@ -11,8 +11,8 @@ import math
 import os
 import re
 import sysconfig
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -203,17 +203,17 @@ def places_of(path: str, folders: Sequence[str | os.PathLike] | None) -> list[Pa
 class CheckpointShape:
     """The facts of a model that the config is compared with.
 
-    The model's depth, and how many positions it knows (None: it does not say), with the key that says so; the size of
-    its hidden state (None: it does not say); how weights that stay quantised are packed; and about how many
-    parameters it has (None: it does not say), experts not counted.
+    The model's depth, and how many positions it knows (None: it does not say), with the key that says so; how weights
+    that stay quantised are packed; about how many parameters it has (None: it does not say), experts not counted; and
+    how long rows of linear layers are, by what says so.
     """
 
     num_hidden_layers: int
     max_position_embeddings: int | None
     limited_by: str = "max_position_embeddings"
-    hidden_size: int | None = None
     packing: Packing | None = None
     num_parameters: int | None = None
+    linear_rows: Mapping[str, int] = field(default_factory=dict, compare=False)
 
 
 def num_parameters(depth: int, hidden: int | None, vocabulary: int | None) -> int | None:
@@ -247,8 +247,10 @@ def read_shape(path: Path) -> CheckpointShape:
         limits.append((first, "original_max_position_embeddings: beyond it longrope changes the keys of all positions"))
     least, reason = min(limits, default=(None, ""))
     if least is not None and (positions is None or least < positions):
-        return CheckpointShape(depth, least, reason, hidden, packing, parameters)
-    return CheckpointShape(depth, positions, hidden_size=hidden, packing=packing, num_parameters=parameters)
+        positions, limited_by = least, reason
+    else:
+        limited_by = "max_position_embeddings"
+    return CheckpointShape(depth, positions, limited_by, packing, parameters, model_config.linear_rows(value))
 
 
 def _gguf_shape(path: Path) -> CheckpointShape:
@@ -262,8 +264,8 @@ def _gguf_shape(path: Path) -> CheckpointShape:
         sizes[name] = size
     limit = f"{file.architecture}.context_length"
     parameters = sum(math.prod(tensor.shape) for tensor in file.tensors if "_exps." not in tensor.name)
-    hidden = sizes["embedding_length"]
-    return CheckpointShape(sizes["block_count"], sizes["context_length"], limit, hidden, num_parameters=parameters)
+    rows = {f"{file.architecture}.embedding_length": sizes["embedding_length"]}
+    return CheckpointShape(sizes["block_count"], sizes["context_length"], limit, None, parameters, rows)
 
 
 def _first_frequencies(value: dict[str, Any]) -> int | None:
