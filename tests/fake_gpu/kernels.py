@@ -515,6 +515,7 @@ def state_mixer(gpu: Gpu, blocks: int, k: SimpleNamespace, name: str) -> None:
         sizes, width = {"query": keys, "key": keys, "value": columns, "decay": k.VALUE_HEADS}, columns
         sizes |= {"beta": k.VALUE_HEADS} if k.BETA else {}
     shapes = {each: (1, size) for each, size in sizes.items()} | {"past_state": (1, *state)}
+    element = {0: "f2", 2: "f4"}[k.ELEMENT]
     spec = StateKernelSpec.of_sizes(shapes, "fake")
     if spec.kernel != name or blocks % spec.blocks:
         raise Fault(f"{name}: {blocks} blocks of {spec}")
@@ -527,10 +528,11 @@ def state_mixer(gpu: Gpu, blocks: int, k: SimpleNamespace, name: str) -> None:
         position = int(_integers(gpu, k.positions, k.WIDE, low + 1)[low])
         place = gpu.array(k.states, (row + 1, *state), "f4")[row]
         held = place[None] * 1 if position else np.zeros((1, *state), np.float32)
-        out = gpu.array(k.out, (high, width), "f2")
+        out = gpu.array(k.out, (high, width), element)
         for token in range(low, high):
             given = {
-                each: gpu.array(getattr(k, each), (high, size), "f2")[token : token + 1] for each, size in sizes.items()
+                each: gpu.array(getattr(k, each), (high, size), element)[token : token + 1]
+                for each, size in sizes.items()
             }
             (out[token],), held = spec.advance(given, held)
         place[:] = held[0]

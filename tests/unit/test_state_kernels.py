@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -23,8 +24,8 @@ inline float number(unsigned short bits) { return (float)as<_Float16>(bits); }
 inline unsigned short half(float value) { return as<unsigned short>((_Float16)value); }
 """
 TAIL = r"""
-extern "C" void run(int blocks, Bits* query, Bits* key, Bits* value, Bits* decay, Bits* beta, Bits* out, float* states,
-                    int* bounds, int single, int* rows, void* positions) {
+extern "C" void run(int blocks, Element* query, Element* key, Element* value, Element* decay, Element* beta,
+                    Element* out, float* states, int* bounds, int single, int* rows, void* positions) {
 #if WIDTH
     launch(blocks, [=] { token_window(value, out, states, bounds, single, rows, positions); });
 #else
@@ -46,6 +47,8 @@ RULE = {
 MAMBA = {"query": (1, 20), "key": (1, 20), "value": (1, 32), "decay": (1, 4), "past_state": (1, 4, 10, 8)}
 PIECES = {"query": (1, 32), "key": (1, 32), "value": (1, 6), "decay": (1, 1), "past_state": (1, 1, 32, 6)}
 EIGHT = {"query": (1, 130), "key": (1, 130), "value": (1, 8), "decay": (1, 2), "past_state": (1, 2, 130, 4)}
+
+OTHERS = ("bfloat16", "float32")
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
@@ -71,13 +74,19 @@ def compiled(spec: StateKernelSpec, folder: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(folder / "kernel.so"))
 
 
+CASES = {"window": WINDOW, "rule": RULE, "mamba": MAMBA, "pieces": PIECES, "eight": EIGHT}
+
+
 @pytest.mark.parametrize(
-    "shapes", [WINDOW, RULE, MAMBA, PIECES, EIGHT], ids=["window", "rule", "mamba", "pieces", "eight"]
+    ("name", "dtype"),
+    [*((name, "float16") for name in CASES), *((name, dtype) for name in ("window", "rule") for dtype in OTHERS)],
 )
-def test_states_go_on_from_chunk_to_chunk_with_the_bits_of_one(shapes, tmp_path):
-    spec, count, random = StateKernelSpec.of_sizes(shapes, "here"), 12, np.random.default_rng(0)
+def test_states_go_on_from_chunk_to_chunk_with_the_bits_of_one(name, dtype, tmp_path):
+    shapes = CASES[name]
+    spec, count, random = StateKernelSpec.of_sizes(shapes, "here", dtype), 12, np.random.default_rng(0)
+    dtype = np.dtype(dtype)
     library, past = compiled(spec, tmp_path), shapes["past_state"][1:]
-    given = {name: random.standard_normal((count, shapes[name][1])).astype(np.float16) / 4 for name in spec.inputs}
+    given = {name: random.standard_normal((count, shapes[name][1])).astype(dtype) / 4 for name in spec.inputs}
     given = {name: -np.abs(array) if name == "decay" else array for name, array in given.items()}
     state, expected = np.zeros((1, *past), np.float32), []
     for token in range(count):
@@ -86,7 +95,7 @@ def test_states_go_on_from_chunk_to_chunk_with_the_bits_of_one(shapes, tmp_path)
 
     def run(steps: list[tuple[bool, list[tuple[int, int]]]]) -> tuple[np.ndarray, np.ndarray]:
         """Tokens of row 2, which holds a state of another request; a request beside it, of no row, writes nowhere."""
-        found, states = np.full((count, len(expected[0])), 7, np.float16), np.full((3, *past), 9, np.float32)
+        found, states = np.full((count, len(expected[0])), 7, dtype), np.full((3, *past), 9, np.float32)
         for single, pairs in steps:
             for low, high in pairs:
                 part = {name: np.concatenate([array[low:high], array[:1]]) for name, array in given.items()}
@@ -95,7 +104,7 @@ def test_states_go_on_from_chunk_to_chunk_with_the_bits_of_one(shapes, tmp_path)
                     np.arange(low, high + 1),
                     np.array([[0, high - low], [high - low, high - low + 1]], np.int32),
                 )
-                made, dummy = np.full((high - low + 1, found.shape[1]), 7, np.float16), part["value"]
+                made, dummy = np.full((high - low + 1, found.shape[1]), 7, dtype), part["value"]
                 arrays = [part.get(name, dummy) for name in ("query", "key", "value", "decay", "beta")] + [
                     made,
                     states,
@@ -112,6 +121,7 @@ def test_states_go_on_from_chunk_to_chunk_with_the_bits_of_one(shapes, tmp_path)
     cut = run([(False, [(0, 5), (5, 7)]), (True, [(at, at + 1) for at in range(7, count)])])
     for one, other in zip(whole, cut):
         assert np.array_equal(one, other)
-    # fp32 sums in another order, and one rounding to fp16.
-    np.testing.assert_allclose(whole[0].astype(np.float32), expected, rtol=2**-10, atol=1e-5)
+    # fp32 sums in another order, and one rounding.
+    rounding = float(ml_dtypes.finfo(dtype).eps)
+    np.testing.assert_allclose(whole[0].astype(np.float32), expected, rtol=rounding + 1e-6, atol=1e-5)
     np.testing.assert_allclose(whole[1], state[0], rtol=1e-4, atol=1e-6)

@@ -13,16 +13,16 @@ from families import WITH_STATES
 from onnx import numpy_helper
 from test_sweep import pair, spoiled
 
+import fake_gpu
 from faults.between import where
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.graph_files import PHASES
 from lockstep.backends import build
-from lockstep.backends.gpu_backend import with_fused_attention
 from lockstep.errors import CheckError, InputError
 from lockstep.export.parity import Small, measure
 from lockstep.export.run import assemble
 from lockstep.export.tracer import meta_model
-from lockstep.runtime import Engine, Model, Request, scheduler
+from lockstep.runtime import Advance, Engine, Model, Request, scheduler
 from lockstep.step.host_step import HostStep
 from lockstep.step.kv_cache import KVCache
 from lockstep.targets import Limits, Results, Target
@@ -242,9 +242,44 @@ def test_the_export_refuses_a_decay_that_is_off_by_one_per_cent(root, phase):
     assert measure(Small(small.config, {**small.files, file: model.SerializeToString()}, small.assembly)).error > 1e-3
 
 
-def test_several_ranks_and_tensorrt_are_refused_by_name(root):
+def test_several_ranks_are_refused_by_name(root):
     small = small_of(root)
     with pytest.raises(InputError, match="tensor_parallel: expected layers of attention, found layers with a state"):
         assemble(meta_model(small.config, "fp32"), small.config, "fp32", tensor_parallel=2)
-    with pytest.raises(InputError, match="found layers with a state.*use the backend cuda, onnxruntime or openvino"):
-        list(with_fused_attention(small.assembly, ()))
+
+
+LIMITS = {"max_batch_size": 4, "max_num_tokens": 64, "max_seq_len": 128}
+
+
+@pytest.mark.parametrize(
+    ("backend", "family", "precision", "tolerance"),
+    [
+        ("tensorrt", "lfm2", "fp16", 2e-2),
+        pytest.param("tensorrt", "qwen3_5_text", "fp32", 1e-4, marks=pytest.mark.long),  # beside traced attention
+        pytest.param("tensorrt_rtx", "qwen3_5_text", "fp32", 1e-4, marks=pytest.mark.long),
+    ],
+)
+def test_states_lie_beside_blocks_of_every_gpu_backend(shared, tmp_path, backend, family, precision, tolerance):
+    """In the types that the blocks have: a prompt in chunks, then rows that decode, beside ONNX Runtime."""
+    results = Results(built_family(shared, family, precision) / "results")
+    assembly, weights = results.assembly("tiny", precision), results.weights("tiny", precision)
+    tokens = np.random.default_rng(0).integers(3, 256, 60)
+    steps = [
+        [(0, 0, 40)],
+        [(0, 40, 50), (2, 0, 9)],
+        *([(0, at, at + 1), (2, at - 41, at - 40)] for at in range(50, 54)),
+    ]
+
+    def logits(model):
+        return np.concatenate(
+            [model.step([Advance(slot, tokens[low:high], low) for slot, low, high in step]) for step in steps]
+        )
+
+    on_host = build(assembly, "onnxruntime", tmp_path / "onnxruntime" / "engines.json")
+    expected = logits(Model.open(on_host, assembly, weights, max_seq_len=128))
+    with fake_gpu.installed(name=backend, version="1.7.1.116" if backend == "tensorrt_rtx" else "10.6.0") as gpu:
+        model = Model.open(build(assembly, backend, tmp_path / backend / "engines.json", LIMITS), assembly, weights)
+        found = logits(model)
+        del model
+        assert not gpu.faults
+    assert np.abs(found - expected).max() <= tolerance * np.abs(expected).max()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 
 from lockstep.artifacts.assembly import Assembly, GraphFile
 from lockstep.artifacts.files import write_bytes
@@ -17,6 +18,7 @@ from lockstep.errors import InputError
 from lockstep.gpu.attention.rope_tables import check_rope_tables
 from lockstep.gpu.describe import describe_gpu
 from lockstep.gpu.libraries import library_versions, require_nvrtc
+from lockstep.gpu.state_kernels import StateKernelSpec, check_state_graph
 from lockstep.step.advance import Executor
 from lockstep.step.network import Network
 
@@ -73,19 +75,17 @@ class PortableGpuBackend(GpuBackend):
         return {"name": device.get("name")}
 
 
-def with_fused_attention(
-    assembly: Assembly, fused: Collection[str], states: bool = False
-) -> Iterator[tuple[str, GraphFile]]:
+def check_state_mixers(assembly: Assembly, where: str) -> None:
+    """Raise InputError, which begins with `where`, for a mixer with a state that has no kernel."""
+    for name, mixer in assembly.state_mixers.items():
+        StateKernelSpec.of(mixer, f"{where}: {name}")
+
+
+def with_fused_attention(assembly: Assembly, fused: Collection[str]) -> Iterator[tuple[str, GraphFile]]:
     """Yield the engine names and graphs of an assembly; of attention variants in `fused` only RoPE is needed.
 
-    states: whether mixers with a state have a kernel, for which `<mixer>.state` is the graph of its definition. Raises
-    InputError for such layers where they have none.
+    Of mixers with a state, `<mixer>.state` is the graph of what their kernel computes.
     """
-    if assembly.state_mixers and not states:
-        raise InputError(
-            f"expected attention in each layer, found layers with a state ({', '.join(assembly.state_mixers)}), which "
-            "of the GPU backends cuda alone runs; use the backend cuda, onnxruntime or openvino"
-        )
     ranks = assembly.tensor_parallel
     variants = assembly.variants if ranks is None else ranks.variants
     for name, graph in assembly.engine_graphs():
@@ -97,6 +97,18 @@ def with_fused_attention(
             yield name, graph
         elif phase == "decode":
             yield f"{variant}.rotary", RopeGraph(graph.file, graph.sha256, graph.signature, variants[variant])
+
+
+def build_host_graph(graph_path: Path, out_path: Path, max_seq_len: int) -> None:
+    """Keep a graph that stands for a kernel of the GPU runtime: of a mixer with a state, or of RoPE.
+
+    Raises CheckError where the kernel computes something else.
+    """
+    if out_path.stem.endswith(".state"):
+        check_state_graph(onnx.load(graph_path), str(out_path))
+        write_bytes(out_path, graph_path.read_bytes())
+    else:
+        build_rope(graph_path, out_path, max_seq_len)
 
 
 def build_rope(graph_path: Path, out_path: Path, max_seq_len: int) -> None:

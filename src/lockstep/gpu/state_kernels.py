@@ -16,6 +16,9 @@ from lockstep.tolerances import STATE_KERNEL
 THREADS = 128  # of a block
 _INPUTS = ("query", "key", "value", "decay", "beta")  # of a recurrence, in the kernel's order; the last may be absent
 _MOST_KEY_DIM = 256  # of which a thread has 32 numbers in registers
+# Of what blocks give and take, as the macro ELEMENT says them.
+_ELEMENTS = {"float16": 0, "bfloat16": 1, "float32": 2}
+_STATES = ("past_state", "state_out")
 Arrays = Mapping[str, np.ndarray]
 
 
@@ -31,16 +34,25 @@ class StateKernelSpec:
     @classmethod
     def of(cls, mixer: StateMixer, where: str) -> StateKernelSpec:
         """Return the spec of a mixer. Raises InputError, which begins with `where`, for one that has no kernel."""
-        return cls.of_sizes({io.name: io.shape for io in mixer.decode.signature.inputs}, where)
+        signature = mixer.decode.signature
+        dtypes = {io.dtype for io in (*signature.inputs, *signature.outputs) if io.name not in _STATES}
+        if len(dtypes) != 1 or not dtypes <= _ELEMENTS.keys():
+            raise InputError(
+                f"{where}: expected inputs and outputs of one type of {', '.join(_ELEMENTS)}, found "
+                f"{', '.join(sorted(dtypes))}; use the backend onnxruntime"
+            )
+        (dtype,) = dtypes
+        return cls.of_sizes({io.name: io.shape for io in signature.inputs}, where, dtype)
 
     @classmethod
-    def of_sizes(cls, shapes: Mapping[str, Sequence[int | str]], where: str) -> StateKernelSpec:
-        """Return the spec of a mixer whose decode graph has inputs of these shapes."""
+    def of_sizes(cls, shapes: Mapping[str, Sequence[int | str]], where: str, dtype: str = "float16") -> StateKernelSpec:
+        """Return the spec of a mixer whose decode graph has inputs of these shapes; dtype: of all but the state."""
+        element = _ELEMENTS[dtype]
         widths = {name: int(shape[-1]) for name, shape in shapes.items()}
         state = tuple(int(size) for size in shapes["past_state"][1:])
         taken = shapes.keys() - {"past_state"}
         if taken == {"value"} and len(state) == 2:
-            return cls("token_window", ("value",), state, {"WIDTH": state[0] + 1, "SIZE": state[1]})
+            return cls("token_window", ("value",), state, {"ELEMENT": element, "WIDTH": state[0] + 1, "SIZE": state[1]})
         if taken | {"beta"} != set(_INPUTS) or len(state) != 3 or state[1] > _MOST_KEY_DIM:
             raise InputError(
                 f"{where}: expected a short convolution, or a recurrence whose keys have at most {_MOST_KEY_DIM} "
@@ -49,6 +61,7 @@ class StateKernelSpec:
         heads, key_dim, value_dim = state
         inputs = tuple(name for name in _INPUTS if name in taken)
         sizes = {
+            "ELEMENT": element,
             "WIDTH": 0,
             "KEY_HEADS": widths["key"] // key_dim,
             "VALUE_HEADS": heads,

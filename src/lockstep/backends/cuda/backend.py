@@ -19,14 +19,13 @@ from lockstep.artifacts.signature import IO
 from lockstep.backends.base import Built, Program
 from lockstep.backends.cuda.gpu import PRECISIONS, why_not
 from lockstep.backends.cuda.kernels_file import compile_block
-from lockstep.backends.gpu_backend import PortableGpuBackend, build_rope, with_fused_attention
+from lockstep.backends.gpu_backend import PortableGpuBackend, build_host_graph, check_state_mixers, with_fused_attention
 from lockstep.backends.graphs import base_graphs
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
 from lockstep.backends.profiles import LIMITS
 from lockstep.errors import InputError
 from lockstep.gpu.attention.variants import why_not_fused
 from lockstep.gpu.libraries import require_cublas, require_cudnn, require_nvrtc
-from lockstep.gpu.state_kernels import StateKernelSpec, check_state_graph
 from lockstep.step.activations import with_activations
 from lockstep.targets import Limits
 
@@ -86,20 +85,16 @@ class CudaBackend(PortableGpuBackend):
                     f"backend cuda: {name}: expected attention that its kernels run, found {reason}; use the backend "
                     "tensorrt"
                 )
-        for name, mixer in run.state_mixers.items():
-            StateKernelSpec.of(mixer, f"backend cuda: {name}")
-        yield from with_fused_attention(assembly, assembly.variants, states=True)
+        check_state_mixers(run, "backend cuda")
+        yield from with_fused_attention(assembly, assembly.variants)
         yield from base_graphs(assembly)
 
     def finish(self, names: Sequence[str]) -> dict[str, Any]:
         return {"attention": "fused"}
 
     def build(self, graph_path: Path, out_path: Path, options: Mapping[str, Any]) -> Built:
-        if out_path.name.endswith(f".state{_GRAPH}"):
-            check_state_graph(onnx.load(graph_path), str(out_path))
-            write_bytes(out_path, graph_path.read_bytes())
-        elif out_path.suffix == _GRAPH:
-            build_rope(graph_path, out_path, options["max_seq_len"])
+        if out_path.suffix == _GRAPH:
+            build_host_graph(graph_path, out_path, options["max_seq_len"])
         else:
             write_bytes(out_path, compile_block(onnx.load(graph_path)).to_bytes())
         return Built()

@@ -20,7 +20,7 @@ from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.files import sha256_file, write_bytes
 from lockstep.artifacts.signature import IO
 from lockstep.backends.base import Built, Program
-from lockstep.backends.gpu_backend import GpuBackend, build_rope, with_fused_attention
+from lockstep.backends.gpu_backend import GpuBackend, build_host_graph, check_state_mixers, with_fused_attention
 from lockstep.backends.graphs import base_graphs, with_rows
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
 from lockstep.backends.profiles import LIMITS, built_limits, profiles
@@ -100,6 +100,7 @@ class TensorRTBackend(GpuBackend):
         """
         if options.get("attention") not in _ATTENTIONS:
             raise InputError(f"attention: expected one of {', '.join(_ATTENTIONS)}, found {options.get('attention')!r}")
+        check_state_mixers(assembly, "backend tensorrt")
         fused = {
             name
             for name, variant in assembly.variants.items()
@@ -130,7 +131,7 @@ class TensorRTBackend(GpuBackend):
 
     def build(self, graph_path: Path, out_path: Path, options: Mapping[str, Any]) -> Built:
         if out_path.suffix == _GRAPH:
-            build_rope(graph_path, out_path, options["max_seq_len"])
+            build_host_graph(graph_path, out_path, options["max_seq_len"])
             return Built()
         where, name, model = str(out_path), out_path.stem, onnx.load(graph_path)
         tactics = self._tactics or Tactics("free", out_path.parent, {})

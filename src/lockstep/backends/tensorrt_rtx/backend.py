@@ -9,18 +9,22 @@ the graph before the build.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lockstep.artifacts.assembly import Assembly, GraphFile
 from lockstep.artifacts.signature import IO
 from lockstep.backends.base import Built, Program
-from lockstep.backends.gpu_backend import PortableGpuBackend
+from lockstep.backends.gpu_backend import PortableGpuBackend, build_host_graph, check_state_mixers, with_fused_attention
+from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
 from lockstep.backends.profiles import LIMITS
 from lockstep.backends.tensorrt_rtx.compiler import Compiler
 from lockstep.backends.tensorrt_rtx.gpu import why_not
 from lockstep.backends.tensorrt_rtx.library import TENSORRT_RTX
 from lockstep.targets import Limits
+
+_GRAPH = ".onnx"
 
 
 class TensorRTRTXBackend(PortableGpuBackend):
@@ -29,7 +33,7 @@ class TensorRTRTXBackend(PortableGpuBackend):
     library = TENSORRT_RTX
     name = "tensorrt_rtx"
     gpus = "NVIDIA RTX GPUs"  # `compute_capabilities` of the options says which
-    suffixes = (".engine",)
+    suffixes = (".engine", _GRAPH)
     revision = 4
     precisions = ("fp32", "fp16", "bf16", "w8a16", "w4a16")
     rank_devices = False
@@ -37,6 +41,7 @@ class TensorRTRTXBackend(PortableGpuBackend):
     def __init__(self) -> None:
         self.library.require()
         self._compiler = Compiler()
+        self._host = OnnxRuntimeBackend()
 
     def version(self) -> str:
         return self.library.version_text()
@@ -49,12 +54,20 @@ class TensorRTRTXBackend(PortableGpuBackend):
         """Return the build options as they are recorded; compute_capabilities: None is portable."""
         return {"compute_capabilities": None, **{name: getattr(Limits(), name) for name in LIMITS}}
 
+    def graphs(self, assembly: Assembly, options: Mapping[str, Any]) -> Iterator[tuple[str, GraphFile]]:
+        """Yield the engine names and graphs of an assembly: see `Backend.graphs`. Attention is traced."""
+        check_state_mixers(assembly, f"backend {self.name}")
+        return with_fused_attention(assembly, ())
+
     def finish(self, names: Sequence[str]) -> dict[str, Any]:
         self._compiler.end()
         return {"typing": "strong", "attention": "traced"}
 
     def build(self, graph_path: Path, out_path: Path, options: Mapping[str, Any]) -> Built:
         """Build an engine in a process of its own: see `compiler`."""
+        if out_path.suffix == _GRAPH:
+            build_host_graph(graph_path, out_path, options["max_seq_len"])
+            return Built()
         self._compiler.build(graph_path, out_path, options)
         return Built()
 
@@ -62,6 +75,8 @@ class TensorRTRTXBackend(PortableGpuBackend):
         self, engine_path: Path, slots: Sequence[IO], threads: int | None, low_memory: bool, rank: int = 0
     ) -> Program:
         """Load an engine file. Raises InputError where no GPU here runs the engine."""
+        if engine_path.suffix == _GRAPH:
+            return self._host.load(engine_path, slots, None, low_memory)
         self.require_gpu()
         from lockstep.backends.tensorrt.program import TensorRTProgram
 

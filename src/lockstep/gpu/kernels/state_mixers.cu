@@ -1,6 +1,29 @@
 // Token mixers with a state, float32, that lies in the row of a request. Compiled behind row_kernels.PRELUDE, with the sizes of a mixer as macros. A block takes
 // some columns of a request's new tokens, one token after another: so a request has the same bits in every cut, and beside any others.
-typedef unsigned short Bits;  // fp16
+// ELEMENT: the type of what blocks give and take, 0 for fp16, 1 for bf16, 2 for fp32.
+#if ELEMENT == 0
+typedef unsigned short Element;
+__device__ __forceinline__ float wide(Element value) { return number(value); }
+__device__ __forceinline__ Element narrow(float value) { return half(value); }
+#elif ELEMENT == 1
+typedef unsigned short Element;
+union Word { float number; unsigned bits; };
+__device__ __forceinline__ float wide(Element value) {
+    Word word;
+    word.bits = (unsigned)value << 16;
+    return word.number;
+}
+__device__ __forceinline__ Element narrow(float value) {  // to the nearest, ties to even; NaN stays NaN
+    Word word;
+    word.number = value;
+    if (value != value) return (Element)(word.bits >> 16 | 64);
+    return (Element)((word.bits + 0x7fff + (word.bits >> 16 & 1)) >> 16);
+}
+#else
+typedef float Element;
+__device__ __forceinline__ float wide(Element value) { return value; }
+__device__ __forceinline__ Element narrow(float value) { return value; }
+#endif
 
 struct Span { int first, last, row, goes_on; };  // tokens of a request, the row of its state, whether it has one yet
 
@@ -17,15 +40,15 @@ __device__ __forceinline__ Span span_of(int request, const int* bounds, int sing
 #if WIDTH
 // Each token beside the WIDTH - 1 before it, the oldest first. state [WIDTH - 1, SIZE].
 extern "C" __global__ void __launch_bounds__(THREADS)
-token_window(const Bits* value, Bits* out, float* states, const int* bounds, int single, const int* rows, const void* positions) {
+token_window(const Element* value, Element* out, float* states, const int* bounds, int single, const int* rows, const void* positions) {
     constexpr int BLOCKS = (SIZE + THREADS - 1) / THREADS;
     const Span span = span_of(blockIdx.x / BLOCKS, bounds, single, rows, positions);
     const int column = blockIdx.x % BLOCKS * THREADS + threadIdx.x;
     if (span.row < 0 || column >= SIZE) return;
     float* state = states + (long long)span.row * (WIDTH - 1) * SIZE + column;
-    Bits held[WIDTH];
+    Element held[WIDTH];
 #pragma unroll
-    for (int i = 0; i < WIDTH - 1; ++i) held[i] = span.goes_on ? half(state[i * SIZE]) : 0;
+    for (int i = 0; i < WIDTH - 1; ++i) held[i] = narrow(span.goes_on ? state[i * SIZE] : 0);
     for (int token = span.first; token < span.last; ++token) {
         held[WIDTH - 1] = value[(long long)token * SIZE + column];
 #pragma unroll
@@ -34,21 +57,23 @@ token_window(const Bits* value, Bits* out, float* states, const int* bounds, int
         for (int i = 0; i < WIDTH - 1; ++i) held[i] = held[i + 1];
     }
 #pragma unroll
-    for (int i = 0; i < WIDTH - 1; ++i) state[i * SIZE] = number(held[i]);
+    for (int i = 0; i < WIDTH - 1; ++i) state[i * SIZE] = wide(held[i]);
 }
 #else
 // The gated delta rule, or without BETA linear attention with decay: export/state_mixer.py, Recurrence. state [VALUE_HEADS, KEY_DIM, VALUE_DIM], of which LANES
 // threads have a column, a part of its numbers each.
 constexpr int PART = (KEY_DIM + LANES - 1) / LANES;
 
-__device__ __forceinline__ void load_part(float (&to)[PART], const Bits* head, int lane) {
+__device__ __forceinline__ void load_part(float (&to)[PART], const Element* head, int lane) {
+#if ELEMENT == 0
     if (KEY_DIM % (8 * LANES) == 0) {
 #pragma unroll
         for (int e = 0; e < PART / 8 * 8; e += 8) load8(head + lane * PART + e, to + e);
-    } else {
-#pragma unroll
-        for (int e = 0; e < PART; ++e) to[e] = lane * PART + e < KEY_DIM ? number(head[lane * PART + e]) : 0;
+        return;
     }
+#endif
+#pragma unroll
+    for (int e = 0; e < PART; ++e) to[e] = lane * PART + e < KEY_DIM ? wide(head[lane * PART + e]) : 0;
 }
 
 __device__ __forceinline__ float sum_of_lanes(float value) {
@@ -58,7 +83,7 @@ __device__ __forceinline__ float sum_of_lanes(float value) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-recurrence(const Bits* query, const Bits* key, const Bits* value, const Bits* decay, const Bits* beta, Bits* out, float* states, const int* bounds, int single,
+recurrence(const Element* query, const Element* key, const Element* value, const Element* decay, const Element* beta, Element* out, float* states, const int* bounds, int single,
            const int* rows, const void* positions) {
     constexpr int COLUMNS = VALUE_HEADS * VALUE_DIM, OWN = THREADS / LANES, BLOCKS = (COLUMNS + OWN - 1) / OWN;
     const Span span = span_of(blockIdx.x / BLOCKS, bounds, single, rows, positions);
@@ -72,15 +97,15 @@ recurrence(const Bits* query, const Bits* key, const Bits* value, const Bits* de
     for (int token = span.first; token < span.last; ++token) {
         load_part(k, key + ((long long)token * KEY_HEADS + key_head) * KEY_DIM, lane);
         load_part(q, query + ((long long)token * KEY_HEADS + key_head) * KEY_DIM, lane);
-        const float left = expf(number(decay[(long long)token * VALUE_HEADS + head]));
-        float v = number(value[(long long)token * COLUMNS + column]);
+        const float left = expf(wide(decay[(long long)token * VALUE_HEADS + head]));
+        float v = wide(value[(long long)token * COLUMNS + column]);
 #pragma unroll
         for (int e = 0; e < PART; ++e) state[e] *= left;
 #if BETA
         float known = 0;
 #pragma unroll
         for (int e = 0; e < PART; ++e) known += k[e] * state[e];
-        v = (v - sum_of_lanes(known)) * number(beta[(long long)token * VALUE_HEADS + head]);
+        v = (v - sum_of_lanes(known)) * wide(beta[(long long)token * VALUE_HEADS + head]);
 #endif
         float sum = 0;
 #pragma unroll
@@ -89,7 +114,7 @@ recurrence(const Bits* query, const Bits* key, const Bits* value, const Bits* de
             sum += q[e] * state[e];
         }
         sum = sum_of_lanes(sum);
-        if (lane == 0 && place < COLUMNS) out[(long long)token * COLUMNS + column] = half(sum);
+        if (lane == 0 && place < COLUMNS) out[(long long)token * COLUMNS + column] = narrow(sum);
     }
 #pragma unroll
     for (int e = 0; e < PART; ++e)
