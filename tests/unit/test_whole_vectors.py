@@ -1,46 +1,88 @@
-"""Angles in whole vectors: the same values, whatever number of rows they are computed beside."""
+"""Functions and sums of rows: the same values, whatever number of rows they are computed beside."""
 
 import numpy as np
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
+from lockstep.backends.onnxruntime.fixed_sums import fix_sums
 from lockstep.backends.onnxruntime.whole_vectors import pad_angles
 from lockstep.onnx_tools.sessions import open_session
 
-
-def graph(size):
-    """cos and sin of 2 x."""
-    nodes = [
-        helper.make_node("Add", ["x", "x"], ["angles"]),
-        helper.make_node("Cos", ["angles"], ["cos"]),
-        helper.make_node("Sin", ["angles"], ["sin"]),
-    ]
-    io = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", size]) for name in ("x", "cos", "sin")]
-    made = helper.make_graph(nodes, "angles", io[:1], io[1:])
-    return helper.make_model(made, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
+FUNCTIONS = {"Cos": np.cos, "Sin": np.sin, "Log": np.log, "Softplus": lambda x: np.log1p(np.exp(x)), "Atan": np.arctan}
 
 
-def rows_differ(model, size):
+def model_of(nodes, ios, constants=()):
+    graph = helper.make_graph(nodes, "rows", ios[:1], ios[1:], constants)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
+
+
+def graph(shape, operators=("Cos", "Sin")):
+    """Functions of 2 x."""
+    nodes = [helper.make_node("Add", ["x", "x"], ["angles"])]
+    nodes += [helper.make_node(name, ["angles"], [name.lower()]) for name in operators]
+    names = ("x", *(name.lower() for name in operators))
+    return model_of(nodes, [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", *shape]) for name in names])
+
+
+def rows_differ(model, shape, expected):
     session = open_session(model.SerializeToString(), 1)
-    x = np.random.default_rng(0).uniform(0, 300, (64, size)).astype(np.float32)
+    x = np.random.default_rng(0).uniform(0.1, 30, (64, *shape)).astype(np.float32)
     whole = session.run(None, {"x": x})
-    np.testing.assert_allclose(whole, [np.cos(2 * x), np.sin(2 * x)], atol=1e-6)
+    for found, values in zip(whole, expected(x), strict=True):
+        np.testing.assert_allclose(found, values, rtol=1e-5, atol=1e-6)  # of sums of float32 in another order
     return any(
-        not np.array_equal(one, all_of_them[row : row + 1])
-        for row in range(64)
-        for one, all_of_them in zip(session.run(None, {"x": x[row : row + 1]}), whole)
+        not np.array_equal(one, all_of_them[row : row + count])
+        for count in (1, 2, 3)
+        for row in range(64 - count)
+        for one, all_of_them in zip(session.run(None, {"x": x[row : row + count].copy()}), whole)
     )
 
 
-@pytest.mark.parametrize("size", [1, 3, 6, 9])
-def test_a_row_has_the_same_bits_alone(size):
-    model = graph(size)
-    assert rows_differ(model, size)  # what it is for: when this fails, ONNX Runtime needs no help any more
-    assert not rows_differ(pad_angles(model), size)
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (6,), (9,)], ids=str)
+def test_a_row_has_the_same_bits_alone(shape):
+    model = graph(shape, FUNCTIONS)
+    expected = lambda x: [function(2 * x) for function in FUNCTIONS.values()]
+    assert rows_differ(model, shape, expected)  # when this fails, ONNX Runtime needs no help any more
+    assert not rows_differ(pad_angles(model), shape, expected)
 
 
 @pytest.mark.parametrize("size", [4, 20, 40, 128])
 def test_whole_vectors_stay_as_they_are(size):
-    model = graph(size)
+    model = graph((size,))
     before = model.SerializeToString()
-    assert pad_angles(model) is model and model.SerializeToString() == before and not rows_differ(model, size)
+    assert pad_angles(model) is model and model.SerializeToString() == before
+    assert not rows_differ(model, (size,), lambda x: [np.cos(2 * x), np.sin(2 * x)])
+
+
+def sums(shape, axes, keepdims, operator="ReduceSum"):
+    ios = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", *shape])]
+    rank = 1 + len(shape) - (0 if keepdims else len(axes))
+    ios.append(helper.make_tensor_value_info("y", TensorProto.FLOAT, [None] * rank))
+    axes = numpy_helper.from_array(np.array(axes, np.int64), "axes")
+    return model_of([helper.make_node(operator, ["x", "axes"], ["y"], keepdims=keepdims)], ios, [axes])
+
+
+# Router weights by experts of a token as published (6 DeepSeek-V3, ERNIE 4.5, Nemotron-H; 10 Qwen3-Next; 5 and 7 of
+# Qwen3 MoE as people cut it), what experts give, and sums of several axes.
+WRONG = [((count,), [-1]) for count in (5, 6, 7, 9, 10, 22)]
+WRONG += [((6, 64), [1]), ((10, 7), [1]), ((16, 4), [-2]), ((3, 7), [2]), ((3, 5), [1, 2]), ((6, 3, 4), [1])]
+RIGHT = [((count,), [-1]) for count in (1, 2, 3, 4, 8, 12, 16, 64, 128)]
+RIGHT += [((2, 64), [1]), ((4, 7), [1]), ((5, 64), [1]), ((3, 8), [2]), ((5, 4), [1, 2])]
+
+
+@pytest.mark.parametrize("operator", ["ReduceSum", "ReduceMean"])
+@pytest.mark.parametrize(("shape", "axes"), WRONG, ids=str)
+def test_a_sum_has_the_same_bits_wherever_its_row_lies(shape, axes, operator):
+    for keepdims in (0, 1):
+        model, function = sums(shape, axes, keepdims, operator), np.sum if operator == "ReduceSum" else np.mean
+        expected = lambda x, f=function, k=bool(keepdims): [f(x.astype(np.float64), axis=tuple(axes), keepdims=k)]
+        assert rows_differ(model, shape, expected)  # as above
+        assert not rows_differ(fix_sums(model), shape, expected)
+
+
+@pytest.mark.parametrize(("shape", "axes"), RIGHT, ids=str)
+def test_sums_in_one_order_stay_as_they_are(shape, axes):
+    model = sums(shape, axes, 1)
+    before = model.SerializeToString()
+    assert fix_sums(model) is model and model.SerializeToString() == before
+    assert not rows_differ(model, shape, lambda x: [x.astype(np.float64).sum(tuple(axes), keepdims=True)])

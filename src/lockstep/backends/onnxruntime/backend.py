@@ -34,6 +34,7 @@ from lockstep.backends.host import Declared, HostBackend
 from lockstep.backends.onnxruntime import heap
 from lockstep.backends.onnxruntime.adapter_products import keep_order
 from lockstep.backends.onnxruntime.decode_layers import Part, stitch
+from lockstep.backends.onnxruntime.fixed_sums import fix_sums
 from lockstep.backends.onnxruntime.grouped_attention import grouped_attention, past_of
 from lockstep.backends.onnxruntime.norms import fuse_norms
 from lockstep.backends.onnxruntime.row_bits import decoded_rows_keep_their_bits, rows_keep_their_bits
@@ -69,7 +70,7 @@ class OnnxRuntimeBackend(HostBackend):
 
     name = "onnxruntime"
     suffixes = (".onnx",)
-    revision = 6
+    revision = 7
     portable = True  # kernels are chosen when an engine is loaded
     precisions = ("fp32", "fp16", "w8a16", "w4a16", "w8a8", "w4a8", "w8a8-fp8")
     batch_invariant = True
@@ -106,7 +107,7 @@ class OnnxRuntimeBackend(HostBackend):
             saved = Path(folder) / "optimized.onnx"
             settings.optimized_model_filepath = str(saved)
             model = onnx.load(graph_path, load_external_data=False)
-            rewritten = int8_products(keep_order(pad_angles(group_experts(model))))
+            rewritten = int8_products(keep_order(fix_sums(pad_angles(group_experts(model)))))
             rewritten = grouped_attention(fuse_norms(rewritten))
             source = str(graph_path) if rewritten is model else rewritten.SerializeToString()
             try:
