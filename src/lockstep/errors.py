@@ -33,8 +33,8 @@ def few(names: Sequence[str], between: str = ", ") -> str:
 
 
 def pip_install(extra: str) -> str:
-    """Return the command that installs an extra; on the package index `lockstep` is another project."""
-    return f'pip install "lockstep-engines[{extra}]"'
+    """Return how to install an extra: until a release, whoever takes a name on a package index is not this project."""
+    return f'pip install ".[{extra}]" in a clone of this project'
 
 
 def is_installed(module: str) -> bool:

@@ -19,21 +19,27 @@ FILES = [
     for path in (REPOSITORY / folder).rglob("*")
     if path.is_file() and path != Path(__file__) and "__pycache__" not in path.parts and path.stat().st_size < 1 << 20
 ] + [path for path in REPOSITORY.iterdir() if path.is_file() and path.suffix != ".lock"]
-# An extra of `lockstep`, and an install of it or of its wheel by that name.
+# An extra of `lockstep`, and an install of it or of its wheel by that name; of our own name too, while nobody has it.
 OTHER_PROJECT = re.compile(
     r"(?<![\w./-])lockstep\[[a-z]"
-    r"|(?:pip|uv|pipx) (?:install|download)[^\n]*[\s'\"]lockstep(?:[\s'\"=\[]|$)"
+    r"|(?:pip|uv|pipx) (?:install|download)[^\n]*[\s'\"]lockstep(?:-engines)?(?:[\s'\"=\[]|$)"
     r"|lockstep-\d+\.\d"
 )
 
 
 @pytest.mark.parametrize(
     "line",
-    ["pip install 'lockstep[grammar]'", "pip install lockstep", "uv pip install lockstep==0.1", "./lockstep-0.1.0.whl"],
+    [
+        "pip install 'lockstep[grammar]'",
+        "pip install lockstep",
+        "uv pip install lockstep==0.1",
+        "./lockstep-0.1.0.whl",
+        'pip install "lockstep-engines[serve]"',
+    ],
 )
 def test_the_pattern_sees_another_project(line: str) -> None:
     assert OTHER_PROJECT.search(line)
-    assert not OTHER_PROJECT.search(line.replace("lockstep", "lockstep-engines").replace("-engines-", "_engines-"))
+    assert not OTHER_PROJECT.search('pip install ".[serve]"') and not OTHER_PROJECT.search("./lockstep_engines-0.1.whl")
 
 
 def test_nothing_tells_a_user_to_install_another_project() -> None:

@@ -212,7 +212,9 @@ def test_a_grammar_without_llguidance_says_which_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     engine = Engine(model, grammars=Compiler(assembly, model.vocab_size, model.eos_token_ids))
-    with pytest.raises(InputError, match=r"^grammar: expected the Python package 'llguidance'.*-engines\[grammar\]"):
+    with pytest.raises(
+        InputError, match=r"^grammar: expected the Python package 'llguidance'.*pip install \"\.\[grammar\]\""
+    ):
         answers(engine, [request(model, tokenizer, Grammar("regex", "a"))])
     with pytest.raises(InputError, match="^grammar: expected an engine that was opened with grammars"):
         Engine(model).add(request(model, tokenizer, Grammar("regex", "a")))

@@ -166,4 +166,4 @@ def test_what_cannot_be_had_is_told_in_one_line(
     for name in [name for name in sys.modules if name.startswith(("lockstep.serve.traces", "opentelemetry"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    assert 'pip install "lockstep-engines[otel]"' in refused(tree, "http://127.0.0.1:1", capsys)
+    assert 'pip install ".[otel]"' in refused(tree, "http://127.0.0.1:1", capsys)

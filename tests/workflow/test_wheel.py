@@ -200,7 +200,7 @@ def test_a_command_names_the_extra_that_it_needs(command: str, installed: Path, 
         assert "Python package" not in line
     else:
         assert line.startswith(f"lockstep: error: {command}: needs the Python package '")
-        assert line.endswith(f'which is not installed here; pip install "lockstep-engines[{extra}]"')
+        assert line.endswith(f'which is not installed here; pip install ".[{extra}]" in a clone of this project')
 
 
 def test_the_program_explains_itself_without_any_extra(installed: Path, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lockstep.errors import pip_install
 from lockstep.processes import environment
 
 _STACK = 4 << 20  # bytes, of the thread that compiles here: the engine's threads have more
@@ -98,8 +99,7 @@ def open_tokenizer(text: str, vocab_size: int, eos_token_ids: Sequence[int]) -> 
         import llguidance
     except ModuleNotFoundError as error:
         raise Refusal(
-            f"the Python package {error.name!r}, found that {sys.executable} has none; install "
-            f"lockstep-engines[grammar] there"
+            f"the Python package {error.name!r}, found that {sys.executable} has none; there, {pip_install('grammar')}"
         ) from None
     eos = list(eos_token_ids) or None
     try:
