@@ -52,11 +52,11 @@ ENGINE = {
     "w8a16": {"cuda": (1.0, 1.0), "*": (2**-2, 2**-2)},
     "w4a16": {"cuda": (1.0, 1.0), "*": (2**-2, 2**-2)},
     # Graph and engine round activations alike, and differ as in fp32: 1e-4 of fp16's noise in all but one of 100 rows.
-    # There a value is nearest to another integer, and the whole row is off: up to 0.27 of what passes (w4a8, demo, both
-    # CPU backends, November 2026).
-    "w8a8": {"cuda": (1.0, 1.0), "*": (1.0, 2**-8)},
-    "w4a8": {"cuda": (1.0, 1.0), "*": (1.0, 2**-8)},
-    "w8a8-fp8": {"cuda": (1.0, 1.0), "*": (1.0, 2**-8)},
+    # There a value is nearest to another number, and the row is off: by up to 1.6 times the noise (w4a8, demo) and
+    # 5.2 times (w8a8, SmolLM2, whose groups have outliers: ONNX Runtime, November 2026).
+    "w8a8": {"cuda": (1.0, 1.0), "*": (2.0, 2**-8)},
+    "w4a8": {"cuda": (1.0, 1.0), "*": (2.0, 2**-8)},
+    "w8a8-fp8": {"cuda": (1.0, 1.0), "*": (2.0, 2**-8)},
 }
 # A rewritten graph beside the one that it was made of, by the dtype of its numbers, relative to the largest magnitude,
 # or 1: the same products in another order or blocking. fp16 anywhere rounds weights, and the last bits of what fp32
