@@ -7,6 +7,7 @@ package's own reading is used.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -145,8 +146,11 @@ def tensors_of(module: str, weight: np.ndarray, layout: Layout) -> tuple[dict[st
     return named, numbers_of(integers, scales, zeros, group)
 
 
-def write_packed(source: Path, folder: Path, layout: Layout) -> dict[str, np.ndarray]:
-    """A checkpoint as `source`, the linear weights of its layers packed; gives what each tensor stands for, float32."""
+def write_packed(source: Path, folder: Path, layout: Layout, dense: str = "(?!)") -> dict[str, np.ndarray]:
+    """A checkpoint as `source`, the linear weights of its layers packed; gives what each tensor stands for, float32.
+
+    dense: a pattern of names that stay in floating point.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():
         if path.suffix != ".safetensors":
@@ -154,7 +158,7 @@ def write_packed(source: Path, folder: Path, layout: Layout) -> dict[str, np.nda
     stored: dict[str, np.ndarray] = {}
     numbers: dict[str, np.ndarray] = {}
     for name, array in load_file(source / "model.safetensors").items():
-        if name.endswith("_proj.weight"):
+        if name.endswith("_proj.weight") and not re.search(dense, name):
             parts, numbers[name] = tensors_of(name.removesuffix(".weight"), array.astype(np.float32), layout)
             stored |= parts
         else:

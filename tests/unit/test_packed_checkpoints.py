@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -105,6 +106,25 @@ def test_the_integers_of_a_checkpoint_stay_what_they_are(shared, tmp_path, layou
     convert(results.checkpoint("model"), precision, again, results.assembly("model", precision))
     first = results.weights("model", precision).with_suffix(".safetensors")
     assert sha256_file(first) == sha256_file(tmp_path / "weights.safetensors")
+
+
+@pytest.mark.parametrize("layout", [GPTQ, AWQ], ids=label)
+def test_layers_and_matrices_may_be_dense(shared, tmp_path, layout):
+    """As `dynamic` of GPTQModel and `modules_to_not_convert` leave them; blocks go by what their weights are."""
+    folder, dense = tmp_path / "checkpoint", r"layers\.0\.|layers\.1\.mlp\.gate|layers\.2\.self_attn\.v_proj"
+    numbers = write_packed(DEMO, folder, layout, dense)
+    results, precision = converted(shared, layout, tmp_path / "results", folder), precision_of(layout)
+    found = dict(Weights.open(results.weights("model", precision)).dequantized())
+    assert all(np.array_equal(found[name].astype(np.float32), expected) for name, expected in numbers.items())
+    assembly = Assembly.load(results.assembly("model", precision))
+    packed = {name for name in numbers if "_proj." in name and not re.search(dense, name)}
+    assert set(assembly.quantization.bits) == packed
+    first, *others = [layer.block.graph for layer in assembly.layers if layer.block.graph.startswith("middle")]
+    assert len({first, *others[:3]}) > 2 and len(set(others[3:])) == 1
+    for layer in assembly.layers:
+        for part in layer.parts:
+            slots = {slot.name for slot in assembly.classes[part.graph].signature.slots}
+            assert slots == set(part.slots)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

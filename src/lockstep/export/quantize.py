@@ -24,6 +24,7 @@ another way too, and routers, by which experts are chosen. A line tells of exper
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -84,6 +85,7 @@ def quantize(
     if is_fp8(precision):
         group_size, head_bits = ROW, HEAD_BITS
     quantized = _choose(files, assembly, precision, group_size, already, head_bits)
+    files, assembly = _by_bits(files, assembly, quantized)
     rewritten, classes = dict(files), {}
     rounds = has_8_bit_activations(precision)
 
@@ -120,6 +122,57 @@ def quantize(
     )
     adapters = assembly.adapters and _adapters_of(assembly.adapters, classes)
     return rewritten, replace(assembly, quantization=quantized, adapters=adapters)
+
+
+def _by_bits(
+    files: Mapping[str, bytes], assembly: Assembly, quantized: QuantizedTensors
+) -> tuple[Mapping[str, bytes], Assembly]:
+    """Return files and assembly with a class for each choice of quantised slots among the blocks of one class.
+
+    Checkpoints may leave layers or matrices in floating point. Raises InputError for such ones on several ranks.
+    """
+    names: dict[str, dict[frozenset[tuple[str, int]], str]] = {name: {} for name in assembly.classes}
+    known = {*names, *assembly.mixers}
+
+    def named(part: BoundBlock) -> BoundBlock:
+        choices = names[part.graph]
+        choice = frozenset(_bits([part.slots], quantized).items())
+        if choice not in choices:
+            numbers = itertools.count(2)
+            choices[choice] = (
+                part.graph
+                if not choices
+                else next(name for number in numbers if (name := f"{part.graph}_{number}") not in known)
+            )
+            known.add(choices[choice])
+        return replace(part, graph=choices[choice])
+
+    layers = tuple(
+        replace(
+            layer,
+            block=named(layer.block),
+            exit=layer.exit and named(layer.exit),
+            later_exits=tuple(map(named, layer.later_exits)),
+        )
+        for layer in assembly.layers
+    )
+    others = {new: name for name, choices in names.items() for new in choices.values() if new != name}
+    if not others:
+        return files, assembly
+    if assembly.tensor_parallel is not None:
+        raise InputError(
+            "tensor_parallel: expected 1 for a checkpoint of which some layers are quantised and others are not, found "
+            f"{assembly.tensor_parallel.degree}; choose a precision in floating point"
+        )
+    graphs = {new: replace(assembly.classes[name], file=f"{new}.onnx") for new, name in others.items()}
+    adapters = assembly.adapters
+    if adapters is not None:
+        copies = {new: adapters.classes[name] for new, name in others.items() if name in adapters.classes}
+        adapters = replace(adapters, classes={**adapters.classes, **copies})
+    copied = {graphs[new].file: files[assembly.classes[name].file] for new, name in others.items()}
+    return {**files, **copied}, replace(
+        assembly, classes={**assembly.classes, **graphs}, layers=layers, adapters=adapters
+    )
 
 
 def _adapters_of(slots: LoraSlots, classes: Mapping[str, GraphFile]) -> LoraSlots:
