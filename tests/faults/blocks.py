@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
-from onnx import NodeProto
+from onnx import NodeProto, TensorProto
 
 from faults.attention import rows_from
 from faults.edit import Edit, Value
 from faults.fault import BEHIND, BLOCKS, EMBEDDING, ENTRY, EXIT, MIDDLE, Fault, change, replaced
+from faults.harm import Requests
+from lockstep import Advance
 
 Change = Callable[[Edit, Value], Value]
 
@@ -165,6 +167,18 @@ def scale_dropped(edit: Edit) -> None:
     edit.set_constant(scaled, edit.constant_of(scaled)[0], np.array(1))
 
 
+def other_where_thrice(edit: Edit, ids: Value) -> Value:
+    """Take a token that comes three times or more in a step for the one before."""
+    same = edit.op("Equal", edit.op("Unsqueeze", ids, edit.ints(0)), edit.op("Unsqueeze", ids, edit.ints(1)))
+    count = edit.op("ReduceSum", edit.op("Cast", same, to=TensorProto.INT64), edit.ints(1), keepdims=0)
+    return edit.op("Where", edit.op("Greater", count, 2), edit.before(ids), ids)
+
+
+def thrice(requests: Requests) -> Iterator[np.ndarray]:
+    """A prompt that is one token."""
+    yield requests.model.step([Advance(0, np.full(9, 5), 0)])
+
+
 def next_token(edit: Edit, ids: Value) -> Value:
     return edit.op("Min", edit.op("Add", ids, 1), edit.op("Sub", edit.size(edit.slot("embed_tokens")), 1))
 
@@ -209,6 +223,8 @@ FAULTS = (
     Fault("bias-dropped", "biases of query, key and value dropped", ENTRY, bias(0.0, *QKV), "bias"),
     Fault("bias-value-dropped", "the bias of the values dropped in the second layer", MIDDLE, bias(0.0, "v_proj"),
           "bias"),
+    Fault("embedding-three", "the embedding of a token that comes three times in a step is another's", EMBEDDING,
+          replaced("token_ids", other_where_thrice), shown_by=thrice),
     Fault("embedding-scale", "the embedding is not scaled", EMBEDDING, scale_dropped, "gemma2"),
     Fault("embedding-1.01", "embeddings times 1.01", EMBEDDING,
           replaced("hidden", lambda edit, value: edit.times(value, 1.01))),

@@ -136,8 +136,8 @@ def test_aliases_that_repeat_or_hold_themselves_stay_one_short_line(tmp_path):
     with pytest.raises(
         InputError,
         match=r"^\S+: a0: unknown key, allowed: models, limits, tolerances, "
-        r"compare_seconds, cache, skip_missing_backends, skip_missing_precisions, require_run, check_server, backends, "
-        r"devices \(and 31 more\)$",
+        r"compare_seconds, compare_seed, cache, skip_missing_backends, skip_missing_precisions, require_run, "
+        r"check_server, backends, devices \(and 31 more\)$",
     ):
         load(path)
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import random
+import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 from demo_model import CONFIG, TOLERANCES
@@ -13,10 +17,14 @@ from lora_folders import shared_lora
 from faults.between import clipped, faults, is_edge
 from faults.edit import Edit
 from faults.fault import replaced
+from faults.table import FAULTS as TABLE
 from lockstep.artifacts.files import read_json, sha256_file, write_json
+from lockstep.artifacts.reports import SizeCombinations
 from lockstep.backends.engine_set import EngineSet
 from lockstep.targets import Limits, Results
+from lockstep.verify.compare import inputs, sequence_sweep
 from lockstep.verify.compare.pair import Pair
+from lockstep.verify.repeats import repeated_rows
 from lockstep.weights import Weights
 from shared import Shared
 from some import some
@@ -39,15 +47,18 @@ def spoiled(results: Results, folder: Path, name: str, edit, model: str = MODEL)
     return engines
 
 
-def pair(results: Results, engines: Path, name: str, model: str = MODEL, limits: Limits = LIMITS) -> Pair:
+def pair(
+    results: Results, engines: Path, name: str, model: str = MODEL, limits: Limits = LIMITS, seed: int = 0
+) -> Pair:
     assembly = results.assembly(model, "fp32")
     opened = EngineSet.open(engines, assembly)
     graph = dict(opened.backend.graphs(opened.assembly, opened.manifest.options))[name]
-    return Pair(opened, Weights.open(results.weights(model, "fp32")), assembly.parent, name, graph, limits, None)
+    return Pair(opened, Weights.open(results.weights(model, "fp32")), assembly.parent, name, graph, limits, None, seed)
 
 
 SEED = 7
 FAULTS = {fault.name: fault for fault in faults(SEED)}
+REPEATED = TABLE["embedding-three"]
 
 
 @pytest.mark.parametrize("fault", some(FAULTS))
@@ -73,9 +84,92 @@ def test_attention_that_saturates_is_seen(demo: Results, tmp_path: Path, phase: 
 def test_a_right_engine_is_tried_at_every_size_in_an_order_of_its_own(demo: Results) -> None:
     engines = demo.engines(MODEL, "fp32", "onnxruntime")
     entry = pair(demo, engines, "entry").compare(TOLERANCES["fp32"], 300)
-    assert entry.passed and entry.sizes.tried == entry.sizes.known == LIMITS.max_num_tokens + LIMITS.max_batch_size
+    assert entry.passed and entry.sizes.tried == entry.sizes.known == LIMITS.max_num_tokens + LIMITS.max_batch_size + 13
     none = pair(demo, engines, "entry").compare(TOLERANCES["fp32"], 0)
     assert none.passed and none.sizes.tried == 0 and none.sizes.known == entry.sizes.known
+
+
+def test_a_token_that_comes_three_times_in_a_step_is_seen(demo: Results, tmp_path: Path) -> None:
+    engines = spoiled(demo, tmp_path / "engines", "embedding", REPEATED.change)
+    entry = pair(demo, engines, "embedding")
+    assert not entry.compare(TOLERANCES["fp32"], 300).passed
+    assert re.search(r"\((num_tokens \d+, (3|all) rows the same|num_tokens \d+)\), hidden: expected", entry.failures[0])
+
+
+@pytest.mark.parametrize(("least", "most"), [(1, 512), (1, 4), (1, 1), (200, 300)])
+def test_rows_repeat_twice_thrice_and_all(least: int, most: int) -> None:
+    steps = list(repeated_rows(least, most, random.Random(1)))
+    assert all(least <= len(rows) <= most and 0 <= rows.min() and rows.max() < most for _, rows in steps)
+    counts = {what: {np.unique(rows, return_counts=True)[1].max() for rows in each} for what, each in by_name(steps)}
+    if most == 512:
+        assert counts["2 rows the same"] == {2} and counts["3 rows the same"] == {3}
+        (beside,) = (rows for what, rows in steps if what == "22 rows beside each other")
+        assert len(set(zip(beside.tolist(), beside[1:].tolist()))) == 22 * 22 - 1
+
+
+def by_name(steps: list[tuple[str, np.ndarray]]) -> Iterator[tuple[str, list[np.ndarray]]]:
+    for what in dict.fromkeys(what for what, _ in steps):
+        yield what, [rows for name, rows in steps if name == what]
+
+
+def test_every_number_of_requests_decodes_at_every_length_of_the_demo(demo: Results) -> None:
+    engines = demo.engines(MODEL, "fp32", "onnxruntime")
+    decode = pair(demo, engines, "attention.decode").compare(TOLERANCES["fp32"], 300)
+    lengths = 256  # in caches of 64, 128 and 256
+    assert decode.passed and decode.sizes.triples == SizeCombinations(4 * lengths, 4 * lengths)
+    assert decode.sizes.pairs == SizeCombinations(4 * 3 + 5 * lengths, 4 * 3 + 5 * lengths)
+    exit = pair(demo, engines, "exit").compare(TOLERANCES["fp32"], 300)
+    assert exit.sizes.triples is None and exit.sizes.pairs is not None
+    rows = LIMITS.max_num_tokens + LIMITS.max_batch_size
+    assert rows <= exit.sizes.pairs.tried < exit.sizes.pairs.known == 4 * rows - 6, "no more requests than tokens"
+
+
+def test_one_triple_of_sizes_is_seen(demo: Results, tmp_path: Path) -> None:
+    """Three requests in a cache of 128 rows, one of which holds 77 tokens."""
+
+    def wrong(edit: Edit) -> None:
+        here = edit.both(
+            edit.op("Equal", edit.size("query"), 3),
+            edit.op("Equal", edit.size("past_key", 2), 128),
+            edit.op("Equal", edit.op("ReduceMin", edit.op("Abs", edit.op("Sub", "past_lengths", 77)), keepdims=0), 0),
+        )
+        edit.replace("attention", lambda value: edit.op("Where", here, edit.times(value, 1.05), value))
+
+    found = pair(demo, spoiled(demo, tmp_path / "engines", "attention.decode", wrong), "attention.decode")
+    assert not found.compare(TOLERANCES["fp32"], 300).passed
+    assert "num_requests 3, past_capacity 128" in found.failures[0]
+
+
+@pytest.mark.parametrize("phase", ["decode", pytest.param("prefill", marks=pytest.mark.long)])
+def test_lengths_beyond_the_sequence_are_drawn(
+    demo: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    """The sequence has 96 tokens here: right engines pass, one that is wrong after 130 to 190 tokens does not."""
+
+    def wrong(edit: Edit) -> None:
+        longest = edit.op("ReduceMax", "past_lengths", keepdims=0)
+        here = edit.both(edit.op("Greater", longest, 129), edit.op("Less", longest, 191))
+        edit.replace("attention", lambda value: edit.op("Where", here, edit.times(value, 1.05), value))
+
+    monkeypatch.setattr(sequence_sweep, "_SEQUENCE", 96)
+    monkeypatch.setattr(inputs, "edges", lambda longest, lengths=(): [longest])
+    monkeypatch.setattr(inputs, "both_sides", lambda longest, lengths=(): [longest])
+    name = f"attention.{phase}"
+    right = pair(demo, demo.engines(MODEL, "fp32", "onnxruntime"), name)
+    assert right.compare(TOLERANCES["fp32"], 300).passed
+    found = pair(demo, spoiled(demo, tmp_path / "engines", name, wrong), name)
+    assert not found.compare(TOLERANCES["fp32"], 300).passed
+
+
+def test_another_seed_draws_other_sizes(demo: Results) -> None:
+    engines = demo.engines(MODEL, "fp32", "onnxruntime")
+    first, second, again = (seeded(demo, engines, seed) for seed in (0, 1, 0))
+    assert first == again != second
+
+
+def seeded(results: Results, engines: Path, seed: int) -> list[tuple[tuple[int, ...], ...]]:
+    sweep = pair(results, engines, "attention.prefill", seed=seed).sweep()
+    return [tuple(sweep.points(trial)) for trial in sweep.trials]
 
 
 def test_places_that_are_drawn_are_no_edges_and_differ_by_seed() -> None:

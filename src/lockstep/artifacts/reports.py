@@ -141,6 +141,14 @@ class ComparedRun:
 
 
 @dataclass(frozen=True)
+class SizeCombinations:
+    """How many pairs, or triples, of sizes that vary together were tried, and how many requests come to."""
+
+    tried: int
+    known: int
+
+
+@dataclass(frozen=True)
 class SweptSizes:
     """An engine at all sizes that the limits allow.
 
@@ -151,6 +159,8 @@ class SweptSizes:
     known: int
     tried: int
     worst: ComparedRun | None = None
+    pairs: SizeCombinations | None = None
+    triples: SizeCombinations | None = None
 
 
 @dataclass(frozen=True)
@@ -267,24 +277,9 @@ class MovedState:
     not_run: str | None = None
 
 
-@dataclass(frozen=True)
-class GoldenChoices:
-    """Choices inside the model that rounding decided.
-
-    requests: how many were judged by logits along the engines' choices. tied: how many times a token's choices in a
-    layer could have been others there.
-    """
-
-    requests: int
-    tied: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class GoldenReport(Report):
-    """The answers of an engine set to the golden prompts.
-
-    tolerance, logit_noise: the largest of its prompts. choices: None where the reference's own logits are judged by.
-    """
+    """The answers of an engine set to the golden prompts. tolerance, logit_noise: the largest of its prompts."""
 
     FORMAT: ClassVar[str] = formats.GOLDEN
     target: Target
@@ -295,7 +290,6 @@ class GoldenReport(Report):
     prompts: tuple[GoldenPrompt, ...]
     long_prompt: GoldenLongPrompt | None
     moved: tuple[MovedState, ...] = ()
-    choices: GoldenChoices | None = None
 
 
 @dataclass(frozen=True)

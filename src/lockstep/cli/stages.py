@@ -6,7 +6,7 @@ They call what the rules call, and work on the same paths below `results/`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,9 +96,12 @@ def _command(name: str) -> click.Command:
         merge: str | None = None,
         out: Path | None = None,
         as_json: bool = False,
+        seed: int | None = None,
         **options: bool,
     ) -> None:
         project = Project.open(config_file, results, **options)
+        if seed is not None:
+            project = replace(project, config=project.config.model_copy(update={"compare_seed": seed}))
 
         def tell(names: dict[str, Any], made: Path) -> None:
             if as_json:
@@ -120,6 +123,9 @@ def _command(name: str) -> click.Command:
     if name == "fetch":
         newest = "Take the commit that a branch is at now, not the one it was found at."
         command = click.option("--newest", is_flag=True, help=newest)(command)
+    if name == "compare":
+        sizes = "Draw other sizes where not all are tried.  [default: compare_seed of the config]"
+        command = click.option("--seed", type=click.IntRange(0), help=sizes)(command)
     if name == "convert":
         command = click.option("--merge", metavar="NAME", help="Instead: merge this adapter into the checkpoint.")(
             click.option("--out", type=PATH, help="For --merge: the new checkpoint's folder.")(command)

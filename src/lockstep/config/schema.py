@@ -44,6 +44,12 @@ class Config(Section):
         description="For each engine, how long it is compared with its graph at sizes besides those it is tuned for "
         "(docs/checks.md). The demo's engines take two seconds for all sizes.",
     )
+    compare_seed: int = Field(
+        default=0,
+        ge=0,
+        description="Draws other sizes where an engine is compared with its graph on a sample of them "
+        "(docs/checks.md). `lockstep stage compare --seed` goes before it.",
+    )
     cache: PathText = Field(
         default="",
         description="A folder of artefacts shared between checkouts and machines (docs/cache.md); a relative "

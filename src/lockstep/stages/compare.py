@@ -23,6 +23,7 @@ class Compare(Stage):
             "tolerance": asdict(config.tolerance(names["model"], names["precision"], names["backend"])),
             "limits": config.engine_limits(),
             "seconds": config.compare_seconds,
+            "seed": config.compare_seed,
         }
 
     def run(self, job: Job) -> None:
@@ -37,4 +38,5 @@ class Compare(Stage):
             job.output,
             job.threads,
             job.options["seconds"],
+            job.options["seed"],
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -76,12 +77,17 @@ class HostExecutable(Executable, Protocol):
     def outputs(self) -> Mapping[str, Declared]: ...
 
 
+@functools.cache  # a protocol looks at all of its attributes
+def _runs_on_device(kind: type) -> bool:
+    return issubclass(kind, DeviceExecutable)
+
+
 def run_once(
     executable: Executable, inputs: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray], profile: int | None = None
 ) -> dict[str, np.ndarray]:
     """Run an engine of a device or of the host on NumPy arrays: see `DeviceExecutable`."""
-    if isinstance(executable, DeviceExecutable):
-        return executable.run_once(inputs, like, profile)
+    if _runs_on_device(type(executable)):
+        return cast(DeviceExecutable, executable).run_once(inputs, like, profile)
     engine = cast(HostExecutable, executable)
     arrays = {name: np.ascontiguousarray(array, engine.inputs[name].dtype) for name, array in inputs.items()}
     outputs = {name: np.empty(array.shape, engine.outputs[name].dtype) for name, array in like.items()}

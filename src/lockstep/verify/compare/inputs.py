@@ -31,16 +31,21 @@ _SCORES = 0.5  # standard deviation of attention scores against a long cache: ea
 
 @dataclass(frozen=True)
 class Case:
-    """One run of a graph and its engine: optimization profile, size of each dimension, lengths of caches."""
+    """One run of a graph and its engine: optimization profile, size of each dimension, lengths of caches.
+
+    repeats: which rows are the same, in words.
+    """
 
     profile: int
     sizes: Sizes
     past_lengths: tuple[int, ...] = ()
     long: bool = False
+    repeats: str = ""
 
     def __str__(self) -> str:
         lengths = f", past_lengths {' '.join(map(str, self.past_lengths))}" if self.long else ""
-        return ", ".join(f"{dim} {size}" for dim, size in self.sizes.items()) + lengths
+        repeats = f", {self.repeats}" if self.repeats else ""
+        return ", ".join(f"{dim} {size}" for dim, size in self.sizes.items()) + lengths + repeats
 
 
 @dataclass(frozen=True)

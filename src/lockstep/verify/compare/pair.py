@@ -39,7 +39,8 @@ from lockstep.tolerances import Tolerances
 from lockstep.verify.compare import inputs
 from lockstep.verify.compare.choices import are_clear
 from lockstep.verify.compare.noisy_run import NoisyRun, bound_of
-from lockstep.verify.compare.sweep import GROUP, Arrays, Sweep, sweep_of
+from lockstep.verify.compare.sweep import sweep_of
+from lockstep.verify.compare.trial import Arrays, Sweep, Trial
 from lockstep.verify.metrics import largest
 from lockstep.weights import Tensors, Weights, check_slots, slot_array
 from lockstep.weights.ranks import RankWeights
@@ -57,9 +58,10 @@ class Pair:
         graph: GraphFile,
         limits: Limits,
         threads: int | None,
+        seed: int = 0,
     ):
         self.name, self.file, self._folder, self._threads = name, engines.file(name), folder, threads
-        self._seed = int(engines.manifest.engines[name].sha256[:16], 16)
+        self._seed = int(engines.manifest.engines[name].sha256[:16], 16) + seed
         self._assembly, self._limits = engines.assembly, inputs.limits_of(engines.manifest.options, limits)
         ranks = engines.assembly.tensor_parallel
         variants = engines.assembly.variants if ranks is None else ranks.variants
@@ -98,9 +100,8 @@ class Pair:
         try:
             with quiet(), np.errstate(invalid="ignore", over="ignore"), contextlib.ExitStack() as stack:
                 runs = [self._run_case(case, tolerance) for case in inputs.cases(self._subject)]
-                largest_number = LARGEST if self._is_narrow else math.inf
-                sweep = sweep_of(self._subject, self._seed, self._run_graph, self._prefill, largest_number)
-                tried, worst = (0, None) if self.failures else self._run_sizes(sweep, tolerance, seconds, stack)
+                sweep = self.sweep()
+                tried, worst = ([], None) if self.failures else self._run_sizes(sweep, tolerance, seconds, stack)
         except PolygraphyException as error:
             raise CheckError(f"{self.file}: Polygraphy cannot run this engine: {one_line(error)}") from error
         finally:
@@ -115,9 +116,14 @@ class Pair:
             tolerance=worst_error.tolerance,
             passed=not self.failures,
             runs=tuple(runs),
-            sizes=SweptSizes(len(sweep.trials), tried, worst),
+            sizes=SweptSizes(len(sweep.trials), len(tried), worst, *sweep.tried(tried)),
             weights_of_layer=self._layer,
         )
+
+    def sweep(self) -> Sweep:
+        """Return what is tried besides the sizes of profiles, in the order that the seed draws."""
+        largest_number = LARGEST if self._is_narrow else math.inf
+        return sweep_of(self._subject, self._seed, self._run_graph, self._prefill, largest_number)
 
     def _run_case(self, case: inputs.Case, tolerance: Tolerances) -> ComparedRun:
         feed = inputs.arrays(self._subject, case)
@@ -127,16 +133,15 @@ class Pair:
 
     def _run_sizes(
         self, sweep: Sweep, tolerance: Tolerances, seconds: float, stack: contextlib.ExitStack
-    ) -> tuple[int, ComparedRun | None]:
+    ) -> tuple[list[Trial], ComparedRun | None]:
         """Run the engine at all sizes, until the first is wrong or the time is over.
 
-        Returns how many were run, and the worst. What has the same bits as before needs no judgement.
+        Returns those that were run, and the worst. What has the same bits as before needs no judgement.
         """
-        end, tried, worst = time.monotonic() + seconds, 0, None
+        end, tried, worst = time.monotonic() + seconds, list[Trial](), None
         known, runners = _Known(), dict[int, BaseRunner]()
         all_profiles = profiles(self._model, self._limits)
-        for first in range(0, len(sweep.trials), GROUP):
-            group = sweep.trials[first : first + GROUP]
+        for group in sweep.groups():
             expected = sweep.expected(group) if time.monotonic() < end else []
             for trial, right in zip(group, expected):
                 if time.monotonic() > end:
@@ -147,8 +152,9 @@ class Pair:
                 if number not in runners:
                     runners[number] = stack.enter_context(self._engine(number))
                 found = runners[number].infer(OrderedDict(feed), check_inputs=False)
-                tried += 1
-                if sweep.is_row_wise and known.has(trial.rows, found):
+                tried.append(trial)
+                is_row_wise = sweep.is_row_wise and not trial.scaled and not trial.is_far
+                if is_row_wise and known.has(trial, found):
                     continue
                 run = self._judged(
                     replace(trial.case, profile=number), feed, right, found, tolerance, sweep.beyond(trial)
@@ -156,8 +162,8 @@ class Pair:
                 if self.failures:
                     return tried, run
                 worst = run if worst is None or _worse(run, worst) else worst
-                if sweep.is_row_wise:
-                    known.keep(trial.rows, found)
+                if is_row_wise:
+                    known.keep(trial, found)
         return tried, worst
 
     def _judged(
@@ -245,17 +251,15 @@ class _Known:
     def __init__(self) -> None:
         self._arrays: dict[str, np.ndarray] = {}
 
-    def has(self, rows: np.ndarray, found: Arrays) -> bool:
-        first, end = int(rows[0]), int(rows[-1]) + 1
+    def has(self, trial: Trial, found: Arrays) -> bool:
+        end, span = int(trial.rows.max()) + 1, trial.span
         return all(
-            name in self._arrays
-            and end <= len(self._arrays[name])
-            and np.array_equal(self._arrays[name][first:end], array)
+            name in self._arrays and end <= len(self._arrays[name]) and np.array_equal(self._arrays[name][span], array)
             for name, array in found.items()
         )
 
-    def keep(self, rows: np.ndarray, found: Arrays) -> None:
-        first, end = int(rows[0]), int(rows[-1]) + 1
+    def keep(self, trial: Trial, found: Arrays) -> None:
+        end, span = int(trial.rows.max()) + 1, trial.span
         for name, array in found.items():
             known = self._arrays.get(name)
             if known is None or len(known) < end:
@@ -263,7 +267,7 @@ class _Known:
                 if known is not None:
                     larger[: len(known)] = known
                 self._arrays[name] = known = larger
-            known[first:end] = array
+            known[span] = array
 
 
 def _worse(run: ComparedRun, other: ComparedRun) -> bool:

@@ -24,7 +24,6 @@ from lockstep.backends.graphs import HostGraph
 from lockstep.onnx_tools import judge
 from lockstep.targets import Limits
 from lockstep.tolerances import Tolerances
-from lockstep.verify.compare import inputs
 from lockstep.verify.compare.pair import Pair
 from lockstep.verify.metrics import finish
 from lockstep.weights import Weights
@@ -41,12 +40,13 @@ def run(
     out: Path,
     threads: int | None = None,
     seconds: float = SECONDS,
+    seed: int = 0,
 ) -> Path:
     """Compare the engines of a set with their graphs.
 
     Writes the report to `out`, which is returned. limits: used where the engines do not say for which they were built.
-    seconds: for the sizes of an engine besides those of its profiles; where they are over, sizes that a seed from the
-    engine's digest put last stay untried.
+    seconds: for the sizes of an engine besides those of its profiles; where they are over, sizes that are put last stay
+    untried. seed: draws, with the engine's digest, which sizes are tried, and in which order.
 
     Raises CheckError naming engine, sizes, output, error and tolerance for the first engine over it, when all are
     compared, and then writes the report to `<out>.failed.json`; InputError for inputs that do not fit together.
@@ -59,7 +59,7 @@ def run(
     failures: list[str] = []
     with _torch_left_out():
         for name in (name for name in engines.names() if not isinstance(graphs[name], HostGraph)):
-            pair = Pair(engines, weights, Path(assembly_json).parent, name, graphs[name], limits, threads)
+            pair = Pair(engines, weights, Path(assembly_json).parent, name, graphs[name], limits, threads, seed)
             compared[name] = pair.compare(tolerance, seconds)
             failures += pair.failures[:1]
     worst = max(compared.values(), key=judge.share, default=None)
@@ -73,7 +73,7 @@ def run(
             "onnxruntime": onnxruntime.__version__,
             "polygraphy": polygraphy.__version__,
         },
-        seed=inputs.SEED,
+        seed=seed,
         tolerance=worst.tolerance if worst else 0.0,
         engines=compared,
         relative_error=worst.relative_error if worst else 0.0,

@@ -53,7 +53,7 @@ class MovedCheck:
 
     def __init__(self, check: DecodingCheck, long: Long):
         self._check, self._prompt = check, long.prompt
-        self._model = _with_short_chunks(check, len(long.prompt.prompt_ids))
+        self._model = _of_few_pages(check, len(long.prompt.prompt_ids))
         self._known = {**long.logits, **dict(zip(long.prompt.counts, long.prompt.logits))}
         self._tokens = np.array([*long.prompt.prompt_ids, *long.prompt.tokens], np.int64)
         self._whole = _Along(0, len(long.prompt.prompt_ids), len(long.prompt.tokens))
@@ -144,9 +144,7 @@ class MovedCheck:
         decoded = _by_choice(tokens)
         for number, prompt in enumerate(check.prompts, count + 1):
             answer = decoded.get((number, 0), Decoded())
-            if check.routes is None:
-                how = "in the slot of a cancelled request"
-                check.first_difference(prompt, how, prompt.tokens[:_NEW], answer.tokens)
+            check.first_difference(prompt, "in the slot of a cancelled request", prompt.tokens[:_NEW], answer.tokens)
         judged = {count: follows, **dict(enumerate(stays))}
         return [
             self._judge(along, "beside cancelled requests", decoded.get((number, 0)))
@@ -226,9 +224,9 @@ class MovedCheck:
         return largest(errors)
 
     def _judge_reference(self, along: _Along, how: str, found: Decoded) -> None:
-        """Judge logits by the reference, where it knows them, and engines make the same choices inside the model."""
+        """Judge logits by the reference, where it knows them."""
         errors = Errors(self._prompt.bounds)
-        if along.sequence == 0 and along.choice is None and self._check.routes is None:
+        if along.sequence == 0 and along.choice is None:
             for count, logits in enumerate(found.logits, along.prompt):
                 if count in self._known:
                     errors.add(count, self._known[count], logits)
@@ -236,11 +234,15 @@ class MovedCheck:
             self._check.fail(self._prompt, f"after {wrong[0]} tokens, {how}: {wrong[1]}")
 
 
-def _with_short_chunks(check: DecodingCheck, longest: int) -> Model:
-    """Return the model of a check, or the same with chunks of a page, where no prompt would have a whole one."""
-    model = check.model
-    if longest > model.chunk_size or not model.engines.backend.on_host:
+def _of_few_pages(check: DecodingCheck, longest: int) -> Model:
+    """Return the model of a check, on a host again with a cache of few pages, whose weights it shares.
+
+    Its chunks are of a page where no prompt has a longer one.
+    """
+    model, pool = check.model, check.model.tables.pool
+    if not model.engines.backend.on_host:
         return model
+    pages = 2 * model.max_batch_size * model.tables.pages_for(model.max_seq_len)  # for requests, and for a prefix
     return Model.open(
         model.engines.path,
         model.assembly_json,
@@ -250,7 +252,8 @@ def _with_short_chunks(check: DecodingCheck, longest: int) -> Model:
         model.max_seq_len,
         model.max_num_tokens,
         check.threads,
-        chunk_size=PAGE_SIZE,
+        kv_bytes=min(pages, pool.num_pages) * pool.page_nbytes,
+        chunk_size=model.chunk_size if longest > model.chunk_size else PAGE_SIZE,
         cut_of=model,
     )
 

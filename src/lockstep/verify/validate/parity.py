@@ -10,6 +10,7 @@ at position 0, or behind a synthetic cache of any length.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -21,20 +22,28 @@ from lockstep.onnx_tools.judge import NOTHING, Bound, Spread, beside_noise, meas
 from lockstep.tolerances import Tolerances
 from lockstep.verify.graphs import Graphs, stale_cache
 from lockstep.verify.metrics import finite
+from lockstep.verify.repeats import repeated_rows
 from lockstep.verify.validate.torch_trace import Record
 from lockstep.verify.walk import StageRun, Tokens, Walk
 
 _PIECE = 4096  # tokens of the vocabulary at a time
+_SAMPLE = 256  # tokens of which some repeat
 Pairs = Sequence[tuple[Record, Record]]  # what torch computed of a sequence, in float32 and in fp16
 Embed = Callable[[np.ndarray], np.ndarray]
 Sides = dict[str, list[tuple[np.ndarray, ...]]]  # by output: pieces of what is expected, of what is found, and in fp16
 
 
 def embedding_error(graphs: Graphs, embed: Embed, noisy: Embed, tolerances: Tolerances) -> TensorError:
-    """Return the largest error of the embedding graph, on the whole vocabulary. embed, noisy: torch's."""
+    """Return the largest error of the embedding graph. embed, noisy: torch's.
+
+    On the whole vocabulary, and on steps in which tokens of a sample repeat.
+    """
     noise, errors = NOTHING, list[TensorError]()
-    for first in range(0, graphs.assembly.vocab_size, _PIECE):
-        token_ids = np.arange(first, min(first + _PIECE, graphs.assembly.vocab_size), dtype=np.int64)
+    size, draw = graphs.assembly.vocab_size, random.Random(0)
+    steps = [np.arange(first, min(first + _PIECE, size), dtype=np.int64) for first in range(0, size, _PIECE)]
+    sample = np.array(draw.sample(range(size), min(size, _SAMPLE)), np.int64)
+    steps += [sample[rows] for _, rows in repeated_rows(1, len(sample), draw)]
+    for token_ids in steps:
         found, exact = graphs.run_block(graphs.embedding, {"token_ids": token_ids})["hidden"], embed(token_ids)
         errors.append(measure(exact, found, Bound(math.inf)))
         noise |= spread(exact, noisy(token_ids))

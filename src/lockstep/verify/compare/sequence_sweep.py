@@ -1,0 +1,262 @@
+"""All sizes of an engine that sees what lies before a token: attention, and mixers with a state.
+
+A token of a sequence sees what lies before it, in whatever pieces it comes: one whole prefill holds what every chunk
+and every decode step over that sequence gives. Lengths beyond that sequence are drawn, and there the graph runs too.
+
+In: a graph, the limits, a seed. Out: trials, each with its feed and what is expected.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import onnx
+
+from lockstep.verify.boundaries import PAGE
+from lockstep.verify.compare import inputs
+from lockstep.verify.compare.inputs import Case, Graph
+from lockstep.verify.compare.trial import Arrays, Point, Ranges, Run, Sweep, Trial
+
+_SEQUENCE = 512  # tokens of the sequence that attention is run on; its scores take heads * 512^2 numbers
+_DESIGN = 640  # decode steps of which each has other lengths: of the demo all that there are
+_FAR = 16  # steps that decode at lengths beyond the sequence, and chunks there
+_FAR_TOKENS = 4  # of such a chunk
+# Squares of a hidden state are accumulated in float32, which ends at 2^128.
+LARGEST_SQUARED = 2.0**60
+_KEYS_UP = 2.0**10  # queries are as much smaller, and fp16 has subnormal numbers below 2^-14
+PAST_STATE, _STATE = "past_state", "state_out"
+_SPAN = 64  # tokens between the states that are kept
+
+
+class AttentionSweep(Sweep):
+    """Attention on one sequence: each chunk, each past; each capacity with each number of requests.
+
+    Sizes that vary together are (tokens, length of the past, capacity) of a prompt's chunk, and (requests, capacity,
+    length) of decoding, where a cache of a capacity holds more than the one before has room for.
+    """
+
+    is_row_wise = True  # a row of outputs is of a position of the sequence
+
+    def __init__(
+        self,
+        graph: Graph,
+        ranges: Ranges,
+        draw: random.Random,
+        largest: float,
+        run_graph: Run,
+        prefill: onnx.ModelProto,
+        run: Run,
+    ):
+        self._graph, self._run_graph = graph, run_graph
+        self._length = length = min(_SEQUENCE, graph.positions, ranges.get("num_tokens", (1, _SEQUENCE))[1])
+        self._names = [value.name for value in graph.model.graph.input]
+        self._stale, self._random = dict[tuple[str, bool], np.ndarray](), np.random.default_rng(draw.randrange(1 << 32))
+        case = Case(0, {"num_tokens": length, "past_capacity": 1}, (0,))
+        self._whole = inputs.arrays(Graph(prefill, graph.assembly, graph.limits), case)
+        self._run, self._outputs = run, dict[bool, Arrays]()
+        self._scaled = _scaled(self._whole, graph, largest)
+        self._decodes, self._most = "num_requests" in ranges, ranges["past_capacity"][1]
+        if self._decodes:
+            self._requests, lengths = ranges["num_requests"][1], self._lengths()
+            self.trials = list(self._decode_trials(draw))
+            slots = sum(map(len, lengths.values()))
+            pairs = self._requests * len(lengths) + self._requests * slots + slots
+            self.known = pairs, self._requests * slots
+        else:
+            most = self._most
+            self.trials = list(self._prefill_trials(length, most, draw))
+            chunks = [(length - past, most - max(past, 1) + 1) for past in range(min(length, most + 1))]
+            rooms = sum(room for _, room in chunks)
+            self.known = sum(tokens for tokens, _ in chunks) + length * most + rooms, sum(map(math.prod, chunks))
+        self.trials += self._far_trials(draw)
+
+    def points(self, trial: Trial) -> Iterator[Point]:
+        sizes, lengths = trial.case.sizes, trial.case.past_lengths
+        if not self._decodes:
+            if not trial.is_far:
+                yield sizes["num_tokens"], lengths[0], sizes["past_capacity"]
+            return
+        known = self._lengths().get(sizes["past_capacity"], range(0))
+        yield from ((sizes["num_requests"], sizes["past_capacity"], length) for length in lengths if length in known)
+
+    def _lengths(self) -> dict[int, range]:
+        """Return, by each capacity that a cache grows to, the lengths with which it has that capacity."""
+        lengths, capacity, before = dict[int, range](), min(PAGE, self._most), 0
+        while capacity > before:
+            lengths[capacity] = range(before, min(capacity, self._graph.positions))
+            before, capacity = capacity, min(2 * capacity, self._most)
+        return lengths
+
+    def _prefill_trials(self, length: int, most: int, draw: random.Random) -> list[Trial]:
+        found = []
+        for number, (past, count) in enumerate(_chunks(length, draw)):
+            room = max(1, past) if number < length else draw.randrange(max(1, past), max(most, past, 1) + 1)
+            if room <= most:
+                found.append(self._prefill_trial(past, count, room, False))
+        return [*found, self._prefill_trial(length // 2, length - length // 2, max(1, length // 2), True)]
+
+    def _prefill_trial(self, past: int, count: int, room: int, scaled: bool) -> Trial:
+        case = Case(0, {"num_tokens": count, "past_capacity": room}, (past,), True)
+        return Trial(case, np.arange(past, past + count), scaled)
+
+    def _decode_trials(self, draw: random.Random) -> Iterator[Trial]:
+        """Each capacity that a cache grows to with each number of requests, of seeded lengths, and then more."""
+        last = None
+        for capacity in self._lengths():
+            counts = range(1, self._rows(capacity) + 1)
+            for count, room in [*((count, 1) for count in counts), (counts[-1], 0)]:
+                longest = min(capacity - room, self._length - 1)
+                rows = [draw.randint(0, longest) for _ in range(count - 1)] + [longest]
+                draw.shuffle(rows)
+                last = self._decode_trial(capacity, rows)
+                yield last
+        if last is not None:
+            yield Trial(last.case, last.rows, True)
+        yield from self._design(draw)
+
+    def _design(self, draw: random.Random) -> Iterator[Trial]:
+        """Each number of requests with each length, in the cache that it has then: all, or `_DESIGN` steps of these."""
+        steps = []
+        for capacity, lengths in self._lengths().items():
+            near = [length for length in lengths if length < self._length]
+            for count in range(1, self._rows(capacity) + 1 if near else 1):
+                shuffled = draw.sample(near, len(near))
+                shuffled += shuffled[: -len(near) % count]
+                shuffled += [draw.choice(near) for _ in range(-len(shuffled) % count)]
+                steps += [(capacity, shuffled[at : at + count]) for at in range(0, len(shuffled), count)]
+        for capacity, rows in draw.sample(steps, min(_DESIGN, len(steps))):
+            yield self._decode_trial(capacity, rows)
+
+    def _decode_trial(self, capacity: int, rows: Sequence[int], is_far: bool = False) -> Trial:
+        case = Case(0, {"num_requests": len(rows), "past_capacity": capacity}, tuple(rows), True)
+        return Trial(case, np.array(rows, np.int64), is_far=is_far)
+
+    def _rows(self, capacity: int) -> int:
+        return min(self._requests, max(2, inputs.CACHE_ROWS // capacity))
+
+    def _far_trials(self, draw: random.Random) -> Iterator[Trial]:
+        """Decode at lengths that are drawn beyond the sequence, and bring chunks after them."""
+        for _ in range(_FAR if self._graph.positions > self._length else 0):
+            length = draw.randrange(self._length, self._graph.positions)
+            if self._decodes:
+                capacity = next(capacity for capacity, lengths in self._lengths().items() if length in lengths)
+                others = draw.randint(0, self._rows(capacity) - 1)
+                lengths = [length, *draw.choices(self._lengths()[capacity], k=others)]
+                yield self._decode_trial(capacity, draw.sample(lengths, len(lengths)), True)
+            elif self._length <= (past := min(length, self._graph.positions - _FAR_TOKENS, self._most)):
+                yield replace(self._prefill_trial(past, _FAR_TOKENS, past, False), is_far=True)
+
+    def feed(self, trial: Trial) -> dict[str, np.ndarray]:
+        if trial.is_far:
+            return inputs.arrays(self._graph, trial.case)
+        outputs, capacity = self._computed(trial.scaled), trial.case.sizes["past_capacity"]
+        whole = self._scaled if trial.scaled else self._whole
+        feed: dict[str, np.ndarray] = {}
+        for name in self._names:
+            if name == "past_lengths":
+                feed[name] = np.array(trial.case.past_lengths, np.int64)
+            elif name in ("past_key", "past_value"):
+                rows = outputs[name.removeprefix("past_") + "_out"].swapaxes(0, 1)  # [heads, tokens, dim]
+                stale = self._stale_rows(name, trial.scaled, rows)[:, :capacity]
+                cache = np.repeat(stale[None], len(trial.case.past_lengths), 0)
+                for row, length in enumerate(trial.case.past_lengths):
+                    cache[row, :, :length] = rows[:, :length]
+                feed[name] = cache
+            else:
+                feed[name] = whole[name][trial.rows]
+        return feed
+
+    def _stale_rows(self, name: str, scaled: bool, like: np.ndarray) -> np.ndarray:
+        """Return what stands in a cache after a request's rows, as large as these: [heads, capacity, dim]."""
+        if (name, scaled) not in self._stale:
+            stale = self._random.standard_normal((len(like), self._most, like.shape[2]), np.float32)
+            self._stale[name, scaled] = (stale * np.float32(like.std(dtype=np.float64))).astype(like.dtype)
+        return self._stale[name, scaled]
+
+    def expected(self, trials: Sequence[Trial]) -> list[Arrays]:
+        if trials[0].is_far:
+            return [self._run_graph(self.feed(trial)) for trial in trials]
+        return [{name: array[trial.rows] for name, array in self._computed(trial.scaled).items()} for trial in trials]
+
+    def _computed(self, scaled: bool) -> Arrays:
+        if scaled not in self._outputs:
+            self._outputs[scaled] = self._run(self._scaled if scaled else self._whole)
+        return self._outputs[scaled]
+
+
+def _scaled(whole: Arrays, graph: Graph, largest: float) -> dict[str, np.ndarray]:
+    """Return the inputs of attention with values and keys at the end of the precision.
+
+    Queries are as much smaller as keys are larger, which keeps scores in range. What that does to a score is the
+    graph's to say, which is run on these inputs: where keys are normalised they do not grow, and a sink, which is no
+    factor of a score, stays as it is.
+    """
+    end = min(float(np.finfo(whole["value"].dtype).max), largest)
+    up = min(2.0 ** (math.frexp(end)[1] - 3), LARGEST_SQUARED)  # standard normal values stay below 8
+    assert graph.variant is not None  # of attention
+    query = whole["query"]
+    factors = np.ones((graph.variant.num_heads, graph.variant.query_dim), query.dtype)
+    factors[:, : graph.variant.head_dim] = 1 / _KEYS_UP
+    value, key = whole["value"], whole["key"]
+    return {
+        **whole,
+        "query": query * factors.reshape(-1),
+        "key": key * key.dtype.type(_KEYS_UP),
+        "value": value * value.dtype.type(up),
+    }
+
+
+class StateSweep(Sweep):
+    """A prompt's tokens behind a state: each chunk, behind each number of tokens."""
+
+    def __init__(self, graph: Graph, ranges: Ranges, draw: random.Random, run: Run):
+        ((dim, (_, most)),) = ranges.items()
+        self._run = run
+        length = min(_SEQUENCE, graph.positions, most)
+        self._whole = inputs.arrays(graph, Case(0, {dim: length}))
+        self._states = {0: np.zeros_like(self._whole.pop(PAST_STATE))}
+        self._outputs = dict[str, np.ndarray]()
+        self.trials = [
+            Trial(Case(0, {dim: count}), np.arange(past, past + count)) for past, count in _chunks(length, draw)
+        ]
+
+    def feed(self, trial: Trial) -> dict[str, np.ndarray]:
+        return self._rows(int(trial.rows[0]), int(trial.rows[-1]) + 1)
+
+    def expected(self, trials: Sequence[Trial]) -> list[Arrays]:
+        if not self._outputs:
+            outputs = self._run(self._rows(0, len(next(iter(self._whole.values())))))
+            self._outputs = {name: array for name, array in outputs.items() if name != _STATE}
+        return [
+            {
+                **{name: array[trial.rows] for name, array in self._outputs.items()},
+                _STATE: self._state(int(trial.rows[-1]) + 1),
+            }
+            for trial in trials
+        ]
+
+    def _rows(self, first: int, end: int) -> dict[str, np.ndarray]:
+        rows = {name: array[first:end] for name, array in self._whole.items()}
+        return {**rows, PAST_STATE: self._state(first)}
+
+    def _state(self, count: int) -> np.ndarray:
+        """Return the state behind the first `count` tokens, computed from the last one that is kept."""
+        if count not in self._states:
+            self._states[count] = self._run(self._rows((count - 1) // _SPAN * _SPAN, count))[_STATE]
+        return self._states[count]
+
+
+def _chunks(length: int, draw: random.Random) -> list[tuple[int, int]]:
+    """Return (tokens before, tokens) of chunks of a sequence.
+
+    Each number of tokens up to its end, and so each number before; then seeded pairs.
+    """
+    pairs = [(past, length - past) for past in range(length)]
+    for _ in range(length // 4):
+        past = draw.randrange(length)
+        pairs.append((past, draw.randrange(1, length - past + 1)))
+    return pairs

@@ -1,0 +1,94 @@
+"""One run of an engine; a sweep of such runs; and which sizes that vary together they tried. No graph is run here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from lockstep.artifacts.reports import SizeCombinations
+from lockstep.verify.compare.inputs import Case
+
+Arrays = Mapping[str, np.ndarray]
+Run = Callable[[Arrays], Arrays]
+Ranges = Mapping[str, tuple[int, int]]
+Point = tuple[int, ...]
+_GROUP = 32  # trials of an exit whose rows the graph computes together
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of an engine. rows: those of the whole input whose outputs it must give.
+
+    held: the rows that an exit's step has, where they are not the first. is_far: beyond the sequence that other trials
+    are parts of; the graph runs for it alone.
+    """
+
+    case: Case
+    rows: np.ndarray
+    scaled: bool = False
+    held: np.ndarray | None = None
+    is_far: bool = False
+
+    @property
+    def span(self) -> np.ndarray | slice:
+        """Return `rows` as a slice, which copies nothing, where they lie side by side."""
+        if len(self.rows) and np.array_equal(self.rows, np.arange(self.rows[0], self.rows[0] + len(self.rows))):
+            return slice(int(self.rows[0]), int(self.rows[-1]) + 1)
+        return self.rows
+
+    @property
+    def cost(self) -> int:
+        return len(self.rows) * (1 + self.case.sizes.get("past_capacity", 0))
+
+
+class Sweep:
+    """Trials of one graph; `feed` and `expected` give what they need.
+
+    known: how many pairs, and triples, there are of sizes that vary together and that requests come to.
+    """
+
+    trials: list[Trial]
+    is_row_wise = False  # a row's outputs depend on that row alone
+    known: tuple[int, ...] = ()
+    _large: np.ndarray | None = None
+
+    def feed(self, trial: Trial) -> dict[str, np.ndarray]:
+        raise NotImplementedError
+
+    def expected(self, trials: Sequence[Trial]) -> list[Arrays]:
+        raise NotImplementedError
+
+    def points(self, trial: Trial) -> Iterable[Point]:
+        """Return the sizes that a trial has together, of those that `known` counts."""
+        return ()
+
+    def groups(self) -> Iterator[list[Trial]]:
+        """Yield trials in their order, some together whose rows the graph computes at once."""
+        group: list[Trial] = []
+        for trial in self.trials:
+            if group and (len(group) == _GROUP or trial.is_far or group[0].is_far):
+                yield group
+                group = []
+            group.append(trial)
+        if group:
+            yield group
+
+    def beyond(self, trial: Trial) -> np.ndarray | None:
+        """Return for each row whether its inputs go to the end of the precision; None where no row's do."""
+        return None if self._large is None else self._large[trial.rows]
+
+    def tried(self, trials: Collection[Trial]) -> list[SizeCombinations]:
+        """Return which share of pairs, and of triples, some trials have."""
+        points = {point for trial in trials for point in self.points(trial)}
+        shares = []
+        for count, known in enumerate(self.known, start=2):
+            parts = {
+                (places, tuple(point[place] for place in places))
+                for point in points
+                for places in combinations(range(len(point)), count)
+            }
+            shares.append(SizeCombinations(len(parts), known))
+        return shares

@@ -1,1 +1,0 @@
-"""Choices inside a model: which experts a router takes, and what follows from a choice that rounding decides."""
