@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +264,36 @@ def test_a_client_that_does_not_read_is_left_behind(tree: Path) -> None:
             assert server.complete("a", 2)["choices"]  # nobody else waits for it
             server.wait_until(lambda status: status["streams"] == 0, 60)
         server.wait_idle()
+
+
+def _num_sockets(pid: int) -> int:
+    links = []
+    for path in Path("/proc", str(pid), "fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed since
+            links.append(os.readlink(path))
+    return sum(link.startswith("socket:") for link in links)
+
+
+def until(holds: Callable[[], bool], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_clients_that_pipeline_and_read_nothing_are_ended(tree: Path) -> None:
+    """Whole answers too, and those that need no key: their connections would stay for ever."""
+    asked = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with RealServer(tree, "--slow-reader", 1) as server, contextlib.ExitStack() as stack:
+        before = _num_sockets(server.process.pid)
+        for _ in range(20):
+            end = stack.enter_context(socket.socket())
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            end.connect(("127.0.0.1", server.port))
+            end.sendall(asked * 1000)  # more than the kernel keeps
+        until(lambda: _num_sockets(server.process.pid) >= before + 20)
+        until(lambda: _num_sockets(server.process.pid) <= before)
+        assert server.request("GET", "/health/ready")[0] == 200  # others are served
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import resource
 import signal
@@ -16,7 +17,8 @@ import pytest
 from demo_model import LIMITS
 
 from lockstep.errors import CheckError, InputError
-from lockstep.runtime.tokenizer import Tokenizer
+from lockstep.runtime.grammar.trial import Refusal, TrialProcess
+from lockstep.runtime.tokenizer import Tokenizer, tokenizer_path
 from lockstep.serve import adapter_loader, link
 from lockstep.serve.adapter_loader import AdapterLoader
 from lockstep.serve.bodies import Access
@@ -99,6 +101,43 @@ def test_a_token_that_cannot_be_handled_ends_its_own_answer(
     whole, *both = asyncio.run(run())
     assert whole in both and service.restarts == 0 and len(lines) == 1
     assert [str(each) for each in both if each != whole] == ["/v1/completions: the server failed; its log says why"]
+
+
+def test_requests_wait_for_another_engine_however_many_descriptors_are_open(service: Service, tmp_path: Path) -> None:
+    """The engine's socket then has a number that `select` does not take."""
+
+    async def run() -> tuple[Answer, Answer]:
+        async with listening(service, tmp_path / "socket"):
+            whole = await answered(tmp_path / "socket")
+            with contextlib.ExitStack() as stack:
+                while (number := os.dup(0)) < 1100:
+                    stack.callback(os.close, number)
+                os.close(number)
+                assert service.engine_pid is not None
+                os.kill(service.engine_pid, signal.SIGKILL)
+                await until(lambda: not service.is_ready)
+                return whole, await asyncio.wait_for(answered(tmp_path / "socket"), 30)
+
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, most[1]), most[1]))
+    try:
+        whole, late = asyncio.run(run())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, most)
+    assert late == whole and service.restarts == 1
+
+
+def test_a_grammar_is_tried_whatever_the_numbers_of_descriptors(demo: Results) -> None:
+    text = tokenizer_path(demo.assembly("demo-llama", "fp32")).read_text()
+    with contextlib.ExitStack() as stack:
+        while (number := os.dup(0)) < 1100:
+            stack.callback(os.close, number)
+        os.close(number)
+        trial = TrialProcess(text, 768, [0])
+        stack.callback(trial.close)
+        trial.check("regex", "[a-z]+", 30.0)
+        with pytest.raises(Refusal):
+            trial.check("regex", "[a-z", 30.0)
 
 
 @pytest.mark.long

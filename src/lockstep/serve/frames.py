@@ -12,6 +12,7 @@ of the request's body is why, and "loaded" or "not_loaded" after a "load".
 from __future__ import annotations
 
 import json
+import math
 import select
 import socket
 import struct
@@ -129,6 +130,8 @@ class Connection:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
         self._end = end
         self._in, self._out = bytearray(), bytearray()
+        self._poll = select.poll()  # which `select.select` is not for descriptors from 1,024 on
+        self._poll.register(end, 0)
 
     def send(self, frame: Mapping[str, Any]) -> None:
         """Send a frame, as far as it goes. Raises EOFError where the other end is closed."""
@@ -147,17 +150,22 @@ class Connection:
 
     def drain(self, seconds: float) -> None:
         """Send all that is left, for at most `seconds`."""
-        while self._out and select.select([], [self._end], [], seconds)[1]:
+        while self._out and self._wait(select.POLLOUT, seconds):
             self.flush()
 
     def receive(self, seconds: float) -> list[Frame]:
         """Return all frames, after up to `seconds` for the first. Raises EOFError."""
-        ready, writable, _ = select.select([self._end], [self._end] if self._out else [], [], seconds)
-        if writable:
+        come = self._wait(select.POLLIN | (select.POLLOUT if self._out else 0), seconds)
+        if come & select.POLLOUT:
             self.flush()
-        if ready:
+        if come & ~select.POLLOUT:  # or the other end is closed
             self._fill()
         return [json.loads(frame) for frame in split(self._in)]
+
+    def _wait(self, events: int, seconds: float) -> int:
+        """Return those of some events that come within `seconds`, as bits; an end or an error in any case."""
+        self._poll.modify(self._end, events)
+        return sum(come for _, come in self._poll.poll(math.ceil(seconds * 1000)))
 
     def _fill(self) -> None:
         try:

@@ -1,7 +1,8 @@
-"""uvicorn's HTTP/1.1, with limits on the head of a request."""
+"""uvicorn's HTTP/1.1, with limits on the head of a request, and on how long an answer may wait for its reader."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
@@ -10,10 +11,19 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 _HEAD_BYTES = 1 << 16
 _HEAD_SECONDS = 60.0
 _LINGER_SECONDS = 2.0  # that a client may still send when it has its answer
+_LOOKS = 8  # at what a reader has left, in the time that it may take
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """A protocol with limits of heads (bytes, seconds, one host), and of bodies that are answered early."""
+    """A protocol with limits of heads (bytes, seconds, one host), and of bodies that are answered early.
+
+    slow_reader: seconds in which a client must read something of an answer that waits for it.
+    """
+
+    def __init__(self, *given: Any, slow_reader: float, **named: Any):
+        super().__init__(*given, **named)
+        self._slow_reader = slow_reader
+        self._look: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -24,6 +34,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._deadline.cancel()
+        if self._look is not None:
+            self._look.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -50,7 +62,25 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refusal = reason
         raise ValueError(reason)
 
+    def _watch_reader(self) -> None:
+        """Look, from now on, at what is not sent yet, until there is nothing."""
+        if self._look is None:
+            self._look_later(self.transport.get_write_buffer_size(), self.loop.time())
+
+    def _look_later(self, unsent: int, since: float) -> None:
+        self._look = self.loop.call_later(self._slow_reader / _LOOKS, self._look_at_reader, unsent, since)
+
+    def _look_at_reader(self, before: int, since: float) -> None:
+        """End a connection whose client has read nothing since then, when `before` bytes were left."""
+        unsent, now = self.transport.get_write_buffer_size(), self.loop.time()
+        self._look = None
+        if unsent and now - since >= self._slow_reader and unsent >= before:
+            self.transport.abort()  # `close` would wait for the reader
+        elif unsent:
+            self._look_later(unsent, since if unsent >= before else now)
+
     def send_400_response(self, msg: str) -> None:
+        self._watch_reader()
         super().send_400_response(self._refusal or msg)
 
     def on_headers_complete(self) -> None:
@@ -83,6 +113,7 @@ class LimitedProtocol(HttpToolsProtocol):
                     message = {**message, "headers": [*headers, (b"connection", b"close")]}
             elif is_raw:
                 cycle.expected_content_length = len(message.get("body", b""))
+            self._watch_reader()
             await send(message)
             if lingers:
                 cycle.keep_alive = True  # not closed by uvicorn

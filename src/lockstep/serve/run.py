@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 import uvloop
@@ -41,11 +42,11 @@ class Address:
 class _Server(uvicorn.Server):
     """uvicorn's server without its signal handlers (`serve` drains first), awake once a second, not ten times."""
 
-    def __init__(self, app: ASGIApp):
+    def __init__(self, app: ASGIApp, slow_reader: float):
         # Once all requests are through, connections that are kept alive are closed; what is left has a moment more.
         config = uvicorn.Config(
             app,
-            http=LimitedProtocol,
+            http=cast(Any, functools.partial(LimitedProtocol, slow_reader=slow_reader)),
             log_level="error",  # below it uvicorn has a line for each request that is no HTTP
             ws="none",
             timeout_keep_alive=75,  # longer than proxies keep one, which else meet one that has just been closed
@@ -109,7 +110,7 @@ async def listening(service: Service, path: Path) -> AsyncIterator[None]:
     """Start a service and serve it on a Unix socket, until the context ends. Raises LockstepError."""
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as end:
         end.bind(str(path))
-        server = _Server(application(service))
+        server = _Server(application(service), service.limits.slow_reader)
         await service.start()
         try:
             await server.start([end])
@@ -131,7 +132,7 @@ async def _serve(
 ) -> None:
     inside = all(end.family == socket.AF_UNIX or ip_address(end.getsockname()[0]).is_loopback for end in ends)
     access = replace(access, own_name=host if inside else None)
-    server = _Server(application(service, access, triton))
+    server = _Server(application(service, access, triton), service.limits.slow_reader)
     signals, loop = asyncio.Queue[int](), asyncio.get_running_loop()
     grpc = None if grpc_port is None else _grpc_server(triton, access, host, grpc_port)
     for number in (signal.SIGINT, *ENDING):

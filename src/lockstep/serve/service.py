@@ -77,6 +77,7 @@ class Service:
         self.engine_options, self._log = engine_options, log
         self.adapters = Adapters(name, adapter_root, self._is_used)
         self._link: EngineLink | None = None
+        self._restarting = False  # an engine that is ready is awaited, and no start of it has failed
         self._numbers = itertools.count()
         self._prompts: dict[int, PromptRequest] = {}  # by their numbers in the engine process
         self._streams: set[Stream] = set()
@@ -219,8 +220,8 @@ class Service:
             raise StreamError("the server is shutting down; try another one", 503, "shutting_down")
         if self._fault is not None:
             raise StreamError("the server failed; its log says why", 503, "server_failed")
-        if self._link is None:
-            raise StreamError("the engine is starting; try again", 503, "engine_starting", retry_after=1)
+        if self._link is None and not self._restarting:
+            raise StreamError("the engine does not start; try again", 503, "engine_starting", retry_after=1)
         self._check_room(prompts)  # before anything is made: a refusal under overload is to cost little
         if tenant := TENANT.get():
             for prompt in prompts:
@@ -229,6 +230,8 @@ class Service:
         self._streams.add(stream)
         for prompt in prompts:
             self._count_waiting(prompt, 1)
+            if self._link is None:  # it goes to the next engine with those that the last one had
+                continue
             prompt.number = next(self._numbers)
             self._prompts[prompt.number] = prompt
             self._link.add(prompt.number, prompt.request)
@@ -294,11 +297,13 @@ class Service:
             code = await died.stop()
             self._log(f"engine process {died.pid} died: {said or f'it ended with code {code}'}; starting another")
             self._bury()
+            self._restarting = True
             pause = 0.5
             while self._link is None:
                 try:
                     await self._open()
                 except (LockstepError, OSError) as error:
+                    self._restarting = False
                     self._log(f"the engine does not start: {error}")
                     self._fail_all(StreamError("the engine died and does not start again"))
                     await asyncio.sleep(pause)

@@ -10,6 +10,7 @@ llguidance alone: lines of JSON in (the tokenizer, then grammars), for each one 
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import select
@@ -71,8 +72,10 @@ class TrialProcess:
         try:
             self._process.stdin.write(json.dumps(question).encode() + b"\n")
             self._process.stdin.flush()
+            poll = select.poll()  # `select.select` is not for descriptors from 1,024 on
+            poll.register(self._process.stdout, select.POLLIN)
             while not answer.endswith(b"\n"):
-                if not select.select([self._process.stdout], [], [], max(0.0, end - time.monotonic()))[0]:
+                if not poll.poll(math.ceil(max(0.0, end - time.monotonic()) * 1000)):
                     self.close()
                     raise Refusal(f"a grammar that compiles within {seconds:g} s, found that it did not; simplify it")
                 part = os.read(self._process.stdout.fileno(), 1 << 16)
