@@ -15,7 +15,7 @@ from onnx import numpy_helper
 from transformers.models.llama import modeling_llama
 
 from lockstep.errors import InputError
-from lockstep.export.parity import Small, depths_to_try, make_small, measure, prove
+from lockstep.export.parity import Small, depths_to_try, make_small, measure, prove, reference_model
 from lockstep.export.run import assemble, export_config
 from lockstep.export.small_configs import small_configs
 from lockstep.export.tracer import meta_model
@@ -330,3 +330,15 @@ def test_a_router_whose_weights_stay_in_float32_refuses_fp16_by_name(tmp_path):
     config = tiny_configs(default_config("glm4_moe"))[0]
     with pytest.raises(InputError, match="keeps model.layers.1.mlp.gate.e_score_correction_bias in float32; choose f"):
         export_config(config, "fp16", tmp_path)
+
+
+def test_gpt2_that_upcasts_its_scores_is_compared_in_float64_too() -> None:
+    """Its own code refuses anything but float32, with a traceback; graphs have scores in float32 in any case."""
+    config = {**FAMILIES["gpt2"].config, "reorder_and_upcast_attn": True}
+    ids = torch.arange(4)[None]
+    with torch.no_grad():
+        plain, upcast = (
+            reference_model(config | other, 0, 1.0).double()(ids).logits
+            for other in ({"reorder_and_upcast_attn": False}, {})
+        )
+    assert torch.equal(plain, upcast)

@@ -107,6 +107,8 @@ def build_config(config: Mapping[str, Any]) -> PreTrainedConfig:
             f"config.json: model_type: expected a causal LM of transformers {transformers.__version__}, or a wrapper of"
             f" one, found {config['model_type']!r}; use a decoder-only model"
         )
+    if getattr(made, "reorder_and_upcast_attn", False):  # of GPT-2: scores in float32, as graphs have them anyway
+        made.reorder_and_upcast_attn = False  # its own code takes float32 alone
     return made
 
 
