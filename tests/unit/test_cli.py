@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 from demo_model import ROOT
 
+from lockstep.cli import run
 from lockstep.cli.main import main
 from lockstep.cli.stages import Project, _chosen
 from lockstep.config.load import load
@@ -185,3 +186,9 @@ def test_a_shell_completes_the_targets_of_the_last_run(project: Path) -> None:
     (project / "results" / "config.json").write_text(json.dumps(load(project / "config" / "config.yaml").dump()))
     found = completed("lockstep serve demo-llama/fp16/2")
     assert "plain,demo-llama/fp16/2/onnxruntime" in found and not any("fp32" in word for word in found)
+
+
+@pytest.mark.parametrize("name", ["results/m/fp32/engines/onnxruntime.json", "results/report/index.html"])
+def test_a_result_that_is_asked_for_is_no_config(name: str) -> None:
+    assert run._split((name, "-n")) == (None, (name, "-n"))
+    assert run._split(("my/config.json", name)) == ("my/config.json", (name,))

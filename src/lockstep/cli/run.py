@@ -69,7 +69,7 @@ def _split(arguments: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
     Raises InputError where a checkpoint stands there.
     """
     first, *others = arguments or ("",)
-    if first.endswith(_SUFFIXES):
+    if first.endswith(_SUFFIXES) and Path(first).parts[:1] != ("results",):  # else a file that Snakemake makes
         return first, tuple(others)
     if first.startswith("hf:") or first.endswith(".gguf") or (first and (Path(first) / "config.json").is_file()):
         raise InputError(f"run: expected a config, found the checkpoint {first}; write one: lockstep init {first}")
