@@ -77,10 +77,11 @@ def check_project(lock_file: Path, steps: Sequence[Job], checkpoint: Sequence[Pa
             refuse(f"{step}: its engines are not in the lock", lock_file)
         if not (step.output.is_file() and record_path(step.output).is_file()):
             continue
-        for section in sections_at(step.output):
-            if not lock.compare(section.where, section.items).is_locked:
+        made = sections_at(step.output)
+        for section in made:
+            if section.where not in lock.sections:  # to make it again would not help
                 refuse(f"{step}: {section.where} is not in the lock", lock_file)
-        if other := _other_result(step, lock):
+        if other := _other_result(step, lock, made):
             # A fetch that is not held to the lock stays at its commit.
             advice = f"make it again without locked: lockstep run -- --forcerun {step.stage} -- {step.output}"
             if step.stage == "fetch":
@@ -88,11 +89,11 @@ def check_project(lock_file: Path, steps: Sequence[Job], checkpoint: Sequence[Pa
             raise CheckError(f"{other}, which is not what {lock_file} says; {advice}")
 
 
-def _other_result(step: Job, lock: Lock) -> str | None:
+def _other_result(step: Job, lock: Lock, made: Sequence[Section]) -> str | None:
     """Return the first difference of what a job has made from the lock; every file that it names is hashed."""
     if step.stage == "fetch" and (line := other_commit(lock, Fetched.load(step.output).commit)):
         return line
-    if line := first_difference(step.output, lock):
+    if line := _first_difference(made, lock):
         return line
     for file in named_files(step.output):
         if size_of(file.path) is None or digest(file.path) != file.sha256:
@@ -146,19 +147,16 @@ def reject(output: Path, lock_file: Path) -> str | None:
 
     A difference takes its manifest `output` away. None when it is the locked one.
     """
-    line = first_difference(output, Lock.load(lock_file))
+    line = _first_difference(sections_at(output), Lock.load(lock_file))
     if line is not None:
         for path in (output, record_path(output), provenance_path(output)):
             path.unlink(missing_ok=True)
     return line
 
 
-def first_difference(output: Path, lock: Lock) -> str | None:
-    """Return the first difference of the artefact of a manifest from a lock.
-
-    None when it is as locked, or is not locked. output: the manifest.
-    """
-    return next((line for section in sections_at(output) if (line := difference(lock, section))), None)
+def _first_difference(made: Sequence[Section], lock: Lock) -> str | None:
+    """Return the first difference of an artefact from a lock; None where it is as locked. made: its sections."""
+    return next((line for section in made if (line := difference(lock, section))), None)
 
 
 def _other_terms(lock: Lock, step: Job) -> str | None:
