@@ -172,13 +172,13 @@ def test_a_lock_adds_a_device_and_says_so(locked: Checkout, tmp_path: Path) -> N
 def looser(value: dict) -> None:
     """Let the lock before be stricter: a tolerance, a prompt and a check that are not in the config."""
     locked = value["locked"]
-    locked["checks/compare/fp32/onnxruntime"]["tolerance"] /= 2
+    locked["checks/golden/fp32/2/onnxruntime"]["tolerance"]["noise"] /= 2
     locked["checks/reference/2"]["golden"]["prompts"]["004"] = "Dark"
     locked["checks/served/fp32/3/onnxruntime"] = locked["checks/served/fp32/2/onnxruntime"]
 
 
 LOOSER = (
-    r"changed checks/compare/fp32/onnxruntime: tolerance \S+ -> \S+, which is looser",
+    r"changed checks/golden/fp32/2/onnxruntime: tolerance\.noise 3.0 -> 6.0, which is looser",
     r"changed checks/reference/2: golden\.prompts\.004 gone, was Dark, which is looser",
     r"dropped checks/served/fp32/3/onnxruntime",
 )
