@@ -8,8 +8,8 @@ no bound: it is decided by logits alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeVar
 
 from lockstep.targets import is_quantized
 
@@ -113,6 +113,9 @@ class Tolerances:
         object.__setattr__(self, "rounding", rounding)
         engine = tuple(self.engine) if any(self.engine) else _by_backend(ENGINE, self.precision, self.backend)
         object.__setattr__(self, "engine", engine)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "engine": list(self.engine)}
 
     @property
     def of_attention(self) -> Tolerances:

@@ -3,6 +3,7 @@ of tests/workflow/test_committed_lock.py and .ci/run; a changed tolerance is see
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from demo_model import CONFIG, ROOT
@@ -32,3 +33,9 @@ def test_each_check_that_a_machine_without_a_gpu_makes_is_locked() -> None:
     on_host = [target for target in CONFIG.targets() if not backends()[target.backend].gpus]
     places = {terms_place(job.stage, job.names) for job in jobs(CONFIG, Path(), on_host) if STAGES[job.stage].is_check}
     assert on_host and places <= LOCK.sections.keys()
+
+
+def test_what_the_config_says_to_a_job_is_plain_json() -> None:
+    """Else `explain` compares it with what stands in a record, and finds a list that was a tuple."""
+    for job in jobs(CONFIG, Path(), CONFIG.targets()):
+        assert job.options == json.loads(json.dumps(job.options)), job

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from lockstep.stages.stage import ENGINES, ONNX, Config, Job, Names, Stage, artefacts
@@ -20,7 +19,7 @@ class Compare(Stage):
 
     def options(self, config: Config, names: Names) -> dict[str, Any]:
         return {
-            "tolerance": asdict(config.tolerance(names["model"], names["precision"], names["backend"])),
+            "tolerance": config.tolerance(names["model"], names["precision"], names["backend"]).to_json(),
             "limits": config.engine_limits(),
             "seconds": config.compare_seconds,
             "seed": config.compare_seed,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -207,7 +207,7 @@ def tokens(prompts: Sequence[ReferencePrompt | GoldenPrompt]) -> dict[str, str]:
 def bounds(config: Config, names: Names) -> dict[str, Any]:
     """Return what the config says to each check of a target's engines: tolerances and limits."""
     tolerance = config.tolerance(names["model"], names["precision"], names["backend"])
-    return {"tolerance": asdict(tolerance), "limits": config.limits.model_dump()}
+    return {"tolerance": tolerance.to_json(), "limits": config.limits.model_dump()}
 
 
 def arguments(job: Job) -> dict[str, Any]:

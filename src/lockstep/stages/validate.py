@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from lockstep.stages.stage import EXPORT, TORCH, Config, Job, Names, Stage, artefacts
@@ -19,7 +18,7 @@ class Validate(Stage):
 
     def options(self, config: Config, names: Names) -> dict[str, Any]:
         tolerance = config.tolerance(names["model"], names["precision"])
-        return {"tolerance": asdict(tolerance), "max_seq_len": config.limits.max_seq_len}
+        return {"tolerance": tolerance.to_json(), "max_seq_len": config.limits.max_seq_len}
 
     def run(self, job: Job) -> None:
         from lockstep.verify import validate
