@@ -12,6 +12,7 @@ import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -27,6 +28,7 @@ from lockstep.bundle.opened import opened
 from lockstep.bundle.pack import pack
 from lockstep.cli.main import main
 from lockstep.errors import CheckError, InputError, LockstepError
+from lockstep.provenance import slsa
 from lockstep.provenance.lock import Lock
 from lockstep.provenance.reproduce import LockComparison
 from lockstep.publish import artifact, rebuilds, sbom, signature
@@ -304,6 +306,10 @@ def test_the_bill_of_materials_is_valid(results: Results) -> None:
     assert model["modelCard"]["modelParameters"]["modelArchitecture"] == "LlamaForCausalLM"
     refs = {component["bom-ref"] for component in bill["components"]} | {"model", "checkpoint"}
     assert all(entry["ref"] in refs and set(entry["dependsOn"]) <= refs for entry in bill["dependencies"])
+    used = {entry["ref"]: " ".join(entry["dependsOn"]) for entry in bill["dependencies"]}
+    assert "pkg:pypi/torch@" in used["graphs/assembly.json"] and "pkg:pypi/torch@" not in used["weights/weights.json"]
+    key = SimpleNamespace(environment={"numpy": "2.0"}, backend={"name": "openvino", "version": "2026.1"})
+    assert ("openvino", "2026.1", "pkg:pypi/openvino@2026.1") in set(slsa.libraries([key])), "what built the engines"
     broken = {**bill, "components": [{"type": "model"}]}
     assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(json.dumps(broken)) is not None
 

@@ -111,11 +111,18 @@ def _dependencies(step: Job, key: BuildKey) -> Iterator[dict[str, Any]]:
     yield from ({"name": name, "uri": url} for name, _, url in libraries([key]))
 
 
+_PACKAGES, _LIBRARIES = ("openvino",), ("tensorrt", "tensorrt_rtx")  # backends that are called as what builds for them
+
+
 def libraries(keys: Iterable[BuildKey]) -> Iterator[tuple[str, str, str]]:
     """Yield name, version and package URL of the packages and libraries that artefacts were made with."""
     keys = list(keys)
     packages = {item for key in keys for item in key.environment.items()}
+    # What built engines, where that is a library by itself: OpenVINO, TensorRT.
+    builders = {(key.backend["name"], key.backend["version"]) for key in keys if key.backend}
+    packages |= {item for item in builders if item[0] in _PACKAGES}
     native = {item for key in keys for item in (key.backend or {}).get("libraries", {}).items()}
+    native |= {item for item in builders if item[0] in _LIBRARIES}
     for kind, found in (("pypi", packages), ("generic", native)):
         for name, version in sorted(found):
             yield name, str(version), f"pkg:{'generic' if name == 'python' else kind}/{name}@{version}"

@@ -38,14 +38,15 @@ def bill(results: Results, target: Target) -> dict[str, Any]:
         "graphs": results.assembly(target.model, target.precision),
         "engines": engines_json,
     }
-    keys = [_key(path) for path in manifests.values()]
+    keys = {kind: _key(path) for kind, path in manifests.items()}
     made = {
         kind: [_file(f"{kind}/{name}", sha256) for name, sha256 in _files(path)] for kind, path in manifests.items()
     }
     packages = [
         {"type": "library", "bom-ref": url, "name": name, "version": version, "purl": url}
-        for name, version, url in libraries(keys)
+        for name, version, url in libraries(keys.values())
     ]
+    used = {kind: [url for _, _, url in libraries([key])] for kind, key in keys.items()}
     origin = _checkpoint(results, target, checkpoint)
     body = {
         "bomFormat": "CycloneDX",
@@ -59,8 +60,8 @@ def bill(results: Results, target: Target) -> dict[str, Any]:
         "dependencies": [
             {"ref": _MODEL, "dependsOn": sorted(part["bom-ref"] for parts in made.values() for part in parts)},
             *(
-                {"ref": part["bom-ref"], "dependsOn": sorted([_CHECKPOINT, *(one["bom-ref"] for one in packages)])}
-                for parts in made.values()
+                {"ref": part["bom-ref"], "dependsOn": sorted([_CHECKPOINT, *used[kind]])}
+                for kind, parts in made.items()
                 for part in parts
             ),
         ],
