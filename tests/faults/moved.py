@@ -115,12 +115,13 @@ def last_page_not_back(right):
     return restore
 
 
-def last_page_is_the_first(right):
+def last_page_is_the_one_before(right):
     def reserve(self, ends, lengths):
         sent = list(self._sent)
         moved = right(self, ends, lengths)
         if self._sent != sent:
-            self._host_table[self._host_table == self._tables.pool.num_pages - 1] = 0
+            last = self._tables.pool.num_pages - 1
+            self._host_table[self._host_table == last] = last - 1
             self._table_staging.send(self._stream, [(self._table, self._host_table)])
         return moved
 
@@ -171,9 +172,10 @@ def reused(requests: Requests) -> Iterator[np.ndarray]:
 def last_page(requests: Requests) -> Iterator[np.ndarray]:
     """A request takes the last pages of the cache."""
     pool = requests.model.tables.pool
-    pages = pool.allocate(pool.num_available - 2)
-    yield from answers(Engine(requests.model, prefix_caching=False), [along(requests.sequences[0][:120], 50)])
-    pool.release(pages)
+    pages = sorted(pool.allocate(pool.num_available))
+    pool.release(pages[-3:])
+    yield from answers(Engine(requests.model, prefix_caching=False), [along(requests.sequences[0][:170], 50)])
+    pool.release(pages[:-3])
 
 
 def cancelled(requests: Requests) -> Iterator[np.ndarray]:
@@ -224,7 +226,7 @@ FAULTS = (
            change=fused("fork", not_copied), shown_by=copies),
     on_gpu("pages-swap", "the last page of a request does not come back",
            change=fused("restore", last_page_not_back), shown_by=swapped),
-    on_gpu("pages-last", "the last page of the cache is the first",
-           change=fused("reserve", last_page_is_the_first), shown_by=last_page),
+    on_gpu("pages-last", "the last page of the cache is the one before",
+           change=fused("reserve", last_page_is_the_one_before), shown_by=last_page),
 )
 # fmt: on

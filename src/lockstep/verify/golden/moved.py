@@ -96,10 +96,11 @@ class MovedCheck:
         tables = self._model.tables
         self._expect(count > 1, "max_batch_size is 1: one request alone always has room")
         self._expect(tables.shares is not None, "this attention cannot be swapped out")
-        more = tables.pages_for(PAGE_SIZE + 1) - tables.pages_for(PAGE_SIZE)
-        self._expect(len(self._tokens) >= PAGE_SIZE + _NEW and more > 0, "no request has a second page")
-        requests = [_Along(number, PAGE_SIZE - 2 - number) for number in range(count)]
-        with self._pages_left(count * tables.pages_for(PAGE_SIZE) + more):
+        full = 2 * PAGE_SIZE if len(self._tokens) >= 2 * PAGE_SIZE + _NEW else PAGE_SIZE
+        more = tables.pages_for(full + 1) - tables.pages_for(full)
+        self._expect(len(self._tokens) >= full + _NEW and more > 0, "no request has a second page")
+        requests = [_Along(number, full - 2 - number) for number in range(count)]
+        with self._pages_left(count * tables.pages_for(full) + more):
             engine = self._engine(admission="optimistic", lookahead=1)
             decoded = _decode(engine, map(self._request, requests))
         self._expect(engine.scheduler.num_swaps > 0, "steps of so few tokens end requests one after another")
@@ -192,11 +193,13 @@ class MovedCheck:
         """Leave so many pages of the cache free, the last ones."""
         pool = self._model.tables.pool
         pool.forget()
-        pages = pool.allocate(pool.num_available - count)
+        pages = sorted(pool.allocate(pool.num_available))
+        held = pages[: len(pages) - count]
+        pool.release(pages[len(held) :])
         try:
             yield
         finally:
-            pool.release(pages)
+            pool.release(held)
 
     def _judge_all(self, requests: Sequence[_Along], how: str, decoded: Answers) -> list[float | None]:
         return [self._judge(along, how, decoded.get((number, 0))) for number, along in enumerate(requests)]
