@@ -184,11 +184,11 @@ def test_compare_sees_a_state_engine_that_is_off_at_one_size(root, tmp_path, out
     for mixer in Assembly.load(results.assembly(NAME, "fp32")).state_mixers:
         name = f"{mixer}.prefill"
         right = pair(results, results.engines(NAME, "fp32", "onnxruntime"), name, NAME, limits)
-        entry = right.compare(5e-5, 300)
+        entry = right.compare(Tolerances("fp32", "onnxruntime"), 300)
         assert entry.passed and entry.sizes.tried == entry.sizes.known >= 64
         edit = where(output, value=37)
         wrong = pair(results, spoiled(results, tmp_path / name, name, edit, NAME), name, NAME, limits)
-        assert not wrong.compare(5e-5, 300).passed and "num_tokens 37" in wrong.failures[0]
+        assert not wrong.compare(Tolerances("fp32", "onnxruntime"), 300).passed and "num_tokens 37" in wrong.failures[0]
 
 
 def small_of(root) -> Small:

@@ -190,11 +190,13 @@ class Pair:
             expected = {name: array[kept] for name, array in expected.items()}
             found = {name: array[kept] for name, array in found.items()}
             beyond = beyond[kept]
-        finite = np.all([np.isfinite(rows_of(expected[name])).all(1) for name in found], axis=0)
-        if not (finite if beyond is None else finite | beyond).all():
+        finite = {name: np.isfinite(rows_of(expected[name])).all(1) for name in found}  # a state has rows of its own
+        if not all((rows if beyond is None else rows | beyond).all() for rows in finite.values()):
             raise CheckError(f"{self.file}: {self._not_finite(feed)}")
         outputs = {
-            name: judge.measure(expected[name][finite], array[finite], bound_of(expected, name, tolerance, finite))
+            name: judge.measure(
+                expected[name][finite[name]], array[finite[name]], bound_of(expected, name, tolerance, finite[name])
+            )
             for name, array in found.items()
         }
         place = f"{self.file}: engine {self.name}, profile {case.profile} ({case})"

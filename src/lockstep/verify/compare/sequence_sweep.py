@@ -218,7 +218,7 @@ class StateSweep(Sweep):
         self._run = run
         length = min(_SEQUENCE, graph.positions, most)
         self._whole = inputs.arrays(graph, Case(0, {dim: length}))
-        self._states = {0: np.zeros_like(self._whole.pop(PAST_STATE))}
+        self._states: dict[int, Arrays] = {0: {_STATE: np.zeros_like(self._whole.pop(PAST_STATE))}}
         self._outputs = dict[str, np.ndarray]()
         self.trials = [
             Trial(Case(0, {dim: count}), np.arange(past, past + count)) for past, count in _chunks(length, draw)
@@ -230,23 +230,24 @@ class StateSweep(Sweep):
     def expected(self, trials: Sequence[Trial]) -> list[Arrays]:
         if not self._outputs:
             outputs = self._run(self._rows(0, len(next(iter(self._whole.values())))))
-            self._outputs = {name: array for name, array in outputs.items() if name != _STATE}
+            self._outputs = {name: array for name, array in outputs.items() if not name.endswith(_STATE)}
         return [
             {
                 **{name: array[trial.rows] for name, array in self._outputs.items()},
-                _STATE: self._state(int(trial.rows[-1]) + 1),
+                **self._state(int(trial.rows[-1]) + 1),
             }
             for trial in trials
         ]
 
     def _rows(self, first: int, end: int) -> dict[str, np.ndarray]:
         rows = {name: array[first:end] for name, array in self._whole.items()}
-        return {**rows, PAST_STATE: self._state(first)}
+        return {**rows, PAST_STATE: self._state(first)[_STATE]}
 
-    def _state(self, count: int) -> np.ndarray:
-        """Return the state behind the first `count` tokens, computed from the last one that is kept."""
+    def _state(self, count: int) -> Arrays:
+        """Return the state behind the first `count` tokens, with its noise, computed from the last one that is kept."""
         if count not in self._states:
-            self._states[count] = self._run(self._rows((count - 1) // _SPAN * _SPAN, count))[_STATE]
+            outputs = self._run(self._rows((count - 1) // _SPAN * _SPAN, count))
+            self._states[count] = {name: array for name, array in outputs.items() if name.endswith(_STATE)}
         return self._states[count]
 
 
