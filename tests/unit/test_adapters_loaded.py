@@ -171,6 +171,27 @@ def test_requests_that_ask_at_once_wait_for_one_load(server: RealServer) -> None
     assert found == [LIGHT["captain"]] * 6
 
 
+def test_a_request_waits_for_its_adapter_while_that_is_loading(server: RealServer, root: Path) -> None:
+    """Its folder has another name: the request got a 409 about `lora_name`, which it does not have."""
+    found: dict[str, int] = {}
+
+    def load() -> None:
+        found["load"] = post(server, "/v1/load_lora_adapter", {"lora_name": "late", "lora_path": "sailor"})[0]
+
+    def ask() -> None:
+        found["ask"] = completion(server, lora="late")[0]
+
+    threads = [threading.Thread(target=each) for each in (load, ask)]
+    with server.stopped_engine():
+        for thread in threads:
+            thread.start()
+            time.sleep(0.5)
+    for thread in threads:
+        thread.join()
+    assert found == {"load": 200, "ask": 200}
+    assert post(server, "/v1/unload_lora_adapter", {"lora_name": "late"})[0] == 200
+
+
 def test_two_folders_that_are_loaded_at_once_as_one_name_are_not_one(server: RealServer, root: Path) -> None:
     """One is told that the name is taken; before, both were told that theirs was loaded."""
     found: list[tuple[str, int]] = []

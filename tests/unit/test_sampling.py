@@ -149,6 +149,13 @@ def test_lists_move_and_ban_tokens():
     assert draw(Sampling(min_tokens=2), 4, stop_ids=frozenset({1})) == [3, 3, 1, 1]
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("penalty", [1e-300, 1e-30, 3e38])
+def test_any_penalty_is_taken_without_a_warning(penalty):
+    logits = np.array([0.0, 1.0, -1.0, 20.0], np.float32)
+    assert Sampler(Sampling(repetition_penalty=penalty), [0, 1, 2])(logits, 3).token == (1 if penalty < 1 else 3)
+
+
 _ON_ANY_CPU = """
 import numpy as np
 from lockstep.step.sampling import Sampling, log_probabilities, probabilities

@@ -6,30 +6,41 @@ One server runs. Its engine's process plants what a file names, whenever a reque
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import sampling_faults
 from demo_model import LIMITS, TOLERANCES
 
+import fake_gpu
+from fake_gpu import compiled
 from lockstep.artifacts.chat_template import ChatTemplate
 from lockstep.artifacts.reports import SampledCase
+from lockstep.backends import build
+from lockstep.runtime.model import Model
 from lockstep.runtime.tokenizer import Tokenizer, tokenizer_path
+from lockstep.serve import check_sampling
 from lockstep.serve.check import open_model
 from lockstep.serve.check_sampling import SamplingCheck
 from lockstep.serve.run import listening
 from lockstep.serve.service import Service
 from lockstep.serve.settings import EngineOptions, ServiceLimits
-from lockstep.targets import Results
+from lockstep.targets import Results, Tolerances
 from lockstep.verify.golden.prompts import read_reference
+from lockstep.verify.noise import LogitBounds
+from lockstep.verify.sampled.forced import History
 from lockstep.verify.sampled.texts import Texts
 
 pytestmark = pytest.mark.exports
+ERROR = 0.02  # of a logit, as of fp16
 # Of FACTS, each is planted in every run of the tests; its kin in the long ones.
 NAMED = (
     "top-p keeps half the mass", "temperature squared", "min-p ignored", "repetition penalty squared",
@@ -41,10 +52,10 @@ NAMED = (
 class Served:
     """A server of the demo, and what judges it. planted: the file that names the fault of its engine."""
 
-    def __init__(self, tree: Results, planted: Path):
-        assembly, weights = tree.assembly("demo-llama", "fp32"), tree.weights("demo-llama", "fp32")
-        engines = tree.engines("demo-llama", "fp32", "onnxruntime")
-        self.prompts, _, _ = read_reference(tree.reference("demo-llama", "all"), (), TOLERANCES["fp32"])
+    def __init__(self, tree: Results, planted: Path, precision: str = "fp32", engines: Path | None = None):
+        assembly, weights = tree.assembly("demo-llama", precision), tree.weights("demo-llama", precision)
+        engines = engines or tree.engines("demo-llama", precision, "onnxruntime")
+        self.prompts, _, _ = read_reference(tree.reference("demo-llama", "all"), (), TOLERANCES[precision])
         limits = {**vars(LIMITS), "max_input_len": LIMITS.max_seq_len}
         options = EngineOptions(str(engines), str(assembly), str(weights), "all", limits, 1)
         template = ChatTemplate.open(assembly)
@@ -71,20 +82,25 @@ class Served:
         return check.judge(self.model), check.failures
 
 
-@pytest.fixture(scope="module")
-def served(references: Results, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("planted")
+@contextlib.contextmanager
+def serving(folder: Path, tree: Results, before: str = "", **given: Any) -> Iterator[Served]:
+    """Serve, with a fault as a file says. before: what the engine's process runs first."""
     (folder / "fault").write_text("")
-    (folder / "sitecustomize.py").write_text(
-        "import sys\nif 'lockstep.serve.engine_process' in sys.orig_argv:\n"
-        "    import sampling_faults\n    sampling_faults.follow()\n"
-    )
+    lines = [*before.splitlines(), "import sampling_faults", "sampling_faults.follow()"]
+    condition = "import sys\nif 'lockstep.serve.engine_process' in sys.orig_argv:\n    "
+    (folder / "sitecustomize.py").write_text(condition + "\n    ".join(lines))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [str(folder), *sys.path])
         patch.setenv(sampling_faults.NAMED, str(folder / "fault"))
-        running = Served(references, folder / "fault")
+        running = Served(tree, folder / "fault", **given)
     yield running
     running.close()
+
+
+@pytest.fixture(scope="module")
+def served(references: Results, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(tmp_path_factory.mktemp("planted"), references) as running:
+        yield running
 
 
 def test_a_right_server_passes_and_each_parameter_decides_tokens(served: Served) -> None:
@@ -111,5 +127,42 @@ def test_a_planted_mistake_is_refused(fault: str, served: Served) -> None:
             _, failures = served.judged([fault == "streamed text loses letters"])
     finally:
         served.planted.write_text("")
-    print(fault, failures)
     assert failures
+
+
+@pytest.mark.parametrize("fault", ["", *(pytest.param(name, marks=pytest.mark.long) for name in NAMED)])
+def test_where_bits_depend_on_company_errors_of_logits_pass_and_mistakes_do_not(
+    served: Served, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The judge's logits are off by what a bound allows, as those of another run on such a device would be."""
+    right = check_sampling.write_logits
+
+    def off(model: Model, histories: Sequence[History], out: Path) -> None:
+        right(model, histories, out)
+        logits = np.load(out, mmap_mode="r+")
+        logits += np.random.default_rng(0).uniform(-ERROR, ERROR, logits.shape).astype(np.float32)
+
+    monkeypatch.setattr(check_sampling, "write_logits", off)
+    monkeypatch.setattr(served.service, "_ready", replace(served.service.ready, batch_invariant=False))
+    bounds = LogitBounds(served.prompts[0].bounds.noise, Tolerances(logits=ERROR))
+    monkeypatch.setattr(served, "prompts", [replace(prompt, bounds=bounds) for prompt in served.prompts])
+    if fault:
+        test_a_planted_mistake_is_refused(fault, served)
+    else:
+        seen, failures = served.judged([False])
+        assert not failures and any(case.near for case in seen.values())
+
+
+@pytest.mark.long
+def test_a_device_that_draws_is_held_to_it_too(references: Results, tmp_path: Path) -> None:
+    """On the fake GPU: `cuda` draws without the host, and gives it logits where a request needs them."""
+    install = "import fake_gpu\nfrom pathlib import Path\nfrom fake_gpu import compiled\nfrom shared import Shared\n"
+    install += f"compiled.folders = Shared(Path({str(compiled.folders.root)!r}))\n"  # type: ignore[union-attr]
+    install += "gpu = fake_gpu.installed(name='cuda')\ngpu.__enter__()"
+    with fake_gpu.installed(name="cuda"):
+        options = {name: getattr(LIMITS, name) for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
+        engines = build(references.assembly("demo-llama", "fp16"), "cuda", tmp_path / "engines.json", options)
+        with serving(tmp_path, references, install, precision="fp16", engines=engines) as served:
+            assert served.service.ready.backend == "cuda"
+            seen, failures = served.judged([False, True])
+    assert not failures and seen["top_p"].decided and seen["n"].decided

@@ -89,14 +89,17 @@ class Adapters:
         """Load the folder that a request names as its adapter, where allowed and needed. Raises BadRequest."""
         if lora is None or self._root is None or lora in self._own:
             return
+        if lora in self._loads:  # under this name, whatever its folder's is
+            await asyncio.shield(self._loads[lora][1])
         if lora in self._loaded:
             return self._use(lora)
         name, folder = self._find(lora)
-        if name not in self._loaded:
-            return await self.load(name, folder)
-        if (other := self._loaded[name].folder) != folder:
+        other = self._loaded[name].folder if name in self._loaded else self._loads.get(name, (folder,))[0]
+        if other != folder:
             said = f"lora: expected a folder whose name is free, found {name!r}, as which {other.name!r} is loaded"
             raise BadRequest(said, "lora", 409)
+        if name not in self._loaded:
+            return await self.load(name, folder)
         self._use(name)
 
     def _find(self, text: str) -> tuple[str, Path]:

@@ -21,7 +21,7 @@ import numpy as np
 from lockstep.errors import InputError
 
 MAX_LOGPROBS = 20
-_LEAST_TEMPERATURE = 1e-30  # above 0: fp32 can divide by it
+_LEAST = 1e-30  # temperature or penalty above 0: fp32 can divide by it
 # What a device draws with: `parameters` of a slot. temperature: 0 is greedy; top_k: 0 is all.
 PARAMETERS = np.dtype(
     [
@@ -241,8 +241,9 @@ class Sampler:
             logits[[token for token in self._stop_ids if 0 <= token < len(logits)]] = -np.inf
         if sampling.repetition_penalty != 1:
             seen = np.concatenate([self._prompt, np.array(self._answer, np.int64)])  # some of them twice
-            found = logits[seen]
-            logits[seen] = np.where(found > 0, found / sampling.repetition_penalty, found * sampling.repetition_penalty)
+            penalty = np.float32(max(sampling.repetition_penalty, _LEAST))
+            penalized = logits[seen]
+            logits[seen] = np.where(penalized > 0, penalized / penalty, penalized * penalty)
         if sampling.presence_penalty or sampling.frequency_penalty:
             came, often = np.unique(self._answer, return_counts=True)
             came = came.astype(np.int64)
@@ -258,7 +259,7 @@ def parameters(sampling: Sampling, choice: int) -> tuple[float, int, float, int,
 
 
 def _temperature(sampling: Sampling) -> np.float32:
-    return np.float32(max(sampling.temperature, _LEAST_TEMPERATURE))
+    return np.float32(max(sampling.temperature, _LEAST))
 
 
 def draw(logits: np.ndarray, sampling: Sampling, choice: int, position: int) -> int:
