@@ -33,9 +33,8 @@ from lockstep.serve.check_sampling import SamplingCheck
 from lockstep.serve.run import listening
 from lockstep.serve.service import Service
 from lockstep.serve.settings import EngineOptions, ServiceLimits
-from lockstep.targets import Results, Tolerances
+from lockstep.targets import Results
 from lockstep.verify.golden.prompts import read_reference
-from lockstep.verify.noise import LogitBounds
 from lockstep.verify.sampled.forced import History
 from lockstep.verify.sampled.texts import Texts
 
@@ -144,7 +143,8 @@ def test_where_bits_depend_on_company_errors_of_logits_pass_and_mistakes_do_not(
 
     monkeypatch.setattr(check_sampling, "write_logits", off)
     monkeypatch.setattr(served.service, "_ready", replace(served.service.ready, batch_invariant=False))
-    bounds = LogitBounds(served.prompts[0].bounds.noise, Tolerances(logits=ERROR))
+    bounds = served.prompts[0].bounds
+    bounds = replace(bounds, tolerances=replace(bounds.tolerances, logits=ERROR))
     monkeypatch.setattr(served, "prompts", [replace(prompt, bounds=bounds) for prompt in served.prompts])
     if fault:
         test_a_planted_mistake_is_refused(fault, served)
