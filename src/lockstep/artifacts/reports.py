@@ -277,9 +277,24 @@ class MovedState:
     not_run: str | None = None
 
 
+@dataclass(frozen=True)
+class GoldenChoices:
+    """Choices inside the model that rounding decided.
+
+    requests: how many were judged by logits along the engines' choices. tied: how many times a token's choices in a
+    layer could have been others there.
+    """
+
+    requests: int
+    tied: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class GoldenReport(Report):
-    """The answers of an engine set to the golden prompts. tolerance, logit_noise: the largest of its prompts."""
+    """The answers of an engine set to the golden prompts.
+
+    tolerance, logit_noise: the largest of its prompts. choices: None where the reference's own logits are judged by.
+    """
 
     FORMAT: ClassVar[str] = formats.GOLDEN
     target: Target
@@ -290,6 +305,7 @@ class GoldenReport(Report):
     prompts: tuple[GoldenPrompt, ...]
     long_prompt: GoldenLongPrompt | None
     moved: tuple[MovedState, ...] = ()
+    choices: GoldenChoices | None = None
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.step import host_memory
 from lockstep.step.advance import Advance, Executor, check, then_decode
 from lockstep.step.host import HostExecutor
+from lockstep.step.host_step import Observer
 from lockstep.step.network import layer_count
 from lockstep.step.pages import PAGE_SIZE, PageTables
 from lockstep.step.sampling import Sampling
@@ -226,6 +228,16 @@ class Model:
         Of the step that was taken last: see `HostExecutor.logits_behind`.
         """
         return cast(HostExecutor, self._executor).logits_behind(number)
+
+    @contextlib.contextmanager
+    def observed(self, observer: Observer) -> Iterator[None]:
+        """Show the blocks of all steps to an observer meanwhile, where `gives_all_logits`."""
+        executor = cast(HostExecutor, self._executor)
+        executor.observe(observer)
+        try:
+            yield
+        finally:
+            executor.observe(None)
 
     def set_sampling(self, slot: int, sampling: Sampling, choice: int = 0) -> None:
         """Have steps that give tokens draw a slot's as `sampling` says.

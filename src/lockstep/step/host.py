@@ -14,7 +14,7 @@ from lockstep.artifacts.signature import IO, Signature
 from lockstep.step.advance import Advance
 from lockstep.step.executable import Executable, HostExecutable
 from lockstep.step.greedy import most_likely
-from lockstep.step.host_step import Chunk, HostStep, Layout, RowAttention, Rows, Verified
+from lockstep.step.host_step import Chunk, HostStep, Layout, Observer, RowAttention, Rows, Verified
 from lockstep.step.kv_cache import CacheRow, KVCache
 from lockstep.step.network import Network
 from lockstep.step.packing import split
@@ -60,6 +60,7 @@ class HostExecutor:
         """
         _check_declared(network)
         self._decode_layers = decode_layers
+        self._observer: Observer | None = None
         self.num_slots, self.max_seq_len, self.chunk_size = num_slots, max_seq_len, chunk_size
         self.network = network
         self._cache = KVCache(
@@ -86,6 +87,11 @@ class HostExecutor:
     @property
     def lengths(self) -> np.ndarray:
         return self._cache.lengths
+
+    def observe(self, observer: Observer | None) -> None:
+        """Show all steps to come to an observer, each block a call of its own; None ends it."""
+        self._observer = observer
+        self._steps.clear()
 
     def warm_up(self) -> None:
         """Do nothing: an open engine is ready, and a first layout costs no more."""
@@ -265,7 +271,8 @@ class HostExecutor:
         """
         step = self._steps.get(layout)
         if step is None:
-            step = HostStep(self.network, self._cache, layout, self._row_attentions, self._decode_layers)
+            layers = self._decode_layers if self._observer is None else None
+            step = HostStep(self.network, self._cache, layout, self._row_attentions, layers, self._observer)
             if layout.comes_again:
                 while len(self._steps) >= _KEPT_STEPS:
                     del self._steps[next(iter(self._steps))]

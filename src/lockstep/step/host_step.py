@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -136,6 +137,15 @@ def _one_token(io: IO) -> np.ndarray:
     return np.empty([1 if isinstance(dim, str) else dim for dim in io.shape], io.numpy_dtype)
 
 
+class Observer(Protocol):
+    """Is shown what passes between the blocks of a step, while it runs; arrays are read at once."""
+
+    def step(self, tokens: PackedTokens) -> None: ...
+
+    def block(self, part: str, layer: int, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> None:
+        """Show a block. part: "block" before the attention of `layer`, or "exit", whose rows are `logit_rows`."""
+
+
 class HostStep:
     """Buffers and bound calls of a layout.
 
@@ -150,8 +160,10 @@ class HostStep:
         layout: Layout,
         rows: dict[tuple[int, CacheRow], RowAttention],
         decode_layers: HostExecutable | None,
+        observer: Observer | None = None,
     ):
         """Bind the calls of a layout. rows: by layer, those that are bound already; new ones are added."""
+        self._observer, self._num_layers = observer, len(network.layers)
         self.layout, self.slices, self._rows = layout, layout.slices(), rows
         self._cache = cache
         self._dims = {"num_tokens": layout.num_tokens, "num_requests": layout.num_logits}
@@ -179,13 +191,15 @@ class HostStep:
             if isinstance(chunk, Chunk) and chunk.keeps_states
         }
         self._calls: list[Callable[[], None]] = []
+        if observer is not None:
+            self._calls.append(functools.partial(observer.step, self.tokens))
         self._add_block(network.embedding, values)
         self._decoded: Mapping[int, np.ndarray] = {}
         self._layers = decode_layers if len(layout.decoding) == 1 and not layout.chunks else None
         if self._layers is not None:
             self._add_decode_layers(self._layers, network, values)
         for index, (block, mixer) in enumerate(network.layers if self._layers is None else ()):
-            self._add_block(block, values)
+            self._add_block(block, values, index)
             if isinstance(mixer, LayerState):
                 self._add_state(index, mixer, values)
             else:
@@ -244,10 +258,12 @@ class HostStep:
                     keys, values = keys[:, offsets], values[:, offsets]
                 self._cache.write_each(group, part.capacity, rows, starts, keys, values)
 
-    def _add_block(self, block: Block, values: dict[str, np.ndarray]) -> None:
+    def _add_block(self, block: Block, values: dict[str, np.ndarray], layer: int | None = None) -> None:
         inputs = _inputs(block, values)
         outputs = {io.name: self._buffer(io) for io in block.signature.outputs}
         self._calls.append(block.run.prepare(inputs, outputs))
+        if self._observer is not None and layer is not None:
+            self._calls.append(functools.partial(self._observer.block, "block", layer, inputs, outputs))
         values.update({io.key: outputs[io.name] for io in block.signature.outputs})
 
     def _add_decode_layers(self, layers: HostExecutable, network: Network, values: dict[str, np.ndarray]) -> None:
@@ -273,6 +289,9 @@ class HostStep:
         else:
             call = block.run.prepare(_inputs(block, values), outputs)
         self._calls.append(call)
+        if self._observer is not None:
+            shown = self._num_layers - 1, _inputs(block, values), outputs
+            self._calls.append(functools.partial(self._observer.block, "exit", *shown))
 
     def _add_attention(self, index: int, layer_attention: LayerAttention, values: dict[str, np.ndarray]) -> None:
         attention = self._buffer(layer_attention.attention, self.layout.num_tokens)

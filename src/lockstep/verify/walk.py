@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lockstep.verify.validate.torch_trace import LayerRecord, Record
 
 Arrays = dict[str, np.ndarray]
+Instead = Callable[["Stage", Arrays], Arrays]
 _DECODED = 4  # rows that go through decode where the sequence has no tokens behind its prompt
 
 
@@ -88,7 +89,8 @@ class Walk:
     """The stages of `graphs` along `requests`, of which all or none are recorded.
 
     adapter_ids [all tokens]: the adapter slot of each token; none by default. capacity: the least rows of KV caches.
-    decode_rows: requests that a decode call takes.
+    decode_rows: requests that a decode call takes. instead: is given each stage and what its graph gave, and returns
+    what the walk goes on with; for walks without a record.
     """
 
     def __init__(
@@ -98,8 +100,10 @@ class Walk:
         adapter_ids: np.ndarray | None = None,
         capacity: int = 0,
         decode_rows: int = 16,
+        instead: Instead | None = None,
     ):
         self.graphs, self.requests, self._capacity, self._decode_rows = graphs, requests, capacity, decode_rows
+        self._instead = instead
         self._exact = [request.record for request in requests if request.record]
         self._noisy = [request.noisy for request in requests if request.noisy]
         self.num_past = self._exact[0].num_past if self._exact else 0
@@ -165,12 +169,15 @@ class Walk:
         signature = self.graphs.graph(block.graph).signature
         inputs = {io.name: env[io.name] for io in signature.inputs if io.name in env}
         stage = Stage(part, block.graph, "", layer, block.slots, inputs, self._positions)
-        outputs = self.graphs.run_block(block, self._env)
+        by_key = self.graphs.run_block(block, self._env)
+        outputs = {io.name: by_key[io.key] for io in signature.outputs}
+        if self._instead:
+            outputs = self._instead(stage, outputs)
         exact, noisy = (
             {output: np.concatenate([of(record) for record in side])} if side and of else {}
             for side in (self._exact, self._noisy)
         )
-        return StageRun(stage, {io.name: outputs[io.key] for io in signature.outputs}, exact, noisy)
+        return StageRun(stage, outputs, exact, noisy)
 
     def _mixer(self, variant: str, index: int) -> Iterator[StageRun]:
         """Run a layer's token mixer in its phases; an attention behind a synthetic cache as one chunk, and decoding.
@@ -210,13 +217,15 @@ class Walk:
             declared = {io.name for io in graphs.graph(name).signature.inputs}
             inputs = {key: array for key, array in given.items() if key in declared}
             outputs = graphs.run_mixer(variant, graph, inputs)
+            stage = Stage("attention", name, phase, index, {}, inputs, self._positions[tokens])
+            if self._instead:
+                outputs = self._instead(stage, outputs)
             if phase != "chunked":
                 mixed.append((tokens, outputs["attention"]))
             sides: list[Arrays] = []  # what is expected, exact and in fp16
             for side in zip(*(layers[owner] for owner in owners if layers)):
                 pieces = [expected(layer, own) for layer, own in zip(side, rows)]
                 sides.append({key: np.concatenate([piece[key] for piece in pieces]) for key in pieces[0]})
-            stage = Stage("attention", name, phase, index, {}, inputs, self._positions[tokens])
             return StageRun(stage, outputs, *(sides or ({}, {})))
 
         for owner, request in enumerate(self.requests):

@@ -23,10 +23,12 @@ from lockstep.targets import Limits, Target
 from lockstep.tolerances import Tolerances
 from lockstep.verify.golden import drafted
 from lockstep.verify.golden.decoding import DecodingCheck
-from lockstep.verify.golden.forced import Errors, Forced, chunks_to_edges, drawn_positions, force, random_chunks
+from lockstep.verify.golden.forced import Errors, Forced, chunks_to_edges, drawn_positions, random_chunks
 from lockstep.verify.golden.moved import MovedCheck
 from lockstep.verify.golden.prompts import Decoded, Long, Prompt
+from lockstep.verify.golden.routes import Routes, known_rows
 from lockstep.verify.metrics import largest
+from lockstep.verify.routing.along import Router
 
 
 def check_engines(
@@ -53,16 +55,42 @@ def check_engines(
     files = assembly_json, weights_json, engines_json, reference_json
     check = GoldenCheck(*files, target, tolerance, limits, expected, threads)
     report, speed = check.run()
+    if check.failures and check.follow_choices():
+        report, _ = check.run()
     check.finish(out, report)
     speed.save(speed_out)
     return Path(out)
 
 
 class GoldenCheck(DecodingCheck):
+    _routes: Routes | None = None  # of a model that chooses
+
+    def judge_choices(self) -> None:
+        """Hold the blocks that choose to their graphs, in the prompts' batch; what is wrong is of all prompts."""
+        router = Router.open(self.assembly_json, self.weights_json, self.target.layers, self.tolerance, self.threads)
+        if router is None or not self.model.gives_all_logits:
+            return
+        self._routes = Routes(router, known_rows([*self.prompts, *([self.long.prompt] if self.long else [])]))
+        requests = [self.along(prompt) for prompt in self.prompts]
+        with self._routes.observed(self.model):
+            self.decode(requests)
+        for prompt in self.prompts:
+            if wrong := self._routes.wrong_block([*prompt.prompt_ids, *prompt.tokens[:-1]]):
+                self.fail(prompt, wrong)
+
+    def follow_choices(self) -> bool:
+        """Begin again, each request judged along the engines' choices; False, and nothing, where that is no use."""
+        if self._routes is None or self._routes.wrong:
+            return False
+        self.failures, self.wrong, self.routes = [], set(), self._routes
+        return True
+
     def run(self) -> tuple[GoldenReport, SpeedReport]:
         if tuple(sorted(self.model.eos_token_ids)) != self.reference.eos_token_ids:
             expected, found = list(self.reference.eos_token_ids), list(self.model.eos_token_ids)
             self.failures.append(f"end-of-sequence tokens: expected {expected} as in transformers, found {found}")
+        if self._routes is None:
+            self.judge_choices()
         free, _ = self.decode([self.freely(prompt) for prompt in self.prompts])
         forced, batch = self.decode([self.along(prompt) for prompt in self.prompts])
         judged, alone = [], []
@@ -100,7 +128,10 @@ class GoldenCheck(DecodingCheck):
             prompts=tuple(entries),
             long_prompt=long,
             moved=moved,
+            choices=self.routes.report() if self.routes else None,
         )
+        if self.routes and self.routes.wrong:
+            self.failures.insert(0, self.routes.wrong[0])
         return report, self._speed(batch, alone)
 
     def _speed(self, batch: Speed, alone: Sequence[Speed]) -> SpeedReport:
@@ -167,7 +198,7 @@ class GoldenCheck(DecodingCheck):
             prompt = self.prompts[number % len(self.prompts)]
             requests.append(prompt.forced(random_chunks(len(prompt.prompt_ids), prompt.total, random)))
             owners.append(prompt)
-        errors = force(self.model, requests, self.max_num_tokens, pauses=True)
+        errors = self.force(requests, pauses=True)
         worst = []
         for prompt in [*self.prompts, *([self.long.prompt] if self.long else [])]:
             of_prompt = [error for error, owner in zip(errors, owners) if owner is prompt]
@@ -175,7 +206,7 @@ class GoldenCheck(DecodingCheck):
         return worst
 
     def _forced(self, prompt: Prompt, how: str, requests: Sequence[Forced]) -> float | None:
-        return self._forced_error(prompt, how, force(self.model, requests, self.max_num_tokens))
+        return self._forced_error(prompt, how, self.force(requests))
 
     def _forced_error(self, prompt: Prompt, how: str, errors: Sequence[Errors]) -> float | None:
         """Return the largest error; the first that is too large goes to `failures`."""
@@ -190,8 +221,8 @@ class GoldenCheck(DecodingCheck):
         prompt_ids = self.tokenizer.encode(prompt.text).tolist()
         if prompt_ids != list(prompt.prompt_ids):
             self.fail(prompt, f"prompt ids: expected {list(prompt.prompt_ids)} as in transformers, found {prompt_ids}")
-        differences = self.first_difference(prompt, "decoding freely", prompt.tokens, tokens)
-        worst = self.logit_error(prompt, "along the reference's tokens", forced.logits)
+        differences = self.first_difference(prompt, "decoding freely", prompt.tokens, tokens, free.expected)
+        worst = self.logit_error(prompt, "along the reference's tokens", forced)
         lone, drift = self.beside(prompt, "alone", free, alone)
         return GoldenPrompt(
             text=prompt.text,

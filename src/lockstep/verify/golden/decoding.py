@@ -6,7 +6,9 @@ running, their errors, and a line for each thing that is wrong.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +19,9 @@ from lockstep.runtime import Decoding, Model, Request, Speed
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.targets import Limits, Target
 from lockstep.tolerances import Tolerances
-from lockstep.verify.golden.forced import Errors
+from lockstep.verify.golden.forced import Errors, Forced, force
 from lockstep.verify.golden.prompts import Decoded, Prompt, first_difference, read_reference
+from lockstep.verify.golden.routes import Routes
 from lockstep.verify.golden.text import new_text
 from lockstep.verify.metrics import finish
 
@@ -47,6 +50,7 @@ class DecodingCheck:
                 "reference of this target"
             )
         self.target, self.max_new_tokens = target, self.reference.max_new_tokens
+        self.assembly_json, self.tolerance = assembly_json, tolerance
         self.stop_ids, self.max_num_tokens = frozenset(self.reference.eos_token_ids), limits.max_num_tokens
         self.weights_json, self.threads = weights_json, threads
         self._check_limits(limits)
@@ -70,6 +74,7 @@ class DecodingCheck:
         self.tokenizer = Tokenizer.open(assembly_json)
         self.failures: list[str] = []
         self.wrong: set[int] = set()
+        self.routes: Routes | None = None  # of requests that are judged along the engines' own choices
 
     def _check_limits(self, limits: Limits) -> None:
         for prompt in [*self.prompts, *([self.long.prompt] if self.long else [])]:
@@ -111,11 +116,29 @@ class DecodingCheck:
         """Run requests in the loop of `lockstep generate`; keep the logits of each step."""
         decoding = Decoding(self.model, requests, None, self.max_num_tokens)
         decoded = [Decoded() for _ in requests]
-        for step in decoding:
-            assert step.logits is not None  # each request chooses by itself
-            decoded[step.request].tokens.append(step.token)
-            decoded[step.request].logits.append(step.logits)
+        with self._observed():
+            for step in decoding:
+                assert step.logits is not None  # each request chooses by itself
+                decoded[step.request].tokens.append(step.token)
+                decoded[step.request].logits.append(step.logits)
+        for request, answer in zip(requests, decoded):
+            answer.expected = self._followed(request, answer.tokens)
         return decoded, decoding.speed
+
+    def _observed(self) -> AbstractContextManager[None]:
+        return self.routes.observed(self.model) if self.routes else contextlib.nullcontext()
+
+    def _followed(self, request: Request, tokens: Sequence[int]) -> Sequence[np.ndarray] | None:
+        """Return the logits of each step along the engines' choices in the run before; None where none are followed."""
+        if self.routes is None:
+            return None
+        return self.routes.steps([*map(int, request.prompt_ids)], tokens)
+
+    def force(self, requests: Sequence[Forced], pauses: bool = False) -> list[Errors]:
+        """Run requests along known tokens, and compare their logits; along the engines' choices where these count."""
+        with self._observed():
+            follow = self.routes.forced if self.routes else None
+            return force(self.model, requests, self.max_num_tokens, pauses, follow)
 
     def generate(
         self, prompts: Sequence[Prompt], tokens: Sequence[Sequence[int]], stop_ids: frozenset[int]
@@ -127,21 +150,28 @@ class DecodingCheck:
         ]
         generated: list[list[int]] = [[] for _ in prompts]
         try:
-            for step in Decoding(self.model, requests, max_num_tokens=self.max_num_tokens):
-                generated[step.request].append(step.token)
+            with self._observed():
+                for step in Decoding(self.model, requests, max_num_tokens=self.max_num_tokens):
+                    generated[step.request].append(step.token)
         except CheckError as error:
             self.failures.append(f"generating: {error}")
         return [
-            self.first_difference(prompt, "as lockstep generate decodes", expected, found)
-            for prompt, expected, found in zip(prompts, tokens, generated)
+            self.first_difference(
+                prompt, "as lockstep generate decodes", expected, found, self._followed(request, found)
+            )
+            for prompt, request, expected, found in zip(prompts, requests, tokens, generated)
         ]
 
     def logit_error(
-        self, prompt: Prompt, how: str, found: Sequence[np.ndarray], expected: Sequence[np.ndarray] | None = None
+        self, prompt: Prompt, how: str, found: Decoded, beside: Sequence[np.ndarray] | None = None
     ) -> float | None:
-        """Return the largest error of the steps' logits. expected: the reference's by default."""
-        errors = Errors(prompt.bounds)
-        for count, right, row in zip(prompt.counts, prompt.logits if expected is None else expected, found):
+        """Return the largest error of the steps' logits. beside: another run's, which they are compared with instead.
+
+        Along the engines' choices each run has its own.
+        """
+        errors, compared = Errors(prompt.bounds), prompt.logits if beside is None else beside
+        expected = compared if found.expected is None else found.expected[: len(compared)]
+        for count, right, row in zip(prompt.counts, expected, found.logits):
             errors.add(count, right, row)
         if wrong := errors.wrong():
             self.fail(prompt, f"step {wrong[0] - prompt.count(0)}, {how}: {wrong[1]}")
@@ -158,10 +188,15 @@ class DecodingCheck:
         return not differing
 
     def first_difference(
-        self, prompt: Prompt, how: str, expected: Sequence[int], found: Sequence[int]
+        self,
+        prompt: Prompt,
+        how: str,
+        expected: Sequence[int],
+        found: Sequence[int],
+        logits: Sequence[np.ndarray] | None = None,
     ) -> tuple[TokenDifference, ...]:
-        """Return the first differing token, one or none."""
-        difference, wrong = first_difference(prompt, expected, found, self.tokenizer.decode)
+        """Return the first differing token, one or none. logits: as of `Decoded.expected`."""
+        difference, wrong = first_difference(prompt, expected, found, self.tokenizer.decode, logits)
         if wrong is not None:
             step, what = wrong
             self.fail(prompt, f"step {step}, {how}: {what}")
@@ -172,9 +207,9 @@ class DecodingCheck:
     ) -> tuple[tuple[TokenDifference, ...], float | None]:
         """Return the first differing token of another way of running, and the largest error of logits up to there."""
         how = f"{how} instead of in the batch"
-        differences = self.first_difference(prompt, how, batch.tokens, other.tokens)
+        differences = self.first_difference(prompt, how, batch.tokens, other.tokens, other.expected)
         same = differences[0].step + 1 if differences else len(batch.tokens)  # logits of equal histories
-        error = self.logit_error(prompt, how, other.logits, batch.logits[:same])
+        error = self.logit_error(prompt, how, other, batch.logits[:same])
         self.same_bits(prompt, how, batch.logits, other.logits)
         return differences, error
 

@@ -10,7 +10,7 @@ others, pauses, rows that come and go.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -88,6 +88,12 @@ class _Running:
     errors: Errors
     held: int = 0
     ends: deque[int] = field(default_factory=deque)
+    rows: dict[int, np.ndarray] = field(default_factory=dict)  # of logits that are not judged yet
+
+    def judge(self, expected: Mapping[int, np.ndarray]) -> None:
+        for count, logits in self.rows.items():
+            self.errors.add(count, expected[count], logits)
+        self.rows.clear()
 
 
 def random_chunks(prompt: int, total: int, random: np.random.Generator) -> tuple[int, ...]:
@@ -113,12 +119,19 @@ def drawn_positions(count: int, but: Collection[int], digest: str) -> list[int]:
     return sorted(position for position in drawn if position - 1 not in drawn and position - 1 not in but)
 
 
-def force(model: Model, requests: Sequence[Forced], max_num_tokens: int, pauses: bool = False) -> list[Errors]:
+def force(
+    model: Model,
+    requests: Sequence[Forced],
+    max_num_tokens: int,
+    pauses: bool = False,
+    follow: Callable[[Forced], Mapping[int, np.ndarray]] | None = None,
+) -> list[Errors]:
     """Run the requests, and compare their logits wherever they are known.
 
     As many run together as the model has slots. max_num_tokens: the most tokens of a step; a chunk that does not fit is
     cut once more. pauses: let each request sit steps out, and name the others in any order, at random but the same each
-    time, so that rows of many lengths meet. Returns the errors of each request, in their order.
+    time, so that rows of many lengths meet. follow: gives what a request had to come to, once it has run. Returns the
+    errors of each request, in their order.
     """
     random = np.random.default_rng(_SEED)
     results = [Errors(request.bounds) for request in requests]
@@ -138,8 +151,12 @@ def force(model: Model, requests: Sequence[Forced], max_num_tokens: int, pauses:
                 if running.held in running.request.keep:
                     running.request.kept[running.held] = logits.copy()
                 if running.held in running.request.expected:
-                    running.errors.add(running.held, running.request.expected[running.held], logits)
+                    running.rows[running.held] = logits
+                    if follow is None:
+                        running.judge(running.request.expected)
                 if not running.ends:
+                    if follow is not None:
+                        running.judge(follow(running.request))
                     model.release(advance.slot)
                     del slots[advance.slot]
     finally:

@@ -23,10 +23,14 @@ from lockstep.verify.noise import LogitBounds, LogitNoise
 
 @dataclass
 class Decoded:
-    """What one request gave: the logits [vocab_size] of each step and the token chosen from them."""
+    """What one request gave: the logits [vocab_size] of each step and the token chosen from them.
+
+    expected: what its logits must be, of each step, where that is not the reference's: it follows the engines' choices.
+    """
 
     logits: list[np.ndarray] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    expected: Sequence[np.ndarray] | None = None
 
 
 @dataclass(frozen=True)
@@ -131,15 +135,20 @@ def _read_long(entry: LongPrompt | None, logits: Mapping[str, np.ndarray], toler
 
 
 def first_difference(
-    prompt: Prompt, expected: Sequence[int], found: Sequence[int], decode: Callable[[Sequence[int]], str]
+    prompt: Prompt,
+    expected: Sequence[int],
+    found: Sequence[int],
+    decode: Callable[[Sequence[int]], str],
+    logits: Sequence[np.ndarray] | None = None,
 ) -> tuple[TokenDifference | None, tuple[int, str] | None]:
-    """Return the first differing token, and what is wrong with it.
+    """Return the first differing token, and what is wrong with it. logits: of each step, the reference's by default.
 
     Both may be None; behind it the histories differ, and nothing can be compared. What is wrong is (step, text), where
     the token is not accepted.
 
     It is accepted where the reference holds both tokens for equally likely: their logits, and so the two largest, are
-    nearer to each other than the error of a logit that passes there.
+    nearer to each other than the error of a logit that passes there. Where other logits are given, it is their largest
+    that counts.
     """
     step = next((i for i, (a, b) in enumerate(zip(expected, found)) if a != b), None)
     if step is None and len(expected) != len(found):
@@ -148,11 +157,12 @@ def first_difference(
         return TokenDifference(step, None, None, None, False), (step, wrong)
     if step is None:
         return None, None
-    row, tolerance = prompt.logits[step], prompt.bounds.at(prompt.count(step))
+    row, tolerance = (prompt.logits if logits is None else logits)[step], prompt.bounds.at(prompt.count(step))
     two = np.sort(row)[-2:]
     gap = float(two[1] - two[0]) if len(two) > 1 else None
-    apart = abs(float(row[expected[step]]) - float(row[found[step]]))
-    accepted = gap is not None and max(gap, apart) < tolerance
+    likeliest = expected[step] if logits is None else int(row.argmax())
+    apart = abs(float(row[likeliest]) - float(row[found[step]]))
+    accepted = gap is not None and apart < tolerance and (gap < tolerance or logits is not None)
     why = (
         f"another one is accepted where the gap is below {tolerance:.3g}, here it is {gap:.3g}"
         if gap is not None

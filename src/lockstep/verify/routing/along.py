@@ -1,0 +1,132 @@
+"""Logits along the choices that an engine set made.
+
+What the blocks of a request gave in, as they were recorded while the runtime ran it; whether the engines' choices may
+be those, and the logits that follow from them, out. Needs no torch.
+
+Each block that chooses is held against its graph on the same inputs. A choice may differ there where the margin of its
+scores is within what rounding costs of them, and what the block gives must follow from one of the choices that are as
+good. Then the graphs run in float32 along these choices: that is what the request must come to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from lockstep.artifacts.assembly import Assembly, BoundBlock
+from lockstep.onnx_tools import judge
+from lockstep.onnx_tools.rounded import UNITS
+from lockstep.tolerances import Tolerances
+from lockstep.verify.graphs import Graphs
+from lockstep.verify.noisy_graph import beside_graph, row_noise
+from lockstep.verify.routing.block import Arrays, ChoosingBlock, Routed, is_of_tokens
+from lockstep.verify.routing.recorder import BlockRows, Place, Recorder
+from lockstep.verify.walk import Stage, Tokens, Walk
+from lockstep.weights import Weights
+
+
+@dataclass
+class Along:
+    """A request along the engines' choices.
+
+    tied: how many times a token's choices in a layer could have been others. first: the first position of such a
+    token; None where there is none. wrong: what is wrong with a block; None where nothing is. chosen: of each block the
+    positions of its rows, and their choices. logits: [num_tokens, vocab_size] float32.
+    """
+
+    tied: int = 0
+    first: int | None = None
+    wrong: str | None = None
+    chosen: dict[Place, tuple[np.ndarray, dict[str, np.ndarray]]] = field(default_factory=dict)
+    logits: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.float32))
+
+
+class Router:
+    """The graphs of a model whose blocks choose."""
+
+    def __init__(self, graphs: Graphs, blocks: Mapping[str, ChoosingBlock], tolerances: Tolerances):
+        self._graphs, self._blocks, self._tolerances = graphs, blocks, tolerances
+        last = graphs.num_layers - 1
+        parts: dict[Place, BoundBlock] = {("block", i): layer.block for i, layer in enumerate(graphs.layers)}
+        parts["exit", last] = graphs.exit
+        self._parts = {place: part for place, part in parts.items() if part.graph in blocks}
+        self._logits: dict[tuple, np.ndarray] = {}  # by tokens and choices
+
+    @classmethod
+    def open(
+        cls,
+        assembly_json: Path,
+        weights_json: Path,
+        layers: int | str,
+        tolerances: Tolerances,
+        threads: int | None = None,
+    ) -> Router | None:
+        """Open the graphs; None where no block chooses, for a model of several ranks, and one that takes adapters."""
+        assembly = Assembly.load(assembly_json)
+        if assembly.tensor_parallel is not None or assembly.adapters is not None:
+            return None
+        graphs = Graphs(assembly_json, assembly, Weights.open(weights_json), layers, threads)
+        blocks = {name: ChoosingBlock(graph, threads) for name, graph in graphs.classes.items()}
+        choosing = {name: block for name, block in blocks.items() if block.choices}
+        return cls(graphs, choosing, tolerances) if choosing else None
+
+    def recorder(self) -> Recorder:
+        """Return an observer of what `along` needs."""
+        return Recorder({
+            place: [io.name for io in self._graphs.graph(part.graph).inputs if is_of_tokens(io)]
+            for place, part in self._parts.items()
+        })  # fmt: skip
+
+    def judge(self, recorded: Mapping[Place, BlockRows]) -> Along:
+        """Find the choices of a request, and what is wrong with its blocks. The logits are left out."""
+        along = Along()
+        times = self._tolerances.noise * max(self._tolerances.engine) / UNITS
+        for place, rows in recorded.items():
+            block, part = self._blocks[self._parts[place].graph], self._parts[place]
+            weights = self._graphs.weights_of(part.graph, part.slots)
+            routed = block.along(rows.inputs, weights, rows.outputs, times)
+            along.wrong = along.wrong or self._wrong(place, part.graph, routed, rows.outputs)
+            if routed.tied.any():
+                first = int(rows.positions[routed.tied].min())
+                along.first = first if along.first is None else min(first, along.first)
+                along.tied += int(routed.tied.sum())
+            along.chosen[place] = rows.positions, routed.chosen
+        return along
+
+    def logits(self, tokens: Tokens, along: Along) -> np.ndarray:
+        """Return the logits [num_tokens, vocab_size] float32 along a request's choices; where none is known, free."""
+        forces = {
+            place: self._blocks[self._parts[place].graph].forces(chosen, positions, len(tokens.ids))
+            for place, (positions, chosen) in along.chosen.items()
+        }
+        key = (
+            tokens.ids.tobytes(),
+            *((place, name, force.tobytes()) for place, named in forces.items() for name, force in named.items()),
+        )
+        if key not in self._logits:
+            self._logits[key] = self._forced_logits(tokens, forces)
+        return self._logits[key]
+
+    def _forced_logits(self, tokens: Tokens, forces: Mapping[Place, Arrays]) -> np.ndarray:
+        def exact(stage: Stage, outputs: Arrays) -> Arrays:
+            place = stage.part, stage.layer or 0
+            if place not in forces:
+                return outputs
+            weights = self._graphs.weights_of(stage.graph, stage.slots)
+            return self._blocks[stage.graph].forced(stage.inputs, weights, forces[place])
+
+        *_, last = Walk(self._graphs, [tokens], instead=exact)
+        return last.outputs["logits"].astype(np.float32)
+
+    def _wrong(self, place: Place, graph: str, routed: Routed, found: Arrays) -> str | None:
+        """Say what is wrong with a block along its own choices; None where nothing is."""
+        part, layer = place
+        for name, expected in routed.outputs.items():
+            bound = beside_graph(self._tolerances, row_noise(expected, routed.noisy[name]))
+            wrong = judge.wrong(name, judge.measure(expected, found[name], bound))
+            if wrong is not None:
+                return f"layer {layer} ({part} {graph}) along the engine's own choices, {wrong}"
+        return None

@@ -1,0 +1,226 @@
+"""A block that makes choices, beside an engine of it: which choices did the engine make, and does the rest follow?
+
+In: a graph with its weights, rows of its inputs and what an engine gave for them. Out: the choices, and what the graph
+gives along them. Rows are independent: a row may be computed several times in one call, each time along other choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnxruntime as ort
+
+from lockstep.artifacts.signature import IO
+from lockstep.onnx_tools.judge import relative_errors
+from lockstep.onnx_tools.rounded import exact_and_rounded
+from lockstep.onnx_tools.sessions import open_session
+from lockstep.verify.graphs import Graph
+from lockstep.verify.routing.choices import Choice, with_choices
+
+Arrays = dict[str, np.ndarray]
+_ROWS = 64  # that are computed at once, for each of them gathers the weights of its experts
+_WAYS = 64  # in which the choices of a row are tried
+_DRAWS = 8  # of roundings, where a choice may be tied
+_MOVE = 2.0**-5  # of each input, relative: several roundings, so that each draw is another one
+_SCREEN = 4  # times the noise of one draw: beyond that no choice is tied
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Rows of a block along the engine's choices.
+
+    outputs: what the graph gives, float32. noisy: the same with 16-bit values rounded to bf16. chosen: of each choice
+    what was chosen, bool [rows, width]. tied: rows with another choice that is as good, bool [rows].
+    """
+
+    outputs: Arrays
+    noisy: Arrays
+    chosen: dict[str, np.ndarray]
+    tied: np.ndarray
+
+
+class ChoosingBlock:
+    """A graph of blocks with its choices as inputs and outputs. choices: empty where it makes none."""
+
+    def __init__(self, graph: Graph, threads: int | None):
+        model, self.choices = with_choices(graph.model, forced=True)
+        self._inputs, self._slots, self._outputs = graph.inputs, graph.slots, graph.outputs
+        if self.choices:
+            self._exact, self._rounded = (
+                open_session(computed.SerializeToString(), threads)
+                for computed in exact_and_rounded(model, [io.name for io in graph.slots])
+            )
+
+    def forces(self, chosen: Mapping[str, np.ndarray], positions: np.ndarray, count: int) -> Arrays:
+        """Return what forces the choices of some of `count` rows; those of the others are free."""
+        forces = {}
+        for choice in self.choices:
+            forces[choice.name] = np.zeros((count, choice.width), np.float32)
+            forces[choice.name][positions] = choice.force(chosen[choice.name])
+        return forces
+
+    def forced(self, inputs: Arrays, weights: Arrays, forces: Mapping[str, np.ndarray]) -> Arrays:
+        """Return the outputs where choices are forced. forces: as of the method of that name."""
+        pieces = [
+            self._run(self._exact, piece, weights, {name: array[rows] for name, array in forces.items()})
+            for rows, piece in self._pieces(inputs)
+        ]
+        return {io.name: np.concatenate([piece[io.name] for piece in pieces]) for io in self._outputs}
+
+    def along(self, inputs: Arrays, weights: Arrays, found: Mapping[str, np.ndarray], times: float) -> Routed:
+        """Return what the graph gives along the choices of an engine, which gave `found` for these inputs.
+
+        times: how many times what bf16 costs of a score may a margin be that rounding decides.
+        """
+        parts = [
+            self._resolve(piece, weights, {name: array[rows] for name, array in found.items()}, times)
+            for rows, piece in self._pieces(inputs)
+        ]
+
+        def joined(arrays: Sequence[Mapping[str, np.ndarray]]) -> Arrays:
+            return {name: np.concatenate([array[name] for array in arrays]) for name in arrays[0]}
+
+        return Routed(
+            joined([part.outputs for part in parts]),
+            joined([part.noisy for part in parts]),
+            joined([part.chosen for part in parts]),
+            np.concatenate([part.tied for part in parts]),
+        )
+
+    def _resolve(self, inputs: Arrays, weights: Arrays, found: Arrays, times: float) -> Routed:
+        """Follow the graph's own choices, but where others are as good: there those that the engine made."""
+        exact = self._run(self._exact, inputs, weights, {})
+        chosen = {choice.name: choice.chosen(exact[choice.scores]) for choice in self.choices}
+        noisy = self._run(self._rounded, inputs, weights, self._forces(chosen))
+        tied = np.zeros(self._rows(inputs), bool)
+        for choice in self.choices:
+            error = np.sqrt(np.square(_error(exact, noisy, choice)).max(axis=1))
+            near = _SCREEN * times * np.maximum(error, np.sqrt(np.mean(np.square(error))))
+            tied |= choice.margins(exact[choice.scores]) <= near
+        rows = np.flatnonzero(tied)
+        if len(rows):
+            few = self._take(inputs, rows)
+            ways = self._ways(few, weights, {name: array[rows] for name, array in found.items()}, times)
+            tied[rows] = ways.tied
+            for side, own in ((exact, ways.outputs), (noisy, ways.noisy), (chosen, ways.chosen)):
+                for name, array in own.items():
+                    side[name][rows] = array
+        return Routed({name: exact[name] for name in found}, {name: noisy[name] for name in found}, chosen, tied)
+
+    def _ways(self, inputs: Arrays, weights: Arrays, found: Arrays, times: float) -> Routed:
+        """Try each row along all choices that are as good; keep those whose outputs are nearest to the engine's."""
+        noise = self._score_noise(inputs, weights)
+        count = len(next(iter(found.values())))
+        rows, chosen = np.arange(count), dict[str, np.ndarray]()
+        for choice in self.choices:
+            scores = self._run(self._exact, self._take(inputs, rows), weights, self._forces(chosen))[choice.scores]
+            ways = [
+                (number, way)
+                for number, row in enumerate(rows)
+                for way in choice.alternatives(scores[number], times * noise[choice.name][row])
+            ]
+            kept = _first_of_each(rows, ways)
+            earlier = np.array([number for number, _ in kept])
+            chosen = {name: array[earlier] for name, array in chosen.items()}
+            chosen[choice.name] = np.stack([way for _, way in kept])
+            rows = rows[earlier]
+        outputs = self._run(self._exact, self._take(inputs, rows), weights, self._forces(chosen))
+        errors = np.sum([_squared(outputs[name], array[rows]) for name, array in found.items()], axis=0)
+        best = np.array([int(np.flatnonzero(rows == row)[np.argmin(errors[rows == row])]) for row in range(count)])
+        chosen = {name: array[best] for name, array in chosen.items()}
+        noisy = self._run(self._rounded, inputs, weights, self._forces(chosen))
+        return Routed(
+            {name: outputs[name][best] for name in found},
+            {name: noisy[name] for name in found},
+            chosen,
+            np.bincount(rows, minlength=count) > 1,
+        )
+
+    def _score_noise(self, inputs: Arrays, weights: Arrays) -> Arrays:
+        """Return the rms of what bf16 costs of each score [rows, width], over some draws of roundings.
+
+        Each draw is of inputs that are moved by a few times their own rounding.
+        """
+        random = np.random.default_rng(0)
+        squares = {choice.name: np.zeros(()) for choice in self.choices}
+        for _ in range(_DRAWS):
+            moved = {
+                name: array * (1 + _MOVE * random.uniform(-1, 1, array.shape)).astype(np.float32)
+                if array.dtype.kind == "f"
+                else array
+                for name, array in inputs.items()
+            }
+            exact = self._run(self._exact, moved, weights, {})
+            forces = self._forces({choice.name: choice.chosen(exact[choice.scores]) for choice in self.choices})
+            noisy = self._run(self._rounded, moved, weights, forces)
+            for choice in self.choices:
+                squares[choice.name] = squares[choice.name] + np.square(_error(exact, noisy, choice))
+        return {name: np.sqrt(total / _DRAWS) for name, total in squares.items()}
+
+    def _forces(self, chosen: Mapping[str, np.ndarray]) -> Arrays:
+        return {choice.name: choice.force(chosen[choice.name]) for choice in self.choices if choice.name in chosen}
+
+    def _run(
+        self, session: ort.InferenceSession, inputs: Arrays, weights: Arrays, forces: Mapping[str, np.ndarray]
+    ) -> Arrays:
+        """Return outputs and scores. forces: of the choices that are forced."""
+        rows = self._rows(inputs)
+        feeds = {**inputs, **weights}
+        for choice in self.choices:
+            free = np.zeros((rows, choice.width), np.float32)
+            feeds[choice.forced] = forces.get(choice.name, free)
+        declared = {value.name: value.type for value in session.get_inputs()}
+        feeds = {name: _as_declared(feeds[name], kind) for name, kind in declared.items()}
+        names = [value.name for value in session.get_outputs()]
+        return dict(zip(names, session.run(names, feeds)))
+
+    def _pieces(self, inputs: Arrays) -> Iterator[tuple[slice, Arrays]]:
+        for start in range(0, self._rows(inputs), _ROWS):
+            rows = slice(start, start + _ROWS)
+            yield rows, self._take(inputs, np.arange(self._rows(inputs))[rows])
+
+    def _rows(self, inputs: Arrays) -> int:
+        return next(len(inputs[io.name]) for io in self._inputs if is_of_tokens(io))
+
+    def _take(self, inputs: Arrays, rows: np.ndarray) -> Arrays:
+        """Return the inputs of some rows; each row of logits is that of its token."""
+        taken = {io.name: np.ascontiguousarray(inputs[io.name][rows]) for io in self._inputs if is_of_tokens(io)}
+        if any(io.name == "logit_rows" for io in self._inputs):
+            taken["logit_rows"] = np.arange(len(rows))
+        return taken
+
+
+def _error(exact: Arrays, noisy: Arrays, choice: Choice) -> np.ndarray:
+    """Return the errors of a choice's scores; 0 of what is not finite, as scores that are masked."""
+    with np.errstate(invalid="ignore"):
+        error = noisy[choice.scores].astype(np.float64) - exact[choice.scores]
+    return np.where(np.isfinite(error), error, 0.0)
+
+
+def is_of_tokens(io: IO) -> bool:
+    return bool(io.shape) and io.shape[0] == "num_tokens"
+
+
+def _as_declared(array: np.ndarray, kind: str) -> np.ndarray:
+    """Return float32 for 16 bits where a graph was widened."""
+    return array.astype(np.float32) if kind == "tensor(float)" and array.dtype != np.float32 else array
+
+
+def _squared(expected: np.ndarray, found: np.ndarray) -> np.ndarray:
+    """Return the mean square of each row's error, relative to the row."""
+    with np.errstate(over="ignore"):
+        return np.nan_to_num(np.square(relative_errors(expected, found)).mean(axis=1), nan=np.inf)
+
+
+def _first_of_each(rows: np.ndarray, ways: Sequence[tuple[int, np.ndarray]]) -> list[tuple[int, np.ndarray]]:
+    """Return the first `_WAYS` of each row."""
+    counts: dict[int, int] = {}
+    kept = []
+    for number, way in ways:
+        row = int(rows[number])
+        counts[row] = counts.get(row, 0) + 1
+        if counts[row] <= _WAYS:
+            kept.append((number, way))
+    return kept

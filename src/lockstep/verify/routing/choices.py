@@ -1,0 +1,180 @@
+"""The choices that a graph makes, as inputs and outputs of the graph.
+
+In: a graph. Out: one that also gives the scores of each choice, and takes which are chosen. Scores that are nearer to
+each other than rounding decide nothing: an engine that rounds elsewhere may choose others, and is right.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+from onnx import NodeProto, TensorProto, helper
+
+from lockstep.onnx_tools.rewriter import Dims, Emitter, Rewriter, attributes_of, typed_values
+
+_COMPARISONS = ("Greater", "GreaterOrEqual", "Less", "LessOrEqual")
+_FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+_FORCE = 1e6  # added to a score that is to be the largest: beyond all scores, and float32 still tells the others apart
+_MOST_TIED = 6  # scores of a row, the nearest ones, that are chosen in every way
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One choice of a graph, of each row.
+
+    name: of its indices, or of what is true. count: how many are chosen; 0 where each score is compared with a limit,
+    and `scores` are what is left of it. largest: whether the larger scores are chosen.
+    """
+
+    name: str
+    count: int
+    width: int
+    largest: bool = True
+
+    @property
+    def scores(self) -> str:
+        """The output [rows, width] float32."""
+        return f"scores of {self.name}"
+
+    @property
+    def forced(self) -> str:
+        """The input [rows, width] float32, which is added to the scores."""
+        return f"forced {self.name}"
+
+    def chosen(self, scores: np.ndarray) -> np.ndarray:
+        """Return which are chosen, bool [rows, width]."""
+        ordered = scores if self.largest else -scores
+        if not self.count:
+            return ordered > 0
+        first = np.argsort(-ordered, axis=1, kind="stable")[:, : self.count]
+        chosen = np.zeros(scores.shape, bool)
+        np.put_along_axis(chosen, first, True, axis=1)
+        return chosen
+
+    def force(self, chosen: np.ndarray) -> np.ndarray:
+        """Return the input that makes these the chosen ones."""
+        others = 0.0 if self.count else -_FORCE
+        force = np.where(chosen, _FORCE, others).astype(np.float32)
+        return force if self.largest else -force
+
+    def margins(self, scores: np.ndarray) -> np.ndarray:
+        """Return how near each row's choice is to another one, [rows] float64."""
+        ordered = (scores if self.largest else -scores).astype(np.float64)
+        if not self.count:
+            return np.abs(ordered).min(axis=1)
+        ordered = -np.sort(-ordered, axis=1)
+        with np.errstate(invalid="ignore"):
+            return ordered[:, self.count - 1] - ordered[:, self.count]
+
+    def alternatives(self, scores: np.ndarray, tolerance: np.ndarray) -> Iterator[np.ndarray]:
+        """Yield what may be chosen of a row's scores [width].
+
+        tolerance [width]: how far apart two scores may be that rounding decides between, the larger of theirs. Each
+        choice is bool [width]; the first is what the scores themselves choose. Of more than `_MOST_TIED` scores that
+        are near the limit the nearest ones count.
+        """
+        chosen = self.chosen(scores[None])[0]
+        yield chosen
+        ordered = (scores if self.largest else -scores).astype(np.float64)
+        if not self.count:
+            # The largest of the row: what is left of a limit that was itself chosen is 0 in some draws of roundings.
+            for flipped in _subsets(_nearest(np.abs(ordered), tolerance.max())):
+                yield chosen ^ _mask(flipped, len(scores))
+            return
+        with np.errstate(invalid="ignore"):
+            apart = ordered[:, None] - ordered  # of each two
+        near = (apart <= np.maximum(tolerance[:, None], tolerance)) & chosen[:, None] & ~chosen
+        distance = np.where(chosen, ordered - ordered[~chosen].max(), ordered[chosen].min() - ordered)
+        tied = _nearest(np.where(near.any(0) | near.any(1), distance, np.inf), np.finfo(float).max)
+        leaving, coming = [i for i in tied if chosen[i]], [i for i in tied if not chosen[i]]
+        for size in range(1, min(len(leaving), len(coming)) + 1):
+            for out in itertools.combinations(leaving, size):
+                for new in itertools.combinations(coming, size):
+                    if near[np.ix_(out, new)].all():
+                        yield chosen ^ _mask((*out, *new), len(scores))
+
+
+def _nearest(distances: np.ndarray, tolerance: float) -> list[int]:
+    near = [int(i) for i in np.argsort(distances, kind="stable") if distances[i] <= tolerance]
+    return near[:_MOST_TIED]
+
+
+def _subsets(items: list[int]) -> Iterator[tuple[int, ...]]:
+    for size in range(1, len(items) + 1):
+        yield from itertools.combinations(items, size)
+
+
+def _mask(places: tuple[int, ...], width: int) -> np.ndarray:
+    mask = np.zeros(width, bool)
+    mask[list(places)] = True
+    return mask
+
+
+def with_choices(model: onnx.ModelProto, forced: bool = False) -> tuple[onnx.ModelProto, tuple[Choice, ...]]:
+    """Return a copy with the scores of each choice among its outputs, and the choices in the graph's order.
+
+    A choice takes the largest of some scores of each row (TopK, ArgMax), or compares each with a limit. The model
+    itself where there is none. forced: with an input for each, zeros for what the scores choose.
+    """
+    graph, types = Rewriter(model), typed_values(model)
+    choices = []
+    for node in graph.nodes:
+        if (choice := _choice(graph, types, node)) is None:
+            continue
+        choices.append(choice)
+        emit = Emitter(graph, f"{choice.name}/choice")
+        element = types[node.input[0]][0]
+        scores = node.input[0] if choice.count else emit("Sub", *node.input)
+        as_float = emit("Cast", scores, to=TensorProto.FLOAT, result=choice.scores)
+        graph.outputs[choice.scores] = helper.make_tensor_value_info(
+            choice.scores, TensorProto.FLOAT, [None, choice.width]
+        )
+        if not forced:
+            graph.replace(node, *emit.nodes, node)
+            continue
+        graph.input(choice.forced, TensorProto.FLOAT, ["rows", choice.width])
+        moved = emit("Add", as_float, choice.forced)
+        graph.replace(node, *_forced_nodes(node, emit, moved, emit("Cast", moved, to=element)))
+    return (graph.finish(), tuple(choices)) if choices else (model, ())
+
+
+def _choice(graph: Rewriter, types: dict[str, tuple[int, Dims]], node: NodeProto) -> Choice | None:
+    """Return what a node chooses of each row; None for nodes that choose nothing."""
+    if node.op_type not in ("TopK", "ArgMax", *_COMPARISONS):
+        return None
+    element, shape = types.get(node.input[0], (0, ()))
+    if element not in _FLOATS or len(shape) != 2 or not isinstance(shape[1], int):
+        return None
+    settings, width = attributes_of(node), shape[1]
+    if node.op_type in _COMPARISONS:
+        return Choice(node.output[0], 0, width, node.op_type.startswith("Greater"))
+    axis = settings.get("axis", -1 if node.op_type == "TopK" else 0)
+    if axis not in (1, -1):
+        return None
+    if node.op_type == "ArgMax":
+        return Choice(node.output[0], 1, width) if width > 1 else None
+    count = graph.array(node.input[1])
+    if count is None or int(count[0]) >= width or node.output[1] not in graph.consumers:
+        return None  # what is read of all, or of values alone, is no choice
+    return Choice(node.output[1], int(count[0]), width, bool(settings.get("largest", 1)))
+
+
+def _forced_nodes(node: NodeProto, emit: Emitter, moved: str, as_before: str) -> list[NodeProto]:
+    """Return the nodes of a forced choice: it is made of moved scores, and what is read is the scores as they are."""
+    own = NodeProto()
+    own.CopyFrom(node)
+    if node.op_type in _COMPARISONS:
+        own.input[:] = [moved, emit(
+            "Constant", value=helper.make_tensor("zero", TensorProto.FLOAT, [1], [0.0])
+        )]  # fmt: skip
+    else:
+        own.input[0] = as_before
+    nodes = [*emit.nodes, own]
+    if node.op_type == "TopK":
+        own.output[0] = f"{node.output[1]}/moved"
+        nodes.append(helper.make_node("GatherElements", [node.input[0], node.output[1]], [node.output[0]], axis=-1))
+    return nodes

@@ -1,0 +1,125 @@
+"""What the blocks of an engine set were given and gave, by request, while the runtime ran them.
+
+Steps in; for each token of a request the rows of each block, out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lockstep.step.packing import PackedTokens
+
+Arrays = dict[str, np.ndarray]
+Place = tuple[str, int]  # part ("block" or "exit") and layer
+
+
+@dataclass
+class BlockRows:
+    """Rows of a block. positions [rows] int64: of their tokens."""
+
+    positions: np.ndarray
+    inputs: Arrays
+    outputs: Arrays
+
+    @classmethod
+    def joined(cls, pieces: Sequence[BlockRows]) -> BlockRows:
+        positions = np.concatenate([piece.positions for piece in pieces])
+        inputs, outputs = (
+            {name: np.concatenate([side[name] for side in sides]) for name in sides[0]}
+            for sides in ([piece.inputs for piece in pieces], [piece.outputs for piece in pieces])
+        )
+        return cls(positions, inputs, outputs)
+
+    def before(self, position: int) -> BlockRows:
+        rows = self.positions < position
+        inputs, outputs = ({name: array[rows] for name, array in side.items()} for side in (self.inputs, self.outputs))
+        return BlockRows(self.positions[rows], inputs, outputs)
+
+
+@dataclass
+class Recorded:
+    """A request: the tokens that came from position `start` on, and the rows of its blocks."""
+
+    start: int
+    ids: list[int] = field(default_factory=list)
+    pieces: dict[Place, list[BlockRows]] = field(default_factory=dict)
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.ids)
+
+    def blocks(self) -> dict[Place, BlockRows]:
+        return {place: BlockRows.joined(pieces) for place, pieces in self.pieces.items()}
+
+
+class Recorder:
+    """An observer of steps.
+
+    places: the blocks that are recorded, each with the inputs that have a row for each token.
+    """
+
+    def __init__(self, places: Mapping[Place, Sequence[str]]):
+        self._places = places
+        self._current: dict[int, Recorded] = {}  # by slot
+        self._requests: list[Recorded] = []
+        self._whole: Recorded | None = None  # the last one without a reused prefix
+        self._tokens: PackedTokens | None = None
+
+    def step(self, tokens: PackedTokens) -> None:
+        self._tokens = tokens
+        for slot, position, token in zip(
+            tokens.slots.tolist(), tokens.position_ids.tolist(), tokens.token_ids.tolist()
+        ):
+            if slot < 0:
+                continue
+            if position == 0 or slot not in self._current or self._current[slot].end != position:
+                self._current[slot] = Recorded(position)
+                self._requests.append(self._current[slot])
+            self._current[slot].ids.append(token)
+
+    def block(self, part: str, layer: int, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> None:
+        names = self._places.get((part, layer))
+        if names is None:
+            return
+        assert self._tokens is not None  # a step begins with its tokens
+        given = np.arange(len(self._tokens.slots)) if part == "block" else inputs["logit_rows"]
+        slots = self._tokens.slots[given]
+        for slot in sorted(set(slots.tolist()) - {-1}):
+            own = np.flatnonzero(slots == slot)
+            rows = given[own]
+            piece = BlockRows(
+                self._tokens.position_ids[rows],
+                {name: _in_float32(inputs[name][rows]) for name in names},
+                {name: _in_float32(array[own]) for name, array in outputs.items()},
+            )
+            self._current[slot].pieces.setdefault((part, layer), []).append(piece)
+
+    def take(self, ids: Sequence[int]) -> dict[Place, BlockRows]:
+        """Return the blocks of a request with these tokens, and forget it. Empty where there was none.
+
+        The rows of a reused prefix are those of the request before, where it was the same.
+        """
+        wanted = list(ids)
+        number = next((i for i, one in enumerate(self._requests) if one.ids == wanted[one.start :]), None)
+        if number is None:
+            return {}
+        request, whole = self._requests.pop(number), self._whole
+        if not request.start:
+            self._whole = request
+        elif whole is not None and whole.ids[: request.start] == wanted[: request.start]:
+            earlier = {place: rows.before(request.start) for place, rows in whole.blocks().items()}
+            own = request.blocks()
+            return {place: BlockRows.joined([rows, own[place]]) for place, rows in earlier.items() if place in own}
+        return request.blocks()
+
+    def clear(self) -> None:
+        """Forget requests that nobody took."""
+        self._requests.clear()
+
+
+def _in_float32(array: np.ndarray) -> np.ndarray:
+    """Return numbers of 16 bits, of which NumPy knows not all, as float32."""
+    return array if array.dtype.kind in "biu" else array.astype(np.float32)

@@ -1,0 +1,169 @@
+"""A choice that rounding decides is no error, and another choice is: engines of bf16, right and with wrong routers."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from built_family import NAME, built_family
+from onnx import TensorProto, helper
+
+from faults.edit import Edit
+from lockstep.artifacts.files import read_json, sha256_file, write_json
+from lockstep.backends import build
+from lockstep.errors import CheckError
+from lockstep.onnx_tools.rounded import exact_and_rounded
+from lockstep.targets import Limits, Results, Target
+from lockstep.tolerances import Tolerances
+from lockstep.verify.golden.check import check_engines
+from lockstep.verify.golden.reference import make_reference
+from lockstep.verify.golden.terms import GoldenTerms
+from lockstep.verify.routing.choices import Choice, with_choices
+from some import some
+
+pytestmark = pytest.mark.exports
+
+MIXTURES = (
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "phimoe",
+    "dots1",
+    "deepseek_v3",
+    "gpt_oss",
+    "nemotron_h",
+    "llama4_text",
+)
+LIMITS = Limits(4, 64, 128, 256)
+TERMS = GoldenTerms(8, ("San Francisco is a", "1 2 3 4"), 70)
+
+
+# --- engines of bf16 on every CPU: what they give in float32 is rounded ---
+
+
+def next_expert(edit: Edit) -> None:
+    """The router chooses the expert after its own."""
+    for gather in edit.nodes("GatherND"):
+        if "experts" in gather.input[0]:
+            experts = next(value for value in edit.graph.input if value.name == gather.input[0])
+            count = edit.const(experts.type.tensor_type.shape.dim[0].dim_value)
+            gather.input[1] = edit.op("Mod", edit.op("Add", gather.input[1], edit.const(1)), count)
+
+
+def shares_scaled(edit: Edit) -> None:
+    """What the experts give counts 1.05 times as much."""
+    for gather in edit.nodes("GatherND"):
+        if "down_proj" in gather.input[0]:
+            edit.replace(gather.output[0], lambda weights: edit.times(weights, 1.05))
+
+
+def without_bias(edit: Edit) -> None:
+    """The router's bias is left out."""
+    edit.replace(edit.slot("bias"), lambda bias: edit.times(bias, 0.0))
+
+
+Fault = Callable[[Edit], None]
+
+
+def bf16_engines(root: Path, results: Results, fault: Fault | None) -> Path:
+    """Build engines that round to bf16 what products give, with a fault in each block that chooses."""
+    assembly, engines = results.assembly(NAME, "fp32"), root / "engines" / "engines.json"
+    planted = root / "graphs" / assembly.name
+    shutil.copytree(assembly.parent, planted.parent)
+    content = read_json(planted)
+    phases = [variant[phase] for variant in content["kinds"].values() for phase in ("prefill", "decode")]
+    for entry in (*content["classes"].values(), *phases):
+        path = planted.parent / entry["graph"]
+        model = onnx.load(path)
+        if fault is not None and with_choices(model)[1]:
+            edit = Edit(model)
+            fault(edit)
+            model = onnx.ModelProto.FromString(edit.done())
+        _, rounded = exact_and_rounded(model, [slot["name"] for slot in entry.get("slots", ())])
+        onnx.save(rounded, path)
+        entry["sha256"] = sha256_file(path)
+    write_json(planted, content)
+    build(planted, "onnxruntime", engines)
+    manifest, right = read_json(engines), read_json(results.engines(NAME, "fp32", "onnxruntime"))
+    for name, entry in manifest["engines"].items():
+        entry["graph_sha256"] = right["engines"][name]["graph_sha256"]
+    write_json(engines, manifest)
+    return engines
+
+
+@pytest.fixture
+def check(shared, tmp_path):
+    """Run the golden check of such engines; the report."""
+
+    def run(family: str, fault: Fault | None = None) -> dict:
+        results = Results(built_family(shared, family) / "results")
+        reference, out = tmp_path / "reference" / "all.json", tmp_path / "golden.json"
+        make_reference(results.checkpoint(NAME), "all", TERMS, reference)
+        check_engines(
+            results.assembly(NAME, "fp32"), results.weights(NAME, "fp32"), bf16_engines(tmp_path, results, fault),
+            reference, Target(NAME, "fp32", "all", "onnxruntime"), Tolerances("bf16", "onnxruntime"), LIMITS, out,
+            tmp_path / "speed.json",
+        )  # fmt: skip
+        return read_json(out)
+
+    return run
+
+
+@pytest.mark.parametrize("family", some(MIXTURES, "dots1"))
+def test_right_engines_of_mixtures_pass_in_bf16(check, family):
+    assert check(family)["result"] == "pass"
+
+
+@pytest.mark.parametrize(
+    ("family", "fault"),
+    some([
+        ("mixtral", next_expert),
+        *((family, fault) for family in MIXTURES for fault in (next_expert, shares_scaled)),
+        *((family, without_bias) for family in ("deepseek_v3", "dots1")),
+    ]),
+)  # fmt: skip
+def test_routers_that_are_wrong_are_refused(check, family, fault):
+    with pytest.raises(CheckError, match="along the engine's own choices"):
+        check(family, fault)
+
+
+# --- what may be chosen ---
+
+
+def chosen(choice: Choice, scores: list[float], tolerance: float) -> list[list[int]]:
+    tolerances = np.full(len(scores), tolerance)
+    return [np.flatnonzero(way).tolist() for way in choice.alternatives(np.array(scores), tolerances)]
+
+
+def test_scores_that_are_nearer_than_rounding_may_change_places_and_others_not():
+    two = Choice("of four", 2, 4)
+    assert chosen(two, [0.4, 0.3, 0.29, 0.1], 0.005) == [[0, 1]]
+    assert chosen(two, [0.4, 0.3, 0.29, 0.1], 0.02) == [[0, 1], [0, 2]]
+    assert chosen(two, [0.3, 0.3, 0.3, 0.1], 0.02) == [[0, 1], [1, 2], [0, 2]]
+    assert chosen(Choice("above a limit", 0, 3), [0.5, -0.01, -0.5], 0.02) == [[0], [0, 1]]
+    assert chosen(Choice("the smallest", 1, 3, largest=False), [0.1, 0.2, 0.3], 0.02) == [[0]]
+
+
+def test_a_choice_can_be_forced_and_its_values_stay_the_scores():
+    graph = helper.make_graph(
+        [
+            helper.make_node("TopK", ["x", "two"], ["values", "places"], axis=-1),
+            helper.make_node("Cast", ["places"], ["chosen"], to=TensorProto.FLOAT),
+        ],
+        "router",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["num_tokens", 4])],
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["num_tokens", 2]) for name in ("values", "chosen")],
+        [onnx.numpy_helper.from_array(np.array([2]), "two")],
+    )
+    model, (choice,) = with_choices(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)]), forced=True)
+    session = onnx.reference.ReferenceEvaluator(model)
+    x = np.array([[0.4, 0.3, 0.2, 0.1]], np.float32)
+    force = choice.force(np.array([[False, False, True, True]]))
+    free = session.run(None, {"x": x, choice.forced: np.zeros_like(x)})
+    forced = session.run(None, {"x": x, choice.forced: force})
+    assert free[1].tolist() == [[0, 1]] and sorted(forced[1][0].tolist()) == [2, 3]
+    assert sorted(forced[0][0].tolist()) == sorted(x[0, 2:].tolist()) and np.array_equal(forced[2], x)
