@@ -19,8 +19,6 @@ from some import some
 
 pytest.importorskip("openvino")
 BACKENDS = ("onnxruntime", "openvino")
-# Choices of experts that flip where bf16 rounds more than two router logits are apart, and a bound that is too narrow.
-REFUSED_BY_GOLDEN = ("mixtral", "phimoe", "dots1", "deepseek_v3", "gpt_oss", "gemma")
 
 
 def offered(quantized: bool) -> dict[str, list[str]]:
@@ -55,7 +53,8 @@ def test_a_family_is_served_and_passes_in_16_bits(shared: Shared, tmp_path: Path
     precisions = offered(quantized=False)
     targets = {**precisions, "openvino": ["fp32", *precisions["openvino"]]}
     lines = failures(tmp_path, FAMILIES[family].config, targets)
-    known = ("golden tiny/bf16/",) if family in REFUSED_BY_GOLDEN else ()
+    # Phi-MoE's experts are chosen by a limit too, whose ties `compare` does not leave out.
+    known = ("compare tiny/bf16/",) if family == "phimoe" else ()
     assert not [line for line in lines if not line.startswith(known)]
 
 

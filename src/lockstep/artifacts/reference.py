@@ -3,7 +3,8 @@
 `reference/<layers>.json` in and out. Logits lie in a safetensors file beside it: `logits.<number of the prompt>`
 [len(tokens), vocab_size], and those of the long prompt, `long.prompt` [len(counts), vocab_size] and `long.logits`
 [len(tokens), vocab_size]; all float32. Beside them lies what fp16 costs of them, the largest and the rms error of each
-row: `noise.<number of the prompt>` [len(tokens), 2], `long.noise` [len(counts) + len(tokens), 2], float32.
+row: `noise.<number of the prompt>` [len(tokens), 2], `long.noise` [len(counts) + len(tokens), 2], float32. Of a model
+that chooses inside, as a router does, there are 4 numbers a row: last the same two where what is chosen stays chosen.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ of a cache in fp8.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,12 @@ _PRODUCTS = {
     functional.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__, torch.mm,
     torch.Tensor.mm, torch.bmm, torch.Tensor.bmm, torch.baddbmm, torch.Tensor.baddbmm, torch.addmm, torch.Tensor.addmm,
     torch.einsum, functional.conv1d, torch._grouped_mm,
+}  # fmt: skip
+# What takes the largest of some scores, or compares them with a limit.
+_LARGEST = {torch.topk, torch.Tensor.topk, torch.max, torch.Tensor.max, torch.argmax, torch.Tensor.argmax}
+_COMPARED = {
+    torch.gt, torch.Tensor.gt, torch.Tensor.__gt__, torch.ge, torch.Tensor.ge, torch.Tensor.__ge__, torch.lt,
+    torch.Tensor.lt, torch.Tensor.__lt__, torch.le, torch.Tensor.le, torch.Tensor.__le__,
 }  # fmt: skip
 _LEVELS = 127.0
 _OF_EXPERTS = re.compile(r"\.experts\.")  # whose activations are not rounded (export.quantize); shared ones are
@@ -71,6 +77,51 @@ class Rounded(TorchFunctionMode):
         return value.to(self.dtype) if _is_parameter(value) else value
 
 
+class Choices(TorchFunctionMode):
+    """Keep what a model chooses inside, and let it choose the same when the same steps run `again`, rounded.
+
+    A choice that rounding decides is no noise (docs/checks.md).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: list[torch.Tensor] = []
+        self._again: Iterator[torch.Tensor] | None = None
+        self.takes_largest = False  # of some scores, as a router does
+
+    def again(self) -> Choices:
+        self._again = iter(self._kept)
+        return self
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func not in _COMPARED and func not in _LARGEST:
+            return result
+        scores = args[0] if args else kwargs["input"]
+        chosen = result[1] if isinstance(result, tuple) else result
+        if not _is_float(scores) or _is_float(chosen):  # the larger of two numbers is no place
+            return result
+        if self._again is None:
+            self._kept.append(chosen)
+            self.takes_largest |= func in _LARGEST
+            return result
+        chosen = next(self._again)
+        if not isinstance(result, tuple):
+            return chosen
+        place = 2 if func in (torch.topk, torch.Tensor.topk) else 1
+        dim = kwargs.get("dim", args[place] if len(args) > place else -1)
+        index = chosen if chosen.dim() == scores.dim() else chosen.unsqueeze(dim)
+        values = scores.gather(dim, index)
+        return type(result)((values if index is chosen else values.squeeze(dim), chosen))
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
 def noisy(exact: np.ndarray, compute: Callable[[torch.dtype], np.ndarray]) -> np.ndarray:
     """Return what `compute` gives in fp16 in the place of `exact`.
 
@@ -90,8 +141,7 @@ def _is_parameter(value: Any) -> bool:
 
 
 def _float32(value: Any) -> Any:
-    is_half = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return value.float() if is_half else value
+    return value.float() if _is_float(value) else value
 
 
 def _mapped(function: Callable[[Any], Any], value: Any) -> Any:

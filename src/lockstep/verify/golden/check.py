@@ -25,7 +25,7 @@ from lockstep.verify.golden import drafted
 from lockstep.verify.golden.decoding import DecodingCheck
 from lockstep.verify.golden.forced import Errors, Forced, chunks_to_edges, drawn_positions, random_chunks
 from lockstep.verify.golden.moved import MovedCheck
-from lockstep.verify.golden.prompts import Decoded, Long, Prompt
+from lockstep.verify.golden.prompts import Decoded, Long, Prompt, read_reference
 from lockstep.verify.golden.routes import Routes, known_rows
 from lockstep.verify.metrics import largest
 from lockstep.verify.routing.along import Router
@@ -70,6 +70,7 @@ class GoldenCheck(DecodingCheck):
         router = Router.open(self.assembly_json, self.weights_json, self.target.layers, self.tolerance, self.threads)
         if router is None or not self.model.gives_all_logits:
             return
+        self.prompts, self.long, _ = read_reference(self.reference_json, self.expected, self.tolerance, follows=True)
         self._routes = Routes(router, known_rows([*self.prompts, *([self.long.prompt] if self.long else [])]))
         requests = [self.along(prompt) for prompt in self.prompts]
         with self._routes.observed(self.model):

@@ -51,6 +51,7 @@ class DecodingCheck:
             )
         self.target, self.max_new_tokens = target, self.reference.max_new_tokens
         self.assembly_json, self.tolerance = assembly_json, tolerance
+        self.reference_json, self.expected = Path(reference_json), expected
         self.stop_ids, self.max_num_tokens = frozenset(self.reference.eos_token_ids), limits.max_num_tokens
         self.weights_json, self.threads = weights_json, threads
         self._check_limits(limits)

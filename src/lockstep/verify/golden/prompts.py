@@ -87,11 +87,17 @@ class Long:
 
 
 def read_reference(
-    path: Path, expected: Sequence[str | None], tolerances: Tolerances
+    path: Path, expected: Sequence[str | None], tolerances: Tolerances, follows: bool = False
 ) -> tuple[list[Prompt], Long | None, ReferenceManifest]:
-    """Read a reference and the logits beside it. expected: the text that must follow each prompt."""
+    """Read a reference and the logits beside it.
+
+    expected: the text that must follow each prompt. follows: whether logits are judged along the engines' choices, so
+    that no noise is due to others.
+    """
     manifest = ReferenceManifest.load(path)
     arrays = _read_logits(path, manifest.logits)
+    for name in [name for name in arrays if "noise" in name]:
+        arrays[name] = arrays[name][:, -2:] if follows else arrays[name][:, :2]
     texts = list(expected) or [None] * len(manifest.prompts)
     if len(texts) != len(manifest.prompts):
         raise InputError(

@@ -5,6 +5,7 @@ Needs torch and transformers. A model and token ids in; logits, or errors of log
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from lockstep.errors import InputError
-from lockstep.verify.rounded import NOISE_DTYPES, Rounded
+from lockstep.verify.rounded import NOISE_DTYPES, Choices, Rounded
 
 # tokens that eager attention takes at a time: its scores are a number for each pair of tokens
 _CHUNK = 256
@@ -67,20 +68,36 @@ def logits_behind(
 def logit_noise(model: torch.nn.Module, ids: Sequence[int], expected: Mapping[int, np.ndarray]) -> np.ndarray:
     """Return the (largest, rms) error of each row of `expected` that transformers makes in fp16, [rows, 2] float32.
 
-    expected: {number of tokens: logits in float32 behind so many of `ids`}. Raises InputError for a model whose logits
-    are not finite in 16 bits.
+    Of a model that chooses inside [rows, 4]: last the same errors where what is chosen stays chosen. expected: {number
+    of tokens: logits in float32 behind so many of `ids`}. Raises InputError for a model whose logits are not finite in
+    16 bits.
     """
+    choices = _choices(model, ids)
     for dtype, rounding in NOISE_DTYPES:
-        with Rounded(dtype):
-            found, _ = logits_behind(model, ids, expected)
-        errors = [found[count].astype(np.float64) - row for count, row in expected.items()]
-        rows = np.array([(np.abs(error).max(), np.sqrt(np.mean(error * error))) for error in errors])
+        columns = []
+        for kept in (None, choices) if choices else (None,):
+            with kept.again() if kept else contextlib.nullcontext(), Rounded(dtype):
+                found, _ = logits_behind(model, ids, expected)
+            errors = [found[count].astype(np.float64) - row for count, row in expected.items()]
+            columns.append([(np.abs(error).max(), np.sqrt(np.mean(error * error))) for error in errors])
+        rows = np.concatenate([np.array(pairs) for pairs in columns], axis=1)
         if np.isfinite(rows).all():
             return (rows / rounding).astype(np.float32)
     raise InputError(
         f"{type(model).__name__}: expected finite logits of its weights rounded to bfloat16, found NaN "
         "or infinity; are these weights whole?"
     )
+
+
+def _choices(model: torch.nn.Module, ids: Sequence[int]) -> Choices | None:
+    """Return what a model chooses along tokens; None where it chooses nothing, which the first token shows."""
+    for tokens in (ids[:1], ids):
+        choices = Choices()
+        with choices:
+            logits_behind(model, tokens, ())
+        if not choices.takes_largest:
+            return None
+    return choices
 
 
 def perplexity(model: PreTrainedModel, tokens: Sequence[int]) -> tuple[float, int]:

@@ -116,7 +116,8 @@ class Router:
             if place not in forces:
                 return outputs
             weights = self._graphs.weights_of(stage.graph, stage.slots)
-            return self._blocks[stage.graph].forced(stage.inputs, weights, forces[place])
+            along = self._blocks[stage.graph].forced(stage.inputs, weights, forces[place])
+            return {name: along[name].astype(array.dtype) for name, array in outputs.items()}
 
         *_, last = Walk(self._graphs, [tokens], instead=exact)
         return last.outputs["logits"].astype(np.float32)
