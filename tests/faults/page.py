@@ -17,7 +17,8 @@ from faults.models import MODELS
 from lockstep.artifacts.files import read_json
 
 RECORDS = (
-    "faults.json", "faults-openvino-quantized.json", "faults-checkpoint.json", "faults-quantized-checkpoint.json",
+    "faults.json", "faults-quantized.json", "faults-openvino.json", "faults-openvino-quantized.json",
+    "faults-checkpoint.json", "faults-quantized-checkpoint.json",
     "faults-tensorrt.json",
 )  # fmt: skip
 
