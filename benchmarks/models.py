@@ -6,7 +6,7 @@ settings of its published checkpoints, a type in fp32 and fp16 with the defaults
 In: names of families or types (default: all). Out: for each whether it works (with the error of its logits against
 transformers' eager forward, its activations, and the numbers of block classes and attention variants), is refused (with
 the reason), or why no tiny model could be made. Each has a process of its own. What is written goes beside the rows
-that were written before, so that the whole may be made in pieces.
+that the same code and packages wrote before, so that a run that was cut goes on; rows of another code are dropped.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from benchmarks.measure import deliver, surroundings
 from benchmarks.published import FAMILIES
 from lockstep import InputError
 from lockstep.artifacts.files import write_json
+from lockstep.provenance.code_identity import part_digest
 from lockstep.tolerances import EXPORT
 
 OPTIONS = (
@@ -42,12 +43,13 @@ RESULTS = {
     WORKS: "logits equal those of transformers",
     REFUSED: "the export says why",
     NO_MODEL: "transformers makes no model of the type's default config, however small",
-    WRONG: "passes the export's gates and gives other logits than transformers",
+    WRONG: "passes the export's gates, and fails a later check or gives other logits than transformers",
     BROKEN: "ends in an error that is no refusal",
 }
 OWN_ERRORS = 4  # times what transformers in fp32 differs from itself in fp64, where that is more; fp16 from fp32
-_CPU_SECONDS = 300
-_WALL_SECONDS = 1500  # for machines that do other work too
+STAGES = "resolve, architecture, export, convert, build, validate, compare, reference, golden, served"
+_CPU_SECONDS = 600
+_WALL_SECONDS = 3000  # for machines that do other work too
 _MEMORY = 14 << 30
 
 
@@ -105,6 +107,8 @@ def _record(records: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     return {
         "benchmark": "models",
         "tolerance": EXPORT,
+        "stages": STAGES,
+        "code": part_digest("."),
         "families": {name: record for name, record in records.items() if name in FAMILIES},
         "models": {name: record for name, record in records.items() if name not in FAMILIES},
         **surroundings(*PACKAGES, threads=1),
@@ -112,9 +116,9 @@ def _record(records: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _beside(record: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return a record with the rows of an earlier one of the same versions that it does not have itself."""
+    """Return a record with the rows of an earlier one of the same code that it does not have itself."""
     earlier = json.loads(path.read_text()) if path.is_file() else {}
-    if earlier.get("versions") != record["versions"]:
+    if any(earlier.get(key) != record[key] for key in ("code", "stages", "versions")):
         return record
     families = {**earlier.get("families", {}), **record["families"]}
     return record | {
@@ -178,10 +182,11 @@ def write_page(report: dict[str, Any], path: Path) -> Path:
             "made this page. Weights are random, but activations are like those of trained models, where the class "
             "lets them: a few channels of the hidden state are 50 to 500 times the others, the first token has most "
             "of the attention, logits have a standard deviation of 5 (`tests.lifelike`; outlier and first "
-            "token below). A model works when the logits of four requests (one of 300 tokens, of mixtures at least "
-            "100), prefilled together and then decoded, and of the long one again, in chunks of 97 tokens beside the "
-            "others' decoding, equal those of each request alone and whole: they differ from transformers' eager "
-            f"forward by at most {report['tolerance']:.0e} of their standard deviation, or by at most four times what "
+            f"token below). {_passes(report)}A model works when the logits of four requests (one of 300 tokens, of "
+            "mixtures at least 100), prefilled together and then decoded, and of the long one again, in chunks of 97 "
+            "tokens beside the others' decoding, equal those of each request alone and whole: they differ from "
+            f"transformers' eager forward by at most {report['tolerance']:.0e} of their standard deviation, or by at "
+            "most four times what "
             "transformers in fp32 differs from itself in fp64 (the column behind; weights may make a model that "
             "sensitive). In fp16 it is held to four times what transformers in fp16 differs from itself in fp32; of a "
             "mixture but for one token of 20, for a router near a tie may choose another expert."
@@ -193,6 +198,12 @@ def write_page(report: dict[str, Any], path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines).rstrip() + "\n")
     return path
+
+
+def _passes(report: Mapping[str, Any]) -> str:
+    """Return which stages a model must pass; an older record says of none that it ran."""
+    stages = report.get("stages")
+    return f"Every stage of the workflow must pass on ONNX Runtime in fp32 ({stages}). " if stages else ""
 
 
 def _families(families: Mapping[str, dict[str, Any]]) -> list[str]:

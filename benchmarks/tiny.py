@@ -19,6 +19,7 @@ import onnxruntime  # noqa: F401  here so that the process that others are forke
 import torch
 import transformers
 from tests import lifelike
+from tests.whole_workflow import LIMITS, failures
 
 import lockstep
 from benchmarks.models import BROKEN, NO_MODEL, OWN_ERRORS, REFUSED, WORKS, WRONG
@@ -123,7 +124,15 @@ def try_config(config: Mapping[str, Any], folder: Path, half: bool) -> dict[str,
             f"in fp16 logits differ by {error_16:.1e} of their standard deviation, transformers' own by {own_16:.1e}"
         )
         return {"result": WRONG, "reason": reason, **record}
+    lines = failures(results.root, str(source), {"onnxruntime": ["fp32"]}, max_seq_len=_positions(assembly))
+    if lines:
+        return {"result": WRONG, "reason": " ".join(lines[0].replace(f"{folder}/", "").split())[:400], **record}
     return {"result": WORKS, **record}
+
+
+def _positions(assembly: Assembly) -> int:
+    """Return the longest sequence that the stages run."""
+    return min(LIMITS["max_seq_len"], assembly.max_position_embeddings or LIMITS["max_seq_len"])
 
 
 def _rounded(value: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import click
@@ -83,6 +84,13 @@ def test_the_readme_and_the_manual_stay_short() -> None:
 def test_the_graph_of_packages_is_current() -> None:
     page = draw_packages.PAGE.read_text(encoding="utf-8")
     assert page == draw_packages.page(page, draw_packages.packages()), "run: python docs/draw_packages.py"
+
+
+def test_the_readme_counts_the_families_that_the_record_does() -> None:
+    results = Counter(one["result"] for one in read_json(RECORDS / "bench" / "models.json")["families"].values())
+    counts = f"Of {results.total()} published model families {results['works']} work; the others are refused"
+    assert counts in (REPOSITORY / "README.md").read_text()
+    assert results.total() == results["works"] + results["refused"]
 
 
 def test_generated_pages_are_what_their_records_give(tmp_path: Path) -> None:

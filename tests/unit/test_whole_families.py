@@ -6,16 +6,19 @@ each. What is left runs at night.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from families import FAMILIES
-from whole_family import GROUP, failures, in_groups
 
 from lockstep.config.backends import backends
 from lockstep.targets import is_quantized
 from shared import Shared
 from some import some
+from whole_workflow import GROUP, failures, in_groups
 
 pytest.importorskip("openvino")
 BACKENDS = ("onnxruntime", "openvino")
@@ -34,17 +37,23 @@ def offered(quantized: bool) -> dict[str, list[str]]:
     }
 
 
+def failed(config: Mapping[str, Any], folder: Path, targets: Mapping[str, Sequence[str]], **options: Any) -> list[str]:
+    """Take a config.json with random weights through all stages."""
+    (folder / "shape.json").write_text(json.dumps(config))
+    return failures(folder / "results", f"random:{folder}/shape.json?seed=0", targets, **options)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_passes_every_stage(shared: Shared, tmp_path: Path, family: str) -> None:
     targets = dict.fromkeys(BACKENDS, ["fp32"])
-    assert not failures(tmp_path, FAMILIES[family].config, targets, left_out="served tiny/fp32/all/openvino")
+    assert not failed(FAMILIES[family].config, tmp_path, targets, left_out="served tiny/fp32/all/openvino")
 
 
 @pytest.mark.parametrize("family", some(FAMILIES, "gpt2"))
 def test_a_family_passes_every_stage_in_w4a16(shared: Shared, tmp_path: Path, family: str) -> None:
     """GPT-2 holds its weights transposed."""
     targets = dict.fromkeys(BACKENDS, ["w4a16"])
-    assert not failures(tmp_path, in_groups(FAMILIES[family].config), targets, group_size=GROUP)
+    assert not failed(in_groups(FAMILIES[family].config), tmp_path, targets, group_size=GROUP)
 
 
 @pytest.mark.long
@@ -52,7 +61,7 @@ def test_a_family_passes_every_stage_in_w4a16(shared: Shared, tmp_path: Path, fa
 def test_a_family_is_served_and_passes_in_16_bits(shared: Shared, tmp_path: Path, family: str) -> None:
     precisions = offered(quantized=False)
     targets = {**precisions, "openvino": ["fp32", *precisions["openvino"]]}
-    lines = failures(tmp_path, FAMILIES[family].config, targets)
+    lines = failed(FAMILIES[family].config, tmp_path, targets)
     # Phi-MoE's experts are chosen by a limit too, whose ties `compare` does not leave out.
     known = ("compare tiny/bf16/",) if family == "phimoe" else ()
     assert not [line for line in lines if not line.startswith(known)]
@@ -62,4 +71,4 @@ def test_a_family_is_served_and_passes_in_16_bits(shared: Shared, tmp_path: Path
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_passes_every_stage_in_small_weights(shared: Shared, tmp_path: Path, family: str) -> None:
     targets = {name: [one for one in precisions if one != "w4a16"] for name, precisions in offered(True).items()}
-    assert not failures(tmp_path, in_groups(FAMILIES[family].config), targets, group_size=GROUP)
+    assert not failed(in_groups(FAMILIES[family].config), tmp_path, targets, group_size=GROUP)

@@ -1,0 +1,77 @@
+"""A model through the whole workflow, from resolve to served, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.config import load
+from lockstep.config.sources import RandomSource, parse_source
+from lockstep.errors import CheckError, InputError
+from lockstep.stages import STAGES, Job, jobs
+
+MODEL = "tiny"
+LIMITS = {"max_batch_size": 4, "max_input_len": 32, "max_seq_len": 64, "max_num_tokens": 64}
+GOLDEN = {"max_new_tokens": 8, "prompts": [{"text": "Light"}]}
+GROUP = 16
+# Sizes of the families whose rows are no whole groups.
+_IN_GROUPS = {
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "v_head_dim": 16,
+}
+
+
+def in_groups(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of the same family whose rows are whole groups of 16."""
+    return {**config, **{key: size for key, size in _IN_GROUPS.items() if key in config}}
+
+
+def failures(
+    root: Path,
+    source: str,
+    targets: Mapping[str, Sequence[str]],
+    left_out: str = "",
+    max_seq_len: int = LIMITS["max_seq_len"],
+    **settings: Any,
+) -> list[str]:
+    """Take a model through all stages of its targets; return a line for each job that failed.
+
+    root: of the results, of which those that are there are not made again. source: `random:<config.json>?seed=0` or a
+    checkpoint's folder. targets: precisions by backend. left_out: a job that is not run, as it calls itself. settings:
+    of the model, in the config. What needs the output of a failed job is left out too. Raises InputError where the
+    config is refused.
+    """
+    model = {
+        "source": source,
+        "layers": ["all"],
+        "precisions": list(dict.fromkeys(precision for precisions in targets.values() for precision in precisions)),
+        "backends": list(targets),
+        "backend_precisions": {backend: list(precisions) for backend, precisions in targets.items()},
+        "golden": GOLDEN,
+        **settings,
+    }
+    limits = {**LIMITS, "max_seq_len": max_seq_len}
+    config, kind = load.load({"models": {MODEL: model}, "limits": limits}), parse_source(source)
+    place = Path(kind.config if isinstance(kind, RandomSource) else source)
+    config.check_model(MODEL, place)
+    lines = []
+    for job in jobs(config, root, config.targets()):
+        job.given.update({"path": place} if isinstance(kind, RandomSource) else {"folder": place})
+        is_able = all(needed.exists() for needed in (*job.inputs.values(), *_brought(job, kind)))
+        if is_able and not job.output.exists() and str(job) != left_out:
+            try:
+                STAGES[job.stage].make(job)
+            except (CheckError, InputError) as error:
+                lines.append(f"{job}: {error}")
+    return lines
+
+
+def _brought(job: Job, kind: object) -> list[Path]:
+    """Return the manifests that another job brings, of a checkpoint that is no folder."""
+    patterns = STAGES[job.stage].brought.values() if isinstance(kind, RandomSource) else ()
+    return [STAGES[job.stage].path(job, pattern) for pattern in patterns]
