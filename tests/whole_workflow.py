@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def failures(
     config.check_model(MODEL, place)
     lines = []
     for job in jobs(config, root, config.targets()):
-        job.given.update({"path": place} if isinstance(kind, RandomSource) else {"folder": place})
+        job = replace(job, given={"path" if isinstance(kind, RandomSource) else "folder": place})
         is_able = all(needed.exists() for needed in (*job.inputs.values(), *_brought(job, kind)))
         if is_able and not job.output.exists() and str(job) != left_out:
             try:
