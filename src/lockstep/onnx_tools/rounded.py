@@ -63,7 +63,10 @@ def _eight_bit_steps(model: onnx.ModelProto) -> set[str]:
         divided = graph.producers.get(node.input[0]) if is_e4m3 or node.op_type == "Round" else None
         if divided is None or divided.op_type != "Div":
             continue
-        steps |= {divided.output[0], *(reader.output[0] for reader in graph.consumers[node.output[0]])}
+        readers = graph.consumers[node.output[0]]
+        shaped = [other for reader in readers for other in graph.consumers.get(reader.output[0], [])]
+        steps |= {divided.output[0], *(reader.output[0] for reader in readers)}
+        steps |= {reader.output[0] for reader in shaped if reader.op_type == "Reshape"}
         step = graph.producers.get(divided.input[1])
         while step is not None and step.op_type in _STEP:
             steps.add(step.output[0])

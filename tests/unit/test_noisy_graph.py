@@ -1,0 +1,72 @@
+"""The noise of a graph is what rounding its values does, and no more."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+
+from lockstep.onnx_tools.int8_rounding import rounding
+from lockstep.onnx_tools.judge import Spread, measure, wrong
+from lockstep.onnx_tools.rewriter import Rewriter
+from lockstep.onnx_tools.sessions import compute
+from lockstep.onnx_tools.widened import widened
+from lockstep.tolerances import Tolerances
+from lockstep.verify.noisy_graph import NoisyGraph, beside_graph
+
+HEADER = '<ir_version: 8, opset_import: ["": 18]> g '
+PRODUCT = (
+    HEADER
+    + "(float[n, 64] hidden, float[64, 64] weight) => (float[n, 64] out) { out = Gemm <transB = 1> (hidden, weight) }"
+)
+ANGLES = (
+    HEADER
+    + """(float[n, 1] query, int64[n] position_ids) => (float[n, 1] out)
+  <float frequency = {0.7}, int64[1] axis = {1}>
+  { wide = Cast <to = 1> (position_ids) angle = Mul (wide, frequency) turn = Cos (angle)
+    turns = Unsqueeze (turn, axis) out = Mul (query, turns) }"""
+)
+RANDOM = np.random.default_rng(0)
+HIDDEN, WEIGHT = RANDOM.standard_normal((300, 64), np.float32), RANDOM.standard_normal((64, 64), np.float32)
+
+
+def noise(model: onnx.ModelProto, feeds: dict[str, np.ndarray], slots: tuple[str, ...] = ()) -> Spread:
+    return NoisyGraph(model, slots).noise(feeds, compute(widened(model), feeds))["out"]
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_a_product_is_rounded_once(narrow: bool) -> None:
+    """To bf16, an eighth of which is fp16's: at most 2^-9 / 8 of a number, uniform; in a graph of fp16 too."""
+    text = PRODUCT.replace("float[", "float16[") if narrow else PRODUCT
+    dtype = np.float16 if narrow else np.float32
+    feeds = {"hidden": HIDDEN.astype(dtype), "weight": WEIGHT.astype(dtype)}
+    found = noise(onnx.parser.parse_model(text), feeds, ("weight",))
+    assert 0.9 * 2**-11 < found.largest.max() <= 2**-11 and 2**-14 < np.median(found.rms) < 2**-12
+
+
+def test_what_is_made_of_positions_alone_is_as_exact_as_in_an_engine() -> None:
+    """An angle of 10,000 rounded to bf16 would be another one."""
+    positions = np.arange(300)
+    feeds = {"query": np.ones((300, 1), np.float32), "position_ids": positions + 14_000}
+    assert noise(onnx.parser.parse_model(ANGLES), feeds).largest.max() <= 2**-11
+
+
+def test_activations_of_8_bits_become_the_same_integers() -> None:
+    model = onnx.parser.parse_model(PRODUCT)
+    graph = Rewriter(model)
+    nodes = rounding(graph, "hidden", 64, 16)
+    graph.nodes[0].input[0] = nodes[-1].output[0]
+    graph.prepend(*nodes)
+    hidden = HIDDEN.astype(ml_dtypes.bfloat16).astype(np.float32)
+    rounded = noise(graph.finish(), {"hidden": hidden, "weight": WEIGHT}, ("weight",))
+    assert rounded.largest.max() <= 2**-11, "the product alone is rounded"
+
+
+def test_an_output_that_is_rounded_passes_and_one_that_is_a_little_wrong_does_not() -> None:
+    exact = HIDDEN @ WEIGHT.T
+    model = onnx.parser.parse_model(PRODUCT)
+    bound = beside_graph(Tolerances("bf16"), noise(model, {"hidden": HIDDEN, "weight": WEIGHT}, ("weight",)))
+    engine = exact.astype(ml_dtypes.bfloat16).astype(np.float32)
+    assert wrong("out", measure(exact, engine, bound)) is None
+    assert "an rms error" in (wrong("out", measure(exact, engine * np.float32(1.01), bound)) or "")
