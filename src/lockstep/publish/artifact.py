@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from lockstep.artifacts.document import ValidationError
-from lockstep.artifacts.files import atomic_path, dump_json, sha256_file
+from lockstep.artifacts.files import dump_json, sha256_file, write_bytes
 from lockstep.bundle.archive import MANIFEST, Archive, BundleManifest, Entry, read_archive, write_archive, write_tar
 from lockstep.errors import CheckError, InputError
 from lockstep.provenance.lock import Lock, Published
 from lockstep.publish.dsse import PAYLOAD_TYPE
-from lockstep.publish.registry import IMAGE_INDEX, IMAGE_MANIFEST, Reference, Repository, sha256_digest
+from lockstep.publish.registry import IMAGE_INDEX, IMAGE_MANIFEST, Reference, Repository, is_digest, sha256_digest
 from lockstep.publish.signature import check_contents, signature_path, statement_path
 from lockstep.targets import Target
 
@@ -39,6 +39,7 @@ _ATTACHED: dict[str, Callable[[Path], Path]] = {
     PAYLOAD_TYPE: statement_path,
 }
 _LARGEST_TAR = 16 << 30  # bytes of engines or records
+_LARGEST_ATTACHED = 16 << 20  # bytes of a signature or statement
 
 
 @dataclass(frozen=True)
@@ -186,9 +187,10 @@ def pull(reference: Reference, out: Path, plain_http: bool = False) -> str:
             _download(entry, path)
             try:
                 tar = opened.enter_context(tarfile.open(path, "r:"))
-                regular = [info for info in tar if info.isreg()]  # no link, which would lead to another
+                # No link, which would lead to another, and no hole, which takes room that no registry has sent.
+                regular = [info for info in tar if info.isreg() and not info.issparse()]
                 entries |= {info.name: Entry(info.name, info.size, "", _file(tar, info)) for info in regular}
-            except tarfile.TarError as error:
+            except (tarfile.TarError, ValueError, OverflowError) as error:
                 raise InputError(
                     f"{reference}: {name}: expected a tar archive, found: {error}; push the bundle again"
                 ) from None
@@ -202,8 +204,13 @@ def pull(reference: Reference, out: Path, plain_http: bool = False) -> str:
                 f"{reference}: expected the files that {MANIFEST} lists, found others; push the bundle again"
             )
         files = [Entry(file.path, file.size, file.sha256, entries[file.path].open) for file in listed.files]
+        attached = _attached(repository, digest)  # before a bundle is there
         write_archive(out, listed.about, files)  # which checks what is read
-    _pull_attached(repository, digest, out)
+    for kind, path_of in _ATTACHED.items():
+        if kind in attached:
+            write_bytes(path_of(out), attached[kind])
+        else:  # of an earlier bundle of this name
+            path_of(out).unlink(missing_ok=True)
     return digest
 
 
@@ -213,7 +220,7 @@ def _manifest(data: bytes, reference: Reference) -> dict[str, Any]:
         is_model = manifest["artifactType"] == ARTIFACT
         for layer in manifest["layers"]:
             is_model = is_model and isinstance(layer["size"], int) and isinstance(layer["annotations"][FILE_PATH], str)
-            is_model = is_model and isinstance(layer["digest"], str) and isinstance(layer["mediaType"], str)
+            is_model = is_model and is_digest(layer["digest"]) and isinstance(layer["mediaType"], str)
     except (ValueError, LookupError, TypeError, RecursionError):
         is_model = False
     if not is_model:
@@ -244,19 +251,27 @@ def _download(entry: Entry, path: Path) -> None:
             out.write(piece)
 
 
-def _pull_attached(repository: Repository, digest: str, out: Path) -> None:
-    for path_of in _ATTACHED.values():
-        with contextlib.suppress(FileNotFoundError):  # of an earlier bundle of this name
-            path_of(out).unlink()
+def _attached(repository: Repository, digest: str) -> dict[str, bytes]:
+    """Return what is signed of a manifest, by its kind. Raises InputError for what is none, CheckError for damage."""
+    found = {}
     for entry in repository.get_referrers(digest):
         kind = str(entry.get("artifactType"))
         data = repository.get_manifest(entry["digest"]) if kind in _ATTACHED else None
         if data is None:
             continue
-        path = _ATTACHED[kind](out)
-        (layer,) = json.loads(data)["layers"]
-        with atomic_path(path) as temporary:
-            _download(Entry(path.name, layer["size"], "", _blob(repository, layer, path.name)), temporary)
+        try:
+            (layer,) = json.loads(data)["layers"]
+            size, blob = layer["size"], layer["digest"]
+        except (ValueError, LookupError, TypeError, RecursionError):
+            size, blob = None, ""
+        if type(size) is not int or not 0 < size <= _LARGEST_ATTACHED or not is_digest(blob):
+            expected = f"one layer of at most {_LARGEST_ATTACHED >> 20} MiB"
+            raise InputError(f"{repository.reference}: {kind}: expected {expected}, found another; sign it again")
+        with repository.open_blob(blob, size, kind) as content:
+            found[kind] = b""
+            while piece := content.read(1 << 20):
+                found[kind] += piece
+    return found
 
 
 def note_in_lock(lock_path: Path, bundle: Path, pushed: Pushed) -> None:
