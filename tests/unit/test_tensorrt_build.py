@@ -172,6 +172,13 @@ def test_an_engine_that_is_its_graph_passes():
     check_contract(engine_tensors(), BLOCK, profiles(BLOCK, LIMITS), "x.engine")
 
 
+def test_beside_a_profile_of_one_size_an_output_may_have_that_size():
+    """TensorRT 10.6 on a GPU: [1, 240] where the first profile has one token."""
+    check_contract(changed(3, shape=(1, 32)), BLOCK, profiles(BLOCK, LIMITS), "x.engine")
+    with pytest.raises(CheckError, match=r"output out: expected float16 \[-1, 32\]"):
+        check_contract(changed(3, shape=(1, 16)), BLOCK, profiles(BLOCK, LIMITS), "x.engine")
+
+
 @pytest.mark.parametrize(("tensors", "message"), [
     (engine_tensors()[:-1], "x.engine: outputs: expected out as in the assembly, found $"),
     (changed(0, name="hiden"), "inputs: expected hidden, rows, weight as in the assembly, found hiden, rows, weight"),

@@ -25,11 +25,17 @@ def check_contract(tensors: Sequence[Tensor], model: onnx.ModelProto, profiles: 
             raise CheckError(
                 f"{where}: {what}: expected {', '.join(names[0])} as in the assembly, found {', '.join(names[1])}"
             )
+    # Where the first profile has one size, TensorRT gives that size for the dynamic dimensions of outputs, which cannot
+    # be checked then.
+    one_size = any(smallest == largest for profile in profiles[:1] for smallest, _, largest in profile.values())
     for key, value in declared.items():
         tensor, kind = found[key], value.type.tensor_type
         dtype = dtype_name(kind.elem_type)
         shape = tuple(-1 if dim.dim_param else dim.dim_value for dim in kind.shape.dim)
-        if (tensor.dtype.name, tensor.shape) != (dtype, shape):
+        engine_shape = tensor.shape
+        if one_size and not tensor.is_input and len(engine_shape) == len(shape):
+            engine_shape = tuple(-1 if size == -1 else engine_size for size, engine_size in zip(shape, engine_shape))
+        if (tensor.dtype.name, engine_shape) != (dtype, shape):
             raise CheckError(
                 f"{where}: {'input' if tensor.is_input else 'output'} {tensor.name}: expected {dtype} "
                 f"{list(shape)} as in the assembly, "
