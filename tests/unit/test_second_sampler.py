@@ -99,6 +99,16 @@ def test_a_token_is_accepted_within_the_error_of_the_logits_alone() -> None:
     assert choose(drawn, row, [0], [], noise, error=0.3).may_be(2)  # it may be the second, and is then drawn
 
 
+def test_a_large_error_asks_for_no_token_that_is_left_out() -> None:
+    """Where an error of the logits explains each order of the first few, each of these is accepted, and no other."""
+    row = np.array([1.0, 1.05, 0.5, -30.0], np.float32)
+    noise = np.array([5.0, 5.0, 5.0, 1e-9])  # the fourth would win, if it were not left out
+    for truncation in ({"top_k": 2}, {"top_p": 0.6}):
+        chosen = choose(Rules(temperature=1.0, **truncation), row, [0], [], noise, error=2.0)
+        assert chosen.token in (0, 1)
+        assert [chosen.may_be(token) for token in range(4)] == [True, True, True, False], truncation
+
+
 def test_lists_that_leave_no_token_are_ignored() -> None:
     row = np.array([1.0, 2.0], np.float32)
     rules = Rules(temperature=0, min_tokens=1, stop_ids=frozenset({0, 1}))

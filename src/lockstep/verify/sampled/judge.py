@@ -93,7 +93,7 @@ def judge_tokens(asked: Asked, tokens: Sequence[int], logits: np.ndarray, texts:
             verdict.near += 1
             continue
         else:
-            gap = float(chosen.scores[chosen.token] - chosen.near[token])
+            gap = chosen.best - float(chosen.near[token])
             why = f"whose score is {gap:.3g} lower" if np.isfinite(gap) else "which is left out"
         verdict.wrong.append(f"step {step}: expected token {chosen.token}, found {token}, {why}")
         break

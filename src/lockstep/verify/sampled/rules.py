@@ -52,21 +52,24 @@ class Rules:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The token that rules choose. scores: of all tokens, of which the largest wins; -inf for those that are out.
+    """The token that rules choose.
 
-    near: those that are out by less than an error of the logits explains are in here. error: of a score.
+    near: scores of all tokens, of which the largest wins; -inf for those that no error of the logits lets in. best: the
+    largest score of the tokens that no such error leaves out; -inf where each of them may be left out. error: of a
+    score.
     """
 
     token: int
-    scores: np.ndarray
+    best: float
     near: np.ndarray
     error: float
 
     def may_be(self, token: int) -> bool:
         """Return whether another token is as good, within the error."""
-        best = float(self.scores[self.token])
-        rounding = _ROUNDING * max(1.0, abs(best))
-        return bool(self.near[token] >= best - self.error - rounding)
+        if not np.isfinite(self.near[token]):
+            return False
+        rounding = _ROUNDING * max(1.0, abs(float(self.near[token])))
+        return bool(self.near[token] >= self.best - self.error - rounding)
 
 
 def choose(
@@ -88,13 +91,15 @@ def choose(
     changed = _changed(rules, logits.astype(np.float64), prompt, answer, banned, allowed)
     factor = max(rules.repetition_penalty, 1 / rules.repetition_penalty)
     if noise is None:
-        return Chosen(int(np.argmax(changed)), changed, changed, 2 * factor * error)
+        return Chosen(int(np.argmax(changed)), float(changed.max()), changed, 2 * factor * error)
     weights = (changed - changed.max()) / rules.temperature  # their logarithms
     slack = 2 * factor * error / rules.temperature
     rounding = _ROUNDING * max(1.0, float(np.abs(changed[np.isfinite(changed)]).max()) / rules.temperature)
     scores = weights - np.log(noise)
-    kept, near = (_truncated(rules, weights, scores, sign * (slack + rounding)) for sign in (-1, 1))
-    return Chosen(int(np.argmax(kept)), kept, near, slack + rounding)
+    kept = _truncated(rules, weights, scores, 0.0)
+    sure = _truncated(rules, weights, scores, -slack - rounding)
+    near = _truncated(rules, weights, scores, slack + rounding)
+    return Chosen(int(np.argmax(kept)), float(sure.max()), near, slack + rounding)
 
 
 def noises(rules: Rules, prompt: Sequence[int], count: int, vocab_size: int, choice: int) -> list[np.ndarray | None]:
@@ -135,7 +140,7 @@ def _truncated(rules: Rules, weights: np.ndarray, scores: np.ndarray, slack: flo
     """Return scores without the tokens that min-p, top-k and top-p leave out.
 
     weights: logarithms, the largest 0. slack: how far below the edge a token may be to be kept nevertheless; below 0:
-    how far above it must be.
+    how far above it must be, which none may be.
     """
     edge = -np.inf
     if rules.min_p:
@@ -146,12 +151,13 @@ def _truncated(rules: Rules, weights: np.ndarray, scores: np.ndarray, slack: flo
         largest = largest[: rules.top_k]
     if rules.top_p < 1:
         parts = np.exp(largest)
+        rest = np.cumsum(parts[::-1])[::-1]
         before = np.cumsum(parts) - parts
-        count = int(np.sum(before * np.exp(-2 * slack) < rules.top_p * parts.sum()))
+        # At the edge all before it may be smaller by the slack, and all others larger.
+        shares = before * np.exp(-2 * slack) * (1 - rules.top_p)
+        count = int(np.sum(shares < rules.top_p * rest))
         if slack >= 0:
             edge = max(edge, largest[count - 1] - slack)
         elif count < len(largest):
             edge = max(edge, largest[count] - slack)
-    kept = np.where(weights >= edge, scores, -np.inf)
-    # Where the edge lies between equal ones, none is above it for sure.
-    return scores if np.all(kept == -np.inf) else kept
+    return np.where(weights >= edge, scores, -np.inf)
