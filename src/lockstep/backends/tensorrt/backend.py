@@ -9,6 +9,7 @@ One builder and one timing cache serve all graphs that an instance builds: layer
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from lockstep.targets import Limits
 # ended after two minutes at level 5.
 _HIGHEST_LEVEL = {"decode": 3, "prefill": 3}
 _PLAN, _GRAPH = ".engine", ".onnx"
+_COMPILER_FLAGS = "__LUNOWUD"  # an undocumented variable: flags of TensorRT's compiler, which change numbers
 _ATTENTIONS, _INSTEAD = ("fused", "traced"), "build with attention: traced"
 
 
@@ -49,7 +51,7 @@ class TensorRTBackend(GpuBackend):
     library = TENSORRT
     name = "tensorrt"
     suffixes = (_PLAN, _GRAPH)
-    revision = 12
+    revision = 13
     precisions = ("fp32", "fp16", "bf16")
     takes_long = True
 
@@ -73,9 +75,9 @@ class TensorRTBackend(GpuBackend):
         """Return the build options as they are recorded.
 
         tactic_sources: None takes the library's own. Limits: what the profiles are made for. compiler_flags: there only
-        where the user has set some (`Library.compiler_flags`).
+        where the user has set some.
         """
-        flags = TENSORRT.users_flags()
+        flags = " ".join(os.environ.get(_COMPILER_FLAGS, "").split())
         return {
             "fuse_projections": True,
             "workspace_mb": 4096,
@@ -84,7 +86,7 @@ class TensorRTBackend(GpuBackend):
             "tactics": "free",
             "attention": "fused",
             **{name: getattr(Limits(), name) for name in LIMITS},
-            **({"compiler_flags": flags} if flags is not None else {}),
+            **({"compiler_flags": flags} if flags else {}),
         }
 
     def options_key(self, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -28,7 +27,6 @@ _REFUSED_CACHE = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 
-_FLAGS = "__LUNOWUD"  # not documented; NVIDIA's own tools for engines pass flags of its compiler by this variable
 _EDITABLE_CACHE = (10, 8)  # the first version whose timing caches have entries that can be read
 
 
@@ -64,8 +62,6 @@ class Library:
     backend = "tensorrt"
     module = "tensorrt"
     needs_gpu_to_build = True
-    # Takes fp16 products that are accumulated in fp16, unless its compiler is told not to.
-    own_flags: tuple[str, ...] = ("-cask:fp16_acc=off",)
     supported = "TensorRT 10.3 to 11.x"
     remedy = "pip install tensorrt-cu12, or see docs/tensorrt.md"
 
@@ -141,7 +137,7 @@ class Library:
     # --- build
 
     def create_builder(self) -> trt.Builder:
-        """Return a builder, with the compiler's flags in the environment.
+        """Return a builder.
 
         Raises InputError without a GPU, for which the driver is asked first: TensorRT 10.6 ends the process there.
         """
@@ -149,23 +145,10 @@ class Library:
         needed = f"backend {self.backend}: {self.title} cannot start here: expected an NVIDIA GPU and its driver, found"
         if self.needs_gpu_to_build and compute_capability() is None:
             raise InputError(f"{needed} none")
-        if flags := self.compiler_flags():
-            os.environ[_FLAGS] = flags
         try:
             return self.api.Builder(self.logger())
         except TypeError:
             raise InputError(f"{needed}: {self.log.first_error()}") from None
-
-    def compiler_flags(self) -> str:
-        """Return the flags of TensorRT's compiler: the user's, and those of `own_flags` that the user has not set."""
-        flags = os.environ.get(_FLAGS, "").split()
-        names = {flag.partition("=")[0] for flag in flags}
-        return " ".join([*flags, *(flag for flag in self.own_flags if flag.partition("=")[0] not in names)])
-
-    def users_flags(self) -> str | None:
-        """Return the compiler's flags, which decide what engines compute, where the user changed them; else None."""
-        flags = self.compiler_flags()
-        return None if flags == " ".join(self.own_flags) else flags
 
     def create_network(self, builder: trt.Builder) -> trt.INetworkDefinition:
         return builder.create_network(1 << int(self.api.NetworkDefinitionCreationFlag.STRONGLY_TYPED))

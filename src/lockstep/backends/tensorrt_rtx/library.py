@@ -26,7 +26,6 @@ class RTXLibrary(Library):
     supported = "TensorRT-RTX 1.7 or a later 1.x"
     remedy = "install it: docs/tensorrt_rtx.md says how"
     needs_gpu_to_build = False
-    own_flags = ()
 
     def __init__(self) -> None:
         super().__init__()
