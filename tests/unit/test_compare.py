@@ -408,5 +408,5 @@ def test_a_shape_that_the_engine_refuses_is_one_line(gpu, demo, tmp_path, monkey
         build_and_compare(demo, tmp_path, "fp16", max_batch_size=64)
     assert not list(tmp_path.glob("compare*"))
     said = str(refused.value)
-    assert re.search(r"entry\.engine: input \w+: TensorRT 8\.6\.0 refuses the shape \[.*\]: no message", said)
+    assert re.search(r"entry\.engine: input \w+: TensorRT [\d.]+ refuses the shape \[.*\]: no message", said)
     assert "\n" not in said

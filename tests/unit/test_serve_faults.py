@@ -401,7 +401,6 @@ def test_a_bundle_is_served_with_its_weights_in_the_archive(demo: Results, tree:
         (("demo-llama/fp32", "--max-model-len", "9999"), "raise limits.max_seq_len"),
         (("demo-llama/fp32", "--max-num-seqs", "99"), "--max-num-seqs: expected at most"),
         (("demo-llama/fp32/all", "--served-model-name", ""), "--served-model-name: expected a name, found an empty"),
-        (("demo-llama/fp32/all", "--python", "/nowhere/python"), "expected a Python interpreter, found '/nowhere"),
         (("demo-llama/fp32/all", "--host", "256.0.0.1"), "expected an address that is free, found 256.0.0.1:"),
         (("demo-llama/fp32/all", "--api-key-file", "/nowhere"), "/nowhere: expected a file of API keys"),
         (("demo-llama/fp32/all", "--metrics-prefix", "a b"), "--metrics-prefix: expected letters"),

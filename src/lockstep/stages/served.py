@@ -14,8 +14,8 @@ class Served(Stage):
     reads_quantized = {"reference": Results.quantized_reference.pattern}
     code = (*RUNTIME, "verify/sampled", "serve")
     packages = (
-        "grpcio", "jinja2", "llguidance", "msgspec", "prometheus-client", "protobuf", "starlette", "uvicorn", "uvloop",
-        *ONNX,
+        "grpcio", "jinja2", "llguidance", "msgspec", "prometheus-client", "protobuf", "pydantic-core", "starlette",
+        "uvicorn", "uvloop", *ONNX,
     )  # fmt: skip
     help = "A server on the engine set against the golden check."
     is_check = is_judged = is_named = runs_engines = True

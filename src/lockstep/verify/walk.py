@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,9 +18,7 @@ from lockstep.artifacts.adapters import IDS
 from lockstep.artifacts.assembly import BoundBlock
 from lockstep.onnx_tools.overflow import overflows
 from lockstep.verify.graphs import Graphs, stale_cache
-
-if TYPE_CHECKING:
-    from lockstep.verify.validate.torch_trace import LayerRecord, Record
+from lockstep.verify.records import LayerRecord, Record
 
 Arrays = dict[str, np.ndarray]
 Instead = Callable[["Stage", Arrays], Arrays]

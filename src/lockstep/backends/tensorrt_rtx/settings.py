@@ -50,7 +50,7 @@ SETTINGS = BackendSettings(
     takes_limits=True,
     gpus=1,
     unpinned=(_MODULE, "cuda"),
-    built_on=("gpu", "backends/tensorrt"),
+    built_on=("gpu", "backends/onnxruntime", "backends/tensorrt"),
     missing=_missing,
     cannot_run=_cannot_run,
 )

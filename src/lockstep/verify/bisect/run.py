@@ -35,7 +35,8 @@ from lockstep.verify.bisect.request import Request, choose
 from lockstep.verify.bisect.walked import walk_stages
 from lockstep.verify.golden.prompts import read_reference
 from lockstep.verify.graphs import Graphs
-from lockstep.verify.validate.torch_trace import Record, TorchModel
+from lockstep.verify.records import Record
+from lockstep.verify.validate.torch_trace import TorchModel
 
 
 class Right(NamedTuple):

@@ -12,8 +12,9 @@ import numpy as np
 from lockstep.errors import CheckError
 from lockstep.tolerances import Tolerances
 from lockstep.verify.graphs import Graphs
+from lockstep.verify.records import Record
 from lockstep.verify.validate.parity import layer_errors, where, wrong_layers
-from lockstep.verify.validate.torch_trace import Record, TorchModel
+from lockstep.verify.validate.torch_trace import TorchModel
 
 # Parts of the precision's range that hidden states are brought to: the first that the model itself stays within counts.
 _PARTS = (0.9, 2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8)

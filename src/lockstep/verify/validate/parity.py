@@ -22,8 +22,8 @@ from lockstep.onnx_tools.judge import NOTHING, Bound, Spread, beside_noise, meas
 from lockstep.tolerances import Tolerances
 from lockstep.verify.graphs import Graphs, stale_cache
 from lockstep.verify.metrics import finite
+from lockstep.verify.records import Record
 from lockstep.verify.repeats import repeated_rows
-from lockstep.verify.validate.torch_trace import Record
 from lockstep.verify.walk import StageRun, Tokens, Walk
 
 _PIECE = 4096  # tokens of the vocabulary at a time

@@ -41,11 +41,12 @@ from lockstep.tolerances import Tolerances
 from lockstep.verify.boundaries import config_lengths, edges, synthetic_past
 from lockstep.verify.graphs import Graph, Graphs
 from lockstep.verify.metrics import finish
+from lockstep.verify.records import Record
 from lockstep.verify.rounded import noisy
 from lockstep.verify.validate.beyond import check_adapter_slots, check_magnitudes
 from lockstep.verify.validate.parity import embedding_error, forward, layer_errors, where, wrong_layers
 from lockstep.verify.validate.polygraphy_checks import FunctionRunner, check_model, compare, lint
-from lockstep.verify.validate.torch_trace import Record, TorchModel
+from lockstep.verify.validate.torch_trace import TorchModel
 from lockstep.weights import Weights
 
 _NUM_BEHIND = 3  # tokens behind a long cache: at an edge, before it and after it

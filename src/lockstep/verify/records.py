@@ -1,0 +1,69 @@
+"""What PyTorch computed of a sequence: arrays, for checks that run without it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class LayerRecord:
+    """One token mixer on one sequence, float32.
+
+    hidden [num_tokens, hidden_size] enters its decoder layer, `layer`. keys (rotated) [num_past + num_tokens,
+    num_kv_heads, head_dim] and values [..., value_head_dim] are those that its tokens attend to. attention is
+    [num_tokens, num_heads*value_head_dim]. query_scale and key_scale are what the layer's own queries and keys were
+    multiplied by: 1, but for tokens behind a synthetic cache. A mixer with a state has `states` instead of keys and
+    values: the state [1, *state] behind some numbers of its tokens, and attention is what it gives.
+    """
+
+    layer: int
+    hidden: np.ndarray
+    attention: np.ndarray
+    keys: np.ndarray
+    values: np.ndarray
+    states: Mapping[int, np.ndarray] = field(default_factory=dict)
+    query_scale: float = 1.0
+    key_scale: float = 1.0
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        return [self.hidden, self.attention, self.keys, self.values, *self.states.values()]
+
+    def toward(self, other: LayerRecord, part: float) -> LayerRecord:
+        """Return the record that is a part of the way off to `other`."""
+        names = ("hidden", "attention", "keys", "values")
+        states = {count: interpolate(state, other.states[count], part) for count, state in self.states.items()}
+        moved: dict[str, Any] = {name: interpolate(getattr(self, name), getattr(other, name), part) for name in names}
+        return replace(self, states=states, **moved)
+
+
+def interpolate(one: np.ndarray, other: np.ndarray, part: float) -> np.ndarray:
+    """Return the array that is a part of the way from one to the other."""
+    return one + (other - one) * np.float32(part)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What torch computed of a sequence behind `num_past` tokens.
+
+    token_ids [num_tokens] int64, embedded [num_tokens, hidden_size], layers (of each token mixer), logits [num_tokens,
+    vocab_size].
+    """
+
+    token_ids: np.ndarray
+    embedded: np.ndarray
+    layers: tuple[LayerRecord, ...]
+    logits: np.ndarray
+    num_past: int = 0
+
+    def is_finite(self) -> bool:
+        layers = (array for layer in self.layers for array in layer.arrays)
+        return all(np.isfinite(array).all() for array in (self.embedded, self.logits, *layers))
+
+    @property
+    def position_ids(self) -> np.ndarray:
+        return self.num_past + np.arange(len(self.token_ids), dtype=np.int64)
