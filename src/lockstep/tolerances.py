@@ -44,7 +44,7 @@ NOISE = 6.0
 # What an engine rounds beside its own graph on the same inputs: units of fp16's noise there, of the largest error and
 # of the rms of a row that nine of ten do not exceed. By precision and backend.
 ENGINE = {
-    # ONNX Runtime and OpenVINO: no more than 2^-10 (demo, November 2026). With TensorRT 8.6 keys behind a RoPE angle of
+    # ONNX Runtime and OpenVINO: no more than 2^-10 (demo, November 2026). With TensorRT keys behind a RoPE angle of
     # 250 rad are off by 6e-5 (September 2026), 2^-6 of fp16's noise, and in all rows there.
     "fp32": {"onnxruntime": (2**-8, 2**-8), "openvino": (2**-8, 2**-8), "*": (2**-6, 2**-3)},
     "fp16": {"*": (1.0, 1.0)},

@@ -180,8 +180,7 @@ def test_layer_table_says_which_layer_uses_which_class(shared, tmp_path, family,
 
 @pytest.mark.parametrize("dtype", ["float", "float16"])
 def test_a_cast_like_another_value_becomes_a_cast_to_its_type(dtype):
-    """TensorRT 8.6 does not know CastLike: found by building a model with GELU, whose lowering writes constants in the
-    type of its input."""
+    """Found by building a model with GELU, whose lowering writes constants in the type of its input."""
     model = onnx.parser.parse_model(
         f'<ir_version: 10, opset_import: ["": 20]> g ({dtype}[n, 4] x) => ({dtype}[n, 4] y) {{ y = Gelu(x) }}'
     )

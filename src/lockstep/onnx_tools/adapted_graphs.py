@@ -19,9 +19,9 @@ def ids_as_mask(model: onnx.ModelProto) -> onnx.ModelProto:
     """Let blocks read a token's adapter as numbers that the first products are multiplied with, instead of ids.
 
     The copy has clip(x A) * mask for the choice, and the input `adapter_mask.<rank>` [num_tokens, max_adapters * rank]
-    in place of `adapter_ids`: 1 in the columns of the token's adapter, else 0. TensorRT 8.6 ends the process where it
-    is to choose by integers inside a fused region. The clip keeps what another adapter makes of a token finite, so that
-    0 times it is 0. Returns `model` itself where it takes no ids.
+    in place of `adapter_ids`: 1 in the columns of the token's adapter, else 0. A version of TensorRT ended the process
+    where it was to choose by integers inside a fused region; later ones were not tried. The clip keeps what another
+    adapter makes of a token finite, so that 0 times it is 0. Returns `model` itself where it takes no ids.
     """
     graph = Rewriter(model)
     if IDS not in graph.inputs:

@@ -87,7 +87,7 @@ class _Rules:
         return rule
 
     def _cast_by_type(self, node: NodeProto) -> Sequence[NodeProto]:
-        """Turn a `CastLike`, which TensorRT 8.6 does not know, into a `Cast` to the type that is meant."""
+        """Turn a `CastLike` into a `Cast` to the type that is meant."""
         to = self._types[node.input[1]]
         return [helper.make_node("Cast", node.input[:1], node.output, name=node.name, to=to)]
 
