@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from snakemake_interface_logger_plugins.common import LogEvent
 
 _WILDCARDS = ("model", "precision", "layers", "backend")
 _LOG_LINES = 20  # of a failed job's log
+# What cuDNN's Python package prints at the end of a process that failed: 45 lines after the error.
+_LEAKS = re.compile(r"nanobind: |See https://nanobind|\s*- (leaked |\.\.\. skipped remainder)")
 # What Snakemake says of each run: of no use to a person who wants to know what is made.
 _OF_EACH_RUN = (
     "Assuming unrestricted shared filesystem",
@@ -182,9 +185,10 @@ def _result(job: _Job) -> tuple[str, str]:
 
 def _tail(path: Path) -> list[str]:
     try:
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         return [f"{path}: {error.strerror}"]
+    return [line for line in lines if not _LEAKS.match(line)][-_LOG_LINES:]
 
 
 def _print_verdict() -> None:

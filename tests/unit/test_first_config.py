@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
 import shutil
@@ -13,6 +14,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from lockstep.backends import gpu
 from lockstep.cli import doctor as doctor_command
 from lockstep.cli.main import main
 from lockstep.config import first
@@ -115,6 +117,18 @@ def test_doctor_says_of_each_backend_what_it_can_do_and_what_is_missing() -> Non
             assert f"{name}: {reason}" in text
     assert facts["backends"]["onnxruntime"]["not_run"] is None
     assert facts["memory_bytes"] > 0 and facts["disk_bytes"] > 0 and facts["versions"]["onnxruntime"]
+
+
+def test_doctor_says_where_tensorrt_is_that_it_needs_a_gpu_to_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its version, of the package for one version of CUDA."""
+    version = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "10.6.0" if "cu12-b" in name else version(name))
+    monkeypatch.setitem(sys.modules, "tensorrt", ModuleType("tensorrt"))
+    for capability, reason in ((None, "needs an NVIDIA GPU, found none"), ("9.0", None)):
+        monkeypatch.setattr(gpu, "ask_driver", lambda capability=capability: capability)
+        facts = json.loads(run("doctor", "--json")[1])
+        assert facts["backends"]["tensorrt"]["not_built"] == facts["backends"]["tensorrt"]["not_run"] == reason
+        assert facts["versions"]["tensorrt"] == "10.6.0"
 
 
 def test_doctor_takes_a_module_without_a_file_as_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,9 @@ from lockstep.targets import is_quantized
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
 
-_VERSIONS = ("snakemake", "torch", "transformers", "onnx", "onnxruntime", "openvino", "tensorrt")
+_VERSIONS = ("snakemake", "torch", "transformers", "onnx", "onnxruntime", "openvino")
+# TensorRT comes for one version of CUDA or another, as a package of three.
+_TENSORRT = ("tensorrt", "tensorrt-cu12", "tensorrt-cu13", "tensorrt-cu12-bindings", "tensorrt-cu13-bindings")
 _GB = 1e9
 # Of the largest job of a model, as workflow/rules ask a cluster for it: bytes, and bytes for each byte of weights in 16
 # bits (docs/clusters.md). A quantised target's graphs are checked beside its weights in fp32.
@@ -66,13 +68,21 @@ def _machine() -> dict[str, Any]:
         if not is_installed(module):
             extras.setdefault(extra, []).append(module)
     return {
-        "versions": {"lockstep": __version__, **versions(list(_VERSIONS))},
+        "versions": {"lockstep": __version__, **versions(list(_VERSIONS)), **_tensorrt_version()},
         "cpu": {**cpu, "cores": len(os.sched_getaffinity(0))},
         "memory_bytes": total_bytes(),
         "disk_bytes": shutil.disk_usage(".").free,
         "backends": _backends(),
         "missing_extras": extras,
     }
+
+
+def _tensorrt_version() -> dict[str, str]:
+    from lockstep.backends.identity import versions
+
+    installed = versions(list(_TENSORRT))
+    tensorrt = [installed[name] for name in _TENSORRT if name in installed]
+    return {"tensorrt": tensorrt[0]} if tensorrt else {}
 
 
 def _backends() -> dict[str, dict[str, Any]]:
@@ -83,7 +93,7 @@ def _backends() -> dict[str, dict[str, Any]]:
     for name, settings in backends().items():
         options = settings.build_options(settings.section() if settings.section else None, {})
         lacking = {one: reason for one in settings.precisions if (reason := settings.lacks_here(one))}
-        not_built = settings.missing()
+        not_built = settings.missing() or settings.cannot_build()
         found[name] = {
             "precisions": [one for one in settings.precisions if one not in lacking],
             "lacking": lacking,

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from lockstep.backends.gpu import compute_capability
 from lockstep.config.backends import BackendSettings, not_installed
 from lockstep.config.messages import Problem, Problems, repeated
 from lockstep.config.section import UNIQUE, AsTuple, Count, Section
@@ -58,6 +59,7 @@ def _missing() -> str | None:
 
 SETTINGS = BackendSettings(
     missing=_missing,
+    cannot_build=lambda: None if compute_capability() else "needs an NVIDIA GPU, found none",
     precisions=("fp32", "fp16", "bf16"),
     lacks="weights of 8 and 4 bits are for the backend cuda",
     section=TensorRTConfig,
