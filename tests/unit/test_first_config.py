@@ -119,7 +119,7 @@ def test_doctor_says_of_each_backend_what_it_can_do_and_what_is_missing() -> Non
     assert facts["memory_bytes"] > 0 and facts["disk_bytes"] > 0 and facts["versions"]["onnxruntime"]
 
 
-def test_doctor_says_where_tensorrt_is_that_it_needs_a_gpu_to_build(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_and_a_run_say_where_tensorrt_is_that_it_needs_a_gpu_to_build(monkeypatch: pytest.MonkeyPatch) -> None:
     """And its version, of the package for one version of CUDA."""
     version = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "10.6.0" if "cu12-b" in name else version(name))
@@ -129,6 +129,8 @@ def test_doctor_says_where_tensorrt_is_that_it_needs_a_gpu_to_build(monkeypatch:
         facts = json.loads(run("doctor", "--json")[1])
         assert facts["backends"]["tensorrt"]["not_built"] == facts["backends"]["tensorrt"]["not_run"] == reason
         assert facts["versions"]["tensorrt"] == "10.6.0"
+        config = load(ROOT / "config" / "gpu-tensorrt-smollm2.yaml")
+        assert config.built_elsewhere() == ({"tensorrt": reason} if reason else {})
 
 
 def test_doctor_takes_a_module_without_a_file_as_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,8 @@ if workflow.is_main_process:
     for name, reason in NOT_RUN.items():
         what = "Neither built nor run" if name in NOT_BUILT else "Built, not run"
         logger.info(f"{what}: the targets of {name}, which {reason}")
+    for backend, reason in CONFIG.built_elsewhere().items():
+        logger.warning(f"Builds of {backend} fail on this machine: it {reason} (with --keep-going the rest is made)")
 
 
 def names_pattern(names):

@@ -171,6 +171,15 @@ class Config(Section):
         """
         return None if backend in self.devices else self._settings(backend).cannot_run(self.build_options(backend))
 
+    def built_elsewhere(self) -> dict[str, str]:
+        """Return by backend why engines of its targets cannot be built on this machine; a cluster's jobs run on others.
+
+        A device's are built there.
+        """
+        used = sorted({one.backend for one in self.targets()} - set(self.devices))
+        reasons = {backend: self._settings(backend).cannot_build() for backend in used}
+        return {backend: reason for backend, reason in reasons.items() if reason}
+
     def not_built(self) -> dict[str, str]:
         """Return why engines are not built here (`skip_missing_precisions`).
 
