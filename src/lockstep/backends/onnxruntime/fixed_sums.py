@@ -24,32 +24,41 @@ _IN_TURN = 5  # numbers along another axis than the last that are added one afte
 
 def fix_sums(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a model whose sums and means are in one order; itself where all of them are already."""
-    graph, fixed = Rewriter(model), False
+    graph = Rewriter(model)
     nodes = [node for node in graph.nodes if node.op_type in ("ReduceSum", "ReduceMean")]
     types = typed_values(model) if nodes else {}
+    fixed = False
     for node in nodes:
-        kind, shape = types.get(node.input[0], (TensorProto.UNDEFINED, ()))
+        element_type, shape = types.get(node.input[0], (TensorProto.UNDEFINED, ()))
         axes = _axes(graph, node, len(shape))
         sizes = [shape[axis] for axis in axes]
-        if kind not in _FLOATS or not axes or 0 in axes or not all(isinstance(size, int) for size in sizes):
+        is_static = all(isinstance(size, int) for size in sizes)
+        # Tokens lie along axis 0, which is never summed.
+        if element_type not in _FLOATS or not axes or 0 in axes or not is_static:
             continue
-        size, rest = math.prod(map(int, sizes)), [axis for axis in range(len(shape)) if axis not in axes]
+        size = math.prod(map(int, sizes))
+        rest = [axis for axis in range(len(shape)) if axis not in axes]
         is_last = axes[0] == len(rest)
-        if size <= (VECTOR if is_last else _IN_TURN) or (is_last and size % VECTOR == 0):
+        if is_last and (size <= VECTOR or size % VECTOR == 0):
             continue
-        emit, value = Emitter(graph, f"{node.output[0]}/sum"), node.input[0]
+        if not is_last and size <= _IN_TURN:
+            continue
+        emit = Emitter(graph, f"{node.output[0]}/sum")
+        value = node.input[0]
         if not is_last:
             value = emit("Transpose", value, perm=[*rest, *axes])
         if len(axes) > 1:
             value = emit("Reshape", value, [*[0] * len(rest), size])
         if size % VECTOR:
             value = emit("Pad", value, [*[0] * (2 * len(rest) + 1), -size % VECTOR])
-        keeps, is_mean = attributes_of(node).get("keepdims", 1), node.op_type == "ReduceMean"
-        value = emit("ReduceSum", value, [-1], keepdims=0, **({} if keeps or is_mean else {"result": node.output[0]}))
+        keeps_axes = attributes_of(node).get("keepdims", 1)
+        is_mean = node.op_type == "ReduceMean"
+        last = {} if keeps_axes else {"result": node.output[0]}
+        value = emit("ReduceSum", value, [-1], keepdims=0, **({} if is_mean else last))
         if is_mean:
-            divisor = np.array(size, helper.tensor_dtype_to_np_dtype(kind))
-            value = emit("Div", value, divisor, **({} if keeps else {"result": node.output[0]}))
-        if keeps:
+            divisor = np.array(size, helper.tensor_dtype_to_np_dtype(element_type))
+            value = emit("Div", value, divisor, **last)
+        if keeps_axes:
             emit("Unsqueeze", value, axes, result=node.output[0])
         graph.replace(node, *emit.nodes)
         fixed = True
