@@ -38,7 +38,6 @@ from lockstep.weights import Weights
 from some import some_cases
 
 MODEL = "demo-llama"
-# Of the first, blocks are cut: it is what 8.6 builds by default.
 FORMS = [("10.6.0", "fp16", "fused"), ("10.6.0", "fp32", "traced"), ("10.9.0", "fp16", "fused")]
 # Of logits, largest 20: sums in another order; fp16: roundings between engines.
 TOLERANCE = {"fp32": 2e-4, "fp16": 0.1}
