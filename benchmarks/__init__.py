@@ -36,6 +36,7 @@ INSIDE = {
     "export.unique_layers": "which layers are alike",
     # On a GPU: weights that are made up, builds and engines looked into.
     "artifacts": "formats of manifests that are made up",
+    "provenance.code_identity": "a row that other code made is made again",
     "manifests.digest_cache": "random weights whose digests are known",
     "artifacts.assembly": "blocks with their weights",
     "artifacts.dtypes": "weights that are made up, by their types",

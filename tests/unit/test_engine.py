@@ -504,7 +504,7 @@ def test_a_rewritten_graph_that_computes_something_else_is_refused():
         onnx.parser.parse_model(text % "transB = 1"),
         onnx.parser.parse_model(text % "transB = 1, alpha = 0.95"),
     )
-    with pytest.raises(CheckError, match="expected the rewritten graph to give the same"):
+    with pytest.raises(CheckError, match="the rewritten graph is another"):
         check_same(model, Prepared(wrong, [{"name": "w", "dtype": "float32", "shape": [2, 4]}], {"w": ["w"]}))
 
 
@@ -521,7 +521,7 @@ def test_large_weights_differ_in_every_row_and_from_each_other(wrong):
     )
     slots = [{"name": name, "dtype": "float32", "shape": [3072, 1024]} for name in "wv"]
     check_same(model, Prepared(model, slots, {name: [name] for name in "wv"}))
-    with pytest.raises(CheckError, match="output y: expected the rewritten graph to give the same"):
+    with pytest.raises(CheckError, match="output y: .*: the rewritten graph is another"):
         check_same(
             model,
             Prepared(onnx.parser.parse_model(text.replace("BODY", wrong)), slots, {name: [name] for name in "wv"}),

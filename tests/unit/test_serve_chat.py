@@ -255,7 +255,7 @@ REFUSED = {
         "this model reads text only; found 'input_audio'",
     ),
     "calls that are none": (
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "}"}}]}]},
         "messages",
         "messages[0].tool_calls[0].function.arguments: expected JSON",
     ),

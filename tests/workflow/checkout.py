@@ -105,10 +105,10 @@ class Checkout:
     def call(self, module: str, *arguments: str, check: bool = True) -> subprocess.CompletedProcess:
         """Run as `run` does, in this process, for a command that starts no job.
 
-        That spares the imports. Where this checkout's code or pins are not those of the repository, whose code is
+        That spares the imports. Where this checkout's code, pins or path are not those of the repository, whose code is
         loaded here, it is `run`.
         """
-        if self.is_edited():
+        if self.is_edited() or "PYTHONPATH" in self.variables:
             return self.run(module, *arguments, check=check)
         process = call(module, arguments, self.folder, self.environment())
         assert not check or process.returncode == 0, failure(process)

@@ -160,9 +160,9 @@ def _group_problems(
     if already and found != already:
         yield Problem(where, f"expected {already}, or none: {path} says how weights are quantised; found {found}")
     elif found and not all(map(is_fp8, quantized)):
-        for name, size in shape.linear_rows.items():
+        for row, size in shape.linear_rows.items():
             if size % found:
-                yield Problem(where, f"expected a size that divides {name} ({size} in {path}); found {found}")
+                yield Problem(where, f"expected a size that divides {row} ({size} in {path}); found {found}")
                 break
     for backend in model.backends:
         for place, precision in model.placed_precisions(backend):

@@ -111,7 +111,8 @@ class MovedCheck:
         chunk_size, engine = self._model.chunk_size, self._engine(prefix_caching=True)
         self._expect(engine.prefix_caching, "this attention, or a step of so few tokens, keeps no prefix")
         self._expect(self._whole.prompt > chunk_size, f"no prompt is longer than a chunk of {chunk_size} tokens")
-        branch = _Along(1, chunk_size + _BEFORE)
+        length = max(chunk_size + 1, min(chunk_size + _BEFORE, len(self._tokens) - _NEW))
+        branch = _Along(1, length, min(_NEW, len(self._tokens) - length))
         tokens = np.concatenate([self._tokens[:chunk_size], self._sequence(1)[chunk_size:]])
         (left,) = _decode(engine, [self._request(self._whole)]).values()
         self._judge_reference(self._whole, "leaving a prefix", left)
@@ -140,14 +141,15 @@ class MovedCheck:
         tokens = [token for _ in range(_STEPS) for token in engine.step()]
         for number in range(len(stays), count):
             engine.abort(number)
-        prompts = [Request(prompt.prompt_ids, _NEW, stop_ids=check.stop_ids) for prompt in check.prompts]
+        new = min(_NEW, check.max_new_tokens)
+        prompts = [Request(prompt.prompt_ids, new, stop_ids=check.stop_ids) for prompt in check.prompts]
         tokens += engine.run([self._request(follows), *prompts])
         decoded = _by_choice(tokens)
         for number, prompt in enumerate(check.prompts, count + 1):
             answer = decoded.get((number, 0), Decoded())
             if check.routes is None:
                 how = "in the slot of a cancelled request"
-                check.first_difference(prompt, how, prompt.tokens[:_NEW], answer.tokens)
+                check.first_difference(prompt, how, prompt.tokens[:new], answer.tokens)
         judged = {count: follows, **dict(enumerate(stays))}
         return [
             self._judge(along, "beside cancelled requests", decoded.get((number, 0)))
