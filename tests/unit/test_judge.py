@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
+from lockstep.artifacts.reports import TensorError
 from lockstep.onnx_tools.judge import Bound, Spread, max_abs_error, measure, peak, row_scale, spread, within, wrong
 from lockstep.tolerances import ENGINE, NOISE, ROUNDING, Tolerances
+from lockstep.verify.validate.parity import embedding_error
 
 EXPECTED = np.array([[0.5, -3.0], [2.0, 0.0]], np.float32)
 ANY = Bound(1e30)
@@ -73,3 +78,22 @@ def test_bounds_are_of_a_precision_and_a_backend() -> None:
     assert Tolerances("w8a16", "onnxruntime").of_attention.engine == Tolerances("fp32", "onnxruntime").engine
     assert Tolerances("w8a16", "cuda").of_attention.engine == Tolerances("fp16").engine
     assert set(ENGINE) == set(ROUNDING)
+
+
+def test_a_wrong_row_of_an_embedding_is_seen_wherever_it_stands() -> None:
+    """One of 5,000 tokens, neither the first of a piece nor in the first."""
+    table = np.random.default_rng(0).standard_normal((5000, 4)).astype(np.float32)
+    wrong_table = table.copy()
+    wrong_table[4999] = -table[4999]
+    tolerances = Tolerances("fp32", "onnxruntime")
+
+    def error(used: np.ndarray) -> TensorError:
+        graphs: Any = SimpleNamespace(
+            assembly=SimpleNamespace(vocab_size=len(table)),
+            embedding=None,
+            run_block=lambda _, inputs: {"hidden": used[inputs["token_ids"]]},
+        )
+        return embedding_error(graphs, table.__getitem__, table.__getitem__, tolerances)
+
+    assert wrong("hidden", error(table)) is None
+    assert wrong("hidden", error(wrong_table)) is not None

@@ -66,10 +66,11 @@ def is_looser(where: tuple[str, ...], before: Any, after: Any) -> bool:
     """Return whether a change at a place of a check's terms lets pass what did not pass before.
 
     A bound is looser where it is larger, and where one is given that was measured (None) or the other way round, for
-    nobody can compare these. Any other number (limits, lengths, tokens, seconds) is looser where it is smaller. A
-    prompt, an expected text or an entry that is gone is looser; another text is not, nor is a new entry.
+    nobody can compare these. Any other number (limits, lengths, tokens, seconds) is looser where it is smaller, but for
+    a seed, of which none is. A prompt, an expected text or an entry that is gone is looser; another text is not, nor is
+    a new entry.
     """
-    if before is ABSENT:
+    if before is ABSENT or (where[-1:] == ("seed",) and after is not ABSENT):
         return False
     if _is_number(before) and _is_number(after):
         return bool(after > before) if _BOUNDS in where else bool(after < before)
