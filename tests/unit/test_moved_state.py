@@ -33,12 +33,12 @@ SCENARIOS = [
 ]
 
 
-def opened(results: Results, **limits: int) -> GoldenCheck:
+def opened(results: Results, reference: Path | None = None, **limits: int) -> GoldenCheck:
     return GoldenCheck(
         results.assembly(MODEL, "fp32"),
         results.weights(MODEL, "fp32"),
         results.engines(MODEL, "fp32", BACKEND),
-        results.reference(MODEL, 2),
+        reference or results.reference(MODEL, 2),
         Target(MODEL, "fp32", 2, BACKEND),
         TOLERANCES["fp32"],
         replace(LIMITS, **limits),
@@ -88,6 +88,14 @@ def test_what_limits_leave_no_room_for_is_said_not_to_be_run(references: Results
         "swapped out and back": "max_batch_size is 1: one request alone always has room",
         "a reused prefix": "this attention, or a step of so few tokens, keeps no prefix",
     }
+
+
+def test_a_long_prompt_that_is_short_leaves_no_room(references: Results, demo: Results, tmp_path: Path) -> None:
+    reference = make_reference(
+        demo.checkpoint(MODEL), 2, GoldenTerms(2, ("Light",), long_prompt=4), tmp_path / "reference.json"
+    )
+    states = moved(opened(references, reference=reference))
+    assert {state.not_run for state in states.values()} == {"the long prompt and its answer have fewer than 10 tokens"}
 
 
 # --- long decode ---

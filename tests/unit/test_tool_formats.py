@@ -14,6 +14,7 @@ from lockstep.serve.answer_reader import AnswerPlan, Message, joined
 from lockstep.serve.reasoning import FORMATS as REASONING
 from lockstep.serve.reasoning import reasoning_format
 from lockstep.serve.tool_formats import FORMATS, tool_format
+from lockstep.serve.tool_formats.arguments import branches, choices, coerced
 
 TOOLS: dict[str, Any] = {"f": {"properties": {"s": {"type": "string"}}}, "g": {}}
 NESTED = {"q": 'she said "{[\\"]}" \\ and left', "ü": ["😀", "</tool_call", {"deep": [1.5, None, True]}]}
@@ -342,3 +343,17 @@ def test_formats_are_recognised_by_the_template() -> None:
     assert reasoning_format(None, "</think>") is REASONING["think"] and reasoning_format("none", "</think>") is None
     with pytest.raises(InputError, match="--reasoning-parser: expected none or one of cohere, .*; found 'thin'"):
         reasoning_format("thin", None)
+
+
+def test_a_schema_that_multiplies_by_itself_takes_no_time() -> None:
+    """2^64 branches and more: those beyond the first thousand allow any value."""
+    for word in ("anyOf", "allOf"):
+        again = {word: [{"$ref": "#/$defs/A"}] * 16}
+        function = {"properties": {"x": {"$ref": "#/$defs/A"}}, "$defs": {"A": again}}
+        assert coerced("7", function, "x") == 7
+
+
+def test_an_enum_behind_one_all_of_is_that_enum() -> None:
+    color = {"$defs": {"Color": {"enum": ["red", "7"]}}, "properties": {"x": {"allOf": [{"$ref": "#/$defs/Color"}]}}}
+    assert coerced("7", color, "x") == "7"
+    assert [choices(branch) for branch in branches(color["properties"]["x"], color)] == [["red", "7"]]

@@ -159,7 +159,7 @@ def _group_problems(
     found = model.group_size or already or (None if packing else GROUP_SIZE)
     if already and found != already:
         yield Problem(where, f"expected {already}, or none: {path} says how weights are quantised; found {found}")
-    elif found and not all(map(is_fp8, quantized)):
+    elif found and not already and not all(map(is_fp8, quantized)):
         for row, size in shape.linear_rows.items():
             if size % found:
                 yield Problem(where, f"expected a size that divides {row} ({size} in {path}); found {found}")

@@ -34,10 +34,11 @@ _TYPES: tuple[tuple[re.Pattern[str], str, Any], ...] = (
         lambda value: isinstance(value, str),
     ),
     (
-        re.compile(r".*\.(attention\.(key_length|sliding_window)|rope\.freq_base|\w+_softcapping)"),
+        re.compile(r".*\.(attention\.key_length|rope\.freq_base|\w+_softcapping)"),
         "a positive number",
         lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value > 0,
     ),
+    (re.compile(r".*\.attention\.sliding_window"), "a whole number", lambda value: _is_count(value)),  # 0: no window
 )
 
 

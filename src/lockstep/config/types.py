@@ -26,7 +26,6 @@ _LIMITS = targets.Limits()
 
 Precision = Literal["fp32", "fp16", "bf16", "w8a16", "w4a16", "w8a8", "w4a8", "w8a8-fp8"]
 PRECISIONS: tuple[str, ...] = get_args(Precision)
-# Whose engines are compared with their graphs: ONNX Runtime, which computes these, has no others on a CPU.
 _NAME = "^[a-z][a-z0-9_]*$"
 if TYPE_CHECKING:
     Backend: TypeAlias = str

@@ -283,4 +283,12 @@ def _input(arguments: str) -> Any:
         json.loads(arguments)
         return msgspec.Raw(arguments.encode())
     except (ValueError, RecursionError):
+        return _partial(arguments)
+
+
+def _partial(arguments: str) -> Any:
+    """Return what can be read of arguments cut short: nothing of a text cut within a surrogate pair."""
+    try:
         return partial_json(arguments) or {}
+    except ValueError:
+        return {}

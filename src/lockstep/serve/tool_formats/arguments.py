@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 _DEEPEST = 16  # levels of $ref, anyOf and allOf
+_MOST = 1024  # schemas that are looked at for one value: those that refer to themselves multiply
 _KINDS: Mapping[type, str] = {
     type(None): "null",
     bool: "boolean",
@@ -35,19 +36,28 @@ def argument(function: Schema, name: str) -> Any:
     return found[name] if name in found else function.get("additionalProperties")
 
 
-def branches(schema: Any, root: Schema, depth: int = 0) -> list[Schema]:
-    """Return the schemas of which a value follows one: $ref, anyOf and oneOf are resolved; root: what $ref is in."""
-    if not isinstance(schema, Mapping) or depth > _DEEPEST:
+def branches(schema: Any, root: Schema, depth: int = 0, left: list[int] | None = None) -> list[Schema]:
+    """Return the schemas of which a value follows one: $ref, anyOf and oneOf are resolved.
+
+    root: what $ref is in. left: how many schemas may still be looked at; what is beyond allows any value.
+    """
+    left = [_MOST] if left is None else left
+    left[0] -= 1
+    if not isinstance(schema, Mapping) or depth > _DEEPEST or left[0] < 0:
         return [{}]
     for word in ("anyOf", "oneOf"):
         if isinstance(choices := schema.get(word), list) and choices:
             rest = {name: value for name, value in schema.items() if name != word}
             inner = [{**rest, **choice} if isinstance(choice, Mapping) else rest for choice in choices]
-            return [branch for choice in inner for branch in branches(choice, root, depth + 1)]
+            return [branch for choice in inner for branch in branches(choice, root, depth + 1, left)]
+    parts = schema.get("allOf")
+    if isinstance(parts, list) and len(parts) == 1 and isinstance(parts[0], Mapping):
+        rest = {name: value for name, value in schema.items() if name != "allOf"}
+        return branches({**parts[0], **rest}, root, depth + 1, left)
     if isinstance(place := schema.get("$ref"), str):
         rest = {name: value for name, value in schema.items() if name != "$ref"}
         target = _target(root, place)
-        return branches({**target, **rest} if isinstance(target, Mapping) else rest, root, depth + 1)
+        return branches({**target, **rest} if isinstance(target, Mapping) else rest, root, depth + 1, left)
     return [schema]
 
 
@@ -68,18 +78,19 @@ def choices(branch: Schema) -> list[Any] | None:
     return [branch["const"]] if "const" in branch else None
 
 
-def kinds(schema: Any, root: Schema, depth: int = 0) -> frozenset[str] | None:
-    """Return the types that a value may have, as JSON schema names them; None for any."""
+def kinds(schema: Any, root: Schema, depth: int = 0, left: list[int] | None = None) -> frozenset[str] | None:
+    """Return the types that a value may have, as JSON schema names them; None for any. left: as of `branches`."""
+    left = [_MOST] if left is None else left
     found: frozenset[str] = frozenset()
-    for branch in branches(schema, root, depth):
-        of_branch = _kinds(branch, root, depth)
+    for branch in branches(schema, root, depth, left):
+        of_branch = _kinds(branch, root, depth, left)
         if of_branch is None:
             return None
         found |= of_branch
     return found
 
 
-def _kinds(branch: Schema, root: Schema, depth: int) -> frozenset[str] | None:
+def _kinds(branch: Schema, root: Schema, depth: int, left: list[int]) -> frozenset[str] | None:
     named, values = branch.get("type"), choices(branch)
     found: frozenset[str] | None = None
     if isinstance(named, str):
@@ -90,7 +101,7 @@ def _kinds(branch: Schema, root: Schema, depth: int) -> frozenset[str] | None:
         found = frozenset(_KINDS.get(type(value), "") for value in values)
     all_of = branch.get("allOf")
     for part in all_of if isinstance(all_of, list) and depth <= _DEEPEST else ():
-        other = kinds(part, root, depth + 1)
+        other = kinds(part, root, depth + 1, left)
         found = other if found is None or other is None else found & other
     return found | {"null"} if found is not None and branch.get("nullable") is True else found
 
