@@ -72,7 +72,7 @@ demo: setup
 # REAL_CONFIG: a config file whose keys take the place of those of config/smollm2.yaml.
 real: setup-test $(REAL)/.pinned
 	$(BIN)/snakemake --cores $(CORES) --directory $(REAL) --configfile config/smollm2.yaml $(REAL_CONFIG)
-	LOCKSTEP_REAL=$(abspath $(REAL)) $(BIN)/python -m pytest -n 0 -q tests/real
+	LOCKSTEP_REAL="$(abspath $(REAL))" $(BIN)/python -m pytest -n 0 -q tests/real
 
 test: setup-test
 	$(PYTEST) -m "not long" $(ARGS)
@@ -84,21 +84,21 @@ test-all: setup-test
 	$(PYTEST) $(ARGS)
 
 triton-test: setup-test $(TRITON_ENV)/.pinned
-	LOCKSTEP_TRITON=$(abspath $(TRITON_ENV)) $(BIN)/python -m pytest -n 0 tests/tritonserver $(ARGS)
+	LOCKSTEP_TRITON="$(abspath $(TRITON_ENV))" $(BIN)/python -m pytest -n 0 tests/tritonserver $(ARGS)
 
 clients-test: setup-test $(CLIENTS:%=$(CLIENTS_ENV)/%/.pinned)
-	LOCKSTEP_CLIENTS=$(abspath $(CLIENTS_ENV)) $(BIN)/python -m pytest -n 0 tests/clients $(ARGS)
+	LOCKSTEP_CLIENTS="$(abspath $(CLIENTS_ENV))" $(BIN)/python -m pytest -n 0 tests/clients $(ARGS)
 
 kubernetes-test: setup-test $(KUBERNETES_ENV)/.pinned
-	LOCKSTEP_KUBERNETES=$(abspath $(KUBERNETES_ENV)) $(BIN)/python -m pytest -n 0 tests/pods $(ARGS)
+	LOCKSTEP_KUBERNETES="$(abspath $(KUBERNETES_ENV))" $(BIN)/python -m pytest -n 0 tests/pods $(ARGS)
 
 slurm-test: setup-test $(SLURM_ENV)/.pinned
 	@for program in munged slurmctld slurmd sbatch; do PATH="$$PATH:/usr/sbin" command -v $$program > /dev/null || { \
 	  echo "make: expected Slurm, found no $$program; run: apt-get install --no-install-recommends slurmctld slurmd slurm-client munge" >&2; exit 2; }; done
-	LOCKSTEP_SLURM=$(abspath $(SLURM_ENV)) $(BIN)/python -m pytest -n 0 tests/slurm $(ARGS)
+	LOCKSTEP_SLURM="$(abspath $(SLURM_ENV))" $(BIN)/python -m pytest -n 0 tests/slurm $(ARGS)
 
 oldest-test: setup-test $(OLDEST_ENV)/.pinned
-	LOCKSTEP_OLDEST=$(abspath $(OLDEST_ENV)) $(BIN)/python -m pytest -n 0 tests/workflow/test_versions.py -k oldest $(ARGS)
+	LOCKSTEP_OLDEST="$(abspath $(OLDEST_ENV))" $(BIN)/python -m pytest -n 0 tests/workflow/test_versions.py -k oldest $(ARGS)
 
 # A copy, whose links lead where they lead in the repository: mkdocs takes no folder above its own file.
 docs: $(DOCS_ENV)/.pinned
@@ -110,7 +110,7 @@ docs: $(DOCS_ENV)/.pinned
 
 # -rs: where there is no browser, one line says so.
 screenshots: setup-test
-	LOCKSTEP_SCREENSHOTS=$(abspath $(PICTURES)) $(BIN)/python -m pytest -n 0 -q -rs tests/screenshots $(ARGS)
+	LOCKSTEP_SCREENSHOTS="$(abspath $(PICTURES))" $(BIN)/python -m pytest -n 0 -q -rs tests/screenshots $(ARGS)
 
 faults: setup-test
 	PYTHONPATH=tests $(BIN)/python -m faults $(ARGS)
