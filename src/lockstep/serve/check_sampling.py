@@ -152,7 +152,7 @@ class SamplingCheck:
         )
 
     def _bounds(self, case: Case) -> Bounds:
-        # A repeated prompt comes in chunks, the engines run along it token by token: rows may differ in their last bits.
+        # A repeated prompt comes in chunks, the engines run along it token by token: last bits may differ.
         if self._service.ready.batch_invariant and not case.body.get("echo"):
             return Bounds()
         rms = max(prompt.bounds.rms(prompt.counts) for prompt in case.prompts)
