@@ -96,9 +96,10 @@ def choose(
     slack = 2 * factor * error / rules.temperature
     rounding = _ROUNDING * max(1.0, float(np.abs(changed[np.isfinite(changed)]).max()) / rules.temperature)
     scores = weights - np.log(noise)
-    kept = _truncated(rules, weights, scores, 0.0)
-    sure = _truncated(rules, weights, scores, -slack - rounding)
-    near = _truncated(rules, weights, scores, slack + rounding)
+    ordered = np.sort(weights[weights > -np.inf])[::-1]
+    kept = np.where(weights >= _edge(rules, ordered, 0.0), scores, -np.inf)
+    sure = np.where(weights >= _edge(rules, ordered, -slack - rounding), scores, -np.inf)
+    near = np.where(weights >= _edge(rules, ordered, slack + rounding), scores, -np.inf)
     return Chosen(int(np.argmax(kept)), float(sure.max()), near, slack + rounding)
 
 
@@ -136,16 +137,14 @@ def _changed(
     return changed
 
 
-def _truncated(rules: Rules, weights: np.ndarray, scores: np.ndarray, slack: float) -> np.ndarray:
-    """Return scores without the tokens that min-p, top-k and top-p leave out.
+def _edge(rules: Rules, ordered: np.ndarray, slack: float) -> float:
+    """Return the least weight that min-p, top-k and top-p keep.
 
-    weights: logarithms, the largest 0. slack: how far below the edge a token may be to be kept nevertheless; below 0:
-    how far above it must be, which none may be.
+    ordered: weights, logarithms, the largest first, which is 0. slack: how far below the edge a token may be to be kept
+    nevertheless; below 0: how far above it must be, which none may be.
     """
-    edge = -np.inf
-    if rules.min_p:
-        edge = np.log(rules.min_p) - slack
-    largest = np.sort(weights[weights > max(edge, -np.finfo(np.float64).max)])[::-1]
+    edge = float(np.log(rules.min_p) - slack) if rules.min_p else -np.inf
+    largest = ordered[ordered >= edge]
     if 0 < rules.top_k < len(largest):
         edge = max(edge, largest[rules.top_k - 1] - slack if slack >= 0 else largest[rules.top_k] - slack)
         largest = largest[: rules.top_k]
@@ -160,4 +159,4 @@ def _truncated(rules: Rules, weights: np.ndarray, scores: np.ndarray, slack: flo
             edge = max(edge, largest[count - 1] - slack)
         elif count < len(largest):
             edge = max(edge, largest[count] - slack)
-    return np.where(weights >= edge, scores, -np.inf)
+    return edge
