@@ -32,8 +32,12 @@ OPTIONS = (
     options.number("--adapters", 4, "Resident together.", most=64),
     options.THREADS, options.CPU_TIME, options.rounds(), options.WRITE,
 )  # fmt: skip
-_CONTEXT, _STEPS, _PROMPT = 64, 16, 256
-_NONE, _ROOM, _EACH = "graphs without room", "room, no row with one", "an adapter in each row"
+_CONTEXT = 64
+_STEPS = 16
+_PROMPT = 256
+_NONE = "graphs without room"
+_ROOM = "room, no row with one"
+_EACH = "an adapter in each row"
 
 
 def main(write: Path | None, **settings: Any) -> None:
@@ -84,7 +88,8 @@ def run(
 def _prepare(plain: dict[str, Path], name: str, work: Path, room: dict[str, int]) -> dict[str, Path]:
     """Make the same model with room for adapters."""
     results = Results(work / "taking")
-    assembly, engines = results.assembly(name, "fp32"), results.engines(name, "fp32", "onnxruntime")
+    assembly = results.assembly(name, "fp32")
+    engines = results.engines(name, "fp32", "onnxruntime")
     lockstep.export_graphs(Results(work / "plain").checkpoint(name), "fp32", assembly, adapters=room)
     lockstep.build_engines(assembly, "onnxruntime", engines)
     return {**plain, "assembly": assembly, "engines": engines, "adapters": results.adapters(name)}
@@ -102,7 +107,8 @@ def _make_adapters(
     }
     folders = {}
     for number, adapter in enumerate(names):
-        random, tensors = np.random.default_rng(number), {}
+        random = np.random.default_rng(number)
+        tensors = {}
         for layer, (out, given) in layers.items():
             tensors[f"base_model.model.{layer}.lora_A.weight"] = random.standard_normal((rank, given), np.float32) / 32
             tensors[f"base_model.model.{layer}.lora_B.weight"] = random.standard_normal((out, rank), np.float32) / 32
@@ -139,7 +145,8 @@ def _steps(
     clock: Callable[[], float],
 ) -> dict[str, Any]:
     """Seconds of a decode step, and of a prompt, in each of three ways."""
-    base, model = _open(plain, batch, threads), _open(taking, batch, threads)
+    base = _open(plain, batch, threads)
+    model = _open(taking, batch, threads)
     ways: dict[str, tuple[Model, Sequence[str | None]]] = {
         _NONE: (base, [None] * batch),
         _ROOM: (model, [None] * batch),

@@ -31,14 +31,21 @@ from lockstep import Advance, Assembly, CheckError, Engine, InputError, Model, R
 
 LIMITS = {"max_batch_size": 256, "max_num_tokens": 2048, "max_seq_len": 4096}
 BATCHES = (1, 4, 16, 64, 128, 256)
-ROWS, CHUNKS = (15, 63, 255), (64, 128, 256, 512, 1024, 1792)
+ROWS = (15, 63, 255)
+CHUNKS = (64, 128, 256, 512, 1024, 1792)
 PROMPTS = (16, 64, 128, 256, 384, 512, 640, 1152, 2048)
-SUMS, SUMS_IN_A_GRAPH = (1, 16, 64, 256, 512, 2048), 64  # tokens
-CONTEXT, WARM, STEPS, MIXED_STEPS = 512, 8, 64, 8
+# tokens
+SUMS = (1, 16, 64, 256, 512, 2048)
+SUMS_IN_A_GRAPH = 64
+CONTEXT = 512
+WARM = 8
+STEPS = 64
+MIXED_STEPS = 8
 REQUESTS = 512
 GROUP = 128
 PARTS = "decode", "sampled", "prompts", "mixed", "requests", "sampled_requests"
-SAMPLED, SAMPLED_BATCHES = Sampling(0.8, top_p=0.95), (1, 16, 64, 256)
+SAMPLED = Sampling(0.8, top_p=0.95)
+SAMPLED_BATCHES = (1, 16, 64, 256)
 OPTIONS = (
     options.Option("--shape", "A shape that comes with the benchmark, or a config.json.", "llama-2-7b"),
     options.choice("--precision", "fp16", "w8a16", "w4a16", "w8a8-fp8", help="Integers in groups of 128."),
@@ -275,7 +282,8 @@ def sampled(model: Model, batch: int, rounds: int) -> dict[str, Any]:
 
 def prompt(model: Model, tokens: int, rounds: int) -> dict[str, Any]:
     """One prompt alone."""
-    given, seconds = np.arange(tokens) % model.vocab_size, []
+    given = np.arange(tokens) % model.vocab_size
+    seconds = []
     for number in range(2 * rounds + 1):
         taken, _ = timed(lambda: model.step_tokens([Advance(0, given, 0)]))
         seconds += [taken] if number else []
@@ -291,19 +299,23 @@ def mixed(model: Model, rows: int, rounds: int, chunks: Sequence[int] = ()) -> d
     """
     found: dict[str, Any] = {}
     for chunk in chunks or CHUNKS:
-        given, samples = np.arange(chunk) % model.vocab_size, []
-        tokens, position = begin(model, rows), CONTEXT
+        given = np.arange(chunk) % model.vocab_size
+        samples = []
+        tokens = begin(model, rows)
+        position = CONTEXT
         for number in range(2 + rounds * MIXED_STEPS):
             with waits() as waited:
                 advances = [Advance(slot, tokens[slot : slot + 1], position) for slot in range(rows)]
                 seconds, taken = timed(lambda: model.step_tokens([*advances, Advance(rows, given, 0)], following=True))
-            tokens[:rows], position = taken[:rows], position + 1
+            tokens[:rows] = taken[:rows]
+            position = position + 1
             samples += [(seconds, seconds - sum(waited))] if number > 1 else []
         alone = []
         for number in range(2 + MIXED_STEPS):
             advances = [Advance(slot, tokens[slot : slot + 1], position) for slot in range(rows)]
             seconds, taken = timed(lambda: model.step_tokens(advances, following=True))
-            tokens[:rows], position = taken, position + 1
+            tokens[:rows] = taken
+            position = position + 1
             alone += [seconds] if number > 1 else []
         release(model)
         parts = [1e3 * statistics.median(alone), prompt(model, chunk, 2)["milliseconds"]["median"]]
@@ -348,7 +360,8 @@ def lengths() -> tuple[np.ndarray, np.ndarray]:
 
 def requests(model: Model, sampling: Sampling = Sampling()) -> dict[str, Any]:
     """Time REQUESTS requests at once, twice; the better counts. Each request has a seed of its own."""
-    random, runs = np.random.default_rng(0), []
+    random = np.random.default_rng(0)
+    runs = []
     prompts, new = lengths()
     given = [
         Request(

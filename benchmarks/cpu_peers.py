@@ -98,7 +98,8 @@ def run(
 ) -> dict[str, Any]:
     """Measure each contestant: steps after `context` tokens at each batch size, prompts, and resident memory."""
     if not batches and not prompts:
-        batches, prompts = (1, 8), (256, 1024)
+        batches = (1, 8)
+        prompts = (256, 1024)
     measured = {
         **{f"step of {n}": {"batch": n, "context": context, "steps": steps} for n in batches},
         **{f"prompt of {n}": {"prompt": n} for n in prompts},
@@ -156,8 +157,10 @@ class _Process:
     """
 
     def __init__(self, name: str, work: Path, folder: Path, batch: int, capacity: int, threads: int):
-        own, stem = CONTESTANTS[name], f"{folder.name}-{name.replace(',', '').replace(' ', '-')}"
-        self.name, out = name, work / "models" / stem
+        own = CONTESTANTS[name]
+        stem = f"{folder.name}-{name.replace(',', '').replace(' ', '-')}"
+        self.name = name
+        out = work / "models" / stem
         self._log = work / f"{stem}.log"
         self._log.parent.mkdir(parents=True, exist_ok=True)
         python = _python(work, own.pins)
@@ -188,7 +191,8 @@ class _Process:
             self._process.stdin.write(json.dumps(asked) + "\n")
             self._process.stdin.flush()
         answer = self._answer()
-        self.seconds[what], self.peaks[what] = answer["seconds"], answer["peak_bytes"]
+        self.seconds[what] = answer["seconds"]
+        self.peaks[what] = answer["peak_bytes"]
 
     def close(self) -> None:
         self._process.kill()
@@ -217,7 +221,9 @@ def _python(work: Path, pins: str) -> str:
     if not pins:
         return sys.executable
     folder = work / "envs" / Path(pins).stem
-    python, stamp, digest = folder / "bin" / "python", folder / "pins.sha256", _digest(_PINS / pins)
+    python = folder / "bin" / "python"
+    stamp = folder / "pins.sha256"
+    digest = _digest(_PINS / pins)
     if stamp.is_file() and stamp.read_text() == digest:
         return str(python)
     # torch first, so that any build of it that an index has is taken

@@ -82,9 +82,12 @@ def prepare(
 
     Returns the paths of what they made.
     """
-    results, name = Results(work), folder.name
-    checkpoint, weights = results.checkpoint(name), results.weights(name, precision)
-    assembly, engines = results.assembly(name, precision), results.engines(name, precision, backend)
+    results = Results(work)
+    name = folder.name
+    checkpoint = results.checkpoint(name)
+    weights = results.weights(name, precision)
+    assembly = results.assembly(name, precision)
+    engines = results.engines(name, precision, backend)
     lockstep.resolve_checkpoint(str(folder.resolve()), folder.resolve(), checkpoint)
     lockstep.export_graphs(checkpoint, precision, assembly, group_size=group_size, head_bits=head_bits)
     lockstep.convert_weights(checkpoint, precision, weights, assembly)
@@ -100,7 +103,8 @@ def _contestants(
         "lockstep": decoding(paths, batch, context + steps, threads),
         "transformers, eager": _transformers(folder, precision, threads),
     }
-    logits, timed = {}, {}
+    logits = {}
+    timed = {}
     for name, start in makers.items():
         step, last = start(prompt)
         logits[name] = last

@@ -41,10 +41,15 @@ from lockstep.onnx_tools.judge import Bound, max_abs_error, wrong
 from lockstep.onnx_tools.judge import measure as judged
 
 _DTYPES = {graph_dtype(name): name for name in DTYPE_BITS}  # safetensors' name of each
-CONTEXT, PREFILL, WARM, STEPS = 512, 2048, 8, 64
+CONTEXT = 512
+PREFILL = 2048
+WARM = 8
+STEPS = 64
 LIMITS = {"max_batch_size": 16, "max_num_tokens": PREFILL, "max_seq_len": PREFILL}
 BATCHES = (1, 16)
-CHECK_PROMPT, CHECK_TOKENS, CHECK_LAYERS = 48, 16, (2, "all")
+CHECK_PROMPT = 48
+CHECK_TOKENS = 16
+CHECK_LAYERS = (2, "all")
 OPTIONS = (options.SHAPE, *options.ON_A_GPU)
 
 
@@ -55,7 +60,8 @@ def main(
     path = config_of(shape)
     config = llama(path)
     cold.ask("benchmarks.gpu:device", backend=backend)
-    graphs, out = (work / "graphs").absolute(), record_path(write, work, path.stem, backend)
+    graphs = (work / "graphs").absolute()
+    out = record_path(write, work, path.stem, backend)
     lockstep.export_config(config, "fp16", graphs)
     names = {"assembly": str(graphs / "assembly.json"), "work": str(work.absolute()), "out": str(out)}
     cold.ask("benchmarks.gpu:measure", **names, backend=backend, rounds=rounds, options=build_options, config=config)
@@ -152,7 +158,8 @@ def built(assembly_json: Path, engines: Path, backend: str, options: Mapping[str
 
 def open_random(assembly: str, work: Path, backend: str, options: Mapping[str, Any]) -> Model:
     """Open engines, built in `work`, on random weights, which are made there once."""
-    weights, engines = work / "weights" / "weights.json", work / backend / "engines.json"
+    weights = work / "weights" / "weights.json"
+    engines = work / backend / "engines.json"
     weights = weights if weights.is_file() else random_weights(Assembly.load(assembly), work / "weights", False)
     build_seconds(Path(assembly), engines, backend, options)
     model = Model.open(engines, assembly, weights)
@@ -241,10 +248,14 @@ def random_weights(assembly: Assembly, folder: Path, alike: bool = False) -> Pat
         for slot in assembly.classes[part.graph].signature.slots:
             names = part.slots[slot.name]
             for name in names:  # several where a stack of experts is tensors of each
-                shapes[name], dtypes[name] = list(slot.sizes), slot.dtype
+                shapes[name] = list(slot.sizes)
+                dtypes[name] = slot.dtype
                 if len(names) > 1:
                     shapes[name] = [math.prod(slot.sizes[:-1]) // len(names), slot.sizes[-1]]
-    random, tensors, offset, digest = np.random.default_rng(0), {}, 0, hashlib.sha256()
+    random = np.random.default_rng(0)
+    tensors = {}
+    offset = 0
+    digest = hashlib.sha256()
     pool = (
         random.standard_normal(min(1 << 26, 2 * max(map(math.prod, shapes.values()))), np.float32) * np.float32(0.02)
     ).astype(np.float16)
@@ -265,7 +276,8 @@ def random_weights(assembly: Assembly, folder: Path, alike: bool = False) -> Pat
             if role in places and places[role]["shape"] == shape:
                 tensors[name] = places[role]
                 continue
-            count, dtype = math.prod(shape), named_dtype(dtypes[name])
+            count = math.prod(shape)
+            dtype = named_dtype(dtypes[name])
             length = dtype.itemsize * count
             places[role] = tensors[name] = {
                 "file": 0,
@@ -315,7 +327,8 @@ def decode(model: Model, batch: int, rounds: int) -> dict[str, Any]:
         prompt = np.arange(CONTEXT) % model.vocab_size
         for slot in range(batch):
             tokens = model.step_tokens([Advance(slot, prompt, 0)])
-        tokens, position = np.repeat(tokens, batch), CONTEXT
+        tokens = np.repeat(tokens, batch)
+        position = CONTEXT
         for number in range(WARM + STEPS):
             if number == WARM:
                 began = time.perf_counter()
@@ -338,7 +351,8 @@ def decode(model: Model, batch: int, rounds: int) -> dict[str, Any]:
 
 def prefill(model: Model, rounds: int, assembly: Assembly) -> dict[str, Any]:
     """One prompt of PREFILL tokens, several times."""
-    prompt, times = np.arange(PREFILL) % model.vocab_size, []
+    prompt = np.arange(PREFILL) % model.vocab_size
+    times = []
     for number in range(rounds + 1):
         seconds, _ = timed(lambda: model.step_tokens([Advance(0, prompt, 0)]))
         if number:
@@ -430,7 +444,8 @@ def check(engines: Path, assembly: Path, weights: Path, layers: int | str, refer
     """Run the engines along the tokens of a reference of transformers. Returns what `agreement` does."""
     saved = np.load(reference)
     model = ready(engines, assembly, weights, layers)
-    prompt, tokens = saved["prompt"], saved["tokens"]
+    prompt = saved["prompt"]
+    tokens = saved["tokens"]
     logits = [model.step([Advance(0, prompt, 0)])[0]]
     for number, token in enumerate(tokens[:-1]):
         logits.append(model.step([Advance(0, np.array([token]), len(prompt) + number)])[0])

@@ -54,7 +54,8 @@ def speeds(request, model, step, compiled):
                 use_cache=True,
                 logits_to_keep=1,
             )
-            token, times = out.logits[:, -1].argmax(-1, keepdim=True), []
+            token = out.logits[:, -1].argmax(-1, keepdim=True)
+            times = []
             for number in range(30 + request["steps"]):
                 began = time.perf_counter()
                 position = torch.tensor([request["context"] + number], device=request["device"])
@@ -116,7 +117,8 @@ def main():
         "eager": speeds(request, model, eager, False),
     }
     record["compiled"] = speeds(request, model, torch.compile(eager, mode="reduce-overhead"), True)
-    ids, times = torch.arange(request["prefill"], device=request["device"])[None] % request["config"]["vocab_size"], []
+    ids = torch.arange(request["prefill"], device=request["device"])[None] % request["config"]["vocab_size"]
+    times = []
     with torch.no_grad():
         for number in range(6):
             torch.cuda.synchronize()

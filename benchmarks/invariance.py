@@ -75,7 +75,9 @@ def compared(model: Model, positions: int, seed: int = 0) -> dict[str, Any]:
             own = random.integers(0, model.vocab_size, length - common)
             prompts.append(np.concatenate([shared[:common], own]))
     alone = [answers(model, [(0, prompt)], number % 2, None, False)[0] for number, prompt in enumerate(prompts)]
-    tried, differing, where = 0, 0, list[dict[str, Any]]()
+    tried = 0
+    differing = 0
+    where = list[dict[str, Any]]()
     schedules = 0
     while tried < positions:
         most = int(random.choice([1, 2, 5, 16, 17, 44, 45, 64, 100, 200, model.max_batch_size]))
@@ -128,7 +130,9 @@ def answers(
 
         return Request(given[number][1], NEW, choose=choose)
 
-    owner, at, steps = dict[int, int](), 0, 0
+    owner = dict[int, int]()
+    at = 0
+    steps = 0
     try:
         while at < len(given) or engine.has_work:
             while at < len(given) and (given[at][0] <= steps or not engine.has_work):

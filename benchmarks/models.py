@@ -38,7 +38,11 @@ OPTIONS = (
     options.number("--jobs", 1, "Models tried at a time."), options.WRITE,
 )  # fmt: skip
 PACKAGES = ("onnx", "onnxruntime", "onnxscript", "torch", "transformers")
-WORKS, REFUSED, NO_MODEL, WRONG, BROKEN = "works", "refused", "no tiny model", "wrong", "broken"
+WORKS = "works"
+REFUSED = "refused"
+NO_MODEL = "no tiny model"
+WRONG = "wrong"
+BROKEN = "broken"
 RESULTS = {
     WORKS: "logits equal those of transformers",
     REFUSED: "the export says why",
@@ -224,7 +228,8 @@ def _families(families: Mapping[str, dict[str, Any]]) -> list[str]:
         marks = family.get("quantized", "") + (" (not read)" if "not_read" in family else "")
         cells = [name, family["example"], family["model_type"], marks, family["result"]]
         if family["result"] == WORKS:
-            found, first = family["activations"], family["activations"]["first"]
+            found = family["activations"]
+            first = family["activations"]["first"]
             cells += [f"{family['logit_error']:.1e}", f"{family['transformers_error']:.1e}"]
             cells += [f"{found['outlier']:.0f}", "-" if first is None else f"{first:.0%}"]
         lines.append(f"| {' | '.join(cells + [''] * (9 - len(cells)))} |")
@@ -268,7 +273,8 @@ def _types(models: Mapping[str, dict[str, Any]]) -> list[str]:
 
 def _half(model: dict[str, Any]) -> str:
     """Return the cells of errors in fp16, and of activations."""
-    found, first = model["activations"], model["activations"]["first"]
+    found = model["activations"]
+    first = model["activations"]["first"]
     share = "-" if first is None else f"{first:.0%}"
     half = "refused" if "fp16_refused" in model else f"{model['fp16_error']:.1e}"
     return f"{half} | {model['transformers_fp16_error']:.1e} | {found['outlier']:.0f} | {share}"

@@ -76,7 +76,8 @@ def main(
     cases: dict[str, dict[str, Any]] = {}
     for path, count in ((shape, count) for shape in counts for count in counts[shape] if count <= gpus):
         folder = (work / path.stem).absolute()
-        out, place = record_path(None, folder, str(count), backend), folder / backend / str(count)
+        out = record_path(None, folder, str(count), backend)
+        place = folder / backend / str(count)
         if not out.is_file():
             lockstep.export_config(configs[path], "fp16", place / "graphs", count)
             names = {"assembly": str(place / "graphs" / "assembly.json"), "work": str(place), "out": str(out)}
@@ -157,7 +158,8 @@ def measure(
     work: for its engines. weights: a folder for the shape's weights and for what transformers says of them, which all
     numbers of ranks share. layers: depths at which logits are compared with transformers'.
     """
-    path, folder = Path(assembly), Path(weights)
+    path = Path(assembly)
+    folder = Path(weights)
     missing = [count for count in layers if not (folder / f"reference-{count}.npz").is_file()]
     if missing:
         probe()
@@ -200,7 +202,8 @@ def figures(case: Mapping[str, Any], one: Mapping[str, Any] | None) -> dict[str,
             found[f"decode {batch}: times one GPU"] = round(ratio, 2)
     found["prompt: ms"] = case["prompt"]["milliseconds"]["median"]
     for layers, row in case["check"].items():
-        ours, theirs = row["max_logit_error"], row["max_logit_error_of_transformers_fp16"]
+        ours = row["max_logit_error"]
+        theirs = row["max_logit_error_of_transformers_fp16"]
         of_theirs = round(ours / theirs, 2) if ours is not None and theirs else float("inf")
         found[f"logits {layers} layers: times fp16 of transformers"] = of_theirs
     return found

@@ -40,10 +40,20 @@ OPTIONS = (
 )  # fmt: skip
 PACKAGES = ("numpy", "starlette", "uvicorn", "uvloop")
 STARTS = 600.0  # seconds that a server may take until it is ready
-STREAMS_PROMPT, STREAMS_NEW = 32, 256  # tokens of each request beside the bare engine
-PROMPT, NEW = 512, 128  # tokens of each request at a rate
-QUIET, QUIET_NEW, LONG = 8, 1024, 4000  # streams that a long prompt comes to, their tokens, and its own
-MAX_QUEUE, MOST_PROMPTS, REFUSALS = 4096, 256, 200  # of the server, of one request, and those that are timed
+# tokens of each request beside the bare engine
+STREAMS_PROMPT = 32
+STREAMS_NEW = 256
+# tokens of each request at a rate
+PROMPT = 512
+NEW = 128
+# streams that a long prompt comes to, their tokens, and its own
+QUIET = 8
+QUIET_NEW = 1024
+LONG = 4000
+# of the server, of one request, and those that are timed
+MAX_QUEUE = 4096
+MOST_PROMPTS = 256
+REFUSALS = 200
 KEPT = (
     "completed", "failed", "refused", "duration_s", "requests_per_s", "output_tokens_per_s", "ttft_p50_ms",
     "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", "itl_max_ms", "tpot_mean_ms", "latency_p50_ms", "latency_p99_ms",
@@ -123,7 +133,8 @@ def run(place: Place, streams: Sequence[int], rates: Sequence[str], requests: in
 
 def _beside_bare(server: Server, place: Place, number: int, rounds: int) -> dict[str, Any]:
     """Measure the server and the bare engine in turn, which have a CPU alone where no request runs."""
-    served, speeds = [], []
+    served = []
+    speeds = []
     for at in range(rounds):
         served.append(server.streams(number, 1, seed=2 * at))
         speeds += _bare(place, number, 1)
@@ -209,7 +220,8 @@ class Server:
 
         And microseconds of the API process's CPU for each token.
         """
-        speeds, costs = [], []
+        speeds = []
+        costs = []
         for at in range(rounds + 1):
             before = _cpu_seconds(self._process.pid)
             figures = load(self.url, f"{STREAMS_PROMPT},0,{STREAMS_NEW},0", "inf", number, seed=seed + at)

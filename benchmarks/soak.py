@@ -45,7 +45,9 @@ WARM_UP = 10.0  # seconds
 CLIENTS = 8  # at a time: twice the demo's slots, so that some always wait
 CANCELS = 0.2  # share of requests whose clients leave
 KILLS_EVERY = 60.0  # seconds
-GROWTH, SLACK = 1.02, 8 << 20  # a third of a run may have so much more memory than the one before: share, and bytes
+# a third of a run may have so much more memory than the one before: share, and bytes
+GROWTH = 1.02
+SLACK = 8 << 20
 PROCESSES = ("api", "engine")
 
 
@@ -133,7 +135,8 @@ class Server:
         """
         end = time.monotonic() + IDLE
         while True:
-            status, sample = self.status(), self.sample()
+            status = self.status()
+            sample = self.sample()
             if sample is not None:
                 busy = status["running"] or status["waiting"] or status["streams"] or sample.pages_used
                 more = descriptors and any(sample.descriptors[name] > descriptors[name] for name in PROCESSES)
@@ -190,7 +193,8 @@ def _warm_up(server: Server, soak: Soak, model: str, seed: int) -> None:
 
 def _load(server: Server, soak: Soak, model: str, seconds: float, seed: int, kills: bool) -> None:
     """Let clients ask side by side, and look at the server every second."""
-    end, lock = time.monotonic() + seconds, threading.Lock()
+    end = time.monotonic() + seconds
+    lock = threading.Lock()
     numbers: Iterator[int] = iter(range(1 << 60))
 
     def client() -> None:
@@ -220,7 +224,8 @@ def _kill(server: Server, soak: Soak, end: float) -> None:
     while due < end:
         time.sleep(max(0.0, due - time.monotonic()))
         due += KILLS_EVERY
-        restarts, pid = server.status()["restarts"], server.engine()
+        restarts = server.status()["restarts"]
+        pid = server.engine()
         if pid is None:
             continue
         began = time.monotonic()

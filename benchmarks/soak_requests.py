@@ -16,7 +16,9 @@ from typing import Any
 
 import numpy as np
 
-COMPLETED, CANCELLED, FAILED = "completed", "cancelled", "failed"
+COMPLETED = "completed"
+CANCELLED = "cancelled"
+FAILED = "failed"
 _TIMEOUT = 120.0  # seconds: longer than any queue here
 _LONGEST_STAY = 0.4  # seconds after which a client that leaves has left: within the prompt, within the answer, after it
 _TEXTS = ("Once upon a time", "What is machine learning?", "San Francisco is a", "Ice floats because")

@@ -78,7 +78,8 @@ def measure(target: str, speculative: str, new: int, threads: int | None, result
     """Measure one target. Raises CheckError where an answer with drafts is not the plain one."""
     asked = parse(speculative)
     limits = {"max_batch_size": 1, "max_seq_len": _LONGEST + new, "threads": threads}
-    model, tokenizer = lockstep.open_model(target, results, **limits), lockstep.open_tokenizer(target, results)
+    model = lockstep.open_model(target, results, **limits)
+    tokenizer = lockstep.open_tokenizer(target, results)
     draft = asked.target and lockstep.open_model(asked.target, results, **limits, cut_of=model)
 
     def speculation() -> Speculation:
@@ -87,7 +88,8 @@ def measure(target: str, speculative: str, new: int, threads: int | None, result
     tasks = {}
     for name, (text, begun, temperature) in TASKS.items():
         prompt = tokenizer.encode(_CHAT.format(text, begun))[:_LONGEST]
-        sampling, stop_ids = Sampling(temperature, seed=1), frozenset(model.eos_token_ids)
+        sampling = Sampling(temperature, seed=1)
+        stop_ids = frozenset(model.eos_token_ids)
         tasks[name] = _task(model, Request(prompt, new, None, stop_ids, sampling), speculation, rounds)
     return {"tasks": tasks, "verify": _steps(model, asked.num_tokens, rounds)}
 

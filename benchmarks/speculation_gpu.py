@@ -23,8 +23,11 @@ from lockstep import Assembly, CheckError, Engine, Model, NgramDrafter, Request,
 from lockstep.verify.golden.drafted import RecordedDrafter
 
 LIMITS = {"max_batch_size": 64, "max_num_tokens": 2048, "max_seq_len": 2048}
-PROMPT, NEW, DRAFT_TOKENS = 512, 256, 4
-REQUESTS, RIGHT = (1, 4, 16), (0.0, 0.6, 0.8, 1.0)
+PROMPT = 512
+NEW = 256
+DRAFT_TOKENS = 4
+REQUESTS = (1, 4, 16)
+RIGHT = (0.0, 0.6, 0.8, 1.0)
 OPTIONS = (
     options.Option("--shape", "A shape that comes with the benchmark, or a config.json.", "llama-3.1-8b"),
     options.number("--layers", None, "Layers of the shape; by default all.", most=200),
@@ -105,13 +108,15 @@ def _run(
     engine = Engine(model, prefix_caching=False, speculation=speculation)
     tokens: dict[tuple[int, int], list[int]] = {}
     engine.add_all(requests)
-    began, steps = 0.0, 0
+    began = 0.0
+    steps = 0
     try:
         while engine.has_work:
             for made in engine.step():
                 tokens.setdefault((made.request, made.choice), []).append(made.token)
             if len(tokens) == len(requests):
-                began, steps = began or time.perf_counter(), steps + 1
+                began = began or time.perf_counter()
+                steps = steps + 1
     finally:
         engine.close()
     return tokens, time.perf_counter() - began, steps

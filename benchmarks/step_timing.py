@@ -25,7 +25,8 @@ def breakdown(executor: GpuExecutor, batch: int) -> dict[str, float]:
     """
     from lockstep.gpu.executor import bucket
 
-    held, count = executor.lengths[:batch], bucket(batch, executor.num_slots)
+    held = executor.lengths[:batch]
+    count = bucket(batch, executor.num_slots)
     end = int(held.max()) + 2 + 2 * (ROUNDS + 1)  # two steps before there is a graph; "next token"; whole steps
     if end > executor.max_seq_len:
         raise InputError(
@@ -78,7 +79,8 @@ def microseconds(group: RankGroup, graphs: Sequence[cuda.Graph]) -> float:
     from lockstep.gpu import cuda
 
     _launch(group, graphs)
-    first, last = cuda.Event(), cuda.Event()
+    first = cuda.Event()
+    last = cuda.Event()
     first.record(group.ranks[0].stream)
     for _ in range(ROUNDS):
         _launch(group, graphs)

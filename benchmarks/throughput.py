@@ -115,7 +115,8 @@ def measure(model: Model, requests: int, mean_prompt: int, mean_new: int, prefix
     prompts = [random.integers(3, model.vocab_size, count) for count in lengths[0]]
 
     def through_engine(sampling: Sampling) -> list[tuple[Sequence[Advance], bool | Sequence[Advance]]]:
-        engine, taken = Engine(model, prefix_caching=False), []
+        engine = Engine(model, prefix_caching=False)
+        taken = []
         step_tokens = model.step_tokens
 
         def recorded(advances: Sequence[Advance], following: bool | Sequence[Advance] = False) -> np.ndarray:

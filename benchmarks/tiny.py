@@ -152,7 +152,8 @@ def tiny_configs(default: Mapping[str, Any]) -> list[dict[str, Any]]:
     Raises what the class raises when it takes none of them.
     """
     build_config(default)
-    taken, failures = [], []
+    taken = []
+    failures = []
     try:
         depths = depths_to_try(signatures(meta_model(default, "fp32")))
     except InputError as error:
@@ -181,7 +182,8 @@ def _completed(default: Mapping[str, Any]) -> dict[str, Any]:
     Without them it is no causal LM (BERT's attends both ways) or no model at all (no number of experts, no head size).
     """
     completed: dict[str, Any] = {"is_decoder": True} if default.get("is_decoder") is False else {}
-    heads, hidden = default.get("num_attention_heads"), default.get("hidden_size")
+    heads = default.get("num_attention_heads")
+    hidden = default.get("hidden_size")
     if "head_dim" in default and default["head_dim"] is None and isinstance(heads, int) and isinstance(hidden, int):
         completed["head_dim"] = hidden // heads
     if "num_key_value_heads" in default and default["num_key_value_heads"] is None and isinstance(heads, int):
@@ -214,7 +216,8 @@ def _has_experts(config: Mapping[str, Any]) -> bool:
 
 def _export(config: Mapping[str, Any], folder: Path, half: bool) -> tuple[Path, Results, str]:
     """Make a checkpoint without weights, and what export makes of it; also why it refuses fp16, or ""."""
-    source, results = folder / "checkpoint", Results(folder / "results")
+    source = folder / "checkpoint"
+    results = Results(folder / "results")
     lifelike.write_without_weights(config, source)
     architecture = lockstep.resolve_architecture(str(source), source, results.architecture(_NAME))
     lockstep.export_graphs(architecture, "fp32", results.assembly(_NAME, "fp32"))
@@ -259,7 +262,8 @@ def _logit_errors(
         return np.concatenate([difference[:, :3], difference[:, 3:].max(axis=1, keepdims=True)], axis=1)
 
     left_out = int(_has_experts(config))
-    error, error_16 = _largest(found("fp32"), spread), _largest(found("fp16"), spread, left_out) if has_half else 0.0
+    error = _largest(found("fp32"), spread)
+    error_16 = _largest(found("fp16"), spread, left_out) if has_half else 0.0
     return error, _largest(expected - exact, spread), error_16, _largest(half - expected, spread, left_out)
 
 
@@ -293,7 +297,9 @@ def _logits_found(model: Model, sequences: Sequence[np.ndarray], prompts: Sequen
     rows = [
         list(model.step([Advance(slot, ids[:length], 0) for slot, (ids, length) in enumerate(zip(sequences, prompts))]))
     ]
-    slot, ids, total = len(prompts), sequences[-1], prompts[-1]
+    slot = len(prompts)
+    ids = sequences[-1]
+    total = prompts[-1]
     cuts = [0, *(min(total, _CHUNK * (i + 1)) for i in range(_DECODE_STEPS - 1)), total]
     chunked: list[np.ndarray] = []
     for step in range(_DECODE_STEPS):
@@ -301,7 +307,8 @@ def _logits_found(model: Model, sequences: Sequence[np.ndarray], prompts: Sequen
             Advance(other, tokens[length + step : length + step + 1], length + step)
             for other, (tokens, length) in enumerate(zip(sequences, prompts))
         ]
-        start, stop = cuts[step], cuts[step + 1]
+        start = cuts[step]
+        stop = cuts[step + 1]
         step_rows = model.step([*parts, *([Advance(slot, ids[start:stop], start)] if stop > start else [])])
         rows.append(list(step_rows[: len(parts)]))
         chunked = [step_rows[-1]] if stop > start else chunked

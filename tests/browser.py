@@ -65,7 +65,8 @@ class Browser:
         )
         for fd in (theirs_in, theirs_out, *fds):
             os.close(fd)
-        self._rest, self._number = b"", 0
+        self._rest = b""
+        self._number = 0
         self._session: str | None = None  # None: what is asked is asked of the browser, not of its page
         self._context: str | None = None
         self.said: list[str] = []
@@ -157,7 +158,8 @@ class Browser:
         while True:
             whole, found, rest = self._rest.partition(b"\0")
             if found:
-                self._rest, message = rest, json.loads(whole)
+                self._rest = rest
+                message = json.loads(whole)
                 if is_it(message):
                     return message
                 self._note(message)

@@ -22,7 +22,9 @@ def call(
 
     Returns what it ends with and prints.
     """
-    main, out, err = importlib.import_module(MAINS[module]).main, io.StringIO(), io.StringIO()
+    main = importlib.import_module(MAINS[module]).main
+    out = io.StringIO()
+    err = io.StringIO()
     with _inside(folder, environment, [module, *arguments]):
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
@@ -36,7 +38,9 @@ def call(
 @contextlib.contextmanager
 def _inside(folder: Path, environment: Mapping[str, str], argv: list[str]) -> Iterator[None]:
     """Put this process in the place of one that is started in `folder`. With this environment."""
-    before, path, own = dict(os.environ), list(sys.path), sys.argv
+    before = dict(os.environ)
+    path = list(sys.path)
+    own = sys.argv
     try:
         os.environ.clear()
         os.environ.update(environment)
@@ -44,6 +48,7 @@ def _inside(folder: Path, environment: Mapping[str, str], argv: list[str]) -> It
         with contextlib.chdir(folder):
             yield
     finally:
-        sys.path[:], sys.argv = path, own
+        sys.path[:] = path
+        sys.argv = own
         os.environ.clear()
         os.environ.update(before)

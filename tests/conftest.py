@@ -113,7 +113,8 @@ def each_model_is_traced_once(tmp_path_factory: pytest.TempPathFactory) -> Itera
     if unique_layers is None or find_spec("filelock") is None:  # the Python of the tests on a GPU may not have it
         yield
         return
-    own, shared = unique_layers._cut, Shared(shared_root(tmp_path_factory.getbasetemp()))
+    own = unique_layers._cut
+    shared = Shared(shared_root(tmp_path_factory.getbasetemp()))
 
     def cut(meta, indices, wide_residual):
         kind = type(meta)

@@ -116,7 +116,9 @@ def become(module: str, arguments: list[str], folder: str, environment: dict[str
         os.dup2(opened, number)
         os.close(opened)
     sys.stdin, sys.stdout, sys.stderr = (open(number, mode, buffering=1) for number, mode in enumerate(["r", "w", "w"]))
-    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+    sys.__stdin__ = sys.stdin
+    sys.__stdout__ = sys.stdout
+    sys.__stderr__ = sys.stderr
     os.environ.clear()
     os.environ.update(environment)
     sys.dont_write_bytecode = bool(environment.get("PYTHONDONTWRITEBYTECODE"))

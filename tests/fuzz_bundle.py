@@ -39,8 +39,12 @@ from lockstep.runtime import command
 # Documents that the assembly names, by its key for them.
 TEXTS = {"graphs/tokenizer.json": "tokenizer", "graphs/chat_template.json": "chat_template"}
 DOCUMENTS = ("graphs/assembly.json", "engines/engines.json", "weights/weights.json", *TEXTS)
-MISSING, AGAIN = "(the key is missing)", "(the list again and again)"
-PROMPT, SECONDS, BYTES = "San Francisco is a", 20, 1 << 30  # of time and further memory that a case may take
+MISSING = "(the key is missing)"
+AGAIN = "(the list again and again)"
+# of time and further memory that a case may take
+PROMPT = "San Francisco is a"
+SECONDS = 20
+BYTES = 1 << 30
 DIGESTS = re.compile(r"sha256$")
 
 
@@ -130,7 +134,8 @@ class Bundle:
 
     def write(self, out: Path, name: str, path: tuple, value: Any) -> None:
         """Write the bundle with one value changed, and all that digests it made right."""
-        files, documents = dict(self.files), dict(self.documents)
+        files = dict(self.files)
+        documents = dict(self.documents)
         documents[name] = changed(documents[name], path, value)
         if name in TEXTS:
             files[name] = sealed(documents[name])
@@ -181,8 +186,10 @@ def outcome(path: Path, weights: Path | None) -> str:
 
 
 def main(bundle: str, weights: str, work: str) -> None:
-    given, folder = None if weights == "-" else Path(weights), Path(work)
-    source, path = Bundle(Path(bundle)), folder / "case.tar"
+    given = None if weights == "-" else Path(weights)
+    folder = Path(work)
+    source = Bundle(Path(bundle))
+    path = folder / "case.tar"
 
     def watch(event: str, arguments: tuple) -> None:
         if (

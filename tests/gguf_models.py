@@ -22,8 +22,16 @@ KINDS: dict[str, dict[str, Any]] = {
     "sentencepiece": {"model": "llama", "pre": "default"},
     "sentencepiece, no space in front": {"model": "llama", "pre": "default", "add_space_prefix": False},
 }
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
-HEADS, GROUPS, HIDDEN, WIDE, LENGTH = 4, 2, 64, 96, 64
+NORMAL = 1
+UNKNOWN = 2
+CONTROL = 3
+USER_DEFINED = 4
+BYTE = 6
+HEADS = 4
+GROUPS = 2
+HIDDEN = 64
+WIDE = 96
+LENGTH = 64
 # Architectures: what each says and has besides what all do. 7 layers: gemma3 has a full layer after five of a window.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -81,9 +89,11 @@ def write_model(
     `architecture`, `tensors` (a dict of further ones; None: without it) and `more` (a dict of other keys).
     """
     architecture = changes.pop("architecture", name.partition(",")[0])
-    extra, more = changes.pop("tensors", {}), changes.pop("more", {})
+    extra = changes.pop("tensors", {})
+    more = changes.pop("more", {})
     own = {**MODELS[name], **changes}
-    head, layers = own.get("attention.key_length", HIDDEN // HEADS), own.get("layers", 2)
+    head = own.get("attention.key_length", HIDDEN // HEADS)
+    layers = own.get("layers", 2)
     writer = gguf.GGUFWriter(path, architecture)
     tokens = write_tokenizer(writer, kind, vocabularies)
     keys = {
@@ -118,7 +128,8 @@ def _tensors(own: dict[str, Any], architecture: str, tokens: int, head: int, lay
     def vector(size: int, mean: float) -> np.ndarray:
         return (mean + 0.1 * random.standard_normal(size)).astype(np.float32)
 
-    queries, keys = HEADS * head, GROUPS * head
+    queries = HEADS * head
+    keys = GROUPS * head
     tensors = {"token_embd.weight": matrix(tokens, HIDDEN), "output_norm.weight": vector(HIDDEN, 1)}
     if not own.get("tied"):
         tensors["output.weight"] = matrix(tokens, HIDDEN)

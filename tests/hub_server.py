@@ -119,7 +119,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer()
 
     def _answer(self) -> None:
-        hub, path = self.server_hub, unquote(urlsplit(self.path).path)
+        hub = self.server_hub
+        path = unquote(urlsplit(self.path).path)
         token = (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
         hub.requests.append(Request(self.command, path, self.headers.get("Range"), token))
         if hub.failing:
@@ -164,7 +165,8 @@ class _Handler(BaseHTTPRequestHandler):
         return self._send(200, {**headers, "ETag": f'"{hashlib.sha1(data).hexdigest()}"'}, data)
 
     def _large(self, data: bytes) -> None:
-        hub, start = self.server_hub, 0
+        hub = self.server_hub
+        start = 0
         if hub.damage:
             data = data[:-1] + bytes([data[-1] ^ 1])
         size = len(data)

@@ -33,7 +33,8 @@ _FIRST = 300.0  # of the first token alone, in a channel of its own
 _LOGITS = 5.0  # standard deviation
 _TOKENS = 24  # of the sequence that sizes are measured on
 _SHARPNESS = 1.0  # of the term that lets all queries meet the first token's key, in units of head_dim ** 0.25
-_QUERY, _KEY = re.compile(r"(q_proj|query|q_lin|wq)$"), re.compile(r"(k_proj|key|k_lin|wk)$")
+_QUERY = re.compile(r"(q_proj|query|q_lin|wq)$")
+_KEY = re.compile(r"(k_proj|key|k_lin|wk)$")
 
 
 @dataclass(frozen=True)
@@ -189,14 +190,18 @@ def _scale_logits(
     model: PreTrainedModel, ids: torch.Tensor, gains: dict[torch.nn.Module, float], channels: list[int]
 ) -> None:
     """Scale the head, or the last norm where the head is tied to the embedding, which then leaves the outliers out."""
-    head, table, last = model.get_output_embeddings(), _table(model), next(reversed(gains), None)
+    head = model.get_output_embeddings()
+    table = _table(model)
+    last = next(reversed(gains), None)
     if head is None:
         return
-    scaled, zero = [cast(torch.Tensor, head.weight)], 0.0
+    scaled = [cast(torch.Tensor, head.weight)]
+    zero = 0.0
     if head.weight.data_ptr() == table.data_ptr():
         if last is None:
             return
-        zero, bias = gains[last], getattr(last, "bias", None)
+        zero = gains[last]
+        bias = getattr(last, "bias", None)
         scaled = [cast(torch.Tensor, last.weight), *([bias] if isinstance(bias, torch.Tensor) else [])]
         scaled[0][channels] = zero
         for more in scaled[1:]:

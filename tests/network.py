@@ -19,8 +19,10 @@ class Recorder:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._library, self._log = folder / "network.so", folder / "network.log"
-        self._temporary, self._cache = folder / "tmp", folder / "cache"
+        self._library = folder / "network.so"
+        self._log = folder / "network.log"
+        self._temporary = folder / "tmp"
+        self._cache = folder / "cache"
         folders = {"TMPDIR": str(self._temporary), "XDG_CACHE_HOME": str(self._cache)}
         self.environment = {"LD_PRELOAD": str(self._library), "LOCKSTEP_NETWORK_LOG": str(self._log), **folders}
 

@@ -67,7 +67,8 @@ class RealServer:
             self.process.kill()
             self.process.wait()
             raise AssertionError(f"the server did not start: {self.line!r} {self.stderr}")
-        self.url, self.port = found[1], int(found[2])
+        self.url = found[1]
+        self.port = int(found[2])
 
     def __enter__(self) -> RealServer:
         return self

@@ -72,7 +72,8 @@ def giving_tokens(folder: Path, login: str) -> Iterator[str]:
     login: user and password as the scheme Basic has them; others get a token that allows nothing, or, with another
     login, none.
     """
-    private, certificate = folder / "tokens.key", folder / "tokens.pem"
+    private = folder / "tokens.key"
+    certificate = folder / "tokens.pem"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     command += ["-keyout", str(private), "-out", str(certificate), "-subj", "/CN=tokens", "-days", "2"]
     subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
@@ -80,7 +81,8 @@ def giving_tokens(folder: Path, login: str) -> Iterator[str]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            asked, shown = parse_qs(urlsplit(self.path).query), self.headers.get("Authorization")
+            asked = parse_qs(urlsplit(self.path).query)
+            shown = self.headers.get("Authorization")
             if shown not in (None, f"Basic {login}"):
                 return self.send_error(401)
             kind, name, actions = asked["scope"][0].split(":")

@@ -35,14 +35,18 @@ class ScriptedServer:
     """
 
     def __init__(self, script: Script = words) -> None:
-        self.script, self.bodies, self.gone = script, [], []  # type: ignore[var-annotated]
+        # type: ignore[var-annotated]
+        self.script = script
+        self.bodies = []
+        self.gone = []
         self.usage: Callable[[dict[str, Any]], dict[str, int]] = usage
         self.refusal: Callable[[int], tuple[int, str] | None] = lambda number: None
         self.pages: dict[str, tuple[bytes, dict[str, str]]] = {}
         self.status: dict[str, Any] = {}
         self.connections = 0
         self._stalls: list[tuple[float, float]] = []
-        self._loop, started = asyncio.new_event_loop(), threading.Event()
+        self._loop = asyncio.new_event_loop()
+        started = threading.Event()
         self._thread = threading.Thread(target=self._serve, args=(started,), daemon=True)
         self._thread.start()
         assert started.wait(10)

@@ -34,7 +34,8 @@ class Shared:
         """
         from filelock import FileLock  # the tests on a GPU run in a Python that may not have it
 
-        folder, done = self.root / name, self.root / f"{name}.done"
+        folder = self.root / name
+        done = self.root / f"{name}.done"
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
             if not done.exists():

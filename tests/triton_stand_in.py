@@ -23,7 +23,8 @@ def triton_string_to_numpy(name: str) -> Any:
 
 class Tensor:
     def __init__(self, name: str, array: np.ndarray):
-        self._name, self._array = name, array
+        self._name = name
+        self._array = array
 
     def name(self) -> str:
         return self._name
@@ -33,7 +34,10 @@ class Tensor:
 
 
 class TritonError(Exception):
-    INVALID_ARG, NOT_FOUND, UNAVAILABLE, INTERNAL = "INVALID_ARG", "NOT_FOUND", "UNAVAILABLE", "INTERNAL"
+    INVALID_ARG = "INVALID_ARG"
+    NOT_FOUND = "NOT_FOUND"
+    UNAVAILABLE = "UNAVAILABLE"
+    INTERNAL = "INTERNAL"
 
     def __init__(self, message: str, code: str):
         super().__init__(message)
@@ -42,7 +46,8 @@ class TritonError(Exception):
 
 class InferenceResponse:
     def __init__(self, tensors: list[Tensor], error: TritonError | None = None):
-        self.arrays, self.error = {tensor.name(): tensor.as_numpy() for tensor in tensors}, error
+        self.arrays = {tensor.name(): tensor.as_numpy() for tensor in tensors}
+        self.error = error
 
 
 class MetricFamily:
@@ -84,7 +89,10 @@ class Sender:
 
 class Request:
     def __init__(self, arrays: dict[str, np.ndarray], outputs: tuple[str, ...], id: str, parameters: dict[str, Any]):
-        self._arrays, self._outputs, self._id, self._parameters = arrays, outputs, id, parameters
+        self._arrays = arrays
+        self._outputs = outputs
+        self._id = id
+        self._parameters = parameters
         self.sender = Sender()
 
     def inputs(self) -> list[Tensor]:

@@ -57,7 +57,8 @@ def failures(
         **settings,
     }
     limits = {**LIMITS, "max_seq_len": max_seq_len}
-    config, kind = load.load({"models": {MODEL: model}, "limits": limits}), parse_source(source)
+    config = load.load({"models": {MODEL: model}, "limits": limits})
+    kind = parse_source(source)
     place = Path(kind.config if isinstance(kind, RandomSource) else source)
     config.check_model(MODEL, place)
     lines = []

@@ -22,7 +22,8 @@ def make(job: dict) -> None:
     folder = Path(job["checkpoint"])
     config = json.loads((folder / "config.json").read_text())
     heads, kv_heads, hidden = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "hidden_size"))
-    experts, head_dim = config.get("num_experts"), config.get("head_dim") or hidden // heads
+    experts = config.get("num_experts")
+    head_dim = config.get("head_dim") or hidden // heads
     writer = gguf.GGUFWriter(str(Path(job["out"]) / _FILE), "qwen3moe" if experts else "llama")
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -42,7 +43,8 @@ def make(job: dict) -> None:
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     kinds = gguf.GGMLQuantizationType
-    layers, head = kinds[job["precision"]], "model.embed_tokens" if config.get("tie_word_embeddings") else "lm_head"
+    layers = kinds[job["precision"]]
+    head = "model.embed_tokens" if config.get("tie_word_embeddings") else "lm_head"
     stacks: dict[str, dict[int, np.ndarray]] = {}  # of experts, those that were read
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "np") as file:
@@ -101,8 +103,11 @@ def opened(job: dict) -> Start:
     if not model:
         raise SystemExit("llama.cpp cannot read the model")
     terms = llama_cpp.llama_context_default_params()
-    terms.n_seq_max, terms.n_ctx = job["batch"], job["batch"] * max(job["capacity"], 256)
-    terms.n_batch, terms.n_ubatch = terms.n_ctx, 512  # of a call, which computes so many at a time
+    terms.n_seq_max = job["batch"]
+    terms.n_ctx = job["batch"] * max(job["capacity"], 256)
+    # of a call, which computes so many at a time
+    terms.n_batch = terms.n_ctx
+    terms.n_ubatch = 512
     terms.n_threads = terms.n_threads_batch = job["threads"]
     context = llama_cpp.llama_init_from_model(model, terms)
     if not context:
@@ -116,8 +121,10 @@ def opened(job: dict) -> Start:
         last = tokens.shape[1] - 1
         places = []
         for place, ((row, column), token) in enumerate(np.ndenumerate(tokens)):
-            batch.token[place], batch.pos[place] = int(token), first + column
-            batch.n_seq_id[place], batch.seq_id[place][0] = 1, row
+            batch.token[place] = int(token)
+            batch.pos[place] = first + column
+            batch.n_seq_id[place] = 1
+            batch.seq_id[place][0] = row
             batch.logits[place] = column == last
             places += [place] * (column == last)
         if llama_cpp.llama_decode(context, batch):

@@ -13,7 +13,8 @@ from benchmarks.cpu_contestants.side import Start, main
 from benchmarks.decode import decoding, prepare
 from lockstep import Results
 
-_BACKEND, _GROUP = "onnxruntime", 32
+_BACKEND = "onnxruntime"
+_GROUP = 32
 
 
 def make(job: dict) -> None:
@@ -21,7 +22,9 @@ def make(job: dict) -> None:
 
 
 def opened(job: dict) -> Start:
-    results, name, precision = Results(Path(job["out"])), Path(job["checkpoint"]).name, job["precision"]
+    results = Results(Path(job["out"]))
+    name = Path(job["checkpoint"]).name
+    precision = job["precision"]
     paths = {
         "weights": results.weights(name, precision),
         "assembly": results.assembly(name, precision),

@@ -31,7 +31,8 @@ def main(packages: Sequence[str], make: Callable[[dict], None], opened: Callable
 
     A model that is there is not made again. It is made in another process, whose libraries and memory are not counted.
     """
-    answers, job = os.fdopen(os.dup(1), "w"), json.loads(sys.argv[1])
+    answers = os.fdopen(os.dup(1), "w")
+    job = json.loads(sys.argv[1])
     os.dup2(2, 1)
 
     def answer(value: dict[str, Any]) -> None:

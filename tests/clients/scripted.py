@@ -35,7 +35,8 @@ def write(folder: Path, answers: Mapping[str, str], piece: int | None = None) ->
     if piece is None:
         library.add_tokens([AddedToken(mark, normalized=False) for mark in ("<think>", "</think>")])
     document = json.loads(library.to_str())
-    vocabulary, level = document["model"]["vocab"], ByteLevel(add_prefix_space=False, use_regex=False)
+    vocabulary = document["model"]["vocab"]
+    level = ByteLevel(add_prefix_space=False, use_regex=False)
     places: dict[str, int] = {}
     script: dict[int, int] = {}
     at = _PROMPT

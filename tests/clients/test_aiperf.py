@@ -12,7 +12,9 @@ from demo_model import DEMO
 
 from real_server import RealServer
 
-INPUT_LEN, OUTPUT_LEN = 40, 24  # tokens of each request
+# tokens of each request
+INPUT_LEN = 40
+OUTPUT_LEN = 24
 TIMES = ("time_to_first_token", "inter_token_latency", "inter_chunk_latency", "request_latency", "decode_duration")
 
 
@@ -62,7 +64,8 @@ def test_chats_at_a_concurrency(server: RealServer, tmp_path: Path) -> None:
 
 
 def test_completions_at_a_request_rate(server: RealServer, tmp_path: Path) -> None:
-    rate, count = 20, 16
+    rate = 20
+    count = 16
     schedule = ["--request-rate", rate, "--arrival-pattern", "constant", "--concurrency", 4, "--request-count", count]
     ready = ["--wait-for-model-timeout", 30, "--wait-for-model-mode", "both"]
     found = profile(server, tmp_path, "completions", *schedule, *ready, "--use-server-token-count")
@@ -84,7 +87,8 @@ def test_its_record_of_the_metrics_has_the_requests(server: RealServer, tmp_path
 
 
 def test_cancelled_requests_end_and_the_others_complete(server: RealServer, tmp_path: Path) -> None:
-    count, output_len = 20, 200
+    count = 20
+    output_len = 200
     before = aborted(server)
     # 0.03 s are less than an answer of 200 tokens takes.
     cancelled = ["--request-cancellation-rate", 50, "--request-cancellation-delay", 0.03]

@@ -18,13 +18,16 @@ from lockstep.runtime import Tokenizer
 from real_server import RealServer
 
 TASKS = Path(__file__).parent / "tasks"
-CHOICES, CONTINUATIONS, PERPLEXITY = "lockstep_choices", "lockstep_continuations", "lockstep_perplexity"
+CHOICES = "lockstep_choices"
+CONTINUATIONS = "lockstep_continuations"
+PERPLEXITY = "lockstep_perplexity"
 # A token's log-probability: fp32 on both sides, with sums of some hundred products in another order, and logits up to
 # 20. As in tests/unit/test_prompt_logprobs.py.
 TOLERANCE = 2e-4
 # Whose tokenizer it is: the demo's folder, or the server, which `auto` finds by itself.
 FOLDER = f"tokenizer={DEMO},tokenizer_backend=huggingface"
-REMOTE, AUTO = "tokenizer_backend=remote", "tokenizer_backend=auto"
+REMOTE = "tokenizer_backend=remote"
+AUTO = "tokenizer_backend=auto"
 # How requests are sent: prompts as token ids or as text; one after the other, or four at once with two prompts each.
 REQUESTS = {
     "tokens": (f"{FOLDER},tokenized_requests=True", 1),
@@ -71,7 +74,8 @@ def completions(
 ) -> Evaluation:
     """All tasks by `local-completions`."""
     where = f"model=demo-llama,base_url={server.url}/v1/completions,max_length=128"
-    work, tasks = tmp_path_factory.mktemp("lm-eval"), (CHOICES, CONTINUATIONS, PERPLEXITY)
+    work = tmp_path_factory.mktemp("lm-eval")
+    tasks = (CHOICES, CONTINUATIONS, PERPLEXITY)
     sent, batch = REQUESTS[request.param]
     found = evaluate(work, "local-completions", f"{where},{sent}", "--batch_size", str(batch), tasks=tasks)
     server.wait_idle()
@@ -104,7 +108,8 @@ def scores(context: str, continuation: str) -> tuple[float, bool, int]:
     assert tokens[: len(given)] == given
     with torch.no_grad():
         logits = torch_model()(torch.tensor([tokens])).logits[0, len(given) - 1 : -1]
-    rows, chosen = torch.log_softmax(logits.double(), -1).numpy(), tokens[len(given) :]
+    rows = torch.log_softmax(logits.double(), -1).numpy()
+    chosen = tokens[len(given) :]
     greedy = rows.argmax(-1).tolist() == chosen
     return float(rows[np.arange(len(chosen)), chosen].sum()), greedy, len(chosen)
 
@@ -142,7 +147,8 @@ def test_bits_per_byte_are_those_of_transformers(completions: Evaluation) -> Non
         expected, _, count = scores("", doc["text"])
         (value,) = sample["filtered_resps"]
         assert abs(float(value) - expected) < TOLERANCE * count
-        total, number = total - expected, number + len(doc["text"].encode())
+        total = total - expected
+        number = number + len(doc["text"].encode())
     # A byte has less than one token's error, as each token has a byte or more.
     found = completions.results[PERPLEXITY]["bits_per_byte,none"]
     assert abs(found - total / number / math.log(2)) < TOLERANCE / math.log(2)

@@ -28,12 +28,14 @@ def said(server: RealServer, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     """Return what triton_client.py got from the server, by protocol."""
     found = re.search(r"gRPC at 127\.0\.0\.1:(\d+)$", server.line.strip())
     assert found, server.line
-    work, script = tmp_path_factory.mktemp("tritonclient"), Path(__file__).with_name("triton_client.py")
+    work = tmp_path_factory.mktemp("tritonclient")
+    script = Path(__file__).with_name("triton_client.py")
     return json.loads(run_client("tritonclient", "python", script, server.port, found[1], work=work, cwd=work))
 
 
 def test_both_protocols_say_the_same_of_the_server(said: dict[str, dict[str, Any]]) -> None:
-    http, rpc = said["http"], said["grpc"]
+    http = said["http"]
+    rpc = said["grpc"]
     for found in (http, rpc):
         assert found["live"] and found["ready"] and found["model_ready"] == [True, True]
         assert found["refused"].partition(": ")[2].startswith("model: expected one of ensemble")

@@ -77,7 +77,8 @@ class Streamed:
     """Responses of a stream of requests, in the order in which they come."""
 
     def __init__(self, client: Any):
-        self.client, self.queue = client, queue.Queue()
+        self.client = client
+        self.queue = queue.Queue()
         client.start_stream(callback=lambda result, error: self.queue.put((result, error)))
 
     def rest_of(self, id: str) -> list[Any]:
@@ -151,7 +152,9 @@ def of_grpc(port: str) -> dict[str, Any]:
     client.async_stream_infer("tensorrt_llm", tensors(grpcclient, long), request_id="stopped")
     first = stream.queue.get(timeout=30)[0]
     client.async_stream_infer("tensorrt_llm", stop_inputs(), request_id="stopped")
-    stopped, finals, empty = [first], 0, 0
+    stopped = [first]
+    finals = 0
+    empty = 0
     while finals < 2:
         result, _ = stream.queue.get(timeout=30)
         finals += result.get_response().parameters["triton_final_response"].bool_param
@@ -159,7 +162,8 @@ def of_grpc(port: str) -> dict[str, Any]:
             empty += 1
         else:
             stopped.append(result)
-    found["stopped"], found["stop_responses"] = len(ids(stopped)), empty
+    found["stopped"] = len(ids(stopped))
+    found["stop_responses"] = empty
     # A stream that is cancelled, and a request that is.
     client.async_stream_infer("tensorrt_llm", tensors(grpcclient, long), request_id="cancelled")
     stream.queue.get(timeout=30)

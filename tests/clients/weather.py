@@ -1,9 +1,14 @@
 """What agents are asked, and what the scripted model answers; no import, for the clients' environments read it too."""
 
-QUESTION, FIRST, SECOND = "How is the weather in Paris and Berlin?", "rain in Paris", "sun in Berlin"
+QUESTION = "How is the weather in Paris and Berlin?"
+FIRST = "rain in Paris"
+SECOND = "sun in Berlin"
 CALLS = [["weather", {"city": "Paris"}], ["weather", {"city": "Berlin"}]]
-TEXT, THOUGHT, END = "Let me look.", "There are two cities.", "It rains in Paris only."
-FORM_QUESTION, FORM = "Tell it as JSON.", {"city": "Paris", "rain": True}
+TEXT = "Let me look."
+THOUGHT = "There are two cities."
+END = "It rains in Paris only."
+FORM_QUESTION = "Tell it as JSON."
+FORM = {"city": "Paris", "rain": True}
 _CALL = '<tool_call>\n{{"name": "weather", "arguments": {{"city": "{}"}}}}\n</tool_call>'
 ANSWERS = {
     QUESTION: f"<think>\n{THOUGHT}\n</think>\n\n{TEXT}\n{_CALL.format('Paris')}\n{_CALL.format('Berlin')}",

@@ -59,7 +59,9 @@ def installed(version: str = "10.6.0", name: str = "tensorrt") -> Iterator[Gpu]:
         version: of TensorRT's library.
         name: of the backend: `tensorrt`, `tensorrt_rtx` or `cuda`.
     """
-    gpu, bindings, outer = Gpu(), ModuleType("cuda.bindings"), ModuleType("cuda")
+    gpu = Gpu()
+    bindings = ModuleType("cuda.bindings")
+    outer = ModuleType("cuda")
     parts = {"runtime": cuda.runtime(gpu), "nvrtc": cuda.nvrtc(), "driver": cuda.driver(gpu)}
     vars(bindings).update(parts)
     outer.bindings = bindings
@@ -89,7 +91,8 @@ def installed(version: str = "10.6.0", name: str = "tensorrt") -> Iterator[Gpu]:
 @contextlib.contextmanager
 def _as_library(backend: Any, api: ModuleType) -> Iterator[None]:
     """Have a backend of TensorRT's kind take `api` for its package, and build without it."""
-    library, build = backend.library, backend.build
+    library = backend.library
+    build = backend.build
     old = dict(vars(library))
     vars(library).update(api=api, _logger=None, _runtime=None, **({"_caches": {}} if "_caches" in old else {}))
     backend.build = lambda self, graph, out, options: _build(self, build, graph, out, options)

@@ -76,7 +76,8 @@ def source(text: str, name: str) -> str:
     """What is compiled of a module for one kernel, which is called `run`."""
     flat = text.replace("\\\n", " ")
     threads, parameters = _declared(flat, name)
-    listed, names = ", ".join(parameters), ", ".join(part.split()[-1].strip("*") for part in parameters)
+    listed = ", ".join(parameters)
+    names = ", ".join(part.split()[-1].strip("*") for part in parameters)
     kernel = re.search(rf"\b{name}\(.*?(?=extern|\Z)", flat, re.DOTALL)
     count = 1 if kernel and "EACH" in kernel[0] else threads
     run = (

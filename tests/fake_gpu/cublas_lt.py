@@ -13,8 +13,13 @@ import numpy as np
 
 from fake_gpu.device import Fault, Gpu
 
-IN_ORDER, OTHER_ORDER, REFUSED = 1, 2, 3  # first byte of an algorithm
-HALF, E4M3 = 2, 28  # types of elements
+# first byte of an algorithm
+IN_ORDER = 1
+OTHER_ORDER = 2
+REFUSED = 3
+# types of elements
+HALF = 2
+E4M3 = 28
 FP16 = {"types": (68, 0), 3: 1}  # what a description of fp16 products says, and of e4m3 but for addresses of scales
 FP8 = FP16 | {31: 3, 32: 3, 25: 0}
 
@@ -41,7 +46,9 @@ def cublas_lt(gpu: Gpu) -> SimpleNamespace:
             raise Fault(f"cublasLtMatmulAlgoGetHeuristic: {made[preference.value]}")
         described(product, made[weight.value], made[x.value], made[out.value])
         for place, number in enumerate((REFUSED, IN_ORDER, OTHER_ORDER)):
-            found[place].algorithm[0], found[place].state, found[place].workspace = number, 0, 0
+            found[place].algorithm[0] = number
+            found[place].state = 0
+            found[place].workspace = 0
         count._obj.value = 3
         return 0
 

@@ -15,7 +15,8 @@ from fake_gpu.kernels import KERNELS
 
 
 def runtime(gpu: Gpu) -> ModuleType:
-    module, done = ModuleType("cuda.bindings.runtime"), (ERRORS.cudaSuccess,)
+    module = ModuleType("cuda.bindings.runtime")
+    done = (ERRORS.cudaSuccess,)
     attributes = enum.IntEnum(
         "cudaDeviceAttr",
         "cudaDevAttrComputeCapabilityMajor cudaDevAttrComputeCapabilityMinor cudaDevAttrMultiProcessorCount",
@@ -64,7 +65,8 @@ def runtime(gpu: Gpu) -> ModuleType:
 def nvrtc() -> ModuleType:
     """What it compiles a source to is, by kernel, its parameters [(name, kind)] and the numbers that the source
     is compiled for."""
-    module, done = ModuleType("cuda.bindings.nvrtc"), (0,)
+    module = ModuleType("cuda.bindings.nvrtc")
+    done = (0,)
     sources: list[bytes] = []
     defined: dict[int, dict[str, int]] = {}
 
@@ -80,7 +82,8 @@ def nvrtc() -> ModuleType:
     def code(program: int) -> bytes:
         source = sources[program].decode().replace("\\\n", " ")
         text = source.replace("__restrict__", "")
-        begin, bounds = r'extern "C" __global__ void\s+', r"(?:__(?:cluster_dims|launch_bounds)__\([^)]*\)\s+)*"
+        begin = r'extern "C" __global__ void\s+'
+        bounds = r"(?:__(?:cluster_dims|launch_bounds)__\([^)]*\)\s+)*"
         kernels = dict(re.findall(rf"{begin}{bounds}(\w+)\(([^)]*)\)", text))
         kernels.pop("NAME", None)
         for macro, taken in re.findall(rf"#define (\w+)\(NAME[^)]*\)\s+{begin}{bounds}NAME\(([^)]*)\)", text):
@@ -129,7 +132,8 @@ def _encode_map(kind, rank, address, sizes, strides, box, steps, *rest) -> tuple
 
 
 def driver(gpu: Gpu) -> ModuleType:
-    module, result = ModuleType("cuda.bindings.driver"), enum.IntEnum("CUresult", {"CUDA_SUCCESS": 0})
+    module = ModuleType("cuda.bindings.driver")
+    result = enum.IntEnum("CUresult", {"CUDA_SUCCESS": 0})
     attributes = enum.IntEnum(
         "CUdevice_attribute",
         "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR",

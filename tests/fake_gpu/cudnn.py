@@ -37,7 +37,8 @@ def cudnn(gpu: Gpu) -> ModuleType:
             return Tensor(**settings)
 
         def sdpa(self, **settings):
-            self.asked, self.out = SimpleNamespace(**settings), Tensor()
+            self.asked = SimpleNamespace(**settings)
+            self.out = Tensor()
             return self.out, None
 
         def get_workspace_size(self):
@@ -73,7 +74,8 @@ def attend(gpu: Gpu, asked: SimpleNamespace, out: Tensor, addresses: dict, works
 
     def packed(tensor: Tensor, request: int, count: int, width: int) -> np.ndarray:
         """A request's tokens, [tokens or count, heads, width]; offsets [requests + 1] are in numbers."""
-        place, size = addresses[tensor.get_uid()], np.dtype(tensor.data_type).itemsize
+        place = addresses[tensor.get_uid()]
+        size = np.dtype(tensor.data_type).itemsize
         if offsets := getattr(tensor, "ragged_offset", None):
             starts = read(offsets, (requests + 1,)).tolist()
             if starts != sorted(starts) or starts[request + 1] < starts[request] + count * heads * width:
@@ -83,15 +85,18 @@ def attend(gpu: Gpu, asked: SimpleNamespace, out: Tensor, addresses: dict, works
             raise Fault("several requests without offsets")
         return gpu.array(place, (tokens, heads, width), tensor.data_type)
 
-    keys, values = read(asked.k, asked.k.dim), read(asked.v, asked.v.dim)
+    keys = read(asked.k, asked.k.dim)
+    values = read(asked.v, asked.v.dim)
     new, held = (read(tensor, (requests,)) for tensor in (asked.seq_len_q, asked.seq_len_kv))
     table = read(asked.paged_attention_k_table, (requests, asked.paged_attention_k_table.dim[2]))
     window = getattr(asked, "diagonal_band_left_bound", None)
     for request in range(requests):
-        count, length = int(new[request]), int(held[request])
+        count = int(new[request])
+        length = int(held[request])
         if not 0 < count <= tokens or count > length:
             raise Fault(f"{count} new tokens of {length}, at most {tokens} expected")
-        query, result = packed(asked.q, request, count, dim), packed(out, request, count, value_dim)
+        query = packed(asked.q, request, count, dim)
+        result = packed(out, request, count, value_dim)
         pages = table[request, : -(-length // page)]
         k, v = (
             cache[pages]
@@ -102,7 +107,8 @@ def attend(gpu: Gpu, asked: SimpleNamespace, out: Tensor, addresses: dict, works
             for cache in (keys, values)
         )
         scores = np.einsum("ihd,jhd->hij", query[:count].astype(np.float32), k) * asked.attn_scale
-        at, past = length - count + np.arange(count)[:, None], np.arange(length)[None]
+        at = length - count + np.arange(count)[:, None]
+        past = np.arange(length)[None]
         seen = past <= at if hasattr(asked, "diagonal_band_right_bound") else np.ones((count, length), bool)
         seen = seen if window is None else seen & (past > at - window)
         scores = np.where(seen, scores, -np.inf)

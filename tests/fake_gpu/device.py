@@ -44,14 +44,17 @@ class Gpu:
     """
 
     def __init__(self) -> None:
-        self.devices, self._current = 1, threading.local()
+        self.devices = 1
+        self._current = threading.local()
         self.names: dict[int, bytes] = {}
         self.unreachable: list[set[int]] = []
         self.room: dict[int, int] = {}
         self.sums: set[tuple[int, int]] = set()  # (rank, launch) of sums that are made, and not yet sent
         self._enabled: set[tuple[int, int]] = set()
         self._homes: dict[int, int] = {0: 0}  # devices of streams
-        self.total, self.used, self.faults = 1 << 34, 0, []
+        self.total = 1 << 34
+        self.used = 0
+        self.faults = []
         self.launches = 0  # of graphs
         self.plain = 0  # of kernels and engines outside of graphs
         self.cublas_version = "12.8.4"
@@ -59,7 +62,9 @@ class Gpu:
         self.profiles = []  # that contexts were set to, in order
         self.specializations = []  # how contexts of TensorRT-RTX were told to compile kernels, in order
         self.lock = threading.RLock()
-        self._next, self._starts, self._blocks = 1 << 44, [], {}
+        self._next = 1 << 44
+        self._starts = []
+        self._blocks = {}
         self._host: dict[int, tuple[np.ndarray, ctypes.Array]] = {}
         self._queues: dict[int, list[Callable[[], None]]] = {0: []}
         self._blocking: list[int] = []
@@ -107,7 +112,8 @@ class Gpu:
                 return ERRORS.cudaErrorMemoryAllocation, 0
             if self.device in self.room:
                 self.room[self.device] -= nbytes
-            address, self._next = self._next, self._next + nbytes // 4096 * 4096 + 8192
+            address = self._next
+            self._next = self._next + nbytes // 4096 * 4096 + 8192
             self._starts.append(address)
             self._blocks[address] = np.full(nbytes, POISON, np.uint8)
             self.used += nbytes
@@ -204,7 +210,8 @@ class Gpu:
 
     def _work(self, stream: int, done: Callable[[], bool]):
         with self.lock:
-            queue, waits = self._queues[stream], 0
+            queue = self._queues[stream]
+            waits = 0
             while queue and not done():
                 others = (other for other in self._queues.values() if other and other is not queue)
                 waits = 0 if self._one(queue) or any(self._one(other) for other in others) else waits + 1

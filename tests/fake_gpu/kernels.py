@@ -30,14 +30,16 @@ def _integers(gpu: Gpu, address: int, wide: int, count: int) -> np.ndarray:
 
 
 def write_cache(gpu: Gpu, tokens: int, k: SimpleNamespace, unit: int) -> None:
-    rows, positions = gpu.array(k.rows, (tokens,), "i4"), _integers(gpu, k.positions, k.wide, tokens)
+    rows = gpu.array(k.rows, (tokens,), "i4")
+    positions = _integers(gpu, k.positions, k.wide, tokens)
     for token, (row, position) in enumerate(zip(rows.tolist(), positions.tolist())):
         if row < 0:
             continue
         if not 0 <= position < k.capacity:
             raise Fault(f"write_cache: position {position} in a cache of {k.capacity}")
         for head in range(k.heads):
-            place, start = (row * k.heads + head) * k.capacity + position, token * k.heads + head
+            place = (row * k.heads + head) * k.capacity + position
+            start = token * k.heads + head
             for source, to, size in ((k.key, k.keys, k.key_size * unit), (k.value, k.values, k.value_size * unit)):
                 gpu.bytes(to + place * size, size)[:] = gpu.bytes(source + start * size, size)
 
@@ -50,13 +52,12 @@ def adapter_mask(gpu: Gpu, tokens: int, k: SimpleNamespace) -> None:
 
 def apply_rope(gpu: Gpu, tokens: int, k: SimpleNamespace) -> None:
     """What RopeKernel.launch says."""
-    rows, positions = gpu.array(k.rows, (tokens,), "i4"), _integers(gpu, k.positions, k.WIDE, tokens)
-    given, kind, partner, heads = (
-        NUMBERS[k.GIVEN],
-        NUMBERS[k.KIND],
-        gpu.array(k.partner, (k.DIM,), "i4"),
-        k.KV_HEADS * k.GROUP,
-    )
+    rows = gpu.array(k.rows, (tokens,), "i4")
+    positions = _integers(gpu, k.positions, k.WIDE, tokens)
+    given = NUMBERS[k.GIVEN]
+    kind = NUMBERS[k.KIND]
+    partner = gpu.array(k.partner, (k.DIM,), "i4")
+    heads = k.KV_HEADS * k.GROUP
     if (
         any(address % 16 for address in (k.query, k.key, k.value, k.query_out, k.keys, k.values, k.own, k.other))
         or k.DIM % 8
@@ -67,11 +68,10 @@ def apply_rope(gpu: Gpu, tokens: int, k: SimpleNamespace) -> None:
         gpu.array(address, (tokens, count, dim), given)[..., : k.DIM].astype(np.float32)
         for address, count, dim in ((k.query, heads, k.DIM + k.SINKS), (k.key, k.KV_HEADS, k.DIM))
     )
-    value, out = (
-        gpu.array(k.value, (tokens, k.KV_HEADS, k.VALUE_DIM), kind),
-        gpu.array(k.query_out, (tokens, heads, k.DIM), kind),
-    )
-    low, high = int(positions.min()), int(positions.max())
+    value = gpu.array(k.value, (tokens, k.KV_HEADS, k.VALUE_DIM), kind)
+    out = gpu.array(k.query_out, (tokens, heads, k.DIM), kind)
+    low = int(positions.min())
+    high = int(positions.max())
     own, other = (
         gpu.array(table + low * k.DIM * 4, (high - low + 1, k.DIM), "f4")[positions - low][:, None]
         for table in (k.own, k.other)
@@ -105,14 +105,17 @@ class Page:
     """A page of a cache, [heads, tokens, numbers] of KIND, or of e4m3 as fp8_heads.cu says."""
 
     def __init__(self, gpu: Gpu, k: SimpleNamespace, cache: int, page: int, dim: int):
-        self.fp8, self.kind, numbers = k.FP8, NUMBERS[k.KIND], k.PAGE * dim
+        self.fp8 = k.FP8
+        self.kind = NUMBERS[k.KIND]
+        numbers = k.PAGE * dim
         if not k.FP8:
             place = cache + page * k.KV_HEADS * numbers * self.kind.itemsize
             self.numbers = gpu.array(place, (k.KV_HEADS, k.PAGE, dim), self.kind)
             return
         size = k.KV_HEADS * (numbers + k.PAGE)
         held = gpu.array(cache + page * size, (k.KV_HEADS, numbers + k.PAGE), "u1")
-        self.codes, self.scales = held[:, :numbers].reshape(k.KV_HEADS, k.PAGE, dim), held[:, numbers:]
+        self.codes = held[:, :numbers].reshape(k.KV_HEADS, k.PAGE, dim)
+        self.scales = held[:, numbers:]
 
     def put(self, token: int, heads: np.ndarray) -> None:
         if self.fp8:
@@ -127,8 +130,11 @@ class Page:
 
 def write_pages(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
     """What Fp8Pages.write says."""
-    tokens, given, partner = blocks // -(-2 * k.KV_HEADS // 4), NUMBERS[k.GIVEN], gpu.array(k.partner, (k.DIM,), "i4")
-    rows, positions = gpu.array(k.rows, (tokens,), "i4"), _integers(gpu, k.positions, k.WIDE, tokens)
+    tokens = blocks // -(-2 * k.KV_HEADS // 4)
+    given = NUMBERS[k.GIVEN]
+    partner = gpu.array(k.partner, (k.DIM,), "i4")
+    rows = gpu.array(k.rows, (tokens,), "i4")
+    positions = _integers(gpu, k.positions, k.WIDE, tokens)
     key = gpu.array(k.key, (tokens, k.KV_HEADS, k.DIM), given).astype(np.float32)
     own, other = (gpu.array(table, (int(positions.max()) + 1, k.DIM), "f4")[positions] for table in (k.own, k.other))
     with_rope = (key * own[:, None] + key[:, :, partner] * other[:, None]).astype(NUMBERS[k.KIND])
@@ -138,8 +144,10 @@ def write_pages(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
 
 def read_pages(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
     """What Fp8Pages.read says."""
-    requests, kind = blocks // k.KV_HEADS // k.pages_per_row, NUMBERS[k.KIND]
-    table, held = gpu.array(k.table, (requests, k.pages_per_row), "i4"), gpu.array(k.held, (requests,), "i4")
+    requests = blocks // k.KV_HEADS // k.pages_per_row
+    kind = NUMBERS[k.KIND]
+    table = gpu.array(k.table, (requests, k.pages_per_row), "i4")
+    held = gpu.array(k.held, (requests,), "i4")
     for cache, out, dim in ((k.keys, k.keys_out, k.DIM), (k.values, k.values_out, k.VALUE_DIM)):
         pages = gpu.array(out, (requests, k.pages_per_row, k.KV_HEADS, k.PAGE, dim), kind)
         for request, tokens in enumerate(held.tolist()):
@@ -151,9 +159,12 @@ def read_pages(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
 def decode_attention(gpu: Gpu, shares: int, k: SimpleNamespace) -> None:
     """What DecodeAttention.launch says. Its scratch is spoiled, as far as it may be touched; its counters must be 0."""
     _, blocks, requests = k.grid
-    rows, positions = gpu.array(k.rows, (requests,), "i4"), _integers(gpu, k.positions, k.WIDE, requests)
+    rows = gpu.array(k.rows, (requests,), "i4")
+    positions = _integers(gpu, k.positions, k.WIDE, requests)
     table = gpu.array(k.pages, (max(rows.max() + 1, 1) if k.BY_ROW else requests, k.pages_per_row), "i4")
-    given, kind, partner = NUMBERS[k.GIVEN], NUMBERS[k.KIND], gpu.array(k.partner, (k.DIM,), "i4")
+    given = NUMBERS[k.GIVEN]
+    kind = NUMBERS[k.KIND]
+    partner = gpu.array(k.partner, (k.DIM,), "i4")
     heads = k.KV_HEADS * k.GROUP
     if blocks != k.KV_HEADS * -(-k.GROUP // k.HEADS) or shares not in (1, 2, 4, 8, 16):
         raise Fault(f"decode_attention: a grid of {k.grid}")
@@ -168,10 +179,8 @@ def decode_attention(gpu: Gpu, shares: int, k: SimpleNamespace) -> None:
         for address, count, dim in ((k.query, heads, k.DIM + k.SINKS), (k.key, k.KV_HEADS, k.DIM))
     )
     query, sinks = query[..., : k.DIM], query[..., k.DIM :].reshape(requests, k.KV_HEADS, k.GROUP, k.SINKS)
-    value, out = (
-        gpu.array(k.value, (requests, k.KV_HEADS, k.VALUE_DIM), kind),
-        gpu.array(k.out, (requests, heads, k.VALUE_DIM), kind),
-    )
+    value = gpu.array(k.value, (requests, k.KV_HEADS, k.VALUE_DIM), kind)
+    out = gpu.array(k.out, (requests, heads, k.VALUE_DIM), kind)
     out[:] = 0
     for request, (row, position) in enumerate(zip(rows.tolist(), positions.tolist())):
         if row < 0:
@@ -203,7 +212,8 @@ def decode_attention(gpu: Gpu, shares: int, k: SimpleNamespace) -> None:
 def advance(gpu: Gpu, count: int, k: SimpleNamespace) -> None:
     """What Kernels.advance says, by the host's definition. Slots are read one by one, so that each array is touched
     just where it may be."""
-    slots, held = gpu.array(k.slots, (count,), "i4").copy(), _integers(gpu, k.held, k.wide, count).copy()
+    slots = gpu.array(k.slots, (count,), "i4").copy()
+    held = _integers(gpu, k.held, k.wide, count).copy()
     logits = gpu.array(k.logits, (count, k.size), NUMBERS[k.kind])
     for row, slot in enumerate(slots.tolist()):
         if slot < 0:
@@ -229,16 +239,19 @@ def _set_next(gpu: Gpu, k: SimpleNamespace, slot: int, found: int, held: int) ->
 
 def largest(gpu: Gpu, count: int, k: SimpleNamespace) -> None:
     """What Kernels.largest says, by the host's definition."""
-    slots, part = gpu.array(k.slots, (count,), "i4"), gpu.array(k.part, (count, k.size), NUMBERS[k.kind])
+    slots = gpu.array(k.slots, (count,), "i4")
+    part = gpu.array(k.part, (count, k.size), NUMBERS[k.kind])
     for row in np.flatnonzero(slots >= 0).tolist():
         (token,), (logit,) = greedy.largest(part[row : row + 1], k.first)
         told = k.told + 8 * row
-        gpu.array(told, (1,), "f4")[0], gpu.array(told + 4, (1,), "i4")[0] = logit, token
+        gpu.array(told, (1,), "f4")[0] = logit
+        gpu.array(told + 4, (1,), "i4")[0] = token
 
 
 def choose(gpu: Gpu, count: int, k: SimpleNamespace) -> None:
     """What Kernels.choose says, by the host's definition."""
-    slots, held = gpu.array(k.slots, (count,), "i4").copy(), _integers(gpu, k.held, k.wide, count).copy()
+    slots = gpu.array(k.slots, (count,), "i4").copy()
+    held = _integers(gpu, k.held, k.wide, count).copy()
     told = gpu.array(k.told, (count, k.ranks), "i8").copy().view("i4").reshape(count, k.ranks, 2)
     found = greedy.most_likely_of_ranks([(told[:, rank, 1], told[:, rank, 0].view("f4")) for rank in range(k.ranks)])
     for row, slot in enumerate(slots.tolist()):
@@ -248,7 +261,8 @@ def choose(gpu: Gpu, count: int, k: SimpleNamespace) -> None:
 
 def words(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
     """Noise, by a kernel that a test compiles behind ours: 32 threads a block, 4 words a thread."""
-    key, counter = gpu.array(k.key, (2,), "u8").copy(), np.array([0, k.position, 0, 0], np.uint64)
+    key = gpu.array(k.key, (2,), "u8").copy()
+    counter = np.array([0, k.position, 0, 0], np.uint64)
     gpu.array(k.out, (128 * blocks,), "u8")[:] = np.random.Philox(key=key, counter=counter).random_raw(128 * blocks)
 
 
@@ -298,15 +312,16 @@ def _place(gpu: Gpu, k: SimpleNamespace, at: int, sender: int, launch: int, unit
 
 def all_reduce(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
     """What all_reduce.cu says, of one block; it begins again until all ranks have come."""
-    kind, state = NUMBERS[k.kind], gpu.array(k.state, (4,), "u4")
-    mine, others = (
-        gpu.bytes(k.values, k.units * 16).reshape(-1, 16),
-        [each for each in range(k.WORLD) if each != k.rank],
-    )
-    launch, part = int(state[0]) + 1, -(-k.units // k.WORLD)
+    kind = NUMBERS[k.kind]
+    state = gpu.array(k.state, (4,), "u4")
+    mine = gpu.bytes(k.values, k.units * 16).reshape(-1, 16)
+    others = [each for each in range(k.WORLD) if each != k.rank]
+    launch = int(state[0]) + 1
+    part = -(-k.units // k.WORLD)
     if k.shots == 1:
         _accumulate(mine, _exchange_terms(gpu, k, launch, mine), kind)
-        state[0], state[3] = launch, k.units
+        state[0] = launch
+        state[3] = k.units
         return
     parts = [slice(min(k.units, rank * part), min(k.units, (rank + 1) * part)) for rank in range(k.WORLD)]
     own = parts[k.rank]
@@ -328,7 +343,8 @@ def all_reduce(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
         gpu.sums.add((k.rank, launch))
     _exchange(gpu, k, 1, launch)
     gpu.sums.discard((k.rank, launch))
-    state[0], state[3] = launch, 0
+    state[0] = launch
+    state[3] = 0
 
 
 def _accumulate(out: np.ndarray, terms: Iterable[np.ndarray], kind: np.dtype) -> None:
@@ -342,7 +358,8 @@ def _accumulate(out: np.ndarray, terms: Iterable[np.ndarray], kind: np.dtype) ->
 def all_gather(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
     """What all_reduce.cu says, of one block; it begins again until all ranks have come."""
     state = gpu.array(k.state, (4,), "u4")
-    mine, launch = gpu.bytes(k.part, k.units * 16).reshape(-1, 16), int(state[0]) + 1
+    mine = gpu.bytes(k.part, k.units * 16).reshape(-1, 16)
+    launch = int(state[0]) + 1
     for other in range(k.WORLD):
         if other != k.rank:
             _place(gpu, k, other, k.rank, launch, k.units)[:] = mine
@@ -352,7 +369,8 @@ def all_gather(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
     rows = [part.reshape(-1)[:nbytes].reshape(k.rows, k.columns * k.size) for part in parts]
     gpu.bytes(k.whole, k.WORLD * nbytes).reshape(k.rows, -1)[:] = np.concatenate(rows, axis=1)
     _empty(gpu, k, launch)
-    state[0], state[3] = launch, 0
+    state[0] = launch
+    state[3] = 0
 
 
 def _weight(gpu: Gpu, k: SimpleNamespace, bits: int) -> np.ndarray:
@@ -405,7 +423,10 @@ def sort_by_expert(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
         raise Fault(f"sort_by_expert: {blocks} blocks, experts {ids.min()} to {ids.max()} of {k.experts}")
     some = min(k.experts, k.rows)
     tiles = gpu.array(k.tiles, (some + (k.rows - some) // k.tile_rows, 4), "i4")
-    order[:], tiles[:], first, at = np.argsort(ids, kind="stable"), 0, 0, 0
+    order[:] = np.argsort(ids, kind="stable")
+    tiles[:] = 0
+    first = 0
+    at = 0
     for expert, count in enumerate(np.bincount(ids, minlength=k.experts)):
         for low in range(0, count, k.tile_rows):
             tiles[at] = expert, first + low, min(k.tile_rows, count - low), 0
@@ -436,12 +457,15 @@ def expert_products(gpu: Gpu, blocks: int, k: SimpleNamespace, name: str, form: 
 
 def _of_expert(gpu: Gpu, k: SimpleNamespace, kind: str, bits: int, expert: int) -> np.ndarray:
     """Return an expert's weight [in_features, out_features]."""
-    count, outs, ins = k.out_features * k.in_features, k.out_features, k.in_features
+    count = k.out_features * k.in_features
+    outs = k.out_features
+    ins = k.in_features
     at = k.weight + expert * count * bits // 8
     if bits == 16:
         weight = gpu.array(at, (count,), "f2").astype(np.float64)
         return weight.reshape(outs, ins).T if kind == "experts" else weight.reshape(ins, outs)
-    groups, unit = ins // k.group_size, 1 if kind == "e2m1" else 2
+    groups = ins // k.group_size
+    unit = 1 if kind == "e2m1" else 2
     data = gpu.array(at, (outs, groups, k.group_size * bits // 8), "u1")
     scales = gpu.array(k.scales + expert * outs * groups * unit, (outs, groups), f"{'u1' if unit == 1 else 'f2'}")
     if kind == "e2m1":
@@ -505,14 +529,15 @@ def dequantize(gpu: Gpu, blocks: int, k: SimpleNamespace, bits: int) -> None:
 def state_mixer(gpu: Gpu, blocks: int, k: SimpleNamespace, name: str) -> None:
     """What state_mixers.cu says, by the definition that graphs are held to when engines are built."""
     if k.WIDTH:
-        sizes, state, width = {"value": k.SIZE}, (k.WIDTH - 1, k.SIZE), k.WIDTH * k.SIZE
+        sizes = {"value": k.SIZE}
+        state = (k.WIDTH - 1, k.SIZE)
+        width = k.WIDTH * k.SIZE
     else:
-        columns, keys, state = (
-            k.VALUE_HEADS * k.VALUE_DIM,
-            k.KEY_HEADS * k.KEY_DIM,
-            (k.VALUE_HEADS, k.KEY_DIM, k.VALUE_DIM),
-        )
-        sizes, width = {"query": keys, "key": keys, "value": columns, "decay": k.VALUE_HEADS}, columns
+        columns = k.VALUE_HEADS * k.VALUE_DIM
+        keys = k.KEY_HEADS * k.KEY_DIM
+        state = (k.VALUE_HEADS, k.KEY_DIM, k.VALUE_DIM)
+        sizes = {"query": keys, "key": keys, "value": columns, "decay": k.VALUE_HEADS}
+        width = columns
         sizes |= {"beta": k.VALUE_HEADS} if k.BETA else {}
     shapes = {each: (1, size) for each, size in sizes.items()} | {"past_state": (1, *state)}
     element = {0: "f2", 2: "f4"}[k.ELEMENT]

@@ -24,8 +24,10 @@ class Engine:
     """ICudaEngine of a graph whose profiles are made for the limits that it carries."""
 
     def __init__(self, gpu: Gpu, data: bytes):
-        self.gpu, self.model = gpu, onnx.ModelProto.FromString(data)
-        self.session, self.home = open_session(data), gpu.device
+        self.gpu = gpu
+        self.model = onnx.ModelProto.FromString(data)
+        self.session = open_session(data)
+        self.home = gpu.device
         self.profiles = profiles(self.model, built_limits(json.loads(self.model.metadata_props[-1].value)))
         self.num_optimization_profiles = len(self.profiles)
         self.names = [value.name for value in (*self.model.graph.input, *self.model.graph.output)]
@@ -71,7 +73,9 @@ class RuntimeConfig:
     """IRuntimeConfig of TensorRT-RTX: a context wants a runtime cache, which an engine adds its kernels to."""
 
     def __init__(self, engine: Engine):
-        self.engine, self.allocation, self.cache = engine, None, None
+        self.engine = engine
+        self.allocation = None
+        self.cache = None
         self.dynamic_shapes_kernel_specialization_strategy = "lazy"
 
     def set_execution_context_allocation_strategy(self, strategy):
@@ -111,7 +115,10 @@ class Context:
     """IExecutionContext: wants one run outside of a capture after its shapes were set."""
 
     def __init__(self, engine: Engine, own_memory: bool = False):
-        self.engine, self.active_optimization_profile, self.ready, self.allocator = engine, 0, False, None
+        self.engine = engine
+        self.active_optimization_profile = 0
+        self.ready = False
+        self.allocator = None
         self.shapes: dict[str, tuple[int, ...]] = {}
         # Dies with the context, no sooner: the collector leaves references to what it does not track alone until
         # finalizers have run, and an executor's waits for its streams.
@@ -125,7 +132,8 @@ class Context:
         self.memory = address, self.engine.device_memory_size_v2
 
     def set_optimization_profile_async(self, number, stream):
-        self.active_optimization_profile, self.ready = number, False
+        self.active_optimization_profile = number
+        self.ready = False
         self.shapes.clear()
         self.engine.gpu.profiles.append(number)
         return True
@@ -147,7 +155,8 @@ class Context:
 
     def set_input_shape(self, name, shape):
         if self.shapes.get(name) != tuple(shape):
-            self.shapes[name], self.ready = tuple(shape), False
+            self.shapes[name] = tuple(shape)
+            self.ready = False
         low, _, high = self.engine.get_tensor_profile_shape(name, self.active_optimization_profile)
         return all(least <= size <= most for least, size, most in zip(low, shape, high, strict=True))
 
@@ -156,13 +165,19 @@ class Context:
         return True
 
     def execute_async_v3(self, stream):
-        gpu, engine = self.engine.gpu, self.engine
+        gpu = self.engine.gpu
+        engine = self.engine
         if gpu.capturing(stream) and not self.ready:
             return False
         gpu.plain += not gpu.capturing(stream)
         self.ready = True
-        life, captured, last = weakref.ref(self._life), gpu.capturing(stream), self.shapes
-        shapes, addresses, memory, allocator = dict(self.shapes), dict(self.addresses), self.memory, self.allocator
+        life = weakref.ref(self._life)
+        captured = gpu.capturing(stream)
+        last = self.shapes
+        shapes = dict(self.shapes)
+        addresses = dict(self.addresses)
+        memory = self.memory
+        allocator = self.allocator
         kinds = {KINDS.FLOAT: "f4", KINDS.HALF: "f2", KINDS.INT32: "i4", KINDS.INT64: "i8", KINDS.INT8: "i1"}
         dtype = lambda name: kinds[engine.get_tensor_dtype(name)]
 
@@ -171,7 +186,8 @@ class Context:
                 raise Fault("the context of a captured run is gone, or has other shapes")
             if memory is not None:
                 gpu.bytes(*memory)[:] = POISON
-            feeds, places = {}, []
+            feeds = {}
+            places = []
             for value in engine.session.get_inputs():
                 array = gpu.array(
                     addresses[value.name],

@@ -67,12 +67,14 @@ def cap_factor(edit: Edit) -> None:
 
 def cap_dropped(edit: Edit) -> None:
     for tanh in edit.nodes("Tanh"):
-        scores, capped = edit.producer(tanh.input[0]).input[0], edit.reader(tanh.output[0], "Mul").output[0]
+        scores = edit.producer(tanh.input[0]).input[0]
+        capped = edit.reader(tanh.output[0], "Mul").output[0]
         edit.replace(capped, lambda value, scores=scores: scores)
 
 
 def cap_behind_mask(edit: Edit) -> None:
-    where, divided = masked_scores(edit), edit.producer(edit.nodes("Tanh")[0].input[0])
+    where = masked_scores(edit)
+    divided = edit.producer(edit.nodes("Tanh")[0].input[0])
     scores, (_, cap) = divided.input[0], edit.constant_of(divided)
     where.input[1] = scores
     capped = lambda value: edit.op("Tanh", edit.op("Div", value, edit.like(value, cap)))
@@ -210,7 +212,8 @@ def rows_from(edit: Edit, first: int, output: Value) -> None:
     )
 
 
-NAN, INFINITY = float("nan"), float("inf")
+NAN = float("nan")
+INFINITY = float("inf")
 # fmt: off
 FAULTS = (
     Fault("scale-0.99", "scores scaled by 0.99", ATTENTION, scaled(0.99)),

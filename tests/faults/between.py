@@ -33,7 +33,9 @@ def faults(seed: int) -> tuple[Fault, ...]:
     """Return faults of each class, at places that `seed` draws."""
     draw = random.Random(seed)
     size = lambda most: draw.choice([size for size in range(2, most) if not is_edge(size)])
-    fault, of_size, times = partial(Fault, backends=("onnxruntime",)), "compare", f"times {_FACTOR}"
+    fault = partial(Fault, backends=("onnxruntime",))
+    of_size = "compare"
+    times = f"times {_FACTOR}"
     table = []
     for block, output in (("entry", "query"), ("middle", "value"), ("exit", "logits")):
         count = size(LIMITS["max_num_tokens"])
@@ -46,17 +48,19 @@ def faults(seed: int) -> tuple[Fault, ...]:
         edit = where(output, query=count)
         table.append(fault(f"chunk-{count}-{output}", about, PREFILL, edit, gate=of_size, shown_by=chunk_of(count)))
     past = size(_CHUNK - 2)
-    about, edit = f"attention of chunks behind exactly {past} tokens {times}", where("attention", past_key=past)
+    about = f"attention of chunks behind exactly {past} tokens {times}"
+    edit = where("attention", past_key=past)
     table.append(fault(f"behind-{past}", about, PREFILL, edit, gate=of_size, shown_by=behind(past)))
-    count, capacity = draw.randrange(2, LIMITS["max_batch_size"]), draw.choice((PAGE, 2 * PAGE, 4 * PAGE))
+    count = draw.randrange(2, LIMITS["max_batch_size"])
+    capacity = draw.choice((PAGE, 2 * PAGE, 4 * PAGE))
     about = f"attention of {count} decoding requests in caches of {capacity} rows {times}"
-    edit, shown = where("attention", query=count, past_key=capacity), decode_of(count, capacity)
+    edit = where("attention", query=count, past_key=capacity)
+    shown = decode_of(count, capacity)
     table.append(fault(f"requests-{count}-capacity-{capacity}", about, DECODE, edit, shown_by=shown))
-    token, row = draw.randrange(3, _VOCAB), draw.randrange(3, _VOCAB)
-    about, edit = (
-        f"the embedding of token {token} is the one before",
-        replaced("token_ids", taken_for(token, token - 1)),
-    )
+    token = draw.randrange(3, _VOCAB)
+    row = draw.randrange(3, _VOCAB)
+    about = f"the embedding of token {token} is the one before"
+    edit = replaced("token_ids", taken_for(token, token - 1))
     table.append(fault(f"vocabulary-{token}", about, EMBEDDING, edit))
     table.append(fault(f"head-{row}", f"the logit of token {row} {times}", EXIT, replaced("logits", larger(row))))
     for low, high in _CLIPS:

@@ -71,7 +71,8 @@ def gelu_is(edit: Edit, operator: str) -> None:
 
 
 def gate_and_up(edit: Edit) -> None:
-    gate, up = edit.product("gate_proj"), edit.product("up_proj")
+    gate = edit.product("gate_proj")
+    up = edit.product("up_proj")
     gate.input[1], up.input[1] = up.input[1], gate.input[1]
 
 
@@ -188,7 +189,8 @@ def cap_dropped(edit: Edit) -> None:
     edit.replace("logits", lambda value: edit.producer(tanh.input[0]).input[0])
 
 
-QKV, FP32 = ("q_proj", "k_proj", "v_proj"), ("fp32",)
+QKV = ("q_proj", "k_proj", "v_proj")
+FP32 = ("fp32",)
 # fmt: off
 FAULTS = (
     Fault("eps-10", "eps of all norms ten times too large", BLOCKS, eps(10)),

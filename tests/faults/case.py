@@ -52,14 +52,15 @@ class Case:
     """A fault, or none (""), in a model and a precision, with the places of its files."""
 
     def __init__(self, setting: Setting, model: str, precision: str, fault: str = ""):
-        self.setting, self.name, self.precision = setting, model, precision
-        self.fault, self.model, self.results = (
-            FAULTS[fault] if fault else None,
-            MODELS[model],
-            right(Path(setting.work)),
-        )
+        self.setting = setting
+        self.name = model
+        self.precision = precision
+        self.fault = FAULTS[fault] if fault else None
+        self.model = MODELS[model]
+        self.results = right(Path(setting.work))
         self.target = Target(model, precision, self.model.layers, setting.backend)
-        self.tolerance, self.judged = setting.tolerance[precision], setting.judged[precision]
+        self.tolerance = setting.tolerance[precision]
+        self.judged = setting.judged[precision]
         self.folder = Path(setting.work) / "faulty" / (fault or f"none-{model}") / precision
         self.right_assembly = self.results.assembly(model, precision)
         self.right_engines = self.results.engines(model, precision, setting.backend)
@@ -218,7 +219,8 @@ def try_engines(case: Case) -> list[dict[str, Any]]:
     if (message := case.message(build)) is not None:
         seen = {"largest_logit_difference": None, "scenario": None, "harmful": False}
         return [{"where": "graph", "refused": True, **seen, "gates": {"build": message}}]
-    built, before = read_json(engines, formats.ENGINES), read_json(case.right_engines, formats.ENGINES)
+    built = read_json(engines, formats.ENGINES)
+    before = read_json(case.right_engines, formats.ENGINES)
     if all(entry["sha256"] == before["engines"][name]["sha256"] for name, entry in built["engines"].items()):
         return []
     for name, entry in built["engines"].items():

@@ -26,8 +26,11 @@ class Edit:
     def __init__(self, model: onnx.ModelProto, spec: Mapping[str, Any] | None = None):
         self.model = onnx.ModelProto()
         self.model.CopyFrom(model)
-        self.graph, self.spec = self.model.graph, dict(spec or {})
-        self._before, self._types, self._count = model.SerializeToString(deterministic=True), typed_values(model), 0
+        self.graph = self.model.graph
+        self.spec = dict(spec or {})
+        self._before = model.SerializeToString(deterministic=True)
+        self._types = typed_values(model)
+        self._count = 0
 
     # What is there
 
@@ -117,7 +120,8 @@ class Edit:
 
     def reversed_above_two(self, value: Value) -> Value:
         """Return the rows of a value, in reverse order where there are more than two."""
-        rows, count = self.numbers(value), self.size(value)
+        rows = self.numbers(value)
+        count = self.size(value)
         back = self.op("Sub", self.op("Sub", count, 1), rows)
         return self.op("Gather", value, self.op("Where", self.op("Greater", count, 2), back, rows), axis=0)
 
@@ -167,7 +171,8 @@ class Edit:
     def give(self, output: Value, instead: Value) -> None:
         """Give another value as an output. What reads it in the graph reads the right one still."""
         readers = self.readers(output)
-        right, producer = f"{output}_right", self.producer(output)
+        right = f"{output}_right"
+        producer = self.producer(output)
         producer.output[:] = [right if name == output else name for name in producer.output]
         for node in readers:
             node.input[:] = [right if name == output else name for name in node.input]

@@ -10,10 +10,18 @@ from faults.edit import Edit, Value
 from faults.harm import Scenario
 
 # Graphs of an assembly, as patterns: block classes, `<variant>.prefill`, `<variant>.decode`.
-ATTENTION, PREFILL, DECODE = ("*.prefill", "*.decode"), ("*.prefill",), ("*.decode",)
-ENTRY, MIDDLE, EXIT, EMBEDDING = ("entry",), ("middle",), ("exit",), ("embedding",)
-BLOCKS, BEHIND = ("entry", "middle", "exit"), ("middle", "exit")  # BEHIND attention: output projection and MLP
-ASSEMBLY, RUNTIME = "assembly", "runtime"
+ATTENTION = ("*.prefill", "*.decode")
+PREFILL = ("*.prefill",)
+DECODE = ("*.decode",)
+ENTRY = ("entry",)
+MIDDLE = ("middle",)
+EXIT = ("exit",)
+EMBEDDING = ("embedding",)
+# BEHIND attention: output projection and MLP
+BLOCKS = ("entry", "middle", "exit")
+BEHIND = ("middle", "exit")
+ASSEMBLY = "assembly"
+RUNTIME = "runtime"
 
 
 @dataclass(frozen=True)

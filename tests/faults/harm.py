@@ -23,7 +23,9 @@ class Requests:
     """Advances of slots along their sequences, each token once."""
 
     def __init__(self, model: Model, sequences: Sequence[np.ndarray]):
-        self.model, self.sequences, self.slots = model, sequences, range(model.max_batch_size)
+        self.model = model
+        self.sequences = sequences
+        self.slots = range(model.max_batch_size)
         self.most = min(model.max_seq_len, model.max_num_tokens or model.max_seq_len)
         self._held = dict.fromkeys(self.slots, 0)
         self._of = {slot: slot % len(sequences) for slot in self.slots}
@@ -58,7 +60,8 @@ def run(model: Model, scenarios: Mapping[str, Scenario] | None = None) -> dict[s
 
     scenarios: by default all that stand here. Each token of the vocabulary comes in some request.
     """
-    random, length = np.random.default_rng(0), model.max_seq_len
+    random = np.random.default_rng(0)
+    length = model.max_seq_len
     count = -(-model.vocab_size // length) + model.max_batch_size
     tokens = np.concatenate(
         [random.permutation(model.vocab_size) for _ in range(-(-count * length // model.vocab_size))]
@@ -131,7 +134,8 @@ def mixed(requests: Requests) -> Iterator[np.ndarray]:
 
 def full(requests: Requests) -> Iterator[np.ndarray]:
     """Bring as many tokens in a step as the limits take, then decode one a request."""
-    slots, model = requests.slots, requests.model
+    slots = requests.slots
+    model = requests.model
     room = model.max_num_tokens or model.max_seq_len * len(slots)
     each = min(room // len(slots), model.max_seq_len - 1)
     yield requests.step(*[(slot, each) for slot in slots])
@@ -158,7 +162,8 @@ SCENARIOS: Mapping[str, Scenario] = {
 
 def adapters(requests: Requests) -> Iterator[np.ndarray]:
     """Fill all adapter slots, and bring requests with each of them beside requests with none."""
-    model, known = requests.model, requests.model.adapters.known
+    model = requests.model
+    known = requests.model.adapters.known
     real = sorted(known)
     names = [f"{real[slot % len(real)]} as {slot}" for slot in range(model.adapters.residency.max_adapters)]
     for slot, name in enumerate(names):
@@ -227,11 +232,13 @@ def decode_of(count: int, capacity: int) -> Scenario:
 
 def largest_difference(right: Mapping[str, np.ndarray], spoilt: Mapping[str, np.ndarray]) -> tuple[float | None, str]:
     """Return (largest difference of a logit, scenario). None where a logit is NaN or infinite."""
-    worst, where = 0.0, next(iter(right))
+    worst = 0.0
+    where = next(iter(right))
     for name, expected in right.items():
         if not np.isfinite(spoilt[name]).all():
             return None, name
         difference = float(np.abs(spoilt[name].astype(np.float64) - expected).max())
         if difference > worst:
-            worst, where = difference, name
+            worst = difference
+            where = name
     return worst, where

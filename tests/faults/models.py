@@ -30,7 +30,8 @@ PROMPTS = (
     "cable turns it into a pull, and so stone",
 )
 # Of the model with adapters. More than it has: each slot is to be used all the same.
-MAX_ADAPTERS, MAX_LORA_RANK = 5, 8
+MAX_ADAPTERS = 5
+MAX_LORA_RANK = 8
 _SIZES = {
     "dtype": "float32", "vocab_size": 288, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
@@ -105,13 +106,16 @@ def _terms(model: FaultModel) -> lockstep.GoldenTerms:
 
 def start(name: str, work: Path, checkpoint: Path | None = None) -> None:
     """Make a model's checkpoint, its manifest and its references, under `work`/right. checkpoint: as `source_of`."""
-    results, model, source = right(work), MODELS[name], source_of(name, work, checkpoint)
+    results = right(work)
+    model = MODELS[name]
+    source = source_of(name, work, checkpoint)
     lockstep.resolve_checkpoint(str(source), source, results.checkpoint(name))
     reference = results.reference(name, model.layers)
     lockstep.make_reference(results.checkpoint(name), model.layers, _terms(model), reference)
     if model.adapters:
         folders = {each: _REPOSITORY / "resources" / "demo-adapters" / each for each in model.adapters}
-        sources, out = {name: str(folder) for name, folder in folders.items()}, results.adapters(name)
+        sources = {name: str(folder) for name, folder in folders.items()}
+        out = results.adapters(name)
         lockstep.resolve_adapters(sources, folders, results.checkpoint(name), MAX_LORA_RANK, None, out)
         terms = lockstep.GoldenTerms(MAX_NEW_TOKENS, adapted=dict.fromkeys(("", *folders), model.prompts[:2]))
         reference = results.adapted_reference(name, model.layers)
@@ -120,10 +124,13 @@ def start(name: str, work: Path, checkpoint: Path | None = None) -> None:
 
 def make(name: str, precision: str, work: Path) -> None:
     """Graphs and weights of a model that was started, and the reference of a quantised one."""
-    results, model, quantized = right(work), MODELS[name], is_quantized(precision)
-    checkpoint, assembly, weights = (
-        results.checkpoint(name), results.assembly(name, precision), results.weights(name, precision)
-    )  # fmt: skip
+    results = right(work)
+    model = MODELS[name]
+    quantized = is_quantized(precision)
+    # fmt: skip
+    checkpoint = results.checkpoint(name)
+    assembly = results.assembly(name, precision)
+    weights = results.weights(name, precision)
     asked: dict[str, Any] = {"group_size": GROUP_SIZE} if quantized else {}
     if model.tensor_parallel > 1:
         asked["tensor_parallel"] = model.tensor_parallel

@@ -14,9 +14,11 @@ from faults.fault import ASSEMBLY, MIDDLE, Fault, change
 @change
 def scales_of_the_one_before(edit: Edit, projection: str, axis: int) -> None:
     """Each group, or row, is scaled as the one before it; the first as the last."""
-    product, along = edit.quantized_product(projection), edit.ints(axis)
+    product = edit.quantized_product(projection)
+    along = edit.ints(axis)
     cut = lambda low, high: edit.op("Slice", product.input[2], edit.ints(low), edit.ints(high), along)
-    first, last = cut(0, -1), cut(-1, LAST)
+    first = cut(0, -1)
+    last = cut(-1, LAST)
     product.input[2] = edit.op("Concat", last, first, axis=axis)
 
 
@@ -24,7 +26,8 @@ def zero_point(edit: Edit) -> None:
     """One below the middle, as of weights that are stored with zero points less one."""
     product = edit.quantized_product("gate_proj")
     sizes = {entry.name: entry.i for entry in product.attribute}
-    groups, is_small = sizes["K"] // sizes["block_size"], sizes["bits"] == 4
+    groups = sizes["K"] // sizes["block_size"]
+    is_small = sizes["bits"] == 4
     columns, byte = ((groups + 1) // 2, 0x77) if is_small else (groups, 0x7F)
     product.input.append(edit.const([byte] * (sizes["N"] * columns), "uint8"))
 
@@ -32,7 +35,8 @@ def zero_point(edit: Edit) -> None:
 def halves_reversed(edit: Edit) -> None:
     """Take the first of two numbers from the high half of a byte."""
     product = edit.quantized_product("up_proj")
-    data, four = product.input[1], edit.const(4, "uint8")
+    data = product.input[1]
+    four = edit.const(4, "uint8")
     high = edit.op("BitShift", data, four, direction="RIGHT")
     product.input[1] = edit.op("BitwiseOr", high, edit.op("BitShift", data, four, direction="LEFT"))
 
@@ -63,7 +67,8 @@ def saturated(edit: Edit) -> None:
 def scales_of_the_row_before(edit: Edit) -> None:
     """Each output has the scale of the one before, the first that of the last."""
     scales = edit.slot("o_proj.weight.scales")
-    product, along = edit.reader(scales, "Mul"), edit.ints(0)
+    product = edit.reader(scales, "Mul")
+    along = edit.ints(0)
     cut = lambda low, high: edit.op("Slice", scales, edit.ints(low), edit.ints(high), along)
     product.input[1] = edit.op("Concat", cut(-1, LAST), cut(0, -1), axis=0)
 

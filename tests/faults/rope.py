@@ -90,7 +90,8 @@ def rotated(edit: Edit, value: Value) -> Value:
     angle = np.tile(edit.constant_of(angles(edit))[1].astype(np.float64), 2)
     half = len(angle) // 2
     cut = lambda low, high: edit.op("Slice", value, edit.ints(low), edit.ints(high), edit.ints(2))
-    first, second = cut(0, half), cut(half, LAST)
+    first = cut(0, half)
+    second = cut(half, LAST)
     other = edit.op("Concat", edit.op("Neg", second), first, axis=-1)
     cosine, sine = (edit.like(value, function(angle)) for function in (np.cos, np.sin))
     return edit.op("Add", edit.times(value, cosine), edit.times(other, sine))

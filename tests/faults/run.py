@@ -106,7 +106,8 @@ def run(
                 if here and progress is not None:
                     progress(found())
         if not here:
-            validated, rows = rows, {}
+            validated = rows
+            rows = {}
             try:
                 _elsewhere(setting, models, list(validated))
             finally:  # what it came to, even where it is ended

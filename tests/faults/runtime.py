@@ -85,7 +85,8 @@ def growth_loses(rows: Callable[[int], slice]) -> Wrap:
 
     def wrap(right):
         def reserve(self, slot, length):
-            before, moved = self._places.get(slot), right(self, slot, length)
+            before = self._places.get(slot)
+            moved = right(self, slot, length)
             if before not in (None, self._places[slot]):
                 for array in (array for pair in self._row(self._places[slot]) for array in pair):
                     array[:, :, rows(int(self.lengths[slot]))] = 0
@@ -150,7 +151,9 @@ def last_layer_not_written(right):
 
 def first_wrong_draft_accepted(right):
     def verify(self, scheduled, draft, rows):
-        choice, made, is_right = self._choices.get(scheduled), [], True
+        choice = self._choices.get(scheduled)
+        made = []
+        is_right = True
         for token, row in zip(draft, rows):
             if scheduled not in self._choices or not is_right:
                 break
@@ -193,13 +196,15 @@ def noise_of_the_last(right):
 
 def drafted(requests: Requests) -> Iterator[np.ndarray]:
     """Answers with drafts, of which each third token is wrong: logits along given tokens, and tokens that are drawn."""
-    model, given = requests.model, iter(requests.sequences[1].tolist())
+    model = requests.model
+    given = iter(requests.sequences[1].tolist())
     forced = Request(requests.sequences[0][:20], 60, lambda logits: next(given))
     drawn = Request(requests.sequences[2][:20], 60, sampling=Sampling(4.0, seed=1))
     answers = {(0, 0): requests.sequences[1][:60].tolist()}
     answers[1, 0] = [made.token for made in Engine(model, prefix_caching=False).run([drawn])]
     speculation = Speculation(RecordedDrafter(answers, 3), 4)
-    logits, tokens = [], []
+    logits = []
+    tokens = []
     for made in Engine(model, prefix_caching=False, speculation=speculation).run([forced, drawn]):
         (tokens.append(made.token) if made.request else logits.append(made.logits))
     yield np.stack(logits)
@@ -213,7 +218,8 @@ def gaps_closed(right):
     def write_decoded(self, decoded):
         for part, tokens, new in zip(self.layout.decoding, self.slices, self._new):
             rows = decoded[part.capacity]
-            starts, count = self.tokens.position_ids[tokens][rows - part.low], len(rows)
+            starts = self.tokens.position_ids[tokens][rows - part.low]
+            count = len(rows)
             for group, (keys, values) in enumerate(new):
                 self._cache.write_each(group, part.capacity, rows, starts, keys[:, :count], values[:, :count])
 

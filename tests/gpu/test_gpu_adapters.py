@@ -32,7 +32,8 @@ def models(backend, precision, options, demo_with_adapters, tmp_path_factory):
     assembly = demo_with_adapters.assembly("demo-llama", precision)
     reference = backends.build(assembly, "onnxruntime", folder / "onnxruntime" / "engines.json")
     built = backends.build(assembly, backend, folder / backend / "engines.json", {**LIMITS, **options})
-    weights, adapters = demo_with_adapters.weights("demo-llama", precision), demo_with_adapters.adapters("demo-llama")
+    weights = demo_with_adapters.weights("demo-llama", precision)
+    adapters = demo_with_adapters.adapters("demo-llama")
     pair = (Model.open(each, assembly, weights, adapters_json=adapters, **LIMITS) for each in (reference, built))
     return *pair, precision, built, assembly, weights
 

@@ -68,7 +68,8 @@ def test_products_are_summed_in_fp32(tmp_path, rows):
         random.standard_normal(shape, np.float32).astype(np.float16) for shape in ((rows, 8192), (128, 8192))
     )
     program = TensorRTProgram(TENSORRT, tmp_path / "block.engine", [IO("weight", "float16", (128, 8192))])
-    stream, out = program.device.stream, np.empty((rows, 128), np.float16)
+    stream = program.device.stream
+    out = np.empty((rows, 128), np.float16)
     on_device = {
         name: cuda.empty(array.shape, array.dtype)
         for name, array in {"hidden": hidden, "weight": weight, "out": out}.items()

@@ -14,7 +14,8 @@ from lockstep.verify import compare
 
 @pytest.mark.parametrize("backend, precision, options", FORMS, indirect=["backend"])
 def test_engines_compute_what_their_graphs_do(demo, tmp_path, backend, precision, options):
-    assembly, tensors = demo.assembly("demo-llama", precision), demo.weights("demo-llama", precision)
+    assembly = demo.assembly("demo-llama", precision)
+    tensors = demo.weights("demo-llama", precision)
     engines = backends.build(assembly, backend, tmp_path / "engines" / "engines.json", options)
     tolerance = Tolerances(precision)
     report = read_json(compare.run(assembly, tensors, engines, tolerance, Limits(), tmp_path / "compare.json"))

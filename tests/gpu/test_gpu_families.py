@@ -41,10 +41,12 @@ def test_logits_are_those_of_onnx_runtime_and_of_each_request_alone(
     """In prompts of several chunks, decoding, both in one step, choices that fork, requests that are swapped out."""
     monkeypatch.setattr(scheduler, "LOOKAHEAD", 1)
     results = family_results(family)
-    assembly, weights = results.assembly(NAME, "fp16"), results.weights(NAME, "fp16")
+    assembly = results.assembly(NAME, "fp16")
+    weights = results.weights(NAME, "fp16")
     engines = backends.build(assembly, backend, tmp_path / backend / "engines.json", LIMITS)
     on_host = backends.build(assembly, "onnxruntime", tmp_path / "onnxruntime" / "engines.json")
-    model, host = Model.open(engines, assembly, weights), Model.open(on_host, assembly, weights, max_seq_len=128)
+    model = Model.open(engines, assembly, weights)
+    host = Model.open(on_host, assembly, weights, max_seq_len=128)
 
     # The same tokens to both, for a token that is nearly as likely as another would part them.
     tokens = [ids(100, seed) for seed in range(3)]

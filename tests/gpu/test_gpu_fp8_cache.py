@@ -15,18 +15,21 @@ from lockstep.runtime import Advance, Engine, Model, Request
 LIMITS = {"max_batch_size": 6, "max_num_tokens": 256, "max_seq_len": 256}
 # Logits reach 20. Cuts: fp16 sums in another order, and now and then a number that becomes another code; 8 bits of
 # keys and values: 0.13 rms is seen.
-OF_CUTS, OF_CODES = 0.1, 2.0
+OF_CUTS = 0.1
+OF_CODES = 2.0
 
 
 @pytest.mark.parametrize("backend", ["cuda"], indirect=True)
 def test_logits_of_an_fp8_cache(demo, tmp_path, backend):
-    given, tensors = demo.assembly("demo-llama", "fp16"), demo.weights("demo-llama", "fp16")
+    given = demo.assembly("demo-llama", "fp16")
+    tensors = demo.weights("demo-llama", "fp16")
     shutil.copytree(given.parent, tmp_path / "graphs")
     assembly = tmp_path / "graphs" / given.name
     replace(Assembly.load(given), kv_cache_dtype="fp8").save(assembly)
     engines = backends.build(given, backend, tmp_path / "engines" / "engines.json", LIMITS)
     plain, model = (Model.open(engines, path, tensors, **LIMITS) for path in (given, assembly))
-    tokens, total = np.random.default_rng(0).integers(0, 768, 150), 150
+    tokens = np.random.default_rng(0).integers(0, 768, 150)
+    total = 150
 
     def logits(of: Model, slot: int, *cuts: int) -> np.ndarray:
         places = [0, *cuts, total]

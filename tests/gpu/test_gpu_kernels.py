@@ -11,7 +11,11 @@ from next_token_cases import CASES, SAMPLING, check_draws, record, rows_of
 
 # Other types of the same code: `make test` runs these tests on a fake GPU (tests/unit/test_gpu_tests.py).
 long = pytest.mark.long
-POSITIONS, HEADS, KV_HEADS, DIM, PAGE = 200, 4, 2, 16, 64
+POSITIONS = 200
+HEADS = 4
+KV_HEADS = 2
+DIM = 16
+PAGE = 64
 # the second token belongs to nobody; row 1 goes over to its second page
 ROWS = np.array([0, -1, 2, 1, 1, 1, 1, 1, 1], np.int32)
 AT = np.array([5, 0, 130, 61, 62, 63, 64, 65, 66])
@@ -24,7 +28,8 @@ class OnDevice:
     def __init__(self):
         from lockstep.gpu import cuda
 
-        self.cuda, self.stream = cuda, cuda.Stream()
+        self.cuda = cuda
+        self.stream = cuda.Stream()
         self._held = []  # a kernel that was launched may still read them
 
     def up(self, host: np.ndarray):
@@ -58,7 +63,8 @@ def test_queries_and_keys_get_rope_and_are_cached_in_pages(given, wide):
     from lockstep.gpu.attention.kernel_spec import AttentionKernelSpec, DeviceRopeTables, PagedTokens
     from lockstep.gpu.attention.rope_kernel import RopeKernel
 
-    device, random = OnDevice(), np.random.default_rng(0)
+    device = OnDevice()
+    random = np.random.default_rng(0)
     own, other = (random.standard_normal((POSITIONS, DIM), np.float32) for _ in range(2))
     partner = np.array([*range(4, 8), *range(4), *range(8, 16)], np.int32)
     query, key = (
@@ -96,7 +102,8 @@ def test_queries_and_keys_get_rope_and_are_cached_in_pages(given, wide):
 def test_keys_and_values_are_cached_in_rows(dtype, dim):
     from lockstep.gpu.kernels.step_kernels import Kernels
 
-    device, random = OnDevice(), np.random.default_rng(0)
+    device = OnDevice()
+    random = np.random.default_rng(0)
     key, value = (random.standard_normal((len(AT), KV_HEADS, dim), np.float32).astype(dtype) for _ in range(2))
     keys, values = (device.up(np.zeros((3, KV_HEADS, POSITIONS, dim), dtype)) for _ in range(2))
     Kernels(False).write_cache(
@@ -118,7 +125,9 @@ class Rows:
     SCALE = 0.11
 
     def __init__(self, spec, rows: int, pages_per_row: int):
-        self.spec, random, self.pages_per_row = spec, np.random.default_rng(0), pages_per_row
+        self.spec = spec
+        random = np.random.default_rng(0)
+        self.pages_per_row = pages_per_row
         normal = lambda *shape, of=spec.dtype: np.asarray(random.standard_normal(shape, np.float32), numbers(of))
         self.query = normal(rows, spec.heads, spec.head_dim + spec.sinks, of=spec.given)
         self.key = normal(rows, spec.kv_heads, spec.head_dim, of=spec.given)
@@ -154,7 +163,8 @@ class Rows:
         """From queries with RoPE and caches with the new token: attention in float64 [rows, heads, value_dim], 0 for
         rows of no length; and how much it may be off. The weights are rounded to the cache's type, and so is what comes
         out. 1e-4: fp16 weights below the smallest normal number, and fp32 sums."""
-        spec, unit = self.spec, {"float16": 2**-11, "bfloat16": 2**-8}[self.spec.dtype]
+        spec = self.spec
+        unit = {"float16": 2**-11, "bfloat16": 2**-8}[self.spec.dtype]
         out, allowed = (
             np.zeros((len(lengths), spec.kv_heads, spec.heads // spec.kv_heads, spec.value_dim)) for _ in range(2)
         )
@@ -195,7 +205,9 @@ def decoding(dtype="float16", given=None, group=1, kv_heads=2, dim=128, value_di
 
 LENGTHS = [1, 63, 0, 64, 65, 500], [500, 2, 129, 0, 16, 17]  # 0: the row does not decode
 LONG = [4400, 1, 4097], [70, 4352, 0]  # more pages than a warp knows at a time
-TWO_SPLITS, SIXTEEN_SPLITS = 1, 10**6  # multiprocessors that ask for them
+# multiprocessors that ask for them
+TWO_SPLITS = 1
+SIXTEEN_SPLITS = 10**6
 
 
 @pytest.mark.parametrize(
@@ -232,22 +244,20 @@ def test_rows_that_decode_get_rope_and_are_cached_and_attended_to(monkeypatch, s
     from lockstep.gpu.attention.rope_kernel import RopeKernel
 
     monkeypatch.setattr(cuda, "multiprocessors", lambda number: multiprocessors)
-    device, spec, count = OnDevice(), AttentionKernelSpec(**spec), len(lengths[0])
-    made, kernel, rope, scratch = (
-        Rows(spec, count, -(-max(lengths[0]) // PAGE)),
-        DecodeAttention(spec),
-        RopeKernel(spec),
-        Scratch([spec], count),
-    )
+    device = OnDevice()
+    spec = AttentionKernelSpec(**spec)
+    count = len(lengths[0])
+    made = Rows(spec, count, -(-max(lengths[0]) // PAGE))
+    kernel = DecodeAttention(spec)
+    rope = RopeKernel(spec)
+    scratch = Scratch([spec], count)
     tables = DeviceRopeTables(*(device.up(array) for array in (made.own, made.other, made.partner)))
     query, key, value = (device.up(array) for array in (made.query, made.key, made.value))
     caches, rope_caches = ([device.up(cache) for cache in made.caches(lengths[0])] for _ in range(2))
     (keys, values), (rope_keys, rope_values) = caches, rope_caches
-    rows, positions, table = (
-        device.up(np.zeros(count, np.int32)),
-        device.up(np.zeros(count, np.int64 if spec.wide else np.int32)),
-        device.up(made.table),
-    )
+    rows = device.up(np.zeros(count, np.int32))
+    positions = device.up(np.zeros(count, np.int64 if spec.wide else np.int32))
+    table = device.up(made.table)
     query_out = device.up(np.zeros((count, spec.heads, spec.head_dim), numbers(spec.dtype)))
     outs = [device.up(np.zeros((count, spec.heads, spec.value_dim), numbers(spec.dtype))) for _ in range(2)]
     outs.append(device.up(np.zeros_like(made.value, shape=(count, spec.heads, spec.value_dim))))
@@ -292,16 +302,20 @@ def test_the_first_of_the_largest_logits_is_the_next_token(wide, dtype, size):
 
     from lockstep.gpu.kernels.step_kernels import Kernels
 
-    device, random = OnDevice(), np.random.default_rng(0)
+    device = OnDevice()
+    random = np.random.default_rng(0)
     logits = random.uniform(-5, 5, (10, size)).astype(np.float32)
     logits[0, [size // 2, size - 1]] = 9  # as large: the first
     logits[2] = -3  # all
     logits[3] = -np.inf
     logits[4, size - 1] = 9
     logits[5, 0] = 9
-    logits[7, size // 2], logits[8, 1], logits[9, -1] = np.nan, np.inf, np.nan
+    logits[7, size // 2] = np.nan
+    logits[8, 1] = np.inf
+    logits[9, -1] = np.nan
     slots = np.array([3, -1, 0, 11, 4, 7, -1, 2, 10, 9], np.int32)
-    held, limit = np.array([5, 0, 9999, 3000, 41, 7, 0, 9998, 0, 8000]), 10000
+    held = np.array([5, 0, 9999, 3000, 41, 7, 0, 9998, 0, 8000])
+    limit = 10000
     before = {"found": np.arange(12), "tokens": np.arange(100, 112), "positions": np.arange(12) * 500}
     logits = logits.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     integer = np.int64 if wide else np.int32
@@ -313,7 +327,8 @@ def test_the_first_of_the_largest_logits_is_the_next_token(wide, dtype, size):
     best = np.where(np.isfinite(logits.astype(np.float32).max(axis=1)), logits.astype(np.float32).argmax(axis=1), -1)
     for row, slot in enumerate(slots.tolist()):
         if slot >= 0:
-            before["found"][slot], before["tokens"][slot] = best[row], max(best[row], 0)
+            before["found"][slot] = best[row]
+            before["tokens"][slot] = max(best[row], 0)
             before["positions"][slot] = (held[row] + 1) % limit
     for array, expected in zip(on_device, before.values()):
         assert device.down(array).tolist() == expected.tolist()
@@ -327,15 +342,20 @@ def test_what_ranks_tell_of_their_logits_is_what_one_rank_finds(wide, dtype, ran
     """As `advance` of the whole logits, to the bit: equals across ranks, NaN, infinity, rows without a slot."""
     from lockstep.gpu.kernels.step_kernels import Kernels
 
-    device, kernels = OnDevice(), Kernels(wide)
+    device = OnDevice()
+    kernels = Kernels(wide)
     logits = np.random.default_rng(0).uniform(-5, 5, (9, ranks * columns)).astype(np.float32)
     logits[0, [3, columns + 1]] = 9  # of two ranks
     logits[1, [-1, -3]] = 9  # of one
     logits[2] = -3
-    logits[3, -2], logits[4, 1], logits[5] = np.nan, np.inf, -np.inf
+    logits[3, -2] = np.nan
+    logits[4, 1] = np.inf
+    logits[5] = -np.inf
     logits = logits.astype(numbers(dtype))
     integer = np.int64 if wide else np.int32
-    slots, held, limit = np.array([8, 0, 1, 2, 3, 4, 5, -1, 6], np.int32), (np.arange(9) % 7).astype(integer), 7
+    slots = np.array([8, 0, 1, 2, 3, 4, 5, -1, 6], np.int32)
+    held = (np.arange(9) % 7).astype(integer)
+    limit = 7
     told = np.zeros((9, ranks, 2), np.float32)
     row_slots, lengths = (device.up(array) for array in (slots, held))
     for rank in range(ranks):
@@ -360,9 +380,12 @@ class Drawing:
     def __init__(self, logits: np.ndarray, dtype: str, records: np.ndarray, positions: np.ndarray):
         from lockstep.gpu.kernels.step_kernels import Kernels
 
-        self.device, self.count, self.limit = OnDevice(), len(logits), int(positions.max()) + 1
+        self.device = OnDevice()
+        self.count = len(logits)
+        self.limit = int(positions.max()) + 1
         self._kernels, zeros = Kernels(False), np.zeros(self.count, np.int32)
-        slots, held = np.arange(self.count, dtype=np.int32), (positions - 1).astype(np.int32)
+        slots = np.arange(self.count, dtype=np.int32)
+        held = (positions - 1).astype(np.int32)
         self._logits, self._slots, self._held = (
             self.device.up(array) for array in (logits.astype(numbers(dtype)), slots, held)
         )
@@ -395,7 +418,10 @@ def test_drawn_tokens_are_those_of_the_definition(dtype, case):
 
 def test_rows_that_do_not_sample_or_are_not_finite_stand_beside_those_that_do():
     logits = np.random.default_rng(0).standard_normal((6, 32000)).astype(np.float32)
-    logits[1, [3, 900]], logits[2, 1], logits[3, 2], logits[4] = 9, np.nan, np.inf, -np.inf
+    logits[1, [3, 900]] = 9
+    logits[2, 1] = np.nan
+    logits[3, 2] = np.inf
+    logits[4] = -np.inf
     samplings = [Sampling(), Sampling(), Sampling(1.0), Sampling(1.0, top_p=0.5), Sampling(1.0), Sampling(1.0, top_k=1)]
     found = Drawing(logits, "float32", record(samplings, [0] * 6), np.arange(1, 7)).found()
     assert found.tolist() == [int(logits[0].argmax()), 3, -1, -1, -1, int(logits[5].argmax())]
@@ -405,7 +431,11 @@ def test_bits_of_the_noise_are_numpys():
     from lockstep.gpu import cuda
     from lockstep.gpu.kernels.step_kernels import SOURCE
 
-    device, blocks, position, seed, choice = OnDevice(), 4000, 2**31 - 1, 2**63 + 5, 255
+    device = OnDevice()
+    blocks = 4000
+    position = 2**31 - 1
+    seed = 2**63 + 5
+    choice = 255
     source = (
         SOURCE
         + """
@@ -415,7 +445,8 @@ extern "C" __global__ void words(Wide* out, const Wide* key, int position) {
 }
 """
     )
-    out, key = device.up(np.zeros(4 * blocks, np.uint64)), device.up(np.array([seed, choice], np.uint64))
+    out = device.up(np.zeros(4 * blocks, np.uint64))
+    key = device.up(np.array([seed, choice], np.uint64))
     cuda.compile_kernels(source)["words"].launch(device.stream, blocks // 32, 32, out, key, position)
     counter = np.array([0, position, 0, 0], np.uint64)
     bits = np.random.Philox(key=np.array([seed, choice], np.uint64), counter=counter).random_raw(4 * blocks)
@@ -430,22 +461,34 @@ def test_rows_of_experts_have_the_same_bits_in_tiles_of_any_size(monkeypatch, fo
     from lockstep.weights.groups import dequantize
     from lockstep.weights.mxfp4 import mxfp4_numbers
 
-    device, random = OnDevice(), np.random.default_rng(0)
-    tokens, experts, per_token, ins, outs = 150, 16, 4, 1120, 200
+    device = OnDevice()
+    random = np.random.default_rng(0)
+    tokens = 150
+    experts = 16
+    per_token = 4
+    ins = 1120
+    outs = 200
     ids = random.permuted(np.tile(np.arange(experts), (tokens, 1)), axis=1)[:, :per_token].astype(np.int32)
     ids[ids == 3] = 5
     ids[: tokens // 2, 0] = 1
-    kind, bits, group, scales = "floats", 16, 0, None
+    kind = "floats"
+    bits = 16
+    group = 0
+    scales = None
     if form in ("floats", "across"):
         weight = (random.standard_normal((experts, outs, ins)) / 32).astype(np.float16)
         data = weight if form == "floats" else weight.swapaxes(1, 2)
     elif form == "mxfp4":
-        kind, bits, group = "mxfp4", 4, 32
+        kind = "mxfp4"
+        bits = 4
+        group = 32
         data = random.integers(0, 256, (experts, outs, ins // group, group // 2), np.uint8)
         scales = random.integers(120, 124, data.shape[:3], np.uint8)
         weight = mxfp4_numbers(data, scales)
     else:
-        kind, bits, group = "integers", int(form[0]), 32
+        kind = "integers"
+        bits = int(form[0])
+        group = 32
         data = random.integers(0, 256, (experts, outs, ins // group, group * bits // 8), np.uint8)
         scales = (random.standard_normal(data.shape[:3]) * 8 / 2**bits).astype(np.float16)  # 256 times as large
         weight = dequantize(data, scales.astype(np.float32) / 256, group)
@@ -454,7 +497,8 @@ def test_rows_of_experts_have_the_same_bits_in_tiles_of_any_size(monkeypatch, fo
         device.up(data), None if scales is None else device.up(scales),
         ExpertWeight((), experts, ins, outs, bits, group, kind, form != "across"),
     )  # fmt: skip
-    rows, of_each = device.up(x), device.up(np.repeat(x, per_token, axis=0).reshape(tokens, -1))
+    rows = device.up(x)
+    of_each = device.up(np.repeat(x, per_token, axis=0).reshape(tokens, -1))
     order = expert_products.ExpertOrder(
         device.stream, device.up(ids), experts, device.up(np.zeros(ids.size, np.int32)),
         device.up(np.zeros((ids.size, 4), np.int32)), expert_products.largest_tile([stack.form]),
@@ -484,7 +528,8 @@ def test_products_of_few_columns_have_the_same_bits_for_any_number_of_rows(sizes
     device, (outs, columns) = OnDevice(), sizes
     weight, x = (np.resize(each, (300, columns)) for each in trial_factors(columns, np.dtype("f2")))
     results = [device.up(np.zeros((len(x), size), np.float16)) for size in outs]
-    multiply, found = Gemm(device.stream).bind(device.up(weight[: sum(outs)]), device.up(x), results), []
+    multiply = Gemm(device.stream).bind(device.up(weight[: sum(outs)]), device.up(x), results)
+    found = []
     for rows in (1, 9, 17, 33, 40, 62, 100, 128, 129, 300):
         multiply(rows)
         found.append(np.concatenate([device.down(result) for result in results], axis=1)[:rows])

@@ -24,7 +24,8 @@ ROWS = 300
 def test_products_of_e4m3_for_any_number_of_rows(sizes, in_features):
     from lockstep.gpu.kernels.fp8_gemm import Fp8Gemm
 
-    device, random = OnDevice(), np.random.default_rng(0)
+    device = OnDevice()
+    random = np.random.default_rng(0)
     weight, x = (random.standard_normal((rows, in_features), "f4").astype(E4M3) for rows in (sum(sizes), ROWS))
     scales, steps = (random.uniform(0.01, 0.1, rows).astype(np.float32) for rows in (len(weight), ROWS))
     outs = [device.up(np.zeros((ROWS, size), np.float16)) for size in sizes]

@@ -40,7 +40,9 @@ def test_products_are_those_of_numpy(bits, group, outs, columns):
 
     if (bits, group) == (8, 0) and cuda.compute_capability(0) < (8, 9):
         pytest.skip("needs compute capability 8.9")
-    random, stream, total = np.random.default_rng(bits + group + columns), cuda.Stream(), sum(outs)
+    random = np.random.default_rng(bits + group + columns)
+    stream = cuda.Stream()
+    total = sum(outs)
 
     def up(host: np.ndarray) -> cuda.Array:
         array = cuda.empty(host.shape, host.dtype)
@@ -72,7 +74,8 @@ def test_products_are_those_of_numpy(bits, group, outs, columns):
         for array, size in zip(found, outs):
             stream.upload(array, np.ascontiguousarray(before[:, :size]))
         products.bind(weight, given, found)(rows)
-        expected, start = multiply(product, {"x": x, **dict(zip(product.slots, host))}).astype(np.float32), 0
+        expected = multiply(product, {"x": x, **dict(zip(product.slots, host))}).astype(np.float32)
+        start = 0
         largest = np.abs(expected).max()
         for array, size in zip(found, outs):
             held = np.empty(array.shape, np.float16)

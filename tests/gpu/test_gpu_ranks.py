@@ -49,7 +49,8 @@ def test_sums_are_those_of_numpy_to_the_bit(
     if 1 < devices < world:
         pytest.skip(f"{devices} GPUs")
     monkeypatch.setattr(all_reduce, "_ONE_SHOT", one_shot)
-    kind, ranks = named_dtype(dtype), [Device.get(rank) for rank in range(world)]
+    kind = named_dtype(dtype)
+    ranks = [Device.get(rank) for rank in range(world)]
     counts = (8, 4096, 24, 16 * 4096, 520, 300 * 1000)
     exchanges = all_reduce.connect(ranks, max(counts) * kind.itemsize + 16, 16)
     hosts = {count: [values(count, kind, rank) for rank in range(world)] for count in counts}

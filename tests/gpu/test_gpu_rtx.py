@@ -18,7 +18,8 @@ from lockstep.verify import compare
 def test_tokens_and_numbers_are_those_of_onnx_runtime(demo, tmp_path, precision):
     if reason := why_not(None):
         pytest.skip(reason)
-    assembly, tensors = demo.assembly("demo-llama", precision), demo.weights("demo-llama", precision)
+    assembly = demo.assembly("demo-llama", precision)
+    tensors = demo.weights("demo-llama", precision)
     built = [
         backends.build(assembly, name, tmp_path / name / "engines.json") for name in ("onnxruntime", "tensorrt_rtx")
     ]

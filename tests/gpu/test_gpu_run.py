@@ -15,7 +15,9 @@ from lockstep.runtime.speculative import Speculative, open_speculation
 from lockstep.verify.golden.drafted import RecordedDrafter
 
 PROMPTS = ("San Francisco is a", "Light", "Lake Zürich is long and narrow, and on clear days the snow")
-FIRST, LATER = 10, 6  # tokens after the prompts, and after slot 1 has begun again
+# tokens after the prompts, and after slot 1 has begun again
+FIRST = 10
+LATER = 6
 
 
 def tensorrt(attention: str) -> dict[str, Any]:
@@ -46,7 +48,8 @@ def decode(model: Model, prompts: list[np.ndarray]) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("backend, precision, options", [*FORMS, TRACED], indirect=["backend"])
 def test_tokens_are_those_of_onnx_runtime(demo, tmp_path, backend, precision, options):
-    assembly, tensors = demo.assembly("demo-llama", precision), demo.weights("demo-llama", precision)
+    assembly = demo.assembly("demo-llama", precision)
+    tensors = demo.weights("demo-llama", precision)
     built = (
         backends.build(assembly, "onnxruntime", tmp_path / "onnxruntime" / "engines.json"),
         backends.build(assembly, backend, tmp_path / backend / "engines.json", options),
@@ -80,7 +83,8 @@ def answers(model: Model, requests: list[Request], speculation: Speculation | No
 @pytest.mark.parametrize("backend", ["cuda"], indirect=True)
 def test_drafts_change_no_bit(demo, tmp_path, backend):
     """Of requests that come and go, greedy, drawn or chosen by the host, beside steps that are launched ahead."""
-    assembly, weights = demo.assembly("demo-llama", "fp16"), demo.weights("demo-llama", "fp16")
+    assembly = demo.assembly("demo-llama", "fp16")
+    weights = demo.weights("demo-llama", "fp16")
     engines = backends.build(assembly, backend, tmp_path / "engines.json")
     model = Model.open(engines, assembly, weights, 2, max_seq_len=160)
     random = np.random.default_rng(1)

@@ -149,7 +149,8 @@ def test_the_servers_page(
     browser: Browser, scene: Callable[[Browser], None], width: int, height: int, dark: bool
 ) -> None:
     with ScriptedServer(lambda body, number: iter(ANSWER)) as server:
-        server.pages["/"], server.status = page(), dict(STATUS)
+        server.pages["/"] = page()
+        server.status = dict(STATUS)
         browser.renew()
         browser.emulate(width, height, dark)
         browser.open(f"{server.url}/")

@@ -72,7 +72,8 @@ class Cluster:
     """
 
     def __init__(self, folder: Path, memory: int = 16_000) -> None:
-        self.folder, self._daemons = folder, list[tuple[str, subprocess.Popen[bytes]]]()
+        self.folder = folder
+        self._daemons = list[tuple[str, subprocess.Popen[bytes]]]()
         controller, node1, node2 = _free_ports(3)
         values = {
             "folder": folder, "host": socket.gethostname().partition(".")[0], "user": getpass.getuser(),
@@ -100,7 +101,8 @@ class Cluster:
         return {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": f"{self.folder / 'bin'}{os.pathsep}{SEARCH}"}
 
     def __enter__(self) -> Cluster:
-        munge, conf = self.folder / "munge", self.folder / "slurm.conf"
+        munge = self.folder / "munge"
+        conf = self.folder / "slurm.conf"
         files = [f"--{name}={munge / name.split('-')[0]}" for name in ("key-file", "socket", "pid-file", "seed-file")]
         try:
             # --force: the folder may lie below one that others can write to, as /tmp.

@@ -138,7 +138,8 @@ class Run:
 @contextmanager
 def started(checkout: Checkout, *arguments: str) -> Iterator[Run]:
     """Snakemake on the cluster while the body runs; behind it the run has ended."""
-    log, run = checkout.folder / "run.log", Run()
+    log = checkout.folder / "run.log"
+    run = Run()
     with log.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "snakemake", *PROFILE, *arguments], cwd=checkout.folder,
@@ -184,7 +185,8 @@ def running(cluster: Cluster, rule: str) -> str:
 
 def check_made(checkout: Checkout, local: Checkout, target: str = GOLDEN) -> None:
     """What was made is what a machine without Slurm makes, to the byte, and nothing else was left."""
-    made, expected = checkout.digests(), local.digests()
+    made = checkout.digests()
+    expected = local.digests()
     assert target.removeprefix("results/") in made
     assert made == {name: digest for name, digest in expected.items() if name in made}
     assert not [path for path in checkout.results.rglob("*") if path.name.endswith(".tmp")]

@@ -18,5 +18,6 @@ if "LOCKSTEP_TRITON" in os.environ:
     assert spec is not None and spec.loader is not None
     unit = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(unit)
-    demo, references = unit.demo, unit.references
+    demo = unit.demo
+    references = unit.references
     each_tokenizer_is_loaded_once = unit.each_tokenizer_is_loaded_once

@@ -32,7 +32,8 @@ def tensors(values: dict[str, np.ndarray]) -> list[Any]:
 
 class Streamed:
     def __init__(self, client: Any):
-        self.client, self.queue = client, queue.Queue()
+        self.client = client
+        self.queue = queue.Queue()
         client.start_stream(callback=lambda result, error: self.queue.put((result, error)))
 
     def ask(self, model: str, values: dict[str, np.ndarray], id: str) -> None:
@@ -91,7 +92,8 @@ stream.ask("ensemble", {**TEXT, "exclude_input_in_output": YES}, "whole")
 found["whole_text"] = texts(stream.all(1))
 stream.ask("ensemble", {**TEXT, "stream": YES}, "a")
 pieces = stream.all(1)
-found["streamed_text"], found["num_pieces"] = texts(pieces), len(pieces)
+found["streamed_text"] = texts(pieces)
+found["num_pieces"] = len(pieces)
 whole = core(client, 24, exclude_input_in_output=YES)
 stream.ask("tensorrt_llm", whole, "b")
 found["whole_ids"] = ids(stream.all(1))

@@ -33,7 +33,8 @@ class TritonServer:
     def __init__(self, environment: Path, repository: Path, work: Path):
         # As it was started: the name in a virtual environment is a link, and `python -m venv` links to its base.
         packages = next(environment.glob("lib/python3*/site-packages"))
-        root, version = packages / "pytriton" / "tritonserver", packages.parent.name.removeprefix("python")
+        root = packages / "pytriton" / "tritonserver"
+        version = packages.parent.name.removeprefix("python")
         backend = work / "backends" / "python"
         shutil.copytree(root / "backends" / "python", backend)
         # The stub that fits the interpreter, as there is one for each version; it loads that one's libpython.
@@ -44,7 +45,9 @@ class TritonServer:
             "model-repository": repository, "backend-directory": backend.parent, "http-address": "127.0.0.1",
             "grpc-address": "127.0.0.1", "http-port": self.http, "grpc-port": self.grpc, "metrics-port": self.metrics,
         }  # fmt: skip
-        self._log, self.repository, self.python = work / "triton.log", repository, environment / "bin" / "python"
+        self._log = work / "triton.log"
+        self.repository = repository
+        self.python = environment / "bin" / "python"
         self.process = subprocess.Popen(
             [root / "bin" / "tritonserver", *(f"--{name}={value}" for name, value in options.items())],
             stdout=self._log.open("wb"),
@@ -123,7 +126,8 @@ class TritonServer:
 
     def wait_settled(self) -> None:
         """Until no model does anything: an ensemble's last steps come after the engine's."""
-        end, before = time.monotonic() + 120, b""
+        end = time.monotonic() + 120
+        before = b""
         while (now := self.request("GET", "/v2/models/stats")[1]) != before:
             assert time.monotonic() < end, now
             before = now

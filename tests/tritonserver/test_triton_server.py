@@ -84,7 +84,8 @@ def test_twenty_at_once_get_the_same(triton: TritonServer, model: str) -> None:
 
 @pytest.mark.parametrize("model", TEXT)
 def test_curl(triton: TritonServer, model: str) -> None:
-    url, body = f"http://127.0.0.1:{triton.http}/v2/models/{model}/generate", json.dumps({**CURL, "end_id": 2})
+    url = f"http://127.0.0.1:{triton.http}/v2/models/{model}/generate"
+    body = json.dumps({**CURL, "end_id": 2})
     run = subprocess.run(["curl", "-s", "-X", "POST", url, "-d", body], capture_output=True, check=True, timeout=60)
     answer = json.loads(run.stdout)
     assert answer["text_output"] == triton.generate(model, **CURL, end_id=2)["text_output"]

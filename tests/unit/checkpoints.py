@@ -75,7 +75,8 @@ def safetensors_bytes(header: bytes | Mapping[str, Any], data: bytes = b"") -> b
 def hub_cache(root: Path, folder: Path, commit: str = "0123abcd") -> Path:
     """`folder` as the hub's cache holds it: `snapshots/<commit>` of relative links into `blobs`. Returns the
     snapshot."""
-    blobs, snapshot = root / "models--org--name" / "blobs", root / "models--org--name" / "snapshots" / commit
+    blobs = root / "models--org--name" / "blobs"
+    snapshot = root / "models--org--name" / "snapshots" / commit
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)
     for number, path in enumerate(sorted(folder.iterdir())):

@@ -17,9 +17,12 @@ from packed_checkpoints import write_settings
 from safetensors.numpy import load_file
 
 Tensors = dict[str, np.ndarray]
-FP8, FP4 = ml_dtypes.float8_e4m3fn, ml_dtypes.float4_e2m1fn
-FP8_LARGEST, BLOCK = 448, 128
-BNB_BLOCK, BNB_NESTED = 64, 256
+FP8 = ml_dtypes.float8_e4m3fn
+FP4 = ml_dtypes.float4_e2m1fn
+FP8_LARGEST = 448
+BLOCK = 128
+BNB_BLOCK = 64
+BNB_NESTED = 256
 # The 16 levels of NF4, from the table of the QLoRA paper (appendix E).
 NF4 = np.array(
     [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -74,7 +77,8 @@ def _fp8(layout: str, weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
     high, wide = {"fp8-rows": (1, columns), "fp8-tensor": (rows, columns)}.get(layout, (BLOCK, BLOCK))
     dtype = {"fp8-rows": ml_dtypes.bfloat16, "fp8-powers": ml_dtypes.float8_e8m0fnu}.get(layout, np.float32)
     scales = np.zeros((-(-rows // high), -(-columns // wide)), dtype)
-    codes, numbers = np.zeros(weight.shape, FP8), np.zeros(weight.shape, np.float32)
+    codes = np.zeros(weight.shape, FP8)
+    numbers = np.zeros(weight.shape, np.float32)
     for row in range(scales.shape[0]):
         for column in range(scales.shape[1]):
             part = np.s_[row * high : (row + 1) * high, column * wide : (column + 1) * wide]
@@ -110,7 +114,8 @@ def _nf4(nested: bool, weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
     state: dict[str, Any] = {"quant_type": "nf4", "blocksize": BNB_BLOCK, "dtype": "bfloat16", "shape": weight.shape}
     tensors: Tensors = {"weight.quant_map": NF4, "weight.absmax": largest}
     if nested:
-        offset, table = largest.mean(), np.sort(np.linspace(-1, 1, 256) ** 3).astype(np.float32)
+        offset = largest.mean()
+        table = np.sort(np.linspace(-1, 1, 256) ** 3).astype(np.float32)
         padded = np.pad(largest - offset, (0, -len(largest) % BNB_NESTED)).reshape(-1, BNB_NESTED)
         outer = np.abs(padded).max(1)
         eight = np.abs(padded[..., None] / outer[:, None, None] - table).argmin(-1).astype(np.uint8)
@@ -133,14 +138,16 @@ def write_coded(source: Path, folder: Path, layout: str, edit: Callable[[Tensors
     for path in source.iterdir():
         if path.suffix != ".safetensors":
             (folder / path.name).write_bytes(path.read_bytes())
-    stored, numbers = {}, {}
+    stored = {}
+    numbers = {}
     for name, array in load_file(source / "model.safetensors").items():
         weight = array.astype(np.float32)
         if name.endswith("_proj.weight"):
             parts, numbers[name] = tensors_of(layout, weight)
             stored |= {f"{name.removesuffix('.weight')}.{suffix}": part for suffix, part in parts.items()}
         else:
-            stored[name], numbers[name] = array, weight
+            stored[name] = array
+            numbers[name] = weight
     if edit is not None:
         edit(stored)
     save(stored, folder / "model.safetensors")
@@ -152,7 +159,9 @@ def save(tensors: Tensors, path: Path) -> None:
     """Write a safetensors file; the library's writer for NumPy knows no float8_e8m0fnu."""
     names = {"float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0", "bfloat16": "BF16", "float16": "F16"}
     names |= {"float32": "F32", "uint8": "U8", "int8": "I8", "int32": "I32"}
-    header, data, position = {}, [], 0
+    header = {}
+    data = []
+    position = 0
     for name, array in sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):
         data.append(np.ascontiguousarray(array).tobytes())
         end = position + len(data[-1])

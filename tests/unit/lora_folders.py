@@ -51,7 +51,8 @@ def sizes(assembly: Assembly) -> dict[str, tuple[int, int]]:
 def tensors(modules: Mapping[str, tuple[int, int]], rank: int, seed: int, size: float = 0.05) -> dict[str, np.ndarray]:
     """Random matrices under PEFT's names; size: how much larger numbers of B are than those of a layer that adds
     nothing."""
-    random, found = np.random.default_rng(seed), {}
+    random = np.random.default_rng(seed)
+    found = {}
     for name, (out, given) in sorted(modules.items()):
         key = f"base_model.model.{name}"
         found[f"{key}.lora_A.weight"] = random.standard_normal((rank, given), np.float32) / np.float32(given**0.5)

@@ -81,9 +81,11 @@ def quantised(weight: np.ndarray, layout: Layout) -> tuple[np.ndarray, np.ndarra
     group = groups_of(weight.shape[1], layout)
     order = np.argsort(group, kind="stable")
     groups = weight.astype(np.float64)[:, order].reshape(len(weight), group.max() + 1, -1)
-    most, middle = (1 << layout.bits) - 1, 1 << layout.bits - 1
+    most = (1 << layout.bits) - 1
+    middle = 1 << layout.bits - 1
     if layout.zero_points:
-        low, high = np.minimum(groups.min(-1), 0), np.maximum(groups.max(-1), 0)
+        low = np.minimum(groups.min(-1), 0)
+        high = np.maximum(groups.max(-1), 0)
         scales = np.maximum((high - low) / most, 1e-5).astype(np.float16)
         zeros = np.clip(np.rint(-low / scales), 0, most).astype(np.int64)
     else:
@@ -162,7 +164,8 @@ def write_packed(source: Path, folder: Path, layout: Layout, dense: str = "(?!)"
             parts, numbers[name] = tensors_of(name.removesuffix(".weight"), array.astype(np.float32), layout)
             stored |= parts
         else:
-            stored[name], numbers[name] = array, array.astype(np.float32)
+            stored[name] = array
+            numbers[name] = array.astype(np.float32)
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
     write_settings(folder, layout.config())
     return numbers

@@ -17,10 +17,13 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from shared import Shared
 
-SENTENCEPIECE, TEKKEN = "sentencepiece", "tekken"
+SENTENCEPIECE = "sentencepiece"
+TEKKEN = "tekken"
 NAMES = (SENTENCEPIECE, TEKKEN)
 _FILES = {SENTENCEPIECE: "tokenizer.model.v1", TEKKEN: "tekken_240911.json"}
-_UNKNOWN, _CONTROL = 2, 3  # types of a piece, of sentencepiece_model.proto
+# types of a piece, of sentencepiece_model.proto
+_UNKNOWN = 2
+_CONTROL = 3
 
 
 def tokenizer_json(shared: Shared, name: str) -> Path:
@@ -64,7 +67,8 @@ def sentencepiece(source: Path) -> Tokenizer:
 
 def tekken(source: Path) -> Tokenizer:
     value = json.loads(source.read_bytes())
-    first, size = value["config"]["default_num_special_tokens"], value["config"]["default_vocab_size"]
+    first = value["config"]["default_num_special_tokens"]
+    size = value["config"]["default_vocab_size"]
     characters = _byte_characters()
     texts = [
         "".join(characters[byte] for byte in base64.b64decode(entry["token_bytes"]))
@@ -89,7 +93,8 @@ def _merges(vocabulary: dict[str, int], order: dict[str, float]) -> list[tuple[s
     found: list[tuple[float, int, int, str, str]] = []
     for piece, rank in order.items():
         for at in range(1, len(piece)):
-            left, right = piece[:at], piece[at:]
+            left = piece[:at]
+            right = piece[at:]
             if left in vocabulary and right in vocabulary:
                 found.append((rank, vocabulary[left], vocabulary[right], left, right))
     return [(left, right) for *_, left, right in sorted(found)]
@@ -114,7 +119,9 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
         value = shift = 0
         while True:
             byte = data[at]
-            at, value, shift = at + 1, value | (byte & 0x7F) << shift, shift + 7
+            at = at + 1
+            value = value | (byte & 0x7F) << shift
+            shift = shift + 7
             if byte < 0x80:
                 return value
 

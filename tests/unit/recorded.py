@@ -18,7 +18,9 @@ from lockstep.provenance import run as stage
 from lockstep.stages import STAGES
 from lockstep.targets import Results
 
-MODEL, PRECISION, BACKEND = "demo-llama", "fp16", "onnxruntime"
+MODEL = "demo-llama"
+PRECISION = "fp16"
+BACKEND = "onnxruntime"
 
 
 def run(results: Results, name: str, make: Callable[[], Any] = lambda: None) -> None:

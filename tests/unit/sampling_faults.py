@@ -45,13 +45,15 @@ def _other_rules(change: Callable[[sampling.Sampling], dict[str, Any]]) -> Fault
 
 
 def _counting_the_prompt(right: Any, self: sampling.Sampler, *given: Any) -> np.ndarray:
-    answer, rules = self._answer, self.sampling
+    answer = self._answer
+    rules = self.sampling
     self._answer = [*map(int, self._prompt), *answer]
     self.sampling = replace(rules, min_tokens=rules.min_tokens and rules.min_tokens + len(self._prompt))
     try:
         return right(self, *given)
     finally:
-        self._answer, self.sampling = answer, rules
+        self._answer = answer
+        self.sampling = rules
 
 
 def _without_the_prompt(right: Any, self: sampling.Sampler, *given: Any) -> np.ndarray:
@@ -128,8 +130,10 @@ def _ended(token: Any) -> Any:
 
 def follow() -> None:
     """Plant, in this process, the fault that the file names whenever a request comes."""
-    path, add = Path(os.environ[NAMED]), engine.Engine.add
-    planted, stack = "", contextlib.ExitStack()
+    path = Path(os.environ[NAMED])
+    add = engine.Engine.add
+    planted = ""
+    stack = contextlib.ExitStack()
 
     def looked(self: engine.Engine, *given: Any) -> int:
         nonlocal planted
@@ -150,7 +154,8 @@ def in_server() -> dict[str, Fault]:
     from lockstep.serve.openai_parameters import prompt_requests
 
     def cut_stop(right: Any, self: completion.StopFilter, *given: Any) -> str:
-        was, text = self.found, right(self, *given)
+        was = self.found
+        text = right(self, *given)
         return text + self.found if self.found and not was else text
 
     async def echo(right: Any, self: openai.CompletionFormat, index: int) -> Any:

@@ -25,7 +25,8 @@ TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt and thinks %}<think>{% endif %}
 {#- <tool_call> <think> #}"""
-PARIS, BERLIN = '{"city": "Paris"}', '{"city": "Berlin", "days": [1, 2]}'
+PARIS = '{"city": "Paris"}'
+BERLIN = '{"city": "Berlin", "days": [1, 2]}'
 
 
 def calls(*given: tuple[str, str]) -> str:

@@ -23,7 +23,9 @@ from lockstep.targets import Results
 from lockstep.weights import convert
 
 TARGET = "scripted/fp32/all"
-_FIRST, _LESS = 3.0, 0.25  # of the head, for the likeliest token at a position, and what each next one has less
+# of the head, for the likeliest token at a position, and what each next one has less
+_FIRST = 3.0
+_LESS = 0.25
 
 
 def write(

@@ -63,7 +63,8 @@ def start(manifest: Path, cache: Path, *folders: Path) -> subprocess.Popen:
 
 def run(manifest: Path, folder: Path, cache: Path) -> tuple[int, str]:
     """Exit code and stderr of a command that is `convert`, in this process."""
-    said, code = io.StringIO(), 0
+    said = io.StringIO()
+    code = 0
     with contextlib.redirect_stderr(said):
         try:
             with guard():

@@ -35,7 +35,8 @@ def session(model: onnx.ModelProto) -> ort.InferenceSession:
 
 @pytest.mark.parametrize(("size", "columns", "out"), [(144, 64, 80), (400, 64, 144), (1024, 128, 2048), (4096, 16, 96)])
 def test_a_row_has_the_same_bits_among_any_number_of_rows(size: int, columns: int, out: int) -> None:
-    run, random = session(keep_order(products(size, columns, out))), np.random.default_rng(0)
+    run = session(keep_order(products(size, columns, out)))
+    random = np.random.default_rng(0)
     x, a, b = (
         random.standard_normal(shape, np.float32) / np.float32(shape[-1] ** 0.5)
         for shape in ((96, size), (size, columns), (columns, out))
@@ -50,21 +51,28 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(size: int, columns: in
 
 
 def test_the_place_of_an_adapter_changes_no_bit() -> None:
-    rank, places, out = 32, 8, 240
-    run, random = session(keep_order(products(8, rank * places, out))), np.random.default_rng(0)
+    rank = 32
+    places = 8
+    out = 240
+    run = session(keep_order(products(8, rank * places, out)))
+    random = np.random.default_rng(0)
     x, own_a, own_b = (random.standard_normal(shape, np.float32) for shape in ((5, 8), (8, rank), (rank, out)))
     found = []
     for place in range(places):
-        a, b = np.zeros((8, rank * places), np.float32), random.standard_normal((rank * places, out), np.float32)
+        a = np.zeros((8, rank * places), np.float32)
+        b = random.standard_normal((rank * places, out), np.float32)
         columns = slice(place * rank, (place + 1) * rank)
-        a[:, columns], b[columns] = own_a, own_b
+        a[:, columns] = own_a
+        b[columns] = own_b
         found.append(run.run(None, {"x": x, "w.lora_A": a, "w.lora_B": b})[0])
     assert all(np.array_equal(each, found[0]) for each in found)
 
 
 def test_half_precision_is_summed_in_float32() -> None:
     run = session(keep_order(products(512, 16, 8, TensorProto.FLOAT16)))
-    x, a, b = np.full((1, 512), 32, np.float16), np.full((512, 16), 32, np.float16), np.ones((16, 8), np.float16)
+    x = np.full((1, 512), 32, np.float16)
+    a = np.full((512, 16), 32, np.float16)
+    b = np.ones((16, 8), np.float16)
     a[256:] *= -1  # pieces of 131072 and of as much less: fp16 ends at 65504
     assert not run.run(None, {"x": x, "w.lora_A": a, "w.lora_B": b})[0].any()
 

@@ -82,7 +82,8 @@ def test_engines_compute_what_peft_computes(lora: Results, precision: str, toler
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_request_has_the_same_bits_alone_in_a_batch_and_in_any_slot(lora: Results, precision: str) -> None:
     """Three adapters take turns in two slots."""
-    model, given = opened(lora, precision), requests()
+    model = opened(lora, precision)
+    given = requests()
     together = logits_of(model, given)
     turned = logits_of(model, given[::-1])[::-1]
     alone = [logits_of(model, [each])[0] for each in given]
@@ -145,7 +146,8 @@ def test_a_reused_prefix_a_fork_and_a_swap_keep_the_adapters_bits(
     def tokens(
         model: Model, adapters: list[str | None], **options: Any
     ) -> tuple[dict[tuple[int, int], list[int]], Engine]:
-        engine, found = Engine(model, **options), dict[tuple[int, int], list[int]]()
+        engine = Engine(model, **options)
+        found = dict[tuple[int, int], list[int]]()
         given = [Request(prompt, 90, sampling=Sampling(0.9, seed=7), n=2, adapter=name) for name in adapters]
         for made in engine.run(given):
             found.setdefault((made.request, made.choice), []).append(made.token)
@@ -194,7 +196,8 @@ class AdaptedRunner(ReferenceRunner):
 def test_every_family_computes_what_transformers_does_with_the_adapter(family: str, shared: Shared) -> None:
     config = dict(FAMILIES[family].config)
     model = parity.reference_model(config, 0, 1.0)
-    exported, linears = shared.assembled(config, "fp32"), linear_layers(model)
+    exported = shared.assembled(config, "fp32")
+    linears = linear_layers(model)
     if family == "nemotron_h":  # whose checkpoints have other names than its modules
         with pytest.raises(InputError, match="names in the checkpoint, found none; serve this model without adapters"):
             with_adapters(*exported, ROOM, linears)
@@ -236,7 +239,8 @@ def checked(lora: Results, folder: Path, precision: str = "fp32", adapters: Path
             name: tuple(prompt.text for prompt in each) for name, each in CONFIG.adapter_prompts("demo-lora").items()
         }
         golden = GoldenTerms(16, adapted={**prompts, "random": ("Light",)})
-        checkpoint, resolved = lora.checkpoint("demo-llama"), lora.adapters("demo-llama")
+        checkpoint = lora.checkpoint("demo-llama")
+        resolved = lora.adapters("demo-llama")
         make_reference(checkpoint, "all", golden, reference, adapters_json=resolved)
     return check(
         lora.assembly("demo-llama", precision),
@@ -324,7 +328,8 @@ def test_the_check_finds_matrices_in_each_others_place(
     def turned(path: Any) -> dict[str, loading.LoadedAdapter]:
         found = open_adapters(path)
         modules = dict(found["shakespeare"].modules)
-        q, o = "model.layers.2.self_attn.q_proj", "model.layers.2.self_attn.o_proj"
+        q = "model.layers.2.self_attn.q_proj"
+        o = "model.layers.2.self_attn.o_proj"
         modules[q], modules[o] = ((modules[b][1].T.copy(), modules[b][0].T.copy()) for b in (o, q))
         found["shakespeare"] = replace(found["shakespeare"], modules=modules)
         return found
@@ -368,7 +373,9 @@ def test_a_reference_of_another_adapter_is_refused(lora: Results, tmp_path: Path
     st.tuples(st.integers(0, 3), st.sampled_from([None, "a", "b", "c", "d"]), st.booleans()), min_size=1, max_size=40,
 ))  # fmt: skip
 def test_no_adapter_that_a_request_holds_leaves_its_slot(num_slots: int, steps: list[tuple[int, Any, bool]]) -> None:
-    residency, held, there = Residency(4, num_slots), dict[int, str | None](), dict[int, str]()
+    residency = Residency(4, num_slots)
+    held = dict[int, str | None]()
+    there = dict[int, str]()
     for slot, adapter, leaves in steps:
         if leaves:
             residency.release(slot)

@@ -39,7 +39,9 @@ class User:
     """A working directory with a model, one adapter on the hub and one in a folder, and a hub cache."""
 
     def __init__(self, folder: Path, hub: HubServer) -> None:
-        self.folder, self.hub, self.results = folder, hub, Results(folder / "results")
+        self.folder = folder
+        self.hub = hub
+        self.results = Results(folder / "results")
 
     def run(self, command: str, source: str = f"hf:{NAME}", **environment: str) -> subprocess.CompletedProcess:
         adapters = {"mine": {"source": str(ADAPTERS / "shakespeare")}, "theirs": {"source": source}}

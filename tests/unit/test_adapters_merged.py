@@ -54,7 +54,8 @@ def test_a_merged_checkpoint_is_exact_to_rounding(
         monkeypatch.setattr(f"lockstep.weights.{module}.PIECE_BYTES", piece)
     assert source.PIECE_BYTES == piece
     out = merged(results, "shakespeare", tmp_path / "out")
-    base, found = load_file(DEMO / "model.safetensors"), load_file(out / "model.safetensors")
+    base = load_file(DEMO / "model.safetensors")
+    found = load_file(out / "model.safetensors")
     lora = {n: t.astype(np.float64) for n, t in load_file(ADAPTERS / "shakespeare/adapter_model.safetensors").items()}
     assert set(found) == set(base)
     changed = 0
@@ -75,12 +76,15 @@ def test_a_merged_checkpoint_is_exact_to_rounding(
 
 def test_a_merged_weight_does_not_depend_on_the_order_in_which_a_cpu_adds(results: Results, tmp_path: Path) -> None:
     """Large products that cancel leave the rounding of their sum: another for each order, and for fused adds."""
-    module, rank = "model.layers.0.self_attn.q_proj", 12
+    module = "model.layers.0.self_attn.q_proj"
+    rank = 12
     lora = tensors({module: (240, 144)}, rank, 0, size=1e12)
     a, b = (lora[f"base_model.model.{module}.lora_{side}.weight"] for side in "AB")
-    a[6:], b[:, 6:] = a[:6], -b[:, :6]
+    a[6:] = a[:6]
+    b[:, 6:] = -b[:, :6]
     folder = write(tmp_path / "a", rank, lora, lora_alpha=5)
-    manifest, checkpoint = tmp_path / "adapters.json", results.checkpoint("demo-lora")
+    manifest = tmp_path / "adapters.json"
+    checkpoint = results.checkpoint("demo-lora")
     resolve_adapters({"a": str(folder)}, {"a": folder}, checkpoint, 16, None, manifest)
     found = load_file(merge(checkpoint, manifest, "a", tmp_path / "out") / "model.safetensors")[f"{module}.weight"]
     base = load_file(DEMO / "model.safetensors")[f"{module}.weight"]
@@ -137,7 +141,8 @@ def test_a_merged_checkpoint_has_the_bases_files_and_says_what_the_adapter_says(
 
 def test_a_sum_that_overflows_leaves_nothing_behind(results: Results, tmp_path: Path) -> None:
     folder = write(tmp_path / "wild", 4, tensors({"model.layers.0.self_attn.q_proj": (240, 144)}, 4, 0, size=1e7))
-    manifest, checkpoint = tmp_path / "adapters.json", results.checkpoint("demo-lora")
+    manifest = tmp_path / "adapters.json"
+    checkpoint = results.checkpoint("demo-lora")
     resolve_adapters({"wild": str(folder)}, {"wild": folder}, checkpoint, 16, None, manifest)
     with pytest.raises(InputError, match="q_proj.weight' .*: adapter 'wild': expected sums that fit F16, found"):
         merge(checkpoint, manifest, "wild", tmp_path / "out")
@@ -149,14 +154,16 @@ def test_weights_that_are_stored_transposed_and_in_bf16_are_merged(tmp_path: Pat
     import ml_dtypes
 
     random = np.random.default_rng(0)
-    base, folder = tmp_path / "base", tmp_path / "a"
+    base = tmp_path / "base"
+    folder = tmp_path / "a"
     shutil.copytree(DEMO, base)
     arrays = load_file(DEMO / "model.safetensors")
     weight = random.standard_normal((144, 240)).astype(ml_dtypes.bfloat16)  # [in, out]
     save_file({**arrays, "h.0.attn.c_attn.weight": weight}, base / "model.safetensors")
     lora = tensors({"transformer.h.0.attn.c_attn": (240, 144)}, 4, 0)
     write(folder, 4, lora, fan_in_fan_out=True)
-    checkpoint, manifest = resolve(str(base), base, tmp_path / "checkpoint.json"), tmp_path / "adapters.json"
+    checkpoint = resolve(str(base), base, tmp_path / "checkpoint.json")
+    manifest = tmp_path / "adapters.json"
     resolve_adapters({"a": str(folder)}, {"a": folder}, checkpoint, 16, None, manifest)
     merged = merge(checkpoint, manifest, "a", tmp_path / "out", {"transformer.h.0.attn.c_attn"})
     found = load_file(merged / "model.safetensors")

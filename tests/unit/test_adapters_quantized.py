@@ -53,7 +53,8 @@ def made(shared: Shared, base: str) -> tuple[Results, str]:
     precision, layout = BASES[base]
 
     def make(root: Path) -> None:
-        results, source = Results(root), DEMO
+        results = Results(root)
+        source = DEMO
         if layout is not None:
             source = root / "checkpoint"
             write_packed(DEMO, source, layout)
@@ -141,7 +142,8 @@ def test_the_check_finds_a_forgotten_scale_and_a_reference_in_full_precision(
     golden = GoldenTerms(1, adapted={"": ("Light",)})
     files = results.checkpoint("model"), results.adapters("model")
     full = make_reference(files[0], "all", golden, tmp_path / "full.json", adapters_json=files[1])
-    one, other = ReferenceManifest.load(path), ReferenceManifest.load(full)
+    one = ReferenceManifest.load(path)
+    other = ReferenceManifest.load(full)
     assert one.logits.sha256 != other.logits.sha256
     write_adapter = loading.write_adapter
     forget = lambda adapter, *rest: write_adapter(replace(adapter, scale=1.0), *rest)

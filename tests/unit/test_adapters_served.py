@@ -145,7 +145,8 @@ def test_generate_and_files_take_adapters(results: Results, tmp_path: Path) -> N
     assert made.returncode == 0 and json.loads(made.stdout)["choices"][0]["text"] == LIGHT["captain"]
     made = run("generate", *place, "--prompt", "Light", "--adapter", "pirate")
     assert made.returncode == 2 and "expected one of captain, shakespeare; found 'pirate'" in made.stderr
-    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source = tmp_path / "in.jsonl"
+    out = tmp_path / "out.jsonl"
     lines = [{"prompt": "Light", "lora": name} for name in ("captain", "shakespeare")] + [{"prompt": "Light"}]
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     made = run("generate", *place, "--input", str(source), "--output", str(out))

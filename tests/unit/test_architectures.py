@@ -66,13 +66,15 @@ def built(request, shared) -> Built:
     family = FAMILIES[request.param]
 
     root = built_family(shared, request.param)
-    folder, results = root / "checkpoint", Results(root / "results")
+    folder = root / "checkpoint"
+    results = Results(root / "results")
     reference = load_folder(folder, cut_config(family.config, "all"))
     return Built(family, results, folder, json.loads(results.assembly(NAME, "fp32").read_text()), reference)
 
 
 def test_the_graphs_show_what_the_family_is_known_for(built):
-    family, assembly = built.family, built.assembly
+    family = built.family
+    assembly = built.assembly
     kinds = assembly["kinds"].values()
     assert tuple(kind["window"] for kind in kinds) == family.windows
     assert {kind["softcap"] for kind in kinds} == {family.softcap}
@@ -115,7 +117,8 @@ def generate(model, prompt) -> tuple[list[int], list[np.ndarray]]:
 
 
 def test_a_prompt_in_three_pieces_gives_what_the_whole_gives(built):
-    prompt, model = PROMPTS[1], built.open()
+    prompt = PROMPTS[1]
+    model = built.open()
     expected = built.logits(prompt)[-1]
     (whole,) = model.step([Advance(0, prompt, 0)])
     assert abs(whole - expected).max() < built.family.tolerance
@@ -145,7 +148,8 @@ def test_each_request_gives_the_same_bits_in_any_company(built):
 
     def run(order, steps):
         engine = Engine(model, max_num_tokens=10, prefix_caching=False)
-        waiting, found = list(order), {i: [] for i in order}
+        waiting = list(order)
+        found = {i: [] for i in order}
         while waiting or engine.has_work:
             for _ in range(steps.integers(0, 3)):
                 if waiting:
@@ -171,11 +175,9 @@ def test_the_first_layers_alone_are_those_of_the_cut_model(built, layers):
 def test_validation_and_golden_check_pass(built):
     results = built.results
     tolerances = Tolerances("fp32", block=built.family.tolerance, logits=built.family.tolerance)
-    checkpoint, assembly, weights = (
-        results.checkpoint(NAME),
-        results.assembly(NAME, "fp32"),
-        results.weights(NAME, "fp32"),
-    )
+    checkpoint = results.checkpoint(NAME)
+    assembly = results.assembly(NAME, "fp32")
+    weights = results.weights(NAME, "fp32")
     positions = Assembly.load(assembly).max_position_embeddings or LIMITS.max_seq_len
     limits = replace(LIMITS, max_seq_len=min(LIMITS.max_seq_len, positions))
     validate.run(
@@ -184,7 +186,8 @@ def test_validation_and_golden_check_pass(built):
     prompts = GoldenTerms(8, ("San Francisco is a", "x", "lockstep"), limits.max_seq_len - 8)
     make_reference(checkpoint, "all", prompts, results.reference(NAME, "all"))
     target = Target(NAME, "fp32", "all", "onnxruntime")
-    report, speed = results.golden(*_names(target)), results.speed(*_names(target))
+    report = results.golden(*_names(target))
+    speed = results.speed(*_names(target))
     check_engines(
         assembly, weights, results.engines(NAME, "fp32", "onnxruntime"), results.reference(NAME, "all"), target,
         tolerances, limits, report, speed,

@@ -104,7 +104,8 @@ def test_a_class_that_fills_gaps_is_taken_for_other_texts(tmp_path: Path, shared
     files = {"tokenizer_config.json": {"tokenizer_class": "CodeLlamaTokenizer"}}
     folder = checkpoint(tmp_path / "checkpoint", files, real_tokenizers.tokenizer_json(shared, SENTENCEPIECE))
     with quiet():
-        found, auto = load_auto(folder), AutoTokenizer.from_pretrained(folder)
+        found = load_auto(folder)
+        auto = AutoTokenizer.from_pretrained(folder)
     assert found.data is not None and "but not at <FILL_ME>" in found.note
     (tmp_path / "served.json").write_bytes(found.data)
     for text in ("def f(x):\n    return x", " a", "▁<PRE> a ▁<SUF>b ▁<MID>"):

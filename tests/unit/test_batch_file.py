@@ -36,7 +36,8 @@ def tokenizer(demo):
 
 
 def run(model, tokenizer, folder, lines=LINES, **options):
-    source, out = folder / "in.jsonl", folder / "out.jsonl"
+    source = folder / "in.jsonl"
+    out = folder / "out.jsonl"
     source.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     done = generate_file(model, tokenizer, source, out, Defaults(8), **options)
     records = {record["line"]: record for record in map(json.loads, out.read_text().splitlines())}
@@ -140,7 +141,8 @@ def test_a_file_that_is_no_output_is_left_as_it_is(model, tokenizer, tmp_path):
 
 
 def test_lines_can_be_added_behind_a_last_one_without_an_end(model, tokenizer, tmp_path):
-    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source = tmp_path / "in.jsonl"
+    out = tmp_path / "out.jsonl"
     source.write_text('{"prompt": "A", "max_tokens": 1}')
     generate_file(model, tokenizer, source, out)
     first = out.read_bytes()
@@ -226,7 +228,8 @@ generate_file(model, Tokenizer.open(sys.argv[2]), Path(sys.argv[4]), Path(sys.ar
 @pytest.mark.long
 def test_a_process_that_is_killed_at_any_time_is_gone_on_with_by_one_other(demo, model, tokenizer, tmp_path):
     _, expected = run(model, tokenizer, tmp_path)
-    source, out = tmp_path / "in.jsonl", tmp_path / "killed.jsonl"
+    source = tmp_path / "in.jsonl"
+    out = tmp_path / "killed.jsonl"
     paths = [at("demo-llama", "fp32") for at in (demo.assembly, demo.weights)]
     command = [sys.executable, "-c", KILLED, demo.engines("demo-llama", "fp32", "onnxruntime"), *paths, source, out]
     for steps in (3, 12):

@@ -140,7 +140,8 @@ def _(here: Here) -> Sequence[Any]:
 class ServerStandIn(serving.Server):
     """A server that is no process."""
 
-    url, ready_seconds = "http://127.0.0.1:1", 0.1
+    url = "http://127.0.0.1:1"
+    ready_seconds = 0.1
 
     def __enter__(self) -> ServerStandIn:
         return self
@@ -217,7 +218,8 @@ def _(here: Here) -> Sequence[Any]:
 def _(here: Here) -> Sequence[Any]:
     here.on_the_fake_gpu()
     _without_processes(here)
-    work, assembly = here.folder / "work", here.shared.exported(SHAPE, "fp16") / "assembly.json"
+    work = here.folder / "work"
+    assembly = here.shared.exported(SHAPE, "fp16") / "assembly.json"
     (work / "graphs").parent.mkdir()
     (work / "graphs").symlink_to(assembly.parent)
     gpu.random_weights(lockstep.Assembly.load(assembly), work / "weights")

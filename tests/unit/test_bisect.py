@@ -82,7 +82,8 @@ def right(demo) -> Callable[[str], run.Right]:
 
     @functools.cache
     def made(precision: str) -> run.Right:
-        config, assembly = read_json(demo.checkpoint("demo-llama"))["config"], demo.assembly("demo-llama", precision)
+        config = read_json(demo.checkpoint("demo-llama"))["config"]
+        assembly = demo.assembly("demo-llama", precision)
         graphs = open_graphs(assembly, demo.weights("demo-llama", precision), LAYERS, 1)
         return run.make_right(config, graphs, Tokenizer.open(assembly).encode(PROMPT), 1)
 
@@ -419,7 +420,8 @@ class Referenced(Copy):
         return self.demo.reference(model, layers)
 
 
-SHORT, LONG = GOLDEN.prompts[1].text, GOLDEN.prompts[3].text
+SHORT = GOLDEN.prompts[1].text
+LONG = GOLDEN.prompts[3].text
 REJECTED = (TokenDifference(3, 1, 2, 0.5, accepted=False),)
 
 
@@ -473,7 +475,8 @@ class Reweighed(Referenced):
 
 
 def copy_weights(demo: Results, folder: Path, change: Callable) -> None:
-    source, out = demo.weights("demo-llama", "fp32"), Results(folder).weights("demo-llama", "fp32")
+    source = demo.weights("demo-llama", "fp32")
+    out = Results(folder).weights("demo-llama", "fp32")
     manifest = read_json(source)
     (file,) = manifest["files"]
     arrays = dict(load_file(source.parent / file["path"]))
@@ -679,11 +682,13 @@ def test_memory_stays_below_the_weights_and_a_few_layers(tmp_path):
 @pytest.mark.long
 def test_a_model_with_adapters_is_followed_without_them(demo, shared, tmp_path):
     """A fault in a graph with room for adapters is named as in one without, and the answer says what was followed."""
-    lora, results = shared_lora(demo, shared), Copy(tmp_path, demo)
+    lora = shared_lora(demo, shared)
+    results = Copy(tmp_path, demo)
     for path in (lora.assembly("demo-llama", "fp32"), lora.engines("demo-llama", "fp32", "onnxruntime")):
         shutil.copytree(path.parent, tmp_path / path.parent.relative_to(lora.root))
     target = Target("demo-llama", "fp32", LAYERS, "onnxruntime")
-    assembly, config = results.assembly("demo-llama", "fp32"), read_json(demo.checkpoint("demo-llama"))["config"]
+    assembly = results.assembly("demo-llama", "fp32")
+    config = read_json(demo.checkpoint("demo-llama"))["config"]
     graphs = open_graphs(assembly, demo.weights("demo-llama", "fp32"), LAYERS, 1)
     right = run.make_right(config, graphs, Tokenizer.open(assembly).encode(PROMPT), 1)
     ask = lambda: run.bisect(results, target, TOLERANCES["fp32"], prompt=PROMPT, right=right)

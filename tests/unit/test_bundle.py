@@ -43,7 +43,9 @@ TARGET = Target("demo-llama", "fp16", "all", "onnxruntime")
 SOURCES = str(Path(__file__).parents[2] / "src")
 WITHOUT_EXTRAS = str(Path(__file__).parents[1] / "without_extras.py")
 ABOUT = About(BundledTarget("m", "w8a16", "all", "onnxruntime"), BundledLimits(1, 1, 1, 1), "inside")
-PROMPT, TEXT = "San Francisco is a", " hilly city on the coast of California, where cool"  # as in config/config.yaml
+# as in config/config.yaml
+PROMPT = "San Francisco is a"
+TEXT = " hilly city on the coast of California, where cool"
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +145,8 @@ def test_large_files_are_streamed(tmp_path: Path, scratch: Path) -> None:
 
 
 def test_a_flipped_byte_anywhere_is_refused(apart: Path, tmp_path: Path, scratch: Path) -> None:
-    data, path = apart.read_bytes(), tmp_path / "damaged.tar"
+    data = apart.read_bytes()
+    path = tmp_path / "damaged.tar"
     members = read_archive(apart).members.values()
     edges = [
         place
@@ -162,7 +165,8 @@ def test_a_flipped_byte_anywhere_is_refused(apart: Path, tmp_path: Path, scratch
 
 
 def test_what_is_cut_short_longer_or_no_bundle_is_refused(apart: Path, tmp_path: Path, scratch: Path) -> None:
-    data, path = apart.read_bytes(), tmp_path / "other.tar"
+    data = apart.read_bytes()
+    path = tmp_path / "other.tar"
     for size in (0, 1, 511, 512, 700, 5000, len(data) // 2, len(data) - 1024, len(data) - 512, len(data) - 1):
         path.write_bytes(data[:size])
         refused(path, scratch)
@@ -191,7 +195,8 @@ def with_entry(apart: Path, path: Path, change) -> Path:
 
 def kind(value: bytes, target: str = ""):
     def change(member: tarfile.TarInfo) -> None:
-        member.type, member.linkname = value, target
+        member.type = value
+        member.linkname = target
 
     return change
 

@@ -139,7 +139,8 @@ def test_an_engine_set_that_is_taken_says_who_built_it_and_when(
 
 
 def test_what_changed_while_it_was_made_is_not_kept(tmp_path: Path, cache: Cache, capsys) -> None:
-    manifest, out = checkpoint(tmp_path), tmp_path / "fp32" / "weights.json"
+    manifest = checkpoint(tmp_path)
+    out = tmp_path / "fp32" / "weights.json"
 
     def make() -> Path:
         write_json(out, {"format": "lockstep.weights/1", "files": [], "tensors": {}})
@@ -250,7 +251,8 @@ def test_a_blob_of_two_entries_stays_with_one_of_them(tmp_path: Path, filled: Ca
 def test_what_is_in_the_making_is_left_alone_for_an_hour(tmp_path: Path, filled: Cache) -> None:
     sha256 = sha256_file(checkpoint(tmp_path / "new"))
     filled.add(tmp_path / "new" / "checkpoint.json", sha256)
-    orphan, temporary = filled.blob_path(sha256), filled.blobs / f".{'0' * 64}.0123456789abcdef.tmp"
+    orphan = filled.blob_path(sha256)
+    temporary = filled.blobs / f".{'0' * 64}.0123456789abcdef.tmp"
     temporary.write_bytes(b"half")
     prune(filled)
     assert orphan.exists() and temporary.exists() and len(keys(filled)) == 3

@@ -71,7 +71,8 @@ def test_killed_while_it_puts(tmp_path: Path, cache: Cache, moments: int) -> Non
     """As soon as a half blob is there, then at moments of chance until the entry is written."""
     manifest = checkpoint(tmp_path, megabytes=24)
     undisturbed = contents(convert(manifest, tmp_path / "undisturbed", "").parent)
-    chance, killed = random.Random(4), 0
+    chance = random.Random(4)
+    killed = 0
     for pause in [0, *(chance.uniform(0, 0.1) for _ in range(moments))]:
         shutil.rmtree(cache.folder, ignore_errors=True)
         process = start(manifest, cache.folder, tmp_path / "killed")
@@ -256,7 +257,8 @@ def test_a_full_disk_costs_the_cache_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_a_cache_that_cannot_be_written_is_read(tmp_path: Path) -> None:
-    manifest, other = checkpoint(tmp_path / "one"), checkpoint(tmp_path / "other", seed=1)
+    manifest = checkpoint(tmp_path / "one")
+    other = checkpoint(tmp_path / "other", seed=1)
     undisturbed = contents(convert(manifest, tmp_path / "undisturbed", "").parent)
     with small_disk(tmp_path / "disk", 4096) as disk:
         cache = Cache(disk / "cache")

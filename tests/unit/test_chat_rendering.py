@@ -189,7 +189,8 @@ def test_a_content_of_null_is_none_where_the_template_asks(test: str) -> None:
 @pytest.mark.parametrize("inner", ["", "{{ messages[1].content | trim }}{{ messages[1].content is defined }}"])
 def test_a_content_of_null_is_written_as_transformers_writes_it(theirs: Any, name: str, inner: str) -> None:
     """It never says "None"."""
-    messages, template = called({"a": 1}, content=None), globals()[name] + inner
+    messages = called({"a": 1}, content=None)
+    template = globals()[name] + inner
     expected = theirs.apply_chat_template(messages, chat_template=template, tokenize=False)
     assert render(template, _messages(messages), False) == expected and "None" not in expected
     assert '"content": null' in render("{{ messages | tojson }}", _messages(messages))
@@ -253,7 +254,8 @@ def test_a_hostile_template_ends_with_one_line_and_holds_nobody_up(template: str
                 await asyncio.sleep(0.01)
                 ticks += 1
 
-        beside, chat = asyncio.create_task(tick()), Chat(ChatTemplate(template, {}))
+        beside = asyncio.create_task(tick())
+        chat = Chat(ChatTemplate(template, {}))
         await chat.start()
         with pytest.raises(ChatError) as caught:
             await chat.render(CHAT)

@@ -54,7 +54,8 @@ FOUND = {
 @pytest.mark.parametrize(("config", "files"), FOUND.values(), ids=FOUND)
 def test_it_is_found_as_transformers_finds_it(tmp_path: Path, config: dict, files: dict) -> None:
     folder = folder_of(tmp_path / "model", config, **files)
-    found, tokenizer = read_chat_template(folder), AutoTokenizer.from_pretrained(folder)
+    found = read_chat_template(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     assert found is not None
     assert (found.template, dict(found.special_tokens)) == (
         tokenizer.get_chat_template(),
@@ -73,7 +74,8 @@ def test_a_chat_with_tools_takes_the_template_for_them(tmp_path: Path) -> None:
     named = {"tool_use": "\n \n{{ tools[0].type }}\n  \n", "default": f"  {PLAIN}\n\n"}
     entries = [{"name": name, "template": template} for name, template in named.items()]
     folder = folder_of(tmp_path, {**CONFIG, "chat_template": entries})
-    found, tokenizer = read_chat_template(folder), AutoTokenizer.from_pretrained(folder)
+    found = read_chat_template(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     assert found is not None
     for tools in (None, [{"type": "function"}]):
         chat = {"conversation": [{"role": "user", "content": "Hi"}], "tools": tools, "tokenize": False}

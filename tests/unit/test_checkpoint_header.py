@@ -53,7 +53,9 @@ def test_every_tensor_lies_where_the_library_finds_it(file):
         "bytes": np.arange(3, dtype=np.uint8),
     }
     save_file(values, file, {"format": "pt"})
-    records, data, loaded = read_header(file), file.read_bytes(), load_file(file)
+    records = read_header(file)
+    data = file.read_bytes()
+    loaded = load_file(file)
     assert records.keys() == loaded.keys()
     for name, record in records.items():
         assert record.shape == loaded[name].shape

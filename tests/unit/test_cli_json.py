@@ -57,7 +57,8 @@ def test_targets_with_layers(project: Path, demo: Results, capsys: pytest.Captur
     found, code = told(capsys, "targets", "--verbose")
     assert code == 0 and len(found["targets"]) == 18
     tables = {(each["model"], each["precision"]): each for each in found["graphs"]}
-    table, assembly = tables["demo-llama", "fp16"], Assembly.load(graphs / "assembly.json")
+    table = tables["demo-llama", "fp16"]
+    assembly = Assembly.load(graphs / "assembly.json")
     assert [layer["block"] for layer in table["layers"]] == [layer.block.graph for layer in assembly.layers]
     assert {(layer["attention"], layer["exit"]) for layer in table["layers"]} == {
         (layer.variant, layer.exit.graph) for layer in assembly.layers

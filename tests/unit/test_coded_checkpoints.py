@@ -91,7 +91,8 @@ def test_blocks_of_fp8_are_what_transformers_makes_of_them(tmp_path):
 def test_codes_with_a_scale_a_row_stay_as_they_are(shared, tmp_path, layout):
     folder, numbers = source(shared, layout)
     results = converted(folder, "w8a8-fp8", Results(tmp_path), shared)
-    found, weights = open_source(results.checkpoint("model")), Weights.open(results.weights("model", "w8a8-fp8"))
+    found = open_source(results.checkpoint("model"))
+    weights = Weights.open(results.weights("model", "w8a8-fp8"))
     for name in found.packed:
         coded = found.coded(name)
         assert np.array_equal(weights[data_name(name)].view(np.uint8), coded.arrays["data"]), name
@@ -124,7 +125,8 @@ def converted(folder: Path, precision: str, results: Results, shared: Shared) ->
 )  # fmt: skip
 def test_engines_say_what_the_numbers_say(shared, tmp_path, layout, precision):
     results = converted(source(shared, layout)[0], precision, Results(tmp_path / "results"), shared)
-    assembly, weights = results.assembly("model", precision), results.weights("model", precision)
+    assembly = results.assembly("model", precision)
+    weights = results.weights("model", precision)
     build(assembly, "onnxruntime", results.engines("model", precision, "onnxruntime"))
     reference = results.reference("model", 2)
     make_reference(results.checkpoint("model"), 2, ASKED, reference)
@@ -225,7 +227,8 @@ def test_a_quantization_config_that_is_not_read_is_refused(tmp_path, layout, cha
 def test_an_adapter_of_a_base_in_nf4_is_held_to_it(shared, tmp_path):
     """The base that most adapters are trained on; its files need not be there."""
     folder, _ = source(shared, "nf4")
-    checkpoint, module = replace(CheckpointManifest.load(resolved(folder, Results(tmp_path))), source="hf:a/b"), PROJ
+    checkpoint = replace(CheckpointManifest.load(resolved(folder, Results(tmp_path))), source="hf:a/b")
+    module = PROJ
     for rows, line in ((400, None), (402, "expected [out_features, in_features] [28800, 1] as the base")):
         lora = write_adapter(tmp_path / str(rows), 4, lora_tensors({module: (rows, 144)}, 4, 0))
         if line is None:

@@ -248,10 +248,8 @@ def test_positions_are_those_that_the_model_has(positions, expected) -> None:
 
 
 def test_integers_of_unknown_meaning_are_refused() -> None:
-    model, assembly = (
-        onnx.parser.parse_model(GRAPH.replace("logit_rows", "levels")),
-        SimpleNamespace(max_position_embeddings=8),
-    )
+    model = onnx.parser.parse_model(GRAPH.replace("logit_rows", "levels"))
+    assembly = SimpleNamespace(max_position_embeddings=8)
     with pytest.raises(CheckError, match="graph g: expected integers that a decoder step has, found the input levels"):
         inputs.arrays(inputs.Graph(model, assembly, LIMITS), inputs.Case(0, {"num_tokens": 1, "num_requests": 1}))
 
@@ -263,7 +261,8 @@ def build_and_compare(demo, folder: Path, precision: str, assembly: Path | None 
     """Build TensorRT's engines and hold them to their graphs; gives engines.json, beside it compare.json."""
     assembly = assembly or demo.assembly(MODEL, precision)
     engines = build(assembly, "tensorrt", folder / "engines.json", options)
-    weights, tolerance = demo.weights(MODEL, precision), TOLERANCES[precision]
+    weights = demo.weights(MODEL, precision)
+    tolerance = TOLERANCES[precision]
     run(assembly, weights, engines, tolerance, LIMITS, folder / "compare.json", seconds=0)
     return engines
 

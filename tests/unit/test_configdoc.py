@@ -86,7 +86,8 @@ MISTAKES_IN_A_MODEL = [
 
 
 def test_editors_see_the_mistakes_too():
-    good, schema = {"models": {"m": MODEL}}, jsonschema.Draft202012Validator(doc.schema())
+    good = {"models": {"m": MODEL}}
+    schema = jsonschema.Draft202012Validator(doc.schema())
     schema.validate(good)
     for change in (*MISTAKES, *({"models": {"m": {**MODEL, **change}}} for change in MISTAKES_IN_A_MODEL)):
         assert not schema.is_valid({**good, **change}), change

@@ -48,7 +48,8 @@ def test_engines_share_their_scratch_memory(tmp_path: Path) -> None:
     opsets = [helper.make_opsetid("", 20)]
     onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), tmp_path / "engine.onnx")
     program = OnnxRuntimeBackend().load(tmp_path / "engine.onnx", [], None, False)
-    x, y = np.ones((1, 1), np.float32), np.zeros((1, 1), np.float32)
+    x = np.ones((1, 1), np.float32)
+    y = np.zeros((1, 1), np.float32)
     calls = [program.bind(None, {}).prepare({"x": x}, {"y": y}) for _ in range(8)]
     calls[0]()
     assert y == 1
@@ -60,7 +61,10 @@ def test_engines_share_their_scratch_memory(tmp_path: Path) -> None:
 
 def test_weights_are_in_memory_once(tmp_path: Path) -> None:
     """A packed matrix is larger than the hole that the copy of another left."""
-    names, size, random = [f"w{number}" for number in range(70)], 500, np.random.default_rng(0)  # 70 MB
+    # 70 MB
+    names = [f"w{number}" for number in range(70)]
+    size = 500
+    random = np.random.default_rng(0)
     parts = [f"{name}.{part}" for name in names for part in "ab"]
     weights = Arrays({part: random.random((size // 2, size), np.float32) for part in parts})
     nodes = [helper.make_node("Gemm", ["x", name], [f"of_{name}"], transB=1) for name in names]
@@ -82,7 +86,9 @@ def test_weights_are_in_memory_once(tmp_path: Path) -> None:
 def test_packed_weights_lie_on_huge_pages(tmp_path: Path) -> None:
     if tuple(int(number) for number in os.uname().release.split(".")[:2]) < (6, 1):
         pytest.skip("expected Linux 6.1 or newer, which can be asked for huge pages at once")
-    columns, rows = 1024, 1 << 15  # 16 MiB in 4 bits
+    # 16 MiB in 4 bits
+    columns = 1024
+    rows = 1 << 15
     weights = Arrays(w=np.ones((rows, columns // 32, 16), np.uint8), s=np.ones((rows, columns // 32), np.float32))
     sizes = {"K": columns, "N": rows, "bits": 4, "block_size": 32, "accuracy_level": 4}
     node = helper.make_node("MatMulNBits", ["x", "w", "s"], ["y"], domain="com.microsoft", **sizes)

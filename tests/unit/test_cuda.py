@@ -104,7 +104,8 @@ def test_requests_are_served_as_ever(shared, gpu, tmp_path):
     """The scheduler over a cut engine: requests that come and go, prompts in pieces, answers as of each alone."""
     results = demo(shared, "w4a16")
     paths = results.assembly("model", "w4a16"), results.weights("model", "w4a16")
-    engines, random = built(results, "w4a16", tmp_path), np.random.default_rng(0)
+    engines = built(results, "w4a16", tmp_path)
+    random = np.random.default_rng(0)
     model = Model.open(engines, *paths, 2, **{name: getattr(LIMITS, name) for name in SIZES})
     prompts = [random.integers(0, 768, size).tolist() for size in (3, 70, 1)]
 
@@ -232,7 +233,9 @@ def test_rows_of_experts_have_the_bits_that_they_have_alone(shared, gpu, tmp_pat
     files, assembly = shared.assembled(dict(FAMILIES[family].config), "fp16")
     engine_class = assembly.classes[graph]
     model = onnx.load_model_from_string(files[engine_class.file])
-    path, feeds, random = tmp_path / "block.kernels", random_inputs(model), np.random.default_rng(0)
+    path = tmp_path / "block.kernels"
+    feeds = random_inputs(model)
+    random = np.random.default_rng(0)
     write_bytes(path, kernels_file.compile_block(model).to_bytes())
     weights = {slot.name: feeds[slot.name] for slot in engine_class.signature.slots}
     inputs = [io for io in engine_class.signature.inputs if io.name not in weights]
@@ -289,10 +292,13 @@ def test_attention_with_a_soft_cap_is_refused_by_name(shared, tmp_path):
 
 @pytest.mark.parametrize("layers", [2, pytest.param("all", marks=pytest.mark.long)])
 def test_the_demo_in_fp16_says_what_transformers_says(references, gpu, tmp_path, layers):
-    results, name, tolerance = references, "demo-llama", CONFIG.tolerance("demo-llama", "fp16", "cuda")
+    results = references
+    name = "demo-llama"
+    tolerance = CONFIG.tolerance("demo-llama", "fp16", "cuda")
     engines = built(results, "fp16", tmp_path, model=name)
     pair = results.assembly(name, "fp16"), results.weights(name, "fp16")
-    out, target = tmp_path / "golden.json", Target(name, "fp16", layers, "cuda")
+    out = tmp_path / "golden.json"
+    target = Target(name, "fp16", layers, "cuda")
     reference = results.reference(name, layers)
     check_engines(*pair, engines, reference, target, tolerance, LIMITS, out, tmp_path / "speed.json")
     assert read_json(out)["result"] == "pass"
@@ -305,12 +311,14 @@ def test_the_demo_in_fp16_says_what_transformers_says(references, gpu, tmp_path,
 def test_prompts_are_graphs_of_their_parts_and_whole_where_they_come_often(references, gpu, tmp_path, monkeypatch):
     """Alone, several in one call of attention, and beside rows that decode: padded, and each as without a graph."""
     monkeypatch.setattr("lockstep.gpu.executor._CAPTURED_AFTER", 3)
-    engines, name = built(references, "fp16", tmp_path, model="demo-llama"), "demo-llama"
+    engines = built(references, "fp16", tmp_path, model="demo-llama")
+    name = "demo-llama"
     pair = references.assembly(name, "fp16"), references.weights(name, "fp16")
     sizes = {size: getattr(LIMITS, size) for size in SIZES}
     model = Model.open(engines, *pair, 2, **sizes)
     expected = Model.open(references.engines(name, "fp16", "onnxruntime"), *pair, 2, **sizes)
-    random, following = np.random.default_rng(0), dict[int, int]()
+    random = np.random.default_rng(0)
+    following = dict[int, int]()
 
     def step(decoding: Sequence[int], **prompts: int) -> tuple[int, int]:
         """Take a step of both; return launches of graphs, and calls beside them."""
@@ -319,7 +327,8 @@ def test_prompts_are_graphs_of_their_parts_and_whole_where_they_come_often(refer
             Advance(int(slot[1:]), random.integers(0, 768, count), model.length(int(slot[1:])))
             for slot, count in prompts.items()
         ]
-        launches, plain = gpu.launches, gpu.plain
+        launches = gpu.launches
+        plain = gpu.plain
         logits = model.step(advances)
         np.testing.assert_allclose(logits, expected.step(advances), rtol=0, atol=0.1)
         following.update({each.slot: int(row.argmax()) for each, row in zip(advances, logits)})

@@ -39,7 +39,8 @@ def shell(server: RealServer, command: str, folder: Path) -> str:
 
 def objects(text: str) -> list[Any]:
     """JSON objects that stand one behind another."""
-    found, decoder = [], json.JSONDecoder()
+    found = []
+    decoder = json.JSONDecoder()
     while text := text.strip():
         value, end = decoder.raw_decode(text)
         found.append(value)

@@ -73,14 +73,16 @@ def test_one_set_covers_every_class_and_kind_and_says_what_it_was_made_for(demo)
 
 def test_what_fits_is_not_built_again(made):
     assembly, engines = made
-    before, manifest = stamps(engines.parent), engines.read_bytes()
+    before = stamps(engines.parent)
+    manifest = engines.read_bytes()
     build(assembly, "onnxruntime", engines)
     assert stamps(engines.parent) == before and engines.read_bytes() == manifest
 
 
 def test_only_what_changed_is_built_again_and_leftovers_go(made):
     assembly, engines = made
-    before, manifest = stamps(engines.parent), engines.read_bytes()
+    before = stamps(engines.parent)
+    manifest = engines.read_bytes()
     (engines.parent / "middle.onnx").write_bytes(b"damaged")
     (engines.parent / "exit.onnx").unlink()
     older = engines.parent / "older.onnx"
@@ -219,7 +221,8 @@ def test_a_graph_that_the_library_refuses_is_one_line(made):
 
 def test_a_graph_with_other_inputs_than_the_assembly_says_is_refused(made):
     assembly, engines = made
-    content, graph = read_json(assembly), assembly.parent / "entry.onnx"
+    content = read_json(assembly)
+    graph = assembly.parent / "entry.onnx"
     model = onnx.load(graph)
     model.graph.input[0].type.tensor_type.shape.dim[1].dim_value = 145
     onnx.save(model, graph)
@@ -374,7 +377,8 @@ def fused(tmp_path):
 @pytest.mark.parametrize("low_memory", [False, True])
 def test_a_slot_of_several_tensors_holds_them_one_after_another(fused, low_memory):
     load, weights = fused
-    hidden, out = np.array([[1, 0, 2, 0]], np.float32), np.empty((1, 5), np.float32)
+    hidden = np.array([[1, 0, 2, 0]], np.float32)
+    out = np.empty((1, 5), np.float32)
     run = load(low_memory).bind(weights, {"both": ["a", "b"]}).prepare({"hidden": hidden}, {"out": out})
     run()
     expected = np.concatenate([weights["a"], weights["b"]])
@@ -481,7 +485,8 @@ def test_a_set_of_fused_and_lowered_graphs_gives_the_same_logits(demo, tmp_path)
     """As a backend asks for that reads opset 17 and runs q, k and v as one product: the checkpoint's tensors are placed
     side by side."""
     options = {"opset": 17, "fuse_projections": True}
-    assembly, weights = demo.assembly("demo-llama", "fp32"), demo.weights("demo-llama", "fp32")
+    assembly = demo.assembly("demo-llama", "fp32")
+    weights = demo.weights("demo-llama", "fp32")
     built = build(assembly, "onnxruntime", tmp_path / "engines.json", options)
     parts = read_json(built)["engines"]["middle"]["parts"]
     assert [name for name in parts if " + " in name] == [
@@ -500,10 +505,8 @@ def test_a_rewritten_graph_that_computes_something_else_is_refused():
         '<ir_version: 10, opset_import: ["": 20]> g (float[num_tokens, 4] hidden, float[2, 4] w) => '
         "(float[num_tokens, 2] y) { y = Gemm<%s>(hidden, w) }"
     )
-    model, wrong = (
-        onnx.parser.parse_model(text % "transB = 1"),
-        onnx.parser.parse_model(text % "transB = 1, alpha = 0.95"),
-    )
+    model = onnx.parser.parse_model(text % "transB = 1")
+    wrong = onnx.parser.parse_model(text % "transB = 1, alpha = 0.95")
     with pytest.raises(CheckError, match="the rewritten graph is another"):
         check_same(model, Prepared(wrong, [{"name": "w", "dtype": "float32", "shape": [2, 4]}], {"w": ["w"]}))
 

@@ -32,15 +32,20 @@ from lockstep.verify.rounded import round_activations
 from lockstep.weights import Weights, slot_array
 from some import some
 
-EXPERTS, TAKEN, WIDTH, INNER = 16, 4, 64, 48
+EXPERTS = 16
+TAKEN = 4
+WIDTH = 64
+INNER = 48
 BACKENDS = ["onnxruntime", "openvino"]
 Run = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def mixture(transposed: bool = True) -> onnx.ModelProto:
     """A graph as transformers' `batched_mm` is traced: `hidden [num_tokens, WIDTH]`, and each token's experts."""
-    value, node = helper.make_tensor_value_info, helper.make_node
-    up, down = [EXPERTS, INNER, WIDTH], [EXPERTS, WIDTH, INNER]
+    value = helper.make_tensor_value_info
+    node = helper.make_node
+    up = [EXPERTS, INNER, WIDTH]
+    down = [EXPERTS, WIDTH, INNER]
     shapes = {
         "up": up if transposed else [up[0], up[2], up[1]],
         "down": down if transposed else [down[0], INNER, WIDTH],
@@ -50,7 +55,8 @@ def mixture(transposed: bool = True) -> onnx.ModelProto:
     axis = "last" if transposed else "one"
 
     def product(name: str, rows: str, stack: str, out: str) -> list[onnx.NodeProto]:
-        column, result = f"{name}/column", f"{name}/result"
+        column = f"{name}/column"
+        result = f"{name}/result"
         factors = [f"{name}/weights", column] if transposed else [column, f"{name}/weights"]
         return [
             node("GatherND", [stack, "chosen"], [f"{name}/weights"]),
@@ -141,7 +147,8 @@ def expected(arrays: Mapping[str, np.ndarray], hidden: np.ndarray, experts: np.n
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_each_token_gets_its_experts_whatever_rows_these_have(backend, tmp_path):
     model = mixture()
-    run, arrays = engine(model, backend, tmp_path), weights(model)
+    run = engine(model, backend, tmp_path)
+    arrays = weights(model)
     for count, experts in ((1, EXPERTS), (2, TAKEN), (7, EXPERTS), (130, EXPERTS)):  # some experts have no row, or all
         tokens = rows(count, experts)
         # fp32 sums of at most 64 numbers near 1
@@ -160,7 +167,8 @@ def test_a_token_has_the_same_bits_alone_and_beside_others(backend, tmp_path):
 
 
 def test_experts_are_tensors_of_their_own_or_parts_of_a_stack(tmp_path):
-    arrays, tokens = weights(mixture()), rows(9)
+    arrays = weights(mixture())
+    tokens = rows(9)
     # gate and up of each expert, say, and a stack cut in its middle
     parts = {f"up.{n}": part for n, part in enumerate(arrays["up"].reshape(EXPERTS * 2, INNER // 2, WIDTH))}
     parts |= {f"down.{n}": part for n, part in enumerate(np.split(arrays["down"], [5]))}
@@ -169,7 +177,8 @@ def test_experts_are_tensors_of_their_own_or_parts_of_a_stack(tmp_path):
 
 
 def test_weights_with_rows_for_inputs_are_grouped_too(tmp_path):
-    model, tokens = mixture(transposed=False), rows(9)
+    model = mixture(transposed=False)
+    tokens = rows(9)
     arrays = weights(model)
     swapped = {name: array.transpose(0, 2, 1) for name, array in arrays.items()}
     assert np.abs(engine(model, "onnxruntime", tmp_path)(*tokens) - expected(swapped, *tokens)).max() < 1e-4
@@ -204,7 +213,8 @@ def test_the_blocks_of_a_family_are_grouped_and_compute_the_same(shared, config)
         assert not any(node.op_type == "GatherND" for node in other.graph.node)
         feeds = random_inputs(model)
         names = [value.name for value in model.graph.output]
-        whole, apart = ReferenceEvaluator(model).run(names, feeds), compute(other, feeds)
+        whole = ReferenceEvaluator(model).run(names, feeds)
+        apart = compute(other, feeds)
         for name, values in zip(names, whole, strict=True):  # fp32 rounding in another order
             assert np.abs(values - apart[name]).max() < 1e-5
     assert grouped
@@ -223,7 +233,8 @@ def make_random(config: Mapping[str, object], folder: Path) -> None:
 
 def logits_of(folder: Path, precision: str, backend: str, work: Path) -> tuple[np.ndarray, np.ndarray, Weights]:
     """Return what engines say behind some tokens, what transformers says with the same weights, and these."""
-    results, tokens = Results(work), np.array([3, 200, 17, 9, 101, 54])
+    results = Results(work)
+    tokens = np.array([3, 200, 17, 9, 101, 54])
     paths = results.checkpoint("m"), results.assembly("m", precision), results.weights("m", precision)
     lockstep.resolve_checkpoint(str(folder), folder, paths[0])
     lockstep.export_graphs(paths[0], precision, paths[1])
@@ -281,7 +292,8 @@ def test_an_engine_holds_weights_that_were_put_together_once(monkeypatch, tmp_pa
         return array
 
     monkeypatch.setattr("lockstep.backends.onnxruntime.backend.slot_array", recorded)
-    arrays, tokens = weights(mixture()), rows(9)
+    arrays = weights(mixture())
+    tokens = rows(9)
     parts = {f"up.{n}": part.copy() for n, part in enumerate(arrays["up"].reshape(EXPERTS * 2, INNER // 2, WIDTH))}
     parts |= {f"down.{n}": part.copy() for n, part in enumerate(arrays["down"].reshape(EXPERTS * 2, WIDTH // 2, INNER))}
     run = engine(mixture(), "onnxruntime", tmp_path, parts)

@@ -202,8 +202,10 @@ def pointer(array: np.ndarray) -> ctypes.c_void_p:
 def test_each_output_is_accumulated_in_order(library, most, rows, columns):
     """Rows and outputs that are no whole number of blocks, columns that are no whole number of stages, three weights of
     one input. To the bit: accumulated in fp32 from the first column to the last, as the kernel's definition says."""
-    random, outs = np.random.default_rng(most + rows + columns), (24, 13, 8)
-    total, ends = sum(outs), np.cumsum(outs)
+    random = np.random.default_rng(most + rows + columns)
+    outs = (24, 13, 8)
+    total = sum(outs)
+    ends = np.cumsum(outs)
     weight = (random.standard_normal((total, columns)) / 8).astype(np.float16)
     x = random.standard_normal((rows, columns)).astype(np.float16)
     found = [np.full((rows + 1, size), 7, np.float16) for size in outs]
@@ -217,10 +219,14 @@ class ExpertRows:
     """Rows of tokens, sorted by their experts: one without any, one with more than a tile."""
 
     def __init__(self, library, tile_rows: int, columns: int):
-        random, tokens, self.experts, self.per_token = np.random.default_rng(tile_rows), 50, 5, 3
+        random = np.random.default_rng(tile_rows)
+        tokens = 50
+        self.experts = 5
+        self.per_token = 3
         chosen = random.random((tokens, self.per_token)) < 0.7
         ids = np.where(chosen, 1, random.choice([0, 2, 4], chosen.shape)).astype(np.int32)
-        self.numbers, self.tile_rows = ids.reshape(-1), tile_rows
+        self.numbers = ids.reshape(-1)
+        self.tile_rows = tile_rows
         self.x = aligned(random.standard_normal((tokens, columns)).astype(np.float16))
         self.most = self.experts + (ids.size - self.experts) // tile_rows
         self.order = np.full(ids.size + 1, -7, np.int32)
@@ -229,10 +235,12 @@ class ExpertRows:
 
     def check(self, run, outputs: int, given: Sequence[np.ndarray], sizes: Sequence[int], expected) -> None:
         """expected: of an expert and the row [1, columns], its outputs in float32."""
-        outs, count = sizes[0], self.numbers.size
+        outs = sizes[0]
+        count = self.numbers.size
         assert sorted(self.order[:-1]) == list(range(count)) and self.order[-1] == -7 and (self.tiles[-1] == -7).all()
         assert np.array_equal(self.numbers[self.order[:-1]], np.sort(self.numbers))
-        found, out_blocks = aligned(np.full((count + 1, outs), 7, np.float16)), -(-outs // outputs)
+        found = aligned(np.full((count + 1, outs), 7, np.float16))
+        out_blocks = -(-outs // outputs)
         arrays = map(pointer, (*given, self.x, found, self.order, self.tiles))
         run(self.most * out_blocks, *arrays, self.per_token, *sizes, out_blocks)
         rows = [expected(self.numbers[row], self.x[[row // self.per_token]])[0] for row in range(count)]
@@ -247,7 +255,9 @@ TILES = ((8, 128, 32), (16, 128, 32), (64, 256, 128), (128, 256, 128))  # rows, 
 @pytest.mark.parametrize(("tile_rows", "threads", "outputs"), TILES)
 def test_rows_of_experts_are_accumulated_in_order(library, kernel, tile_rows, threads, outputs):
     """Outputs and columns that are no whole number of blocks."""
-    rows, outs, columns = ExpertRows(library, tile_rows, 328), 40, 328
+    rows = ExpertRows(library, tile_rows, 328)
+    outs = 40
+    columns = 328
     stack = (np.random.default_rng(0).standard_normal((rows.experts, outs, columns)) / 8).astype(np.float16)
     given = [aligned(stack if kernel == "experts" else stack.swapaxes(1, 2))]
     run = getattr(library(EXPERTS, threads), f"run_{kernel}_{tile_rows}")
@@ -259,20 +269,22 @@ def test_rows_of_experts_are_accumulated_in_order(library, kernel, tile_rows, th
 @pytest.mark.parametrize(("tile_rows", "threads", "outputs"), TILES[:3])
 def test_rows_of_experts_are_accumulated_in_groups(library, kernel, tile_rows, threads, outputs):
     """Of 32 columns as two of 16, of which each lane has some that lie beside each other; then times the scale."""
-    outs, columns, group = 40, 320, 32 if kernel == "e2m1" else 64
-    rows, random, bits = (
-        ExpertRows(library, tile_rows, columns),
-        np.random.default_rng(0),
-        8 if kernel == "small_8" else 4,
-    )
+    outs = 40
+    columns = 320
+    group = 32 if kernel == "e2m1" else 64
+    rows = ExpertRows(library, tile_rows, columns)
+    random = np.random.default_rng(0)
+    bits = 8 if kernel == "small_8" else 4
     shape = rows.experts, outs, columns // group
     data = aligned(random.integers(0, 256, (*shape, group * bits // 8), np.uint8))
     if kernel == "e2m1":
         scales = aligned(random.integers(120, 124, shape, np.uint8))
-        numbers, factors = mxfp4_numbers(data, np.full(shape, 127, np.uint8)), np.ldexp(1.0, scales.astype(int) - 127)
+        numbers = mxfp4_numbers(data, np.full(shape, 127, np.uint8))
+        factors = np.ldexp(1.0, scales.astype(int) - 127)
     else:
         scales = aligned((random.standard_normal(shape) / 2**bits).astype(np.float16))
-        numbers, factors = dequantize(data, np.ones(shape, np.float32), group), scales / np.float64(256)
+        numbers = dequantize(data, np.ones(shape, np.float32), group)
+        factors = scales / np.float64(256)
     pairs = np.array([(0, 4), (1, 5), (2, 6), (3, 7)] if bits == 4 else [(0, 1), (2, 3), (4, 5), (6, 7)])
     places = (np.arange(0, 32, 8)[:, None] + pairs[:, None]).reshape(-1)
 
@@ -292,10 +304,13 @@ def test_rows_of_experts_are_accumulated_in_groups(library, kernel, tile_rows, t
 @pytest.mark.parametrize("columns", [2576, 48])
 def test_numbers_of_e4m3_are_accumulated_in_order(library, most, rows, columns):
     """As those of fp16; of 16 columns the first two of each four come before the others."""
-    random, outs = np.random.default_rng(most + rows + columns), (24, 13, 8)
-    total, ends = sum(outs), np.cumsum(outs)
+    random = np.random.default_rng(most + rows + columns)
+    outs = (24, 13, 8)
+    total = sum(outs)
+    ends = np.cumsum(outs)
     weight, x = (aligned(random.standard_normal((count, columns)).astype(E4M3_TYPE)) for count in (total, rows))
-    scales, steps = random.random(total, np.float32), random.random(rows, np.float32)
+    scales = random.random(total, np.float32)
+    steps = random.random(rows, np.float32)
     found = [np.full((rows + 1, size), 7, np.float16) for size in outs]
     sizes = (int(ends[0]), int(ends[1]), total, columns, rows)
     run = getattr(library(E4M3, 128), f"run_few_rows_fp8_{most}")
@@ -306,14 +321,19 @@ def test_numbers_of_e4m3_are_accumulated_in_order(library, most, rows, columns):
 
 def test_rows_become_e4m3_as_the_reference_makes_them(library):
     """Rows of any size, of zeros, of the largest number, with one that is not finite; to the bit."""
-    random, columns = np.random.default_rng(0), 4112
+    random = np.random.default_rng(0)
+    columns = 4112
     x = (random.standard_normal((8, columns)) * 10.0 ** np.array([-6, -3, -1, 0, 1, 2, 3, 4])[:, None]).astype(
         np.float16
     )
-    x[0], x[7, 5], x[3, :3] = 0, 65504, (-0.0, 0.0, 2.0**-24)
-    codes, steps = aligned(np.zeros((10, columns), np.uint8)), np.zeros(10, np.float32)
+    x[0] = 0
+    x[7, 5] = 65504
+    x[3, :3] = (-0.0, 0.0, 2.0**-24)
+    codes = aligned(np.zeros((10, columns), np.uint8))
+    steps = np.zeros(10, np.float32)
     x = aligned(np.concatenate([x, np.full((2, columns), 1, np.float16)]))
-    x[8, 7], x[9, 7] = np.inf, np.nan
+    x[8, 7] = np.inf
+    x[9, 7] = np.nan
     library(E4M3, 512).run_quantize_rows(10, pointer(x), pointer(codes), pointer(steps), columns)
     numbers, expected = e4m3.rounded(x[:8].astype(np.float32))
     assert np.array_equal(steps[:8, None], expected)

@@ -39,7 +39,9 @@ SIZES = {name: getattr(LIMITS, name) for name in ("max_batch_size", "max_num_tok
 COMPILER = shutil.which("c++") or shutil.which("g++")
 TESTS = Path(__file__).parents[1]
 KERNELS = TESTS.parent / "src" / "lockstep" / "gpu" / "attention"
-DIM, VALUE_DIM, HEADS = 40, 24, 3
+DIM = 40
+VALUE_DIM = 24
+HEADS = 3
 SOURCE = """
 #define BLOCK_THREADS THREADS
 #include "fake_gpu/host_block.h"
@@ -97,12 +99,18 @@ def heads_of_all_sizes(random: np.random.Generator, *shape: int) -> np.ndarray:
 
 def test_the_kernels_keep_what_the_reference_rounds_to(kernels):
     """To the bit; a page that is read has zeros behind its request's tokens, and NaN where a head has one."""
-    random, tokens, dim, value_dim = np.random.default_rng(0), 130, DIM, VALUE_DIM
+    random = np.random.default_rng(0)
+    tokens = 130
+    dim = DIM
+    value_dim = VALUE_DIM
     key, value = (heads_of_all_sizes(random, tokens, 3, size) for size in (dim, value_dim))
     value[7, 2, 3] = np.inf
     angles = random.standard_normal((tokens, dim)).astype(np.float32)
-    own, other, partner = np.cos(angles), np.sin(angles), np.roll(np.arange(dim, dtype=np.int32), dim // 2)
-    rows, positions = np.zeros(tokens, np.int32), np.arange(tokens)
+    own = np.cos(angles)
+    other = np.sin(angles)
+    partner = np.roll(np.arange(dim, dtype=np.int32), dim // 2)
+    rows = np.zeros(tokens, np.int32)
+    positions = np.arange(tokens)
     rows[5] = -1
     table = np.array([[4, 0, 2]], np.int32)
     keys, values = (np.full((5, 3, 64 * (size + 1)), 0x7E, np.uint8) for size in (dim, value_dim))
@@ -210,7 +218,8 @@ def test_a_page_takes_half_the_memory_and_is_moved_whole(results, gpu):
     model = Model.open(*files(results), 2, **SIZES)
     executor = model._executor
     assert executor.tables.pool.page_nbytes == 2 * 64 * (sizes + 4)  # layers, tokens; a byte of scale a head
-    prompt, random = np.arange(70) % 768, np.random.default_rng(0)
+    prompt = np.arange(70) % 768
+    random = np.random.default_rng(0)
     model.step([Advance(0, prompt, 0)])
     expected = model.step([Advance(0, prompt[:1], 70)])
     model.release(0)
@@ -222,7 +231,8 @@ def test_a_page_takes_half_the_memory_and_is_moved_whole(results, gpu):
     np.testing.assert_array_equal(model.step([Advance(1, prompt[:1], 70)]), expected)
 
 
-encode, decode = fp8_pages.encode, fp8_pages.decode
+encode = fp8_pages.encode
+decode = fp8_pages.decode
 
 
 def neighbours_scale(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:

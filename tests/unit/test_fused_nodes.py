@@ -67,7 +67,8 @@ def test_layers_in_one_graph_have_the_bits_of_their_engines(tiny, monkeypatch):
     paths = tiny.engines("tiny", "fp32", "onnxruntime"), tiny.assembly("tiny", "fp32"), tiny.weights("tiny", "fp32")
     whole = Model.open(*paths, max_batch_size=3, max_seq_len=64)
     monkeypatch.setattr(OnnxRuntimeBackend, "decode_layers", lambda self, network: None)
-    cut, tokens = Model.open(*paths, max_batch_size=3, max_seq_len=64), np.arange(64) % 90
+    cut = Model.open(*paths, max_batch_size=3, max_seq_len=64)
+    tokens = np.arange(64) % 90
 
     def logits(model):
         yield model.step([Advance(0, tokens[:1], 0)])
@@ -78,6 +79,7 @@ def test_layers_in_one_graph_have_the_bits_of_their_engines(tiny, monkeypatch):
             at = model._executor.lengths
             yield model.step([Advance(slot, tokens[:1], int(at[slot])) for slot in slots if at[slot] < 64])
 
-    found, expected = [*logits(whole)], [*logits(cut)]
+    found = [*logits(whole)]
+    expected = [*logits(cut)]
     assert all(np.array_equal(*pair) for pair in zip(found, expected, strict=True))
     assert [len(model._executor._taken[0]._calls) for model in (whole, cut)] == [3, 8]

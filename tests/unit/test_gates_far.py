@@ -177,7 +177,8 @@ def test_an_engine_that_is_wrong_far_on_in_chunks_or_in_one_row_is_caught_by_bot
         / "engines.json"
     )
     plant_in_engine(engines, f"attention.{phase}", fault)
-    assembly, weights = references.assembly("demo-llama", precision), references.weights("demo-llama", precision)
+    assembly = references.assembly("demo-llama", precision)
+    weights = references.weights("demo-llama", precision)
     with pytest.raises(
         CheckError,
         match=rf"engine attention\.{phase}, profile 0 \(.*\), "

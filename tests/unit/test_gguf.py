@@ -211,7 +211,8 @@ def test_a_file_that_is_cut_short_or_no_gguf(tmp_path: Path) -> None:
 
 def test_no_damage_to_a_header_shows_a_traceback(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf")
-    whole, chosen = path.read_bytes(), random.Random(0)
+    whole = path.read_bytes()
+    chosen = random.Random(0)
     start = min(tensor.offset for tensor in read_gguf(path).tensors)
     refused = 0
     for _ in range(200):

@@ -189,7 +189,8 @@ def test_requests_that_see_each_other_give_something_else_alone(copy, tmp_path):
 def edit_reference(results, change, layers=2):
     """Change the reference's manifest and logits through `change(manifest, logits)`."""
     path = results.reference("demo-llama", layers)
-    manifest, logits = read_json(path), dict(load_file(path.with_suffix(".safetensors")))
+    manifest = read_json(path)
+    logits = dict(load_file(path.with_suffix(".safetensors")))
     change(manifest, logits)
     save_file(logits, path.with_suffix(".safetensors"))
     manifest["logits"]["sha256"] = sha256_file(path.with_suffix(".safetensors"))

@@ -77,7 +77,8 @@ def test_decoding_stops_at_the_end_of_the_text_and_keeps_its_token(checkpoint):
 
 
 def test_the_logits_beside_the_manifest_are_those_that_tokens_were_chosen_from(made):
-    manifest, logits = read_json(made, "lockstep.reference/4"), load_file(made.with_suffix(".safetensors"))
+    manifest = read_json(made, "lockstep.reference/4")
+    logits = load_file(made.with_suffix(".safetensors"))
     assert (manifest["layers"], manifest["eos_token_ids"]) == (2, [0])
     assert [prompt["text"] for prompt in manifest["prompts"]] == list(PROMPTS)
     assert manifest["logits"] == {"file": "2.safetensors", "sha256": sha256_file(made.with_suffix(".safetensors"))}

@@ -65,7 +65,8 @@ def assembly(demo: Results) -> Path:
 
 @pytest.fixture(scope="module")
 def model(demo: Results, assembly: Path) -> Model:
-    engines, weights = demo.engines("demo-llama", "fp32", "onnxruntime"), demo.weights("demo-llama", "fp32")
+    engines = demo.engines("demo-llama", "fp32", "onnxruntime")
+    weights = demo.weights("demo-llama", "fp32")
     return Model.open(engines, assembly, weights, max_batch_size=4, max_seq_len=256)
 
 
@@ -294,7 +295,9 @@ def test_a_completion_follows_its_response_format(server: RealServer) -> None:
 def test_a_grammar_that_is_none_is_a_400_and_disturbs_nobody(
     server: RealServer, given: dict[str, Any], message: str
 ) -> None:
-    before, pid, ended = server.complete("The", 200), server.engine_pid, threading.Event()
+    before = server.complete("The", 200)
+    pid = server.engine_pid
+    ended = threading.Event()
     with server.opened("The", 200) as events:
         texts: list[str] = []
         reader = threading.Thread(target=lambda: (texts.append(events.text()), ended.set()))

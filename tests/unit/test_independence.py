@@ -179,7 +179,8 @@ def test_what_changes_with_length_is_held_to_what_it_is_first(config, limit):
     """The frozen model gives what transformers gives up to the limit, bit for bit, and something else beyond it, where
     users cannot go."""
     assert position_limit(build_config(config))[0] == limit
-    model, frozen = reference_model(config, 0, 1.0), reference_model(config, 0, 1.0)
+    model = reference_model(config, 0, 1.0)
+    frozen = reference_model(config, 0, 1.0)
     freeze_ropes(frozen)
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, 288, limit + 1))[None]
     with torch.no_grad():
@@ -199,7 +200,8 @@ def test_a_frozen_rope_leaves_no_look_at_other_tokens_in_the_trace():
         meta = meta_model({**PHI3, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}, "fp32")
         for module in meta.modules():  # as transformers makes it
             if getattr(module, "rope_type", None):
-                module.rope_type, module.config = "longrope", build_config(PHI3)
+                module.rope_type = "longrope"
+                module.config = build_config(PHI3)
                 # transformers keeps them from its first call: of two traces the second would find the first one's
                 module.long_inv_freq = module.inv_freq.clone()
         parts_of(meta)

@@ -20,7 +20,8 @@ ANY = Bound(1e30)
 def test_the_largest_error_is_computed_in_the_common_dtype() -> None:
     found = EXPECTED + np.array([[1e-7, 0.25], [0, -0.125]], np.float32)
     assert max_abs_error(EXPECTED, found) == 0.25 == measure(EXPECTED, found, ANY).max_abs_error
-    one, other = np.array([1.0], np.float32), np.array([1e-9], np.float32)
+    one = np.array([1.0], np.float32)
+    other = np.array([1e-9], np.float32)
     assert max_abs_error(one, other) == float(one[0] - other[0]) == 1.0
     assert max_abs_error(one.astype(np.float64), other) == 1.0 - float(other[0]) < 1.0
 
@@ -64,7 +65,8 @@ def test_an_error_everywhere_is_held_to_less_than_one_number() -> None:
     expected = np.ones((1000, 10))
     bound = within(Tolerances("fp16"), Spread(0.01, 0.002))
     assert (bound.largest, bound.rms) == (NOISE * 0.01, pytest.approx(NOISE / 3 * 0.002))
-    one, all_of_them = np.zeros((1000, 10)), np.full((1000, 10), 0.005)
+    one = np.zeros((1000, 10))
+    all_of_them = np.full((1000, 10), 0.005)
     one[5, 5] = 0.05
     assert wrong("key", measure(expected, expected + one, bound)) is None
     assert "an error of at most" in (wrong("key", measure(expected, expected + 2 * one, bound)) or "")

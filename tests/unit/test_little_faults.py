@@ -47,7 +47,8 @@ def results(request: pytest.FixtureRequest, shared: Shared) -> Callable[[str], R
 
         def make(folder: Path) -> None:
             made = Results(folder)
-            checkpoint, assembly = made.checkpoint(NAME), made.assembly(NAME, precision)
+            checkpoint = made.checkpoint(NAME)
+            assembly = made.assembly(NAME, precision)
             resolve(str(DEMO), DEMO, checkpoint)
             export(checkpoint, precision, assembly, group_size=16)
             convert(checkpoint, precision, made.weights(NAME, precision), assembly)
@@ -59,7 +60,8 @@ def results(request: pytest.FixtureRequest, shared: Shared) -> Callable[[str], R
 
 def compared(results: Results, precision: str, backend: str, engines: Path, factor: float) -> tuple[Any, list[str]]:
     """Compare the middle block, whose engine gives queries times `factor`."""
-    assembly, weights = results.assembly(NAME, precision), Weights.open(results.weights(NAME, precision))
+    assembly = results.assembly(NAME, precision)
+    weights = Weights.open(results.weights(NAME, precision))
     opened = EngineSet.open(engines, assembly)
     graph = opened.assembly.classes["middle"]
     pair = Pair(opened, weights, assembly.parent, "middle", graph, LIMITS, 1)

@@ -69,13 +69,17 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, s
 
 
 def test_exponential_arrivals_are_a_poisson_process() -> None:
-    number, rate, seeds = 2001, 8.0, 400
-    distances, correlations = [], []
+    number = 2001
+    rate = 8.0
+    seeds = 400
+    distances = []
+    correlations = []
     for seed in range(seeds):
         gaps = np.diff(arrivals.schedule(number, rate, "exponential", seed))
         expected = 1 - np.exp(-rate * np.sort(gaps))
         ranks = np.arange(number) / (number - 1)
-        above, below = (ranks[1:] - expected).max(), (expected - ranks[:-1]).max()
+        above = (ranks[1:] - expected).max()
+        below = (expected - ranks[:-1]).max()
         distances.append(max(above, below) * math.sqrt(number - 1))
         correlations.append(np.corrcoef(gaps[:-1], gaps[1:])[0, 1] * math.sqrt(number))
     # Kolmogorov and Smirnov: gaps of that distribution are further from it than 0.828 in half of all samples, and than
@@ -287,7 +291,8 @@ def test_what_is_printed_and_written_is_what_the_records_say(
     for column, run in enumerate(report.runs):
         mine = [record for record in records if record["rate"] == run.rate]
         latencies = [1000 * (record["end"] - record["scheduled"]) for record in mine]
-        tokens, seconds = sum(record["output_tokens"] for record in mine), max(record["end"] for record in mine)
+        tokens = sum(record["output_tokens"] for record in mine)
+        seconds = max(record["end"] for record in mine)
         lines = {" ".join(line.split()[:-2]): line.split()[-2:][column] for line in out.splitlines()}
         assert lines["Total requests"] == lines["Completed"] == "12"
         assert lines["Avg. latency (ms)"] == f"{np.mean(latencies):.1f}"
@@ -305,7 +310,8 @@ def test_what_is_printed_and_written_is_what_the_records_say(
 
 def test_lengths_of_a_normal_distribution() -> None:
     made = workload.normal(2000, [100, 10, 20, 4], 1)
-    inputs, outputs = [len(prompt.content) for prompt in made], [prompt.max_tokens for prompt in made]
+    inputs = [len(prompt.content) for prompt in made]
+    outputs = [prompt.max_tokens for prompt in made]
     # Means of 2,000 draws lie within four of their deviations, 10 / sqrt(2000) and 4 / sqrt(2000); seeds are fixed.
     assert abs(np.mean(inputs) - 100) < 0.9 and abs(np.mean(outputs) - 20) < 0.36
     assert abs(np.std(inputs) - 10) < 1 and min(outputs) >= 1

@@ -68,7 +68,8 @@ def test_a_login_of_docker_is_used(server: registry.Registry, docker: Path, way:
         "helper": {"auths": {host: {"auth": basic("reader:wrong")}}, "credHelpers": {host: "test"}},
     }
     docker.write_text(json.dumps(config[way]))
-    repository, data = Repository(Reference.parse(f"{host}/team/demo:{way}")), way.encode()
+    repository = Repository(Reference.parse(f"{host}/team/demo:{way}"))
+    data = way.encode()
     digest = sha256_digest(data)
     repository.put_blob(digest, len(data), BytesIO(data))
     part = {"mediaType": "application/octet-stream", "digest": digest, "size": len(data)}

@@ -20,7 +20,10 @@ from lockstep.export.small_configs import shallow_config
 from lockstep.export.torch_model import cut_config, load_folder
 from lockstep.runtime.decoding import Decoding
 
-_PROMPT, _NEW, _CHUNK, _VOCABULARY = 2048, 200, 512, 4096
+_PROMPT = 2048
+_NEW = 200
+_CHUNK = 512
+_VOCABULARY = 4096
 _THREADS = 1
 # What is cut: layers, the stream, what is inside an MLP or an expert.
 CUTS: dict[str, dict[str, Any]] = {
@@ -58,7 +61,8 @@ def middle_config(family: str) -> dict[str, Any]:
 @pytest.mark.long
 @pytest.mark.parametrize("family", CUTS)
 def test_free_tokens_are_those_of_transformers(family, tmp_path):
-    config, folder = middle_config(family), tmp_path / "model"
+    config = middle_config(family)
+    folder = tmp_path / "model"
     print(family, lifelike.write(config, 0, folder))
     reference = load_folder(folder, cut_config(config, "all"))
     ids = np.random.default_rng(1).integers(0, _VOCABULARY, _PROMPT)
@@ -95,8 +99,11 @@ class _Greedy:
 @torch.inference_mode()
 def _of_transformers(model: Any, ids: np.ndarray) -> tuple[list[int], list[float]]:
     torch.set_num_threads(_THREADS)
-    greedy, cache, given = _Greedy(), None, torch.from_numpy(ids)[None]
+    greedy = _Greedy()
+    cache = None
+    given = torch.from_numpy(ids)[None]
     for _ in range(_NEW):
         output = model(given, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache, given = output.past_key_values, torch.tensor([[greedy(output.logits[0, -1].numpy())]])
+        cache = output.past_key_values
+        given = torch.tensor([[greedy(output.logits[0, -1].numpy())]])
     return greedy.tokens, greedy.margins

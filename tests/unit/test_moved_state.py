@@ -23,7 +23,8 @@ from lockstep.verify.golden.moved import MovedCheck
 from lockstep.verify.golden.reference import make_reference
 from lockstep.verify.golden.terms import GoldenTerms
 
-MODEL, BACKEND = "demo-llama", "onnxruntime"
+MODEL = "demo-llama"
+BACKEND = "onnxruntime"
 SCENARIOS = [
     "copies for n choices",
     "swapped out and back",

@@ -47,7 +47,8 @@ def checkpoint(shared: Shared) -> Path:
 
     def make(folder: Path) -> None:
         make_random(CONFIG, folder)
-        path, random = folder / "model" / FILE, np.random.default_rng(0)
+        path = folder / "model" / FILE
+        random = np.random.default_rng(0)
         tensors = load_file(path)
         for name in STACKS:
             experts, columns, rows = tensors.pop(name).shape
@@ -96,9 +97,10 @@ def test_engines_take_the_codes_from_the_checkpoints_own_file(checkpoint, tmp_pa
         assert {held.location(f"{name}.{part}")[0] for part in ("data", "scales")} == {(checkpoint / FILE).resolve()}
     assert np.abs(found - expected).max() < 1e-4  # fp32 in another order, logits near 1
     results = Results(tmp_path)
-    engines, assembly, weights = (
-        results.engines("m", "w4a16", backend), results.assembly("m", "w4a16"), results.weights("m", "w4a16")
-    )  # fmt: skip
+    # fmt: skip
+    engines = results.engines("m", "w4a16", backend)
+    assembly = results.assembly("m", "w4a16")
+    weights = results.weights("m", "w4a16")
     model = Model.open(engines, assembly, weights, max_batch_size=3, max_seq_len=32)
     tokens = np.array([3, 200, 17, 9, 101, 54])
     beside = model.step([Advance(0, tokens[::-1], 0), Advance(1, tokens, 0), Advance(2, tokens[:1], 0)])
@@ -112,7 +114,8 @@ def test_the_gates_hold_engines_to_the_checkpoint(checkpoint, tmp_path, backend)
     logits_of(checkpoint, "w4a16", backend, tmp_path)
     results = Results(tmp_path)
     of_graphs, tolerance = (TOLERANCES.tolerance("demo-llama", "w4a16", name) for name in (None, backend))
-    reference, terms = results.quantized_reference("m", "w4a16", "all"), GoldenTerms(8, ("The cat",), 40)
+    reference = results.quantized_reference("m", "w4a16", "all")
+    terms = GoldenTerms(8, ("The cat",), 40)
     paths = results.assembly("m", "w4a16"), results.weights("m", "w4a16"), results.checkpoint("m")
     make_reference(paths[2], "all", terms, reference, paths[1])
     assert Drift.load(results.drift("m", "w4a16", "all")).max_weight_error == 0
@@ -134,7 +137,8 @@ def test_the_gates_hold_engines_to_the_checkpoint(checkpoint, tmp_path, backend)
     ],
 )
 def test_parts_that_do_not_fit_are_refused(checkpoint, tmp_path, part, change, words):
-    folder, results = tmp_path / "wrong", Results(tmp_path / "results")
+    folder = tmp_path / "wrong"
+    results = Results(tmp_path / "results")
     shutil.copytree(checkpoint, folder)
     tensors = load_file(folder / FILE)
     array = tensors.pop(f"{STACKS[0]}_{part}")

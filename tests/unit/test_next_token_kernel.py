@@ -65,9 +65,13 @@ def address(array: np.ndarray) -> ctypes.c_void_p:
 def run(kernel, logits: np.ndarray, samplings: np.ndarray, positions: np.ndarray, wide: bool = False) -> np.ndarray:
     """The token of each row, row i of slot i; what else is written is checked here."""
     count, size = logits.shape
-    integer, slots = np.int64 if wide else np.int32, np.arange(count, dtype=np.int32)
-    held, limit = (positions - 1).astype(integer), int(positions.max())
-    found, tokens, nexts = np.full(count, -7, np.int32), np.zeros(count, integer), np.zeros(count, integer)
+    integer = np.int64 if wide else np.int32
+    slots = np.arange(count, dtype=np.int32)
+    held = (positions - 1).astype(integer)
+    limit = int(positions.max())
+    found = np.full(count, -7, np.int32)
+    tokens = np.zeros(count, integer)
+    nexts = np.zeros(count, integer)
     logits = np.ascontiguousarray(logits, np.float32)
     arrays = [address(array) for array in (slots, held)]
     outs = [address(array) for array in (samplings, found, tokens, nexts)]
@@ -99,7 +103,10 @@ def test_bits_of_the_noise_are_numpys(kernel):
 
 def test_rows_that_do_not_sample_or_are_not_finite_stand_beside_those_that_do(kernel):
     logits = np.random.default_rng(0).standard_normal((6, 1500)).astype(np.float32)
-    logits[1, [3, 900]], logits[2, 1], logits[3, 2], logits[4] = 9, np.nan, np.inf, -np.inf
+    logits[1, [3, 900]] = 9
+    logits[2, 1] = np.nan
+    logits[3, 2] = np.inf
+    logits[4] = -np.inf
     samplings = [Sampling(), Sampling(), Sampling(1.0), Sampling(1.0, top_p=0.5), Sampling(1.0), Sampling(1.0, top_k=1)]
     found = run(kernel, logits, record(samplings, [0] * 6), np.arange(1, 7))
     assert found.tolist() == [int(logits[0].argmax()), 3, -1, -1, -1, int(logits[5].argmax())]
@@ -115,9 +122,12 @@ def test_what_ranks_tell_of_their_logits_is_what_one_rank_finds(kernel, ranks, c
     logits[0, [3, columns + 1]] = 9  # of two ranks
     logits[1, [-1, -3]] = 9  # of one
     logits[2] = -3
-    logits[3, -2], logits[4, 1], logits[5] = np.nan, np.inf, -np.inf
+    logits[3, -2] = np.nan
+    logits[4, 1] = np.inf
+    logits[5] = -np.inf
     logits[6, columns:] = -np.inf
-    slots, held = np.array([8, 0, 1, 2, 3, 4, 5, -1, 6], np.int32), np.arange(9, dtype=np.int64)
+    slots = np.array([8, 0, 1, 2, 3, 4, 5, -1, 6], np.int32)
+    held = np.arange(9, dtype=np.int64)
     told = np.full((9, ranks, 2), -7, np.int32)
     for rank in range(ranks):
         part = np.ascontiguousarray(logits[:, rank * columns : (rank + 1) * columns])
@@ -127,7 +137,9 @@ def test_what_ranks_tell_of_their_logits_is_what_one_rank_finds(kernel, ranks, c
         assert own[:, 1].tolist() == [token if slot >= 0 else -7 for token, slot in zip(ids.tolist(), slots)]
         assert np.array_equal(own[:, 0].view(np.float32)[slots >= 0], values[slots >= 0])
         told[:, rank] = own
-    found, tokens, positions = np.full(9, -5, np.int32), np.full(9, -5, np.int64), np.full(9, -5, np.int64)
+    found = np.full(9, -5, np.int32)
+    tokens = np.full(9, -5, np.int64)
+    positions = np.full(9, -5, np.int64)
     outs = [address(array) for array in (found, tokens, positions)]
     kernel.decide(9, address(told), ranks, address(slots), address(held), 7, *outs, 1)
     with np.errstate(invalid="ignore"):

@@ -27,7 +27,9 @@ from lockstep.verify.noise import LogitBounds, LogitNoise
 from lockstep.verify.rounded import Rounded
 from lockstep.weights import convert
 
-OUTLIERS, OUTLIER = (5, 77), 100.0  # channels of the residual stream, as trained models have them
+# channels of the residual stream, as trained models have them
+OUTLIERS = (5, 77)
+OUTLIER = 100.0
 TARGET = Target("demo-llama", "fp16", 2, "onnxruntime")
 FP16 = Tolerances("fp16")
 
@@ -70,7 +72,8 @@ def test_a_precision_with_finer_rounding_is_held_to_less():
 
 def test_a_parameter_has_the_type_that_it_is_rounded_to():
     """Models cast to the type of their weights."""
-    weight, activation = torch.nn.Parameter(torch.ones(2)), torch.ones(2)
+    weight = torch.nn.Parameter(torch.ones(2))
+    activation = torch.ones(2)
     with Rounded(torch.float16):
         assert (weight.dtype, activation.dtype) == (torch.float16, torch.float32)
 
@@ -85,10 +88,13 @@ def test_a_rounded_model_is_as_far_off_as_transformers_own_in_16_bits(tmp_path, 
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     load = lambda dtype: AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, attn_implementation="eager").eval()
-    exact, half, ids = load(torch.float32), load(dtype), torch.randint(0, 300, (1, 60))
+    exact = load(torch.float32)
+    half = load(dtype)
+    ids = torch.randint(0, 300, (1, 60))
     before = {name: value.clone() for name, value in exact.state_dict().items()}
     with torch.no_grad():
-        right, own = exact(ids).logits[0], half(ids).logits[0]
+        right = exact(ids).logits[0]
+        own = half(ids).logits[0]
         with Rounded(dtype):
             found = exact(ids).logits[0]
     rms = lambda logits: float((logits.float() - right).square().mean().sqrt())
@@ -143,7 +149,8 @@ def with_small_values(weights):
 
 def made(demo, folder, change):
     """Results of the demo's graphs and engines on other weights, with the reference of these."""
-    results, source = Results(folder / "results"), checkpoint(folder / "source", change)
+    results = Results(folder / "results")
+    source = checkpoint(folder / "source", change)
     for path in (demo.assembly("demo-llama", "fp16").parent, demo.engines("demo-llama", "fp16", "onnxruntime").parent):
         shutil.copytree(path, results.root / path.relative_to(demo.root))
     resolve(str(source), source, results.checkpoint("demo-llama"))
@@ -191,7 +198,8 @@ def test_an_engine_that_is_a_little_wrong_everywhere_is_refused_by_its_rms(train
     """Errors within what one logit may be off, but in all of them."""
     from lockstep.runtime import Model
 
-    right, random = Model.step, np.random.default_rng(0)
+    right = Model.step
+    random = np.random.default_rng(0)
     noise = read_json(check(trained, tmp_path / "right.json"))["prompts"][3]["logit_noise"]
 
     def wrong(self, advances, *more):

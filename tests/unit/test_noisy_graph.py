@@ -28,7 +28,8 @@ ANGLES = (
     turns = Unsqueeze (turn, axis) out = Mul (query, turns) }"""
 )
 RANDOM = np.random.default_rng(0)
-HIDDEN, WEIGHT = RANDOM.standard_normal((300, 64), np.float32), RANDOM.standard_normal((64, 64), np.float32)
+HIDDEN = RANDOM.standard_normal((300, 64), np.float32)
+WEIGHT = RANDOM.standard_normal((64, 64), np.float32)
 
 
 def noise(model: onnx.ModelProto, feeds: dict[str, np.ndarray], slots: tuple[str, ...] = ()) -> Spread:

@@ -64,7 +64,9 @@ from some import some
 
 openvino = pytest.importorskip("openvino", reason="OpenVINO is not installed")
 
-NAME, BACKEND, QUANTIZED = "demo-llama", "openvino", ("w8a16", "w4a16")
+NAME = "demo-llama"
+BACKEND = "openvino"
+QUANTIZED = ("w8a16", "w4a16")
 HAS_BF16 = cpu.why_not("bf16") is None
 bf16 = pytest.mark.skipif(not HAS_BF16, reason="needs bf16 in the CPU")
 LONG = pytest.mark.long(reason="each precision, layer count and family runs by default, not each of them with each")
@@ -83,9 +85,11 @@ def opened(shared: Shared, demo: Results, demo_bf16: Results) -> Any:
 
     def of(precision: str) -> tuple[Results, str, Path]:
         if precision not in ("fp32", "bf16"):
-            results, name = quantized_demo(shared, precision), "model"
+            results = quantized_demo(shared, precision)
+            name = "model"
         else:
-            results, name = {"fp32": demo, "bf16": demo_bf16}[precision], NAME
+            results = {"fp32": demo, "bf16": demo_bf16}[precision]
+            name = NAME
         return results, name, engines_of(shared, results, name, precision, "demo")
 
     return of
@@ -161,9 +165,11 @@ def test_random_families_in_small_weights(shared, tmp_path, family, precision):
 @pytest.mark.parametrize("family", each_random_family)
 @pytest.mark.long
 def test_random_families_in_bf16(shared, tmp_path, family):
-    results, config = Results(tmp_path), dict(FAMILIES[family].config)
+    results = Results(tmp_path)
+    config = dict(FAMILIES[family].config)
     source = random_source(shared, family)
-    checkpoint, path = results.checkpoint(NAME), results.assembly(NAME, "bf16")
+    checkpoint = results.checkpoint(NAME)
+    path = results.assembly(NAME, "bf16")
     resolve(str(source), source, checkpoint)
     convert(checkpoint, "bf16", results.weights(NAME, "bf16"))
     files, assembly = shared.assembled(config, "bf16")
@@ -197,7 +203,8 @@ def test_a_request_gives_the_same_bits_in_any_company(opened, precision):
     requests = [Request(ids(length, seed), 6, argmax) for seed, length in enumerate((9, 100, 64, 129, 1, 30))]
     alone = [with_logits(Engine(model, prefix_caching=False), request)[0] for request in requests]
     random = np.random.default_rng(0)
-    order, arrivals = random.permutation(len(requests)), np.sort(random.integers(0, 12, len(requests)))
+    order = random.permutation(len(requests))
+    arrivals = np.sort(random.integers(0, 12, len(requests)))
     engine = Engine(model, prefix_caching=False, max_num_tokens=200)
     found = with_logits(engine, *(requests[i] for i in order), arrivals=arrivals)
     for number, i in enumerate(order):
@@ -258,7 +265,10 @@ def test_products_read_weights_in_their_own_type(opened, precision):
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("group", [16, 32, 64, 128])
 def test_activations_of_a_product_have_16_bits(tmp_path, bits, group):
-    random, columns, out, rows = np.random.default_rng(bits), 384, 40, 5
+    random = np.random.default_rng(bits)
+    columns = 384
+    out = 40
+    rows = 5
     numbers = random.standard_normal((out * columns // group, group), np.float32)
     scales = scales_of(numbers, bits)
     data = pack(integers_of(numbers, scales, bits), bits).reshape(out, columns // group, -1)
@@ -488,7 +498,8 @@ def test_arrays_and_weights_that_do_not_fit_are_refused(opened):
     sizes = lambda values: {
         key: np.zeros([3 if dim == "any" else dim for dim in value.shape], value.dtype) for key, value in values.items()
     }
-    inputs, outputs = sizes(run.inputs), sizes(run.outputs)
+    inputs = sizes(run.inputs)
+    outputs = sizes(run.outputs)
     with pytest.raises(CheckError, match=r"expected arrays for \['hidden'\], found \[\]"):
         run.prepare({}, outputs)
     with pytest.raises(CheckError, match="'hidden': expected float32, found float64"):
@@ -517,7 +528,8 @@ def test_openvino_sends_nothing_where_its_telemetry_is_installed(tmp_path):
 
 def test_a_lock_written_without_bf16_keeps_what_stood_in_it():
     """Engines, golden tokens and terms of what is not run here, as long as they are of the same graphs."""
-    engines, terms = f"engines/bf16/{BACKEND}/x86_64", f"checks/golden/bf16/2/{BACKEND}"
+    engines = f"engines/bf16/{BACKEND}/x86_64"
+    terms = f"checks/golden/bf16/2/{BACKEND}"
     kept = {engines: {}, f"golden/bf16/{BACKEND}/2": {}, terms: {"expected": {}}, "golden/bf16/cuda/2": {}}
     others = {"checkpoint": {"source": "m"}, f"checks/golden/fp32/2/{BACKEND}": {"expected": {}}}
     before = Lock("m", {"golden/openvino": Maker("old", {})}, {**others, **kept, "graphs/bf16": {"entry": "g"}})

@@ -95,7 +95,8 @@ def test_every_public_function_is_here() -> None:
 @pytest.mark.parametrize("name", some(CALLS, "resolve_checkpoint", "export_graphs", "build_engines"))
 def test_other_files_of_the_folder_stay(references: Results, tmp_path: Path, name: str) -> None:
     """Also where what it made is made again."""
-    demo, folder = Demo(references), tmp_path / "shared"
+    demo = Demo(references)
+    folder = tmp_path / "shared"
     folder.mkdir()
     for other in OTHERS:
         (folder / other).write_text("someone else's")

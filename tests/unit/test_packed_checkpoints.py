@@ -71,7 +71,9 @@ def source(shared: Shared, layout: Layout) -> tuple[Path, dict[str, np.ndarray]]
 def converted(shared: Shared, layout: Layout, root: Path, folder: Path | None = None) -> Results:
     """The demo in a layout through `resolve`, graphs and `convert`; the graphs are made without another model that
     shows that the split is right: other tests do."""
-    results, precision, folder = Results(root), precision_of(layout), folder or source(shared, layout)[0]
+    results = Results(root)
+    precision = precision_of(layout)
+    folder = folder or source(shared, layout)[0]
     resolve(str(folder), folder, results.checkpoint("model"))
     already = CheckpointManifest.load(results.checkpoint("model")).quantization
     files, assembly = quantize(*shared.assembled(CONFIG, "fp32"), precision, already.group_size, already)
@@ -89,7 +91,8 @@ def converted(shared: Shared, layout: Layout, root: Path, folder: Path | None = 
 @pytest.mark.parametrize("layout", some(LAYOUTS, ORDERED, AWQ, INT8), ids=label)
 def test_the_integers_of_a_checkpoint_stay_what_they_are(shared, tmp_path, layout):
     folder, numbers = source(shared, layout)
-    results, precision = converted(shared, layout, tmp_path / "results"), precision_of(layout)
+    results = converted(shared, layout, tmp_path / "results")
+    precision = precision_of(layout)
     weights = Weights.open(results.weights("model", precision))
     found = dict(weights.dequantized())
     assert set(found) == set(numbers)
@@ -111,9 +114,11 @@ def test_the_integers_of_a_checkpoint_stay_what_they_are(shared, tmp_path, layou
 @pytest.mark.parametrize("layout", [GPTQ, AWQ], ids=label)
 def test_layers_and_matrices_may_be_dense(shared, tmp_path, layout):
     """As `dynamic` of GPTQModel and `modules_to_not_convert` leave them; blocks go by what their weights are."""
-    folder, dense = tmp_path / "checkpoint", r"layers\.0\.|layers\.1\.mlp\.gate|layers\.2\.self_attn\.v_proj"
+    folder = tmp_path / "checkpoint"
+    dense = r"layers\.0\.|layers\.1\.mlp\.gate|layers\.2\.self_attn\.v_proj"
     numbers = write_packed(DEMO, folder, layout, dense)
-    results, precision = converted(shared, layout, tmp_path / "results", folder), precision_of(layout)
+    results = converted(shared, layout, tmp_path / "results", folder)
+    precision = precision_of(layout)
     found = dict(Weights.open(results.weights("model", precision)).dequantized())
     assert all(np.array_equal(found[name].astype(np.float32), expected) for name, expected in numbers.items())
     assembly = Assembly.load(results.assembly("model", precision))
@@ -184,7 +189,8 @@ def test_in_floating_point_it_is_what_the_integers_stand_for(shared, tmp_path, l
 
 @pytest.mark.parametrize("layout", some([ORDERED, AWQ, ZEROS, INT8]), ids=label)
 def test_engines_say_what_the_checkpoint_says(shared, tmp_path, layout):
-    results, precision = converted(shared, layout, tmp_path / "results"), precision_of(layout)
+    results = converted(shared, layout, tmp_path / "results")
+    precision = precision_of(layout)
     build(results.assembly("model", precision), "onnxruntime", results.engines("model", precision, "onnxruntime"))
     make_reference(results.checkpoint("model"), 2, ASKED, results.reference("model", 2))
     refer(results, precision, 2, ASKED)
@@ -208,10 +214,12 @@ def test_ranks_take_their_part_of_the_zero_points(tmp_path):
     split = quantize(files, whole, "w4a16", 16, already)[1]
     split.save(tmp_path / "assembly.json")
     convert(tmp_path / "checkpoint.json", "w4a16", tmp_path / "weights.json", tmp_path / "assembly.json")
-    weights, axes = Weights.open(tmp_path / "weights.json"), set()
+    weights = Weights.open(tmp_path / "weights.json")
+    axes = set()
     exact = dict(weights.dequantized())
     for part, old in ((split.layers[1].block, whole.layers[1].block), (split.layers[1].exit, whole.layers[1].exit)):
-        sharded, full = split.tensor_parallel.classes[part.graph], whole.tensor_parallel.classes[old.graph]
+        sharded = split.tensor_parallel.classes[part.graph]
+        full = whole.tensor_parallel.classes[old.graph]
         sizes = {slot.name: slot.sizes for slot in split.classes[part.graph].signature.slots}
         for slot in [slot for slot in old.slots if data_name(slot) in part.slots]:
             for rank in range(2):

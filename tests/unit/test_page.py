@@ -30,7 +30,8 @@ NASTY = "<img src=x onerror=alert(1)> & <b>bold</b>"
 def server() -> Iterator[ScriptedServer]:
     with ScriptedServer() as server:
         content, headers = page()
-        server.pages["/"], server.status = (content, headers), dict(STATUS)
+        server.pages["/"] = (content, headers)
+        server.status = dict(STATUS)
         yield server
 
 
@@ -191,7 +192,8 @@ def test_an_error_is_one_line_and_the_words_are_kept(
     shown.wait("at('stop').hidden")
     assert shown.run("at('prompt').value") == "Hello" and shown.run("document.querySelectorAll('#log p').length") == 0
     if fault != "gone":
-        server.refusal, server.script = lambda number: None, lambda body, number: iter(("fine",))
+        server.refusal = lambda number: None
+        server.script = lambda body, number: iter(("fine",))
         shown.press("Enter")
         shown.wait(ANSWER + " === 'fine' && at('error').hidden")
 

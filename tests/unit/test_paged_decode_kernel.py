@@ -86,7 +86,8 @@ def test_rows_attend_to_what_their_pages_hold(tmp_path, kv_heads, group, sizes, 
     groups = count * kv_heads * -(-group // head_group)
     scratch = [np.zeros(groups * 16 * head_group * size, np.float32) for size in (spec.value_dim, 2)]
     arrays = made.query, made.key, made.value, out, *caches, made.own, made.other, made.partner, rows, positions
-    scale, counters = ctypes.c_float(made.SCALE * np.log2(np.e)), np.zeros(groups, np.int32)
+    scale = ctypes.c_float(made.SCALE * np.log2(np.e))
+    counters = np.zeros(groups, np.int32)
     kernel = ctypes.CDLL(str(tmp_path / "kernel.so")).run
     kernel(
         shares,
@@ -102,6 +103,7 @@ def test_rows_attend_to_what_their_pages_hold(tmp_path, kv_heads, group, sizes, 
     expected, allowed = made.expected(lengths, with_rope.astype(np.float16), numbers)
     assert (np.abs(out.astype(np.float64) - expected) <= allowed).all()
     for row in np.flatnonzero(rows >= 0):  # the new token is in its page too
-        page, at = made.table[row, positions[row] // PAGE], positions[row] % PAGE
+        page = made.table[row, positions[row] // PAGE]
+        at = positions[row] % PAGE
         new = decode(*encode(made.value[row])) if spec.fp8 else made.value[row]
         np.testing.assert_array_equal(numbers[1][page, :, at], new)

@@ -26,7 +26,8 @@ pytestmark = pytest.mark.exports
 
 # One model that has all of it: windows and none, capped scores, rotary, groups, tied and scaled embeddings.
 CONFIG = FAMILIES["gemma2"].config
-PREFILL, DECODE = "attention.prefill.onnx", "attention.decode.onnx"
+PREFILL = "attention.prefill.onnx"
+DECODE = "attention.decode.onnx"
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +120,8 @@ def forget_rows_from(row):
             for i, node in enumerate(graph.node)
             if node.op_type == "Less" and any("range" in name for name in node.input)
         )
-        rows, given = next(name for name in node.input if "range" in name), node.output[0]
+        rows = next(name for name in node.input if "range" in name)
+        given = node.output[0]
         node.output[0] = "filled"
         graph.initializer.append(numpy_helper.from_array(np.array(row), "row"))
         graph.node.insert(index + 1, onnx.helper.make_node("And", ["filled", "kept"], [given]))
@@ -300,7 +302,8 @@ SHAPES = {
 def test_large_shapes_become_small_and_keep_their_settings(config):
     small = meta_model(next(small_configs(config, 3)), "fp32")
     assert sum(parameter.numel() for parameter in small.parameters()) < 8_000_000
-    real, text = meta_model(config, "fp32").config, small.config
+    real = meta_model(config, "fp32").config
+    text = small.config
     assert text.num_hidden_layers == 3
     for key in (
         "hidden_act",

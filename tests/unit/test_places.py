@@ -59,7 +59,8 @@ def test_a_file_where_a_folder_is_to_be_made(tmp_path, below):
 
 
 def test_stages_say_so_too(tmp_path):
-    folder, results = write(tmp_path / "checkpoint"), tmp_path / "results"
+    folder = write(tmp_path / "checkpoint")
+    results = tmp_path / "results"
     (results / "checkpoint.json").mkdir(parents=True)
     assert (f"{results}/checkpoint.json: expected to write a file here, found a folder") in error_of(
         resolve, str(folder), folder, results / "checkpoint.json"

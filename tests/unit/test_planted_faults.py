@@ -130,10 +130,8 @@ def test_a_harmful_fault_that_another_gate_caught_than_its_own_is_named():
 
 
 def test_what_is_not_finite_is_the_largest_difference():
-    right, found = (
-        {"a": np.zeros((2, 3)), "b": np.zeros((1, 3))},
-        {"a": np.full((2, 3), -0.5), "b": np.full((1, 3), 0.25)},
-    )
+    right = {"a": np.zeros((2, 3)), "b": np.zeros((1, 3))}
+    found = {"a": np.full((2, 3), -0.5), "b": np.full((1, 3), 0.25)}
     assert largest_difference(right, found) == (0.5, "a")
     assert largest_difference(right, {**found, "b": np.array([[0, np.nan, 0]])}) == (None, "b")
 

@@ -88,9 +88,11 @@ def test_company_changes_no_bit_of_them(model: Model) -> None:
 
 
 def test_a_prefix_in_the_cache_spares_nothing_and_none_is_left_there(model: Model) -> None:
-    engine, prompt = Engine(model), ids(150)
+    engine = Engine(model)
+    prompt = ids(150)
     for request in (Request(prompt, 1), Request(prompt, 1, prompt_logprobs=1), Request(prompt, 0, prompt_logprobs=1)):
-        cached, computed = model.tables.pool.num_cached, engine.speed.prefill_tokens
+        cached = model.tables.pool.num_cached
+        computed = engine.speed.prefill_tokens
         found, tokens = prompt_logprobs(engine, request)
         assert engine.speed.prefill_tokens - computed == len(prompt)
         assert (model.tables.pool.num_cached == cached) == (request.prompt_logprobs is not None)
@@ -180,14 +182,16 @@ def test_echo_without_logprobs_and_of_several_answers(server: RealServer) -> Non
 
 def test_what_lm_eval_asks_for_is_what_it_can_read(server: RealServer, tokenizer: Tokenizer) -> None:
     """As its local-completions sums up a continuation: without the token that had to be made."""
-    contexts, continuations = ("The little dog", "One day the"), (" was happy.", " sun")
+    contexts = ("The little dog", "One day the")
+    continuations = (" was happy.", " sun")
     pairs = [(tokenizer.encode(a).tolist(), tokenizer.encode(b).tolist()) for a, b in zip(contexts, continuations)]
     body = {"echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0, "seed": 1234}
     answer = server.post("/v1/completions", model="demo-llama", prompt=[a + b for a, b in pairs], **body)
     choices = sorted(answer["choices"], key=lambda choice: choice["index"])
     for choice, (context, continuation) in zip(choices, pairs, strict=True):
         part = slice(len(context), -1)
-        values, tops = choice["logprobs"]["token_logprobs"][part], choice["logprobs"]["top_logprobs"][part]
+        values = choice["logprobs"]["token_logprobs"][part]
+        tops = choice["logprobs"]["top_logprobs"][part]
         rows = reference(context + continuation)[len(context) - 1 :]
         expected = rows[np.arange(len(continuation)), continuation]
         assert abs(sum(values) - expected.sum()) < TOLERANCE * len(continuation)

@@ -171,14 +171,16 @@ def test_a_checkpoint_whose_fetching_failed_is_not_resolved(results: Results) ->
 
 def test_it_names_what_came_out_and_all_that_went_in(results: Results) -> None:
     path = build(results)
-    statement, engines = json.loads(path.read_text()), path.parent
+    statement = json.loads(path.read_text())
+    engines = path.parent
     subjects = {subject["name"]: subject["digest"]["sha256"] for subject in statement["subject"]}
     assert subjects == {
         file.name: sha256_file(file)
         for file in engines.iterdir()
         if file.suffix == ".onnx" or file.name == "engines.json"
     }
-    definition, details = statement["predicate"]["buildDefinition"], statement["predicate"]["runDetails"]
+    definition = statement["predicate"]["buildDefinition"]
+    details = statement["predicate"]["runDetails"]
     dependencies = {item["name"]: item for item in definition["resolvedDependencies"]}
     assert dependencies["graphs/middle.onnx"]["digest"]["sha256"] == sha256_file(
         results.assembly("demo-llama", "fp16").with_name("middle.onnx")

@@ -49,7 +49,8 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path
     folder = tmp_path_factory.mktemp("keys")
 
     def pair(name: str) -> tuple[Path, Path]:
-        private, public = folder / f"{name}.key", folder / f"{name}.pub"
+        private = folder / f"{name}.key"
+        public = folder / f"{name}.pub"
         if not private.exists():
             make = ["openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", str(private)]
             subprocess.run(make, check=True)
@@ -103,7 +104,8 @@ def refused(call: Callable[[], object], kind: type[LockstepError] = CheckError) 
 
 
 def test_a_signature_is_of_the_key_and_of_each_byte(signed: Path, keys: Callable, tmp_path: Path) -> None:
-    public, other = keys("signer")[1], keys("other")[1]
+    public = keys("signer")[1]
+    other = keys("other")[1]
     assert str(public) in signature.verify(signed, [other, public])
     tool = [sys.executable, "-m", "model_signing", "verify", "key", str(signed), "--public_key", str(public)]
     done = subprocess.run([*tool, "--signature", f"{signed}.sig"], capture_output=True, text=True)
@@ -207,10 +209,13 @@ def test_a_flipped_byte_is_refused_on_its_way(signed: Path, server: registry.Reg
 def test_a_layer_that_holds_a_link_is_refused(signed: Path, server: registry.Registry, tmp_path: Path) -> None:
     place = Reference.parse(f"{server.host}/team/linked:1")
     manifest = json.loads(server.blob(artifact.push(signed, place).digest).read_bytes())
-    layer, path = manifest["layers"][0], tmp_path / "layer.tar"
+    layer = manifest["layers"][0]
+    path = tmp_path / "layer.tar"
     with tarfile.open(server.blob(layer["digest"])) as old, tarfile.open(path, "w") as new:
         for info in old:
-            info.type, info.linkname, info.size = tarfile.SYMTYPE, "elsewhere", 0
+            info.type = tarfile.SYMTYPE
+            info.linkname = "elsewhere"
+            info.size = 0
             new.addfile(info)
     layer |= {"digest": f"sha256:{sha256_file(path)}", "size": path.stat().st_size}
     repository = Repository(place)

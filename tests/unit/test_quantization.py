@@ -78,8 +78,10 @@ def made(
     graphs: Callable[[Path], Any] | None = None,
 ) -> Results:
     """A model through all stages but the golden check. graphs: writes its assembly, instead of `export`."""
-    results, name = Results(root), "model"
-    checkpoint, assembly = results.checkpoint(name), results.assembly(name, precision)
+    results = Results(root)
+    name = "model"
+    checkpoint = results.checkpoint(name)
+    assembly = results.assembly(name, precision)
     resolve(str(source), source, checkpoint)
     graphs(assembly) if graphs else export(checkpoint, precision, assembly, group_size=GROUP)
     convert(checkpoint, precision, results.weights(name, precision), assembly)
@@ -257,7 +259,8 @@ def test_numbers_come_back_within_half_a_step(numbers, bits):
     assert data.dtype == np.uint8 and data.shape == (5, 16 * bits // 8)
     assert np.array_equal(unpack(data, 16), integers)
     back = dequantize(data[None], scales[None], 16).reshape(numbers.shape)
-    step, last = np.abs(scales)[:, None], integers == (1 << bits) - 1
+    step = np.abs(scales)[:, None]
+    last = integers == (1 << bits) - 1
     assert (np.abs(back - numbers) <= step * np.where(last, 1, 0.5) * (1 + 1e-5)).all()
     largest = np.abs(numbers).argmax(axis=1)
     rows = np.arange(5)
@@ -277,7 +280,9 @@ def test_groups_without_a_usable_step(bits, number):
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 9])
 def test_the_engine_multiplies_activations_of_16_bits(bits, rows):
     """Against the graph's own meaning, float32 activations; and a row has the same bits whatever stands beside it."""
-    random, columns, out = np.random.default_rng(bits), 96, 40
+    random = np.random.default_rng(bits)
+    columns = 96
+    out = 40
     numbers = random.standard_normal((out * columns // GROUP, GROUP), np.float32)
     scales = scales_of(numbers, bits)
     data = pack(integers_of(numbers, scales, bits), bits).reshape(out, columns // GROUP, -1)
@@ -298,7 +303,9 @@ def test_the_engine_multiplies_activations_of_16_bits(bits, rows):
 @pytest.mark.parametrize("group", [16, 32, 128])
 def test_the_engine_rounds_activations_as_the_reference_does(bits, group):
     """Also as the graph itself does; and rows keep their bits where the backend says so."""
-    random, columns, out = np.random.default_rng(bits), 3 * group, 40
+    random = np.random.default_rng(bits)
+    columns = 3 * group
+    out = 40
     numbers = random.standard_normal((out * columns // group, group), np.float32)
     scales = scales_of(numbers, bits)
     data = pack(integers_of(numbers, scales, bits), bits).reshape(out, columns // group, -1)
@@ -320,14 +327,18 @@ def test_the_engine_rounds_activations_as_the_reference_does(bits, group):
     # Sums of float32. Activations that are not rounded are off by 1e-2.
     for found in (run(engine, hidden), run(graph, hidden)):
         assert (np.abs(found - expected) / scale).max() < 1e-5
-    together, counts = run(engine, hidden), (1, 2, 3, 5, 8, 33)
+    together = run(engine, hidden)
+    counts = (1, 2, 3, 5, 8, 33)
     kept = all(np.array_equal(run(engine, hidden[-count:]), together[-count:]) for count in counts)
     assert kept or not rows_keep_their_bits(bits, group, open_session)
 
 
 def test_the_graph_rounds_rows_to_e4m3_as_the_reference_does(tmp_path):
     """To the bit, and so does NumPy; in the engine, whose rows have the same bits in any company."""
-    random, rows, columns, out = np.random.default_rng(0), 33, 80, 40
+    random = np.random.default_rng(0)
+    rows = 33
+    columns = 80
+    out = 40
     weight = (random.standard_normal((out, columns)) * 10.0 ** random.integers(-4, 4, (out, 1))).astype(np.float32)
     scales = e4m3.row_scales(weight)
     codes = e4m3.codes_of(weight, scales).view(named_dtype("float8_e4m3fn"))
@@ -340,7 +351,8 @@ def test_the_graph_rounds_rows_to_e4m3_as_the_reference_does(tmp_path):
     found = compute(graph, {"x": hidden, "w": codes, "s": scales})
     assert np.array_equal(found["x/fp8/rounded"], numbers)
     (tmp_path / "graph.onnx").write_bytes(graph.SerializeToString())
-    engine, slots = tmp_path / "engine.onnx", [io_of(value) for value in graph.graph.input][1:]
+    engine = tmp_path / "engine.onnx"
+    slots = [io_of(value) for value in graph.graph.input][1:]
     OnnxRuntimeBackend().build(tmp_path / "graph.onnx", engine, OnnxRuntimeBackend().default_options())
     run = (
         OnnxRuntimeBackend().load(engine, slots, None, False).bind(Arrays(w=codes, s=scales), {"w": ["w"], "s": ["s"]})
@@ -524,7 +536,8 @@ def test_settings_that_cannot_be_are_refused(settings, message):
 
 def test_weights_are_converted_by_the_assembly_of_their_precision_only(shared, tmp_path):
     results = demo(shared, "w8a16")
-    checkpoint, out = results.checkpoint("model"), tmp_path / "weights.json"
+    checkpoint = results.checkpoint("model")
+    out = tmp_path / "weights.json"
     line = error_of(convert, checkpoint, "w4a16", out, results.assembly("model", "w8a16"))
     assert "expected an assembly of w4a16, found w8a16" in line
     assert "expected an assembly, which says what is quantised" in error_of(convert, checkpoint, "w4a16", out)
@@ -552,14 +565,17 @@ def test_the_config_tells_which_group_sizes_fit_the_rows(shared: Shared, family:
 
 def test_a_square_weight_that_lies_transposed_is_quantized_in_rows_of_its_product(shared: Shared, tmp_path) -> None:
     """GPT-2's `attn.c_proj`: its shape does not tell the orientation."""
-    config, results, name = FAMILIES["gpt2"].config, Results(tmp_path / "results"), "transformer.h.0.attn.c_proj.weight"
+    config = FAMILIES["gpt2"].config
+    results = Results(tmp_path / "results")
+    name = "transformer.h.0.attn.c_proj.weight"
     (tmp_path / "config.json").write_text(json.dumps(config))
     folder = make_random_checkpoint(tmp_path / "config.json", 0, tmp_path / "checkpoint")
     checkpoint = resolve(str(folder), folder, results.checkpoint("model"))
     _, assembly = quantize(*shared.assembled(config, "fp32"), "w4a16", GROUP)
     assembly.save(tmp_path / "assembly.json")
     convert(checkpoint, "w4a16", results.weights("model", "w4a16"), tmp_path / "assembly.json")
-    weights, exact = Weights.open(results.weights("model", "w4a16")), load_file(folder / "model.safetensors")[name]
+    weights = Weights.open(results.weights("model", "w4a16"))
+    exact = load_file(folder / "model.safetensors")[name]
     assert exact.shape == (48, 48) and name in weights.quantization.transposed
     steps = np.repeat(np.abs(weights[scales_name(name)]), GROUP, axis=1)
     dequantized = dict(weights.dequantized())[name]

@@ -81,7 +81,8 @@ def test_two_gpus_read_their_part_of_small_weights(results: tuple[Results, str],
     found, precision = results
     if Assembly.load(found.assembly("model", precision)).model_type == "gpt2":
         pytest.skip("cuda has no kernel for its norms")
-    pair, random = (found.assembly("model", precision), found.weights("model", precision)), np.random.default_rng(0)
+    pair = (found.assembly("model", precision), found.weights("model", precision))
+    random = np.random.default_rng(0)
     limits = {name: getattr(LIMIT, name) for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
     one = Model.open(found.engines("model", precision, "onnxruntime"), *pair, **limits)
     if precision == "w8a16":  # GPT-NeoX, whose query, key and value are one weight: ranks transpose their parts of it
@@ -135,7 +136,8 @@ def test_ranks_read_the_file_that_one_rank_reads(results: tuple[Results, str]) -
     seen = 0
     for layer, plain in zip(assembly.layers, full.layers, strict=True):
         for part, old in ((layer.block, plain.block), (layer.exit, plain.exit)):
-            sharded, whole = assembly.tensor_parallel.classes[part.graph], full.tensor_parallel.classes[old.graph]
+            sharded = assembly.tensor_parallel.classes[part.graph]
+            whole = full.tensor_parallel.classes[old.graph]
             sizes = {slot.name: slot.sizes for slot in assembly.classes[part.graph].signature.slots}
             for slot in {name.removesuffix(".data") for name in part.slots if name.endswith(".data")}:
                 take = lambda name, rank: sharded.take_weight(
@@ -153,7 +155,8 @@ def test_ranks_read_the_file_that_one_rank_reads(results: tuple[Results, str]) -
 @pytest.mark.parametrize("family", ["gpt_neox", "llama", "phi3", "cohere"])
 def test_integers_and_scales_are_split_where_the_weight_is(family: str) -> None:
     """By rows, sections of a fused weight among them, or by whole groups."""
-    assembly, full = split(family, "w4a16")[1], whole_precision(family)[1]
+    assembly = split(family, "w4a16")[1]
+    full = whole_precision(family)[1]
     assert assembly.tensor_parallel is not None and full.tensor_parallel is not None
     axes = set()
     for name, old in full.tensor_parallel.classes.items():

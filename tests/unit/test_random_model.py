@@ -79,7 +79,8 @@ def test_a_checkpoint_that_is_there_is_not_replaced(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_fetched_anew_holds_nothing_of_an_earlier_checkpoint(tmp_path: Path) -> None:
-    config, out = shape(tmp_path), tmp_path / "m" / "source.json"
+    config = shape(tmp_path)
+    out = tmp_path / "m" / "source.json"
     fresh = digests(random_model.make(config, 0, tmp_path / "fresh"))
     in_shards(random_model.make(config, 1, tmp_path / "m" / "checkpoint"), 100_000)
     make_checkpoint("random:shape.json", config, out)
@@ -112,7 +113,8 @@ def test_bytes_are_tokens_and_come_back(tmp_path: Path) -> None:
 
 
 def test_fetch_records_what_it_made(tmp_path: Path) -> None:
-    config, out = shape(tmp_path), tmp_path / "m" / "source.json"
+    config = shape(tmp_path)
+    out = tmp_path / "m" / "source.json"
     (tmp_path / "m" / "checkpoint").mkdir(parents=True)
     (tmp_path / "m" / "checkpoint" / "model.safetensors.index.json").touch()
     make_checkpoint("random:shape.json?seed=5", config, out)

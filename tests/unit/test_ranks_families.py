@@ -32,7 +32,8 @@ ALWAYS = ("mixtral",)  # the graphs of others are in test_tensor_parallel.py
 ASKED = GoldenTerms(4, ("San Francisco is a", "Light"), 40)
 # As long as any of the families may be: a longrope ends at 64 tokens.
 LIMITS = Limits(max_batch_size=3, max_input_len=56, max_seq_len=64, max_num_tokens=128)
-MODEL, PRECISION = "model", "fp32"
+MODEL = "model"
+PRECISION = "fp32"
 TOLERANCE = DEMO_CONFIG.tolerance("demo-llama", PRECISION)
 TARGET = Target(MODEL, PRECISION, "all", "onnxruntime")
 
@@ -78,7 +79,8 @@ def test_ranks_of_a_family_pass_all_checks(family: str, shared: Shared, tmp_path
     from lockstep.serve import check as served  # loads what a server needs
 
     made = make(family, tmp_path)
-    weights, reference = made.results.weights(MODEL, PRECISION), made.results.reference(MODEL, "all")
+    weights = made.results.weights(MODEL, PRECISION)
+    reference = made.results.reference(MODEL, "all")
     for degree in (2, 4):
         folder = tmp_path / f"ranks-{degree}"
         assembly = made.assembly(shared, degree, folder)
@@ -87,7 +89,8 @@ def test_ranks_of_a_family_pass_all_checks(family: str, shared: Shared, tmp_path
             folder / "validate.json",
         )  # fmt: skip
         assert read_json(report)["result"] == "pass"
-        engines, out = build(assembly, "onnxruntime", folder / "engines" / "engines.json"), folder / "golden.json"
+        engines = build(assembly, "onnxruntime", folder / "engines" / "engines.json")
+        out = folder / "golden.json"
         check_engines(assembly, weights, engines, reference, TARGET, TOLERANCE, LIMITS, out, folder / "speed.json")
         found = read_json(out)
         assert found["result"] == "pass" and found["max_logit_error"] < 1e-4  # rounding: 2e-6 to 2e-5 is seen

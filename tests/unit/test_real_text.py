@@ -62,7 +62,8 @@ def check_random(tokenizer, size, count):
     numbers = random.Random(0)
     for _ in range(count):
         prompt, answer = ([numbers.randrange(size) for _ in range(numbers.randint(1, 5))] for _ in range(2))
-        both, before = tokenizer.decode(prompt + answer), tokenizer.decode(prompt)
+        both = tokenizer.decode(prompt + answer)
+        before = tokenizer.decode(prompt)
         if both.startswith(before):
             assert answer_text(tokenizer, prompt, answer) == both[len(before) :], (prompt, answer)
         assert tokenizer.text(prompt) + answer_text(tokenizer, prompt, answer, echo=True) == both, (prompt, answer)
@@ -94,7 +95,8 @@ def test_a_prompt_that_is_cut_inside_a_character_leaves_its_end_to_the_answer(to
     ids = tokenizer.encode(text).tolist()
     cuts = 0
     for cut in range(1, len(ids)):
-        before, answer = tokenizer.text(ids[:cut]), answer_text(tokenizer, ids[:cut], ids[cut:])
+        before = tokenizer.text(ids[:cut])
+        answer = answer_text(tokenizer, ids[:cut], ids[cut:])
         assert before + answer == tokenizer.decode(ids) == text
         cuts += tokenizer.decode(ids[:cut]).endswith("\ufffd")
     assert cuts > 5
@@ -172,13 +174,15 @@ def vocabulary(tokenizer):
 @pytest.mark.parametrize("word", some(WORDS))
 def test_a_bad_word_is_in_no_text_whichever_tokens_would_spell_it(tokenizer, vocabulary, word):
     """The tokens that are forbidden are just those behind which the text has the word, and all others are not."""
-    numbers, size = random.Random(word), tokenizer._tokenizer.get_vocab_size()
+    numbers = random.Random(word)
+    size = tokenizer._tokenizer.get_vocab_size()
     prompt = tokenizer.encode("x").tolist()
     parts = sorted({token for text in (word, f" {word}", f"\n{word}", f"x{word}y") for token in tokenizer.encode(text)})
     parts += [byte_token(tokenizer, byte) for byte in word.encode()]
     held = 0
     for _ in range(4):
-        answer, found = [], BadWordFilter(vocabulary, [word, "zzzz"], prompt)
+        answer = []
+        found = BadWordFilter(vocabulary, [word, "zzzz"], prompt)
         for _ in range(8):
             forbidden = found.tokens()
             for token in (*parts, *numbers.sample(range(size), 5)):

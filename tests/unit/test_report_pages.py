@@ -38,7 +38,8 @@ class Parsed(HTMLParser):
         self.tags: list[str] = []
         self.places: list[tuple[str, str]] = []
         self.marked: list[str] = []
-        self.text, self.in_mark = "", False
+        self.text = ""
+        self.in_mark = False
         self.feed(page)
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:

@@ -29,7 +29,8 @@ BUILT = ["checkpoint", "engines/fp16/onnxruntime", "golden/fp16/onnxruntime/2", 
 def make(references: Results, root: Path, options: dict | None = None) -> Results:
     """A recorded tree of the target, with its golden check."""
     results = recorded(references, root, options)
-    reference, copy = references.reference("demo-llama", 2), results.reference("demo-llama", 2)
+    reference = references.reference("demo-llama", 2)
+    copy = results.reference("demo-llama", 2)
 
     def take() -> None:
         copy.parent.mkdir()

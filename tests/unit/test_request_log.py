@@ -33,7 +33,8 @@ def tree(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(tree: Path) -> Iterator[RealServer]:
     (tree / "keys.txt").write_text("secret-key\n")
-    log, keys = tree / "requests.jsonl", tree / "keys.txt"
+    log = tree / "requests.jsonl"
+    keys = tree / "keys.txt"
     options = ("--grpc-port", 0, "--max-queue", 0, "--request-log", log, "--api-key-file", keys)
     with RealServer(tree, *options) as server:
         yield server
@@ -43,7 +44,8 @@ class Log:
     """What is added to a log from now on."""
 
     def __init__(self, path: Path):
-        self._path, self._start = path, path.stat().st_size
+        self._path = path
+        self._start = path.stat().st_size
 
     def lines(self, count: int) -> list[dict[str, Any]]:
         """`count` lines, once they are there, and no more."""

@@ -77,7 +77,8 @@ def made(request, shared) -> Callable[[str], Results]:
     def of(kind: str) -> Results:
         def make(root: Path) -> None:
             lifelike.write({**FAMILIES[request.param].config, **OWN}, 0, root / "source", MODELS[request.param])
-            results, source = Results(root), (str(root / "source"), root / "source")
+            results = Results(root)
+            source = (str(root / "source"), root / "source")
             checkpoint = resolve(*source, results.checkpoint(NAME))
             architecture = resolve_architecture(*source, results.architecture(NAME))
             convert(checkpoint, "fp16", results.weights(NAME, "fp16"))
@@ -237,7 +238,9 @@ def test_the_config_refuses_what_cannot_keep_the_stream_wide():
 
 def test_an_overflow_is_told_from_other_infinities():
     """Where PyTorch has a number that float16 holds, the graph is wrong, not float16 too small."""
-    infinite, small, large = np.array([np.inf, 1.0]), np.array([2.0, 1.0]), np.array([70_000.0, 1.0])
+    infinite = np.array([np.inf, 1.0])
+    small = np.array([2.0, 1.0])
+    large = np.array([70_000.0, 1.0])
     assert overflows({"hidden": infinite}, {}) and overflows({"hidden": infinite}, {"hidden": large})
     assert not overflows({"hidden": infinite}, {"hidden": small}) and not overflows({"hidden": small}, {})
     halves = [helper.make_tensor_value_info(name, TensorProto.FLOAT16, [2]) for name in "abcd"]

@@ -65,7 +65,8 @@ def of(names) -> list:
 @pytest.fixture(scope="module", params=of(FAMILIES.keys() - WITH_STATES))
 def cut(request) -> Cut:
     """One layer of each kind."""
-    config, layers = {**FAMILIES[request.param].config, "dtype": "float16"}, 2 if request.param in TWO_KINDS else 1
+    config = {**FAMILIES[request.param].config, "dtype": "float16"}
+    layers = 2 if request.param in TWO_KINDS else 1
     config |= {"n_layer": layers} if "n_layer" in config else {"num_hidden_layers": layers}
     config |= {name: config[name][:layers] for name in ("layer_types", "no_rope_layers") if name in config}
     # as fused attention asks for
@@ -95,7 +96,8 @@ def test_the_tables_turn_as_the_graph_does(cut, tmp_path) -> None:
             continue
         check_rope_tables(run, POSITIONS, "here")
         tables = read_rope_tables(run, POSITIONS, "here")
-        random, positions = np.random.default_rng(1), np.array([99, 0, 7, 7, 64, 31])
+        random = np.random.default_rng(1)
+        positions = np.array([99, 0, 7, 7, 64, 31])
         kind = cut.kinds[name]
         given = [
             random.standard_normal((len(positions), heads, kind.head_dim), np.float32).astype(np.float16)

@@ -71,7 +71,8 @@ Fault = Callable[[Edit], None]
 
 def bf16_engines(root: Path, results: Results, fault: Fault | None) -> Path:
     """Build engines that round to bf16 what products give, with a fault in each block that chooses."""
-    assembly, engines = results.assembly(NAME, "fp32"), root / "engines" / "engines.json"
+    assembly = results.assembly(NAME, "fp32")
+    engines = root / "engines" / "engines.json"
     planted = root / "graphs" / assembly.name
     shutil.copytree(assembly.parent, planted.parent)
     content = read_json(planted)
@@ -88,7 +89,8 @@ def bf16_engines(root: Path, results: Results, fault: Fault | None) -> Path:
         entry["sha256"] = sha256_file(path)
     write_json(planted, content)
     build(planted, "onnxruntime", engines)
-    manifest, right = read_json(engines), read_json(results.engines(NAME, "fp32", "onnxruntime"))
+    manifest = read_json(engines)
+    right = read_json(results.engines(NAME, "fp32", "onnxruntime"))
     for name, entry in manifest["engines"].items():
         entry["graph_sha256"] = right["engines"][name]["graph_sha256"]
     write_json(engines, manifest)
@@ -101,7 +103,8 @@ def check(shared, tmp_path):
 
     def run(family: str, fault: Fault | None = None) -> dict:
         results = Results(built_family(shared, family) / "results")
-        reference, out = tmp_path / "reference" / "all.json", tmp_path / "golden.json"
+        reference = tmp_path / "reference" / "all.json"
+        out = tmp_path / "golden.json"
         make_reference(results.checkpoint(NAME), "all", TERMS, reference)
         check_engines(
             results.assembly(NAME, "fp32"), results.weights(NAME, "fp32"), bf16_engines(tmp_path, results, fault),

@@ -40,7 +40,8 @@ def test_each_stage_has_a_rule() -> None:
 
 @pytest.mark.parametrize("name", STAGES)
 def test_a_rule_has_the_inputs_outputs_and_parameters_of_its_stage(name: str) -> None:
-    stage, rule = STAGES[name], RULES[name]
+    stage = STAGES[name]
+    rule = RULES[name]
     inputs = entries(rule.get("input", ""))
     for key, pattern in stage.reads.items():
         assert inputs[key] == pattern or (key in stage.reads_quantized and inputs[key] in FUNCTIONS), key

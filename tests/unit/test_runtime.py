@@ -67,7 +67,8 @@ def test_low_memory_gives_the_same(tiny, precision):
 
 
 def test_chunks_give_what_the_whole_prompt_gives(tiny):
-    prompt, model = tokens(50), open_model(tiny)
+    prompt = tokens(50)
+    model = open_model(tiny)
     whole = model.step([Advance(0, prompt, 0)])
     for cuts in ([0, 20, 50], [0, 1, 2, 30, 31, 50], [0, 49, 50]):
         for start, end in zip(cuts, cuts[1:]):
@@ -84,7 +85,9 @@ def test_a_prompt_in_odd_chunks_has_the_same_bits_beside_others(tmp_path, heads,
     results = make(tmp_path / "tiny", ["fp32"], config)
     engines = results.engines("tiny", "fp32", "onnxruntime").parent
     assert "GroupQueryAttention" in {node.op_type for node in onnx.load(engines / "attention.prefill.onnx").graph.node}
-    prompt, decoded, chunked = tokens(307), tokens(80, 1), tokens(300, 2)
+    prompt = tokens(307)
+    decoded = tokens(80, 1)
+    chunked = tokens(300, 2)
     ends = [1, 7, 40, 41, 130, 259, 306, 307]
     pieces = [*zip([0, *ends], ends)]
     model = open_model(results, max_seq_len=512)
@@ -137,7 +140,8 @@ def test_prefill_and_decode_mix_in_one_step_in_any_order(tiny):
 
 def test_decoding_with_a_gap_gives_what_decoding_without_gives(tiny):
     sequence = tokens(8)
-    expected, model = alone(tiny, sequence)[-1], open_model(tiny)
+    expected = alone(tiny, sequence)[-1]
+    model = open_model(tiny)
     model.step([Advance(slot, sequence[:7], 0) for slot in (0, 1, 3)])
     for slots in ([0, 3], [3, 1, 0], [1, 3]):  # again at the same place: a step is taken back by going on from there
         for slot in slots:
@@ -149,7 +153,8 @@ def test_decoding_with_a_gap_gives_what_decoding_without_gives(tiny):
 def test_rows_in_a_gap_keep_what_they_hold(tiny):
     lengths = (10, 20, 64, 12)  # the third fills its row
     prompts = [Advance(slot, tokens(length, slot), 0) for slot, length in enumerate(lengths)]
-    with_gap, plain = open_model(tiny), open_model(tiny)
+    with_gap = open_model(tiny)
+    plain = open_model(tiny)
     with_gap.step(prompts), plain.step(prompts)
     with_gap.step([Advance(slot, tokens(1), lengths[slot]) for slot in (0, 3)])
     behind = [Advance(slot, tokens(1), lengths[slot]) for slot in (1, 2)]
@@ -198,7 +203,8 @@ def test_the_cache_grows_up_to_the_limit_and_shrinks_again(tiny):
 
 
 def test_rows_are_kept_for_the_next_request_and_are_as_new(tiny):
-    model, sequence = open_model(tiny, max_seq_len=200), tokens(190)
+    model = open_model(tiny, max_seq_len=200)
+    sequence = tokens(190)
     expected = [model.step([Advance(slot, sequence, 0)]) for slot in (0, 1)]
     cache = model._executor._cache
     arrays = [cache._rows[200].keys[0], cache._rows[200].values[0]]
@@ -256,7 +262,8 @@ def test_limits_that_the_model_does_not_allow_are_refused(tiny, limits, message)
 def test_limits_are_those_that_the_engines_were_built_for(tiny, tmp_path):
     """Profiles end there, and rotary encodings were checked up to there."""
     folder = shutil.copytree(tiny.engines("tiny", "fp32", "onnxruntime").parent, tmp_path / "engines")
-    manifest, built = read_json(folder / "engines.json"), {"max_batch_size": 3, "max_num_tokens": 40, "max_seq_len": 64}
+    manifest = read_json(folder / "engines.json")
+    built = {"max_batch_size": 3, "max_num_tokens": 40, "max_seq_len": 64}
     write_json(folder / "engines.json", {**manifest, "options": {**manifest["options"], **built}})
     paths = folder / "engines.json", tiny.assembly("tiny", "fp32"), tiny.weights("tiny", "fp32")
     model = Model.open(*paths)

@@ -43,7 +43,9 @@ def ids(length, seed=0):
 
 def with_logits(engine, *requests, arrivals=None):
     """Tokens and logits by request; request i is added before step `arrivals[i]`."""
-    waiting, found, count = list(enumerate(requests)), {}, 0
+    waiting = list(enumerate(requests))
+    found = {}
+    count = 0
     while waiting or engine.has_work:
         while waiting and (arrivals is None or arrivals[waiting[0][0]] <= count):
             engine.add(waiting.pop(0)[1])
@@ -84,7 +86,8 @@ def test_a_prefix_that_is_reused_gives_the_bits_of_one_that_is_computed(demo):
     cold = [with_logits(Engine(model, prefix_caching=False), request)[0] for request in requests]
     engine = Engine(model)
     for number, request in enumerate(requests):
-        pool, cached = model.tables.pool, model.tables.pool.num_cached
+        pool = model.tables.pool
+        cached = model.tables.pool.num_cached
         engine.add(request)
         engine.step()
         # all but the first compute what is behind the prefix only; of the second prompt just its last token is left
@@ -99,7 +102,8 @@ def test_a_prefix_that_is_reused_gives_the_bits_of_one_that_is_computed(demo):
 
 
 def test_prefixes_are_shared_within_a_salt_a_model_and_a_depth_only(demo):
-    model, prompt = open_model(demo), ids(150)
+    model = open_model(demo)
+    prompt = ids(150)
     engine = Engine(model)
     steps = []
     for salt in ("", "", "a", "a"):
@@ -117,7 +121,8 @@ def test_prefixes_are_shared_within_a_salt_a_model_and_a_depth_only(demo):
 
 def test_identity_is_of_what_the_weights_are_not_of_where_they_lie(demo, tmp_path):
     """In fp16 the manifest of weights points into the checkpoint, whose files a bundle brings along."""
-    engines, assembly = demo.engines("demo-llama", "fp16", "onnxruntime"), demo.assembly("demo-llama", "fp16")
+    engines = demo.engines("demo-llama", "fp16", "onnxruntime")
+    assembly = demo.assembly("demo-llama", "fp16")
     keys = {root_key(open_model(demo, "fp16"))}
     for folder in (tmp_path / "elsewhere", tmp_path / "deeper" / "still"):
         shutil.copytree(DEMO, folder / "checkpoint")
@@ -178,7 +183,8 @@ def test_the_executor_draws_what_the_sampler_draws(demo, monkeypatch):
     terms = [(length, rules[length % 4]) for length in (9, 62, 100, 7, 60, 33, 1, 66)]
 
     def tokens(**more):
-        engine, found = Engine(model, prefix_caching=False, admission="optimistic"), {}
+        engine = Engine(model, prefix_caching=False, admission="optimistic")
+        found = {}
         requests = [Request(ids(n, n), 20, sampling=replace(rule, **more)) for n, rule in terms]
         several = Request(ids(30), 9, sampling=replace(rules[0], **more), n=3)
         for made in engine.run([*requests, several]):
@@ -242,7 +248,8 @@ def test_prompts_that_are_swapped_out_half_way_never_lack_pages(demo, monkeypatc
 def test_more_rows_than_memory_for_their_longest_share_what_there_is(demo):
     pool = open_model(demo).tables.pool
     model = open_model(demo, max_batch_size=64, kv_bytes=70 * pool.page_nbytes)  # 64 rows of 256 tokens are 256 pages
-    engine, most = Engine(model), 0
+    engine = Engine(model)
+    most = 0
     for number in range(100):
         engine.add(Request(ids(5 + number % 50, number), 3))
     while engine.has_work:
@@ -294,7 +301,8 @@ def test_a_choice_of_a_request_that_waits_can_be_aborted(demo):
         expected.setdefault(made.choice, []).append(made.token)
     for seed in range(4):
         engine.add(Request(ids(20, seed), 6))
-    index, found = engine.add(Request(ids(20, 9), 5, sampling=sampling, n=3)), {}
+    index = engine.add(Request(ids(20, 9), 5, sampling=sampling, n=3))
+    found = {}
     engine.step()
     assert engine.abort(index, 1) and not engine.abort(index, 1) and engine.scheduler.num_waiting == 1
     for made in engine.run():
@@ -311,7 +319,8 @@ def test_a_choice_of_a_request_that_waits_can_be_aborted(demo):
 @pytest.mark.parametrize("gone", some([((0, 2, 1),), ((0,),), ((0, 1),), ((1, 0),)]), ids=str)
 def test_the_first_choice_can_be_aborted_before_the_prompt_is_computed(demo, state, gone):
     """The others go on, each with its own draws; the last one ends all."""
-    model, sampling = open_model(demo), Sampling(1.0, seed=4)
+    model = open_model(demo)
+    sampling = Sampling(1.0, seed=4)
     request = Request(ids(2 * CHUNK + 9, 9), 5, sampling=sampling, n=3)
     expected = {}
     for made in Engine(model, max_num_tokens=CHUNK + 3).run([request]):
@@ -321,7 +330,8 @@ def test_the_first_choice_can_be_aborted_before_the_prompt_is_computed(demo, sta
     if state == "waiting":
         for seed in range(4):
             engine.add(Request(ids(20, seed), 6))
-    index, found = engine.add(replace(request, grammar=Grammar("regex", ".*")) if state == "held" else request), {}
+    index = engine.add(replace(request, grammar=Grammar("regex", ".*")) if state == "held" else request)
+    found = {}
     engine.step()
     for number in gone:
         assert engine.abort(index, number) and not engine.abort(index, number)
@@ -341,13 +351,15 @@ class Slow:
     """A compiler of grammars that is done when a test says so."""
 
     def __init__(self):
-        self.outcomes, self.forgotten = [], []
+        self.outcomes = []
+        self.forgotten = []
         self.submit = lambda *given: None
         self.wait = lambda seconds: None
         self.forget = self.forgotten.append
 
     def poll(self):
-        outcomes, self.outcomes = self.outcomes, []
+        outcomes = self.outcomes
+        self.outcomes = []
         return outcomes
 
 
@@ -355,7 +367,8 @@ class Free:
     """A matcher that allows all."""
 
     def __init__(self):
-        self.fork, self.consume = lambda: self, lambda token: None
+        self.fork = lambda: self
+        self.consume = lambda token: None
         self.allowed = lambda: np.ones(768, bool)
 
 
@@ -364,7 +377,8 @@ def test_the_log_probabilities_of_a_prompt_come_though_its_first_choice_is_abort
     request = Request(ids(2 * CHUNK + 9, 9), 2, n=2, prompt_logprobs=1)
     found = []
     for gone in (False, True):
-        engine, rows = Engine(model, max_num_tokens=CHUNK + 1), []
+        engine = Engine(model, max_num_tokens=CHUNK + 1)
+        rows = []
         index = engine.add(request)
         while engine.has_work:
             engine.step()
@@ -416,7 +430,8 @@ def test_a_step_that_fails_ends_all_and_leaves_the_pool_whole(demo, monkeypatch)
 def test_a_chooser_that_raises_ends_all_and_leaves_the_pool_whole(demo):
     """Else the others of its step would go on without the tokens that it gave them."""
     model = open_model(demo)
-    engine, rows = Engine(model), []
+    engine = Engine(model)
+    rows = []
 
     def choose(logits):
         rows.append(logits)
@@ -436,7 +451,8 @@ def test_a_chooser_that_raises_ends_all_and_leaves_the_pool_whole(demo):
 @pytest.mark.parametrize("method", ["store", "share"])
 def test_a_prefix_that_cannot_be_copied_leaves_the_pool_whole(demo, method, monkeypatch):
     model = open_model(demo)
-    engine, prompt = Engine(model), ids(3 * CHUNK + 9)
+    engine = Engine(model)
+    prompt = ids(3 * CHUNK + 9)
     if method == "share":
         list(engine.run([Request(prompt, 2)]))
     monkeypatch.setattr(model._executor, method, lambda *arguments: 1 / 0)

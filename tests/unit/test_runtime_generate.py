@@ -44,7 +44,8 @@ def tokenizer(demo):
 
 def texts(generation, count):
     """(texts, finish reasons) by prompt."""
-    out, finish = [""] * count, [None] * count
+    out = [""] * count
+    finish = [None] * count
     for piece in generation:
         assert finish[piece.prompt] is None  # nothing follows the end
         out[piece.prompt] += piece.text
@@ -99,7 +100,8 @@ def test_text_after_a_stop_string_is_not_given_out(model, tokenizer):
 
 def test_stop_strings_wait_for_the_least_number_of_tokens(model, tokenizer):
     """As in vLLM. `generate`, lists of prompts and files of prompts take it alike."""
-    whole, count = texts(generate(model, tokenizer, PROMPTS[:1], 14), 1)[0], 14
+    whole = texts(generate(model, tokenizer, PROMPTS[:1], 14), 1)[0]
+    count = 14
     for least, expected in ((0, [whole[0][: whole[0].index("the coast")]]), (count, whole)):
         sampling = Sampling(min_tokens=least)
         assert texts(generate(model, tokenizer, PROMPTS[:1], count, sampling, stop=["the coast"]), 1)[0] == expected
@@ -138,7 +140,8 @@ def test_a_run_left_early_leaves_its_slots_free(model, tokenizer):
 
 
 def test_tokens_come_with_their_logits_and_can_be_forced(model, tokenizer):
-    prompt, forced = tokenizer.encode(PROMPTS[0]), iter([5, 6, 7])
+    prompt = tokenizer.encode(PROMPTS[0])
+    forced = iter([5, 6, 7])
     made = list(Decoding(model, [Request(prompt, 3, lambda logits: next(forced)), Request(prompt, 2, argmax)]))
     assert [token.token for token in made if token.request == 0] == [5, 6, 7]
     assert [token.finish for token in made if token.request == 1] == [None, "max_new_tokens"]

@@ -53,15 +53,20 @@ def test_noise_is_the_published_generator():
     """Philox4x64-10 by its definition (Salmon et al. 2011), in Python integers."""
 
     def philox(counter, key):
-        counter, key, mask = list(counter), list(key), 2**64 - 1
+        counter = list(counter)
+        key = list(key)
+        mask = 2**64 - 1
         for round_ in range(10):
             if round_:
                 key = [(key[0] + 0x9E3779B97F4A7C15) & mask, (key[1] + 0xBB67AE8584CAA73B) & mask]
-            a, b = 0xD2E7470EE14C6C93 * counter[0], 0xCA5A826395121157 * counter[2]
+            a = 0xD2E7470EE14C6C93 * counter[0]
+            b = 0xCA5A826395121157 * counter[2]
             counter = [(b >> 64) ^ counter[1] ^ key[0], b & mask, (a >> 64) ^ counter[3] ^ key[1], a & mask]
         return counter
 
-    seed, choice, position = 2**63 + 5, 2, 700
+    seed = 2**63 + 5
+    choice = 2
+    position = 700
     words = [word for block in (1, 2, 3) for word in philox((block, position, 0, 0), (seed, choice))]
     halves = [half for word in words for half in (word & 0xFFFFFFFF, word >> 32)]
     expected = -np.log1p(-(np.array(halves[:21], np.float64) + 0.5) / 2**32)
@@ -229,8 +234,10 @@ RULES = [
 def test_draws_have_the_distribution_that_vllm_documents(rule, temperature):
     random = np.random.default_rng(len(str(rule)))
     logits = (random.standard_normal(40) * 3).astype(np.float32)
-    sampling, count = Sampling(temperature, seed=2**64 - 3, **rule), 1500
-    prompt, answer = [0, 6, 6, 9, 30], [6, 5, 6, 6, 5, 6]
+    sampling = Sampling(temperature, seed=2**64 - 3, **rule)
+    count = 1500
+    prompt = [0, 6, 6, 9, 30]
+    answer = [6, 5, 6, 6, 5, 6]
     expected = vllm_probabilities(logits, sampling, prompt, answer, stop_ids=(0, 11))
     found = np.zeros(40)
     for position in range(count):

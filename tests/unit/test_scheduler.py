@@ -27,7 +27,8 @@ def make(
     prefill=None,
     compacts=False,
 ):
-    tables, residency = PageTables(PagePool(pages, 1), num_slots, shares=shares), Residency(num_slots, adapter_slots)
+    tables = PageTables(PagePool(pages, 1), num_slots, shares=shares)
+    residency = Residency(num_slots, adapter_slots)
     residency = residency if adapter_slots else None
     more = admission, threshold, residency, prefill, compacts
     return Scheduler(tables, num_slots, max_num_tokens, chunk_size, *more)
@@ -106,7 +107,8 @@ def test_pages_that_are_shared_are_free_behind_the_last_of_their_users():
 def test_prefixes_go_least_recently_used_first_and_leaves_before_roots():
     gone = []
     pool = PagePool(6, 1, gone.extend)
-    chain, other = pool.allocate(4), pool.allocate(2)
+    chain = pool.allocate(4)
+    other = pool.allocate(2)
     for number, key in enumerate(keys("root", "middle", "leaf")):
         pool.publish(key, chain[number : number + 1])
     pool.publish(b"other", other[:1])
@@ -214,7 +216,8 @@ def test_chunks_that_come_together_are_published_each_with_its_pages(shares):
     scheduler = make(pages=40, max_num_tokens=2048, shares=shares, threshold=None)
     scheduler.add(Scheduled(4, 30))
     step(scheduler)
-    prefix, pool = keys("a", "b", "c"), scheduler.tables.pool
+    prefix = keys("a", "b", "c")
+    pool = scheduler.tables.pool
     scheduler.add(first := Scheduled(3 * CHUNK + 5, 3 * CHUNK + 20, prefix=prefix))
     made = scheduler.schedule()
     assert made.shares[1:] == [(first, 3 * CHUNK + 5)]
@@ -253,7 +256,8 @@ def test_a_prompt_alone_takes_as_many_chunks_as_a_step_has_room_for():
 
 def test_lower_priorities_go_first_but_none_waits_for_ever():
     scheduler = make(num_slots=1, pages=99)
-    late, soon = Scheduled(4, 5, priority=1), Scheduled(4, 5, priority=0)
+    late = Scheduled(4, 5, priority=1)
+    soon = Scheduled(4, 5, priority=0)
     scheduler.add(Scheduled(4, 5))
     scheduler.add(late)
     scheduler.add(soon)
@@ -338,7 +342,10 @@ def test_any_traffic_ends_with_the_pool_whole_and_every_prompt_cut_alike(
 ):
     policy.LOOKAHEAD = lookahead
     scheduler = make(num_slots, pages, max_num_tokens, shares, admission, threshold=threshold, prefill=prefill)
-    waiting, aborts, cuts, count = list(given_requests), {}, {}, 0
+    waiting = list(given_requests)
+    aborts = {}
+    cuts = {}
+    count = 0
     while waiting or scheduler.num_running or scheduler.num_waiting:
         count += 1
         assert count < 8000
@@ -366,7 +373,8 @@ def test_any_traffic_ends_with_the_pool_whole_and_every_prompt_cut_alike(
             prompts and threshold is prefill is None
         ):  # what is left of the budget is less than the first could have used
             head, share = prompts[0]
-            rest, room = head.num_prompt_tokens - head.num_computed, max_num_tokens - decoding
+            rest = head.num_prompt_tokens - head.num_computed
+            room = max_num_tokens - decoding
             assert rest <= 1 or share > room - CHUNK or share == 1
         for request, share in made.shares:
             end = request.num_computed
@@ -420,7 +428,8 @@ def test_a_prompt_that_is_swapped_out_half_way_comes_back_when_there_is_room_for
 
 def test_a_choice_that_ends_before_its_prompt_is_begun_is_not_begun():
     scheduler = make(num_slots=4)
-    first, second = Scheduled(9, 20), Scheduled(9, 20)
+    first = Scheduled(9, 20)
+    second = Scheduled(9, 20)
     request = Scheduled(9, 20, siblings=[first, second])
     scheduler.add(Scheduled(9, 12, siblings=[Scheduled(9, 12) for _ in range(3)]))
     scheduler.add(request)
@@ -433,7 +442,8 @@ def test_a_choice_that_ends_before_its_prompt_is_begun_is_not_begun():
 
 
 def test_of_prefixes_that_are_copied_leaves_go_before_roots_and_do_not_push_them_out():
-    scheduler, names = make(num_slots=1, pages=10, shares=False), keys("a", "b", "c")
+    scheduler = make(num_slots=1, pages=10, shares=False)
+    names = keys("a", "b", "c")
     pool = scheduler.tables.pool
     scheduler.add(Scheduled(3 * CHUNK + 1, 3 * CHUNK + 1, prefix=names))  # 7 pages, which leave room for one copy
     run(scheduler)
@@ -473,7 +483,8 @@ def test_a_place_that_others_pass_on_among_them_becomes_free(admission):
     """Without an end come requests of the adapter that is there; and of none, which go on."""
     scheduler = make(num_slots=4, pages=99, adapter_slots=1, admission=admission)
     add = lambda adapter: (scheduler.add(request := Scheduled(4, 8, adapter=adapter)), request)[1]
-    running, number = [add("a"), add("a")], 0
+    running = [add("a"), add("a")]
+    number = 0
     late = add("b")
     while late.status is Status.WAITING:
         number += 1
@@ -518,9 +529,15 @@ def test_a_place_that_others_pass_on_among_them_becomes_free(admission):
 def test_any_traffic_of_adapters_ends_and_nobody_waits_where_there_is_room(
     given_requests, num_slots, adapter_slots, pages, shares, admission, every, patience, forks
 ):
-    policy.LOOKAHEAD, policy.PATIENCE = 16, patience
+    policy.LOOKAHEAD = 16
+    policy.PATIENCE = patience
     scheduler = make(num_slots, pages, 512, shares, admission, adapter_slots=adapter_slots, compacts=shares)
-    residency, waiting, aborts, added, count, passed = scheduler._residency, list(given_requests), {}, [], 0, 0
+    residency = scheduler._residency
+    waiting = list(given_requests)
+    aborts = {}
+    added = []
+    count = 0
+    passed = 0
     while waiting or scheduler.num_running or scheduler.num_waiting:
         count += 1
         assert count < 4000

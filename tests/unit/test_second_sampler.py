@@ -63,7 +63,8 @@ def body(random: np.random.Generator, vocab_size: int) -> dict[str, Any]:
 
 
 def test_it_chooses_what_the_product_chooses() -> None:
-    random, near = np.random.default_rng(0), 0
+    random = np.random.default_rng(0)
+    near = 0
     for _ in range(300):
         vocab_size = int(random.choice([2, 5, 40, 300]))
         given = body(random, vocab_size) if vocab_size > 2 else {"seed": 3}
@@ -73,7 +74,8 @@ def test_it_chooses_what_the_product_chooses() -> None:
         sampling = Sampling(**{"temperature": 1.0, **fields}, logit_bias=bias)
         prompt = random.integers(0, vocab_size, random.integers(1, 6)).tolist()
         choice = int(random.integers(0, 3))
-        sampler, answer = Sampler(sampling, prompt, rules.stop_ids, choice), []
+        sampler = Sampler(sampling, prompt, rules.stop_ids, choice)
+        answer = []
         steps = noises(rules, prompt, 6, vocab_size, choice)
         for noise in steps:
             row = random.normal(0, random.choice([0.5, 3, 20]), vocab_size).astype(np.float32)

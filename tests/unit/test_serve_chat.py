@@ -19,8 +19,12 @@ from lockstep.artifacts.files import read_json, write_bytes, write_json
 from lockstep.targets import Results
 from real_server import RealServer, make_tree
 
-PROMPT, TEXT = "San Francisco is a", " hilly city on the coast of California, where cool"  # as in config/config.yaml
-ICE, WATER = "Ice floats because", " it is lighter than water."  # then the end of sequence
+# as in config/config.yaml
+PROMPT = "San Francisco is a"
+TEXT = " hilly city on the coast of California, where cool"
+# then the end of sequence
+ICE = "Ice floats because"
+WATER = " it is lighter than water."
 USER = [{"role": "user", "content": PROMPT}]
 GREEDY: dict[str, Any] = {"model": "demo-llama", "temperature": 0}
 KEY = "a key"
@@ -142,7 +146,8 @@ def test_n_choices_are_drawn_by_the_seed(client: openai.OpenAI) -> None:
     texts = [choice.message.content for choice in first.choices]
     assert texts == [choice.message.content for choice in again.choices] and len(set(texts)) > 1
     assert [choice.index for choice in first.choices] == [0, 1, 2] and first.usage.completion_tokens <= 36
-    roles, streamed = [], [""] * 3
+    roles = []
+    streamed = [""] * 3
     for chunk in chat(client, **drawn, stream=True):
         (choice,) = chunk.choices
         roles += [choice.index] if choice.delta.role else []
@@ -347,7 +352,9 @@ def test_a_template_without_an_end_holds_up_no_completion(other: RealServer) -> 
 
 def test_the_processes_of_a_server_find_packages_where_it_does(demo: Results, tmp_path: Path) -> None:
     """In an environment of modules, as on clusters, and behind `pip install --target`, they come by PYTHONPATH."""
-    python, paths = sys._base_executable, os.pathsep.join(filter(None, sys.path))  # type: ignore[attr-defined]
+    # type: ignore[attr-defined]
+    python = sys._base_executable
+    paths = os.pathsep.join(filter(None, sys.path))
     with RealServer(make_tree(tmp_path / "results", demo), python=python, PYTHONPATH=paths) as server:
         completion = client_of(server).chat.completions.create(messages=USER, max_tokens=4, **GREEDY)
     assert completion.usage.completion_tokens == 4

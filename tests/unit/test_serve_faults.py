@@ -381,7 +381,8 @@ def test_a_body_that_does_not_come_is_waited_for_no_longer_than_said(tree: Path)
 
 @pytest.mark.long
 def test_a_bundle_is_served_with_its_weights_in_the_archive(demo: Results, tree: Path, tmp_path: Path) -> None:
-    target, prompt = Target("demo-llama", "fp16", "all", "onnxruntime"), GOLDEN.prompts[0]
+    target = Target("demo-llama", "fp16", "all", "onnxruntime")
+    prompt = GOLDEN.prompts[0]
     bundle = pack(recorded(demo, tmp_path / "recorded"), target, LIMITS, tmp_path / "demo.tar", True)
     options = ("--python", sys.executable, "--served-model-name", "other")
     with RealServer(tree, *options, target=str(bundle)) as server:

@@ -36,7 +36,8 @@ class Counted(Tokenizer):
 @pytest.mark.parametrize("word", ["~|", "Once upon a time ", "a"])
 def test_a_text_that_is_far_too_long_is_never_encoded_whole(word: str) -> None:
     """Where no bound is known beforehand, it is counted in pieces, and these end when it is clear."""
-    tokenizer, text = Counted(), word * (BODY // len(word))
+    tokenizer = Counted()
+    text = word * (BODY // len(word))
     with pytest.raises(BadRequest, match=f"^prompt: expected 1 to {MOST} tokens, found more than {2 * MOST}; shorten"):
         asyncio.run(encode_texts([text], tokenizer, "prompt", MOST))
     assert max(tokenizer.sizes) <= 4 * MOST + LONG and sum(tokenizer.sizes) < BODY / 16
@@ -56,8 +57,11 @@ def test_a_text_that_fits_is_encoded_whole_however_many_characters_it_has() -> N
 
 def test_few_are_encoded_at_a_time_and_few_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts, "_MOST_WAITING", 5)
-    threads, lock, go = Turns(2, "test"), threading.Lock(), threading.Event()
-    running, most = 0, 0
+    threads = Turns(2, "test")
+    lock = threading.Lock()
+    go = threading.Event()
+    running = 0
+    most = 0
 
     def make() -> int:
         nonlocal running, most

@@ -91,14 +91,16 @@ def joined(data: bytes) -> dict[str, Any]:
         assert head == f"event: {events[-1]['type']}"
     first, *blocks, end, last = events
     assert (first["type"], end["type"], last["type"]) == ("message_start", "message_delta", "message_stop")
-    made, arguments = first["message"], ""
+    made = first["message"]
+    arguments = ""
     assert made["content"] == [] and made["stop_reason"] is None
     is_open = False
     for event in blocks:
         if event["type"] == "content_block_start":
             assert not is_open and event["index"] == len(made["content"])
             made["content"].append(event["content_block"])
-            arguments, is_open = "", True
+            arguments = ""
+            is_open = True
         assert is_open and event["index"] == len(made["content"]) - 1
         block = made["content"][-1]
         if event["type"] == "content_block_stop":

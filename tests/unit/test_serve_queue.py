@@ -55,8 +55,12 @@ def tokenizer() -> Tokenizer:
 
 def service_of(tokenizer: Tokenizer) -> tuple[Service, Played]:
     options = EngineOptions("", "", "", "all", {})
-    service, played = Service("played", tokenizer, options, LIMITS, log=lambda line: None), Played()
-    service._link, service._ready, service._rate = played, READY, 7.0  # type: ignore[assignment]
+    service = Service("played", tokenizer, options, LIMITS, log=lambda line: None)
+    played = Played()
+    # type: ignore[assignment]
+    service._link = played
+    service._ready = READY
+    service._rate = 7.0
     return service, played
 
 
@@ -85,7 +89,8 @@ def recount(service: Service) -> Totals:
 
 def refusal(service: Service, prompts: list[PromptRequest]) -> tuple[int, int | None] | None:
     """Return status and Retry-After by the recount; None where there is room."""
-    found, number = recount(service), len(prompts)
+    found = recount(service)
+    number = len(prompts)
     tokens = found.prompt_tokens + sum(len(prompt.request.prompt_ids) for prompt in prompts)
     if number > LIMITS.max_queue + SLOTS:
         return 400, None
@@ -104,7 +109,8 @@ def test_totals_are_those_of_a_recount_whatever_comes(tokenizer: Tokenizer, data
 
     def submit() -> None:
         lengths = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=LIMITS.max_queue + SLOTS + 1))
-        n, most = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 30))
+        n = data.draw(st.integers(1, 3))
+        most = data.draw(st.integers(1, 30))
         stop = data.draw(st.sampled_from([(), ("a",)]))
         prompts = [PromptRequest(Request([5] * length, most, n=n), stop) for length in lengths]
         expected = refusal(service, prompts)
@@ -120,7 +126,8 @@ def test_totals_are_those_of_a_recount_whatever_comes(tokenizer: Tokenizer, data
 
     def token() -> None:
         number = pick(played.has)
-        choice, finish = pick(played.has[number]), data.draw(st.sampled_from([None, None, "stop_id", "error"]))
+        choice = pick(played.has[number])
+        finish = data.draw(st.sampled_from([None, None, "stop_id", "error"]))
         if finish:
             played.abort(number, choice)
         admitted = [(number, 0)] if data.draw(st.booleans()) else []

@@ -64,7 +64,8 @@ def test_calls_of_an_answer(client: openai.OpenAI) -> None:
 
 
 def test_streamed_calls_have_the_name_first(client: openai.OpenAI) -> None:
-    whole, joined = ask(client, TWO_CALLS, tools=TOOLS), streamed(client, TWO_CALLS, tools=TOOLS)
+    whole = ask(client, TWO_CALLS, tools=TOOLS)
+    joined = streamed(client, TWO_CALLS, tools=TOOLS)
     assert joined.message.content == whole.message.content and joined.finish_reason == "tool_calls"
     assert made(joined) == made(whole)
     chunks = client.chat.completions.create(**asked(TWO_CALLS, tools=TOOLS, stream=True))
@@ -83,7 +84,8 @@ def test_what_is_no_call_is_content_and_counted(server: RealServer, client: open
         return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"lockstep:{name}_total"))
 
     assert ask(client, TWO_CALLS, tools=TOOLS).message.tool_calls
-    text, before = ANSWERS[140], count("malformed_tool_calls")
+    text = ANSWERS[140]
+    before = count("malformed_tool_calls")
     choice = ask(client, text, tools=TOOLS)
     assert (choice.message.content, choice.finish_reason) == (text, "stop") and not choice.message.tool_calls
     assert streamed(client, text, tools=TOOLS).message.content == text
@@ -287,7 +289,8 @@ def test_the_openapi_document_is_that_of_the_bodies(server: RealServer) -> None:
     document = json.loads(text)
     schemas = document["components"]["schemas"]
     assert set(re.findall(r"#/\$defs/(\w+)", text)) <= schemas.keys()
-    validators, ids = {}, []
+    validators = {}
+    ids = []
     for path, operations in document["paths"].items():
         for operation in operations.values():
             ids.append(operation["operationId"])

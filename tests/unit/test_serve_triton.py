@@ -71,7 +71,8 @@ def aborted(server: RealServer) -> float:
 
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
 def test_curl_without_a_content_type(server: RealServer, model: str) -> None:
-    url, body = f"{server.url}/v2/models/{model}/generate", json.dumps(CURL)
+    url = f"{server.url}/v2/models/{model}/generate"
+    body = json.dumps(CURL)
     answers = [json.loads(server.request("POST", f"/v2/models/{model}/generate", body.encode())[2])]
     connection = http.client.HTTPConnection("127.0.0.1", server.port)
     connection.request(
@@ -220,7 +221,8 @@ def test_infer_stream_gives_all_outputs_of_each_answer(server: RealServer, in_to
         made = {output["name"]: output for output in event["outputs"]}
         wanted = {"output_ids", "sequence_length", "cum_log_probs", "output_log_probs", "batch_index", "sequence_index"}
         assert event["id"] == "a" and made.keys() == wanted | {"CONTEXT_IDS", "IS_LAST"}
-        number, data = made["batch_index"]["data"][0], made["output_ids"]["data"]
+        number = made["batch_index"]["data"][0]
+        data = made["output_ids"]["data"]
         has_prompt = not in_tokens and number == 0
         before = [-1] if has_prompt else [*prompts[number], *found[number]][-32:]
         assert made["CONTEXT_IDS"]["data"] == before and made["CONTEXT_IDS"]["shape"] == [1, 1, len(before)]
@@ -239,7 +241,8 @@ def test_server_and_models_describe_themselves(server: RealServer) -> None:
     index = json.loads(server.request("POST", "/v2/repository/index", b"")[2])
     assert [(model["version"], model["state"]) for model in index] == [("1", "READY")] * 5
     for name in (model["name"] for model in index):
-        described, config = server.get(f"/v2/models/{name}/versions/1"), server.get(f"/v2/models/{name}/config")
+        described = server.get(f"/v2/models/{name}/versions/1")
+        config = server.get(f"/v2/models/{name}/config")
         assert config["max_batch_size"] == server.get("/status")["limits"]["max_batch_size"]
         assert [[-1, *each["dims"]] for each in config["input"]] == [each["shape"] for each in described["inputs"]]
         assert {each["datatype"] for each in described["outputs"]} <= {"BYTES", "INT32", "FP32"}
@@ -253,7 +256,8 @@ def test_statistics_count_requests_of_each_model(server: RealServer) -> None:
     refusal(server, f"{ENSEMBLE}/generate", {**CURL, "max_tokens": 0})
     (after,) = server.get(f"{ENSEMBLE}/versions/1/stats")["model_stats"]
     assert after["execution_count"] - before["execution_count"] == 1 and after["last_inference"] > 1 << 40
-    times, earlier = after["inference_stats"], before["inference_stats"]
+    times = after["inference_stats"]
+    earlier = before["inference_stats"]
     for name in ("success", "fail", "queue", "compute_infer"):
         assert times[name]["count"] - earlier[name]["count"] == 1
         assert name == "fail" or times[name]["ns"] > earlier[name]["ns"]
@@ -379,7 +383,8 @@ def test_what_infer_refuses_is_named(server: RealServer, inputs: list[dict[str, 
 
 
 def test_damaged_requests(server: RealServer) -> None:
-    path, good = "/v2/models/tensorrt_llm/infer", json.dumps({"inputs": core([5, 6, 7], 4)}).encode()
+    path = "/v2/models/tensorrt_llm/infer"
+    good = json.dumps({"inputs": core([5, 6, 7], 4)}).encode()
     for length in ("-1", "9" * 30, str(len(good) + 1), "x"):
         assert refusal(server, path, good, {"Inference-Header-Content-Length": length})[0] == 400
     assert "bytes more" in refusal(server, path, good + b"abc", {"Inference-Header-Content-Length": str(len(good))})[1]

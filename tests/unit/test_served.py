@@ -99,7 +99,8 @@ def _mix_up_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each second request gets the prompt of another."""
     from lockstep.serve.link import EngineLink
 
-    add, prompts = EngineLink.add, []
+    add = EngineLink.add
+    prompts = []
 
     def other(self: EngineLink, number: int, request: Request) -> None:
         prompts.append(request.prompt_ids)
@@ -172,7 +173,8 @@ def test_an_engine_set_that_does_not_open_is_told_in_one_line(tree: Results, gol
 @pytest.mark.exports
 def test_a_model_with_a_format_is_asked_for_a_call(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
     tree = scripted_chats(shared)
-    assembly, weights = tree.assembly("scripted", "fp32"), tree.weights("scripted", "fp32")
+    assembly = tree.assembly("scripted", "fp32")
+    weights = tree.weights("scripted", "fp32")
     limits = {**asdict(LIMITS), "max_seq_len": 800, "max_input_len": 800}
     engines = tree.engines("scripted", "fp32", "onnxruntime")
     options = EngineOptions(str(engines), str(assembly), str(weights), "all", limits, 1)

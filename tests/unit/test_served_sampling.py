@@ -52,7 +52,8 @@ class Served:
     """A server of the demo, and what judges it. planted: the file that names the fault of its engine."""
 
     def __init__(self, tree: Results, planted: Path, precision: str = "fp32", engines: Path | None = None):
-        assembly, weights = tree.assembly("demo-llama", precision), tree.weights("demo-llama", precision)
+        assembly = tree.assembly("demo-llama", precision)
+        weights = tree.weights("demo-llama", precision)
         engines = engines or tree.engines("demo-llama", precision, "onnxruntime")
         self.prompts, _, _ = read_reference(tree.reference("demo-llama", "all"), (), TOLERANCES[precision])
         limits = {**vars(LIMITS), "max_input_len": LIMITS.max_seq_len}
@@ -62,7 +63,8 @@ class Served:
         self.service = Service("demo-llama", tokenizer, options, ServiceLimits(), chat_template=template)
         self.texts = Texts(tokenizer_path(assembly))
         self.model = open_model(options)
-        self.planted, self.loop = planted, asyncio.new_event_loop()
+        self.planted = planted
+        self.loop = asyncio.new_event_loop()
         self._folder = tempfile.TemporaryDirectory()
         self.socket = Path(self._folder.name, "socket")
         self._listening = listening(self.service, self.socket)

@@ -8,7 +8,9 @@ import pytest
 from lockstep.export.simplify import pack
 from lockstep.onnx_tools.sessions import open_session
 
-N, H, D = 5, 2, 4
+N = 5
+H = 2
+D = 4
 GRAPHS = {
     "elementwise with scalar and vector": "y = Mul(x, s)  r = Add(y, v)",
     "elementwise with a constant that leads with 1": "r = Add(x, lead)",

@@ -34,7 +34,8 @@ def test_sinks_come_behind_the_numbers_of_their_head(tmp_path):
 
 
 def forgotten(build, *scores):
-    sinks, build.sinks = build.sinks, None
+    sinks = build.sinks
+    build.sinks = None
     try:
         return _weights(build, *scores)
     finally:
@@ -44,7 +45,8 @@ def forgotten(build, *scores):
 def of_another_head(build, *scores):
     last = build.ints(-1, build.batchless.num_kv_heads, build.group)
     turned = build.op("Transpose", build.op("Reshape", build.sinks, last), perm=[0, 2, 1])
-    sinks, build.sinks = build.sinks, build.op("Reshape", turned, build.ints(-1, build.batchless.num_heads))
+    sinks = build.sinks
+    build.sinks = build.op("Reshape", turned, build.ints(-1, build.batchless.num_heads))
     try:
         return _weights(build, *scores)
     finally:

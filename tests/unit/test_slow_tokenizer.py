@@ -49,7 +49,8 @@ def test_the_ids_of_a_made_tokenizer_are_the_models(tmp_path, monkeypatch, capfd
     line = error_of(resolve, str(folder), folder, tmp_path / "checkpoint.json")
     assert line.endswith(f"make it from the tokenizer's other files: python -m lockstep.export.slow_tokenizer {folder}")
     run(monkeypatch, folder)
-    made, expected = Tokenizer.from_file(str(folder / "tokenizer.json")), own(folder / name)
+    made = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    expected = own(folder / name)
     for text in TEXTS:
         ids = expected.encode(text).ids
         assert made.encode(text).ids == ids and made.decode(ids) == expected.decode(ids), text

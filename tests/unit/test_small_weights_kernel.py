@@ -88,7 +88,8 @@ def library(folder: Path, threads: int) -> ctypes.CDLL:
     own = [name for name, form in FORMS.items() if form[-1] == threads]
     lines = KERNEL.read_text().splitlines(keepends=True)
     kept = (line for line in lines if not line.startswith("GEMV(") or line[5:].partition(",")[0] in own)
-    kernel, stem = folder / f"{threads}.cu", f"of_{threads}"
+    kernel = folder / f"{threads}.cu"
+    stem = f"of_{threads}"
     kernel.write_text("".join(kept))
     source = SOURCE.replace("KERNEL", str(kernel)) + "".join(f"RUN({name})\n" for name in own)
     (folder / f"{stem}.cpp").write_text(f"#define BLOCK_THREADS {threads}\n{source}")
@@ -132,8 +133,11 @@ def test_each_row_is_multiplied_by_each_weight(kernels, smallest):
     less than one; three weights of one input; the smallest groups that the kernel takes, and larger."""
     bits, most, forms = kernels
     group = 128 // bits if smallest else 128
-    random, outs, columns = np.random.default_rng(bits + group), (24, 13, 8), 1152
-    total, ends = sum(outs), np.cumsum(outs)
+    random = np.random.default_rng(bits + group)
+    outs = (24, 13, 8)
+    columns = 1152
+    total = sum(outs)
+    ends = np.cumsum(outs)
     stored = aligned(random.integers(0, 256, (total, columns // group, group * bits // 8), np.uint8))
     exact = (random.standard_normal((total, columns // group)) * 2.0**-bits / 8).astype(np.float16)
     scales = aligned((exact.astype(np.float32) * 256).astype(np.float16))

@@ -167,10 +167,8 @@ def test_a_random_source_names_a_config_that_can_spell_prompts(tmp_path):
 
 
 def test_a_model_on_the_hub_is_checked_once_it_is_here(tmp_path):
-    config, results = (
-        load({"models": {"m": {**CONFIG["models"]["m"], "source": "hf:a/b", "layers": [9]}}}),
-        Results(tmp_path / "results"),
-    )
+    config = load({"models": {"m": {**CONFIG["models"]["m"], "source": "hf:a/b", "layers": [9]}}})
+    results = Results(tmp_path / "results")
     assert config.check_sources([tmp_path], results=results) == {}
     write_checkpoint(tmp_path / "results" / "m" / "checkpoint", {"num_hidden_layers": 6})
     write_fetched(results.source("m"), "hf:a/b", {"config.json": "0" * 64}, commit="1")

@@ -56,7 +56,8 @@ class User:
     """A working directory, a hub cache, and `lockstep` started there."""
 
     def __init__(self, folder: Path, hub: HubServer) -> None:
-        self.folder, self.hub = folder, hub
+        self.folder = folder
+        self.hub = hub
         self.out = folder / "results" / "m" / "source.json"
         self.snapshots = folder / "home" / "hub" / f"models--{NAME.replace('/', '--')}" / "snapshots"
         folder.mkdir(exist_ok=True)
@@ -348,7 +349,8 @@ def test_the_token_goes_to_the_hub_and_not_beyond(user: User, hub: HubServer) ->
 
 def test_a_gated_model(user: User, hub: HubServer) -> None:
     hub.model(NAME, model())
-    hub.repositories[NAME].token, hub.repositories[NAME].gated = "hf_secret", True
+    hub.repositories[NAME].token = "hf_secret"
+    hub.repositories[NAME].gated = True
     asked = f"hf:{NAME}: expected access to this gated model, found none; ask for it on {hub.url}/{NAME}, then "
     assert user.error() == asked + "log in with `hf auth login` or set HF_TOKEN"
     assert user.error(HF_TOKEN="hf_other") == asked + "use a token that may read it"

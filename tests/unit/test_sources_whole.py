@@ -33,7 +33,8 @@ from shared import Shared
 from some import some
 
 SHAPE = {**FAMILIES["llama"].config, "eos_token_id": None, "bos_token_id": None}
-PROMPT, NEW = "San Francisco", 12
+PROMPT = "San Francisco"
+NEW = 12
 TOLERANCE = Tolerances("fp32", block=1e-4, logits=1e-3)  # those of fp32 in the config
 
 

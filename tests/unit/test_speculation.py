@@ -91,12 +91,14 @@ def test_an_answer_is_the_plain_one_to_the_bit(demo: Results, precision: str, er
 
 def test_the_cache_holds_what_plain_steps_leave_there(model: Model) -> None:
     """Whatever a rejected token has left; at the lengths where a row is full, and where it grows."""
-    tokens, cache = ids(200), model._executor._cache
+    tokens = ids(200)
+    cache = model._executor._cache
     model.step([Advance(0, tokens[:50], 0)])
     plain = [model.step([Advance(0, tokens[at : at + 1], at)])[0] for at in range(50, 200)]
     left = cache.copy_out(0, 0, 256)
     model.step([Advance(1, tokens[:50], 0)])
-    random, at = np.random.default_rng(0), 50
+    random = np.random.default_rng(0)
+    at = 50
     while at < 200:
         count = min(1 + int(random.integers(1, 7)), 200 - at, 1 + model.room(at + 1))
         right = int(random.integers(1, count + 1))
@@ -144,7 +146,9 @@ def test_drafts_that_are_wrong_become_rare(model: Model) -> None:
 def test_drafts_delay_no_prompt_and_leave_room_for_each_request(model: Model) -> None:
     requests = [Request(repeating(seed), 30) for seed in range(4)]
     speculation = Speculation(recorded(run(Engine(model), *requests), 10**9), 16)
-    engine, sizes, step = Engine(model, speculation=speculation), [], model.step_tokens
+    engine = Engine(model, speculation=speculation)
+    sizes = []
+    step = model.step_tokens
     try:
         model.step_tokens = lambda advances, *rest: sizes.append([len(a.tokens) for a in advances]) or step(advances)
         engine.add_all(requests[:2])
@@ -175,7 +179,8 @@ def test_a_stop_string_ends_an_answer_inside_a_draft(demo: Results, model: Model
 
 def test_a_grammar_holds_with_drafts_that_break_it(demo: Results, model: Model) -> None:
     assembly = demo.assembly("demo-llama", "fp32")
-    grammars, tokenizer = Compiler(assembly, model.vocab_size, model.eos_token_ids), Tokenizer.open(assembly)
+    grammars = Compiler(assembly, model.vocab_size, model.eos_token_ids)
+    tokenizer = Tokenizer.open(assembly)
     grammar = Grammar("regex", r"(19|20)[0-9]{2}-[01][0-9]-[0-3][0-9]")
     requests = [
         Request(tokenizer.encode("On"), 40, None, model.eos_token_ids, Sampling(t, seed=4), grammar=grammar)
@@ -303,7 +308,8 @@ def test_commands_give_the_plain_answer_and_say_what_was_drafted(demo: Results, 
     for result in drafted:
         document = json.loads(result.stdout)
         assert document["choices"] == expected and document["drafts"]["tokens"]
-    source, outs = tmp_path / "prompts.jsonl", [tmp_path / "plain.jsonl", tmp_path / "drafted.jsonl"]
+    source = tmp_path / "prompts.jsonl"
+    outs = [tmp_path / "plain.jsonl", tmp_path / "drafted.jsonl"]
     source.write_text("".join(json.dumps({"prompt": text, "max_tokens": 30}) + "\n" for text in ("a b a b", "x")))
     for out, more in zip(outs, ([], ["--speculative", "ngram:4"])):
         files = ["--input", str(source), "--output", str(out), "--results", str(tree)]

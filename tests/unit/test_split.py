@@ -60,8 +60,13 @@ def shapes(values):
 
 def test_names_and_shapes_are_those_of_the_contract(exported):
     assembly = assembly_of(exported, "fp16")
-    hidden, heads, kv, dim, vocab = 144, 6, 2, 40, 768
-    classes, kind = assembly["classes"], assembly["kinds"]["attention"]
+    hidden = 144
+    heads = 6
+    kv = 2
+    dim = 40
+    vocab = 768
+    classes = assembly["classes"]
+    kind = assembly["kinds"]["attention"]
     qkv = {"query": ["num_tokens", heads * dim], "key": ["num_tokens", kv * dim], "value": ["num_tokens", kv * dim]}
     assert shapes(classes["entry"]["inputs"]) == {"hidden": ["num_tokens", hidden]}
     assert shapes(classes["entry"]["outputs"]) == qkv
@@ -90,7 +95,8 @@ def test_names_and_shapes_are_those_of_the_contract(exported):
 
 
 def test_every_checkpoint_tensor_is_bound_and_has_the_slots_shape(exported):
-    assembly, weights = assembly_of(exported), Weights.open(exported / "fp32" / "weights.json")
+    assembly = assembly_of(exported)
+    weights = Weights.open(exported / "fp32" / "weights.json")
     bound = {tensor for layer in assembly["layers"] for slots in layer["block"]["slots"].values() for tensor in slots}
     bound |= {
         tensor
@@ -166,8 +172,10 @@ def test_unique_and_fully_traced_files_are_the_same_bytes(config):
 
 def traced_whole(meta) -> unique_layers.TracedModel:
     """Trace the model at each of its depths, each as a whole."""
-    depth, prefix = len(unique_layers.signatures(meta)), layer_list(meta)[0]
-    traced, layout = [unique_layers._cut(meta, range(n), False) for n in range(1, depth + 1)], checkpoint_layout(meta)
+    depth = len(unique_layers.signatures(meta))
+    prefix = layer_list(meta)[0]
+    traced = [unique_layers._cut(meta, range(n), False) for n in range(1, depth + 1)]
+    layout = checkpoint_layout(meta)
     layers = []
     for index, (block, batchless) in enumerate(zip(traced[-1].cut.blocks, traced[-1].cut.batchless, strict=True)):
         exit = traced[index].cut.exit
@@ -192,7 +200,8 @@ def run(path, feeds, weights):
 )
 def test_uncut_graph_equals_transformers(exported, precision, tolerance):
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32, attn_implementation="eager")
-    ids, weights = np.random.default_rng(0).integers(0, 768, 19), Weights.open(exported / precision / "weights.json")
+    ids = np.random.default_rng(0).integers(0, 768, 19)
+    weights = Weights.open(exported / precision / "weights.json")
     with torch.no_grad():
         expected = model(torch.as_tensor(ids)[None]).logits[0].numpy()
     (hidden,) = run(exported / precision / "graphs" / "embedding.onnx", {"token_ids": ids}, weights)

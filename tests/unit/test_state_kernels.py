@@ -83,28 +83,32 @@ CASES = {"window": WINDOW, "rule": RULE, "mamba": MAMBA, "pieces": PIECES, "eigh
 )
 def test_states_go_on_from_chunk_to_chunk_with_the_bits_of_one(name, dtype, tmp_path):
     shapes = CASES[name]
-    spec, count, random = StateKernelSpec.of_sizes(shapes, "here", dtype), 12, np.random.default_rng(0)
+    spec = StateKernelSpec.of_sizes(shapes, "here", dtype)
+    count = 12
+    random = np.random.default_rng(0)
     dtype = np.dtype(dtype)
-    library, past = compiled(spec, tmp_path), shapes["past_state"][1:]
+    library = compiled(spec, tmp_path)
+    past = shapes["past_state"][1:]
     given = {name: random.standard_normal((count, shapes[name][1])).astype(dtype) / 4 for name in spec.inputs}
     given = {name: -np.abs(array) if name == "decay" else array for name, array in given.items()}
-    state, expected = np.zeros((1, *past), np.float32), []
+    state = np.zeros((1, *past), np.float32)
+    expected = []
     for token in range(count):
         out, state = spec.advance({name: array[token : token + 1] for name, array in given.items()}, state)
         expected.append(out[0])
 
     def run(steps: list[tuple[bool, list[tuple[int, int]]]]) -> tuple[np.ndarray, np.ndarray]:
         """Tokens of row 2, which holds a state of another request; a request beside it, of no row, writes nowhere."""
-        found, states = np.full((count, len(expected[0])), 7, dtype), np.full((3, *past), 9, np.float32)
+        found = np.full((count, len(expected[0])), 7, dtype)
+        states = np.full((3, *past), 9, np.float32)
         for single, pairs in steps:
             for low, high in pairs:
                 part = {name: np.concatenate([array[low:high], array[:1]]) for name, array in given.items()}
                 rows = np.array([2] * (high - low) + [-1], np.int32)
-                positions, bounds = (
-                    np.arange(low, high + 1),
-                    np.array([[0, high - low], [high - low, high - low + 1]], np.int32),
-                )
-                made, dummy = np.full((high - low + 1, found.shape[1]), 7, dtype), part["value"]
+                positions = np.arange(low, high + 1)
+                bounds = np.array([[0, high - low], [high - low, high - low + 1]], np.int32)
+                made = np.full((high - low + 1, found.shape[1]), 7, dtype)
+                dummy = part["value"]
                 arrays = [part.get(name, dummy) for name in ("query", "key", "value", "decay", "beta")] + [
                     made,
                     states,

@@ -90,7 +90,8 @@ def test_choices_and_swapped_and_aborted_requests_have_the_bits_of_each_alone(ro
 def test_a_seen_prefix_goes_on_from_the_states_behind_it(root):
     """The chunk's end lies within the step that computed it; what is kept is evicted when its pages are needed."""
     model = open_model(root, chunk_size=64)
-    tables, page = model.tables, model.tables.pool.page_nbytes
+    tables = model.tables
+    page = model.tables.pool.page_nbytes
     prompt = ids(120, 0)
     requests = [Request(np.concatenate([prompt[:kept], ids(100 - kept, kept)]), 5, argmax) for kept in (100, 80, 70)]
     engine = Engine(model)
@@ -130,7 +131,8 @@ def test_golden_passes_on_openvino(shared, family):
 
 
 def check_golden(root, backend: str = "onnxruntime") -> None:
-    results, target = Results(root / "results"), Target(NAME, "fp32", "all", backend)
+    results = Results(root / "results")
+    target = Target(NAME, "fp32", "all", backend)
     reference = results.reference(NAME, "all")
     if not reference.exists():
         terms = GoldenTerms(8, ("San Francisco is a", "x", "lockstep"), 120)
@@ -180,7 +182,8 @@ def test_the_golden_check_sees_a_state_that_is(root, owner, name, wrap):
 
 @pytest.mark.parametrize("output", ["attention", "state_out"])
 def test_compare_sees_a_state_engine_that_is_off_at_one_size(root, tmp_path, output):
-    results, limits = Results(root / "results"), Limits(max_batch_size=3, max_seq_len=128, max_num_tokens=64)
+    results = Results(root / "results")
+    limits = Limits(max_batch_size=3, max_seq_len=128, max_num_tokens=64)
     for mixer in Assembly.load(results.assembly(NAME, "fp32")).state_mixers:
         name = f"{mixer}.prefill"
         right = pair(results, results.engines(NAME, "fp32", "onnxruntime"), name, NAME, limits)
@@ -262,7 +265,8 @@ LIMITS = {"max_batch_size": 4, "max_num_tokens": 64, "max_seq_len": 128}
 def test_states_lie_beside_blocks_of_every_gpu_backend(shared, tmp_path, backend, family, precision, tolerance):
     """In the types that the blocks have: a prompt in chunks, then rows that decode, beside ONNX Runtime."""
     results = Results(built_family(shared, family, precision) / "results")
-    assembly, weights = results.assembly("tiny", precision), results.weights("tiny", precision)
+    assembly = results.assembly("tiny", precision)
+    weights = results.weights("tiny", precision)
     tokens = np.random.default_rng(0).integers(3, 256, 60)
     steps = [
         [(0, 0, 40)],

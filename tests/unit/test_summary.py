@@ -204,7 +204,8 @@ def test_a_pass_of_other_engines_is_none(results: Results, capsys: pytest.Captur
 
 
 def test_answers_of_a_server_that_were_held_against_another_reference_are_none(results: Results) -> None:
-    reference, out = results.reference("m", 2), results.root / "m/fp16/served/onnxruntime/2.json"
+    reference = results.reference("m", 2)
+    out = results.root / "m/fp16/served/onnxruntime/2.json"
     write_json(reference, {"layers": 2})
     recorded(out, served(TARGETS[0]), reference=reference)
     assert summary.collect(results, TARGETS).targets[0].served == "pass"

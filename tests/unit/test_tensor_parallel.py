@@ -338,7 +338,8 @@ def test_a_request_has_the_same_bits_whatever_runs_beside_it(tiny: Results) -> N
 
 def test_ranks_tell_their_own_tokens_and_gather_logits_where_they_are_asked_for(tiny: Results) -> None:
     """A greedy step leaves the whole logits alone; one that gives logits, or draws, fills them."""
-    model, prompt = open_model(tiny, "fp32"), np.arange(3, 20)
+    model = open_model(tiny, "fp32")
+    prompt = np.arange(3, 20)
     expected = model.step([Advance(slot, prompt[slot:], 0) for slot in range(3)])
     found = model.step_tokens([Advance(slot, prompt[slot:], 0) for slot in range(3)])
     assert found.tolist() == most_likely(expected).tolist()
@@ -391,7 +392,8 @@ def test_engines_serve_every_rank_and_hold_no_weights(tiny: Results, degree: int
 
 def test_a_rank_reads_whole_rows_where_they_lie(tiny: Results) -> None:
     """Rows of a weight lie together in the checkpoint's file, columns with gaps: nothing is copied."""
-    weights, assembly = Weights.open(tiny.weights("tiny", "fp32")), Assembly.load(tiny.assembly("tiny", "fp32"))
+    weights = Weights.open(tiny.weights("tiny", "fp32"))
+    assembly = Assembly.load(tiny.assembly("tiny", "fp32"))
     assert assembly.tensor_parallel is not None
     part = assembly.layers[1].block
     slots = assembly.classes[part.graph].signature.slots
@@ -399,7 +401,8 @@ def test_a_rank_reads_whole_rows_where_they_lie(tiny: Results) -> None:
     for rank in range(assembly.tensor_parallel.degree):
         own = RankWeights(weights, part.slots, slots, sharded, rank)
         for slot in slots:
-            whole, found = slot_array(weights, part.slots[slot.name], slot.sizes), own[slot.name]
+            whole = slot_array(weights, part.slots[slot.name], slot.sizes)
+            found = own[slot.name]
             shard = sharded.weights.get(slot.name)
             assert found.shape == (shard.shape(slot.shape) if shard else slot.shape)
             assert np.shares_memory(found, whole)
@@ -410,7 +413,8 @@ def test_a_rank_reads_whole_rows_where_they_lie(tiny: Results) -> None:
 def test_validation_runs_the_ranks(shared: Shared, tmp_path: Path) -> None:
     """The demo at two ranks; with two ranks' parts of one weight exchanged it is refused."""
     results = Results(shared.folder("demo-ranks", _make_demo))
-    name, limits = "demo-llama", DEMO_CONFIG.limits.plain()
+    name = "demo-llama"
+    limits = DEMO_CONFIG.limits.plain()
     tolerance = DEMO_CONFIG.tolerance(name, "fp32")
     checked = functools.partial(_validate, results, tolerance, limits.max_seq_len)
     assert read_json(checked(results.assembly(name, "fp32"), tmp_path / "validate.json"))["result"] == "pass"
@@ -428,11 +432,15 @@ def test_the_demo_is_golden_and_served_on_two_ranks(references: Results, shared:
     """With prefix reuse, under load, behind an engine that was killed; and by the command with its option."""
     from lockstep.serve import check as served  # loads what a server needs
 
-    results, name = Results(shared.folder("demo-ranks", _make_demo)), "demo-llama"
-    target, limits = Target(name, "fp32", "all", "onnxruntime"), DEMO_CONFIG.limits.plain()
+    results = Results(shared.folder("demo-ranks", _make_demo))
+    name = "demo-llama"
+    target = Target(name, "fp32", "all", "onnxruntime")
+    limits = DEMO_CONFIG.limits.plain()
     tolerance = DEMO_CONFIG.tolerance(name, "fp32")
-    assembly, weights = results.assembly(name, "fp32"), results.weights(name, "fp32")
-    engines, out = results.engines(name, "fp32", "onnxruntime"), tmp_path / "golden.json"
+    assembly = results.assembly(name, "fp32")
+    weights = results.weights(name, "fp32")
+    engines = results.engines(name, "fp32", "onnxruntime")
+    out = tmp_path / "golden.json"
     reference = references.reference(name, "all")
     checked = assembly, weights, engines, reference, target, tolerance, limits, out, tmp_path / "speed.json"
     check_engines(*checked, [prompt.expected["all"] for prompt in DEMO_CONFIG.models[name].golden.prompts])

@@ -53,7 +53,8 @@ def gpu(form: Form) -> Iterator[fake_gpu.Gpu]:
 @pytest.fixture
 def open_model(lora: Results, form: Form, gpu: fake_gpu.Gpu, shared: Shared) -> Open:
     _, precision, attention, backend = form
-    assembly, weights = lora.assembly("demo-llama", precision), lora.weights("demo-llama", precision)
+    assembly = lora.assembly("demo-llama", precision)
+    weights = lora.weights("demo-llama", precision)
     options = {**({} if backend == "cuda" else {"attention": attention}), **SIZES}
     make = lambda folder: build(assembly, backend, folder / "engines.json", options)
     engines = shared.folder(f"lora-tensorrt/{'-'.join(form)}", make) / "engines.json"
@@ -82,7 +83,8 @@ class Forced:
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
-        self._tokens, self.gaps = list(tokens), list[float]()
+        self._tokens = list(tokens)
+        self.gaps = list[float]()
 
     def __call__(self, logits: np.ndarray) -> int:
         token = self._tokens[len(self.gaps)]
@@ -94,7 +96,8 @@ def test_what_the_device_chooses_goes_ahead_with_the_adapter(lora: Results, form
     """Tokens that stay on the device, of more requests than slots."""
     given = [Request(ids, 3 + n % 4, adapter=name) for n, (ids, name) in enumerate(2 * requests())]
     tokens: list[list[int]] = [[] for _ in given]
-    ahead, model = 0, open_model()
+    ahead = 0
+    model = open_model()
     for made in Decoding(model, given):
         tokens[made.request].append(made.token)
         ahead += model.in_flight
@@ -119,7 +122,8 @@ def test_a_slot_that_gets_another_adapter_in_its_place_is_not_given_the_step_und
         prompt = np.arange(5, 12)
         return [Advance(s, tokens[-1][s : s + 1] if number else prompt, 6 + number if number else 0) for s in range(2)]
 
-    model, reference = open_model(), opened(lora, form[1], **SIZES)
+    model = open_model()
+    reference = opened(lora, form[1], **SIZES)
     tokens: list[np.ndarray] = []
     for number in range(7):
         advances = step_of(number, tokens)
@@ -204,7 +208,8 @@ def test_steps_in_which_no_row_has_an_adapter_run_the_engines_of_the_model_witho
 def test_nothing_is_captured_behind_the_warm_up(open_model: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     from lockstep.gpu import cuda
 
-    model, captures = open_model(), list[int]()
+    model = open_model()
+    captures = list[int]()
     model.warm_up()
     capture = cuda.Stream.capture
     monkeypatch.setattr(cuda.Stream, "capture", lambda stream: (captures.append(1), capture(stream))[1])

@@ -45,7 +45,8 @@ BLOCK = onnx.parser.parse_model(
 )
 BLOCK.graph.node[1].name = "product"
 DATA = Path(__file__).parents[1] / "data"
-HALF, FLOAT = "Row major linear FP16 format", "Row major linear FP32"
+HALF = "Row major linear FP16 format"
+FLOAT = "Row major linear FP32"
 
 
 def graph(*inputs: str) -> onnx.ModelProto:
@@ -636,7 +637,9 @@ def test_an_engine_depends_on_name_capability_and_driver_alone():
 
 def cudnn(version=91900, **methods):
     module = ModuleType("cudnn")
-    module.backend_version, module.create_handle, module.destroy_handle = (lambda: version), object, lambda handle: None
+    module.backend_version = lambda: version
+    module.create_handle = object
+    module.destroy_handle = lambda handle: None
     vars(module).update(methods)
     return module
 
@@ -737,7 +740,8 @@ def test_without_nvrtc_no_engines_are_opened(monkeypatch):
 )
 def test_the_peak_is_what_was_used_at_most_and_none_where_cuda_failed(monkeypatch, capfd, used, found):
     """After a failure nothing is known of what was used, and the build says what failed."""
-    looked, answers = threading.Event(), itertools.chain(used, itertools.repeat(used[-1]))
+    looked = threading.Event()
+    answers = itertools.chain(used, itertools.repeat(used[-1]))
 
     def memory_used():
         answer = next(answers)

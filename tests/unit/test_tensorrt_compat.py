@@ -51,7 +51,8 @@ class Uses(ast.NodeVisitor):
         self.versions = frozenset(VERSIONS)
 
     def under(self, test: ast.expr, holds: bool, nodes: list) -> None:
-        guard, before = guard_of(test), self.versions
+        guard = guard_of(test)
+        before = self.versions
         if guard and (holds or not isinstance(test, ast.BoolOp)):
             inside = versions_with(guard[0])
             self.versions = before & (inside if guard[1] == holds else frozenset(VERSIONS) - inside)
@@ -70,7 +71,8 @@ class Uses(ast.NodeVisitor):
         self.under(node.test, False, [node.orelse])
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        kept, versions = dict(self.types), self.versions
+        kept = dict(self.types)
+        versions = self.versions
         for argument in node.args.args:
             self.declare(argument.arg, argument.annotation)
         for statement in node.body:
@@ -80,7 +82,8 @@ class Uses(ast.NodeVisitor):
             if guard:  # the rest of the function runs where the test does not hold
                 inside = versions_with(guard[0])
                 self.versions &= frozenset(VERSIONS) - inside if guard[1] else inside
-        self.types, self.versions = kept, versions
+        self.types = kept
+        self.versions = versions
 
     def declare(self, name: str, annotation: ast.expr | None) -> None:
         text = ast.unparse(annotation).removesuffix(" | None") if annotation else ""

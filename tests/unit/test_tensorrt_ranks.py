@@ -188,7 +188,8 @@ def test_a_decode_step_is_a_graph_on_each_device(open_model, gpu, form: Form) ->
     model.step_tokens([Advance(0, np.arange(5), 0)])
     for position in range(5, 8):
         model.step_tokens([Advance(0, np.array([1]), position)])
-    launches, plain = gpu.launches, gpu.plain
+    launches = gpu.launches
+    plain = gpu.plain
     model.step_tokens([Advance(0, np.array([1]), 8)])
     assert (gpu.launches - launches, gpu.plain - plain) == (form[3], 0)
     parts = breakdown(model._executor, 1)
@@ -245,7 +246,9 @@ def test_few_rows_are_summed_by_the_kernel_that_reads_them(open_model, gpu, form
     def decode() -> tuple[list[bytes], int]:
         model = open_model("all")
         model.step([Advance(0, np.arange(20), 0), Advance(1, np.arange(9), 0)])
-        plain, found, launches = gpu.plain, list[bytes](), 0
+        plain = gpu.plain
+        found = list[bytes]()
+        launches = 0
         for number in range(3):  # call by call, captured, a graph
             advances = [Advance(0, np.array([1]), 20 + number), Advance(1, np.array([7]), 9 + number)]
             found.append(model.step(advances).tobytes())
@@ -332,7 +335,9 @@ def test_logits_that_are_none_end_their_request_alone(open_model, gpu) -> None:
 def test_a_step_that_fails_half_way_leaves_no_rank_waiting(open_model, gpu, fails: int, monkeypatch) -> None:
     from lockstep.gpu.ranks import all_reduce
 
-    model, made, launch = open_model(), [], all_reduce.Exchange.sum
+    model = open_model()
+    made = []
+    launch = all_reduce.Exchange.sum
 
     def broken(self: all_reduce.Exchange, values: object) -> None:
         if len(made) == fails:
@@ -354,7 +359,8 @@ def test_a_step_that_fails_half_way_leaves_no_rank_waiting(open_model, gpu, fail
 def test_a_step_that_a_rank_cannot_capture_can_be_asked_for_again(open_model, monkeypatch) -> None:
     from lockstep.gpu import cuda
 
-    model, capture = open_model(), cuda.Stream.capture
+    model = open_model()
+    capture = cuda.Stream.capture
     model.step([Advance(0, np.arange(5), 0)])
     model.step([Advance(0, np.array([1]), 5)])
     streams = [rank.stream for rank in model._executor.ranks]
@@ -391,7 +397,9 @@ def test_a_device_that_hangs_ends_the_process_with_its_rank(open_model, monkeypa
     from lockstep.gpu import cuda
     from lockstep.gpu.ranks import watch as rank_watch
 
-    model, released, codes = open_model(), threading.Event(), []
+    model = open_model()
+    released = threading.Event()
+    codes = []
 
     def end(code: int) -> None:  # what would end this process
         codes.append(code)
@@ -487,7 +495,8 @@ def test_large_sums_are_made_in_two_shots(gpu, monkeypatch: pytest.MonkeyPatch) 
     from lockstep.gpu.device import Device
     from lockstep.gpu.ranks import all_reduce
 
-    world, random = gpu.devices, np.random.default_rng(0)
+    world = gpu.devices
+    random = np.random.default_rng(0)
     devices = [Device.get(rank) for rank in range(world)]
     for count in (8, 40, 1000, 4096):
         hosts = [random.standard_normal(count).astype(np.float16) for _ in devices]

@@ -56,7 +56,9 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("tensorrt_rtx_bindings") is None, reason="TensorRT-RTX is not installed"
 )
 
-MODEL, PRECISIONS, BACKEND = "demo-llama", ("fp32", "fp16", "bf16"), "tensorrt_rtx"
+MODEL = "demo-llama"
+PRECISIONS = ("fp32", "fp16", "bf16")
+BACKEND = "tensorrt_rtx"
 OPTIONS = {"compute_capabilities": None, "max_batch_size": 4, "max_num_tokens": 512, "max_seq_len": 256}
 BUILD = (
     "import sys; from lockstep.backends import build; from lockstep.errors import guard\n"
@@ -142,9 +144,13 @@ def test_quantised_weights_are_inputs_of_signed_integers(shared, tmp_path, preci
 def test_the_form_for_this_library_says_what_matmulnbits_says(bits):
     """The same bytes but for the sign, as ONNX packs them; in ONNX Runtime the same product, and zero points of their
     own are refused."""
-    random, rows, columns, group = np.random.default_rng(bits), 24, 64, 16
+    random = np.random.default_rng(bits)
+    rows = 24
+    columns = 64
+    group = 16
     integers = random.integers(0, 1 << bits, (rows, columns // group, group)).astype(np.uint8)
-    data, scales = pack(integers, bits), random.standard_normal((rows, columns // group)).astype(np.float32)
+    data = pack(integers, bits)
+    scales = random.standard_normal((rows, columns // group)).astype(np.float32)
     shapes = {"x": (TensorProto.FLOAT, ["n", columns]), "w": (TensorProto.UINT8, data.shape)}
     shapes |= {"s": (TensorProto.FLOAT, scales.shape)}
     inputs = [helper.make_tensor_value_info(name, *shape) for name, shape in shapes.items()]
@@ -241,7 +247,8 @@ def test_other_compute_capabilities_are_other_bytes_and_are_recorded(assemblies,
         builder.build(graph("middle"), out, {**OPTIONS, "compute_capabilities": capabilities})
         made[capabilities[0]] = out.read_bytes()
     builder.end()
-    out, both = tmp_path / "both" / "engines.json", ["8.6", "8.9"]
+    out = tmp_path / "both" / "engines.json"
+    both = ["8.6", "8.9"]
     build(assemblies["fp16"], BACKEND, out, {"compute_capabilities": both})
     assert read_json(out)["options"]["compute_capabilities"] == both
     assert read_json(out)["digest"] != read_json(engine_sets["fp16"])["digest"]
@@ -373,7 +380,8 @@ def model(folder: Path, nodes: list, inputs: list, outputs: list) -> Path:
     return folder / "graph.onnx"
 
 
-HALF, DOUBLE = TensorProto.FLOAT16, TensorProto.DOUBLE
+HALF = TensorProto.FLOAT16
+DOUBLE = TensorProto.DOUBLE
 
 
 @pytest.mark.parametrize(("nodes", "inputs", "outputs", "error", "said"), some([
@@ -406,7 +414,9 @@ def test_a_graph_that_is_refused_is_one_line_and_leaves_nothing(
 @pytest.mark.long
 def test_a_builder_that_is_killed_is_one_line_and_leaves_nothing(assemblies, engine_sets, tmp_path, monkeypatch):
     """In the middle of its third engine."""
-    out, real, number = tmp_path / "engines" / "engines.json", Compiler.build, iter(range(99))
+    out = tmp_path / "engines" / "engines.json"
+    real = Compiler.build
+    number = iter(range(99))
 
     def killed(self, graph, engine, options):
         if next(number) == 2:
@@ -455,7 +465,8 @@ def test_a_build_that_is_interrupted_leaves_no_process_and_no_half_file(
     whom(process.pid, how)
     _, said = process.communicate(timeout=120)
     wait_for(lambda: not Path(f"/proc/{builder}").exists())
-    left, expected = contents(out.parent), contents(engine_sets["fp16"].parent)
+    left = contents(out.parent)
+    expected = contents(engine_sets["fp16"].parent)
     assert process.returncode == code and "engines.json" not in left
     assert how == signal.SIGKILL or said.count("\n") == 1, said
     # Of an engine that was being written there is a temporary file at most, which the next build deletes.
@@ -671,7 +682,8 @@ def test_an_option_that_the_backend_does_not_know_is_one_line(assemblies, tmp_pa
 @pytest.mark.parametrize("module", [compat, library], ids=lambda module: module.__name__.rpartition(".")[2])
 def test_every_attribute_that_is_named_is_in_the_library(module):
     """Where the line runs with TensorRT 11.0, whose API this library's is."""
-    found, absent = uses_of(Path(module.__file__).read_text()).found, []
+    found = uses_of(Path(module.__file__).read_text()).found
+    absent = []
     for name, versions, line in found:
         if (11, 0) not in versions:
             continue

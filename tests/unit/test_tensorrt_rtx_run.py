@@ -23,7 +23,9 @@ from lockstep.verify import compare
 from lockstep.verify.golden.check import check_engines
 from some import some
 
-MODEL, BACKEND, VERSION = "demo-llama", "tensorrt_rtx", "1.7.1.116"
+MODEL = "demo-llama"
+BACKEND = "tensorrt_rtx"
+VERSION = "1.7.1.116"
 QUANTIZED = CONFIG.tolerance("demo-llama", "w8a16", "tensorrt_rtx")
 SIZES = {name: getattr(LIMITS, name) for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
 
@@ -70,7 +72,8 @@ def open_model(demo, engines):
 @pytest.mark.parametrize("precision", some(["fp16", "fp32"]))
 def test_generated_tokens_are_those_of_onnx_runtime(demo, open_model, gpu, precision):
     """With requests that come and go, so that slots are taken again, and prompts between decode steps."""
-    tokenizer, prompts = Tokenizer.open(demo.assembly(MODEL, precision)), 2 * [prompt.text for prompt in GOLDEN.prompts]
+    tokenizer = Tokenizer.open(demo.assembly(MODEL, precision))
+    prompts = 2 * [prompt.text for prompt in GOLDEN.prompts]
     paths = (
         demo.engines(MODEL, precision, "onnxruntime"),
         demo.assembly(MODEL, precision),
@@ -99,7 +102,9 @@ def test_the_demo_passes_the_golden_check(references, engines, gpu, tmp_path, pr
 
 @pytest.mark.parametrize("precision", some(["fp16", "fp32"]))
 def test_engines_are_compared_with_their_graphs_on_each_of_their_profiles(demo, engines, gpu, tmp_path, precision):
-    assembly, weights, out = demo.assembly(MODEL, precision), demo.weights(MODEL, precision), tmp_path / "compare.json"
+    assembly = demo.assembly(MODEL, precision)
+    weights = demo.weights(MODEL, precision)
+    out = tmp_path / "compare.json"
     compare.run(assembly, weights, engines(precision), TOLERANCES[precision], LIMITS, out, seconds=0)
     report = read_json(out)
     assert set(report["engines"]) == {"attention.decode", "attention.prefill", "embedding", "entry", "middle", "exit"}
@@ -113,7 +118,8 @@ def test_quantised_weights_come_with_their_sign(shared, gpu, tmp_path):
     """w8a16: MatMulNBits counts integers from 128, this library from 0. By the golden check, and by the comparison,
     which brings weights in its own way."""
     results = quantized_demo(shared, "w8a16")
-    assembly, weights = results.assembly("model", "w8a16"), results.weights("model", "w8a16")
+    assembly = results.assembly("model", "w8a16")
+    weights = results.weights("model", "w8a16")
     path = build(assembly, BACKEND, tmp_path / "engines" / "engines.json", SIZES)
     check_engines(
         assembly, weights, path, results.quantized_reference("model", "w8a16", 2), Target("model", "w8a16", 2, BACKEND),
@@ -159,7 +165,8 @@ def test_the_runtime_cache_is_kept_beside_the_engines_and_read_again(open_model,
     assert not caches(path), "written when the process ends"
     at_exit()
     (cache,) = caches(path)
-    before, stamp = cache.read_bytes(), cache.stat().st_mtime_ns
+    before = cache.read_bytes()
+    stamp = cache.stat().st_mtime_ns
     assert len(before) > 64 * 4  # a digest of each engine that ran
     begin_again()
     assert decode(open_model("fp16", 2)) == first
@@ -191,8 +198,11 @@ def test_a_runtime_cache_whose_folder_is_gone_is_left(open_model, engines, at_ex
 
 def test_the_runtime_cache_is_in_no_manifest_and_no_digest(demo, open_model, engines, at_exit, gpu):
     """Nor does a build that keeps the engines delete it, or a lock hold it."""
-    path, assembly = engines("fp16"), demo.assembly(MODEL, "fp16")
-    before, digest, locked = path.read_bytes(), EngineSet.open(path, assembly).digest(), content(path)
+    path = engines("fp16")
+    assembly = demo.assembly(MODEL, "fp16")
+    before = path.read_bytes()
+    digest = EngineSet.open(path, assembly).digest()
+    locked = content(path)
     decode(open_model("fp16", 2))
     at_exit()
     (cache,) = caches(path)

@@ -53,7 +53,8 @@ def asked(request, fixture):
 @pytest.fixture(scope="session")
 def engines(demo, tmp_path_factory, request):
     """{(version, precision, attention): engines.json} of the forms that are asked for"""
-    folder, found = tmp_path_factory.mktemp("tensorrt"), {}
+    folder = tmp_path_factory.mktemp("tensorrt")
+    found = {}
     for version, precision, attention in asked(request, "engines"):
         with fake_gpu.installed(version):
             options = {
@@ -109,12 +110,12 @@ class Both:
             demo.assembly(MODEL, precision),
             demo.weights(MODEL, precision),
         )
-        self.reference, self.found, self.tolerance = (
-            Model.open(*paths, layers, **LIMITS_OF_MODEL),
-            open_model(layers),
-            TOLERANCE[precision],
-        )
-        self.next, self.random, self.following = {}, np.random.default_rng(0), following
+        self.reference = Model.open(*paths, layers, **LIMITS_OF_MODEL)
+        self.found = open_model(layers)
+        self.tolerance = TOLERANCE[precision]
+        self.next = {}
+        self.random = np.random.default_rng(0)
+        self.following = following
 
     def step(self, *slots, prompts=(), tokens=True):
         """One token of each of `slots`, and (slot, count) of `prompts`, which go on where the slot is, or begin; the
@@ -204,7 +205,8 @@ def test_steps_give_what_onnx_runtime_gives(demo, open_model, form, gpu, followi
 
 
 def test_the_demo_passes_the_golden_check(references, engines, form, gpu, tmp_path):
-    precision, expected = form[1], [prompt.expected["all"] for prompt in GOLDEN.prompts]
+    precision = form[1]
+    expected = [prompt.expected["all"] for prompt in GOLDEN.prompts]
     check_engines(
         references.assembly(MODEL, precision), references.weights(MODEL, precision), engines[form],
         references.reference(MODEL, "all"), Target(MODEL, precision, "all", "tensorrt"), TOLERANCES[precision], LIMITS,
@@ -236,7 +238,8 @@ def test_the_golden_check_sees_faults_of_pages_that_are_moved(references, engine
 def test_a_block_that_leaves_its_graph_is_named_by_bisect(demo, engines, form, gpu, tmp_path):
     """The engine of another graph, which goes by the name and the digest of the right one; fused attention is no
     engine, and is left out."""
-    assembly, weights = demo.assembly(MODEL, form[1]), demo.weights(MODEL, form[1])
+    assembly = demo.assembly(MODEL, form[1])
+    weights = demo.weights(MODEL, form[1])
     report = lambda engines_json: EngineReport.from_json(engine_report(
         assembly, weights, engines_json, 2, asdict(TOLERANCES[form[1]]), (list(range(3, 20)), 9)
     ))  # fmt: skip
@@ -245,7 +248,8 @@ def test_a_block_that_leaves_its_graph_is_named_by_bisect(demo, engines, form, g
     assert any(row.part == "attention" for row in right.rows) == (form[2] == "traced")
     for name, source in (("graphs", assembly.parent), ("engines", engines[form].parent)):
         shutil.copytree(source, tmp_path / name)
-    graph, described = tmp_path / "graphs" / "exit.onnx", read_json(tmp_path / "graphs" / "assembly.json")
+    graph = tmp_path / "graphs" / "exit.onnx"
+    described = read_json(tmp_path / "graphs" / "assembly.json")
     model = onnx.load(graph)
     next(attribute for attribute in model.graph.node[-1].attribute if attribute.name == "alpha").f = 1.5
     onnx.save(model, graph)
@@ -264,7 +268,8 @@ def test_a_block_that_leaves_its_graph_is_named_by_bisect(demo, engines, form, g
 
 def test_generated_tokens_are_those_of_onnx_runtime(demo, open_model, form, gpu):
     """With requests that come and go, so that slots are taken again, and prompts between decode steps."""
-    tokenizer, prompts = Tokenizer.open(demo.assembly(MODEL, form[1])), 2 * [prompt.text for prompt in GOLDEN.prompts]
+    tokenizer = Tokenizer.open(demo.assembly(MODEL, form[1]))
+    prompts = 2 * [prompt.text for prompt in GOLDEN.prompts]
     paths = demo.engines(MODEL, form[1], "onnxruntime"), demo.assembly(MODEL, form[1]), demo.weights(MODEL, form[1])
     found = []
     for model in (Model.open(*paths, "all", **LIMITS_OF_MODEL), open_model("all")):
@@ -300,11 +305,13 @@ def test_a_step_is_under_way_before_it_is_asked_for(demo, open_model, form, gpu,
     both.step(prompts=[(0, 8), (1, 5), (2, 50)])
     for _ in range(3):
         both.step(0, 1, 2)
-    wait, launched = cuda.Event.wait, []
+    wait = cuda.Event.wait
+    launched = []
     with monkeypatch.context() as patched:
         patched.setattr(cuda.Event, "wait", lambda event: (launched.append(gpu.launches), wait(event)))
         for _ in range(14):  # slot 2 goes over 64 tokens
-            launches, plain = gpu.launches, gpu.plain
+            launches = gpu.launches
+            plain = gpu.plain
             both.step(1, 2, 0)
             assert both.found.in_flight
     assert (gpu.launches, gpu.plain) == (launches + 1, plain) and launched[-1] == launches + 1, (
@@ -394,7 +401,8 @@ def test_a_decode_step_is_one_launch_of_a_graph(demo, open_model, form, gpu):
     both.step(prompts=[(0, 8), (1, 5)])
     for _ in range(2):
         both.step(0, 1)
-    launches, plain = gpu.launches, gpu.plain
+    launches = gpu.launches
+    plain = gpu.plain
     for _ in range(5):
         both.step(0, 1)
     assert (gpu.launches, gpu.plain) == (launches + 5, plain)
@@ -404,14 +412,18 @@ def test_rows_decode_in_the_pass_of_prompts(demo, open_model, form, gpu, monkeyp
     """The blocks run once; only tokens come back, and the step behind sends no token or position."""
     from lockstep.gpu import cuda
 
-    both, sent, fetched = Both(demo, open_model, form[1]), [], []
+    both = Both(demo, open_model, form[1])
+    sent = []
+    fetched = []
     both.step(prompts=[(0, 8), (1, 5)])
     for _ in range(3):
         both.step(0, 1)
-    upload, download = cuda.Stream.upload, cuda.Stream.download
+    upload = cuda.Stream.upload
+    download = cuda.Stream.download
     monkeypatch.setattr(cuda.Stream, "upload", lambda *given: (sent.append(given[1]), upload(*given))[1])
     monkeypatch.setattr(cuda.Stream, "download", lambda *given: (fetched.append(given[2]), download(*given))[1])
-    launches, executor = gpu.launches, both.found._executor
+    launches = gpu.launches
+    executor = both.found._executor
     state = executor.ranks[0].state
     both.step(0, 1, prompts=[(2, 30), (3, 5)])
     assert gpu.launches == launches and [array.address for array in fetched] == [state.found.address]
@@ -429,7 +441,8 @@ def test_rows_decode_in_the_pass_of_prompts(demo, open_model, form, gpu, monkeyp
 
 def test_a_pass_has_room_for_all_rows_beside_a_full_prompt(demo, open_model, form, gpu):
     """Rows are all up to the highest that decodes: more than the tokens that the step brings."""
-    both, most = Both(demo, open_model, form[1]), LIMITS.max_num_tokens
+    both = Both(demo, open_model, form[1])
+    most = LIMITS.max_num_tokens
     both.step(prompts=[(3, 8)])
     both.step(3)
     longest = LIMITS.max_seq_len
@@ -449,7 +462,8 @@ def test_rows_decode_by_themselves_where_prompts_would_take_the_profile_of_longe
     ]  # fmt: skip
     model.step_tokens([Advance(0, np.arange(9), 0)])
     for held, (count, expected) in enumerate(((4, "send"), (511, "send_mixed"), (512, "send"), (30, "send_mixed")), 9):
-        made, sent = model._executor.ranks[0]._prompts, []
+        made = model._executor.ranks[0]._prompts
+        sent = []
         for name in ("send", "send_mixed"):
             real = getattr(made, name)
             setattr(made, name, lambda *given, real=real, name=name: (sent.append(name), real(*given))[1])
@@ -461,7 +475,8 @@ def test_rows_decode_by_themselves_where_prompts_would_take_the_profile_of_longe
 
 def put_passes(model, monkeypatch):
     """Fills with the lengths of what each step brings that is put on the streams."""
-    executor, put = model._executor, []
+    executor = model._executor
+    put = []
     put_passes = executor._put_passes
     monkeypatch.setattr(
         executor,
@@ -479,7 +494,8 @@ def test_each_step_is_begun_once_before_the_tokens_of_the_one_before_with_the_pr
 ):
     """The parts of a long prompt, prompts that waited for a slot, and one that came while a step was under way."""
     model = open_model(max_batch_size=2, chunk_size=16, max_num_tokens=64)
-    put, ahead = put_passes(model, monkeypatch), []
+    put = put_passes(model, monkeypatch)
+    ahead = []
     engine = Engine(model, prefix_caching=False)
     for count, new in ((5, 7), (140, 2), (4, 3)):
         engine.add(Request(np.arange(count), new))
@@ -545,7 +561,10 @@ class Chaos:
                 self.alone[number] = {(0, 0): tokens[0, 0][:end]}
 
     def check(self, engine):
-        found, aborted, numbers, left = {}, set(), {}, list(self.random.permutation(len(self.requests)))
+        found = {}
+        aborted = set()
+        numbers = {}
+        left = list(self.random.permutation(len(self.requests)))
         while left or engine.has_work:
             for _ in range(min(len(left), int(self.random.integers(0, 3)))):
                 number = left.pop()
@@ -625,7 +644,8 @@ def test_nothing_is_captured_or_planned_for_a_request_behind_the_warm_up(demo, o
 
     both = Both(demo, open_model, form[1], following=True)
     both.found._executor.warm_up()
-    captures, contexts = [], len(gpu.profiles)
+    captures = []
+    contexts = len(gpu.profiles)
     capture = cuda.Stream.capture
     monkeypatch.setattr(cuda.Stream, "capture", lambda stream: (captures.append(1), capture(stream))[1])
     if form[2] == "fused":
@@ -651,7 +671,8 @@ def test_nothing_is_captured_or_planned_for_a_request_behind_the_warm_up(demo, o
 def test_prompts_are_one_call_of_attention(demo, open_model, gpu, monkeypatch, capsys, refused):
     from lockstep.gpu.attention import prompt as prompt_attention
 
-    made, init = [], prompt_attention._CudnnPlan.__init__
+    made = []
+    init = prompt_attention._CudnnPlan.__init__
 
     def plan(self, size, stream, packed):
         if refused and packed:
@@ -697,7 +718,8 @@ def test_what_is_sent_is_what_it_was_when_it_was_sent(form, gpu):
     """However far the host is ahead of the device."""
     from lockstep.gpu import cuda, staging
 
-    stream, sender = cuda.Stream(), staging.Staging(20, 2)
+    stream = cuda.Stream()
+    sender = staging.Staging(20, 2)
     arrays = [(cuda.zeros((3,), "i4"), cuda.zeros((1,), "i8")) for _ in range(6)]
     values = np.arange(3)
     for first, second in arrays:
@@ -719,7 +741,8 @@ def test_a_prompt_is_worked_on_while_it_is_prepared_and_may_fail_half_way(
 
     both = Both(demo, open_model, form[1], "all")
     both.step(prompts=[(0, 8), (1, 5)])
-    made, prepare = [], prompt_blocks.PromptPass.calls
+    made = []
+    prepare = prompt_blocks.PromptPass.calls
 
     def broken(*arguments):
         if len(made) == fails:
@@ -728,7 +751,8 @@ def test_a_prompt_is_worked_on_while_it_is_prepared_and_may_fail_half_way(
         return prepare(*arguments)
 
     both.step(0)  # which makes the plan of one row
-    before, held = gpu.plain, [both.found.length(slot) for slot in range(3)]
+    before = gpu.plain
+    held = [both.found.length(slot) for slot in range(3)]
     with monkeypatch.context() as patched:
         patched.setattr(prompt_blocks.PromptPass, "calls", broken)
         with pytest.raises(CheckError, match="no more memory"):
@@ -830,7 +854,8 @@ def test_sampled_requests_are_drawn_on_the_device_with_a_step_under_way(open_mod
     """The tokens that the host draws from the same logits (`logprobs` asks for them), in slots that others had."""
     from lockstep.gpu import cuda
 
-    model, fetched = open_model(), set()
+    model = open_model()
+    fetched = set()
     prompts = [np.random.default_rng(seed).integers(0, 768, count) for seed, count in enumerate((5, 70, 9, 30, 3, 100))]
     requests = lambda **more: [
         Request(prompt, 12 + number, sampling=dataclasses.replace(RULES[number % 4], **more))
@@ -840,7 +865,9 @@ def test_sampled_requests_are_drawn_on_the_device_with_a_step_under_way(open_mod
     download = cuda.Stream.download
     with monkeypatch.context() as patched:
         patched.setattr(cuda.Stream, "download", lambda *given: (fetched.add(given[2].address), download(*given))[1])
-        engine, found, ahead = Engine(model, prefix_caching=False), {}, []
+        engine = Engine(model, prefix_caching=False)
+        found = {}
+        ahead = []
         for made in engine.run(requests()):
             found.setdefault((made.request, made.choice), []).append(made.token)
             ahead.append(model.in_flight or engine.scheduler.is_spread)
@@ -851,12 +878,14 @@ def test_sampled_requests_are_drawn_on_the_device_with_a_step_under_way(open_mod
 
 def test_requests_that_are_left_in_high_slots_move_to_low_ones_with_their_tokens(open_model, form, gpu):
     """Else a step computes the rows of all free slots below them."""
-    model, prompts = open_model(), [np.arange(3, 9 + 30 * number) for number in range(4)]
+    model = open_model()
+    prompts = [np.arange(3, 9 + 30 * number) for number in range(4)]
     requests = [
         Request(prompt, 40 if number == 3 else 5, sampling=RULES[number % 2]) for number, prompt in enumerate(prompts)
     ]
     alone = [tokens_of(Engine(model, prefix_caching=False), [request])[0, 0] for request in requests]
-    engine, rows = Engine(model, prefix_caching=False), []
+    engine = Engine(model, prefix_caching=False)
+    rows = []
     decode_calls = model._executor._decode_calls
     model._executor._decode_calls = lambda count, *more: (rows.append(count), decode_calls(count, *more))[1]
     try:
@@ -884,11 +913,13 @@ def test_only_the_logits_of_requests_that_need_them_come_back(open_model, form, 
     _, none = model.step_with_logits(first, [])
     for slot in range(3):
         model.release(slot)
-    expected, tokens = model.step(first), {}
+    expected = model.step(first)
+    tokens = {}
     assert none.shape == (0, 768)
     for slot in range(3):
         model.release(slot)
-    fetched, download = [], cuda.Stream.download
+    fetched = []
+    download = cuda.Stream.download
     monkeypatch.setattr(cuda.Stream, "download", lambda *given: (fetched.append(given[2].shape), download(*given))[1])
     found, logits = model.step_with_logits(first, [2, 0])
     assert sorted(fetched) == [(1, 768), (1, 768), (model.max_batch_size,)]
@@ -921,7 +952,8 @@ def test_what_is_swapped_out_comes_back_in_other_pages(demo, open_model, form, g
     both.step(prompts=[(0, 8), (1, 100), (2, 64)])
     both.step(0, 1, 2)
     model = both.found
-    before, swapped = list(model.tables[1]), model.swap_out(1)
+    before = list(model.tables[1])
+    swapped = model.swap_out(1)
     assert model.length(1) == 0 and not model.tables[1]
     both.step(0, 2, prompts=[(3, 150)])  # takes its pages
     model.tables.reserve({1: 102})
@@ -936,7 +968,8 @@ def down(array) -> np.ndarray:
     """What a device array holds, once the uploads before are through."""
     from lockstep.gpu import cuda
 
-    host, stream = np.empty(array.shape, array.dtype), cuda.Stream()
+    host = np.empty(array.shape, array.dtype)
+    stream = cuda.Stream()
     stream.download(host, array)
     stream.synchronize()
     return host
@@ -945,12 +978,15 @@ def down(array) -> np.ndarray:
 def test_the_parts_of_a_slot_lie_side_by_side_and_are_uploaded_once(demo, form, gpu):
     from lockstep.gpu import weights as device_weights
 
-    weights, DeviceWeights = Weights.open(demo.weights(MODEL, form[1])), device_weights.DeviceWeights
+    weights = Weights.open(demo.weights(MODEL, form[1]))
+    DeviceWeights = device_weights.DeviceWeights
     names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
-    rows, dtype = np.concatenate([weights[name] for name in names]), weights[names[0]].dtype
+    rows = np.concatenate([weights[name] for name in names])
+    dtype = weights[names[0]].dtype
     assert rows.nbytes > 2 * device_weights._PIECE
     store = DeviceWeights.of(weights, device_weights.Device.get())
-    array, blocks = store.put(weights, names, rows.shape, dtype, "slot"), gpu.blocks
+    array = store.put(weights, names, rows.shape, dtype, "slot")
+    blocks = gpu.blocks
     assert DeviceWeights.of(weights, device_weights.Device.get()) is store
     assert store.put(weights, names, rows.shape, dtype, "slot").address == array.address and gpu.blocks == blocks
     store.uploads.wait()
@@ -967,10 +1003,12 @@ def test_the_parts_of_a_slot_lie_side_by_side_and_are_uploaded_once(demo, form, 
 def test_an_upload_holds_the_memory_that_it_writes(demo, form, gpu, monkeypatch):
     from lockstep.gpu import weights as device_weights
 
-    weights, go_on = Weights.open(demo.weights(MODEL, form[1])), threading.Event()
+    weights = Weights.open(demo.weights(MODEL, form[1]))
+    go_on = threading.Event()
     copy = device_weights._Uploader._copy
     monkeypatch.setattr(device_weights._Uploader, "_copy", lambda self, *piece: (go_on.wait(), copy(self, *piece)))
-    store, weight = device_weights.DeviceWeights.of(weights, device_weights.Device.get()), "lm_head.weight"
+    store = device_weights.DeviceWeights.of(weights, device_weights.Device.get())
+    weight = "lm_head.weight"
     array = store.put(weights, [weight], weights[weight].shape, weights[weight].dtype, "slot")
     del array  # whoever asked for it has gone
     go_on.set()
@@ -1006,7 +1044,8 @@ def settled(gpu) -> int:
 def test_too_little_memory_is_told_with_what_it_was_for(open_model, gpu, share, what):
     run = lambda model: model.step([Advance(0, np.arange(3), 0)])
     run(open_model())
-    before, model = settled(gpu), open_model()
+    before = settled(gpu)
+    model = open_model()
     run(model)
     gpu.total = before + int(share * (settled(gpu) - before))
     del model
@@ -1025,7 +1064,9 @@ def test_a_cache_that_cannot_grow_stays_what_it_was(demo, open_model, form, gpu)
     both.step(prompts=[(0, 62)])
     both.step(0)
     both.step(0)
-    total, gpu.total = gpu.total, gpu.used + (200 << 10)  # one layer's keys in a cache of 128, no more
+    # one layer's keys in a cache of 128, no more
+    total = gpu.total
+    gpu.total = gpu.used + (200 << 10)
     with pytest.raises(CheckError, match="MiB of free GPU memory for the KV cache"):
         both.found.step([Advance(0, np.array([1]), 64)])
     gpu.total = total
@@ -1037,7 +1078,9 @@ def test_a_cache_that_cannot_grow_stays_what_it_was(demo, open_model, form, gpu)
 def test_pages_of_a_step_are_not_told_to_the_step_before(open_model, gpu):
     from lockstep.gpu import cuda
 
-    executor, lengths, table = open_model()._executor, np.zeros(4, np.int64), cuda.pinned((4, 4), "i4")
+    executor = open_model()._executor
+    lengths = np.zeros(4, np.int64)
+    table = cuda.pinned((4, 4), "i4")
     (attention,) = executor.ranks[0].attentions
     held = [list(executor.tables[slot]) for slot in range(4)]
     for ends in ({1: 65}, {0: 1, 2: 130, 1: 128}):
@@ -1068,7 +1111,8 @@ def test_what_tensorrt_said_before_is_not_told_as_the_error(gpu, call, arguments
 
 
 def test_a_prompt_comes_twice_and_finds_its_prefix_where_pages_can_be_shared(open_model, form, gpu):
-    engine, request = Engine(open_model(chunk_size=64)), Request(np.arange(3, 203), 8)
+    engine = Engine(open_model(chunk_size=64))
+    request = Request(np.arange(3, 203), 8)
     first, second = (tokens_of(engine, [request])[0, 0] for _ in range(2))
     assert first == second and len(first) == 8
     assert (engine.prefix_hits > 0) == engine.prefix_caching == (form[2] == "fused")
@@ -1079,7 +1123,8 @@ def test_beside_rows_that_decode_a_prompt_is_one_piece_of_many_chunks(open_model
     random = np.random.default_rng(0)
     shared = random.integers(0, 768, 140)
     prompts = [np.append(shared, random.integers(0, 768, count)) for count in (60, 0, 21)]
-    model, brought = open_model(chunk_size=64), []
+    model = open_model(chunk_size=64)
+    brought = []
     alone = [tokens_of(Engine(model, prefix_caching=False), [Request(prompt, 9)])[0, 0] for prompt in prompts]
     step_tokens = model.step_tokens
     monkeypatch.setattr(
@@ -1097,7 +1142,8 @@ def test_beside_rows_that_decode_a_prompt_is_one_piece_of_many_chunks(open_model
         engine.step()
         for prompt, expected, counts in zip(prompts, alone, pieces):
             brought.clear()
-            number, tokens = engine.add(Request(prompt, 9)), []
+            number = engine.add(Request(prompt, 9))
+            tokens = []
             while len(tokens) < 9:
                 tokens += [made.token for made in engine.step() if made.request == number]
             assert tokens == expected and all(each[0] == 1 for each in brought)
@@ -1112,7 +1158,8 @@ def test_layers_of_a_prompt_are_not_told_the_same_shapes_and_addresses_again(dem
     """Those of one engine share a context: of the second layer on, only its weights are new, and what alternates."""
     both = Both(demo, open_model, form[1], "all")
     both.step(prompts=[(0, 40)])
-    shapes, addresses = [], []
+    shapes = []
+    addresses = []
     for name, told in (("set_input_shape", shapes), ("set_tensor_address", addresses)):
         method = getattr(TENSORRT, name)
         monkeypatch.setattr(

@@ -22,7 +22,8 @@ from shared import Shared
 # By day test_real_text.py has the same texts without a server.
 pytestmark = [pytest.mark.exports, pytest.mark.long]
 
-PROMPT, ANSWER = "x", " the 𓀀cat the\n"
+PROMPT = "x"
+ANSWER = " the 𓀀cat the\n"
 BANS_AT = 40  # a prompt of so many tokens is answered with a bad word, in one of its spellings
 TEMPLATE = {"chat_template": "{{ messages[0]['content'] }}", "bos_token": "<s>"}
 
@@ -58,13 +59,15 @@ def server(results: Results) -> Iterator[RealServer]:
 
 @pytest.fixture(scope="module")
 def model(results: Results) -> Model:
-    engines, weights = results.engines("scripted", "fp32", "onnxruntime"), results.weights("scripted", "fp32")
+    engines = results.engines("scripted", "fp32", "onnxruntime")
+    weights = results.weights("scripted", "fp32")
     return Model.open(engines, results.assembly("scripted", "fp32"), weights, max_batch_size=2, max_seq_len=100)
 
 
 def answer_ids(tokenizer: Tokenizer) -> list[int]:
     """Return the tokens of ANSWER behind a word."""
-    whole, before = tokenizer.encode(f"{PROMPT}{ANSWER}").tolist(), tokenizer.encode(PROMPT).tolist()
+    whole = tokenizer.encode(f"{PROMPT}{ANSWER}").tolist()
+    before = tokenizer.encode(PROMPT).tolist()
     assert whole[: len(before)] == before
     return whole[len(before) :]
 
@@ -74,7 +77,8 @@ def complete(server: RealServer, prompt: Any, max_tokens: int, **body: Any) -> A
 
 
 def test_openais_completions(server: RealServer, tokenizer: Tokenizer) -> None:
-    most, ids = len(answer_ids(tokenizer)), tokenizer.encode(PROMPT).tolist()
+    most = len(answer_ids(tokenizer))
+    ids = tokenizer.encode(PROMPT).tolist()
     for prompt in (PROMPT, ids):
         assert complete(server, prompt, most)["text"] == ANSWER
         assert complete(server, prompt, most, echo=True)["text"] == PROMPT + ANSWER
@@ -90,7 +94,8 @@ def test_openais_log_probabilities(server: RealServer, tokenizer: Tokenizer) -> 
     most = len(answer_ids(tokenizer))
     for echo in (False, True):
         choice = complete(server, PROMPT, most, logprobs=4, echo=echo)
-        text, logprobs = choice["text"], choice["logprobs"]
+        text = choice["text"]
+        logprobs = choice["logprobs"]
         assert "".join(logprobs["tokens"]) == text
         assert all(text[at:].startswith(part) for at, part in zip(logprobs["text_offset"], logprobs["tokens"]))
         assert all(len(top) >= 4 for top in logprobs["top_logprobs"] if top)
@@ -122,7 +127,8 @@ def test_triton(server: RealServer, tokenizer: Tokenizer) -> None:
 
 
 def test_tritons_chain_of_models(server: RealServer, tokenizer: Tokenizer) -> None:
-    prompt, answer = tokenizer.encode(PROMPT).tolist(), answer_ids(tokenizer)
+    prompt = tokenizer.encode(PROMPT).tolist()
+    answer = answer_ids(tokenizer)
 
     def text(tokens: list[int], **more: Any) -> str:
         inputs = {"TOKENS_BATCH": ("INT32", [[tokens]]), "SEQUENCE_LENGTH": ("INT32", [[len(tokens)]]), **more}
@@ -144,7 +150,8 @@ def test_tritons_chain_of_models(server: RealServer, tokenizer: Tokenizer) -> No
 
 
 def test_python_and_a_file_of_prompts(model: Model, tokenizer: Tokenizer, tmp_path: Any) -> None:
-    most, ids = len(answer_ids(tokenizer)), tokenizer.encode(PROMPT).tolist()
+    most = len(answer_ids(tokenizer))
+    ids = tokenizer.encode(PROMPT).tolist()
     generation = generate(model, tokenizer, [PROMPT], most)
     assert "".join(piece.text for piece in generation) == generation.completions[0].choices[0].text == ANSWER
     lines = [{"prompt": PROMPT, "max_tokens": most}, {"prompt": ids, "max_tokens": most, "stop": "cat"}]
@@ -189,6 +196,7 @@ def test_an_answer_that_goes_on_after_an_interruption_does_not_complete_a_bad_wo
     whole = lambda text: next(way[0] for way in tokenizer.spellings(text) if tokenizer.token_text(way[0]) == text)
     *given, last = map(whole, ("t", "ru", "e"))
     for words, completes in ((), True), (("true",), False):
-        prompt, sampling = [1] * BANS_AT, Sampling(logit_bias={last: 1e6}, bad_words=words)
+        prompt = [1] * BANS_AT
+        sampling = Sampling(logit_bias={last: 1e6}, bad_words=words)
         (made,) = Engine(model).run([Request(prompt, len(given) + 1, sampling=sampling, answer_ids=given)])
         assert (tokenizer.decode([*given, made.token]).endswith("true")) == completes

@@ -19,7 +19,8 @@ from lockstep.serve.tool_formats.arguments import branches, choices, coerced
 TOOLS: dict[str, Any] = {"f": {"properties": {"s": {"type": "string"}}}, "g": {}}
 NESTED = {"q": 'she said "{[\\"]}" \\ and left', "ü": ["😀", "</tool_call", {"deep": [1.5, None, True]}]}
 QUOTED = json.dumps(NESTED, ensure_ascii=False)
-F, G = ("f", QUOTED), ("g", "{}")
+F = ("f", QUOTED)
+G = ("g", "{}")
 V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
 KIMI = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
 K2 = "<|tool_call_begin|>functions.{1}:{0}<|tool_call_argument_begin|>{2}<|tool_call_end|>"
@@ -301,7 +302,8 @@ TEXTS = st.lists(
 
 @given(st.sampled_from(sorted(FORMATS)), TEXTS, st.lists(st.integers(1, 60), max_size=30), st.booleans(), st.booleans())
 def test_the_pieces_do_not_matter(name: str, text: str, sizes: list[int], opened: bool, thinks: bool) -> None:
-    pieces, at = [], 0
+    pieces = []
+    at = 0
     for size in sizes:
         pieces.append(text[at : at + size])
         at += size

@@ -80,7 +80,8 @@ def asked(choice: Any) -> Tools:
 
 def written(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
     """Return calls as a model writes them, by the format's own table."""
-    format, texts = FORMATS[name], []
+    format = FORMATS[name]
+    texts = []
     for function, arguments in calls:
         text = json.dumps(arguments, ensure_ascii=False)  # llguidance takes no other spelling of a character
         if format.argument:
@@ -99,7 +100,8 @@ def filled(parts: tuple[str, ...], values: dict[str, str]) -> list[str]:
 @pytest.mark.parametrize("name", HELD)
 @pytest.mark.parametrize("choice", ["required", "auto"])
 def test_calls_that_follow_their_schemas_are_taken_and_others_are_not(setup: Setup, name: str, choice: str) -> None:
-    tools, format = asked(choice), FORMATS[name]
+    tools = asked(choice)
+    format = FORMATS[name]
     grammar = held_grammar(tools, AnswerPlan(format=format), None, None, setup.tokenizer)
     good = [[("f", ARGUMENTS)], [("g", {})], [("f", {**ARGUMENTS, "e": "left"})]]
     if not format.answer:  # else a call ends the answer
@@ -133,8 +135,10 @@ def test_a_named_function_is_called_once(setup: Setup, name: str) -> None:
 
 @pytest.mark.parametrize("name", HELD)
 def test_reasoning_and_an_asked_form_go_with_calls(setup: Setup, name: str) -> None:
-    think, form = REASONING["think"], Grammar("json_schema", '{"type": "integer"}', "response_format")
-    call, said = written(name, [("f", ARGUMENTS)]), "".join(FORMATS[name].answer)
+    think = REASONING["think"]
+    form = Grammar("json_schema", '{"type": "integer"}', "response_format")
+    call = written(name, [("f", ARGUMENTS)])
+    said = "".join(FORMATS[name].answer)
     for opened, before in ((True, ""), (False, "<think>")):
         grammar = held_grammar(asked("auto"), AnswerPlan(think, opened, FORMATS[name]), form, None, setup.tokenizer)
         assert setup.takes(grammar, f"{before}free {{text</think>\n\n{call}")
@@ -145,7 +149,8 @@ def test_reasoning_and_an_asked_form_go_with_calls(setup: Setup, name: str) -> N
 
 def test_the_reasoning_of_harmony_is_a_message_before_the_call(setup: Setup) -> None:
     plan = AnswerPlan(REASONING["harmony"], False, FORMATS["harmony"])
-    thought, call = "<|channel|>analysis<|message|>Hm.<|end|>", written("harmony", [("f", ARGUMENTS)])
+    thought = "<|channel|>analysis<|message|>Hm.<|end|>"
+    call = written("harmony", [("f", ARGUMENTS)])
     grammar = held_grammar(asked("required"), plan, None, None, setup.tokenizer)
     assert setup.takes(grammar, call) and setup.takes(grammar, f"{thought}<|start|>assistant{call}")
     assert not setup.takes(grammar, thought + call)
@@ -156,7 +161,8 @@ def test_the_reasoning_of_harmony_is_a_message_before_the_call(setup: Setup) -> 
 
 
 def test_a_budget_ends_the_reasoning(setup: Setup) -> None:
-    think, harmony = REASONING["think"], REASONING["harmony"]
+    think = REASONING["think"]
+    harmony = REASONING["harmony"]
     if setup.tokenizer.token_id("</think>") is None:
         with pytest.raises(BadRequest, match="thinking_token_budget: expected a tokenizer that has </think> as one"):
             held_grammar(None, AnswerPlan(think), None, 2, setup.tokenizer)
@@ -171,7 +177,8 @@ def test_a_budget_ends_the_reasoning(setup: Setup) -> None:
     form = Grammar("json_schema", '{"type": "integer"}', "response_format")
     both = held_grammar(None, AnswerPlan(think, True), form, 2, setup.tokenizer)
     assert setup.takes(both, "a</think>12") and not setup.takes(both, "ccccccc</think>12")
-    head, end = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>Yes."
+    head = "<|channel|>analysis<|message|>"
+    end = "<|end|><|start|>assistant<|channel|>final<|message|>Yes."
     channels = held_grammar(None, AnswerPlan(harmony, False, FORMATS["harmony"]), None, 2, setup.tokenizer)
     assert setup.takes(channels, f"{head}a{end}") and not setup.takes(channels, f"{head}ccccccc{end}")
     assert setup.takes(channels, "<|channel|>final<|message|>Yes.")

@@ -20,16 +20,22 @@ class Assigned(torch.nn.Module):
     """Keys of two parts, as DeepSeek V3 puts them together; parts in the middle, every other number, rows."""
 
     def forward(self, x):
-        keys, middle, others, rows = x.new_empty(x.shape), x.clone(), x.clone(), x.clone()
-        keys[..., :3], keys[..., 3:] = 2 * x[..., :3], 3 * x[..., :5]
-        middle[..., 2:5], middle[..., -2:] = 2 * x[..., :3], 3 * x[..., :2]
+        keys = x.new_empty(x.shape)
+        middle = x.clone()
+        others = x.clone()
+        rows = x.clone()
+        keys[..., :3] = 2 * x[..., :3]
+        keys[..., 3:] = 3 * x[..., :5]
+        middle[..., 2:5] = 2 * x[..., :3]
+        middle[..., -2:] = 3 * x[..., :2]
         others[..., ::2] = 2 * x[..., :4]
         rows[:, 1:2] = 5
         return keys, middle, others, rows
 
 
 def test_an_assigned_slice_stands_between_what_is_left() -> None:
-    count, table = torch.export.Dim("count"), {torch.ops.aten.slice_scatter.default: to_concat}
+    count = torch.export.Dim("count")
+    table = {torch.ops.aten.slice_scatter.default: to_concat}
     program = torch.onnx.export(
         Assigned().eval(), (torch.zeros(2, 3, 8),), dynamic_shapes=({0: count},), opset_version=OPSET, dynamo=True,
         verbose=False, custom_translation_table=table,
@@ -66,7 +72,8 @@ def test_operators_without_bfloat16_compute_in_float32() -> None:
     widen_unsupported(model)
     proto = ir.to_proto(model)
     onnx.checker.check_model(proto, full_check=True)
-    found, expected = list(compute(proto, {"x": x.numpy()}).values()), [value.numpy() for value in OfBfloat16()(x)]
+    found = list(compute(proto, {"x": x.numpy()}).values())
+    expected = [value.numpy() for value in OfBfloat16()(x)]
     assert len(found) == len(expected) == 12
     for number, (ours, theirs) in enumerate(zip(found, expected)):
         if number in (0, 1, 8, 10, 11):  # chosen, ordered or rounded: the same numbers

@@ -70,11 +70,13 @@ def test_mapped_weights_compute_what_those_in_float32_do(tmp_path, family):
     make(tmp_path / "shape.json", 0, tmp_path / "model")
     checkpoint = resolve("model", tmp_path / "model", tmp_path / "checkpoint.json")
     weights = Weights.open(convert(checkpoint, "fp16", tmp_path / "weights.json"))
-    config, ids = read_json(checkpoint)["config"], np.array([5, 9, 100, 33, 7, 250, 8])
+    config = read_json(checkpoint)["config"]
+    ids = np.array([5, 9, 100, 33, 7, 250, 8])
     whole, mapped = (TorchModel(config, weights, 2) for _ in range(2))
     tensors = {name: float32_tensor(array) for name, array in weights.dequantized() if is_within(name, 2)}
     whole.model = load_tensors(tensors, cut_config(config, 2), HOOK, "whole")
-    one, other = whole.record(ids), mapped.record(ids)
+    one = whole.record(ids)
+    other = mapped.record(ids)
     # The same operations on the same numbers, so no tolerance.
     assert np.array_equal(one.logits, other.logits) and np.array_equal(one.embedded, other.embedded)
     for layer, same in zip(one.layers, other.layers, strict=True):

@@ -54,7 +54,8 @@ def repository(tmp_path: Path) -> Path:
 
 
 def test_the_command_writes_a_repository_without_a_fault(demo: Results, tmp_path: Path) -> None:
-    tree, out = make_tree(tmp_path / "results", demo), tmp_path / "out"
+    tree = make_tree(tmp_path / "results", demo)
+    out = tmp_path / "out"
     run = lambda *given: subprocess.run(
         [sys.executable, "-m", "lockstep", "triton", *map(str, given)], capture_output=True
     )
@@ -385,7 +386,8 @@ def test_what_the_server_refuses_is_an_error_of_that_request(server: RealServer,
 
 def test_a_batch_of_which_one_prompt_is_wrong_is_refused(server: RealServer, load: Callable[..., Any]) -> None:
     """Before another one runs: an ensemble that fails with a step in flight never ends in Triton."""
-    texts, lengths = np.array([[PROMPT.encode()]] * 2, np.object_), np.array([[230], [0]], np.int32)
+    texts = np.array([[PROMPT.encode()]] * 2, np.object_)
+    lengths = np.array([[230], [0]], np.int32)
     (refused,) = run(
         load("tensorrt_llm_bls"), asked(text_input=texts, max_tokens=lengths, stream=np.ones([2, 1], bool))
     )
@@ -423,7 +425,8 @@ def test_a_model_that_is_not_decoupled_gives_one_response(server: RealServer, lo
 def test_the_core_model_starts_the_server_again_and_ends_it(
     demo: Results, load: Callable[..., Any], tmp_path: Path
 ) -> None:
-    tree, path = make_tree(tmp_path / "results", demo), tmp_path / "s"
+    tree = make_tree(tmp_path / "results", demo)
+    path = tmp_path / "s"
     command = [
         sys.executable, "-m", "lockstep", "serve", "demo-llama/fp32/all", "--results", str(tree), "--unix", str(path),
     ]  # fmt: skip

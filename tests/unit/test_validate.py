@@ -64,7 +64,8 @@ def test_one_layer_is_a_model_too(demo, tmp_path):
 
 def test_inputs_that_do_not_fit_together_are_refused(demo, tmp_path):
     out = tmp_path / "validate.json"
-    graphs, checkpoint = demo.assembly("demo-llama", "fp16"), demo.checkpoint("demo-llama")
+    graphs = demo.assembly("demo-llama", "fp16")
+    checkpoint = demo.checkpoint("demo-llama")
     with pytest.raises(InputError, match="precision: expected fp16 as in .*, found fp32"):
         validate.run(graphs, demo.weights("demo-llama", "fp32"), checkpoint, 2, TOLERANCES["fp16"], 256, out)
     with pytest.raises(InputError, match="layers: expected 1 to 6 or 'all', found 7"):

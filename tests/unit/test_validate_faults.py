@@ -29,7 +29,8 @@ def copy(demo, tmp_path, request):
 def run(demo, copy, layers="all"):
     folder, precision = copy
     out = folder.parent / "validate.json"
-    weights, checkpoint = demo.weights("demo-llama", precision), demo.checkpoint("demo-llama")
+    weights = demo.weights("demo-llama", precision)
+    checkpoint = demo.checkpoint("demo-llama")
     return validate.run(
         folder / "assembly.json", weights, checkpoint, layers, TOLERANCES[precision], LIMITS.max_seq_len, out, threads=1
     )
@@ -46,7 +47,8 @@ def plant_in_attention(folder, change):
     write_json(folder / "assembly.json", assembly)
 
 
-SCALE, FREQUENCIES = 40**-0.5, 20
+SCALE = 40**-0.5
+FREQUENCIES = 20
 FAULTS = {
     "scale": (
         replace_constant(lambda array: not array.shape and abs(array - SCALE) < 1e-3, lambda array: array * 1.05),
@@ -82,7 +84,8 @@ def test_a_fault_in_one_layers_attention_is_caught_and_the_layer_named(demo, cop
 @pytest.mark.parametrize("copy", ["fp32"], indirect=True)
 @pytest.mark.parametrize("name", some(["mask dropped", "position off by one"]))
 def test_a_fault_in_the_kind_of_all_layers_is_found_in_the_first(demo, copy, name):
-    folder, assembly = copy[0], read_json(copy[0] / "assembly.json")
+    folder = copy[0]
+    assembly = read_json(copy[0] / "assembly.json")
     plant_in_attention(folder, FAULTS[name][0])
     assembly["kinds"]["attention"] = read_json(folder / "assembly.json")["kinds"]["faulty"]
     write_json(folder / "assembly.json", assembly)
@@ -99,7 +102,8 @@ def swap(assembly, layer, one, other):
 def test_a_swapped_weight_is_caught_in_the_layer_that_it_belongs_to(demo, copy):
     """Gate and up of layer 3 have one shape: only numbers can tell. The block before layer 4's attention computes
     them."""
-    folder, assembly = copy[0], read_json(copy[0] / "assembly.json")
+    folder = copy[0]
+    assembly = read_json(copy[0] / "assembly.json")
     swap(assembly, FAULTY_LAYER, "previous.mlp.gate_proj.weight", "previous.mlp.up_proj.weight")
     write_json(folder / "assembly.json", assembly)
     with pytest.raises(CheckError, match=rf"^layer {FAULTY_LAYER} .*: hidden: "):
@@ -107,7 +111,8 @@ def test_a_swapped_weight_is_caught_in_the_layer_that_it_belongs_to(demo, copy):
 
 
 def test_a_weight_of_another_layer_is_caught(demo, copy):
-    folder, assembly = copy[0], read_json(copy[0] / "assembly.json")
+    folder = copy[0]
+    assembly = read_json(copy[0] / "assembly.json")
     slots = assembly["layers"][4]["block"]["slots"]
     slots["current.self_attn.k_proj.weight"] = ["model.layers.5.self_attn.k_proj.weight"]
     write_json(folder / "assembly.json", assembly)
@@ -117,7 +122,8 @@ def test_a_weight_of_another_layer_is_caught(demo, copy):
 
 @pytest.mark.parametrize("copy", ["fp32"], indirect=True)
 def test_a_swapped_norm_behind_the_last_attention_is_caught_in_the_last_layer(demo, copy):
-    folder, assembly = copy[0], read_json(copy[0] / "assembly.json")
+    folder = copy[0]
+    assembly = read_json(copy[0] / "assembly.json")
     slots = assembly["layers"][1]["exit"]["slots"]
     slots["model.norm.weight"] = ["model.layers.0.input_layernorm.weight"]
     write_json(folder / "assembly.json", assembly)
@@ -127,7 +133,8 @@ def test_a_swapped_norm_behind_the_last_attention_is_caught_in_the_last_layer(de
 
 @pytest.mark.parametrize("copy", ["fp32"], indirect=True)
 def test_a_fault_in_the_uncut_graph_alone_is_caught(demo, copy):
-    folder, assembly = copy[0], read_json(copy[0] / "assembly.json")
+    folder = copy[0]
+    assembly = read_json(copy[0] / "assembly.json")
     path = folder / assembly["batchful"]["graph"]
     model = onnx.load(path)
     constants = [

@@ -103,7 +103,8 @@ def found(root: Path) -> list[Finding]:
 
 def look(root: Path) -> None:
     """Everything that reads records and locks; errors are one line that names a file. Raises what is no such error."""
-    results, lock = root / "results", root / "locks" / f"{MODEL}.lock.json"
+    results = root / "results"
+    lock = root / "locks" / f"{MODEL}.lock.json"
     for call in (
         lambda: diff(lock, lock), lambda: explain(CONFIG, Results(results), TARGET), lambda: updated_lock(results, MODEL, lock),  # noqa: E501
         lambda: list(sections(results, MODEL)),

@@ -65,7 +65,8 @@ def test_the_file_is_the_one_that_the_library_writes_of_the_casts(tmp_path, dtyp
             value.shape,
             bits(value),
         )
-    manifest, file = json.loads(out.read_text()), out.with_name("weights.safetensors")
+    manifest = json.loads(out.read_text())
+    file = out.with_name("weights.safetensors")
     assert (manifest["format"], manifest["precision"]) == ("lockstep.weights/1", precision)
     if DTYPES[precision] == dtype:
         assert not file.exists()
@@ -137,10 +138,8 @@ def test_the_same_type_points_into_the_checkpoint(tmp_path):
     folder = write(tmp_path / "checkpoint", shards=3)
     out = converted(folder, "bf16")
     assert [path.name for path in out.parent.iterdir()] == ["weights.json"]
-    manifest, checkpoint = (
-        json.loads(out.read_text()),
-        json.loads((folder.parent / "results" / "checkpoint.json").read_text()),
-    )
+    manifest = json.loads(out.read_text())
+    checkpoint = json.loads((folder.parent / "results" / "checkpoint.json").read_text())
     recorded = {file["path"]: file for file in checkpoint["files"]}
     for file in manifest["files"]:
         path = Path(file["path"])
@@ -151,7 +150,8 @@ def test_the_same_type_points_into_the_checkpoint(tmp_path):
 
 
 def test_a_relative_checkpoint_gives_a_manifest_that_moves_with_its_tree(tmp_path):
-    folder, results = write(tmp_path / "a" / "resources" / "m"), tmp_path / "a" / "results" / "m"
+    folder = write(tmp_path / "a" / "resources" / "m")
+    results = tmp_path / "a" / "results" / "m"
     for precision in ("bf16", "fp32"):
         convert(
             resolve("resources/m", folder, results / "checkpoint.json"), precision, results / precision / "weights.json"
@@ -271,7 +271,8 @@ def test_an_unknown_precision(tmp_path):
 
 def test_a_checkpoint_that_changed_since_it_was_resolved(tmp_path):
     folder = write(tmp_path / "checkpoint", shards=3)
-    checkpoint, out = resolved(folder), tmp_path / "weights.json"
+    checkpoint = resolved(folder)
+    out = tmp_path / "weights.json"
     shard = folder / "model-00002-of-00003.safetensors"
     whole = shard.read_bytes()
 

@@ -50,7 +50,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("share", some([0.5, 0.05, 0.95]))
 def test_killed_while_it_writes_and_run_again(tmp_path, share):
-    checkpoint, out = big_checkpoint(tmp_path / "checkpoint", 48), tmp_path / "fp32" / "weights.json"
+    checkpoint = big_checkpoint(tmp_path / "checkpoint", 48)
+    out = tmp_path / "fp32" / "weights.json"
     process = start(RUN, checkpoint, "fp32", out)
     half = out.with_name(f".weights.safetensors.{process.pid}.tmp")
     while not (half.exists() and half.stat().st_size > share * 96 * MB):
@@ -84,7 +85,8 @@ def test_killed_between_the_weights_and_their_manifest(tmp_path):
 
 
 def test_interrupted_it_removes_its_half_file(tmp_path):
-    checkpoint, out = big_checkpoint(tmp_path / "checkpoint", 48), tmp_path / "fp32" / "weights.json"
+    checkpoint = big_checkpoint(tmp_path / "checkpoint", 48)
+    out = tmp_path / "fp32" / "weights.json"
     process = start(RUN, checkpoint, "fp32", out)
     half = out.with_name(f".weights.safetensors.{process.pid}.tmp")
     while not half.exists():
@@ -100,7 +102,8 @@ def test_interrupted_it_removes_its_half_file(tmp_path):
 
 def test_a_file_size_limit_in_the_middle_is_one_line(tmp_path):
     """What a full disk looks like when it fills while convert writes: the system refuses a write."""
-    checkpoint, out = big_checkpoint(tmp_path / "checkpoint", 8), tmp_path / "fp32" / "weights.json"
+    checkpoint = big_checkpoint(tmp_path / "checkpoint", 8)
+    out = tmp_path / "fp32" / "weights.json"
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (5 * MB, 5 * MB))
     process = start(RUN, checkpoint, "fp32", out, preexec_fn=limit)
     line = process.communicate()[1]
@@ -161,7 +164,8 @@ def test_a_disk_that_others_fill_meanwhile(tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_memory_does_not_grow_with_a_tensor(tmp_path, precision):
-    checkpoint, out = big_checkpoint(tmp_path / "checkpoint", 160), tmp_path / "out" / "weights.json"
+    checkpoint = big_checkpoint(tmp_path / "checkpoint", 160)
+    out = tmp_path / "out" / "weights.json"
     process = start(RUN + "\nprint(open('/proc/self/status').read())", checkpoint, precision, out)
     status = process.communicate()[0]
     assert process.returncode == 0

@@ -45,7 +45,8 @@ def test_tensors_by_name(weights):
 
 
 def test_an_array_is_a_read_only_view_of_the_one_map(weights):
-    first, second = weights["embed.weight"], weights["embed.weight"]
+    first = weights["embed.weight"]
+    second = weights["embed.weight"]
     assert np.shares_memory(first, second)
     assert not first.flags.writeable
     with pytest.raises(ValueError, match="read-only"):
@@ -143,7 +144,8 @@ def test_slots_that_fit(weights):
 
 
 def test_a_slot_of_several_tensors_holds_them_one_after_another(weights):
-    names, values = ["layers.0.up.weight", "layers.1.up.weight"], tensors()
+    names = ["layers.0.up.weight", "layers.1.up.weight"]
+    values = tensors()
     assert np.shares_memory(slot_array(weights, names[:1], (12, 8)), weights[names[0]])
     assert np.array_equal(slot_array(weights, names, (24, 8)), np.concatenate([values[name] for name in names]))
     assert np.array_equal(slot_array(weights, names, (2, 12, 8)), np.stack([values[name] for name in names]))

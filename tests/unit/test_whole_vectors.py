@@ -74,7 +74,8 @@ RIGHT += [((2, 64), [1]), ((4, 7), [1]), ((5, 64), [1]), ((3, 8), [2]), ((5, 4),
 @pytest.mark.parametrize(("shape", "axes"), WRONG, ids=str)
 def test_a_sum_has_the_same_bits_wherever_its_row_lies(shape, axes, operator):
     for keepdims in (0, 1):
-        model, function = sums(shape, axes, keepdims, operator), np.sum if operator == "ReduceSum" else np.mean
+        model = sums(shape, axes, keepdims, operator)
+        function = np.sum if operator == "ReduceSum" else np.mean
         expected = lambda x, f=function, k=bool(keepdims): [f(x.astype(np.float64), axis=tuple(axes), keepdims=k)]
         assert rows_differ(model, shape, expected)  # as above
         assert not rows_differ(fix_sums(model), shape, expected)

@@ -119,7 +119,8 @@ def write_wrapper(config: dict, folder: Path) -> torch.nn.Module:
 @pytest.mark.exports
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_the_language_model_of_a_wrapper_goes_through_all_stages(name, tmp_path, capsys):
-    folder, results = tmp_path / "checkpoint", Results(tmp_path / "results")
+    folder = tmp_path / "checkpoint"
+    results = Results(tmp_path / "results")
     wrapper = write_wrapper(WRAPPERS[name], folder)
     checkpoint = resolve(str(folder), folder, results.checkpoint(NAME))
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "left alone" in line]
@@ -140,8 +141,10 @@ def test_the_language_model_of_a_wrapper_goes_through_all_stages(name, tmp_path,
 
 
 def _pass_validate_and_golden(results: Results) -> None:
-    checkpoint, assembly = results.checkpoint(NAME), results.assembly(NAME, "fp32")
-    weights, tolerances = results.weights(NAME, "fp32"), Tolerances("fp32", block=1e-4, logits=1e-4)
+    checkpoint = results.checkpoint(NAME)
+    assembly = results.assembly(NAME, "fp32")
+    weights = results.weights(NAME, "fp32")
+    tolerances = Tolerances("fp32", block=1e-4, logits=1e-4)
     validate.run(assembly, weights, checkpoint, "all", tolerances, 64, results.validation(NAME, "fp32", "all"))
     make_reference(checkpoint, "all", GoldenTerms(4, ("a b",), 24), results.reference(NAME, "all"))
     report, speed = (path(NAME, "fp32", "all", "onnxruntime") for path in (results.golden, results.speed))

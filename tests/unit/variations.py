@@ -48,7 +48,9 @@ def variation(seed: int) -> dict[str, Any]:
     model_type = draw.choice(TYPES)
     with quiet():
         default = json.loads(transformers.CONFIG_MAPPING[model_type]().to_json_string(use_diff=False))
-    kv_heads, group, head_dim = draw.choice((1, 2, 3)), draw.choice((1, 2, 3, 4)), draw.choice((8, 16, 24))
+    kv_heads = draw.choice((1, 2, 3))
+    group = draw.choice((1, 2, 3, 4))
+    head_dim = draw.choice((8, 16, 24))
     heads = kv_heads * group
     config: dict[str, Any] = {
         "model_type": model_type, "dtype": "float32", "vocab_size": 288, "num_hidden_layers": _LAYERS,
@@ -65,7 +67,8 @@ def variation(seed: int) -> dict[str, Any]:
         config[key] = draw.choice(_NUMBERS[key])
     config |= _windows(draw, default) | _experts(draw, default)
     if "kv_lora_rank" in default:
-        rope, plain = draw.choice((4, 8)), draw.choice((8, 12))
+        rope = draw.choice((4, 8))
+        plain = draw.choice((8, 12))
         config |= {
             "q_lora_rank": draw.choice((None, 24)), "kv_lora_rank": 20, "qk_rope_head_dim": rope,
             "qk_nope_head_dim": plain, "v_head_dim": draw.choice((10, 16)), "num_key_value_heads": heads,
@@ -96,7 +99,9 @@ def _experts(draw: random.Random, default: dict[str, Any]) -> dict[str, Any]:
     key = next((key for key in _EXPERTS if key in default), None)
     if key is None:
         return {}
-    count, groups, taken = draw.choice((4, 8)), draw.choice((1, 2)), draw.choice((1, 2, 3))
+    count = draw.choice((4, 8))
+    groups = draw.choice((1, 2))
+    taken = draw.choice((1, 2, 3))
     made: dict[str, Any] = {key: count, "num_experts_per_tok": taken}
     if "n_group" in default:  # groups with fewer experts than are taken leave ties, which libraries break differently
         made |= {"n_group": groups, "topk_group": 1 if taken <= count // groups else groups}

@@ -32,7 +32,8 @@ class Checkout:
     """A folder with the workflow, its package and the demo checkpoint. Snakemake and `lockstep` are started there."""
 
     def __init__(self, folder: Path, variables: Mapping[str, str] = {}) -> None:
-        self.folder, self.variables = folder, variables
+        self.folder = folder
+        self.variables = variables
         self.results = folder / "results"
 
     @classmethod
@@ -90,7 +91,8 @@ class Checkout:
         The code must be 0 where `check`. A process of its own, of this checkout's code; where it is recorded, one that
         starts from nothing.
         """
-        folder, environment = folder or self.folder, self.environment()
+        folder = folder or self.folder
+        environment = self.environment()
         if "LD_PRELOAD" in environment:
             process = subprocess.run(
                 [sys.executable, "-m", module, *arguments], cwd=folder, env=environment,

@@ -81,7 +81,8 @@ def test_other_precisions_and_backends_are_what_is_locked(
 ) -> None:
     """Graphs, weights and engines; those are checked in the long test below."""
     demo.take_whole_demo()
-    folder, target = demo.results / "demo-llama" / precision, f"demo-llama/{precision}"
+    folder = demo.results / "demo-llama" / precision
+    target = f"demo-llama/{precision}"
     asked = [folder / "engines" / backend / "engines.json" for backend in backends]
     asked += [folder / "weights.json", folder / "graphs" / "assembly.json"]
     for stage in ("export", "convert"):

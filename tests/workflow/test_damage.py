@@ -11,7 +11,9 @@ from test_locks import flip
 from some import some
 
 MODEL = "demo-llama"
-GRAPHS, ENGINES, REFERENCE = f"{MODEL}/fp32/graphs", f"{MODEL}/fp32/engines/onnxruntime", f"{MODEL}/reference"
+GRAPHS = f"{MODEL}/fp32/graphs"
+ENGINES = f"{MODEL}/fp32/engines/onnxruntime"
+REFERENCE = f"{MODEL}/reference"
 TARGET = f"{MODEL}/fp32/2"
 # The stage that makes files (None: they are the user's); each file, with a stage that reads it and its target.
 KINDS = {
@@ -38,7 +40,8 @@ KINDS = {
 def test_a_flipped_byte_is_named_refused_and_repaired(demo: Checkout, filled_cache: Path, maker: str | None) -> None:
     """Each file alone is named and refused; making all of them again once, or taking them from the cache, repairs
     all."""
-    before, files = demo.digests(), KINDS[maker]
+    before = demo.digests()
+    files = KINDS[maker]
     for name, (reader, target) in files.items():
         flip(demo.results / name)
         found = demo.call("lockstep", "verify", check=False)

@@ -71,7 +71,8 @@ class Reader:
     """Someone in a checkout, who types what a page says."""
 
     def __init__(self, checkout: Checkout) -> None:
-        self.folder, self.words = checkout.folder, dict(WORDS)
+        self.folder = checkout.folder
+        self.words = dict(WORDS)
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # `lockstep`, of the checkout's package
         self.environment = {**checkout.environment(), "PATH": path, "LOCKSTEP_CACHE": str(self.folder / "cache")}
         self.server: subprocess.Popen[str] | None = None

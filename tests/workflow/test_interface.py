@@ -70,7 +70,8 @@ def test_another_config_in_another_folder_whose_first_run_fails_has_a_summary_th
         prompt["expected"] = {} if number else {2: "nonsense"}
     model = {"source": "resources/demo-llama", "layers": [2], "golden": golden}
     config = {"models": {"mine": model}, "limits": demo["limits"]}
-    path, results = tmp_path / "my.yaml", tmp_path / "out" / "results"
+    path = tmp_path / "my.yaml"
+    results = tmp_path / "out" / "results"
     path.write_text(yaml.safe_dump(config))
     cache = shutil.copytree(filled_cache, tmp_path / "cache")  # with graphs, engines, weights and references
     asked = ("--configfile", str(path), "--directory", str(results.parent), "--config", f"cache={cache}")

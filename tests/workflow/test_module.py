@@ -72,7 +72,8 @@ def test_a_prefix_holds_for_jobs_and_locks(tmp_path: Path, filled_cache: Path) -
     cache = shutil.copytree(filled_cache, tmp_path / "cache")  # which has graphs, engines and references already
     checkout = outer(tmp_path, "sub/", lambda config: only_one_target(config) or config.update(cache=str(cache)))
     folder = tmp_path / "sub/results/demo-llama"
-    summary, golden = "sub/results/summary.json", "sub/results/demo-llama/fp32/golden/onnxruntime/2.json"
+    summary = "sub/results/summary.json"
+    golden = "sub/results/demo-llama/fp32/golden/onnxruntime/2.json"
     checkout.snakemake("--cores", "2")
     assert (tmp_path / golden).with_suffix(".speed.json").is_file() and not (tmp_path / "results").exists()
     assert [row["golden"] for row in json.loads((tmp_path / summary).read_text())["targets"]] == ["pass"]

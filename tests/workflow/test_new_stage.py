@@ -76,7 +76,8 @@ COUNT = "results/demo-llama/fp32/count.json"
 
 @pytest.mark.long
 def test_a_stage_is_two_files_and_a_rule(counted: Checkout) -> None:
-    demo, made = counted, counted.folder / COUNT
+    demo = counted
+    made = counted.folder / COUNT
     assert demo.would_run()["count"] == 1
     cached = ("--config", f"cache={demo.folder / 'cache'}")
     demo.finish(COUNT, *cached)
@@ -104,7 +105,8 @@ def said_of(checkout: Checkout) -> str:
 
 @pytest.mark.long
 def test_what_a_toy_stage_makes_is_locked(counted: Checkout) -> None:
-    demo, made = counted, counted.folder / COUNT
+    demo = counted
+    made = counted.folder / COUNT
     demo.finish()
     demo.run("lockstep", "lock")
     lock = json.loads((demo.folder / "locks/demo-llama.lock.json").read_text())

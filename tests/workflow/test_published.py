@@ -41,7 +41,8 @@ class Stranger:
     """Someone with a folder of their own, who has the wheel."""
 
     def __init__(self, program: Path, folder: Path) -> None:
-        self.program, self.folder = program, folder
+        self.program = program
+        self.folder = folder
         folder.mkdir()
         self.variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 

@@ -54,7 +54,8 @@ def state(folder: Path) -> dict[str, tuple]:
     """Kind, digest or target, and time of everything below `folder`."""
     found = {}
     for path in folder.rglob("*"):
-        name, about = path.relative_to(folder).as_posix(), path.lstat()
+        name = path.relative_to(folder).as_posix()
+        about = path.lstat()
         if not name.startswith(NOTES) and not path.is_dir():
             found[name] = (about.st_mode, about.st_mtime_ns, sha256_file(path) if path.is_file() else os.readlink(path))
         elif path.is_dir() and name.startswith("results"):

@@ -23,7 +23,8 @@ def run_stage(name, snakemake, **given):
 
 def run_job(name, snakemake, **given):
     """Do as `run_stage` does, where a script has its log already."""
-    stage, names = STAGES[name], dict(snakemake.wildcards.items())
+    stage = STAGES[name]
+    names = dict(snakemake.wildcards.items())
     job = Job(
         name,
         names,
@@ -54,7 +55,8 @@ def logged(snakemake):
     A user's mistake becomes one line there and on the terminal, before Snakemake's own words, and so does what a stage
     has to say.
     """
-    terminal, log = os.dup(2), Path(snakemake.log[0])
+    terminal = os.dup(2)
+    log = Path(snakemake.log[0])
     try:
         with guard(), open(log, "w") as file:
             for stream in (1, 2):

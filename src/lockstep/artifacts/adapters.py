@@ -13,10 +13,14 @@ from lockstep.artifacts.document import Document, Key, integers
 from lockstep.artifacts.files import sha256_json
 from lockstep.artifacts.places import StoredFile, StoredFiles, TensorPlace
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # as PEFT names an adapter's files
+# as PEFT names an adapter's files
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 _MASK = "adapter_mask."
 IDS = "adapter_ids"  # the input of a block: each token's adapter slot, -1 for none
-A_SUFFIX, B_SUFFIX = ".lora_A", ".lora_B"  # of the inputs that their matrices are written to
+# of the inputs that their matrices are written to
+A_SUFFIX = ".lora_A"
+B_SUFFIX = ".lora_B"
 BETWEEN = " + "  # the parts of an engine's slot, in its name
 MOST_ADAPTERS = 256  # resident together
 # Parts of 128: sums over the ranks of all slots may be cut at multiples of it, and an adapter shall lie in one piece.

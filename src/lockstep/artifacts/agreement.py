@@ -82,7 +82,8 @@ def _check_adapters(assembly: Assembly, adapters: LoraSlots) -> None:
     """Check that blocks have the inputs of adapters, of their linear layers' sizes."""
     for name, slots in adapters.classes.items():
         signature = _named(assembly.classes, name, "adapters.classes").signature
-        inputs, weights = {io.name: io for io in signature.inputs}, {slot.name: slot for slot in signature.slots}
+        inputs = {io.name: io for io in signature.inputs}
+        weights = {slot.name: slot for slot in signature.slots}
         for slot, entry in slots.items():
             where = f"adapters.classes.{name}.{slot}"
             shape = list(_named(weights, slot, where).shape)
@@ -107,7 +108,8 @@ def _mix(where: str, mixer: TokenMixer, values: Values) -> None:
 
 def _check_state_mixer(where: str, mixer: StateMixer) -> None:
     for phase, tokens, rows in (("prefill", "num_tokens", 1), ("decode", "num_requests", "num_requests")):
-        signature, here = mixer.phases()[phase].signature, f"{where}.{phase}"
+        signature = mixer.phases()[phase].signature
+        here = f"{where}.{phase}"
         _unique(here, signature)
         _same(f"{here}.inputs", [io.name for io in signature.inputs], [*mixer.inputs, "past_state"])
         _same(f"{here}.outputs", [io.name for io in signature.outputs], ["attention", "state_out"])
@@ -119,12 +121,10 @@ def _check_state_mixer(where: str, mixer: StateMixer) -> None:
 
 
 def _check_variant(where: str, variant: AttentionVariant, dtype: str) -> None:
-    heads, kv_heads, dim, value_dim = (
-        variant.num_heads,
-        variant.num_kv_heads,
-        variant.head_dim,
-        variant.value_head_dim,
-    )
+    heads = variant.num_heads
+    kv_heads = variant.num_kv_heads
+    dim = variant.head_dim
+    value_dim = variant.value_head_dim
     for phase, tokens, rows in (("prefill", "num_tokens", 1), ("decode", "num_requests", "num_requests")):
         inputs = {
             "query": [tokens, heads * variant.query_dim],
@@ -154,7 +154,8 @@ def _check_ranks(assembly: Assembly, ranks: TensorParallel) -> None:
     _same(f"{here}.classes", sorted(ranks.classes), sorted(assembly.classes.keys() - {assembly.embedding.graph}))
     _same(f"{here}.kinds", sorted(ranks.variants), sorted(assembly.variants))
     for name, own in ranks.variants.items():
-        whole, where = assembly.variants[name], f"{here}.kinds.{name}"
+        whole = assembly.variants[name]
+        where = f"{here}.kinds.{name}"
         if not heads_divide(whole.num_heads, whole.num_kv_heads, ranks.degree):
             raise ValidationError(
                 where, f"heads that {ranks.degree} ranks can share", f"{whole.num_heads}, {whole.num_kv_heads}"

@@ -20,7 +20,9 @@ from lockstep.artifacts.files import sha256_file
 from lockstep.errors import CheckError
 
 FILE = "chat_template.json"
-LONGEST, LONGEST_TOKEN = 1_000_000, 1000  # characters; the longest that are published have some ten thousand
+# characters; the longest that are published have some ten thousand
+LONGEST = 1_000_000
+LONGEST_TOKEN = 1000
 
 
 @dataclass(frozen=True)

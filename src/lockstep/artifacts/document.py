@@ -42,7 +42,9 @@ class ValidationError(InputError):
     """An entry that is not what it must be. where: `layers[2].block`; "" for the whole. expected: in words."""
 
     def __init__(self, where: str, expected: str, found: Any) -> None:
-        self.where, self.expected, self.found = where.removeprefix("."), expected, found
+        self.where = where.removeprefix(".")
+        self.expected = expected
+        self.found = found
         place = f"{_short(self.where)}: " if where else ""
         super().__init__(f"{place}expected {_short(expected)}, found {_short(_shown(found))}")
 
@@ -169,7 +171,8 @@ def reader(kind: Any) -> Read:
 
 def _names_bound(kind: Any) -> bool:
     """Return whether the reader of a type holds its bound itself, and names it where the type is another, too."""
-    origin, arguments = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    arguments = get_args(kind)
     return (kind in _WORDS and kind is not float) or origin is Sequence or (origin is tuple and Ellipsis in arguments)
 
 
@@ -194,7 +197,8 @@ def _notes(kind: Any) -> tuple[Any, ...]:
 
 
 def _reader(kind: Any, bound: Bound | None) -> Read:
-    origin, arguments = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    arguments = get_args(kind)
     if kind is Any:
         return lambda value: value
     if kind is float:
@@ -220,7 +224,8 @@ def _read_float(value: Any) -> Any:
 
 
 def _scalar_reader(kinds: tuple[type, ...], bound: Bound) -> Read:
-    words, holds = bound.words, bound.holds
+    words = bound.words
+    holds = bound.holds
 
     def read(value: Any) -> Any:
         # `type` and not `isinstance`: JSON's true is an int in Python.
@@ -265,7 +270,9 @@ def _words(kind: Any) -> str:
 
 
 def _list_reader(kinds: tuple[Any, ...], bound: Bound | None) -> Read:
-    is_row, words, holds = kinds[-1] is not Ellipsis, bound.words if bound else "a list", bound.holds if bound else None
+    is_row = kinds[-1] is not Ellipsis
+    words = bound.words if bound else "a list"
+    holds = bound.holds if bound else None
     readers: Iterable[Read] = tuple(map(reader, kinds)) if is_row else itertools.repeat(reader(kinds[0]))
     if is_row:
         words = f"a list of {len(kinds)}"
@@ -285,12 +292,14 @@ def _list_reader(kinds: tuple[Any, ...], bound: Bound | None) -> Read:
 
 
 def _mapping_reader(key_kind: Any, item_kind: Any) -> Read:
-    read_key, read_item = None if key_kind is str else reader(key_kind), reader(item_kind)
+    read_key = None if key_kind is str else reader(key_kind)
+    read_item = reader(item_kind)
 
     def read(value: Any) -> Any:
         if type(value) is not dict:
             raise ValidationError("", "an object", value)
-        items, place = {}, ""
+        items = {}
+        place = ""
         try:
             for key, item in value.items():
                 if read_key is not None:
@@ -318,7 +327,8 @@ class _Entry:
 
 @functools.cache
 def _entries(kind: Any) -> tuple[_Entry, ...]:
-    hints, entries = get_type_hints(kind, include_extras=True), []
+    hints = get_type_hints(kind, include_extras=True)
+    entries = []
     for field in dataclasses.fields(kind):
         notes = _notes(hints[field.name])
         key = next((note.name for note in notes if isinstance(note, Key)), field.name)
@@ -345,7 +355,8 @@ def _object_reader(kind: type) -> Read:
             raise ValidationError("", "an object", value)
         if not required <= value.keys():
             raise ValidationError("", f"an object with {', '.join(sorted(required - value.keys()))}", sorted(value))
-        found, key = {}, ""
+        found = {}
+        key = ""
         try:
             for name, key, read_item in plain:
                 if key in value:
@@ -383,7 +394,8 @@ def _is_spread(entry: _Entry) -> bool:
 def _writer(kind: Any) -> Read:
     """Return the function that takes a value of type `kind` and returns its JSON."""
     kind = _plain(kind)
-    origin, arguments = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    arguments = get_args(kind)
     if _is_json(kind):
         return lambda value: value
     if dataclasses.is_dataclass(kind):

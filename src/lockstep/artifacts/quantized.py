@@ -27,7 +27,10 @@ from typing import Annotated, Any
 from lockstep.artifacts.bounds import GroupSize, Name
 from lockstep.artifacts.document import length, one_of
 
-_DATA, _SCALES, _ZERO_POINTS, _ORDER = ".data", ".scales", ".zero_points", ".order"
+_DATA = ".data"
+_SCALES = ".scales"
+_ZERO_POINTS = ".zero_points"
+_ORDER = ".order"
 
 
 @dataclass(frozen=True)

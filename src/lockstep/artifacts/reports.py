@@ -14,7 +14,8 @@ from lockstep.artifacts import formats
 from lockstep.artifacts.document import Document, Key
 from lockstep.targets import Target
 
-PASS, FAIL = "pass", "fail"
+PASS = "pass"
+FAIL = "fail"
 
 
 @dataclass(frozen=True, kw_only=True)

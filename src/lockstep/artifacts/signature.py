@@ -88,7 +88,8 @@ def check_slots(slots: Sequence[IO]) -> None:
 
 def check_names(where: str, role: str, declared: Sequence[str], found: Sequence[str], remedy: str = "") -> None:
     """Raise CheckError where the names of inputs or outputs are not those declared, in any order."""
-    missing, extra = sorted(set(declared) - set(found)), sorted(set(found) - set(declared))
+    missing = sorted(set(declared) - set(found))
+    extra = sorted(set(found) - set(declared))
     if missing or extra:
         parts = [f"{word} {few(names)}" for word, names in (("no", missing), ("unexpected", extra)) if names]
         end = f"; {remedy}" if remedy else ""
@@ -110,12 +111,14 @@ def check_arrays(
     check_names(where, role, [io.name for io in declared], list(arrays))
     sizes = dict(dims or {})
     for io in declared:
-        array, shape = arrays[io.name], io.shape
+        array = arrays[io.name]
+        shape = io.shape
         expected = [
             sizes.setdefault(want, size) if isinstance(want, str) else want for want, size in zip(shape, array.shape)
         ]
         if array.dtype.name != io.dtype or array.ndim != len(shape) or list(array.shape) != expected:
             wanted = [f"{dim}={sizes[dim]}" if isinstance(dim, str) and dim in sizes else dim for dim in shape]
-            expected_type, found = IO(io.name, io.dtype, tuple(wanted)), IO(io.name, array.dtype.name, array.shape)
+            expected_type = IO(io.name, io.dtype, tuple(wanted))
+            found = IO(io.name, array.dtype.name, array.shape)
             raise CheckError(f"{where}: {role} {io.name!r}: expected {expected_type.type}, found {found.type}")
     return sizes

@@ -56,7 +56,8 @@ class Shard(JsonObject):
 
     def put(self, array: np.ndarray, rank: int, part: np.ndarray) -> None:
         """Write a rank's part into a whole tensor."""
-        before, at = (slice(None),) * self.axis, 0
+        before = (slice(None),) * self.axis
+        at = 0
         for low, high in self.ranges[rank]:
             array[(*before, slice(low, high))] = part[(*before, slice(at, at + high - low))]
             at += high - low

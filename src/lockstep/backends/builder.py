@@ -45,8 +45,10 @@ def build(
     are those recorded and its file is whole. Raises InputError for a precision that the backend lacks and for a file of
     someone else where an engine goes, CheckError for a graph that is damaged or that the library refuses.
     """
-    assembly_path, out = Path(assembly_json), Path(out_engines_json)
-    assembly, library = Assembly.load(assembly_path), get_backend(backend)
+    assembly_path = Path(assembly_json)
+    out = Path(out_engines_json)
+    assembly = Assembly.load(assembly_path)
+    library = get_backend(backend)
     unknown = sorted(set(options or {}) - set(library.default_options()))
     if unknown:
         raise InputError(
@@ -71,7 +73,8 @@ def build(
         device=library.describe_device(),
         options={**library.default_options(), **(options or {})},
     )
-    graphs, costs = list(library.graphs(assembly, manifest.options)), dict[str, Any]()
+    graphs = list(library.graphs(assembly, manifest.options))
+    costs = dict[str, Any]()
     names = {library.file(name) for name, _ in graphs}
     stale_files(out, names)
     library.start(out.parent, manifest, [name for name, _ in graphs])
@@ -97,7 +100,8 @@ def _engines(
     costs: dict[str, Any],
 ) -> dict[str, EngineFile]:
     """Build the engines that an earlier set at `out` does not have, with their `costs`; return all entries."""
-    recorded, engines = _reusable(out, manifest, library), {}
+    recorded = _reusable(out, manifest, library)
+    engines = {}
     for number, (name, graph) in enumerate(graphs, start=1):
         graph_path = graph_file(assembly.parent, graph)
         entry = recorded.get(name)
@@ -127,7 +131,8 @@ def _progress(library: Backend, number: int, total: int, name: str) -> Iterator[
         say(f" failed after {time.perf_counter() - start:.1f} s")
         raise
     cost["seconds"] = round(time.perf_counter() - start, 3)
-    memory, note = cost["peak_memory_bytes"], cost.pop("note")
+    memory = cost["peak_memory_bytes"]
+    note = cost.pop("note")
     say(
         f" {cost['seconds']:.1f} s"
         + (f", {memory / 2**20:.0f} MiB of GPU memory" if memory is not None else "")

@@ -114,9 +114,12 @@ def thread_count(threads: int | None = None) -> int:
     InputError for fewer than one, and for more than `_MOST_THREADS`, or four for each CPU where that is more.
     """
     cpus = len(_cpus())
-    most, where, found = max(_MOST_THREADS, 4 * cpus), "threads", str(threads)
+    most = max(_MOST_THREADS, 4 * cpus)
+    where = "threads"
+    found = str(threads)
     if threads is None:
-        where, found = THREADS_VARIABLE, os.environ.get(THREADS_VARIABLE, "")
+        where = THREADS_VARIABLE
+        found = os.environ.get(THREADS_VARIABLE, "")
         if not found:
             return core_count()
         threads = int(found) if re.fullmatch("[0-9]{1,9}", found) else 0

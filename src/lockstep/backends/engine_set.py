@@ -33,7 +33,8 @@ class EngineSet:
         device, a damaged or missing engine file or one of another kind, or graphs of another export; InputError for a
         file that is no manifest.
         """
-        path, assembly = Path(engines_json), Assembly.load(assembly_json)
+        path = Path(engines_json)
+        assembly = Assembly.load(assembly_json)
         manifest = EngineSetManifest.load(path)
         backend = get_backend(manifest.backend)
         rebuild = "build the engines again on this machine"

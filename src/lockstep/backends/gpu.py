@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import functools
 
-_MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR of cuda.h
+# CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR of cuda.h
+_MAJOR = 75
+_MINOR = 76
 
 
 def compute_capability() -> str | None:
@@ -24,7 +26,8 @@ def ask_driver() -> str | None:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
-    device, numbers = ctypes.c_int(), (ctypes.c_int(), ctypes.c_int())
+    device = ctypes.c_int()
+    numbers = (ctypes.c_int(), ctypes.c_int())
     ok = not cuda.cuInit(0) and not cuda.cuDeviceGet(ctypes.byref(device), 0)
     for number, attribute in zip(numbers, (_MAJOR, _MINOR)):
         ok = ok and not cuda.cuDeviceGetAttribute(ctypes.byref(number), attribute, device)

@@ -27,7 +27,8 @@ class GpuBackend(Backend):
     """A backend whose engines run on a GPU, one device a rank."""
 
     batch_invariant = False
-    on_host, rank_devices = False, True
+    on_host = False
+    rank_devices = True
 
     def libraries(self, runs: bool) -> dict[str, str]:
         """Return the versions of cuBLAS, cuDNN and NVRTC, which run beside engines, or instead of them."""

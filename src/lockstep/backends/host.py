@@ -14,7 +14,8 @@ from lockstep.backends.cpu import cpu_key, describe_cpu
 class HostBackend(Backend):
     """A backend whose engines run on the CPU and depend on its instruction sets; equal builds are equal bytes."""
 
-    on_host, rank_devices = True, False
+    on_host = True
+    rank_devices = False
 
     def describe_device(self) -> dict[str, Any]:
         return {"type": "cpu", **describe_cpu()}

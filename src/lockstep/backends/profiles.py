@@ -52,10 +52,13 @@ def decode_ranges(max_batch_size: int) -> list[tuple[int, int]]:
     powers of two of rows, so each runs in a profile that is tuned for just it: a 7B step of 64 rows takes 9.1 ms so,
     and 10.3 ms in one for 33 to 128.
     """
-    ranges, low, top = [(1, 1)], 2, 4
+    ranges = [(1, 1)]
+    low = 2
+    top = 4
     while low <= max_batch_size:
         ranges.append((low, min(top, max_batch_size)))
-        low, top = top + 1, 2 * top
+        low = top + 1
+        top = 2 * top
     return ranges
 
 
@@ -76,7 +79,9 @@ def _sizes(
     a prompt's row goes to the first that takes many tokens. An embedding looks up, at any size alike.
     """
     names = {dim for shape in shapes.values() for dim in shape if isinstance(dim, str)}
-    requests, tokens, capacity = limits.max_batch_size, limits.max_num_tokens, limits.max_seq_len
+    requests = limits.max_batch_size
+    tokens = limits.max_num_tokens
+    capacity = limits.max_seq_len
     least = {"num_tokens": 1, "num_requests": 1, "past_capacity": 1}
     best = {"num_tokens": tokens, "num_requests": requests, "past_capacity": capacity}
     largest = {**best, "num_tokens": tokens + requests}
@@ -86,7 +91,8 @@ def _sizes(
     many = (least, best, largest)
     if "num_tokens" not in names or "past_capacity" in names or "token_ids" in shapes:
         return [many]
-    one, ranges = (least, least, least), decode_ranges(requests)
+    one = (least, least, least)
+    ranges = decode_ranges(requests)
     if "num_requests" in names:
         (_, high), *others = ranges[1:] or ranges  # the first is of one request too, whose tokens are many
         return [one] + [

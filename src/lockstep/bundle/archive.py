@@ -152,7 +152,8 @@ def write_tar(out: BinaryIO, entries: Iterable[Entry], path: Path) -> None:
     """
     for entry in entries:
         out.write(header(entry.name, entry.size))
-        digest, size = hashlib.sha256(), 0
+        digest = hashlib.sha256()
+        size = 0
         with entry.open() as file:
             while piece := file.read(_PIECE):
                 digest.update(piece)
@@ -192,7 +193,8 @@ def read_archive(path: str | os.PathLike) -> Archive:
             f"make one with `lockstep bundle`"
         )
     with open(path, "rb") as file:
-        size, members = os.fstat(file.fileno()).st_size, {}
+        size = os.fstat(file.fileno()).st_size
+        members = {}
         manifest, offset = _read_manifest(file, path)
         for listed in manifest.files:
             file.seek(min(offset, size))
@@ -214,7 +216,8 @@ def read_archive(path: str | os.PathLike) -> Archive:
 
 def _read_manifest(file: BinaryIO, path: Path) -> tuple[BundleManifest, int]:
     """Return the manifest, and the offset behind it."""
-    first, remedy = file.read(_BLOCK), "make one with `lockstep bundle`, or copy it again"
+    first = file.read(_BLOCK)
+    remedy = "make one with `lockstep bundle`, or copy it again"
     size = _info(first).size if first.startswith(MANIFEST.encode()) else 0
     if first != header(MANIFEST, size) or size > _LARGEST_MANIFEST:
         raise InputError(f"{path}: expected a bundle, which starts with {MANIFEST}, found {_words(first)}; {remedy}")
@@ -255,7 +258,8 @@ def check_contents(archive: Archive) -> str:
         whole.update(file.read(first.offset - _BLOCK if first else archive.size - len(_END)))
         for name, member in archive.members.items():
             whole.update(file.read(_BLOCK))  # its header, which was compared
-            own, left = hashlib.sha256(), member.size
+            own = hashlib.sha256()
+            left = member.size
             while left and (piece := file.read(min(_PIECE, left))):
                 own.update(piece)
                 whole.update(piece)

@@ -159,7 +159,8 @@ def _named(archive: Archive, folder: Path, assembly: Assembly, engines: EngineSe
 def _point_into(archive: Archive, manifest_path: Path, digest: str) -> None:
     """Rewrite the weights' manifest: its one file is the archive."""
     manifest = WeightsManifest.load(manifest_path)
-    whole, tensors = StoredFile(os.path.abspath(archive.path), archive.size, digest), {}
+    whole = StoredFile(os.path.abspath(archive.path), archive.size, digest)
+    tensors = {}
     for name, place in manifest.tensors.items():
         member = archive.members[f"weights/{place.file}"]
         if place.offset + place.length > member.size:

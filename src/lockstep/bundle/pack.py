@@ -21,7 +21,8 @@ from lockstep.provenance.record import read_record, record_path
 from lockstep.provenance.slsa import provenance_path, wrong_provenance
 from lockstep.targets import Limits, Results, Target
 
-WEIGHTS, ADAPTERS = "weights", "adapters"
+WEIGHTS = "weights"
+ADAPTERS = "adapters"
 
 
 def pack(results: Results, target: Target, limits: Limits, out: Path, with_weights: bool = False) -> Path:
@@ -84,7 +85,8 @@ def _weights(results: Results, target: Target, inside: bool) -> Iterator[Entry]:
 
 def _adapters(path: Path) -> Iterator[Entry]:
     """Yield the manifest of the model's adapters and their files. In it each adapter has a folder by its number."""
-    manifest, moved = AdaptersManifest.load(path), {}
+    manifest = AdaptersManifest.load(path)
+    moved = {}
     for number, (name, adapter) in enumerate(sorted(manifest.adapters.items())):
         # A bundle names no place of the machine that it was made on.
         source = adapter.source if adapter.commit else name

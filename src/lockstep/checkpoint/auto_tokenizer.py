@@ -136,14 +136,16 @@ def _difference(auto: Any, tokenizer: Any, texts: Sequence[str]) -> str | None:
     """Return in words of which text the two make other ids, or of these another text; None where there is none."""
     for text in texts:
         for special in (True, False):
-            wanted, found = _ids(auto, text, special), tokenizer.encode(text, add_special_tokens=special).ids
+            wanted = _ids(auto, text, special)
+            found = tokenizer.encode(text, add_special_tokens=special).ids
             if wanted != found:
                 at = next((at for at, pair in enumerate(zip(wanted, found)) if pair[0] != pair[1]), 0)
                 shown = " ".join(map(str, found[at : at + _SHOWN])), " ".join(map(str, wanted[at : at + _SHOWN]))
                 return f"makes {shown[0] or 'nothing'} of {text[:40]!r}, transformers {shown[1] or 'nothing'}"
     for text in texts:
         ids = _ids(auto, text, False)
-        wanted_text, found_text = _decoded(auto, ids), tokenizer.decode(ids, skip_special_tokens=True)
+        wanted_text = _decoded(auto, ids)
+        found_text = tokenizer.decode(ids, skip_special_tokens=True)
         if wanted_text != found_text:
             return f"reads the ids of {text[:40]!r} as {found_text[:40]!r}, transformers as {wanted_text[:40]!r}"
     return None

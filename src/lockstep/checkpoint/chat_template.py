@@ -18,8 +18,11 @@ from lockstep.artifacts.chat_template import LONGEST, LONGEST_TOKEN, ChatTemplat
 from lockstep.checkpoint.source_files import cut, present, read_source_json, read_source_text, shorten
 from lockstep.errors import InputError
 
-_DEFAULT, _TOOLS = "default", "tool_use"
-_CONFIG, _JINJA, _MAP = "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"
+_DEFAULT = "default"
+_TOOLS = "tool_use"
+_CONFIG = "tokenizer_config.json"
+_JINJA = "chat_template.jinja"
+_MAP = "special_tokens_map.json"
 # What `read_chat_template` reads.
 FILES = (_CONFIG, _JINJA, _MAP)
 
@@ -87,7 +90,8 @@ def _templates(found: Any, path: Path) -> dict[str, str]:
 
 def _chosen(named: Mapping[str, str]) -> str | None:
     """Return the template that chats use, which takes the one for tools where a chat has some."""
-    default, tools = named.get(_DEFAULT), named.get(_TOOLS)
+    default = named.get(_DEFAULT)
+    tools = named.get(_TOOLS)
     if not default or not tools:
         return default
     # Jinja drops the end of a line behind a tag and, but for the +, the white space before one.

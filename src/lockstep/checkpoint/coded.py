@@ -122,7 +122,8 @@ def _mxfp4(tensors: _Tensors, name: str) -> Found | None:
     weight, mark, rest = name.rpartition("_blocks")
     if not mark or rest:
         return None
-    place, scales = tensors.places[name], tensors.beside(name, f"{weight}_scales")
+    place = tensors.places[name]
+    scales = tensors.beside(name, f"{weight}_scales")
     if place.dtype != "U8" or len(place.shape) != 4 or place.shape[3] != MXFP4_GROUP // 2 or 0 in place.shape:
         refuse(name, place, tensors.folder, f"U8 of four dimensions, the last of {MXFP4_GROUP // 2}")
     experts, rows, groups, _ = place.shape
@@ -161,7 +162,8 @@ def _bnb4(tensors: _Tensors, name: str) -> Found | None:
     module, mark, kind = name.partition(_STATE)
     if not mark:
         return None
-    weight, place = f"{module}.weight", tensors.places[name]
+    weight = f"{module}.weight"
+    place = tensors.places[name]
     path = tensors.folder / place.file
     with open(path, "rb") as file:
         file.seek(place.offset)

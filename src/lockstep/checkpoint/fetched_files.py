@@ -24,7 +24,8 @@ def link(folder: Path, targets: Mapping[str, Path]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     clear(folder, keep=targets)
     for name, target in targets.items():
-        path, temporary = folder / name, folder / f".{name}.{os.getpid()}.tmp"
+        path = folder / name
+        temporary = folder / f".{name}.{os.getpid()}.tmp"
         if path.is_symlink() and os.readlink(path) == str(target):
             continue
         temporary.symlink_to(target)

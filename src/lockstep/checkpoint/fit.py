@@ -75,7 +75,8 @@ def _check_layers(folder: Path, config: Mapping[str, Any], found: CheckpointTens
     depth, key = model_config.depth(config)
     assert depth is not None  # else it is refused before
     further = sum(value for key in _FURTHER_LAYERS if type(value := model_config.setting(config, (key,))) is int)
-    wanted, allowed = set(range(depth)), set(range(depth + further))
+    wanted = set(range(depth))
+    allowed = set(range(depth + further))
     if not sizes or any(wanted <= numbers <= allowed for numbers in stacks.values()):
         return
     (stack, size), *_ = sizes.most_common(1)
@@ -98,7 +99,8 @@ def _check_embedding(path: Path, config: Mapping[str, Any], name: str, shape: tu
     is_head = HEAD.fullmatch(name)
     if not is_head and not EMBEDDING.fullmatch(name):
         return
-    vocabulary, where = model_config.setting(config, ("vocab_size",)), f"{path}: tensor {shorten(name)}"
+    vocabulary = model_config.setting(config, ("vocab_size",))
+    where = f"{path}: tensor {shorten(name)}"
     # Embeddings may have rows of their own, for padding or images; a head gives the vocabulary and nothing else.
     if type(vocabulary) is int and (shape[0] < vocabulary or (is_head and shape[0] != vocabulary)):
         raise InputError(

@@ -38,7 +38,8 @@ def embedding_of_head(folder: Path, config: Mapping[str, Any], found: Checkpoint
     name = _EMBEDDINGS.get((layer[2], heads[0][2]))
     if name is None or not (tied or ties_head(folder)):
         return found
-    head, embedding = heads[0][0], f"{layer[1]}{name}.weight"
+    head = heads[0][0]
+    embedding = f"{layer[1]}{name}.weight"
     return replace(
         found, tensors={embedding if other == head else other: place for other, place in found.tensors.items()}
     )
@@ -55,7 +56,8 @@ def check_own_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str
     tied = model_config.ties_head(config)
     if len(heads) != 1 or len(embeddings) != 1 or tied is False:
         return
-    head, embedding = named[heads[0]], named[embeddings[0]]
+    head = named[heads[0]]
+    embedding = named[embeddings[0]]
     if _is_copy(folder, head, embedding):
         return
     # Where it does not stand in the config, its class in transformers says it.

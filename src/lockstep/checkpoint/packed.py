@@ -151,7 +151,8 @@ def quantized_tensors(packing: Packing, packed: Mapping[str, PackedWeight], fold
             f"{folder}: expected packed weights whose rows are a multiple of {min(GROUP_SIZES)} numbers, found rows of "
             f"{min(weight.shape[1] for weight in packed.values())}; use the checkpoint in floating point"
         )
-    bits, is_mxfp4 = dict.fromkeys(packed, packing.bits), packing.layout == MXFP4
+    bits = dict.fromkeys(packed, packing.bits)
+    is_mxfp4 = packing.layout == MXFP4
     return QuantizedTensors(group_size, bits, packing.zero_points, packing.ordered, is_mxfp4)
 
 
@@ -168,20 +169,26 @@ def _refuse_others(packing: Packing, tensors: Mapping[str, TensorPlace], folder:
 def _weight(
     packing: Packing, parts: Mapping[str, str], tensors: Mapping[str, TensorPlace], folder: Path
 ) -> PackedWeight:
-    place, bits = tensors[parts["data"]], packing.bits
+    place = tensors[parts["data"]]
+    bits = packing.bits
     word = 32 // bits
-    by_row, dtypes = packing.layout in ("packed", "int8"), ("I8",) if packing.layout == "int8" else _INTS
+    by_row = packing.layout in ("packed", "int8")
+    dtypes = ("I8",) if packing.layout == "int8" else _INTS
     if place.dtype not in dtypes or len(place.shape) != 2 or 0 in place.shape:
         refuse(parts["data"], place, folder, f"{' or '.join(dtypes)} of two dimensions")
     first, second = place.shape
     if packing.layout == "int8":
-        rows, columns = first, second
+        rows = first
+        columns = second
     elif by_row:
-        rows, columns = first, second * word
+        rows = first
+        columns = second * word
     elif packing.layout == "awq":
-        rows, columns = second * word, first
+        rows = second * word
+        columns = first
     else:
-        rows, columns = second, first * word
+        rows = second
+        columns = first * word
     groups, left = divmod(columns, packing.group_size or columns)
     if left or (rows % word and not by_row):
         expected = f"rows of a multiple of {packing.group_size} numbers, as group_size in config.json says"

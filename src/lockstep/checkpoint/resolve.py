@@ -82,7 +82,8 @@ def resolve_architecture(source: str, folder: Path, out: Path) -> Path:
     tokenizer, which lies beside graphs, is loaded. Lines on stderr say where texts are split otherwise than by
     tokenizer.json alone, and which tokens end an answer where that is not said in one way.
     """
-    folder, out = Path(folder), Path(out)
+    folder = Path(folder)
+    out = Path(out)
     manifest = _manifest(source, folder, out, weights=False)
     check_loads(folder / "tokenizer.json")
     tokenizer = load_as_transformers(folder)
@@ -112,7 +113,9 @@ def resolve_fetched(source_json: Path, out: Path) -> Path:
 
     As `resolve`; its commit is recorded too. Raises InputError also when a file is not the one that was fetched.
     """
-    fetched, folder, out = Fetched.load(source_json), folder_of(Path(source_json)), Path(out)
+    fetched = Fetched.load(source_json)
+    folder = folder_of(Path(source_json))
+    out = Path(out)
     manifest = _manifest(fetched.source, folder, out, weights=True)
     for file in manifest.files:
         expected = fetched.sha256.get(file.path)

@@ -108,7 +108,9 @@ def _place(path: Path, name: str, entry: Any, start: int) -> TensorPlace:
     where = f"tensor {shorten(name)}"
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         _refuse(path, f"dtype, shape and data_offsets for {where}", shorten(entry))
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    dtype = entry["dtype"]
+    shape = entry["shape"]
+    offsets = entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         _refuse(path, f"a dtype of the safetensors format for {where}", shorten(dtype))
     if not _all_sizes(shape):

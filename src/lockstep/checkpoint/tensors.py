@@ -162,15 +162,11 @@ def _refuse_weights(folder: Path) -> None:
     safetensors = [name for name in names if name.endswith(".safetensors")]
     pickled = [name for name in names if name.endswith(_PICKLED) and name != "training_args.bin"]
     if "adapter_config.json" in names:
-        found, remedy = (
-            "an adapter (adapter_config.json)",
-            ("merge it into its base model (peft: merge_and_unload) and save that"),
-        )
+        found = "an adapter (adapter_config.json)"
+        remedy = "merge it into its base model (peft: merge_and_unload) and save that"
     elif safetensors:
-        found, remedy = (
-            f"only {cut(', '.join(safetensors))}",
-            (f"download {INDEX} for shards, or rename a single file to {SINGLE}"),
-        )
+        found = f"only {cut(', '.join(safetensors))}"
+        remedy = f"download {INDEX} for shards, or rename a single file to {SINGLE}"
     elif pickled:
         found = f"pickled weights ({cut(', '.join(pickled))}), which can run code when they are opened"
         remedy = (
@@ -179,5 +175,6 @@ def _refuse_weights(folder: Path) -> None:
             f"{shlex.quote(str(folder))}"
         )
     else:
-        found, remedy = "no weights", "download the whole checkpoint"
+        found = "no weights"
+        remedy = "download the whole checkpoint"
     raise InputError(f"{folder}: expected {SINGLE} or {INDEX}, found {found}; {remedy}")

@@ -30,7 +30,10 @@ class _Amount(click.ParamType):
     """A parameter type: a number with a unit, of bytes or seconds."""
 
     def __init__(self, name: str, units: dict[str, int], end: str, example: str) -> None:
-        self.name, self.units, self.end, self.example = name, units, end, example
+        self.name = name
+        self.units = units
+        self.end = end
+        self.example = example
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         found = re.fullmatch(rf"([0-9]+(?:\.[0-9]+)?) *({'|'.join(self.units)}){self.end}", str(value), re.IGNORECASE)
@@ -133,7 +136,8 @@ def verify(folder: str | None, config_file: Path | None, as_json: bool) -> None:
 
 def _entry(cache: Cache, used: Used) -> dict[str, Any]:
     """Return an entry as JSON. size: bytes; last_use: UTC."""
-    entry, when = used.entry, time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(used.last_use))
+    entry = used.entry
+    when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(used.last_use))
     about = {"stage": entry.key.stage, "of": " ".join(entry.key.names.values()), "key": entry.key.sha256}
     return {**about, "files": len(entry.outputs), "size": cache.size(entry), "last_use": when}
 

@@ -25,7 +25,9 @@ _TENSORRT = ("tensorrt", "tensorrt-cu12", "tensorrt-cu13", "tensorrt-cu12-bindin
 _GB = 1e9
 # Of the largest job of a model, as workflow/rules ask a cluster for it: bytes, and bytes for each byte of weights in 16
 # bits (docs/clusters.md). A quantised target's graphs are checked beside its weights in fp32.
-_JOB_BYTES, _JOB_PER_BYTE, _QUANTIZED_PER_BYTE = 2.5e9, 4.5, 8
+_JOB_BYTES = 2.5e9
+_JOB_PER_BYTE = 4.5
+_QUANTIZED_PER_BYTE = 8
 _BYTES = {
     "fp32": 4.0,
     "fp16": 2.0,

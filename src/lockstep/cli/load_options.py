@@ -69,7 +69,9 @@ def _prompts(workload: str | None, options: SimpleNamespace) -> tuple[list[Promp
         found = " and ".join(f"--{key.replace('_', '-')}" for key in chosen) or "none"
         expected = f"--{kind}" if kind else "one of --dataset, --token-norm-dist, --histogram, --trace"
         raise InputError(f"load: expected {expected}, found {found}")
-    number, seed, source = options.requests, options.seed, getattr(options, chosen[0])
+    number = options.requests
+    seed = options.seed
+    source = getattr(options, chosen[0])
     if chosen == ["token_norm_dist"]:
         try:
             sizes = [float(part) for part in source.split(",")]

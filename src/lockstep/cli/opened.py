@@ -132,7 +132,8 @@ def speculative(text: str | None, results: Path) -> dict[str, Any] | None:
 
     if text is None:
         return None
-    asked, tree = parse(text), Results(results)
+    asked = parse(text)
+    tree = Results(results)
     if asked.target is None:
         return asdict(asked)
     # The first layers of a target need no check of their own: what they draft is verified.

@@ -173,7 +173,8 @@ def _chosen(project: Project, targets: tuple[str, ...], entry: Stage) -> list[tu
         if not chosen:
             raise InputError("fetch_adapters: expected adapters on the hub (hf:org/name), found none: nothing to fetch")
     if "precision" in entry.wildcards:
-        asked, chosen = chosen, [target for target in chosen if entry.is_of(target.precision)]
+        asked = chosen
+        chosen = [target for target in chosen if entry.is_of(target.precision)]
         if not chosen:
             raise InputError(f"{entry.name}: expected a target of quantised weights, found {asked[0]}")
     if "backend" in entry.wildcards:

@@ -107,7 +107,8 @@ def model_problems(
             yield Problem((*here, "residual"), f"{text}; found {model.residual!r}")
         for place, precision in model.placed_precisions(backend):
             if precision not in settings.precisions:
-                allowed, why = ", ".join(settings.precisions), f" ({settings.lacks})" if settings.lacks else ""
+                allowed = ", ".join(settings.precisions)
+                why = f" ({settings.lacks})" if settings.lacks else ""
                 text = f"expected one of {allowed} for backend {backend}{why}; found {precision!r}"
                 yield Problem((*here, *place), text)
     if model.adapters and model.tensor_parallel > 1:
@@ -153,7 +154,8 @@ def _group_problems(
 
     Of a checkpoint that is quantised already, it is checked against its own.
     """
-    where, packing = ("models", name, "group_size"), shape.packing
+    where = ("models", name, "group_size")
+    packing = shape.packing
     already = largest_group(packing.group_size) if packing and packing.group_size else None
     quantized = filter(is_quantized, model.all_precisions())
     found = model.group_size or already or (None if packing else GROUP_SIZE)
@@ -187,8 +189,10 @@ def shape_problems(
 
     place: its `config.json`, or a folder that has one.
     """
-    shape, path = read_shape(place), place / "config.json" if place.is_dir() else place
-    depth, positions = shape.num_hidden_layers, shape.max_position_embeddings
+    shape = read_shape(place)
+    path = place / "config.json" if place.is_dir() else place
+    depth = shape.num_hidden_layers
+    positions = shape.max_position_embeddings
     for index, layers in enumerate(model.layers):
         where = ("models", name, "layers", index)
         if isinstance(layers, int) and layers > depth:

@@ -14,7 +14,8 @@ from lockstep.config.sources import GgufSource, HubSource, RandomSource, parse_s
 
 # The longest requests that a first config asks for: enough to chat, and checked to their last token in minutes.
 MOST_TOKENS = 4096
-_BATCH, _STEP = 16, 1024
+_BATCH = 16
+_STEP = 1024
 # What transformers computes twice on this CPU, in float32 and rounded: minutes for 4,096 tokens of a small model.
 _LONG_PROMPT = 1000
 # Below so many parameters fp32 is quick on a CPU; above, 8-bit weights read a quarter of the memory for each token.

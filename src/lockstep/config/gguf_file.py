@@ -16,9 +16,12 @@ from typing import Any
 from lockstep.errors import InputError
 
 SUFFIX = ".gguf"
-_MAGIC, _VERSIONS, _ALIGNMENT = b"GGUF", (2, 3), 32
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_ALIGNMENT = 32
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
+_STRING = 8
+_ARRAY = 9
 _MAX_DIMENSIONS = 4
 # What the format's page says of the values that are read here, by names; the first that matches holds.
 _TYPES: tuple[tuple[re.Pattern[str], str, Any], ...] = (
@@ -96,17 +99,22 @@ def read_gguf(path: Path, arrays: bool = True) -> GgufFile:
 
 class _Reader:
     def __init__(self, path: Path, data: mmap.mmap, arrays: bool) -> None:
-        self.path, self.data, self.arrays, self.at = path, data, arrays, len(_MAGIC)
+        self.path = path
+        self.data = data
+        self.arrays = arrays
+        self.at = len(_MAGIC)
 
     def read(self) -> GgufFile:
         try:
             version = self._take("I")
             if version not in _VERSIONS:
                 raise self._refused("a GGUF file of version 2 or 3, little-endian", f"version {version}")
-            tensors, keys = self._take("Q"), self._take("Q")
+            tensors = self._take("Q")
+            keys = self._take("Q")
             metadata = {}
             for _ in range(keys):
-                key, kind = self._string(), self._take("I")
+                key = self._string()
+                kind = self._take("I")
                 if (value := self._value(kind)) is not None:
                     metadata[key] = value
             table = [self._tensor() for _ in range(tensors)]
@@ -151,7 +159,8 @@ class _Reader:
             return self._string()
         if kind != _ARRAY:
             raise self._refused("a GGUF file", f"a value of the unknown type {kind} in its metadata")
-        element, count = self._take("I"), self._take("Q")
+        element = self._take("I")
+        count = self._take("Q")
         if element in _SCALARS:
             size = struct.calcsize(f"<{_SCALARS[element]}") * count
             if self.at + size > len(self.data):
@@ -172,7 +181,8 @@ class _Reader:
         return None
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
-        name, dimensions = self._string(), self._take("I")
+        name = self._string()
+        dimensions = self._take("I")
         if dimensions > _MAX_DIMENSIONS:
             raise self._refused("a GGUF file", f"a tensor {name!r} of {dimensions} dimensions")
         shape = tuple(reversed([self._take("Q") for _ in range(dimensions)]))

@@ -30,9 +30,11 @@ def load(config: str | os.PathLike | Mapping[str, Any], where: str | None = None
     path, or `config` for a mapping) and names the first mistake: its key, what is expected and what was found.
     """
     if isinstance(config, Mapping):
-        where, value = where or "config", dict(config)
+        where = where or "config"
+        value = dict(config)
     else:
-        where, value = where or os.fspath(config), read_document(config)
+        where = where or os.fspath(config)
+        value = read_document(config)
     if value is None:
         raise InputError(f"{where}: expected a mapping of {', '.join(Config.model_fields)}; found an empty file")
     try:

@@ -152,7 +152,9 @@ def _without_key_mark(root: type[BaseModel], detail: ErrorDetails) -> Location:
 
 
 def _text(root: type[BaseModel], detail: ErrorDetails) -> str:
-    kind, location, found = detail["type"], detail["loc"], detail["input"]
+    kind = detail["type"]
+    location = detail["loc"]
+    found = detail["input"]
     *_, container = (root, *_containers(root, location))
     if kind == "extra_forbidden":
         allowed = list(container.model_fields)

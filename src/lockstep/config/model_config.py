@@ -92,7 +92,8 @@ def first_chunk(settings: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
 
 def chunk_size(get: Callable[[str], Any]) -> int | None:
     """Return the size of the chunks of attention, None of a decoder without; get: the value of a setting, or None."""
-    size, kinds = get("attention_chunk_size"), get("layer_types") or ["chunked_attention"]
+    size = get("attention_chunk_size")
+    kinds = get("layer_types") or ["chunked_attention"]
     return size if isinstance(size, int) and size > 0 and "chunked_attention" in kinds else None
 
 

@@ -45,7 +45,8 @@ KEY = "quantization_config"
 _BITS = (4, 8)
 _PLAIN_INT8 = ("int-quantized", "naive-quantized")
 INTEGERS = ("gptq", "gptq_v2", "awq", "packed", "int8")  # layouts; others are codes of numbers
-MXFP4, MXFP4_GROUP = "mxfp4", 32
+MXFP4 = "mxfp4"
+MXFP4_GROUP = 32
 # {format of compressed-tensors: bits, strategies and group sizes of its weights of type float}.
 _FP8_STRATEGIES = (8, ("tensor", "channel", "block"), (None,))
 _FLOAT_STYLES: dict[str, tuple[int, tuple[str, ...], tuple[int | None, ...]]] = {
@@ -54,7 +55,8 @@ _FLOAT_STYLES: dict[str, tuple[int, tuple[str, ...], tuple[int | None, ...]]] = 
     "nvfp4-pack-quantized": (4, ("tensor_group",), (16,)),
 }
 _METHODS = ("gptq", "awq", "auto-round", "compressed-tensors", "fp8", "fbgemm_fp8", "modelopt", "bitsandbytes", MXFP4)
-_ACTIVATIONS, _CACHE = "activations", "KV caches"
+_ACTIVATIONS = "activations"
+_CACHE = "KV caches"
 
 
 @dataclass(frozen=True)
@@ -263,7 +265,8 @@ def _compressed_group(settings: Mapping[str, Any], name: str, group: Any) -> Pac
     if group.get("output_activations") is not None:
         expected = "null, for activations are not quantised here"
         raise ValidationError(f"{KEY}.{where}.output_activations", expected, group["output_activations"])
-    weights, where = group["weights"], f"{where}.weights"
+    weights = group["weights"]
+    where = f"{where}.weights"
     style = group.get("format") or settings.get("format")
     if style in _FLOAT_STYLES and weights.get("type") == "float":
         return _compressed_floats(weights, where, style)

@@ -272,7 +272,8 @@ class Config(Section):
         It is looked up as `check_sources` does; of one on the hub it is where a job of `results` brings it. Raises
         InputError, which names every place looked at, where there is none.
         """
-        found, problems = {}, []
+        found = {}
+        problems = []
         for name, adapter in sorted(self.models[model].adapters.items()):
             if isinstance(parse_source(adapter.source), HubSource):
                 found[name] = folder_of(fetched_manifest(results.adapter_sources(model), name))

@@ -30,7 +30,8 @@ REPOSITORY = next(
     ),
     _PACKAGE.parent / "share/lockstep",  # of `pip install --target`
 )
-HUB_PREFIX, RANDOM_PREFIX = "hf:", "random:"
+HUB_PREFIX = "hf:"
+RANDOM_PREFIX = "random:"
 BYTES = 256  # tokens that a random model needs, so that any prompt can be spelled
 _LONGROPE = ("longrope", "su")  # Phi-3's first name for it
 # The hub's own rules for names, and those of git for branches and tags as far as they can stand in a URL and a file
@@ -122,9 +123,11 @@ def resolve_here(
     if isinstance(source, FolderSource):
         return _folder(source.path, places_of(source.path, folders))
     if isinstance(source, RandomSource):
-        text, what = source.config, "a model's config.json"
+        text = source.config
+        what = "a model's config.json"
     else:
-        text, what = source.path, "a GGUF file"
+        text = source.path
+        what = "a GGUF file"
     places = places_of(text, folders)
     path = next((place for place in places if os.path.isfile(place)), None)
     if path is None:
@@ -241,13 +244,15 @@ def read_shape(path: Path) -> CheckpointShape:
     hidden = value.get("hidden_size")
     hidden = hidden if isinstance(hidden, int) else None
     parameters = num_parameters(depth, hidden, model_config.setting(value, ("vocab_size",)))
-    positions, first = model_config.setting(value, model_config.POSITION_KEYS), _first_frequencies(value)
+    positions = model_config.setting(value, model_config.POSITION_KEYS)
+    first = _first_frequencies(value)
     limits = [limit for part in model_config.parts(value) for limit in model_config.first_chunk(part)]
     if first is not None:
         limits.append((first, "original_max_position_embeddings: beyond it longrope changes the keys of all positions"))
     least, reason = min(limits, default=(None, ""))
     if least is not None and (positions is None or least < positions):
-        positions, limited_by = least, reason
+        positions = least
+        limited_by = reason
     else:
         limited_by = "max_position_embeddings"
     return CheckpointShape(depth, positions, limited_by, packing, parameters, model_config.linear_rows(value))

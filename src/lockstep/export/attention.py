@@ -57,7 +57,10 @@ def decode(batchless: BatchlessGraph) -> Graph:
     head_dim], past_lengths [num_requests]. A new token's position is its request's past length.
     """
     build = _Builder(batchless, tokens="num_requests")
-    group, kv, dim, vdim = build.group, batchless.num_kv_heads, batchless.head_dim, batchless.value_head_dim
+    group = build.group
+    kv = batchless.num_kv_heads
+    dim = batchless.head_dim
+    vdim = batchless.value_head_dim
     past_key, past_value, lengths = build.past("num_requests")
     query = build.op("Reshape", build.scaled_query(), [-1, kv, group, dim])
     # [R, kv, S, dim] x [R, kv, dim, group]: the cache is the left operand as it lies
@@ -85,7 +88,8 @@ class _Builder(GraphWriter):
 
     def __init__(self, batchless: BatchlessGraph, tokens: str = "num_tokens"):
         super().__init__(batchless.graph.clone(), "attention")
-        self.batchless, self.tokens = batchless, tokens
+        self.batchless = batchless
+        self.tokens = tokens
         self.group = batchless.num_heads // batchless.num_kv_heads
         for value in self.graph.inputs:
             value.shape = ir.Shape([tokens, *shape_of(value)[1:]])
@@ -97,7 +101,8 @@ class _Builder(GraphWriter):
     def past(self, requests: str) -> tuple[ir.Value, ir.Value, ir.Value]:
         """Add the cache inputs past_key, past_value and past_lengths, and return them."""
         count = int(requests) if requests.isdigit() else requests
-        heads, batchless = self.batchless.num_kv_heads, self.batchless
+        heads = self.batchless.num_kv_heads
+        batchless = self.batchless
         inputs = []
         for name, shape, dtype in (
             ("past_key", [count, heads, "past_capacity", batchless.head_dim], self.dtype),
@@ -149,7 +154,8 @@ class _Builder(GraphWriter):
 
     def attend(self, keys: ir.Value, values: ir.Value, positions: ir.Value) -> ir.Value:
         """Return [num_tokens, num_heads * head_dim] over keys, values [1, num_kv_heads, num_keys, head_dim]."""
-        batchless, group = self.batchless, self.group
+        batchless = self.batchless
+        group = self.group
         query = self.op("Reshape", self.scaled_query(), [-1, batchless.num_kv_heads, group, batchless.head_dim])
         query = self.op("Transpose", query, perm=[1, 2, 0, 3])  # [kv, group, N, dim]
         scores = self.op("MatMul", query, self.op("Transpose", keys, perm=[1, 0, 3, 2]))  # [kv, group, N, num_keys]
@@ -171,6 +177,8 @@ class _Builder(GraphWriter):
             results.append((self.key, "key_out", [batchless.num_kv_heads, batchless.head_dim]))
             results.append((self.value, "value_out", [batchless.num_kv_heads, batchless.value_head_dim]))
         for value, label, shape in results:
-            value.name, value.shape, value.type = label, ir.Shape([self.tokens, *shape]), ir.TensorType(self.dtype)
+            value.name = label
+            value.shape = ir.Shape([self.tokens, *shape])
+            value.type = ir.TensorType(self.dtype)
         self.graph.outputs[:] = [value for value, _, _ in results]
         return canonical(self.graph, name, _ORDER, {})

@@ -117,7 +117,8 @@ def _unsqueeze(op: Operator, axis: int) -> Axes:
 
 def _reshape(op: Operator, axis: int) -> Axes:
     """Find the axis with as many numbers before it: what follows an index there follows it behind the reshape too."""
-    given, before = op.inputs[0] or (), math.prod(op.outputs[0][:axis])
+    given = op.inputs[0] or ()
+    before = math.prod(op.outputs[0][:axis])
     return [max((own for own in range(op.rank) if math.prod(given[:own]) == before), default=None)]
 
 
@@ -136,13 +137,15 @@ def _matmul(op: Operator, axis: int) -> Axes:
 
 
 def _gemm(op: Operator, axis: int) -> Axes:
-    row, column = int(bool(op.attributes.get("transA"))), int(not op.attributes.get("transB"))
+    row = int(bool(op.attributes.get("transA")))
+    column = int(not op.attributes.get("transB"))
     added = [_from_the_end(shape, axis - 2) for shape in op.inputs[2:]]
     return [row if axis == 0 else None, column if axis else None, *added]
 
 
 def _gather(op: Operator, axis: int) -> Axes:
-    at, chosen = op.axis(0), len(op.inputs[1] or ())
+    at = op.axis(0)
+    chosen = len(op.inputs[1] or ())
     if at <= axis < at + chosen:
         return [None, axis - at]
     return [axis if axis < at else axis - chosen + 1]

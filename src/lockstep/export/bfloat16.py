@@ -21,7 +21,8 @@ _TYPE = "tensor(bfloat16)"
 
 def widen_unsupported(model: ir.Model) -> None:
     """Put casts around each operator whose schema has no bfloat16 where it reads or gives some."""
-    graph, opset = model.graph, model.graph.opset_imports[""]
+    graph = model.graph
+    opset = model.graph.opset_imports[""]
     for node in list(graph):
         if node.domain:
             continue
@@ -35,7 +36,8 @@ def widen_unsupported(model: ir.Model) -> None:
             if _is_refused(value, schema.outputs, place):
                 cast = _cast(value, ir.DataType.BFLOAT16)
                 value.replace_all_uses_with(cast.outputs[0], replace_graph_outputs=True)
-                cast.outputs[0].name, value.name = value.name, f"{value.name}_float32"
+                cast.outputs[0].name = value.name
+                value.name = f"{value.name}_float32"
                 value.type = ir.TensorType(ir.DataType.FLOAT)
                 cast.replace_input_with(0, value)
                 graph.insert_after(node, cast)

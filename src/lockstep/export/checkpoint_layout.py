@@ -31,7 +31,9 @@ def checkpoint_layout(meta: PreTrainedModel) -> dict[str, list[str]]:
     Tied parameters are left out. Raises InputError for a model whose checkpoint tensors would have to be transposed or
     mixed, not only placed side by side.
     """
-    numbered, spans, count = {}, {}, 0
+    numbered = {}
+    spans = {}
+    count = 0
     for name, tensor in _parameters(meta).items():
         # Experts are stacked along the first of three dimensions, and each has names of its own.
         shape = [
@@ -43,7 +45,8 @@ def checkpoint_layout(meta: PreTrainedModel) -> dict[str, list[str]]:
     starts: dict[int, tuple[str, int]] = {}
     for name, tensor in _saved(meta, numbered).items():
         numbers = tensor.reshape(-1)
-        first, size = int(numbers[0]), numbers.numel()
+        first = int(numbers[0])
+        size = numbers.numel()
         if not torch.equal(numbers, torch.arange(first, first + size)):
             raise InputError(
                 f"model type {meta.config.model_type!r} cannot be split: its checkpoint holds "
@@ -52,7 +55,8 @@ def checkpoint_layout(meta: PreTrainedModel) -> dict[str, list[str]]:
         starts[first] = (name, size)
     layout = {}
     for name, span in spans.items():
-        parts, at = [], span.start
+        parts = []
+        at = span.start
         while at < span.stop and at in starts:
             part, size = starts[at]
             parts.append(part)
@@ -78,7 +82,8 @@ def check_tensors(meta: PreTrainedModel, checkpoint: CheckpointTensors, folder: 
     Raises InputError for a tensor that is absent, of another shape or no float. Tensors that the model does not know
     are no fault: a line names them.
     """
-    shapes, tensors = checkpoint_shapes(meta), checkpoint.tensors
+    shapes = checkpoint_shapes(meta)
+    tensors = checkpoint.tensors
     _tell_unknown(meta, shapes, tensors, folder)
     for name, shape in shapes.items():
         # Checkpoints of a bare decoder leave out the first part of the name ("transformer.").

@@ -45,7 +45,8 @@ def compose(blocks: Sequence[ComposedBlock], functions: Mapping[str, Graph]) -> 
             tensors = list(block.slots[slot.name])
             name = tensors[0] if len(tensors) == 1 else f"{tensors[0]} and {len(tensors) - 1} more"
             names[slot.name] = name
-            weights[name], slots[name] = slot, tensors
+            weights[name] = slot
+            slots[name] = tensors
         proto = block.graph.proto.graph
         for initializer in proto.initializer:
             key = (initializer.data_type, tuple(initializer.dims), initializer.raw_data)
@@ -99,7 +100,8 @@ def _function(name: str, attention: Graph) -> onnx.FunctionProto:
         onnx.helper.make_node("Constant", [], [tensor.name], name=tensor.name, value=tensor)
         for tensor in source.initializer
     ]
-    nodes, opsets = [*constants, *source.node], [onnx.helper.make_opsetid("", OPSET)]
+    nodes = [*constants, *source.node]
+    opsets = [onnx.helper.make_opsetid("", OPSET)]
     return onnx.helper.make_function(DOMAIN, name, list(_parameters(attention)), ["attention"], nodes, opsets)
 
 

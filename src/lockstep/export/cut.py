@@ -94,7 +94,8 @@ def cut(model: ir.Model, weights: frozenset[str], layer_prefix: str, traced: Seq
         for value, name in zip(part.outputs, outputs, strict=True):
             value.name = name
             value.shape = ir.Shape(["num_tokens", *shape_of(value)[1:]])
-        name, layer = "entry" if index == 0 else "middle", (*layers, len(traced))[index]
+        name = "entry" if index == 0 else "middle"
+        layer = (*layers, len(traced))[index]
         if index == len(markers):
             name = "exit"
             _pick_rows(part)
@@ -108,7 +109,9 @@ def _flatten_attention(graph: ir.Graph) -> None:
     """Let each attention give `[num_tokens, num_heads * head_dim]`: most reshapes behind it then vanish."""
     for marker in [node for node in graph if node.domain == DOMAIN and node.op_type == "Attention"]:
         out = marker.outputs[0]
-        tokens, heads, width = shape_of(out)[0], number(shape_of(out)[1]), number(shape_of(out)[2])
+        tokens = shape_of(out)[0]
+        heads = number(shape_of(out)[1])
+        width = number(shape_of(out)[2])
         writer = GraphWriter(graph, f"{out.name}/heads", marker)
         split = writer.op("Reshape", out, [-1, heads, width], shape=out.shape, dtype=out.dtype)
         out.shape = ir.Shape([tokens, heads * width])
@@ -163,11 +166,15 @@ def _add_sinks(graph: ir.Graph, flow: Flow, marker: ir.Node, query: ir.Value, fl
 
     query: flat, as it is cut. Attention then needs no weight. Returns the flat value that takes the query's place.
     """
-    given, sinks = required(marker.inputs[0]), required(marker.inputs[3])
-    heads, dim, tokens = number(shape_of(given)[1]), number(shape_of(given)[2]), shape_of(query)[0]
+    given = required(marker.inputs[0])
+    sinks = required(marker.inputs[3])
+    heads = number(shape_of(given)[1])
+    dim = number(shape_of(given)[2])
+    tokens = shape_of(query)[0]
     readers = {marker, *flow.walk(given, stops={query})[1]}
     uses = [(node, index) for node, index in query.uses() if node in readers]
-    op, dtype = _Behind(graph, flow, query).op, query.dtype
+    op = _Behind(graph, flow, query).op
+    dtype = query.dtype
     if sinks.dtype != dtype:
         assert dtype is not None  # as all values of a trace
         sinks = op("Cast", sinks, shape=[heads], dtype=dtype, to=dtype.value)
@@ -197,9 +204,13 @@ def _flatten(graph: ir.Graph, flow: Flow, value: ir.Value, layout: str, readers:
     """Put `value` through [num_tokens, width] for `readers` alone; return the flat value."""
     shape = shape_of(value)
     tokens, heads = (shape[1], number(shape[0])) if layout == "heads" else (shape[0], number(shape[1]))
-    dim, dtype, op = number(shape[2]), value.dtype, _Behind(graph, flow, value).op
+    dim = number(shape[2])
+    dtype = value.dtype
+    op = _Behind(graph, flow, value).op
     uses = [(node, index) for node, index in value.uses() if node in readers]
-    by_token, by_head, swap = [tokens, heads, dim], [heads, tokens, dim], [1, 0, 2]
+    by_token = [tokens, heads, dim]
+    by_head = [heads, tokens, dim]
+    swap = [1, 0, 2]
     flat = op("Transpose", value, shape=by_token, dtype=dtype, perm=swap) if layout == "heads" else value
     flat = op("Reshape", flat, [-1, heads * dim], shape=[tokens, heads * dim], dtype=dtype)
     back = op("Reshape", flat, [-1, heads, dim], shape=by_token, dtype=dtype)
@@ -346,7 +357,8 @@ def _hand_on(graph: ir.Graph, marker: ir.Node, cuts: list[ir.Value], stage: dict
             node = node_of("Identity", [value], shape_of(value), value.dtype)
             graph.insert_before(marker, node)
             marker.replace_input_with(place, node.outputs[0])
-            cuts[place], stage[node.outputs[0]] = node.outputs[0], index
+            cuts[place] = node.outputs[0]
+            stage[node.outputs[0]] = index
 
 
 def _compute_late(

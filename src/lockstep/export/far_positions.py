@@ -130,7 +130,8 @@ AttentionMaskInterface.register(_BEHIND, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
 
 def reference_logits(model: PreTrainedModel, filled: Filled) -> list[np.ndarray]:
     """Return transformers' logits of all new tokens, [NEW + 1, vocab_size] for each request, which runs alone."""
-    results, implementation = [], model.config._attn_implementation
+    results = []
+    implementation = model.config._attn_implementation
     model.config._attn_implementation = _BEHIND
     try:
         with torch.no_grad():
@@ -144,12 +145,11 @@ def reference_logits(model: PreTrainedModel, filled: Filled) -> list[np.ndarray]
                         if pair is not None
                     }
                 )
-                rows, before = [], TokensBefore(model.config, cached)
+                rows = []
+                before = TokensBefore(model.config, cached)
                 for start, stop in ((0, NEW), (NEW, NEW + 1)):
-                    ids, positions = (
-                        torch.from_numpy(tokens[start:stop])[None],
-                        torch.arange(first + start, first + stop)[None],
-                    )
+                    ids = torch.from_numpy(tokens[start:stop])[None]
+                    positions = torch.arange(first + start, first + stop)[None]
                     before.length = cached + start
                     output = model(ids, position_ids=positions, past_key_values=before, use_cache=True)
                     rows.append(output.logits[0].numpy())

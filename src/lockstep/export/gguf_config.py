@@ -44,7 +44,8 @@ class _Keys:
     """The metadata of the architecture; what was not asked for is left in `unread`."""
 
     def __init__(self, file: GgufFile) -> None:
-        self.prefix, self.path = file.architecture, file.path
+        self.prefix = file.architecture
+        self.path = file.path
         start = f"{self.prefix}."
         self.unread = {key.removeprefix(start): value for key, value in file.metadata.items() if key.startswith(start)}
 
@@ -81,7 +82,8 @@ def config_of(file: GgufFile, rope_divisors: Callable[[], np.ndarray]) -> dict[s
         raise InputError(
             f"{file.path}: expected a GGUF model of {', '.join(sorted(MODEL_TYPES))}; found {file.architecture!r}"
         )
-    keys, tensors = _Keys(file), {tensor.name: tensor for tensor in file.tensors}
+    keys = _Keys(file)
+    tensors = {tensor.name: tensor for tensor in file.tensors}
     if "token_embd.weight" not in tensors:
         raise InputError(f"{file.path}: expected a model's tensors; found no token_embd.weight")
     config: dict[str, Any] = {"model_type": MODEL_TYPES[file.architecture], "dtype": "float32"}
@@ -138,9 +140,11 @@ def _llama3(file: GgufFile, divisors: np.ndarray, theta: float, head_dim: int) -
     (transformers' `_compute_llama3_parameters`).
     """
     frequencies = 1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    factor, length = _shortest(divisors.max()), _LLAMA3["original_max_position_embeddings"]
+    factor = _shortest(divisors.max())
+    length = _LLAMA3["original_max_position_embeddings"]
     waves = 2 * np.pi / frequencies
-    low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
+    low = _LLAMA3["low_freq_factor"]
+    high = _LLAMA3["high_freq_factor"]
     blend = np.clip((length / waves - low) / (high - low), 0, 1)
     expected = 1 / ((1 - blend) / factor + blend)
     if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-5, atol=0):  # they are float32

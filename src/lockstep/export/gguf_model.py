@@ -71,7 +71,8 @@ def make(path: Path, folder: Path) -> Path:
 
 def _tensor_bytes(file: GgufFile) -> dict[str, int]:
     """Return the bytes of each tensor. Raises InputError for an unknown type, or one that ends beyond the file."""
-    length, sizes = file.path.stat().st_size, {}
+    length = file.path.stat().st_size
+    sizes = {}
     known: dict[int, tuple[int, int]] = {}
     for tensor in file.tensors:
         if tensor.type not in known:

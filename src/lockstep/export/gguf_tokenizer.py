@@ -30,14 +30,17 @@ _SPLITS: dict[str, tuple[str, ...]] = {
 _SAME = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
 # Of these a piece that is a token is taken as it is, and a prompt opens with BOS unless the file says otherwise.
 _WHOLE_PIECES = ("llama-bpe",)
-_CONTROL, _USER_DEFINED = 3, 4  # llama.cpp's types of tokens
+# llama.cpp's types of tokens
+_CONTROL = 3
+_USER_DEFINED = 4
 _SPACE = "\u2581"
 
 
 def tokenizer_of(file: GgufFile) -> tuple[Tokenizer, dict[str, Any]]:
     """Return the tokenizer and tokenizer_config.json. Raises InputError where llama.cpp's ids are not sure."""
     own = {key.removeprefix("tokenizer.ggml."): value for key, value in file.metadata.items()}
-    kind, tokens = own.get("model"), own.get("tokens")
+    kind = own.get("model")
+    tokens = own.get("tokens")
     if not kind or not tokens:
         raise InputError(f"{file.path}: expected a tokenizer in the file; found no tokenizer.ggml.model and tokens")
     if len(set(tokens)) < len(tokens):
@@ -48,7 +51,8 @@ def tokenizer_of(file: GgufFile) -> tuple[Tokenizer, dict[str, Any]]:
     if kind == "gpt2":
         tokenizer, opens = _byte_level(file, own)
     elif kind == "llama":
-        tokenizer, opens = sentencepiece_bpe(tokens, own["scores"], own.get("add_space_prefix", True)), True
+        tokenizer = sentencepiece_bpe(tokens, own["scores"], own.get("add_space_prefix", True))
+        opens = True
     else:
         raise InputError(f"{file.path}: expected a tokenizer.ggml.model of gpt2 or llama; found {kind!r}")
     # In the text, whatever stands around them.

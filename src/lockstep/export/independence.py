@@ -28,7 +28,8 @@ class _Mixes(Exception):
 
 def check_independence(graph: ir.Graph, model_type: str) -> None:
     """Raise InputError for the first operator but token mixers that mixes tokens."""
-    tokens, sizes = set(graph.inputs), _Sizes()
+    tokens = set(graph.inputs)
+    sizes = _Sizes()
     for node in graph:
         try:
             if node.domain == DOMAIN:

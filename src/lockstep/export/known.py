@@ -47,7 +47,8 @@ def array_of(value: ir.Value | None) -> np.ndarray | None:
 
 def constant(name: str, array: np.ndarray) -> ir.Value:
     """Return a constant, which is not registered in a graph yet."""
-    dtype, tensor = ir.DataType.from_numpy(array.dtype), ir.tensor(array, name=name)
+    dtype = ir.DataType.from_numpy(array.dtype)
+    tensor = ir.tensor(array, name=name)
     return ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(dtype), const_value=tensor)
 
 
@@ -83,7 +84,9 @@ class GraphWriter:
     """
 
     def __init__(self, graph: ir.Graph, prefix: str, behind: ir.Node | None = None):
-        self.graph, self._prefix, self._last = graph, prefix, behind
+        self.graph = graph
+        self._prefix = prefix
+        self._last = behind
 
     def op(
         self, op_type: str, *inputs: Operand, shape: Dims = None, dtype: ir.DataType | None = None, **attributes: Any

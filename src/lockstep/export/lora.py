@@ -34,7 +34,8 @@ from lockstep.export.tracer import meta_model
 from lockstep.onnx_tools.rewriter import Emitter, Rewriter, attributes_of, typed_values
 
 _LAYER_SLOTS = ("previous", "current.")  # slots of a decoder layer's weights open so
-_ROWS, _KNOWN_ROWS = "logit_rows", ("num_tokens", "num_requests")
+_ROWS = "logit_rows"
+_KNOWN_ROWS = ("num_tokens", "num_requests")
 _IN_LAYER = re.compile(r"\.\d+\.")
 
 
@@ -59,7 +60,8 @@ def with_adapters(
 
     Raises InputError where no linear layer of a name, or none at all, is there, and where one takes no adapters.
     """
-    room, targets = (adapters["max_adapters"], adapters["max_lora_rank"]), adapters.get("targets")
+    room = (adapters["max_adapters"], adapters["max_lora_rank"])
+    targets = adapters.get("targets")
     modules = {
         name: {
             slot.name: module_of(slot.name)
@@ -79,7 +81,8 @@ def with_adapters(
             "checkpoint, found none; serve this model without adapters"
         )
     if missing := [target for target in targets or () if not any(fits(module, [target]) for module in known)]:
-        found, asked = ", ".join(sorted(known)), ", ".join(missing)
+        found = ", ".join(sorted(known))
+        asked = ", ".join(missing)
         raise InputError(f"lora_target_modules: expected linear layers of the model ({found}), found {asked}")
     parts = [part for layer in assembly.layers for part in layer.parts]
     taken = {part.slots[slot][0].removesuffix(".weight") for part in parts for slot in products[part.graph]}
@@ -91,12 +94,15 @@ def with_adapters(
             f"lora_target_modules: expected linear layers that take adapters ({kinds[0]}), found {kinds[1]}, whose "
             "products are none of a linear layer in the graphs; name there the modules that your adapters are of"
         )
-    adapted, classes, lora = dict(files), dict(assembly.classes), {}
+    adapted = dict(files)
+    classes = dict(assembly.classes)
+    lora = {}
     for name, file in assembly.classes.items():
         slots = [slot for slot, module in modules[name].items() if fits(module, targets)]
         graph, layers = add_lora(Graph(files[file.file], file.signature), slots, *room)
         if layers:
-            lora[name], adapted[file.file] = layers, graph.data
+            lora[name] = layers
+            adapted[file.file] = graph.data
             classes[name] = replace(file, sha256=graph.sha256, signature=graph.signature)
     return adapted, replace(assembly, classes=classes, adapters=LoraSlots(*room, lora))
 
@@ -109,7 +115,8 @@ def add_lora(
     Returns the new graph, and where each layer takes its adapters; the graph as it is, where it has none of these
     layers.
     """
-    rewriter, columns = Rewriter(graph.proto), max_adapters * max_lora_rank
+    rewriter = Rewriter(graph.proto)
+    columns = max_adapters * max_lora_rank
     products = _products(rewriter, slots)
     if not products:
         return graph, {}
@@ -134,13 +141,16 @@ def add_lora(
         emit("Add", node.output[0], emit("Gemm", own, slot.b), result=output)
         rewriter.replace(node, node, *emit.nodes)
     carried = [io.name for io in graph.signature.inputs if io.name not in INPUT_ORDER]
-    proto, weights = rewriter.finish().graph, {slot.name: slot.name for slot in graph.signature.slots}
+    proto = rewriter.finish().graph
+    weights = {slot.name: slot.name for slot in graph.signature.slots}
     return canonical_proto(proto, proto.name, [*INPUT_ORDER, *carried, *inputs], weights), lora
 
 
 def _products(graph: Rewriter, slots: Collection[str]) -> dict[str, tuple[onnx.NodeProto, str]]:
     """Return {weight slot: its product, and whether its rows are num_tokens or num_requests}."""
-    types, products, of_requests = typed_values(graph.model), {}, {_ROWS}
+    types = typed_values(graph.model)
+    products = {}
+    of_requests = {_ROWS}
     for node in graph.nodes:
         if of_requests & set(node.input):
             of_requests |= set(node.output)
@@ -155,7 +165,8 @@ def _products(graph: Rewriter, slots: Collection[str]) -> dict[str, tuple[onnx.N
 
 def _mask(rows: str) -> list[onnx.NodeProto]:
     """Return nodes that make the mask [rows, n*R] of each row's adapter; rows: num_tokens, or num_requests."""
-    name, ids = f"lora/{rows}", IDS if rows == "num_tokens" else f"lora/{rows}/ids"
+    name = f"lora/{rows}"
+    ids = IDS if rows == "num_tokens" else f"lora/{rows}/ids"
     gather = helper.make_node("Gather", [IDS, _ROWS], [ids], axis=0)
     return [
         *([] if ids == IDS else [gather]),

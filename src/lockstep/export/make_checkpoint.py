@@ -19,7 +19,9 @@ from lockstep.export import gguf_model, random_model
 
 def make_checkpoint(source: str, path: str | os.PathLike, out: str | os.PathLike) -> Path:
     """Make the checkpoint of a GGUF or random source, whose file is `path`, beside its manifest `out`."""
-    path, out, kind = Path(path), Path(out), parse_source(source)
+    path = Path(path)
+    out = Path(out)
+    kind = parse_source(source)
     out.unlink(missing_ok=True)  # it would vouch for files that are being replaced
     folder = folder_of(out)
     clear(folder)

@@ -22,7 +22,8 @@ from lockstep.export.known import GraphWriter, array_of, axis_of, node_of, numbe
 def merge_movement(graph: ir.Graph, keep: Collection[ir.Value] = ()) -> None:
     """Let reshapes and transposes read past others, but not past values in `keep`, and drop idle ones."""
     for node in list(graph):
-        out, source = node.outputs[0], node.inputs[0] if node.inputs else None
+        out = node.outputs[0]
+        source = node.inputs[0] if node.inputs else None
         if source is None:
             continue
         if node.op_type == "Reshape":
@@ -55,7 +56,8 @@ def _replace(graph: ir.Graph, node: ir.Node, value: ir.Value, keep: Collection[i
 
 def same_shape(one: Iterable[object], other: Iterable[object]) -> bool:
     """Return whether two shapes are equal: at most one dimension is dynamic, in the same place."""
-    one, other = list(one), list(other)
+    one = list(one)
+    other = list(other)
     if len(one) != len(other):
         return False
     dynamic = [not isinstance(a, int) or not isinstance(b, int) for a, b in zip(one, other, strict=True)]
@@ -114,7 +116,8 @@ def copies_apart(model: ir.Model) -> None:
 
 def _take_apart(graph: ir.Graph, reshape: ir.Node) -> bool:
     """Let a product of repeated tokens behind which a reshape stands be one of tokens; return whether it was one."""
-    target, product = array_of(reshape.inputs[1]), required(reshape.inputs[0]).producer()
+    target = array_of(reshape.inputs[1])
+    product = required(reshape.inputs[0]).producer()
     if target is None or len(target) != 3 or product is None or product.op_type != "Mul":
         return False
     factors = [required(value) for value in product.inputs]
@@ -124,12 +127,16 @@ def _take_apart(graph: ir.Graph, reshape: ir.Node) -> bool:
         return False
     tile = tiles[0].producer()
     assert tile is not None
-    repeats, copies = array_of(tile.inputs[1]), int(target[0])
+    repeats = array_of(tile.inputs[1])
+    copies = int(target[0])
     if repeats is None or repeats.tolist() != [copies, 1]:
         return False
-    tokens, other, out = required(tile.inputs[0]), others[0], reshape.outputs[0]
+    tokens = required(tile.inputs[0])
+    other = others[0]
+    out = reshape.outputs[0]
     (rows, size), width = shape_of(tokens), number(shape_of(other)[1])
-    op, dtype = GraphWriter(graph, f"{out.name}/apart", product).op, out.dtype
+    op = GraphWriter(graph, f"{out.name}/apart", product).op
+    dtype = out.dtype
     once = op("Unsqueeze", tokens, [0], shape=[1, rows, size], dtype=dtype)
     apart = op("Reshape", other, [copies, -1, width], shape=[copies, rows, width], dtype=dtype)
     out.replace_all_uses_with(op("Mul", once, apart, shape=[copies, rows, size], dtype=dtype))

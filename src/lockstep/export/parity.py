@@ -237,7 +237,8 @@ def measure(small: Small, draw: tuple[int, float] = DRAWS[0]) -> Measured:
     try:
         longest = max(map(len, sequences))
         run = ReferenceRunner(small.files, small.assembly, checkpoint_tensors(model), len(sequences), longest + 1)
-        near, far = walk(run, sequences), [far_positions.split_logits(run, context) for context in filled]
+        near = walk(run, sequences)
+        far = [far_positions.split_logits(run, context) for context in filled]
     except Exception as error:  # ONNX Runtime's errors share no base class
         raise InputError(f"{refusal}its split form does not run: {' '.join(str(error).split())}") from error
     near_error = _difference(near, expected)

@@ -83,10 +83,12 @@ def quantize(
     of one are no multiple of `group_size`.
     """
     if is_fp8(precision):
-        group_size, head_bits = ROW, HEAD_BITS
+        group_size = ROW
+        head_bits = HEAD_BITS
     quantized = _choose(files, assembly, precision, group_size, already, head_bits)
     files, assembly = _by_bits(files, assembly, quantized)
-    rewritten, classes = dict(files), {}
+    rewritten = dict(files)
+    classes = {}
     rounds = has_8_bit_activations(precision)
 
     def rewrite(graph: GraphFile, bits: Mapping[str, int]) -> tuple[GraphFile, bytes]:
@@ -211,7 +213,8 @@ def _of_ranks(
     classes: dict[str, ShardedClass] = {}
     for name, sharded in ranks.classes.items():
         tensors = {slot: used[0] for slots in reversed(_places(assembly, name)) for slot, used in slots.items()}
-        bits, size = _bits(_places(assembly, name), quantized), quantized.group_size
+        bits = _bits(_places(assembly, name), quantized)
+        size = quantized.group_size
         weights: dict[str, Shard] = {}
         dims = {slot.name: len(slot.shape) for slot in assembly.classes[name].signature.slots}
         for slot, shard in sharded.weights.items():
@@ -256,7 +259,8 @@ def _choose(
             f"precision {precision}: expected weights whose groups are of neighbours, found a checkpoint with "
             "activation order (desc_act); choose a precision with activations of 16 bits"
         )
-    fp8, is_mxfp4 = is_fp8(precision), already is not None and already.mxfp4
+    fp8 = is_fp8(precision)
+    is_mxfp4 = already is not None and already.mxfp4
     in_full = fp8 or already is not None and (already.zero_points or already.ordered)
     uses = list(_uses(files, assembly, precision, head_bits, in_full, is_mxfp4))
     if already is not None:
@@ -405,8 +409,10 @@ def _rewritten(
     """Return a graph with quantised weights, and its bytes. rounds: they multiply activations of 8 bits."""
     if not bits:
         return graph, data
-    rewriter, size = Rewriter(onnx.ModelProto.FromString(data)), quantized.group_size
-    products, embeddings = _products(rewriter, bits), _embeddings(rewriter, bits)
+    rewriter = Rewriter(onnx.ModelProto.FromString(data))
+    size = quantized.group_size
+    products = _products(rewriter, bits)
+    embeddings = _embeddings(rewriter, bits)
     stacks = _stacks(rewriter, bits, quantized.mxfp4)
     slots = {id(node): slot for slot, node in {**stacks, **embeddings}.items()}
     slots |= {id(node): slot for slot, nodes in products.items() for node in nodes}
@@ -418,12 +424,14 @@ def _rewritten(
         *rows, columns = shapes[slot]
         if quantized.mxfp4 or is_transposed(node):
             rows[-1], columns = columns, rows[-1]
-        parts, types = quantized.parts(slot), _types(rows, columns, bits[slot], quantized)
+        parts = quantized.parts(slot)
+        types = _types(rows, columns, bits[slot], quantized)
         inputs = [helper.make_tensor_value_info(part, *type_) for part, type_ in zip(parts, types, strict=True)]
         rewriter.replace_input(slot, *inputs)
         sizes: dict[str, Any] = {"bits": bits[slot], "block_size": size}
         if slot in products:
-            activation, nodes = node.input[0], list[onnx.NodeProto]()
+            activation = node.input[0]
+            nodes = list[onnx.NodeProto]()
             if rounds and activation not in rounded:
                 is_fp8 = size == ROW
                 nodes = (
@@ -451,7 +459,8 @@ def _rewritten(
 
 def _types(rows: Sequence[int], columns: int, bits: int, quantized: QuantizedTensors) -> list[tuple[int, list[int]]]:
     """Return element types and shapes of the slots in place of a weight's."""
-    types, size = onnx.TensorProto, quantized.group_size
+    types = onnx.TensorProto
+    size = quantized.group_size
     if size == ROW:
         return [(types.FLOAT8E4M3FN, [*rows, columns]), (types.FLOAT, [*rows])]
     groups = columns // size

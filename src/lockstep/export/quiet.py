@@ -21,8 +21,10 @@ def quiet() -> Iterator[None]:
     The Hugging Face hub counts as offline meanwhile: transformers works on files that are here, and asks for others by
     default.
     """
-    previous, bars = logging.root.manager.disable, transformers.utils.logging.is_progress_bar_enabled()
-    offline, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+    previous = logging.root.manager.disable
+    bars = transformers.utils.logging.is_progress_bar_enabled()
+    offline = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
     logging.disable(logging.CRITICAL)
     transformers.utils.logging.disable_progress_bar()
     try:

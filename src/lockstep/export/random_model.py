@@ -41,7 +41,8 @@ def make(config_json: str | os.PathLike, seed: int, folder: str | os.PathLike) -
     A tokenizer.json beside the config is copied, else one of single bytes is made. Raises InputError for a config that
     is no causal LM's, a folder that holds a checkpoint, and when the disk has no room for the weights.
     """
-    config_json, folder = Path(config_json), Path(folder)
+    config_json = Path(config_json)
+    folder = Path(folder)
     if not config_json.is_file():
         raise InputError(f"{config_json}: expected a config.json of a model, found none; correct the source")
     config = read_source_json(config_json)
@@ -108,9 +109,11 @@ def _draw(name: str, shape: tuple[int, ...], seed: int) -> Iterator[np.ndarray]:
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     random = np.random.Generator(np.random.SFC64(int.from_bytes(digest[:16], "little")))
     if len(shape) >= 2:
-        mean, scale = 0.0, 1.0 / math.sqrt(shape[-1])
+        mean = 0.0
+        scale = 1.0 / math.sqrt(shape[-1])
     elif name.endswith("_log"):
-        mean, scale = LOG_DECAY, 1.0
+        mean = LOG_DECAY
+        scale = 1.0
     else:
         mean, scale = (0.0, 0.02) if "bias" in name else (1.0, 0.05)
     count = math.prod(shape)

@@ -41,7 +41,8 @@ class ReferenceRunner(GraphRunner):
         num_requests: int,
         capacity: int,
     ):
-        self.assembly, self.tensors = assembly, tensors
+        self.assembly = assembly
+        self.tensors = tensors
         graphs = dict(assembly.engine_graphs())
         self.inputs = {name: [io.name for io in graph.signature.inputs] for name, graph in graphs.items()}
         self.outputs = {name: [io.name for io in graph.signature.outputs] for name, graph in graphs.items()}
@@ -68,7 +69,9 @@ class ReferenceRunner(GraphRunner):
         tokens are filled, or [state] of [num_requests, *state]. New tokens stand `shift` positions further than that.
         """
         other = copy.copy(self)
-        other.caches, other.lengths, other.shift = list(caches), np.array(lengths, np.int64), np.array(shift, np.int64)
+        other.caches = list(caches)
+        other.lengths = np.array(lengths, np.int64)
+        other.shift = np.array(shift, np.int64)
         return other
 
     def states_of(self, layer: int) -> list[tuple[int, ...]]:
@@ -100,7 +103,8 @@ class ReferenceRunner(GraphRunner):
         return self.lengths[part.request] + np.arange(len(part.tokens))
 
     def run_graph(self, name: str, inputs: Arrays, weights: Arrays) -> dict[str, np.ndarray]:
-        feeds, outputs = {**{key: inputs[key] for key in self.inputs[name]}, **weights}, self.outputs[name]
+        feeds = {**{key: inputs[key] for key in self.inputs[name]}, **weights}
+        outputs = self.outputs[name]
         return dict(zip(outputs, self.sessions[name].run(outputs, feeds), strict=True))
 
     def slot_array(self, tensors: Sequence[str], slot: IO) -> np.ndarray:

@@ -59,7 +59,8 @@ def known_reason(model: PreTrainedModel) -> str | None:
 
 def _of_the_token(config: PreTrainedConfig) -> list[str]:
     """Return what layers read beside the stream of the layer before and their own keys and values."""
-    shared, width = getattr(config, "num_kv_shared_layers", 0), getattr(config, "hidden_size_per_layer_input", 0)
+    shared = getattr(config, "num_kv_shared_layers", 0)
+    width = getattr(config, "hidden_size_per_layer_input", 0)
     return [
         *(["an embedding of each token for each layer (hidden_size_per_layer_input)"] if width else []),
         *(["keys and values of earlier layers (num_kv_shared_layers)"] if shared else []),

@@ -31,7 +31,8 @@ def widen_residual(graph: ir.Graph, weights: Collection[str]) -> None:
 
 class _Widening:
     def __init__(self, graph: ir.Graph, flow: Flow):
-        self.graph, self.flow = graph, flow
+        self.graph = graph
+        self.flow = flow
         self._casts: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}
 
     def run(self) -> None:
@@ -39,7 +40,8 @@ class _Widening:
         maker = hidden.producer()
         if maker is not None and self._narrow(maker):  # an embedding that is a row of its table
             self.graph.outputs[0] = self._cast(hidden, _WIDE)
-            hidden.name, self.graph.outputs[0].name = "hidden/rows", "hidden"
+            hidden.name = "hidden/rows"
+            self.graph.outputs[0].name = "hidden"
             return
         wide = self._wide(hidden)
         for node in list(self.graph):
@@ -92,7 +94,8 @@ class _Widening:
                 cast = self._constant(value)
             else:
                 node = node_of("Cast", [value], value.shape, dtype, [ir.AttrInt64("to", int(dtype))])
-                cast, maker = node.outputs[0], value.producer()
+                cast = node.outputs[0]
+                maker = value.producer()
                 if maker is None:
                     self.graph.insert_before(self.graph[0], node)
                 else:
@@ -108,7 +111,8 @@ class _Widening:
 
     def _drop_idle_casts(self) -> None:
         for node in [node for node in self.graph if node.op_type == "Cast"]:
-            given, cast = node.inputs[0], node.outputs[0]
+            given = node.inputs[0]
+            cast = node.outputs[0]
             if given is not None and given.dtype == node.attributes["to"].as_int() and cast not in self.graph.outputs:
                 cast.replace_all_uses_with(given)
                 self.graph.remove(node, safe=True)

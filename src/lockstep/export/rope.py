@@ -38,7 +38,8 @@ def freeze_ropes(model: transformers.PreTrainedModel) -> None:
 
 def _take_one_axis(module: Any) -> None:
     """Let a rotary module of three axes read one, as of text, where its frequencies are then plain RoPE's."""
-    recompose, inverse = getattr(module, "recomposition_frequencies", None), getattr(module, "inv_freq", None)
+    recompose = getattr(module, "recomposition_frequencies", None)
+    inverse = getattr(module, "inv_freq", None)
     if recompose is None or inverse is None or not isinstance(getattr(module, "mrope_section", None), Sequence):
         return
     one = torch.rand(1, 2, inverse.shape[-1], generator=torch.Generator().manual_seed(0))

@@ -99,11 +99,13 @@ def export(
     Raises InputError for a model that cannot be split, with the reason, and for a quantised checkpoint of other bits or
     groups.
     """
-    checkpoint, out = Path(checkpoint), Path(out)
+    checkpoint = Path(checkpoint)
+    out = Path(out)
     check_place(out)
     stale_files(out, _ALWAYS)  # before minutes are spent on graphs that another's file keeps from being written
     manifest = CheckpointManifest.load(checkpoint)
-    folder, config = manifest.folder_of(checkpoint), manifest.config
+    folder = manifest.folder_of(checkpoint)
+    config = manifest.config
     check_stored([file for file in manifest.files if file.path in SIDE_FILES], folder, RESOLVE_AGAIN)
     tokenizer = _tokenizer(folder)
     stops = tuple(stop_ids(folder, config, tokenizer.eos_token_id))
@@ -234,7 +236,8 @@ def assemble(
     """Return all graph files by name, and the assembly without tokenizer and end-of-sequence ids."""
     parts = parts or parts_of(meta, residual is not None)
     layers = parts.layers
-    classes, mixers = _Registry(), _Mixers()
+    classes = _Registry()
+    mixers = _Mixers()
     entries = [
         Layer(
             BoundBlock(classes.add(layer.block, "entry" if index == 0 else "middle"), layer.block_slots),
@@ -316,7 +319,9 @@ def shard(
     parts = {name: mixers.attention_of(name) for name in dict.fromkeys(layer.variant for layer in layers)}
     if any(graph.sinks for graph in parts.values()):
         raise InputError("tensor_parallel: this model cannot be split: its attention has sinks; use one rank")
-    pieces, sharded, variants = _Registry(), dict[str, ShardedClass](), mixers.variants
+    pieces = _Registry()
+    sharded = dict[str, ShardedClass]()
+    variants = mixers.variants
     befores = ["", *(layer.variant for layer in layers)]
     places = [(layer.block.graph, before, layer.variant) for before, layer in zip(befores, layers)]
     places += [(exit.graph, layer.variant, "") for layer in layers for exit in layer.exits]
@@ -333,7 +338,8 @@ def shard(
     described = {}
     for name, whole in parts.items():
         part = shard_batchless(whole, variants[name], degree)
-        prefill, decode = attention.prefill(part), attention.decode(part)
+        prefill = attention.prefill(part)
+        decode = attention.decode(part)
         files |= {f"{name}.rank.prefill.onnx": prefill.data, f"{name}.rank.decode.onnx": decode.data}
         described[name] = replace(
             variants[name],
@@ -374,9 +380,13 @@ class _Mixers:
         if id(batchless) in self._seen:  # layers that are alike share one
             return self._seen[id(batchless)]
         if isinstance(batchless, BatchlessGraph):
-            label, prefill, decode = "attention", attention.prefill(batchless), attention.decode(batchless)
+            label = "attention"
+            prefill = attention.prefill(batchless)
+            decode = attention.decode(batchless)
         else:
-            label, prefill, decode = batchless.name, state_mixer.prefill(batchless), state_mixer.decode(batchless)
+            label = batchless.name
+            prefill = state_mixer.prefill(batchless)
+            decode = state_mixer.decode(batchless)
         name = self._seen[id(batchless)] = self.names.name((prefill.sha256, decode.sha256), label)
         if name not in self.batchless:
             self.batchless[name] = batchless

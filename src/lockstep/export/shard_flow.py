@@ -64,7 +64,11 @@ class FlowFinder:
     """
 
     def __init__(self, graph: Rewriter, slots: Collection[str], given: Parts, wanted: Parts, ranks: int):
-        self.graph, self.slots, self.given, self.wanted, self.ranks = graph, slots, given, wanted, ranks
+        self.graph = graph
+        self.slots = slots
+        self.given = given
+        self.wanted = wanted
+        self.ranks = ranks
         self.shapes = {name: shape for name, (_, shape) in typed_values(graph.model).items()}
         for name, node in graph.producers.items():
             if name not in self.shapes:
@@ -258,7 +262,8 @@ class FlowFinder:
 
     def _partial_sums(self) -> None:
         """Find the partial sums; they are summed over the ranks where what reads them is whole or not linear."""
-        flow, nodes = self.flow, self.graph.nodes
+        flow = self.flow
+        nodes = self.graph.nodes
         rows = {name: product for name, product in self.products.items() if product.value in flow.held}
         for product in rows.values():
             weight = self.stacks.get(product.weight, product.weight)

@@ -93,7 +93,8 @@ def reshaped(before: Dims, after: Dims, part: ShardIndices) -> ShardIndices:
     """
     old, new = ([size if isinstance(size, int) else _TOKENS for size in shape] for shape in (before, after))
     if (count := math.prod(old)) == math.prod(new):
-        numbers, targets = np.arange(count).reshape(old), np.arange(count).reshape(new)
+        numbers = np.arange(count).reshape(old)
+        targets = np.arange(count).reshape(new)
         taken = [np.take(numbers, indices, part.axis).reshape(-1) for indices in part.indices]
         for axis, size in enumerate(after):
             if not isinstance(size, int) or math.prod(new[: axis + 1]) < math.prod(old[: part.axis]):
@@ -122,7 +123,8 @@ class Operators:
     def needs(self, node: onnx.NodeProto, parts: Mapping[str, ShardIndices]) -> Needs:
         """Return (input, part) of each input that must be split; parts: of the outputs. Raises NotSplit."""
         name, part = next(iter(parts.items()))
-        value, operator = node.input[0], self._operator(node)
+        value = node.input[0]
+        operator = self._operator(node)
         if node.op_type == "Reshape":
             return [(value, reshaped(self.shapes[name], self.shapes[value], part))]
         if node.op_type == "Split":
@@ -181,7 +183,8 @@ class Operators:
         return None
 
     def _before_split(self, node: onnx.NodeProto, parts: Mapping[str, ShardIndices], axis: int) -> ShardIndices:
-        wants, offset = [], 0
+        wants = []
+        offset = 0
         for name in node.output:
             if name not in parts:
                 raise NotSplit(f"{name} is not read")
@@ -192,7 +195,8 @@ class Operators:
 
     def _joined(self, node: onnx.NodeProto, part: ShardIndices) -> Needs:
         """Return what each rank holds of values that are joined along the axis of its part."""
-        needs, offset = [], 0
+        needs = []
+        offset = 0
         for value in node.input:
             size = self.size(value, part.axis)
             inside = (part.indices >= offset) & (part.indices < offset + size)

@@ -116,8 +116,11 @@ def _model(graph: onnx.GraphProto) -> onnx.ModelProto:
 
 class _Cutter:
     def __init__(self, graph: Rewriter, slots: set[str], flow: Flow):
-        self.graph, self.slots, self.flow = graph, slots, flow
-        self.constants, self.values = graph.arrays, typed_values(graph.model)
+        self.graph = graph
+        self.slots = slots
+        self.flow = flow
+        self.constants = graph.arrays
+        self.values = typed_values(graph.model)
         first = [shape[0] for name in graph.outputs if (shape := self.values[name][1])]
         self._tokens = next((size for size in first if isinstance(size, str) and size != "?"), "num_tokens")
 
@@ -194,7 +197,8 @@ class _Cutter:
         return graph
 
     def _io(self, name: str, rename: Mapping[str, str]) -> onnx.ValueInfoProto:
-        element, shape = self.values[name][0], list(self.values[name][1])
+        element = self.values[name][0]
+        shape = list(self.values[name][1])
         if name not in self.graph.inputs and name not in self.graph.outputs and not isinstance(shape[0], int):
             shape[0] = self._tokens
         held = self.flow.weights.get(name) or self.flow.held.get(name)
@@ -240,7 +244,8 @@ class _Cutter:
         return {1: np.array([parts[name].count for name in node.output], np.int64)}
 
     def _local_slice(self, node: NodeProto, part: ShardIndices) -> dict[int, np.ndarray]:
-        whole, shape = self.flow.held[node.input[0]], self.values[node.input[0]][1]
+        whole = self.flow.held[node.input[0]]
+        shape = self.values[node.input[0]][1]
         starts, ends, axes = (self.constants[name].copy() for name in node.input[1:4])
         for position, axis in enumerate(axes.tolist()):
             if axis % len(shape) != part.axis:
@@ -252,5 +257,6 @@ class _Cutter:
             begin = begins.pop()
             if begins or not np.array_equal(whole.indices[:, begin : begin + part.count], part.indices + offset):
                 raise NotSplit(f"a slice takes other places of {node.input[0]} at other ranks")
-            starts[position], ends[position] = begin, begin + part.count
+            starts[position] = begin
+            ends[position] = begin + part.count
         return {1: starts, 2: ends}

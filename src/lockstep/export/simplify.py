@@ -118,7 +118,9 @@ class _Packer:
         )
         self.nodes.append(new)
         for old, value in zip(node.outputs, new.outputs, strict=True):
-            value.shape, value.type, value.name = old.shape, old.type, old.name
+            value.shape = old.shape
+            value.type = old.type
+            value.name = old.name
             self.full[old] = value
 
     # --- the rules ---
@@ -151,7 +153,9 @@ class _Packer:
         new = ir.Node(node.domain, node.op_type, inputs, attributes, num_outputs=len(node.outputs))
         self.nodes.append(new)
         for old, value in zip(node.outputs, new.outputs, strict=True):
-            value.shape, value.type, value.name = ir.Shape(shape_of(old)[1:]), old.type, f"{old.name}/packed"
+            value.shape = ir.Shape(shape_of(old)[1:])
+            value.type = old.type
+            value.name = f"{old.name}/packed"
             self.short[old] = value
         return True
 
@@ -184,7 +188,8 @@ class _Packer:
         return self._serve(node, inputs, attributes)
 
     def _gather(self, node: ir.Node) -> bool:
-        data, out = required(node.inputs[0]), node.outputs[0]
+        data = required(node.inputs[0])
+        out = node.outputs[0]
         axis = axis_of(node, 0) % len(shape_of(data))
         index = array_of(node.inputs[1])
         if axis == 0 and index is not None and index.ndim == 0 and index == 0:  # x[0]
@@ -200,7 +205,8 @@ class _Packer:
         numbers = array_of(node.inputs[1])
         if numbers is None:
             return False
-        data, out = required(node.inputs[0]), node.outputs[0]
+        data = required(node.inputs[0])
+        out = node.outputs[0]
         axes = sorted(int(axis) % len(shape_of(out)) for axis in numbers)
         source = self._full(data) if 0 in axes else self._short(data)
         rest = [axis - 1 for axis in axes if axis != 0]
@@ -211,7 +217,8 @@ class _Packer:
 
     def _reshape(self, node: ir.Node) -> bool:
         """Emit a reshape, which keeps the element order: it may read and write short forms."""
-        data, out = required(node.inputs[0]), node.outputs[0]
+        data = required(node.inputs[0])
+        out = node.outputs[0]
         target = array_of(node.inputs[1])
         if target is None or not (self._leads(data) or self._leads(out)):
             return False

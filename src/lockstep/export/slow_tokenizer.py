@@ -27,7 +27,9 @@ from lockstep.checkpoint.source_files import present, read_source_json
 from lockstep.errors import InputError, guard
 from lockstep.export.gguf_tokenizer import sentencepiece_bpe, with_special_tokens
 
-MODEL, TEKKEN, SETTINGS = "tokenizer.model", "tekken.json", "tokenizer_config.json"
+MODEL = "tokenizer.model"
+TEKKEN = "tekken.json"
+SETTINGS = "tokenizer_config.json"
 _proto: Any = sentencepiece_model_pb2_new  # whose classes protobuf makes when it is loaded
 _Type = _proto.ModelProto.SentencePiece.Type
 
@@ -57,7 +59,9 @@ def _sentencepiece(path: Path) -> tuple[Tokenizer, dict[str, str | None]]:
         model = _proto.ModelProto.FromString(path.read_bytes())
     except DecodeError:
         _refuse(path, "a SentencePiece model", "another file")
-    pieces, trainer, normalizer = model.pieces, model.trainer_spec, model.normalizer_spec
+    pieces = model.pieces
+    trainer = model.trainer_spec
+    normalizer = model.normalizer_spec
     if trainer.model_type != _proto.TrainerSpec.ModelType.BPE or not any(piece.type == _Type.BYTE for piece in pieces):
         _refuse(path, "a SentencePiece model of pairs with bytes for what they lack", "another")
     if normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces:

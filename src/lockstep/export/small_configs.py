@@ -68,7 +68,8 @@ class _Section:
     """One config and the mapping it is made from, which wins, so that derived settings are derived anew."""
 
     def __init__(self, made: Any, values: Mapping[str, Any]):
-        self.made, self.values = made, copy.deepcopy(dict(values))
+        self.made = made
+        self.values = copy.deepcopy(dict(values))
         self.settings = {key: value for key, value in made.to_dict().items() if key != "model_type"}
 
     def name(self, key: str) -> str:
@@ -121,7 +122,9 @@ class _Section:
                 self.set(key, {number: setting for number, setting in value.items() if int(number) < depth})
 
     def _experts(self) -> None:
-        taken, groups, used = self.get(*_EXPERTS_TAKEN) or 2, self.get("n_group") or 1, self.get("topk_group") or 1
+        taken = self.get(*_EXPERTS_TAKEN) or 2
+        groups = self.get("n_group") or 1
+        used = self.get("topk_group") or 1
         needed = max(groups * max(2, -(-taken // used)), taken + 2)
         needed += -needed % groups
         for key, value in list(self.settings.items()):
@@ -130,7 +133,8 @@ class _Section:
 
     def _width(self, most: int) -> None:
         """Take fewer heads of the same size; the hidden size shrinks by the same factor."""
-        heads, hidden = self.get("num_attention_heads"), self.get("hidden_size")
+        heads = self.get("num_attention_heads")
+        hidden = self.get("hidden_size")
         if not isinstance(heads, int) or not isinstance(hidden, int):
             return
         kv_heads = self.get(*_KV_HEAD_KEYS) or heads
@@ -160,10 +164,12 @@ class _Section:
 
     def _state_heads(self, hidden: int) -> None:
         """Take as many heads of Mamba-2 as go with a hidden size; where it does not decide them, two a group."""
-        heads, groups = self.get("mamba_num_heads"), self.get("n_groups")
+        heads = self.get("mamba_num_heads")
+        groups = self.get("n_groups")
         if isinstance(heads, int) and isinstance(groups, int):
             self.set("mamba_num_heads", min(heads, 2 * groups))
-        expand, dim = self.get("mamba_expand"), self.get("mamba_d_head")
+        expand = self.get("mamba_expand")
+        dim = self.get("mamba_d_head")
         if (
             self.get("mamba_n_heads")
             and not self.get("mamba_d_ssm")

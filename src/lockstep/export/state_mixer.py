@@ -107,7 +107,9 @@ class Recurrence:
         Method: the UT transform of Yang et al. 2024, section 3. What a token takes back of the values before it is a
         unit lower triangular system; its inverse is put together from those of its halves.
         """
-        group, op, span = self.value_heads // self.key_heads, build.op, _SPAN
+        group = self.value_heads // self.key_heads
+        op = build.op
+        span = _SPAN
         count = op("Shape", build.inputs["value"], start=0, end=1)
         missing = op("Mod", op("Neg", count), [span])
         pads = op("Concat", [0, 0], missing, [0], axis=0)
@@ -125,7 +127,8 @@ class Recurrence:
         value = spans("value", group, self.value_dim)
         total = op("CumSum", spans("decay", group, 1), np.int64(3))  # [..., span, 1]
         until = op("Exp", total)
-        row, column = np.arange(span)[:, None], np.arange(span)
+        row = np.arange(span)[:, None]
+        column = np.arange(span)
         between = op("Where", row >= column, op("Sub", total, turned(total)), np.float32(-1e30))
         between = op("Exp", between)  # the decay from one token of a span to another
         if "beta" in self.sizes_by_name:
@@ -156,7 +159,9 @@ class Recurrence:
         inputs: by span the values, the queries, their weights on the span's own values, the keys, the decay of all of
         it, and what the values take back of the state before.
         """
-        heads, keys, values = (self.key_heads, self.value_heads // self.key_heads), self.key_dim, self.value_dim
+        heads = (self.key_heads, self.value_heads // self.key_heads)
+        keys = self.key_dim
+        values = self.value_dim
         shapes = [(_SPAN, values), (_SPAN, keys), (_SPAN, _SPAN), (keys, _SPAN), (1, 1), (_SPAN, keys)]
         body = Builder.of_body((*heads, keys, values), [(*heads, *shape) for shape in shapes[: len(inputs)]])
         new, query, attention, key, decay, *taken = body.inputs.values()
@@ -180,7 +185,8 @@ class Recurrence:
             return build.op("Reshape", build.inputs[name], [-1, self.key_heads, *dims])
 
         query, key = (heads(name, 1, 1, self.key_dim) for name in ("query", "key"))
-        column, value = heads("key", 1, self.key_dim, 1), heads("value", group, 1, self.value_dim)
+        column = heads("key", 1, self.key_dim, 1)
+        value = heads("value", group, 1, self.value_dim)
         state = build.op("Reshape", build.state, [-1, self.key_heads, group, self.key_dim, self.value_dim])
         state = build.op("Mul", state, build.op("Exp", heads("decay", group, 1, 1)))
         if "beta" in self.sizes_by_name:
@@ -220,7 +226,9 @@ class Builder(GraphWriter):
     """A graph that takes a mixer's inputs and its past state. requests: None for a constant state of zeros."""
 
     def __init__(self, mixer: StateGraph, tokens: str, requests: str | int | None):
-        self.mixer, self.tokens, self.requests = mixer, tokens, requests
+        self.mixer = mixer
+        self.tokens = tokens
+        self.requests = requests
         self.inputs = {name: _value(name, [tokens, size], dtype) for name, (size, dtype) in mixer.sizes.items()}
         graph = ir.Graph(list(self.inputs.values()), [], nodes=[], opset_imports={"": 20}, name="mixer")
         super().__init__(graph, "mixer")
@@ -268,4 +276,6 @@ def _value(name: str, shape: list[Any], dtype: ir.DataType) -> ir.Value:
 
 
 def _name(value: ir.Value, name: str, shape: list[Any], dtype: ir.DataType) -> None:
-    value.name, value.shape, value.type = name, ir.Shape(shape), ir.TensorType(dtype)
+    value.name = name
+    value.shape = ir.Shape(shape)
+    value.type = ir.TensorType(dtype)

@@ -87,7 +87,8 @@ def keep_constants(model: PreTrainedModel) -> None:
     with quiet(), torch.device("meta"):
         whole = dict(AutoModelForCausalLM.from_config(cut_config(whole_config, "all")).named_modules())
     for name, module in model.named_modules():
-        ours, theirs = vars(module), vars(whole[name])
+        ours = vars(module)
+        theirs = vars(whole[name])
         for key in sorted(key for key in ours.keys() & theirs.keys() if key != "training" and not key.startswith("_")):
             if isinstance(ours[key], float) and isinstance(theirs[key], float):
                 setattr(module, key, theirs[key])

@@ -54,7 +54,8 @@ def to_concat(x, src, dim=0, start=None, end=None, step=1):  # type: ignore[no-u
     if step != 1 or not all(number is None or isinstance(number, int) for number in (start, end, size)):
         return aten_slice_scatter(x, src, dim, start, end, step)
     first, last, _ = slice(start, end).indices(size)
-    parts, before = [src], x.producer()
+    parts = [src]
+    before = x.producer()
     if first:
         # what the scatter before this one put there, or else a part of it
         put = before.inputs[0] if before is not None and before.op_type == "Concat" else x

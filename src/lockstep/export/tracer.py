@@ -80,7 +80,8 @@ def meta_model(config: Mapping[str, Any], precision: str) -> PreTrainedModel:
 
     precision: "fp32", "fp16" or "bf16". Raises InputError for a model that is no causal LM of transformers.
     """
-    settings, dtype = build_config(config), DTYPES[precision]
+    settings = build_config(config)
+    dtype = DTYPES[precision]
     settings._experts_implementation = "batched_mm"
     with quiet():
         with refused_in_one_line(settings.model_type), torch.device("meta"):
@@ -148,7 +149,8 @@ def only_layers(model: PreTrainedModel, indices: Sequence[int]) -> Iterator[None
     """Let a model run only the layers `indices`, in that order; what is behind the last layer follows them."""
     name, layers = layer_list(model)
     parent, _, attribute = name.rpartition(".")
-    owner, text = model.get_submodule(parent), model.config.get_text_config()
+    owner = model.get_submodule(parent)
+    text = model.config.get_text_config()
     lists = per_layer_settings(text, len(layers))  # the depth of some configs is the length of one (Nemotron-H)
     setattr(owner, attribute, torch.nn.ModuleList([layers[index] for index in indices]))
     for key, value in lists.items():
@@ -210,7 +212,8 @@ def trace(meta: PreTrainedModel, indices: Sequence[int]) -> Trace:
 
     Raises InputError with the reason when the model cannot be traced or does not use transformers' attention interface.
     """
-    model, mode = select_layers(meta, indices), FakeTensorMode(allow_non_fake_inputs=True)
+    model = select_layers(meta, indices)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     prefix, layers = layer_list(model)
     ties = dict(getattr(model, "all_tied_weights_keys", None) or {})
     _to_fake(model, mode)
@@ -226,7 +229,8 @@ def trace(meta: PreTrainedModel, indices: Sequence[int]) -> Trace:
             packed = _Packed(model, layers[0])
     with state_markers(model, list(layers), indices):
         whole = _export(packed, inputs, ("logits", "embedded"))
-    graph, embedding = _part(whole, ("hidden", "position_ids"), "logits"), _part(whole, ("token_ids",), "embedded")
+    graph = _part(whole, ("hidden", "position_ids"), "logits")
+    embedding = _part(whole, ("token_ids",), "embedded")
     embedding.graph.outputs[0].name = "hidden"
     state = set(model.state_dict())
     weights = _name_weights(graph, state, ties)

@@ -78,7 +78,8 @@ def parts_of(meta: PreTrainedModel, wide_residual: bool = False) -> TracedModel:
 
     first = trace_at(min(1, len(names) - 1))
     traces = [first, *(trace_at(index) for index in range(1, len(names)))]
-    layout, prefix = checkpoint_layout(meta), layer_list(meta)[0]
+    layout = checkpoint_layout(meta)
+    prefix = layer_list(meta)[0]
     layers: list[Layer] = []
     for index, (name, found) in enumerate(zip(names, traces)):
         like = next((later for later, other in enumerate(names) if later and other == name), 0)
@@ -87,10 +88,12 @@ def parts_of(meta: PreTrainedModel, wide_residual: bool = False) -> TracedModel:
         if name in without_mixer:
             layers[-1] = replace(layers[-1], exits=(*layers[-1].exits, exit))
             continue
-        cut, place = found.cut, max(found.cut.layers) if index else 0
+        cut = found.cut
+        place = max(found.cut.layers) if index else 0
         mixers = [number for number, layer in enumerate(cut.layers) if layer == place]
         for number in mixers:
-            block, exits = cut.blocks[number], (exit,) if number == mixers[-1] else ()
+            block = cut.blocks[number]
+            exits = (exit,) if number == mixers[-1] else ()
             layers.append(Layer(block, _bind(block, index, prefix, layout), cut.batchless[number], exits))
     embedding = {slot.name: layout[slot.name] for slot in first.embedding.signature.slots}
     return TracedModel(tuple(layers), first.embedding, embedding)
@@ -107,7 +110,8 @@ class _Traced:
 
 def _cut(meta: PreTrainedModel, indices: Sequence[int], wide_residual: bool) -> _Traced:
     traced = trace(meta, indices)
-    body, embedding = pack(traced.graph), pack(traced.embedding)
+    body = pack(traced.graph)
+    embedding = pack(traced.embedding)
     embedded = embedding.graph.outputs[0]
     embedded.shape = ir.Shape(["num_tokens", *shape_of(embedded)[1:]])
     copies_apart(body)

@@ -109,7 +109,10 @@ class Array:
     """Contiguous device memory: an address with shape and NumPy dtype; views keep it alive."""
 
     def __init__(self, address: int, shape: Sequence[int], dtype: DTypeLike, owner: object):
-        self.address, self.shape, self.dtype, self._owner = address, tuple(shape), np.dtype(dtype), owner
+        self.address = address
+        self.shape = tuple(shape)
+        self.dtype = np.dtype(dtype)
+        self._owner = owner
 
     @property
     def nbytes(self) -> int:
@@ -139,10 +142,12 @@ class _Memory:
     ):
         result = allocate(max(1, nbytes))
         if result[0] == runtime.cudaError_t.cudaErrorMemoryAllocation:
-            kind, found = "page-locked", "less"
+            kind = "page-locked"
+            found = "less"
             if allocate is not runtime.cudaMallocHost:
                 free_bytes, total = check(runtime.cudaMemGetInfo())
-                kind, found = "GPU", f"{free_bytes >> 20} MiB of {total >> 20} MiB"
+                kind = "GPU"
+                found = f"{free_bytes >> 20} MiB of {total >> 20} MiB"
                 found += f" on GPU {current_device()}" if device_count() > 1 else ""
             raise CheckError(
                 f"expected {max(1, nbytes >> 20)} MiB of free {kind} memory for {what}, found {found}; lower "
@@ -281,7 +286,8 @@ class TensorMap(ctypes.Structure):
     def of(cls, array: Array, rows: int, columns: int) -> TensorMap:
         """Return that of boxes [rows, columns] of an array of bytes [rows, a multiple of 16]; it keeps the array."""
         height, width = array.shape
-        sizes, box = map(driver.cuuint64_t, (width, height)), map(driver.cuuint32_t, (columns, rows))
+        sizes = map(driver.cuuint64_t, (width, height))
+        box = map(driver.cuuint32_t, (columns, rows))
         encoded = check(
             driver.cuTensorMapEncodeTiled(
                 driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, array.address, [*sizes],
@@ -307,7 +313,8 @@ class Kernel:
     """A kernel of a module; arguments: Array (its address), int (int32), float (float32)."""
 
     def __init__(self, function: Any):
-        self.function, self._shared = function, 48 << 10
+        self.function = function
+        self._shared = 48 << 10
         self._types: dict[tuple[type, ...], tuple[Any, ...]] = {}  # by types of arguments
 
     def launch(
@@ -343,7 +350,10 @@ class Launch:
     ):  # fmt: skip
         kernel.allow_shared(shared)
         self._shared = shared
-        self._function, self._stream, self._threads, self._held = kernel.function, stream, threads, arguments
+        self._function = kernel.function
+        self._stream = stream
+        self._threads = threads
+        self._held = arguments
         self._values: list[Any] = [
             each if isinstance(each, TensorMap) else _type_of(each)(each.address if isinstance(each, Array) else each)
             for each in arguments
@@ -360,7 +370,8 @@ class Launch:
             self._config.gridDimX = blocks
             check(driver.cuLaunchKernelEx(self._config, self._function, self._address, 0))
             return
-        threads, stream = self._threads, self._stream.handle
+        threads = self._threads
+        stream = self._stream.handle
         shared = self._shared
         check(driver.cuLaunchKernel(self._function, blocks, 1, 1, threads, 1, 1, shared, stream, self._address, 0))
 
@@ -372,12 +383,16 @@ def _can_overlap(number: int) -> bool:
 
 
 def _overlapping(stream: Stream, threads: int, shared: int) -> Any:
-    attribute, config = driver.CUlaunchAttribute(), driver.CUlaunchConfig()
+    attribute = driver.CUlaunchAttribute()
+    config = driver.CUlaunchConfig()
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1
     config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
-    config.blockDimX, config.hStream, config.sharedMemBytes = threads, stream.handle, shared
-    config.attrs, config.numAttrs = [attribute], 1
+    config.blockDimX = threads
+    config.hStream = stream.handle
+    config.sharedMemBytes = shared
+    config.attrs = [attribute]
+    config.numAttrs = 1
     return config
 
 
@@ -417,7 +432,8 @@ class _Module:
     """Kernels by name, on the device that was current when it was loaded."""
 
     def __init__(self, code: bytes):
-        self._module, self._kernels = check(driver.cuModuleLoadData(code)), dict[str, Kernel]()
+        self._module = check(driver.cuModuleLoadData(code))
+        self._kernels = dict[str, Kernel]()
 
     def __getitem__(self, name: str) -> Kernel:
         if name not in self._kernels:

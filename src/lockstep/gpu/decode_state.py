@@ -34,7 +34,8 @@ class DecodeState:
         self._staging = Staging(self.rows.nbytes + 2 * self.positions.nbytes, 3)
         self._sampling_staging = Staging(self.samplings.nbytes, 1)
         self._adapter_staging = Staging(self.adapter_ids.nbytes, 1)
-        self._samplings, self._sampling_changed = np.zeros(slots, PARAMETERS), False
+        self._samplings = np.zeros(slots, PARAMETERS)
+        self._sampling_changed = False
         self._tokens, self._positions = (np.zeros(slots, np.int64) for _ in range(2))
         self._rows = np.zeros(slots, np.int32)  # the device's: no step has set it yet
 
@@ -43,7 +44,8 @@ class DecodeState:
         changed = np.array(parameters(sampling, choice) if sampling.temperature else (0,) * 7, PARAMETERS)
         if changed == self._samplings[slot]:
             return False
-        self._samplings[slot], self._sampling_changed = changed, True
+        self._samplings[slot] = changed
+        self._sampling_changed = True
         return True
 
     def follow(self, other: DecodeState, slots: Sequence[int]) -> None:
@@ -51,7 +53,8 @@ class DecodeState:
         samplings = self._samplings.copy()
         samplings[: len(slots)] = other._samplings[list(slots)]
         if samplings.tobytes() != self._samplings.tobytes():
-            self._samplings, self._sampling_changed = samplings, True
+            self._samplings = samplings
+            self._sampling_changed = True
         if other.adapters is not None:
             self.adapters = np.full(len(self._rows), -1)
             self.adapters[: len(slots)] = other.adapters[list(slots)]
@@ -89,7 +92,8 @@ class DecodeState:
         if tokens is not None and not (
             np.array_equal(self._tokens[chosen], tokens) and np.array_equal(self._positions[chosen], positions)
         ):
-            self._tokens[chosen], self._positions[chosen] = tokens, positions
+            self._tokens[chosen] = tokens
+            self._positions[chosen] = positions
             self._tokens = np.maximum(self._tokens, 0)
             pairs += [(self.token_ids, self._tokens), (self.positions, self._positions)]
         if pairs:

@@ -41,7 +41,8 @@ from lockstep.weights.adapters import AdapterWriter, LoraArrays
 
 # Passes of prompts that are captured whole, by their layout, at most; and how often one comes before it is: to capture
 # it takes the host as long as it saves in so many.
-_MOST_CAPTURED, _CAPTURED_AFTER = 128, 16
+_MOST_CAPTURED = 128
+_CAPTURED_AFTER = 16
 _WEIGHTS_BOUND = 192  # tokens: a pass of fewer takes as long as the weights take to be read (7B shape, H200, fp16)
 
 
@@ -75,18 +76,21 @@ class GpuExecutor:
     ):
         """Allocate the KV cache, of kv_bytes a device: None: the longest requests, or 0.9 of what is free."""
         cuda.leave_at_exit(self)
-        self.num_slots, self.max_seq_len = num_slots, max_seq_len
+        self.num_slots = num_slots
+        self.max_seq_len = max_seq_len
         self.lengths = np.zeros(num_slots, np.int64)
         # slots that a step was begun for since they were forgotten: it may have failed, and their length be 0 still
         self._written: set[int] = set()
         self.group = RankGroup(network, num_slots, max_seq_len, max_num_tokens, kv_bytes)
-        self.ranks, self.tables = self.group.ranks, self.group.tables
+        self.ranks = self.group.ranks
+        self.tables = self.group.tables
         self._max_num_tokens = max_num_tokens
         self._in_flight: _Flight | None = None  # a step that nobody has asked for yet
         # the step with one prompt that was taken last, and its slots
         self._prompt: tuple[list[StepCalls], list[int]] | None = None
         # passes of prompts, by layout, adapted and drawn: how often they came, and those that are captured whole
-        self._came, self._captured = Counter[tuple](), dict[tuple, list[StepCalls]]()
+        self._came = Counter[tuple]()
+        self._captured = dict[tuple, list[StepCalls]]()
         self._host_logits: np.ndarray | None = None
         self._resident: ResidentAdapters | None = None  # whose memory copies on the stream read
         # A step that is launched early and dropped leaves keys, which the next one writes over, but moves states.
@@ -150,7 +154,8 @@ class GpuExecutor:
                 attention.reset(other)
         self._written.discard(slot)
         self._written.add(other)
-        self.lengths[other], self.lengths[slot] = self.lengths[slot], 0
+        self.lengths[other] = self.lengths[slot]
+        self.lengths[slot] = 0
 
     def swap_out(self, slot: int) -> list[list[np.ndarray]]:
         """Copy the slot's pages to page-locked memory, by rank, and reset it."""
@@ -244,7 +249,8 @@ class GpuExecutor:
         """
         if any(len(advance.tokens) > 1 and not advance.verifies for advance in advances):
             raise InputError("step: expected no prompts beside drafts, found some; take them in steps of their own")
-        rank, count = self.ranks[0], sum(advance.num_rows for advance in advances)
+        rank = self.ranks[0]
+        count = sum(advance.num_rows for advance in advances)
         slots = [advance.slot for advance in advances for _ in advance.tokens]
         tokens = np.concatenate([advance.tokens for advance in advances])
         positions = [advance.start + number for advance in advances for number in range(len(advance.tokens))]
@@ -292,7 +298,8 @@ class GpuExecutor:
     def _put(self, advances: Sequence[Advance]) -> _Flight:
         """Put a step on the streams, as far as it is not in flight."""
         decoding, chunks = _split(advances)
-        flight, self._in_flight = self._in_flight, None
+        flight = self._in_flight
+        self._in_flight = None
         if flight is not None and not self._goes_on(flight, decoding, chunks):
             flight = None  # nobody asks for it any more
         if flight is None:
@@ -309,7 +316,8 @@ class GpuExecutor:
 
     def _goes_on(self, flight: _Flight, decoding: Sequence[Advance], chunks: Sequence[Advance]) -> bool:
         """Return whether the step in flight has all that is asked for, with these tokens and prompts."""
-        given, slots = flight.given, [advance.slot for advance in (*decoding, *chunks)]
+        given = flight.given
+        slots = [advance.slot for advance in (*decoding, *chunks)]
         if given is None or not (decoding or flight.chunks):
             return False
         loads = self._loads()
@@ -346,7 +354,8 @@ class GpuExecutor:
     def _can_follow(
         self, decoding: Sequence[Advance], chunks: Sequence[Advance], ends: Mapping[int, int], lengths: np.ndarray
     ) -> bool:
-        after, vocab_size = _ends((*decoding, *chunks)), self.ranks[0].network.vocab_size
+        after = _ends((*decoding, *chunks))
+        vocab_size = self.ranks[0].network.vocab_size
         return (
             len(after) == len(decoding) + len(chunks)
             and max(after.values()) <= self.max_seq_len
@@ -364,7 +373,8 @@ class GpuExecutor:
         """Put a step for which there is room on the streams, in one pass or in two."""
         self._prompt = None
         ends = _ends((*decoding, *chunks))
-        passes, rows = [], [dict[int, cuda.Array]() for _ in self.ranks]
+        passes = []
+        rows = [dict[int, cuda.Array]() for _ in self.ranks]
         if self._goes_in_one_pass(decoding, chunks):
             steps = self._put_pass(decoding, chunks)
             passes.append(steps)
@@ -490,7 +500,8 @@ class GpuExecutor:
         """
         if not decoding or not chunks:
             return False
-        rows, tokens = 1 + max(each.slot for each in decoding), sum(len(each.tokens) for each in chunks)
+        rows = 1 + max(each.slot for each in decoding)
+        tokens = sum(len(each.tokens) for each in chunks)
         together, first, second = (
             max(_WEIGHTS_BOUND, self.ranks[0].tuned_for(count))
             for count in (rows + tokens, bucket(rows, self.num_slots), tokens)

@@ -110,7 +110,8 @@ def library_versions() -> dict[str, str]:
 
 def _cublas_version(library: Any) -> str:
     """Return major, minor and patch (library_types.h: libraryPropertyType)."""
-    value, parts = ctypes.c_int(), []
+    value = ctypes.c_int()
+    parts = []
     for which in range(3):
         if library.cublasLtGetProperty(which, ctypes.byref(value)):
             raise InputError("cuBLAS: expected its version, found none; install another")

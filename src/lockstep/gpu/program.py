@@ -47,7 +47,8 @@ class GpuProgram:
     tensors: Mapping[str, Tensor]
 
     def __init__(self, path: Path, slots: Sequence[IO], rank: int):
-        self.path, self.device = path, Device.get(rank)
+        self.path = path
+        self.device = Device.get(rank)
         self.slots = {slot.name: (slot.sizes, slot.numpy_dtype) for slot in slots}
 
     @functools.cached_property
@@ -77,7 +78,9 @@ class GpuExecutable:
     program: GpuProgram
 
     def __init__(self, uploads: Uploads, weights: Arrays, adapter_rows: Arrays):
-        self.uploads, self.weights, self.adapter_rows = uploads, weights, adapter_rows
+        self.uploads = uploads
+        self.weights = weights
+        self.adapter_rows = adapter_rows
 
     def prepare(self, inputs: Arrays, outputs: Arrays, own: bool = False) -> Run:
         """Return a call on the device's stream; own: it is for a captured graph."""
@@ -114,8 +117,11 @@ class GpuExecutable:
         from lockstep.onnx_tools.adapted_graphs import mask_of  # which a runtime has no need of
 
         self.uploads.wait()
-        program, inputs = self.program, dict(inputs)
-        device, tensors, stream = program.device, program.tensors, program.device.stream
+        program = self.program
+        inputs = dict(inputs)
+        device = program.device
+        tensors = program.tensors
+        stream = program.device.stream
         device.use()
         for name, rows in self.adapter_rows.items():
             stream.upload(rows, np.ascontiguousarray(inputs.pop(name).T, rows.dtype))

@@ -17,7 +17,9 @@ from lockstep.step.packing import PackedTokens
 # Tokens of a pass up to which its blocks are captured, on one rank and on several: the host makes the calls of all. Of
 # larger ones products take longer. Up to the last, a pass that comes often is captured whole, which saves the device a
 # wait between graphs: a tenth of the shortest.
-CAPTURED_TOKENS, CAPTURED_TOKENS_OF_RANKS, CAPTURED_WHOLE = 1280, 2560, 320
+CAPTURED_TOKENS = 1280
+CAPTURED_TOKENS_OF_RANKS = 2560
+CAPTURED_WHOLE = 320
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,12 @@ class PromptInputs:
     """
 
     def __init__(self, num_tokens: int, slots: int, integer: np.dtype, captured_tokens: int, stream: cuda.Stream):
-        self._num_tokens, self._slots, self._captured_tokens = num_tokens, slots, captured_tokens
+        self._num_tokens = num_tokens
+        self._slots = slots
+        self._captured_tokens = captured_tokens
         self._stream = stream
-        by_token, by_request = (num_tokens,), (slots,)
+        by_token = (num_tokens,)
+        by_request = (slots,)
         # Of as many tokens and prompts as there may be: those of a pass begin where these begin.
         self.arrays = Inputs(
             token_ids=cuda.zeros(by_token, integer),
@@ -101,14 +106,19 @@ class PromptInputs:
         chosen = [advance.slot for advance in decoding]
         in_step = [*chosen, *(chunk.slot for chunk in chunks)]
         brought = sum(len(chunk.tokens) for chunk in chunks)
-        count, requests = 1 + max(chosen), bucket(1 + max(in_step), self._slots)
+        count = 1 + max(chosen)
+        requests = bucket(1 + max(in_step), self._slots)
         packed = PackedTokens.empty(self._padded(count + brought))
         places = packed.pack(decoding, chosen, count, chunks)
-        last, slots, rows = np.zeros(requests, np.int64), np.full(requests, -1), np.full_like(packed.slots, -1)
+        last = np.zeros(requests, np.int64)
+        slots = np.full(requests, -1)
+        rows = np.full_like(packed.slots, -1)
         decodes = np.full(bucket(count, self._slots), -1)
         last[in_step] = [high - 1 for _, high in places]
         if write:
-            slots[in_step], rows, decodes[chosen] = in_step, packed.slots, chosen
+            slots[in_step] = in_step
+            rows = packed.slots
+            decodes[chosen] = chosen
         inputs, sent = self._send(packed, rows, last, slots, adapters, decodes)
         if decoding[0].tokens[0] < 0:
             self._stream.copy(inputs.token_ids[:count], found)

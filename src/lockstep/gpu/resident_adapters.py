@@ -18,7 +18,9 @@ class ResidentAdapters:
     """
 
     def __init__(self, arrays: Sequence[LoraArrays], max_lora_rank: int, stream: cuda.Stream):
-        self._arrays, self._rank, self._stream = arrays, max_lora_rank, stream
+        self._arrays = arrays
+        self._rank = max_lora_rank
+        self._stream = stream
         self.loads = np.full(arrays[0].b.shape[0] // max_lora_rank + 1, -1, np.int64)
         self._packed: dict[str, np.ndarray] = {}  # by name, page-locked
         self._staging = cuda.empty((0,), arrays[0].a.dtype)
@@ -56,7 +58,8 @@ class ResidentAdapters:
 
     def _pieces(self, each: LoraArrays, adapter_slot: int, rank: int) -> list[tuple[int, int, int, int]]:
         """Return where a slot's A and B lie: (address, bytes to the next row, bytes of a row, rows) each."""
-        first, unit = adapter_slot * self._rank, each.a.dtype.itemsize
+        first = adapter_slot * self._rank
+        unit = each.a.dtype.itemsize
 
         def by_rows(array: cuda.Array) -> tuple[int, int, int, int]:
             row = array.shape[1] * unit
@@ -71,7 +74,8 @@ class ResidentAdapters:
         """Return the matrices of each module one after another, as they lie in the arrays."""
         dtype = self._arrays[0].a.dtype
         matrices = list(self._matrices(adapter, dtype))
-        packed, at = cuda.pinned((sum(matrix.size for matrix in matrices),), dtype), 0
+        packed = cuda.pinned((sum(matrix.size for matrix in matrices),), dtype)
+        at = 0
         for matrix in matrices:
             packed[at : at + matrix.size].reshape(matrix.shape)[...] = matrix
             at += matrix.size

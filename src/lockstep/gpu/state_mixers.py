@@ -60,7 +60,9 @@ class StateMixers(SlicedAttention):
         return tokens.num_decoding, len(tokens.chunks)
 
     def _calls(self, index: int, values: Arrays, rows: cuda.Array, chunks: Chunks, own: bool) -> Calls:
-        spec, kernel, out = self._specs[index], self._kernels[index], values["attention"]
+        spec = self._specs[index]
+        kernel = self._kernels[index]
+        out = values["attention"]
         given = [values[name] for name in spec.inputs]
         if spec.kernel == "recurrence" and not spec.sizes["BETA"]:
             given.append(given[-1])  # in place of beta, which is not read

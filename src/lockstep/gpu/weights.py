@@ -94,7 +94,8 @@ class DeviceWeights:
             )
         array = cuda.empty(shape, dtype if cast is None else cast.dtype, "weights")
         self._arrays.setdefault(key, array)  # what lies in a larger array lies there for all
-        flat, start = array.reshape(math.prod(shape)), 0
+        flat = array.reshape(math.prod(shape))
+        start = 0
         for part in parts:
             self.uploads.add(self._uploader.upload(flat[start : start + part.size], part, sign, cast))
             start += part.size
@@ -111,7 +112,8 @@ class _Uploader:
 
     def upload(self, array: cuda.Array, part: np.ndarray, sign: int, cast: WeightCast | None) -> list[Future]:
         """Start the copies of a tensor to a 1-D array of as many numbers; pieces hold the memory they go to."""
-        copies, start = [], 0
+        copies = []
+        start = 0
         for values in _pieces(part):
             copies.append(self._pool.submit(self._copy, array[start : start + values.size], values, sign, cast))
             start += values.size
@@ -121,7 +123,8 @@ class _Uploader:
         own = self._own
         if not hasattr(own, "stream"):
             self._device.use()
-            own.stream, own.host = cuda.Stream(), cuda.pinned((_PIECE,), np.uint8)
+            own.stream = cuda.Stream()
+            own.host = cuda.pinned((_PIECE,), np.uint8)
         if cast is not None:
             with np.errstate(over="ignore"):  # what is too large for the dtype becomes infinite, and is seen
                 values = (values * values.dtype.type(cast.times)).astype(cast.dtype)
@@ -136,7 +139,8 @@ class _Uploader:
 def _pieces(part: np.ndarray) -> Iterator[np.ndarray]:
     """Yield views of all numbers in order, of at most `_PIECE` bytes; a rank's part may have gaps."""
     if part.flags.c_contiguous:
-        values, numbers = part.reshape(-1), _PIECE // part.itemsize
+        values = part.reshape(-1)
+        numbers = _PIECE // part.itemsize
         yield from (values[at : at + numbers] for at in range(0, values.size, numbers))
     elif len(part) == 1 or part[0].nbytes > _PIECE:
         for row in part:

@@ -8,7 +8,8 @@ import numpy as np
 
 from lockstep.errors import InputError
 
-EXPONENTIAL, CONSTANT = "exponential", "constant"
+EXPONENTIAL = "exponential"
+CONSTANT = "constant"
 # How the benchmark of TensorRT-LLM's Triton backend spells them.
 SPELLINGS = {"exponential_dist": EXPONENTIAL, "poisson": EXPONENTIAL}
 
@@ -32,5 +33,6 @@ def cancellations(number: int, share: float, within: float, seed: int) -> list[f
     if not 0 <= share <= 1:
         raise InputError(f"--cancel: expected a share between 0 and 1, found {share:g}")
     draws = np.random.default_rng([seed, 2])
-    chosen, after = draws.random(number) < share, draws.uniform(0, within, number)
+    chosen = draws.random(number) < share
+    after = draws.uniform(0, within, number)
     return [float(seconds) if one else None for one, seconds in zip(chosen, after)]

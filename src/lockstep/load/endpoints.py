@@ -46,7 +46,8 @@ class HttpEndpoint:
     """A sender of requests over HTTP."""
 
     def __init__(self, client: Client, endpoint: str) -> None:
-        self._client, self._reader = client, triton.TritonReader if endpoint == "triton" else wire.StreamReader
+        self._client = client
+        self._reader = triton.TritonReader if endpoint == "triton" else wire.StreamReader
 
     async def ask(self, one: Planned, record: Record, start: float, limit: float) -> None:
         """Send a request and fill its record. Raises NoAnswer, and asyncio.TimeoutError after `limit` seconds."""

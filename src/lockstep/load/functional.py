@@ -30,7 +30,8 @@ async def check(client: Client, spec: LoadSpec, model: str, exact: bool = False)
             for stream in (False, True):
                 alone += (await run(endpoint, [spec.alone(number, model, stream)], None, spec.timeout)).records
                 _check(client, spec, alone[-1])
-            streamed, whole = alone.pop(), alone[-1]
+            streamed = alone.pop()
+            whole = alone[-1]
             if (streamed.text, streamed.output_tokens) != (whole.text, whole.output_tokens):
                 raise CheckError(
                     f"{client.url}: prompt {number}: expected the text of the whole answer when it is streamed, "
@@ -52,7 +53,9 @@ async def check(client: Client, spec: LoadSpec, model: str, exact: bool = False)
 
 def _check(client: Client, spec: LoadSpec, record: Record) -> None:
     """Check that an answer came to its end, and what it says of itself."""
-    where, prompt, outputs = f"{client.url}: prompt {record.number}", spec.prompts[record.number], record.output_tokens
+    where = f"{client.url}: prompt {record.number}"
+    prompt = spec.prompts[record.number]
+    outputs = record.output_tokens
     if record.status != COMPLETED:
         raise CheckError(f"{where}: expected an answer, found: {record.error}")
     if outputs is None or not 1 <= outputs <= prompt.max_tokens:

@@ -58,7 +58,9 @@ class _Connection(asyncio.Protocol):
         """Send a request; return its answer's future. on_piece: gets each piece of the body and when it came."""
         import httptools
 
-        self._parser, self._on_piece, self._now = httptools.HttpResponseParser(self), on_piece, 0.0
+        self._parser = httptools.HttpResponseParser(self)
+        self._on_piece = on_piece
+        self._now = 0.0
         self._answer = None
         self._done = asyncio.get_running_loop().create_future()
         self.transport.write(request)
@@ -154,7 +156,8 @@ class Client:
         if api_key is not None and (not api_key.isascii() or not api_key.isprintable() or not api_key):
             raise InputError("API key: expected printable ASCII characters on one line, found others")
         self.api_key = api_key
-        self.host, self.port = parts.hostname, port or (443 if parts.scheme == "https" else 80)
+        self.host = parts.hostname
+        self.port = port or (443 if parts.scheme == "https" else 80)
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
         self._base = parts.path.rstrip("/").removesuffix("/v1")
         host = f"[{self.host}]" if ":" in self.host else self.host

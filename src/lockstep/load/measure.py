@@ -83,7 +83,8 @@ async def measure(
 ) -> tuple[LoadReport, dict[float | None, list[Record]]]:
     """Measure `model` (None: the first) at each rate; tell: gets progress. Raises InputError, CheckError."""
     model = await model_of(client, spec, model)
-    runs, found = [], {}
+    runs = []
+    found = {}
     async with opened(client, spec.endpoint) as endpoint:
         for rate in spec.rates:
             planned = spec.requests(rate, model)

@@ -10,7 +10,9 @@ from lockstep.load.records import COMPLETED, Record
 from lockstep.load.report import Run
 from lockstep.load.svg import COLORS, WIDTH, coordinate, label, rule, svg
 
-_LEFT, _PLOT, _TOP = 64, (WIDTH - 84, 220), 16
+_LEFT = 64
+_PLOT = (WIDTH - 84, 220)
+_TOP = 16
 _MOST_ROWS = 300  # requests in a timeline
 _LATENCIES = ("latency_p50_ms", "latency_p99_ms", "ttft_p50_ms", "ttft_p99_ms", "itl_p99_ms")
 _THROUGHPUTS = ("output_tokens_per_s",)
@@ -98,7 +100,9 @@ class _Axis:
         step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
         count = math.ceil(largest / step - 1e-9)
         self.ticks = [round(step * number, 12) for number in range(count + 1)]
-        self._origin, self._length, self._largest = origin, length, step * count
+        self._origin = origin
+        self._length = length
+        self._largest = step * count
 
     def at(self, value: float) -> float:
         return self._origin + self._length * value / self._largest

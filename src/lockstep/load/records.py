@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-COMPLETED, CANCELLED, REFUSED, FAILED = "completed", "cancelled", "refused", "failed"
+COMPLETED = "completed"
+CANCELLED = "cancelled"
+REFUSED = "refused"
+FAILED = "failed"
 
 
 @dataclass(frozen=True)

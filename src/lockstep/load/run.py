@@ -76,9 +76,11 @@ async def _send(
             record.error = str(error)
         except asyncio.TimeoutError:  # the connection was closed: the server sees the client go
             if limit == one.cancel_after:
-                record.status, record.error = CANCELLED, None
+                record.status = CANCELLED
+                record.error = None
             else:
-                record.status, record.error = FAILED, f"no end of the answer within {timeout:g} s"
+                record.status = FAILED
+                record.error = f"no end of the answer within {timeout:g} s"
         if record.status != COMPLETED:  # else its last piece has said when
             record.end = clock() - start
     return record

@@ -67,7 +67,8 @@ class GrpcEndpoint:
         judge(record)
 
     async def _read(self, body: bytes, record: Record, start: float) -> None:
-        call, is_final = self._call(body, metadata=self._metadata), False
+        call = self._call(body, metadata=self._metadata)
+        is_final = False
         try:
             # To the stream's end, after the final response: where a stream is cancelled between the two, Triton 2.51
             # never unloads its model.

@@ -17,7 +17,8 @@ _MOST_BODY = 64 << 20  # bytes of an answer that is no stream
 
 def body(prompt: Prompt, endpoint: str, model: str, extra: Mapping[str, Any], stream: bool = True) -> bytes:
     """Return a request's body; extra: fields added or replaced. Raises InputError for a prompt it cannot take."""
-    content, asked = prompt.content, {"model": model, "max_tokens": prompt.max_tokens, "temperature": 0}
+    content = prompt.content
+    asked = {"model": model, "max_tokens": prompt.max_tokens, "temperature": 0}
     is_chat = isinstance(content, list) and isinstance(content[0], dict)
     if endpoint == "chat":
         if isinstance(content, list) and not is_chat:
@@ -61,7 +62,10 @@ class Reader:
     """A reader that fills a record; start: the clock at the run's start. stream: the answer comes in events."""
 
     def __init__(self, record: Record, start: float, stream: bool) -> None:
-        self._record, self._start, self._stream, self._events = record, start, stream, EventReader()
+        self._record = record
+        self._start = start
+        self._stream = stream
+        self._events = EventReader()
         self._body = bytearray()  # of an answer that is no stream
 
     def piece(self, answer: Answer, data: bytes, now: float) -> None:
@@ -115,7 +119,8 @@ class StreamReader(Reader):
         if event.get("error"):
             record.error = error_line(event)
         if usage := event.get("usage"):
-            record.input_tokens, record.output_tokens = usage["prompt_tokens"], usage.get("completion_tokens", 0)
+            record.input_tokens = usage["prompt_tokens"]
+            record.output_tokens = usage.get("completion_tokens", 0)
         for choice in event.get("choices") or ():
             if text := _text(choice):
                 record.chunks.append(now - self._start)

@@ -41,7 +41,8 @@ def histogram(number: int, path: Path, key: str | None, seed: int) -> list[Promp
     The file: `{"input": {"buckets": [tokens, ...], "freqs": [weight, ...]}, "output": ...}`, one weight a bucket; with
     a key, `KEY_ip` and `KEY_op` in the place of `input` and `output`.
     """
-    value, draw = _json(path), np.random.default_rng([seed, 4])
+    value = _json(path)
+    draw = np.random.default_rng([seed, 4])
 
     def lengths(name: str) -> list[int]:
         found: Any = value.get(name) if isinstance(value, dict) else None
@@ -77,15 +78,18 @@ def trace(path: Path, number: int | None, max_tokens: int, seed: int) -> list[Pr
     """
     found = []
     for at, record in enumerate(_records(path)[:number], 1):
-        where, when = f"{path}: record {at}", record.get("timestamp")
+        where = f"{path}: record {at}"
+        when = record.get("timestamp")
         if not isinstance(when, int | float) or isinstance(when, bool) or not np.isfinite(when):
             raise InputError(f"{where}: timestamp: expected milliseconds, found {_short(when)}")
         content: Any
         if "input_length" in record:
-            content, size = _trace_ids(record, where, seed, at), _count(record, "output_length", where)
+            content = _trace_ids(record, where, seed, at)
+            size = _count(record, "output_length", where)
         else:
             prompt = _prompt(record, where, max_tokens)
-            content, size = prompt.content, prompt.max_tokens
+            content = prompt.content
+            size = prompt.max_tokens
         found.append(Prompt(content, size, when / 1000))
     first = min((prompt.arrival or 0.0 for prompt in found), default=0.0)
     found = [Prompt(prompt.content, prompt.max_tokens, (prompt.arrival or 0.0) - first) for prompt in found]
@@ -93,7 +97,8 @@ def trace(path: Path, number: int | None, max_tokens: int, seed: int) -> list[Pr
 
 
 def _trace_ids(record: Mapping[str, Any], where: str, seed: int, at: int) -> list[int]:
-    length, blocks = _count(record, "input_length", where), record.get("hash_ids", [])
+    length = _count(record, "input_length", where)
+    blocks = record.get("hash_ids", [])
     if blocks and not _are(blocks, int, 0):
         raise InputError(f"{where}: hash_ids: expected a list of whole numbers, found {_short(blocks)}")
     ids: list[int] = []

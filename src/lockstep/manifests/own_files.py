@@ -44,7 +44,8 @@ def stale_files(manifest: Path, names: Collection[str]) -> list[Path]:
     names: of the files that are to be written there. Raises InputError for one of them that is there and that the
     manifest does not name: it would be lost.
     """
-    own, known = _own(manifest), _strings(manifest) | _strings(_list_beside(manifest))
+    own = _own(manifest)
+    known = _strings(manifest) | _strings(_list_beside(manifest))
     for name in sorted(names):
         path = manifest.with_name(name)
         if name not in known and (path.is_file() or path.is_symlink()):  # a folder is refused where it is written

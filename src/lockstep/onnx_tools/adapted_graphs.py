@@ -26,7 +26,9 @@ def ids_as_mask(model: onnx.ModelProto) -> onnx.ModelProto:
     graph = Rewriter(model)
     if IDS not in graph.inputs:
         return model
-    element, columns, rank = 0, 0, 0
+    element = 0
+    columns = 0
+    rank = 0
     for node in graph.nodes:
         equal = graph.producers.get(node.input[0]) if node.op_type == "Where" else None
         if equal is None or equal.op_type != "Equal":
@@ -70,7 +72,8 @@ def shrink_in_rows(
     others; of its own the first product takes as long as a kernel takes to start. Weights that lie the other way stay
     as they are.
     """
-    graph, slots = Rewriter(model), dict(parts)
+    graph = Rewriter(model)
+    slots = dict(parts)
     products = [node for node in graph.nodes if node.op_type == "Gemm"]
     shrinks = {node.input[1]: node for node in products if node.input[1].endswith(A_SUFFIX)}
     for node in products:
@@ -86,8 +89,10 @@ def shrink_in_rows(
             graph.replace(shrinks[name])
         (out,) = node.output
         outputs = [out, *(shrinks[name].output[0] for name in names)]
-        bias, split = Emitter(graph, f"{out}/bias"), Emitter(graph, out)
-        node.input[1], node.output[0] = joined, f"{out}/wide"
+        bias = Emitter(graph, f"{out}/bias")
+        split = Emitter(graph, out)
+        node.input[1] = joined
+        node.output[0] = f"{out}/wide"
         split.several("Split", node.output[0], [rows, *columns], results=outputs, axis=1)
         if len(node.input) > 2:
             dtype = helper.tensor_dtype_to_np_dtype(graph.element(slot))

@@ -22,7 +22,8 @@ class BoundRunner(OnnxrtRunner):
 
     def __init__(self, name: str, inputs: Sequence[IO], session: Any, weights: Mapping[str, np.ndarray]):
         super().__init__(session, name=name)
-        self._declared, self._weights = inputs, weights
+        self._declared = inputs
+        self._weights = weights
 
     def get_input_metadata_impl(self) -> TensorMetadata:
         return metadata(self._declared)

@@ -120,7 +120,8 @@ def cut_products(model: onnx.ModelProto) -> CutGraph:
 
 class _Cut:
     def __init__(self, graph: Rewriter, products: Mapping[str, Product]):
-        self._graph, self._products = graph, products
+        self._graph = graph
+        self._products = products
         weights = {name for name in graph.inputs if all(graph.shape(name))}
         self._level = {name: 0 for name in graph.inputs if name not in weights}  # of what depends on activations
         for node in graph.nodes:
@@ -246,8 +247,10 @@ def _product(graph: Rewriter, node: onnx.NodeProto) -> Product | None:
     if is_expert_product(node):
         rows, ids, *slots = node.input
         settings = attributes_of(node)
-        per_token, shared = settings.pop("per_token"), bool(settings.pop("shared"))
-        kind, transposed = settings.pop("kind").decode(), bool(settings.pop("transposed"))
+        per_token = settings.pop("per_token")
+        shared = bool(settings.pop("shared"))
+        kind = settings.pop("kind").decode()
+        transposed = bool(settings.pop("transposed"))
         weight = ExpertWeight(tuple(slots), **settings, kind=kind, transposed=transposed)
         experts = Experts(ids, per_token, shared, weight)
         numbers = weight.bits, weight.group_size, weight.in_features, weight.out_features
@@ -297,7 +300,8 @@ def _adapted(graph: Rewriter, products: Mapping[str, Product]) -> dict[str, Prod
             continue
         (expand,), product = expands, products[plain[0]]
         choice = maker[expand.input[0]]
-        shrink, equal = maker[choice.input[1]], maker[choice.input[0]]
+        shrink = maker[choice.input[1]]
+        equal = maker[choice.input[0]]
         if (choice.op_type, equal.op_type, shrink.op_type) != ("Where", "Equal", "Gemm"):
             continue
         ids = maker[equal.input[0]].input[0]

@@ -90,5 +90,7 @@ def _dequantized(graph: Rewriter, node: onnx.NodeProto, weight: IntegerWeight) -
     """Let the weight be an input of signed integers; return what dequantises it."""
     shape = [weight.rows, weight.columns]
     graph.replace_input(weight.data, helper.make_tensor_value_info(weight.data, _TYPES[weight.bits], shape))
-    inputs, out, name = [weight.data, weight.scales], f"{node.output[0]}/weight", f"{node.name}/dequantize"
+    inputs = [weight.data, weight.scales]
+    out = f"{node.output[0]}/weight"
+    name = f"{node.name}/dequantize"
     return helper.make_node("DequantizeLinear", inputs, [out], name, axis=1, block_size=weight.group_size)

@@ -18,7 +18,8 @@ from lockstep.errors import CheckError
 from lockstep.onnx_tools.group_experts import ExpertProduct, expert_product
 from lockstep.onnx_tools.rewriter import Dims, Emitter, Rewriter, attributes_of, is_linear, typed_values
 
-DOMAIN, OPERATOR = "lockstep", "ExpertProduct"
+DOMAIN = "lockstep"
+OPERATOR = "ExpertProduct"
 SHAPING = ("Reshape", "Squeeze", "Unsqueeze")
 
 
@@ -95,10 +96,12 @@ def with_few_experts(model: onnx.ModelProto, count: int) -> onnx.ModelProto:
 
 def _nodes(graph: Rewriter, product: ExpertProduct, shapes: dict[str, Dims]) -> list[onnx.NodeProto]:
     (out,), weight = product.node.output, _weight(graph, product)
-    features, outs = weight.in_features, weight.out_features
+    features = weight.in_features
+    outs = weight.out_features
     ids, per_token = _ids(graph, product, shapes)
     is_first = product.node.input[1] == product.rows  # [rows, in_features, 1]
-    emit, given = Emitter(graph, out), _token_rows(graph, product.rows, shapes, (per_token, features))
+    emit = Emitter(graph, out)
+    given = _token_rows(graph, product.rows, shapes, (per_token, features))
     settings = {"per_token": per_token, "shared": int(given is not None)} | asdict(weight)
     settings.pop("slots")
     if given is None:
@@ -113,7 +116,8 @@ def _weight(graph: Rewriter, product: ExpertProduct) -> ExpertWeight:
     experts, rows, columns = graph.shape(product.stacks[0])[:3]
     if product.is_quantized:
         sizes = attributes_of(product.gathers[0])
-        bits, group_size = sizes["bits"], sizes["block_size"]
+        bits = sizes["bits"]
+        group_size = sizes["block_size"]
         return ExpertWeight(product.stacks, experts, columns * group_size, rows, bits, group_size, "integers", True)
     if not product.decode:
         features, outs = (columns, rows) if product.transposed else (rows, columns)

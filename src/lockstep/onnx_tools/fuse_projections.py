@@ -21,7 +21,9 @@ def fuse(model: onnx.ModelProto, slots: Collection[str]) -> tuple[onnx.ModelProt
     graph = Rewriter(model)
     mapping = {name: [name] for name in graph.inputs if name in slots}
     for first, *others in _groups(graph, set(slots)):
-        group, names, rows = [first, *others], list[str](), list[int]()
+        group = [first, *others]
+        names = list[str]()
+        rows = list[int]()
         for parts in zip(*(node.input[1:] for node in group), strict=True):
             shapes = [graph.shape(part) for part in parts]
             rows = [shape[0] for shape in shapes]

@@ -42,7 +42,8 @@ class GraphRunner(abc.ABC):
 
     def run_block(self, part: BoundBlock, env: Arrays) -> dict[str, np.ndarray]:
         """Run a block; outputs by the name under which the next one reads them (`hidden_out` as `hidden`)."""
-        signature, ranks = self.assembly.classes[part.graph].signature, self.assembly.tensor_parallel
+        signature = self.assembly.classes[part.graph].signature
+        ranks = self.assembly.tensor_parallel
         env = {**env, **self.adapter_inputs(part, env)}
         weights = {slot.name: self.slot_array(part.slots[slot.name], slot) for slot in signature.slots}
         if ranks is None or part.graph not in ranks.classes:
@@ -77,11 +78,13 @@ class GraphRunner(abc.ABC):
         One without RoPE may need no position_ids. Returns `attention`, `key_out`, `value_out`, or `attention` and
         `state_out`.
         """
-        ranks, name = self.assembly.tensor_parallel, f"{variant}.{phase}"
+        ranks = self.assembly.tensor_parallel
+        name = f"{variant}.{phase}"
         if ranks is None:
             return self.run_graph(name, inputs, {})
         whole = self.assembly.variants[variant]
-        signature, shards = whole.phases()[phase].signature, attention_shards(whole, ranks.degree)
+        signature = whole.phases()[phase].signature
+        shards = attention_shards(whole, ranks.degree)
         given = {io.name: inputs[io.name] for io in signature.inputs if io.name in inputs}
         parts = [
             {key: _part(shards.get(key), array, rank) for key, array in given.items()} for rank in range(ranks.degree)

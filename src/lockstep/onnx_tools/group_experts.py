@@ -87,7 +87,8 @@ def _by_expert(graph: Rewriter, node: onnx.NodeProto) -> list[onnx.NodeProto]:
     As one product ONNX Runtime packs them at each call, in pieces whose size depends on the number of rows.
     """
     (rows, stack), (out,) = node.input, node.output
-    emit, experts = Emitter(graph, f"{out}/experts"), graph.shape(stack)[0]
+    emit = Emitter(graph, f"{out}/experts")
+    experts = graph.shape(stack)[0]
     slots = _experts_of(graph, stack)
     parts = emit.several("Split", rows, [1] * experts, results=[f"{out}/rows/{n}" for n in range(experts)], axis=0)
     emit("Concat", *(emit("MatMul", part, slot) for part, slot in zip(parts, slots)), result=out, axis=0)
@@ -108,10 +109,12 @@ def expert_product(graph: Rewriter, node: onnx.NodeProto) -> ExpertProduct | Non
             continue
         transposed = position == 0
         if gather.op_type == "Transpose" and attributes_of(gather).get("perm") == [0, 2, 1]:
-            name, transposed = gather.input[0], not transposed
+            name = gather.input[0]
+            transposed = not transposed
         gathers, decode = _decoding(graph, name)
         if gathers and (_is_reshape(graph, decode[-1]) if decode else _is_weight(graph, gathers[0].input[0], 3)):
-            stacks, ids = tuple(each.input[0] for each in gathers), gathers[0].input[1]
+            stacks = tuple(each.input[0] for each in gathers)
+            ids = gathers[0].input[1]
             rows = node.input[1 - position]
             return ExpertProduct(node, tuple(gathers), stacks, ids, rows, transposed, name, tuple(decode))
         if gather.op_type == _QUANTIZED and position == 0:
@@ -132,7 +135,9 @@ def _is_reshape(graph: Rewriter, node: onnx.NodeProto) -> bool:
 
 def _decoding(graph: Rewriter, name: str) -> tuple[list[onnx.NodeProto], list[onnx.NodeProto]]:
     """Return the gathers of stacks, by the same ids, that a value is made of, and the nodes between."""
-    gathers, between, names = list[onnx.NodeProto](), list[onnx.NodeProto](), [name]
+    gathers = list[onnx.NodeProto]()
+    between = list[onnx.NodeProto]()
+    names = [name]
     while names:
         name = names.pop(0)
         node = graph.producers.get(name)
@@ -164,7 +169,8 @@ class _Order:
 
     def __init__(self, graph: Rewriter, ids: str, experts: int, number: int):
         stem = f"experts_{number}"
-        emit, none = Emitter(graph, stem), [0] * experts
+        emit = Emitter(graph, stem)
+        none = [0] * experts
         flat = emit("Reshape", ids, [-1])
         size = emit("Shape", flat)
         _, self.order = emit.several("TopK", flat, size, results=[f"{stem}/sorted", f"{stem}/order"], axis=0, largest=0)
@@ -180,7 +186,8 @@ def _grouped(
     graph: Rewriter, product: ExpertProduct, order: _Order, number: int, stacked: bool
 ) -> list[onnx.NodeProto]:
     """Return the nodes of a product, of [rows, in_features, 1] or [rows, 1, in_features] and of its result's shape."""
-    stem, sizes = f"experts/product_{number}", attributes_of(product.gathers[0])
+    stem = f"experts/product_{number}"
+    sizes = attributes_of(product.gathers[0])
     experts, rows, columns = graph.shape(product.stacks[0])[:3]
     if product.is_quantized:
         columns *= sizes["block_size"]
@@ -197,7 +204,8 @@ def _grouped(
     emit.several("Split", ordered, order.counts, results=parts, axis=0)
     made = []
     for expert, part in enumerate(parts):
-        slots, out = [names[expert] for names in weights], f"{stem}/product_{expert}"
+        slots = [names[expert] for names in weights]
+        out = f"{stem}/product_{expert}"
         if product.is_quantized:
             settings = {"K": features, "N": outs, "bits": sizes["bits"], "block_size": sizes["block_size"]}
             made.append(emit("MatMulNBits", part, *slots, result=out, domain=_CONTRIB, **settings))
@@ -237,7 +245,8 @@ def _decoded_product(
         names[made] = then(node.op_type, *inputs, domain=node.domain, **attributes_of(node))
     weight = then("Squeeze", names[product.weight], [0])
     half = then("Gemm", rows, weight, alpha=0.5, transB=int(product.transposed))
-    result, none = then("Mul", half, np.float32(2)), f"{out}/none"
+    result = then("Mul", half, np.float32(2))
+    none = f"{out}/none"
     empty = helper.make_node("Constant", [], [none], value=numpy_helper.from_array(np.zeros((0, outs), np.float32)))
     then_branch, else_branch = (
         helper.make_graph(branch, name, [], [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [None, outs])])
@@ -275,7 +284,8 @@ def _add_in_order(graph: Rewriter) -> None:
     for node in graph.nodes:
         if node.op_type != "ReduceSum" or len(node.input) < 2 or attributes_of(node).get("keepdims", 1):
             continue
-        axes, reshape = graph.array(node.input[1]), graph.producers.get(node.input[0])
+        axes = graph.array(node.input[1])
+        reshape = graph.producers.get(node.input[0])
         if axes is None or axes.tolist() != [1] or reshape is None or reshape.op_type != "Reshape":
             continue
         shape = graph.array(reshape.input[1])

@@ -45,10 +45,12 @@ def halve_activations(model: onnx.ModelProto) -> onnx.ModelProto:
                     halves[name] = f"{name}/half"
                     nodes.append(_cast(inner(name), halves[name], TensorProto.FLOAT16))
             (out,) = results
-            node.input[:], node.output[:] = [halves[name] for name in operands], [f"{out}/product"]
+            node.input[:] = [halves[name] for name in operands]
+            node.output[:] = [f"{out}/product"]
             nodes += [node, _cast(f"{out}/product", inner(out), TensorProto.FLOAT)]
         else:
-            node.input[:], node.output[:] = map(inner, operands), map(inner, results)
+            node.input[:] = map(inner, operands)
+            node.output[:] = map(inner, results)
             nodes.append(node)
         graph.replace(node, *nodes)
     for value in (*graph.inputs.values(), *graph.outputs.values()):

@@ -42,7 +42,8 @@ def int8_products(model: onnx.ModelProto) -> onnx.ModelProto:
         if (activation, sizes["block_size"]) not in parts:
             split = _split(graph, activation, sizes["K"], sizes["block_size"])
             parts[activation, sizes["block_size"]] = split[-1].output[0]
-        node.input[0], node.output[0] = parts[activation, sizes["block_size"]], f"{out}/parts"
+        node.input[0] = parts[activation, sizes["block_size"]]
+        node.output[0] = f"{out}/parts"
         graph.replace(node, *split, node, *_added(f"{out}/parts", out, 0))
     return graph.finish() if products else model
 
@@ -56,7 +57,8 @@ def _split_dealt(graph: Rewriter, deal: onnx.NodeProto, first: onnx.NodeProto) -
     (together,) = graph.consumers[first.output[0]]
     (out,) = together.output
     split = _split(graph, rows, sizes["K"], sizes["block_size"], beside=True)
-    counted, beside = Emitter(graph, f"{rows}/counts"), Emitter(graph, f"{out}/beside")
+    counted = Emitter(graph, f"{rows}/counts")
+    beside = Emitter(graph, f"{out}/beside")
     deal.input[:] = [split[-1].output[0], counted("Mul", counts, np.int64(2))]
     together.output[0] = f"{out}/parts"
     graph.replace(deal, *split, *counted.nodes, deal)

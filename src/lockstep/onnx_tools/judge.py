@@ -19,7 +19,8 @@ from lockstep.tolerances import Tolerances
 
 # Where nothing is rounded but the result, it is still off by half of the last bit of fp16: at most 2^-11 of its size,
 # rms a quarter of that.
-_FLOOR, _FLOOR_RMS = 2.0**-11, 2.0**-13
+_FLOOR = 2.0**-11
+_FLOOR_RMS = 2.0**-13
 _MOST = 0.9  # of the rows, which are held to their rms
 RMS = 1 / 3  # of `Tolerances.noise`: see above
 Number = Any  # a float, or an array of floats [rows]
@@ -107,7 +108,8 @@ def max_abs_error(expected: np.ndarray, found: np.ndarray) -> float:
 
 def relative_errors(expected: np.ndarray, found: np.ndarray, scale: Number | None = None) -> np.ndarray:
     """Return the error of each number, [rows, numbers], relative to `scale` (default: `row_scale`)."""
-    exact, other = rows_of(expected), rows_of(found)
+    exact = rows_of(expected)
+    other = rows_of(found)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         error = np.abs(other - exact)
         return np.where(error == 0, 0.0, error / (row_scale(exact) if scale is None else scale))
@@ -128,7 +130,8 @@ def measure(expected: np.ndarray, found: np.ndarray, bound: Bound, scale: Number
     scale: what they are relative to; by default `row_scale`. Errors are None where the array has NaN or infinity, which
     no bound allows. Raises ValueError for another shape.
     """
-    exact, other = np.asarray(expected, np.float64), np.asarray(found, np.float64)
+    exact = np.asarray(expected, np.float64)
+    other = np.asarray(found, np.float64)
     largest = max_abs_error(exact, other)
     relative = relative_errors(exact, other, scale) if exact.size else np.zeros((1, 1))
     count = len(relative)
@@ -143,7 +146,8 @@ def measure(expected: np.ndarray, found: np.ndarray, bound: Bound, scale: Number
     with np.errstate(divide="ignore", invalid="ignore"):
         row = int(np.argmax(np.nan_to_num(relative.max(1) / bounds)))  # the worst beside what passes of it
         shares = np.nan_to_num(np.sqrt(np.mean(relative * relative, axis=1)) / rms_bounds)
-    rms_bound, rms = _rms(rms_bounds), _rms(relative)
+    rms_bound = _rms(rms_bounds)
+    rms = _rms(relative)
     if math.isfinite(rms_bound) and np.ndim(bound.rms):
         rms = float(np.quantile(shares, _MOST)) * rms_bound
     errors = largest, _finite(float(relative.max(1)[row])), _finite(rms), cosine(exact, other)
@@ -157,7 +161,8 @@ def cosine(expected: np.ndarray, found: np.ndarray) -> float:
     rows = rows_of(expected)
     rms = np.sqrt(np.mean(rows * rows, axis=1, keepdims=True))
     unit = np.where(rms > 0, rms, 1.0)
-    a, b = rows / unit, rows_of(found) / unit
+    a = rows / unit
+    b = rows_of(found) / unit
     norms = float(np.sqrt((a * a).sum() * (b * b).sum()))  # not by BLAS, whose threads cost more than these sums
     return min(1.0, float((a * b).sum()) / norms) if norms else float(np.array_equal(a, b))
 

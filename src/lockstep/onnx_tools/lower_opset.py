@@ -46,7 +46,8 @@ def lower(model: onnx.ModelProto, opset: int = OPSET) -> onnx.ModelProto:
 
 class _Rules:
     def __init__(self, graph: Rewriter, model: onnx.ModelProto):
-        self._graph, self._model = graph, model
+        self._graph = graph
+        self._model = model
 
     @functools.cached_property
     def _types(self) -> dict[str, int]:
@@ -93,7 +94,8 @@ class _Rules:
 
     def _gelu(self, node: NodeProto) -> Sequence[NodeProto]:
         """Write x/2 (1 + erf(x/sqrt 2)), or x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))."""
-        x, emit = node.input[0], Emitter(self._graph, node.name)
+        x = node.input[0]
+        emit = Emitter(self._graph, node.name)
         dtype = helper.tensor_dtype_to_np_dtype(self._types[x])
 
         def times(value: str, factor: float) -> str:

@@ -78,7 +78,8 @@ def check_same(model: onnx.ModelProto, prepared: Prepared) -> None:
     """Run both graphs on the same random numbers. Raises CheckError for an output that differs."""
     from lockstep.onnx_tools.sessions import compute  # needed only where a graph is rewritten, not where engines run
 
-    canonical, rewritten = widened(model), widened(prepared.model)
+    canonical = widened(model)
+    rewritten = widened(prepared.model)
     feeds = random_inputs(canonical)
     expected = compute(canonical, feeds)
     weights = {slot: slot_rows(feeds, parts, slot) for slot, parts in prepared.parts.items()}
@@ -127,7 +128,8 @@ def random_inputs(model: onnx.ModelProto) -> dict[str, np.ndarray]:
 
 def decode_inputs(model: onnx.ModelProto, lengths: np.ndarray, capacity: int) -> dict[str, np.ndarray]:
     """Return seeded inputs of a decode graph, N(0, 1), with pasts of `lengths` in caches of `capacity` tokens."""
-    random, sizes = np.random.default_rng(0), {"num_requests": len(lengths), "past_capacity": capacity}
+    random = np.random.default_rng(0)
+    sizes = {"num_requests": len(lengths), "past_capacity": capacity}
     feeds = {}
     for value in model.graph.input:
         shape = [dim.dim_value or sizes[dim.dim_param] for dim in value.type.tensor_type.shape.dim]

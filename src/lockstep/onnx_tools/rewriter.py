@@ -108,7 +108,8 @@ class Emitter:
 
     def __init__(self, graph: Rewriter, stem: str):
         self.nodes: list[NodeProto] = []
-        self._graph, self._stem = graph, stem
+        self._graph = graph
+        self._stem = stem
 
     def __call__(self, op_type: str, *inputs: Operand, result: str = "", **settings: Any) -> str:
         """Return the name of what a node gives: `result`, or one of its own."""

@@ -59,7 +59,8 @@ def _rotated_query(graph: Rewriter, variant: AttentionVariant, eps: float | None
         readers = graph.consumers.get(node.output[0], [])
         if node.op_type == "Mul" and len(factors) == 1 and len(readers) == 1 and readers[0].op_type == "Reshape":
             ((factor, array),) = factors.items()
-            shape, rounding = graph.array(readers[0].input[1]), (eps or np.finfo(array.dtype).eps) / 2
+            shape = graph.array(readers[0].input[1])
+            rounding = (eps or np.finfo(array.dtype).eps) / 2
             is_scale = math.isclose(float(array), variant.scale, rel_tol=rounding)
             if shape is not None and shape.tolist() == groups and is_scale:
                 scaled.append((next(name for name in node.input if name != factor), float(array)))
@@ -78,7 +79,8 @@ def _check(decode: onnx.ModelProto, cut: onnx.ModelProto, variant: AttentionVari
 
     lengths = np.array([0, 3, _CAPACITY], np.int64)
     feeds = decode_inputs(decode, lengths, _CAPACITY)
-    expected, rotated = compute(decode, feeds), compute(cut, feeds)
+    expected = compute(decode, feeds)
+    rotated = compute(cut, feeds)
     past = feeds["value"], feeds["past_key"], feeds["past_value"]
     heads = feeds["query"].reshape(len(lengths), variant.num_heads, variant.query_dim)
     sinks = heads[:, :, variant.head_dim :].astype(np.float32)
@@ -109,7 +111,8 @@ def attention(
     It is over the request's cache and the token itself. Shapes are as in the decode graph; query and key are rotated.
     sinks: [num_requests, num_heads, 1], of none [num_requests, num_heads, 0].
     """
-    heads, kv = variant.num_heads, variant.num_kv_heads
+    heads = variant.num_heads
+    kv = variant.num_kv_heads
     rows = []
     for row, length in enumerate(lengths):
         first = max(0, length + 1 - variant.window) if variant.window else 0

@@ -57,7 +57,8 @@ def _floats(model: onnx.ModelProto) -> set[str]:
 
 def _eight_bit_steps(model: onnx.ModelProto) -> set[str]:
     """Return the values by which activations become integers or e4m3 numbers."""
-    graph, steps = Rewriter(model), set[str]()
+    graph = Rewriter(model)
+    steps = set[str]()
     for node in graph.nodes:
         is_e4m3 = node.op_type == "Cast" and attributes_of(node)["to"] == TensorProto.FLOAT8E4M3FN
         divided = graph.producers.get(node.input[0]) if is_e4m3 or node.op_type == "Round" else None

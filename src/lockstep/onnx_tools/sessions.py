@@ -57,7 +57,8 @@ def open_session(model: Path | bytes, threads: int | None = None) -> ort.Inferen
     except Exception as error:  # ONNX Runtime's errors share no base class
         failure = error
     if "use_per_session_threads" in str(failure):  # a process that also runs engines has one pool for all sessions
-        settings.use_per_session_threads, settings.intra_op_num_threads = False, 0
+        settings.use_per_session_threads = False
+        settings.intra_op_num_threads = 0
         try:
             return start()
         except Exception as error:

@@ -42,7 +42,8 @@ def layer_table(assembly_json: str | os.PathLike) -> str:
     used = [
         (layer.block.graph, layer.variant, ", ".join(exit.graph for exit in layer.exits)) for layer in assembly.layers
     ]
-    rows, start = [("layers", "block", "attention", "exit when cut here")], 0
+    rows = [("layers", "block", "attention", "exit when cut here")]
+    start = 0
     for index in range(1, len(used) + 1):
         if index == len(used) or used[index] != used[start]:
             rows.append((str(start) if index == start + 1 else f"{start}-{index - 1}", *used[start]))

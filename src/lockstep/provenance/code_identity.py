@@ -96,7 +96,8 @@ def untested() -> str | None:
 
     Graphs and references are of what it traces and computes.
     """
-    found, tested = versions(["transformers"]).get("transformers"), read_pins()["transformers"]
+    found = versions(["transformers"]).get("transformers")
+    tested = read_pins()["transformers"]
     if found in (None, tested):
         return None
     return f"transformers {found} is installed, {tested} is tested: what it exports may differ, or be refused"

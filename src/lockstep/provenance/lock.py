@@ -18,8 +18,11 @@ from lockstep.errors import InputError
 from lockstep.provenance.diff import changes, check_depth
 from lockstep.stages import STAGES
 
-MADE, LOCKED, TERMS = "made with", "locked", "checks"
-CHECKPOINT, ENGINES = "checkpoint", "engines"
+MADE = "made with"
+LOCKED = "locked"
+TERMS = "checks"
+CHECKPOINT = "checkpoint"
+ENGINES = "engines"
 _ELSEWHERE = ("source",)  # recorded where a model comes from, and not compared: it may lie elsewhere
 Place = str  # such as engines/fp16/onnxruntime/x86_64
 Items = Mapping[str, Any]

@@ -46,7 +46,8 @@ def updated_lock(results: Path, model: str, out: Path) -> LockUpdate:
     changes: list[str] = []
     looser: list[str] = []
     for where in sorted(before.sections.keys() | lock.sections.keys()):
-        old, new = before.sections.get(where), lock.sections.get(where)
+        old = before.sections.get(where)
+        new = lock.sections.get(where)
         if old is None:
             changes.append(f"added {where}")
         elif new is None:

@@ -199,7 +199,8 @@ def _other_makers(lock: Lock, section: Section) -> str:
 
     Packages, library, whether the code is another.
     """
-    locked, now = lock.makers.get(maker(section.key)), made_with(section.key)
+    locked = lock.makers.get(maker(section.key))
+    now = made_with(section.key)
     if locked is None:
         return ""
     makers = lines(

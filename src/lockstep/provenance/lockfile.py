@@ -46,7 +46,8 @@ class Section:
 
 def collect(results: Path, model: str) -> Lock:
     """Return the lock of what is there. Raises InputError for a model that is not finished."""
-    tree, config = Results(results), config_of(results)
+    tree = Results(results)
+    config = config_of(results)
     # Of several devices each machine has its own.
     built = [
         target

@@ -30,7 +30,8 @@ from lockstep.stages import STAGES, Job
 
 def build_key(step: Job) -> BuildKey:
     """Return the build key of `step`: all that decides what it makes."""
-    stage, backend = STAGES[step.stage], step.backend
+    stage = STAGES[step.stage]
+    backend = step.backend
     return BuildKey(
         stage=step.stage,
         # The results are the same under any name of the model, unless they speak of it.
@@ -56,11 +57,13 @@ def backend_identity(step: Job) -> dict[str, Any]:
 
 
 def _check_device(step: Job, device: Mapping[str, str]) -> None:
-    name, remedy = step.names["backend"], "start it where that is, or correct the config"
+    name = step.names["backend"]
+    remedy = "start it where that is, or correct the config"
     try:
         found = identity.hardware(device["backend"], builds=step.stage == "build")
     except InputError as error:
-        found, remedy = "none", f"{remedy} ({error})"
+        found = "none"
+        remedy = f"{remedy} ({error})"
     if found is not None and found != device["hardware"]:
         raise InputError(
             f"{step}: expected {device['hardware']!r}, the device {name} of the config, found {found!r} on "

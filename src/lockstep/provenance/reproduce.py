@@ -151,7 +151,8 @@ def make_again(
 
     checkpoint: its files. Returns the golden check's line where it did not pass, None where it did.
     """
-    tree, config_file = Results(folder / "results"), folder / "config.json"
+    tree = Results(folder / "results")
+    config_file = folder / "config.json"
     write_json(config_file, _config(config, checkpoint, target))
     for stage in stages:
         tell(stage)

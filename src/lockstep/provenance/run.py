@@ -37,7 +37,8 @@ def run(job: Job, make: Callable[[], object] | None = None, lock_file: Path | No
         brought = [path for path in (stage.path(job, pattern) for pattern in stage.brought.values()) if path.is_file()]
         for path in (*job.inputs.values(), *brought):
             check_input(path)
-    key, started = build_key(job), now()
+    key = build_key(job)
+    started = now()
     if lock_file is not None:
         locked.check_step(job, key, lock_file)
     try:
@@ -149,7 +150,8 @@ def check_input(path: Path) -> None:
             f"it was made; make it again, by its stage or snakemake"
         )
     recorded = checked_record(record)
-    expected, found = recorded.outputs.get(path.name), digest(path)
+    expected = recorded.outputs.get(path.name)
+    found = digest(path)
     if found != expected:
         raise InputError(
             f"{path}: expected sha256 {expected} as {record.name} says, found {found}: it was "

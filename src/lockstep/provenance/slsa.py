@@ -111,7 +111,9 @@ def _dependencies(step: Job, key: BuildKey) -> Iterator[dict[str, Any]]:
     yield from ({"name": name, "uri": url} for name, _, url in libraries([key]))
 
 
-_PACKAGES, _LIBRARIES = ("openvino",), ("tensorrt", "tensorrt_rtx")  # backends that are called as what builds for them
+# backends that are called as what builds for them
+_PACKAGES = ("openvino",)
+_LIBRARIES = ("tensorrt", "tensorrt_rtx")
 
 
 def libraries(keys: Iterable[BuildKey]) -> Iterator[tuple[str, str, str]]:

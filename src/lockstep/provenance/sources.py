@@ -68,7 +68,8 @@ def changed_files(step: Job, sources: Sources) -> list[str]:
 def _changed_checkpoint(step: Job, sources: Sources) -> Iterator[str]:
     if sources.folder is None:
         return
-    manifest, paths = CheckpointManifest.load(step.output), side_files(sources.folder)
+    manifest = CheckpointManifest.load(step.output)
+    paths = side_files(sources.folder)
     if step.stage == "resolve":
         paths = [*paths, *weight_files(sources.folder, find_tensors(sources.folder))]
         if sources.fetched and sources.fetched.is_file():
@@ -85,7 +86,8 @@ def _changed_source(step: Job, sources: Sources) -> Iterator[str]:
     if gguf := Fetched.load(step.output).gguf:
         yield from _differences(place.parent, {place.name: gguf}, {place.name: place})
         return
-    made, tokenizer = folder_of(step.output), place.with_name("tokenizer.json")
+    made = folder_of(step.output)
+    tokenizer = place.with_name("tokenizer.json")
     if _json(place) != _json(made / "config.json"):  # which is written in its own form
         yield f"{place} changed"
     if tokenizer.is_file():

@@ -27,7 +27,10 @@ from lockstep.provenance.slsa import NAME as PROVENANCE
 from lockstep.provenance.slsa import provenance_path, wrong_provenance
 from lockstep.targets import Results
 
-SAME, DIFFERENT, MISSING, UNKNOWN = "same", "different", "missing", "unknown"
+SAME = "same"
+DIFFERENT = "different"
+MISSING = "missing"
+UNKNOWN = "unknown"
 _NO_MODELS = ("logs", "benchmarks", "report")  # folders of the results tree
 
 

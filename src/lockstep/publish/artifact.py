@@ -29,8 +29,10 @@ from lockstep.targets import Target
 _MODEL = "application/vnd.cncf.model"
 ARTIFACT = f"{_MODEL}.manifest.v1+json"
 CONFIG = f"{_MODEL}.config.v1+json"
-ENGINES, RECORDS = f"{_MODEL}.code.v1.tar", f"{_MODEL}.weight.config.v1.tar"
-TEXT, WEIGHTS = f"{_MODEL}.weight.config.v1.raw", f"{_MODEL}.weight.v1.raw"
+ENGINES = f"{_MODEL}.code.v1.tar"
+RECORDS = f"{_MODEL}.weight.config.v1.tar"
+TEXT = f"{_MODEL}.weight.config.v1.raw"
+WEIGHTS = f"{_MODEL}.weight.v1.raw"
 FILE_PATH = "org.cncf.model.filepath"
 _EMPTY = "application/vnd.oci.empty.v1+json"
 # What stands beside a bundle, and its type as an artifact that refers to it.
@@ -57,7 +59,8 @@ Layer = tuple[str, Entry]  # the media type of its content, and the content
 def push(bundle: Path, reference: Reference, plain_http: bool = False) -> Pushed:
     """Push a bundle and what is signed of it. Its bytes are checked first; the same bundle is the same manifest."""
     check_contents(bundle)
-    archive, repository = read_archive(bundle), Repository(reference, plain_http)
+    archive = read_archive(bundle)
+    repository = Repository(reference, plain_http)
     with tempfile.TemporaryDirectory(prefix="lockstep-push-") as folder, tarfile.open(bundle) as tar:
         layers = _layers(archive, tar, Path(folder))
         uploaded = [entry.name for _, entry in layers if _upload(repository, entry)]
@@ -172,13 +175,15 @@ def pull(reference: Reference, out: Path, plain_http: bool = False) -> str:
     data = repository.get_manifest(reference.digest or reference.tag)
     if data is None:
         raise InputError(f"{reference}: expected a bundle, found none; push it with `lockstep push`")
-    manifest, digest = _manifest(data, reference), sha256_digest(data)
+    manifest = _manifest(data, reference)
+    digest = sha256_digest(data)
     out.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as opened:
         folder = opened.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-pull-", dir=out.parent))
         entries: dict[str, Entry] = {}
         for layer in manifest["layers"]:
-            name, sha256 = layer["annotations"][FILE_PATH], layer["digest"].removeprefix("sha256:")
+            name = layer["annotations"][FILE_PATH]
+            sha256 = layer["digest"].removeprefix("sha256:")
             entry = Entry(name, layer["size"], sha256, _blob(repository, layer, name))
             if layer["mediaType"] not in (ENGINES, RECORDS):
                 entries[name] = entry
@@ -261,9 +266,11 @@ def _attached(repository: Repository, digest: str) -> dict[str, bytes]:
             continue
         try:
             (layer,) = json.loads(data)["layers"]
-            size, blob = layer["size"], layer["digest"]
+            size = layer["size"]
+            blob = layer["digest"]
         except (ValueError, LookupError, TypeError, RecursionError):
-            size, blob = None, ""
+            size = None
+            blob = ""
         if type(size) is not int or not 0 < size <= _LARGEST_ATTACHED or not is_digest(blob):
             expected = f"one layer of at most {_LARGEST_ATTACHED >> 20} MiB"
             raise InputError(f"{repository.reference}: {kind}: expected {expected}, found another; sign it again")
@@ -276,7 +283,8 @@ def _attached(repository: Repository, digest: str) -> dict[str, bytes]:
 
 def note_in_lock(lock_path: Path, bundle: Path, pushed: Pushed) -> None:
     """Name a pushed bundle in the lock of its model. Raises CheckError where its engines are not the locked ones."""
-    archive, lock = read_archive(bundle), Lock.load(lock_path)
+    archive = read_archive(bundle)
+    lock = Lock.load(lock_path)
     target = Target(**vars(archive.manifest.about.target))
     if target.model != lock.model:
         raise InputError(f"{lock_path}: expected the lock of {target.model}, found that of {lock.model}")

@@ -90,7 +90,8 @@ def agreements(lock_path: Path, keys: Sequence[Path], at_least: int) -> list[Agr
         statement, key = dsse.read_envelope(path, keys)
         try:
             made = {subject["name"]: subject["digest"]["sha256"] for subject in statement["subject"]}
-            target, is_rebuild = statement["predicate"]["target"], statement["predicateType"] == PREDICATE
+            target = statement["predicate"]["target"]
+            is_rebuild = statement["predicateType"] == PREDICATE
         except (LookupError, TypeError):
             is_rebuild = False
         if not is_rebuild:

@@ -96,9 +96,11 @@ class Repository:
     def _check_place(self, place: str) -> None:
         """Raise InputError for a URL that the registry may not lead to."""
         try:
-            scheme, host = urllib.parse.urlsplit(place)[0], urllib.parse.urlsplit(place).hostname
+            scheme = urllib.parse.urlsplit(place)[0]
+            host = urllib.parse.urlsplit(place).hostname
         except ValueError:
-            scheme, host = "", None
+            scheme = ""
+            host = None
         ours = urllib.parse.urlsplit(self._base)
         if not host or not (scheme == "https" or (scheme == ours.scheme == "http" and host == ours.hostname)):
             raise InputError(
@@ -243,8 +245,12 @@ class CheckedBlob:
     """The bytes of a blob, hashed as they are read. name: of the file in it, for messages."""
 
     def __init__(self, response: HTTPResponse, digest: str, size: int, name: str) -> None:
-        self._response, self._expected, self._size, self._name = response, digest, size, name
-        self._hash, self._read = hashlib.sha256(), 0
+        self._response = response
+        self._expected = digest
+        self._size = size
+        self._name = name
+        self._hash = hashlib.sha256()
+        self._read = 0
 
     def read(self, size: int = -1) -> bytes:
         try:

@@ -26,7 +26,8 @@ from lockstep.provenance.slsa import libraries, purl
 from lockstep.targets import Results, Target
 
 _PROPERTY = "lockstep:"
-_MODEL, _CHECKPOINT = "model", "checkpoint"
+_MODEL = "model"
+_CHECKPOINT = "checkpoint"
 
 
 def bill(results: Results, target: Target) -> dict[str, Any]:

@@ -89,7 +89,8 @@ def verify(bundle: Path, keys: Sequence[Path] = (), identity: Identity | None = 
 
     keys: public keys, one of which must have signed. identity: instead of keys. Raises InputError and CheckError.
     """
-    provenance, signature = check_contents(bundle), signature_path(bundle)
+    provenance = check_contents(bundle)
+    signature = signature_path(bundle)
     if not signature.is_file():
         raise InputError(
             f"{signature}: expected the signature of {bundle.name}, found none; sign with `lockstep bundle --sign-key`"

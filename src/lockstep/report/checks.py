@@ -97,7 +97,8 @@ class Check(Generic[AnyReport]):
 
         cannot_run, content: as of `details.details`.
         """
-        out, checked = self.path(results, target), self._checked(results, target, content)
+        out = self.path(results, target)
+        checked = self._checked(results, target, content)
         if checked.result != NOT_RUN:
             return checked
         if self.expected == "always":
@@ -117,7 +118,8 @@ class Check(Generic[AnyReport]):
                 return Checked(NOT_RUN, f"{out} is not there")
             if not record_path(out).is_file():
                 return Checked(NOT_RUN, f"no record says how {out} was made")
-            report, of = self.kind.load(out), read_json(record_path(out), formats.BUILD)["inputs"]
+            report = self.kind.load(out)
+            of = read_json(record_path(out), formats.BUILD)["inputs"]
             for name, pattern in self.stage.inputs(target.precision).items():
                 path = results.root / pattern.format(**vars(target))
                 if name in of and (not path.is_file() or content(path) != of[name]):

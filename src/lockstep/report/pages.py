@@ -57,7 +57,8 @@ def index(results: Results, summary: Summary, changes: Mapping[str, Changes]) ->
 def target(results: Results, name: Target, row: SummaryRow, known: Details) -> bytes:
     """Return the page of one target. row: its own of the summary."""
     checks = sorted(CHECKS, key=lambda check: len(check.stage.wildcards))  # first what many targets share
-    validation, built = known.checks["validate"].report, known.engines
+    validation = known.checks["validate"].report
+    built = known.engines
     folder = results.engines(name.model, name.precision, name.backend).parent
 
     def size_of(engine: EngineFile) -> str:
@@ -164,7 +165,10 @@ def _reproduced(known: Details) -> str:
 
 def _files(results: Results, name: Target) -> list[tuple[str, Path]]:
     """Return the documents behind a page, by title; those of failures too."""
-    model, precision, layers, backend = name.model, name.precision, name.layers, name.backend
+    model = name.model
+    precision = name.precision
+    layers = name.layers
+    backend = name.backend
     engines = results.engines(model, precision, backend)
     checks = sorted(CHECKS, key=lambda check: -len(check.stage.wildcards))  # first what is of this target alone
     reports = [(check.title, check.path(results, name)) for check in checks]

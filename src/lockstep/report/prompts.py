@@ -9,7 +9,9 @@ from lockstep.artifacts.reports import GoldenPrompt, TokenDifference
 
 def answers(entry: GoldenPrompt) -> list[tuple[str, str, str | None]]:
     """Return a prompt's answer, the reference's and the expected one: name, text, and the rest where they differ."""
-    decoded, reference, expected = entry.text_out, entry.reference_text, entry.expected
+    decoded = entry.text_out
+    reference = entry.reference_text
+    expected = entry.expected
     rows = [("decoded", decoded, reference if expected is None else expected), ("reference", reference, decoded)]
     if expected is not None:
         rows.append(("expected", expected, decoded))
@@ -38,10 +40,12 @@ def differences(entry: GoldenPrompt) -> list[str]:
 
 
 def _words(found: TokenDifference, expected: str, how: str) -> str:
-    step, gap = found.step, found.gap
+    step = found.step
+    gap = found.gap
     if found.found is None or found.reference is None:
         return f"step {step}: another number of tokens {expected} than {how}"
-    one, other = f"{found.reference}{_quoted(found.reference_text)}", f"{found.found}{_quoted(found.found_text)}"
+    one = f"{found.reference}{_quoted(found.reference_text)}"
+    other = f"{found.found}{_quoted(found.found_text)}"
     margin = "the reference has no margin there" if gap is None else f"the reference's margin is {gap:.3g}"
     why = "accepted, both tokens are equally likely" if found.accepted else "a failure"
     return f"step {step}: token {one} {expected}, {other} {how}; {margin}: {why}"

@@ -16,7 +16,9 @@ from lockstep.report.verdict import NOT_RUN
 from lockstep.targets import Results
 
 Changes = Mapping[str, Sequence[str]]  # by kind, of `_MEANING`: lines of where a result is, and "locked -> found"
-_LOCK, _NEW, _BUILT = "lock", "new", "built"
+_LOCK = "lock"
+_NEW = "new"
+_BUILT = "built"
 # By the first part of a place in the lock, the worst first: the colour, what has changed, whether that is bad.
 _MEANING = {
     _LOCK: (FAIL, "The lock cannot be read", "Nothing has been compared with it."),

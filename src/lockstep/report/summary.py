@@ -73,7 +73,8 @@ def _collected(
     if not_run is None:
         known = loaded(Summary.load, results.summary())
         not_run = known.not_run if known else {}
-    remembered, found = functools.cache(content), {}
+    remembered = functools.cache(content)
+    found = {}
     for target in targets:
         cannot_run = not_run.get(f"{target.precision}/{target.backend}") or not_run.get(target.backend)
         found[target] = details(results, target, cannot_run, remembered)
@@ -89,7 +90,8 @@ def print_table(summary: Summary) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console, table = Console(width=_ANY, soft_wrap=True), Table(box=None, pad_edge=False, header_style="bold")
+    console = Console(width=_ANY, soft_wrap=True)
+    table = Table(box=None, pad_edge=False, header_style="bold")
     rows = [row for row in summary.targets if not why_not_here(summary, row)]
     columns = _that_fit([(column, _cells(column, rows)) for column in COLUMNS]) if rows else []
     for column, _ in columns:
@@ -135,7 +137,10 @@ _STYLES = {PASS: "green", FAIL: "red", NOT_RUN: "yellow"}
 
 
 def _row(target: Target, found: Details) -> SummaryRow:
-    checks, built, speed, drift = found.checks, found.engines, found.speed, found.drift
+    checks = found.checks
+    built = found.engines
+    speed = found.speed
+    drift = found.drift
     device = built.device if built else {}
     return SummaryRow(
         model=target.model,

@@ -40,7 +40,8 @@ def headline(summary: Summary) -> str:
     """
     here = Counter(row.verdict for row in summary.targets if not why_not_here(summary, row))
     needs = Counter(_need(reason) for row in summary.targets if (reason := why_not_here(summary, row)))
-    passed, total = here[PASS], here.total()
+    passed = here[PASS]
+    total = here.total()
     which = f"target{'s' * (total != 1)}{' that can run here' * bool(needs)}"
     others = [f"{here[result]} {words[here[result] != 1]}" for result, words in _WORDS.items() if here[result]]
     if not total:

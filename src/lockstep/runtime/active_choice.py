@@ -80,7 +80,8 @@ class ActiveChoice:
 
         As far as logits and grammar say.
         """
-        matcher, allowed = self.matcher, None
+        matcher = self.matcher
+        allowed = None
         if not isinstance(row, np.ndarray):
             sampled = Sampled(int(row))
         elif self.request.choose is not None:

@@ -31,9 +31,12 @@ class Adapters:
     def __init__(self, assembly: Assembly, slots: LoraSlots, arrays: Sequence[LoraArrays], executor: Executor):
         self.known: dict[str, LoadedAdapter] = {}
         self.residency = Residency(executor.num_slots, slots.max_adapters)
-        self._slots, self._arrays = slots, arrays
-        self._modules, self._dtype = adapted_modules(assembly), named_dtype(assembly.dtype)
-        rank, adapter_slots = slots.max_lora_rank, self.residency.adapter_slots
+        self._slots = slots
+        self._arrays = arrays
+        self._modules = adapted_modules(assembly)
+        self._dtype = named_dtype(assembly.dtype)
+        rank = slots.max_lora_rank
+        adapter_slots = self.residency.adapter_slots
         self._writer = executor.take_adapters(arrays, rank, adapter_slots) or _HostWriter(arrays, rank)
 
     @classmethod
@@ -119,9 +122,11 @@ class _HostWriter:
     """Writes adapters into NumPy arrays, which it clears first."""
 
     def __init__(self, arrays: Sequence[LoraArrays], max_lora_rank: int):
-        self._arrays, self._rank = arrays, max_lora_rank
+        self._arrays = arrays
+        self._rank = max_lora_rank
         for each in arrays:
-            each.a[...], each.b[...] = 0, 0
+            each.a[...] = 0
+            each.b[...] = 0
 
     def prepare(self, adapter: LoadedAdapter) -> None:
         """Do nothing: each is written from what was read."""

@@ -32,7 +32,8 @@ class BadWord:
 
     def advance(self, matched: int, piece: bytes) -> int:
         """Return how much of the word a text ends in that ended in `matched` bytes of it, behind a further piece."""
-        text, failure = self.text, self.failure
+        text = self.text
+        failure = self.failure
         for byte in piece:
             while matched and (matched == len(text) or text[matched] != byte):
                 matched = failure[matched - 1]
@@ -68,7 +69,8 @@ class Vocabulary:
         return found
 
     def _holding(self, text: bytes) -> np.ndarray:
-        places, at = [], self._joined.find(text)
+        places = []
+        at = self._joined.find(text)
         while at >= 0:
             places.append(at)
             at = self._joined.find(text, at + 1)
@@ -85,7 +87,8 @@ class BadWordFilter:
 
     def __init__(self, vocabulary: Vocabulary, words: Sequence[str], prompt: Sequence[int] | np.ndarray = ()):
         """Begin an answer to a prompt, at least one word given."""
-        self._pieces, self._words = vocabulary.pieces, [vocabulary.word(text) for text in words]
+        self._pieces = vocabulary.pieces
+        self._words = [vocabulary.word(text) for text in words]
         self._inside = np.unique(np.concatenate([word.inside for word in self._words]))
         begun = vocabulary.unfinished(prompt)  # a character, which is the answer's
         self._matched = [word.advance(0, begun) for word in self._words]
@@ -108,7 +111,8 @@ class BadWordFilter:
 
 
 def _failure(text: bytes) -> tuple[int, ...]:
-    failure, matched = [0], 0
+    failure = [0]
+    matched = 0
     for byte in text[1:]:
         while matched and text[matched] != byte:
             matched = failure[matched - 1]

@@ -113,7 +113,8 @@ def generate_file(
         same = out.exists() and out.samefile(source)
     if same:
         raise InputError(f"{out}: expected another file than the input, found the same; give another --output")
-    done, running = Done(), dict[int, tuple[dict[str, Any], Collector]]()
+    done = Done()
+    running = dict[int, tuple[dict[str, Any], Collector]]()
     engine = Engine(model, max_input_len, speculation=speculation)
     with _appended(out) as file, contextlib.closing(engine):
         known = _records(out)
@@ -271,7 +272,9 @@ def _request(
     for name, (expected, holds) in _FIELDS.items():
         if name in entry and not holds(entry[name]):
             raise InputError(f"{name}: expected {expected}, found {repr(entry[name])[:60]}")
-    prompt, n, stop = entry["prompt"], entry.get("n", 1), entry.get("stop", defaults.stop)
+    prompt = entry["prompt"]
+    n = entry.get("n", 1)
+    stop = entry.get("stop", defaults.stop)
     expect("n", n, 1, model.max_batch_size, CHOICES)  # before as many answers are made
     sampling: dict[str, Any] = {name: entry[name] for name in _SAMPLING if name in entry}
     sampling["logit_bias"] = {int(token): bias for token, bias in entry.get("logit_bias", {}).items()}

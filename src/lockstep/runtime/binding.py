@@ -44,7 +44,8 @@ def open_network(
     Raises InputError for a layer count that the model does not have, or a tensor that the weights lack or hold in
     another shape.
     """
-    assembly, weights = _as_run(engines), Weights.open(weights_json)
+    assembly = _as_run(engines)
+    weights = Weights.open(weights_json)
     count = layer_count(assembly, layers)
     ranks = assembly.tensor_parallel
     weights.check_precision(assembly.precision, "the assembly")
@@ -86,7 +87,8 @@ def open_network(
 
 def _as_run(engines: EngineSet) -> Assembly:
     """Return the assembly with the activations that the engines have."""
-    dtype, assembly = engines.backend.activations, engines.assembly
+    dtype = engines.backend.activations
+    assembly = engines.assembly
     return with_activations(assembly, dtype) if dtype else assembly
 
 
@@ -243,7 +245,8 @@ def _bind_piece(
 
 
 def _heads_of_ranks(layer_attention: LayerAttention, ranks: TensorParallel, name: str) -> LayerAttention:
-    shards, own = attention_shards(layer_attention.variant, ranks.degree), ranks.variants[name].phases()
+    shards = attention_shards(layer_attention.variant, ranks.degree)
+    own = ranks.variants[name].phases()
     for phase, run in layer_attention.engines.items():
         check_engine(run, own[phase].signature)
     graphs = layer_attention.variant.phases()

@@ -60,7 +60,8 @@ def check_ranges(
     longest: tokens of a prompt. in_all: tokens of prompt and answer; None: any, as the answer ends where no more fit.
     prompt: prompt_ids as an array, where there is one.
     """
-    ids, wanted = request.prompt_ids if prompt is None else prompt, request.prompt_logprobs
+    ids = request.prompt_ids if prompt is None else prompt
+    wanted = request.prompt_logprobs
     if not 1 <= len(ids) <= longest:
         raise wrong_length("prompt_ids", longest, len(ids))
     expect_tokens("prompt_ids", ids, sizes.vocab_size)

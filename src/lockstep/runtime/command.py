@@ -74,7 +74,8 @@ def generate(
     ):
         print(f"{what}: {tokens} tokens, {rate:.0f} tokens/s", file=sys.stderr)
     if speculation:
-        accepted, proposed = sum(speculation.accepted), speculation.num_draft_tokens
+        accepted = sum(speculation.accepted)
+        proposed = speculation.num_draft_tokens
         print(f"drafts: {accepted} of {proposed} tokens were right", file=sys.stderr)
         _say_failure(speculation)
 

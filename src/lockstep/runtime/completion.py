@@ -102,12 +102,14 @@ class Collector:
         choice.token_ids.append(token)
         if logprobs is not None:
             choice.logprobs.append(logprobs)
-        stream, stop = self._streams[number], self._filters[number]
+        stream = self._streams[number]
+        stop = self._filters[number]
         text = "" if finish == "stop_id" else stream.push(token)
         may_end = len(choice.token_ids) > self._min_stop_tokens
         text = stop.push(text + stream.finish() if finish else text, may_end)
         if stop.found is not None:
-            choice.finish, choice.stop = "stop_string", stop.found
+            choice.finish = "stop_string"
+            choice.stop = stop.found
         elif finish:
             text += stop.rest()
         choice.text += text
@@ -142,7 +144,8 @@ class StopFilter:
             return text
         if self.found is not None:
             return ""
-        before, self._held = len(self._held), self._held + text
+        before = len(self._held)
+        self._held = self._held + text
         # From where a string would end in the new text: those that ended before may not have counted.
         finds = ((self._held.find(stop, max(0, before - len(stop) + 1)), stop) for stop in self._stop if may_end)
         if ends := [found for found in finds if found[0] >= 0]:
@@ -151,10 +154,12 @@ class StopFilter:
         held = self._held
         lengths = (n for stop in self._stop for n in range(1, min(len(stop), len(held) + 1)) if held.endswith(stop[:n]))
         keep = max(lengths, default=0)
-        text, self._held = held[: len(held) - keep], held[len(held) - keep :]
+        text = held[: len(held) - keep]
+        self._held = held[len(held) - keep :]
         return text
 
     def rest(self) -> str:
         """Return what was held back, when no more comes."""
-        text, self._held = self._held, ""
+        text = self._held
+        self._held = ""
         return text if self.found is None else ""

@@ -38,9 +38,12 @@ class ModelDrafter:
         self._free = list(range(model.max_batch_size))
 
     def propose(self, asked: Mapping[ActiveChoice, int]) -> dict[ActiveChoice, list[int]]:
-        model, found, left = self._model, dict[ActiveChoice, list[int]](), dict(asked)
+        model = self._model
+        found = dict[ActiveChoice, list[int]]()
+        left = dict(asked)
         while left:
-            advances, choices = [], []
+            advances = []
+            choices = []
             for choice, most in left.items():
                 advance = self._next(choice, found.get(choice, []), most)
                 if advance is not None:
@@ -61,7 +64,8 @@ class ModelDrafter:
 
     def _next(self, choice: ActiveChoice, found: list[int], most: int) -> Advance | None:
         """Return what the draft model computes next for a choice; None where there is no room for it."""
-        model, length = self._model, len(choice.prompt) + len(choice.answer)
+        model = self._model
+        length = len(choice.prompt) + len(choice.answer)
         draft = self._drafts.get(choice)
         if draft is None:
             if not self._free or length + most > model.max_seq_len:
@@ -71,7 +75,8 @@ class ModelDrafter:
             if sampling.temperature and choice.request.choose is None:
                 model.set_sampling(draft.slot, _drawn(sampling), choice.number)
         if found:
-            tokens, start = [found[-1]], length + len(found) - 1
+            tokens = [found[-1]]
+            start = length + len(found) - 1
         else:
             start = self._held(choice, draft)
             end = min(length, (start // model.chunk_size + 1) * model.chunk_size)

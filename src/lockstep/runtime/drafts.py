@@ -14,8 +14,12 @@ from lockstep.runtime.active_choice import ActiveChoice
 from lockstep.runtime.checks import expect
 
 MOST_DRAFT_TOKENS = 16
-_LONGEST, _SHORTEST = 4, 2  # n-grams
-_LONGEST_PAUSE, _MISSED_PAUSE = 32, 4  # steps
+# n-grams
+_LONGEST = 4
+_SHORTEST = 2
+# steps
+_LONGEST_PAUSE = 32
+_MISSED_PAUSE = 4
 
 
 class Drafter(Protocol):
@@ -72,7 +76,8 @@ class _Text:
 
     def continuation(self, most: int) -> list[int]:
         """Return what followed there; where that comes to the text's end, it repeats itself."""
-        tokens, start = self.tokens, self._earlier
+        tokens = self.tokens
+        start = self._earlier
         period = len(tokens) - start
         return [tokens[start + number % period] for number in range(most)] if start else []
 
@@ -109,11 +114,15 @@ class Speculation:
     def __init__(self, drafter: Drafter, num_tokens: int):
         """Draft at most `num_tokens` for a request and step. Raises InputError for a number that is out of range."""
         expect("speculative", num_tokens, 1, MOST_DRAFT_TOKENS, "tokens of a draft")
-        self.num_tokens, self.num_drafts, self.num_draft_tokens = num_tokens, 0, 0
+        self.num_tokens = num_tokens
+        self.num_drafts = 0
+        self.num_draft_tokens = 0
         self.accepted = [0] * num_tokens
         self.failure: str | None = None
-        self.on_host, self._pause = True, 0
-        self._drafter, self._paces = drafter, dict[ActiveChoice, _Pace]()
+        self.on_host = True
+        self._pause = 0
+        self._drafter = drafter
+        self._paces = dict[ActiveChoice, _Pace]()
 
     def is_due(self, choices: Sequence[ActiveChoice], most_tokens: int) -> bool:
         """Return whether the next step may have drafts of these choices, which need the tokens of this one."""

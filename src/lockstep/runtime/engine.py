@@ -77,7 +77,8 @@ class Engine:
         if speculation is not None:
             model.check_verifies_drafts()
             speculation.on_host = model.engines.backend.on_host
-        self.speed, self.speculation = Speed(), speculation
+        self.speed = Speed()
+        self.speculation = speculation
         self._model = model
         budget = max_num_tokens or model.max_num_tokens or Limits().max_num_tokens
         chunk_size = fitting_chunk_size(model.chunk_size, model.max_batch_size, budget)
@@ -149,7 +150,8 @@ class Engine:
         empty or too long, for values that are out of range, and for a request that could never have the memory that it
         may need.
         """
-        index, model = self._count if index is None else index, self._model
+        index = self._count if index is None else index
+        model = self._model
         if not self._choices:
             self._began = None  # what was under way when the last one ended is nobody's
         prompt, again = check_request(request, model, self._longest, self._grammars is not None)
@@ -301,7 +303,8 @@ class Engine:
         Raises CheckError, and ends all requests, when the device fails; what `Request.choose` raises does the same.
         """
         self._take_compiled()
-        self.prompt_logprobs, self.admitted = [], []
+        self.prompt_logprobs = []
+        self.admitted = []
         self._aborted.clear()
         try:
             step = self._next_step()
@@ -320,7 +323,8 @@ class Engine:
 
         rows: as `_take` gives them.
         """
-        made, following = [], iter(rows)
+        made = []
+        following = iter(rows)
         for scheduled, _ in step.shares:
             row = next(following)
             if not scheduled.in_prompt:
@@ -338,7 +342,8 @@ class Engine:
         rows: what is behind each of its tokens. The cache then holds what plain steps would have put there.
         """
         assert self.speculation is not None
-        choice, accepted = self._choices.get(scheduled), 0
+        choice = self._choices.get(scheduled)
+        accepted = 0
         if choice is None:  # the token before the draft was its last
             return
         for token, row in zip(draft, rows):
@@ -373,13 +378,15 @@ class Engine:
 
         Requests that have ended since are left out of it.
         """
-        step, self._ahead = self._ahead, None
+        step = self._ahead
+        self._ahead = None
         if step is not None:
             step.shares = [(request, count) for request, count in step.shares if request.status is Status.RUNNING]
         return step if step is not None and step.shares else self._schedule()
 
     def _schedule(self) -> SchedulerOutput:
-        model, scheduler = self._model, self._scheduler
+        model = self._model
+        scheduler = self._scheduler
         while (victim := scheduler.victim()) is not None:
             self._swapped[victim] = model.swap_out(victim.slot)
             self._choices[victim].sampling_slot = -1
@@ -439,7 +446,8 @@ class Engine:
 
     def _take(self, step: SchedulerOutput) -> Sequence[np.ndarray | int]:
         """Take the step: for each share, and each token of its draft, the logits, or the token that the model chose."""
-        model, advances = self._model, self._advances(step)
+        model = self._model
+        advances = self._advances(step)
         prompt_tokens = sum(count for request, count in step.shares if request.in_prompt)
         wanted = self._wanted(step)
         following: list[Advance] = []
@@ -463,7 +471,8 @@ class Engine:
         if not model.async_scheduling:
             self._take_prompt_logprobs(step)
             self._computed(step)
-        seconds, self._began = ended - began, ended if model.in_flight else None
+        seconds = ended - began
+        self._began = ended if model.in_flight else None
         if prompt_tokens:
             self.speed.prefill_tokens += prompt_tokens
             self.speed.prefill_seconds += seconds
@@ -480,7 +489,8 @@ class Engine:
         """
         advances = []
         for scheduled, count in step.shares:
-            choice, start = self._choices[scheduled], scheduled.num_computed
+            choice = self._choices[scheduled]
+            start = scheduled.num_computed
             if scheduled.in_prompt:
                 tokens = choice.prompt[start : start + count]
             else:
@@ -543,7 +553,8 @@ class Engine:
             choice = self._choices[scheduled]
             if choice.prompt_logprobs is None or not scheduled.in_prompt:
                 continue
-            found, count = [], choice.prompt_logprobs
+            found = []
+            count = choice.prompt_logprobs
             for start, logits in self._model.logits_behind(number):
                 follow = choice.prompt[start + 1 : start + 1 + len(logits)]  # nothing behind the prompt's last token
                 found += [log_probabilities(row, int(token), count) for row, token in zip(logits, follow)]
@@ -570,8 +581,10 @@ class Engine:
             return
         heir = self._choices[following]
         choice.scheduled, heir.scheduled = following, choice.scheduled
-        self._choices[choice.scheduled], self._choices[heir.scheduled] = choice, heir
-        heir.prompt_logprobs, heir.sampling_slot = choice.prompt_logprobs, -1
+        self._choices[choice.scheduled] = choice
+        self._choices[heir.scheduled] = heir
+        heir.prompt_logprobs = choice.prompt_logprobs
+        heir.sampling_slot = -1
 
     def _end_all(self, choices: Iterable[ActiveChoice]) -> None:
         for choice in choices:

@@ -49,7 +49,8 @@ class Generation:
     def __iter__(self) -> Iterator[TextDelta]:
         for made in self._decoding:
             collector = self._collectors[made.request]
-            text, finish = collector.push(made), self.completions[made.request].choices[0].finish
+            text = collector.push(made)
+            finish = self.completions[made.request].choices[0].finish
             if collector.stopped(made):
                 self._decoding.finish(made.request)
             if text or finish:

@@ -35,7 +35,8 @@ _GREEDY = Sampling()
 _Taken = TypeVar("_Taken")
 # Tokens of a prompt that are computed together, unless a step has less room. Where the cuts do not make the bits, small
 # ones fill steps better, and more of a prefix is found again.
-CHUNK_SIZE, SMALL_CHUNK_SIZE = 256, PAGE_SIZE
+CHUNK_SIZE = 256
+SMALL_CHUNK_SIZE = PAGE_SIZE
 
 
 class Model:

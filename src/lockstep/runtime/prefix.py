@@ -42,7 +42,8 @@ def chunk_keys(root: bytes, tokens: np.ndarray, chunk_size: int) -> list[bytes]:
     SHA-256 of the key before it and its ids as little-endian int32; without the last token, which must be computed to
     give logits.
     """
-    data, keys = tokens.astype("<i4").tobytes(), [root]
+    data = tokens.astype("<i4").tobytes()
+    keys = [root]
     for start in range(0, (len(tokens) - 1) // chunk_size * chunk_size, chunk_size):
         keys.append(hashlib.sha256(keys[-1] + data[4 * start : 4 * (start + chunk_size)]).digest())
     return keys[1:]

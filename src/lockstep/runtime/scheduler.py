@@ -146,9 +146,14 @@ class Scheduler:
                 "leave it out for no limit"
             )
         self.long_prefill_token_threshold = long_prefill_token_threshold
-        self.tables, self.max_num_tokens, self._residency = tables, max_num_tokens, residency
-        self.chunk_size, self.admission, self._max_prefill_tokens = chunk_size, admission, max_prefill_tokens
-        self.num_swaps, self._compacts = 0, compacts
+        self.tables = tables
+        self.max_num_tokens = max_num_tokens
+        self._residency = residency
+        self.chunk_size = chunk_size
+        self.admission = admission
+        self._max_prefill_tokens = max_prefill_tokens
+        self.num_swaps = 0
+        self._compacts = compacts
         self._lookahead = LOOKAHEAD if lookahead is None else lookahead
         self._free_slots = list(range(num_slots))  # a heap: low slots first, so that rows that decode lie together
         self._num_slots = num_slots
@@ -176,7 +181,8 @@ class Scheduler:
         held: it takes its place in the order, but is not admitted before `unhold`. Raises InputError for one that no
         empty pool, or no number of slots, could ever take.
         """
-        needed, there = self._pages_for(request, request.max_tokens), self.tables.pool.num_pages
+        needed = self._pages_for(request, request.max_tokens)
+        there = self.tables.pool.num_pages
         if needed > there:
             raise InputError(
                 f"request: expected at most {there * PAGE_SIZE} tokens of KV cache ({there} pages of {PAGE_SIZE}), "
@@ -190,7 +196,9 @@ class Scheduler:
             )
         request.order = (request.priority * AGEING + self._steps, self._arrivals)
         for sibling in request.siblings:
-            sibling.order, sibling.status = request.order, Status.FORKING  # it waits with the request, not by itself
+            # it waits with the request, not by itself
+            sibling.order = request.order
+            sibling.status = Status.FORKING
         self._arrivals += 1
         self._num_waiting += 1
         if held:
@@ -208,7 +216,8 @@ class Scheduler:
 
         A prompt with further choices takes these along while it is not computed to its end.
         """
-        status, request.status = request.status, Status.FINISHED
+        status = request.status
+        request.status = Status.FINISHED
         if status in (Status.WAITING, Status.HELD):
             self._num_waiting -= 1  # it leaves the heap when its turn comes
         elif status is Status.SWAPPED:
@@ -229,7 +238,8 @@ class Scheduler:
         """
         if self.admission == "guaranteed":
             return None
-        tables, ends = self.tables, self._ends_behind_pages()
+        tables = self.tables
+        ends = self._ends_behind_pages()
         needed = sum(max(0, tables.pages_for(end) - len(tables[slot])) for slot, end in ends.items())
         if needed <= tables.pool.num_available:
             return None
@@ -262,7 +272,8 @@ class Scheduler:
         moved = []
         for request in self._running:
             if request.slot >= len(self._running):
-                slot, request.slot = request.slot, heapq.heappop(self._free_slots)
+                slot = request.slot
+                request.slot = heapq.heappop(self._free_slots)
                 heapq.heappush(self._free_slots, slot)
                 self.tables.move(slot, request.slot)
                 if self._residency is not None:
@@ -285,7 +296,8 @@ class Scheduler:
         if all_in:
             self._admit(step, held)
         step.shares = [(each, 1) for each in self._running if each.decodes]
-        left, decoding = self.max_num_tokens - len(step.shares), bool(step.shares)
+        left = self.max_num_tokens - len(step.shares)
+        decoding = bool(step.shares)
         if len(step.shares) < len(self._running):
             if decoding:
                 left = self._beside_decoding(left)
@@ -375,7 +387,8 @@ class Scheduler:
         there is: one token decodes, several are a prompt, and which of the two computes a token must not depend on the
         others.
         """
-        start, end = request.num_computed, request.num_prompt_tokens
+        start = request.num_computed
+        end = request.num_prompt_tokens
         first = min(end, (start // self.chunk_size + 1) * self.chunk_size)
         if first - start > left:
             return 0
@@ -475,7 +488,8 @@ class Scheduler:
         Returns whether none is left that others have to wait for, and whether one has waited for long for a slot for
         its adapter, before which others may not pass.
         """
-        held, passed = False, set[str | None]()
+        held = False
+        passed = set[str | None]()
         for request in [*self._swapped]:
             # As when it was admitted: the steps of a prompt ask for no pages.
             tokens = min(request.max_tokens, max(request.num_prompt_tokens, request.num_computed) + self._lookahead)
@@ -486,7 +500,8 @@ class Scheduler:
                 held |= self._is_blocked_for_long(request)
                 continue
             self._swapped.remove(request)
-            request.slot, request.status = heapq.heappop(self._free_slots), Status.RUNNING
+            request.slot = heapq.heappop(self._free_slots)
+            request.status = Status.RUNNING
             self._claim(request)
             self.tables.reserve({request.slot: tokens})
             self._insert(request)
@@ -503,7 +518,8 @@ class Scheduler:
             assert claimed  # `_has_place` was asked
 
     def _publish(self, request: Scheduled) -> list[tuple[Scheduled, int, list[int]]]:
-        tables, copies = self.tables, []
+        tables = self.tables
+        copies = []
         per_chunk = self.tables.chunk_pages(self.chunk_size)
         through = min(request.num_computed // self.chunk_size, len(request.prefix))
         for number in range(request.published, through):

@@ -24,8 +24,10 @@ def open_model(target: str, results: str | os.PathLike = "results", **limits: An
     """
     tree = Results(Path(results))
     names = _parse(target, tree)
-    model, precision = names.model, names.precision
-    engines, assembly = tree.engines(model, precision, names.backend), tree.assembly(model, precision)
+    model = names.model
+    precision = names.precision
+    engines = tree.engines(model, precision, names.backend)
+    assembly = tree.assembly(model, precision)
     if Assembly.load(assembly).adapters is not None:
         limits = {"adapters_json": tree.adapters(model), **limits}
     return Model.open(engines, assembly, tree.weights(model, precision), names.layers, **limits)
@@ -40,12 +42,14 @@ def open_tokenizer(target: str, results: str | os.PathLike = "results") -> Token
 
 def _parse(text: str, results: Results) -> Target:
     """Parse a target; without a backend, add the one that `results` has engines of."""
-    whole, found = text, ""
+    whole = text
+    found = ""
     if text.count("/") == 2:
         model, precision, _ = text.split("/")
         engines = results.engines(model, precision, "any")
         built = sorted(path.parent.name for path in engines.parents[1].glob(f"*/{engines.name}"))
-        whole, found = "/".join([text, *built]), f", with engines of {' and '.join(built) or 'no backend'}"
+        whole = "/".join([text, *built])
+        found = f", with engines of {' and '.join(built) or 'no backend'}"
     try:
         return Target.parse(whole)
     except ValueError:

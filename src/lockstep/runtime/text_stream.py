@@ -30,7 +30,9 @@ class TextStream:
         and the tokens do not finish it, a replacement character stands for it. Else that is a part of the context's
         text.
         """
-        self._pieces, self._decoder, self._shown = pieces, pieces.decoder(), shown
+        self._pieces = pieces
+        self._decoder = pieces.decoder()
+        self._shown = shown
         behind = map(int, reversed(context))
         self._before = next((token for token in behind if not pieces.is_silent(token)), None)
         unfinished = pieces.unfinished(context)
@@ -42,7 +44,8 @@ class TextStream:
 
         It is empty in the middle of a character.
         """
-        token, pieces = int(token), self._pieces
+        token = int(token)
+        pieces = self._pieces
         if (name := self._shown.get(token)) is not None:
             return self.finish() + name
         if pieces.is_silent(token):

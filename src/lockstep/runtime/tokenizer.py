@@ -49,7 +49,8 @@ def _longest_token(value: Mapping[str, Any]) -> int | None:
     value: a tokenizer.json. None: any number. Known of BPE whose vocabulary has all bytes, so that no character is
     dropped and no run of them is one unknown token, with normalizers and pre-tokenizers that drop nothing.
     """
-    model, added = value["model"], value.get("added_tokens") or []
+    model = value["model"]
+    added = value.get("added_tokens") or []
     pre = _parts(value.get("pre_tokenizer"), "pretokenizers")
     normalizers = _parts(value.get("normalizer"), "normalizers")
     if model.get("type") != "BPE" or any(token["lstrip"] or token["rstrip"] for token in added):
@@ -218,7 +219,8 @@ class Tokenizer:
             return tuple(self.encode(text, special=False).tolist())
 
         found = [encode(text), encode(text if text[:1].isspace() else f" {text}")]
-        before, behind = encode("\n"), encode(f"\n{text}")
+        before = encode("\n")
+        behind = encode(f"\n{text}")
         if behind[: len(before)] == before:
             found.append(behind[len(before) :])
         return [tokens for tokens in dict.fromkeys(found) if tokens]

@@ -21,7 +21,8 @@ class AdapterLoader:
     def __init__(self, adapters: Adapters, checkpoint_json: str | None):
         self.adapters = adapters
         self.under_way = 0  # that were started, and not polled yet
-        self._checkpoint, self._most_bytes = checkpoint_json, adapters.most_bytes
+        self._checkpoint = checkpoint_json
+        self._most_bytes = adapters.most_bytes
         self._asked: queue.SimpleQueue[tuple[int, str, str]] = queue.SimpleQueue()
         self._read: queue.SimpleQueue[tuple[int, LoadedAdapter | str]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None

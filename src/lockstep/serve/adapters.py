@@ -36,7 +36,9 @@ class Adapters:
 
     def __init__(self, model: str, root: Path | None, is_used: Callable[[str], bool]):
         """Begin without an engine; root: folder below which requests may name folders as adapters, None: nowhere."""
-        self._model, self._root, self._is_used = model, None if root is None else root.resolve(), is_used
+        self._model = model
+        self._root = None if root is None else root.resolve()
+        self._is_used = is_used
         self._loaded: dict[str, LoadedFolder] = {}  # while the server runs, the least recently used first
         self._own: Mapping[str, str] = {}  # {name: sha256}
         self._link: EngineLink | None = None
@@ -160,7 +162,8 @@ class Adapters:
             if unused is None:
                 raise StreamError(f"{len(loaded)} adapters are loaded and in use; try again", 503, "adapters_in_use", 1)
             self.unload(unused)
-        stamp, number = _stamp_of(folder), next(self._numbers)
+        stamp = _stamp_of(folder)
+        number = next(self._numbers)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         self._link.load(number, name, str(folder))
         try:

@@ -66,7 +66,8 @@ class AnswerPlan:
         end = tokenizer.token_id(reasoning.end)
         if end is not None and not self.calls_end_reasoning:
             return tokens.index(end) + 1 if end in tokens else len(tokens)
-        stream, before = tokenizer.stream(shown=tokenizer.silent(self.marks)), ""
+        stream = tokenizer.stream(shown=tokenizer.silent(self.marks))
+        before = ""
         for number, token in enumerate(tokens, 1):
             before += stream.push(token)
             if any(mark in before for mark in (reasoning.end, *self.calls_end_reasoning)):
@@ -112,7 +113,9 @@ class _Trimmed:
     """Text without the white space at its ends, where it meets a mark; at_start: it follows one."""
 
     def __init__(self, at_start: bool) -> None:
-        self._drops, self._space, self._said = at_start, "", False
+        self._drops = at_start
+        self._space = ""
+        self._said = False
 
     def push(self, text: str) -> str:
         if self._drops:
@@ -128,7 +131,8 @@ class _Trimmed:
 
     def cut(self) -> None:
         """Take note of a mark; texts before and after it become two lines."""
-        self._drops, self._space = True, "\n" if self._said else ""
+        self._drops = True
+        self._space = "\n" if self._said else ""
 
     def rest(self) -> str:
         """Return the white space that no mark followed."""
@@ -146,7 +150,8 @@ class AnswerReader:
     """The reader of one answer; num_calls, num_malformed: what it has found so far."""
 
     def __init__(self, plan: AnswerPlan) -> None:
-        self._plan, self._live = plan, plan.held
+        self._plan = plan
+        self._live = plan.held
         self.num_calls = self.num_malformed = self._number = 0
         self._buffer = ""
         self._thought: list[str] = []
@@ -154,8 +159,10 @@ class AnswerReader:
         if plan.reasoning is not None:
             self._state = "reasoning" if plan.opened else "before"
             ends = (plan.reasoning.end, *plan.calls_end_reasoning)
-            self._end, self._longest_end = re.compile("|".join(map(re.escape, ends))), max(map(len, ends))
-        self._reasoning, self._content = _Trimmed(True), _Trimmed(False)
+            self._end = re.compile("|".join(map(re.escape, ends)))
+            self._longest_end = max(map(len, ends))
+        self._reasoning = _Trimmed(True)
+        self._content = _Trimmed(False)
         self._source = Source(plan.tools)
         self._reading: Reading[None] | None = None
         self._waiting: list[Event] = []  # of a call that is not whole
@@ -181,7 +188,8 @@ class AnswerReader:
         if self._state == "reasoning":
             yield from self._in_reasoning(ended)
         if self._state == "answer":
-            text, self._buffer = self._buffer, ""
+            text = self._buffer
+            self._buffer = ""
             if self._plan.format is None:
                 yield from self._say(text)
             else:
@@ -194,9 +202,11 @@ class AnswerReader:
     def _before(self, ended: bool) -> None:
         """Look whether the answer begins with reasoning."""
         assert self._plan.reasoning is not None
-        text, begin = self._buffer.lstrip(), self._plan.reasoning.begin
+        text = self._buffer.lstrip()
+        begin = self._plan.reasoning.begin
         if text.startswith(begin):
-            self._buffer, self._state = text[len(begin) :], "reasoning"
+            self._buffer = text[len(begin) :]
+            self._state = "reasoning"
         elif ended or not begin.startswith(text):
             self._state = "answer"
 
@@ -237,18 +247,21 @@ class AnswerReader:
                 self._reading = None
             except Malformed as error:
                 self.num_malformed += 1
-                self._reading, self._waiting = None, []
+                self._reading = None
+                self._waiting = []
                 if self._sent:  # a call that was cut short, under a grammar: its name is out
                     self._source.at = len(self._source.text)
                 else:
                     self._source.at = self._mark if error.end is None else error.end
                     yield from self._say(self._source.text[: self._source.at])
-            self._source.text, self._source.at = self._source.text[self._source.at :], 0
+            self._source.text = self._source.text[self._source.at :]
+            self._source.at = 0
 
     def _next_call(self, ended: bool) -> Generator[Part, None, bool]:
         """Give out the content before the next call, and begin to read that; return whether there is one."""
         assert self._plan.format is not None
-        source, opening = self._source, self._plan.format.opening
+        source = self._source
+        opening = self._plan.format.opening
         if self._at_start and opening:
             text = source.text.lstrip()
             if not text and not ended:
@@ -269,12 +282,15 @@ class AnswerReader:
 
     def _begin(self, mark: int) -> None:
         assert self._plan.format is not None
-        self._mark, self._sent, self._at_start = mark, False, False
+        self._mark = mark
+        self._sent = False
+        self._at_start = False
         self._reading = self._plan.format.read(self._source)
 
     def _told(self) -> Iterator[Part]:
         """Give out what is known of the calls at hand."""
-        events, self._waiting = self._waiting, []
+        events = self._waiting
+        self._waiting = []
         for event in events:
             if event.kind == "content" or (event.kind == "reasoning" and self._plan.reasoning is None):
                 yield from self._say(event.text)

@@ -125,7 +125,8 @@ def _choice(value: Mapping[str, Any] | None) -> tuple[Any, bool]:
     """Return the chat's tool_choice, and whether several calls may come."""
     if value is None:
         return None, True
-    kind, parallel = value.get("type"), not value.get("disable_parallel_tool_use")
+    kind = value.get("type")
+    parallel = not value.get("disable_parallel_tool_use")
     if kind == "tool":
         return {"type": "function", "function": {"name": value.get("name")}}, parallel
     if not isinstance(kind, str) or kind not in _CHOICES:
@@ -144,7 +145,9 @@ def _messages(message: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(content, list):
         raise _wrong(f"{where}.content", "a text or a list of blocks", content)
     results: list[dict[str, Any]] = []
-    texts, thoughts, calls = [], [], []
+    texts = []
+    thoughts = []
+    calls = []
     for index, block in enumerate(content):
         place = f"{where}.content[{index}]"
         kind = block.get("type") if isinstance(block, dict) else block

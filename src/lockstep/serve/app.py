@@ -227,7 +227,8 @@ def _check_access(request: Request, keys: Sequence[bytes], own_name: str | None)
     site, and has no origin. Nobody is led to a Unix socket so. Raises BadRequest for a page of another site, since no
     site may use a visitor's browser to send requests, and for a key that is none.
     """
-    origin, host = request.headers.get("origin"), request.headers.get("host", "")
+    origin = request.headers.get("origin")
+    host = request.headers.get("host", "")
     if origin is not None and origin.partition("://")[2] != host:
         raise BadRequest(f"origin: expected a page of {host[:80]!r}, found {origin[:80]!r}", status=403)
     is_open = request.url.path in _OPEN
@@ -286,7 +287,8 @@ def _health(service: Service) -> dict[str, Any]:
 
 
 def _status(service: Service) -> dict[str, Any]:
-    ready, counters = service.ready, service.counters
+    ready = service.ready
+    counters = service.counters
     total = ready.num_pages
     names = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "chunk_size")
     return {

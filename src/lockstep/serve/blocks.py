@@ -64,7 +64,9 @@ class BlockAnswer(TokenResponse):
 
     def __init__(self, chat: ChatBody, service: Service, stream: Stream, request_id: str, with_reasoning: bool = True):
         super().__init__(f"{self.ID}_{request_id}", stream, bool(chat.stream))
-        self._service, self._request_id, self._with_reasoning = service, request_id, with_reasoning
+        self._service = service
+        self._request_id = request_id
+        self._with_reasoning = with_reasoning
         self._plan = stream.prompts[0].plan
         self.model = service.name if chat.model is None else chat.model
         self.blocks: list[Block] = []
@@ -163,7 +165,8 @@ class BlockAnswer(TokenResponse):
         yield BlockEvent("begin", block)
 
     def _end(self) -> Iterator[BlockEvent]:
-        block, self._open = self._open, None
+        block = self._open
+        self._open = None
         if block is not None:
             yield BlockEvent("end", block)
 

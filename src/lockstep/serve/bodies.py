@@ -65,9 +65,11 @@ def error_body(message: str, kind: str, param: str | None = None, code: str | No
 
 def error_response(error: StreamError) -> Response:
     """Return the response to a request that is refused, or failed before any answer."""
-    kind, headers = "invalid_request_error" if error.status < 429 else "server_error", {}
+    kind = "invalid_request_error" if error.status < 429 else "server_error"
+    headers = {}
     if error.status == 401:
-        kind, headers = "authentication_error", {"WWW-Authenticate": "Bearer"}
+        kind = "authentication_error"
+        headers = {"WWW-Authenticate": "Bearer"}
     if error.retry_after is not None:
         headers["Retry-After"] = str(error.retry_after)
     if error.code == "shutting_down":
@@ -85,7 +87,8 @@ async def read_body(request: Request, access: Access) -> bytes:
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("identity", *_COMPRESSED):
         raise BadRequest(f"content-encoding: expected gzip, deflate or identity, found {encoding[:40]!r}", status=415)
-    largest, seconds = access.max_body, access.body_timeout
+    largest = access.max_body
+    seconds = access.body_timeout
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and (len(length) > 18 or int(length) > largest):
         raise BadRequest(f"body: expected at most {largest} bytes, found {length}", status=413)
@@ -150,7 +153,8 @@ def _decoded(data: bytes, kind: type[_Body]) -> _Body:
         message, _, place = str(error).partition(" - at `$")
         param = place.removesuffix("`").lstrip(".") or None
         if missing := re.fullmatch("Object missing required field `(.*)`", message):
-            param, message = f"{param}.{missing[1]}" if param else missing[1], "expected a value, found none"
+            param = f"{param}.{missing[1]}" if param else missing[1]
+            message = "expected a value, found none"
         raise BadRequest(f"{param or 'body'}: {message[:1].lower()}{message[1:]}", param) from None
 
 
@@ -175,7 +179,8 @@ def is_near(name: str, known: str) -> bool:
     if len(known) < _SHORTEST or abs(len(name) - len(known)) > 1 or name == known or name in _OTHERS:
         return False
     at = next((at for at, (a, b) in enumerate(zip(name, known)) if a != b), min(len(name), len(known)))
-    rest, other = name[at:], known[at:]
+    rest = name[at:]
+    other = known[at:]
     swapped = len(rest) > 1 and rest[1::-1] + rest[2:] == other
     return swapped or other in (rest[1:], other[:1] + rest[1:]) or rest == other[1:]
 

@@ -156,7 +156,8 @@ class Chat:
 
     async def _end(self, seconds: float) -> int | None:
         """End the process, within so many seconds or at once. Returns its exit code."""
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is None:
             return None
         assert process.stdin is not None

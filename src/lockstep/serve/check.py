@@ -144,8 +144,13 @@ class _Check:
         drafts: Speculative,
         sampling: SamplingCheck,
     ):
-        self.service, self.prompts, self.expected, self.long = service, prompts, expected, long
-        self.max_new_tokens, self.drafts, self.sampling = max_new_tokens, drafts, sampling
+        self.service = service
+        self.prompts = prompts
+        self.expected = expected
+        self.long = long
+        self.max_new_tokens = max_new_tokens
+        self.drafts = drafts
+        self.sampling = sampling
         self.failures: list[str] = []
         self.random = random.Random(0)
 
@@ -165,7 +170,8 @@ class _Check:
                     "sampled, streamed": await self._sampled(stream=True),
                 }
                 await self._nothing_is_left()
-                ready, hits = self.service.ready, self.service.total("prefix_hits")
+                ready = self.service.ready
+                hits = self.service.total("prefix_hits")
         return ServedReport(
             result=PASS,
             target=target,
@@ -195,7 +201,8 @@ class _Check:
 
     async def _under_load(self) -> _Found:
         """Send each golden prompt twice, among random requests."""
-        found, draw = _Found(others=_OTHERS, cancelled=_CANCELLED), self.random
+        found = _Found(others=_OTHERS, cancelled=_CANCELLED)
+        draw = self.random
         numbers = 2 * list(range(len(self.prompts)))
         tasks = [self._golden(number, "under load", found) for number in numbers]
         tasks += [self._other(number < _CANCELLED) for number in range(_OTHERS)]
@@ -238,7 +245,9 @@ class _Check:
 
     async def _engine_killed(self) -> _Found:
         """Send all golden prompts at once, and kill the engine at the first token. The next one may draft."""
-        found, restarts, first = _Found(), self.service.restarts, asyncio.Event()
+        found = _Found()
+        restarts = self.service.restarts
+        first = asyncio.Event()
         if self.service.ready.verifies_drafts:
             options = self.service.engine_options
             self.service.engine_options = replace(options, speculative=asdict(self.drafts))
@@ -310,7 +319,8 @@ class _Check:
 
     async def _other(self, is_cancelled: bool) -> None:
         """Send a request whose answer is not compared."""
-        draw, ready = self.random, self.service.ready
+        draw = self.random
+        ready = self.service.ready
         most = min(64, ready.max_seq_len // 2)
         body = {
             "model": self.service.name,

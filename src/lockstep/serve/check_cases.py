@@ -19,7 +19,9 @@ from lockstep.verify.sampled.texts import UNDECODED, Texts
 _TOKENS = 16  # of an answer
 _SEEDS = 64  # that are tried
 _LETTERS = 10  # of an answer that is held to a form
-_FEW, _MANY = 4.0, 12.0  # tokens between which a draw decides, as perplexity
+# tokens between which a draw decides, as perplexity
+_FEW = 4.0
+_MANY = 12.0
 _BANNED = -100.0  # a bias that no logit comes up to
 _LIKELIEST = 1024  # tokens by which a temperature is fitted
 
@@ -49,7 +51,10 @@ class Cases:
     ):
         self._prompts = prompts  # golden has seen that each and its answer fit
         self._expected = {id(prompt): list(tokens) for prompt, tokens in zip(prompts, expected)}
-        self._texts, self._most, self._room, self._count = texts, most, room, 0
+        self._texts = texts
+        self._most = most
+        self._room = room
+        self._count = 0
 
     def all(self, repeats_prompts: bool) -> list[Case]:
         """Return all of them. repeats_prompts: whether the server has log-probabilities of prompts."""
@@ -109,7 +114,8 @@ class Cases:
                 tokens.append(choose(rules, prompt.logits[0], prompt.prompt_ids, (), noise).token)
             number = sum(token != tokens[0] for token in tokens)
             if number > most:
-                best, most = seed, number
+                best = seed
+                most = number
             if most == len(mistakes):
                 break
         return best
@@ -143,7 +149,8 @@ class Cases:
         prompt = self._next()
         row = prompt.logits[0]
         order = np.argsort(-row, kind="stable")
-        best, other = int(order[0]), int(order[min(4, len(order) - 1)])
+        best = int(order[0])
+        other = int(order[min(4, len(order) - 1)])
         rise = round(float(row[best] - row[other]) + max(1.0, float(row.std())), 3)
         bias = {str(best): _BANNED, str(other): rise}
         return self._case("logit_bias", prompt, ["logit_bias"], temperature=0, logit_bias=bias)
@@ -183,7 +190,8 @@ class Cases:
 
     def _choices(self) -> Case:
         """Return a request of two prompts with as many choices as can be, up to 3."""
-        case, other = self._drawn("n", _MANY, n=min(3, self._most)), self._next()
+        case = self._drawn("n", _MANY, n=min(3, self._most))
+        other = self._next()
         room = self._room - len(other.prompt_ids)
         body = {**case.body, "max_tokens": min(case.body["max_tokens"], room)}
         return replace(case, prompts=(*case.prompts, other), body=body)
@@ -203,7 +211,8 @@ def _temperature(logits: np.ndarray, perplexity: float) -> float:
     count = min(_LIKELIEST, logits.shape[1])
     rows = np.partition(logits, -count, axis=1)[:, -count:].astype(np.float64)
     rows -= rows.max(axis=1, keepdims=True)
-    low, high = 1e-3, 1e3
+    low = 1e-3
+    high = 1e3
     for _ in range(30):
         middle = float(np.sqrt(low * high))
         parts = np.exp(rows / middle)

@@ -30,7 +30,8 @@ from lockstep.verify.sampled.judge import Asked, Bounds, Verdict, judge, judge_t
 from lockstep.verify.sampled.rules import Rules
 from lockstep.verify.sampled.texts import Texts
 
-_COMPLETIONS, _CHATS = "/v1/completions", "/v1/chat/completions"
+_COMPLETIONS = "/v1/completions"
+_CHATS = "/v1/chat/completions"
 _NO_GRAMMARS = pip_install("grammar")  # in the error where llguidance is missing
 _SAID = "Tell me of the city."
 
@@ -48,7 +49,8 @@ class Received:
     @property
     def histories(self) -> list[History]:
         """Return the histories behind which logits are needed, in order."""
-        prompt, answer = self.asked.prompt, self.answer.token_ids
+        prompt = self.asked.prompt
+        answer = self.answer.token_ids
         repeated = self.asked.echo is not None and self.asked.logprobs is not None
         before = [(prompt[:end], prompt[end : end + 1]) for end in range(1, len(prompt))] if repeated else []
         return [*before, (prompt, answer)]
@@ -58,7 +60,10 @@ class SamplingCheck:
     """One run. failures: lines. num_requests: that were sent."""
 
     def __init__(self, service: Service, prompts: Sequence[Prompt], expected: Sequence[Sequence[int]], texts: Texts):
-        self._service, self._prompts, self._expected, self._texts = service, prompts, expected, texts
+        self._service = service
+        self._prompts = prompts
+        self._expected = expected
+        self._texts = texts
         self._received: list[Received] = []
         self.failures: list[str] = []
 
@@ -109,7 +114,8 @@ class SamplingCheck:
 
     async def _chat(self, socket: Path, case: Case, room: int, stream: bool) -> None:
         """Ask for a completion and a chat of the same prompt, which must be the same."""
-        service, how = self._service, "streamed" if stream else "whole"
+        service = self._service
+        how = "streamed" if stream else "whole"
         if service.chat.fault is not None:
             return
         common = {**case.body, "model": service.name}
@@ -123,7 +129,8 @@ class SamplingCheck:
             count = common.pop("logprobs")
             body = {**common, "messages": messages, "logprobs": True, "top_logprobs": count}
             (chat,) = await self._answers(socket, _CHATS, body, stream, [prompt])
-        asked, bounds = self._asked(case, prompt, 0, 0), self._bounds(case)
+        asked = self._asked(case, prompt, 0, 0)
+        bounds = self._bounds(case)
         self._received.append(Received(case.name, how, asked, text, bounds))
         reads = service.reasoning_format is not None  # then content is not all of the text
         if bounds.largest and chat.text != text.text:  # which tokens came is not known

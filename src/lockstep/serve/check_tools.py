@@ -9,7 +9,9 @@ from lockstep.errors import CheckError, pip_install
 from lockstep.serve.client import post
 from lockstep.serve.service import Service
 
-_ROOM, _TOKENS = 768, 256  # tokens of a request with a tool, and of its answer
+# tokens of a request with a tool, and of its answer
+_ROOM = 768
+_TOKENS = 256
 _NO_GRAMMARS = pip_install("grammar")  # in the error where llguidance is missing
 _CITIES = ["Paris", "Berlin"]
 _SCHEMA = {
@@ -23,7 +25,8 @@ _TOOL = {"name": "weather", "description": "Tell the weather of a city.", "param
 
 def calls_tools(service: Service) -> bool:
     """Return whether the model has a format of calls and room for one, and its reasoning can be ended."""
-    reasoning, has_format = service.reasoning_format, service.tool_format is not None and service.chat.fault is None
+    reasoning = service.reasoning_format
+    has_format = service.tool_format is not None and service.chat.fault is None
     can_end = reasoning is None or service.tokenizer.token_id(reasoning.end) is not None
     return has_format and can_end and service.ready.max_seq_len >= _ROOM
 

@@ -52,7 +52,8 @@ async def answers(path: Path, url: str, body: Mapping[str, Any], stream: bool) -
     """Send a completion or a chat; return the answer of each choice, and the usage. Raises CheckError."""
     if not stream:
         whole = await post(path, url, {**body, "return_token_ids": True}, "answers")
-        choices, usage = whole["choices"], whole["usage"]
+        choices = whole["choices"]
+        usage = whole["usage"]
     else:
         events = [event async for event in _events(path, url, body)]
         choices = [choice for event in events for choice in event["choices"]]

@@ -69,7 +69,8 @@ def observed(app: ASGIApp, observers: Sequence[Observer]) -> ASGIApp:
     """Return the application that tells observers of each request with a `note`, when it has ended."""
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
-        began, status = time.monotonic(), CLIENT_GONE
+        began = time.monotonic()
+        status = CLIENT_GONE
 
         async def sent(message: Message) -> None:
             nonlocal status

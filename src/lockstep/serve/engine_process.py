@@ -91,7 +91,8 @@ def _open(options: EngineOptions) -> tuple[Engine, Adapters | None, Ready]:
         adapters_json=options.adapters,
     )
     lost = _load_again(model, options)
-    asked, speculation = options.speculative, None
+    asked = options.speculative
+    speculation = None
     if asked is not None:
         speculation = open_speculation(model, Speculative(**asked), options.threads)
     model.warm_up()
@@ -107,7 +108,8 @@ def _open(options: EngineOptions) -> tuple[Engine, Adapters | None, Ready]:
     )
     for _ in engine.run([Request([0, 0], min(2, model.max_seq_len - 1), cache_salt="warm-up")]):
         pass
-    pool, scheduler = model.tables.pool, engine.scheduler
+    pool = model.tables.pool
+    scheduler = engine.scheduler
     ready = Ready(
         identity=root_key(model).hex(),
         backend=model.engines.manifest.backend,
@@ -150,11 +152,15 @@ class _Loop:
     """The loop of the process: frames, and steps between them."""
 
     def __init__(self, connection: Connection, engine: Engine, loader: AdapterLoader | None):
-        self._connection, self._engine, self._loader = connection, engine, loader
+        self._connection = connection
+        self._engine = engine
+        self._loader = loader
         self._said_failure = False
 
     def run(self, frames: list[Frame]) -> None:
-        engine, connection, said = self._engine, self._connection, 0.0
+        engine = self._engine
+        connection = self._connection
+        said = 0.0
         while True:
             for frame in frames:
                 self._take(frame)
@@ -218,7 +224,8 @@ class _Loop:
         self._connection.send({"type": "refused", "id": id, "message": message, "param": param})
 
     def _counters(self) -> dict[str, Any]:
-        engine, scheduler = self._engine, self._engine.scheduler
+        engine = self._engine
+        scheduler = self._engine.scheduler
         pool = scheduler.tables.pool
         return {
             "running": scheduler.num_running,

@@ -64,7 +64,8 @@ def packed(frame: Mapping[str, Any]) -> bytes:
 
 def split(data: bytearray) -> list[bytes]:
     """Take all whole frames off the front of `data`, and return them. Raises InputError for one too long."""
-    found, at = [], 0
+    found = []
+    at = 0
     while len(data) - at >= HEADER.size:
         (size,) = HEADER.unpack_from(data, at)
         if size > LARGEST:
@@ -129,7 +130,8 @@ class Connection:
         end.setblocking(False)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
         self._end = end
-        self._in, self._out = bytearray(), bytearray()
+        self._in = bytearray()
+        self._out = bytearray()
         self._poll = select.poll()  # which `select.select` is not for descriptors from 1,024 on
         self._poll.register(end, 0)
 

@@ -113,17 +113,20 @@ def _classes() -> dict[str, Any]:
 def _add_field(message: Any, path: str, name: str, kind: str, number: str) -> None:
     field = message.field.add(name=name, number=int(number), label=_Field.LABEL_OPTIONAL)
     if kind.endswith("[]"):
-        kind, field.label = kind[:-2], _Field.LABEL_REPEATED
+        kind = kind[:-2]
+        field.label = _Field.LABEL_REPEATED
     elif kind.endswith("|"):
         if not message.oneof_decl:
             message.oneof_decl.add(name="parameter_choice")
-        kind, field.oneof_index = kind[:-1], 0
+        kind = kind[:-1]
+        field.oneof_index = 0
     elif kind.startswith("{"):
         entry = message.nested_type.add(name=f"{name.title().replace('_', '')}Entry")
         entry.options.map_entry = True
         _add_field(entry, path, "key", "string", "1")
         _add_field(entry, path, "value", kind[1:-1], "2")
-        kind, field.label = f".{entry.name}", _Field.LABEL_REPEATED
+        kind = f".{entry.name}"
+        field.label = _Field.LABEL_REPEATED
     if kind in _SCALARS:
         field.type = _SCALARS[kind]
     else:  # a message or an enum: the pool knows which

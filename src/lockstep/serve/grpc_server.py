@@ -52,7 +52,8 @@ class GrpcServer:
 
     def __init__(self, triton: Triton, access: Access, host: str, port: int):
         """Bind the address, in an event loop; `start` takes requests. Raises InputError for one that is taken."""
-        self._triton, self._service = triton, triton.service
+        self._triton = triton
+        self._service = triton.service
         self._keys = [key.encode() for key in access.keys]
         # Without the second, two servers could listen at the same port and share its requests.
         options = [("grpc.max_receive_message_length", access.max_body), ("grpc.so_reuseport", 0)]
@@ -81,7 +82,8 @@ class GrpcServer:
 
     def _methods(self) -> dict[str, Callable[[Any], dict[str, Any]]]:
         """Return what answers the methods that wait for nothing, as the fields of their responses."""
-        service, triton = self._service, self._triton
+        service = self._service
+        triton = self._triton
 
         def ready() -> bool:
             return service.is_ready and service.is_live
@@ -124,12 +126,15 @@ class GrpcServer:
     @contextlib.contextmanager
     def _observed(self, name: str, context: Any) -> Iterator[_Notes]:
         """Tell observers of a request that made notes, or is refused."""
-        began, status, notes = time.monotonic(), CLIENT_GONE, _Notes()
+        began = time.monotonic()
+        status = CLIENT_GONE
+        notes = _Notes()
         try:
             yield notes
             status = 200
         except StreamError as error:
-            status, notes["error"] = error.status, error
+            status = error.status
+            notes["error"] = error
             raise
         finally:
             if notes and self._service.observers:
@@ -247,7 +252,9 @@ def infer_request(message: Any) -> InferRequest:
 
 
 def _tensor(given: Any, raw: bytes | None) -> Tensor:
-    name, datatype, shape = given.name[:80], given.datatype, list(given.shape)
+    name = given.name[:80]
+    datatype = given.datatype
+    shape = list(given.shape)
     check_parameters(name, {each: each in given.parameters for each in given.parameters})
     if raw is not None:
         return from_bytes(name, datatype, shape, raw)

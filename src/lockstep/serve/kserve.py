@@ -75,7 +75,9 @@ class InferAnswer(TokenResponse):
         events: AsyncIterator[bytes] | None = None,
     ):
         super().__init__(inference.id, inference.stream, events is not None)
-        self._inference, self._encode, self._events = inference, encode, events
+        self._inference = inference
+        self._encode = encode
+        self._events = events
 
     async def whole(self) -> Response:
         body, headers = self._encode(await self._inference.whole())

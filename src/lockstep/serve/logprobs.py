@@ -17,7 +17,8 @@ class LogprobsFormat:
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] | np.ndarray = (), echo: str | None = None):
         """Begin a text after the tokens `context`, and after the text of them where that is repeated."""
-        self._tokenizer, self._stream = tokenizer, tokenizer.stream(context, echo is not None)
+        self._tokenizer = tokenizer
+        self._stream = tokenizer.stream(context, echo is not None)
         self._offset = len(echo or "")
 
     def part(

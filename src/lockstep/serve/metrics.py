@@ -38,7 +38,9 @@ class _EngineCounters(Collector):
     """Counters that are read when the metrics are."""
 
     def __init__(self, model: str, read: Mapping[str, Callable[[], float]], prefix: str):
-        self._model, self._read, self._prefix = model, read, prefix
+        self._model = model
+        self._read = read
+        self._prefix = prefix
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         for name, text in _COUNTERS.items():
@@ -51,7 +53,9 @@ class _Drafts(Collector):
     """Counters of speculation, where there is any."""
 
     def __init__(self, model: str, read: Callable[[], Sequence[int]], prefix: str):
-        self._model, self._read, self._prefix = model, read, f"{prefix}:spec_decode_num"
+        self._model = model
+        self._read = read
+        self._prefix = f"{prefix}:spec_decode_num"
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         if not (found := self._read()):
@@ -82,12 +86,15 @@ class _Infos(Collector):
     """Series whose labels tell something, as schedulers in front of servers read them."""
 
     def __init__(self, model: str, infos: Infos, prefix: str):
-        self._model, self._infos, self._prefix = model, infos, prefix
+        self._model = model
+        self._infos = infos
+        self._prefix = prefix
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         for name, text in _INFOS.items():
             if (found := self._infos[name]()) is not None:
-                labels, value = {"model_name": self._model, **found[0]}, found[1]
+                labels = {"model_name": self._model, **found[0]}
+                value = found[1]
                 family = GaugeMetricFamily(f"{self._prefix}:{name}", text, labels=list(labels))
                 family.add_metric(list(labels.values()), value)
                 yield family
@@ -97,8 +104,12 @@ class _TokenTimes(Collector):
     """A histogram of each token's seconds: prometheus_client's has a lock for each of its numbers."""
 
     def __init__(self, model: str, name: str, text: str):
-        self._model, self._name, self._text, self._created = model, name, text, time.time()
-        self._counts, self._sum = [0] * (len(_SECONDS) + 1), 0.0
+        self._model = model
+        self._name = name
+        self._text = text
+        self._created = time.time()
+        self._counts = [0] * (len(_SECONDS) + 1)
+        self._sum = 0.0
 
     def observe(self, seconds: float) -> None:
         self._counts[bisect_left(_SECONDS, seconds)] += 1
@@ -128,7 +139,8 @@ class Metrics:
         drafts: Callable[[], Sequence[int]] = list,
         prefix: str = "lockstep",
     ):
-        self._prefix, self._model = prefix, model
+        self._prefix = prefix
+        self._model = model
         self._registry = CollectorRegistry()
         self.refused = self._make(Counter, "request_refused", "Requests that were refused because the queue was full.")
         self.prompt_tokens = self._make(Counter, "prompt_tokens", "Tokens of prompts that were admitted.")

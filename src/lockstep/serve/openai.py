@@ -83,7 +83,9 @@ def _are_ids(prompt: Any) -> bool:
 class CompletionFormat(AnswerFormat):
     """The answers to one request for completions."""
 
-    ID, OBJECT, CHUNK = "cmpl", "text_completion", "text_completion"
+    ID = "cmpl"
+    OBJECT = "text_completion"
+    CHUNK = "text_completion"
 
     def __init__(self, body: CompletionBody, service: Service, stream: Stream, request_id: str):
         super().__init__(body, service, stream, request_id)

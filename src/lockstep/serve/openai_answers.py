@@ -28,9 +28,12 @@ class AnswerFormat(TokenResponse):
 
     def __init__(self, body: Parameters, service: Service, stream: Stream, request_id: str):
         super().__init__(f"{self.ID}-{request_id}", stream, bool(body.stream))
-        self._service, self._tokenizer, self._usage = service, service.tokenizer, body.include_usage
+        self._service = service
+        self._tokenizer = service.tokenizer
+        self._usage = body.include_usage
         self._continuous = body.continuous_usage
-        self._logprobs, self._token_ids = body.num_logprobs is not None, bool(body.return_token_ids)
+        self._logprobs = body.num_logprobs is not None
+        self._token_ids = bool(body.return_token_ids)
         self._common = {
             "id": self.id,
             "created": int(time.time()),

@@ -59,11 +59,13 @@ async def chat_prompt(body: ChatBody, service: Service) -> tuple[Tools | None, s
     """Return the tools of a body, its prompt's text and that's token ids. Raises BadRequest."""
     await service.adapters.bring(body.lora)
     service.adapters.named(body.model, body.lora)
-    tools, format = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls), service.tool_format
+    tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
+    format = service.tool_format
     if tools is not None and format is None:
         said = "expected none, for the model's chat template tells no known format of tool calls; start the server"
         raise BadRequest(f"tools: {said} with --tool-call-parser NAME (json: plain JSON)", "tools")
-    continues, variables = bool(body.continue_final_message), _variables(body)
+    continues = bool(body.continue_final_message)
+    variables = _variables(body)
     text = await chat_text(
         service,
         body.messages,
@@ -96,7 +98,8 @@ async def chat_requests(body: ChatBody, service: Service) -> list[PromptRequest]
         is_held = budget is not None and 0 <= budget < prompt.request.max_new_tokens
         grammar = held_grammar(tools, plan, prompt.request.grammar, budget if is_held else None, tokenizer)
         prompt.request = replace(prompt.request, grammar=grammar)
-        prompt.plan, prompt.shown = plan, tokenizer.silent(plan.marks)
+        prompt.plan = plan
+        prompt.shown = tokenizer.silent(plan.marks)
     return requests
 
 
@@ -114,7 +117,8 @@ def _variables(body: ChatBody) -> dict[str, Any]:
 
 def _plan(tools: Tools | None, service: Service, prompt: str, messages: Sequence[Mapping[str, Any]]) -> AnswerPlan:
     """Return how the answers to a prompt are read."""
-    reasoning, format = service.reasoning_format, service.tool_format
+    reasoning = service.reasoning_format
+    format = service.tool_format
     opened = reasoning is not None and prompt.rstrip().endswith(reasoning.begin)
     if tools is None or tools.choice == "none" or format is None:
         return AnswerPlan(reasoning, opened, format if format and format.answer else None)
@@ -126,11 +130,14 @@ def _plan(tools: Tools | None, service: Service, prompt: str, messages: Sequence
 class ChatFormat(AnswerFormat):
     """The answers to one request for chat completions."""
 
-    ID, OBJECT, CHUNK = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    ID = "chatcmpl"
+    OBJECT = "chat.completion"
+    CHUNK = "chat.completion.chunk"
 
     def __init__(self, body: ChatBody, service: Service, stream: Stream, request_id: str):
         super().__init__(body, service, stream, request_id)
-        self._plan, self._request_id = stream.prompts[0].plan, request_id
+        self._plan = stream.prompts[0].plan
+        self._request_id = request_id
         self._readers = [self._plan.reader() for _ in stream.choices]
 
     async def choice(self, index: int, choice: Choice) -> dict[str, Any]:
@@ -201,7 +208,8 @@ class ChatFormat(AnswerFormat):
         return {"content": content}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text, piece = self._tokenizer.token_text(token), self._tokenizer.token_bytes(token)
+        text = self._tokenizer.token_text(token)
+        piece = self._tokenizer.token_bytes(token)
         return {"token": text, "bytes": list(piece), "logprob": finite(logprob)}
 
 

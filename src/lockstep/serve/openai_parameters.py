@@ -131,7 +131,9 @@ def prompt_requests(
     body: Parameters, prompts: Sequence[list[int]], param: str, service: Service, prompt_logprobs: int | None = None
 ) -> list[PromptRequest]:
     """Return what the engine computes for each prompt of the field `param`. Raises BadRequest."""
-    ready, most, least = service.ready, body.most_tokens, int(prompt_logprobs is None)
+    ready = service.ready
+    most = body.most_tokens
+    least = int(prompt_logprobs is None)
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     stop_ids = frozenset(body.stop_token_ids or ()) | frozenset(() if body.ignore_eos else ready.eos_token_ids)
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
@@ -139,7 +141,9 @@ def prompt_requests(
         raise BadRequest("stop: expected strings that are not empty, found an empty one", "stop")
     check_words("stop", stop)
     check_words("bad_words", body.bad_words or ())
-    adapter, grammar, salt = service.adapters.named(body.model, body.lora), grammar_of(body), body.cache_salt or ""
+    adapter = service.adapters.named(body.model, body.lora)
+    grammar = grammar_of(body)
+    salt = body.cache_salt or ""
     requests = []
     try:
         expect_tokens("stop_token_ids", body.stop_token_ids or (), ready.vocab_size)

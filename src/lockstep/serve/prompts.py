@@ -16,7 +16,8 @@ from lockstep.serve.stream import StreamError
 LONG = 1 << 14  # characters of a request, from which on its texts are encoded in a thread
 # Characters a token of the limit, from which on a text is counted in pieces first, and times the limit that the pieces
 # may have. A cut makes a few tokens more, never as many again.
-_PIECE, _OVER = 4, 2
+_PIECE = 4
+_OVER = 2
 _MOST_WAITING = 64  # long texts of one `Turns`, those that run too
 _Made = TypeVar("_Made")
 
@@ -62,7 +63,8 @@ async def encode_texts(
 
 def _encode(text: str, tokenizer: Tokenizer, param: str, most: int, special: bool) -> list[int]:
     try:
-        piece, count = _PIECE * most + LONG, 0
+        piece = _PIECE * most + LONG
+        count = 0
         for at in range(0, len(text) if len(text) > piece else 0, piece):
             count += len(tokenizer.encode(text[at : at + piece], special=False))
             if count > _OVER * most + LONG:

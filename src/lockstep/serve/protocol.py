@@ -27,7 +27,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._head, self._in_head = 0, True
+        self._head = 0
+        self._in_head = True
         self._deadline = self.loop.call_later(_HEAD_SECONDS, transport.abort)
         self._refusal: str | None = None
         self._is_over = False  # the last answer of the connection is out
@@ -46,7 +47,8 @@ class LimitedProtocol(HttpToolsProtocol):
                 self.send_400_response(f"head: expected at most {_HEAD_BYTES} bytes, found more")
 
     def on_message_begin(self) -> None:
-        self._head, self._in_head = 0, True
+        self._head = 0
+        self._in_head = True
         self._deadline.cancel()
         self._deadline = self.loop.call_later(_HEAD_SECONDS, self.transport.abort)
         super().on_message_begin()
@@ -72,7 +74,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _look_at_reader(self, before: int, since: float) -> None:
         """End a connection whose client has read nothing since then, when `before` bytes were left."""
-        unsent, now = self.transport.get_write_buffer_size(), self.loop.time()
+        unsent = self.transport.get_write_buffer_size()
+        now = self.loop.time()
         self._look = None
         if unsent and now - since >= self._slow_reader and unsent >= before:
             self.transport.abort()  # `close` would wait for the reader
@@ -107,7 +110,9 @@ class LimitedProtocol(HttpToolsProtocol):
             if message["type"] == "http.response.start":
                 headers = list(message.get("headers", ()))
                 if version == "1.0" and not any(name.lower() == b"content-length" for name, _ in headers):
-                    is_raw, cycle.chunked_encoding = True, False  # the end of the connection is that of the answer
+                    # the end of the connection is that of the answer
+                    is_raw = True
+                    cycle.chunked_encoding = False
                 lingers = cycle.more_body
                 if lingers and not any(name.lower() == b"connection" for name, _ in headers):
                     message = {**message, "headers": [*headers, (b"connection", b"close")]}

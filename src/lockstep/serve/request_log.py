@@ -24,7 +24,8 @@ class RequestLog:
 
     def __init__(self, path: Path, model: str):
         """Open the file, and start its thread; model: in the lines. Raises InputError where it cannot be written."""
-        self._path, self._model = path, model
+        self._path = path
+        self._model = model
         try:
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
             self._end = sys.stderr.fileno() if str(path) == "-" else os.open(path, flags, 0o640)

@@ -27,7 +27,9 @@ class TokenResponse:
     refuse: Callable[[Any], Response] = staticmethod(error_response)  # words an error
 
     def __init__(self, id: str, stream: Stream | None, in_chunks: bool):
-        self.id, self._stream, self._in_chunks = id, stream, in_chunks
+        self.id = id
+        self._stream = stream
+        self._in_chunks = in_chunks
 
     async def whole(self) -> Response:
         """Return the answer when all of it is there. Raises StreamError."""

@@ -175,10 +175,13 @@ class ResponsesAnswer(BlockAnswer):
     def __init__(self, body: ResponsesBody, chat: ChatBody, service: Service, stream: Stream, request_id: str):
         super().__init__(chat, service, stream, request_id)
         self.refuse = lambda error: error_response(renamed(error, body.NAMES))
-        self._body, self._created, self._number = body, int(time.time()), 0
+        self._body = body
+        self._created = int(time.time())
+        self._number = 0
 
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
-        body, stream = self._body, self._stream
+        body = self._body
+        stream = self._stream
         usage = {
             "input_tokens": stream.num_prompt_tokens,
             "input_tokens_details": {"cached_tokens": stream.num_cached_tokens, "cache_write_tokens": 0},

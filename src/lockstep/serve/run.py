@@ -133,7 +133,8 @@ async def _serve(
     inside = all(end.family == socket.AF_UNIX or ip_address(end.getsockname()[0]).is_loopback for end in ends)
     access = replace(access, own_name=host if inside else None)
     server = _Server(application(service, access, triton), service.limits.slow_reader)
-    signals, loop = asyncio.Queue[int](), asyncio.get_running_loop()
+    signals = asyncio.Queue[int]()
+    loop = asyncio.get_running_loop()
     grpc = None if grpc_port is None else _grpc_server(triton, access, host, grpc_port)
     for number in (signal.SIGINT, *ENDING):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as of `nohup`
@@ -150,7 +151,8 @@ async def _serve(
         if grpc is not None:
             await grpc.start()
         processes.freeze_heap()
-        ready, shown = service.ready, f"[{host}]" if ":" in host else host
+        ready = service.ready
+        shown = f"[{host}]" if ":" in host else host
         places = [
             f"unix:{end.getsockname()}" if end.family == socket.AF_UNIX else f"http://{shown}:{end.getsockname()[1]}"
             for end in ends

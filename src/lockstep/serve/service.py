@@ -60,7 +60,9 @@ class Service:
         tool_call_parser, reasoning_parser: names of formats; None: as the chat template tells. Raises InputError for an
         unknown one.
         """
-        self.name, self.tokenizer, self.limits = name, tokenizer, limits
+        self.name = name
+        self.tokenizer = tokenizer
+        self.limits = limits
         self.chat = Chat(chat_template)
         template = chat_template.template if chat_template else None
         self.tool_format = tool_format(tool_call_parser, template)
@@ -74,7 +76,8 @@ class Service:
         self.created = int(time.time())
         self.metrics = Metrics(name, self._read(), self._infos(), self.drafts, metrics_prefix)
         self.observers = observers
-        self.engine_options, self._log = engine_options, log
+        self.engine_options = engine_options
+        self._log = log
         self.adapters = Adapters(name, adapter_root, self._is_used)
         self._link: EngineLink | None = None
         self._restarting = False  # an engine that is ready is awaited, and no start of it has failed
@@ -89,7 +92,8 @@ class Service:
         self._fault: CheckError | None = None
         self.ended = asyncio.Event()  # by a fault of its own: it serves nobody any more
         self._rate = 0.0  # tokens a second, of prompts and answers, of late
-        self._rate_at, self._counted = time.monotonic(), 0
+        self._rate_at = time.monotonic()
+        self._counted = 0
 
     async def start(self) -> None:
         """Start the engine, and return when it is ready. Raises LockstepError."""
@@ -288,7 +292,8 @@ class Service:
                 said = words["message"] if words else None
             except Exception as error:  # a frame that cannot be handled: another engine may send others
                 said = f"what it sent cannot be handled: {fault_of(error)}"
-            died, self._link = self._link, None
+            died = self._link
+            self._link = None
             self.adapters.engine_died()
             for name in _TOTALS:
                 self._earlier[name] += self.counters.get(name, 0)
@@ -363,7 +368,8 @@ class Service:
             if (found := self._prompts.get(number)) and found.admitted is None:
                 self._count_waiting(found, -1)
                 self._running += len(found.choices)
-                found.admitted, found.num_cached_tokens = now, cached
+                found.admitted = now
+                found.num_cached_tokens = cached
                 self.metrics.queue_time.observe(now - found.arrived)
                 self.metrics.prompt_tokens.inc(num_tokens := len(found.request.prompt_ids))
                 self._counted += num_tokens
@@ -391,7 +397,8 @@ class Service:
         choice = number - prompt.request.choice
         if choice not in prompt.choices:
             return False
-        found, stream = _logprobs(logprobs) if logprobs else None, prompt.stream
+        found = _logprobs(logprobs) if logprobs else None
+        stream = prompt.stream
         text = prompt.collector.add(choice, token, finish, found)
         is_token = token >= 0
         if is_token:
@@ -486,7 +493,8 @@ class Service:
         if self._counted and elapsed > 0.5:
             rate = self._counted / elapsed
             self._rate = rate if not self._rate else 0.7 * self._rate + 0.3 * rate
-        self._rate_at, self._counted = now, 0
+        self._rate_at = now
+        self._counted = 0
 
 
 def _logprobs(entry: Sequence[Any]) -> Logprobs:

@@ -79,7 +79,10 @@ class StreamError(Exception):
         param: str | None = None,
     ):
         super().__init__(message)
-        self.message, self.status, self.code, self.retry_after = message, status, code, retry_after
+        self.message = message
+        self.status = status
+        self.code = code
+        self.retry_after = retry_after
         self.param = param
 
 
@@ -91,11 +94,18 @@ class Stream:
         self.sending_since: float | None = None  # a delta waits for the reader since
         self.first_token: float | None = None  # when it came
         self.num_prompt_tokens = sum(len(prompt.request.prompt_ids) for prompt in prompts)
-        self.prompts, self._tokenizer, first = prompts, tokenizer, 0
+        self.prompts = prompts
+        self._tokenizer = tokenizer
+        first = 0
         for prompt in prompts:
-            n, ids, echoes = prompt.request.n, prompt.request.prompt_ids, prompt.echo is not None
+            n = prompt.request.n
+            ids = prompt.request.prompt_ids
+            echoes = prompt.echo is not None
             prompt.collector = Collector(tokenizer, ids, n, prompt.stop, prompt.min_stop_tokens, echoes, prompt.shown)
-            prompt.stream, prompt.arrived, prompt.first, prompt.choices = self, self.began, first, set(range(n))
+            prompt.stream = self
+            prompt.arrived = self.began
+            prompt.first = first
+            prompt.choices = set(range(n))
             first += n
         self._pending: dict[int, AnswerDelta] = {}
         self._waiter: asyncio.Future[None] | None = None  # of the one task that takes the deltas
@@ -154,7 +164,8 @@ class Stream:
 
     def wake(self) -> None:
         """Wake the reader: something came, or the engine admitted a prompt."""
-        waiter, self._waiter = self._waiter, None
+        waiter = self._waiter
+        self._waiter = None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
@@ -175,7 +186,8 @@ class Stream:
             if not self._open:
                 raise StopAsyncIteration
             await self._woken()
-        deltas, self._pending = list(self._pending.values()), {}
+        deltas = list(self._pending.values())
+        self._pending = {}
         return deltas
 
     def _woken(self) -> asyncio.Future[None]:

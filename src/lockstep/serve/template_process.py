@@ -108,7 +108,8 @@ def rendered(template: jinja2.Template, tokens: Mapping[str, str], asked: Mappin
     if asked["continues"]:
         messages[-1] = {**messages[-1], "content": final + _MARK}
     variables = {"tools": None, "documents": None, **tokens, **asked["variables"], "messages": messages}
-    pieces, length = [], 0
+    pieces = []
+    length = 0
     for piece in template.generate(**variables, add_generation_prompt=asked["add_generation_prompt"]):
         length += len(piece)
         if length > most:

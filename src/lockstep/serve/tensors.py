@@ -104,9 +104,11 @@ def values_array(name: str, datatype: str, values: list[Any]) -> np.ndarray:
     kinds: tuple[type, ...] = (bool,) if datatype == "BOOL" else (int,)
     lowest, highest = (0, 1) if datatype == "BOOL" else (-math.inf, math.inf)
     if dtype.kind in "iu":
-        lowest, highest = np.iinfo(dtype).min, np.iinfo(dtype).max
+        lowest = np.iinfo(dtype).min
+        highest = np.iinfo(dtype).max
     elif dtype.kind == "f":
-        kinds, highest = (int, float), float(np.finfo(dtype).max)
+        kinds = (int, float)
+        highest = float(np.finfo(dtype).max)
         lowest = -highest
     bad = next((value for value in values if type(value) not in kinds or not lowest <= value <= highest), None)
     if bad is not None or None in values:

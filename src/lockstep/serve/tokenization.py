@@ -45,15 +45,20 @@ async def tokenized(body: TokenizeBody, service: Service) -> bytes:
         found = "neither" if body.prompt is None else "both"
         raise BadRequest(f"prompt: expected either prompt or messages, found {found}", "prompt")
     if body.prompt is not None:
-        param, text, special = "prompt", body.prompt, body.add_special_tokens is not False
+        param = "prompt"
+        text = body.prompt
+        special = body.add_special_tokens is not False
     else:
-        continues, variables = bool(body.continue_final_message), body.chat_template_kwargs or {}
+        continues = bool(body.continue_final_message)
+        variables = body.chat_template_kwargs or {}
         text = await chat_text(service, body.messages, body.add_generation_prompt, continues, variables)
-        param, special = "messages", bool(body.add_special_tokens)
+        param = "messages"
+        special = bool(body.add_special_tokens)
     (tokens,) = await encode_texts([text], service.tokenizer, param, _most_tokens(service), special, _TURNS)
 
     def answer() -> bytes:
-        names, most = service.tokenizer.names(tokens) if body.return_token_strs else None, service.ready.max_seq_len
+        names = service.tokenizer.names(tokens) if body.return_token_strs else None
+        most = service.ready.max_seq_len
         return msgspec.json.encode({"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": names})
 
     return await _TURNS.run(answer, len(tokens))
@@ -81,8 +86,10 @@ def _most_tokens(service: Service) -> int:
 
 def tokenizer_info(service: Service) -> dict[str, Any]:
     """Return what clients read of tokenizer_config.json; without a template, the tokenizer's own tokens."""
-    tokenizer, template = service.tokenizer, service.chat.template
-    ends, begins = tokenizer.names(service.ready.eos_token_ids), tokenizer.names(tokenizer.encode("").tolist()[:1])
+    tokenizer = service.tokenizer
+    template = service.chat.template
+    ends = tokenizer.names(service.ready.eos_token_ids)
+    begins = tokenizer.names(tokenizer.encode("").tolist()[:1])
     special = dict(template.special_tokens) if template else {"bos_token": next(iter(begins), None)}
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": service.ready.max_seq_len}
     about |= {"eos_token": next(iter(ends), None), **special}

@@ -18,7 +18,9 @@ from lockstep.serve.tool_formats.base import ARGUMENTS, KEY, NAME, NUMBER, VALUE
 from lockstep.serve.tools import Tools
 
 _MOST_CALLS = 32  # of an answer
-_TEXT, _ANY_KEY, _ANY_NUMBER = r"/(.|\n)*/", r"/[^<>\n]{1,64}/", "/[0-9]{1,3}/"
+_TEXT = r"/(.|\n)*/"
+_ANY_KEY = r"/[^<>\n]{1,64}/"
+_ANY_NUMBER = "/[0-9]{1,3}/"
 _ANYTHING = "<[*]>*"
 BUDGET = "thinking_token_budget"  # the field
 _MARKS = re.compile(r"(<\|[^<>|]{1,40}\|>)")  # in longer ones
@@ -33,7 +35,9 @@ def held_grammar(
     reasoning, None for any number. Raises BadRequest where `strict` asks for what the format cannot be held to, and
     for a budget of reasoning whose marks are no tokens.
     """
-    lark, format, reasoning = _Lark(tokenizer), plan.format, plan.reasoning
+    lark = _Lark(tokenizer)
+    format = plan.format
+    reasoning = plan.reasoning
     answer = None
     if tools is not None and tools.choice == "none":
         tools = None

@@ -14,7 +14,9 @@ from lockstep.serve.tool_formats import FORMATS
 from lockstep.serve.tool_formats.base import ToolFormat
 
 _MOST_TOOLS = 128  # of a request
-_DEEPEST, _LONGEST = 32, 1 << 17  # levels and characters of a schema
+# levels and characters of a schema
+_DEEPEST = 32
+_LONGEST = 1 << 17
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _CHOICES = ("none", "auto", "required")
 _NULLABLE = ("properties", "required", "items")  # of a schema, for clients that write null for nothing
@@ -113,7 +115,8 @@ def _kept(value: Any) -> Any:
 
 def _depth(value: Any) -> int:
     """Return the levels of objects and lists; Python's own stack is not used, for they may be many."""
-    deepest, waiting = 0, [(value, 0)]
+    deepest = 0
+    waiting = [(value, 0)]
     while waiting:
         each, depth = waiting.pop()
         deepest = max(deepest, depth)

@@ -53,7 +53,8 @@ class Traces:
                 f"--otlp-traces-endpoint: expected a URL such as http://localhost:4318, found {endpoint!r}"
             )
         logger = logging.getLogger("opentelemetry")
-        logger.handlers, logger.propagate = [_SaidOnce()], False
+        logger.handlers = [_SaidOnce()]
+        logger.propagate = False
         url = endpoint.rstrip("/")
         own = Resource({"service.name": "lockstep", "service.version": lockstep.__version__})
         # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES go first.
@@ -85,7 +86,8 @@ class Traces:
         span.end(end)
 
     def _attributes(self, ended: EndedRequest) -> dict[str, Any]:
-        figures, request = ended.figures(), ended.stream.prompts[0].request if ended.stream else None
+        figures = ended.figures()
+        request = ended.stream.prompts[0].request if ended.stream else None
         adapter = request.adapter if request else None
         model = f"{self._model}:{adapter}" if adapter else self._model
         return {

@@ -38,7 +38,8 @@ def generate_routes(route: Callable[..., Route], triton: Triton, access: Access)
         events = events_of(inference, in_tokens, lambda response: _answer(asked, response))
         return InferAnswer(inference, lambda response: (_answer(asked, response), _JSON), events)
 
-    whole, streamed = (route, "/generate", generate, "POST"), (route, "/generate_stream", generate_stream, "POST")
+    whole = (route, "/generate", generate, "POST")
+    streamed = (route, "/generate_stream", generate_stream, "POST")
     return model_routes(*whole) + model_routes(*streamed)
 
 

@@ -37,7 +37,8 @@ class Inference:
 
     def __init__(self, outputs: Sequence[Tensor] = (), id: str = ""):
         """Hold outputs that are ready. id: of the client's, "" for none."""
-        self._outputs, self.id = outputs, id
+        self._outputs = outputs
+        self.id = id
 
     async def whole(self) -> InferResponse:
         """Return one response for all answers. Raises StreamError."""
@@ -56,13 +57,15 @@ class Triton:
 
     def __init__(self, service: Service, fold_ids: bool = False):
         """Put the models before a service; fold_ids: take token ids modulo the vocabulary, not refuse them."""
-        self.service, self._fold_ids = service, fold_ids
+        self.service = service
+        self._fold_ids = fold_ids
         self._running: dict[str, set[Generation]] = {}  # by the ids of their requests
         self.statistics = Statistics()
 
     async def infer(self, request: InferRequest) -> Inference:
         """Take a request. Raises BadRequest, and StreamError where there is no room."""
-        began, name = time.monotonic(), request.model.name
+        began = time.monotonic()
+        name = request.model.name
         try:
             inference = await self._infer(request)
         except StreamError:
@@ -100,7 +103,8 @@ class Triton:
         found.discard(generation)
         if not found:
             del self._running[request.id]
-        name, seconds = request.model.name, time.monotonic() - stream.began
+        name = request.model.name
+        seconds = time.monotonic() - stream.began
         if any(choice.finish in (None, "abort") for choice in stream.choices) or stream.error:
             return self.statistics.failed(name, seconds)
         admitted = min((each.admitted for each in stream.prompts if each.admitted is not None), default=stream.began)
@@ -142,11 +146,13 @@ class Generation(Inference):
     def __init__(self, triton: Triton, request: InferRequest, batch: Batch, prompts: Sequence[Prompt]):
         """Queue the prompts. Raises StreamError where there is no room."""
         super().__init__(id=request.id)
-        self._triton, self._request = triton, request
+        self._triton = triton
+        self._request = request
         self._tokenizer = triton.service.tokenizer
         self.in_tokens = any(batch.value("stream", number, False) for number in range(batch.size))
         self._accumulates = request.model.name == "tensorrt_llm_bls" and request.parameters.get("accumulate_tokens")
-        self._batch_size, self._n = batch.size, max(prompt.prompt_request.request.n for prompt in prompts)
+        self._batch_size = batch.size
+        self._n = max(prompt.prompt_request.request.n for prompt in prompts)
         self.stream = triton.service.submit([prompt.prompt_request for prompt in prompts])
         self._answers = [
             _Answer(number, sequence, prompt, choice)
@@ -198,9 +204,11 @@ class Generation(Inference):
 
     def _outputs_of(self, answers: Sequence[_Answer], texts: Sequence[str], with_prompt: bool) -> list[Tensor]:
         """Return the tensors of answers that go out together: of one, or of all."""
-        wanted, complete = self._request.outputs, self._request.complete
+        wanted = self._request.outputs
+        complete = self._request.complete
         batch = len({answer.batch for answer in answers})
-        each, least = len(answers) // batch, int(complete)
+        each = len(answers) // batch
+        least = int(complete)
         made: list[Tensor] = []
         if "text_output" in self._request.model.outputs:
             shape = [batch, each] if complete else [len(texts)]

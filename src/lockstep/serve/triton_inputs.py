@@ -127,7 +127,8 @@ def check_outputs(request: InferRequest) -> None:
 
 async def prompts_of(batch: Batch, service: Service, fold_ids: bool, lora: Any = None) -> list[Prompt]:
     """Return a batch's prompts; fold_ids: see `Triton`. lora: the parameter. Raises BadRequest."""
-    ready, texts = service.ready, []
+    ready = service.ready
+    texts = []
     if "input_ids" not in batch:
         texts = [next(iter(batch.texts("text_input", number)), "") for number in range(batch.size)]
     longest = min(ready.max_input_len, ready.max_seq_len - 1)
@@ -157,12 +158,14 @@ def _adapter(batch: Batch, number: int, service: Service, lora: Any) -> str | No
 
 def _prompt(batch: Batch, number: int, service: Service, fold_ids: bool, lora: Any, ids: list[int]) -> Prompt:
     """Return what prompt `number` asks for; ids: of its text, where it is one."""
-    ready, tokenizer = service.ready, service.tokenizer
+    ready = service.ready
+    tokenizer = service.tokenizer
     vocab_size = ready.vocab_size
     if batch.value("beam_width", number, 1) != 1:
         raise BadRequest("beam_width: expected 1, as this server has no beam search, found another", "beam_width")
     if "input_ids" in batch:
-        field_name, length = "input_ids", batch.value("input_lengths", number)
+        field_name = "input_ids"
+        length = batch.value("input_lengths", number)
         ids = batch.values("input_ids", number).tolist()
         if not 1 <= length <= len(ids):
             raise BadRequest(f"input_lengths: expected 1 to {len(ids)}, found {length}", "input_lengths")
@@ -173,7 +176,8 @@ def _prompt(batch: Batch, number: int, service: Service, fold_ids: bool, lora: A
         bias = _biases(batch.values("embedding_bias", number))
     else:
         field_name = "text_input"
-        stop, stop_ids = tuple(batch.texts("stop_words", number)), ()
+        stop = tuple(batch.texts("stop_words", number))
+        stop_ids = ()
         check_words("stop_words", stop)
         bad_words = batch.texts("bad_words", number)
         check_words("bad_words", bad_words)
@@ -203,7 +207,8 @@ def _sampling(
     batch: Batch, number: int, bias: Mapping[int, float], bad_words: Sequence[str | tuple[int, ...]], log_probs: bool
 ) -> Sampling:
     """Return a prompt's sampling: greedy without top_k and top_p, seed 0, as upstream. Raises InputError."""
-    top_k, top_p = batch.value("top_k", number, 0), batch.value("top_p", number, 0.0)
+    top_k = batch.value("top_k", number, 0)
+    top_p = batch.value("top_p", number, 0.0)
     temperature = batch.value("temperature", number, 1.0)
     if top_k == 1 or (top_k == 0 and top_p <= 0):
         temperature = 0.0 if temperature >= 0 else temperature
@@ -224,7 +229,8 @@ def word_biases(
     batch: Batch, words_name: str, weights_name: str, number: int, tokenizer: Tokenizer
 ) -> dict[int, float]:
     """Return what to add to logits by token, for all spellings of words. Raises BadRequest."""
-    raw, weights = batch.values(words_name, number), batch.values(weights_name, number)
+    raw = batch.values(words_name, number)
+    weights = batch.values(weights_name, number)
     if len(raw) != len(weights):
         raise BadRequest(f"{weights_name}: expected {len(raw)}, one for each word, found {len(weights)}", weights_name)
     check_words(words_name, list(raw))

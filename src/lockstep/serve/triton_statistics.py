@@ -40,7 +40,8 @@ class Statistics:
         return {"model_stats": [self._of(each) for each in ([name] if name else MODELS)]}
 
     def _of(self, model: str) -> dict[str, Any]:
-        counts, times = self._counts[model], self._times[model]
+        counts = self._counts[model]
+        times = self._times[model]
         return {
             "name": model,
             "version": VERSION,

@@ -18,7 +18,8 @@ from lockstep.serve.words import spellings
 
 async def preprocess(batch: Batch, service: Service) -> list[Tensor]:
     """Return a batch's texts and words as tokens. Raises BadRequest."""
-    tokenizer, count = service.tokenizer, range(batch.size)
+    tokenizer = service.tokenizer
+    count = range(batch.size)
     ends = service.ready.eos_token_ids
     end = batch_values(batch, "END_ID", ends[0] if ends else -1)
     pad = batch_values(batch, "PAD_ID", ends[0] if ends else 0)
@@ -85,7 +86,8 @@ def postprocess(batch: Batch, service: Service) -> list[Tensor]:
     """
     texts = []
     for number in range(batch.size):
-        beams, lengths = batch.values("TOKENS_BATCH", number), batch.values("SEQUENCE_LENGTH", number).tolist()
+        beams = batch.values("TOKENS_BATCH", number)
+        lengths = batch.values("SEQUENCE_LENGTH", number).tolist()
         if len(lengths) != len(beams):
             raise BadRequest(f"SEQUENCE_LENGTH: expected {len(beams)} lengths, found {len(lengths)}", "SEQUENCE_LENGTH")
         contexts = batch.values("CONTEXT_IDS", number) if "CONTEXT_IDS" in batch else [None] * len(beams)

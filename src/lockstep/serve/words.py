@@ -37,7 +37,9 @@ def word_ids(name: str, rows: np.ndarray) -> tuple[tuple[int, ...], ...]:
     """Return sequences of tokens from [2, length]: tokens, and where each ends or -1. Raises BadRequest."""
     if not rows.size:
         return ()
-    tokens, found, start = rows[0].tolist(), [], 0
+    tokens = rows[0].tolist()
+    found = []
+    start = 0
     for end in rows[1].tolist():
         if end == -1:
             continue

@@ -21,7 +21,8 @@ class AdaptedReference(Stage):
         return super().needed(config, target) and self.only_quantized == is_quantized(target.precision)
 
     def options(self, config: Config, names: Names) -> dict[str, Any]:
-        model, adapters = config.models[names["model"]], config.adapter_prompts(names["model"])
+        model = config.models[names["model"]]
+        adapters = config.adapter_prompts(names["model"])
         prompts = {name: [prompt.text for prompt in each] for name, each in adapters.items()}
         dtype = {"kv_cache_dtype": model.kv_cache_dtype} if model.kv_cache_dtype else {}
         return {"golden": {"max_new_tokens": model.golden.max_new_tokens, "adapted": prompts, **dtype}}

@@ -23,7 +23,8 @@ class Export(Stage):
 
     def options(self, config: Config, names: Names) -> dict[str, Any]:
         settings = config.models[names["model"]]
-        quantized, targets = is_quantized(names["precision"]), settings.lora_target_modules
+        quantized = is_quantized(names["precision"])
+        targets = settings.lora_target_modules
         adapters = {  # not which: another adapter changes no graph
             "max_adapters": settings.max_adapters,
             "max_lora_rank": settings.max_lora_rank,

@@ -192,7 +192,9 @@ def check(advances: Sequence[Advance], cache: Executor, vocab_size: int, max_num
     seen = set()
     total = 0
     for advance in advances:
-        slot, start, count = advance.slot, advance.start, len(advance.tokens)
+        slot = advance.slot
+        start = advance.start
+        count = len(advance.tokens)
         if not 0 <= slot < cache.num_slots:
             raise InputError(f"step: slot: expected 0 to {cache.num_slots - 1}, found {slot}")
         if slot in seen:

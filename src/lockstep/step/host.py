@@ -61,7 +61,9 @@ class HostExecutor:
         _check_declared(network)
         self._decode_layers = decode_layers
         self._observer: Observer | None = None
-        self.num_slots, self.max_seq_len, self.chunk_size = num_slots, max_seq_len, chunk_size
+        self.num_slots = num_slots
+        self.max_seq_len = max_seq_len
+        self.chunk_size = chunk_size
         self.network = network
         self._cache = KVCache(
             [mixer.cache for _, mixer in network.layers], num_slots, max_seq_len, network.dtype, kv_bytes
@@ -157,9 +159,11 @@ class HostExecutor:
         self._adapters = adapter_slots
 
     def _choose(self, advances: Sequence[Advance], logits: np.ndarray) -> np.ndarray:
-        tokens, end = most_likely(logits), 0
+        tokens = most_likely(logits)
+        end = 0
         for advance in advances:
-            first, end = end, end + advance.num_rows
+            first = end
+            end = end + advance.num_rows
             if advance.slot in self._samplings:
                 sampling, choice = self._samplings[advance.slot]
                 position = advance.start + len(advance.tokens) + 1 - advance.num_rows
@@ -178,7 +182,8 @@ class HostExecutor:
         self.lengths[slot] = length
 
     def share(self, slot: int, pages: Sequence[int]) -> None:
-        of_chunk, of_states = self.tables.chunk_pages(self.chunk_size), self.tables.state_pages
+        of_chunk = self.tables.chunk_pages(self.chunk_size)
+        of_states = self.tables.state_pages
         rows = [page for number, page in enumerate(pages) if number % of_chunk < of_chunk - of_states]
         self._reserve_row(slot, len(rows) * PAGE_SIZE)
         for number, page in enumerate(rows):
@@ -258,7 +263,8 @@ class HostExecutor:
 
         Cuts lie at multiples of `chunk_size`; end is behind the last token.
         """
-        start, end = advance.start, advance.start + len(advance.tokens)
+        start = advance.start
+        end = advance.start + len(advance.tokens)
         while start < end:
             stop = min(end, (start // self.chunk_size + 1) * self.chunk_size)
             yield start, stop

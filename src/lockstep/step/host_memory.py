@@ -9,7 +9,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-_ROOT, _GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_ROOT = Path("/sys/fs/cgroup")
+_GROUPS = Path("/proc/self/cgroup")
 # Names of version 2, and of version 1: limit, use, and in memory.stat what the kernel gives up first.
 _V2 = ("memory.max", "memory.current", "inactive_file")
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -30,7 +31,8 @@ def free_bytes() -> int:
 def _limits() -> Iterator[tuple[int, int]]:
     """Yield (limit, use) in bytes of each group with a limit, up to the root."""
     for folder, (limit, usage, reclaimed) in _groups():
-        most, used = _number(folder / limit), _number(folder / usage)
+        most = _number(folder / limit)
+        used = _number(folder / usage)
         if most is not None and used is not None:
             yield most, max(0, used - _of_stat(folder / "memory.stat", reclaimed))
 

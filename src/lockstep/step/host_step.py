@@ -97,7 +97,8 @@ class Layout:
 
     def slices(self) -> list[slice]:
         """Return the packed tokens of each of `decoding`, then of each of `chunks`."""
-        found, offset = [], 0
+        found = []
+        offset = 0
         for count in (*(rows.count for rows in self.decoding), *(chunk.count for chunk in self.chunks)):
             found.append(slice(offset, offset + count))
             offset += count
@@ -112,11 +113,13 @@ class RowAttention:
     """
 
     def __init__(self, layer_attention: LayerAttention, past: tuple[np.ndarray, np.ndarray], dtype: np.dtype):
-        signature, shape = layer_attention.variant.decode.signature, layer_attention.cache
+        signature = layer_attention.variant.decode.signature
+        shape = layer_attention.cache
         position = np.zeros(1, np.int64)  # a token's position is the length of its past
         own = {"past_key": past[0], "past_value": past[1], "past_lengths": position, "position_ids": position}
         self._inputs = {io.name: own[io.name] if io.name in own else _one_token(io) for io in signature.inputs}
-        self._position, self._attention = position, _one_token(layer_attention.attention)
+        self._position = position
+        self._attention = _one_token(layer_attention.attention)
         self._new = [np.empty((1, shape.num_kv_heads, dim), dtype) for dim in (shape.head_dim, shape.value_head_dim)]
         outputs = {"attention": self._attention, "key_out": self._new[0], "value_out": self._new[1]}
         self._run = layer_attention.engines["decode"].prepare(self._inputs, outputs)
@@ -163,8 +166,11 @@ class HostStep:
         observer: Observer | None = None,
     ):
         """Bind the calls of a layout. rows: by layer, those that are bound already; new ones are added."""
-        self._observer, self._num_layers = observer, len(network.layers)
-        self.layout, self.slices, self._rows = layout, layout.slices(), rows
+        self._observer = observer
+        self._num_layers = len(network.layers)
+        self.layout = layout
+        self.slices = layout.slices()
+        self._rows = rows
         self._cache = cache
         self._dims = {"num_tokens": layout.num_tokens, "num_requests": layout.num_logits}
         self._buffers: dict[tuple, list[np.ndarray]] = {}
@@ -182,7 +188,8 @@ class HostStep:
             ]
             for rows in layout.decoding
         ]
-        tokens, logit_rows = self.tokens, self.logit_rows
+        tokens = self.tokens
+        logit_rows = self.logit_rows
         values = {"token_ids": tokens.token_ids, "position_ids": tokens.position_ids, "logit_rows": logit_rows}
         values[IDS] = self.adapter_ids
         self.kept_states = {
@@ -204,7 +211,8 @@ class HostStep:
                 self._add_state(index, mixer, values)
             else:
                 self._add_attention(index, mixer, values)
-        self._exit, self._before_exit = network.exit, dict(values)
+        self._exit = network.exit
+        self._before_exit = dict(values)
         self._add_exit(network.exit, values)
 
     def logits(self) -> np.ndarray:
@@ -233,7 +241,8 @@ class HostStep:
 
         rows: int64 [num_rows]. Returns [num_rows, vocab_size].
         """
-        values, dims = {**self._before_exit, "logit_rows": rows}, {**self._dims, "num_requests": len(rows)}
+        values = {**self._before_exit, "logit_rows": rows}
+        dims = {**self._dims, "num_requests": len(rows)}
         inputs = _inputs(self._exit, values)
         outputs = {
             io.name: np.empty([dims[dim] if isinstance(dim, str) else dim for dim in io.shape], io.numpy_dtype)
@@ -255,7 +264,8 @@ class HostStep:
             starts = self.tokens.position_ids[tokens][offsets]
             for group, (keys, values) in enumerate(new):
                 if len(rows) < part.count:
-                    keys, values = keys[:, offsets], values[:, offsets]
+                    keys = keys[:, offsets]
+                    values = values[:, offsets]
                 self._cache.write_each(group, part.capacity, rows, starts, keys, values)
 
     def _add_block(self, block: Block, values: dict[str, np.ndarray], layer: int | None = None) -> None:
@@ -295,7 +305,8 @@ class HostStep:
 
     def _add_attention(self, index: int, layer_attention: LayerAttention, values: dict[str, np.ndarray]) -> None:
         attention = self._buffer(layer_attention.attention, self.layout.num_tokens)
-        cache, slices = self._cache, self.slices
+        cache = self._cache
+        slices = self.slices
         group, index_in_group = cache.layer(index)
         for part, tokens, new in zip(self.layout.decoding, slices, self._new):
             past = cache.view(index, part.capacity, part.low, part.high)
@@ -316,7 +327,8 @@ class HostStep:
     def _add_state(self, index: int, mixer: LayerState, values: dict[str, np.ndarray]) -> None:
         """Add the calls of a mixer with a state: rows that decode, then each chunk behind the one before it."""
         output = self._buffer(mixer.attention, self.layout.num_tokens)
-        slices, decoding = self.slices, self.layout.decoding
+        slices = self.slices
+        decoding = self.layout.decoding
         for part, tokens in zip(decoding, slices):
             state = self._cache.state(index, part.capacity, part.low, part.high)
             new = self._add_state_call(mixer, "decode", tokens, values, state, output)
@@ -377,7 +389,8 @@ class HostStep:
         They are a contiguous copy of its past, made by a call before it; for a prompt's first chunk one masked
         position.
         """
-        shape, length = layer_attention.cache, max(chunk.start, 1)
+        shape = layer_attention.cache
+        length = max(chunk.start, 1)
         pair = self._buffers.get(("past", chunk, shape))
         if pair is None:
             dims = (1, shape.num_kv_heads, length)

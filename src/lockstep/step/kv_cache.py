@@ -96,7 +96,9 @@ class KVCache:
         kept_nbytes: up to so much memory in all stays with rows that no slot has: memory that the system gives anew has
         to be cleared first.
         """
-        self.num_slots, self.max_seq_len, self.dtype = num_slots, max_seq_len, np.dtype(dtype)
+        self.num_slots = num_slots
+        self.max_seq_len = max_seq_len
+        self.dtype = np.dtype(dtype)
         self.lengths = np.zeros(num_slots, np.int64)
         shapes = [shape for shape in dict.fromkeys(layers) if isinstance(shape, LayerShape)]
         states = [shape for shape in dict.fromkeys(layers) if isinstance(shape, StateShape)]
@@ -132,7 +134,8 @@ class KVCache:
 
         Returns True when arrays moved, so that views must be taken again.
         """
-        capacity, old = self.capacity_for(length), self._places.get(slot)
+        capacity = self.capacity_for(length)
+        old = self._places.get(slot)
         if old is not None and capacity <= old.capacity:
             return False
         moved = self._take_row(slot, capacity)
@@ -275,7 +278,8 @@ class KVCache:
         wanted: a capacity that is needed. Returns whether any were.
         """
         state = -(-self.state_nbytes // self.token_nbytes)  # as so many tokens
-        count, kept = len(self._rows), sum((capacity + state) * rows.touched for capacity, rows in self._rows.items())
+        count = len(self._rows)
+        kept = sum((capacity + state) * rows.touched for capacity, rows in self._rows.items())
         for capacity, rows in [*self._rows.items()]:
             if kept > self._most_tokens and capacity != wanted and all(slot is None for slot in rows.slots):
                 kept -= (capacity + state) * rows.touched
@@ -289,7 +293,8 @@ class KVCache:
         """
         self._rows[place.capacity].slots[place.row] = None
         for keys, values in self._row(place):
-            keys[:], values[:] = 0, 0
+            keys[:] = 0
+            values[:] = 0
         for states in self._states(place):
             states[:] = 0
 

@@ -36,17 +36,23 @@ class PackedTokens:
         rows: those of `decoding`, among `num_rows`. Returns the first packed token of each request, and the one behind
         its last: of those that decode, then of the chunks.
         """
-        token_ids, position_ids, slots = self.token_ids, self.position_ids, self.slots
+        token_ids = self.token_ids
+        position_ids = self.position_ids
+        slots = self.slots
         if num_rows > len(rows):
             token_ids[:num_rows] = position_ids[:num_rows] = 0
             slots[:num_rows] = -1
         for row, advance in zip(rows, decoding):
-            token_ids[row], position_ids[row], slots[row] = advance.tokens[0], advance.start, advance.slot
-        places, low = [(row, row + 1) for row in rows], num_rows
+            token_ids[row] = advance.tokens[0]
+            position_ids[row] = advance.start
+            slots[row] = advance.slot
+        places = [(row, row + 1) for row in rows]
+        low = num_rows
         for chunk in chunks:
             count = len(chunk.tokens)
             high = low + count
-            token_ids[low:high], slots[low:high] = chunk.tokens, chunk.slot
+            token_ids[low:high] = chunk.tokens
+            slots[low:high] = chunk.slot
             position_ids[low:high] = np.arange(chunk.start, chunk.start + count)
             places.append((low, high))
             low = high

@@ -29,7 +29,9 @@ class PagePool:
         page_nbytes: bytes of keys and values of one page, all layers together. on_evict: called with the pages of each
         prefix that is evicted.
         """
-        self.num_pages, self.page_nbytes, self._on_evict = num_pages, page_nbytes, on_evict
+        self.num_pages = num_pages
+        self.page_nbytes = page_nbytes
+        self._on_evict = on_evict
         self._next = 0  # pages from here on were never given out
         self._free: list[int] = []
         self._references: dict[int, int] = {}
@@ -173,7 +175,9 @@ class PageTables:
         may name pages of a prefix; False: a prefix is copied out of them and into them; None: what a slot holds cannot
         be moved. state_pages: what a copy of a request's states counts as, of which each chunk of a prefix has one.
         """
-        self.pool, self.shares, self.state_pages = pool, shares, state_pages
+        self.pool = pool
+        self.shares = shares
+        self.state_pages = state_pages
         self.pages_for = pages_for or (lambda length: -(-length // PAGE_SIZE))
         self._tables: list[list[int]] = [[] for _ in range(num_slots)]
 
@@ -217,9 +221,11 @@ class PageTables:
     def move(self, slot: int, other: int) -> None:
         """Give a slot's table to another slot, whose own is empty."""
         assert not self._tables[other]
-        self._tables[other], self._tables[slot] = self._tables[slot], []
+        self._tables[other] = self._tables[slot]
+        self._tables[slot] = []
 
     def release(self, slot: int) -> None:
         """Give a slot's pages back."""
-        pages, self._tables[slot] = self._tables[slot], []
+        pages = self._tables[slot]
+        self._tables[slot] = []
         self.pool.release(pages)

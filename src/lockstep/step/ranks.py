@@ -70,7 +70,8 @@ class RankBlock:
         The arrays are by rank and name.
         """
         sizes = _sizes(self._signature, inputs, outputs)
-        degree, values = len(self._runs[0]), self._sharded.values
+        degree = len(self._runs[0])
+        values = self._sharded.values
         ranks: list[dict[str, np.ndarray]] = [{} for _ in range(degree)]
         calls: list[Run] = []
         for name, array in inputs.items():
@@ -115,7 +116,9 @@ class RankAttention:
     """
 
     def __init__(self, shards: Mapping[str, Shard], signature: Signature, run: Executable, degree: int):
-        self._shards, self._run, self._degree = shards, run, degree
+        self._shards = shards
+        self._run = run
+        self._degree = degree
         self.where, self.inputs, self.outputs = _where(run), *_declared(signature)
 
     def prepare(self, inputs: Arrays, outputs: Arrays) -> Run:

@@ -47,7 +47,8 @@ class Residency:
 
     def move(self, slot: int, other: int) -> None:
         """Have another slot's request computed with the adapter of a slot, which has none then."""
-        self.adapter_slots[other], self.adapter_slots[slot] = self.adapter_slots[slot], -1
+        self.adapter_slots[other] = self.adapter_slots[slot]
+        self.adapter_slots[slot] = -1
 
     def release(self, slot: int) -> None:
         """Release the adapter of a slot whose request has ended."""

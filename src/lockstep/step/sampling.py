@@ -186,10 +186,12 @@ class Sampler:
         prompt: token ids. stop_ids: what `min_tokens` holds back. choice: number of the request's choice.
         num_prompt_tokens: fewer than `prompt` has, where its last tokens are an answer that was interrupted.
         """
-        self.sampling, self._choice = sampling, choice
+        self.sampling = sampling
+        self._choice = choice
         tokens = [int(token) for token in prompt] if sampling.changes_logits else []  # else none is looked at
         cut = len(tokens) if num_prompt_tokens is None else num_prompt_tokens
-        self._prompt, self._answer = np.unique(np.array(tokens[:cut], np.int64)), tokens[cut:]
+        self._prompt = np.unique(np.array(tokens[:cut], np.int64))
+        self._answer = tokens[cut:]
         self._stop_ids = sorted(stop_ids)
 
     def __call__(
@@ -229,7 +231,8 @@ class Sampler:
 
     @np.errstate(over="ignore")
     def _changed(self, logits: np.ndarray, forbidden: Sequence[int] | np.ndarray) -> np.ndarray:
-        sampling, logits = self.sampling, logits.copy()
+        sampling = self.sampling
+        logits = logits.copy()
         for token, bias in sampling.logit_bias.items():
             logits[token] += bias
         for *before, last in sampling.bad_sequences:
@@ -298,7 +301,8 @@ def _nucleus(weights: np.ndarray, top_p: float) -> tuple[int, np.float32]:
 
     As (number, least).
     """
-    wanted, count = top_p * float(weights.sum(dtype=np.float64)), 512
+    wanted = top_p * float(weights.sum(dtype=np.float64))
+    count = 512
     while True:  # most of the sum lies in few tokens: sort these only
         count = min(count, len(weights))
         ordered = np.sort(np.partition(weights, -count)[-count:])[::-1]
@@ -328,7 +332,8 @@ def exponential_noise(seed: int, choice: int, position: int, count: int) -> np.n
     Philox4x64-10 with key (seed, choice) and counter (block, position, 0, 0) gives 4 words of 64 bits a block; token t
     takes 32 bits of block t // 8 + 1, word t % 8 // 2, the low half first. With those bits as v in (0, 1): -log(1 - v).
     """
-    key, counter = np.array([seed, choice], np.uint64), np.array([0, position, 0, 0], np.uint64)
+    key = np.array([seed, choice], np.uint64)
+    counter = np.array([0, position, 0, 0], np.uint64)
     bits = np.random.Philox(key=key, counter=counter).random_raw(-(-count // 2))
     halves = bits.astype("<u8", copy=False).view("<u4")[:count]
     v = (halves.astype(np.float32) + np.float32(0.5)) * np.float32(2**-32)

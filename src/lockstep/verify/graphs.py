@@ -59,7 +59,8 @@ class Graph:
     """One graph of the assembly; it takes and gives float32 for bfloat16."""
 
     def __init__(self, path: Path, graph: GraphFile, threads: int | None):
-        self.path, self.sha256 = path, graph.sha256
+        self.path = path
+        self.sha256 = graph.sha256
         declared = graph.signature
         self.model = check_graph(path, graph.sha256, declared)
         self.computed = widened(self.model)
@@ -117,7 +118,9 @@ class Graphs(GraphRunner):
 
     def __init__(self, path: Path, assembly: Assembly, weights: Weights, layers: int | str, threads: int | None = None):
         """Raises InputError for weights of another precision and layers that the model does not have."""
-        self.path, self.assembly, self.weights = path, assembly, weights
+        self.path = path
+        self.assembly = assembly
+        self.weights = weights
         weights.check_precision(assembly.precision, path)
         self.num_layers = layer_count(assembly, layers)
         self.dtype = np.dtype(widened_dtype(assembly.dtype))
@@ -211,7 +214,8 @@ class Graphs(GraphRunner):
         """Return seeded adapters in every slot, which add about as much as standard normal activations."""
         assert self.assembly.adapters is not None  # the caller's part
         if name not in self._adapters:
-            random, rank = np.random.default_rng(0), self.assembly.adapters.max_lora_rank
+            random = np.random.default_rng(0)
+            rank = self.assembly.adapters.max_lora_rank
             self._adapters[name] = arrays = {}
             for key, shape in self.assembly.adapters.shapes(name):
                 size = np.sqrt(np.float32(rank if key.endswith(B_SUFFIX) else shape[0]))

@@ -67,7 +67,8 @@ class LogitBounds:
         return self.tolerances.noise * self.cost if fixed is None else fixed
 
     def at(self, count: int) -> float:
-        fixed, times = self.tolerances.logits, self.tolerances.noise * self.tolerances.rounding
+        fixed = self.tolerances.logits
+        times = self.tolerances.noise * self.tolerances.rounding
         return times * self.noise.at(count) if fixed is None else fixed
 
     def rms(self, counts: Iterable[int]) -> float:

@@ -38,7 +38,10 @@ class NoisyGraph:
         threads: int | None = None,
         expose: Callable[[onnx.ModelProto], onnx.ModelProto] | None = None,
     ):
-        self._model, self._slots, self._threads, self._expose = model, slots, threads, expose
+        self._model = model
+        self._slots = slots
+        self._threads = threads
+        self._expose = expose
 
     @functools.cached_property
     def _sessions(self) -> tuple[ort.InferenceSession | None, ort.InferenceSession]:

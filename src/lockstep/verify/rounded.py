@@ -68,7 +68,8 @@ class Rounded(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is functional.embedding:  # of a large table a few rows are read
             return func(*args, **kwargs).to(self.dtype)
-        args, kwargs = _mapped(self._parameter, args), _mapped(self._parameter, kwargs)
+        args = _mapped(self._parameter, args)
+        kwargs = _mapped(self._parameter, kwargs)
         if func not in _PRODUCTS:
             return func(*args, **kwargs)
         return func(*_mapped(_float32, args), **_mapped(_float32, kwargs)).to(self.dtype)

@@ -99,7 +99,10 @@ class Walk:
         decode_rows: int = 16,
         instead: Instead | None = None,
     ):
-        self.graphs, self.requests, self._capacity, self._decode_rows = graphs, requests, capacity, decode_rows
+        self.graphs = graphs
+        self.requests = requests
+        self._capacity = capacity
+        self._decode_rows = decode_rows
         self._instead = instead
         self._exact = [request.record for request in requests if request.record]
         self._noisy = [request.noisy for request in requests if request.noisy]
@@ -181,7 +184,8 @@ class Walk:
 
         One with a state goes on where the state was recorded.
         """
-        graphs, num_past = self.graphs, self.num_past
+        graphs = self.graphs
+        num_past = self.num_past
         layers = [(exact.layers[index], noisy.layers[index]) for exact, noisy in zip(self._exact, self._noisy)]
         mixer = graphs.assembly.state_mixers.get(variant)
         pasts = [(exact.keys, exact.values) for exact, _ in layers]
@@ -226,7 +230,8 @@ class Walk:
             return StageRun(stage, outputs, *(sides or ({}, {})))
 
         for owner, request in enumerate(self.requests):
-            rows, half = np.arange(len(request.ids)), len(request.ids) // 2
+            rows = np.arange(len(request.ids))
+            half = len(request.ids) // 2
             if num_past and not mixer:
                 yield run("chunked", "prefill", [owner], [rows])
                 continue
@@ -248,7 +253,8 @@ class Walk:
 
     def _decoded(self, owner: int) -> range:
         """Return the tokens of a request that go through decode too."""
-        first, count = self.requests[owner].num_prompt, len(self.requests[owner].ids)
+        first = self.requests[owner].num_prompt
+        count = len(self.requests[owner].ids)
         if first == 1 or self.num_past:  # as it does when it is served
             first = 0
         elif first >= count:

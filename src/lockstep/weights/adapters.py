@@ -192,7 +192,8 @@ def write_adapter(
     own = slice(first, first + max_lora_rank)
     for each in arrays:
         found = adapter.modules.get(each.module) if adapter is not None else None
-        each.a[:, own], each.b[own] = 0, 0
+        each.a[:, own] = 0
+        each.b[own] = 0
         if found is not None:
             assert adapter is not None
             a, b = found

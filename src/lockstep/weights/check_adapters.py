@@ -74,7 +74,8 @@ def resolve_adapters(
     They are held to the checkpoint. sources: the config's text for each. targets: names of modules that adapters may be
     of; None: any. Returns `out`. Raises InputError, one line, for the first that is no plain LoRA of this checkpoint.
     """
-    checkpoint, out = CheckpointManifest.load(checkpoint_json), Path(out)
+    checkpoint = CheckpointManifest.load(checkpoint_json)
+    out = Path(out)
     adapters = {}
     for name in sorted(sources):
         folder = Path(folders[name])
@@ -105,7 +106,8 @@ def read_folder(folder: Path, name: str, checkpoint: CheckpointManifest, most_by
     most_bytes: of its file of matrices. Raises InputError, one line, for one that is no plain LoRA of this checkpoint,
     is too large, or changes meanwhile.
     """
-    where, path = f"adapter {name!r}", folder / WEIGHTS
+    where = f"adapter {name!r}"
+    path = folder / WEIGHTS
     if path.is_file() and (size := path.stat().st_size) > most_bytes:
         raise InputError(
             f"{where}: {path}: expected at most {most_bytes} bytes, which an adapter of max_lora_rank has, found {size}"
@@ -143,7 +145,8 @@ def check_folder(folder: Path, checkpoint: CheckpointManifest, where: str) -> Ad
     modules = _modules(path, read_header(path), config, where)
     base = config.get("base_model_name_or_path")
     trained_on = f" (trained on {shorten(base)})" if base else ""
-    packing, weights = packing_of(checkpoint.config), checkpoint.tensors
+    packing = packing_of(checkpoint.config)
+    weights = checkpoint.tensors
     if packing is None or packing.layout != _SHAPELESS:
         weights = unpacked_places(weights, packed_weights(packing, weights, Path(checkpoint.source)))
     scale = _scale(config, "")
@@ -261,7 +264,8 @@ def _modules(
                 f"{where}: {path}: expected linear layers that every token passes, found {module} of an expert; "
                 f"{_RETRAIN}"
             )
-        a, b = sides["A"], sides["B"]
+        a = sides["A"]
+        b = sides["B"]
         rank = _of_module(config, "rank_pattern", "r", module)
         if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != rank or b.shape[1] != rank:
             raise InputError(

@@ -25,7 +25,8 @@ _OF_INT8 = np.float32(1 / 127)  # bitsandbytes: SCB is the largest magnitude of 
 def e4m3() -> np.ndarray:
     """Return the number of each code of float8 e4m3fn, float32 [256]: no infinities, NaN at 127 and 255."""
     code = np.arange(128)
-    exponent, mantissa = code >> 3, (code & 7).astype(np.float64)
+    exponent = code >> 3
+    mantissa = (code & 7).astype(np.float64)
     numbers = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
     numbers[127] = np.nan
     return np.concatenate([numbers, -numbers]).astype(np.float32)
@@ -81,7 +82,8 @@ class Coded:
         return mxfp4_numbers(self.arrays["data"][rows], self.arrays["scales"][rows]).swapaxes(1, 2)
 
     def _nvfp4(self, rows: slice) -> np.ndarray:
-        scales, whole = e4m3()[self.arrays["scales"][rows]], self.arrays["whole"].astype(np.float32).reshape(-1)[0]
+        scales = e4m3()[self.arrays["scales"][rows]]
+        whole = self.arrays["whole"].astype(np.float32).reshape(-1)[0]
         with np.errstate(divide="ignore"):
             scales = scales * whole if self.packing.layout == "modelopt_nvfp4" else scales / whole
         packed = self.arrays["data"][rows]
@@ -91,8 +93,11 @@ class Coded:
         return self.arrays["data"][rows].astype(np.float32) * self.arrays["scales"][rows, None] * _OF_INT8
 
     def _bnb4(self, rows: slice) -> np.ndarray:
-        state, columns = BlockState.parse(self.arrays["state"].tobytes()), self.shape[1]
-        start, stop = rows.start * columns, rows.stop * columns  # start is even: of eight rows
+        state = BlockState.parse(self.arrays["state"].tobytes())
+        columns = self.shape[1]
+        # start is even: of eight rows
+        start = rows.start * columns
+        stop = rows.stop * columns
         packed = self.arrays["data"].reshape(-1)[start // 2 : -(-stop // 2)]
         codes = np.stack([packed >> 4, packed & 15], axis=-1).reshape(-1)[: stop - start]
         blocks = np.arange(start // state.block_size, -(-stop // state.block_size))

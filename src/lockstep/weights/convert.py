@@ -49,7 +49,8 @@ def convert(checkpoint_json: Path, precision: str, out_json: Path, assembly_json
         raise InputError(
             f"expected a precision of {', '.join(COMPUTE_NAMES)}, found {precision!r}; correct it in the config"
         )
-    out, dtype = Path(out_json), PRECISION_DTYPES[base_precision(precision)]
+    out = Path(out_json)
+    dtype = PRECISION_DTYPES[base_precision(precision)]
     source = open_source(Path(checkpoint_json))
     _check_place(source, out)
     quantized = _quantized(source, precision, assembly_json) if precision in QUANTIZATIONS else None
@@ -107,7 +108,8 @@ def _quantized(source: Source, precision: str, assembly_json: Path | None) -> Qu
                 f"{source.folder}: expected tensor {name!r}, found none of this name; does config.json belong to these"
                 " weights?"
             )
-        size, inner = found.quantization.group_size, 1 if found.quantization.mxfp4 else -1
+        size = found.quantization.group_size
+        inner = 1 if found.quantization.mxfp4 else -1
         inner = 0 if name in transposed else inner
         fits = len(place.shape) == 2 if size == ROW else len(place.shape) in (2, 3) and not place.shape[inner] % size
         if not fits or place.dtype not in FLOAT_DTYPES:

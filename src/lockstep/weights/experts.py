@@ -38,7 +38,8 @@ class WeightInputs:
         """
         if not self.experts:
             return weights, slots
-        tensors, bound = _Experts(weights), dict[str, Sequence[str]]()
+        tensors = _Experts(weights)
+        bound = dict[str, Sequence[str]]()
         for slot, names in slots.items():
             inputs = self.experts.get(slot)
             if inputs is None:

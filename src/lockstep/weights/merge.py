@@ -36,7 +36,9 @@ def merge(checkpoint_json: Path, adapters_json: Path, name: str, out: Path, tran
     Raises InputError where `out` is there, no adapter has this name, a file has changed since it was resolved, a number
     becomes too large for its dtype, and when the disk has no room; `out` is then as it was.
     """
-    source, adapters, out = open_source(Path(checkpoint_json)), open_adapters(adapters_json), Path(out)
+    source = open_source(Path(checkpoint_json))
+    adapters = open_adapters(adapters_json)
+    out = Path(out)
     if name not in adapters:
         raise InputError(f"--merge: expected one of {', '.join(adapters) or 'no adapter'}; found {name!r}")
     if source.packed:
@@ -92,13 +94,17 @@ def _merged(
     a, b = (array.astype(np.float64) for array in adapter.modules[module])
     left, right = (a.T.copy(), b.T) if transposed else (b, a)
     if place.shape != (left.shape[0], right.shape[1]):
-        where, expected = f"{source.words(name)}: adapter {adapter.name!r}", [left.shape[0], right.shape[1]]
+        where = f"{source.words(name)}: adapter {adapter.name!r}"
+        expected = [left.shape[0], right.shape[1]]
         raise InputError(f"{where}: expected a weight of the product's shape {expected}; check it again")
     left *= adapter.scale_of(module)
-    columns, at, dtype = place.shape[1], 0, numpy_dtype(place.dtype)
+    columns = place.shape[1]
+    at = 0
+    dtype = numpy_dtype(place.dtype)
     for piece, _ in source.finite_pieces(name, buffer):
         numbers = piece.view(dtype)
-        first, last = at // columns, -(-(at + numbers.size) // columns)
+        first = at // columns
+        last = -(-(at + numbers.size) // columns)
         own = slice(at - first * columns, at - first * columns + numbers.size)
         total = numbers.astype(np.float64) + _product(left[first:last], right).reshape(-1)[own]
         with np.errstate(over="ignore"):

@@ -17,7 +17,8 @@ NO_NUMBER = 255  # as a shared exponent
 @cache
 def e2m1_pairs() -> np.ndarray:
     """Return the two numbers of each byte, float32 [256, 2], that of the low half first."""
-    numbers, byte = np.concatenate([_E2M1, -_E2M1]), np.arange(256)
+    numbers = np.concatenate([_E2M1, -_E2M1])
+    byte = np.arange(256)
     return np.stack([numbers[byte & 15], numbers[byte >> 4]], axis=-1)
 
 

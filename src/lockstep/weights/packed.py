@@ -49,7 +49,9 @@ class Packed:
 
         Signed ones are counted from the middle of their range.
         """
-        data, bits, layout = self.arrays["data"], self.packing.bits, self.packing.layout
+        data = self.arrays["data"]
+        bits = self.packing.bits
+        layout = self.packing.layout
         if layout == "int8":
             return (data[rows].astype(np.int16) + 128).astype(np.uint8)
         if layout == "packed":
@@ -75,7 +77,8 @@ class Packed:
         if "zero_points" not in self.arrays:
             groups = self.shape[1] // (group_size or self.packing.group_size or self.shape[1])
             return np.full((rows.stop - rows.start, groups), 1 << self.packing.bits - 1, np.int16)
-        array, bits = self.arrays["zero_points"], self.packing.bits
+        array = self.arrays["zero_points"]
+        bits = self.packing.bits
         if self.packing.layout == "int8":
             return self._repeated(array[rows].astype(np.int16) + 128, group_size)
         if self.packing.layout == "packed":
@@ -89,7 +92,8 @@ class Packed:
 
         Each is rounded once, and not at all for scales of 16 bits.
         """
-        scales, zeros = self.scales(rows), self.zero_points(rows).astype(np.float32)
+        scales = self.scales(rows)
+        zeros = self.zero_points(rows).astype(np.float32)
         if self.packing.ordered and "order" in self.arrays:
             order = self.arrays["order"]
             return (self.integers(rows).astype(np.float32) - zeros[:, order]) * scales[:, order]
@@ -103,13 +107,16 @@ class Packed:
 
     def check(self) -> None:
         """Raise PackedValues for what config.json says otherwise."""
-        columns, middle = self.shape[1], 1 << self.packing.bits - 1
+        columns = self.shape[1]
+        middle = 1 << self.packing.bits - 1
         if "order" in self.arrays:
-            order, size = self.arrays["order"], self.packing.group_size or columns
+            order = self.arrays["order"]
+            size = self.packing.group_size or columns
             if self.packing.ordered and (
                 order.min() < 0 or not np.array_equal(np.bincount(order), np.full(columns // size, size))
             ):
-                expected, found = f"{columns // size} groups of {size} columns", f"{order.min()} to {order.max()}"
+                expected = f"{columns // size} groups of {size} columns"
+                found = f"{order.min()} to {order.max()}"
                 raise PackedValues("order", expected, found, "download this file again")
             # Zeros of a file whose g_idx nobody filled in: with desc_act false, readers do not look at it.
             if not self.packing.ordered and order.any() and not np.array_equal(order, np.arange(columns) // size):
@@ -128,7 +135,8 @@ class Packed:
                 remedy = "correct config.json" + (' (checkpoint_format: "gptq_v2")' if is_v2 else "")
                 raise PackedValues("zero_points", expected, str(zeros[zeros != middle][0]), remedy)
             if zeros.max() >= 2 * middle:
-                expected, found = f"zero points of at most {2 * middle - 1}", f"{zeros.max()}"
+                expected = f"zero points of at most {2 * middle - 1}"
+                found = f"{zeros.max()}"
                 remedy = "readers of the format gptq differ there, quantise it as gptq_v2"
                 raise PackedValues("zero_points", expected, found, remedy)
 

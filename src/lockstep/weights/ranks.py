@@ -31,7 +31,10 @@ class RankWeights:
         sharded: ShardedClass,
         rank: int,
     ):
-        self._weights, self._slots, self._sharded, self._rank = weights, slots, sharded, rank
+        self._weights = weights
+        self._slots = slots
+        self._sharded = sharded
+        self._rank = rank
         self._sizes = {slot.name: slot.sizes for slot in signature_slots}
 
     @property

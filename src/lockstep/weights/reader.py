@@ -120,7 +120,8 @@ class Weights:
         has_zeros, ordered = (
             any(part(name) in self._tensors for name in names) for part in (zero_points_name, order_name)
         )
-        is_mxfp4, transposed = any(map(self._is_mxfp4, names)), tuple(self._transposed)
+        is_mxfp4 = any(map(self._is_mxfp4, names))
+        transposed = tuple(self._transposed)
         return QuantizedTensors(self.group_size, bits, has_zeros, ordered, is_mxfp4, transposed)
 
     def dequantized(self) -> Iterator[tuple[str, np.ndarray]]:
@@ -140,7 +141,8 @@ class Weights:
         They are what its integers, scales and zero points stand for, [out_features, in_features]; of a stack
         [num_experts, out_features, in_features], but for one of MXFP4.
         """
-        data, scales = self[data_name(name)], self[scales_name(name)]
+        data = self[data_name(name)]
+        scales = self[scales_name(name)]
         if self.group_size == ROW:
             if data.ndim != 2 or scales.shape != data.shape[:1]:
                 self._refuse_scales(name, "row", data, scales)

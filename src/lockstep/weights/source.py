@@ -79,7 +79,8 @@ class Source:
 
         Raises InputError for a shared exponent that stands for no number.
         """
-        places, found = self.manifest.tensors, dict[str, TensorPlace]()
+        places = self.manifest.tensors
+        found = dict[str, TensorPlace]()
         if quantized is None or not quantized.mxfp4:
             return found
         raw = replace(self, tensors=places, packed={})
@@ -149,7 +150,8 @@ class Source:
 
     def _open(self, name: str, *parts: str) -> Packed | Coded:
         assert self.packing is not None  # it says which are packed
-        weight, places = self.packed[name], self.manifest.tensors
+        weight = self.packed[name]
+        places = self.manifest.tensors
         of_weight = {tensor: _as_bytes(places[tensor]) for tensor in weight.parts.values()}
         raw = Source(self.folder, self.manifest, of_weight)
         arrays = {part: raw.array(tensor) for part, tensor in weight.parts.items() if not parts or part in parts}
@@ -162,8 +164,10 @@ class Source:
 
     def array(self, name: str) -> np.ndarray:
         """Read a whole tensor. Raises InputError for floats that are not finite."""
-        place, buffer = self.tensors[name], np.empty(PIECE_BYTES, np.uint8)
-        raw, filled = np.empty(place.length, np.uint8), 0
+        place = self.tensors[name]
+        buffer = np.empty(PIECE_BYTES, np.uint8)
+        raw = np.empty(place.length, np.uint8)
+        filled = 0
         is_float = place.dtype in FLOAT_DTYPES
         for piece in (each for each, _ in self.finite_pieces(name, buffer)) if is_float else self.pieces(name, buffer):
             raw[filled : filled + piece.size] = piece
@@ -184,7 +188,9 @@ class Source:
 
     def _refuse_non_finite(self, name: str, buffer: np.ndarray) -> None:
         """Read the whole tensor once more for the numbers that the user needs to see."""
-        total, position, dtype = NonFinite(-1, 0, 0), 0, self.tensors[name].dtype
+        total = NonFinite(-1, 0, 0)
+        position = 0
+        dtype = self.tensors[name].dtype
         for piece in self.pieces(name, buffer):
             found = count_non_finite(dtype, piece)
             if found:

@@ -180,7 +180,8 @@ def _contents(
     buffer = np.empty(PIECE_BYTES, np.uint8)
     yield memoryview(opening)
     for entry in stored:
-        name, found = entry.name, source.tensors[entry.name].dtype
+        name = entry.name
+        found = source.tensors[entry.name].dtype
         if entry.bits is not None:
             assert quantized is not None  # it says which they are
             bring: Bring = _repack if source.stays_packed(name) else _quantize
@@ -216,7 +217,8 @@ def _quantize_rows(source: Source, entry: Stored, _: int, buffer: np.ndarray) ->
         rest = np.concatenate([rest, np.frombuffer(piece, np.float32)])
         count = rest.size // columns
         if count:
-            rows, rest = rest[: count * columns].reshape(count, columns), rest[count * columns :]
+            rows = rest[: count * columns].reshape(count, columns)
+            rest = rest[count * columns :]
             scales = e4m3.row_scales(rows)
             made = scales if entry.part == "scales" else e4m3.codes_of(rows, scales)
             yield np.ascontiguousarray(made).reshape(-1).view(np.uint8).data
@@ -225,7 +227,8 @@ def _quantize_rows(source: Source, entry: Stored, _: int, buffer: np.ndarray) ->
 def _codes(source: Source, entry: Stored, _: int, __: np.ndarray) -> Iterator[memoryview]:
     """Yield the data or the scales of a weight that the checkpoint holds as e4m3 numbers: the same ones."""
     coded = source.coded(entry.name)
-    scales, codes = np.ascontiguousarray(coded.row_scales()), coded.arrays["data"]
+    scales = np.ascontiguousarray(coded.row_scales())
+    codes = coded.arrays["data"]
     if e4m3.has_nan(codes):
         source.array(entry.name)  # says which numbers are not finite
     yield (scales if entry.part == "scales" else codes).reshape(-1).view(np.uint8).data
@@ -256,7 +259,8 @@ def _repack(source: Source, entry: Stored, group_size: int, _: np.ndarray) -> It
 
 def _cast(source: Source, name: str, dtype: str, buffer: np.ndarray) -> Iterator[memoryview]:
     stored = source.tensors[name].dtype
-    found, wanted = numpy_dtype(stored), numpy_dtype(dtype)
+    found = numpy_dtype(stored)
+    wanted = numpy_dtype(dtype)
     out = np.empty(PIECE_BYTES // found.itemsize, wanted)
     for piece, bits in source.finite_pieces(name, buffer):
         numbers = piece.view(found)

@@ -57,7 +57,9 @@ BACKEND = DummyBackend
 
 class DummyProgram:
     def __init__(self, path: Path, slots: Mapping[str, Sequence[int]]) -> None:
-        self._path, self._slots, self._model = path, slots, _opened(path)
+        self._path = path
+        self._slots = slots
+        self._model = _opened(path)
         self._evaluator = ReferenceEvaluator(self._model)
 
     def bind(self, weights: Weights | None, slots: Mapping[str, Sequence[str]]) -> DummyExecutable:
@@ -67,7 +69,9 @@ class DummyProgram:
 
 class DummyExecutable:
     def __init__(self, evaluator: ReferenceEvaluator, graph: Any, values: Mapping[str, np.ndarray], where: str) -> None:
-        self._evaluator, self._values, self.where = evaluator, values, where
+        self._evaluator = evaluator
+        self._values = values
+        self.where = where
         self.inputs = {value.name: _declared(value) for value in graph.input if value.name not in values}
         self.outputs = {value.name: _declared(value) for value in graph.output}
 

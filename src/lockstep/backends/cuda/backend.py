@@ -29,7 +29,8 @@ from lockstep.gpu.libraries import require_cublas, require_cudnn, require_nvrtc
 from lockstep.step.activations import with_activations
 from lockstep.targets import Limits
 
-_KERNELS, _GRAPH = ".kernels", ".onnx"
+_KERNELS = ".kernels"
+_GRAPH = ".onnx"
 REVISION = 1  # of the kernels and of what runs them: engines are for exactly this one
 
 

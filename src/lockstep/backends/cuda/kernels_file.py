@@ -177,7 +177,8 @@ def _check_same(model: onnx.ModelProto, cut: CutGraph) -> None:
 
 def multiply(product: Product, values: Mapping[str, np.ndarray]) -> np.ndarray:
     """Return a product of float16 rows, in float16, in NumPy; values: by name."""
-    rows, parts = _as_half(values[product.input]), [values[slot] for slot in product.slots]
+    rows = _as_half(values[product.input])
+    parts = [values[slot] for slot in product.slots]
     if product.is_fp8:
         codes, steps = e4m3.rounded(rows)
         return (codes @ parts[0].astype(np.float32).T * steps * parts[1]).astype(np.float16)

@@ -42,9 +42,11 @@ from lockstep.onnx_tools.cut_products import Experts, Product
 from lockstep.step.executable import Run
 from lockstep.weights import Tensors, check_bound_slots, check_inputs
 
-_HALF, _CHOICE = np.dtype(np.float16), np.dtype(np.int32)
+_HALF = np.dtype(np.float16)
+_CHOICE = np.dtype(np.int32)
 _FP8 = (8, 9)  # the compute capability that has e4m3
-_AS_HALF, _AS_SCALES = WeightCast(_HALF), WeightCast(_HALF, SCALES_TIMES)
+_AS_HALF = WeightCast(_HALF)
+_AS_SCALES = WeightCast(_HALF, SCALES_TIMES)
 Sizes = Mapping[str, int]  # of dimensions, by name
 GroupWeights = Mapping[Group, SmallWeight]
 
@@ -121,7 +123,8 @@ class KernelsProgram(GpuProgram):
 
     def lies_beside(self, group: Group) -> bool:
         """Return whether a group's results may lie beside each other in one buffer: where kernels alone read them."""
-        made, by_products = {product.output for product in group}, {group[0].input for group in self.groups}
+        made = {product.output for product in group}
+        by_products = {group[0].input for group in self.groups}
         by_products |= {product.input for product in self.of_experts}
         aligned = not any(product.out_features % ALIGNED for product in group)
         return len(group) > 1 and aligned and made.isdisjoint({*self.block.outputs, *by_products})
@@ -131,7 +134,8 @@ class KernelsProgram(GpuProgram):
         check_bound_slots(self.slots, slots, str(self.path))
         assert weights is not None  # every block has some
         self.device.use()
-        store, rows = _Store(self, DeviceWeights.of(weights, self.device), weights, slots), dict[str, cuda.Array]()
+        store = _Store(self, DeviceWeights.of(weights, self.device), weights, slots)
+        rows = dict[str, cuda.Array]()
         groups = {group: store.group(group, self.lies_beside(group), rows) for group in self.groups}
         own = {name: kind for kernel in self.kernels for name, kind in kernel.arguments if kind in OF_WEIGHTS}
         own |= {slot: kind for product in self.of_experts for slot, kind in _kinds(product)}
@@ -182,7 +186,10 @@ class _Store:
     def __init__(
         self, program: KernelsProgram, store: DeviceWeights, weights: Tensors, slots: Mapping[str, Sequence[str]]
     ):
-        self._program, self._store, self._weights, self._names = program, store, weights, slots
+        self._program = program
+        self._store = store
+        self._weights = weights
+        self._names = slots
         self.uploads = store.uploads
 
     def plain(self, slot: str, kind: str) -> cuda.Array:
@@ -192,9 +199,12 @@ class _Store:
 
     def group(self, group: Group, beside: bool, rows: dict[str, cuda.Array]) -> SmallWeight:
         """Return the weights of a group's products in one array; rows: gets where A of adapters goes, transposed."""
-        first, outs = group[0], tuple(product.out_features for product in group)
+        first = group[0]
+        outs = tuple(product.out_features for product in group)
         columns = {product.lora.a: product.lora.columns for product in group if product.lora is not None}
-        more, whole, deep = sum(columns.values()), sum(outs), first.in_features
+        more = sum(columns.values())
+        whole = sum(outs)
+        deep = first.in_features
         if first.bits < 16:  # a set with quantised weights takes no adapters
             data = self._part(group, 0, None, None)
             scales = self._part(group, 1, None, None if first.is_fp8 else _AS_SCALES)
@@ -218,7 +228,8 @@ class _Store:
         self, slots: Sequence[str], shape: Sequence[int], cast: WeightCast | None, room: bool = False
     ) -> cuda.Array:
         names = [name for slot in slots for name in self._names[slot]]
-        where, dtype = f"{self._program.path}: slot {', '.join(slots)}", self._program.slots[slots[0]][1]
+        where = f"{self._program.path}: slot {', '.join(slots)}"
+        dtype = self._program.slots[slots[0]][1]
         return self._store.put(self._weights, names, tuple(shape), dtype, where, room=room, cast=cast)
 
     def _cast(self, slot: str) -> WeightCast | None:
@@ -234,7 +245,8 @@ class KernelsExecutable(GpuExecutable):
         self, program: KernelsProgram, groups: GroupWeights, weights: Arrays, uploads: Uploads, adapter_rows: Arrays
     ):
         super().__init__(uploads, weights, adapter_rows)
-        self.program, self.groups = program, groups
+        self.program = program
+        self.groups = groups
 
     def bind(self, inputs: Arrays, outputs: Arrays, own: bool = False) -> Bound:
         given = {**inputs, **outputs}
@@ -256,8 +268,10 @@ class KernelsExecutable(GpuExecutable):
             return None
         given = {**inputs, **outputs}
         self.check_arrays(given)
-        call, sizes = _Call(self, given, True), self.program.sizes({name: each.shape for name, each in given.items()})
-        first, rest = call.kernel(kernel, function, *exchange.group), call.steps[1:]
+        call = _Call(self, given, True)
+        sizes = self.program.sizes({name: each.shape for name, each in given.items()})
+        first = call.kernel(kernel, function, *exchange.group)
+        rest = call.steps[1:]
 
         def run_rest() -> None:
             for step in rest:
@@ -273,10 +287,13 @@ class _Call:
     """The steps of an executable on arrays."""
 
     def __init__(self, run: KernelsExecutable, given: Arrays, own: bool):
-        self._run, self._program, block = run, run.program, run.program.block
+        self._run = run
+        self._program = run.program
+        block = run.program.block
         self._shared = _Shared.of(run.program.device, own)
         self._largest = run.program.sizes({name: array.shape for name, array in given.items()})
-        self._given, self._counts = given, dict[tuple[int, ...], int]()
+        self._given = given
+        self._counts = dict[tuple[int, ...], int]()
         self._values = {name: StridedView.of(array) for name, array in given.items()}
         for group in run.program.groups:
             if run.program.lies_beside(group) and not any(product.lora for product in group):
@@ -304,7 +321,8 @@ class _Call:
 
     def _put_beside(self, group: Group) -> None:
         """Give a group's results one buffer."""
-        total, at = sum(product.out_features for product in group), 0
+        total = sum(product.out_features for product in group)
+        at = 0
         whole = self._buffer(self._rows(group), total)
         for product in group:
             self._values[product.output] = _part_of(whole, at)
@@ -330,14 +348,20 @@ class _Call:
         stream = self._program.device.stream
         function = function or self._program.functions[kernel.name]
         launch = cuda.Launch(function, stream, kernel.threads, *arguments, *more, overlaps=True)
-        rows, blocks = kernel.rows, kernel.blocks
+        rows = kernel.rows
+        blocks = kernel.blocks
         return lambda sizes: launch(sizes[rows] * blocks)
 
     def _products_of_experts(self, product: Product, experts: Experts) -> list[Step]:
-        stream, rows, ids = self._program.device.stream, self._rows((product,)), self._values[experts.ids].array
-        steps, order = list[Step](), self._orders.get(experts.ids)
+        stream = self._program.device.stream
+        rows = self._rows((product,))
+        ids = self._values[experts.ids].array
+        steps = list[Step]()
+        order = self._orders.get(experts.ids)
         if order is None:
-            count, number = math.prod(ids.shape), -1 - len(self._orders)  # other buffers count from 0
+            # other buffers count from 0
+            count = math.prod(ids.shape)
+            number = -1 - len(self._orders)
             sorted_rows, tiles = (self._shared.buffer(number, count, width, _CHOICE) for width in ((), (4,)))
             beside = [each.experts for each in self._program.of_experts if each.experts is not None]
             tile = largest_tile(each.weight for each in beside if each.ids == experts.ids)
@@ -359,8 +383,10 @@ class _Call:
                 if product.experts
                 for step in self._products_of_experts(product, product.experts)
             ]
-        weight, rows = self._run.groups[group], self._rows(group)
-        x, products = self._values[group[0].input].array, self._shared.products
+        weight = self._run.groups[group]
+        rows = self._rows(group)
+        x = self._values[group[0].input].array
+        products = self._shared.products
         if not any(product.lora for product in group):
             outs = [self._values[product.output].array for product in group]
             if self._program.lies_beside(group):

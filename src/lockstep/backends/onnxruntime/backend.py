@@ -127,16 +127,21 @@ class OnnxRuntimeBackend(HostBackend):
         return OnnxRuntimeProgram(_read(engine_path), slots, low_memory, engine_path)
 
     def decode_layers(self, network: Network) -> OnnxRuntimeExecutable | None:
-        parts, slots, tensors = list[Part](), list[IO](), dict[str, Sequence[str]]()
-        weights, size = None, 0
+        parts = list[Part]()
+        slots = list[IO]()
+        tensors = dict[str, Sequence[str]]()
+        weights = None
+        size = 0
         for number, (block, mixer) in enumerate(network.layers):
-            engine, attention = block.pieces[0].run, mixer.engines["decode"]
+            engine = block.pieces[0].run
+            attention = mixer.engines["decode"]
             if not (isinstance(engine, OnnxRuntimeExecutable) and isinstance(attention, OnnxRuntimeExecutable)):
                 return None  # of several ranks
             program, weights, bound = engine.bound
             if block.adapters or not attention.present or not program.stitches:
                 return None
-            prefix, size = f"{number}.block.", size + program.size
+            prefix = f"{number}.block."
+            size = size + program.size
             slots += [dataclasses.replace(slot, name=prefix + slot.name) for slot in program.slots]
             tensors |= {prefix + slot: names for slot, names in bound.items()}
             reads, gives = (
@@ -167,7 +172,9 @@ class OnnxRuntimeProgram:
     """An engine in memory; `bind` makes a session from it. size: of its weights, in bytes."""
 
     def __init__(self, model: onnx.ModelProto, slots: Sequence[IO], low_memory: bool, where: Path):
-        self.where, self.model, self.slots = where, model, slots
+        self.where = where
+        self.model = model
+        self.slots = slots
         # int8 products are those of packed weights alone: of others the library makes float32 ones, at each step
         operators = {node.op_type for node in model.graph.node}
         has_products = "MatMulNBits" in operators
@@ -231,8 +238,10 @@ class OnnxRuntimeExecutable:
 
     def __init__(self, session: ort.InferenceSession, where: str, bound: Bound):
         self._session = session
-        self.where, self.bound = where, bound
-        self.inputs, outputs = _declared(session.get_inputs()), _declared(session.get_outputs())
+        self.where = where
+        self.bound = bound
+        self.inputs = _declared(session.get_inputs())
+        outputs = _declared(session.get_outputs())
         self.present = {name: past for name in outputs if (past := past_of(name))}
         self.outputs = {name: value for name, value in outputs.items() if name not in self.present}
 
@@ -242,7 +251,8 @@ class OnnxRuntimeExecutable:
         if not self.present:
             return self._call(inputs, outputs)
         pasts = {name: inputs[name] for name in self.present.values()}
-        lengths, room = inputs["past_lengths"], next(iter(pasts.values())).shape[2]
+        lengths = inputs["past_lengths"]
+        room = next(iter(pasts.values())).shape[2]
         run = self._call_over(pasts, inputs, outputs)
 
         def call() -> None:

@@ -35,10 +35,13 @@ def stitch(parts: Sequence[Part], ends: Sequence[str]) -> onnx.ModelProto:
     """Return the graph; its outputs are the last of each of the values `ends` that a part gives, as `<value>_out`."""
     last = {key: number for number, part in enumerate(parts) for key in part.gives.values() if key in ends}
     values: dict[str, str] = {}  # {value of a step: its name in the graph}
-    inputs, outputs = dict[str, onnx.ValueInfoProto](), list[onnx.ValueInfoProto]()
-    nodes, constants = list[onnx.NodeProto](), dict[bytes, onnx.TensorProto]()
+    inputs = dict[str, onnx.ValueInfoProto]()
+    outputs = list[onnx.ValueInfoProto]()
+    nodes = list[onnx.NodeProto]()
+    constants = dict[bytes, onnx.TensorProto]()
     for number, part in enumerate(parts):
-        graph, names = part.model.graph, {"": ""}
+        graph = part.model.graph
+        names = {"": ""}
         for value in graph.input:
             key = part.reads.get(value.name)
             names[value.name] = part.prefix + value.name if key is None else values.setdefault(key, key)

@@ -88,7 +88,8 @@ def _fused(model: onnx.ModelProto, with_rope: bool) -> onnx.ModelProto | None:
         ("key", "key_out", kv_heads),
         ("value", "value_out", kv_heads),
     ):
-        source, shape = rotated if tables is None else name, constant(f"{name}_shape", *tokens, count * dim)
+        source = rotated if tables is None else name
+        shape = constant(f"{name}_shape", *tokens, count * dim)
         graph.append(helper.make_node("Reshape", [source, shape], [f"grouped/{name}"]))
         given.append(f"grouped/{name}")
     if tables is not None:
@@ -97,11 +98,15 @@ def _fused(model: onnx.ModelProto, with_rope: bool) -> onnx.ModelProto | None:
         graph.append(helper.make_node("Reshape", [given[1], constant("key_heads", -1, kv_heads, dim)], ["key_out"]))
     graph.append(helper.make_node("Cast", ["past_lengths"], ["grouped/lengths"], to=TensorProto.INT32))
     if decodes:
-        last, sinks, pasts, present = "grouped/lengths", [], [*PRESENT.values()], [*PRESENT]
+        last = "grouped/lengths"
+        sinks = []
+        pasts = [*PRESENT.values()]
+        present = [*PRESENT]
         for name, past in PRESENT.items():
             graph.outputs[name] = helper.make_tensor_value_info(name, TensorProto.FLOAT, dims_of(graph.inputs[past]))
     else:
-        last, pasts = "grouped/last", [f"grouped/{past}" for past in PRESENT.values()]
+        last = "grouped/last"
+        pasts = [f"grouped/{past}" for past in PRESENT.values()]
         present = [f"grouped/{name}" for name in PRESENT]
         sinks = [*[""] * 4, graph.constant("grouped/sinks", np.full(heads, _NO_SINK, np.float32))]
         graph.append(
@@ -181,7 +186,8 @@ def _is_same(model: onnx.ModelProto, fused: onnx.ModelProto) -> bool:
 
     decodes = fused.graph.output[-1].name in PRESENT
     feeds = decode_inputs(model, np.array([0, 3, 6]), 7) if decodes else random_inputs(model)
-    expected, found = compute(model, feeds), compute(fused, feeds)
+    expected = compute(model, feeds)
+    found = compute(fused, feeds)
     bound = Bound(REWRITE["float32"])
     return not any(wrong(name, measure(array, found[name], bound, peak(array))) for name, array in expected.items())
 

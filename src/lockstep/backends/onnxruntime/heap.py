@@ -28,6 +28,7 @@ def collapse() -> None:
     for line in Path("/proc/self/maps").read_text().splitlines():
         addresses, access, *_, file = (*line.split(maxsplit=5), "")[:6]
         first, end = (int(address, 16) for address in addresses.split("-"))
-        first, end = -(-first // PAGE) * PAGE, end // PAGE * PAGE
+        first = -(-first // PAGE) * PAGE
+        end = end // PAGE * PAGE
         if access == "rw-p" and file in ("", "[heap]") and first < end:
             _libc.madvise(first, end - first, _MADV_COLLAPSE)

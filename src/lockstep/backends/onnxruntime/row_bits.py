@@ -16,13 +16,17 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper
 
-_ROWS, _GROUPS, _OUTPUTS = 64, 11, 40  # numbers that no kernel's tile divides, but for the rows
+# numbers that no kernel's tile divides, but for the rows
+_ROWS = 64
+_GROUPS = 11
+_OUTPUTS = 40
 _COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 31, 33)
 
 
 def rows_keep_their_bits(bits: int, group_size: int, opened: Callable[[bytes], ort.InferenceSession]) -> bool:
     """Return whether they do. opened: of a model."""
-    random, columns = np.random.default_rng(0), _GROUPS * group_size
+    random = np.random.default_rng(0)
+    columns = _GROUPS * group_size
     data = random.integers(0, 256, (_OUTPUTS, _GROUPS, group_size * bits // 8)).astype(np.uint8)
     weights: dict[str, np.ndarray] = {"data": data, "scales": random.standard_normal((_OUTPUTS, _GROUPS), np.float32)}
     sizes: dict[str, Any] = {"K": columns, "N": _OUTPUTS, "bits": bits, "block_size": group_size, "accuracy_level": 4}
@@ -37,7 +41,8 @@ def rows_keep_their_bits(bits: int, group_size: int, opened: Callable[[bytes], o
 
 def decoded_rows_keep_their_bits(shape: tuple[int, int], opened: Callable[[bytes], ort.InferenceSession]) -> bool:
     """Return whether they do in products as `onnx_tools.group_experts` has them; shape: [out_features, in_features]."""
-    random, names = np.random.default_rng(0), ("x", "weight", "y")
+    random = np.random.default_rng(0)
+    names = ("x", "weight", "y")
     ios = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [None, None]) for name in names]
     node = helper.make_node("Gemm", names[:2], names[2:], alpha=0.5, transB=1)
     graph = helper.make_graph([node], "rows", ios[:2], ios[2:])

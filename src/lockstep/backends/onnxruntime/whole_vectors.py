@@ -21,7 +21,8 @@ VECTOR = 4  # float32 numbers, as ONNX Runtime is compiled for x86-64 and AArch6
 
 def pad_angles(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a model whose inputs of these operators are padded; itself where all rows are whole vectors already."""
-    graph, padded = Rewriter(model), dict[str, str]()
+    graph = Rewriter(model)
+    padded = dict[str, str]()
     nodes = [node for node in graph.nodes if node.op_type in _OPERATORS]
     types = typed_values(model) if nodes else {}
     for node in nodes:
@@ -32,7 +33,9 @@ def pad_angles(model: onnx.ModelProto) -> onnx.ModelProto:
             axis = graph.constant(f"{out}/axis", np.array([-1], np.int64))
             before = [helper.make_node("Unsqueeze", [angles, axis], [f"{out}/rows"])]
             behind = [helper.make_node("Squeeze", [f"{out}/row", axis], [out])]
-            angles, out, shape = f"{out}/rows", f"{out}/row", (*shape, 1)
+            angles = f"{out}/rows"
+            out = f"{out}/row"
+            shape = (*shape, 1)
         size = shape[-1] if shape else 0
         if not isinstance(size, int) or size % VECTOR == 0:
             continue
@@ -44,7 +47,8 @@ def pad_angles(model: onnx.ModelProto) -> onnx.ModelProto:
             pad = [helper.make_node("Pad", [angles, graph.constant(f"{angles}/pads", pads)], [padded[angles]])]
             for name, value in (("first", 0), ("size", size), ("axis", -1)):
                 graph.constant(f"{angles}/{name}", np.array([value], np.int64))
-        node.input[0], node.output[0] = padded[angles], f"{out}/padded"
+        node.input[0] = padded[angles]
+        node.output[0] = f"{out}/padded"
         cut = [f"{angles}/first", f"{angles}/size", f"{angles}/axis"]
         slice = helper.make_node("Slice", [node.output[0], *cut], [out])
         graph.replace(node, *before, *pad, node, slice, *behind)

@@ -71,7 +71,8 @@ class OpenVINOProgram:
     """An engine file; `bind` compiles it."""
 
     def __init__(self, engine_path: Path, slots: Sequence[IO], threads: int):
-        self._path, self._threads = engine_path, threads
+        self._path = engine_path
+        self._threads = threads
         self._model = ir.from_file(engine_path)
         self._group_size = group_size(self._model)
         inputs = {value.any_name: value.element_type for value in self._model.inputs}
@@ -84,7 +85,8 @@ class OpenVINOProgram:
         check_bound_slots(self._weights.slots, slots, str(self._path))
         if weights is not None:
             weights, slots = self._weights.bind(weights, slots, str(self._path))
-        model, held = self._model.clone(), []
+        model = self._model.clone()
+        held = []
         for parameter in model.get_parameters():
             slot = parameter.output(0).get_any_name()
             if slot in slots:
@@ -124,7 +126,9 @@ class OpenVINOExecutable:
     def __init__(
         self, compiled: Any, names: tuple[Sequence[str], Sequence[str]], held: Sequence[np.ndarray], where: str
     ):
-        self._compiled, self._held, self.where = compiled, held, where
+        self._compiled = compiled
+        self._held = held
+        self.where = where
         # In the engine's order: compiled, a value that is two outputs has the names of both.
         self.inputs = {name: _declared(value) for name, value in zip(names[0], compiled.inputs, strict=True)}
         self.outputs = {name: _declared(value) for name, value in zip(names[1], compiled.outputs, strict=True)}

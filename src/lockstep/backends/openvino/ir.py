@@ -23,7 +23,8 @@ from lockstep.errors import CheckError
 from lockstep.onnx_tools.group_experts import group_experts
 from lockstep.onnx_tools.rewriter import Rewriter, attributes_of
 
-XML, BIN = "model.xml", "model.bin"
+XML = "model.xml"
+BIN = "model.bin"
 _DATE = (1980, 1, 1, 0, 0, 0)  # the first that an archive can hold
 _opset = openvino.opset13
 
@@ -80,7 +81,8 @@ def _plain_products(model: onnx.ModelProto) -> onnx.ModelProto:
         if node.op_type != "Gemm" or (settings["alpha"], settings["beta"], settings["transA"]) != (1.0, 1.0, 0):
             continue
         (x, weight, *bias), (out,) = node.input, node.output
-        transposed, product = f"{out}/transposed" if settings["transB"] else weight, f"{out}/product" if bias else out
+        transposed = f"{out}/transposed" if settings["transB"] else weight
+        product = f"{out}/product" if bias else out
         graph.replace(
             node,
             *([helper.make_node("Transpose", [weight], [transposed], perm=[1, 0])] if settings["transB"] else []),

@@ -40,7 +40,8 @@ def expand(model: onnx.ModelProto, where: str) -> tuple[onnx.ModelProto, list[We
 
     Raises CheckError for others.
     """
-    graph, weights = Rewriter(int8_products(model)), list[Weight]()
+    graph = Rewriter(int8_products(model))
+    weights = list[Weight]()
     for node in graph.nodes:
         if (embedding := embedding_of(graph, node)) is not None:
             full = graph.input(f"{embedding.data}/full", TensorProto.FLOAT, [embedding.rows, embedding.columns])
@@ -81,18 +82,23 @@ def compress(model: Any, weights: list[Weight]) -> None:
     """Put integers and scales, inputs of the slots' names, in the place of the full weights."""
     inputs = {parameter.output(0).get_any_name(): parameter for parameter in model.get_parameters()}
     for weight in weights:
-        full, groups = inputs[weight.full], weight.columns // weight.group_size
-        kind, scale_kind = openvino.Type.u4 if weight.bits == 4 else openvino.Type.u8, openvino.Type.f32
+        full = inputs[weight.full]
+        groups = weight.columns // weight.group_size
+        kind = openvino.Type.u4 if weight.bits == 4 else openvino.Type.u8
+        scale_kind = openvino.Type.f32
         if weight.is_mxfp4:
-            kind, scale_kind = openvino.Type.f4e2m1, openvino.Type.f8e8m0
+            kind = openvino.Type.f4e2m1
+            scale_kind = openvino.Type.f8e8m0
         data = _input(weight.data, kind, [weight.rows, groups, weight.group_size])
         scales = _input(weight.scales, scale_kind, [weight.rows, groups, 1])
         if weight.is_mxfp4:
-            number, factor = _to_float(data), _to_float(scales)
+            number = _to_float(data)
+            factor = _to_float(scales)
         else:
             middle = np.array([128 if weight.bits == 8 else 8], np.uint8)
             zero = openvino.op.Constant(tensor_on(middle, [1, 1, 1], kind), False)
-            number, factor = _opset.subtract(_to_float(data), _to_float(zero)), scales
+            number = _opset.subtract(_to_float(data), _to_float(zero))
+            factor = scales
         shape = np.array([weight.rows, weight.columns], np.int64)
         dequantized = _opset.reshape(_opset.multiply(number, factor), shape, False)
         model.add_parameters([data, scales])

@@ -40,9 +40,11 @@ from lockstep.targets import Limits
 # Optimization levels by the name of the graph. Attention takes 50 s at level 3 for the smallest model, and had not
 # ended after two minutes at level 5.
 _HIGHEST_LEVEL = {"decode": 3, "prefill": 3}
-_PLAN, _GRAPH = ".engine", ".onnx"
+_PLAN = ".engine"
+_GRAPH = ".onnx"
 _COMPILER_FLAGS = "__LUNOWUD"  # an undocumented variable: flags of TensorRT's compiler, which change numbers
-_ATTENTIONS, _INSTEAD = ("fused", "traced"), "build with attention: traced"
+_ATTENTIONS = ("fused", "traced")
+_INSTEAD = "build with attention: traced"
 
 
 class TensorRTBackend(GpuBackend):
@@ -117,7 +119,8 @@ class TensorRTBackend(GpuBackend):
             require_capability(manifest.device, _INSTEAD)
             require_cudnn(_INSTEAD)
         require_nvrtc()
-        device, options = self.device_key(manifest.device), self.options_key(manifest.options)
+        device = self.device_key(manifest.device)
+        options = self.options_key(manifest.options)
         made_by = {"version": manifest.backend_version, "device": device, "options": options, "revision": self.revision}
         self._tactics = Tactics(manifest.options["tactics"], folder, made_by)
 
@@ -135,7 +138,9 @@ class TensorRTBackend(GpuBackend):
         if out_path.suffix == _GRAPH:
             build_host_graph(graph_path, out_path, options["max_seq_len"])
             return Built()
-        where, name, model = str(out_path), out_path.stem, onnx.load(graph_path)
+        where = str(out_path)
+        name = out_path.stem
+        model = onnx.load(graph_path)
         tactics = self._tactics or Tactics("free", out_path.parent, {})
         level = min(options["optimization_level"], _HIGHEST_LEVEL.get(model.graph.name, 5))
         with PeakMemory() as peak:
@@ -157,7 +162,8 @@ class TensorRTBackend(GpuBackend):
         """Return configuration (with the timing cache), plan and layers of an engine held to the graph."""
         if self._builder is None:
             self._builder = TENSORRT.create_builder()
-        types, bounds = tensor_types(model), profiles(model, built_limits(options))
+        types = tensor_types(model)
+        bounds = profiles(model, built_limits(options))
         network = TENSORRT.create_network(self._builder)
         parsed = with_fp32_sums(model).SerializeToString()
         parser = TENSORRT.parse(network, parsed, where)  # noqa: F841  it owns what the network reads

@@ -222,7 +222,8 @@ class Library:
         found: list[Tensor] = []
         for i in range(network.num_inputs):
             given: trt.ITensor = network.get_input(i)
-            shape, name = tuple(given.shape), given.name
+            shape = tuple(given.shape)
+            name = given.name
             bounds: list[tuple[tuple[int, ...], ...]] = []
             for number in range(len(profiles)):
                 profile: trt.IOptimizationProfile = profiles[number]
@@ -307,7 +308,8 @@ class Library:
             is_input = engine.get_tensor_mode(name) == self.api.TensorIOMode.INPUT
             profiles = range(engine.num_optimization_profiles) if is_input else ()
             bounds = tuple(tuple(map(tuple, engine.get_tensor_profile_shape(name, profile))) for profile in profiles)
-            dtype, shape = named_dtype(dtypes[engine.get_tensor_dtype(name)]), tuple(engine.get_tensor_shape(name))
+            dtype = named_dtype(dtypes[engine.get_tensor_dtype(name)])
+            shape = tuple(engine.get_tensor_shape(name))
             found.append(Tensor(name, is_input, dtype, shape, bounds))
         return found
 

@@ -29,7 +29,8 @@ def check_contract(tensors: Sequence[Tensor], model: onnx.ModelProto, profiles: 
     # be checked then.
     one_size = any(smallest == largest for profile in profiles[:1] for smallest, _, largest in profile.values())
     for key, value in declared.items():
-        tensor, kind = found[key], value.type.tensor_type
+        tensor = found[key]
+        kind = value.type.tensor_type
         dtype = dtype_name(kind.elem_type)
         shape = tuple(-1 if dim.dim_param else dim.dim_value for dim in kind.shape.dim)
         engine_shape = tensor.shape

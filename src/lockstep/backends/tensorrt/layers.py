@@ -183,7 +183,8 @@ def check_precision(layers: Sequence[Layer], model: onnx.ModelProto, types: Mapp
     half = wanted and wanted <= set(_HALVES)
     for layer in layers:
         for tensor, text in (*layer.inputs, *layer.outputs):
-            expected, found = types.get(tensor), datatype(text)
+            expected = types.get(tensor)
+            found = datatype(text)
             if expected in _HALVES and found == "float32":
                 wrong = f"tensor {tensor}: expected {expected} as in the graph, found {text}"
                 raise GraphRefusedError(f"{where}: layer {layer.name}: {wrong}; the engine is not of this precision")

@@ -21,7 +21,8 @@ class PeakMemory:
     def __enter__(self) -> PeakMemory:
         from lockstep.gpu.cuda import memory_used
 
-        self._used, self._stop = memory_used, threading.Event()
+        self._used = memory_used
+        self._stop = threading.Event()
         self._before = self._used()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()

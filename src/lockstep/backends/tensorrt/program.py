@@ -137,7 +137,8 @@ class TensorRTProgram(GpuProgram):
 
     def new_context(self, profile: int, own: bool) -> Context:
         """Return a new context of a profile. own: its shapes will not change."""
-        native, scratch = self.library.create_context(self.engine, str(self.path), own), self._scratch.memory
+        native = self.library.create_context(self.engine, str(self.path), own)
+        scratch = self._scratch.memory
         self.library.set_device_memory(native, scratch.address, scratch.nbytes)
         self.library.set_profile(native, profile, self.device.stream.handle)
         return Context(native, scratch)
@@ -173,7 +174,8 @@ class TensorRTExecutable(GpuExecutable):
         self.program = program
 
     def bind(self, inputs: Arrays, outputs: Arrays, own: bool = False) -> Bound:
-        program, library = self.program, self.program.library
+        program = self.program
+        library = self.program.library
         self.check_arrays({**inputs, **outputs})
         arrays = {**self.weights, **inputs, **outputs}
         addresses = {name: array.address for name, array in arrays.items()}

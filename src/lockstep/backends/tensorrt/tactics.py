@@ -19,7 +19,8 @@ from lockstep.backends.tensorrt.layers import ChosenLayer, differences
 from lockstep.errors import CheckError, InputError
 
 MODES = ("free", "record", "verified")
-CACHE, RECORD = "timing.cache", "tactics.json"
+CACHE = "timing.cache"
+RECORD = "tactics.json"
 _AGAIN = "build with tactics: record"
 
 
@@ -63,7 +64,9 @@ class Tactics:
         """Read the record, unless free. Raises InputError for a mode; CheckError (`verified`) for a bad record."""
         if mode not in MODES:
             raise InputError(f"tactics: expected one of {', '.join(MODES)}, found {mode!r}")
-        self.mode, self.folder, self.made_by = mode, folder, made_by
+        self.mode = mode
+        self.folder = folder
+        self.made_by = made_by
         self.engines: dict[str, RecordedEngine] = {}
         self.cached: dict[str, str] = {}
         self.cache = b""
@@ -77,13 +80,15 @@ class Tactics:
 
     def _read(self) -> str | None:
         """Read the record into this object; return what is wrong with it, or None."""
-        path, cache = self.folder / RECORD, self.folder / CACHE
+        path = self.folder / RECORD
+        cache = self.folder / CACHE
         try:
             record = TacticsRecord.load(path)
         except InputError as error:
             return str(error).partition(";")[0]
         for key in sorted({*record.made_by, *self.made_by}):
-            recorded, found = record.made_by.get(key), self.made_by.get(key)
+            recorded = record.made_by.get(key)
+            found = self.made_by.get(key)
             if recorded != found:
                 return f"{path}: {key}: expected {_text(found, recorded)}, found {_text(recorded, found)}"
         if not cache.is_file() or sha256_file(cache) != record.cache_sha256:
@@ -91,7 +96,9 @@ class Tactics:
                 f"{cache}: expected sha256 {record.cache_sha256}, found "
                 f"{'other bytes' if cache.is_file() else 'no file'}"
             )
-        self.engines, self.cached, self.cache = dict(record.engines), dict(record.cached), cache.read_bytes()
+        self.engines = dict(record.engines)
+        self.cached = dict(record.cached)
+        self.cache = cache.read_bytes()
         return None
 
     def take(self, name: str, graph_sha256: str, layers: Sequence[ChosenLayer], where: str) -> str:

@@ -53,9 +53,11 @@ class Compiler:
         process; OSError where the engine cannot be written.
         """
         if self._process is None:
-            self._process, self._built = _start(), 0
+            self._process = _start()
+            self._built = 0
             weakref.finalize(self, _end, self._process)
-        process, request = self._process, {"graph": str(graph), "out": str(out), "options": dict(options)}
+        process = self._process
+        request = {"graph": str(graph), "out": str(out), "options": dict(options)}
         assert process.stdin is not None and process.stdout is not None
         try:
             process.stdin.write(json.dumps(request) + "\n")
@@ -122,7 +124,8 @@ def build(library: RTXLibrary, graph: Path, out: Path, options: Mapping[str, Any
     model = dequantize_products(onnx.load(graph), where)
     builder = library.create_builder()
     library.use_one_thread(builder)
-    types, bounds = tensor_types(model), profiles(model, built_limits(options))
+    types = tensor_types(model)
+    bounds = profiles(model, built_limits(options))
     network = library.create_network(builder)
     parser = library.parse(network, model.SerializeToString(), where)  # noqa: F841  it owns what the network reads
     config = library.create_config(builder, _WORKSPACE, _LEVEL, None)

@@ -114,16 +114,22 @@ _SAME = {"aligned_alloc": "memalign"}
 
 # Where things lie, in the file and in memory: what is read and run, then on a page of its own what is written. The
 # listing's code finds `top` 0x1100 bytes behind its first instruction.
-_TEXT, _DYNAMIC = 0x400, 0x1000
+_TEXT = 0x400
+_DYNAMIC = 0x1000
 _TOP = _TEXT + 0x1100
-_HEADER, _PROGRAM, _SYMBOL = 64, 56, 24  # bytes of an ELF header, a program header and a symbol
-_READ_RUN, _READ_WRITE = 5, 6
+# bytes of an ELF header, a program header and a symbol
+_HEADER = 64
+_PROGRAM = 56
+_SYMBOL = 24
+_READ_RUN = 5
+_READ_WRITE = 6
 
 
 def shared_object() -> bytes:
     """Return the ELF file (System V ABI, generic and AMD64)."""
     code, labels = _assemble()
-    names, offsets = b"\0", {}
+    names = b"\0"
+    offsets = {}
     for name in _EXPORTED:
         offsets[name] = len(names)
         names += name.encode() + b"\0"
@@ -145,7 +151,8 @@ def shared_object() -> bytes:
 
 def _assemble() -> tuple[bytes, dict[str, int]]:
     """Return the listing's machine code, and where each label stands in it."""
-    code, labels = b"", {}
+    code = b""
+    labels = {}
     for line in _LISTING.split("\n"):
         if line.endswith(":"):
             labels[line[:-1]] = len(code)
@@ -158,7 +165,9 @@ def _headers(run: int, written: int, dynamic: int) -> bytes:
     """Return the ELF header, without sections, and headers of two loaded parts, dynamic section and stack."""
     elf = b"\x7fELF\x02\x01\x01".ljust(16, b"\0")
     elf += struct.pack("<HHIQQQIHHHHHH", 3, 62, 1, 0, _HEADER, 0, 0, _HEADER, _PROGRAM, 4, 0, 0, 0)
-    load, dynamic_part, stack = 1, 2, 0x6474E551
+    load = 1
+    dynamic_part = 2
+    stack = 0x6474E551
     for kind, flags, at, size, align in (
         (load, _READ_RUN, 0, run, 0x1000),
         (load, _READ_WRITE, _DYNAMIC, written, 0x1000),

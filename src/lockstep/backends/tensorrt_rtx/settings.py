@@ -14,7 +14,8 @@ from lockstep.config.section import UNIQUE, AsTuple, Section
 
 # What the library has an enumerator for; 7.5 is not among the default.
 ComputeCapability = Literal["7.5", "8.0", "8.6", "8.9", "12.0", "12.1"]
-_MODULE, _PACKAGE = "tensorrt_rtx_bindings", "tensorrt-rtx"
+_MODULE = "tensorrt_rtx_bindings"
+_PACKAGE = "tensorrt-rtx"
 _WHEELS = "tensorrt_rtx_cu13_bindings tensorrt_rtx_cu13_libs"
 
 

@@ -43,7 +43,8 @@ def fetch_adapters(sources: Mapping[str, str], out: Path) -> Path:
     """
     out = Path(out)
     disable_progress_bars()
-    entries, files = {}, []
+    entries = {}
+    files = []
     for name, source in sorted(sources.items()):
         manifest = fetched_manifest(out, name)
         manifest.parent.mkdir(parents=True, exist_ok=True)

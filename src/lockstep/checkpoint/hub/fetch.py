@@ -59,7 +59,8 @@ def fetch(
     Raises InputError, one line, for a repository that is absent, closed or holds no safetensors, and when the hub
     cannot be reached and the cache lacks a file.
     """
-    hub, out = parse_source(source), Path(out)
+    hub = parse_source(source)
+    out = Path(out)
     assert isinstance(hub, HubSource)  # resolve fetches no other
     earlier = None if newest else known(out, source)
     if earlier and earlier.commit and earlier.commit == (commit or earlier.commit) and not lost_files(out):

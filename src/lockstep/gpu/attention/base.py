@@ -126,7 +126,8 @@ class SlicedAttention:
         return []
 
     def parts(self, index: int, values: Arrays, tokens: PassTokens) -> Iterable[Part]:
-        count, total = tokens.num_decoding, tokens.num_tokens
+        count = tokens.num_decoding
+        total = tokens.num_tokens
         for some, chunks in ((slice(0, count), ()), (slice(count, total), tokens.chunks)):
             if some.stop > some.start:
                 own = {name: array[some] for name, array in values.items()}

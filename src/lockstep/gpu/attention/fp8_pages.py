@@ -15,8 +15,10 @@ class Fp8Pages:
     """The kernels of a spec, compiled for this GPU."""
 
     def __init__(self, spec: AttentionKernelSpec):
-        self._kv_heads, module = spec.kv_heads, cuda.compile_kernels(_SOURCE, spec.options)
-        self._write, self._read = module["write_pages"], module["read_pages"]
+        self._kv_heads = spec.kv_heads
+        module = cuda.compile_kernels(_SOURCE, spec.options)
+        self._write = module["write_pages"]
+        self._read = module["read_pages"]
 
     def write(self, stream: cuda.Stream, tokens: PagedTokens, query_out: cuda.Array) -> None:
         """Put the keys, with RoPE, and values of tokens into the pages of their rows: see `RopeKernel.launch`."""

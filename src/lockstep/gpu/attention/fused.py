@@ -42,9 +42,13 @@ class FusedAttention:
 
         fp8: of e4m3 numbers. most_verified: rows of a step that verifies. largest_pass: tokens of a pass of prompts.
         """
-        self._layers, self._buffer, self._stream = layers, buffer, stream
-        self._dtype, self._tables = np.dtype(dtype), tables
-        pages_per_row, pages = -(-max_seq_len // PAGE), tables.pool.num_pages
+        self._layers = layers
+        self._buffer = buffer
+        self._stream = stream
+        self._dtype = np.dtype(dtype)
+        self._tables = tables
+        pages_per_row = -(-max_seq_len // PAGE)
+        pages = tables.pool.num_pages
         self.capacity = pages_per_row * PAGE
         self._host_table = np.zeros((rows, pages_per_row), np.int32)
         self._sent = [0] * rows  # pages of each row that the table on the device has
@@ -88,7 +92,8 @@ class FusedAttention:
         self._sent[other] = 0
         full = length // PAGE
         if length % PAGE:
-            source, to = self._tables[slot][full], self._tables[other][full]
+            source = self._tables[slot][full]
+            to = self._tables[other][full]
             for array in self._arrays():
                 self._stream.copy(array[to : to + 1], array[source : source + 1])
 
@@ -185,7 +190,9 @@ class FusedAttention:
     ) -> tuple[PagedTokens, cuda.Array]:
         """Return what kernels read of a layer's tokens, and the array that attention goes to."""
         layer_attention, (keys, cached) = self._layers[index], self._cache[index]
-        variant, shape, total = layer_attention.variant, layer_attention.cache, values["attention"].shape[0]
+        variant = layer_attention.variant
+        shape = layer_attention.cache
+        total = values["attention"].shape[0]
         tokens = PagedTokens(
             values["query"].reshape(total, variant.num_heads, variant.query_dim),
             values["key"].reshape(total, shape.num_kv_heads, shape.head_dim),
@@ -197,7 +204,8 @@ class FusedAttention:
     def _attend(
         self, kernels: Mapping[int, DecodeAttention], index: int, tokens: PagedTokens, out: cuda.Array
     ) -> tuple[str, Call]:
-        kernel, scale = kernels[id(self._layers[index])], self._layers[index].variant.scale
+        kernel = kernels[id(self._layers[index])]
+        scale = self._layers[index].variant.scale
         return "attention", functools.partial(kernel.launch, self._stream, tokens, out, scale, self._scratch)
 
 
@@ -210,14 +218,16 @@ def _device_rope_tables(layer_attention: LayerAttention, positions: int) -> Devi
 
 def _spec(layer_attention: LayerAttention, dtype: np.dtype, wide: bool, fp8: bool) -> AttentionKernelSpec:
     """Return what the kernels of a layer are compiled for."""
-    variant, shape = layer_attention.variant, layer_attention.cache
+    variant = layer_attention.variant
+    shape = layer_attention.cache
     (given,) = (io.dtype for io in variant.decode.signature.inputs if io.name == "query")
     heads = variant.num_heads, shape.num_kv_heads, shape.head_dim, shape.value_head_dim
     return AttentionKernelSpec(dtype.name, given, wide, *heads, variant.window, variant.sinks, fp8)
 
 
 def _up(host: np.ndarray) -> cuda.Array:
-    array, stream = cuda.empty(host.shape, host.dtype), cuda.Stream()
+    array = cuda.empty(host.shape, host.dtype)
+    stream = cuda.Stream()
     stream.upload(array, host)
     stream.synchronize()
     return array

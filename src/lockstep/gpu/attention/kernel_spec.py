@@ -9,7 +9,9 @@ from lockstep.gpu.cuda import Array
 from lockstep.gpu.kernels.step_kernels import NUMBERS
 
 PAGE = 64  # tokens of a page of the cache
-THREADS, SPLITS = 128, 16  # of a block; of a row at most, as paged_decode.cu has them
+# of a block; of a row at most, as paged_decode.cu has them
+THREADS = 128
+SPLITS = 16
 # In CUDA C++, with the macros of AttentionKernelSpec.options.
 WORDS = r"""
 typedef unsigned short Bits;  // a number of KIND

@@ -49,7 +49,9 @@ def _token_nbytes(shape: LayerShape, network: Network) -> int:
 
 def _by_kind(network: Network) -> tuple[dict[int, LayerAttention], dict[int, LayerAttention], dict[int, LayerState]]:
     """Return the layers, by number, whose attention is traced, whose attention is fused, and those with a state."""
-    traced, fused, states = dict[int, LayerAttention](), dict[int, LayerAttention](), dict[int, LayerState]()
+    traced = dict[int, LayerAttention]()
+    fused = dict[int, LayerAttention]()
+    states = dict[int, LayerState]()
     for index, (_, mixer) in enumerate(network.layers):
         if isinstance(mixer, LayerState):
             states[index] = mixer

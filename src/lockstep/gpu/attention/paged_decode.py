@@ -37,7 +37,8 @@ class DecodeAttention:
     """
 
     def __init__(self, spec: AttentionKernelSpec, by_row: bool = False):
-        self._spec, self._multiprocessors = spec, cuda.multiprocessors(cuda.current_device())
+        self._spec = spec
+        self._multiprocessors = cuda.multiprocessors(cuda.current_device())
         options = *spec.options, f"-DBY_ROW={int(by_row)}"
         source = WORDS + (FP8_WORDS if spec.fp8 else "") + _SOURCE
         self._kernel = cuda.compile_kernels(source, options)["decode_attention"]
@@ -52,7 +53,8 @@ class DecodeAttention:
         Products are of numbers of `dtype`, which those of an fp8 cache are to the bit, with fp32 accumulation. Scores,
         largest scores and sums of weights are fp32; weights are rounded to `dtype`.
         """
-        spec, requests = self._spec, out.shape[0]
+        spec = self._spec
+        requests = out.shape[0]
         grid = spec.shares(requests, self._multiprocessors), spec.blocks, requests
         memory = scratch.partials, scratch.stats, scratch.counters
         scale *= math.log2(math.e)

@@ -62,7 +62,8 @@ class PromptAttention:
     def __init__(
         self, specs: Sequence[AttentionKernelSpec], rows: int, pages: int, pages_per_row: int, stream: cuda.Stream
     ):
-        self._pages, self._stream = pages, stream
+        self._pages = pages
+        self._stream = stream
         if fp8 := [spec for spec in specs if spec.fp8]:
             self._pages = min(rows, LARGEST_BATCH) * pages_per_row  # those of a call
             numbers = np.arange(self._pages, dtype=np.int32).reshape(-1, pages_per_row)
@@ -93,14 +94,17 @@ class PromptAttention:
         """Send the numbers of new and of all tokens, pages (of table [rows, pages_per_row]) and offsets."""
         ahead = tokens.num_decoding
         chunks = [(row, start, ahead + low, ahead + high) for row, start, low, high in tokens.chunks]
-        self._chunks, self._batches, self._planned = chunks, [], {}
+        self._chunks = chunks
+        self._batches = []
+        self._planned = {}
         offsets: list[int] = []
         for first in range(0, len(chunks), LARGEST_BATCH):
             batch = chunks[first : first + LARGEST_BATCH]
             longest = padded(max(high - low for _, _, low, high in batch))
             self._batches.append(_Batch(longest, first, first + len(batch), len(offsets)))
             offsets += [low for _, _, low, _ in batch] + [batch[-1][3]]
-        count, starts = len(chunks), np.array(offsets)
+        count = len(chunks)
+        starts = np.array(offsets)
         pairs = [
             (self._new[:count], np.array([high - low for _, _, low, high in chunks])),
             (self._held[:count], np.array([start + high - low for _, start, low, high in chunks])),
@@ -136,7 +140,8 @@ class PromptAttention:
         self, spec: AttentionKernelSpec, call: PromptCall, query: cuda.Array, tokens: PagedTokens, out: cuda.Array
     ) -> Iterator[Call]:
         """Yield what converts the pages of a call's requests, then the call on these."""
-        table, held = call.arrays["key_table"], call.arrays["held"]
+        table = call.arrays["key_table"]
+        held = call.arrays["held"]
         keys, values = (
             self._converted[which, page_shape(self._pages, spec.kv_heads, dim)]
             for which, dim in (("keys", spec.head_dim), ("values", spec.value_dim))
@@ -184,7 +189,9 @@ class PromptAttention:
     def _arrays(self, first: int, last: int) -> dict[str, cuda.Array]:
         """Return the table, and the numbers of new and of all tokens, of some chunks."""
         chosen = slice(first, last)
-        table, new, held = self._table[chosen], self._new[chosen], self._held[chosen]
+        table = self._table[chosen]
+        new = self._new[chosen]
+        held = self._held[chosen]
         return {"key_table": table, "value_table": table, "new": new, "held": held}
 
 
@@ -227,7 +234,8 @@ class _CudnnPlan:
     _workspaces: dict[int, cuda.Array] = {}  # by stream: each has its device
 
     def __init__(self, size: _Size, stream: cuda.Stream, packed: bool):
-        spec, batch = size.spec, size.batch
+        spec = size.spec
+        batch = size.batch
         kind = {"float16": cudnn.data_type.HALF, "bfloat16": cudnn.data_type.BFLOAT16}[spec.dtype]
         handle = _handle(stream)
         graph = cudnn.pygraph(
@@ -302,8 +310,10 @@ class _CudnnPlan:
                 f"{' '.join(str(error).split())}; build with attention: traced"
             ) from error
         # By number: a tensor in their place would be asked for its number in each call.
-        self._inputs, self._out = {name: tensor.get_uid() for name, tensor in inputs.items()}, out.get_uid()
-        self._graph, self._handle = graph, handle
+        self._inputs = {name: tensor.get_uid() for name, tensor in inputs.items()}
+        self._out = out.get_uid()
+        self._graph = graph
+        self._handle = handle
         nbytes = max(1, graph.get_workspace_size())
         held = _CudnnPlan._workspaces.get(stream.handle)
         if held is None or held.nbytes < nbytes:

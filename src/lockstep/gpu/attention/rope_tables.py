@@ -61,10 +61,13 @@ def check_rope_tables(executable: HostExecutable, positions: int, where: str) ->
     off by half a unit in the last place, or half the smallest subnormal number. float32, in which the tables are
     applied, adds its own.
     """
-    graph, tables = _RopeGraph(executable, where), read_rope_tables(executable, positions, where)
-    random, kind = np.random.default_rng(0), np.finfo(graph.dtype)
+    graph = _RopeGraph(executable, where)
+    tables = read_rope_tables(executable, positions, where)
+    random = np.random.default_rng(0)
+    kind = np.finfo(graph.dtype)
     # in fp16 it would be 0
-    last, tiny = 1.5 * kind.eps + 4 * np.finfo(np.float32).eps, float(kind.smallest_subnormal) / 2
+    last = 1.5 * kind.eps + 4 * np.finfo(np.float32).eps
+    tiny = float(kind.smallest_subnormal) / 2
     given = [
         random.standard_normal((min(positions, graph.most) + 1, heads, graph.dim), np.float32).astype(graph.dtype)
         for heads in graph.heads
@@ -75,7 +78,8 @@ def check_rope_tables(executable: HostExecutable, positions: int, where: str) ->
         for numbers, found in zip((query, key), graph.apply(query, key, at)):
             x = numbers.astype(np.float32)
             y = x[:, :, tables.partner]
-            one, two = x * tables.own[at, None], y * tables.other[at, None]
+            one = x * tables.own[at, None]
+            two = y * tables.other[at, None]
             allowed = last * (np.abs(one) + np.abs(two)) + tiny * (np.abs(x) + np.abs(y) + 3)
             right = (np.abs(one + two - found) <= allowed).all(axis=(1, 2))
             if not right.all():
@@ -111,11 +115,13 @@ class _RopeGraph:
     """A RoPE graph on host arrays: query [n, num_heads, head_dim], key [n, num_kv_heads, head_dim]."""
 
     def __init__(self, executable: HostExecutable, where: str):
-        self._executable, self._where = executable, where
+        self._executable = executable
+        self._where = where
         self._types = {name: value.dtype for name, value in executable.inputs.items()}
         out = [executable.outputs[name] for name in ("query_out", "key_out")]
         self.heads = tuple(int(value.shape[1]) for value in out)
-        self.dim, self.dtype = int(out[0].shape[2]), out[0].dtype
+        self.dim = int(out[0].shape[2])
+        self.dtype = out[0].dtype
         self.most = max(1, _NUMBERS // (sum(self.heads) * self.dim))
         unknown = sorted(set(self._types) - {"query", "key", "position_ids"})
         if unknown:
@@ -130,7 +136,8 @@ class _RopeGraph:
 
     def apply_to_rows(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Apply RoPE to rows [count, head_dim] at positions [n] -> [count, n, head_dim] float32."""
-        heads, found = self.heads[0], []
+        heads = self.heads[0]
+        found = []
         for low in range(0, len(rows), heads):
             some = rows[low : low + heads]
             query, key = (np.zeros((len(positions), count, self.dim), self.dtype) for count in self.heads)

@@ -30,8 +30,13 @@ class TracedAttention(SlicedAttention):
         buffer: Buffer,
         stream: cuda.Stream,
     ):
-        self._layers, self._buffer, self._stream = layers, buffer, stream
-        self._dtype, self._rows, self._max, self._kernels = dtype, rows, max_seq_len, kernels
+        self._layers = layers
+        self._buffer = buffer
+        self._stream = stream
+        self._dtype = dtype
+        self._rows = rows
+        self._max = max_seq_len
+        self._kernels = kernels
         self.capacity = 0
         self._cache: dict[int, tuple[cuda.Array, ...]] = {}  # keys and values
 
@@ -53,11 +58,13 @@ class TracedAttention(SlicedAttention):
         used = int(lengths.max())
         for index, pair in self._cache.items() if used else ():
             for old, new in zip(pair, grown[index]):
-                width, heads = new.shape[3] * new.dtype.itemsize, new.shape[1]
+                width = new.shape[3] * new.dtype.itemsize
+                heads = new.shape[1]
                 pitches = bucket * width, old.address, self.capacity * width
                 self._stream.copy_rows(new.address, *pitches, used * width, self._rows * heads)
         self._stream.synchronize()  # the old arrays are freed now
-        self._cache, self.capacity = grown, bucket
+        self._cache = grown
+        self.capacity = bucket
         return True
 
     def reset(self, row: int) -> None:
@@ -74,7 +81,9 @@ class TracedAttention(SlicedAttention):
 
     def _calls(self, index: int, values: Arrays, rows: cuda.Array, chunks: Chunks, own: bool) -> Calls:
         layer_attention, (keys, cached) = self._layers[index], self._cache[index]
-        shape, total, positions = layer_attention.cache, values["attention"].shape[0], values["position_ids"]
+        shape = layer_attention.cache
+        total = values["attention"].shape[0]
+        positions = values["position_ids"]
         new_key = self._buffer("key_out", (total, shape.num_kv_heads, shape.head_dim), self._dtype)
         new_value = self._buffer("value_out", (total, shape.num_kv_heads, shape.value_head_dim), self._dtype)
         calls: Calls = []

@@ -51,7 +51,8 @@ class _Writer:
     of the device; `_lists` of those that are shapes."""
 
     def __init__(self, piece: onnx.ModelProto, name: str):
-        self._piece, self._name = piece, name
+        self._piece = piece
+        self._name = name
         self._types = typed_values(piece)
         self._constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in piece.graph.initializer}
         self._sizes: dict[str, Sizes] = {}
@@ -63,7 +64,8 @@ class _Writer:
         self._used = 0
 
     def written(self) -> RowKernel:
-        graph, dims = self._piece.graph, set[str]()
+        graph = self._piece.graph
+        dims = set[str]()
         for value in graph.input:
             dims |= self._given(value.name)
         for node in graph.node:
@@ -101,7 +103,8 @@ class _Writer:
         element, (first, *sizes) = self._types[name]
         if element != TensorProto.FLOAT16:
             self._refuse(f"an input {name} of integers")
-        number, is_rows = len(self._arguments), not isinstance(first, int)
+        number = len(self._arguments)
+        is_rows = not isinstance(first, int)
         self._arguments[name] = ROWS if is_rows else WEIGHT
         if not is_rows:
             self._sizes[name] = tuple(map(int, (first, *sizes)))
@@ -113,10 +116,12 @@ class _Writer:
 
     def _new(self, name: str, sizes: Sizes) -> str:
         """Make a shared array for a value."""
-        at, count = f"v{len(self._shared)}", math.prod(sizes)
+        at = f"v{len(self._shared)}"
+        count = math.prod(sizes)
         self._shared.append(f"__shared__ float {at}[{count}];")
         self._used += 4 * count
-        self._sizes[name], self._places[name] = sizes, lambda index: f"{at}[{index}]"
+        self._sizes[name] = sizes
+        self._places[name] = lambda index: f"{at}[{index}]"
         return at
 
     def _loop(self, name: str, body: str) -> None:
@@ -131,7 +136,8 @@ class _Writer:
             self._refuse(f"an operand {name}")
         assert array is not None
         text = constant_of(float(array.reshape(-1)[0]))
-        self._sizes[name], self._places[name] = (), lambda index: text
+        self._sizes[name] = ()
+        self._places[name] = lambda index: text
         return ()
 
     def _at(self, name: str, sizes: Sizes, index: str = "i") -> str:
@@ -274,7 +280,8 @@ class _Writer:
         self._sum(node, "x > of ? x : of", _LEAST, "warp_max")
 
     def _softmax(self, node: onnx.NodeProto) -> None:
-        axis, sizes = attributes_of(node).get("axis", -1), self._value(node.input[0])
+        axis = attributes_of(node).get("axis", -1)
+        sizes = self._value(node.input[0])
         most = self._reduced(node, axis, _LEAST, "x > of ? x : of", "warp_max")
         size = sizes[-1]
         text = self._at(node.input[0], sizes)
@@ -325,7 +332,8 @@ class _Writer:
         if attributes_of(node).get("reduction", b"none") != b"none":
             self._refuse("a ScatterElements that accumulates")
         _, size = self._groups(node, attributes_of(node).get("axis", 0))
-        whole, sizes = self._value(source), self._value(places)
+        whole = self._value(source)
+        sizes = self._value(places)
         text = self._at(source, whole)
         place = f"i / {sizes[-1]} * {size} + (int)({self._at(places, sizes)})"
         given = self._at(values, sizes)

@@ -10,9 +10,19 @@ from lockstep.gpu import cuda
 from lockstep.gpu.libraries import require_cublas
 
 # cublasLt.h, library_types.h
-_FP16, _FP32, _E4M3, _SUMS_FP32 = 2, 0, 28, 68
-_TRANSPOSE_FIRST, _WORKSPACE, _REDUCTIONS = 3, 1, 3  # attributes: of a description; of a preference
-_SCALES, _FAST_SUMS, _SCALE_MODES, _VECTOR = (17, 18), 25, (31, 32), 3  # of a description of e4m3; a scale a row
+_FP16 = 2
+_FP32 = 0
+_E4M3 = 28
+_SUMS_FP32 = 68
+# attributes: of a description; of a preference
+_TRANSPOSE_FIRST = 3
+_WORKSPACE = 1
+_REDUCTIONS = 3
+# of a description of e4m3; a scale a row
+_SCALES = (17, 18)
+_FAST_SUMS = 25
+_SCALE_MODES = (31, 32)
+_VECTOR = 3
 _SPLIT_K = 2  # attribute of an algorithm: into how many parts the columns are split
 _STATUS = {1: "NOT_INITIALIZED", 3: "ALLOC_FAILED", 7: "INVALID_VALUE", 8: "ARCH_MISMATCH", 11: "MAPPING_ERROR",
            13: "EXECUTION_FAILED", 14: "INTERNAL_ERROR", 15: "NOT_SUPPORTED", 16: "LICENSE_ERROR"}  # fmt: skip
@@ -54,12 +64,15 @@ class CublasLt:
         self._set("cublasLtMatmulPreferenceSetAttribute", self._preference, _WORKSPACE, ctypes.c_size_t(0))
         self._set("cublasLtMatmulPreferenceSetAttribute", self._preference, _REDUCTIONS, ctypes.c_uint32(0))
         self._layouts: dict[tuple[int, int, bool], ctypes.c_void_p] = {}
-        self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
+        self._one = ctypes.c_float(1)
+        self._zero = ctypes.c_float(0)
 
     def algorithms(self, out_features: int, in_features: int, rows: int) -> Iterator[Algorithm]:
         """Yield the algorithms without a split that cuBLAS has for a size, the one that it takes for fastest first."""
-        found, count = (_Found * _MOST)(), ctypes.c_int()
-        weight, x = self._of(in_features, out_features, self._fp8), self._of(in_features, rows, self._fp8)
+        found = (_Found * _MOST)()
+        count = ctypes.c_int()
+        weight = self._of(in_features, out_features, self._fp8)
+        x = self._of(in_features, rows, self._fp8)
         out = self._of(out_features, rows)
         given = self._handle, self._product, weight, x, out, out, self._preference, _MOST, found, ctypes.byref(count)
         if self._library.cublasLtMatmulAlgoGetHeuristic(*given):
@@ -81,11 +94,16 @@ class CublasLt:
         algorithm does not run.
         """
         out_features, in_features = weight.shape
-        one, zero = ctypes.byref(self._one), ctypes.byref(self._zero)
+        one = ctypes.byref(self._one)
+        zero = ctypes.byref(self._zero)
         a, b, c = (ctypes.c_void_p(array.address) for array in (weight, x, out))
-        of_weight, of_x, fp8 = self._of(in_features, out_features, self._fp8), self._of, self._fp8
+        of_weight = self._of(in_features, out_features, self._fp8)
+        of_x = self._of
+        fp8 = self._fp8
         product = self._description(*(array.address for array in scales)) if fp8 else self._product
-        matmul, nothing, queue = self._library.cublasLtMatmul, ctypes.c_size_t(0), ctypes.c_void_p(stream.handle)
+        matmul = self._library.cublasLtMatmul
+        nothing = ctypes.c_size_t(0)
+        queue = ctypes.c_void_p(stream.handle)
 
         def multiply(rows: int, algorithm: Algorithm, held: object = (weight, x, out, *scales)) -> None:
             """Multiply so many rows; `held` keeps the memory alive."""

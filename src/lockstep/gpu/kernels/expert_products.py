@@ -19,7 +19,8 @@ _ROWS, _FLOATS, _SMALL = (
     Path(__file__).with_name(f"expert_{name}.cu").read_text(encoding="utf-8")
     for name in ("rows", "products", "small_weights")
 )
-SORT, SOURCES = FEW_ROWS + _ROWS, {"floats": FEW_ROWS + _ROWS + _FLOATS, "small": FEW_ROWS + _ROWS + _SMALL}
+SORT = FEW_ROWS + _ROWS
+SOURCES = {"floats": FEW_ROWS + _ROWS + _FLOATS, "small": FEW_ROWS + _ROWS + _SMALL}
 MOST_EXPERTS = _SORT_THREADS = 1024
 
 
@@ -39,7 +40,8 @@ class Tile:
 
     def shared(self, bits: int) -> int:
         """Return the bytes of shared memory of a block: of stages, or of results."""
-        columns, stages = self.columns[bits < 16], self.stages[bits < 16]
+        columns = self.columns[bits < 16]
+        stages = self.stages[bits < 16]
         stage = columns * (self.rows * 2 + self.outputs * bits // 8)
         return max(stages * stage, self.rows * (self.outputs + 8) * 2)
 
@@ -85,13 +87,11 @@ class ExpertOrder:
     def __init__(
         self, stream: cuda.Stream, ids: cuda.Array, experts: int, rows: cuda.Array, tiles: cuda.Array, largest: Tile
     ):
-        self.per_token, self.rows, self.tiles, self._experts, self._largest = (
-            ids.shape[1],
-            rows,
-            tiles,
-            experts,
-            largest,
-        )
+        self.per_token = ids.shape[1]
+        self.rows = rows
+        self.tiles = tiles
+        self._experts = experts
+        self._largest = largest
         kernel = cuda.compile_kernels(SORT)["sort_by_expert"]
 
         @functools.cache
@@ -121,15 +121,18 @@ def bind(
     x: [tokens, in_features] if a token's experts share a row, else [tokens, per_token * in_features]. out [tokens,
     per_token * out_features].
     """
-    form, module = stack.form, cuda.compile_kernels(SOURCES["floats" if stack.scales is None else "small"])
+    form = stack.form
+    module = cuda.compile_kernels(SOURCES["floats" if stack.scales is None else "small"])
 
     @functools.cache
     def launch(tile: Tile) -> tuple[cuda.Launch, int]:
-        blocks, sharing = -(-form.out_features // tile.outputs), order.per_token if shared else 1
+        blocks = -(-form.out_features // tile.outputs)
+        sharing = order.per_token if shared else 1
         rows: tuple[cuda.Array | int, ...] = (x, out, order.rows, order.tiles, sharing)
         sizes: tuple[int, ...] = (form.out_features, form.in_features)
         if stack.scales is None:
-            name, given = "experts" if form.transposed else "across", (stack.data, *rows, *sizes, blocks)
+            name = "experts" if form.transposed else "across"
+            given = (stack.data, *rows, *sizes, blocks)
         else:
             name = "e2m1" if form.kind == "mxfp4" else f"small_{form.bits}"
             given = stack.data, stack.scales, *rows, *sizes, form.group_size, blocks

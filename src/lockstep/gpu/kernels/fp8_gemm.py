@@ -39,10 +39,15 @@ SOURCE = FEW_ROWS + "".join(
     Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("e4m3.cu", "fp8_products.cu")
 )
 TILES = Path(__file__).with_name("fp8_wgmma.cu").read_text(encoding="utf-8")
-_TILE_THREADS, _ROW_THREADS = 288, 512  # as in fp8_wgmma.cu and fp8_products.cu
+# as in fp8_wgmma.cu and fp8_products.cu
+_TILE_THREADS = 288
+_ROW_THREADS = 512
 # As in fp8_wgmma.cu: outputs and columns of a tile, its rows, and stages of a ring where it is split and where not. A
 # tile is split among so many blocks that all run at once on an H100, on any GPU: bits follow from it.
-_TILE, _TILE_ROWS, _RING, _AT_ONCE = 128, 64, {True: 4, False: 3}, 200
+_TILE = 128
+_TILE_ROWS = 64
+_RING = {True: 4, False: 3}
+_AT_ONCE = 200
 _LOADED = (16, 32, 64)  # rows that are brought at once; beyond, those of each of a pair of blocks
 _TILED = range(9, 129)  # rows that tiles are sooner done with than other kernels
 _CUBLAS_ALIGNED = 16  # numbers that rows and outputs of cuBLAS's products are a multiple of
@@ -55,7 +60,9 @@ class Fp8Gemm:
 
     def __init__(self, stream: cuda.Stream):
         device = cuda.current_device()
-        self._stream, self._shapes, self._hopper = stream, _shapes(device), cuda.is_hopper(device)
+        self._stream = stream
+        self._shapes = _shapes(device)
+        self._hopper = cuda.is_hopper(device)
         self._module = cuda.compile_kernels(SOURCE + TILES if self._hopper else SOURCE)
         self._rooms: dict[int, Rows] = {}
 
@@ -80,7 +87,8 @@ class Fp8Gemm:
             quantize = cuda.Launch(kernel, self._stream, _ROW_THREADS, x, codes, steps, depth, overlaps=True)
         ends = [0, *itertools.accumulate(out.shape[-1] for out in outs)]
         parts = [(weight[low:high], scales[low:high], out) for low, high, out in zip(ends, ends[1:], outs)]
-        product, shapes = _Product(weight, scales, codes, steps, outs), self._shapes
+        product = _Product(weight, scales, codes, steps, outs)
+        shapes = self._shapes
         few = functools.cache(functools.partial(self._few, product))
         tiles = functools.cache(functools.partial(self._tiles, product))
         whole = self._hopper and not any(size % _CUBLAS_ALIGNED for size in (depth, *ends))
@@ -126,7 +134,8 @@ class Fp8Gemm:
 
     def _few(self, product: _Product, first: int, most: int) -> list[tuple[cuda.Launch, int]]:
         """Return launches of the kernel, and their blocks, for at most `most` rows from `first` on."""
-        launches, kernel = [], self._module[f"few_rows_fp8_{most}"]
+        launches = []
+        kernel = self._module[f"few_rows_fp8_{most}"]
         for weight, scales, outs in product.parts():
             given: tuple[cuda.Array | int, ...]
             to = output_arguments([out[first:] for out in outs])
@@ -142,7 +151,8 @@ class Fp8Gemm:
     def _tiles_of_part(
         self, product: _Product, most: int, weight: cuda.Array, scales: cuda.Array, outs: Sequence[cuda.Array]
     ) -> Callable[[int], None]:
-        pair, loaded = max(1, most // _TILE_ROWS), min(most, _TILE_ROWS)
+        pair = max(1, most // _TILE_ROWS)
+        loaded = min(most, _TILE_ROWS)
         tiles = -(-weight.shape[0] // _TILE)
         split = next((split for split in (4, 2) if tiles * split * pair <= _AT_ONCE), 1)
         maps = cuda.TensorMap.of(weight, _TILE // pair, _TILE), cuda.TensorMap.of(product.codes, loaded, _TILE)
@@ -208,7 +218,8 @@ class _Shapes:
     @staticmethod
     def _choose(library: CublasLt, out_features: int, in_features: int) -> Mapping[int, Algorithm]:
         trial = Trial(out_features, in_features, TIMED, named_dtype("float8_e4m3fn"))
-        of_weight, of_rows = cuda.empty((out_features,), "f4"), cuda.empty((TIMED,), "f4")
+        of_weight = cuda.empty((out_features,), "f4")
+        of_rows = cuda.empty((TIMED,), "f4")
         for array in (of_weight, of_rows):
             trial.stream.upload(array, np.ones(array.shape, np.float32))
         trial.stream.synchronize()

@@ -25,7 +25,11 @@ from lockstep.gpu.kernels.row_kernels import COMMON
 
 FEW_ROWS = COMMON + Path(__file__).with_name("tensor_cores.cu").read_text(encoding="utf-8")
 _SOURCE = FEW_ROWS + Path(__file__).with_name("few_rows.cu").read_text(encoding="utf-8")
-OUTPUTS, _THREADS, _STAGES, _STAGE = 32, 128, 4, 512  # as in tensor_cores.cu; bytes of a row's stage
+# as in tensor_cores.cu; bytes of a row's stage
+OUTPUTS = 32
+_THREADS = 128
+_STAGES = 4
+_STAGE = 512
 MOST_OUTPUTS = 3  # of a launch of the kernel
 FEW = (8, 16)  # rows up to which a kernel takes them
 _MORE = (32, 64)  # and up to which it does where cuBLAS is slower, such as of a rank's part of a weight
@@ -36,7 +40,9 @@ _FIRST = 6  # of those that cuBLAS offers for more rows, which are timed
 _MARGIN = 1.03  # times the least: within it, the one that cuBLAS offers first
 _MOST_NUMBERS = 1 << 27  # that a trial makes: products with more outputs are for a few rows of a pass
 _DEPTHS = (4096, 8192)  # columns of shorter products, whose algorithms cuBLAS does not offer for longer ones
-_CACHE, _COPIES = 128 << 20, 4  # bytes of weights that no GPU's L2 cache holds; copies of small ones at most
+# bytes of weights that no GPU's L2 cache holds; copies of small ones at most
+_CACHE = 128 << 20
+_COPIES = 4
 ALIGNED = 8  # columns of a row that start where 16 bytes do
 _BLOCK = 64  # rows of random numbers, which repeat
 _HALF = np.dtype(np.float16)
@@ -47,7 +53,8 @@ class Gemm:
     """Products of fp16 arrays on a stream."""
 
     def __init__(self, stream: cuda.Stream):
-        self._stream, self._shapes = stream, _shapes(cuda.current_device())
+        self._stream = stream
+        self._shapes = _shapes(cuda.current_device())
 
     def bind(self, weight: cuda.Array, x: cuda.Array, outs: Sequence[cuda.Array]) -> Callable[[int], None]:
         """Return a call that multiplies so many rows of `x` with weights that lie one behind the other.
@@ -92,7 +99,8 @@ class Gemm:
 
 def output_arguments(outs: Sequence[cuda.Array]) -> list[cuda.Array | int]:
     """Return three outputs, the last for those that are missing, and where the first two end, as kernels take them."""
-    ends, fill = [*itertools.accumulate(out.shape[-1] for out in outs)], MOST_OUTPUTS - len(outs)
+    ends = [*itertools.accumulate(out.shape[-1] for out in outs)]
+    fill = MOST_OUTPUTS - len(outs)
     return [*outs, *[outs[-1]] * fill, *[*ends, *[ends[-1]] * fill][: MOST_OUTPUTS - 1]]
 
 
@@ -123,7 +131,8 @@ class _Shapes:
     """What multiplies with weights of each shape, [out_features, in_features], on a device: found once."""
 
     def __init__(self) -> None:
-        self.library, self._module = CublasLt(), cuda.compile_kernels(_SOURCE)
+        self.library = CublasLt()
+        self._module = cuda.compile_kernels(_SOURCE)
         self._found: dict[tuple[int, int], _Shape] = {}
         self._rows_of_kernel: dict[tuple[tuple[int, ...], int], int] = {}
 
@@ -148,10 +157,13 @@ class _Shapes:
         return self._rows_of_kernel[key]
 
     def _time_kernel(self, parts: Sequence[int], in_features: int) -> int:
-        trial, most, ends = Trial(sum(parts), in_features, _MORE[-1]), FEW[-1], [0, *itertools.accumulate(parts)]
+        trial = Trial(sum(parts), in_features, _MORE[-1])
+        most = FEW[-1]
+        ends = [0, *itertools.accumulate(parts)]
         outs = [cuda.empty((_MORE[-1], part), "f2", "trying products out") for part in parts]
         for size in _MORE:
-            by_kernel, by_cublas = list[Callable[[], None]](), list[Callable[[], None]]()
+            by_kernel = list[Callable[[], None]]()
+            by_cublas = list[Callable[[], None]]()
             for weight in trial.weights:
                 try:
                     launch = self.launch(trial.stream, weight, trial.x, outs, size)
@@ -186,7 +198,8 @@ class _Shapes:
                 f"cuBLAS: expected a product [{out_features}, {in_features}] of fp16 whose columns are not split, "
                 "found none; install another cuBLAS"
             )
-        expected, agrees = next(iter(found.values())), False
+        expected = next(iter(found.values()))
+        agrees = False
         if in_features % ALIGNED == 0:
             launch = self.launch(trial.stream, trial.weights[0], trial.x, [trial.out], FEW[-1])
             by_kernel = trial.bits(lambda: launch(-(-out_features // OUTPUTS), FEW[-1]))
@@ -221,8 +234,10 @@ def trial_factors(columns: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray
     random = np.random.default_rng(0)
     weight, x = (random.standard_normal((_BLOCK, columns), "f4") for _ in range(2))
     if dtype == _HALF:
-        weight, x = (weight * 16).astype(dtype), (x * 64).astype(dtype)
-        order, half = random.permutation(columns), columns // 2
+        weight = (weight * 16).astype(dtype)
+        x = (x * 64).astype(dtype)
+        order = random.permutation(columns)
+        half = columns // 2
         weight[:, order[half : half * 2]] = weight[:, order[:half]]
         x[:, order[half : half * 2]] = x[:, order[half : half * 2]] / dtype.type(1024) - x[:, order[:half]]
     return weight.astype(dtype), x.astype(dtype)
@@ -232,12 +247,14 @@ class Trial:
     """Random weights and rows of a shape, on a stream of their own: nothing here waits for other work."""
 
     def __init__(self, out_features: int, in_features: int, rows: int, dtype: np.dtype = _HALF):
-        self.stream, nbytes = cuda.Stream(), out_features * in_features * dtype.itemsize
+        self.stream = cuda.Stream()
+        nbytes = out_features * in_features * dtype.itemsize
         what = "trying products out"
         # Those behind the first are read for the time alone, as a weight is that lies in no cache.
         copies = min(_COPIES, -(-_CACHE // nbytes))
         self.weights = [cuda.empty((out_features, in_features), dtype, what) for _ in range(copies)]
-        self.x, self.out = cuda.empty((rows, in_features), dtype, what), cuda.empty((rows, out_features), "f2", what)
+        self.x = cuda.empty((rows, in_features), dtype, what)
+        self.out = cuda.empty((rows, out_features), "f2", what)
         # The stream reads them later.
         self._host = weight, x = trial_factors(in_features, dtype)
         for array, host in ((self.weights[0], weight), (self.x, x)):
@@ -260,7 +277,8 @@ class Trial:
             return next(iter(calls))
         taken = {}
         for key, each in calls.items():
-            begin, end = cuda.Event(), cuda.Event()
+            begin = cuda.Event()
+            end = cuda.Event()
             with contextlib.suppress(CheckError):  # what runs for some numbers of rows may not for all
                 each[0]()
                 begin.record(self.stream)

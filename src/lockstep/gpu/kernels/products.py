@@ -34,7 +34,9 @@ _FORMS = {
 }
 _DEQUANTIZE_THREADS = 256
 # Of what adapters add: threads as in lora_expand.cu; rows from which a block makes several, mostly of one adapter.
-_EXPAND_THREADS, _ROWS_TOGETHER, _MANY_ROWS = 256, 8, 64
+_EXPAND_THREADS = 256
+_ROWS_TOGETHER = 8
+_MANY_ROWS = 64
 
 
 # Of so many rows: put the products of arrays that are bound on the stream.
@@ -94,7 +96,9 @@ class Products:
     """The kernels and cuBLAS on one stream, on which calls follow each other, and the memory that they share."""
 
     def __init__(self, stream: cuda.Stream):
-        self._stream, self._module, self._gemm = stream, cuda.compile_kernels(SOURCE), Gemm(stream)
+        self._stream = stream
+        self._module = cuda.compile_kernels(SOURCE)
+        self._gemm = Gemm(stream)
         self._fp8 = functools.cache(lambda: Fp8Gemm(stream))  # which not every GPU has
         # For a weight as fp16: the last is as large as any that is bound; captured graphs may use those before.
         self._scratch = [cuda.empty((1,), "f2")]
@@ -116,7 +120,8 @@ class Products:
             return self._fp8().bind(weight.data, weight.scales, x, outs, rows)
         self._largest = max(self._largest, sum(weight.out_features) * weight.in_features)
         few = MOST_ROWS if weight.fits_kernel else 0
-        by_kernel, by_cublas = functools.cache(functools.partial(self._few, weight, x, outs)), list[Multiplier]()
+        by_kernel = functools.cache(functools.partial(self._few, weight, x, outs))
+        by_cublas = list[Multiplier]()
         size = _ROWS[-1]
 
         def multiply(rows: int) -> None:
@@ -150,7 +155,8 @@ class Products:
         assert weight.scales is not None  # quantised
         total = sum(weight.out_features)
         whole = self._room().reshape(total, weight.in_features)
-        product, kernel = self._gemm.bind(whole, x, outs), self._module[f"dequantize_{weight.bits}"]
+        product = self._gemm.bind(whole, x, outs)
+        kernel = self._module[f"dequantize_{weight.bits}"]
         made = weight.data, weight.scales, whole, weight.in_features, weight.group_size, total
         dequantize = cuda.Launch(kernel, self._stream, _DEQUANTIZE_THREADS, *made)
         blocks = -(-total * weight.in_features // 8 // _DEQUANTIZE_THREADS)
@@ -175,21 +181,25 @@ class Products:
         times A of all resident adapters, for each product whose B is in `matrices` [columns, out_features], one behind
         the other. The call is given the number of rows.
         """
-        module, calls = cuda.compile_kernels(LORA_SOURCE), list[tuple[dict[int, cuda.Launch], int]]()
-        starts, columns = [0], list[int]()
+        module = cuda.compile_kernels(LORA_SOURCE)
+        calls = list[tuple[dict[int, cuda.Launch], int]]()
+        starts = [0]
+        columns = list[int]()
         at = 0
         for b, out in zip(matrices, outs, strict=True):
             starts.append(starts[-1] + out.shape[1])
             columns.append(-1 if b is None else at)
             at += 0 if b is None else b.shape[0]
         some = next(b for b in matrices if b is not None)
-        ids, of_rows = adapters.ids, adapters.rows
+        ids = adapters.ids
+        of_rows = adapters.rows
         whose = ids, int(ids.dtype.itemsize == 8), of_rows or ids, int(of_rows.dtype.itemsize == 8) if of_rows else -1
         for first in range(0, len(outs), MOST_OUTPUTS):
             few = slice(first, first + MOST_OUTPUTS)
             fill = MOST_OUTPUTS - len(outs[few])
             bs = [some if b is None else b for b in matrices[few]] + [some] * fill
-            to, of = [*outs[few], *[outs[first]] * fill], [*columns[few], *[-1] * fill]
+            to = [*outs[few], *[outs[first]] * fill]
+            of = [*columns[few], *[-1] * fill]
             ends = [end - starts[first] for end in starts[first + 1 : first + 1 + len(outs[few])]]
             total = ends[-1]
             ends = (ends + [total] * fill)[: MOST_OUTPUTS - 1]

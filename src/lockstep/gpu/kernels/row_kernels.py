@@ -101,11 +101,17 @@ __device__ __forceinline__ long long integer(const void* values, int wide, long 
 )
 E4M3 = Path(__file__).with_name("e4m3.cu").read_text(encoding="utf-8")  # of kernels with outputs that are quantised
 # Kinds of arguments.
-ROWS, INDEX, CHOICES, WEIGHT, INTEGERS, SCALES = "rows", "index", "choices", "weight", "integers", "scales"
+ROWS = "rows"
+INDEX = "index"
+CHOICES = "choices"
+WEIGHT = "weight"
+INTEGERS = "integers"
+SCALES = "scales"
 OF_WEIGHTS = (WEIGHT, INTEGERS, SCALES)
 SCALES_TIMES = 256.0  # what kernels expect scales of quantised weights to be multiplied by: few are too small for fp16
 _WIDE = 8  # fp16 numbers of 16 bytes
-_THREADS, _MOST_THREADS = 256, 1024
+_THREADS = 256
+_MOST_THREADS = 1024
 _WAIT = "wait_for_previous();"
 _MOST_TERMS = 32  # of a short convolution, or a token's experts
 _BINARY = {"Add": "{} + {}", "Sub": "{} - {}", "Mul": "{} * {}", "Div": "{} / {}"}
@@ -163,7 +169,8 @@ class RowKernel:
         None where it reads other rows than its own, or several blocks read one.
         """
         number = [each for each, _ in self.arguments].index(name)
-        used, at = re.findall(rf"\bin{number}\b", self.source), f"in{number} + row * step{number}"
+        used = re.findall(rf"\bin{number}\b", self.source)
+        at = f"in{number} + row * step{number}"
         if self.blocks > 1 or width % _WIDE or len(used) != 1 + self.source.count(f"{at} + "):
             return None
         more = ", const void* peers, void* state, void* lost, int rank, int slot, int seconds"
@@ -254,7 +261,9 @@ class _Value:
 class _Writer:
     def __init__(self, given: onnx.ModelProto, name: str, wide: int):
         piece = _plain_norms(given)
-        self._graph, self._name, self._wide = piece.graph, name, wide
+        self._graph = piece.graph
+        self._name = name
+        self._wide = wide
         graph = with_types(piece).graph
         self._declared = {value.name: value for value in (*graph.input, *graph.value_info, *graph.output)}
         self._given = {value.name for value in self._graph.input}
@@ -291,7 +300,8 @@ class _Writer:
         _refuse_if(any(value.width % self._wide for value in found.values()))
         vectors = -(-widest // self._wide)
         if sums or codes:
-            blocks, threads = 1, min(_MOST_THREADS, -(-vectors // 32) * 32)
+            blocks = 1
+            threads = min(_MOST_THREADS, -(-vectors // 32) * 32)
         else:
             threads = min(_THREADS, -(-vectors // 32) * 32)
             blocks = -(-vectors // threads)
@@ -414,7 +424,9 @@ class _Writer:
 
     def _quantize(self, number: int, width: int) -> None:
         """Write how an output that is stored becomes e4m3."""
-        vectors, most, step = width // 8, self._new(), self._new()
+        vectors = width // 8
+        most = self._new()
+        step = self._new()
         place = f"(const Halves*)(out{number} + row * out_step{number})"
         self._lines += [
             "__syncthreads();",
@@ -461,7 +473,8 @@ class _Writer:
             return self._constant(name), False
         if name in self._given:
             return self._load(name, index, row)
-        node, value = self._maker[name], self._value(name)
+        node = self._maker[name]
+        value = self._value(name)
         if name in self._sums:
             _refuse_if(row != "row" or index.unit)
             return self._sums[name].format(index.base), False
@@ -512,7 +525,8 @@ class _Writer:
 
     def _load(self, name: str, index: _Index, row: str) -> tuple[str, bool]:
         _refuse_if(self._element(name) != TensorProto.FLOAT16)
-        number, made = self._argument(name), self._new()
+        number = self._argument(name)
+        made = self._new()
         at = f"in{number} + {f'{row} * step{number} + ' if self._value(name).rows else ''}{index.base}"
         if index.unit:
             self._lines += [f"float {made}[{self._wide}];", f"load8({at}, {made});"]
@@ -541,27 +555,33 @@ class _Writer:
 
     def _of_expert(self, node: onnx.NodeProto, value: _Value, index: _Index, row: str) -> tuple[str, bool]:
         """Read a weight [experts, ...] of each of a token's experts."""
-        weight, ids = self._uncast(node.input[0]), node.input[1]
+        weight = self._uncast(node.input[0])
+        ids = node.input[1]
         while ids in self._maker and self._maker[ids].op_type in _SHAPING:
             ids = self._maker[ids].input[0]
         inner = math.prod(self._value(weight).sizes[1:])
         _refuse_if(ids not in self._given or weight not in self._given or (index.unit and inner % self._wide))
         _refuse_if(attributes_of(node).get("batch_dims", 0) or value.width != self._value(ids).width * inner)
-        number, made = self._argument(ids), self._new()
+        number = self._argument(ids)
+        made = self._new()
         self._lines.append(f"int {made} = in{number}[{row} * step{number} + ({index.base}) / {inner}];")
         return self._load(weight, _Index(f"{made} * {inner} + ({index.base}) % {inner}", index.unit), row)
 
     def _joined(self, node: onnx.NodeProto, value: _Value, index: _Index, row: str) -> tuple[str, bool]:
         """Choose the part that a number is of: all are read, each at a place that it has."""
-        axis, at = self._axis_of_row(attributes_of(node)["axis"], node.output[0]), self._new()
+        axis = self._axis_of_row(attributes_of(node)["axis"], node.output[0])
+        at = self._new()
         inner = math.prod(value.sizes[axis + 1 :])
-        whole, first = value.sizes[axis] * inner, 0
+        whole = value.sizes[axis] * inner
+        first = 0
         self._lines.append(f"int {at} = ({index.base}) % {whole};")
-        ends, operands = list[int](), list[tuple[str, bool]]()
+        ends = list[int]()
+        operands = list[tuple[str, bool]]()
         for name in node.input:
             size = self._value(name).sizes[axis] * inner
             _refuse_if(not self._value(name).rows or (index.unit and (first % self._wide or size % self._wide)))
-            last, own = first + size, self._new()
+            last = first + size
+            own = self._new()
             place = f"{at} < {first} ? 0 : {at} < {last} ? {at} - {first} : {size - (self._wide if index.unit else 1)}"
             self._lines.append(f"int {own} = ({index.base}) / {whole} * {size} + ({place});")
             operands.append(self._number(name, _Index(own, index.unit), row))
@@ -580,7 +600,8 @@ class _Writer:
         _refuse_if(ids not in self._index or len(self._dims(ids)) != 1)
         key = (ids, _Index("", False), "row")
         if key not in self._memo:
-            number, made = self._argument(ids), self._new()
+            number = self._argument(ids)
+            made = self._new()
             self._lines.append(f"long long {made} = integer(in{number}, step{number}, row);")
             self._memo[key] = made, False
         return self._memo[key][0]
@@ -589,9 +610,13 @@ class _Writer:
         """Read a row of a quantised weight; return the variable of its numbers at `index`."""
         sizes, (data, ids, scales) = attributes_of(node), node.input
         _refuse_if(data not in self._given or row != "row")
-        at, width = self._id(ids), self._value(node.output[0]).width
-        integers, factors = self._argument(data), self._argument(self._source(scales))
-        place, scale, made = self._new(), self._new(), self._new()
+        at = self._id(ids)
+        width = self._value(node.output[0]).width
+        integers = self._argument(data)
+        factors = self._argument(self._source(scales))
+        place = self._new()
+        scale = self._new()
+        made = self._new()
         byte = f"in{integers}[{place} + j]" if sizes["bits"] == 8 else f"in{integers}[({place} + j) / 2]"
         number = byte if sizes["bits"] == 8 else f"({byte} >> ({place} + j) % 2 * 4 & 15)"
         count = self._wide if index.unit else 1  # a group has more, and a whole number of them
@@ -612,7 +637,8 @@ class _Writer:
 
     def _part(self, node: onnx.NodeProto, name: str, index: _Index) -> _Index:
         """Return where in the input of a Split or Slice a number of its output is."""
-        source, value = self._value(node.input[0]), self._value(name)
+        source = self._value(node.input[0])
+        value = self._value(name)
         attributes = attributes_of(node)
         _refuse_if(not source.rows)
         if node.op_type == "Split":
@@ -626,11 +652,14 @@ class _Writer:
             first = starts[0] if starts[0] >= 0 else starts[0] + source.sizes[axis]
             if steps and steps[0] != [1]:
                 _refuse_if(index.unit or axis != len(source.sizes) - 1 or steps[0][0] < 1)
-                part, whole = value.sizes[axis], source.sizes[axis]
+                part = value.sizes[axis]
+                whole = source.sizes[axis]
                 place = f"({index.base}) / {part} * {whole} + {first} + ({index.base}) % {part} * {steps[0][0]}"
                 return _Index(place, False)
         inner = math.prod(source.sizes[axis + 1 :])
-        whole, part, offset = source.sizes[axis] * inner, value.sizes[axis] * inner, first * inner
+        whole = source.sizes[axis] * inner
+        part = value.sizes[axis] * inner
+        offset = first * inner
         _refuse_if(index.unit and (offset % self._wide or whole % self._wide or part % self._wide))
         if math.prod(source.sizes[:axis]) == 1:
             return index.plus(offset)
@@ -663,7 +692,8 @@ class _Writer:
 
     def _axes(self, node: onnx.NodeProto) -> list[int]:
         """Return which sizes of a row a node accumulates over."""
-        source, attributes = self._value(node.input[0]), attributes_of(node)
+        source = self._value(node.input[0])
+        attributes = attributes_of(node)
         axes = attributes.get("axes") or (self._constants[node.input[1]].tolist() if len(node.input) > 1 else [])
         _refuse_if(not source.rows or not axes or (node.input[0] in self._parts and max(axes) >= 0))
         return sorted(axis + len(source.sizes) if axis < 0 else axis - 1 for axis in axes)
@@ -676,12 +706,14 @@ class _Writer:
 
     def _is_short(self, node: onnx.NodeProto) -> bool:
         """Return whether a node accumulates over one size in front of others: the taps of a short convolution."""
-        axes, rank = self._axes(node), len(self._value(node.input[0]).sizes)
+        axes = self._axes(node)
+        rank = len(self._value(node.input[0]).sizes)
         return len(axes) == 1 and 0 <= axes[0] < rank - 1
 
     def _short_sum(self, node: onnx.NodeProto, index: _Index, row: str) -> tuple[str, bool]:
         source, (axis,) = self._value(node.input[0]), self._axes(node)
-        size, inner = source.sizes[axis], math.prod(source.sizes[axis + 1 :])
+        size = source.sizes[axis]
+        inner = math.prod(source.sizes[axis + 1 :])
         _refuse_if(size > _MOST_TERMS or (index.unit and inner % self._wide))
         at = self._new()
         self._lines.append(f"int {at} = ({index.base}) / {inner} * {size * inner} + ({index.base}) % {inner};")
@@ -707,9 +739,11 @@ class _Writer:
         """Accumulate over the last dimensions: over the row by all threads, over a part of it by a warp."""
         source, (name,), last = self._value(node.input[0]), node.output, self._axes(node)
         _refuse_if(last != list(range(last[0], len(source.sizes))) or last[0] < 0)
-        groups, size = math.prod(source.sizes[: last[0]]), math.prod(source.sizes[last[0] :])
+        groups = math.prod(source.sizes[: last[0]])
+        size = math.prod(source.sizes[last[0] :])
         _refuse_if(size % self._wide)
-        made, total = self._new(), self._new()
+        made = self._new()
+        total = self._new()
         scale = f" * {np.float32(1 / size):.9e}f" if node.op_type == "ReduceMean" else ""
         self._memo = {}
 
@@ -727,7 +761,8 @@ class _Writer:
             self._sums[name] = made
             return
         self._shared.append(f"__shared__ float {made}[{groups}];")
-        vectors, unit = size // self._wide, self._wide > 1
+        vectors = size // self._wide
+        unit = self._wide > 1
         self._lines += [f"EACH_GROUP(group, {groups}) {{", f"float {total} = 0;", f"EACH_OF_GROUP(v, {vectors}) {{"]
         add(_Index(f"group * {size} + v * {self._wide}", unit))
         self._lines += [

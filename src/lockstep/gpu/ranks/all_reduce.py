@@ -38,11 +38,15 @@ class Exchange:
 
     def __init__(self, device: Device, rank: int, world: int, slot: int, room: int):
         """Allocate a rank's memory, in units (of 16 bytes); slot, room: its part of an inbox, and of terms."""
-        self.device, self.rank, self.world, self._slot = device, rank, world, slot
+        self.device = device
+        self.rank = rank
+        self.world = world
+        self._slot = slot
         device.use()
         self.options = f"-DWORLD={world}", f"-DROOM={room}"  # of all that `sums.cu` stands before
         module = cuda.compile_kernels(COMMON + SUMS + _KERNELS, self.options)
-        self._reduce, self._gather = module["all_reduce"], module["all_gather"]
+        self._reduce = module["all_reduce"]
+        self._gather = module["all_gather"]
         what = "sums over ranks"
         self.inbox = cuda.empty((2 * world * slot * _UNIT,), "u1", what)
         self.flags = cuda.zeros((2 * world * _BLOCKS,), "u4")
@@ -73,7 +77,8 @@ class Exchange:
         units = -(-values.nbytes // _UNIT)
         shots = shots_for(units, self.world)
         if self.is_small(values):
-            blocks, threads = -(-units // 128), 128
+            blocks = -(-units // 128)
+            threads = 128
         else:
             # No more than leave room on the device for another rank's (LOCKSTEP_RANKS_ON_ONE_GPU).
             one_shot = min(512, 4 * cuda.multiprocessors(self.device.number)), 256
@@ -96,7 +101,8 @@ class Exchange:
         """Put parts [rows, columns] side by side into [rows, world * columns]; the part is padded to 16 bytes."""
         (rows, columns), size = part.shape, part.dtype.itemsize
         if columns * size % _UNIT == 0:
-            columns, size = columns * size // _UNIT, _UNIT
+            columns = columns * size // _UNIT
+            size = _UNIT
         units = -(-part.nbytes // _UNIT)
         self._gather.launch(self.device.stream, *_grid(units), part, whole, *self.group, units, rows, columns, size)
 
@@ -123,10 +129,13 @@ class Exchange:
 
 def connect(devices: Sequence[Device], most_sum: int, most_gather: int) -> list[Exchange]:
     """Return the ranks' exchanges; most_sum, most_gather: bytes that one call has at most."""
-    world, units = len(devices), -(-most_sum // _UNIT)
-    room, part = units, 0
+    world = len(devices)
+    units = -(-most_sum // _UNIT)
+    room = units
+    part = 0
     if shots_for(units, world) == 2:
-        room, part = min(units, _ONE_SHOT // _UNIT), -(-units // world)
+        room = min(units, _ONE_SHOT // _UNIT)
+        part = -(-units // world)
     slot = max(part, -(-most_gather // _UNIT))
     found = [Exchange(device, rank, world, slot, room) for rank, device in enumerate(devices)]
     for exchange in found:

@@ -99,13 +99,18 @@ class Rank:
         max_num_tokens: int,
         exchange: Exchange | None,
     ):
-        self.network, self.device, self.stream, self.exchange = network, device, device.stream, exchange
-        self._num_slots, self._limit = num_slots, max_seq_len
+        self.network = network
+        self.device = device
+        self.stream = device.stream
+        self.exchange = exchange
+        self._num_slots = num_slots
+        self._limit = max_seq_len
         self._largest_pass = max_num_tokens + num_slots
         device.use()
         integer = engine_of(network.embedding).program.tensors["token_ids"].dtype
         self._kernels = Kernels(wide=integer.itemsize == 8)
-        self._buffer, self._logit_buffers = Buffers(self._largest_pass), dict[tuple[str, ...], cuda.Array]()
+        self._buffer = Buffers(self._largest_pass)
+        self._logit_buffers = dict[tuple[str, ...], cuda.Array]()
         self._tuned: dict[int, int] = {}  # each step with prompts asks for three
         self.state = DecodeState(num_slots, max_seq_len, integer)
         self.verified = DecodeState(MOST_VERIFIED, max_seq_len, integer)  # by token of a step that verifies drafts
@@ -184,7 +189,8 @@ class Rank:
         self, decoding: Sequence[Advance], chunks: Sequence[Advance], write: bool = True
     ) -> tuple[Inputs, PassTokens]:
         """Send what a pass of chunks, behind rows that decode, reads: see `PromptInputs.send` and `send_mixed`."""
-        adapters, found = self.state.adapters, self.state.token_ids
+        adapters = self.state.adapters
+        found = self.state.token_ids
         if decoding:
             inputs, tokens = self._prompts.send_mixed(decoding, chunks, found, adapters, write)
         else:
@@ -211,7 +217,8 @@ class Rank:
         The rank's device is used after each, whatever was used meanwhile. adapted, drawn: as of `decode_calls`.
         """
         self.device.use()
-        blocks, requests = self._blocks_for_prompts(adapted), inputs.logit_rows.shape[0]
+        blocks = self._blocks_for_prompts(adapted)
+        requests = inputs.logit_rows.shape[0]
         logits = self._logits("prompts", (requests, self.network.vocab_size), blocks.logits.dtype)
         own = blocks.logits[:requests] if self.splits_logits and not drawn else None
         whole = _whole(self.network, blocks.blocks[-2].values, tokens.num_tokens)
@@ -298,16 +305,21 @@ class Rank:
         of, state = ("verify", self.verified) if verified else ("decode", self.state)
         total = inputs.token_ids.shape[0]
         dims = {"num_tokens": total, "num_requests": inputs.logit_rows.shape[0]}
-        values, mask, network = inputs.values(), self._mask_array(inputs, adapted), self.network
+        values = inputs.values()
+        mask = self._mask_array(inputs, adapted)
+        network = self.network
 
         def prepare(name: str, block: Block) -> Calls:
-            calls, summed = Calls(), None  # what the last call sums
+            # what the last call sums
+            calls = Calls()
+            summed = None
             for step in self._steps(block.for_rows(adapted), values, dims, of):
                 if isinstance(step, _Sum):
                     calls.append(("sum", functools.partial(self._end.sum, step.values)))
                     summed = step.values
                     continue
-                engine, given = engine_of(step.piece), (_by_engine(step, mask), step.outputs)
+                engine = engine_of(step.piece)
+                given = (_by_engine(step, mask), step.outputs)
                 if (
                     summed
                     and self._end.is_small(summed)
@@ -345,15 +357,22 @@ class Rank:
     def _mask_calls(self, inputs: Inputs, mask: cuda.Array | None) -> Calls:
         if mask is None or self._mask is None:
             return []
-        kernels, stream, ids, rank = self._kernels, self.stream, inputs.adapter_ids, self._mask[1]
+        kernels = self._kernels
+        stream = self.stream
+        ids = inputs.adapter_ids
+        rank = self._mask[1]
         return [("adapters", lambda: kernels.adapter_mask(stream, ids, mask, rank))]
 
     def _last_calls(
         self, made: cuda.Array, logits: cuda.Array, inputs: Inputs, drawn: bool, state: DecodeState
     ) -> Calls:
         """Return the calls from logits, or a rank's part of them, to tokens; gathered where any is drawn."""
-        kernels, stream, limit = self._kernels, self.stream, self._limit  # not `self`, which holds the step
-        slots, held = inputs.slots, inputs.held
+        # not `self`, which holds the step
+        kernels = self._kernels
+        stream = self.stream
+        limit = self._limit
+        slots = inputs.slots
+        held = inputs.held
         found = state.found, state.token_ids, state.positions
         draw = ("next token", lambda: kernels.advance(stream, logits, slots, held, limit, state.samplings, *found))
         if not self.splits_logits:
@@ -361,7 +380,9 @@ class Rank:
         end, (rows, columns) = self._end, made.shape
         if drawn:
             return [("gather", functools.partial(end.gather, made, logits)), draw]
-        told, by_all, first = self._told[:rows], self._told_by_all[:rows], end.rank * columns
+        told = self._told[:rows]
+        by_all = self._told_by_all[:rows]
+        first = end.rank * columns
         return [
             ("next token", lambda: kernels.largest(stream, made, first, slots, told)),
             ("gather", functools.partial(end.gather, told, by_all)),
@@ -370,8 +391,11 @@ class Rank:
 
     def _bind_prompts(self, adapted: bool) -> Iterator[DeviceBlock]:
         """Yield the blocks of a pass of prompts, bound to buffers for the largest."""
-        arrays, network, largest = self._prompts.arrays, self.network, self._largest_pass
-        values, mask = arrays.values(), self._mask_array(arrays, adapted)
+        arrays = self._prompts.arrays
+        network = self.network
+        largest = self._largest_pass
+        values = arrays.values()
+        mask = self._mask_array(arrays, adapted)
         dims = {"num_tokens": largest, "num_requests": self._num_slots}
         for block, layer_attention in ((network.embedding, None), *network.layers, (network.exit, None)):
             parts: list[BoundPiece | BoundSum] = []
@@ -380,7 +404,8 @@ class Rank:
                     parts.append(BoundSum(self._end.sum, step.values, step.dim))
                 else:
                     engine = engine_of(step.piece)
-                    given, dynamic = _by_engine(step, mask), engine.program.dynamic
+                    given = _by_engine(step, mask)
+                    dynamic = engine.program.dynamic
                     declared: dict[str, tuple[int | str, ...]] = {
                         io.name: io.shape for io in step.piece.signature.inputs
                     }
@@ -400,7 +425,8 @@ class Rank:
     ) -> list[_Run | _Sum]:
         """Return what a block runs; `values` has its outputs afterwards. of: "decode", "verify" or "prompts"."""
         step_inputs = [io for io in block.signature.inputs if io.name not in block.adapters]
-        read, made = {io.key for io in step_inputs}, {io.key for io in block.signature.outputs}
+        read = {io.key for io in step_inputs}
+        made = {io.key for io in block.signature.outputs}
         # Later pieces, and later blocks, may read what is there, but for what this block makes anew.
         taken = {array.address for key, array in values.items() if key in read or key not in made}
         known = {**block.adapters, **{io.name: values[io.key] for io in step_inputs}}

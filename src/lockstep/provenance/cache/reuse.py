@@ -87,7 +87,9 @@ def _restore(cache: Cache, step: Job, entry: BuildRecord) -> None:
 
     The manifest is looked at first and appears last: a run that is killed in between leaves none.
     """
-    folder, output, outputs = step.output.parent, step.output, entry.outputs
+    folder = step.output.parent
+    output = step.output
+    outputs = entry.outputs
     others = f"{cache.entry_path(entry.key.sha256)}: expected all files of {output.name}, found others"
     for name in outputs:
         remove_leftovers(folder / name)

@@ -116,10 +116,13 @@ def prune(cache: Cache, max_size: float | None = None, older_than: float | None 
     Old entries were not used for `older_than` seconds; the blobs of the others take `max_size` bytes at most. Damaged
     entries, blobs that no entry names, and temporary files that were left over are dropped too.
     """
-    contents, now, pruned = look(cache), time.time(), Pruned()
+    contents = look(cache)
+    now = time.time()
+    pruned = Pruned()
     kept: set[str] = set()
     dropped: dict[str, float] = {}  # blobs, and the last use of their entries
-    size, is_over = 0, False
+    size = 0
+    is_over = False
     for used in sorted(contents.entries, key=lambda used: (-used.last_use, used.entry.key.sha256)):
         size += sum(contents.blobs.get(sha256, 0) for sha256 in used.blobs - kept)
         is_old = older_than is not None and now - used.last_use > older_than
@@ -142,7 +145,8 @@ def prune(cache: Cache, max_size: float | None = None, older_than: float | None 
             is_unused = found.st_mtime <= dropped.get(path.name, -math.inf)
             if is_unused or now - found.st_mtime > IN_THE_MAKING:
                 path.unlink()
-                pruned.files, pruned.size = pruned.files + 1, pruned.size + found.st_size
+                pruned.files = pruned.files + 1
+                pruned.size = pruned.size + found.st_size
         except FileNotFoundError:
             continue  # another machine prunes
     return pruned

@@ -50,8 +50,10 @@ class Compiler:
 
         assembly_json: names the tokenizer. seconds: that a grammar may take to compile.
         """
-        self._assembly, self._seconds = assembly_json, seconds
-        self._vocab_size, self._eos_token_ids = vocab_size, eos_token_ids
+        self._assembly = assembly_json
+        self._seconds = seconds
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._outcomes: collections.deque[tuple[int, Matcher | str]] = collections.deque()
         self._open: set[int] = set()  # keys that an outcome is wanted of

@@ -22,7 +22,9 @@ class Matcher:
 
     def __init__(self, matcher: Any, vocab_size: int, masks: ThreadPoolExecutor):
         """Take over llguidance's `matcher`, and compute the first mask."""
-        self._matcher, self._vocab_size, self._masks = matcher, vocab_size, masks
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._masks = masks
         self._mask: bytes = matcher.compute_bitmask()
         self._coming: Future[bytes] | None = None
 
@@ -30,8 +32,11 @@ class Matcher:
         """Return a matcher of another answer that stands where this one does."""
         self._wait()
         other = object.__new__(Matcher)
-        other._matcher, other._vocab_size, other._masks = self._matcher.deep_copy(), self._vocab_size, self._masks
-        other._mask, other._coming = self._mask, None
+        other._matcher = self._matcher.deep_copy()
+        other._vocab_size = self._vocab_size
+        other._masks = self._masks
+        other._mask = self._mask
+        other._coming = None
         return other
 
     def allowed(self, stop_ids: Collection[int] = ()) -> np.ndarray | None:
@@ -47,7 +52,8 @@ class Matcher:
         bits = np.unpackbits(np.frombuffer(self._mask, np.uint8), bitorder="little")
         allowed = bits[: self._vocab_size].view(bool)
         if stop_ids and not self._matcher.is_accepting():
-            before, stops = allowed, [token for token in stop_ids if 0 <= token < self._vocab_size]
+            before = allowed
+            stops = [token for token in stop_ids if 0 <= token < self._vocab_size]
             allowed = before.copy()
             allowed[stops] = False
             allowed = allowed if allowed.any() else before  # a grammar that asks for one
@@ -66,7 +72,8 @@ class Matcher:
     def _wait(self) -> None:
         """Wait for the mask: llguidance's matcher is not for two threads at once."""
         if self._coming is not None:
-            self._mask, self._coming = self._coming.result(), None
+            self._mask = self._coming.result()
+            self._coming = None
 
 
 class GrammarCompiler(Protocol):

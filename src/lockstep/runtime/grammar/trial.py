@@ -68,7 +68,8 @@ class TrialProcess:
 
     def _ask(self, question: Mapping[str, Any], seconds: float) -> None:
         assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
-        end, answer = time.monotonic() + seconds, b""
+        end = time.monotonic() + seconds
+        answer = b""
         try:
             self._process.stdin.write(json.dumps(question).encode() + b"\n")
             self._process.stdin.flush()
@@ -165,7 +166,8 @@ def _line(error: object) -> str:
 def _main() -> None:
     tokenizer: Any = None
     for line in sys.stdin:
-        asked, answer = json.loads(line), {"error": ""}
+        asked = json.loads(line)
+        answer = {"error": ""}
         try:
             if tokenizer is None:
                 tokenizer = open_tokenizer(asked["tokenizer"], asked["vocab_size"], asked["eos_token_ids"])

@@ -91,7 +91,8 @@ def kinds(schema: Any, root: Schema, depth: int = 0, left: list[int] | None = No
 
 
 def _kinds(branch: Schema, root: Schema, depth: int, left: list[int]) -> frozenset[str] | None:
-    named, values = branch.get("type"), choices(branch)
+    named = branch.get("type")
+    values = choices(branch)
     found: frozenset[str] | None = None
     if isinstance(named, str):
         found = frozenset([named])

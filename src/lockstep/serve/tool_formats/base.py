@@ -17,8 +17,13 @@ _OUTSIDE = re.compile(r"[\s:,\w.+-]*")  # of strings and brackets, in JSON
 _INSIDE = re.compile(r'(?:[^"\\]|\\.)*', re.DOTALL)  # of a string
 _SCALAR = re.compile(r"[\w.+-]*")
 _Value = TypeVar("_Value")
-NAME, ARGUMENTS, NUMBER = "\0name", "\0arguments", "\0number"  # of `ToolFormat.call`
-KEY, VALUE = "\0key", "\0value"  # of `ToolFormat.argument`
+# of `ToolFormat.call`
+NAME = "\0name"
+ARGUMENTS = "\0arguments"
+NUMBER = "\0number"
+# of `ToolFormat.argument`
+KEY = "\0key"
+VALUE = "\0value"
 
 
 class Malformed(Exception):
@@ -89,7 +94,8 @@ class Source:
 
     def until(self, *marks: str) -> Reading[str]:
         """Read up to the first of some marks, which is not read."""
-        start, looked = self.at, self.at
+        start = self.at
+        looked = self.at
         longest = max(map(len, marks))
         while True:
             places = [place for mark in marks if (place := self.text.find(mark, looked)) >= 0]
@@ -105,7 +111,8 @@ class Source:
         while True:
             places = [place for mark in marks if (place := self.text.find(mark, self.at)) >= 0]
             at = len(self.text) if self.ended else max(self.at, len(self.text) - longest + 1)
-            start, self.at = self.at, min(places, default=at)
+            start = self.at
+            self.at = min(places, default=at)
             if kind is not None and self.at > start:
                 yield Event(kind, self.text[start : self.at])
             if places or self.ended:
@@ -128,7 +135,8 @@ class Source:
         """Read JSON that begins with `opening`: {, [ or ". sends: its pieces are arguments of the call."""
         yield from self.space()
         start = sent = self.at
-        depth, inside = 0, False
+        depth = 0
+        inside = False
         if not (yield from self.follows(opening)):
             raise Malformed
         self.at = start

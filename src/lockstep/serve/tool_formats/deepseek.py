@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from lockstep.serve.tool_formats.base import ARGUMENTS, NAME, Event, Reading, Source, ToolFormat
 
-_CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-_CALL, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
-_SEPARATOR, _FENCE = "<｜tool▁sep｜>", "```"
+_CALLS = "<｜tool▁calls▁begin｜>"
+_CALLS_END = "<｜tool▁calls▁end｜>"
+_CALL = "<｜tool▁call▁begin｜>"
+_CALL_END = "<｜tool▁call▁end｜>"
+_SEPARATOR = "<｜tool▁sep｜>"
+_FENCE = "```"
 _MARKS = (_CALLS, _CALLS_END, _CALL, _CALL_END, _SEPARATOR)
 
 

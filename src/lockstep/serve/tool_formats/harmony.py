@@ -10,7 +10,10 @@ import re
 
 from lockstep.serve.tool_formats.base import ARGUMENTS, NAME, Event, Malformed, Reading, Source, ToolFormat
 
-_START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+_START = "<|start|>"
+_CHANNEL = "<|channel|>"
+_MESSAGE = "<|message|>"
+_CONSTRAIN = "<|constrain|>"
 _ENDS = ("<|end|>", "<|return|>", "<|call|>")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 

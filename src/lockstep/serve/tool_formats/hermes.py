@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from lockstep.serve.tool_formats.base import ARGUMENTS, NAME, Reading, Source, ToolFormat
 
-_BEGIN, _END = "<tool_call>", "</tool_call>"
+_BEGIN = "<tool_call>"
+_END = "</tool_call>"
 
 
 def _read(source: Source) -> Reading[None]:

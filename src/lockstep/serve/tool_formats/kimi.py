@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from lockstep.serve.tool_formats.base import ARGUMENTS, NAME, NUMBER, Event, Reading, Source, ToolFormat
 
-_CALLS, _CALLS_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
-_CALL, _CALL_END, _ARGUMENTS = "<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>"
+_CALLS = "<|tool_calls_section_begin|>"
+_CALLS_END = "<|tool_calls_section_end|>"
+_CALL = "<|tool_call_begin|>"
+_CALL_END = "<|tool_call_end|>"
+_ARGUMENTS = "<|tool_call_argument_begin|>"
 
 
 def _read(source: Source) -> Reading[None]:

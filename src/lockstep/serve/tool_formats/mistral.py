@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from lockstep.serve.tool_formats.base import ARGUMENTS, NAME, Event, Reading, Source, ToolFormat
 
-_BEGIN, _ARGS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+_BEGIN = "[TOOL_CALLS]"
+_ARGS = "[ARGS]"
+_ID = "[CALL_ID]"
 
 
 def _read(source: Source) -> Reading[None]:

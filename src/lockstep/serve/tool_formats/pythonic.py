@@ -12,7 +12,8 @@ from typing import Any
 from lockstep.serve.tool_formats.arguments import dumped
 from lockstep.serve.tool_formats.base import Event, Malformed, Reading, Source, ToolFormat
 
-_BEGIN, _END = "<|python_start|>", "<|python_end|>"
+_BEGIN = "<|python_start|>"
+_END = "<|python_end|>"
 _HEAD = re.compile(r"\[\s*[A-Za-z_][\w.]*\(")
 _HALF_HEAD = re.compile(r"\[\s*(?:[A-Za-z_][\w.]*)?")
 _PART = re.compile(r"""[^"'()\[\]{}]*""")
@@ -39,7 +40,8 @@ def _read(source: Source) -> Reading[None]:
 
 def _skip(source: Source) -> Reading[None]:
     """Read to the bracket that closes the first one, outside of strings."""
-    depth, quote = 0, ""
+    depth = 0
+    quote = ""
     while True:
         found = (_STRING[quote] if quote else _PART).match(source.text, source.at)
         assert found is not None
@@ -72,7 +74,9 @@ def _calls(text: str) -> list[tuple[str, str]]:
 
 def _one_line(text: str) -> str:
     """Return Python whose line ends in strings are escapes, and those outside of them spaces."""
-    parts, quote, at = [], "", 0
+    parts = []
+    quote = ""
+    at = 0
     while at < len(text):
         found = (_STRING[quote] if quote else _PART).match(text, at)
         assert found is not None

@@ -7,12 +7,18 @@ from typing import Any
 from lockstep.serve.tool_formats.arguments import coerced, dumped
 from lockstep.serve.tool_formats.base import ARGUMENTS, KEY, NAME, VALUE, Event, Malformed, Reading, Source, ToolFormat
 
-_BEGIN, _END = "<tool_call>", "</tool_call>"
-_KEY, _KEY_END = "<arg_key>", "</arg_key>"
-_VALUE, _VALUE_END = "<arg_value>", "</arg_value>"
-_FUNCTION, _FUNCTION_END = "<function=", "</function>"
-_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
-_SEED, _SEED_END = "<seed:tool_call>", "</seed:tool_call>"
+_BEGIN = "<tool_call>"
+_END = "</tool_call>"
+_KEY = "<arg_key>"
+_KEY_END = "</arg_key>"
+_VALUE = "<arg_value>"
+_VALUE_END = "</arg_value>"
+_FUNCTION = "<function="
+_FUNCTION_END = "</function>"
+_PARAMETER = "<parameter="
+_PARAMETER_END = "</parameter>"
+_SEED = "<seed:tool_call>"
+_SEED_END = "</seed:tool_call>"
 
 
 def _read_glm(source: Source) -> Reading[None]:

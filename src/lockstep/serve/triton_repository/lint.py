@@ -30,7 +30,8 @@ def check_repository(folder: Path) -> list[str]:
         except InputError as error:
             faults.append(str(error))
     for name, config in configs.items():
-        where, core = str(folder / name / "config.pbtxt"), configs.get("tensorrt_llm", config)
+        where = str(folder / name / "config.pbtxt")
+        core = configs.get("tensorrt_llm", config)
         config.name = config.name or name  # without one it is the folder's
         socket = Path(parameters_of(core).get("lockstep_socket", "none"))
         faults += _differences(config_of(name, Repository((), socket, core.max_batch_size)), config, where)
@@ -40,7 +41,8 @@ def check_repository(folder: Path) -> list[str]:
 
 
 def _differences(expected: Any, found: Any, where: str) -> Iterator[str]:
-    wanted, given = _fields(expected), _fields(found)
+    wanted = _fields(expected)
+    given = _fields(found)
     optional = {f"input {each.name}" for each in expected.input if each.optional}
     optional |= {key for key in wanted if ", input_map " in key}  # Triton says which of them a step needs
     for key in [*wanted, *sorted(given.keys() - wanted.keys())]:

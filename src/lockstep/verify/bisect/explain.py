@@ -111,9 +111,11 @@ def engine_report(
     graphs = open_graphs(assembly_json, weights_json, layers, threads)
     opened = Engines(EngineSet.open(engines_json, assembly_json), graphs.weights, threads)
     walked = walk_stages(graphs, opened, request, bounds, deadline=deadline)
-    fault, rows = engine_fault(walked, graphs, opened, assembly_json), walked.rows
+    fault = engine_fault(walked, graphs, opened, assembly_json)
+    rows = walked.rows
     if fault is None and walked.logits is not None:
-        files, length = (engines_json, assembly_json, weights_json), len(request.ids)
+        files = (engines_json, assembly_json, weights_json)
+        length = len(request.ids)
         model = Model.open(*files, layers, max_batch_size=1, max_seq_len=length, threads=threads, low_memory=True)
         rows += (_served(model, request, walked.logits, bounds),)
     return EngineReport(rows, fault, walked.finished, walked.overflow or None).to_json()
@@ -121,7 +123,8 @@ def engine_report(
 
 def _served(model: Model, tokens: Tokens, expected: np.ndarray, tolerance: Tolerances) -> MeasuredOutput:
     """Step through the tokens, the prompt in chunks, and compare each step's logits. expected: of all tokens."""
-    room, total = model.max_num_tokens or len(tokens.ids), len(tokens.ids)
+    room = model.max_num_tokens or len(tokens.ids)
+    total = len(tokens.ids)
     ends = [*range(room, tokens.num_prompt, room), *range(tokens.num_prompt, total + 1)]
     pairs = zip((0, *ends), ends)
     logits = np.concatenate([model.step([Advance(0, tokens.ids[start:end], start)]) for start, end in pairs])

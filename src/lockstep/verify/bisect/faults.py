@@ -31,7 +31,9 @@ def engine_fault(walked: Walked, graphs: Graphs, engines: Engines, assembly_json
     off = walked.first_off("graph")
     if off is None:
         return None
-    stage, backend, name = off.stage, engines.set.backend.name, engines.name(off.stage.graph)
+    stage = off.stage
+    backend = engines.set.backend.name
+    name = engines.name(off.stage.graph)
     file = engines.set.file(name)
     if file.suffix != ".onnx":
         look_at = (
@@ -39,9 +41,12 @@ def engine_fault(walked: Walked, graphs: Graphs, engines: Engines, assembly_json
             "build it again, or with a lower optimization_level"
         )
         return off.fault("engine", look_at)
-    slots, tensors = engines.set.slots(name), engines.set.tensors(name, stage.slots)
+    slots = engines.set.slots(name)
+    tensors = engines.set.tensors(name, stage.slots)
     weights = {slot.name: slot_array(graphs.weights, tensors[slot.name], slot.sizes) for slot in slots}
-    feeds, suspect, precision = {**stage.inputs, **weights}, onnx.load(file), graphs.assembly.precision
+    feeds = {**stage.inputs, **weights}
+    suspect = onnx.load(file)
+    precision = graphs.assembly.precision
     with tempfile.TemporaryDirectory() as folder:
         again = build(assembly_json, backend, Path(folder) / "engines.json", engines.set.manifest.options)
         right = (again.parent / file.name).read_bytes()
@@ -69,7 +74,8 @@ def graph_fault(walked: Walked, graphs: Graphs, clean: Graphs | str, folder: Pat
         return off.fault("graph", look_at)
     for stage in off.stages:
         name, slots = _part(clean, stage)
-        suspect, right = graphs.graph(stage.graph).computed, clean.graph(name).computed
+        suspect = graphs.graph(stage.graph).computed
+        right = clean.graph(name).computed
         feeds = graphs.feeds(stage.graph, stage.inputs, stage.slots), clean.feeds(name, stage.inputs, slots)
         outputs = [off.row.tensor] if stage is off.stage else [value.name for value in suspect.graph.output]
         if node := first_fault(suspect, right, feeds, graphs.assembly.precision, outputs):

@@ -41,7 +41,8 @@ def first_fault(
     nodes, so that a node without a counterpart is a fault; otherwise such a node is as wrong as what it reads (an
     engine beside the graph that it was built from).
     """
-    found, expected = trace(suspect, feeds[0]), trace(right, feeds[1])
+    found = trace(suspect, feeds[0])
+    expected = trace(right, feeds[1])
     pairs = _pairs(suspect.graph, right.graph, same_nodes)
     names = {value.name for value in suspect.graph.input}
     moved = {
@@ -122,7 +123,8 @@ def _error(expected: np.ndarray, found: np.ndarray) -> float:
         return float("inf")
     if not expected.size or np.array_equal(expected, found):
         return 0.0
-    exact, other = expected.astype(np.float64), found.astype(np.float64)
+    exact = expected.astype(np.float64)
+    other = found.astype(np.float64)
     error = max_abs_error(exact, other)
     with np.errstate(invalid="ignore", over="ignore"):
         # Masked scores are -3e38: they would make every other one's error vanish.
@@ -154,7 +156,8 @@ def _reason(
             if not np.array_equal(values, expected):
                 return f"constant {name} (input {number}): expected {_numbers(expected)}, found {_numbers(values)}"
             names[expected_name] = name
-    found, wanted = _text(node, {}, node.output), _text(other, names, node.output)
+    found = _text(node, {}, node.output)
+    wanted = _text(other, names, node.output)
     return "" if found == wanted else f"expected {wanted}, found {found}"
 
 

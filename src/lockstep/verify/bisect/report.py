@@ -17,8 +17,10 @@ _ERRORS = {"pytorch": "of the graph against PyTorch", "graph": "of the engine ag
 
 def answer(fault: FoundFault) -> str:
     """Say in one line which is wrong, where, and the error before and after."""
-    row, node = fault.measured, fault.node
-    before, after = _number(fault.error_before), _number(row.max_abs_error)
+    row = fault.measured
+    node = fault.node
+    before = _number(fault.error_before)
+    after = _number(row.max_abs_error)
     errors = f"error {before} before, {after} after (tolerance {row.tolerance:g})"
     off = f"{row.tensor} is off {_REFERENCE[fault.wrong]} from position {row.position} on, {errors}"
     return f"{fault.wrong}: {_where(fault, fault.decoder_layer)}{f', node {_name(node)}' if node else ''}: {off}"
@@ -76,7 +78,8 @@ def _name(node: FaultNode) -> str:
 
 def _where(stage: StageName, decoder_layer: int | None) -> str:
     """Say where a stage is. decoder_layer: that its fault lies in."""
-    layer, graph = stage.layer, stage.graph
+    layer = stage.layer
+    graph = stage.graph
     if stage.part == "embedding":
         return f"embedding (class {graph})"
     if stage.part == "exit":

@@ -61,8 +61,10 @@ def failing(reference: Path, failed: Path) -> Request | None:
     The long one comes last; None where no prompt is wrong. Raises InputError for a prompt that the reference does not
     have.
     """
-    manifest, report = ReferenceManifest.load(reference), GoldenReport.load(failed)
-    entries, why = manifest.prompts, f"the first that fails in {failed}"
+    manifest = ReferenceManifest.load(reference)
+    report = GoldenReport.load(failed)
+    entries = manifest.prompts
+    why = f"the first that fails in {failed}"
     texts = [entry.text for entry in entries]
     text = next((entry.text for entry in report.prompts if not entry.passed), None)
     if text is not None and text not in texts:

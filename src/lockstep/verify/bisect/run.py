@@ -61,7 +61,9 @@ def make_right(config: Mapping[str, Any], graphs: Graphs, ids: np.ndarray, threa
 
 def export_again(config: Mapping[str, Any], graphs: Graphs, threads: int | None = None) -> Graphs | str:
     """Return the graphs that an export gives now in the place of `graphs`, or why there are none."""
-    room, weights, adapters = None, graphs.weights, graphs.assembly.adapters
+    room = None
+    weights = graphs.weights
+    adapters = graphs.assembly.adapters
     if adapters is not None:
         modules = {module_of(slot) for slots in adapters.classes.values() for slot in slots}
         room = {"max_adapters": adapters.max_adapters, "max_lora_rank": adapters.max_lora_rank, "targets": modules}
@@ -85,7 +87,8 @@ def export_again(config: Mapping[str, Any], graphs: Graphs, threads: int | None 
 
 def _files(results: Results, target: Target) -> dict[str, Path]:
     """Return where a target's results lie. Raises InputError where some, but for engines, are not there."""
-    model, precision = target.model, target.precision
+    model = target.model
+    precision = target.precision
     files = {
         "checkpoint": results.checkpoint(model),
         "weights": results.weights(model, precision),
@@ -118,7 +121,8 @@ def bisect(
     files = _files(results, target)
     graphs = open_graphs(files["assembly"], files["weights"], target.layers, threads)
     request = choose(results, target, prompt, graphs.assembly.vocab_size)
-    ids, longest = request.tokens.ids, graphs.assembly.max_position_embeddings
+    ids = request.tokens.ids
+    longest = graphs.assembly.max_position_embeddings
     if longest is not None and len(ids) > longest:
         raise InputError(
             f"prompt {request.text[:40]!r}: expected at most {longest} tokens (max_position_embeddings), "
@@ -136,15 +140,19 @@ def bisect(
     if isinstance(right.clean, str):
         notes.append(f"the model cannot be exported again: {right.clean}")
     faults = [graph_fault(walked, graphs, right.clean, files["assembly"].parent)]
-    rows, overflow = walked.rows, walked.overflow or None
+    rows = walked.rows
+    overflow = walked.overflow or None
     stages = walked.rows  # in the order in which they run
     if files["engines"].is_file():
         places: dict[str, Any] = {name: str(files[name]) for name in ("assembly", "weights", "engines")}
-        tokens, bounds = [ids.tolist(), request.tokens.num_prompt], asdict(tolerance)
+        tokens = [ids.tolist(), request.tokens.num_prompt]
+        bounds = asdict(tolerance)
         report = engine_report(**places, layers=target.layers, tolerance=bounds, tokens=tokens, threads=threads)
         engines = EngineReport.from_json(report)
         faults.append(engines.fault)
-        rows, overflow, stages = rows + engines.rows, overflow or engines.overflow, engines.rows
+        rows = rows + engines.rows
+        overflow = overflow or engines.overflow
+        stages = engines.rows
     else:
         notes.append(f"no engines at {files['engines']}: only the graphs were looked at")
     order = {row.stage: number for number, row in reversed(list(enumerate(stages)))}

@@ -28,7 +28,9 @@ class Engines:
     """The engines of a set, called one at a time; weights are bound for one call."""
 
     def __init__(self, engines: EngineSet, weights: Weights, threads: int | None = None):
-        self.set, self._weights, self._threads = engines, weights, threads
+        self.set = engines
+        self._weights = weights
+        self._threads = threads
         self._programs: dict[str, Program] = {}
         self._names = set(engines.names())
         rows = engines.manifest.options.get("max_batch_size")
@@ -45,7 +47,8 @@ class Engines:
             return None
         if stage.part != "exit" or self.max_rows is None:
             return self._call(stage, stage.inputs, like)
-        rows, calls = stage.inputs["logit_rows"], []
+        rows = stage.inputs["logit_rows"]
+        calls = []
         for start in range(0, len(rows), self.max_rows):
             piece = slice(start, start + self.max_rows)
             inputs = {**stage.inputs, "logit_rows": rows[piece]}

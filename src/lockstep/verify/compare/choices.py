@@ -23,7 +23,8 @@ def with_scores(model: onnx.ModelProto) -> onnx.ModelProto:
     """
     if not any(node.op_type == "TopK" for node in model.graph.node):
         return model
-    graph, types = Rewriter(model), typed_values(model)
+    graph = Rewriter(model)
+    types = typed_values(model)
     for node in graph.nodes:
         if node.op_type != "TopK" or node.output[1] not in graph.consumers:
             continue
@@ -48,7 +49,8 @@ def are_clear(outputs: Mapping[str, np.ndarray], bounds: Callable[[str], np.ndar
     clear = None
     for name, scores in outputs.items():
         if name.startswith(_PREFIX):
-            chosen, other = scores[:, -2], scores[:, -1]
+            chosen = scores[:, -2]
+            other = scores[:, -1]
             found = ~(chosen - other <= bounds(name) * np.abs(scores[:, :-1]).max(axis=1))
             clear = found if clear is None else clear & found
     return clear

@@ -119,7 +119,8 @@ def _short_lengths(sizes: Sizes) -> tuple[int, ...]:
     """Return lengths of caches: empty, full and between. A single request's cache is half full."""
     if "past_capacity" not in sizes:
         return ()
-    requests, capacity = sizes.get("num_requests", 1), sizes["past_capacity"]
+    requests = sizes.get("num_requests", 1)
+    capacity = sizes["past_capacity"]
     return tuple(np.linspace(0, capacity, requests).astype(int).tolist()) if requests > 1 else (capacity // 2,)
 
 
@@ -153,7 +154,10 @@ def arrays(graph: Graph, case: Case) -> dict[str, np.ndarray]:
     Activations are N(0, 1), as a norm gives them; integers are valid. Of a long case queries are scaled down, so that
     each row of the cache takes part. Raises CheckError for an integer input of unknown meaning.
     """
-    random, chosen, assembly, variant = np.random.default_rng(SEED), case.sizes, graph.assembly, graph.variant
+    random = np.random.default_rng(SEED)
+    chosen = case.sizes
+    assembly = graph.assembly
+    variant = graph.variant
     values: dict[str, np.ndarray] = {}
     names = {value.name for value in graph.model.graph.input}
     lengths = np.array(case.past_lengths, np.int64) if case.past_lengths else None

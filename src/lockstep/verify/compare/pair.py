@@ -60,17 +60,23 @@ class Pair:
         threads: int | None,
         seed: int = 0,
     ):
-        self.name, self.file, self._folder, self._threads = name, engines.file(name), folder, threads
+        self.name = name
+        self.file = engines.file(name)
+        self._folder = folder
+        self._threads = threads
         self._seed = int(engines.manifest.engines[name].sha256[:16], 16) + seed
-        self._assembly, self._limits = engines.assembly, inputs.limits_of(engines.manifest.options, limits)
+        self._assembly = engines.assembly
+        self._limits = inputs.limits_of(engines.manifest.options, limits)
         ranks = engines.assembly.tensor_parallel
         variants = engines.assembly.variants if ranks is None else ranks.variants
         self._variant = variants.get(name.rpartition(".")[0])
         self._model = onnx.load(graph_file(folder, graph))
         block = name
         if isinstance(graph, BaseGraph):
-            self._model, block = without_adapters(self._model), graph.block
-        slots, layer = graph.signature.slots, None
+            self._model = without_adapters(self._model)
+            block = graph.block
+        slots = graph.signature.slots
+        layer = None
         tensors: Mapping[str, Sequence[str]] = {}
         source: Tensors = weights
         if slots:
@@ -138,8 +144,11 @@ class Pair:
 
         Returns those that were run, and the worst. What has the same bits as before needs no judgement.
         """
-        end, tried, worst = time.monotonic() + seconds, list[Trial](), None
-        known, runners = _Known(), dict[int, BaseRunner]()
+        end = time.monotonic() + seconds
+        tried = list[Trial]()
+        worst = None
+        known = _Known()
+        runners = dict[int, BaseRunner]()
         all_profiles = profiles(self._model, self._limits)
         for group in sweep.groups():
             expected = sweep.expected(group) if time.monotonic() < end else []
@@ -228,7 +237,9 @@ class EngineRunner(BaseRunner):
 
     def __init__(self, signature: Signature, executable: Executable, profile: int):
         super().__init__(name="engine")
-        self._signature, self._executable, self._profile = signature, executable, profile
+        self._signature = signature
+        self._executable = executable
+        self._profile = profile
 
     def get_input_metadata_impl(self) -> TensorMetadata:
         return metadata(self._signature.inputs)
@@ -254,14 +265,16 @@ class _Known:
         self._arrays: dict[str, np.ndarray] = {}
 
     def has(self, trial: Trial, found: Arrays) -> bool:
-        end, span = int(trial.rows.max()) + 1, trial.span
+        end = int(trial.rows.max()) + 1
+        span = trial.span
         return all(
             name in self._arrays and end <= len(self._arrays[name]) and np.array_equal(self._arrays[name][span], array)
             for name, array in found.items()
         )
 
     def keep(self, trial: Trial, found: Arrays) -> None:
-        end, span = int(trial.rows.max()) + 1, trial.span
+        end = int(trial.rows.max()) + 1
+        span = trial.span
         for name, array in found.items():
             known = self._arrays.get(name)
             if known is None or len(known) < end:

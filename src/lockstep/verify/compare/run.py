@@ -52,7 +52,8 @@ def run(
     compared, and then writes the report to `<out>.failed.json`; InputError for inputs that do not fit together.
     """
     engines = EngineSet.open(engines_json, assembly_json)
-    weights, assembly = Weights.open(weights_json), engines.assembly
+    weights = Weights.open(weights_json)
+    assembly = engines.assembly
     weights.check_precision(assembly.precision, "the assembly")
     graphs = dict(engines.backend.graphs(assembly, engines.manifest.options))
     compared: dict[str, ComparedEngine] = {}

@@ -28,7 +28,8 @@ _FAR_TOKENS = 4  # of such a chunk
 # Squares of a hidden state are accumulated in float32, which ends at 2^128.
 LARGEST_SQUARED = 2.0**60
 _KEYS_UP = 2.0**10  # queries are as much smaller, and fp16 has subnormal numbers below 2^-14
-PAST_STATE, _STATE = "past_state", "state_out"
+PAST_STATE = "past_state"
+_STATE = "state_out"
 _SPAN = 64  # tokens between the states that are kept
 
 
@@ -51,15 +52,19 @@ class AttentionSweep(Sweep):
         prefill: onnx.ModelProto,
         run: Run,
     ):
-        self._graph, self._run_graph = graph, run_graph
+        self._graph = graph
+        self._run_graph = run_graph
         self._length = length = min(_SEQUENCE, graph.positions, ranges.get("num_tokens", (1, _SEQUENCE))[1])
         self._names = [value.name for value in graph.model.graph.input]
-        self._stale, self._random = dict[tuple[str, bool], np.ndarray](), np.random.default_rng(draw.randrange(1 << 32))
+        self._stale = dict[tuple[str, bool], np.ndarray]()
+        self._random = np.random.default_rng(draw.randrange(1 << 32))
         case = Case(0, {"num_tokens": length, "past_capacity": 1}, (0,))
         self._whole = inputs.arrays(Graph(prefill, graph.assembly, graph.limits), case)
-        self._run, self._outputs = run, dict[bool, Arrays]()
+        self._run = run
+        self._outputs = dict[bool, Arrays]()
         self._scaled = _scaled(self._whole, graph, largest)
-        self._decodes, self._most = "num_requests" in ranges, ranges["past_capacity"][1]
+        self._decodes = "num_requests" in ranges
+        self._most = ranges["past_capacity"][1]
         if self._decodes:
             self._requests, lengths = ranges["num_requests"][1], self._lengths()
             self.trials = list(self._decode_trials(draw))
@@ -75,7 +80,8 @@ class AttentionSweep(Sweep):
         self.trials += self._far_trials(draw)
 
     def points(self, trial: Trial) -> Iterator[Point]:
-        sizes, lengths = trial.case.sizes, trial.case.past_lengths
+        sizes = trial.case.sizes
+        lengths = trial.case.past_lengths
         if not self._decodes:
             if not trial.is_far:
                 yield sizes["num_tokens"], lengths[0], sizes["past_capacity"]
@@ -85,10 +91,13 @@ class AttentionSweep(Sweep):
 
     def _lengths(self) -> dict[int, range]:
         """Return, by each capacity that a cache grows to, the lengths with which it has that capacity."""
-        lengths, capacity, before = dict[int, range](), min(PAGE, self._most), 0
+        lengths = dict[int, range]()
+        capacity = min(PAGE, self._most)
+        before = 0
         while capacity > before:
             lengths[capacity] = range(before, min(capacity, self._graph.positions))
-            before, capacity = capacity, min(2 * capacity, self._most)
+            before = capacity
+            capacity = min(2 * capacity, self._most)
         return lengths
 
     def _prefill_trials(self, length: int, most: int, draw: random.Random) -> list[Trial]:
@@ -153,7 +162,8 @@ class AttentionSweep(Sweep):
     def feed(self, trial: Trial) -> dict[str, np.ndarray]:
         if trial.is_far:
             return inputs.arrays(self._graph, trial.case)
-        outputs, capacity = self._computed(trial.scaled), trial.case.sizes["past_capacity"]
+        outputs = self._computed(trial.scaled)
+        capacity = trial.case.sizes["past_capacity"]
         whole = self._scaled if trial.scaled else self._whole
         feed: dict[str, np.ndarray] = {}
         for name in self._names:
@@ -201,7 +211,8 @@ def _scaled(whole: Arrays, graph: Graph, largest: float) -> dict[str, np.ndarray
     query = whole["query"]
     factors = np.ones((graph.variant.num_heads, graph.variant.query_dim), query.dtype)
     factors[:, : graph.variant.head_dim] = 1 / _KEYS_UP
-    value, key = whole["value"], whole["key"]
+    value = whole["value"]
+    key = whole["key"]
     return {
         **whole,
         "query": query * factors.reshape(-1),

@@ -36,7 +36,9 @@ def sweep_of(
     run: runs the graph. prefill: gives the prefill graph of the same attention. largest: number in the engine's
     activations, where its type is narrower than the graph's; else infinity.
     """
-    ranges, draw, sweep = inputs.ranges(graph), random.Random(seed), Sweep()
+    ranges = inputs.ranges(graph)
+    draw = random.Random(seed)
+    sweep = Sweep()
     if "past_capacity" in ranges:
         sweep = AttentionSweep(graph, ranges, draw, largest, run, *prefill())
     elif PAST_STATE in graph.dims and "num_requests" not in ranges:
@@ -60,7 +62,9 @@ class _TokenSweep(Sweep):
         looks_up = "token_ids" in graph.dims
         count = max(most, graph.assembly.vocab_size) if looks_up else most
         self._whole, self._large = _rows(graph, {self._dim: count}, draw, largest)
-        self._run, self._count, self._most = run, count, most
+        self._run = run
+        self._count = count
+        self._most = most
         self._pieces: dict[int, Arrays] = {}
         starts = [(size, draw.randrange(most - size + 1)) for size in range(least, most + 1)]
         starts += [(min(most, count - start), start) for start in range(0, count, most)] if looks_up else []
@@ -80,7 +84,8 @@ class _TokenSweep(Sweep):
     def expected(self, trials: Sequence[Trial]) -> list[Arrays]:
         outputs: list[Arrays] = []
         for trial in trials:
-            begin, end = int(trial.rows.min()) // _PIECE * _PIECE, int(trial.rows.max()) + 1
+            begin = int(trial.rows.min()) // _PIECE * _PIECE
+            end = int(trial.rows.max()) + 1
             pieces = [self._piece(low) for low in range(begin, end, _PIECE)]
             join = pieces[0] if len(pieces) == 1 else {n: np.concatenate([p[n] for p in pieces]) for n in pieces[0]}
             span = trial.span
@@ -128,7 +133,8 @@ class _ExitSweep(Sweep):
         return Trial(Case(0, {"num_requests": len(rows), "num_tokens": size}), np.array(rows, np.int64))
 
     def feed(self, trial: Trial) -> dict[str, np.ndarray]:
-        size, held = trial.case.sizes["num_tokens"], trial.held
+        size = trial.case.sizes["num_tokens"]
+        held = trial.held
         span = slice(0, size) if held is None else held
         rows = {name: array[span] if wide else array for name, (array, wide) in self._whole.items()}
         if held is None:
@@ -155,12 +161,14 @@ def _rows(
     of the residual stream up to the end of its precision, or to `largest`. Token ids are the whole vocabulary; two of
     three rows have an adapter, each in turn.
     """
-    dims, assembly = graph.dims, graph.assembly
+    dims = graph.dims
+    assembly = graph.assembly
     dim = "num_tokens" if "num_tokens" in sizes else next(iter(sizes))
     arrays = inputs.arrays(graph, Case(0, dict(sizes)))
     arrays.pop("logit_rows", None)
     count = sizes.get(dim, 1)
-    number, whole = np.arange(count), {}
+    number = np.arange(count)
+    whole = {}
     for name, array in arrays.items():
         wide = dim in dims[name]
         if name == "token_ids":

@@ -83,18 +83,22 @@ class GoldenCheck(DecodingCheck):
         """Begin again, each request judged along the engines' choices; False, and nothing, where that is no use."""
         if self._routes is None or self._routes.wrong:
             return False
-        self.failures, self.wrong, self.routes = [], set(), self._routes
+        self.failures = []
+        self.wrong = set()
+        self.routes = self._routes
         return True
 
     def run(self) -> tuple[GoldenReport, SpeedReport]:
         if tuple(sorted(self.model.eos_token_ids)) != self.reference.eos_token_ids:
-            expected, found = list(self.reference.eos_token_ids), list(self.model.eos_token_ids)
+            expected = list(self.reference.eos_token_ids)
+            found = list(self.model.eos_token_ids)
             self.failures.append(f"end-of-sequence tokens: expected {expected} as in transformers, found {found}")
         if self._routes is None:
             self.judge_choices()
         free, _ = self.decode([self.freely(prompt) for prompt in self.prompts])
         forced, batch = self.decode([self.along(prompt) for prompt in self.prompts])
-        judged, alone = [], []
+        judged = []
+        alone = []
         for i, prompt in enumerate(self.prompts):
             lone, speed = self.decode([self.freely(prompt)])
             alone.append(speed)
@@ -154,8 +158,10 @@ class GoldenCheck(DecodingCheck):
         Its logits when it comes whole, as often as fills a step; cut at the edges; and token by token before the edges,
         and at positions that the engines' digest draws from all others; and what it generates.
         """
-        prompt, logits = long.prompt, long.logits
-        count, answer = len(prompt.prompt_ids), tuple(range(len(prompt.prompt_ids) + 1, prompt.total + 1))
+        prompt = long.prompt
+        logits = long.logits
+        count = len(prompt.prompt_ids)
+        answer = tuple(range(len(prompt.prompt_ids) + 1, prompt.total + 1))
         full = min(self.model.max_batch_size, self.max_num_tokens // count + 2)
         whole = [prompt.forced((count, *answer), logits)] * full
         single = [prompt.forced(ends, logits) for ends in chunks_to_edges(long.edges)]
@@ -188,9 +194,12 @@ class GoldenCheck(DecodingCheck):
 
     def mixed(self, free: Sequence[Decoded]) -> list[float | None]:
         """Run all prompts in random chunks, in all slots; return the largest error of each, the long one last."""
-        random, requests, owners = np.random.default_rng(0), [], []
+        random = np.random.default_rng(0)
+        requests = []
+        owners = []
         if self.long:
-            prompt, logits = self.long.prompt, self.long.logits
+            prompt = self.long.prompt
+            logits = self.long.logits
             requests.append(
                 prompt.forced((*self.long.edges, *range(len(prompt.prompt_ids) + 1, prompt.total + 1)), logits)
             )

@@ -49,11 +49,16 @@ class DecodingCheck:
                 f"{reference_json}: layers: expected {target.layers}, found {self.reference.layers}; make the "
                 "reference of this target"
             )
-        self.target, self.max_new_tokens = target, self.reference.max_new_tokens
-        self.assembly_json, self.tolerance = assembly_json, tolerance
-        self.reference_json, self.expected = Path(reference_json), expected
-        self.stop_ids, self.max_num_tokens = frozenset(self.reference.eos_token_ids), limits.max_num_tokens
-        self.weights_json, self.threads = weights_json, threads
+        self.target = target
+        self.max_new_tokens = self.reference.max_new_tokens
+        self.assembly_json = assembly_json
+        self.tolerance = tolerance
+        self.reference_json = Path(reference_json)
+        self.expected = expected
+        self.stop_ids = frozenset(self.reference.eos_token_ids)
+        self.max_num_tokens = limits.max_num_tokens
+        self.weights_json = weights_json
+        self.threads = threads
         self._check_limits(limits)
         self.model = Model.open(
             engines_json,
@@ -170,7 +175,8 @@ class DecodingCheck:
 
         Along the engines' choices each run has its own.
         """
-        errors, compared = Errors(prompt.bounds), prompt.logits if beside is None else beside
+        errors = Errors(prompt.bounds)
+        compared = prompt.logits if beside is None else beside
         expected = compared if found.expected is None else found.expected[: len(compared)]
         for count, right, row in zip(prompt.counts, expected, found.logits):
             errors.add(count, right, row)

@@ -13,7 +13,8 @@ from lockstep.runtime import Engine, Model, Request, Sampling
 from lockstep.runtime.active_choice import ActiveChoice
 from lockstep.runtime.drafts import Speculation
 
-_DRAFT_TOKENS, _WRONG_EACH = 4, 3
+_DRAFT_TOKENS = 4
+_WRONG_EACH = 3
 _TEMPERATURE = 4.0  # so that the noise decides most tokens
 
 
@@ -21,7 +22,8 @@ class RecordedDrafter:
     """Drafts recorded answers, by request and choice, in which every `wrong_each`th token is another one."""
 
     def __init__(self, answers: Mapping[tuple[int, int], Sequence[int]], wrong_each: int):
-        self._answers, self._wrong_each = answers, wrong_each
+        self._answers = answers
+        self._wrong_each = wrong_each
 
     def propose(self, asked: Mapping[ActiveChoice, int]) -> dict[ActiveChoice, list[int]]:
         return {choice: draft for choice, most in asked.items() if (draft := self._draft(choice, most))}

@@ -75,7 +75,8 @@ class Errors:
         """Return where an error was too large first, or all together: (number of tokens, what is wrong)."""
         if self.first or len(self.rms) < _ENOUGH:
             return self.first
-        found, bound = float(np.median(list(self.rms.values()))), self.bounds.rms(self.rms)
+        found = float(np.median(list(self.rms.values())))
+        bound = self.bounds.rms(self.rms)
         if found <= bound:
             return None
         what = f"an rms error of at most {bound:.3g} of the logits of the median of {len(self.rms)} steps"
@@ -98,7 +99,8 @@ class _Running:
 
 def random_chunks(prompt: int, total: int, random: np.random.Generator) -> tuple[int, ...]:
     """Return the ends of random chunks of a prompt; each later token up to `total` is one of its own."""
-    ends, at = [], 0
+    ends = []
+    at = 0
     while at < prompt:
         at = min(at + int(random.integers(1, _LONGEST_CHUNK + 1)), prompt)
         ends.append(at)

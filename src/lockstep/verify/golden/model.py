@@ -27,7 +27,8 @@ from lockstep.weights.source import open_source
 def load_checkpoint(checkpoint_json: Path, layers: int | str) -> PreTrainedModel:
     """Load a checkpoint's first layers, dequantised where it is quantised."""
     manifest = CheckpointManifest.load(checkpoint_json)
-    folder, config = manifest.folder_of(checkpoint_json), cut_config(manifest.config, layers)
+    folder = manifest.folder_of(checkpoint_json)
+    config = cut_config(manifest.config, layers)
     if packing_of(manifest.config) is None:
         return load_folder(folder, config)
     source = open_source(checkpoint_json)
@@ -53,7 +54,8 @@ def adapted(model: PreTrainedModel, adapter: LoadedAdapter | None, layers: int |
     layers: how many of the base's the model has; modules of others are left out. Raises InputError, of all layers, for
     a module that the model does not have.
     """
-    modules, hooks = dict(model.named_modules()), []
+    modules = dict(model.named_modules())
+    hooks = []
     for name, (a, b) in adapter.modules.items() if adapter else ():
         assert adapter is not None
         if name not in modules:

@@ -52,7 +52,8 @@ class MovedCheck:
     """The scenarios of one check; what is wrong goes to its failures."""
 
     def __init__(self, check: DecodingCheck, long: Long):
-        self._check, self._prompt = check, long.prompt
+        self._check = check
+        self._prompt = long.prompt
         self._model = _of_few_pages(check, len(long.prompt.prompt_ids))
         self._known = {**long.logits, **dict(zip(long.prompt.counts, long.prompt.logits))}
         self._tokens = np.array([*long.prompt.prompt_ids, *long.prompt.tokens], np.int64)
@@ -111,7 +112,8 @@ class MovedCheck:
 
     def _prefix(self) -> list[float | None]:
         """Run the long prompt twice, the second time beside one that goes on otherwise after the first chunk."""
-        chunk_size, engine = self._model.chunk_size, self._engine(prefix_caching=True)
+        chunk_size = self._model.chunk_size
+        engine = self._engine(prefix_caching=True)
         self._expect(engine.prefix_caching, "this attention, or a step of so few tokens, keeps no prefix")
         self._expect(self._whole.prompt > chunk_size, f"no prompt is longer than a chunk of {chunk_size} tokens")
         length = max(chunk_size + 1, min(chunk_size + _BEFORE, len(self._tokens) - _NEW))
@@ -132,7 +134,8 @@ class MovedCheck:
 
         The device chooses the tokens of the prompts.
         """
-        check, engine = self._check, self._engine()
+        check = self._check
+        engine = self._engine()
         count = min(_REQUESTS, self._model.max_batch_size)
         stays = [_Along(0, self._before_page(1))] if count > 1 else []
         follows = _Along(count, self._before_page(1))
@@ -161,7 +164,8 @@ class MovedCheck:
 
     def _last_pages(self) -> list[float | None]:
         """Run the long prompt in the last slot, and in a cache that is full with it."""
-        tables, others = self._model.tables, self._model.max_batch_size - 1
+        tables = self._model.tables
+        others = self._model.max_batch_size - 1
         ends = [*others * [1 + self._whole.new], self._whole.prompt + self._whole.new - 1]
         pages = sum(map(tables.pages_for, ends))
         self._expect(pages <= tables.pool.num_available, "the cache has no room for a request in each slot")
@@ -184,7 +188,8 @@ class MovedCheck:
 
     def _request(self, along: _Along, tokens: np.ndarray | None = None) -> Request:
         tokens = self._sequence(along.sequence) if tokens is None else tokens
-        prompt, following = tokens[: along.prompt], iter(tokens[along.prompt : along.prompt + along.new].tolist())
+        prompt = tokens[: along.prompt]
+        following = iter(tokens[along.prompt : along.prompt + along.new].tolist())
         if along.choice is not None:
             return Request(prompt, along.new, sampling=_DRAWN, choice=along.choice)
         return Request(prompt, along.new, lambda logits: next(following))
@@ -215,7 +220,8 @@ class MovedCheck:
         """Return the largest difference from the logits of the request alone, as far as both chose the same tokens."""
         if along not in self._alone:
             self._alone[along] = _decode(self._engine(), [self._request(along)])[0, along.choice or 0]
-        alone, moved = self._alone[along], moved or Decoded()
+        alone = self._alone[along]
+        moved = moved or Decoded()
         self._judge_reference(along, how, moved)
         where = f"prompt of {along.prompt} tokens, {how}, beside alone"
         if len(moved.logits) != len(alone.logits):
@@ -224,7 +230,8 @@ class MovedCheck:
         # A router's tied choice may fall otherwise in other company, and its logits jump.
         if self._check.routes is not None and not self._check.model.engines.batch_invariant:
             raise _NotRunError("choices inside the model may be others in other company")
-        errors, bound = list[float | None](), self._prompt.bounds.largest
+        errors = list[float | None]()
+        bound = self._prompt.bounds.largest
         for step, (expected, found) in enumerate(zip(alone.logits, moved.logits)):
             error = measure(expected[None], found[None], Bound(bound), 1.0)
             errors.append(error.max_abs_error)
@@ -252,7 +259,8 @@ def _of_few_pages(check: DecodingCheck, longest: int) -> Model:
 
     Its chunks are of a page where no prompt has a longer one.
     """
-    model, pool = check.model, check.model.tables.pool
+    model = check.model
+    pool = check.model.tables.pool
     if not model.engines.backend.on_host:
         return model
     pages = 2 * model.max_batch_size * model.tables.pages_for(model.max_seq_len)  # for requests, and for a prefix

@@ -163,7 +163,8 @@ def first_difference(
         return TokenDifference(step, None, None, None, False), (step, wrong)
     if step is None:
         return None, None
-    row, tolerance = (prompt.logits if logits is None else logits)[step], prompt.bounds.at(prompt.count(step))
+    row = (prompt.logits if logits is None else logits)[step]
+    tolerance = prompt.bounds.at(prompt.count(step))
     two = np.sort(row)[-2:]
     gap = float(two[1] - two[0]) if len(two) > 1 else None
     likeliest = expected[step] if logits is None else int(row.argmax())

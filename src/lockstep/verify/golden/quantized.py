@@ -50,17 +50,22 @@ def weights_error(source: Source, weights: Weights) -> float:
 
 def _steps(source: Source, weights: Weights, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the error of each number, in steps of its group, and what is allowed: a whole step at the end."""
-    place, group_size = source.tensors[name], weights.group_size
+    place = source.tensors[name]
+    group_size = weights.group_size
     assert group_size is not None  # checked before
     exact = source.array(name).astype(np.float64)
     if weights.quantization is not None and weights.quantization.mxfp4:
         return np.where(weights.dequantize(name) == exact, 0.0, np.inf), np.zeros(exact.shape)
-    data, scales = weights[data_name(name)], weights[scales_name(name)].astype(np.float64)
+    data = weights[data_name(name)]
+    scales = weights[scales_name(name)].astype(np.float64)
     error = np.abs(weights.dequantize(name) - exact)
     if group_size == ROW:
-        step, last, none = e4m3.steps(data.view(np.uint8)) * scales[:, None], np.zeros((), bool), 448 * _TINY
+        step = e4m3.steps(data.view(np.uint8)) * scales[:, None]
+        last = np.zeros((), bool)
+        none = 448 * _TINY
     else:
-        step, none = np.repeat(np.abs(scales), group_size, axis=1), _TINY
+        step = np.repeat(np.abs(scales), group_size, axis=1)
+        none = _TINY
         last = unpack(data, group_size).reshape(place.shape) == (255 if data.shape[-1] == group_size else 15)
     # A step of zero is that of a group or row of zeros, or of nearly that.
     in_steps = np.divide(error, step, out=np.where(error > none, np.inf, 0.0), where=step > 0)

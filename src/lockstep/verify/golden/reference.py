@@ -49,7 +49,9 @@ from lockstep.weights import Weights
 from lockstep.weights.adapters import LoadedAdapter, open_adapters
 from lockstep.weights.source import open_source
 
-_MOST_ROWS, _MOST_BYTES = 256, 1 << 25  # logits of the long prompt that are kept beside those at edges
+# logits of the long prompt that are kept beside those at edges
+_MOST_ROWS = 256
+_MOST_BYTES = 1 << 25
 
 
 @dataclass(frozen=True)
@@ -81,11 +83,14 @@ def make_reference(
     Raises CheckError for a weight that is off the checkpoint's by more than its rounding, InputError for inputs that do
     not fit together, and for an adapter of modules that the model does not have.
     """
-    checkpoint_json, out = Path(checkpoint_json), Path(out)
-    logits_file, drift_file = out.with_suffix(".safetensors"), out.with_suffix(".drift.json")
+    checkpoint_json = Path(checkpoint_json)
+    out = Path(out)
+    logits_file = out.with_suffix(".safetensors")
+    drift_file = out.with_suffix(".drift.json")
     stale_files(out, (logits_file.name,))
     manifest = CheckpointManifest.load(checkpoint_json)
-    folder, config = manifest.folder_of(checkpoint_json), manifest.config
+    folder = manifest.folder_of(checkpoint_json)
+    config = manifest.config
     check_stored(manifest.files, folder, RESOLVE_AGAIN)
     weights = Weights.open(weights_json) if weights_json else None
     adapters = open_adapters(adapters_json) if adapters_json else {}
@@ -233,7 +238,8 @@ def follow(
             (row,), cache = run_behind(model, tokens[-1:], cache)
             rows.append(row.float().numpy().copy())
             tokens.append(int(rows[-1].argmax()))
-    ids, expected = [*prompt_ids, *tokens[:-1]], {**kept, **dict(enumerate(rows, len(prompt_ids)))}
+    ids = [*prompt_ids, *tokens[:-1]]
+    expected = {**kept, **dict(enumerate(rows, len(prompt_ids)))}
     return tuple(tokens), np.stack(rows), kept, logit_noise(model, ids, expected)
 
 

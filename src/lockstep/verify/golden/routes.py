@@ -25,7 +25,9 @@ class Routes:
 
     def __init__(self, router: Router, known: Mapping[tuple[int, ...], np.ndarray]):
         """known: the reference's logits by the tokens before them; they count up to the first choice that is tied."""
-        self._router, self._recorder, self._known = router, router.recorder(), known
+        self._router = router
+        self._recorder = router.recorder()
+        self._known = known
         self._requests = self._tied = 0
         self.wrong: list[str] = []
 

@@ -13,5 +13,6 @@ def new_text(decode: Callable[[list[int]], str], prompt_ids: Sequence[int], toke
     Decoded behind the prompt, since tokenizers drop a space at the start of a text. Where the new tokens change the
     prompt's own text (a character begun there ends here), they are decoded alone.
     """
-    before, both = decode(list(prompt_ids)), decode([*prompt_ids, *tokens])
+    before = decode(list(prompt_ids))
+    both = decode([*prompt_ids, *tokens])
     return both[len(before) :] if both.startswith(before) else decode(list(tokens))

@@ -48,7 +48,9 @@ class Router:
     """The graphs of a model whose blocks choose."""
 
     def __init__(self, graphs: Graphs, blocks: Mapping[str, ChoosingBlock], tolerances: Tolerances):
-        self._graphs, self._blocks, self._tolerances = graphs, blocks, tolerances
+        self._graphs = graphs
+        self._blocks = blocks
+        self._tolerances = tolerances
         last = graphs.num_layers - 1
         parts: dict[Place, BoundBlock] = {("block", i): layer.block for i, layer in enumerate(graphs.layers)}
         parts["exit", last] = graphs.exit
@@ -85,7 +87,8 @@ class Router:
         along = Along()
         times = self._tolerances.noise * max(self._tolerances.engine) / UNITS
         for place, rows in recorded.items():
-            block, part = self._blocks[self._parts[place].graph], self._parts[place]
+            block = self._blocks[self._parts[place].graph]
+            part = self._parts[place]
             weights = self._graphs.weights_of(part.graph, part.slots)
             routed = block.along(rows.inputs, weights, rows.outputs, times)
             along.wrong = along.wrong or self._wrong(place, part.graph, routed, rows.outputs)

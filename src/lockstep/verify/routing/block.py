@@ -46,7 +46,9 @@ class ChoosingBlock:
 
     def __init__(self, graph: Graph, threads: int | None):
         model, self.choices = with_choices(graph.model, forced=True)
-        self._inputs, self._slots, self._outputs = graph.inputs, graph.slots, graph.outputs
+        self._inputs = graph.inputs
+        self._slots = graph.slots
+        self._outputs = graph.outputs
         if self.choices:
             self._exact, self._rounded = (
                 open_session(computed.SerializeToString(), threads)
@@ -113,7 +115,8 @@ class ChoosingBlock:
         """Try each row along all choices that are as good; keep those whose outputs are nearest to the engine's."""
         noise = self._score_noise(inputs, weights)
         count = len(next(iter(found.values())))
-        rows, chosen = np.arange(count), dict[str, np.ndarray]()
+        rows = np.arange(count)
+        chosen = dict[str, np.ndarray]()
         for choice in self.choices:
             scores = self._run(self._exact, self._take(inputs, rows), weights, self._forces(chosen))[choice.scores]
             ways = [

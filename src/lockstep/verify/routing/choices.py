@@ -90,7 +90,8 @@ class Choice:
         near = (apart <= np.maximum(tolerance[:, None], tolerance)) & chosen[:, None] & ~chosen
         distance = np.where(chosen, ordered - ordered[~chosen].max(), ordered[chosen].min() - ordered)
         tied = _nearest(np.where(near.any(0) | near.any(1), distance, np.inf), np.finfo(float).max)
-        leaving, coming = [i for i in tied if chosen[i]], [i for i in tied if not chosen[i]]
+        leaving = [i for i in tied if chosen[i]]
+        coming = [i for i in tied if not chosen[i]]
         for size in range(1, min(len(leaving), len(coming)) + 1):
             for out in itertools.combinations(leaving, size):
                 for new in itertools.combinations(coming, size):
@@ -120,7 +121,8 @@ def with_choices(model: onnx.ModelProto, forced: bool = False) -> tuple[onnx.Mod
     A choice takes the largest of some scores of each row (TopK, ArgMax), or compares each with a limit. The model
     itself where there is none. forced: with an input for each, zeros for what the scores choose.
     """
-    graph, types = Rewriter(model), typed_values(model)
+    graph = Rewriter(model)
+    types = typed_values(model)
     choices = []
     for node in graph.nodes:
         if (choice := _choice(graph, types, node)) is None:
@@ -149,7 +151,8 @@ def _choice(graph: Rewriter, types: dict[str, tuple[int, Dims]], node: NodeProto
     element, shape = types.get(node.input[0], (0, ()))
     if element not in _FLOATS or len(shape) != 2 or not isinstance(shape[1], int):
         return None
-    settings, width = attributes_of(node), shape[1]
+    settings = attributes_of(node)
+    width = shape[1]
     if node.op_type in _COMPARISONS:
         return Choice(node.output[0], 0, width, node.op_type.startswith("Greater"))
     axis = settings.get("axis", -1 if node.op_type == "TopK" else 0)

@@ -106,7 +106,8 @@ class Recorder:
         number = next((i for i, one in enumerate(self._requests) if one.ids == wanted[one.start :]), None)
         if number is None:
             return {}
-        request, whole = self._requests.pop(number), self._whole
+        request = self._requests.pop(number)
+        whole = self._whole
         if not request.start:
             self._whole = request
         elif whole is not None and whole.ids[: request.start] == wanted[: request.start]:

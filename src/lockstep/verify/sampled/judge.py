@@ -196,7 +196,9 @@ def _wrong_logprobs(
     bound = 2 * bounds.largest + _ROUNDING * max(1.0, float(np.abs(logits).max()))
     first = len(tokens) - len(logits)  # 1 where the prompt is repeated: nothing stands before its first token
     for number, row in enumerate(logits, first):
-        token, found, top = tokens[number], answer.logprobs[number], answer.top[number]
+        token = tokens[number]
+        found = answer.logprobs[number]
+        top = answer.top[number]
         expected = _log_probabilities(row)
         if found is None or top is None:
             yield f"logprobs: expected one of token {number}, found none"
@@ -208,7 +210,8 @@ def _wrong_logprobs(
     verdict.logprob_error = max(errors, default=0.0)
     if verdict.logprob_error > bound:
         yield f"logprobs: expected an error of at most {bound:.3g}, found {verdict.logprob_error:.3g}"
-    rms, most = float(np.sqrt(np.mean(np.square(errors)))), 2 * bounds.rms + bound - 2 * bounds.largest
+    rms = float(np.sqrt(np.mean(np.square(errors))))
+    most = 2 * bounds.rms + bound - 2 * bounds.largest
     if bounds.rms and len(errors) >= _ENOUGH and rms > most:
         yield f"logprobs: expected an rms error of at most {most:.3g}, found {rms:.3g}"
     if not asked.is_chat:

@@ -14,7 +14,8 @@ _MULTIPLIERS = 0xD2E7470EE14C6C93, 0xCA5A826395121157
 _KEY_STEPS = 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B
 _ROUNDS = 10
 _WORD = 1 << 64
-_LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
+_LOW = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
 _TOKENS_OF_BLOCK = 8  # 4 words of 64 bits
 
 
@@ -39,7 +40,10 @@ def philox(counter: list[np.ndarray], key: tuple[int, int]) -> list[np.ndarray]:
         k0, k1 = (np.uint64((word + number * step) % _WORD) for word, step in zip(key, _KEY_STEPS))
         high0, low0 = _product(x0, _MULTIPLIERS[0])
         high1, low1 = _product(x2, _MULTIPLIERS[1])
-        x0, x1, x2, x3 = high1 ^ x1 ^ k0, low1, high0 ^ x3 ^ k1, low0
+        x0 = high1 ^ x1 ^ k0
+        x1 = low1
+        x2 = high0 ^ x3 ^ k1
+        x3 = low0
     return [x0, x1, x2, x3]
 
 
@@ -47,7 +51,8 @@ def _product(x: np.ndarray, factor: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the upper and the lower word of products of 64 with 64 bits, from those of their halves."""
     factor_low = np.uint64(factor % (1 << 32))
     factor_high = np.uint64(factor >> 32)
-    low, high = x & _LOW, x >> _HALF
+    low = x & _LOW
+    high = x >> _HALF
     middle = high * factor_low + (low * factor_low >> _HALF)
     other = low * factor_high + (middle & _LOW)
     return high * factor_high + (middle >> _HALF) + (other >> _HALF), x * np.uint64(factor)

@@ -32,7 +32,8 @@ def check_adapter_slots(
         return
     tokens = [record.token_ids for record in records]
     ends = np.cumsum([len(each) for each in tokens])
-    number, owner = np.arange(ends[-1]), np.repeat(np.arange(adapters.max_adapters), adapters.max_lora_rank)
+    number = np.arange(ends[-1])
+    owner = np.repeat(np.arange(adapters.max_adapters), adapters.max_lora_rank)
     taken = np.cumsum(number % 3 != 0) - 1  # two of three tokens have an adapter
     modules = graphs.adapted_modules()
     for first in range(0, adapters.max_adapters, int(taken[-1]) + 1):

@@ -38,13 +38,16 @@ def embedding_error(graphs: Graphs, embed: Embed, noisy: Embed, tolerances: Tole
 
     On the whole vocabulary, and on steps in which tokens of a sample repeat.
     """
-    noise, errors = NOTHING, list[TensorError]()
-    size, draw = graphs.assembly.vocab_size, random.Random(0)
+    noise = NOTHING
+    errors = list[TensorError]()
+    size = graphs.assembly.vocab_size
+    draw = random.Random(0)
     steps = [np.arange(first, min(first + _PIECE, size), dtype=np.int64) for first in range(0, size, _PIECE)]
     sample = np.array(draw.sample(range(size), min(size, _SAMPLE)), np.int64)
     steps += [sample[rows] for _, rows in repeated_rows(1, len(sample), draw)]
     for token_ids in steps:
-        found, exact = graphs.run_block(graphs.embedding, {"token_ids": token_ids})["hidden"], embed(token_ids)
+        found = graphs.run_block(graphs.embedding, {"token_ids": token_ids})["hidden"]
+        exact = embed(token_ids)
         errors.append(measure(exact, found, Bound(1.0)))  # the bound follows, from the noise of all steps
         noise |= spread(exact, noisy(token_ids))
     worst = max(errors, key=lambda error: math.inf if error.relative_error is None else error.relative_error)
@@ -70,7 +73,10 @@ def layer_errors(
     All sequences run packed, as in a step; the last token is decoded too. adapter_ids: the adapter slot of each token,
     with which torch was recorded; none by default. capacity: the least rows of caches.
     """
-    record, errors, sides, overflow = records[0][0], list[BlockErrors](), Sides(), None
+    record = records[0][0]
+    errors = list[BlockErrors]()
+    sides = Sides()
+    overflow = None
     mixing = [layer.layer for layer in record.layers]
     if mixing != graphs.assembly.layer_numbers[: len(mixing)]:
         raise CheckError(f"expected token mixers in layers {graphs.assembly.layer_numbers}, found {mixing}")
@@ -80,11 +86,13 @@ def layer_errors(
         if stage.part == "attention":
             _add(sides, run, {name: f"{stage.phase}.{name}" for name in run.expected})
             continue
-        layer, variant = graphs.num_layers - 1, None
+        layer = graphs.num_layers - 1
+        variant = None
         if stage.part == "block":  # what enters this layer is of the one before
             _add(sides, run, dict.fromkeys(run.expected, "hidden"))
             assert stage.layer is not None
-            layer, variant = record.layers[stage.layer].layer, graphs.layers[stage.layer].variant
+            layer = record.layers[stage.layer].layer
+            variant = graphs.layers[stage.layer].variant
         if errors:
             errors[-1] = replace(errors[-1], tensors=_measured(sides, tolerances))
         errors.append(BlockErrors(stage.graph, {}, layer, variant))

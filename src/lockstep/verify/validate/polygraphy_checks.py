@@ -97,7 +97,8 @@ class FunctionRunner(BaseRunner):
 
     def __init__(self, name: str, inputs: Sequence[IO], function: Callable[[Mapping[str, np.ndarray]], np.ndarray]):
         super().__init__(name=name)
-        self._inputs, self._function = inputs, function
+        self._inputs = inputs
+        self._function = function
 
     def get_input_metadata_impl(self) -> TensorMetadata:
         return metadata(self._inputs)

@@ -78,7 +78,8 @@ def run(
     """
     if threads is not None:
         torch.set_num_threads(threads)
-    checkpoint, assembly = CheckpointManifest.load(checkpoint_json), Assembly.load(assembly_json)
+    checkpoint = CheckpointManifest.load(checkpoint_json)
+    assembly = Assembly.load(assembly_json)
     target = ValidatedGraphs(model or Path(checkpoint.source).name, assembly.precision, layers)
     if assembly.tensor_parallel is not None:  # a sum over ranks rounds each rank's part, and then all: twice as often
         tolerance = replace(tolerance, noise=math.sqrt(2) * tolerance.noise)
@@ -96,7 +97,10 @@ class _Validation:
     """The checks of graphs. found: what the report is to say, as far as they come."""
 
     def __init__(self, graphs: Graphs, config: Mapping[str, Any], tolerance: Tolerances, found: dict[str, Any]):
-        self._graphs, self._config, self._tolerance, self._found = graphs, config, tolerance, found
+        self._graphs = graphs
+        self._config = config
+        self._tolerance = tolerance
+        self._found = found
         variants = graphs.assembly.variants
         self._windows = {variants[layer.variant].window for layer in graphs.layers if layer.variant in variants} - {0}
 
@@ -139,7 +143,8 @@ class _Validation:
             )
         tokenizer = tokenizers.Tokenizer.from_file(str(self._graphs.path.with_name(assembly.tokenizer.file)))
         text = [token for token in tokenizer.encode(_TEXT).ids if token < assembly.vocab_size]
-        longest, random = assembly.max_position_embeddings or 64, np.random.default_rng(0)
+        longest = assembly.max_position_embeddings or 64
+        random = np.random.default_rng(0)
         beyond = sorted({window + 3 for window in self._windows if window <= _WIDEST})
         lengths = dict.fromkeys(min(length, longest) for length in (1, 2, 7, 33, *beyond))
         made = [random.integers(0, assembly.vocab_size, length) for length in lengths]
@@ -147,7 +152,8 @@ class _Validation:
 
     def _check_layers(self, records: list[Record]) -> None:
         """Check the embedding on the whole vocabulary, and each layer, teacher-forced. Raises CheckError."""
-        graphs, tolerance = self._graphs, self._tolerance
+        graphs = self._graphs
+        tolerance = self._tolerance
         embedding = embedding_error(graphs, self._torch.embed, self._torch.noisy_embed, tolerance)
         pairs = [(record, self._torch.noisy(record)) for record in records]
         errors, overflow = layer_errors(graphs, pairs, tolerance)
@@ -184,7 +190,8 @@ class _Validation:
         pairs = [(layer.block.graph, layer.variant) for layer in self._graphs.layers]
         count = 1 + assembly.layer_numbers[max(pairs.index(pair) for pair in pairs)]
         lengths = config_lengths(self._config) | self._windows
-        random, caches = np.random.default_rng(0), list[CacheError]()
+        random = np.random.default_rng(0)
+        caches = list[CacheError]()
         self._found["long_context"] = LongContext(max_seq_len, count, ())
         pasts = sorted({min(edge - 1, max_seq_len - _NUM_BEHIND) for edge in edges(max_seq_len, lengths)})
         with only_layers(self._torch.model, range(count)):
@@ -215,7 +222,8 @@ class _Validation:
 
     def _check_forward(self, uncut: Graph | None, records: list[Record]) -> None:
         """Check whole sequences, free, through Polygraphy: the chain of graphs, and the uncut one."""
-        graphs, inputs = self._graphs, self._graphs.forward_inputs()
+        graphs = self._graphs
+        inputs = self._graphs.forward_inputs()
 
         def split(feed: Mapping[str, np.ndarray]) -> np.ndarray:
             return forward(graphs, feed["hidden"], feed["position_ids"], feed["logit_rows"])

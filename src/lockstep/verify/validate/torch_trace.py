@@ -110,7 +110,8 @@ class TorchModel:
         scores that let every cache row take part. embedded: what stands for the embedded tokens, [num_tokens,
         hidden_size]. dtype: of the model. right: what each layer and each mixer is to go on with.
         """
-        recording, entered = _Recording(_caches(past, dtype), right=right), dict[int, np.ndarray]()
+        recording = _Recording(_caches(past, dtype), right=right)
+        entered = dict[int, np.ndarray]()
         ids = torch.from_numpy(np.ascontiguousarray(token_ids))
         given = {"input_ids": ids[None]} if embedded is None else {"inputs_embeds": _embeds(embedded, dtype)}
         embedded = self.embed(token_ids, dtype) if embedded is None else embedded
@@ -166,7 +167,8 @@ class TorchModel:
         modules: of each, A [in_features, columns] and B [columns, out_features], float32 or narrower. columns
         [num_tokens, columns]: 1 for a token's own, else 0.
         """
-        chosen, hooks = torch.from_numpy(columns.astype(np.float32)), []
+        chosen = torch.from_numpy(columns.astype(np.float32))
+        hooks = []
         layers = dict(self.model.named_modules())
         for name, arrays in modules.items():
             a, b = (torch.from_numpy(array.astype(np.float32)) for array in arrays)
@@ -201,7 +203,8 @@ def _entering(model: Any, right: Record | None, entered: dict[int, np.ndarray]) 
         if hidden.shape != found.shape:  # of several streams, of which transformers shows one
             entered[index] = exact[index]
             return args, options
-        entered[index], hidden = _numpy(found[0]), hidden.to(found.dtype)
+        entered[index] = _numpy(found[0])
+        hidden = hidden.to(found.dtype)
         return ((hidden, *args[1:]), options) if args else (args, {**options, "hidden_states": hidden})
 
     hooks = [
@@ -231,7 +234,8 @@ def _record_attention(
     is called twice.
     """
     recording = _recording.get()
-    eager, right = eager_attention(module), recording.exact()
+    eager = eager_attention(module)
+    right = recording.exact()
     if any(call["layer"] == module.layer_idx and not call["states"] for call in recording.calls):
         raise InputError(
             f"{type(module).__name__}: expected one attention in layer {module.layer_idx}, "
@@ -240,7 +244,8 @@ def _record_attention(
     scales: dict[str, float] = {}
     if recording.past and (pair := recording.past[len(recording.calls)]) is not None:
         past_key, past_value = pair
-        key, value = torch.cat([past_key, key], 2), torch.cat([past_value, value], 2)
+        key = torch.cat([past_key, key], 2)
+        value = torch.cat([past_value, value], 2)
         query, key, scales = _scaled(query, key, past_key.shape[2], options.get("scaling"), right)
     attention, weights = eager(module, query, key, value, attention_mask, **options)
     recorded = {"keys": _by_token(key), "values": _by_token(value), "attention": _numpy(attention[0].flatten(1))}
@@ -255,7 +260,8 @@ def _record_convolution(
 ) -> torch.Tensor:
     """Compute a causal convolution, and record its windows. hidden_states: [1, size, num_tokens]."""
     recording, (size, width) = _recording.get(), weight.shape
-    right, tokens = recording.exact(), hidden_states[0].t()
+    right = recording.exact()
+    tokens = hidden_states[0].t()
     rows = torch.cat([tokens.new_zeros(width - 1, size), tokens])
     window = _numpy(rows.unfold(0, width, 1).transpose(1, 2).flatten(1))
     states = {count: _numpy(rows[None, count : count + width - 1]) for count in places(len(tokens))}
@@ -293,7 +299,8 @@ def _states(inputs: Recurrent) -> dict[int, np.ndarray]:
     """Return the states [1, value_heads, key_dim, value_dim] of a recurrence at `places`, token by token."""
     count, heads, size = inputs.value.shape
     group = heads // inputs.key.shape[1]
-    keys, state = inputs.key.repeat_interleave(group, 1), inputs.value.new_zeros(heads, inputs.key.shape[2], size)
+    keys = inputs.key.repeat_interleave(group, 1)
+    state = inputs.value.new_zeros(heads, inputs.key.shape[2], size)
     states = {0: _numpy(state[None])}
     for number, (key, value, decay) in enumerate(zip(keys, inputs.value, inputs.decay), 1):
         state = state * decay.exp()[:, None, None]
@@ -332,11 +339,13 @@ def _scaled(
     squares = [x.square().mean(-1) for x in (query, key[:, :, num_past:])]
     query_rms, key_rms = (max(float(square.mean().sqrt()), 1e-6) for square in squares)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    by_query, by_key = _SCORES / (abs(scaling) * query.shape[-1] ** 0.5 * query_rms), 1 / key_rms
+    by_query = _SCORES / (abs(scaling) * query.shape[-1] ** 0.5 * query_rms)
+    by_key = 1 / key_rms
     if all(bool(((square - 1).abs() < 0.01).all()) for square in squares):
         by_query = by_key = 1.0
     if right:
-        by_query, by_key = right.query_scale, right.key_scale
+        by_query = right.query_scale
+        by_key = right.key_scale
     key = torch.cat([key[:, :, :num_past], key[:, :, num_past:] * by_key], 2)
     return query * by_query, key, {"query_scale": by_query, "key_scale": by_key}
 

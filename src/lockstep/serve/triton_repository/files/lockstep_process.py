@@ -14,9 +14,12 @@ class Process:
     """The process of a server, and Triton's metrics of it. given: the parameters of config.pbtxt."""
 
     def __init__(self, given, watchdog):
-        self._path, self._command = given["lockstep_socket"], shlex.split(given["lockstep_command"])
-        self._seconds, self._watchdog = float(given["lockstep_start_seconds"]), watchdog
-        self._process, self._is_closed = None, False
+        self._path = given["lockstep_socket"]
+        self._command = shlex.split(given["lockstep_command"])
+        self._seconds = float(given["lockstep_start_seconds"])
+        self._watchdog = watchdog
+        self._process = None
+        self._is_closed = False
         self._ensure()
         # Kept: a metric is of no use once its family is deleted.
         self._family = pb_utils.MetricFamily("lockstep_requests", "Requests, by state.", pb_utils.MetricFamily.GAUGE)

@@ -4,14 +4,17 @@ import faulthandler
 import os
 import threading
 
-_PERIOD_SECONDS, _STUCK_SECONDS = 0.5, 60
+_PERIOD_SECONDS = 0.5
+_STUCK_SECONDS = 60
 
 
 class Every:
     """A thread that calls `look` every `seconds`, until it is closed."""
 
     def __init__(self, seconds, look):
-        self._seconds, self._look, self._ended = seconds, look, threading.Event()
+        self._seconds = seconds
+        self._look = look
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 

@@ -13,18 +13,22 @@ _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 class TritonPythonModel:
     def initialize(self, args):
-        config, name = json.loads(args["model_config"]), args["model_name"]
+        config = json.loads(args["model_config"])
+        name = args["model_name"]
         given = {key: value["string_value"] for key, value in config["parameters"].items()}
         given = {key: value for key, value in given.items() if value not in ("", "none")}
         self._types = {each["name"]: pb_utils.triton_string_to_numpy(each["data_type"]) for each in config["output"]}
         self._excludes_input = given.get("exclude_input_in_output", "").lower() == "true"
         self._is_decoupled = config["model_transaction_policy"]["decoupled"]
-        self._path, self._url = given["lockstep_socket"], f"/v2/models/{name}/infer"
+        self._path = given["lockstep_socket"]
+        self._url = f"/v2/models/{name}/infer"
         # One thread and one connection: responses of a stream leave postprocessing in the order in which they came.
         self._connection = http.Connection(self._path, 60 if name in ("preprocessing", "postprocessing") else None)
         self._watchdog = lockstep_watchdog.Watchdog()
         self._process = lockstep_process.Process(given, self._watchdog) if "lockstep_command" in given else None
-        self._running, self._lock = {}, threading.Lock()  # senders of responses, by stream
+        # senders of responses, by stream
+        self._running = {}
+        self._lock = threading.Lock()
         period = float(given.get("cancellation_check_period_ms", 100)) / 1000
         self._watcher = lockstep_watchdog.Every(period, self._end_cancelled)
 
@@ -61,7 +65,8 @@ class TritonPythonModel:
 
     def _stream(self, body, sender):
         """Send the responses of a request as its events come; the last one is final."""
-        stream, is_final = None, False
+        stream = None
+        is_final = False
         try:
             stream = http.Stream(self._path, f"{self._url}_stream", body)
             with self._lock:
