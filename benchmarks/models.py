@@ -29,8 +29,8 @@ from benchmarks.markdown import paragraph
 from benchmarks.measure import deliver, surroundings
 from benchmarks.published import FAMILIES
 from lockstep import InputError
-from lockstep.artifacts.files import write_json
-from lockstep.provenance.code_identity import part_digest
+from lockstep.artifacts.files import sha256_json, write_json
+from lockstep.provenance.code_identity import code_digests
 from lockstep.tolerances import EXPORT
 
 OPTIONS = (
@@ -112,7 +112,7 @@ def _record(records: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         "benchmark": "models",
         "tolerance": EXPORT,
         "stages": STAGES,
-        "code": part_digest("."),
+        "code": sha256_json(code_digests("cli.main")),
         "families": {name: record for name, record in records.items() if name in FAMILIES},
         "models": {name: record for name, record in records.items() if name not in FAMILIES},
         **surroundings(*PACKAGES, threads=1),

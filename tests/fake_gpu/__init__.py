@@ -41,7 +41,7 @@ from fake_gpu import cublas_lt, cuda, cudnn, tensorrt
 from fake_gpu.device import Fault, Gpu
 from lockstep.backends import gpu as driver
 from lockstep.gpu import libraries
-from lockstep.provenance.code_identity import SOURCES as PACKAGE
+from lockstep.provenance.code_imports import SOURCES as PACKAGE
 
 __all__ = ["Fault", "Gpu", "installed"]
 

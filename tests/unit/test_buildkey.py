@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
+import ast
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import requires
 from pathlib import Path
 
@@ -14,23 +14,13 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from code_imports import reach, third_party
 from lockstep.config.backends import backends
 from lockstep.errors import InputError
-from lockstep.provenance import code_identity
+from lockstep.provenance import code_identity, code_imports
+from lockstep.provenance.code_imports import SOURCES, imports, reach, third_party, with_data
 from lockstep.stages import STAGES
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-# The module that a stage's work enters by.
-ENTRIES = {
-    "fetch": "checkpoint.hub", "fetch_adapters": "checkpoint.hub.adapters", "make_checkpoint": "export.make_checkpoint",
-    "resolve": "checkpoint", "architecture": "checkpoint", "adapters": "weights.check_adapters", "convert": "weights",
-    "export": "export", "validate": "verify.validate", "build": "backends", "compare": "verify.compare",
-    "reference": "verify.golden.reference", "quantized_reference": "verify.golden.reference",
-    "adapted_reference": "verify.golden.reference",
-    "quantized_adapted_reference": "verify.golden.reference", "golden": "verify.golden.check",
-    "adapted": "verify.golden.adapted", "served": "serve.check",
-}  # fmt: skip
 # Which environment file the rules name, and so must hold what the stage imports.
 ENVIRONMENTS = {
     "fetch": "fetch", "make_checkpoint": "torch", "resolve": "checkpoint", "convert": "checkpoint", "export": "torch",
@@ -45,66 +35,87 @@ CUDA_OF_TORCH = (
 )  # fmt: skip
 
 
-def test_each_stage_has_an_entry() -> None:
-    assert set(ENTRIES) == {name for name, stage in STAGES.items() if stage.code}
+def names(files: Iterable[Path]) -> set[str]:
+    return {path.relative_to(SOURCES).as_posix() for path in files}
 
 
-@pytest.mark.parametrize("name", ENTRIES)
-def test_what_a_stage_may_load_is_in_its_parts_and_its_packages_are_named(name: str) -> None:
-    stage = STAGES[name]
-    for backend in backends() if "backend" in stage.wildcards else [None]:
-        parts = code_identity.code_digests(stage.code, backend)
-        files = {path for part in parts for path in code_identity.files_of(part)}
-        loaded = reach(ENTRIES[name], backend) - {code_identity.SOURCES / "__init__.py"}
-        assert not loaded - files, backend
-        assert third_party(loaded) <= set(stage.packages), backend
-    assert set(stage.packages) <= set(code_identity.read_pins())
+def backends_of(stage: str) -> list[str | None]:
+    return [*backends()] if "backend" in STAGES[stage].wildcards else [None]
 
 
-def test_other_backends_are_no_part() -> None:
-    parts = code_identity.code_digests(STAGES["build"].code, "onnxruntime")
-    assert "backends/onnxruntime" in parts and not {"gpu", "backends/tensorrt"} & parts.keys()
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_a_stage_imports_is_pinned_or_comes_with_its_backend(stage: str) -> None:
+    unpinned = {name.replace("_", "-") for settings in backends().values() for name in settings.unpinned}
+    for backend in backends_of(stage):
+        packages = third_party(reach(STAGES[stage].module, backend))
+        assert packages - unpinned <= code_identity.read_pins().keys(), backend
+
+
+def test_a_stage_is_its_own_code_and_that_of_its_backend() -> None:
+    files = names(reach("stages.build", "onnxruntime"))
+    assert {"stages/build.py", "backends/builder.py", "backends/onnxruntime/backend.py"} <= files
+    assert not [path for path in files if path.startswith(("gpu/", "serve/", "backends/tensorrt/"))]
+    assert "serve/check.py" in names(reach("stages.served", "cuda"))
+
+
+def test_the_kernels_are_part_of_what_runs_them() -> None:
+    """Sources that no import names, of the folders of modules and below them."""
+    files = names(with_data(reach("stages.golden", "cuda")))
+    assert names(SOURCES.rglob("*.cu")) <= files
+    assert {"report/templates/index.html"} <= names(with_data(reach("report.renew")))
+
+
+def test_no_import_is_overlooked() -> None:
+    """Texts are searched for imports, which is quick; the syntax tree has them all."""
+    for path in SOURCES.rglob("*.py"):
+        assert _imports(path) <= imports(path, with_types=True), path
+
+
+def _imports(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: a relative import"
+            names |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package of two parts in place of this one."""
-    for name in ("one/a.py", "one/deep/b.py", "one/kernel.cu", "one/text.md", "two.py"):
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package of a module that imports two in place of this one."""
+    for name, text in {
+        "a.py": "import os\ndef late():\n    from lockstep.deep.b import (\n        c,  # why\n    )\n",
+        "deep/__init__.py": "", "deep/b.py": "if TYPE_CHECKING:\n    import lockstep.types\n", "deep/kernel.cu": "x",
+        "deep/text.md": "x", "types.py": "", "other.py": "",
+    }.items():  # fmt: skip
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("x = 1")
-    monkeypatch.setattr(code_identity, "SOURCES", tmp_path)
-    return tmp_path
+        path.write_text(text)
+    for module in (code_identity, code_imports):
+        monkeypatch.setattr(module, "SOURCES", tmp_path)
+    for cached in (code_imports.file_of, code_imports.reach):
+        cached.cache_clear()
+    yield tmp_path
+    for cached in (code_imports.file_of, code_imports.reach):
+        cached.cache_clear()
 
 
-@pytest.mark.parametrize(("changed", "parts"), [
-    ("one/a.py", {"one", "one/*"}), ("one/deep/b.py", {"one"}), ("one/kernel.cu", {"one", "one/*"}),
-    ("one/text.md", set()), ("two.py", {"two.py"}),
+@pytest.mark.parametrize(("changed", "folders"), [
+    ("a.py", {"a.py"}), ("deep/b.py", {"deep"}), ("deep/kernel.cu", {"deep"}), ("deep/text.md", set()),
+    ("types.py", set()), ("other.py", set()),
 ])  # fmt: skip
-def test_a_part_is_the_bytes_of_its_sources(package: Path, changed: str, parts: set[str]) -> None:
-    names = ("one", "one/*", "two.py")
-    before = code_identity.code_digests(names)
-    (package / changed).write_text("x = 22")
-    now = code_identity.code_digests(names)
-    assert {name for name in names if now[name] != before[name]} == parts
-
-
-def test_a_file_that_is_renamed_is_another(package: Path) -> None:
-    before = code_identity.part_digest("one")
-    os.rename(package / "one" / "a.py", package / "one" / "c.py")
-    assert code_identity.part_digest("one") != before
-
-
-def test_a_part_that_does_not_exist_is_named() -> None:
-    with pytest.raises(InputError, match="nothing: expected a part of this package"):
-        code_identity.code_digests(["nothing"])
+def test_the_code_of_a_stage_is_the_bytes_of_what_it_imports(package: Path, changed: str, folders: set[str]) -> None:
+    before = code_identity.code_digests("a")
+    assert set(before) == {"a.py", "deep"}
+    (package / changed).write_text((package / changed).read_text() + "\n# edited")
+    now = code_identity.code_digests("a")
+    assert {name for name in before if now[name] != before[name]} == folders
 
 
 def test_digests_are_the_same_in_another_process() -> None:
-    code = (
-        "from lockstep.provenance.code_identity import stage_key; from lockstep.stages import STAGES\n"
-        "print(*stage_key(STAGES['export'].code, STAGES['export'].packages).values())"
-    )
+    code = "from lockstep.provenance.code_identity import stage_key\nprint(*stage_key('stages.export').values())"
     output = {
         subprocess.run(
             [sys.executable, "-c", code],
@@ -118,15 +129,13 @@ def test_digests_are_the_same_in_another_process() -> None:
     assert len(output) == 1
 
 
-def test_a_pin_is_read_in_any_form_and_one_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_a_pin_is_read_in_any_form_and_one_that_is_none_is_named(tmp_path: Path) -> None:
     pins = tmp_path / "requirements.txt"
     pins.write_text("# comment\nNumPy==1.0\nml_dtypes==2.0  # why\n\n")
-    assert code_identity.pinned_packages(["ml-dtypes", "numpy"], pins) == {"ml-dtypes": "2.0", "numpy": "1.0"}
-    with pytest.raises(InputError, match="pin of torch"):
-        code_identity.pinned_packages(["torch"], pins)
+    assert code_identity.read_pins(pins) == {"ml-dtypes": "2.0", "numpy": "1.0"}
     pins.write_text("numpy>=1.0\n")
     with pytest.raises(InputError, match=r"requirements.txt:1: expected name==version, found 'numpy>=1.0'"):
-        code_identity.pinned_packages(["numpy"], pins)
+        code_identity.read_pins(pins)
 
 
 def canonical(name: str) -> str:
@@ -154,8 +163,11 @@ def test_the_environment_files_agree_with_the_pins(name: str) -> None:
     listed = {canonical(name): version for name, version in (line.split("==") for line in packages)}
     pins = code_identity.read_pins() | code_identity.read_pins(REPOSITORY / "envs" / "openvino.txt")
     assert listed == {package: pins[package] for package in listed}
-    stages = [STAGES[stage] for stage, group in ENVIRONMENTS.items() if group == name and stage in STAGES]
-    assert {package for stage in stages for package in stage.packages} <= set(listed), (
+    stages = [stage for stage, group in ENVIRONMENTS.items() if group == name and stage in STAGES]
+    imported = [
+        code_identity.pinned_packages(STAGES[stage].module, one) for stage in stages for one in backends_of(stage)
+    ]
+    assert {package for packages in imported for package in packages} <= set(listed), (
         "a stage imports what its environment lacks"
     )
     assert unpinned({package: requires(package) or [] for package in listed}) <= {"openvino-telemetry"}

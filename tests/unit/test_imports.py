@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from code_imports import file_of, imports
-from lockstep.provenance.code_identity import SOURCES as PACKAGE
+from lockstep.provenance.code_imports import SOURCES as PACKAGE
+from lockstep.provenance.code_imports import file_of, imports
 
 # From the bottom to the top: a package imports from those above it in this list, as docs/design.md draws it.
 LAYERS = (
@@ -48,7 +48,7 @@ def layer(path: Path) -> int:
 
 def outside(path: Path) -> set[str]:
     """Top-level packages that a module imports, wherever in it."""
-    return {module.partition(".")[0] for module in imports(path)}
+    return {module.partition(".")[0] for module in imports(path, with_types=True)}
 
 
 def test_each_module_is_in_a_package_of_the_list() -> None:
@@ -56,7 +56,9 @@ def test_each_module_is_in_a_package_of_the_list() -> None:
 
 
 def test_imports_run_one_way() -> None:
-    imported = {(path, file) for path in MODULES for module in imports(path) if (file := file_of(module))}
+    imported = {
+        (path, file) for path in MODULES for module in imports(path, with_types=True) if (file := file_of(module))
+    }
     above = [(name(path), name(file)) for path, file in imported if layer(file) > layer(path)]
     assert imported and not above, "the first imports the second, and is below it"
 

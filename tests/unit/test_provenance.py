@@ -191,7 +191,10 @@ def test_it_names_what_came_out_and_all_that_went_in(results: Results) -> None:
     assert definition["externalParameters"] == {**NAMES, "options": read_json(engines / "engines.json")["options"]}
     assert definition["internalParameters"]["buildKey"] == read_json(record_path(engines / "engines.json"))["key"]
     code = {item["name"]: item["digest"]["sha256"] for item in details["builder"]["builderDependencies"]}
-    assert code["lockstep/backends/onnxruntime"] == code_identity.part_digest("backends/onnxruntime")
+    assert (
+        code["lockstep/backends/onnxruntime"]
+        == code_identity.code_digests("stages.build", "onnxruntime")["backends/onnxruntime"]
+    )
     assert str(results.root) not in path.read_text()
 
 

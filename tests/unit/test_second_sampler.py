@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from code_imports import file_of, imports
-from lockstep.provenance.code_identity import SOURCES as PACKAGE
+from lockstep.provenance.code_imports import SOURCES as PACKAGE
+from lockstep.provenance.code_imports import file_of, imports
 from lockstep.step.sampling import Sampler, Sampling
 from lockstep.step.sampling import exponential_noise as product_noise
 from lockstep.verify.sampled.noise import exponential_noise, philox

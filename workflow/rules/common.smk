@@ -80,10 +80,9 @@ with guard():
     DEVICE = CONFIG.check_device(config.get("device"))
     # What a change of the code or of the pinned packages reruns, by stage and backend.
     KEYS = {
-        (stage.name, backend): stage_key(stage.code, stage.packages, backend)
+        (stage.name, backend): stage_key(stage.module, backend)
         for stage in STAGES.values()
         for backend in (backends() if "backend" in stage.wildcards else [None])
-        if stage.code
     }
 
 TARGETS = CONFIG.targets()

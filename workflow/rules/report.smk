@@ -35,6 +35,6 @@ rule summary:
     params:
         targets=[str(target) for target in TARGETS],
         not_run=NOT_RUN,
-        key=stage_key(["artifacts", "manifests", "report", "stages"], ["jinja2", "rich"]),
+        key=stage_key("report.renew"),
     script:
         "../scripts/summary.py"

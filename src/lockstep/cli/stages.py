@@ -202,7 +202,7 @@ def _values(target: Target, entry: Stage) -> tuple[Any, ...]:
 
 def _run(project: Project, stage: str, names: dict[str, Any], **given: Any) -> Path:
     """Return a stage's artefact, made and recorded as in a job of the workflow."""
-    from lockstep.provenance.code_identity import untested
+    from lockstep.provenance.code_identity import pinned_packages, untested
     from lockstep.provenance.run import run
     from lockstep.report.renew import refreshed
     from lockstep.stages import STAGES
@@ -210,7 +210,7 @@ def _run(project: Project, stage: str, names: dict[str, Any], **given: Any) -> P
     model = names["model"]
     if stage == "adapters":
         given["adapters"] = project.config.adapter_folders(model, results=project.results)
-    if "transformers" in STAGES[stage].packages and (line := untested()):
+    if "transformers" in pinned_packages(STAGES[stage].module) and (line := untested()):
         click.echo(f"warning: {line}", err=True)
     job = STAGES[stage].job(project.config, project.results.root, names, **given)
     with refreshed(project.results):

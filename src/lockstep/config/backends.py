@@ -34,8 +34,7 @@ class BackendSettings:
     section: its part of the config, `backends.<name>`, the options of its builds; None: it has no settings.
     takes_limits: engines are built for the config's limits, which are options too. gpus: that a job which builds or
     runs its engines takes. unpinned: top level modules of packages that come with the machine, and have no pin in
-    envs/requirements.txt; engines.json records their version. built_on: parts of this package besides its folder that
-    it uses.
+    envs/requirements.txt; engines.json records their version.
     runs_ranks: several ranks of a model split by `tensor_parallel`. runs_adapters: graphs that take adapters, in these
     precisions.
     zero_points: of checkpoints that were quantised with other ones than the middle. mxfp4: codes of weights.
@@ -56,7 +55,6 @@ class BackendSettings:
     takes_limits: bool = False
     gpus: int = 0
     unpinned: tuple[str, ...] = ()
-    built_on: tuple[str, ...] = ()
     runs_ranks: bool = False
     runs_adapters: tuple[str, ...] = ()
     zero_points: bool = True

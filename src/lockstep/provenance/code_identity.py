@@ -1,8 +1,7 @@
-"""The identity of a stage's code: digests of the parts of this package that it uses, and the pins of its packages.
+"""The identity of a stage's code: digests of the modules that it may load, and the pins of the packages they import.
 
-In: the parts and packages that the stage names, and the pins of `envs/requirements.txt`. Out: hex digests for the
-`params` of the stage's rule. Snakemake sees neither an edited module nor an edited pin; it does see changed `params`.
-`tests/unit/test_buildkey.py` follows the imports, and holds what stages name to it.
+In: the module that a job enters by, and the pins of `envs/requirements.txt`. Out: hex digests for the `params` of the
+stage's rule. Snakemake sees neither an edited module nor an edited pin; it does see changed `params`.
 """
 
 from __future__ import annotations
@@ -11,83 +10,59 @@ import functools
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lockstep.artifacts.files import sha256_json
 from lockstep.backends.identity import versions
 from lockstep.config.sources import REPOSITORY
 from lockstep.errors import InputError
+from lockstep.provenance.code_imports import SOURCES, reach, third_party, with_data
 
-SOURCES = Path(__file__).resolve().parents[1]  # of the package
 _PINS = REPOSITORY / "envs" / "requirements.txt"
 
 
-def stage_key(parts: Sequence[str], packages: Iterable[str], backend: str | None = None) -> dict[str, str]:
-    """Return the digests that a rule keeps in its `params`: of `code_digests`, and of the pins of `packages`."""
-    return {"code": sha256_json(code_digests(parts, backend)), "environment": sha256_json(pinned_packages(packages))}
+def stage_key(entry: str, backend: str | None = None) -> dict[str, str]:
+    """Return the digests that a rule keeps in its `params`: of the code, and of the pins of its packages.
 
-
-def code_digests(parts: Sequence[str], backend: str | None = None) -> dict[str, str]:
-    """Return the hex sha256 of each part of this package.
-
-    parts: folders with all below (`verify/golden`), the files of a folder (`verify/*`), or one file (`targets.py`).
-    backend: the one that a job is for, whose folder is a part too, and what it is built on.
+    entry: the module of this package that a job enters by. backend: the one that it is for.
     """
-    return {part: part_digest(part) for part in sorted({*parts, *_parts_of(backend)})}
+    code = sha256_json(code_digests(entry, backend))
+    return {"code": code, "environment": sha256_json(pinned_packages(entry, backend))}
 
 
-def _parts_of(backend: str | None) -> tuple[str, ...]:
-    if backend is None:
-        return ()
-    from lockstep.config.backends import backends  # loads pydantic
+def code_digests(entry: str, backend: str | None = None) -> dict[str, str]:
+    """Return by folder of this package the hex sha256 over names and bytes of the modules that a job may load.
 
-    return (f"backends/{backend}", *backends()[backend].built_on)
-
-
-def files_of(part: str) -> list[Path]:
-    """Return the Python and CUDA sources and templates of a part, sorted. Raises InputError where there is none."""
-    place = SOURCES / part.removesuffix("/*")
-    found = [place] if place.is_file() else place.glob("*.*" if part.endswith("/*") else "**/*.*")
-    files = sorted(path for path in found if path.suffix in (".py", ".cu", ".html"))
-    if not files:
-        raise InputError(f"{part}: expected a part of this package, found no source in {place}")
-    return files
-
-
-def part_digest(part: str) -> str:
-    """Return the hex sha256 over names and bytes of the sources of a part, as they are now."""
-    files = files_of(part)
-    return _digest(tuple((path, path.stat().st_mtime_ns, path.stat().st_size) for path in files))
+    Of files beside the package's folders it is by file.
+    """
+    digests: dict[str, hashlib._Hash] = {}
+    for path in with_data(reach(entry, backend)):
+        place = path.relative_to(SOURCES)
+        folder = place.parent.as_posix() if place.parent.parts else place.name
+        status = path.stat()
+        line = f"{place.as_posix()}\0{_digest(path, status.st_mtime_ns, status.st_size)}\0"
+        digests.setdefault(folder, hashlib.sha256()).update(line.encode())
+    return {folder: digest.hexdigest() for folder, digest in sorted(digests.items())}
 
 
 @functools.cache
-def _digest(files: tuple[tuple[Path, int, int], ...]) -> str:
-    """Return the digest of files, with times and sizes that tell when they are to be read again."""
-    digest = hashlib.sha256()
-    for path, _, _ in files:
-        digest.update(f"{path.relative_to(SOURCES).as_posix()}\0".encode())
-        digest.update(hashlib.sha256(path.read_bytes()).digest())
-    return digest.hexdigest()
+def _digest(path: Path, mtime_ns: int, size: int) -> str:
+    """Return the sha256 of a file; its time and size tell when it is to be read again."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def pinned_packages(packages: Iterable[str], pins: str | os.PathLike | None = None) -> dict[str, str]:
-    """Return the pinned version of each of `packages`. Raises InputError for one that has no pin."""
-    place = pins or _PINS
-    pinned = read_pins(place)
-    wanted = sorted({_canonical(name) for name in packages})
-    for name in wanted:
-        if name not in pinned:
-            raise InputError(f"{place}: expected a pin of {name}, found none; add the line {name}==VERSION")
-    return {name: pinned[name] for name in wanted}
+def pinned_packages(entry: str, backend: str | None = None) -> dict[str, str]:
+    """Return the pinned version of each package that a job imports. What comes with a machine has no pin."""
+    pins = read_pins()
+    return {name: pins[name] for name in sorted(third_party(reach(entry, backend)) & pins.keys())}
 
 
-def installed_packages(packages: Iterable[str]) -> dict[str, str]:
-    """Return the installed version of each of `packages`.
+def installed_packages(entry: str, backend: str | None = None) -> dict[str, str]:
+    """Return the installed version of each package that a job imports.
 
     Local parts such as +cpu are left out. Of packages that are not installed it is the pinned one.
     """
-    pinned = pinned_packages(packages)
+    pinned = pinned_packages(entry, backend)
     return {**pinned, **{name: version for name, version in versions(list(pinned)).items() if name in pinned}}
 
 

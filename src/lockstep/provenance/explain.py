@@ -81,10 +81,11 @@ def _key_now(step: Job, recorded: BuildKey, again: Mapping[Path, str]) -> BuildK
     """
     inputs = {name: content(path) for name, path in step.inputs.items() if path not in again and path.is_file()}
     kept = {name: value for name, value in recorded.inputs.items() if step.inputs.get(name) in again}
-    code = code_identity.code_digests(STAGES[step.stage].code, step.backend)
+    module = STAGES[step.stage].module
+    code = code_identity.code_digests(module, step.backend)
     key = replace(recorded, inputs={**kept, **inputs}, options=dict(step.options), code=code)
     with contextlib.suppress(LockstepError):
-        key = replace(key, environment=code_identity.pinned_packages(STAGES[step.stage].packages))
+        key = replace(key, environment=code_identity.pinned_packages(module, step.backend))
         if key.backend is not None:
             key = replace(key, backend=backend_identity(step))
     return key

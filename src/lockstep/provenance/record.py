@@ -38,8 +38,8 @@ def build_key(step: Job) -> BuildKey:
         names={name: str(value) for name, value in step.names.items() if name != "model" or stage.is_named},
         inputs={name: content(path) for name, path in step.inputs.items()},
         options=dict(step.options),
-        code=code_identity.code_digests(stage.code, backend),
-        environment=code_identity.installed_packages(stage.packages),
+        code=code_identity.code_digests(stage.module, backend),
+        environment=code_identity.installed_packages(stage.module, backend),
         backend=backend_identity(step) if backend else None,
     )
 

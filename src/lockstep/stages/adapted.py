@@ -7,19 +7,7 @@ from typing import Any
 
 from lockstep.artifacts.adapted import AdaptedReport
 from lockstep.artifacts.build_record import BuildKey
-from lockstep.stages.stage import (
-    ONNX,
-    RUNTIME,
-    Config,
-    Job,
-    Names,
-    Pinned,
-    Stage,
-    arguments,
-    artefacts,
-    bounds,
-    expected,
-)
+from lockstep.stages.stage import Config, Job, Names, Pinned, Stage, arguments, artefacts, bounds, expected
 from lockstep.targets import Results
 
 
@@ -27,8 +15,6 @@ class Adapted(Stage):
     output = "{model}/{precision}/adapted/{backend}/{layers}.json"
     reads = artefacts("assembly", "weights", "engines", "adapters", "adapted_reference")
     reads_quantized = {"adapted_reference": Results.quantized_adapted_reference.pattern}
-    code = RUNTIME
-    packages = ONNX
     help = "Engine set with several adapters in one batch against the reference of each."
     is_check = is_judged = is_named = only_adapters = runs_engines = True
 

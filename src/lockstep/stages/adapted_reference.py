@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep.stages.reference import make_reference
-from lockstep.stages.stage import EXPORT, TORCH, Config, Job, Names, Stage, artefacts
+from lockstep.stages.stage import Config, Job, Names, Stage, artefacts
 from lockstep.targets import Target, is_quantized
 
 
 class AdaptedReference(Stage):
     output = "{model}/adapted_reference/{layers}.json"
     reads = artefacts("checkpoint", "adapters")
-    code = (*EXPORT, "verify/*", "verify/golden")
-    packages = TORCH
     help = "Tokens and logits of transformers with each adapter."
     is_check = only_adapters = True
 

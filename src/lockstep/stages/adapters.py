@@ -7,15 +7,13 @@ from typing import Any
 
 from lockstep.artifacts.adapters import AdaptersManifest
 from lockstep.artifacts.build_record import BuildKey
-from lockstep.stages.stage import NUMPY, WEIGHTS, Config, Job, Names, Pinned, Stage, artefacts
+from lockstep.stages.stage import Config, Job, Names, Pinned, Stage, artefacts
 
 
 class Adapters(Stage):
     output = "{model}/adapters.json"
     reads = artefacts("checkpoint")
     brought = {"fetched": "{model}/adapter_sources.json"}
-    code = WEIGHTS
-    packages = NUMPY
     help = "Folders of LoRA adapters -> adapters.json, compared with the checkpoint."
     only_adapters = True
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.stages.stage import CHECKPOINT, NUMPY, Config, Job, Names, Stage
+from lockstep.stages.stage import Config, Job, Names, Stage
 
 
 class Architecture(Stage):
     output = "{model}/architecture.json"
     brought = {"fetched": "{model}/source.json"}
-    code = CHECKPOINT
-    packages = NUMPY
 
     def options(self, config: Config, names: Names) -> dict[str, Any]:
         return {"source": config.models[names["model"]].source}

@@ -10,14 +10,12 @@ from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import sha256_json
 from lockstep.manifests.own_files import clear_unnamed
-from lockstep.stages.stage import ENGINES, ONNX, Config, Job, Names, Pinned, Stage, artefacts
+from lockstep.stages.stage import Config, Job, Names, Pinned, Stage, artefacts
 
 
 class Build(Stage):
     output = "{model}/{precision}/engines/{backend}/engines.json"
     reads = artefacts("assembly")
-    code = ENGINES
-    packages = ONNX
     help = "assembly.json -> the engine set of one backend."
     is_cached = is_reproduced = continues = owns_folder = True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.stages.stage import ENGINES, ONNX, Config, Job, Names, Stage, artefacts
+from lockstep.stages.stage import Config, Job, Names, Stage, artefacts
 from lockstep.targets import Limits
 from lockstep.tolerances import Tolerances
 
@@ -12,8 +12,6 @@ from lockstep.tolerances import Tolerances
 class Compare(Stage):
     output = "{model}/{precision}/compare/{backend}.json"
     reads = artefacts("assembly", "weights", "engines")
-    code = (*ENGINES, "verify/*", "verify/compare")
-    packages = ("polygraphy", *ONNX)
     help = "Each engine against its graph in ONNX Runtime."
     is_check = is_judged = runs_engines = True
 

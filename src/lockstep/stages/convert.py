@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lockstep.artifacts.build_record import BuildKey
 from lockstep.manifests.own_files import clear_unnamed
-from lockstep.stages.stage import NUMPY, WEIGHTS, Job, Pinned, Stage, artefacts, digests
+from lockstep.stages.stage import Job, Pinned, Stage, artefacts, digests
 from lockstep.targets import Results
 
 
@@ -14,8 +14,6 @@ class Convert(Stage):
     output = "{model}/{precision}/weights.json"
     reads = artefacts("checkpoint")
     reads_quantized = {"assembly": Results.assembly.pattern}
-    code = WEIGHTS
-    packages = NUMPY
     help = "checkpoint.json -> weights.json in one precision."
     is_cached = is_reproduced = True
 

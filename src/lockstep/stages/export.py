@@ -8,7 +8,7 @@ from typing import Any
 from lockstep.artifacts.build_record import BuildKey
 from lockstep.manifests.digest_cache import digest
 from lockstep.manifests.own_files import clear_unnamed
-from lockstep.stages.stage import EXPORT, TORCH, Config, Job, Names, Pinned, Stage, artefacts, digests
+from lockstep.stages.stage import Config, Job, Names, Pinned, Stage, artefacts, digests
 from lockstep.targets import is_quantized
 
 
@@ -16,8 +16,6 @@ class Export(Stage):
     output = "{model}/{precision}/graphs/assembly.json"
     # Not checkpoint.json: other weights for the same model need no new graphs, and so no new engines.
     reads = artefacts("architecture")
-    code = EXPORT
-    packages = TORCH
     help = "architecture.json -> assembly.json and its graphs."
     is_cached = is_reproduced = owns_folder = True
 

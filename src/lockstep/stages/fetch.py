@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep.config.sources import HubSource, parse_source
-from lockstep.stages.stage import CHECKPOINT, NUMPY, Config, Job, Names, Stage
+from lockstep.stages.stage import Config, Job, Names, Stage
 from lockstep.targets import Target
 
 
 class Fetch(Stage):
     output = "{model}/source.json"
-    code = (*CHECKPOINT, "config/gguf_file.py", "config/sources.py")
-    packages = ("huggingface-hub", *NUMPY)
     help = "A model on the hub, a GGUF file or random weights -> source.json and its folder."
     continues = True
 

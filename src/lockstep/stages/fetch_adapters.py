@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep.config.sources import HubSource, parse_source
-from lockstep.stages.stage import CHECKPOINT, NUMPY, Config, Job, Names, Stage
+from lockstep.stages.stage import Config, Job, Names, Stage
 from lockstep.targets import Target
 
 
 class FetchAdapters(Stage):
     output = "{model}/adapter_sources.json"
-    code = (*CHECKPOINT, "config/gguf_file.py", "config/sources.py")
-    packages = ("huggingface-hub", *NUMPY)
     help = "LoRA adapters on the hub -> adapter_sources.json and their folders."
     continues = only_adapters = True
 

@@ -8,20 +8,7 @@ from typing import Any
 from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.reports import GoldenReport
 from lockstep.errors import CheckError
-from lockstep.stages.stage import (
-    ONNX,
-    RUNTIME,
-    Config,
-    Job,
-    Names,
-    Pinned,
-    Stage,
-    arguments,
-    artefacts,
-    bounds,
-    expected,
-    tokens,
-)
+from lockstep.stages.stage import Config, Job, Names, Pinned, Stage, arguments, artefacts, bounds, expected, tokens
 from lockstep.targets import Results
 
 
@@ -30,8 +17,6 @@ class Golden(Stage):
     beside = {"speed": "{model}/{precision}/golden/{backend}/{layers}.speed.json"}
     reads = artefacts("assembly", "weights", "engines", "reference")
     reads_quantized = {"reference": Results.quantized_reference.pattern}
-    code = RUNTIME
-    packages = ONNX
     help = "Engine set against the reference, and its speed."
     is_check = is_judged = is_reproduced = is_named = runs_engines = True
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep.config.sources import GgufSource, RandomSource, parse_source
-from lockstep.stages.stage import EXPORT, TORCH, Config, Job, Names, Stage
+from lockstep.stages.stage import Config, Job, Names, Stage
 from lockstep.targets import Target
 
 
 class MakeCheckpoint(Stage):
     output = "{model}/source.json"
-    code = (*EXPORT, "config/gguf_file.py", "config/sources.py")
-    packages = ("gguf", *TORCH)
 
     def needed(self, config: Config, target: Target) -> bool:
         return isinstance(parse_source(config.models[target.model].source), (GgufSource, RandomSource))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep.stages.reference import make_reference
-from lockstep.stages.stage import EXPORT, TORCH, Config, Job, Names, Stage, artefacts
+from lockstep.stages.stage import Config, Job, Names, Stage, artefacts
 
 
 class QuantizedReference(Stage):
@@ -15,8 +15,6 @@ class QuantizedReference(Stage):
         "drift": "{model}/{precision}/reference/{layers}.drift.json",
     }
     reads = artefacts("checkpoint", "weights")
-    code = (*EXPORT, "verify/*", "verify/golden")
-    packages = TORCH
     help = "Tokens and logits of transformers on the dequantised weights, and their drift."
     is_check = is_cached = is_reproduced = only_quantized = True
 

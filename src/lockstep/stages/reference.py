@@ -7,15 +7,13 @@ from typing import Any
 
 from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.reference import ReferenceManifest
-from lockstep.stages.stage import EXPORT, TORCH, Config, Job, Names, Pinned, Stage, artefacts, tokens
+from lockstep.stages.stage import Config, Job, Names, Pinned, Stage, artefacts, tokens
 
 
 class Reference(Stage):
     output = "{model}/reference/{layers}.json"
     beside = {"logits": "{model}/reference/{layers}.safetensors"}
     reads = artefacts("checkpoint")
-    code = (*EXPORT, "verify/*", "verify/golden")
-    packages = TORCH
     help = "checkpoint.json -> tokens and logits of transformers."
     is_check = is_cached = True
 

@@ -7,14 +7,12 @@ from typing import Any
 
 from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.checkpoint import CheckpointManifest
-from lockstep.stages.stage import CHECKPOINT, NUMPY, Config, Job, Names, Pinned, Stage
+from lockstep.stages.stage import Config, Job, Names, Pinned, Stage
 
 
 class Resolve(Stage):
     output = "{model}/checkpoint.json"
     brought = {"fetched": "{model}/source.json"}
-    code = CHECKPOINT
-    packages = NUMPY
     help = "Checkpoint folder -> checkpoint.json and architecture.json."
     is_reproduced = True
 

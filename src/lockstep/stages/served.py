@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.stages.stage import ONNX, RUNTIME, Config, Job, Names, Stage, arguments, artefacts, bounds
+from lockstep.stages.stage import Config, Job, Names, Stage, arguments, artefacts, bounds
 from lockstep.targets import Results, Target
 
 
@@ -12,11 +12,6 @@ class Served(Stage):
     output = "{model}/{precision}/served/{backend}/{layers}.json"
     reads = artefacts("assembly", "weights", "engines", "reference", "golden")
     reads_quantized = {"reference": Results.quantized_reference.pattern}
-    code = (*RUNTIME, "verify/sampled", "serve")
-    packages = (
-        "grpcio", "jinja2", "llguidance", "msgspec", "prometheus-client", "protobuf", "pydantic-core", "starlette",
-        "uvicorn", "uvloop", *ONNX,
-    )  # fmt: skip
     help = "A server on the engine set against the golden check."
     is_check = is_judged = is_named = runs_engines = True
 

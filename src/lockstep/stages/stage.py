@@ -25,17 +25,6 @@ if TYPE_CHECKING:
 else:
     Config = Any  # its module loads pydantic, which running engines does not need
 
-# Parts of this package, and packages, that several stages have.
-CONFIG = ("config/__init__.py", "config/model_config.py", "config/packing.py")
-CHECKPOINT = ("errors.py", "processes.py", "targets.py", "artifacts", "manifests", *CONFIG, "checkpoint")
-WEIGHTS = (*CHECKPOINT, "weights")
-EXPORT = (*WEIGHTS, "tolerances.py", "onnx_tools", "export")
-ENGINES = (*WEIGHTS, "tolerances.py", "onnx_tools", "step", "backends/*")
-RUNTIME = (*ENGINES, "runtime", "verify/*", "verify/golden", "verify/routing")
-NUMPY = ("ml-dtypes", "numpy", "tokenizers")
-ONNX = (*NUMPY, "onnx", "onnxruntime")
-TORCH = (*ONNX, "huggingface-hub", "onnx-ir", "onnxscript", "safetensors", "torch", "transformers")
-
 Names = Mapping[str, Any]  # model, precision, layers and backend, those that a stage has
 Pinned = tuple[tuple[str, ...], dict[str, Any]]  # the place in a lock, and what it must be, by name
 
@@ -82,16 +71,12 @@ class Stage(abc.ABC):
     output: the pattern of its manifest below `results/`; what stands in braces are its wildcards. reads: patterns of
     what it reads, by name. reads_quantized: where weights are quantised, patterns that are read besides, or instead
     under a name of `reads`. brought: patterns of manifests beside which files of the user lie that another job brings.
-    beside: patterns of what it makes beside the manifest. code: parts of this package that its work is in, and
-    packages: those that it uses; a change of either makes the stage run again. Of a backend the folder and what it is
-    built on are added. help: of its command, which it has not without one.
+    beside: patterns of what it makes beside the manifest. help: of its command, which it has not without one.
     """
 
     classes: ClassVar[list[type[Stage]]] = []  # of all stages
     name: ClassVar[str]
     output: ClassVar[str]
-    code: ClassVar[tuple[str, ...]] = ()
-    packages: ClassVar[tuple[str, ...]] = ()
     help: ClassVar[str] = ""
     reads: ClassVar[Mapping[str, str]] = {}
     reads_quantized: ClassVar[Mapping[str, str]] = {}
@@ -111,6 +96,11 @@ class Stage(abc.ABC):
     def __init_subclass__(cls) -> None:
         cls.name = cls.__module__.rpartition(".")[2]
         cls.classes.append(cls)
+
+    @property
+    def module(self) -> str:
+        """Return the module of this package that its jobs enter by; what they may load makes them run again."""
+        return f"stages.{self.name}"
 
     @property
     def wildcards(self) -> tuple[str, ...]:

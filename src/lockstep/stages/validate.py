@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.stages.stage import EXPORT, TORCH, Config, Job, Names, Stage, artefacts
+from lockstep.stages.stage import Config, Job, Names, Stage, artefacts
 from lockstep.tolerances import Tolerances
 
 
 class Validate(Stage):
     output = "{model}/{precision}/validate/{layers}.json"
     reads = artefacts("assembly", "weights", "checkpoint")
-    code = (*EXPORT, "step", "verify/*", "verify/validate")
-    packages = ("onnx-graphsurgeon", "polygraphy", *TORCH)
     help = "Graphs against torch, at one layer count."
     is_check = is_judged = is_named = True
 

@@ -17,6 +17,5 @@ SETTINGS = BackendSettings(
     fp8_kv_cache=True,
     gpus=1,
     unpinned=("cuda", "cudnn"),
-    built_on=("gpu", "backends/onnxruntime"),
     cannot_run=lambda options: why_not(),
 )

@@ -16,7 +16,6 @@ SETTINGS = BackendSettings(
     mxfp4=True,
     lacks="OpenVINO computes fp16 in fp32 on most CPUs",
     unpinned=("openvino",),
-    built_on=("backends/onnxruntime",),
     missing=_missing,
     lacks_here=why_not,
 )

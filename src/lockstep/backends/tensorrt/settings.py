@@ -68,5 +68,4 @@ SETTINGS = BackendSettings(
     runs_adapters=("fp32", "fp16", "bf16"),
     gpus=1,
     unpinned=("tensorrt", "cuda", "cudnn"),
-    built_on=("gpu", "backends/onnxruntime"),
 )

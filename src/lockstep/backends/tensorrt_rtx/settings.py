@@ -51,7 +51,6 @@ SETTINGS = BackendSettings(
     takes_limits=True,
     gpus=1,
     unpinned=(_MODULE, "cuda"),
-    built_on=("gpu", "backends/onnxruntime", "backends/tensorrt"),
     missing=_missing,
     cannot_run=_cannot_run,
 )

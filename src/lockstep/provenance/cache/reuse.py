@@ -127,7 +127,8 @@ def _check_unchanged(step: Job, key: BuildKey) -> None:
     Others may have been read when the artefact was made.
     """
     found = {path: (content(path), key.inputs[name]) for name, path in step.inputs.items()}
-    parts = {code_identity.SOURCES / part: (code_identity.part_digest(part), was) for part, was in key.code.items()}
+    code = code_identity.code_digests(STAGES[step.stage].module, step.backend)
+    parts = {Path(part): (digest, key.code.get(part)) for part, digest in code.items()}
     for path, (now, before) in {**found, **parts}.items():
         if now != before:
             raise InputError(f"{path} changed while it was made")

@@ -1,0 +1,119 @@
+"""What each module of the package imports, read from its text without importing it.
+
+A module's name in; the files that it may load, and the packages that these import, out. Imports in functions count, and
+so do modules that a text names ("lockstep.backends.*.backend"). Texts are searched, not parsed: a plan asks for all
+stages, of which the syntax trees alone would take longer than the rest of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parents[1]  # of the package
+# Packages whose import name is not their own name.
+_DISTRIBUTIONS = {"yaml": "pyyaml", "google": "protobuf", "grpc": "grpcio"}
+# What these load when used, without an import that could be read in our code.
+_LOADS = {"torch": ("onnxscript", "onnx-ir", "onnx"), "transformers": ("tokenizers", "safetensors")}
+_DATA = (".cu", ".html")  # that modules read, of their folder and of folders below it that hold no module
+_TYPES = re.compile(r"^if TYPE_CHECKING:\n(?:(?:[ \t].*)?\n)+", re.MULTILINE)
+_IMPORT = re.compile(
+    r"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]+(?:\(([^)]*)\)|([^\n]*))|import[ \t]+([^\n]*))", re.MULTILINE
+)
+_NAMED = re.compile(r"""["'](lockstep\.[\w.*]+)(?::\w+)?["']""")
+
+
+@functools.cache
+def imports(path: Path, with_types: bool = False) -> frozenset[str]:
+    """Return the dotted names that a module imports; `from a import b` gives `a` and `a.b`.
+
+    with_types: also what only type checkers see.
+    """
+    text = path.read_text(encoding="utf-8")
+    if not with_types:
+        text = _TYPES.sub("", text)
+    names: set[str] = set()
+    for module, block, line, plain in _IMPORT.findall(text):
+        if module:
+            names.add(module)
+        prefix = f"{module}." if module else ""
+        names.update(prefix + name for name in _names(block or line or plain))
+    for named in _NAMED.findall(text):
+        names.update(_expanded(named))
+    return frozenset(names)
+
+
+def _names(text: str) -> Iterator[str]:
+    for part in re.sub(r"#[^\n]*", "", text).split(","):
+        words = part.split()
+        if words and re.fullmatch(r"[\w.]+", words[0]):
+            yield words[0]
+
+
+def _expanded(text: str) -> list[str]:
+    """Return the modules that a text names: `a.*.c` is module c of each package in a."""
+    if "*" not in text:
+        return [text]
+    files = sorted(SOURCES.glob(text.removeprefix("lockstep.").replace(".", "/") + ".py"))
+    return [".".join(("lockstep", *path.relative_to(SOURCES).with_suffix("").parts)) for path in files]
+
+
+@functools.cache
+def file_of(module: str) -> Path | None:
+    """Return the file of a module of this package; None for any other name, such as that of a function."""
+    first, *parts = module.split(".")
+    if first != "lockstep":
+        return None
+    base = SOURCES.joinpath(*parts)
+    return next((path for path in (base / "__init__.py", base.parent / f"{base.name}.py") if path.is_file()), None)
+
+
+@functools.cache
+def reach(entry: str, backend: str | None = None) -> frozenset[Path]:
+    """Return the files that importing `entry` may load, without those of other backends than `backend`."""
+    reached: set[Path] = set()
+    waiting = [f"lockstep.{entry}"]
+    while waiting:
+        name = waiting.pop()
+        path = file_of(name)
+        if path is None or path in reached:
+            continue
+        reached.add(path)
+        names: Iterable[str] = imports(path)
+        if backend and _backend_of(name) is None:
+            names = [other for other in names if _backend_of(other) in (None, backend)]
+        waiting.extend(names)
+        if parent := name.rpartition(".")[0]:  # importing a module runs the packages above it
+            waiting.append(parent)
+    return frozenset(reached)
+
+
+def with_data(files: Iterable[Path]) -> list[Path]:
+    """Return modules and the files of code that they read, sorted."""
+    files = set(files)
+    for folder in {path.parent for path in files} - {SOURCES}:
+        files.update(_data(folder))
+    return sorted(files)
+
+
+@functools.cache
+def _data(folder: Path) -> tuple[Path, ...]:
+    below = [path for path in folder.iterdir() if path.is_dir() and not any(path.glob("*.py"))]
+    return tuple(path for place in (folder, *below) for path in place.iterdir() if path.suffix in _DATA)
+
+
+def third_party(files: Iterable[Path]) -> set[str]:
+    """Return the names of the packages that modules import, and what these load when used."""
+    roots = {name.partition(".")[0] for path in files for name in imports(path)}
+    outside = roots - {"lockstep"} - set(sys.stdlib_module_names)
+    names = {re.sub(r"[-_.]+", "-", _DISTRIBUTIONS.get(root, root)).lower() for root in outside}
+    return names | {name for owner in names for name in _LOADS.get(owner, ())}
+
+
+@functools.cache
+def _backend_of(module: str) -> str | None:
+    found = re.match(r"lockstep\.backends\.(\w+)", module)
+    return found[1] if found and (SOURCES / "backends" / found[1]).is_dir() else None
