@@ -327,7 +327,7 @@ requests = st.lists(
 @pytest.fixture
 def lookahead_stays(monkeypatch):
     monkeypatch.setattr(policy, "LOOKAHEAD", policy.LOOKAHEAD)
-    monkeypatch.setattr(policy, "PATIENCE", policy.PATIENCE)
+    monkeypatch.setattr(policy, "ADAPTER_WAIT_STEPS", policy.ADAPTER_WAIT_STEPS)
 
 
 @pytest.mark.usefixtures("lookahead_stays")
@@ -488,7 +488,7 @@ def test_a_place_that_others_pass_on_among_them_becomes_free(admission):
     late = add("b")
     while late.status is Status.WAITING:
         number += 1
-        assert number < 2 * policy.PATIENCE
+        assert number < 2 * policy.ADAPTER_WAIT_STEPS
         made = step(scheduler)
         for request, _ in made.shares:
             if request.num_computed >= request.max_tokens:
@@ -498,7 +498,7 @@ def test_a_place_that_others_pass_on_among_them_becomes_free(admission):
             running.append(add("a"))
         if number == 20:
             running.append(add(None))
-    assert number > policy.PATIENCE, "others passed it before"
+    assert number > policy.ADAPTER_WAIT_STEPS, "others passed it before"
     assert running[0].status is Status.FINISHED
     scheduler.check()
 
@@ -530,7 +530,7 @@ def test_any_traffic_of_adapters_ends_and_nobody_waits_where_there_is_room(
     given_requests, num_slots, adapter_slots, pages, shares, admission, every, patience, forks
 ):
     policy.LOOKAHEAD = 16
-    policy.PATIENCE = patience
+    policy.ADAPTER_WAIT_STEPS = patience
     scheduler = make(num_slots, pages, 512, shares, admission, adapter_slots=adapter_slots, compacts=shares)
     residency = scheduler._residency
     waiting = list(given_requests)

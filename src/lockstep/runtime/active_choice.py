@@ -22,9 +22,9 @@ from lockstep.step.sampling import Sampled, Sampler
 class ActiveChoice:
     """Choice `number` of a request, which the scheduler knows as `scheduled`.
 
-    answer: its tokens, of which the next step brings the last. again: tokens that were given out before an interruption
-    and are still to be computed again. sampling_slot: the slot that the model was told to sample for it, or -1.
-    bad_words: of its text; behind all tokens of `again`.
+    answer: its tokens; the next step computes the last one. replayed: tokens that were returned before an interruption
+    and are still to be recomputed. sampling_slot: the slot whose sampling parameters the model has, or -1. bad_words:
+    has seen all tokens of `replayed`.
     """
 
     index: int
@@ -35,7 +35,7 @@ class ActiveChoice:
     scheduled: Scheduled
     answer: list[int] = field(default_factory=list)
     sampling_slot: int = -1
-    again: deque[int] = field(default_factory=deque)
+    replayed: deque[int] = field(default_factory=deque)
     matcher: Matcher | None = None
     bad_words: BadWordFilter | None = None
     prompt_logprobs: int | None = None
@@ -58,8 +58,8 @@ class ActiveChoice:
         request = self.request
         if not request.max_new_tokens:
             return Token(self.index, -1, None, "max_new_tokens", self.number)
-        if self.again:
-            self.answer.append(self.again.popleft())
+        if self.replayed:
+            self.answer.append(self.replayed.popleft())
             return None
         sampled, finish = self._sample(row)
         token = sampled.token

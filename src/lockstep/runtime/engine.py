@@ -1,7 +1,7 @@
 """The engine: requests of token ids in, tokens out.
 
-It is the one loop over a model's steps, which generation, the golden check, the benchmarks and the server run.
-`Scheduler` decides what goes into a step.
+Generation, the golden check, the benchmarks and the server all run this one loop over a model's steps. `Scheduler`
+decides what goes into a step.
 """
 
 from __future__ import annotations
@@ -32,24 +32,25 @@ from lockstep.step.pages import PAGE_SIZE
 from lockstep.step.sampling import Logprobs, Sampler, Sampling, log_probabilities
 from lockstep.targets import Limits
 
-# Of prompts in a step beside requests that decode, on a GPU: about where its products are bound by arithmetic, so that
-# more together are hardly sooner done than one after the other: records/cuda.md, "The server".
+# Prefill tokens of a step in which other requests decode, on a GPU. Its GEMMs are compute-bound from about here on, so
+# a larger step finishes the prompts hardly sooner: records/cuda.md, "The server".
 _MAX_PREFILL_TOKENS = 512
-_ROOT_KEYS = 1024  # that are kept: a salt may come once only
-_PATIENCE = 0.005  # seconds that a step waits for grammars when there is nothing else
+# The cache of root keys is bounded, since a client may send another salt with each request.
+_MAX_ROOT_KEYS = 1024
+# How long a step waits for grammars to compile when it has nothing to compute.
+_GRAMMAR_POLL_S = 0.005
 
 
 class Engine:
-    """Runs requests: `add` at any time, `step` until there are no more.
+    """Run requests: call `add` at any time, and `step` while `has_work`. Not thread-safe.
 
-    Not for several threads at once.
+    The model chooses the tokens, greedy or sampled (`Model.step_tokens`). On a GPU no logits are copied back, and the
+    next step is scheduled and launched before the tokens of this one are known (async scheduling). A request that needs
+    logits (`choose`, penalties, lists, logprobs, a grammar) gets its own copied back, and the host chooses; a step with
+    such a request is not launched ahead.
 
-    The model chooses the tokens, greedy or drawn (`Model.step_tokens`): on a GPU no logits come back, and the next step
-    is decided and begun before the tokens of this one are known (async scheduling). Not so in steps with a request that
-    needs logits (`choose`, penalties, lists, logprobs, a grammar): its own come back, and the host chooses.
-
-    A request with a grammar waits, without a slot, until the grammar is compiled; meanwhile steps go on. `refused`:
-    requests whose grammar the last step found not to be one, with one line that says why; they have ended.
+    A request with a grammar waits, without a slot, until the grammar is compiled; other requests go on. `refused` lists
+    the requests whose grammar failed to compile in the last step, each with one line that says why; they have ended.
     """
 
     def __init__(
@@ -64,15 +65,18 @@ class Engine:
         speculation: Speculation | None = None,
         lookahead: int | None = None,
     ):
-        """Make an engine that has no requests yet.
+        """Make an engine without requests.
 
-        max_num_tokens: of one step, at most the model's. long_prefill_token_threshold: tokens that one prompt brings at
-        most to a step beside requests that decode, in whole chunks; by default a chunk on a CPU, else any number.
-        grammars: compiles those of requests. speculation: drafts what requests go on with; each answer is the same to
-        the bit, in fewer steps where drafts are right. lookahead: of `Scheduler`.
+        Args:
+            max_num_tokens: limit of tokens in one step, at most the model's.
+            long_prefill_token_threshold: limit of tokens of one prompt in a step in which other requests decode, in
+                whole chunks; by default one chunk on a CPU, no limit on a GPU.
+            grammars: compiles the grammars of requests.
+            speculation: proposes draft tokens. Answers are bit-identical with and without it.
+            lookahead: see `Scheduler`.
 
-        Raises InputError where a step has no room for a token of each request, and for speculation with a model that
-        verifies no drafts.
+        Raises:
+            InputError: a step has no room for a token of each request, or the model cannot verify drafts.
         """
         if speculation is not None:
             model.check_verifies_drafts()
@@ -88,8 +92,8 @@ class Engine:
                 "found optimistic"
             )
         if long_prefill_token_threshold is None and model.engines.backend.on_host:
-            # A CPU's step takes as long as it has tokens: chunk by chunk, the others wait least. On a GPU each step
-            # has a price of its own, and few long steps delay fewer tokens of the others than many short ones.
+            # On a CPU a step's time grows with its tokens, so single chunks delay other requests least. On a GPU a
+            # step has a fixed cost, and a few long steps delay fewer tokens of other requests than many short ones.
             long_prefill_token_threshold = chunk_size
         max_prefill_tokens = None if model.engines.backend.on_host else _MAX_PREFILL_TOKENS
         self._scheduler = Scheduler(
@@ -104,8 +108,9 @@ class Engine:
             compacts=bool(model.tables.shares) and not model.has_state,
             lookahead=lookahead,
         )
-        self._longest = model.max_seq_len if max_input_len is None else min(max_input_len, model.max_seq_len)
-        # What is reused must have been cut as it would be now, and lie in pages that slots can share or copy.
+        self._max_prompt_len = model.max_seq_len if max_input_len is None else min(max_input_len, model.max_seq_len)
+        # A cached prefix must have been computed in the chunks that it would be computed in now (for the same bits),
+        # and lie in pages that slots can share or copy.
         self.prefix_caching = (
             prefix_caching
             and model.tables.shares is not None
@@ -113,25 +118,28 @@ class Engine:
             and chunk_size == model.chunk_size
             and chunk_size % PAGE_SIZE == 0
         )
-        # By salt, which clients name, and digest of an adapter, of whose name another may come.
-        self._root_key = functools.lru_cache(_ROOT_KEYS)(functools.partial(root_key, model))
+        # Keyed by the client's salt and the adapter's digest: another adapter may be loaded under the same name.
+        self._root_key = functools.lru_cache(_MAX_ROOT_KEYS)(functools.partial(root_key, model))
         self._choices: dict[Scheduled, ActiveChoice] = {}
         self._swapped: dict[Scheduled, Any] = {}
         self._grammars = grammars
-        self._compiling: dict[int, list[ActiveChoice]] = {}  # choices of requests that wait for their grammar
-        self._count = 0
+        # Choices of requests whose grammar is being compiled, by request number.
+        self._compiling: dict[int, list[ActiveChoice]] = {}
+        self._next_index = 0
         self.refused: list[tuple[int, str]] = []
-        # Of the last step: request, number of a prompt token, what was computed for it and those behind it.
+        # Of the last step: (request, position of the first token, log-probabilities of it and the tokens after it).
         self.prompt_logprobs: list[tuple[int, int, list[Logprobs]]] = []
-        self.admitted: list[
-            tuple[int, int]
-        ] = []  # requests that the last step took in, and their tokens of found prefixes
-        # Tokens of prompts that were looked for in the prefix cache, and of those found there.
-        self.prefix_queries = self.prefix_hits = 0
-        self._began: float | None = None  # when the step before ended, if the next one was under way then
-        self._aborted: set[tuple[int, int | None]] = set()  # since the last step
-        # The next step, where it was decided before the tokens of this one were known.
-        self._ahead: SchedulerOutput | None = None
+        # Of the last step: (request, tokens of its prompt that came from the prefix cache).
+        self.admitted: list[tuple[int, int]] = []
+        # Prompt tokens looked up in the prefix cache, and prompt tokens found there.
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+        # When the previous step ended, if this one was already launched then.
+        self._step_start: float | None = None
+        # (request, choice) aborted since the last step; choice None: all of the request.
+        self._aborted: set[tuple[int, int | None]] = set()
+        # The next step, if it was scheduled before the tokens of this one are known.
+        self._scheduled_ahead: SchedulerOutput | None = None
 
     @property
     def has_work(self) -> bool:
@@ -146,58 +154,63 @@ class Engine:
     def add(self, request: Request, index: int | None = None) -> int:
         """Queue a request and return its number.
 
-        index: the number, of no request that is there; by default the next one. Raises InputError for a prompt that is
-        empty or too long, for values that are out of range, and for a request that could never have the memory that it
-        may need.
+        index: the number to give it, unused so far; by default the next one.
+
+        Raises InputError for a prompt that is empty or too long, for values out of range, and for a request whose KV
+        cache could never fit.
         """
-        index = self._count if index is None else index
+        index = self._next_index if index is None else index
         model = self._model
         if not self._choices:
-            self._began = None  # what was under way when the last one ended is nobody's
-        prompt, again = check_request(request, model, self._longest, self._grammars is not None)
-        bad_words = self._bad_words(request, prompt, again)
-        # The last new token is given out, and needs no place of its own.
-        most = min(len(prompt) + max(1, request.max_new_tokens) - 1, model.max_seq_len)
-        choices = [Scheduled(len(prompt), most, request.priority, adapter=request.adapter) for _ in range(request.n)]
+            # A step launched ahead for requests that have all ended must not count as this request's time.
+            self._step_start = None
+        prompt, generated = check_request(request, model, self._max_prompt_len, self._grammars is not None)
+        bad_words = self._bad_words(request, prompt, generated)
+        # The last new token is returned but never computed, so it needs no cache row.
+        max_tokens = min(len(prompt) + max(1, request.max_new_tokens) - 1, model.max_seq_len)
+        choices = [
+            Scheduled(len(prompt), max_tokens, request.priority, adapter=request.adapter) for _ in range(request.n)
+        ]
         if self.prefix_caching and request.prompt_logprobs is None and len(prompt) > self._scheduler.chunk_size:
             adapter = model.adapters.digest(request.adapter) if model.adapters is not None else None
             root = self._root_key(request.cache_salt, adapter)
             choices[0].prefix = chunk_keys(root, prompt, self._scheduler.chunk_size)
-        if model.tables.shares is not None:  # else each choice computes the prompt for itself
+        # Choices fork from the first one's computed prompt; without shared or copied pages each computes it itself.
+        if model.tables.shares is not None:
             choices[0].siblings = choices[1:]
-        for scheduled in choices[:1] if choices[0].siblings else choices:
+        queued = choices[:1] if choices[0].siblings else choices
+        for scheduled in queued:
             self._scheduler.add(scheduled, held=request.grammar is not None)
-        self._count = max(self._count, index + 1)
-        known = np.concatenate([prompt, np.array(again, np.int64)])
-        for number, (scheduled, words) in enumerate(zip(choices, bad_words), request.choice):
-            sampler = Sampler(request.sampling, known, request.stop_ids, number, len(prompt))
+        self._next_index = max(self._next_index, index + 1)
+        token_ids = np.concatenate([prompt, np.array(generated, np.int64)])
+        for number, (scheduled, word_filter) in enumerate(zip(choices, bad_words), request.choice):
+            sampler = Sampler(request.sampling, token_ids, request.stop_ids, number, len(prompt))
             self._choices[scheduled] = ActiveChoice(
-                index, number, request, prompt, sampler, scheduled, again=deque(again), bad_words=words
+                index, number, request, prompt, sampler, scheduled, replayed=deque(generated), bad_words=word_filter
             )
         self._choices[choices[0]].prompt_logprobs = request.prompt_logprobs
         if self._grammars is not None and request.grammar is not None:
             self._compiling[index] = [self._choices[scheduled] for scheduled in choices]
-            self._grammars.submit(index, request.grammar, again)
+            self._grammars.submit(index, request.grammar, generated)
         return index
 
-    def _bad_words(self, request: Request, prompt: np.ndarray, again: Sequence[int]) -> list[BadWordFilter | None]:
-        """Return the bad words of each choice of a request. Raises InputError where texts of tokens are not known."""
+    def _bad_words(self, request: Request, prompt: np.ndarray, generated: Sequence[int]) -> list[BadWordFilter | None]:
+        """Return the bad-word filter of each choice. Raises InputError without a vocabulary."""
         texts = request.sampling.bad_texts
         if not texts:
             return [None] * request.n
         filters: list[BadWordFilter | None] = []
         for _ in range(request.n):
-            found = BadWordFilter(self._model.vocabulary, texts, prompt)
-            for token in again:
-                found.push(token)
-            filters.append(found)
+            word_filter = BadWordFilter(self._model.vocabulary, texts, prompt)
+            for token in generated:
+                word_filter.push(token)
+            filters.append(word_filter)
         return filters
 
     def add_all(self, requests: Iterable[Request]) -> list[int]:
-        """Queue requests that come together and return their numbers.
+        """Queue all of the requests, or none, and return their numbers.
 
-        Raises InputError for one that `add` refuses, and then queues none; the error names the prompt by its place
-        among them.
+        Raises InputError, which names the prompt by its position, where `add` rejects one.
         """
         added: list[int] = []
         try:
@@ -210,22 +223,24 @@ class Engine:
         return added
 
     def abort(self, index: int, number: int | None = None) -> bool:
-        """End all choices of a request, or choice `number` of it.
+        """End all choices of a request, or its choice `number`, and free its slots and pages.
 
-        It may be queued, running or swapped out; its slots and pages are free then. Returns False for what has ended.
+        The request may be queued, running or swapped out. Returns False if it has ended already.
         """
-        found = [
+        aborted = [
             choice for choice in self._choices.values() if choice.index == index and number in (None, choice.number)
         ]
         self._aborted.add((index, number))
-        for choice in found if number is not None else ():
-            self._hand_on(choice)
-        self._end_all(found)
+        if number is not None:
+            for choice in aborted:
+                self._hand_over_prompt(choice)
+        self._end_all(aborted)
         compiling = self._compiling.get(index, ())
-        if self._grammars is not None and compiling and not any(each.scheduled in self._choices for each in compiling):
+        still_wanted = any(choice.scheduled in self._choices for choice in compiling)
+        if self._grammars is not None and compiling and not still_wanted:
             self._grammars.forget(index)
             del self._compiling[index]
-        return bool(found)
+        return bool(aborted)
 
     def close(self) -> None:
         """Abort all requests."""
@@ -234,26 +249,28 @@ class Engine:
         self._end_all([*self._choices.values()])
 
     def run(self, requests: Iterable[Request] = ()) -> Iterator[Token]:
-        """Add requests, then step until none is left. Left early, all requests end."""
+        """Add requests and yield their tokens until all have ended. Closing the iterator early aborts all requests."""
         self.add_all(requests)
         with contextlib.closing(self.steps()) as steps:
-            for made in steps:
-                yield from made
+            for tokens in steps:
+                yield from tokens
 
     def steps(self, feed: Callable[[], bool] = lambda: False) -> Generator[Iterator[Token]]:
-        """Step until no request is left, and yield the tokens of each step. Left early, all requests end.
+        """Step until no request is left, and yield the tokens of each step.
 
-        Of a choice that is aborted at one of its tokens, no more come.
+        A choice that the caller aborts at one of its tokens yields no more. Closing the generator early aborts all
+        requests.
 
-        feed: called before each step; adds requests, and returns whether it may add more later. Raises InputError for a
-        request whose grammar is none.
+        feed: called before each step; adds requests, and returns whether it may add more later.
+
+        Raises InputError for a request whose grammar does not compile.
         """
         try:
             while feed() or self.has_work:
-                made = self.step()
+                tokens = self.step()
                 for _, message in self.refused:
                     raise InputError(message)
-                yield (token for token in made if not self._was_aborted(token))
+                yield (token for token in tokens if not self._was_aborted(token))
         finally:
             self.close()
 
@@ -269,40 +286,46 @@ class Engine:
         stop: Sequence[str] = (),
         n: int = 1,
     ) -> list[Completion]:
-        """Complete all prompts (text, or token ids); completions in their order.
+        """Complete all prompts (text or token ids), and return the completions in their order.
 
-        sampling: of all, or of each. Raises InputError, before any step, for a prompt that cannot be taken, and beside
-        other requests, whose tokens would be lost.
+        sampling: one for all prompts, or one for each.
+
+        Raises InputError, before any step, for an invalid prompt, and while other requests run: their tokens would be
+        lost.
         """
         if isinstance(prompts, str):
             raise InputError(f"prompts: expected a list, found one text; give [{prompts[:20]!r}]")
         if self.has_work:
             raise InputError("generate: expected an engine without requests, found some; step until they have ended")
-        each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
-        if len(each) != len(prompts):
-            raise InputError(f"sampling: expected one, or one for each of {len(prompts)} prompts, found {len(each)}")
-        ids = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
+        if len(samplings) != len(prompts):
+            raise InputError(
+                f"sampling: expected one, or one for each of {len(prompts)} prompts, found {len(samplings)}"
+            )
         stop_ids = frozenset(self._model.eos_token_ids)
-        requests = [Request(prompt, max_new_tokens, stop_ids=stop_ids, sampling=s, n=n) for prompt, s in zip(ids, each)]
-        added = self.add_all(requests)
+        requests = []
+        collectors = []
+        for prompt, prompt_sampling in zip(prompts, samplings):
+            ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            requests.append(Request(ids, max_new_tokens, stop_ids=stop_ids, sampling=prompt_sampling, n=n))
+            collectors.append(Collector(tokenizer, ids, n, stop, prompt_sampling.min_tokens))
+        collector_of = dict(zip(self.add_all(requests), collectors))
         try:
-            collectors = [Collector(tokenizer, prompt, n, stop, s.min_tokens) for prompt, s in zip(ids, each)]
-            found = dict(zip(added, collectors))
-            for made in self.run():
-                collector = found[made.request]
-                collector.push(made)
-                if collector.stopped(made):
-                    self.abort(made.request, made.choice)
+            for token in self.run():
+                collector = collector_of[token.request]
+                collector.push(token)
+                if collector.stopped(token):
+                    self.abort(token.request, token.choice)
         finally:
             self.close()
         return [collector.completion for collector in collectors]
 
     def step(self) -> list[Token]:
-        """Take one step and return the tokens that it made.
+        """Run one step and return its new tokens.
 
-        Raises CheckError, and ends all requests, when the device fails; what `Request.choose` raises does the same.
+        Raises CheckError when the device fails. This error, and any that `Request.choose` raises, ends all requests.
         """
-        self._take_compiled()
+        self._admit_compiled()
         self.prompt_logprobs = []
         self.admitted = []
         self._aborted.clear()
@@ -310,41 +333,44 @@ class Engine:
             step = self._next_step()
             if not step.shares:
                 if self._grammars is not None and self._compiling:
-                    self._grammars.wait(_PATIENCE)
+                    self._grammars.wait(_GRAMMAR_POLL_S)
                 return []
-            return self._choose_all(step, self._take(step))
+            return self._choose_all(step, self._run_model(step))
         except BaseException:
             self.close()
-            self._model.tables.pool.forget()  # prefixes that were to be computed in a step that may have failed
+            # The failed step may not have computed the prefixes that were published for it.
+            self._model.tables.pool.forget()
             raise
 
     def _choose_all(self, step: SchedulerOutput, rows: Sequence[np.ndarray | int]) -> list[Token]:
-        """Choose the next tokens of each request of a step that was taken.
+        """Choose the next tokens of each request of a step.
 
-        rows: as `_take` gives them.
+        rows: what `_run_model` returned.
         """
-        made = []
-        following = iter(rows)
+        tokens = []
+        remaining_rows = iter(rows)
         for scheduled, _ in step.shares:
-            row = next(following)
+            row = next(remaining_rows)
             if not scheduled.in_prompt:
-                for each in (scheduled, *self._fork(scheduled)):
-                    made.append(self._choose(self._choices[each], row))
+                for choice in (scheduled, *self._fork(scheduled)):
+                    tokens.append(self._choose(self._choices[choice], row))
             if draft := step.drafts.get(scheduled):
-                made += self._verify(scheduled, draft, [next(following) for _ in draft])
-        return [token for token in made if token is not None]
+                tokens += self._verify(scheduled, draft, [next(remaining_rows) for _ in draft])
+        return [token for token in tokens if token is not None]
 
     def _verify(
         self, scheduled: Scheduled, draft: Sequence[int], rows: Sequence[np.ndarray | int]
     ) -> Iterator[Token | None]:
-        """Choose what follows each token of a draft, as far as the draft is what was chosen.
+        """Choose the token after each draft token, for as long as the draft equals what was chosen.
 
-        rows: what is behind each of its tokens. The cache then holds what plain steps would have put there.
+        rows: logits or token after each draft token. Afterwards the cache holds what plain decoding would have put
+        there.
         """
         assert self.speculation is not None
         choice = self._choices.get(scheduled)
         accepted = 0
-        if choice is None:  # the token before the draft was its last
+        # The choice ended with the token before the draft.
+        if choice is None:
             return
         for token, row in zip(draft, rows):
             if scheduled not in self._choices or choice.answer[-1] != token:
@@ -357,8 +383,8 @@ class Engine:
         if scheduled in self._choices:
             self._model.keep(scheduled.slot, scheduled.num_computed)
 
-    def _take_compiled(self) -> None:
-        """Let requests go on whose grammars have been compiled; end those whose have not."""
+    def _admit_compiled(self) -> None:
+        """Let the scheduler admit requests whose grammar is compiled; end those whose grammar failed to compile."""
         self.refused = []
         if self._grammars is None or not self._compiling:
             return
@@ -374,15 +400,14 @@ class Engine:
                     self._scheduler.unhold(choice.scheduled)
 
     def _next_step(self) -> SchedulerOutput:
-        """Return the step that was decided ahead, else decide one now.
-
-        Requests that have ended since are left out of it.
-        """
-        step = self._ahead
-        self._ahead = None
+        """Return the step scheduled ahead, without requests that have ended since, or schedule one now."""
+        step = self._scheduled_ahead
+        self._scheduled_ahead = None
         if step is not None:
             step.shares = [(request, count) for request, count in step.shares if request.status is Status.RUNNING]
-        return step if step is not None and step.shares else self._schedule()
+            if step.shares:
+                return step
+        return self._schedule()
 
     def _schedule(self) -> SchedulerOutput:
         model = self._model
@@ -407,72 +432,76 @@ class Engine:
                     self.prefix_hits += request.num_computed
                 if pages:
                     model.share(request.slot, pages, request.num_computed)
-        finally:  # else the tables of the slots hold them
-            for _, pages in () if model.tables.shares else step.admitted:
-                scheduler.stored(pages)
+        finally:
+            # Pages that are shared stay in the slots' page tables; pages that were copied from are no longer needed.
+            if not model.tables.shares:
+                for _, pages in step.admitted:
+                    scheduler.stored(pages)
         self._draft(step)
         return step
 
     def _draft(self, step: SchedulerOutput) -> None:
-        """Add drafts to a step in which requests decode and no prompt waits for them."""
+        """Add drafts to a step that has no prompts."""
         if self.speculation is None or any(scheduled.in_prompt for scheduled, _ in step.shares):
             return
         choices = {self._choices[scheduled]: scheduled for scheduled, _ in step.shares}
         room = {
             choice: min(scheduled.max_tokens - scheduled.num_computed - 1, self._model.room(scheduled.num_computed + 1))
             for choice, scheduled in choices.items()
-            if not choice.again
+            if not choice.replayed
         }
         if room:
-            drafts = self.speculation.propose(room, self._most_verified - len(choices) + len(room))
+            drafts = self.speculation.propose(room, self._max_verified - len(choices) + len(room))
             step.drafts = {choices[choice]: draft for choice, draft in drafts.items()}
 
     def _drafts_follow(self, step: SchedulerOutput) -> bool:
-        """Return whether the step behind one, which was counted, may have drafts, which need its tokens."""
+        """Return whether the next step may have drafts, which are made of this step's tokens."""
         if self.speculation is None:
             return False
+        if step.drafts:
+            return True
         choices = [self._choices[scheduled] for scheduled, _ in step.shares if not scheduled.in_prompt]
-        return bool(step.drafts) or (
-            len(choices) == len(step.shares) and self.speculation.is_due(choices, self._most_verified)
-        )
+        return len(choices) == len(step.shares) and self.speculation.is_due(choices, self._max_verified)
 
     @property
-    def _most_verified(self) -> int:
+    def _max_verified(self) -> int:
         return min(self._model.most_verified, self._scheduler.max_num_tokens)
 
     def _forget_drafts(self, choice: ActiveChoice) -> None:
         if self.speculation is not None:
             self.speculation.forget(choice)
 
-    def _take(self, step: SchedulerOutput) -> Sequence[np.ndarray | int]:
-        """Take the step: for each share, and each token of its draft, the logits, or the token that the model chose."""
+    def _run_model(self, step: SchedulerOutput) -> Sequence[np.ndarray | int]:
+        """Run the step; return logits, or the token that the model chose, for each share and each draft token."""
         model = self._model
         advances = self._advances(step)
         prompt_tokens = sum(count for request, count in step.shares if request.in_prompt)
-        wanted = self._wanted(step)
-        following: list[Advance] = []
+        needing_logits = self._needing_logits(step)
+        next_advances: list[Advance] = []
         if model.async_scheduling:
             self._computed(step)
-            if not wanted and self._may_decide_ahead(step):
-                self._ahead = self._schedule()
-                following = self._following(self._ahead, step)
-        began = self._began or time.perf_counter()
+            if not needing_logits and self._may_schedule_ahead(step):
+                self._scheduled_ahead = self._schedule()
+                next_advances = self._advances_after(self._scheduled_ahead, step)
+        start = self._step_start or time.perf_counter()
         rows: list[np.ndarray | int]
-        if wanted:
+        if needing_logits:
             ends = np.cumsum([advance.num_rows for advance in advances]).tolist()
-            numbers = [row for i in wanted for row in range(ends[i] - advances[i].num_rows, ends[i])]
-            tokens, logits = model.step_with_logits(advances, numbers)
+            row_indices: list[int] = []
+            for share in needing_logits:
+                row_indices += range(ends[share] - advances[share].num_rows, ends[share])
+            tokens, logits = model.step_with_logits(advances, row_indices)
             rows = tokens.tolist()
-            for number, row in zip(numbers, logits):
-                rows[number] = row
+            for row_index, row_logits in zip(row_indices, logits):
+                rows[row_index] = row_logits
         else:
-            rows = model.step_tokens(advances, following).tolist()
-        ended = time.perf_counter()
+            rows = model.step_tokens(advances, next_advances).tolist()
+        end = time.perf_counter()
         if not model.async_scheduling:
-            self._take_prompt_logprobs(step)
+            self._collect_prompt_logprobs(step)
             self._computed(step)
-        seconds = ended - began
-        self._began = ended if model.in_flight else None
+        seconds = end - start
+        self._step_start = end if model.in_flight else None
         if prompt_tokens:
             self.speed.prefill_tokens += prompt_tokens
             self.speed.prefill_seconds += seconds
@@ -481,11 +510,10 @@ class Engine:
             self.speed.decode_seconds += seconds
         return rows
 
-    def _advances(self, step: SchedulerOutput, before: Container[Scheduled] = ()) -> list[Advance]:
-        """Return what the model is to take.
+    def _advances(self, step: SchedulerOutput, unknown: Container[Scheduled] = ()) -> list[Advance]:
+        """Return the model's input for a step, and set the sampling parameters of slots that are new.
 
-        before: requests of the step before, whose tokens are not known yet. Calls `Model.set_sampling` for choices for
-        which that was not done.
+        unknown: requests whose last token the previous step is still computing.
         """
         advances = []
         for scheduled, count in step.shares:
@@ -495,10 +523,10 @@ class Engine:
                 tokens = choice.prompt[start : start + count]
             else:
                 draft = step.drafts.get(scheduled, ())
-                tokens = FOUND if scheduled in before else np.array([choice.answer[-1], *draft], np.int64)
+                tokens = FOUND if scheduled in unknown else np.array([choice.answer[-1], *draft], np.int64)
             keeps_states = scheduled.in_prompt and scheduled.published < len(scheduled.prefix)
             advances.append(Advance(scheduled.slot, tokens, start, scheduled in step.drafts, keeps_states))
-            # At the prompt's end is soon enough where no step is begun that this would change.
+            # Parameters are needed at the end of the prompt, but changing them would disturb a step launched ahead.
             if self._model.async_scheduling or start + count >= scheduled.num_prompt_tokens:
                 self._set_sampling(choice)
         return advances
@@ -509,8 +537,8 @@ class Engine:
             self._model.set_sampling(slot, choice.request.sampling, choice.number)
             choice.sampling_slot = slot
 
-    def _wanted(self, step: SchedulerOutput) -> list[int]:
-        """Return the shares whose logits are needed, as the host chooses their tokens."""
+    def _needing_logits(self, step: SchedulerOutput) -> list[int]:
+        """Return the indices of the shares whose next token the host chooses."""
         return [
             number
             for number, (scheduled, count) in enumerate(step.shares)
@@ -526,39 +554,37 @@ class Engine:
             for *_, pages in copies:
                 self._scheduler.stored(pages)
 
-    def _may_decide_ahead(self, step: SchedulerOutput) -> bool:
-        """Return whether the next step can be decided before this one's tokens.
+    def _may_schedule_ahead(self, step: SchedulerOutput) -> bool:
+        """Return whether the next step can be scheduled before this one's tokens are known.
 
-        So where its tokens decide nothing but which requests end: no choices fork behind the step, none has a next
-        token that was given out before, no draft may continue it, and no request is to be swapped out or moved.
+        It can if the tokens decide only which requests end: no choice forks after the step, none replays tokens of an
+        interrupted answer, no draft continues it, and no request is to be swapped out or moved.
         """
         if self._scheduler.is_spread or self._drafts_follow(step):
             return False
         for scheduled, _ in step.shares:
-            if not scheduled.in_prompt and (scheduled.siblings or self._choices[scheduled].again):
+            if not scheduled.in_prompt and (scheduled.siblings or self._choices[scheduled].replayed):
                 return False
         return self._scheduler.victim() is None
 
-    def _following(self, ahead: SchedulerOutput, step: SchedulerOutput) -> list[Advance]:
-        """Return the step behind `step`, for the model to begin.
-
-        Nothing where the host is to choose tokens of it.
-        """
-        if self._wanted(ahead):
+    def _advances_after(self, ahead: SchedulerOutput, step: SchedulerOutput) -> list[Advance]:
+        """Return the input of the step after `step`, for the model to launch early; empty if it needs the host."""
+        if self._needing_logits(ahead):
             return []
         return self._advances(ahead, {scheduled for scheduled, _ in step.shares})
 
-    def _take_prompt_logprobs(self, step: SchedulerOutput) -> None:
+    def _collect_prompt_logprobs(self, step: SchedulerOutput) -> None:
         for number, (scheduled, _) in enumerate(step.shares):
             choice = self._choices[scheduled]
             if choice.prompt_logprobs is None or not scheduled.in_prompt:
                 continue
-            found = []
+            logprobs = []
             count = choice.prompt_logprobs
             for start, logits in self._model.logits_behind(number):
-                follow = choice.prompt[start + 1 : start + 1 + len(logits)]  # nothing behind the prompt's last token
-                found += [log_probabilities(row, int(token), count) for row, token in zip(logits, follow)]
-            self.prompt_logprobs.append((choice.index, scheduled.num_computed + 1, found))
+                # One shorter than `logits` at the end of the prompt: no prompt token follows the last one.
+                next_tokens = choice.prompt[start + 1 : start + 1 + len(logits)]
+                logprobs += [log_probabilities(row, int(token), count) for row, token in zip(logits, next_tokens)]
+            self.prompt_logprobs.append((choice.index, scheduled.num_computed + 1, logprobs))
 
     def _fork(self, scheduled: Scheduled) -> Sequence[Scheduled]:
         if not scheduled.siblings:
@@ -574,13 +600,13 @@ class Engine:
             self._end(choice)
         return token
 
-    def _hand_on(self, choice: ActiveChoice) -> None:
-        """Give a prompt that is not computed yet to the next of its choices, which else would end with this one."""
-        following = next((each for each in choice.scheduled.siblings if each in self._choices), None)
-        if following is None:
+    def _hand_over_prompt(self, choice: ActiveChoice) -> None:
+        """Let the next sibling compute the prompt, which would otherwise end with this choice."""
+        sibling = next((sibling for sibling in choice.scheduled.siblings if sibling in self._choices), None)
+        if sibling is None:
             return
-        heir = self._choices[following]
-        choice.scheduled, heir.scheduled = following, choice.scheduled
+        heir = self._choices[sibling]
+        choice.scheduled, heir.scheduled = sibling, choice.scheduled
         self._choices[choice.scheduled] = choice
         self._choices[heir.scheduled] = heir
         heir.prompt_logprobs = choice.prompt_logprobs
@@ -588,20 +614,18 @@ class Engine:
 
     def _end_all(self, choices: Iterable[ActiveChoice]) -> None:
         for choice in choices:
-            if choice.scheduled in self._choices:  # else it went along with another
+            # A sibling may have ended with the choice that computed its prompt.
+            if choice.scheduled in self._choices:
                 self._end(choice)
 
     def _end(self, choice: ActiveChoice) -> None:
-        """Free what a choice holds.
-
-        A prompt that is not computed to its end takes its further choices along.
-        """
+        """Free the slots of a choice, and of the siblings that wait for its prompt."""
         scheduled = choice.scheduled
-        ended = [scheduled, *(each for each in scheduled.siblings if each.status is not Status.RUNNING)]
-        for each in ended:
-            if each in self._choices:
-                self._forget_drafts(self._choices.pop(each))
-            self._swapped.pop(each, None)
-            if each.slot >= 0:
-                self._model.release(each.slot)
+        waiting_siblings = [sibling for sibling in scheduled.siblings if sibling.status is not Status.RUNNING]
+        for ended in (scheduled, *waiting_siblings):
+            if ended in self._choices:
+                self._forget_drafts(self._choices.pop(ended))
+            self._swapped.pop(ended, None)
+            if ended.slot >= 0:
+                self._model.release(ended.slot)
         self._scheduler.finish(scheduled)

@@ -1,19 +1,20 @@
-"""The scheduler: requests and a pool of pages in, shares of the next step out.
+"""The scheduler: requests and a pool of KV-cache pages in, the token counts of the next step out.
 
-Policy only: no clock, no tokens, no device.
+Policy only: it knows no clock, no tokens and no device.
 
-Each step, in this order: running requests that decode bring one token each; prompts, in order, bring whole chunks, cut
-at multiples of `chunk_size`, while `max_num_tokens` lasts: each as many as there is room for, but while others decode
-at most `long_prefill_token_threshold` tokens, and all together `max_prefill_tokens`, unless prompts pile up. The first
-prompt in order always brings a chunk.
+A step holds one token of each request that decodes, then chunks of prompts, in order, cut at multiples of `chunk_size`,
+within a budget of `max_num_tokens`. While other requests decode, one prompt gets at most
+`long_prefill_token_threshold` tokens and all prompts together `max_prefill_tokens`, unless prompts pile up. The first
+prompt always gets a chunk.
 
-The order is by priority, lower first, then arrival; a request gains one level of priority on those that come `AGEING`
-steps after it, so none waits for ever. Waiting requests are admitted in this order, when a slot and pages are free: for
-all tokens that the request may come to ("guaranteed": what runs ends), or for its prompt and a little more
-("optimistic": when the pool runs out the youngest request is swapped out, and comes back before others are admitted).
+Requests are ordered by priority, lower first, then by arrival. A request gains one priority level over those that
+arrive `AGEING_STEPS` after it, so none starves. Waiting requests are admitted in this order when a slot and pages are
+free: pages for all tokens that the request may reach ("guaranteed": a running request always finishes), or for its
+prompt and `lookahead` more ("optimistic": when the pool runs out the youngest request is swapped out; it is swapped in
+before others are admitted).
 
-A request whose adapter has no slot lets those behind it pass, for they need none, or one that is there. Once it has
-waited for a slot for `PATIENCE` steps, no request with an adapter passes it any more, so that a slot becomes free.
+A request whose adapter has no slot does not block those after it that need none, or one that is resident. After
+`ADAPTER_WAIT_STEPS`, no request with an adapter overtakes it any more, so that a slot becomes free.
 """
 
 from __future__ import annotations
@@ -28,16 +29,19 @@ from lockstep.errors import InputError
 from lockstep.step.pages import PAGE_SIZE, PageTables
 from lockstep.step.residency import Residency
 
-AGEING = PATIENCE = 256  # steps
-_PILE = 3  # times `max_prefill_tokens`: with more tokens of prompts to compute, steps are filled
-LOOKAHEAD = 256  # tokens behind those that a request holds, for which an optimistic admission wants pages
+AGEING_STEPS = 256
+ADAPTER_WAIT_STEPS = 256
+# Prompts pile up when they have more than this many times `max_prefill_tokens` left to compute.
+_PILE_FACTOR = 3
+# Tokens beyond those that a request holds for which optimistic admission reserves pages.
+LOOKAHEAD = 256
 Admission = Literal["guaranteed", "optimistic"]
 
 
 class Status(enum.Enum):
     """Where a request stands.
 
-    HELD: not to be admitted yet. FORKING: a further choice of a prompt that is not computed to its end, or not begun.
+    HELD: not to be admitted yet. FORKING: a further choice (n > 1) whose prompt is not fully computed.
     """
 
     HELD = enum.auto()
@@ -50,12 +54,12 @@ class Status(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class Scheduled:
-    """A request as the scheduler sees it; of several choices, one of them.
+    """A request, or one of its choices, as the scheduler sees it.
 
-    num_prompt_tokens: must be computed before its first new token. max_tokens: held at most, prompt and answer.
-    num_computed: tokens that the cache holds. prefix: keys of its whole chunks. siblings: its further choices.
-    published: chunks of its prompt that others can reuse. adapter: what it is computed with, None for the base alone.
-    blocked: the step from which on it was first in order but for a place for its adapter, 0 for none.
+    num_prompt_tokens: computed before the first new token. max_tokens: limit of cached tokens, prompt and answer.
+    num_computed: cached tokens. prefix: keys of the prompt's whole chunks. siblings: further choices (n > 1).
+    published: chunks of the prompt that others can reuse. adapter: None for the base model.
+    blocked_since: the step at which only a slot for its adapter was missing, 0 for none.
     """
 
     num_prompt_tokens: int
@@ -64,39 +68,38 @@ class Scheduled:
     prefix: Sequence[bytes] = ()
     siblings: Sequence[Scheduled] = ()
     status: Status = Status.WAITING
-    slot: int = -1  # none
+    slot: int = -1
     num_computed: int = 0
     published: int = 0
     order: tuple[int, int] = (0, 0)
     adapter: str | None = None
-    blocked: int = 0
+    blocked_since: int = 0
 
     @property
     def decodes(self) -> bool:
-        """Return whether its next share of a step is one token behind its prompt.
+        """Return whether its next step computes one token of the answer.
 
-        Not so of one that holds all that it may: it ends once the tokens of the step before are known.
+        False at `max_tokens`: the request ends once the tokens of the previous step are known.
         """
         return self.num_prompt_tokens <= self.num_computed < self.max_tokens
 
     @property
     def in_prompt(self) -> bool:
-        """Return whether tokens of its prompt are still to be computed."""
+        """Return whether its prompt is not fully computed."""
         return self.num_computed < self.num_prompt_tokens
 
     @property
     def slots(self) -> list[int]:
         """Return the slots of the request and its siblings."""
-        return [each.slot for each in (self, *self.siblings) if each.slot >= 0]
+        return [choice.slot for choice in (self, *self.siblings) if choice.slot >= 0]
 
 
 @dataclass(slots=True)
 class SchedulerOutput:
     """What goes into one step.
 
-    admitted: requests that enter, each with pages of a prefix that it reuses. swapped_in: requests whose content comes
-    back. shares: (request, number of tokens) behind those that it holds. drafts: of requests that decode, tokens to
-    verify behind their share.
+    admitted: new requests, each with the pages of its cached prefix. swapped_in: requests whose cache is to be copied
+    back. shares: (request, number of tokens to compute). drafts: tokens to verify after a decoding request's token.
     """
 
     admitted: list[tuple[Scheduled, list[int]]] = field(default_factory=list)
@@ -106,7 +109,7 @@ class SchedulerOutput:
 
 
 class Scheduler:
-    """Schedules requests; takes their slots and pages from `tables`."""
+    """Schedules requests, and allocates their slots and pages from `tables`."""
 
     def __init__(
         self,
@@ -123,15 +126,19 @@ class Scheduler:
     ):
         """Make a scheduler without requests.
 
-        max_num_tokens: of one step. residency: of the adapters; None where there are none. max_prefill_tokens: of all
-        prompts together in a step beside requests that decode, at least a chunk, unless prompts pile up (`_PILE`);
-        None: whatever there is room for. long_prefill_token_threshold: tokens that one prompt brings at most to a step
-        beside requests that decode, rounded down to whole chunks, at least one; None: whatever there is room for.
-        compacts: requests may be moved to lower slots, for a step computes all rows up to the highest slot. lookahead:
-        tokens after those that a request holds for which an optimistic admission wants pages; None: `LOOKAHEAD`.
+        Args:
+            max_num_tokens: token budget of one step.
+            long_prefill_token_threshold: limit of tokens of one prompt in a step in which others decode, rounded down
+                to whole chunks, at least one; None for no limit.
+            residency: slots of the adapters; None without adapters.
+            max_prefill_tokens: limit of tokens of all prompts in such a step, at least a chunk, unless prompts pile up
+                (`_PILE_FACTOR`); None for no limit.
+            compacts: whether requests may be moved to lower slots, as a step computes all rows up to the highest slot.
+            lookahead: tokens for which optimistic admission reserves pages beyond those held; None: `LOOKAHEAD`.
 
-        Raises InputError where a step has no room for a token of each request, or, if all others decode, for a chunk,
-        and for a threshold below 1.
+        Raises:
+            InputError: a step has no room for a token of each request, or for a chunk while all others decode; a
+                threshold below 1.
         """
         if max_num_tokens < num_slots:
             raise InputError(f"max_num_tokens: expected at least max_batch_size ({num_slots}), found {max_num_tokens}")
@@ -155,38 +162,44 @@ class Scheduler:
         self.num_swaps = 0
         self._compacts = compacts
         self._lookahead = LOOKAHEAD if lookahead is None else lookahead
-        self._free_slots = list(range(num_slots))  # a heap: low slots first, so that rows that decode lie together
+        # A heap: low slots first, so that decoding rows are adjacent.
+        self._free_slots = list(range(num_slots))
         self._num_slots = num_slots
-        self._waiting: dict[str | None, list[tuple[tuple[int, int], Scheduled]]] = {}  # by adapter, a heap
+        # A heap for each adapter.
+        self._waiting: dict[str | None, list[tuple[tuple[int, int], Scheduled]]] = {}
         self._num_waiting = 0
-        self._running: list[Scheduled] = []  # in order
-        self._swapped: list[Scheduled] = []  # in order
-        # By the first page of a chunk that is to be copied: the pages of the chunks before it, held until then.
+        # Both sorted by `order`.
+        self._running: list[Scheduled] = []
+        self._swapped: list[Scheduled] = []
+        # Pages of the preceding chunks, kept allocated until a chunk is copied, by the chunk's first page.
         self._parents: dict[int, list[int]] = {}
-        self._steps = self._arrivals = 0
+        self._steps = 0
+        self._arrivals = 0
 
     @property
     def num_running(self) -> int:
-        """Return how many requests, or choices of them, hold a slot."""
+        """Return how many requests (each choice counts) hold a slot."""
         return self._num_slots - len(self._free_slots)
 
     @property
     def num_waiting(self) -> int:
-        """Return how many requests are not admitted yet, or swapped out."""
+        """Return how many requests are queued or swapped out."""
         return self._num_waiting + len(self._swapped)
 
     def add(self, request: Scheduled, held: bool = False) -> None:
         """Queue a request.
 
-        held: it takes its place in the order, but is not admitted before `unhold`. Raises InputError for one that no
-        empty pool, or no number of slots, could ever take.
+        held: it takes its place in the order, but is not admitted before `unhold`.
+
+        Raises InputError for a request that needs more pages or slots than there are.
         """
         needed = self._pages_for(request, request.max_tokens)
-        there = self.tables.pool.num_pages
-        if needed > there:
+        num_pages = self.tables.pool.num_pages
+        if needed > num_pages:
             raise InputError(
-                f"request: expected at most {there * PAGE_SIZE} tokens of KV cache ({there} pages of {PAGE_SIZE}), "
-                f"found a need for {needed * PAGE_SIZE}: {request.num_prompt_tokens} prompt tokens and up to "
+                f"request: expected at most {num_pages * PAGE_SIZE} tokens of KV cache "
+                f"({num_pages} pages of {PAGE_SIZE}), found a need for {needed * PAGE_SIZE}: "
+                f"{request.num_prompt_tokens} prompt tokens and up to "
                 f"{request.max_tokens - request.num_prompt_tokens} more, {1 + len(request.siblings)} times; "
                 f"ask for less, or give kv_bytes {needed * self.tables.pool.page_nbytes} or more"
             )
@@ -194,9 +207,9 @@ class Scheduler:
             raise InputError(
                 f"n: expected at most {self._num_slots} choices (max_batch_size), found {1 + len(request.siblings)}"
             )
-        request.order = (request.priority * AGEING + self._steps, self._arrivals)
+        request.order = (request.priority * AGEING_STEPS + self._steps, self._arrivals)
         for sibling in request.siblings:
-            # it waits with the request, not by itself
+            # Siblings are not queued: they wait with the request.
             sibling.order = request.order
             sibling.status = Status.FORKING
         self._arrivals += 1
@@ -207,19 +220,20 @@ class Scheduler:
             self._wait(request)
 
     def unhold(self, request: Scheduled) -> None:
-        """Admit a request that was held as soon as there is room."""
+        """Let a held request be admitted."""
         request.status = Status.WAITING
         self._wait(request)
 
     def finish(self, request: Scheduled) -> None:
-        """Forget a request, wherever it stands: its slot and pages are free.
+        """End a request in any state, and free its slot and pages.
 
-        A prompt with further choices takes these along while it is not computed to its end.
+        Siblings that wait for its prompt end with it.
         """
         status = request.status
         request.status = Status.FINISHED
         if status in (Status.WAITING, Status.HELD):
-            self._num_waiting -= 1  # it leaves the heap when its turn comes
+            # It is removed from the heap when it comes to the front.
+            self._num_waiting -= 1
         elif status is Status.SWAPPED:
             self._swapped.remove(request)
         elif status in (Status.RUNNING, Status.FORKING):
@@ -234,20 +248,20 @@ class Scheduler:
     def victim(self) -> Scheduled | None:
         """Return the request to swap out before the next step, or None.
 
-        Bring its content to the host, then call `swapped_out`, and ask again.
+        The caller copies its cache to the host, calls `swapped_out`, and calls this again.
         """
         if self.admission == "guaranteed":
             return None
         tables = self.tables
-        ends = self._ends_behind_pages()
+        ends = self._ends_on_new_pages()
         needed = sum(max(0, tables.pages_for(end) - len(tables[slot])) for slot, end in ends.items())
         if needed <= tables.pool.num_available:
             return None
-        # The youngest; one alone always has room, and what waits for forks moves with nobody.
-        return next((each for each in reversed(self._running) if not _is_forking(each)), None)
+        # The youngest first. A request with siblings to fork cannot be moved; a single request always fits.
+        return next((request for request in reversed(self._running) if not _is_forking(request)), None)
 
     def swapped_out(self, request: Scheduled) -> None:
-        """Free the slot and pages of a `victim` whose content was copied."""
+        """Free the slot and pages of a `victim` whose cache was copied to the host."""
         self._running.remove(request)
         self._leave(request)
         request.status = Status.SWAPPED
@@ -257,18 +271,18 @@ class Scheduler:
 
     @property
     def is_spread(self) -> bool:
-        """Return whether requests lie in so high slots that a step computes twice as many rows as there are, or more.
+        """Return whether a step computes at least twice as many rows as there are requests, because of free slots.
 
-        Not while others wait, which take the slots between.
+        False while requests wait: they will take the free slots.
         """
         count = len(self._running)
         if not self._compacts or not count or len(self._free_slots) < count or self.num_waiting:
             return False
         highest = max(request.slot for request in self._running)
-        return highest >= 1 << (count - 1).bit_length() and not any(_is_forking(each) for each in self._running)
+        return highest >= 1 << (count - 1).bit_length() and not any(map(_is_forking, self._running))
 
     def compact(self) -> list[tuple[Scheduled, int]]:
-        """Move requests to the lowest slots; return each that moved, and the slot that it left."""
+        """Move requests to the lowest slots; return each moved request with the slot that it left."""
         moved = []
         for request in self._running:
             if request.slot >= len(self._running):
@@ -282,63 +296,60 @@ class Scheduler:
         return moved
 
     def schedule(self) -> SchedulerOutput:
-        """Decide the next step.
+        """Schedule the next step.
 
-        What it says is computed, unless `finish` says otherwise before the next call. The tokens of the step before
-        need not be known yet, if `computed` was called for it: what ends with them, if only its tokens can say so,
-        brings a token whose result is dropped.
+        The caller computes it, but for requests that `finish` before the next call. The tokens of the previous step
+        need not be known, if `computed` was called for it: a request that turns out to have ended gets a token whose
+        result is dropped.
         """
         self._steps += 1
         step = SchedulerOutput()
-        if self.admission == "optimistic":  # what runs goes before what comes: `victim` has seen to the pages
-            self.tables.reserve(self._ends_behind_pages())
-        all_in, held = self._swap_in(step)
-        if all_in:
-            self._admit(step, held)
-        step.shares = [(each, 1) for each in self._running if each.decodes]
-        left = self.max_num_tokens - len(step.shares)
+        if self.admission == "optimistic":
+            # Running requests come before new ones; `victim` has made room for these pages.
+            self.tables.reserve(self._ends_on_new_pages())
+        all_swapped_in, adapters_blocked = self._swap_in(step)
+        if all_swapped_in:
+            self._admit(step, adapters_blocked)
+        step.shares = [(request, 1) for request in self._running if request.decodes]
+        budget = self.max_num_tokens - len(step.shares)
         decoding = bool(step.shares)
         if len(step.shares) < len(self._running):
             if decoding:
-                left = self._beside_decoding(left)
+                budget = self._prefill_budget(budget)
             for request in self._running:
                 if request.in_prompt:
-                    count = self._chunks(request, left, decoding)
+                    count = self._chunks(request, budget, decoding)
                     if count:
                         step.shares.append((request, count))
-                        left -= count
-                    if left <= 0:
+                        budget -= count
+                    if budget <= 0:
                         break
         return step
 
-    def _ends_behind_pages(self) -> dict[int, int]:
-        """Return by slot the tokens behind a step of requests that may lack a page.
-
-        Others decode within pages that they have: these are full at multiples of `PAGE_SIZE` only.
-        """
+    def _ends_on_new_pages(self) -> dict[int, int]:
+        """Return, by slot, the length after this step of decoding requests whose pages are full."""
         return {
-            each.slot: each.num_computed + 1
-            for each in self._running
-            if not each.num_computed % PAGE_SIZE and each.decodes
+            request.slot: request.num_computed + 1
+            for request in self._running
+            if not request.num_computed % PAGE_SIZE and request.decodes
         }
 
-    def _beside_decoding(self, left: int) -> int:
-        """Return the tokens of prompts for a step beside requests that decode.
-
-        The step has room for `left`; the requests that decode wait for all of it.
-        """
+    def _prefill_budget(self, budget: int) -> int:
+        """Limit the prompt tokens of a step in which requests decode, since these wait for all of it."""
         limit = self._max_prefill_tokens
         if limit is None or self._num_waiting:
-            return left
+            return budget
         limit = max(limit, self.chunk_size)
-        prompts = sum(each.num_prompt_tokens - each.num_computed for each in self._running if each.in_prompt)
-        return min(left, limit) if prompts <= _PILE * limit else left
+        remaining = sum(
+            request.num_prompt_tokens - request.num_computed for request in self._running if request.in_prompt
+        )
+        return min(budget, limit) if remaining <= _PILE_FACTOR * limit else budget
 
     def computed(self, step: SchedulerOutput) -> list[tuple[Scheduled, int, list[int]]]:
-        """Note that a step was taken; return what must be copied for reuse.
+        """Record that a step was computed, and publish the chunks that it completed for reuse.
 
-        Gives (request, first token, pages) of each chunk that can be reused from now on, where its content must be
-        copied into these pages: see `stored`.
+        Returns (request, first token, pages) of each chunk whose cache the caller must copy into these pages, and then
+        pass to `stored`; empty where slots share pages.
         """
         copies = []
         for request, count in step.shares:
@@ -348,11 +359,11 @@ class Scheduler:
         return copies
 
     def forked(self, request: Scheduled) -> list[Scheduled]:
-        """Let the further choices of a request whose prompt is computed run.
+        """Start the siblings of a request whose prompt is computed, and return them.
 
-        Returns these, each to have a copy of the request's content.
+        The caller copies the request's cache to each, as far as pages are not shared.
         """
-        siblings = [each for each in request.siblings if each.status is Status.FORKING]
+        siblings = [sibling for sibling in request.siblings if sibling.status is Status.FORKING]
         for sibling in siblings:
             if self.tables.shares:
                 self.tables.fork(request.slot, sibling.slot, request.num_computed)
@@ -363,171 +374,172 @@ class Scheduler:
         return siblings
 
     def stored(self, pages: Sequence[int]) -> None:
-        """Release pages into which what `computed` asked for was copied.
+        """Release pages that were copied: into, as `computed` asked, or from, for an admitted request.
 
-        Or from which a prefix was. A prefix that was copied goes before those that it hangs on.
+        The preceding chunks are released first: without them nobody would find this one.
         """
         if pages:
             self.tables.pool.release([*self._parents.pop(pages[0], ()), *pages])
 
     def check(self) -> None:
-        """Check that no slot or page is lost.
-
-        Raises AssertionError: for tests, and for an idle engine.
-        """
-        held = [slot for request in self._running for slot in request.slots]
-        assert sorted([*held, *self._free_slots]) == list(range(self._num_slots))
+        """Assert that no slot or page is lost. For tests and idle engines."""
+        used_slots = [slot for request in self._running for slot in request.slots]
+        assert sorted([*used_slots, *self._free_slots]) == list(range(self._num_slots))
         assert all(not self.tables[slot] for slot in self._free_slots)
         self.tables.pool.check()
 
-    def _chunks(self, request: Scheduled, left: int, decoding: bool) -> int:
-        """Return the tokens of a prompt for this step.
+    def _chunks(self, request: Scheduled, budget: int, decoding: bool) -> int:
+        """Return how many tokens of a prompt this step computes: whole chunks, or up to the prompt's end.
 
-        They are whole chunks, or up to its end. A last chunk of one token comes in a step of its own, whatever room
-        there is: one token decodes, several are a prompt, and which of the two computes a token must not depend on the
-        others.
+        A last chunk of one token always gets a step of its own. A single token is computed by the decode kernel and
+        several by the prefill kernel, and which of the two computes a token must not depend on other requests.
         """
         start = request.num_computed
         end = request.num_prompt_tokens
-        first = min(end, (start // self.chunk_size + 1) * self.chunk_size)
-        if first - start > left:
+        first_stop = min(end, (start // self.chunk_size + 1) * self.chunk_size)
+        if first_stop - start > budget:
             return 0
         if end - start == 1:
             return 1
         if decoding and self.long_prefill_token_threshold is not None:
-            left = min(left, max(self.long_prefill_token_threshold, first - start))
-        stop = min(end, (start + left) // self.chunk_size * self.chunk_size) if end - start > left else end
+            budget = min(budget, max(self.long_prefill_token_threshold, first_stop - start))
+        stop = end
+        if end - start > budget:
+            stop = min(end, (start + budget) // self.chunk_size * self.chunk_size)
         if stop == end and end % self.chunk_size == 1:
             stop = end - 1
-        return max(first, stop) - start
+        return max(first_stop, stop) - start
 
     def _wait(self, request: Scheduled) -> None:
         heapq.heappush(self._waiting.setdefault(request.adapter, []), (request.order, request))
 
-    def _first_waiting(self, but: Collection[str | None]) -> Scheduled | None:
-        """Return the first waiting request in order, but for those of some adapters."""
-        firsts = []
+    def _first_waiting(self, excluded_adapters: Collection[str | None]) -> Scheduled | None:
+        """Return the first waiting request in order, without those of some adapters."""
+        candidates = []
         for adapter in [*self._waiting]:
             queue = self._waiting[adapter]
-            while queue and queue[0][1].status is not Status.WAITING:  # it was aborted
+            # Aborted requests are still in the heap.
+            while queue and queue[0][1].status is not Status.WAITING:
                 heapq.heappop(queue)
             if not queue:
                 del self._waiting[adapter]
-            elif adapter not in but:
-                firsts.append(queue[0])
-        return min(firsts)[1] if firsts else None
+            elif adapter not in excluded_adapters:
+                candidates.append(queue[0])
+        return min(candidates)[1] if candidates else None
 
-    def _admit(self, step: SchedulerOutput, held: bool) -> None:
+    def _admit(self, step: SchedulerOutput, adapters_blocked: bool) -> None:
         """Admit waiting requests while there is room.
 
-        held: a request has waited for a place for so long that no further one may take or keep any.
+        adapters_blocked: a request has waited so long for an adapter slot that no other may claim one.
         """
-        passed: set[str | None] = set()
-        while (request := self._first_waiting(passed)) is not None:
-            request.siblings = [each for each in request.siblings if each.status is Status.FORKING]  # others have ended
+        skipped_adapters: set[str | None] = set()
+        while (request := self._first_waiting(skipped_adapters)) is not None:
+            # Other siblings have been aborted.
+            request.siblings = [sibling for sibling in request.siblings if sibling.status is Status.FORKING]
             if len(self._free_slots) <= len(request.siblings):
                 return
-            if held and request.adapter is not None or not self._has_adapter_slot(request):
-                passed.add(request.adapter)
-                held |= self._is_blocked_for_long(request)
+            if self._must_wait_for_adapter(request, adapters_blocked):
+                skipped_adapters.add(request.adapter)
+                adapters_blocked |= self._is_blocked_for_long(request)
                 continue
-            found = self.tables.pool.find(request.prefix) if self.tables.shares is not None else []
-            if not self._take(request, found):
-                # Where a prefix is copied, it may be the prefix itself that is in the way.
-                if not found or self.tables.shares or not self._take(request, found := []):
+            prefix_pages = self.tables.pool.find(request.prefix) if self.tables.shares is not None else []
+            if not self._allocate(request, prefix_pages):
+                # A prefix that would be copied may itself hold the pages that are missing: try without it.
+                if not prefix_pages or self.tables.shares or not self._allocate(request, prefix_pages := []):
                     return
             heapq.heappop(self._waiting[request.adapter])
             self._num_waiting -= 1
-            request.published = len(found) // self.tables.chunk_pages(self.chunk_size) if found else 0
+            request.published = len(prefix_pages) // self.tables.chunk_pages(self.chunk_size) if prefix_pages else 0
             request.num_computed = request.published * self.chunk_size
-            step.admitted.append((request, found))
+            step.admitted.append((request, prefix_pages))
+
+    def _must_wait_for_adapter(self, request: Scheduled, adapters_blocked: bool) -> bool:
+        if adapters_blocked and request.adapter is not None:
+            return True
+        return self._residency is not None and not self._residency.can_claim(self._free_slots[0], request.adapter)
 
     def _is_blocked_for_long(self, request: Scheduled) -> bool:
-        """Note that only a slot for its adapter is missing; return if for long."""
-        request.blocked = request.blocked or self._steps
-        return self._steps - request.blocked >= PATIENCE
+        """Record that only a slot for the request's adapter is missing; return whether it has been so for long."""
+        request.blocked_since = request.blocked_since or self._steps
+        return self._steps - request.blocked_since >= ADAPTER_WAIT_STEPS
 
-    def _take(self, request: Scheduled, found: list[int]) -> bool:
-        """Give a request its slots and pages, if there are enough.
+    def _allocate(self, request: Scheduled, prefix_pages: list[int]) -> bool:
+        """Give a request and its siblings slots and pages.
 
-        Else release what was found for it, and return False.
+        Without enough free pages, release `prefix_pages` and return False.
         """
         tables = self.tables
         tokens = request.max_tokens
         if self.admission == "optimistic":
             tokens = min(tokens, request.num_prompt_tokens + self._lookahead)
-        needed = self._pages_for(request, tokens) - (len(found) if tables.shares else 0)
+        needed = self._pages_for(request, tokens)
+        if tables.shares:
+            needed -= len(prefix_pages)
         if needed > tables.pool.num_available:
-            tables.pool.release(found)
+            tables.pool.release(prefix_pages)
             return False
-        for number, each in enumerate((request, *request.siblings)):
-            each.slot = heapq.heappop(self._free_slots)
-            self._claim(each)
-            if number:
-                tables.reserve({each.slot: tokens - self._shared_tokens(request)})
-            else:
-                each.status = Status.RUNNING
-                if tables.shares:
-                    tables.share(each.slot, found)
-                tables.reserve({each.slot: tokens})
+        self._claim_slot(request)
+        request.status = Status.RUNNING
+        if tables.shares:
+            tables.share(request.slot, prefix_pages)
+        tables.reserve({request.slot: tokens})
+        for sibling in request.siblings:
+            self._claim_slot(sibling)
+            tables.reserve({sibling.slot: tokens - self._shared_tokens(request)})
         self._insert(request)
         return True
 
     def _pages_for(self, request: Scheduled, tokens: int) -> int:
-        """Return the pages of a request that holds `tokens`, its choices together."""
+        """Return the pages that a request and its siblings need for `tokens` each."""
         pages_for = self.tables.pages_for
         return pages_for(tokens) + len(request.siblings) * pages_for(tokens - self._shared_tokens(request))
 
     def _shared_tokens(self, request: Scheduled) -> int:
-        """Return the tokens of a prompt whose pages its choices share."""
+        """Return the prompt tokens whose pages the siblings share."""
         return request.num_prompt_tokens // PAGE_SIZE * PAGE_SIZE if self.tables.shares else 0
 
     def _swap_in(self, step: SchedulerOutput) -> tuple[bool, bool]:
-        """Bring requests back while there is room.
+        """Swap requests in while there is room.
 
-        Returns whether none is left that others have to wait for, and whether one has waited for long for a slot for
-        its adapter, before which others may not pass.
+        Returns whether others may be admitted after them, and whether one has waited so long for an adapter slot that
+        no other may claim one.
         """
-        held = False
-        passed = set[str | None]()
+        adapters_blocked = False
+        skipped_adapters = set[str | None]()
         for request in [*self._swapped]:
-            # As when it was admitted: the steps of a prompt ask for no pages.
+            # Reserve as at admission: the steps of a prompt allocate no pages.
             tokens = min(request.max_tokens, max(request.num_prompt_tokens, request.num_computed) + self._lookahead)
             if not self._free_slots or self.tables.pages_for(tokens) > self.tables.pool.num_available:
-                return False, held
-            if request.adapter in passed or held and request.adapter is not None or not self._has_adapter_slot(request):
-                passed.add(request.adapter)
-                held |= self._is_blocked_for_long(request)
+                return False, adapters_blocked
+            if request.adapter in skipped_adapters or self._must_wait_for_adapter(request, adapters_blocked):
+                skipped_adapters.add(request.adapter)
+                adapters_blocked |= self._is_blocked_for_long(request)
                 continue
             self._swapped.remove(request)
-            request.slot = heapq.heappop(self._free_slots)
+            self._claim_slot(request)
             request.status = Status.RUNNING
-            self._claim(request)
             self.tables.reserve({request.slot: tokens})
             self._insert(request)
             step.swapped_in.append(request)
-        return True, held
+        return True, adapters_blocked
 
-    def _has_adapter_slot(self, request: Scheduled) -> bool:
-        """Return whether the request's adapter is resident, or can be."""
-        return self._residency is None or self._residency.can_claim(self._free_slots[0], request.adapter)
-
-    def _claim(self, request: Scheduled) -> None:
+    def _claim_slot(self, request: Scheduled) -> None:
+        request.slot = heapq.heappop(self._free_slots)
         if self._residency is not None:
             claimed = self._residency.claim(request.slot, request.adapter)
-            assert claimed  # `_has_place` was asked
+            assert claimed, "`_must_wait_for_adapter` was called for this request"
 
     def _publish(self, request: Scheduled) -> list[tuple[Scheduled, int, list[int]]]:
         tables = self.tables
         copies = []
         per_chunk = self.tables.chunk_pages(self.chunk_size)
-        through = min(request.num_computed // self.chunk_size, len(request.prefix))
-        for number in range(request.published, through):
+        num_complete = min(request.num_computed // self.chunk_size, len(request.prefix))
+        for number in range(request.published, num_complete):
             key = request.prefix[number]
             if tables.shares:
                 tables.pool.publish(key, tables[request.slot][number * per_chunk : (number + 1) * per_chunk])
             elif not tables.pool.holds(key):
-                # Without a chunk before it nobody would find it, so it must not push one out.
+                # A chunk is found through the chunks before it, so its pages must not evict any of those.
                 parents = tables.pool.find(request.prefix[:number])
                 if len(parents) < number * per_chunk or tables.pool.num_available < per_chunk:
                     tables.pool.release(parents)
@@ -536,7 +548,7 @@ class Scheduler:
                 tables.pool.publish(key, pages)
                 self._parents[pages[0]] = parents
                 copies.append((request, number * self.chunk_size, pages))
-        request.published = through
+        request.published = num_complete
         return copies
 
     def _insert(self, request: Scheduled) -> None:
@@ -558,4 +570,4 @@ def _order(request: Scheduled) -> tuple[int, int]:
 
 
 def _is_forking(request: Scheduled) -> bool:
-    return any(each.status is Status.FORKING for each in request.siblings)
+    return any(sibling.status is Status.FORKING for sibling in request.siblings)
