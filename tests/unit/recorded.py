@@ -23,10 +23,16 @@ PRECISION = "fp16"
 BACKEND = "onnxruntime"
 
 
-def run(results: Results, name: str, make: Callable[[], Any] = lambda: None) -> None:
-    """`make`, recorded as the stage `name` of the demo in fp16."""
+def run(
+    results: Results,
+    name: str,
+    make: Callable[[], Any] = lambda: None,
+    precision: str = PRECISION,
+    backend: str = BACKEND,
+) -> None:
+    """`make`, recorded as the stage `name` of the demo."""
     made = STAGES[name].job(
-        CONFIG, results.root, {"model": MODEL, "precision": PRECISION, "layers": 2, "backend": BACKEND}
+        CONFIG, results.root, {"model": MODEL, "precision": precision, "layers": 2, "backend": backend}
     )
     stage.run(replace(made, inputs={}) if name == "export" else made, make)  # such a tree has no architecture.json
 
@@ -36,26 +42,21 @@ def recorded(
     root: Path,
     options: Mapping[str, Any] | None = None,
     change_graphs: Callable[[Path], None] = lambda folder: None,
+    precision: str = PRECISION,
+    backend: str = BACKEND,
 ) -> Results:
     """Checkpoint, weights, graphs and engines in `root`, from those of `demo`; `change_graphs` is given their folder
     before engines are built."""
     results = Results(root)
-    shutil.copytree(demo.assembly(MODEL, PRECISION).parent, results.assembly(MODEL, PRECISION).parent)
-    change_graphs(results.assembly(MODEL, PRECISION).parent)
+    graphs = results.assembly(MODEL, precision)
+    shutil.copytree(demo.assembly(MODEL, precision).parent, graphs.parent)
+    change_graphs(graphs.parent)
     manifest = CheckpointManifest.load(demo.checkpoint(MODEL))
     moved = replace(manifest, folder=os.path.abspath(manifest.folder_of(demo.checkpoint(MODEL))))
     run(results, "resolve", lambda: moved.save(results.checkpoint(MODEL)))
-    run(
-        results,
-        "convert",
-        lambda: weights.convert(results.checkpoint(MODEL), PRECISION, results.weights(MODEL, PRECISION)),
-    )
-    run(results, "export")
-    run(
-        results,
-        "build",
-        lambda: backends.build(
-            results.assembly(MODEL, PRECISION), BACKEND, results.engines(MODEL, PRECISION, BACKEND), options
-        ),
-    )
+    converted = results.weights(MODEL, precision)
+    run(results, "convert", lambda: weights.convert(results.checkpoint(MODEL), precision, converted), precision)
+    run(results, "export", precision=precision)
+    engines = results.engines(MODEL, precision, backend)
+    run(results, "build", lambda: backends.build(graphs, backend, engines, options), precision, backend)
     return results

@@ -78,7 +78,7 @@ def test_what_is_installed_together_is_of_one_version() -> None:
         "openvino.txt",
         "tokenizers.txt",
         "test.txt",
-        "sign.txt",
+        "publish.txt",
         "otel.txt",
         "kubernetes.txt",
     ):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -296,27 +297,68 @@ def test_rebuilders_agree_byte_for_byte(results: Results, signed: Path, keys: Ca
     assert len(rebuilds.agreements(lock, trusted, 2)[0].keys) == 2
 
 
+def bill_of(results: Results, target: Target) -> dict[str, Any]:
+    text = sbom.bill(results, target)
+    assert JsonStrictValidator(SchemaVersion.V1_7).validate_str(text) is None
+    assert text == sbom.bill(results, target)
+    return json.loads(text)
+
+
 def test_the_bill_of_materials_is_valid(results: Results) -> None:
-    bill = sbom.bill(results, TARGET)
-    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(json.dumps(bill)) is None
-    assert bill == sbom.bill(results, TARGET)
+    bill = bill_of(results, TARGET)
     components = {component["bom-ref"]: component for component in bill["components"]}
     files = {part["name"] for part in components["checkpoint"]["components"]}
     assert {"checkpoint/config.json", "checkpoint/model.safetensors", "checkpoint/tokenizer.json"} <= files
     assert {"weights/weights.json", "graphs/assembly.json", "engines/engines.json"} <= set(components)
-    assert any(name.startswith("pkg:pypi/onnxruntime@") for name in components)
-    assert any(name.startswith("pkg:pypi/torch@") for name in components), "graphs were traced with it"
     model = bill["metadata"]["component"]
     assert {"name": "lockstep:precision", "value": "fp16"} in model["properties"]
     assert model["modelCard"]["modelParameters"]["modelArchitecture"] == "LlamaForCausalLM"
-    refs = {component["bom-ref"] for component in bill["components"]} | {"model", "checkpoint"}
-    assert all(entry["ref"] in refs and set(entry["dependsOn"]) <= refs for entry in bill["dependencies"])
-    used = {entry["ref"]: " ".join(entry["dependsOn"]) for entry in bill["dependencies"]}
-    assert "pkg:pypi/torch@" in used["graphs/assembly.json"] and "pkg:pypi/torch@" not in used["weights/weights.json"]
-    key = SimpleNamespace(environment={"numpy": "2.0"}, backend={"name": "openvino", "version": "2026.1"})
-    assert ("openvino", "2026.1", "pkg:pypi/openvino@2026.1") in set(slsa.libraries([key])), "what built the engines"
-    broken = {**bill, "components": [{"type": "model"}]}
-    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(json.dumps(broken)) is not None
+    broken = json.dumps({**bill, "components": [{"type": "model"}]})
+    assert JsonStrictValidator(SchemaVersion.V1_7).validate_str(broken) is not None
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "openvino"])
+def test_each_file_names_the_libraries_of_its_stage(demo: Results, tmp_path: Path, backend: str) -> None:
+    results = recorded(demo, tmp_path / "results", precision="fp32", backend=backend)
+    bill = bill_of(results, replace(TARGET, precision="fp32", backend=backend))
+    components = {component["bom-ref"]: component for component in bill["components"]}
+    used = {entry["ref"]: " ".join(entry.get("dependsOn", [])) for entry in bill["dependencies"]}
+    assert f"pkg:pypi/{backend}@" in used["engines/engines.json"], "what built them"
+    assert "pkg:pypi/torch@" in used["graphs/assembly.json"], "what traced them"
+    assert "pkg:pypi/torch@" not in used["engines/engines.json"] + used["weights/weights.json"]
+    for name, component in components.items():
+        if name.startswith("pkg:pypi/"):
+            (entry, *_) = component["licenses"]
+            assert entry.get("expression") or entry["license"].get("id") or entry["license"]["name"], name
+            assert component["properties"][0]["name"] == "lockstep:RECORD-sha256", name
+
+
+def test_the_builder_of_an_engine_is_among_its_libraries() -> None:
+    key = SimpleNamespace(environment={"numpy": "2.0"}, backend={"name": "tensorrt_rtx", "version": "1.3"})
+    assert ("tensorrt_rtx", "1.3", "pkg:generic/tensorrt_rtx@1.3") in set(slsa.libraries([key]))
+
+
+def test_a_library_of_another_version_has_no_digest() -> None:
+    """The machine that made the target had another than this one."""
+    component = sbom._library("numpy", "1.0", "pkg:pypi/numpy@1.0")
+    assert not component.properties and not component.licenses
+
+
+@pytest.mark.parametrize(
+    ("card", "expected"),
+    [
+        ("---\nlicense: apache-2.0\n---\n# Demo\n", "Apache-2.0"),
+        ("---\nlicense: llama3\n---\n", "llama3"),
+        ("---\nlicense: other\nlicense_name: ours\n---\n", "ours"),
+        ("# Demo\n---\nlicense: mit\n---\n", None),
+        ("---\nlicense: [\n---\n", None),
+        ("", None),
+    ],
+)
+def test_the_licence_of_a_checkpoint_is_that_of_its_card(tmp_path: Path, card: str, expected: str | None) -> None:
+    (tmp_path / "README.md").write_text(card)
+    found = [license.id or license.name for license in sbom.card_licenses(tmp_path)]
+    assert found == ([expected] if expected else [])
 
 
 def test_what_is_asked_of_verify_must_fit(signed: Path, keys: Callable) -> None:

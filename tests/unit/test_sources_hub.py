@@ -140,7 +140,7 @@ def test_only_the_files_that_are_needed_come_and_the_commit_is_recorded(user: Us
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     found = Fetched.load(user.out)
-    names = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
+    names = ["README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
     assert found.commit == commit and found.source == f"hf:{NAME}" and sorted(found.sha256) == names
     assert {path.name: sha256_file(path) for path in folder_of(user.out).iterdir()} == found.sha256
     asked = [

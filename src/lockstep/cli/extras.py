@@ -9,10 +9,11 @@ from lockstep.errors import InputError, pip_install
 
 # By the name that it is imported under. httptools is in `load` too, whose command names that one itself.
 EXTRAS = {
-    "OpenSSL": "sign",
-    "cryptography": "sign",
+    "OpenSSL": "publish",
+    "cryptography": "publish",
     "cuda.bindings": "cuda",
     "cudnn": "cuda",
+    "cyclonedx": "publish",
     "gguf": "workflow",
     "google.protobuf": "grpc",
     "grpc": "grpc",
@@ -21,7 +22,7 @@ EXTRAS = {
     "jinja2": "serve",
     "llguidance": "grammar",
     "ml_dtypes": "workflow",
-    "model_signing": "sign",
+    "model_signing": "publish",
     "msgspec": "serve",
     "onnx_graphsurgeon": "workflow",
     "onnx_ir": "workflow",
@@ -33,7 +34,7 @@ EXTRAS = {
     "pydantic": "workflow",
     "rich": "workflow",
     "safetensors": "workflow",
-    "securesystemslib": "sign",
+    "securesystemslib": "publish",
     "snakemake": "workflow",
     "snakemake_executor_plugin_slurm": "slurm",
     "starlette": "serve",

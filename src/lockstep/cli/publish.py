@@ -75,12 +75,12 @@ def pull(reference: str, out: Path, lock: Path | None, plain_http: bool, as_json
 @click.option("--out", type=_BUNDLE, help="The file to write.  [default: standard output]")
 @RESULTS
 def sbom(target: str, out: Path | None, results: Path) -> None:
-    """Write what a target is made of, as a CycloneDX 1.6 ML-BOM."""
-    from lockstep.artifacts.files import dump_json, write_bytes
+    """Write what a target is made of, as a CycloneDX 1.7 ML-BOM."""
+    from lockstep.artifacts.files import write_bytes
     from lockstep.publish.sbom import bill
 
     tree = Results(results)
-    text = dump_json(bill(tree, made_target(used_config(tree), tree, target)))
+    text = bill(tree, made_target(used_config(tree), tree, target))
     if out is None:
         return click.echo(text, nl=False)
     write_bytes(out, text.encode())

@@ -1,22 +1,34 @@
-"""What a target is made of, as a CycloneDX 1.6 ML-BOM (https://cyclonedx.org/capabilities/mlbom).
+"""What a target is made of, as a CycloneDX 1.7 ML-BOM (https://cyclonedx.org/capabilities/mlbom).
 
 A finished target's manifests and records in; the document out, as JSON: the model with its card, the checkpoint's
-files, the files that were made of them, and the libraries that computed. It holds no time: the same target gives the
-same bytes.
+files, the files that were made of them, and the libraries that each stage computed with. The library makes it, but for
+the model card, which it does not know. It holds no time: the same target gives the same bytes.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
+import json
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+
+import yaml
+from cyclonedx.contrib.hash.factories import HashTypeFactory
+from cyclonedx.contrib.license.factories import LicenseFactory
+from cyclonedx.model import Property
+from cyclonedx.model.bom import Bom, BomMetaData
+from cyclonedx.model.component import Component, ComponentType
+from cyclonedx.model.license import License
+from cyclonedx.model.tool import ToolRepository
+from cyclonedx.output.json import JsonV1Dot7
+from packageurl import PackageURL
 
 from lockstep import __version__
 from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.engines import EngineSetManifest
-from lockstep.artifacts.files import sha256_json
 from lockstep.artifacts.weights import WeightsManifest
 from lockstep.errors import InputError
 from lockstep.manifests.digest_cache import digest
@@ -26,48 +38,54 @@ from lockstep.provenance.slsa import libraries, purl
 from lockstep.targets import Results, Target
 
 _PROPERTY = "lockstep:"
-_MODEL = "model"
-_CHECKPOINT = "checkpoint"
+_CARD = "README.md"  # of a checkpoint; its front matter is YAML
+_BY_INSTALLER = ("INSTALLER", "REQUESTED", "direct_url.json")  # files of dist-info that no wheel holds
 
 
-def bill(results: Results, target: Target) -> dict[str, Any]:
-    """Return the ML-BOM of a finished target. Raises InputError where something of it is not there."""
-    checkpoint = CheckpointManifest.load(results.checkpoint(target.model))
-    engines_json = results.engines(target.model, target.precision, target.backend)
-    manifests = {
+def bill(results: Results, target: Target) -> str:
+    """Return the ML-BOM of a finished target. Raises InputError where a part of it is not there."""
+    manifest = results.checkpoint(target.model)
+    checkpoint = CheckpointManifest.load(manifest)
+    stages = {
         "weights": results.weights(target.model, target.precision),
         "graphs": results.assembly(target.model, target.precision),
-        "engines": engines_json,
+        "engines": results.engines(target.model, target.precision, target.backend),
     }
-    keys = {kind: _key(path) for kind, path in manifests.items()}
-    made = {
-        kind: [_file(f"{kind}/{name}", sha256) for name, sha256 in _files(path)] for kind, path in manifests.items()
-    }
-    packages = [
-        {"type": "library", "bom-ref": url, "name": name, "version": version, "purl": url}
-        for name, version, url in libraries(keys.values())
-    ]
-    used = {kind: [url for _, _, url in libraries([key])] for kind, key in keys.items()}
     origin = _checkpoint(results, target, checkpoint)
-    body = {
-        "bomFormat": "CycloneDX",
-        "specVersion": "1.6",
-        "version": 1,
-        "metadata": {
-            "component": _model(results, target, checkpoint),
-            "tools": {"components": [{"type": "application", "name": "lockstep-engines", "version": __version__}]},
-        },
-        "components": [origin, *(part for parts in made.values() for part in parts), *packages],
-        "dependencies": [
-            {"ref": _MODEL, "dependsOn": sorted(part["bom-ref"] for parts in made.values() for part in parts)},
-            *(
-                {"ref": part["bom-ref"], "dependsOn": sorted([_CHECKPOINT, *used[kind]])}
-                for kind, parts in made.items()
-                for part in parts
-            ),
-        ],
+    model = _model(results, target, checkpoint)
+    for component in (origin, model):
+        component.licenses.update(card_licenses(checkpoint.folder_of(manifest)))
+    tool = Component(type=ComponentType.APPLICATION, name="lockstep-engines", version=__version__)
+    bom = Bom(metadata=BomMetaData(component=model, tools=ToolRepository(components=[tool])))
+    bom.components.add(origin)
+    for kind, path in stages.items():
+        used = [_library(*library) for library in libraries([_key(path)])]
+        bom.components.update(used)
+        for name, sha256 in _files(path):
+            file = _file(f"{kind}/{name}", sha256)
+            bom.components.add(file)
+            bom.register_dependency(file, [origin, *used])
+            bom.register_dependency(model, [file])
+    return _text(bom, checkpoint)
+
+
+def _text(bom: Bom, checkpoint: CheckpointManifest) -> str:
+    """Return the document, with the model card that the library lacks and without the time that it adds."""
+    document = json.loads(JsonV1Dot7(bom).output_as_string())
+    del document["metadata"]["timestamp"]
+    del document["serialNumber"]
+    architectures = checkpoint.config.get("architectures") or [checkpoint.model_type]
+    document["metadata"]["component"]["modelCard"] = {
+        "modelParameters": {
+            "task": "text-generation",
+            "architectureFamily": checkpoint.model_type,
+            "modelArchitecture": str(architectures[0]),
+            "inputs": [{"format": "text"}],
+            "outputs": [{"format": "text"}],
+        }
     }
-    return {"serialNumber": f"urn:uuid:{uuid.uuid5(uuid.NAMESPACE_URL, sha256_json(body))}", **body}
+    document["serialNumber"] = f"urn:uuid:{uuid.uuid5(uuid.NAMESPACE_URL, json.dumps(document, sort_keys=True))}"
+    return json.dumps(document, indent=2, sort_keys=True) + "\n"
 
 
 def _key(manifest: Path) -> BuildKey:
@@ -81,59 +99,102 @@ def _key(manifest: Path) -> BuildKey:
 
 def _files(manifest: Path) -> Iterator[tuple[str, str]]:
     yield manifest.name, digest(manifest)
-    for file in sorted(named_files(manifest), key=lambda file: file.path):
+    for file in named_files(manifest):
         yield file.path.name, file.sha256
 
 
-def _file(name: str, sha256: str) -> dict[str, Any]:
-    return {"type": "file", "bom-ref": name, "name": name, "hashes": [{"alg": "SHA-256", "content": sha256}]}
+def _file(name: str, sha256: str) -> Component:
+    hashes = [HashTypeFactory().from_composite_str(f"sha256:{sha256}")]
+    return Component(type=ComponentType.FILE, name=name, bom_ref=name, hashes=hashes)
 
 
-def _checkpoint(results: Results, target: Target, checkpoint: CheckpointManifest) -> dict[str, Any]:
+def _library(name: str, version: str, url: str) -> Component:
+    """Return a package or library that computed, with what pip recorded of it where this version is installed."""
+    component = Component(name=name, version=version, bom_ref=url, purl=PackageURL.from_string(url))
+    try:
+        package = importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return component
+    if package.version.partition("+")[0] != version:
+        return component
+    archive = json.loads(package.read_text("direct_url.json") or "{}").get("archive_info", {})
+    for algorithm, value in archive.get("hashes", {}).items():
+        component.hashes.add(HashTypeFactory().from_composite_str(f"{algorithm}:{value}"))
+    component.properties.add(Property(name=f"{_PROPERTY}RECORD-sha256", value=_files_of(package)))
+    component.licenses.update(_licenses(package.metadata))
+    return component
+
+
+def _files_of(package: importlib.metadata.Distribution) -> str:
+    """Return the sha256 of the lines of a package's RECORD that stand in its wheel too, sorted.
+
+    They name each file with its own. What the installer adds is of this machine: programs, bytecode, its notes.
+    """
+    lines = (package.read_text("RECORD") or "").splitlines()
+    of_wheel = [
+        line
+        for line in lines
+        if ",sha256=" in line and not line.startswith("..") and not line.partition(",")[0].endswith(_BY_INSTALLER)
+    ]
+    return hashlib.sha256("\n".join(sorted(of_wheel)).encode()).hexdigest()
+
+
+def _licenses(metadata: importlib.metadata.PackageMetadata) -> list[License]:
+    """Return what METADATA says: an SPDX expression, else the field of older packages, else their classifiers."""
+    factory = LicenseFactory()
+    text = metadata.get("License-Expression") or metadata.get("License") or ""
+    if text and "\n" not in text:
+        return [factory.make_from_string(text)]
+    classifiers = [text for text in metadata.get_all("Classifier") or [] if text.startswith("License ::")]
+    return [factory.make_from_string(text.rpartition(" :: ")[2]) for text in classifiers]
+
+
+def card_licenses(folder: Path) -> list[License]:
+    """Return the licence that a checkpoint's card names in its front matter; none where it has none."""
+    try:
+        before, front, _ = (folder / _CARD).read_text().split("---\n", 2)
+        card = yaml.safe_load(front) if not before else {}
+        name = card["license"] if card["license"] != "other" else card["license_name"]
+    except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
+        return []
+    return [LicenseFactory().make_from_string(str(name))]
+
+
+def _checkpoint(results: Results, target: Target, checkpoint: CheckpointManifest) -> Component:
     """Return the checkpoint that all was made of, with its files; of the hub by its commit."""
     url = purl(checkpoint.source, results.source(target.model))
-    component = {
-        "type": "machine-learning-model",
-        "bom-ref": _CHECKPOINT,
-        "name": checkpoint.source if url else target.model,
-        "components": [_file(f"{_CHECKPOINT}/{file.path}", file.sha256) for file in checkpoint.files],
-    }
-    return component | ({"version": url.rpartition("@")[2], "purl": url} if url else {})
+    return Component(
+        type=ComponentType.MACHINE_LEARNING_MODEL,
+        bom_ref="checkpoint",
+        name=checkpoint.source if url else target.model,
+        version=url.rpartition("@")[2] if url else None,
+        purl=PackageURL.from_string(url) if url else None,
+        components=[_file(f"checkpoint/{file.path}", file.sha256) for file in checkpoint.files],
+    )
 
 
-def _model(results: Results, target: Target, checkpoint: CheckpointManifest) -> dict[str, Any]:
+def _model(results: Results, target: Target, checkpoint: CheckpointManifest) -> Component:
     engines = EngineSetManifest.load(results.engines(target.model, target.precision, target.backend))
     weights = WeightsManifest.load(results.weights(target.model, target.precision))
     quantized = checkpoint.quantization
-    bits = "/".join(map(str, sorted(set(quantized.bits.values())))) if quantized else None
-    properties: Mapping[str, Any] = {
+    properties = {
         "target": target,
         "precision": target.precision,
         "group-size": weights.group_size,
-        "checkpoint-bits": bits,
+        "checkpoint-bits": "/".join(map(str, sorted(set(quantized.bits.values())))) if quantized else None,
         "backend": engines.backend,
         "backend-version": engines.backend_version,
         "device": engines.device.get("name") or engines.device.get("architecture"),
         "layers": checkpoint.num_hidden_layers if target.layers == "all" else target.layers,
     }
-    architectures = checkpoint.config.get("architectures") or [checkpoint.model_type]
-    return {
-        "type": "machine-learning-model",
-        "bom-ref": _MODEL,
-        "name": target.model,
-        "version": engines.digest or "",
-        "modelCard": {
-            "modelParameters": {
-                "task": "text-generation",
-                "architectureFamily": checkpoint.model_type,
-                "modelArchitecture": str(architectures[0]),
-                "inputs": [{"format": "text"}],
-                "outputs": [{"format": "text"}],
-            }
-        },
-        "properties": [
-            {"name": f"{_PROPERTY}{name}", "value": str(value)}
+    return Component(
+        type=ComponentType.MACHINE_LEARNING_MODEL,
+        bom_ref="model",
+        name=target.model,
+        version=engines.digest or "",
+        properties=[
+            Property(name=f"{_PROPERTY}{name}", value=str(value))
             for name, value in properties.items()
             if value is not None
         ],
-    }
+    )

@@ -169,7 +169,8 @@ def _names(source: str, hub: HubSource, commit: str, snapshot: Path) -> Collecti
 def _side_files(source: str, hub: HubSource, there: Collection[str]) -> list[str]:
     """Return the files beside the weights that are needed.
 
-    The index of shards is among them. Raises InputError for what cannot become a checkpoint.
+    The index of shards is among them, and the model card, which names the licence. Raises InputError for what cannot
+    become a checkpoint.
     """
     there_by_hand = (
         f"download it with `hf download {hub.repository} --local-dir FOLDER`, {{}}, and give FOLDER as the source"
@@ -197,7 +198,7 @@ def _side_files(source: str, hub: HubSource, there: Collection[str]) -> list[str
     if "tokenizer.json" not in there:
         by_hand = there_by_hand.format("make the file: python -m lockstep.export.slow_tokenizer FOLDER")
         raise InputError(f"{source}: expected tokenizer.json, found none in the repository; {by_hand}")
-    return [name for name in (*SIDE_FILES, *([] if SINGLE in there else [INDEX])) if name in there]
+    return [name for name in (*SIDE_FILES, "README.md", *([] if SINGLE in there else [INDEX])) if name in there]
 
 
 def _sha256(path: Path) -> str:
