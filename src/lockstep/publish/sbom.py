@@ -142,9 +142,10 @@ def _files_of(package: importlib.metadata.Distribution) -> str:
 def _licenses(metadata: importlib.metadata.PackageMetadata) -> list[License]:
     """Return what METADATA says: an SPDX expression, else the field of older packages, else their classifiers."""
     factory = LicenseFactory()
-    text = metadata.get("License-Expression") or metadata.get("License") or ""
-    if text and "\n" not in text:
-        return [factory.make_from_string(text)]
+    for field in ("License-Expression", "License"):
+        for text in metadata.get_all(field) or []:
+            if "\n" not in text:  # else the licence's whole text
+                return [factory.make_from_string(text)]
     classifiers = [text for text in metadata.get_all("Classifier") or [] if text.startswith("License ::")]
     return [factory.make_from_string(text.rpartition(" :: ")[2]) for text in classifiers]
 
