@@ -1,7 +1,7 @@
-"""The ranges of a request's values, for every front end and the engine: one line, `name: expected A to B, found C`.
+"""Range checks of a request's values, for the engine and every front end: `name: expected A to B, found C`.
 
-The names are those of `Request` and `Sampling`; a front end whose clients know others puts those in their place.
-`Sampling` holds the ranges of its own fields.
+The names are those of `Request` and `Sampling`; a front end translates them to its API's. `Sampling` checks its own
+fields.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PRIORITY = 1 << 31
 
 
 class Sizes(Protocol):
-    """The sizes of a model that requests are held to."""
+    """The sizes of a model that limit a request's values."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -30,40 +30,44 @@ class Sizes(Protocol):
     def max_batch_size(self) -> int: ...
 
 
-def expect(name: str, value: int, least: int, most: int, what: str = "") -> None:
-    """Raise InputError for a value that is not `least` to `most`; what: follows these in the message."""
-    if not least <= value <= most:
-        raise InputError(f"{name}: expected {least} to {most}{what and f' {what}'}, found {str(value)[:40]}")
+def expect(name: str, value: int, minimum: int, maximum: int, unit: str = "") -> None:
+    """Raise InputError for a value out of range; unit: follows the range in the message."""
+    if not minimum <= value <= maximum:
+        raise InputError(f"{name}: expected {minimum} to {maximum}{unit and f' {unit}'}, found {str(value)[:40]}")
 
 
 def expect_tokens(name: str, tokens: Collection[int] | np.ndarray, vocab_size: int) -> None:
     """Raise InputError for a token outside the vocabulary."""
     if not len(tokens):
         return
-    # By the outermost two: whoever checks a long prompt holds others up.
-    for token in (tokens.min(), tokens.max()) if isinstance(tokens, np.ndarray) else (min(tokens), max(tokens)):
+    # Only the extremes are compared, as other requests wait while a long prompt is checked.
+    extremes = (tokens.min(), tokens.max()) if isinstance(tokens, np.ndarray) else (min(tokens), max(tokens))
+    for token in extremes:
         if not 0 <= token < vocab_size:
             raise InputError(f"{name}: expected token ids 0 to {vocab_size - 1}, found {str(token)[:40]}")
 
 
-def wrong_length(name: str, most: int, found: int | str) -> InputError:
-    """Return the error of a prompt whose number of tokens is not 1 to `most`."""
-    do = "shorten it or raise the limits (max_input_len, max_seq_len)" if found else "give it a text"
-    return InputError(f"{name}: expected 1 to {most} tokens, found {found}; {do}")
+def wrong_length(name: str, limit: int, length: int | str) -> InputError:
+    """Return the error of a prompt whose number of tokens is not 1 to `limit`."""
+    advice = "shorten it or raise the limits (max_input_len, max_seq_len)" if length else "give it a text"
+    return InputError(f"{name}: expected 1 to {limit} tokens, found {length}; {advice}")
 
 
 def check_ranges(
-    request: Request, sizes: Sizes, longest: int, in_all: int | None = None, prompt: np.ndarray | None = None
+    request: Request,
+    sizes: Sizes,
+    max_prompt_len: int,
+    max_total_len: int | None = None,
+    prompt: np.ndarray | None = None,
 ) -> None:
-    """Raise InputError for the first value of a request that is out of its range.
+    """Raise InputError for the first value of a request that is out of range.
 
-    longest: tokens of a prompt. in_all: tokens of prompt and answer; None: any, as the answer ends where no more fit.
-    prompt: prompt_ids as an array, where there is one.
+    max_total_len: limit of prompt and answer; None: no limit, as the answer ends when the context is full.
+    prompt: prompt_ids as an array, if the caller has one.
     """
     ids = request.prompt_ids if prompt is None else prompt
-    wanted = request.prompt_logprobs
-    if not 1 <= len(ids) <= longest:
-        raise wrong_length("prompt_ids", longest, len(ids))
+    if not 1 <= len(ids) <= max_prompt_len:
+        raise wrong_length("prompt_ids", max_prompt_len, len(ids))
     expect_tokens("prompt_ids", ids, sizes.vocab_size)
     expect_tokens("logit_bias", request.sampling.logit_bias, sizes.vocab_size)
     for tokens in request.sampling.bad_sequences:
@@ -71,41 +75,44 @@ def check_ranges(
     expect("n", request.n, 1, sizes.max_batch_size, CHOICES)
     expect("choice", request.choice, 0, (1 << 64) - request.n)
     expect("priority", request.priority, -_PRIORITY, _PRIORITY - 1)
-    if wanted is not None:
-        expect("prompt_logprobs", wanted, 0, MAX_LOGPROBS)
-    least = int(wanted is None)
-    if in_all is not None:
-        left = f"which the {len(ids)} tokens of the prompt leave of {in_all}"
-        expect("max_new_tokens", request.max_new_tokens, least, in_all - len(ids), left)
-    elif request.max_new_tokens < least:
-        raise InputError(f"max_new_tokens: expected at least {least}, found {request.max_new_tokens}")
+    if request.prompt_logprobs is not None:
+        expect("prompt_logprobs", request.prompt_logprobs, 0, MAX_LOGPROBS)
+    minimum = 1 if request.prompt_logprobs is None else 0
+    if max_total_len is not None:
+        remainder = f"which the {len(ids)} tokens of the prompt leave of {max_total_len}"
+        expect("max_new_tokens", request.max_new_tokens, minimum, max_total_len - len(ids), remainder)
+    elif request.max_new_tokens < minimum:
+        raise InputError(f"max_new_tokens: expected at least {minimum}, found {request.max_new_tokens}")
 
 
-def check_request(request: Request, model: Model, longest: int, has_grammars: bool) -> tuple[np.ndarray, list[int]]:
+def check_request(
+    request: Request, model: Model, max_prompt_len: int, has_grammars: bool
+) -> tuple[np.ndarray, list[int]]:
     """Check a request before it is queued; return prompt_ids, int64 [num_tokens], and answer_ids.
 
-    longest: tokens of a prompt. Raises InputError for values of other types, out of range, or that this model lacks.
+    Raises InputError for values of wrong types, out of range, or that this model does not support.
     """
     for name in ("max_new_tokens", "n", "priority", "choice"):
         _index(name, getattr(request, name))
-    prompt, again = (_token_ids(name, getattr(request, name)) for name in ("prompt_ids", "answer_ids"))
-    check_ranges(request, model, longest, prompt=prompt)
-    expect_tokens("answer_ids", again, model.vocab_size)
+    prompt = _token_ids("prompt_ids", request.prompt_ids)
+    answer = _token_ids("answer_ids", request.answer_ids)
+    check_ranges(request, model, max_prompt_len, prompt=prompt)
+    expect_tokens("answer_ids", answer, model.vocab_size)
     if request.prompt_logprobs is not None:
         model.check_gives_all_logits()
     model.check_adapter(request.adapter)
     if not isinstance(request.cache_salt, str):
         raise InputError(f"cache_salt: expected text, found {request.cache_salt!r}")
-    if len(again) and (request.n > 1 or len(again) >= request.max_new_tokens):
+    if len(answer) and (request.n > 1 or len(answer) >= request.max_new_tokens):
         raise InputError(
             f"answer_ids: expected fewer than max_new_tokens ({request.max_new_tokens}), of a request of "
-            f"one choice, found {len(again)} and n {request.n}"
+            f"one choice, found {len(answer)} and n {request.n}"
         )
     if request.grammar is not None and (not has_grammars or request.choose is not None):
         raise InputError(
             f"{request.grammar.name}: expected an engine that was opened with grammars, and no `choose`, found another"
         )
-    return prompt, again.tolist()
+    return prompt, answer.tolist()
 
 
 def _index(name: str, value: Any) -> int:

@@ -18,9 +18,9 @@ from lockstep.step.sampling import Logprobs
 class Choice:
     """One choice of a completion.
 
-    text: what token_ids add to the prompt's text, up to a stop string. finish: as `Token.finish`, or "stop_string";
-    None while more follows. token_ids: all that were made, the end of sequence and those of a stop string too.
-    logprobs: one for each token, where they were asked for. stop: the stop string that ended it.
+    text: what token_ids add to the prompt's text, up to a stop string. finish: as `Token.finish`, or "stop_string".
+    token_ids: all new tokens, including the end of sequence and those of a stop string. logprobs: one for each token,
+    if requested. stop: the stop string that ended it.
     """
 
     text: str = ""
@@ -43,21 +43,21 @@ class Completion:
         return all(choice.finish for choice in self.choices)
 
     def record(self) -> dict[str, Any]:
-        """Return `choices` and `usage` as OpenAI's API has them, with token ids.
-
-        Plain JSON.
-        """
+        """Return `choices` and `usage` in the form of OpenAI's API, with token ids, as plain JSON values."""
         choices = []
         for index, choice in enumerate(self.choices):
             entry = {"index": index, "text": choice.text, "token_ids": choice.token_ids, "finish_reason": choice.finish}
             if choice.logprobs:
                 entry["logprobs"] = [
-                    {"token_id": token, "logprob": of.chosen, "top": [list(pair) for pair in of.top]}
-                    for token, of in zip(choice.token_ids, choice.logprobs)
+                    {"token_id": token, "logprob": logprobs.chosen, "top": list(map(list, logprobs.top))}
+                    for token, logprobs in zip(choice.token_ids, choice.logprobs)
                 ]
             choices.append(entry)
-        made = sum(len(choice.token_ids) for choice in self.choices)
-        return {"choices": choices, "usage": {"prompt_tokens": self.num_prompt_tokens, "completion_tokens": made}}
+        usage = {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": sum(len(choice.token_ids) for choice in self.choices),
+        }
+        return {"choices": choices, "usage": usage}
 
 
 class Collector:
@@ -75,24 +75,21 @@ class Collector:
     ):
         """Begin a completion without tokens.
 
-        min_stop_tokens: of an answer, in whose text no stop string may end, as vLLM's min_tokens. echo: whether the
-        answers come behind `Tokenizer.text` of the prompt, and so have all of a character that it leaves unfinished.
-        shown: as of `TextStream`.
+        min_stop_tokens: no stop string ends within the text of so many tokens, as vLLM's min_tokens. echo: the answers
+        follow `Tokenizer.text` of the prompt, so they include all of a character that the prompt leaves unfinished.
+        shown: see `TextStream`.
         """
         self._min_stop_tokens = min_stop_tokens
         self.completion = Completion(len(prompt_ids), [Choice() for _ in range(n)])
         self._streams = [tokenizer.stream(prompt_ids, echo, shown) for _ in range(n)]
         self._filters = [StopFilter(stop) for _ in range(n)]
 
-    def push(self, made: Token) -> str:
-        """Take one token and return the text that it adds.
-
-        A choice that a stop string has ended (`finish`) must be aborted: more would follow.
-        """
-        return self.add(made.choice, made.token, made.finish, made.logprobs)
+    def push(self, token: Token) -> str:
+        """Add a token and return its text. The caller aborts a choice that a stop string has ended (`stopped`)."""
+        return self.add(token.choice, token.token, token.finish, token.logprobs)
 
     def add(self, number: int, token: int, finish: str | None, logprobs: Logprobs | None) -> str:
-        """Take one token of choice `number` and return the text that it adds."""
+        """Add a token of choice `number` and return its text."""
         choice = self.completion.choices[number]
         choice.finish = finish
         if token < 0:
@@ -115,15 +112,15 @@ class Collector:
         choice.text += text
         return text
 
-    def stopped(self, made: Token) -> bool:
+    def stopped(self, token: Token) -> bool:
         """Return whether a stop string has ended the choice of this token."""
-        return self.completion.choices[made.choice].finish == "stop_string"
+        return self.completion.choices[token.choice].finish == "stop_string"
 
 
 class StopFilter:
     """Text deltas in, text up to the first stop string out.
 
-    What may be the start of a stop string is held back until more has come. found: the stop string.
+    Text that may be the start of a stop string is buffered until more arrives. found: the stop string.
     """
 
     def __init__(self, stop: str | Sequence[str]):
@@ -132,34 +129,44 @@ class StopFilter:
             raise InputError("stop: expected strings that are not empty, found an empty one")
         self.found: str | None = None
         self._stop = tuple(stop)
-        self._held = ""
+        self._buffer = ""
 
     def push(self, text: str, may_end: bool = True) -> str:
-        """Take more text and return what can be given out now.
+        """Add text and return what can be returned now: nothing more after a stop string was found.
 
-        Nothing comes after a stop string was found. may_end: whether a stop string may end in `text`; one that begins
-        in it may end later in any case.
+        may_end: whether a stop string may end in `text`; one that starts in it may end later in any case.
         """
         if not self._stop:
             return text
         if self.found is not None:
             return ""
-        before = len(self._held)
-        self._held = self._held + text
-        # From where a string would end in the new text: those that ended before may not have counted.
-        finds = ((self._held.find(stop, max(0, before - len(stop) + 1)), stop) for stop in self._stop if may_end)
-        if ends := [found for found in finds if found[0] >= 0]:
-            end, self.found = min(ends, key=lambda found: found[0])
-            return self._held[:end]
-        held = self._held
-        lengths = (n for stop in self._stop for n in range(1, min(len(stop), len(held) + 1)) if held.endswith(stop[:n]))
-        keep = max(lengths, default=0)
-        text = held[: len(held) - keep]
-        self._held = held[len(held) - keep :]
-        return text
+        buffered = len(self._buffer)
+        buffer = self._buffer + text
+        self._buffer = buffer
+        if may_end:
+            matches = []
+            for stop in self._stop:
+                # Only strings that end in the new text: earlier ones may have ended where none was allowed to.
+                position = buffer.find(stop, max(0, buffered - len(stop) + 1))
+                if position >= 0:
+                    matches.append((position, stop))
+            if matches:
+                position, self.found = min(matches, key=lambda match: match[0])
+                return buffer[:position]
+        keep = max((_overlap(buffer, stop) for stop in self._stop), default=0)
+        self._buffer = buffer[len(buffer) - keep :]
+        return buffer[: len(buffer) - keep]
 
     def rest(self) -> str:
-        """Return what was held back, when no more comes."""
-        text = self._held
-        self._held = ""
+        """Return the buffered text at the end of the answer."""
+        text = self._buffer
+        self._buffer = ""
         return text if self.found is None else ""
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest proper prefix of `stop` with which `text` ends."""
+    for length in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

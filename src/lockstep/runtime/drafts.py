@@ -1,7 +1,7 @@
-"""Drafts: tokens of running requests in, tokens that may follow them out.
+"""Speculative decoding: tokens of running requests in, draft tokens that may follow them out.
 
-The model verifies a draft in one step (`Advance.verifies`): what is given out are the tokens that the model chooses, so
-a draft decides how many steps an answer takes, and nothing else.
+The model verifies a draft in one step (`Advance.verifies`). Answers consist of the tokens that the model itself
+chooses, so drafts affect only how many steps an answer takes.
 """
 
 from __future__ import annotations
@@ -13,42 +13,41 @@ from typing import Protocol
 from lockstep.runtime.active_choice import ActiveChoice
 from lockstep.runtime.checks import expect
 
-MOST_DRAFT_TOKENS = 16
-# n-grams
-_LONGEST = 4
-_SHORTEST = 2
-# steps
-_LONGEST_PAUSE = 32
+MAX_DRAFT_TOKENS = 16
+_MAX_NGRAM = 4
+_MIN_NGRAM = 2
+# Both in steps without a draft: after wrong drafts of a choice, and, on a GPU, after a step in which none was found.
+_MAX_PAUSE = 32
 _MISSED_PAUSE = 4
 
 
 class Drafter(Protocol):
-    """Proposes what may follow."""
+    """Proposes draft tokens."""
 
-    def propose(self, asked: Mapping[ActiveChoice, int]) -> dict[ActiveChoice, list[int]]:
-        """Return a draft, of at most so many tokens, for each choice for which there is one."""
+    def propose(self, limits: Mapping[ActiveChoice, int]) -> dict[ActiveChoice, list[int]]:
+        """Return drafts of at most `limits[choice]` tokens, for the choices that have one."""
         ...
 
     def forget(self, choice: ActiveChoice) -> None:
-        """Drop what is kept of a choice."""
+        """Drop the state of a choice."""
         ...
 
 
 class NgramDrafter:
-    """Drafts what followed the same last tokens earlier in prompt and answer (prompt lookup decoding, Saxena 2023)."""
+    """Proposes what followed the same n-gram earlier in prompt and answer (prompt lookup decoding, Saxena 2023)."""
 
     def __init__(self) -> None:
         self._texts: dict[ActiveChoice, _Text] = {}
 
-    def propose(self, asked: Mapping[ActiveChoice, int]) -> dict[ActiveChoice, list[int]]:
+    def propose(self, limits: Mapping[ActiveChoice, int]) -> dict[ActiveChoice, list[int]]:
         drafts = {}
-        for choice, most in asked.items():
+        for choice, limit in limits.items():
             text = self._texts.get(choice)
             if text is None:
                 text = self._texts[choice] = _Text(len(choice.prompt))
                 text.add(choice.prompt.tolist())
             text.add(choice.answer[len(text.tokens) - text.num_prompt_tokens :])
-            if draft := text.continuation(most):
+            if draft := text.continuation(limit):
                 drafts[choice] = draft
         return drafts
 
@@ -63,57 +62,61 @@ class _Text:
         self.num_prompt_tokens = num_prompt_tokens
         self.tokens: list[int] = []
         self._ends: dict[tuple[int, ...], int] = {}
-        self._earlier = 0  # where the longest n-gram that ends the text ended before; 0: nowhere
+        # Where the longest n-gram at the end of the text ended earlier in it; 0: nowhere.
+        self._earlier = 0
 
     def add(self, tokens: list[int]) -> None:
         for token in tokens:
             self.tokens.append(token)
-            self._earlier, end = 0, len(self.tokens)
-            for size in range(min(_LONGEST, end), _SHORTEST - 1, -1):
+            self._earlier = 0
+            end = len(self.tokens)
+            for size in range(min(_MAX_NGRAM, end), _MIN_NGRAM - 1, -1):
                 ngram = tuple(self.tokens[-size:])
                 self._earlier = self._earlier or self._ends.get(ngram, 0)
                 self._ends[ngram] = end
 
-    def continuation(self, most: int) -> list[int]:
-        """Return what followed there; where that comes to the text's end, it repeats itself."""
-        tokens = self.tokens
-        start = self._earlier
-        period = len(tokens) - start
-        return [tokens[start + number % period] for number in range(most)] if start else []
+    def continuation(self, limit: int) -> list[int]:
+        """Return the tokens that followed the n-gram, repeated where they reach the end of the text."""
+        if not self._earlier:
+            return []
+        period = len(self.tokens) - self._earlier
+        return [self.tokens[self._earlier + number % period] for number in range(limit)]
 
 
 @dataclass(slots=True)
 class _Pace:
-    """How much is drafted for a choice: after drafts that were right more, after wrong ones less.
+    """How much is drafted for a choice: more after accepted drafts, less after rejected ones.
 
-    most: tokens of the next draft. pause: steps without one. wrong: drafts in a row of which no token was right.
+    length: tokens of the next draft. pause: steps without one. rejected: drafts in a row without an accepted token.
     """
 
-    most: int
+    length: int
     pause: int = 0
-    wrong: int = 0
+    rejected: int = 0
 
-    def take(self, proposed: int, accepted: int, most: int, on_host: bool) -> None:
-        self.wrong = 0 if accepted else self.wrong + 1
-        if on_host:
-            self.most = min(most, 2 * proposed) if accepted == proposed else max(1, accepted)
+    def update(self, proposed: int, accepted: int, max_length: int, on_host: bool) -> None:
+        self.rejected = 0 if accepted else self.rejected + 1
+        if not on_host:
+            self.length = max_length
+        elif accepted == proposed:
+            self.length = min(max_length, 2 * proposed)
         else:
-            self.most = most
-        # A wrong draft costs a CPU most of a step, and a GPU little.
-        self.pause = min((1 << self.wrong) // (2 if on_host else 16), _LONGEST_PAUSE)
+            self.length = max(1, accepted)
+        # A rejected draft costs most of a step on a CPU, and little on a GPU.
+        self.pause = min((1 << self.rejected) // (2 if on_host else 16), _MAX_PAUSE)
 
 
 class Speculation:
-    """The drafts of one engine: how many tokens of which requests, and how many were right.
+    """Decides how many tokens to draft for which requests of one engine, and counts what was accepted.
 
-    num_drafts, num_draft_tokens: that were verified. accepted: by position in the draft, how often it was right.
-    failure: why nothing is drafted any more. on_host: False on a GPU, whose step begins late where a draft is looked
-    for, as that needs the tokens of the one before: where there was none, some steps go by.
+    num_drafts, num_draft_tokens: verified so far. accepted: accepted tokens, by position in the draft. failure: why
+    drafting has stopped. on_host: False on a GPU. There, looking for drafts delays the launch of a step until the
+    tokens of the previous one are known, so after a step without drafts a few steps are not tried.
     """
 
     def __init__(self, drafter: Drafter, num_tokens: int):
-        """Draft at most `num_tokens` for a request and step. Raises InputError for a number that is out of range."""
-        expect("speculative", num_tokens, 1, MOST_DRAFT_TOKENS, "tokens of a draft")
+        """Draft at most `num_tokens` for a request and step. Raises InputError for a number out of range."""
+        expect("speculative", num_tokens, 1, MAX_DRAFT_TOKENS, "tokens of a draft")
         self.num_tokens = num_tokens
         self.num_drafts = 0
         self.num_draft_tokens = 0
@@ -124,58 +127,63 @@ class Speculation:
         self._drafter = drafter
         self._paces = dict[ActiveChoice, _Pace]()
 
-    def is_due(self, choices: Sequence[ActiveChoice], most_tokens: int) -> bool:
-        """Return whether the next step may have drafts of these choices, which need the tokens of this one."""
+    def is_due(self, choices: Sequence[ActiveChoice], max_tokens: int) -> bool:
+        """Return whether the next step may have drafts of these choices, which need the tokens of this step."""
         paces = (self._paces.get(choice) for choice in choices)
         return (
             self.failure is None
             and not self._pause
-            and most_tokens >= 2 * len(choices)
+            and max_tokens >= 2 * len(choices)
             and any(pace is None or not pace.pause for pace in paces)
         )
 
-    def propose(self, room: Mapping[ActiveChoice, int], most_tokens: int) -> dict[ActiveChoice, list[int]]:
+    def propose(self, room: Mapping[ActiveChoice, int], max_tokens: int) -> dict[ActiveChoice, list[int]]:
         """Return the drafts of a step in which these choices decode.
 
-        room: tokens behind its next one that a choice may have. most_tokens: of the step, drafts and all; where there
-        are many choices, there are no drafts.
+        room: how many tokens a choice may have after its next one. max_tokens: of the whole step; with many choices
+        nothing is left for drafts.
         """
         if self.failure is not None:
             return {}
-        self._pause = max(0, (missed := self._pause) - 1)
-        share = 0 if missed else (most_tokens - len(room)) // len(room)
-        asked = {}
-        for choice, most in room.items():
+        share = (max_tokens - len(room)) // len(room)
+        if self._pause:
+            self._pause -= 1
+            share = 0
+        limits = {}
+        for choice, choice_room in room.items():
             pace = self._paces.setdefault(choice, _Pace(self.num_tokens))
-            pace.pause = max(0, (paused := pace.pause) - 1)
-            count = min(share, most, pace.most)
-            if not paused and count > 0:
-                # Of few lengths: each number of tokens in a step is a layout, which has calls of its own to bind.
-                asked[choice] = count if count == self.num_tokens else 1 << count.bit_length() - 1
+            if pace.pause:
+                pace.pause -= 1
+                continue
+            count = min(share, choice_room, pace.length)
+            if count > 0:
+                # Powers of two: each number of tokens in a step is a layout with its own bound calls.
+                limits[choice] = count if count == self.num_tokens else 1 << count.bit_length() - 1
         try:
-            drafts = self._drafter.propose(asked) if asked else {}
-        except Exception as error:  # libraries' errors share no base class, and no answer is to end for a draft
+            drafts = self._drafter.propose(limits) if limits else {}
+        except Exception as error:
+            # No answer may fail because of a draft, and the errors of libraries share no base class.
             self.failure = f"drafts: {' '.join(str(error).split()) or type(error).__name__}; decoding goes on without"
             return {}
-        if asked and not drafts and not self.on_host:
+        if limits and not drafts and not self.on_host:
             self._pause = _MISSED_PAUSE
         return drafts
 
     def verified(self, choice: ActiveChoice, proposed: int, accepted: int) -> None:
-        """Take how many tokens of a draft were right."""
+        """Record how many tokens of a draft were accepted."""
         self.num_drafts += 1
         self.num_draft_tokens += proposed
         for position in range(accepted):
             self.accepted[position] += 1
         if pace := self._paces.get(choice):
-            pace.take(proposed, accepted, self.num_tokens, self.on_host)
+            pace.update(proposed, accepted, self.num_tokens, self.on_host)
 
     def counts(self) -> list[int]:
         """Return num_drafts, num_draft_tokens, and accepted, by position."""
         return [self.num_drafts, self.num_draft_tokens, *self.accepted]
 
     def forget(self, choice: ActiveChoice) -> None:
-        """Drop what is kept of a choice that has ended, or was swapped out."""
+        """Drop the state of a choice that has ended or was swapped out."""
         self._paces.pop(choice, None)
         if self.failure is None:
             self._drafter.forget(choice)

@@ -15,12 +15,12 @@ from lockstep.runtime.model import Model
 
 
 def root_key(model: Model, salt: str = "", adapter_sha256: str | None = None) -> bytes:
-    """Return the key that all keys of a model's prefixes hang on.
+    """Return the key from which the keys of a model's prefixes are derived.
 
-    It is of everything that decides the values beside the tokens. salt: requests of another salt share nothing, nor do
-    those of an adapter of another digest.
+    It covers everything that determines cached values besides the tokens. Requests with different salts or adapters
+    share nothing.
     """
-    made_by: dict[str, Any] = {
+    identity: dict[str, Any] = {
         "weights": model.weights_sha256,
         "engines": model.engines.digest(),
         "layers": model.layers,
@@ -28,19 +28,19 @@ def root_key(model: Model, salt: str = "", adapter_sha256: str | None = None) ->
         "salt": salt,
     }
     if dtype := model.engines.assembly.kv_cache_dtype:
-        made_by["kv_cache_dtype"] = dtype
+        identity["kv_cache_dtype"] = dtype
     if libraries := model.libraries:
-        made_by["libraries"] = libraries
+        identity["libraries"] = libraries
     if adapter_sha256 is not None:
-        made_by["adapter"] = adapter_sha256
-    return hashlib.sha256(json.dumps(made_by, sort_keys=True).encode()).digest()
+        identity["adapter"] = adapter_sha256
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).digest()
 
 
 def chunk_keys(root: bytes, tokens: np.ndarray, chunk_size: int) -> list[bytes]:
     """Return the key of each whole chunk of `tokens` (int64, 1-D).
 
-    SHA-256 of the key before it and its ids as little-endian int32; without the last token, which must be computed to
-    give logits.
+    SHA-256 of the previous chunk's key and this chunk's ids as little-endian int32. The last token is left out: it is
+    always computed, since its logits are needed.
     """
     data = tokens.astype("<i4").tobytes()
     keys = [root]

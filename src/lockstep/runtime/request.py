@@ -10,7 +10,7 @@ import numpy as np
 from lockstep.runtime.grammar import Grammar
 from lockstep.step.sampling import Logprobs, Sampling
 
-# What ends a request whose token cannot be chosen.
+# The error of a request whose next token cannot be chosen.
 NOT_FINITE = (
     "logits: expected finite numbers, found NaN or infinity as the largest; lockstep bisect says in which layer, and "
     "whether float16 overflows there"
@@ -19,16 +19,20 @@ NOT_FINITE = (
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt (token ids, at least one) and how to go on.
+    """A prompt (at least one token id) and how to continue it.
 
-    Ends after `max_new_tokens`, after a token of `stop_ids` (which is given out), or when `max_seq_len` is reached.
-    choose: gives the next token from logits [vocab_size] float32, instead of `sampling`. n: how many choices to make of
-    the prompt, which is computed once. choice: number of the first, which decides what it draws. priority: lower goes
-    first. cache_salt: prefixes are shared with requests of the same salt only. answer_ids: tokens that were given out
-    before an interruption: they are computed again, one a step as then, and new ones follow them. grammar: what each
-    choice must be; it ends where nothing can follow. prompt_logprobs: log-probabilities of the prompt's tokens, and of
-    so many of the likeliest, come too (`Engine.prompt_logprobs`); max_new_tokens may then be 0. adapter: which one
-    it is computed with, by name; None: none.
+    It ends after `max_new_tokens`, after a token of `stop_ids` (which is returned), or at `max_seq_len`.
+
+    choose: returns the next token from logits [vocab_size] float32, in place of `sampling`.
+    n: number of choices; the prompt is computed once. choice: number of the first, which seeds its noise.
+    priority: lower is scheduled first.
+    cache_salt: prefixes are shared only between requests of the same salt.
+    answer_ids: tokens returned before an interruption. They are recomputed one a step, as they were, and new ones
+        follow.
+    grammar: constrains each choice, which ends where the grammar allows no further token.
+    prompt_logprobs: return log-probabilities of the prompt's tokens, and of this many top tokens
+        (`Engine.prompt_logprobs`); max_new_tokens may then be 0.
+    adapter: name of a LoRA adapter, or None.
     """
 
     prompt_ids: Sequence[int] | np.ndarray
@@ -50,11 +54,10 @@ class Request:
 class Token:
     """One new token of choice `choice` of request number `request`.
 
-    It was chosen from `logits` [vocab_size] float32; None when the model chose, greedy or drawn: see `Engine`.
-
-    `finish` says why it is the last: "stop_id", "grammar_end" (the grammar allows nothing behind it), "max_new_tokens",
-    "max_seq_len", or, when `token` is -1, "error" for logits that are NaN or infinite, "grammar_error" for a grammar
-    that became too complex, or "max_new_tokens" where none was asked for; None when more follow.
+    logits: [vocab_size] float32 that it was chosen from; None when the model chose (see `Engine`).
+    finish: None while more tokens follow, else why this is the last: "stop_id", "grammar_end" (the grammar allows no
+        further token), "max_new_tokens" or "max_seq_len". With `token` -1: "error" for logits that are NaN or infinite,
+        "grammar_error" for a grammar that became too complex, "max_new_tokens" for a request of 0 tokens.
     """
 
     request: int
@@ -69,9 +72,8 @@ class Token:
 class Speed:
     """Tokens and seconds spent in steps.
 
-    A step that brings any part of a prompt counts as prefill, with its prompt tokens only. One that was under way
-    before it was asked for (on a GPU) takes from the end of the one before: what the reader of its tokens did meanwhile
-    is in it.
+    A step with any prompt tokens counts as prefill, and only these tokens are counted. A step launched ahead (on a GPU)
+    is timed from the end of the previous one, which includes what the caller did between.
     """
 
     prefill_tokens: int = 0

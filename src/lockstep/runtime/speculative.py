@@ -9,7 +9,7 @@ from lockstep.artifacts.assembly import TextFiles
 from lockstep.errors import InputError
 from lockstep.runtime.checks import expect
 from lockstep.runtime.draft_model import ModelDrafter
-from lockstep.runtime.drafts import MOST_DRAFT_TOKENS, NgramDrafter, Speculation
+from lockstep.runtime.drafts import MAX_DRAFT_TOKENS, NgramDrafter, Speculation
 from lockstep.runtime.model import Model
 from lockstep.runtime.tokenizer import Tokenizer
 
@@ -32,7 +32,7 @@ def parse(text: str) -> Speculative:
     name, _, target = how.partition("=")
     if not (count.isdecimal() and (how == "ngram" or name == "draft" and target)):
         raise InputError(f"speculative: expected ngram:4, or draft=TARGET:4, of 4 tokens, found {text[:60]!r}")
-    expect("speculative", int(count), 1, MOST_DRAFT_TOKENS, "tokens of a draft")
+    expect("speculative", int(count), 1, MAX_DRAFT_TOKENS, "tokens of a draft")
     return Speculative(int(count), target or None)
 
 

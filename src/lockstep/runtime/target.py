@@ -41,19 +41,19 @@ def open_tokenizer(target: str, results: str | os.PathLike = "results") -> Token
 
 
 def _parse(text: str, results: Results) -> Target:
-    """Parse a target; without a backend, add the one that `results` has engines of."""
-    whole = text
-    found = ""
+    """Parse a target; without a backend, take the only one that `results` has engines of."""
+    full_name = text
+    built_note = ""
     if text.count("/") == 2:
         model, precision, _ = text.split("/")
         engines = results.engines(model, precision, "any")
         built = sorted(path.parent.name for path in engines.parents[1].glob(f"*/{engines.name}"))
-        whole = "/".join([text, *built])
-        found = f", with engines of {' and '.join(built) or 'no backend'}"
+        full_name = "/".join([text, *built])
+        built_note = f", with engines of {' and '.join(built) or 'no backend'}"
     try:
-        return Target.parse(whole)
+        return Target.parse(full_name)
     except ValueError:
         raise InputError(
             "target: expected model/precision/layers/backend, such as demo-llama/fp16/all/onnxruntime, found "
-            f"{text!r}{found}"
+            f"{text!r}{built_note}"
         ) from None
