@@ -14,7 +14,7 @@ from click.testing import CliRunner
 import registry
 from lockstep.cli.main import main
 from lockstep.publish.logins import basic_login
-from lockstep.publish.registry import IMAGE_MANIFEST, Reference, Repository, sha256_digest
+from lockstep.publish.registry import Descriptor, Manifest, Reference, Repository
 
 # Of `secret`, as `htpasswd -B` writes it.
 PASSWORDS = "reader:$2b$04$rF3eZ6oPvOvbriD3ctT0V.cxLvepbIn2kLpWnBjjVF5YI54cjtz7O\n"
@@ -70,15 +70,14 @@ def test_a_login_of_docker_is_used(server: registry.Registry, docker: Path, way:
     docker.write_text(json.dumps(config[way]))
     repository = Repository(Reference.parse(f"{host}/team/demo:{way}"))
     data = way.encode()
-    digest = sha256_digest(data)
-    repository.put_blob(digest, len(data), BytesIO(data))
-    part = {"mediaType": "application/octet-stream", "digest": digest, "size": len(data)}
-    manifest = {"schemaVersion": 2, "mediaType": IMAGE_MANIFEST, "config": part, "layers": [part]}
-    repository.put_manifest(json.dumps(manifest).encode(), IMAGE_MANIFEST, way)
+    blob = Descriptor.of("application/octet-stream", data)
+    assert repository.put_blob(blob.digest, blob.size, lambda: BytesIO(data))
+    manifest = Manifest("test", blob, (blob,))
+    repository.put_manifest(manifest, way)
     other = Repository(repository.reference)
-    assert json.loads(other.get_manifest(way) or b"") == manifest
-    with other.open_blob(digest, len(data), way) as blob:
-        assert blob.read() == data
+    found = other.get_manifest(way, "a test")
+    assert found is not None and found[0] == manifest
+    assert other.read_blob(blob, way, 100) == data
 
 
 @pytest.mark.parametrize(

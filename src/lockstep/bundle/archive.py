@@ -15,7 +15,7 @@ import itertools
 import json
 import os
 import tarfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, BinaryIO, ClassVar, Literal
@@ -141,31 +141,27 @@ def write_archive(path: Path, about: About, entries: Sequence[Entry]) -> Path:
     except ValidationError as error:
         raise InputError(f"{path}: {error}") from None
     with atomic_path(path) as temporary, open(temporary, "wb") as out:
-        write_tar(out, (Entry.of_bytes(MANIFEST, manifest.to_bytes()), *entries), path)
+        for entry in (Entry.of_bytes(MANIFEST, manifest.to_bytes()), *entries):
+            _write_file(out, entry, path)
+        out.write(_END)
     return path
 
 
-def write_tar(out: BinaryIO, entries: Iterable[Entry], path: Path) -> None:
-    """Write a tar file of `entries` in this form. path: what messages call it.
-
-    Raises InputError for a file that is not of its digest.
-    """
-    for entry in entries:
-        out.write(header(entry.name, entry.size))
-        digest = hashlib.sha256()
-        size = 0
-        with entry.open() as file:
-            while piece := file.read(_PIECE):
-                digest.update(piece)
-                size += len(piece)
-                out.write(piece)
-        if (size, digest.hexdigest()) != (entry.size, entry.sha256):
-            expected = f"{entry.size} bytes of sha256 {entry.sha256}"
-            raise InputError(
-                f"{path}: {entry.name}: expected {expected}, found others: the file has changed; run `lockstep verify`"
-            )
-        out.write(bytes(-size % _BLOCK))
-    out.write(_END)
+def _write_file(out: BinaryIO, entry: Entry, path: Path) -> None:
+    out.write(header(entry.name, entry.size))
+    digest = hashlib.sha256()
+    size = 0
+    with entry.open() as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+            size += len(piece)
+            out.write(piece)
+    if (size, digest.hexdigest()) != (entry.size, entry.sha256):
+        expected = f"{entry.size} bytes of sha256 {entry.sha256}"
+        raise InputError(
+            f"{path}: {entry.name}: expected {expected}, found others: the file has changed; run `lockstep verify`"
+        )
+    out.write(bytes(-size % _BLOCK))
 
 
 def header(name: str, size: int) -> bytes:

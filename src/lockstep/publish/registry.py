@@ -2,7 +2,7 @@
 
 Blobs and manifests in and out, each known by its sha256. Logins are those of docker (`logins.py`). A registry is not
 trusted: what it leads to is HTTPS, or where it is spoken to by HTTP itself its own host; a login goes to its domain
-alone; and what it answers is checked before it is used.
+alone; and what it answers is checked before it is used. docs/publish.md says why no library does this.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from email.message import Message
 from http.client import HTTPException, HTTPResponse
-from typing import Any, BinaryIO, cast
+from typing import Annotated, Any, BinaryIO, ClassVar, cast
 
+from lockstep.artifacts.bounds import Bytes
+from lockstep.artifacts.document import JsonObject, Key, ValidationError, matching
+from lockstep.artifacts.files import dump_json
 from lockstep.errors import CheckError, InputError
 from lockstep.publish.logins import api_host, basic_login
 
@@ -27,7 +30,6 @@ IMAGE_INDEX = "application/vnd.oci.image.index.v1+json"
 _TIMEOUT = 60.0  # seconds without a byte
 _TOKEN = re.compile(r"[\x21-\x7e]+")
 _LARGEST_MANIFEST = 4 << 20  # bytes, as registries have it
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _REFERENCE = re.compile(
     r"(?P<host>[a-zA-Z0-9.-]+(?::\d+)?)/(?P<repository>[a-z0-9]+(?:[._/-]+[a-z0-9]+)*)"
     r"(?::(?P<tag>[\w][\w.-]{0,127}))?(?:@(?P<digest>sha256:[0-9a-f]{64}))?"
@@ -58,8 +60,42 @@ def sha256_digest(data: bytes) -> str:
     return f"sha256:{hashlib.sha256(data).hexdigest()}"
 
 
-def is_digest(value: Any) -> bool:
-    return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
+@dataclass(frozen=True)
+class Descriptor(JsonObject):
+    """A blob or manifest of a registry."""
+
+    media_type: Annotated[str, Key("mediaType")]
+    digest: Annotated[str, matching("sha256:[0-9a-f]{64}", "a digest sha256:...")]
+    size: Bytes
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    artifact_type: Annotated[str | None, Key("artifactType")] = None
+
+    @classmethod
+    def of(cls, media_type: str, data: bytes) -> Descriptor:
+        return cls(media_type, sha256_digest(data), len(data))
+
+
+@dataclass(frozen=True)
+class Manifest(JsonObject):
+    """An image manifest: an artifact's layers, and what it refers to."""
+
+    COMPUTED: ClassVar[Mapping[str, str]] = {"mediaType": "media_type", "schemaVersion": "version"}
+    media_type: ClassVar[str] = IMAGE_MANIFEST
+    version: ClassVar[int] = 2
+    artifact_type: Annotated[str, Key("artifactType")]
+    config: Descriptor
+    layers: tuple[Descriptor, ...]
+    subject: Descriptor | None = None
+
+
+@dataclass(frozen=True)
+class Index(JsonObject):
+    """A list of manifests, such as of those that refer to one."""
+
+    COMPUTED: ClassVar[Mapping[str, str]] = Manifest.COMPUTED
+    media_type: ClassVar[str] = IMAGE_INDEX
+    version: ClassVar[int] = 2
+    manifests: tuple[Descriptor, ...]
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
@@ -82,16 +118,7 @@ class Repository:
         self._base = f"{'http' if plain_http or is_local else 'https'}://{api_host(reference.host)}"
         self._path = f"/v2/{reference.repository}"
         self._authorization: str | None = None
-        self._opener = urllib.request.OpenerDirector()  # the default one opens files and FTP too
-        for handler in (
-            urllib.request.ProxyHandler(),
-            urllib.request.HTTPHandler(),
-            urllib.request.HTTPSHandler(),
-            urllib.request.HTTPDefaultErrorHandler(),
-            urllib.request.HTTPErrorProcessor(),
-            _Redirects(self._check_place),
-        ):
-            self._opener.add_handler(handler)
+        self._opener = urllib.request.build_opener(_Redirects(self._check_place))
 
     def _check_place(self, place: str) -> None:
         """Raise InputError for a URL that the registry may not lead to."""
@@ -113,11 +140,10 @@ class Repository:
         is_name = not theirs.replace(".", "").isdecimal()
         return ours == theirs or (is_name and ours.split(".")[-2:] == theirs.split(".")[-2:] and "." in theirs)
 
-    def has_blob(self, digest: str) -> bool:
-        return self._call("HEAD", f"{self._path}/blobs/{digest}", accept_missing=True) is not None
-
-    def put_blob(self, digest: str, size: int, content: BinaryIO) -> None:
-        """Upload a blob of `size` bytes in one piece."""
+    def put_blob(self, digest: str, size: int, open_content: Callable[[], BinaryIO]) -> bool:
+        """Upload a blob in one piece, unless the registry has it; return whether it did not."""
+        if self._call("HEAD", f"{self._path}/blobs/{digest}", accept_missing=True) is not None:
+            return False
         begun = self._call("POST", f"{self._path}/blobs/uploads/", data=b"")
         assert begun is not None
         place = begun.headers["Location"] or "/"
@@ -125,56 +151,73 @@ class Repository:
         self._check_place(place)
         place += f"{'&' if '?' in place else '?'}digest={urllib.parse.quote(digest)}"
         headers = {"Content-Type": "application/octet-stream", "Content-Length": str(size)}
-        self._call("PUT", place, data=content, headers=headers)
+        with open_content() as content:
+            self._call("PUT", place, data=content, headers=headers)
+        return True
 
-    def open_blob(self, digest: str, size: int, name: str) -> CheckedBlob:
+    def open_blob(self, blob: Descriptor, name: str) -> CheckedBlob:
         """Open a blob; where its last byte was read and it is not of its digest, that raises CheckError."""
-        response = self._call("GET", f"{self._path}/blobs/{digest}")
+        response = self._call("GET", f"{self._path}/blobs/{blob.digest}")
         assert response is not None
-        return CheckedBlob(response, digest, size, f"{self.reference}: {name}")
+        return CheckedBlob(response, blob, f"{self.reference}: {name}")
 
-    def put_manifest(self, data: bytes, media_type: str, tag: str | None = None) -> Message:
-        """Upload a manifest below a tag, else below its digest; return the registry's headers."""
-        name = tag or sha256_digest(data)
-        response = self._call("PUT", f"{self._path}/manifests/{name}", data=data, headers={"Content-Type": media_type})
+    def read_blob(self, blob: Descriptor, name: str, most: int) -> bytes:
+        """Return a blob of at most `most` bytes. Raises InputError for a larger one."""
+        if blob.size > most:
+            raise InputError(f"{self.reference}: {name}: expected at most {most} bytes, found {blob.size}; refused")
+        with self.open_blob(blob, name) as content:
+            pieces = []
+            while piece := content.read(1 << 20):
+                pieces.append(piece)
+        return b"".join(pieces)
+
+    def put_manifest(self, manifest: Manifest | Index, tag: str | None = None) -> tuple[Descriptor, Message]:
+        """Upload a manifest below a tag, else below its digest; return its descriptor and the registry's headers."""
+        data = dump_json(manifest.to_json()).encode()
+        descriptor = Descriptor.of(manifest.media_type, data)
+        headers = {"Content-Type": manifest.media_type}
+        response = self._call("PUT", f"{self._path}/manifests/{tag or descriptor.digest}", data, headers)
         assert response is not None
-        return response.headers
+        return descriptor, response.headers
 
-    def get_manifest(self, name: str) -> bytes | None:
-        """Return the manifest or index of a tag or digest; None where there is none."""
+    def get_manifest(self, name: str, what: str) -> tuple[Manifest, str] | None:
+        """Return the manifest of a tag or digest, and its digest; None where there is none. what: it should be."""
+        data = self._manifest_data(name)
+        return None if data is None else (self._parse(Manifest, data, what), sha256_digest(data))
+
+    def get_referrers(self, digest: str) -> tuple[Descriptor, ...]:
+        """Return what refers to a manifest, by the API or by the tag that stands in for it."""
+        response = self._call("GET", f"{self._path}/referrers/{digest}", accept_missing=True)
+        data = self._read(response) if response else self._manifest_data(digest.replace(":", "-"))
+        return self._parse(Index, data, "a list of referrers").manifests if data else ()
+
+    def _manifest_data(self, name: str) -> bytes | None:
         accept = {"Accept": f"{IMAGE_MANIFEST}, {IMAGE_INDEX}"}
         response = self._call("GET", f"{self._path}/manifests/{name}", headers=accept, accept_missing=True)
         if response is None:
             return None
         data = self._read(response)
-        if len(data) > _LARGEST_MANIFEST:
-            raise InputError(f"{self.reference}: expected a manifest of at most 4 MiB, found a larger one")
         if name.startswith("sha256:") and sha256_digest(data) != name:
-            raise CheckError(
-                f"{self.reference}: expected the manifest {name}, found {sha256_digest(data)}; push it again"
-            )
+            found = sha256_digest(data)
+            raise CheckError(f"{self.reference}: expected the manifest {name}, found {found}; push it again")
         return data
 
-    def get_referrers(self, digest: str) -> list[dict[str, Any]]:
-        """Return the descriptors of what refers to a manifest, by the API or by the tag that stands in for it."""
-        response = self._call("GET", f"{self._path}/referrers/{digest}", accept_missing=True)
-        data = self._read(response) if response else self.get_manifest(digest.replace(":", "-"))
-        if not data:
-            return []
-        try:
-            found = json.loads(data)["manifests"]
-            if all(is_digest(entry["digest"]) for entry in found):
-                return list(found)
-        except (ValueError, LookupError, TypeError, RecursionError):
-            pass
-        raise InputError(f"{self.reference}: expected a list of referrers, found other data; ask who runs the registry")
-
     def _read(self, response: HTTPResponse) -> bytes:
-        """Return what a manifest's response holds, up to a byte more than it may."""
+        """Return what the response to a request of a manifest holds."""
         try:
-            return response.read(_LARGEST_MANIFEST + 1)
+            data = response.read(_LARGEST_MANIFEST + 1)
         except (OSError, HTTPException) as error:
             raise InputError(f"{self.reference}: expected a manifest, found: {error}; try again") from None
+        if len(data) > _LARGEST_MANIFEST:
+            raise InputError(f"{self.reference}: expected a manifest of at most 4 MiB, found a larger one; refused")
+        return data
+
+    def _parse(self, kind: type[Any], data: bytes, what: str) -> Any:
+        try:
+            return kind.from_json(json.loads(data))
+        except (ValueError, RecursionError, ValidationError) as error:
+            reason = str(error) if isinstance(error, ValidationError) else "no JSON"
+            raise InputError(f"{self.reference}: expected {what}, found another ({reason}); push it again") from None
 
     def _call(
         self,
@@ -198,16 +241,16 @@ class Repository:
             if error.code == 401 and not is_second:
                 self._authorization = self._authorize(error.headers.get("WWW-Authenticate", ""))
                 return self._call(method, path, data, headers, accept_missing, is_second=True)
-            said = self._said(error)
             raise InputError(
-                f"{self.reference}: expected the registry to accept {method}, found {error.code} {error.reason}: {said}"
+                f"{self.reference}: expected the registry to accept {method}, found {error.code} {error.reason}: "
+                + self._answer(error)
                 + ("; run `docker login`" if error.code in (401, 403) else "")
             ) from None
         except (OSError, HTTPException, ValueError) as error:  # the last of a URL
             reason = getattr(error, "reason", error)
             raise InputError(f"{self.reference}: expected a registry at {self._base}, found: {reason}") from None
 
-    def _said(self, error: urllib.error.HTTPError) -> str:
+    def _answer(self, error: urllib.error.HTTPError) -> str:
         try:
             return " ".join(error.read(500).decode(errors="replace").split())[:200]
         except (OSError, HTTPException):
@@ -219,15 +262,12 @@ class Repository:
         basic = basic_login(self.reference.host)
         if kind.lower() != "bearer":
             return f"Basic {basic}" if basic else ""
-        asked = dict(re.findall(r'(\w+)="([^"]*)"', rest))
-        realm = asked.pop("realm", "")
+        parameters = dict(re.findall(r'(\w+)="([^"]*)"', rest))
+        realm = parameters.pop("realm", "")
         self._check_place(realm)
-        basic = basic if self._is_own(realm) else None
-        scope = f"repository:{self.reference.repository}:pull,push"
-        query = urllib.parse.urlencode({**asked, "scope": asked.get("scope", scope)})
-        request = urllib.request.Request(
-            f"{realm}?{query}", headers={"Authorization": f"Basic {basic}"} if basic else {}
-        )
+        query = urllib.parse.urlencode({"scope": f"repository:{self.reference.repository}:pull,push"} | parameters)
+        login = {"Authorization": f"Basic {basic}"} if basic and self._is_own(realm) else {}
+        request = urllib.request.Request(f"{realm}?{query}", headers=login)
         try:
             with cast(HTTPResponse, self._opener.open(request, timeout=_TIMEOUT)) as response:
                 answer = json.loads(response.read(_LARGEST_MANIFEST))
@@ -244,30 +284,26 @@ class Repository:
 class CheckedBlob:
     """The bytes of a blob, hashed as they are read. name: of the file in it, for messages."""
 
-    def __init__(self, response: HTTPResponse, digest: str, size: int, name: str) -> None:
+    def __init__(self, response: HTTPResponse, blob: Descriptor, name: str) -> None:
         self._response = response
-        self._expected = digest
-        self._size = size
+        self._blob = blob
         self._name = name
         self._hash = hashlib.sha256()
         self._read = 0
 
-    def read(self, size: int = -1) -> bytes:
+    def read(self, size: int) -> bytes:
+        """Return up to `size` bytes; none after the last one."""
+        expected = f"{self._name}: expected {self._blob.size} bytes of {self._blob.digest}, found"
         try:
-            data = self._response.read(size if size >= 0 else None)
+            data = self._response.read(size)
         except (OSError, HTTPException) as error:
-            raise InputError(
-                f"{self._name}: expected {self._size} bytes, found {self._read}: {error}; pull again"
-            ) from None
+            raise InputError(f"{expected} {self._read}: {error}; pull again") from None
         self._hash.update(data)
         self._read += len(data)
-        is_over = size < 0 or not data or self._read >= self._size
-        found = f"sha256:{self._hash.hexdigest()}" if is_over else self._expected
-        if found != self._expected or (is_over and self._read != self._size):
-            raise CheckError(
-                f"{self._name}: expected {self._size} bytes of {self._expected}, found {self._read} of {found}: the "
-                "registry's copy is damaged; push it again"
-            )
+        is_over = not data or self._read >= self._blob.size
+        digest = f"sha256:{self._hash.hexdigest()}" if is_over else self._blob.digest
+        if digest != self._blob.digest or (is_over and self._read != self._blob.size):
+            raise CheckError(f"{expected} {self._read} of {digest}: the registry's copy is damaged; push it again")
         return data
 
     def __enter__(self) -> CheckedBlob:
