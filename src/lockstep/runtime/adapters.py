@@ -1,7 +1,4 @@
-"""The adapters of a running model.
-
-Which there are, which are resident, and which arrays their numbers are written to.
-"""
+"""The LoRA adapters of a running model: which are loaded, which are resident, and the arrays they are written to."""
 
 from __future__ import annotations
 
@@ -22,10 +19,10 @@ from lockstep.weights.adapters import LoadedAdapter, LoraArrays, check_adapter, 
 
 
 class Adapters:
-    """The adapters of a model, and those that are resident.
+    """The adapters of a model.
 
-    `residency` says which adapter each slot is computed with; `load` brings those that it asks for. Loading an adapter
-    writes its numbers into arrays that the blocks read: nothing is built again.
+    `residency` assigns an adapter to each request slot; `load` makes those resident. That writes their weights into
+    arrays which the blocks read, so nothing is rebuilt.
     """
 
     def __init__(self, assembly: Assembly, slots: LoraSlots, arrays: Sequence[LoraArrays], executor: Executor):
@@ -43,10 +40,9 @@ class Adapters:
     def open(
         cls, path: str | os.PathLike | None, assembly: Assembly, network: Network, executor: Executor
     ) -> Adapters | None:
-        """Open the adapters of the manifest `path`; None for a model that takes none.
+        """Open the adapters of the manifest `path` (None: start without adapters); None for a model without slots.
 
-        `path` may be None: then there are none at first. executor: runs `network`. Raises InputError for an adapter
-        that does not fit the graphs.
+        Raises InputError for an adapter that does not fit the graphs.
         """
         slots = assembly.adapters
         if slots is None:
@@ -62,10 +58,7 @@ class Adapters:
         return adapters
 
     def add(self, adapter: LoadedAdapter) -> None:
-        """Have requests be computed with one more adapter.
-
-        Raises InputError where it does not fit the graphs, or another has its name.
-        """
+        """Add an adapter. Raises InputError if it does not fit the graphs, or its name is taken."""
         if adapter.name in self.known:
             raise InputError(f"adapter {adapter.name!r}: expected one of this name, found another; rename it")
         check_adapter(adapter, self._slots, self._modules, self._dtype)
@@ -73,31 +66,25 @@ class Adapters:
         self.known[adapter.name] = adapter
 
     def remove(self, name: str) -> None:
-        """Forget an adapter, which no request is computed with.
-
-        Raises InputError for a name that is no adapter's.
-        """
+        """Remove an adapter, which no request uses. Raises InputError for an unknown name."""
         self.check(name)
         self.residency.drop(name)
         self._writer.forget(self.known.pop(name))
 
     @property
     def most_bytes(self) -> int:
-        """Return the most bytes of the file of an adapter of the largest rank.
-
-        That is two matrices of numbers of 8 bytes a module, and names.
-        """
-        sizes = (each.a.shape[each.a_by_rows] + each.b.shape[1] for each in self._arrays)
+        """Return an upper bound of the file size of an adapter: 8-byte numbers of the largest rank, and a header."""
+        sizes = (arrays.a.shape[arrays.a_by_rows] + arrays.b.shape[1] for arrays in self._arrays)
         numbers = sum(sizes) * self._slots.max_lora_rank
         return 8 * numbers + (1 << 20)
 
     def check(self, name: str | None) -> None:
-        """Check the name of an adapter. Raises InputError for an unknown one."""
+        """Raise InputError for an unknown adapter."""
         if name is not None and name not in self.known:
             raise unknown_adapter(name, self.known)
 
     def digest(self, name: str | None) -> str | None:
-        """Return the hex sha256 of what an adapter computes."""
+        """Return the hex sha256 of an adapter's weights and parameters."""
         return None if name is None else self.known[name].sha256
 
     def load(self) -> None:
@@ -110,8 +97,8 @@ class Adapters:
 
     @property
     def nbytes(self) -> int:
-        """Return the memory of what is resident, or has room to be, in bytes."""
-        return sum(array.nbytes for each in self._arrays for array in (each.a, each.b))
+        """Return the bytes of the arrays of resident adapters."""
+        return sum(arrays.a.nbytes + arrays.b.nbytes for arrays in self._arrays)
 
     @property
     def adapter_slots(self) -> np.ndarray:
@@ -124,21 +111,21 @@ class _HostWriter:
     def __init__(self, arrays: Sequence[LoraArrays], max_lora_rank: int):
         self._arrays = arrays
         self._rank = max_lora_rank
-        for each in arrays:
-            each.a[...] = 0
-            each.b[...] = 0
+        for block_arrays in arrays:
+            block_arrays.a[...] = 0
+            block_arrays.b[...] = 0
 
     def prepare(self, adapter: LoadedAdapter) -> None:
-        """Do nothing: each is written from what was read."""
+        """Do nothing: adapters are written from the arrays that were read."""
 
     def write(self, adapter: LoadedAdapter, adapter_slot: int) -> None:
         write_adapter(adapter, adapter_slot, self._rank, self._arrays)
 
     def forget(self, adapter: LoadedAdapter) -> None:
-        """Do nothing: nothing was kept."""
+        """Do nothing: there is no copy."""
 
 
 def unknown_adapter(name: str, known: Mapping[str, object] | Sequence[str]) -> InputError:
-    """Return the error of a request for an adapter that is not there."""
-    there = ", ".join(sorted(known)) or "none, for the model has no adapters"
-    return InputError(f"adapter: expected one of {there}; found {name!r}")
+    """Return the error of a request for an unknown adapter."""
+    names = ", ".join(sorted(known)) or "none, for the model has no adapters"
+    return InputError(f"adapter: expected one of {names}; found {name!r}")

@@ -1,6 +1,6 @@
-"""Words that no text of an answer may hold, whichever tokens would spell them.
+"""Bad words: texts that must not appear in an answer, whichever tokens would spell them.
 
-In: a tokenizer and texts. Out, for the answer so far: the tokens that would complete one of them.
+A tokenizer and texts in; out, for the answer so far, the tokens that would complete one of the texts.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import numpy as np
 
 from lockstep.runtime.pieces import Pieces
 
-_KNOWN = 256  # words whose tables are kept
+_MAX_CACHED_WORDS = 256
 
 
 @dataclass(frozen=True)
 class BadWord:
-    """A word, in UTF-8, and the tokens that complete it.
+    """A word in UTF-8, and the tokens that complete it.
 
-    failure: of each beginning of the word the length of the longest other one that it ends in (Knuth, Morris and Pratt
-    1977). inside: tokens that hold all of it. completing: by the length of a beginning, tokens that begin with what is
-    left.
+    failure: the failure function of Knuth, Morris and Pratt (1977): for each prefix, the length of the longest shorter
+    prefix that it ends with. inside: tokens that contain the word. completing: by the length of a matched prefix, the
+    tokens that start with the rest of the word.
     """
 
     text: bytes
@@ -31,7 +31,7 @@ class BadWord:
     completing: dict[int, np.ndarray]
 
     def advance(self, matched: int, piece: bytes) -> int:
-        """Return how much of the word a text ends in that ended in `matched` bytes of it, behind a further piece."""
+        """Return the length of the prefix that matches at the end of the text, after appending a piece."""
         text = self.text
         failure = self.failure
         for byte in piece:
@@ -45,69 +45,75 @@ class Vocabulary:
     """The bytes of all tokens, and which of them complete a word."""
 
     def __init__(self, tokenizer: Pieces, size: int):
-        """Look at the tokens 0 to size-1, which takes 1 s for 128,000; other threads run on for the most part."""
+        """Index the tokens 0 to size-1: 1 s for 128,000, mostly with the GIL released."""
         self.unfinished = tokenizer.unfinished
         self.pieces = pieces = tokenizer.table(size)
         self._order = sorted(range(len(pieces)), key=pieces.__getitem__)
         self._sorted = [pieces[token] for token in self._order]
-        # 0xFF is in no UTF-8, so no word is found across the end of a piece.
+        # UTF-8 never contains 0xFF, so no word matches across two pieces.
         self._joined = b"\xff".join(pieces) + b"\xff"
         self._starts = np.cumsum([0, *(len(piece) + 1 for piece in pieces)])
-        self._longest = max(map(len, pieces), default=0)
-        self._words: dict[str, BadWord] = {}  # oldest first
+        self._max_piece = max(map(len, pieces), default=0)
+        # Oldest first.
+        self._words: dict[str, BadWord] = {}
 
     def word(self, text: str) -> BadWord:
         """Return the tables of a word."""
-        found = self._words.get(text)
-        if found is None:
+        word = self._words.get(text)
+        if word is None:
             data = text.encode()
-            rests = {length: self._beginning(data[length:]) for length in range(1, len(data))[-self._longest :]}
-            completing = {length: tokens for length, tokens in rests.items() if len(tokens)}
-            found = self._words[text] = BadWord(data, _failure(data), self._holding(data), completing)
-            if len(self._words) > _KNOWN:
+            completing = {}
+            for length in range(1, len(data))[-self._max_piece :]:
+                tokens = self._starting_with(data[length:])
+                if len(tokens):
+                    completing[length] = tokens
+            word = BadWord(data, _failure(data), self._containing(data), completing)
+            self._words[text] = word
+            if len(self._words) > _MAX_CACHED_WORDS:
                 del self._words[next(iter(self._words))]
-        return found
+        return word
 
-    def _holding(self, text: bytes) -> np.ndarray:
-        places = []
-        at = self._joined.find(text)
-        while at >= 0:
-            places.append(at)
-            at = self._joined.find(text, at + 1)
-        return np.unique(np.searchsorted(self._starts, places, "right") - 1)
+    def _containing(self, text: bytes) -> np.ndarray:
+        positions = []
+        position = self._joined.find(text)
+        while position >= 0:
+            positions.append(position)
+            position = self._joined.find(text, position + 1)
+        return np.unique(np.searchsorted(self._starts, positions, "right") - 1)
 
-    def _beginning(self, text: bytes) -> np.ndarray:
+    def _starting_with(self, text: bytes) -> np.ndarray:
         first = bisect.bisect_left(self._sorted, text)
-        behind = bisect.bisect_left(self._sorted, text[:-1] + bytes([text[-1] + 1]), first)
-        return np.array(self._order[first:behind], np.int64)
+        end = bisect.bisect_left(self._sorted, text[:-1] + bytes([text[-1] + 1]), first)
+        return np.array(self._order[first:end], np.int64)
 
 
 class BadWordFilter:
-    """The bad words of one answer, at its end so far."""
+    """Matches the bad words at the end of one answer."""
 
     def __init__(self, vocabulary: Vocabulary, words: Sequence[str], prompt: Sequence[int] | np.ndarray = ()):
-        """Begin an answer to a prompt, at least one word given."""
+        """Start an answer to a prompt; words: at least one."""
         self._pieces = vocabulary.pieces
         self._words = [vocabulary.word(text) for text in words]
         self._inside = np.unique(np.concatenate([word.inside for word in self._words]))
-        begun = vocabulary.unfinished(prompt)  # a character, which is the answer's
-        self._matched = [word.advance(0, begun) for word in self._words]
+        # An incomplete character at the end of the prompt is part of the answer.
+        unfinished = vocabulary.unfinished(prompt)
+        self._matched = [word.advance(0, unfinished) for word in self._words]
 
     def push(self, token: int) -> None:
-        """Take a token of the answer."""
+        """Append a token to the answer."""
         if piece := self._pieces[token]:
             self._matched = [word.advance(matched, piece) for word, matched in zip(self._words, self._matched)]
 
     def tokens(self) -> np.ndarray:
         """Return the tokens that would complete a word, int64."""
-        found = [self._inside]
+        forbidden = [self._inside]
         for word, matched in zip(self._words, self._matched):
-            least = min(word.completing, default=len(word.text))
-            while matched >= least:
+            shortest = min(word.completing, default=len(word.text))
+            while matched >= shortest:
                 if matched in word.completing:
-                    found.append(word.completing[matched])
+                    forbidden.append(word.completing[matched])
                 matched = word.failure[matched - 1]
-        return np.concatenate(found)
+        return np.concatenate(forbidden)
 
 
 def _failure(text: bytes) -> tuple[int, ...]:

@@ -34,10 +34,10 @@ class Decoding:
         self._engine.add_all(requests)
 
     def __iter__(self) -> Iterator[Token]:
-        for made in self._engine.run():
-            if made.finish == "error":
-                raise CheckError(f"prompt {made.request + 1}: {NOT_FINITE}")
-            yield made
+        for token in self._engine.run():
+            if token.finish == "error":
+                raise CheckError(f"prompt {token.request + 1}: {NOT_FINITE}")
+            yield token
 
     def finish(self, index: int) -> None:
         """End a request early."""

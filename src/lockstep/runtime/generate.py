@@ -28,10 +28,9 @@ class TextDelta:
 
 
 class Generation:
-    """A generation under way; iterate to run it.
+    """A running generation; iterate to advance it.
 
-    `completions[i]` is what prompt i has by now, `tokens[i]` its new tokens; `speed` the tokens a second of prefill and
-    decode.
+    `completions[i]` and `tokens[i]` are the completion and new tokens of prompt i so far.
     """
 
     def __init__(self, decoding: Decoding, tokenizer: Tokenizer, requests: Sequence[Request], stop: Sequence[str]):
@@ -47,14 +46,14 @@ class Generation:
         return self._decoding.speed
 
     def __iter__(self) -> Iterator[TextDelta]:
-        for made in self._decoding:
-            collector = self._collectors[made.request]
-            text = collector.push(made)
-            finish = self.completions[made.request].choices[0].finish
-            if collector.stopped(made):
-                self._decoding.finish(made.request)
+        for token in self._decoding:
+            collector = self._collectors[token.request]
+            text = collector.push(token)
+            finish = self.completions[token.request].choices[0].finish
+            if collector.stopped(token):
+                self._decoding.finish(token.request)
             if text or finish:
-                yield TextDelta(made.request, text, finish)
+                yield TextDelta(token.request, text, finish)
 
 
 def generate(
@@ -71,8 +70,8 @@ def generate(
 ) -> Generation:
     """Generate for all prompts together, as many at a time as there are slots.
 
-    What one prompt gives does not depend on the others. adapter: with which all are computed, by name. speculation: as
-    of `Engine`.
+    The answer to a prompt does not depend on the others. adapter: name of the adapter for all. speculation: see
+    `Engine`.
 
     Raises InputError, before any step, for a prompt that is empty or too long.
     """

@@ -1,7 +1,6 @@
-"""The bytes of tokens, of which the text of an answer is made.
+"""The bytes of tokens.
 
-In: a tokenizer of the tokenizers package. Out: what each token adds to a text, as UTF-8 that may end inside a
-character.
+A tokenizer of the tokenizers package in; what each token adds to a text out, as UTF-8 that may end inside a character.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 
 _UNDECODED = "\N{REPLACEMENT CHARACTER}"
-_LONGEST = 4  # bytes of a character
+_MAX_CHARACTER_BYTES = 4
 _BYTE_NAME = re.compile("<0x([0-9A-F]{2})>")
 _ONE_EACH = "lockstep.one_replacement_for_each_byte"
 
@@ -30,9 +29,9 @@ codecs.register_error(_ONE_EACH, _one_each)
 
 def _byte_characters() -> dict[str, int]:
     """Return the byte that each character of a byte-level vocabulary stands for, as GPT-2 has them."""
-    shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return {chr(byte if byte in shown else next(others)): byte for byte in range(256)}
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    substitutes = iter(range(256, 512))
+    return {chr(byte if byte in printable else next(substitutes)): byte for byte in range(256)}
 
 
 _BYTES = _byte_characters()
@@ -41,48 +40,52 @@ _BYTES = _byte_characters()
 class Pieces:
     """What each token adds to a text.
 
-    That depends on whether it is the first, of which a decoder may take the space, and with few decoders on the token
-    before. Special tokens, and ids without a token, add nothing and count as not there.
+    It depends on whether the token is the first one, of which some decoders strip the space, and with a few decoders on
+    the token before. Special tokens and unused ids add nothing.
     """
 
     def __init__(self, library: Any):
         """Take a tokenizer of the tokenizers package."""
         self._library = library
         kinds = set() if library.decoder is None else set(_kinds(json.loads(library.decoder.__getstate__())))
-        self._ends_words = "BPEDecoder" in kinds  # a space comes behind a word, if another word does
+        # This decoder adds a space after a word if another word follows.
+        self._ends_words = "BPEDecoder" in kinds
         self._is_local = not kinds & {"BPEDecoder", "CTC"}
-        # What becomes of bytes that are no character: a replacement for each, or one for what could have been one.
+        # Invalid UTF-8 becomes one replacement character a byte, or one for each truncated character.
         self.errors = _ONE_EACH if "ByteFallback" in kinds else "replace"
-        self._behind: dict[int, bytes] = {}
+        self._cache: dict[int, bytes] = {}
 
     def is_silent(self, token: int) -> bool:
-        """Return whether a token adds nothing, wherever it stands."""
-        return not self.behind(token)
+        """Return whether a token adds no text, wherever it stands."""
+        return not self.after(token)
 
     def first(self, token: int) -> bytes:
-        """Return what a token adds that no other stands before."""
+        """Return what a token adds at the start of a text."""
         alone = self._decode([token])
-        return self.behind(token) if _UNDECODED in alone else alone.encode()
+        return self.after(token) if _UNDECODED in alone else alone.encode()
 
-    def behind(self, token: int, before: int | None = None) -> bytes:
-        """Return what a token adds behind `before`; None: behind itself."""
-        if before is not None and not self._is_local:
-            return self._decode([before, token])[len(self._decode([before])) :].encode()
-        piece = self._behind.get(token)
+    def after(self, token: int, previous: int | None = None) -> bytes:
+        """Return what a token adds after `previous`, by default after itself."""
+        if previous is not None and not self._is_local:
+            return self._decode([previous, token])[len(self._decode([previous])) :].encode()
+        piece = self._cache.get(token)
         if piece is None:
-            piece = self._behind[token] = self._bytes(token, self._decode([token]), self._decode([token, token]))
+            piece = self._bytes(token, self._decode([token]), self._decode([token, token]))
+            self._cache[token] = piece
         return piece
 
     def text(self, tokens: Iterable[int]) -> str:
-        """Return the text of tokens, without a character that they leave unfinished."""
-        seen = [token for token in tokens if not self.is_silent(token)]
-        pieces = [self.first(token) for token in seen[:1]] + [self.behind(*two) for two in zip(seen[1:], seen)]
+        """Return the text of tokens, without an incomplete character at the end."""
+        audible = [token for token in tokens if not self.is_silent(token)]
+        pieces = [self.first(token) for token in audible[:1]]
+        for previous, token in zip(audible, audible[1:]):
+            pieces.append(self.after(token, previous))
         return self.decoder().decode(b"".join(pieces))
 
     def table(self, size: int) -> list[bytes]:
-        """Return what each of the tokens 0 to size-1 adds behind others.
+        """Return what each of the tokens 0 to size-1 adds after others, with the GIL released.
 
-        Other threads run on meanwhile. With a decoder that puts spaces behind words, a space stands behind.
+        With a decoder that ends words by spaces, the space is included.
         """
         alone = self._library.decode_batch([[token] for token in range(size)], skip_special_tokens=True)
         twice = self._library.decode_batch([[token, token] for token in range(size)], skip_special_tokens=True)
@@ -91,25 +94,22 @@ class Pieces:
         return [self._bytes(token, *texts) for token, texts in enumerate(zip(alone, twice))]
 
     def unfinished(self, context: Sequence[int] | np.ndarray) -> bytes:
-        """Return the bytes of a character that tokens leave unfinished at their end."""
+        """Return the bytes of an incomplete character at the end of a context."""
         tail = b""
         for token in reversed(context):
-            if len(tail) >= _LONGEST - 1:
+            if len(tail) >= _MAX_CHARACTER_BYTES - 1:
                 break
-            tail = self.behind(int(token)) + tail
+            tail = self.after(int(token)) + tail
         decoder = self.decoder()
-        decoder.decode(tail[1 - _LONGEST :])
+        decoder.decode(tail[1 - _MAX_CHARACTER_BYTES :])
         return decoder.getstate()[0]
 
     def decoder(self) -> codecs.IncrementalDecoder:
-        """Return what makes text of bytes, of each as soon as it can become no other."""
+        """Return an incremental UTF-8 decoder."""
         return codecs.getincrementaldecoder("utf-8")(self.errors)
 
     def _bytes(self, token: int, alone: str, twice: str) -> bytes:
-        """Return what a token adds behind itself.
-
-        alone, twice: the texts of the token, and of it twice.
-        """
+        """Return what a token adds after itself, from the text of the token, and the text of it twice."""
         if _UNDECODED not in alone:
             return twice[len(alone) :].encode()
         name = self._library.id_to_token(token)
@@ -124,7 +124,8 @@ class Pieces:
     def _decode(self, tokens: Sequence[int]) -> str:
         try:
             return self._library.decode(tokens, skip_special_tokens=True)
-        except OverflowError:  # below 0, or of more than 32 bits
+        except OverflowError:
+            # A negative id, or one of more than 32 bits.
             return ""
 
 

@@ -1,4 +1,4 @@
-"""Tokens of an answer in, one at a time; their text out, as soon as it is sure."""
+"""Incremental detokenization: tokens of an answer in, one at a time; text out once no later token can change it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from lockstep.runtime.pieces import Pieces
 
 
 class TextStream:
-    """The text of tokens behind a context: that of all of them, less that of the context.
+    """The text that tokens add after a context.
 
-    All pieces together are `Tokenizer.decode` of context and tokens, less `decode` of the context, but for a run of
-    byte tokens (<0xE4>) that is no text: `decode` then gives up its whole characters too. Bytes that may become a
-    character are held back, three at most. A token costs the same however many came before.
+    All deltas together are `Tokenizer.decode` of context and tokens without `decode` of the context. The exception is a
+    run of byte tokens (<0xE4>) that is not valid UTF-8, where `decode` drops whole characters too. At most three bytes,
+    of an incomplete character, are buffered. The cost of a token does not grow with the text.
     """
 
     def __init__(
@@ -24,47 +24,43 @@ class TextStream:
         owed: bool = False,
         shown: Mapping[int, str] = {},
     ):
-        """Begin behind a context.
+        """Start after a context.
 
-        shown: names of special tokens that are part of the text. owed: where the context leaves a character unfinished
-        and the tokens do not finish it, a replacement character stands for it. Else that is a part of the context's
-        text.
+        shown: texts of special tokens that are part of the answer. owed: a character that the context leaves incomplete
+        belongs to the answer, as a replacement character if the tokens do not complete it.
         """
         self._pieces = pieces
         self._decoder = pieces.decoder()
         self._shown = shown
-        behind = map(int, reversed(context))
-        self._before = next((token for token in behind if not pieces.is_silent(token)), None)
+        backwards = map(int, reversed(context))
+        self._previous = next((token for token in backwards if not pieces.is_silent(token)), None)
         unfinished = pieces.unfinished(context)
         self._decoder.decode(unfinished)
-        self._given = b"" if owed else unfinished
+        # Bytes of the first character that are part of the context's text already.
+        self._shown_bytes = b"" if owed else unfinished
 
     def push(self, token: int) -> str:
-        """Return the text that this token completes.
-
-        It is empty in the middle of a character.
-        """
+        """Return the text that this token completes; empty in the middle of a character."""
         token = int(token)
         pieces = self._pieces
         if (name := self._shown.get(token)) is not None:
             return self.finish() + name
         if pieces.is_silent(token):
             return ""
-        piece = pieces.first(token) if self._before is None else pieces.behind(token, self._before)
-        self._before = token
+        piece = pieces.first(token) if self._previous is None else pieces.after(token, self._previous)
+        self._previous = token
         return self._new(self._decoder.decode(piece))
 
     def finish(self) -> str:
-        """Return what is left.
-
-        A character cut off by the end shows as the replacement character.
-        """
+        """Return the rest of the text; an incomplete character becomes the replacement character."""
         return self._new(self._decoder.decode(b"", True))
 
     def _new(self, text: str) -> str:
-        """Return a text without what the context has shown of its last character."""
-        given = self._given
-        if not given or not text:
+        """Remove what the context's text has already shown of an incomplete character."""
+        shown = self._shown_bytes
+        if not shown or not text:
             return text
-        self._given = b""
-        return text if text[0].encode().startswith(given) else text[len(given.decode(errors=self._pieces.errors)) :]
+        self._shown_bytes = b""
+        if text[0].encode().startswith(shown):
+            return text
+        return text[len(shown.decode(errors=self._pieces.errors)) :]

@@ -21,33 +21,34 @@ from lockstep.runtime.text_stream import TextStream
 
 @contextlib.contextmanager
 def _one_line(expected: str) -> Iterator[None]:
-    """Raise what the tokenizers package raises as InputError.
+    """Raise the errors of the tokenizers package as InputError, whose message starts with `expected`.
 
-    The message opens with `expected`. The package raises bare Exception, and where its Rust code panics something that
-    is none.
+    The package raises bare Exception, and for a panic of its Rust code a BaseException.
     """
     try:
         yield
     except BaseException as error:
-        raise _said(expected, error) from None
+        raise _input_error(expected, error) from None
 
 
-def _said(expected: str, error: BaseException) -> BaseException:
-    """Return what the tokenizers package raised, as `_one_line` raises it."""
+def _input_error(expected: str, error: BaseException) -> BaseException:
+    """Return the error that `_one_line` raises for one of the tokenizers package."""
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         return error
     return InputError(f"{expected}{' '.join(str(error).split())}")
 
 
-_KEEPING = ("ByteLevel", "Metaspace", "Digits")  # pre-tokenizers that drop nothing
-_NFC_SHRINKS = 4  # NFC makes at most 4 characters (of Greek with three marks) one
+# Pre-tokenizers that drop no character.
+_LOSSLESS = ("ByteLevel", "Metaspace", "Digits")
+# NFC composes at most 4 characters (a Greek letter with three marks) into one.
+_NFC_SHRINKS = 4
 
 
 def _longest_token(value: Mapping[str, Any]) -> int | None:
-    """Return the most characters of a text that one token may stand for.
+    """Return the largest number of characters that one token of a tokenizer.json may cover; None if unbounded.
 
-    value: a tokenizer.json. None: any number. Known of BPE whose vocabulary has all bytes, so that no character is
-    dropped and no run of them is one unknown token, with normalizers and pre-tokenizers that drop nothing.
+    It is bounded for BPE whose vocabulary has all bytes (so that no character is dropped and no run of them becomes one
+    unknown token), with normalizers and pre-tokenizers that drop nothing.
     """
     model = value["model"]
     added = value.get("added_tokens") or []
@@ -55,22 +56,22 @@ def _longest_token(value: Mapping[str, Any]) -> int | None:
     normalizers = _parts(value.get("normalizer"), "normalizers")
     if model.get("type") != "BPE" or any(token["lstrip"] or token["rstrip"] for token in added):
         return None
-    for each in pre:
-        if each["type"] not in _KEEPING and (each["type"] != "Split" or each["behavior"] == "Removed"):
+    for step in pre:
+        if step["type"] not in _LOSSLESS and (step["type"] != "Split" or step["behavior"] == "Removed"):
             return None
     vocabulary = model["vocab"]
-    if any(each["type"] == "ByteLevel" for each in pre):
+    if any(step["type"] == "ByteLevel" for step in pre):
         from tokenizers.pre_tokenizers import ByteLevel
 
         has_all_bytes = all(byte in vocabulary for byte in ByteLevel.alphabet())
     else:
         has_all_bytes = model.get("byte_fallback") and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
     shrinks = 1
-    for each in normalizers:
-        pattern = (each.get("pattern") or {}).get("String") if each["type"] == "Replace" else None
-        if each["type"] == "NFC":
+    for step in normalizers:
+        pattern = (step.get("pattern") or {}).get("String") if step["type"] == "Replace" else None
+        if step["type"] == "NFC":
             shrinks *= _NFC_SHRINKS
-        elif each["type"] != "Prepend" and not (pattern and len(pattern) <= len(each["content"])):
+        elif step["type"] != "Prepend" and not (pattern and len(pattern) <= len(step["content"])):
             return None
     if not has_all_bytes:
         return None
@@ -81,13 +82,18 @@ def _parts(value: Mapping[str, Any] | None, key: str) -> Sequence[Mapping[str, A
     """Return the steps of a normalizer or pre-tokenizer in order."""
     if value is None:
         return ()
-    return [part for each in value[key] for part in _parts(each, key)] if value["type"] == "Sequence" else (value,)
+    if value["type"] != "Sequence":
+        return (value,)
+    parts: list[Mapping[str, Any]] = []
+    for step in value[key]:
+        parts += _parts(step, key)
+    return parts
 
 
 def tokenizer_path(assembly_json: str | os.PathLike) -> Path:
-    """Return the file of the tokenizer that an assembly names.
+    """Return the path of an assembly's tokenizer.
 
-    Raises InputError where it names none, CheckError for a file that is not the one that was exported.
+    Raises InputError for an assembly without one, CheckError for another file than was exported.
     """
     entry = TextFiles.load(assembly_json).tokenizer
     if entry is None:
@@ -96,8 +102,10 @@ def tokenizer_path(assembly_json: str | os.PathLike) -> Path:
             f"the checkpoint's weights and export again"
         )
     path = Path(assembly_json).parent / entry.file
-    if path.is_file() and (found := sha256_file(path)) != entry.sha256:
-        raise CheckError(f"{path}: sha256: expected {entry.sha256}, found {found}; export again")
+    if path.is_file():
+        digest = sha256_file(path)
+        if digest != entry.sha256:
+            raise CheckError(f"{path}: sha256: expected {entry.sha256}, found {digest}; export again")
     return path
 
 
@@ -121,28 +129,25 @@ class Tokenizer:
                 f"checkpoint's weights and export again"
             )
         self._path = path
-        # encode_batch_fast counts as parallel: without a word from the user tokenizers would warn at the next fork.
+        # encode_batch_fast counts as parallel: without this setting tokenizers warns at the next fork.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         with _one_line(f"{path}: expected a tokenizer.json, found "):
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-            # Limits of the training set-up; here the runtime's own limits hold, and nothing is cut without a word.
+            # Settings of the training: the runtime has its own limits, and never truncates silently.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
             self.pieces = Pieces(self._tokenizer)
 
     @classmethod
     def open(cls, assembly_json: str | os.PathLike) -> Tokenizer:
-        """Open the tokenizer that the assembly names.
-
-        Raises CheckError when its file is not the one that was exported.
-        """
+        """Open an assembly's tokenizer. Raises CheckError for another file than was exported."""
         return cls(tokenizer_path(assembly_json))
 
     def encode(self, text: str, special: bool = True) -> np.ndarray:
         """Return the token ids of a text, int64 [num_tokens].
 
-        special: with the tokens that the tokenizer adds to a prompt. Raises InputError for text that is not Unicode,
-        and for a text that the tokenizer fails on.
+        special: with the special tokens that the tokenizer adds to a prompt. Raises InputError for text that is not
+        valid Unicode, and for text that the tokenizer fails on.
         """
         try:
             text.encode()
@@ -152,94 +157,90 @@ class Tokenizer:
                 " correct it"
             ) from None
         with _one_line(f"prompt: expected a text that {self._path} can split, found {text[:40]!r}: "):
-            # The ids of `encode`, without its offsets, and without Python's global lock: other threads run on.
-            (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
-            return np.array(found.ids, np.int64)
+            # Unlike `encode` it computes no offsets and releases the GIL.
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
+            return np.array(encoding.ids, np.int64)
 
     @functools.cached_property
-    def _longest(self) -> int | None:
-        """Return `_longest_token` of this tokenizer.
-
-        It reads the whole vocabulary, 80 ms for 65,000 words, which only servers need.
-        """
+    def _max_token_characters(self) -> int | None:
+        """Return `_longest_token` of this tokenizer. Only servers need it, and it takes 80 ms for 65,000 tokens."""
         with _one_line(f"{self._path}: expected a tokenizer.json, found "):
             return _longest_token(json.loads(self._tokenizer.to_str()))
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """Return all tokens by their names."""
+        """Return the ids of all tokens by name."""
         return self._tokenizer.get_vocab()
 
     def min_tokens(self, num_characters: int) -> int:
-        """Return a lower bound of the tokens of any text of so many characters.
-
-        It is 0 where nothing is known.
-        """
-        return 0 if self._longest is None else -(-num_characters // self._longest)
+        """Return a lower bound of the tokens of any text of `num_characters`; 0 if there is none."""
+        if self._max_token_characters is None:
+            return 0
+        return -(-num_characters // self._max_token_characters)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Return the text of token ids, without special tokens."""
-        try:  # not a context manager: a server is here for each token
+        # No context manager: a server calls this for each token.
+        try:
             return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
         except BaseException as error:
-            raise _said(f"{self._path}: expected a tokenizer.json, found ", error) from None
+            raise _input_error(f"{self._path}: expected a tokenizer.json, found ", error) from None
 
     def decode_whole(self, tokens: Sequence[int]) -> str:
-        """Return the text of token ids, with those of special tokens.
-
-        As `encode` it lets other threads run on.
-        """
+        """Return the text of token ids with special tokens, with the GIL released."""
         with _one_line(f"{self._path}: expected a tokenizer.json, found "):
-            (found,) = self._tokenizer.decode_batch([tokens], skip_special_tokens=False)
-            return found
+            (text,) = self._tokenizer.decode_batch([tokens], skip_special_tokens=False)
+            return text
 
     def names(self, tokens: Iterable[int]) -> list[str]:
-        """Return the vocabulary's names of tokens; "" for an id that has none."""
+        """Return the names of tokens; "" for an unused id."""
         name = self._tokenizer.id_to_token
         return [name(token) or "" for token in tokens]
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the bytes of one token behind others, those of a special token's name too."""
-        if piece := self.pieces.behind(token):
+        """Return the bytes that a token adds after others; of a special token, its name."""
+        if piece := self.pieces.after(token):
             return piece
-        one, two = (self._tokenizer.decode([int(token)] * count, skip_special_tokens=False) for count in (1, 2))
-        return two[len(one) :].encode()
+        once = self._tokenizer.decode([int(token)], skip_special_tokens=False)
+        twice = self._tokenizer.decode([int(token)] * 2, skip_special_tokens=False)
+        return twice[len(once) :].encode()
 
     def token_text(self, token: int) -> str:
-        """Return `token_bytes` as text; parts of characters show as replacement characters."""
+        """Return `token_bytes` as text, with replacement characters for parts of characters."""
         return self.token_bytes(token).decode(errors=self.pieces.errors)
 
     def spellings(self, text: str) -> list[tuple[int, ...]]:
-        """Return the ways in which the tokenizer splits a word in a text.
-
-        At the beginning, behind a space and behind a line's end; each once. Raises InputError, as `encode`.
-        """
+        """Return the distinct tokenizations of a word at the start of a text, after a space and after a newline."""
 
         def encode(text: str) -> tuple[int, ...]:
             return tuple(self.encode(text, special=False).tolist())
 
-        found = [encode(text), encode(text if text[:1].isspace() else f" {text}")]
-        before = encode("\n")
-        behind = encode(f"\n{text}")
-        if behind[: len(before)] == before:
-            found.append(behind[len(before) :])
-        return [tokens for tokens in dict.fromkeys(found) if tokens]
+        spellings = [encode(text), encode(text if text[:1].isspace() else f" {text}")]
+        newline = encode("\n")
+        after_newline = encode(f"\n{text}")
+        if after_newline[: len(newline)] == newline:
+            spellings.append(after_newline[len(newline) :])
+        return [tokens for tokens in dict.fromkeys(spellings) if tokens]
 
     def token_id(self, name: str) -> int | None:
-        """Return the token whose name in the vocabulary is `name`; None where there is none."""
+        """Return the id of the token called `name`, or None."""
         return self._tokenizer.token_to_id(name)
 
     def silent(self, names: Iterable[str]) -> dict[int, str]:
-        """Return those of some names that are special tokens, which a text leaves out, by id."""
-        found = {token: name for name in names if (token := self.token_id(name)) is not None}
-        return {token: name for token, name in found.items() if self.pieces.is_silent(token)}
+        """Return the special tokens among `names`, which texts leave out, by id."""
+        silent = {}
+        for name in names:
+            token = self.token_id(name)
+            if token is not None and self.pieces.is_silent(token):
+                silent[token] = name
+        return silent
 
     def stream(
         self, context: Sequence[int] | np.ndarray = (), owed: bool = False, shown: Mapping[int, str] = {}
     ) -> TextStream:
-        """Return a fresh stream for the tokens behind a context, as `TextStream` says."""
+        """Return a new stream for the tokens after a context: see `TextStream`."""
         return TextStream(self.pieces, context, owed, shown)
 
     def text(self, tokens: Iterable[int]) -> str:
-        """Return the text of tokens, without a character that they leave unfinished."""
+        """Return the text of tokens, without an incomplete character at the end."""
         return self.pieces.text(map(int, tokens))
