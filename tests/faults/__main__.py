@@ -1,4 +1,4 @@
-"""`make faults`: planted faults, sent through all gates of a backend."""
+"""`make faults`: planted faults, sent through all gates of the backends."""
 
 from __future__ import annotations
 
@@ -9,20 +9,28 @@ from typing import Any
 
 from benchmarks import options
 from benchmarks.__main__ import command
-from benchmarks.measure import deliver, write_json
+from benchmarks.measure import deliver, read_json, write_json
 
 from faults import page, run
+from faults.fault import ALL, HOST
 from faults.models import MODELS
 from lockstep.errors import guard
 
 OPTIONS = (
-    options.choice("--backend", "onnxruntime", "openvino", "tensorrt"),
+    options.Option(
+        "--backend", "onnxruntime and openvino, or another one alone; may be given several times.", HOST,
+        name="backends", many=True, choices=(*HOST, "tensorrt"),
+    ),
     options.Option("--only", "A fault of records/faults.md; may be given several times.  [default: all]", many=True),
     options.Option(
         "--model", "Faults of this model alone; may be given several times.", name="models", many=True,
         choices=tuple(MODELS),
     ),
-    options.Option("--precision", "", run.PRECISIONS, name="precisions", many=True, choices=run.PRECISIONS),
+    options.Option("--precision", "", ALL, name="precisions", many=True, choices=ALL),
+    options.number(
+        "--draw", 0, "Plant a fault in so many of its pairs of precision and backend, which its name draws; 0: in all.",
+        least=0,
+    ),
     options.number("--jobs", 1, "Faults tried at a time."),
     options.BUILD_OPTIONS,
     options.Option(
@@ -30,26 +38,31 @@ OPTIONS = (
     ),
     options.path("--work", "Scratch folder.  [default: the system's]", exists=True),
     options.path(
-        "--checkpoint", "A checkpoint of Llama's kind in place of the demo's, as `make real` leaves one; takes the "
-        "demo's faults.", exists=True,
+        "--checkpoint", "A checkpoint of Llama's kind, as `make real` leaves one, which takes one of ten of the demo's "
+        "faults too.", exists=True,
     ),
-    options.WRITE,
+    options.path(
+        "--write", "Write the record, and its page, into this folder, as `records` has them. Goes on from the record "
+        "that is there, if it is of the same code.",
+    ),
 )  # fmt: skip
 
 
 def main(
-    backend: str, only: Sequence[str], models: Sequence[str], checkpoint: Path | None,
-    build_options: dict[str, Any], write: Path | None, **settings: Any,
+    backends: Sequence[str], only: Sequence[str], models: Sequence[str], build_options: dict[str, Any],
+    write: Path | None, **settings: Any,
 ) -> None:  # fmt: skip
     """Send planted faults through all gates. Exit code 1 where a harmful one passes them all."""
+    path = None if write is None else write / "bench" / f"{run.benchmark(backends)}.json"
 
     def keep(record: dict[str, Any]) -> None:
-        if write is not None:
-            write_json(write / "bench" / f"{record['benchmark']}.json", record)
+        if path is not None:
+            write_json(path, record)
 
     with guard():
-        chosen = run.choose(backend, only, ("demo",) if checkpoint else models)
-        record = run.run(chosen, backend, progress=keep, options=build_options, checkpoint=checkpoint, **settings)
+        chosen = run.choose(backends, only, models)
+        earlier = read_json(path) if path is not None and path.is_file() else None
+        record = run.run(chosen, backends, progress=keep, options=build_options, earlier=earlier, **settings)
         deliver(record, write)
         if write is not None:
             print(page.write(write))

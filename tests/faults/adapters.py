@@ -8,7 +8,7 @@ import numpy as np
 
 from faults.between import taken_for
 from faults.edit import Edit, Value
-from faults.fault import BLOCKS, RUNTIME, Fault, replaced
+from faults.fault import BLOCKS, HOST, RUNTIME, Fault, replaced
 from faults.models import MAX_ADAPTERS
 from faults.runtime import instead
 from lockstep.step.residency import Residency
@@ -50,7 +50,7 @@ def ids(other):
     return replaced("adapter_ids", other)
 
 
-fault = partial(Fault, model="adapters", backends=("onnxruntime",))
+fault = partial(Fault, model="adapters", backends=HOST)
 # fmt: off
 FAULTS = (
     fault("adapter-last", "tokens of the last adapter slot get the one before", BLOCKS,

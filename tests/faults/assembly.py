@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from faults.fault import ASSEMBLY, Fault, change
+from faults.fault import ASSEMBLY, HOST, Fault, change
 
 Assembly = dict[str, Any]
 
@@ -110,7 +110,7 @@ FAULTS = (
     on_gpu("spec-window", "fused attention without the window of 300", ASSEMBLY, spec("window", 0), "window"),
     Fault("kinds-none-windowed", "the window in no layer", ASSEMBLY, variants("attention_2", "attention_2"), "gemma2"),
 )
-of_ranks = partial(Fault, where=ASSEMBLY, model="ranks", backends=("onnxruntime",))
+of_ranks = partial(Fault, where=ASSEMBLY, model="ranks", backends=HOST)
 RANKS = (
     of_ranks("rank-query", "query heads of the other rank", change=exchanged("weights", "q_proj.weight", "middle")),
     of_ranks("rank-key", "key heads of the other rank", change=exchanged("weights", "k_proj.weight", "middle")),

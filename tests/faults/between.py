@@ -11,7 +11,7 @@ from functools import partial
 
 from faults.blocks import Change
 from faults.edit import Edit, Value
-from faults.fault import DECODE, EMBEDDING, EXIT, MIDDLE, PREFILL, Fault, change, replaced
+from faults.fault import DECODE, EMBEDDING, EXIT, HOST, MIDDLE, PREFILL, Fault, change, replaced
 from faults.harm import behind, chunk_of, decode_of, step_of
 from faults.models import LIMITS
 from lockstep.verify.boundaries import PAGE
@@ -33,7 +33,7 @@ def faults(seed: int) -> tuple[Fault, ...]:
     """Return faults of each class, at places that `seed` draws."""
     draw = random.Random(seed)
     size = lambda most: draw.choice([size for size in range(2, most) if not is_edge(size)])
-    fault = partial(Fault, backends=("onnxruntime",))
+    fault = partial(Fault, backends=HOST)
     of_size = "compare"
     times = f"times {_FACTOR}"
     table = []

@@ -9,7 +9,19 @@ from onnx import NodeProto, TensorProto
 
 from faults.attention import rows_from
 from faults.edit import Edit, Value
-from faults.fault import BEHIND, BLOCKS, EMBEDDING, ENTRY, EXIT, MIDDLE, Fault, change, replaced
+from faults.fault import (
+    BEHIND,
+    BLOCKS,
+    EMBEDDING,
+    ENTRY,
+    EXIT,
+    FLOATS,
+    INTEGER_WEIGHTS,
+    MIDDLE,
+    Fault,
+    change,
+    replaced,
+)  # fmt: skip
 from faults.harm import Requests
 from lockstep import Advance
 
@@ -60,7 +72,7 @@ def squares_in_fp16(edit: Edit) -> None:
 
 
 def silu_to_gelu(edit: Edit) -> None:
-    gate = edit.product("gate_proj").output[0]
+    gate = edit.result_of("gate_proj")
     edit.replace(edit.reader(gate, "Mul").output[0], lambda value: edit.op("Gelu", gate))
 
 
@@ -71,15 +83,16 @@ def gelu_is(edit: Edit, operator: str) -> None:
 
 
 def gate_and_up(edit: Edit) -> None:
-    gate = edit.product("gate_proj")
-    up = edit.product("up_proj")
-    gate.input[1], up.input[1] = up.input[1], gate.input[1]
+    gate, up = (edit.result_of(name) for name in ("gate_proj", "up_proj"))
+    of_up = edit.readers(up)
+    edit.replace(gate, lambda value: up)
+    edit.replace(up, lambda value: gate, of_up)
 
 
 @change
 def residual(edit: Edit, projection: str, factor: float) -> None:
     """Take what the product of a projection is added to times `factor`."""
-    product = edit.product(projection).output[0]
+    product = edit.result_of(projection)
     add = edit.reader(product, "Add")
     other = next(name for name in add.input if name != product)
     edit.replace(other, lambda value: edit.times(value, factor), [add])
@@ -87,7 +100,7 @@ def residual(edit: Edit, projection: str, factor: float) -> None:
 
 @change
 def zero(edit: Edit, projection: str) -> None:
-    edit.replace(edit.product(projection).output[0], lambda value: edit.times(value, 0.0))
+    edit.replace(edit.result_of(projection), lambda value: edit.times(value, 0.0))
 
 
 @change
@@ -191,6 +204,7 @@ def cap_dropped(edit: Edit) -> None:
 
 QKV = ("q_proj", "k_proj", "v_proj")
 FP32 = ("fp32",)
+NO_FP8 = (*FLOATS, *INTEGER_WEIGHTS)  # whose type ONNX selects no rows of
 # fmt: off
 FAULTS = (
     Fault("eps-10", "eps of all norms ten times too large", BLOCKS, eps(10)),
@@ -212,14 +226,16 @@ FAULTS = (
           residual("down_proj", 1.01)),
     Fault("attention-zero", "a layer without attention", MIDDLE, zero("o_proj")),
     Fault("mlp-zero", "a layer without MLP", MIDDLE, zero("down_proj")),
-    Fault("weight-row-zero", "one row of the query projection is zero", ENTRY, weight("q_proj.weight", row_zero(17))),
+    Fault("weight-row-zero", "one row of the query projection is zero", ENTRY, weight("q_proj.weight", row_zero(17)),
+          precisions=NO_FP8),
     Fault("weight-row-zero-down", "one row of the down projection is zero", MIDDLE,
-          weight("down_proj.weight", row_zero(5))),
+          weight("down_proj.weight", row_zero(5)), precisions=NO_FP8),
     Fault("weight-rows-rolled", "rows of the up projection one place too far", EXIT,
-          weight("up_proj.weight", rows_rolled)),
-    Fault("head-row-zero", "one token's row of lm_head is zero", EXIT, weight("lm_head.weight", row_zero(700))),
+          weight("up_proj.weight", rows_rolled), precisions=NO_FP8),
+    Fault("head-row-zero", "one token's row of lm_head is zero", EXIT, weight("lm_head.weight", row_zero(700)),
+          precisions=NO_FP8),
     Fault("head-transposed", "the tied lm_head transposed wrongly", EXIT, weight("embed_tokens.weight", transposed),
-          "gemma2"),
+          "gemma2", precisions=FLOATS),
     Fault("head-softcap-dropped", "soft cap of the logits left out", EXIT, cap_dropped, "gemma2"),
     Fault("bias-twice", "biases of query, key and value twice", ENTRY, bias(2.0, *QKV), "bias"),
     Fault("bias-dropped", "biases of query, key and value dropped", ENTRY, bias(0.0, *QKV), "bias"),
@@ -252,6 +268,7 @@ FAULTS = (
     Fault("fp16-head", "lm_head in fp16", EXIT, in_fp16("lm_head"), precisions=FP32),
     Fault("fp16-residual", "the hidden state between layers in fp16", MIDDLE, replaced("hidden_out", Edit.rounded),
           precisions=FP32),
-    Fault("fp16-sums", "all products accumulated in fp16, 16 at a time", BLOCKS, fp16_sums(16)),
+    Fault("fp16-sums", "all products accumulated in fp16, 16 at a time", BLOCKS, fp16_sums(16),
+          precisions=FLOATS),
 )
 # fmt: on

@@ -61,7 +61,7 @@ class Case:
         self.target = Target(model, precision, self.model.layers, setting.backend)
         self.tolerance = setting.tolerance[precision]
         self.judged = setting.judged[precision]
-        self.folder = Path(setting.work) / "faulty" / (fault or f"none-{model}") / precision
+        self.folder = Path(setting.work) / "faulty" / setting.backend / model / precision / (fault or "none")
         self.right_assembly = self.results.assembly(model, precision)
         self.right_engines = self.results.engines(model, precision, setting.backend)
         self.right_logits, self.right_error = (

@@ -57,7 +57,7 @@ class Edit:
         )
 
     def is_float(self, value: Value) -> bool:
-        return self._element(value) in (TensorProto.FLOAT, TensorProto.FLOAT16)
+        return self._element(value) in (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
     def slot(self, text: str) -> Value:
         """Return the weight input whose name holds `text`."""
@@ -70,6 +70,17 @@ class Edit:
         """Return the Gemm that reads the slot whose name holds `text`."""
         slot = self.slot(text)
         return next(node for node in self.nodes("Gemm") if slot in node.input)
+
+    def result_of(self, text: str) -> Value:
+        """Return the product with the weight whose name holds `text`, in any precision."""
+        weight = self.slot(f"{text}.weight")
+        reader = self.readers(weight)[0]
+        if reader.op_type != "Cast":
+            return reader.output[0]
+        product = self.reader(reader.output[0], "Gemm").output[0]  # of fp8: times the scales of both
+        for _ in range(2):
+            product = self.reader(product, "Mul").output[0]
+        return product
 
     def quantized_product(self, text: str) -> NodeProto:
         """Return the MatMulNBits that reads the quantised weight whose name holds `text`."""

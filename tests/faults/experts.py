@@ -9,7 +9,7 @@ from typing import Any
 from onnx import NodeProto
 
 from faults.edit import Edit, Value
-from faults.fault import ASSEMBLY, BEHIND, Fault, change
+from faults.fault import ASSEMBLY, BEHIND, HOST, Fault, change
 
 Assembly = dict[str, Any]
 
@@ -58,7 +58,7 @@ def first_two_experts(names: list[str]) -> list[str]:
     return [*names[2:4], *names[:2], *names[4:]]
 
 
-fault = partial(Fault, model="experts", backends=("onnxruntime",))
+fault = partial(Fault, model="experts", backends=HOST)
 # fmt: off
 FAULTS = (
     fault("expert-next", "each token takes the experts behind its own", BEHIND, next_expert("experts.")),

@@ -22,6 +22,11 @@ BLOCKS = ("entry", "middle", "exit")
 BEHIND = ("middle", "exit")
 ASSEMBLY = "assembly"
 RUNTIME = "runtime"
+# Precisions
+FLOATS = ("fp32", "fp16", "bf16")
+INTEGER_WEIGHTS = ("w8a16", "w4a16", "w8a8", "w4a8")
+ALL = (*FLOATS, *INTEGER_WEIGHTS, "w8a8-fp8")
+HOST = ("onnxruntime", "openvino")  # run in this Python
 
 
 @dataclass(frozen=True)
@@ -40,8 +45,8 @@ class Fault:
     change: Callable[..., Any]
     model: str = "demo"
     gate: str = ""
-    precisions: tuple[str, ...] = ("fp32", "fp16")
-    backends: tuple[str, ...] = ("onnxruntime", "tensorrt")
+    precisions: tuple[str, ...] = ALL
+    backends: tuple[str, ...] = (*HOST, "tensorrt")
     shown_by: Scenario | None = None
 
     @property

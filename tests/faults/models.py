@@ -60,7 +60,9 @@ class FaultModel:
 
 # A random model's tokens are bytes: its prompts are as long in tokens as in characters, and must fit max_input_len.
 _SHORT = (*PROMPTS[:3], PROMPTS[3][:100])
+CHECKPOINT = "checkpoint"
 MODELS = {
+    CHECKPOINT: FaultModel("a trained checkpoint (`--checkpoint`), cut after 2 layers", 2),
     "demo": FaultModel("the demo, cut after 2 layers", 2),
     "gemma2": FaultModel(
         "random Gemma 2: soft caps, a window of 16 in one of 2 layers, tied lm_head", "all", _GEMMA, _SHORT
@@ -88,11 +90,13 @@ MODELS = {
 }  # fmt: skip
 
 
-def source_of(name: str, work: Path, checkpoint: Path | None = None) -> Path:
-    """Return the checkpoint's folder, made where its weights are random. checkpoint: in place of the demo's."""
+def _source_of(name: str, work: Path, checkpoint: Path | None) -> Path:
+    """Return the checkpoint's folder, made where its weights are random."""
+    if name == CHECKPOINT:
+        return checkpoint
     config = MODELS[name].config
     if config is None:
-        return checkpoint or _REPOSITORY / "resources" / "demo-llama"
+        return _REPOSITORY / "resources" / "demo-llama"
     folder = work / "sources" / name
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
     write_json(folder / "shape.json", dict(config))
@@ -105,10 +109,10 @@ def _terms(model: FaultModel) -> lockstep.GoldenTerms:
 
 
 def start(name: str, work: Path, checkpoint: Path | None = None) -> None:
-    """Make a model's checkpoint, its manifest and its references, under `work`/right. checkpoint: as `source_of`."""
+    """Make a model's checkpoint, its manifest and its references, under `work`/right. checkpoint: the trained one."""
     results = right(work)
     model = MODELS[name]
-    source = source_of(name, work, checkpoint)
+    source = _source_of(name, work, checkpoint)
     lockstep.resolve_checkpoint(str(source), source, results.checkpoint(name))
     reference = results.reference(name, model.layers)
     lockstep.make_reference(results.checkpoint(name), model.layers, _terms(model), reference)
@@ -127,7 +131,6 @@ def make(name: str, precision: str, work: Path) -> None:
     results = right(work)
     model = MODELS[name]
     quantized = is_quantized(precision)
-    # fmt: skip
     checkpoint = results.checkpoint(name)
     assembly = results.assembly(name, precision)
     weights = results.weights(name, precision)

@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from faults.fault import RUNTIME, Fault
+from faults.fault import HOST, RUNTIME, Fault
 from faults.harm import Requests
 from faults.runtime import fused, instead
 from lockstep import Engine, Model, Request, Sampling
@@ -203,7 +203,7 @@ def renamed(requests: Requests) -> Iterator[np.ndarray]:
         adapters.remove("renamed")
 
 
-on_host, on_gpu = (partial(Fault, where=RUNTIME, backends=(name,)) for name in ("onnxruntime", "tensorrt"))
+on_host, on_gpu = (partial(Fault, where=RUNTIME, backends=names) for names in (HOST, ("tensorrt",)))
 # fmt: off
 FAULTS = (
     on_host("copy-key", "copies for further choices lack the last key",

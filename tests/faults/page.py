@@ -1,6 +1,6 @@
 """The page of planted faults, records/faults.md, from the records.
 
-The records of `make faults`, one of each backend, in; Markdown out.
+The records of `make faults`, of CPUs and of a GPU, in; Markdown out.
 """
 
 from __future__ import annotations
@@ -13,19 +13,16 @@ from typing import Any
 from benchmarks.markdown import item, paragraph
 
 from faults.case import GATES
-from faults.models import MODELS
+from faults.fault import ALL
+from faults.models import CHECKPOINT, MODELS
 from lockstep.artifacts.files import read_json
 
-RECORDS = (
-    "faults.json", "faults-quantized.json", "faults-openvino.json", "faults-openvino-quantized.json",
-    "faults-checkpoint.json", "faults-quantized-checkpoint.json",
-    "faults-tensorrt.json",
-)  # fmt: skip
+RECORDS = ("faults.json", "faults-tensorrt.json")
 
 _TITLE = "# Planted faults"
 _HEAD = (
     "What the gates see, measured: `make faults` plants mistakes, one at a time, and sends each "
-    "through every gate of a backend. Digests are made right, so that only numbers can tell. This page is made by "
+    "through every gate of its backends. Digests are made right, so that only numbers can tell. This page is made by "
     'that command (`ARGS="--write records"`); the records in `bench` have a row for each planting, with the message.',
     "A fault in a **graph** is an edit of the exported ONNX graph, with engines built from it: `validate` must "
     "see it in the graph, or `golden` in what the engines say. The same fault in an **engine** leaves the graph "
@@ -56,35 +53,45 @@ def render(records: Sequence[Mapping[str, Any]]) -> str:
     for text in _HEAD:
         lines += [paragraph(text.format(tolerance=tolerance)), ""]
     lines += [
-        "| backend | precisions | faults | planted | harmful | caught | score |",
-        "|---|---|---:|---:|---:|---:|---:|",
+        "| backend | models | precision | faults | planted | harmful | caught | score |",
+        "|---|---|---|---:|---:|---:|---:|---:|",
     ]
-    lines += [
-        f"| {_title(r)} | {', '.join(r['tolerance'])} | {r['distinct']} | {r['planted']} | "
-        f"{r['harmful']} | {r['harmful_caught']} | {100 * r['score']:.1f} % |"
-        for r in records
-    ]
-    lines += ["", "Each fault is planted in all of these precisions where it makes sense. Models:", ""]
-    lines += [item(f"`{name}`: {model.about}") for name, model in MODELS.items()]
     for record in records:
-        lines += [
-            "",
-            f"## {_title(record)} in {', '.join(record['tolerance'])}",
-            "",
-            *_by_gate(record),
-            "",
-            *_table(record),
-        ]
+        groups = sorted({_group(row) for row in record["faults"]}, key=_order)
+        lines += [_score(*group, [row for row in record["faults"] if _group(row) == group]) for group in groups]
+        lines += [_score(f"**{record['benchmark']}**", "all", "all", record["faults"])]
+    lines += ["", "Models:", "", *(item(f"`{name}`: {model.about}") for name, model in MODELS.items())]
+    for record in records:
+        lines += ["", f"## {record['benchmark'].capitalize()}", "", paragraph(_drawn(record)), ""]
+        lines += [*_by_gate(record), "", *_table(record)]
     return "\n".join(lines) + "\n"
 
 
-def _title(record: Mapping[str, Any]) -> str:
-    more = {
-        "-ranks": ", over two ranks",
-        "-experts": ", experts",
-        "-checkpoint": ", a trained checkpoint in place of the demo's",
-    }
-    return record["backend"] + "".join(text for end, text in more.items() if record["benchmark"].endswith(end))
+def _group(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return (backend, models, precision), by which rows are counted."""
+    return row["backend"], CHECKPOINT if row["model"] == CHECKPOINT else "others", row["precision"]
+
+
+def _order(group: tuple[str, str, str]) -> tuple[str, str, int]:
+    backend, models, precision = group
+    return backend, models, ALL.index(precision)
+
+
+def _score(backend: str, models: str, precision: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    harmful = [row for row in rows if row["harmful"]]
+    caught = sum(bool(row["caught_by"]) for row in harmful)
+    share = f"{100 * caught / len(harmful):.1f} %" if harmful else ""
+    cells = [backend, models, precision, len({row["fault"] for row in rows}), len(rows), len(harmful), caught, share]
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _drawn(record: Mapping[str, Any]) -> str:
+    if not record["drawn"]:
+        return "Each fault is planted in all of these precisions where it makes sense."
+    return (
+        f"Each fault is planted in {record['drawn']} of the pairs of precision and backend where it makes sense, which "
+        "its name draws, or its model's where that is not the demo; one of ten of the demo's in the checkpoint too."
+    )
 
 
 def _by_gate(record: Mapping[str, Any]) -> list[str]:

@@ -8,7 +8,7 @@ from onnx import NodeProto, TensorProto
 
 from faults.assembly import bind, swap
 from faults.edit import LAST, Edit
-from faults.fault import ASSEMBLY, MIDDLE, Fault, change
+from faults.fault import ASSEMBLY, HOST, INTEGER_WEIGHTS, MIDDLE, Fault, change
 
 
 @change
@@ -73,7 +73,7 @@ def scales_of_the_row_before(edit: Edit) -> None:
     product.input[1] = edit.op("Concat", cut(-1, LAST), cut(0, -1), axis=0)
 
 
-fault = partial(Fault, precisions=("w8a16", "w4a16"), backends=("onnxruntime", "openvino"))
+fault = partial(Fault, precisions=INTEGER_WEIGHTS, backends=HOST)
 of_fp8 = partial(Fault, precisions=("w8a8-fp8",), backends=("onnxruntime",))
 # fmt: off
 FAULTS = (
@@ -86,7 +86,8 @@ FAULTS = (
     fault("scales-next-row", "each row has the scales of the one before", MIDDLE,
           scales_of_the_one_before("o_proj", 0)),
     fault("zero-point", "zero points one below the middle", MIDDLE, zero_point),
-    fault("halves-reversed", "packed numbers in the other order", MIDDLE, halves_reversed, precisions=("w4a16",)),
+    fault("halves-reversed", "packed numbers in the other order", MIDDLE, halves_reversed,
+          precisions=("w4a16", "w4a8")),
     of_fp8("fp8-scales-swapped", "scales of gate and up swapped", ASSEMBLY,
            swap(1, "block", "gate_proj.weight.scales", "up_proj.weight.scales")),
     of_fp8("fp8-scales-next-row", "each row has the scale of the one before", MIDDLE, scales_of_the_row_before),

@@ -1,8 +1,8 @@
-"""Planted faults: each goes through all gates of a backend.
+"""Planted faults: each goes through all gates of its backends.
 
 And through requests that users could send, which shows what the gates are worth.
 
-In: which faults, a backend. Out: for each fault and place how far it moves a logit, which gates refuse it and with
+In: which faults, backends. Out: for each fault and place how far it moves a logit, which gates refuse it and with
 which words; and the score: of the faults that move a logit by more than the target's tolerance, the share that some
 gate caught.
 """
@@ -12,39 +12,50 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import random
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from benchmarks.measure import surroundings
 
 from faults.case import GATES, Case, Setting, plant, prepare, try_all, try_engines
-from faults.fault import ASSEMBLY, RUNTIME, Fault
-from faults.models import make, start
+from faults.fault import ALL, ASSEMBLY, HOST, RUNTIME, Fault
+from faults.models import CHECKPOINT, make, start
 from faults.table import FAULTS
 from lockstep import CheckError, InputError
 from lockstep.backends.cpu import THREADS_VARIABLE, thread_count
-from lockstep.config.backends import backends
-from lockstep.targets import is_quantized
+from lockstep.config.backends import backends as known_backends
+from lockstep.provenance.code_identity import part_digest
 from lockstep.tolerances import NOISE, Tolerances
 
-PRECISIONS = ("fp32", "fp16", "bf16", "w8a16", "w4a16", "w8a8", "w4a8", "w8a8-fp8")
-LOCAL_BACKENDS = ("onnxruntime", "openvino")  # that run in this Python
 # The largest difference of a logit that is no harm: a number, for harm is judged without the gates.
 HARMLESS = {
     "fp32": 1e-3, "fp16": 5e-2, "bf16": 0.4, "w8a16": 2e-2, "w4a16": 2e-2, "w8a8": 2e-2, "w4a8": 2e-2, "w8a8-fp8": 2e-2,
 }  # fmt: skip
-_PACKAGES = ("onnx", "onnxruntime", "polygraphy", "torch", "transformers")
+_PACKAGES = ("onnx", "onnxruntime", "openvino", "torch", "transformers")
+_SHARE = 0.1  # of the demo's faults, that are planted in a trained checkpoint too
 Progress = Callable[[dict[str, Any]], None]
 
 
-def choose(backend: str, only: Sequence[str] = (), models: Sequence[str] = ()) -> list[Fault]:
-    """Return the faults of a backend: those named, in these models.
+class Planting(NamedTuple):
+    """A fault in one model, precision and backend."""
+
+    model: str
+    precision: str
+    backend: str
+    fault: str
+
+
+def choose(backends: Sequence[str], only: Sequence[str] = (), models: Sequence[str] = ()) -> list[Fault]:
+    """Return the faults of backends: those named, in these models.
 
     Raises InputError for a name that is none's, and where none is left.
     """
@@ -54,71 +65,116 @@ def choose(backend: str, only: Sequence[str] = (), models: Sequence[str] = ()) -
     chosen = [
         fault
         for fault in FAULTS.values()
-        if backend in fault.backends and (not only or fault.name in only) and (not models or fault.model in models)
+        if set(backends) & set(fault.backends)
+        and (not only or fault.name in only)
+        and (not models or fault.model in models)
     ]
     if not chosen:
-        raise InputError(
-            f"faults: expected at least one for the backend {backend}, found none: {', '.join((*only, *models))}"
-        )
+        places = ", ".join((*backends, *only, *models))
+        raise InputError(f"faults: expected at least one for the backends and models, found none: {places}")
     return chosen
+
+
+def benchmark(backends: Sequence[str]) -> str:
+    """Return the name of the record."""
+    return "faults" if set(backends) <= set(HOST) else f"faults-{backends[0]}"
+
+
+def plantings(
+    faults: Sequence[Fault], backends: Sequence[str], precisions: Sequence[str], draw: int, with_checkpoint: bool
+) -> list[Planting]:
+    """Return where faults are planted, sorted.
+
+    draw: in so many of the pairs of precision and backend that each has, drawn by its name, or by its model's where
+    that is not the demo; 0 for all. with_checkpoint: one of ten of the demo's also in the checkpoint that is given.
+    """
+    offered = [
+        (precision, backend)
+        for backend in backends
+        for precision in known_backends()[backend].precisions
+        if precision in precisions and not known_backends()[backend].lacks_here(precision)
+    ]
+    places = []
+    for fault in faults:
+        pairs = [pair for pair in offered if pair[0] in fault.precisions and pair[1] in fault.backends]
+        is_in_checkpoint = with_checkpoint and fault.model == "demo" and _lot(CHECKPOINT, fault.name) < _SHARE
+        for model in (fault.model, *([CHECKPOINT] if is_in_checkpoint else [])):
+            drawer = fault.name if model == "demo" else model
+            drawn = sorted(pairs, key=lambda pair: _lot(drawer, *pair))[: draw or None]
+            places += [Planting(model, *pair, fault.name) for pair in drawn]
+    return sorted(places)
+
+
+def _lot(*names: str) -> float:
+    """Return a number from 0 to 1 that names draw."""
+    return random.Random(" ".join(names)).random()
 
 
 def run(
     faults: Sequence[Fault],
-    backend: str = "onnxruntime",
-    precisions: Sequence[str] = PRECISIONS,
+    backends: Sequence[str] = HOST,
+    precisions: Sequence[str] = ALL,
+    draw: int = 0,
     jobs: int = 1,
     options: Mapping[str, Any] | None = None,
     work: Path | None = None,
     progress: Progress | None = None,
     loosen: float = 1.0,
     checkpoint: Path | None = None,
+    earlier: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Plant and try `faults`.
+    """Plant and try `faults` (`plantings`) on backends that run in this Python, or on another one alone.
 
-    `progress`, if given, is called with the whole record each time a fault has been tried.
+    `progress`, if given, is called with the whole record each time a fault has been tried. What stands in `earlier`, a
+    record of the same code, draw and packages, is not tried again.
 
     options: of the build. work: a scratch folder.
-    loosen: so many times the default tolerances for the gates. checkpoint: of Llama's kind, in place of the demo's.
+    loosen: so many times the default tolerances for the gates. checkpoint: of Llama's kind.
     """
-    precisions = [precision for precision in precisions if precision in backends()[backend].precisions]
-    judged = {precision: HARMLESS[precision] for precision in precisions}
-    given = {precision: asdict(Tolerances(precision, backend, loosen * NOISE)) for precision in precisions}
-    cases = [(fault.name, precision) for fault in faults for precision in precisions if precision in fault.precisions]
-    rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
-
-    def found() -> dict[str, Any]:
-        return _report(backend, judged, [row for case in cases for row in rows.get(case, ())], checkpoint is not None)
-
+    here = set(backends) <= set(HOST)
+    if not here and len(backends) > 1:
+        raise InputError(f"faults: expected {', '.join(HOST)}, or another backend alone, found {', '.join(backends)}")
+    places = plantings(faults, backends, precisions, draw, checkpoint is not None)
+    report = partial(_report, backends=backends, precisions={place.precision for place in places}, draw=draw)
+    rows = _rows_of(earlier, report({}))
+    waiting = [place for place in places if place not in rows]
     with tempfile.TemporaryDirectory(dir=work) as scratch:
-        setting = Setting(scratch, backend, dict(options or {}), given, judged)
-        here = backend in LOCAL_BACKENDS
+        settings = {
+            backend: Setting(
+                scratch,
+                backend,
+                dict(options or {}),
+                {name: asdict(Tolerances(name, backend, loosen * NOISE)) for name in precisions},
+                HARMLESS,
+            )
+            for backend in backends
+        }
+        validated: dict[Planting, str | None] = {}
         with _workers(jobs) as each:
-            models = sorted({(FAULTS[fault].model, precision) for fault, precision in cases})
-            for _ in each(start, [(name, Path(scratch), checkpoint) for name in sorted({name for name, _ in models})]):
+            for _ in each(start, [(name, Path(scratch), checkpoint) for name in sorted({it.model for it in waiting})]):
                 pass
-            for _ in each(_make, [(setting, *model, here) for model in models]):
-                pass
-            for (fault, precision), tried in each(
-                _try, [(setting, *case, here, checkpoint is not None) for case in cases]
-            ):
-                rows[fault, precision] = tried
-                if here and progress is not None:
-                    progress(found())
+            for (name, precision), group in groupby(waiting, key=lambda place: place[:2]):
+                planted = list(group)
+                make(name, precision, Path(scratch))
+                users = sorted({place.backend for place in planted})
+                for _ in each(_prepare, [(settings[backend], name, precision, here) for backend in users]):
+                    pass
+                for place, tried in each(_try, [(settings[place.backend], place, here) for place in planted]):
+                    if not here:
+                        validated[place] = tried[0]["validate"]
+                        continue
+                    rows[place] = tried
+                    if progress is not None:
+                        progress(report(rows))
         if not here:
-            validated = rows
-            rows = {}
             try:
-                _elsewhere(setting, models, list(validated))
+                _elsewhere(settings[backends[0]], list(validated))
             finally:  # what it came to, even where it is ended
-                for (fault, precision), records in _read(setting):
-                    rows[fault, precision] = [
-                        _row(FAULTS[fault], precision, record, validated[fault, precision][0]["validate"])
-                        for record in records
-                    ]
+                for place, records in _read(settings[backends[0]]):
+                    rows[place] = [_row(place, record, validated[place]) for record in records]
                 if progress is not None:
-                    progress(found())
-    return found()
+                    progress(report(rows))
+    return report(rows)
 
 
 def check(record: Mapping[str, Any]) -> None:
@@ -130,22 +186,21 @@ def check(record: Mapping[str, Any]) -> None:
             f"planted faults: expected some gate to catch all {record['harmful']} harmful ones, "
             f"found {len(missed)} that passed all: {_several(missed)}"
         )
-    if late := sorted(f"{_place(row)} by {must}" for row in harmful if (must := missed_by(record, row))):
+    if late := sorted(f"{_place(row)} by {must}" for row in harmful if (must := missed_by(row))):
         raise CheckError(f"planted faults: expected each to be caught by its gate, found {_several(late)} not to be")
 
 
-def missed_by(record: Mapping[str, Any], row: Mapping[str, Any]) -> str | None:
+def missed_by(row: Mapping[str, Any]) -> str | None:
     """Return the gate that the table says must catch a harmful fault, where it did not; None where it did.
 
     Of graphs, assemblies and the runtime, in this Python's backends.
     """
     must = FAULTS[row["fault"]].caught_by
-    looked = record["backend"] in LOCAL_BACKENDS and row["where"] != "engine"
-    return must if looked and must not in row["caught_by"] else None
+    return must if row["backend"] in HOST and row["where"] != "engine" and must not in row["caught_by"] else None
 
 
 def _place(row: Mapping[str, Any]) -> str:
-    return f"{row['fault']} ({row['where']}, {row['precision']})"
+    return f"{row['fault']} ({row['where']}, {row['precision']} on {row['backend']})"
 
 
 def _several(names: Sequence[str]) -> str:
@@ -183,9 +238,8 @@ def _share(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-def _make(setting: Setting, name: str, precision: str, here: bool) -> None:
-    """Make a model without faults. Raises CheckError where a gate refuses it."""
-    make(name, precision, Path(setting.work))
+def _prepare(setting: Setting, name: str, precision: str, here: bool) -> None:
+    """Hold a model without faults to the gates. Raises CheckError where one refuses it."""
     case = Case(setting, name, precision)
     with case.cleared():
         message = case.validate()
@@ -195,27 +249,24 @@ def _make(setting: Setting, name: str, precision: str, here: bool) -> None:
         prepare(case)
 
 
-def _try(
-    setting: Setting, fault: str, precision: str, here: bool, may_lack: bool
-) -> tuple[tuple[str, str], list[dict[str, Any]]]:
-    """Plant a fault and send it through the gates.
+def _try(setting: Setting, place: Planting, here: bool) -> tuple[Planting, list[dict[str, Any]]]:
+    """Plant a fault and send it through the gates: validate alone where engines are built and run elsewhere.
 
-    All of them, or validate alone where engines are built and run elsewhere. may_lack: no row for a fault of what the
-    model has not, such as a head of its own.
+    No row for a fault of what a checkpoint has not, such as a head of its own.
     """
-    case = Case(setting, FAULTS[fault].model, precision, fault)
-    if here:
-        with case.cleared():
-            try:
-                plant(case)
-            except ValueError:
-                if may_lack:
-                    return (fault, precision), []
-                raise
-            message = _validated(case)
-            return (fault, precision), [_row(case.fault, precision, record, message) for record in try_engines(case)]
-    plant(case)
-    return (fault, precision), [{"validate": _validated(case)}]
+    case = Case(setting, place.model, place.precision, place.fault)
+    if not here:
+        plant(case)
+        return place, [{"validate": _validated(case)}]
+    with case.cleared():
+        try:
+            plant(case)
+        except ValueError:
+            if place.model == CHECKPOINT:
+                return place, []
+            raise
+        message = _validated(case)
+        return place, [_row(place, record, message) for record in try_engines(case)]
 
 
 def _validated(case: Case) -> str | None:
@@ -223,51 +274,61 @@ def _validated(case: Case) -> str | None:
     return case.validate() if case.fault.place != RUNTIME else None
 
 
-def _elsewhere(setting: Setting, models: Sequence[tuple[str, str]], cases: Sequence[tuple[str, str]]) -> None:
-    """Engines of all cases, in this process, since a GPU's backend starts once."""
-    try_all(asdict(setting), models, cases, str(_lines(setting)))
+def _elsewhere(setting: Setting, places: Sequence[Planting]) -> None:
+    """Engines of all plantings, in this process, since a GPU's backend starts once."""
+    models = sorted({(place.model, place.precision) for place in places})
+    try_all(asdict(setting), models, [(place.fault, place.precision) for place in places], str(_lines(setting)))
 
 
-def _read(setting: Setting) -> Iterator[tuple[tuple[str, str], list[dict[str, Any]]]]:
-    """Read what `_elsewhere` wrote: of each (fault, precision) the records."""
+def _read(setting: Setting) -> Iterator[tuple[Planting, list[dict[str, Any]]]]:
+    """Read what `_elsewhere` wrote: of each planting the records."""
     for line in _lines(setting).read_text().splitlines() if _lines(setting).exists() else ():
         fault, precision, records = json.loads(line)
-        yield (fault, precision), records
+        yield Planting(FAULTS[fault].model, precision, setting.backend, fault), records
 
 
 def _lines(setting: Setting) -> Path:
     return Path(setting.work) / "records.jsonl"
 
 
-def _row(fault: Fault, precision: str, record: Mapping[str, Any], validated: str | None) -> dict[str, Any]:
+def _row(place: Planting, record: Mapping[str, Any], validated: str | None) -> dict[str, Any]:
     """Return a row of the table. validate sees graphs and assemblies, not engines and the runtime."""
-    said = dict(record["gates"])
+    messages = dict(record["gates"])
     if record["where"] in ("graph", ASSEMBLY):
-        said["validate"] = validated
-    caught_by = [gate for gate in GATES if said.get(gate) is not None]
+        messages["validate"] = validated
+    caught_by = [gate for gate in GATES if messages.get(gate) is not None]
     largest = record["largest_logit_difference"]
     return {
-        "fault": fault.name, "about": fault.about, "model": fault.model, "where": record["where"],
-        "precision": precision, "largest_logit_difference": largest if largest is None else float(f"{largest:.3g}"),
+        **place._asdict(), "about": FAULTS[place.fault].about, "where": record["where"],
+        "largest_logit_difference": largest if largest is None else float(f"{largest:.3g}"),
         "scenario": record["scenario"], "refused": record["refused"], "harmful": record["harmful"],
-        "caught_by": caught_by, "message": said[caught_by[0]] if caught_by else None,
+        "caught_by": caught_by, "message": messages[caught_by[0]] if caught_by else None,
     }  # fmt: skip
 
 
+def _rows_of(earlier: Mapping[str, Any] | None, record: Mapping[str, Any]) -> dict[Planting, list[dict[str, Any]]]:
+    """Return the rows of each planting in an earlier record; none of one of other code, terms or packages."""
+    if earlier is None or any(earlier.get(key) != record[key] for key in ("code", "tolerance", "versions")):
+        return {}
+    rows: dict[Planting, list[dict[str, Any]]] = {Planting(*place): [] for place in earlier["without_effect"]}
+    for row in earlier["faults"]:
+        rows.setdefault(Planting(*(row[name] for name in Planting._fields)), []).append(row)
+    return rows
+
+
 def _report(
-    backend: str, judged: Mapping[str, float], rows: Sequence[dict[str, Any]], of_checkpoint: bool
+    by_place: Mapping[Planting, list[dict[str, Any]]], backends: Sequence[str], precisions: Collection[str], draw: int
 ) -> dict[str, Any]:
+    order = list(FAULTS)
+    by_place = dict(sorted(by_place.items(), key=lambda item: (order.index(item[0].fault), item[0])))
+    rows = [row for tried in by_place.values() for row in tried]
     harmful = [row for row in rows if row["harmful"]]
     caught = sum(bool(row["caught_by"]) for row in harmful)
-    names = ["faults", *([backend] if backend != "onnxruntime" else [])]
-    if all(map(is_quantized, judged)):  # a record of its own, beside that of the others
-        names.append("quantized")
-    names += [model for model in ("ranks", "experts") if rows and all(row["model"] == model for row in rows)]
-    if of_checkpoint:
-        names.append("checkpoint")
     return {
-        "benchmark": "-".join(names), "backend": backend, "tolerance": dict(judged),
+        "benchmark": benchmark(backends), "code": part_digest("."),
+        "drawn": draw, "tolerance": {name: bound for name, bound in HARMLESS.items() if name in precisions},
         "distinct": len({row["fault"] for row in rows}), "planted": len(rows), "harmful": len(harmful),
-        "harmful_caught": caught, "score": round(caught / len(harmful), 4) if harmful else 1.0, "faults": list(rows),
+        "harmful_caught": caught, "score": round(caught / len(harmful), 4) if harmful else 1.0, "faults": rows,
+        "without_effect": [list(place) for place, tried in by_place.items() if not tried],
         **surroundings(*_PACKAGES),
     }  # fmt: skip

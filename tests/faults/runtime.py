@@ -15,7 +15,7 @@ from unittest import mock
 
 import numpy as np
 
-from faults.fault import RUNTIME, Fault
+from faults.fault import HOST, RUNTIME, Fault
 from faults.harm import Requests
 from lockstep import Engine, Request, Sampling
 from lockstep.runtime.drafts import Speculation
@@ -331,7 +331,7 @@ def sums(made: Callable[[list[np.ndarray]], np.ndarray]) -> Change:
     return instead(ranks, "_adding", lambda right: adding)
 
 
-on_host, on_gpu = (functools.partial(Fault, where=RUNTIME, backends=(name,)) for name in ("onnxruntime", "tensorrt"))
+on_host, on_gpu = (functools.partial(Fault, where=RUNTIME, backends=names) for names in (HOST, ("tensorrt",)))
 # fmt: off
 FAULTS = (
     on_host("cache-late", "a prompt's keys and values one row too far", change=instead(KVCache, "write", late)),
