@@ -20,6 +20,7 @@ from lockstep.onnx_tools.rounded import exact_and_rounded
 from lockstep.onnx_tools.sessions import compute
 from lockstep.targets import Limits, Results, Target
 from lockstep.tolerances import Tolerances
+from lockstep.verify.compare.noisy_run import is_clear
 from lockstep.verify.golden.check import check_engines
 from lockstep.verify.golden.reference import make_reference
 from lockstep.verify.golden.terms import GoldenTerms
@@ -154,6 +155,13 @@ def test_scores_that_are_nearer_than_rounding_may_change_places_and_others_not()
     assert chosen(two, [0.3, 0.3, 0.3, 0.1], 0.02) == [[0, 1], [1, 2], [0, 2]]
     assert chosen(Choice("above a limit", 0, 3), [0.5, -0.01, -0.5], 0.02) == [[0], [0, 1]]
     assert chosen(Choice("the smallest", 1, 3, largest=False), [0.1, 0.2, 0.3], 0.02) == [[0]]
+
+
+def test_rows_whose_choice_is_by_less_than_the_bound_are_told():
+    scores = np.array([[0.5, 0.25, 0.2], [0.5, 0.25, 0.246], [0.3, 0.3, 0.3], [0.4, np.nan, 0.1]], np.float32)
+    assert is_clear(Choice("two", 2, 3), scores, np.full(4, 0.01)).tolist() == [True, False, False, True]
+    left = np.array([[0.5, -0.01, -0.5], [0.5, -0.002, 0.1], [-np.inf, 0.3, 0.001]], np.float32)
+    assert is_clear(Choice("above a limit", 0, 3), left, np.full(3, 0.01)).tolist() == [True, False, False]
 
 
 def test_a_choice_can_be_forced_and_its_values_stay_the_scores():

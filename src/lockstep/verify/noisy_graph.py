@@ -70,9 +70,12 @@ def beside_graph(tolerances: Tolerances, noise: Spread) -> Bound:
 def row_noise(exact: np.ndarray, rounded: np.ndarray) -> Spread:
     """Return the noise of each row: its own, or what others have where that is larger, to 3 times the usual row.
 
-    A row that one draw of roundings left alone another may throw off.
+    A row that one draw of roundings left alone another may throw off. Numbers that are not finite, as scores that are
+    masked, have none.
     """
-    relative = np.nan_to_num(relative_errors(exact, rounded), nan=0.0, posinf=0.0) / UNITS
+    finite = np.isfinite(exact) & np.isfinite(rounded)
+    exact, rounded = (np.where(finite, array, 0) for array in (exact, rounded))
+    relative = relative_errors(exact, rounded) / UNITS
     if not relative.size:
         return Spread(np.zeros(len(exact)), np.zeros(len(exact)))
     own = relative.max(1), np.sqrt(np.mean(relative * relative, axis=1))

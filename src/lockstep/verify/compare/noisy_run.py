@@ -15,8 +15,8 @@ from lockstep.onnx_tools.judge import Bound, Spread
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.onnx_tools.widened import widened
 from lockstep.tolerances import Tolerances
-from lockstep.verify.compare.choices import with_scores
 from lockstep.verify.noisy_graph import NoisyGraph, beside_graph
+from lockstep.verify.routing.choices import Choice, with_choices
 
 _NOISE = "noise of "
 Arrays = Mapping[str, np.ndarray]
@@ -25,15 +25,17 @@ Arrays = Mapping[str, np.ndarray]
 class NoisyRun:
     """Called with inputs, it gives outputs and `noise of <output>` [rows, (largest, rms)] in units of fp16.
 
-    A graph of bf16 is computed in float32, on inputs and weights of bf16.
+    A graph of bf16 is computed in float32, on inputs and weights of bf16. Where a graph makes choices, as a mixture of
+    its experts, their scores are outputs too.
     """
 
     def __init__(self, model: onnx.ModelProto, weights: Arrays, threads: int | None):
         computed = widened(model)
         self._is_bf16 = computed is not model
         self._weights = {name: self._computed(array) for name, array in weights.items()}
-        self._session = open_session(with_scores(computed).SerializeToString(), threads)
-        self._noisy = NoisyGraph(model, weights.keys(), threads, with_scores)
+        exposed, self._choices = with_choices(computed)
+        self._session = open_session(exposed.SerializeToString(), threads)
+        self._noisy = NoisyGraph(model, weights.keys(), threads, lambda graph: with_choices(graph)[0])
 
     def __call__(self, feed: Arrays) -> dict[str, np.ndarray]:
         feeds = {**{name: self._on_grid(array) for name, array in feed.items()}, **self._weights}
@@ -41,6 +43,17 @@ class NoisyRun:
         outputs = dict(zip(names, self._session.run(names, feeds)))
         noise = self._noisy.noise(feeds, outputs)
         return outputs | {f"{_NOISE}{name}": np.stack([rows.largest, rows.rms], axis=1) for name, rows in noise.items()}
+
+    def clear_rows(self, outputs: Arrays, tolerances: Tolerances) -> np.ndarray | None:
+        """Return the rows for which an engine within its bounds makes the same choices; None where a graph makes none.
+
+        outputs: of a call. An engine that rounds elsewhere may choose otherwise in the others, and is right.
+        """
+        rows = [
+            is_clear(choice, outputs[choice.scores], bound_of(outputs, choice.scores, tolerances).largest)
+            for choice in self._choices
+        ]
+        return np.all(rows, axis=0) if rows else None
 
     def _computed(self, array: np.ndarray) -> np.ndarray:
         return array.astype(np.float32) if array.dtype == ml_dtypes.bfloat16 else array
@@ -54,3 +67,13 @@ def bound_of(outputs: Arrays, name: str, tolerances: Tolerances, rows: np.ndarra
     """Return what may be off of an output, or of some of its rows."""
     largest, rms = outputs[f"{_NOISE}{name}"][rows].T
     return beside_graph(tolerances, Spread(largest, rms))
+
+
+def is_clear(choice: Choice, scores: np.ndarray, bound: np.ndarray) -> np.ndarray:
+    """Return for which rows a choice is by more than a bound, [rows].
+
+    bound: [rows], relative to the largest score that is chosen, or that is compared with a limit.
+    """
+    counted = choice.chosen(scores) if choice.count else np.isfinite(scores)
+    size = np.abs(np.where(counted, scores, 0)).max(axis=1)
+    return ~(choice.margins(scores) <= bound * size)

@@ -37,7 +37,6 @@ from lockstep.step.executable import Executable, run_once
 from lockstep.targets import Limits
 from lockstep.tolerances import Tolerances
 from lockstep.verify.compare import inputs
-from lockstep.verify.compare.choices import are_clear
 from lockstep.verify.compare.noisy_run import NoisyRun, bound_of
 from lockstep.verify.compare.sweep import sweep_of
 from lockstep.verify.compare.trial import Arrays, Sweep, Trial
@@ -186,9 +185,9 @@ class Pair:
     ) -> ComparedRun:
         """Judge what an engine made of `feed`; what is wrong is added to `failures`.
 
-        Rows of a mixture whose experts are chosen by less than the tolerance say nothing.
+        Rows with a choice by less than the tolerance, as of a mixture's experts, say nothing.
         """
-        clear = are_clear(expected, lambda name: np.asarray(bound_of(expected, name, tolerance).largest))
+        clear = self._run_graph.clear_rows(expected, tolerance)
         if clear is not None:
             expected = {name: array[clear] for name, array in expected.items()}
             found = {name: array[clear] for name, array in found.items()}
