@@ -18,6 +18,8 @@ from lockstep.step.host import HostExecutor
 from lockstep.targets import Target
 from lockstep.tolerances import Tolerances
 from lockstep.verify.golden.check import check_engines
+from lockstep.verify.golden.decoding import DecodingCheck
+from lockstep.verify.golden.prompts import Decoded
 from lockstep.verify.metrics import failed_path
 
 
@@ -205,7 +207,10 @@ def step_logits(results, step):
 def prefer_the_second(manifest, logits):
     """Let the reference of the first prompt take the second likeliest token at step 2, and end there."""
     prompt = manifest["prompts"][0]
-    prompt["tokens"] = [*prompt["tokens"][:2], int(np.argsort(logits["logits.0"][2])[-2])]
+    row = logits["logits.0"][2]
+    second, first = np.argsort(row)[-2:]
+    row[[second, first]] = row[[first, second]]
+    prompt["tokens"] = [*prompt["tokens"][:2], int(second)]
     for name in ("logits.0", "noise.0"):
         logits[name] = logits[name][:3].copy()
 
@@ -213,11 +218,11 @@ def prefer_the_second(manifest, logits):
 def test_a_token_nearly_as_likely_is_accepted_and_reported(copy, tmp_path):
     edit_reference(copy, prefer_the_second)
     logits = step_logits(copy, 2)
-    second, first = np.argsort(logits)[-2:].tolist()
-    gap = float(logits[first] - logits[second])
+    engines, references = np.argsort(logits)[-2:].tolist()
+    gap = float(logits[references] - logits[engines])
     wide = Tolerances("fp32", logits=gap * 1.01)
     report = read_json(check(copy, tmp_path, tolerance=wide, expected=[None] * 4))
-    difference = {"step": 2, "reference": second, "found": first, "gap": gap, "accepted": True}
+    difference = {"step": 2, "reference": references, "found": engines, "gap": gap, "accepted": True}
     (found,) = report["prompts"][0]["differences"]
     assert found.items() >= difference.items()
     assert report["prompts"][0]["text_out"].startswith(found["text_before"] + found["found_text"])
@@ -233,17 +238,37 @@ def test_a_token_nearly_as_likely_is_accepted_and_reported(copy, tmp_path):
 def test_an_unlikely_token_is_not_accepted_for_a_small_gap(copy, tmp_path):
     """A gap says that the two likeliest tokens may change places, not that any token will do."""
 
-    def prefer_the_last(manifest, logits):
+    def hold_it_for_unlikely(manifest, logits):
         prefer_the_second(manifest, logits)
         row = logits["logits.0"][2]
-        manifest["prompts"][0]["tokens"][2] = int(row.argmin())
+        row[np.argsort(row)[-2]] = row.min()
 
-    edit_reference(copy, prefer_the_last)
+    edit_reference(copy, hold_it_for_unlikely)
     second, largest = np.sort(step_logits(copy, 2))[-2:].tolist()
     gap = largest - second
     fails(
         copy, tmp_path, "step 2, decoding freely", tolerance=Tolerances("fp32", logits=gap * 1.01), expected=[None] * 4
     )
+
+
+def test_a_second_difference_is_judged_by_the_logits_of_the_batch(references):
+    """Where the batch took another token than the reference, the reference says nothing of the next one."""
+    decoding = DecodingCheck(
+        references.assembly("demo-llama", "fp32"), references.weights("demo-llama", "fp32"),
+        references.engines("demo-llama", "fp32", "onnxruntime"), references.reference("demo-llama", 2),
+        Target("demo-llama", "fp32", 2, "onnxruntime"), Tolerances("fp32", logits=0.01), LIMITS, [None] * 4, None,
+    )  # fmt: skip
+    prompt = decoding.prompts[0]
+    logits = np.zeros_like(prompt.logits)
+    logits[:, 7] = 1
+    logits[3, 8] = 1
+    batch = Decoded(list(logits), [7] * len(logits))
+    other = Decoded(list(logits), [7, 7, 7, 8, *batch.tokens[4:]])
+    (difference,) = decoding.first_difference(prompt, "alone", batch, other)
+    assert difference.accepted and difference.gap == 0 and not decoding.failures
+    logits[3, 8] = 0
+    (difference,) = decoding.first_difference(prompt, "alone", batch, other)
+    assert not difference.accepted
 
 
 def test_a_text_other_than_the_configs_fails_and_both_are_shown(references, tmp_path):

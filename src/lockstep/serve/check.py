@@ -299,7 +299,7 @@ class _Check:
     ) -> None:
         found.requests += 1
         decode = self.service.tokenizer.decode
-        difference, wrong = first_difference(prompt, expected, answer.token_ids, decode)
+        difference, wrong = first_difference(prompt, expected, answer.token_ids, prompt.logits, decode)
         if difference is not None:
             found.differences.append(difference)
             if exact and wrong is None:

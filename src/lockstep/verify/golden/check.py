@@ -103,10 +103,9 @@ class GoldenCheck(DecodingCheck):
             lone, speed = self.decode([self.freely(prompt)])
             alone.append(speed)
             judged.append(self._judge(prompt, free[i], forced[i], lone[0]))
-        tokens = [entry.tokens for entry in judged]
         entries = [
             replace(entry, generate_equal=not differences, generate_differences=differences)
-            for entry, differences in zip(judged, self.generate(self.prompts, tokens, self.stop_ids))
+            for entry, differences in zip(judged, self.generate(self.prompts, free, self.stop_ids))
         ]
         for prompt in self.prompts:
             if what := drafted.difference(self.model, self.freely(prompt), self.max_num_tokens):
@@ -175,7 +174,7 @@ class GoldenCheck(DecodingCheck):
             single.append(prompt.forced(ends, {**cut.kept, **logits}))
             decoded |= single[-1].decoded()
         worst.append(self._forced(prompt, "token by token", single))
-        (differences,) = self.generate([prompt], [prompt.tokens], frozenset())
+        (differences,) = self.generate([prompt], [prompt], frozenset())
         return GoldenLongPrompt(
             num_tokens=count,
             tokens=tuple(prompt.tokens),
@@ -231,7 +230,7 @@ class GoldenCheck(DecodingCheck):
         prompt_ids = self.tokenizer.encode(prompt.text).tolist()
         if prompt_ids != list(prompt.prompt_ids):
             self.fail(prompt, f"prompt ids: expected {list(prompt.prompt_ids)} as in transformers, found {prompt_ids}")
-        differences = self.first_difference(prompt, "decoding freely", prompt.tokens, tokens, free.expected)
+        differences = self.first_difference(prompt, "decoding freely", prompt, free)
         worst = self.logit_error(prompt, "along the reference's tokens", forced)
         lone, drift = self.beside(prompt, "alone", free, alone)
         return GoldenPrompt(

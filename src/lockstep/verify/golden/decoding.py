@@ -147,25 +147,26 @@ class DecodingCheck:
             return force(self.model, requests, self.max_num_tokens, pauses, follow)
 
     def generate(
-        self, prompts: Sequence[Prompt], tokens: Sequence[Sequence[int]], stop_ids: frozenset[int]
+        self, prompts: Sequence[Prompt], expected: Sequence[Prompt | Decoded], stop_ids: frozenset[int]
     ) -> list[tuple[TokenDifference, ...]]:
         """Decode with tokens chosen by the model; return for each prompt the first that differs."""
         requests = [
             Request(prompt.prompt_ids, self.max_new_tokens, stop_ids=stop_ids, adapter=prompt.adapter or None)
             for prompt in prompts
         ]
-        generated: list[list[int]] = [[] for _ in prompts]
+        generated = [Decoded() for _ in prompts]
         try:
             with self._observed():
                 for step in Decoding(self.model, requests, max_num_tokens=self.max_num_tokens):
-                    generated[step.request].append(step.token)
+                    generated[step.request].tokens.append(step.token)
         except CheckError as error:
             self.failures.append(f"generating: {error}")
+        for request, answer in zip(requests, generated):
+            answer.expected = self._followed(request, answer.tokens)
+        how = "as lockstep generate decodes"
         return [
-            self.first_difference(
-                prompt, "as lockstep generate decodes", expected, found, self._followed(request, found)
-            )
-            for prompt, request, expected, found in zip(prompts, requests, tokens, generated)
+            self.first_difference(prompt, how, right, answer)
+            for prompt, right, answer in zip(prompts, expected, generated)
         ]
 
     def logit_error(
@@ -195,15 +196,11 @@ class DecodingCheck:
         return not differing
 
     def first_difference(
-        self,
-        prompt: Prompt,
-        how: str,
-        expected: Sequence[int],
-        found: Sequence[int],
-        logits: Sequence[np.ndarray] | None = None,
+        self, prompt: Prompt, how: str, expected: Prompt | Decoded, found: Decoded
     ) -> tuple[TokenDifference, ...]:
-        """Return the first differing token, one or none. logits: as of `Decoded.expected`."""
-        difference, wrong = first_difference(prompt, expected, found, self.tokenizer.decode, logits)
+        """Return the first differing token, one or none. expected: the reference, or another run."""
+        logits = expected.logits if found.expected is None else found.expected
+        difference, wrong = first_difference(prompt, expected.tokens, found.tokens, logits, self.tokenizer.decode)
         if wrong is not None:
             step, what = wrong
             self.fail(prompt, f"step {step}, {how}: {what}")
@@ -214,7 +211,7 @@ class DecodingCheck:
     ) -> tuple[tuple[TokenDifference, ...], float | None]:
         """Return the first differing token of another way of running, and the largest error of logits up to there."""
         how = f"{how} instead of in the batch"
-        differences = self.first_difference(prompt, how, batch.tokens, other.tokens, other.expected)
+        differences = self.first_difference(prompt, how, batch, other)
         same = differences[0].step + 1 if differences else len(batch.tokens)  # logits of equal histories
         error = self.logit_error(prompt, how, other, batch.logits[:same])
         self.same_bits(prompt, how, batch.logits, other.logits)

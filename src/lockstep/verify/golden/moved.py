@@ -155,7 +155,7 @@ class MovedCheck:
             answer = decoded.get((number, 0), Decoded())
             if check.routes is None:
                 how = "in the slot of a cancelled request"
-                check.first_difference(prompt, how, prompt.tokens[:new], answer.tokens)
+                check.first_difference(prompt, how, replace(prompt, tokens=prompt.tokens[:new]), answer)
         judged = {count: follows, **dict(enumerate(stays))}
         return [
             self._judge(along, "beside cancelled requests", decoded.get((number, 0)))

@@ -144,17 +144,16 @@ def first_difference(
     prompt: Prompt,
     expected: Sequence[int],
     found: Sequence[int],
+    logits: Sequence[np.ndarray] | np.ndarray,
     decode: Callable[[Sequence[int]], str],
-    logits: Sequence[np.ndarray] | None = None,
 ) -> tuple[TokenDifference | None, tuple[int, str] | None]:
-    """Return the first differing token, and what is wrong with it. logits: of each step, the reference's by default.
+    """Return the first differing token, and what is wrong with it. logits: of each step, which chose `expected`.
 
     Both may be None; behind it the histories differ, and nothing can be compared. What is wrong is (step, text), where
     the token is not accepted.
 
-    It is accepted where the reference holds both tokens for equally likely: their logits, and so the two largest, are
-    nearer to each other than the error of a logit that passes there. Where other logits are given, it is their largest
-    that counts.
+    It is accepted where both tokens are equally likely: its logit is nearer to the largest than the error of a logit
+    that passes there.
     """
     step = next((i for i, (a, b) in enumerate(zip(expected, found)) if a != b), None)
     if step is None and len(expected) != len(found):
@@ -163,19 +162,15 @@ def first_difference(
         return TokenDifference(step, None, None, None, False), (step, wrong)
     if step is None:
         return None, None
-    row = (prompt.logits if logits is None else logits)[step]
+    row = logits[step]
     tolerance = prompt.bounds.at(prompt.count(step))
     two = np.sort(row)[-2:]
-    gap = float(two[1] - two[0]) if len(two) > 1 else None
-    likeliest = expected[step] if logits is None else int(row.argmax())
-    apart = abs(float(row[likeliest]) - float(row[found[step]]))
-    accepted = gap is not None and apart < tolerance and (gap < tolerance or logits is not None)
-    why = (
-        f"another one is accepted where the gap is below {tolerance:.3g}, here it is {gap:.3g}"
-        if gap is not None
-        else "there is no gap"
+    gap = float(two[1] - two[0])
+    accepted = float(two[1] - row[found[step]]) < tolerance
+    wrong = (
+        f"expected token {expected[step]}, found {found[step]}; another one is accepted where the gap is below "
+        f"{tolerance:.3g}, here it is {gap:.3g}"
     )
-    wrong = f"expected token {expected[step]}, found {found[step]}; {why}"
     texts = _token_texts(prompt, expected, found, step, decode)
     difference = TokenDifference(step, expected[step], found[step], gap, accepted, *texts)
     return difference, None if accepted else (step, wrong)
