@@ -16,7 +16,8 @@
 #   make oldest-test              plans and runs with the oldest Snakemake that is claimed (envs/oldest.txt)
 #   make screenshots              takes pictures of the report and of the server's page as a phone and a desk show them, light and dark, with Chromium or Chrome,
 #                                 and checks that nothing stands out to the side (tests/screenshots); PICTURES names the folder that they go to
-#   make faults                   sends planted faults through all gates (tests/faults); ARGS="--help" has the choices
+#   make faults                   sends planted faults through all gates of both CPU backends (tests/faults), SmolLM2's too where `make real` left it;
+#                                 ARGS="--draw 1" plants each fault once, in a precision that its name draws; ARGS="--help" has the choices
 #   make docs                     builds the manual as a site, .site/html, and checks its links, and that its pages request nothing from elsewhere;
 #                                 DOCS_ENV names the folder that mkdocs is installed in
 #   make hashes                   after a change of a pin: writes the digests by which the pins of envs/ are installed; FILES="docs slurm" does these lists alone
@@ -113,7 +114,7 @@ screenshots: setup-test
 	LOCKSTEP_SCREENSHOTS="$(abspath $(PICTURES))" $(BIN)/python -m pytest -n 0 -q -rs tests/screenshots $(ARGS)
 
 faults: setup-test
-	PYTHONPATH=tests $(BIN)/python -m faults $(ARGS)
+	PYTHONPATH=tests $(BIN)/python -m faults $(addprefix --checkpoint ,$(wildcard $(REAL)/results/smollm2/checkpoint)) $(ARGS)
 
 lint: setup-test
 	$(BIN)/ruff check

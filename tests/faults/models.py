@@ -108,6 +108,11 @@ def _terms(model: FaultModel) -> lockstep.GoldenTerms:
     return lockstep.GoldenTerms(MAX_NEW_TOKENS, model.prompts, model.limits["max_seq_len"] - MAX_NEW_TOKENS)
 
 
+def _adapted_terms(model: FaultModel) -> lockstep.GoldenTerms:
+    """Return the terms of the reference with each adapter, and with none."""
+    return lockstep.GoldenTerms(MAX_NEW_TOKENS, adapted=dict.fromkeys(("", *model.adapters), model.prompts[:2]))
+
+
 def start(name: str, work: Path, checkpoint: Path | None = None) -> None:
     """Make a model's checkpoint, its manifest and its references, under `work`/right. checkpoint: the trained one."""
     results = right(work)
@@ -121,13 +126,13 @@ def start(name: str, work: Path, checkpoint: Path | None = None) -> None:
         sources = {name: str(folder) for name, folder in folders.items()}
         out = results.adapters(name)
         lockstep.resolve_adapters(sources, folders, results.checkpoint(name), MAX_LORA_RANK, None, out)
-        terms = lockstep.GoldenTerms(MAX_NEW_TOKENS, adapted=dict.fromkeys(("", *folders), model.prompts[:2]))
         reference = results.adapted_reference(name, model.layers)
+        terms = _adapted_terms(model)
         lockstep.make_reference(results.checkpoint(name), model.layers, terms, reference, adapters_json=out)
 
 
 def make(name: str, precision: str, work: Path) -> None:
-    """Graphs and weights of a model that was started, and the reference of a quantised one."""
+    """Make graphs and weights of a model that was started, and the references of a quantised one."""
     results = right(work)
     model = MODELS[name]
     quantized = is_quantized(precision)
@@ -144,6 +149,10 @@ def make(name: str, precision: str, work: Path) -> None:
     if quantized:
         reference = results.quantized_reference(name, precision, model.layers)
         lockstep.make_reference(checkpoint, model.layers, _terms(model), reference, weights)
+        if model.adapters:
+            reference = results.quantized_adapted_reference(name, precision, model.layers)
+            adapters = results.adapters(name)
+            lockstep.make_reference(checkpoint, model.layers, _adapted_terms(model), reference, weights, adapters)
 
 
 def right(work: Path) -> Results:

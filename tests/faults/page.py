@@ -86,6 +86,8 @@ def _score(backend: str, models: str, precision: str, rows: Sequence[Mapping[str
 
 
 def _drawn(record: Mapping[str, Any]) -> str:
+    if record["drawn"] is None:
+        return "Rows of several runs, each in a part of the precisions."
     if not record["drawn"]:
         return "Each fault is planted in all of these precisions where it makes sense."
     return (

@@ -31,9 +31,10 @@ from faults.fault import ALL, ASSEMBLY, HOST, RUNTIME, Fault
 from faults.models import CHECKPOINT, make, start
 from faults.table import FAULTS
 from lockstep import CheckError, InputError
+from lockstep.artifacts.files import sha256_json
 from lockstep.backends.cpu import THREADS_VARIABLE, thread_count
 from lockstep.config.backends import backends as known_backends
-from lockstep.provenance.code_identity import part_digest
+from lockstep.provenance.code_identity import code_digests
 from lockstep.tolerances import NOISE, Tolerances
 
 # The largest difference of a logit that is no harm: a number, for harm is judged without the gates.
@@ -325,7 +326,7 @@ def _report(
     harmful = [row for row in rows if row["harmful"]]
     caught = sum(bool(row["caught_by"]) for row in harmful)
     return {
-        "benchmark": benchmark(backends), "code": part_digest("."),
+        "benchmark": benchmark(backends), "code": sha256_json(code_digests("cli.main")),
         "drawn": draw, "tolerance": {name: bound for name, bound in HARMLESS.items() if name in precisions},
         "distinct": len({row["fault"] for row in rows}), "planted": len(rows), "harmful": len(harmful),
         "harmful_caught": caught, "score": round(caught / len(harmful), 4) if harmful else 1.0, "faults": rows,

@@ -22,14 +22,6 @@ from lockstep.artifacts.files import read_json
 from lockstep.errors import CheckError
 
 
-def chosen(*names):
-    return faults.choose("onnxruntime", names)
-
-
-def rows_of(record, name):
-    return {row["where"]: row for row in record["faults"] if row["fault"] == name}
-
-
 @pytest.fixture(scope="module")
 def graphs(demo):
     """Have the benchmark take the graphs of the demo that other tests share, which it would export."""
@@ -51,17 +43,18 @@ def graphs(demo):
 def test_a_harmful_fault_that_all_gates_let_through_ends_with_exit_code_1(graphs, tmp_path):
     docs = tmp_path / "docs"
     arguments = [
-        "--only", "scale-1.01", "--precision", "fp32", "--loosen", "1e9", "--work", str(tmp_path), "--write", str(docs),
+        "--only", "scale-1.01", "--precision", "fp32", "--backend", "onnxruntime", "--loosen", "1e9", "--work",
+        str(tmp_path), "--write", str(docs),
     ]  # fmt: skip
     ended = CliRunner().invoke(command, arguments)
     record = read_json(docs / "bench" / "faults.json")
     assert record["score"] == 0 and record["harmful"] == 2 and record["harmful_caught"] == 0
     assert ended.exit_code == 1
     assert ended.stderr.splitlines()[-1].endswith(
-        "found 2 that passed all: scale-1.01 (engine, fp32), scale-1.01 (graph, fp32)"
+        "found 2 that passed all: scale-1.01 (engine, fp32 on onnxruntime), scale-1.01 (graph, fp32 on onnxruntime)"
     )
     page = (docs / "faults.md").read_text()
-    assert "| onnxruntime | fp32 | 1 | 2 | 2 | 0 | 0.0 % |" in page
+    assert "| onnxruntime | others | fp32 | 1 | 2 | 2 | 0 | 0.0 % |" in page
     assert "| scale-1.01 | scores scaled by 1.01 | demo | graph, engine | 2 | 2 | 0.21 | none |" in page
     assert str(tmp_path) not in page
 
@@ -110,22 +103,22 @@ def test_each_fault_of_the_demo_changes_what_it_says_and_leaves_a_graph(planted,
 def test_the_gate_of_each_row_is_the_one_that_caught_it_in_the_records():
     """Of all plantings in records/, and each row of the table has some."""
     records = [read_json(ROOT / "records" / "bench" / name) for name in page.RECORDS]
-    rows = [(record, row) for record in records for row in record["faults"]]
+    rows = [row for record in records for row in record["faults"]]
     # Of fused attention on a GPU, in a model that was not tried there; and of drafts, which test_golden_check.py tries.
     never_recorded = {"spec-window", "draft-accepted", "draft-stale", "draft-noise"}
     # which are younger than the records
     never_recorded |= {name for name in FAULTS if name.startswith("fp8-")} | {fault.name for fault in moved.FAULTS}
     never_recorded.add("embedding-three")
-    assert {row["fault"] for _, row in rows} | never_recorded == set(FAULTS)
-    assert all(FAULTS[row["fault"]].about == row["about"] for _, row in rows)
-    assert {faults.missed_by(record, row) for record, row in rows if row["harmful"]} == {None}
+    assert {row["fault"] for row in rows} | never_recorded == set(FAULTS)
+    assert all(FAULTS[row["fault"]].about == row["about"] for row in rows)
+    assert {faults.missed_by(row) for row in rows if row["harmful"]} == {None}
 
 
 def test_a_harmful_fault_that_another_gate_caught_than_its_own_is_named():
     record = read_json(ROOT / "records" / "bench" / "faults.json")
     faults.check(record)
     record["faults"][0]["caught_by"] = ["golden"]
-    with pytest.raises(CheckError, match=r"found scale-0.99 \(graph, fp32\) by validate not to be"):
+    with pytest.raises(CheckError, match=r"found scale-0.99 \(graph, fp32 on onnxruntime\) by validate not to be"):
         faults.check(record)
 
 
