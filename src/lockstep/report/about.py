@@ -34,19 +34,23 @@ class About:
 
 
 def about(results: Results, models: Iterable[str]) -> About:
-    """Return what stands below the verdict. Backends and packages are those that the records of the models name."""
+    """Return this machine and the versions in the build records of the models."""
     backends: set[str] = set()
     packages: set[str] = set()
-    for path in (path for model in models for path in records(results.root / model)):
-        with contextlib.suppress(LockstepError, OSError, LookupError, TypeError):  # damaged: its target says so
-            record = read_json(path, formats.BUILD)
-            if backend := record.get("backend"):
-                backends.add(f"{backend['name']} {backend['version']}")
-            packages |= {f"{name} {version}" for name, version in record.get("environment", {}).items()}
-    cpuinfo = Path("/proc/cpuinfo")  # of Linux
-    cpu = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text() if cpuinfo.exists() else "", re.MULTILINE)
-    sizes = [f"{os.cpu_count()} CPUs", f"{total_bytes() / 1e9:.0f} GB"]
-    machine = [*([cpu[1]] if cpu else []), platform.machine(), *sizes, platform.system()]
+    for model in models:
+        for path in records(results.root / model):
+            # The target of a damaged record reports it.
+            with contextlib.suppress(LockstepError, OSError, LookupError, TypeError):
+                record = read_json(path, formats.BUILD)
+                if backend := record.get("backend"):
+                    backends.add(f"{backend['name']} {backend['version']}")
+                packages |= {f"{name} {version}" for name, version in record.get("environment", {}).items()}
+    machine = [platform.machine(), f"{os.cpu_count()} CPUs", f"{total_bytes() / 1e9:.0f} GB", platform.system()]
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        cpu = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
+        if cpu:
+            machine.insert(0, cpu[1])
     programs = [f"Lockstep {lockstep.__version__}", f"Python {platform.python_version()}", *sorted(backends)]
     written = now().replace("T", " ").replace("Z", " UTC")
     return About(written, ", ".join(machine), ", ".join(programs), sorted(packages))

@@ -1,8 +1,8 @@
-"""The checks: what the summary and the report's pages say of each, and how the results of one are read.
+"""The checks: how their results are read, and what the summary and the report show of each.
 
-A target's files in; what is known of each check out. A check has passed where its report is there, has its record, and
-is of what lies there now; it has failed where the report of a failure is there, which the next pass removes. Else it is
-"not run". A row of `CHECKS` is all that the report needs of a new one.
+A check has passed if its report exists with its build record, and the inputs in the record are those of now. It has
+failed if there is the report of a failure, which the next pass removes. Otherwise it is "not run". A new check needs a
+row of `CHECKS`, and nothing else in this package.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ AnyDocument = TypeVar("AnyDocument")
 class Column:
     """A column of the summary.
 
-    key: of a row. heading: in tables; "": in none, but in the CSV file. form: of a value, as `format` takes it. rank:
-    the terminal's table has the columns of the lowest ranks that fit; the report has all.
+    key: of a row. heading: in tables; "": in the CSV file only. form: of a value, as `format` takes it. rank: the
+    table on a terminal has the columns of the lowest ranks that fit; the report has all.
     """
 
     key: str
@@ -55,10 +55,7 @@ def number(value: object, form: str, absent: str = "-") -> str:
 
 @dataclass(frozen=True)
 class Checked(Generic[AnyReport]):
-    """What is known of a check.
-
-    PASS with its report, FAIL with the reason and its report where it left one, or NOT_RUN with the reason.
-    """
+    """The result of a check: PASS with its report, FAIL with a reason (and a report, if any), NOT_RUN with a reason."""
 
     result: str
     reason: str | None = None
@@ -69,10 +66,9 @@ class Checked(Generic[AnyReport]):
 class Check(Generic[AnyReport]):
     """A check.
 
-    name: of its stage. kind: of its report. expected: where a target whose check has not run is "not run" itself:
-    always; where it once ran, on what lies there now or on something older; never: a report of something older is left
-    out. compares: what with what, in words. title: of its report, in words. result: the column of its result. figures:
-    what else the summary has of its report, by column.
+    name: of its stage. kind: of its report. expected: when a target counts as "not run" because this check has not run:
+    always; once the check has run, on these files or older ones; or never. compares, title: in words. result: the
+    column of its result. figures: other columns of the summary, and how to compute them from the report.
     """
 
     name: str
@@ -93,10 +89,7 @@ class Check(Generic[AnyReport]):
     def read(
         self, results: Results, target: Target, cannot_run: str | None, content: Callable[[Path], str]
     ) -> Checked[AnyReport] | None:
-        """Return what is known of the check; None where the target does without it.
-
-        cannot_run, content: as of `details.details`.
-        """
+        """Return the result of the check; None if the target does not need it. Arguments: see `details.details`."""
         out = self.path(results, target)
         checked = self._checked(results, target, content)
         if checked.result != NOT_RUN:
@@ -112,36 +105,37 @@ class Check(Generic[AnyReport]):
         failed = failed_path(out)
         try:
             if failed.is_file():
-                said = read_json(failed).get("failure")
-                return Checked(FAIL, str(said or f"see {failed}"), loaded(self.kind.load, failed))
+                message = read_json(failed).get("failure")
+                return Checked(FAIL, str(message or f"see {failed}"), loaded(self.kind.load, failed))
             if not out.is_file():
                 return Checked(NOT_RUN, f"{out} is not there")
             if not record_path(out).is_file():
                 return Checked(NOT_RUN, f"no record says how {out} was made")
             report = self.kind.load(out)
-            of = read_json(record_path(out), formats.BUILD)["inputs"]
+            recorded_inputs = read_json(record_path(out), formats.BUILD)["inputs"]
             for name, pattern in self.stage.inputs(target.precision).items():
                 path = results.root / pattern.format(**vars(target))
-                if name in of and (not path.is_file() or content(path) != of[name]):
+                if name in recorded_inputs and (not path.is_file() or content(path) != recorded_inputs[name]):
                     return Checked(NOT_RUN, f"{path} is another since")
             return Checked(report.result, None, report)
         except InputError as error:
             return Checked(NOT_RUN, " ".join(str(error).split()))
-        except FileNotFoundError as error:  # a job beside this one is to make it again
+        except FileNotFoundError as error:
+            # Another job is just making it.
             return Checked(NOT_RUN, f"{error.filename} is not there")
         except (LookupError, TypeError, AttributeError):
             return Checked(NOT_RUN, f"{out}: expected a report with its record, found other entries")
 
 
 def loaded(load: Callable[[Path], AnyDocument], path: Path) -> AnyDocument | None:
-    """Return a document; None where there is none that can be read. The checks that read it say so."""
+    """Return a document, or None if it cannot be read, which the checks report."""
     try:
         return load(path)
     except InputError:
         return None
 
 
-# In the order in which their reasons stand.
+# In the order of their reasons.
 CHECKS: tuple[Check, ...] = (
     Check(
         "validate",
@@ -193,7 +187,7 @@ CHECKS: tuple[Check, ...] = (
 
 RESULTS = tuple(check.result for check in CHECKS if check.result)
 FIGURES = tuple(column for check in CHECKS for column in check.figures)
-# Of tables: in the terminal and in the report.
+# The columns of tables, on a terminal and in the report.
 COLUMNS = (
     Column("target", "target"),
     Column("verdict", "result"),

@@ -1,4 +1,4 @@
-"""All that is known of a target: its manifests in; the results of its checks, and what the report shows of it, out."""
+"""The details of a target: its manifests in; the results of its checks, and what its page shows, out."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from lockstep.targets import Results, Target
 
 @dataclass(frozen=True)
 class Details:
-    """All that is known of a target.
+    """The results of a target.
 
-    checks: those that ran or should have, by name. digest: of the engines that were checked, else of those that are
-    there. engines, speed, reproduction: None where they are not there or of other engines. drift: of quantised weights
-    and KV caches.
+    checks: those that ran or should have, by name. digest: of the engines that were checked, or else of those built.
+    engines, speed, reproduction: None if missing, or of other engines. drift: the quantization error.
     """
 
     checks: Mapping[str, Checked]
@@ -36,26 +35,31 @@ class Details:
 def details(
     results: Results, target: Target, cannot_run: str | None = None, content: Callable[[Path], str] = content
 ) -> Details:
-    """Return what lies there of a target now.
+    """Read the results of a target.
 
-    cannot_run: why its engines do not run here, where they do not. content: as `manifest_files.content`; one that
-    remembers spares many targets what they share.
+    cannot_run: why its engines do not run here, or None. content: `manifest_files.content`, or a cached one, as targets
+    share files.
     """
     names = (target.model, target.precision, target.layers, target.backend)
     model, precision, layers, backend = names
-    found = {check.name: check.read(results, target, cannot_run, content) for check in CHECKS}
-    checks = {name: checked for name, checked in found.items() if checked}
+    checks = {}
+    for check in CHECKS:
+        checked = check.read(results, target, cannot_run, content)
+        if checked:
+            checks[check.name] = checked
     golden = checks["golden"]
-    built = loaded(EngineSetManifest.load, results.engines(model, precision, backend))
-    digest = built.digest if built else None
+    engines = loaded(EngineSetManifest.load, results.engines(model, precision, backend))
+    digest = engines.digest if engines else None
     if isinstance(golden.report, GoldenReport):
         digest = golden.report.engine_digest
     reproduction = loaded(Reproduction.load, results.reproduction(*names))
+    if reproduction and reproduction.engine_digest != digest:
+        reproduction = None
     return Details(
         checks=checks,
         digest=digest,
-        engines=built,
+        engines=engines,
         speed=loaded(SpeedReport.load, results.speed(*names)) if golden.result == PASS else None,
-        reproduction=reproduction if reproduction and reproduction.engine_digest == digest else None,
+        reproduction=reproduction,
         drift=loaded(Drift.load, results.drift(model, precision, layers)),
     )

@@ -30,12 +30,12 @@ from lockstep.targets import Results, Target
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-# Control characters as their pictures: HTML has no such characters.
+# HTML has no control characters: show their pictures.
 _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {127: 0x2421}
 
 
 def index(results: Results, summary: Summary, changes: Mapping[str, Changes]) -> bytes:
-    """Return the first page. It has the verdict, all targets, and what changed since the locks."""
+    """Return the index page: the verdict, all targets, and what changed since the locks."""
     rows = summary.targets
     models = list(dict.fromkeys(row.model for row in rows))
     file_names = (results.summary(), results.summary().with_suffix(".csv"), results.config())
@@ -55,10 +55,11 @@ def index(results: Results, summary: Summary, changes: Mapping[str, Changes]) ->
 
 
 def target(results: Results, name: Target, row: SummaryRow, known: Details) -> bytes:
-    """Return the page of one target. row: its own of the summary."""
-    checks = sorted(CHECKS, key=lambda check: len(check.stage.wildcards))  # first what many targets share
+    """Return the page of one target. row: its row of the summary."""
+    # Checks that many targets share come first.
+    checks = sorted(CHECKS, key=lambda check: len(check.stage.wildcards))
     validation = known.checks["validate"].report
-    built = known.engines
+    engines = known.engines
     folder = results.engines(name.model, name.precision, name.backend).parent
 
     def size_of(engine: EngineFile) -> str:
@@ -75,8 +76,10 @@ def target(results: Results, name: Target, row: SummaryRow, known: Details) -> b
         checks=[(check, known.checks[check.name]) for check in checks if check.name in known.checks],
         worst=_worst(validation.blocks) if validation and validation.blocks else None,
         reproduced=_reproduced(known),
-        device=" ".join(_words(built.device)) if built else "",
-        options=", ".join(f"{key}: {_option(value)}" for key, value in sorted(built.options.items())) if built else "",
+        device=" ".join(_words(engines.device)) if engines else "",
+        options=", ".join(f"{key}: {_option(value)}" for key, value in sorted(engines.options.items()))
+        if engines
+        else "",
         size_of=size_of,
         files=[(title, path) for title, path in _files(results, name) if path.is_file()],
     )
@@ -115,15 +118,15 @@ def _environment() -> Environment:
 
 
 def _groups(rows: Sequence[SummaryRow]) -> tuple[list[tuple[str, list[SummaryRow]]], list[Any]]:
-    """Return rows by precision and backend, the deepest model first, and the columns that one of these has."""
+    """Return the rows of each precision and backend, the deepest model first, and the columns that have values."""
     groups: dict[str, list[SummaryRow]] = {}
     for row in rows:
         groups.setdefault(f"{row.precision} on {row.backend}", []).append(row)
     for group in groups.values():
         group.sort(key=lambda row: -math.inf if row.layers == "all" else -int(row.layers))
     ordered = sorted(groups.items(), key=lambda item: item[1][0].verdict == NOT_RUN)
-    whole = [group[0] for group in groups.values()]
-    columns = [column for column in COLUMNS[2:] if any(getattr(row, column.key) is not None for row in whole)]
+    deepest = [group[0] for group in groups.values()]
+    columns = [column for column in COLUMNS[2:] if any(getattr(row, column.key) is not None for row in deepest)]
     return ordered, columns
 
 
@@ -132,21 +135,21 @@ def _layers(row: SummaryRow) -> str:
 
 
 def _worst(blocks: Sequence[BlockErrors]) -> list[tuple[int | None, str, TensorError]]:
-    """Return of each layer the tensor that is worst beside what passes: layer, tensor and its errors."""
+    """Return (layer, tensor name, errors) of the tensor of each layer whose error is largest beside its tolerance."""
 
-    def of_tolerance(named: tuple[int | None, str, TensorError]) -> float:
-        error = named[2].relative_error
-        return math.inf if error is None else error / max(named[2].tolerance, 1e-30)
+    def error_per_tolerance(entry: tuple[int | None, str, TensorError]) -> float:
+        tensor = entry[2]
+        return math.inf if tensor.relative_error is None else tensor.relative_error / max(tensor.tolerance, 1e-30)
 
     layers: dict[int | None, list[tuple[int | None, str, TensorError]]] = {}
     for block in blocks:
-        named = [(block.layer, name, tensor) for name, tensor in block.tensors.items()]
-        layers.setdefault(block.layer, []).extend(named)
-    return [max(named, key=of_tolerance) for named in layers.values()]
+        entries = [(block.layer, name, tensor) for name, tensor in block.tensors.items()]
+        layers.setdefault(block.layer, []).extend(entries)
+    return [max(entries, key=error_per_tolerance) for entries in layers.values()]
 
 
 def _words(device: Mapping[str, Any]) -> Iterable[str]:
-    """Return the words that name a device. These are texts and numbers of its entry, not its instruction sets."""
+    """Return the words that name a device."""
     keys = ("name" if "name" in device else "type", "vendor", "architecture", "compute_capability")
     return (str(device[key]) for key in keys if isinstance(device.get(key), (str, int, float)))
 
@@ -164,16 +167,20 @@ def _reproduced(known: Details) -> str:
 
 
 def _files(results: Results, name: Target) -> list[tuple[str, Path]]:
-    """Return the documents behind a page, by title; those of failures too."""
+    """Return the documents that a page shows, by title; those of failures too."""
     model = name.model
     precision = name.precision
     layers = name.layers
     backend = name.backend
     engines = results.engines(model, precision, backend)
-    checks = sorted(CHECKS, key=lambda check: -len(check.stage.wildcards))  # first what is of this target alone
-    reports = [(check.title, check.path(results, name)) for check in checks]
+    reports = []
+    # Reports of this target alone come first.
+    for check in sorted(CHECKS, key=lambda check: -len(check.stage.wildcards)):
+        path = check.path(results, name)
+        reports.append((check.title, path))
+        reports.append((f"{check.title}, failed", failed_path(path)))
     return [
-        *(found for title, path in reports for found in ((title, path), (f"{title}, failed", failed_path(path)))),
+        *reports,
         ("speed", results.speed(model, precision, layers, backend)),
         ("engines", engines),
         ("provenance of the engines", engines.with_name("provenance.json")),

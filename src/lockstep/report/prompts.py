@@ -8,7 +8,7 @@ from lockstep.artifacts.reports import GoldenPrompt, TokenDifference
 
 
 def answers(entry: GoldenPrompt) -> list[tuple[str, str, str | None]]:
-    """Return a prompt's answer, the reference's and the expected one: name, text, and the rest where they differ."""
+    """Return (name, text, rest from the first difference on) of the decoded, reference and expected answer."""
     decoded = entry.text_out
     reference = entry.reference_text
     expected = entry.expected
@@ -19,7 +19,7 @@ def answers(entry: GoldenPrompt) -> list[tuple[str, str, str | None]]:
 
 
 def _split(text: str, other: str) -> tuple[str, str | None]:
-    """Return what two texts begin with, and the rest of the first one; None where they are the same."""
+    """Return the common prefix of two texts, and the rest of the first one; None if they are equal."""
     if text == other:
         return text, None
     start = len(os.path.commonprefix([text, other]))
@@ -28,27 +28,28 @@ def _split(text: str, other: str) -> tuple[str, str | None]:
 
 def differences(entry: GoldenPrompt) -> list[str]:
     """Return a line for the first token that differs in each way of decoding."""
-    return [
-        _words(difference, where, how)
-        for found, where, how in (
-            (entry.differences, "in the reference", "decoding freely"),
-            (entry.alone_differences, "in the batch", "with this prompt alone"),
-            (entry.generate_differences, "in the batch", "as lockstep generate decodes"),
-        )
-        for difference in found
-    ]
+    comparisons = (
+        (entry.differences, "in the reference", "decoding freely"),
+        (entry.alone_differences, "in the batch", "with this prompt alone"),
+        (entry.generate_differences, "in the batch", "as lockstep generate decodes"),
+    )
+    lines = []
+    for token_differences, where, how in comparisons:
+        lines += [_line(difference, where, how) for difference in token_differences]
+    return lines
 
 
-def _words(found: TokenDifference, expected: str, how: str) -> str:
-    step = found.step
-    gap = found.gap
-    if found.found is None or found.reference is None:
-        return f"step {step}: another number of tokens {expected} than {how}"
-    one = f"{found.reference}{_quoted(found.reference_text)}"
-    other = f"{found.found}{_quoted(found.found_text)}"
-    margin = "the reference has no margin there" if gap is None else f"the reference's margin is {gap:.3g}"
-    why = "accepted, both tokens are equally likely" if found.accepted else "a failure"
-    return f"step {step}: token {one} {expected}, {other} {how}; {margin}: {why}"
+def _line(difference: TokenDifference, where: str, how: str) -> str:
+    step = difference.step
+    if difference.found is None or difference.reference is None:
+        return f"step {step}: another number of tokens {where} than {how}"
+    expected = f"{difference.reference}{_quoted(difference.reference_text)}"
+    decoded = f"{difference.found}{_quoted(difference.found_text)}"
+    margin = "the reference has no margin there"
+    if difference.gap is not None:
+        margin = f"the reference's margin is {difference.gap:.3g}"
+    consequence = "accepted, both tokens are equally likely" if difference.accepted else "a failure"
+    return f"step {step}: token {expected} {where}, {decoded} {how}; {margin}: {consequence}"
 
 
 def _quoted(token_text: str | None) -> str:

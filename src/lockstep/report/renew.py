@@ -1,4 +1,4 @@
-"""The summary, written again where the checks say something else than it does."""
+"""Keep the summary up to date with the checks."""
 
 from __future__ import annotations
 
@@ -24,24 +24,27 @@ def summarise(
 
 
 def refresh(results: Results) -> None:
-    """Write the summary again where it is there and out of date. In any case what a killed process left of it goes."""
-    with contextlib.suppress(InputError):  # none is there, or a damaged one, of which its reader is told
-        known = Summary.load(results.summary())
-        targets = [row.target for row in known.targets]
+    """Rewrite an existing summary that is out of date, and remove what a killed process left of it."""
+    # No summary, or a damaged one, which its reader reports.
+    with contextlib.suppress(InputError):
+        existing = Summary.load(results.summary())
+        targets = [row.target for row in existing.targets]
         paths = summary.outputs(results, targets)
-        if not all(path.is_file() for path in paths) or summary.collect(results, targets, known.not_run) != known:
-            summarise(results, targets, known.not_run)
+        is_complete = all(path.is_file() for path in paths)
+        if not is_complete or summary.collect(results, targets, existing.not_run) != existing:
+            summarise(results, targets, existing.not_run)
         for path in paths:
             remove_leftovers(path)
 
 
 @contextlib.contextmanager
 def refreshed(results: Results) -> Iterator[None]:
-    """Have the summary say what the checks say, also after a stage that fails."""
+    """Refresh the summary after the block, also if it raises."""
     try:
         yield
     except BaseException:
-        with contextlib.suppress(OSError, LockstepError):  # what was raised is what is to be said
+        # The block's own error matters more than one of the summary.
+        with contextlib.suppress(OSError, LockstepError):
             refresh(results)
         raise
     refresh(results)

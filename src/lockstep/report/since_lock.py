@@ -36,7 +36,7 @@ _MEANING = {
 
 
 def meanings(changes: Changes) -> list[tuple[str, str, str, Sequence[str]]]:
-    """Return what changes mean, the worst first: a verdict for the colour, two sentences, the lines of the changes."""
+    """Return (verdict for the colour, heading, meaning, lines) for each kind of change, the worst first."""
     return [
         (result, f"{what} ({len(changes[kind])}).", meaning, changes[kind])
         for kind, (result, what, meaning) in _MEANING.items()
@@ -45,16 +45,12 @@ def meanings(changes: Changes) -> list[tuple[str, str, str, Sequence[str]]]:
 
 
 def since_lock(results: Results, models: Iterable[str], locks: Path) -> dict[str, Changes]:
-    """Return what changed, by model.
+    """Return what changed, by model, for models with a lock in `locks`.
 
-    Models without a lock in `locks` are left out. What is locked and not there yet is no change: the table of targets
-    says what has not run.
+    A locked result that does not exist yet is no change: the table of targets says what has not run.
     """
-    return {
-        model: _changes(results, model, lock_path(locks, model))
-        for model in dict.fromkeys(models)
-        if lock_path(locks, model).is_file()
-    }
+    lock_files = {model: lock_path(locks, model) for model in models}
+    return {model: _changes(results, model, path) for model, path in lock_files.items() if path.is_file()}
 
 
 def _changes(results: Results, model: str, lock_file: Path) -> Changes:
@@ -65,8 +61,8 @@ def _changes(results: Results, model: str, lock_file: Path) -> Changes:
     changes: dict[str, list[str]] = {}
     for where, comparison in compared(results.root / model, lock).items():
         kind = where.partition("/")[0]
-        for at, change in comparison.changes:
-            line = f"{where}: {' / '.join(at)}: {change}"
+        for keys, change in comparison.changes:
+            line = f"{where}: {' / '.join(keys)}: {change}"
             changes.setdefault(kind if kind in _MEANING else _BUILT, []).append(line)
         if not comparison.is_locked:
             changes.setdefault(_NEW, []).append(f"{where}: not in the lock")

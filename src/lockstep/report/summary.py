@@ -23,13 +23,16 @@ from lockstep.report.since_lock import Changes
 from lockstep.report.verdict import FAIL, NOT_RUN, PASS, headline, overall, reasons, verdict, why_not_here
 from lockstep.targets import Results, Target
 
-_WIDTH = 100  # of the table
-_ANY = 10_000  # more than any row needs: rich would cut words
+_TABLE_WIDTH = 100
+# More than any row needs, as rich truncates longer ones.
+_CONSOLE_WIDTH = 10_000
+_STYLES = {PASS: "green", FAIL: "red", NOT_RUN: "yellow"}
 
 
 def outputs(results: Results, targets: Sequence[Target]) -> list[Path]:
-    made = results.summary()
-    return [made, made.with_suffix(".csv"), results.report_page(), *map(results.target_page, targets)]
+    """Return the paths of the files that `write` makes."""
+    summary = results.summary()
+    return [summary, summary.with_suffix(".csv"), results.report_page(), *map(results.target_page, targets)]
 
 
 def write(
@@ -38,62 +41,59 @@ def write(
     since_lock: Mapping[str, Changes] | None = None,
     not_run: Mapping[str, str] | None = None,
 ) -> Summary:
-    """Collect the checks of `targets`; write the summary and the report's pages.
+    """Collect the checks of `targets`; write summary.json, summary.csv and the report's pages; return the summary.
 
-    The files are summary.json, summary.csv and the pages; returns the summary. since_lock: what differs from the lock,
-    by model; models without a lock are left out. not_run: why engines do not run here, as `Config.not_run` gives it;
-    None: as in the summary that is there.
+    since_lock: what differs from the lock, by model; models without a lock are left out. not_run: why engines do not
+    run here, as `Config.not_run` gives it; None: as in the existing summary.
     """
-    found, summary = _collected(results, targets, not_run)
-    rows = summary.targets
+    details_of, summary = _collect(results, targets, not_run)
     summary.save(results.summary())
-    write_bytes(results.summary().with_suffix(".csv"), _csv(rows).encode())
-    there = {
-        path for folder in (results.target_pages(), results.report_page().parent) for path in folder.glob("*.html")
-    }
-    for path in there - {results.report_page(), *map(results.target_page, targets)}:
-        path.unlink()  # of a target that is none any more
+    write_bytes(results.summary().with_suffix(".csv"), _csv(summary.targets).encode())
+    current_pages = {results.report_page(), *map(results.target_page, targets)}
+    for folder in {results.target_pages(), results.report_page().parent}:
+        for path in folder.glob("*.html"):
+            # The page of a target that was removed from the config.
+            if path not in current_pages:
+                path.unlink()
     write_bytes(results.report_page(), pages.index(results, summary, since_lock or {}))
-    for target, row in zip(targets, rows):
-        write_bytes(results.target_page(target), pages.target(results, target, row, found[target]))
+    for target, row in zip(targets, summary.targets):
+        write_bytes(results.target_page(target), pages.target(results, target, row, details_of[target]))
     return summary
 
 
 def collect(results: Results, targets: Sequence[Target], not_run: Mapping[str, str] | None = None) -> Summary:
-    """Return the summary as `write` would write it, a row for each target.
-
-    In the order of `targets`. not_run: as for `write`.
-    """
-    return _collected(results, targets, not_run)[1]
+    """Return the summary that `write` would write: a row for each target, in order."""
+    return _collect(results, targets, not_run)[1]
 
 
-def _collected(
+def _collect(
     results: Results, targets: Sequence[Target], not_run: Mapping[str, str] | None
 ) -> tuple[dict[Target, Details], Summary]:
     if not_run is None:
-        known = loaded(Summary.load, results.summary())
-        not_run = known.not_run if known else {}
-    remembered = functools.cache(content)
-    found = {}
+        existing = loaded(Summary.load, results.summary())
+        not_run = existing.not_run if existing else {}
+    cached_content = functools.cache(content)
+    details_of = {}
     for target in targets:
         cannot_run = not_run.get(f"{target.precision}/{target.backend}") or not_run.get(target.backend)
-        found[target] = details(results, target, cannot_run, remembered)
-    return found, Summary(tuple(_row(target, known) for target, known in found.items()), not_run)
+        details_of[target] = details(results, target, cannot_run, cached_content)
+    rows = tuple(_row(target, target_details) for target, target_details in details_of.items())
+    return details_of, Summary(rows, not_run)
 
 
 def print_table(summary: Summary) -> None:
-    """Print the targets that can run here as a table of at most 100 columns, and below it why others do not pass.
+    """Print a table of the targets that can run here, at most 100 columns wide, and below it why targets do not pass.
 
-    Columns that do not fit are in the report only; no value is cut. On a narrower terminal its lines wrap. In colour on
-    a terminal, unless NO_COLOR is set.
+    Columns that do not fit are in the report only; values are never truncated. In colour on a terminal, unless NO_COLOR
+    is set.
     """
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(width=_ANY, soft_wrap=True)
+    console = Console(width=_CONSOLE_WIDTH, soft_wrap=True)
     table = Table(box=None, pad_edge=False, header_style="bold")
     rows = [row for row in summary.targets if not why_not_here(summary, row)]
-    columns = _that_fit([(column, _cells(column, rows)) for column in COLUMNS]) if rows else []
+    columns = _fitting([(column, [column.of(row) for row in rows]) for column in COLUMNS]) if rows else []
     for column, _ in columns:
         table.add_column(
             "\n".join(column.heading.rsplit(" ", 1)),
@@ -102,28 +102,28 @@ def print_table(summary: Summary) -> None:
             vertical="bottom",
         )
     for number, row in enumerate(rows):
-        table.add_row(
-            *(cells[number] for _, cells in columns), style=_STYLES[row.verdict] if row.verdict != PASS else None
-        )
+        style = None if row.verdict == PASS else _STYLES[row.verdict]
+        table.add_row(*(cells[number] for _, cells in columns), style=style)
     if rows:
         console.print(table)
     for result, targets, reason in reasons(summary.targets):
         console.print(f"{targets}: {reason}", style=_STYLES[result], markup=False, highlight=False)
 
 
-def _cells(column: Column, rows: Sequence[SummaryRow]) -> list[str]:
-    return [column.of(row) for row in rows]
-
-
-def _that_fit(columns: Sequence[tuple[Column, list[str]]]) -> list[tuple[Column, list[str]]]:
-    """Return the columns with a value, less those of the highest ranks until they fit in the table's width."""
-    kept = [(column, cells) for column, cells in columns if set(cells) != {"-"}]
-    while sum(2 + max(map(len, [*column.heading.rsplit(" ", 1), *cells])) for column, cells in kept) > _WIDTH + 2:
-        last = max(kept, key=lambda each: each[0].rank)
-        if not last[0].rank:
+def _fitting(columns: Sequence[tuple[Column, list[str]]]) -> list[tuple[Column, list[str]]]:
+    """Return the columns with a value, without those of the highest ranks that do not fit in the table's width."""
+    fitting = [(column, cells) for column, cells in columns if set(cells) != {"-"}]
+    while sum(2 + _width(column, cells) for column, cells in fitting) > _TABLE_WIDTH + 2:
+        least_important = max(fitting, key=lambda entry: entry[0].rank)
+        if not least_important[0].rank:
             break
-        kept.remove(last)
-    return kept
+        fitting.remove(least_important)
+    return fitting
+
+
+def _width(column: Column, cells: Sequence[str]) -> int:
+    # A heading of several words takes two lines.
+    return max(map(len, [*column.heading.rsplit(" ", 1), *cells]))
 
 
 def print_verdict(summary: Summary) -> None:
@@ -133,50 +133,50 @@ def print_verdict(summary: Summary) -> None:
     Console(soft_wrap=True).print(headline(summary), style=style, markup=False, highlight=False)
 
 
-_STYLES = {PASS: "green", FAIL: "red", NOT_RUN: "yellow"}
-
-
-def _row(target: Target, found: Details) -> SummaryRow:
-    checks = found.checks
-    built = found.engines
-    speed = found.speed
-    drift = found.drift
-    device = built.device if built else {}
+def _row(target: Target, known: Details) -> SummaryRow:
+    engines = known.engines
+    speed = known.speed
+    drift = known.drift
+    device = engines.device if engines else {}
+    reasons = [_reason(name, check) for name, check in known.checks.items() if check.result != PASS]
     return SummaryRow(
         model=target.model,
         layers=target.layers,
         precision=target.precision,
         backend=target.backend,
-        verdict=verdict(check.result for check in checks.values()),
-        backend_version=built.backend_version if built else None,
+        verdict=verdict(check.result for check in known.checks.values()),
+        backend_version=engines.backend_version if engines else None,
         device=device.get("name") or device.get("architecture"),
-        engine_digest=found.digest,
-        reproduced=found.reproduction.in_words if found.reproduction else "-",
-        reason="; ".join(_reason(name, check) for name, check in checks.items() if check.result != PASS) or None,
+        engine_digest=known.digest,
+        reproduced=known.reproduction.in_words if known.reproduction else "-",
+        reason="; ".join(reasons) or None,
         prefill_tokens_per_s=speed.prefill_tokens_per_s if speed else None,
         decode_tokens_per_s=speed.decode_tokens_per_s if speed else None,
         drift=drift.words() if drift else None,
         drift_logit_error=drift.rms_logit_error if drift else None,
         drift_tokens_differing=drift.tokens_differing if drift else None,
         drift_perplexity=drift.perplexity / drift.full_perplexity - 1 if drift else None,
-        **_of_checks(found),
+        **_check_values(known),
     )
 
 
-def _of_checks(found: Details) -> dict[str, Any]:
-    """Return what the checks give to a row, by key: their results, and figures of the engines that are there."""
+def _check_values(known: Details) -> dict[str, Any]:
+    """Return the values of a row that come from checks: their results, and the figures of the current engines."""
     values: dict[str, Any] = dict.fromkeys(column.key for column in (*RESULTS, *FIGURES))
     for check in CHECKS:
-        checked = found.checks.get(check.name)
-        if checked and check.result:
+        checked = known.checks.get(check.name)
+        if checked is None:
+            continue
+        if check.result:
             values[check.result.key] = checked.result
-        if checked and checked.report and check.figures and checked.report.engine_digest == found.digest:
+        if checked.report and check.figures and checked.report.engine_digest == known.digest:
             values |= {column.key: figure(checked.report) for column, figure in check.figures.items()}
     return values
 
 
 def _reason(name: str, check: Checked) -> str:
-    return f"{name}{f' {NOT_RUN}' * (check.result == NOT_RUN)}: {check.reason}"
+    what = f"{name} {NOT_RUN}" if check.result == NOT_RUN else name
+    return f"{what}: {check.reason}"
 
 
 def _csv(rows: Sequence[SummaryRow]) -> str:

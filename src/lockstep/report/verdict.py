@@ -15,72 +15,93 @@ _WORDS = {FAIL: ("fails", "fail"), NOT_RUN: ("has not run", "have not run")}
 
 
 def verdict(results: Iterable[str]) -> str:
-    """Return FAIL where one has failed, else NOT_RUN where one has not, else PASS."""
-    found = set(results)
-    return next((result for result in (FAIL, NOT_RUN) if result in found), PASS)
+    """Return FAIL if a check has failed, else NOT_RUN if one has not run, else PASS."""
+    distinct = set(results)
+    if FAIL in distinct:
+        return FAIL
+    return NOT_RUN if NOT_RUN in distinct else PASS
 
 
 def why_not_here(summary: Summary, row: SummaryRow) -> str | None:
-    """Return what this machine lacks for a target that has not run; None where it could run, or failed."""
+    """Return why a target that has not run cannot run here; None if it can, or failed."""
     if row.verdict != NOT_RUN:
         return None
     return summary.not_run.get(f"{row.precision}/{row.backend}") or summary.not_run.get(row.backend)
 
 
 def overall(summary: Summary) -> str:
-    """Return the verdict on all targets that can run here; NOT_RUN where none can."""
+    """Return the verdict on all targets that can run here; NOT_RUN if none can."""
     verdicts = [row.verdict for row in summary.targets if not why_not_here(summary, row)]
     return verdict(verdicts) if verdicts else NOT_RUN
 
 
 def headline(summary: Summary) -> str:
-    """Return the verdict on all targets in one sentence.
+    """Return the verdict on all targets: "10 of 10 targets that can run here pass; 8 need an NVIDIA GPU."."""
+    runnable: Counter[str] = Counter()
+    needs: Counter[tuple[str, str]] = Counter()
+    for row in summary.targets:
+        reason = why_not_here(summary, row)
+        if reason:
+            needs[_need(reason)] += 1
+        else:
+            runnable[row.verdict] += 1
+    clauses = [_runnable_clause(runnable, bool(needs))]
+    if needs:
+        clauses.append(", ".join(f"{count} {_agree(words, count)}" for words, count in sorted(needs.items())))
+    return f"{'; '.join(clauses)}."
 
-    Such as "10 of 10 targets that can run here pass; 8 need an NVIDIA GPU."
-    """
-    here = Counter(row.verdict for row in summary.targets if not why_not_here(summary, row))
-    needs = Counter(_need(reason) for row in summary.targets if (reason := why_not_here(summary, row)))
-    passed = here[PASS]
-    total = here.total()
-    which = f"target{'s' * (total != 1)}{' that can run here' * bool(needs)}"
-    others = [f"{here[result]} {words[here[result] != 1]}" for result, words in _WORDS.items() if here[result]]
+
+def _runnable_clause(verdicts: Counter[str], some_cannot_run: bool) -> str:
+    total = verdicts.total()
+    passed = verdicts[PASS]
+    targets = _agree(("target", "targets"), total)
+    if some_cannot_run:
+        targets += " that can run here"
     if not total:
-        said = "No target can run here"
-    elif here[NOT_RUN] == total:
-        said = f"None of {total} {which} has been checked yet"
-    elif passed == total and not needs:
-        said = "The only target passes" if total == 1 else f"All {total} targets pass"
-    else:
-        said = ", ".join([f"{passed} of {total} {which} {'passes' if passed == 1 else 'pass'}", *others])
-    missing = ", ".join(f"{number} {what[number != 1]}" for what, number in sorted(needs.items()))
-    return f"{'; '.join(filter(None, [said, missing]))}."
+        return "No target can run here"
+    if verdicts[NOT_RUN] == total:
+        return f"None of {total} {targets} has been checked yet"
+    if passed == total and not some_cannot_run:
+        return "The only target passes" if total == 1 else f"All {total} targets pass"
+    parts = [f"{passed} of {total} {targets} {_agree(('passes', 'pass'), passed)}"]
+    for result, words in _WORDS.items():
+        if verdicts[result]:
+            parts.append(f"{verdicts[result]} {_agree(words, verdicts[result])}")
+    return ", ".join(parts)
+
+
+def _agree(words: tuple[str, str], count: int) -> str:
+    """Return the word for one, or for several."""
+    return words[0] if count == 1 else words[1]
 
 
 def _need(reason: str) -> tuple[str, str]:
-    """Return what one target, and what several, need.
+    """Return what one target needs, and what several need, in words.
 
-    It is WHAT of "needs WHAT of which kind, found what", as backends say it; the whole of another reason.
+    Backends say "needs WHAT of which kind, found what"; of other reasons, the whole text.
     """
-    found = re.match(r"needs (.+?)(?: of |, found | \()", reason)
-    if not found:
+    match = re.match(r"needs (.+?)(?: of |, found | \()", reason)
+    if not match:
         return f"cannot: {reason}", f"cannot: {reason}"
-    what = found[1].replace("an ", "another ", 1) if ", found one of" in reason else found[1]
-    return f"needs {what}", f"need {what}"
+    requirement = match[1]
+    if ", found one of" in reason:
+        requirement = requirement.replace("an ", "another ", 1)
+    return f"needs {requirement}", f"need {requirement}"
 
 
 def reasons(rows: Iterable[SummaryRow]) -> list[tuple[str, str, str]]:
-    """Return why targets do not pass, failures first: the verdict, the targets of a reason in words, the reason."""
+    """Return (verdict, targets in words, reason) for each distinct reason why targets do not pass, failures first."""
     grouped: dict[tuple[str, str], list[Target]] = {}
     for row in rows:
         if row.reason:
             grouped.setdefault((row.verdict, row.reason), []).append(row.target)
-    return sorted((result, _named(targets), reason) for (result, reason), targets in grouped.items())
+    return sorted((result, _in_words(targets), reason) for (result, reason), targets in grouped.items())
 
 
-def _named(targets: Sequence[Target]) -> str:
-    """Return the only target's name, or how many there are of which precisions and backends."""
+def _in_words(targets: Sequence[Target]) -> str:
+    """Return the name of a single target, or the number of targets with their precisions and backends."""
     if len(targets) == 1:
         return str(targets[0])
-    names = zip(*((target.precision, target.backend) for target in targets))
-    precisions, backends = (", ".join(dict.fromkeys(name)) for name in names)
+    precisions = ", ".join(dict.fromkeys(target.precision for target in targets))
+    backends = ", ".join(dict.fromkeys(target.backend for target in targets))
     return f"{len(targets)} targets ({precisions} on {backends})"
