@@ -11,9 +11,11 @@ from pathlib import Path
 import jsonschema
 import pytest
 from demo_model import CONFIG, DEMO
+from packageurl import PackageURL
 
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.checkpoint import resolve_architecture
+from lockstep.config.sources import REPOSITORY
 from lockstep.errors import InputError
 from lockstep.provenance import code_identity
 from lockstep.provenance import run as stage
@@ -122,6 +124,16 @@ def test_it_has_the_fields_that_are_published(results: Results) -> None:
     statement = json.loads(build(results).read_text())
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     jsonschema.Draft202012Validator(SCHEMA).validate(statement)
+
+
+def test_builder_and_build_type_are_a_page_of_the_manual(results: Results) -> None:
+    predicate = json.loads(build(results).read_text())["predicate"]
+    urls = {predicate["buildDefinition"]["buildType"], predicate["runDetails"]["builder"]["id"]}
+    (page,) = {PackageURL.from_string(url).subpath for url in urls}
+    assert page is not None and (REPOSITORY / page).is_file()
+    named = re.findall(r"`(\w+)`", (REPOSITORY / page).read_text())
+    assert {*predicate["buildDefinition"]} - {"buildType"} <= {*named}
+    assert set(predicate["runDetails"]["builder"]) - {"id", "version"} <= {*named}
 
 
 def test_a_build_that_fails_before_it_writes_keeps_the_earlier_one(results: Results) -> None:

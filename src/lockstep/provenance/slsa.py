@@ -1,11 +1,9 @@
-"""The SLSA provenance of an engine set, `provenance.json` beside engines.json.
-
-A build step and its key in, the file out. Only here do times stand.
+"""Statements of who made what of what: `provenance.json` beside engines.json, and those of rebuilds.
 
 An in-toto Statement v1 (https://in-toto.io/Statement/v1) with a SLSA provenance v1 predicate
-(https://slsa.dev/provenance/v1), as plain JSON: subjects are the engine files and their manifest, resolved dependencies
-the graphs, the files of the checkpoint that these were made of, and the packages. It is no input of any stage and no
-part of a record or a lock. The predicate's extension field `lockstep_sealed_sha256` is the digest of all the rest.
+(https://slsa.dev/provenance/v1), as plain JSON; docs/statements.md says what its fields hold. Only here do times stand:
+a statement is no input of any stage and no part of a record or a lock. The predicate's extension field
+`lockstep_sealed_sha256` in provenance.json is the digest of all the rest.
 """
 
 from __future__ import annotations
@@ -38,9 +36,8 @@ if TYPE_CHECKING:
 NAME = "provenance.json"
 STATEMENT = "https://in-toto.io/Statement/v1"
 PREDICATE = "https://slsa.dev/provenance/v1"
-# Package URLs: https://github.com/package-url/purl-spec.
-BUILDER = "pkg:generic/lockstep"
-BUILD_TYPE = f"{BUILDER}#build/1"
+# Builder and build type: the page of the manual, as a file of the package (https://github.com/package-url/purl-spec).
+MANUAL = "pkg:generic/lockstep#docs/statements.md"
 SEAL = "lockstep_sealed_sha256"
 EPOCH_VARIABLE = "SOURCE_DATE_EPOCH"
 
@@ -65,42 +62,57 @@ def now() -> str:
         ) from None
 
 
-def write_provenance(step: Job, key: BuildKey, started: str) -> Path:
-    """Write the provenance of an engine set, and return its path. The build `step` has just made the set with `key`."""
-    statement = make(step, key, started, now())
-    statement["predicate"][SEAL] = _seal(statement)
-    path = provenance_path(step.output)
-    write_bytes(path, dump_json(statement).encode())
-    return path
+def statement(
+    subjects: Mapping[str, str],
+    parameters: Mapping[str, Any],
+    dependencies: Iterable[Mapping[str, Any]],
+    internal: Mapping[str, Any] = {},
+    code: Mapping[str, str] = {},
+    started: str | None = None,
+) -> dict[str, Any]:
+    """Return the statement of a build that ends now.
 
-
-def make(step: Job, key: BuildKey, started: str, finished: str) -> dict[str, Any]:
-    """Return the statement, not sealed."""
-    engines = EngineSetManifest.load(step.output)
+    subjects: sha256 by name. parameters: what its user asked for. dependencies: descriptors of in-toto. internal: what
+    followed from them. code: sha256 of parts of this package, by path.
+    """
+    parts = [{"name": f"lockstep/{part}", "digest": {"sha256": sha256}} for part, sha256 in sorted(code.items())]
+    builder = {"id": MANUAL, "version": {"lockstep": __version__}, "builderDependencies": parts}
+    times = {"startedOn": started, "finishedOn": now()}
     definition = {
-        "buildType": BUILD_TYPE,
-        "externalParameters": {**step.names, "options": engines.options},
-        "internalParameters": {"buildKey": key.sha256, "backend": key.backend, "device": engines.device},
-        "resolvedDependencies": list(_dependencies(step, key)),
-    }
-    builder = {
-        "id": BUILDER,
-        "version": {"lockstep": __version__},
-        "builderDependencies": [
-            {"name": f"lockstep/{part}", "digest": {"sha256": digest}} for part, digest in sorted(key.code.items())
-        ],
+        "buildType": MANUAL,
+        "externalParameters": dict(parameters),
+        "internalParameters": dict(internal),
+        "resolvedDependencies": list(dependencies),
     }
     return {
         "_type": STATEMENT,
-        "subject": [
-            {"name": name, "digest": {"sha256": sha256}} for name, sha256 in sorted(outputs_of(step.output).items())
-        ],
+        "subject": [{"name": name, "digest": {"sha256": sha256}} for name, sha256 in sorted(subjects.items())],
         "predicateType": PREDICATE,
         "predicate": {
             "buildDefinition": definition,
-            "runDetails": {"builder": builder, "metadata": {"startedOn": started, "finishedOn": finished}},
+            "runDetails": {
+                "builder": builder,
+                "metadata": {name: time for name, time in times.items() if time is not None},
+            },
         },
     }
+
+
+def write_provenance(step: Job, key: BuildKey, started: str) -> Path:
+    """Write the provenance of an engine set, and return its path. The build `step` has just made the set with `key`."""
+    engines = EngineSetManifest.load(step.output)
+    provenance = statement(
+        outputs_of(step.output),
+        {**step.names, "options": engines.options},
+        _dependencies(step, key),
+        {"buildKey": key.sha256, "backend": key.backend, "device": engines.device},
+        key.code,
+        started,
+    )
+    provenance["predicate"][SEAL] = _seal(provenance)
+    path = provenance_path(step.output)
+    write_bytes(path, dump_json(provenance).encode())
+    return path
 
 
 def _dependencies(step: Job, key: BuildKey) -> Iterator[dict[str, Any]]:
@@ -108,26 +120,31 @@ def _dependencies(step: Job, key: BuildKey) -> Iterator[dict[str, Any]]:
     for path, sha256 in [(assembly, digest(assembly)), *((file.path, file.sha256) for file in named_files(assembly))]:
         yield {"name": f"graphs/{path.name}", "digest": {"sha256": sha256}}
     yield from _checkpoint_files(step)
-    yield from ({"name": name, "uri": url} for name, _, url in libraries([key]))
+    yield from ({"name": name, "uri": url} for name, _, url in libraries(key))
 
 
-# backends that are called as what builds for them
+# Backends that are called as the package or the library that builds for them.
 _PACKAGES = ("openvino",)
 _LIBRARIES = ("tensorrt", "tensorrt_rtx")
 
 
-def libraries(keys: Iterable[BuildKey]) -> Iterator[tuple[str, str, str]]:
-    """Yield name, version and package URL of the packages and libraries that artefacts were made with."""
-    keys = list(keys)
-    packages = {item for key in keys for item in key.environment.items()}
-    # What built engines, where that is a library by itself: OpenVINO, TensorRT.
-    builders = {(key.backend["name"], key.backend["version"]) for key in keys if key.backend}
-    packages |= {item for item in builders if item[0] in _PACKAGES}
-    native = {item for key in keys for item in (key.backend or {}).get("libraries", {}).items()}
-    native |= {item for item in builders if item[0] in _LIBRARIES}
-    for kind, found in (("pypi", packages), ("generic", native)):
-        for name, version in sorted(found):
-            yield name, str(version), f"pkg:{'generic' if name == 'python' else kind}/{name}@{version}"
+def libraries(key: BuildKey) -> Iterator[tuple[str, str, str]]:
+    """Yield name, version and package URL of the packages and libraries that an artefact was made with."""
+    packages = dict(key.environment)
+    native: dict[str, str] = {}
+    if key.backend:
+        native |= key.backend.get("libraries", {})
+        builder = {key.backend["name"]: key.backend["version"]}
+        packages |= {name: version for name, version in builder.items() if name in _PACKAGES}
+        native |= {name: version for name, version in builder.items() if name in _LIBRARIES}
+    yield from package_urls(packages)
+    yield from package_urls(native, "generic")
+
+
+def package_urls(versions: Mapping[str, str], kind: str = "pypi") -> Iterator[tuple[str, str, str]]:
+    """Yield name, version and package URL of each. kind: of all but Python itself."""
+    for name, version in sorted(versions.items()):
+        yield name, str(version), f"pkg:{'generic' if name == 'python' else kind}/{name}@{version}"
 
 
 def _checkpoint_files(step: Job) -> Iterator[dict[str, Any]]:
@@ -158,8 +175,8 @@ def purl(source: str, fetched: Path) -> str | None:
     return f"pkg:huggingface/{kind.repository}@{commit}" if commit else None
 
 
-def _seal(statement: Mapping[str, Any]) -> str:
-    bare = copy.deepcopy(dict(statement))
+def _seal(provenance: Mapping[str, Any]) -> str:
+    bare = copy.deepcopy(dict(provenance))
     bare["predicate"].pop(SEAL, None)
     return sha256_json(bare)
 
@@ -169,9 +186,9 @@ def wrong_provenance(path: Path) -> str | None:
     again = "`lockstep stage build` makes it again"
     try:
         data = path.read_bytes()
-        statement = json.loads(data)
-        whole = statement["predicate"][SEAL] == _seal(statement) and data == dump_json(statement).encode()
-        subjects = {subject["name"]: subject["digest"]["sha256"] for subject in statement["subject"]}
+        provenance = json.loads(data)
+        whole = provenance["predicate"][SEAL] == _seal(provenance) and data == dump_json(provenance).encode()
+        subjects = {subject["name"]: subject["digest"]["sha256"] for subject in provenance["subject"]}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return f"expected an in-toto statement, found something else; {again}"
     if not whole:

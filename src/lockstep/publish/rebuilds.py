@@ -1,7 +1,7 @@
 """Statements of rebuilds: what someone else made of the same lock, signed by them, in `locks/rebuilds`.
 
-An in-toto Statement v1 whose subjects are the files that came out. Rebuilders agree where these are the same, byte for
-byte.
+The subjects of a statement (`lockstep.provenance.slsa`) are the files that came out, and its parameters the target and
+the lock. Rebuilders agree where the files are the same, byte for byte.
 """
 
 from __future__ import annotations
@@ -12,17 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep import __version__
 from lockstep.artifacts.files import sha256_file
 from lockstep.backends.identity import versions
 from lockstep.errors import CheckError, InputError
 from lockstep.provenance.lock import Lock
 from lockstep.provenance.reproduce import LockComparison
-from lockstep.provenance.slsa import BUILDER, STATEMENT, now
+from lockstep.provenance.slsa import package_urls, statement
 from lockstep.publish import dsse
-from lockstep.targets import Target
+from lockstep.targets import WILDCARDS, Target
 
-PREDICATE = f"{BUILDER}#rebuild/1"
 _SHA256 = re.compile("[0-9a-f]{64}")
 _PACKAGES = ["numpy", "onnx", "onnxruntime", "openvino", "torch", "transformers"]
 
@@ -44,24 +42,13 @@ def folder_of(lock: Path) -> Path:
 
 
 def write(lock: Path, target: Target, made: Sequence[LockComparison], key: Path) -> Path:
-    statement = {
-        "_type": STATEMENT,
-        "subject": [
-            {"name": name, "digest": {"sha256": sha256}}
-            for comparison in made
-            for name, sha256 in files(comparison.where, comparison.items).items()
-        ],
-        "predicateType": PREDICATE,
-        "predicate": {
-            "target": str(target),
-            "lock": {"name": lock.name, "digest": {"sha256": sha256_file(lock)}},
-            "builder": {"id": BUILDER, "version": {"lockstep": __version__, **versions(_PACKAGES)}},
-            "finishedOn": now(),
-        },
-    }
+    subjects = {name: sha256 for entry in made for name, sha256 in files(entry.where, entry.items).items()}
+    locked = {"name": lock.name, "digest": {"sha256": sha256_file(lock)}}
+    packages = [{"name": name, "uri": url} for name, _, url in package_urls(versions(_PACKAGES))]
+    rebuild = statement(subjects, {**vars(target), "lock": lock.name}, [locked, *packages])
     signer = dsse.key_id(dsse.private_key(key).public_key())
     name = f"{target}".replace("/", "-")
-    return dsse.write_envelope(folder_of(lock) / f"{name}.{signer[:12]}.json", statement, key)
+    return dsse.write_envelope(folder_of(lock) / f"{name}.{signer[:12]}.json", rebuild, key)
 
 
 def files(where: str, items: Mapping[str, Any]) -> dict[str, str]:
@@ -87,16 +74,15 @@ def agreements(lock_path: Path, keys: Sequence[Path], at_least: int) -> list[Agr
     agreeing: dict[str, dict[str, str]] = {}
     others: dict[str, list[str]] = {}
     for path in sorted(folder_of(lock_path).glob("*.json")):
-        statement, key = dsse.read_envelope(path, keys)
+        rebuild, key = dsse.read_envelope(path, keys)
         try:
-            made = {subject["name"]: subject["digest"]["sha256"] for subject in statement["subject"]}
-            target = statement["predicate"]["target"]
-            is_rebuild = statement["predicateType"] == PREDICATE
+            made = {subject["name"]: subject["digest"]["sha256"] for subject in rebuild["subject"]}
+            parameters = rebuild["predicate"]["buildDefinition"]["externalParameters"]
+            lock_name = parameters["lock"]
+            target = "/".join(str(parameters[name]) for name in WILDCARDS)
         except (LookupError, TypeError):
-            is_rebuild = False
-        if not is_rebuild:
-            raise InputError(f"{path}: expected the statement of a rebuild, found another; remove it")
-        if target.partition("/")[0] != lock_path.name.removesuffix(".lock.json"):
+            raise InputError(f"{path}: expected the statement of a rebuild, found another; remove it") from None
+        if lock_name != lock_path.name:
             continue
         differs = sorted(name for name, sha256 in made.items() if locked.get(name) != sha256)
         if differs or not any(name.startswith("engines/") for name in made):

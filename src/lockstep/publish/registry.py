@@ -2,7 +2,8 @@
 
 Blobs and manifests in and out, each known by its sha256. Logins are those of docker (`logins.py`). A registry is not
 trusted: what it leads to is HTTPS, or where it is spoken to by HTTP itself its own host; a login goes to its domain
-alone; and what it answers is checked before it is used. docs/publish.md says why no library does this.
+alone; and what it answers is checked before it is used. records/libraries.md: why no library does
+this.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def bill(results: Results, target: Target) -> str:
     bom = Bom(metadata=BomMetaData(component=model, tools=ToolRepository(components=[tool])))
     bom.components.add(origin)
     for kind, path in stages.items():
-        used = [_library(*library) for library in libraries([_key(path)])]
+        used = [_library(*library) for library in libraries(_key(path))]
         bom.components.update(used)
         for name, sha256 in _files(path):
             file = _file(f"{kind}/{name}", sha256)

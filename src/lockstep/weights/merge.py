@@ -4,8 +4,7 @@ In: the manifests of both. Out: a checkpoint folder in Hugging Face format.
 
 Each weight W that the adapter is of becomes W + scale * B A, summed in float64 in the order of the ranks (the same
 bytes on every machine) and rounded once to the dtype that W is stored in; all other tensors and files stay as they are.
-Tensors are streamed, a few megabytes at a time. PEFT's own merge asks for accelerate, loads the whole model, and sums
-by torch, whose bits depend on the CPU.
+Tensors are streamed, a few megabytes at a time.
 """
 
 from __future__ import annotations
