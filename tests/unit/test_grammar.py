@@ -129,16 +129,20 @@ def test_other_requests_of_a_step_keep_their_bits(model: Model, tokenizer: Token
         np.testing.assert_array_equal(logits, expected)
 
 
-def test_a_stop_id_that_is_text_ends_no_answer_before_its_grammar(
-    model: Model, tokenizer: Tokenizer, grammars: Compiler
+def test_an_end_token_that_is_text_waits_for_the_grammar_and_a_stop_token_does_not(
+    model: Model, tokenizer: Tokenizer, assembly: Path, grammars: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of models whose end tokens are in the vocabulary as text, and of a client's stop_token_ids."""
     grammar = Grammar("json_schema", json.dumps({"type": "string", "minLength": 20, "maxLength": 20}))
     ((whole, _),) = answers(Engine(model, grammars=grammars), [request(model, tokenizer, grammar)]).values()
-    stops = frozenset(whole[2:-3])  # of the text, without its quotes
-    stopped = request(model, tokenizer, grammar, stop_ids=frozenset(model.eos_token_ids) | stops)
-    ((tokens, finish),) = answers(Engine(model, grammars=grammars), [stopped]).values()
-    assert len(json.loads(tokenizer.text(tokens))) == 20 and not stops & set(tokens) and finish != "max_new_tokens"
+    in_string = frozenset(whole[2:-3])
+    stop_ids = frozenset(model.eos_token_ids) | in_string
+    asked = request(model, tokenizer, grammar, stop_ids=stop_ids)
+    ((tokens, finish),) = answers(Engine(model, grammars=grammars), [asked]).values()
+    assert (tokens, finish) == (whole[: len(tokens)], "stop_id") and tokens[-1] in in_string
+    monkeypatch.setattr(model, "eos_token_ids", tuple(sorted(stop_ids)))
+    own_grammars = Compiler(assembly, model.vocab_size, model.eos_token_ids)
+    ((tokens, finish),) = answers(Engine(model, grammars=own_grammars), [asked]).values()
+    assert len(json.loads(tokenizer.text(tokens))) == 20 and not in_string & set(tokens) and finish != "max_new_tokens"
 
 
 def test_choices_follow_the_grammar_each_for_itself(model: Model, tokenizer: Tokenizer, grammars: Compiler) -> None:

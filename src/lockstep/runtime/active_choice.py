@@ -6,7 +6,7 @@ It holds what the choice goes on with, and chooses its tokens.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -50,7 +50,7 @@ class ActiveChoice:
         forks = bool(self.scheduled.siblings and request.sampling.temperature)
         return bool(request.choose or request.grammar or request.sampling.needs_logits or forks)
 
-    def choose(self, row: np.ndarray | int, max_seq_len: int, eos_token_ids: Container[int]) -> Token | None:
+    def choose(self, row: np.ndarray | int, max_seq_len: int, eos_token_ids: Collection[int]) -> Token | None:
         """Choose the next token; None for one that was given out before.
 
         With its `finish` the choice has ended. row: the choice's logits, or the token that the model chose.
@@ -61,7 +61,7 @@ class ActiveChoice:
         if self.replayed:
             self.answer.append(self.replayed.popleft())
             return None
-        sampled, finish = self._sample(row)
+        sampled, finish = self._sample(row, eos_token_ids)
         token = sampled.token
         self.answer.append(token)
         if token in request.stop_ids or (finish == "grammar_end" and token in eos_token_ids):
@@ -75,11 +75,8 @@ class ActiveChoice:
         logits = row if isinstance(row, np.ndarray) else None
         return Token(self.index, token, logits, finish, self.number, sampled.logprobs)
 
-    def _sample(self, row: np.ndarray | int) -> tuple[Sampled, str | None]:
-        """Return the token that follows, and why none can follow it.
-
-        As far as logits and grammar say.
-        """
+    def _sample(self, row: np.ndarray | int, eos_token_ids: Collection[int]) -> tuple[Sampled, str | None]:
+        """Return the token that follows, and why none can follow it, as far as logits and grammar say."""
         matcher = self.matcher
         allowed = None
         if not isinstance(row, np.ndarray):
@@ -87,8 +84,10 @@ class ActiveChoice:
         elif self.request.choose is not None:
             sampled = Sampled(int(self.request.choose(row)))
         else:
-            if matcher is not None and (allowed := matcher.allowed(self.request.stop_ids)) is None:
-                return Sampled(-1), "grammar_error"
+            if matcher is not None:
+                allowed = matcher.allowed(self.request.stop_ids.intersection(eos_token_ids))
+                if allowed is None:
+                    return Sampled(-1), "grammar_error"
             forbidden = self.bad_words.tokens() if self.bad_words is not None else ()
             sampled = self.sampler(row, self.scheduled.num_computed, allowed, forbidden)
         if sampled.token < 0:

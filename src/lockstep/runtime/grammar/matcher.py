@@ -39,24 +39,23 @@ class Matcher:
         other._coming = None
         return other
 
-    def allowed(self, stop_ids: Collection[int] = ()) -> np.ndarray | None:
-        """Return which tokens may come next, [vocab_size] bool.
+    def allowed(self, end_ids: Collection[int]) -> np.ndarray | None:
+        """Return which tokens may come next, [vocab_size] bool; None for none.
 
-        The end of sequence where the answer may end. None where llguidance gives up, for the grammar is too complex
-        here, or allows only tokens that the model lacks. stop_ids: tokens that end the answer; where they are text too,
-        the grammar would take them in the middle of a string, so that they wait until it may end.
+        None where llguidance gives up, for the grammar is too complex here, or allows only tokens that the model lacks.
+        end_ids: the model's end tokens, as far as they end the answer. Where one is text too, the grammar would take it
+        in the middle of a string: it waits until the grammar may end.
         """
         self._wait()
         if self._matcher.is_error():
             return None
         bits = np.unpackbits(np.frombuffer(self._mask, np.uint8), bitorder="little")
         allowed = bits[: self._vocab_size].view(bool)
-        if stop_ids and not self._matcher.is_accepting():
-            before = allowed
-            stops = [token for token in stop_ids if 0 <= token < self._vocab_size]
-            allowed = before.copy()
-            allowed[stops] = False
-            allowed = allowed if allowed.any() else before  # a grammar that asks for one
+        if end_ids and not self._matcher.is_accepting():
+            without_ends = allowed.copy()
+            without_ends[[token for token in end_ids if token < self._vocab_size]] = False
+            if without_ends.any():  # else the grammar asks for one
+                allowed = without_ends
         return allowed if allowed.any() else None
 
     def consume(self, token: int) -> End | None:
