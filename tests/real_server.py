@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,14 @@ class RealServer:
                 if b"lockstep.serve.engine_process" in Path("/proc", child, "cmdline").read_bytes():
                     return int(child)
         raise AssertionError("there is no engine process")
+
+    def num_sockets(self) -> int:
+        """Return how many sockets the process has open."""
+        links = []
+        for path in Path("/proc", str(self.process.pid), "fd").iterdir():
+            with suppress(FileNotFoundError):  # closed since
+                links.append(os.readlink(path))
+        return sum(link.startswith("socket:") for link in links)
 
     @contextmanager
     def stopped_engine(self) -> Iterator[None]:

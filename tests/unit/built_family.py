@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from families import FAMILIES
 
@@ -24,9 +25,12 @@ def built_family(shared: Shared, family: str, precision: str = "fp32") -> Path:
     return shared.folder(f"families/{family}-{precision}", lambda root: build_family(root, family, precision))
 
 
-def build_family(root: Path, family: str, precision: str) -> None:
-    """Make what is in the folder; the tests on a GPU ask for it in the Python that has torch."""
-    (root / "shape.json").write_text(json.dumps(FAMILIES[family].config))
+def build_family(root: Path, family: str, precision: str, **settings: Any) -> None:
+    """Make what is in the folder; the tests on a GPU ask for it in the Python that has torch.
+
+    settings: of the checkpoint's config.json.
+    """
+    (root / "shape.json").write_text(json.dumps({**FAMILIES[family].config, **settings}))
     folder = make(root / "shape.json", 0, root / "checkpoint")
     # Some types' own tokenizer classes ask for tokens that the byte tokenizer does not have.
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from built_family import NAME, build_family
 
 from lockstep.errors import InputError
 from lockstep.runtime import Engine, Model, Request, Sampling, Tokenizer
@@ -143,6 +144,20 @@ def test_an_end_token_that_is_text_waits_for_the_grammar_and_a_stop_token_does_n
     own_grammars = Compiler(assembly, model.vocab_size, model.eos_token_ids)
     ((tokens, finish),) = answers(Engine(model, grammars=own_grammars), [asked]).values()
     assert len(json.loads(tokenizer.text(tokens))) == 20 and not in_string & set(tokens) and finish != "max_new_tokens"
+
+
+def test_a_checkpoint_with_an_end_token_beyond_its_vocabulary_takes_grammars(tmp_path: Path) -> None:
+    """Every guided request was refused for what tokenizer.json lacks."""
+    build_family(tmp_path, "llama", "fp32", eos_token_id=[2, 99999])
+    results = Results(tmp_path / "results")
+    assembly = results.assembly(NAME, "fp32")
+    engines = results.engines(NAME, "fp32", "onnxruntime")
+    model = Model.open(engines, assembly, results.weights(NAME, "fp32"), max_batch_size=1, max_seq_len=64)
+    grammars = Compiler(assembly, model.vocab_size, model.eos_token_ids)
+    tokenizer = Tokenizer.open(assembly)
+    asked = request(model, tokenizer, Grammar("regex", "[ab]{5}"), max_new_tokens=40)
+    ((tokens, finish),) = answers(Engine(model, grammars=grammars), [asked]).values()
+    assert re.fullmatch("[ab]{5}", tokenizer.decode(tokens)) and finish in ("stop_id", "grammar_end")
 
 
 def test_choices_follow_the_grammar_each_for_itself(model: Model, tokenizer: Tokenizer, grammars: Compiler) -> None:

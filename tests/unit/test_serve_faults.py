@@ -36,6 +36,11 @@ LONG = {"prompt": PROMPT, "max_tokens": 240, "ignore_eos": True}
 MANY = {**LONG, "prompt": [[7, 8, number] for number in range(256)], "n": 4, "logprobs": 20}
 
 
+def _posted(path: str, body: dict[str, Any]) -> bytes:
+    data = json.dumps(body).encode()
+    return b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(data)) + data
+
+
 @pytest.fixture
 def tree(demo: Results, tmp_path: Path) -> Path:
     return make_tree(tmp_path / "results", demo)
@@ -266,14 +271,6 @@ def test_a_client_that_does_not_read_is_left_behind(tree: Path) -> None:
         server.wait_idle()
 
 
-def _num_sockets(pid: int) -> int:
-    links = []
-    for path in Path("/proc", str(pid), "fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed since
-            links.append(os.readlink(path))
-    return sum(link.startswith("socket:") for link in links)
-
-
 def until(holds: Callable[[], bool], seconds: float = 20) -> None:
     end = time.monotonic() + seconds
     while not holds():
@@ -285,15 +282,42 @@ def test_clients_that_pipeline_and_read_nothing_are_ended(tree: Path) -> None:
     """Whole answers too, and those that need no key: their connections would stay for ever."""
     asked = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with RealServer(tree, "--slow-reader", 1) as server, contextlib.ExitStack() as stack:
-        before = _num_sockets(server.process.pid)
+        before = server.num_sockets()
         for _ in range(20):
             end = stack.enter_context(socket.socket())
             end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             end.connect(("127.0.0.1", server.port))
             end.sendall(asked * 1000)  # more than the kernel keeps
-        until(lambda: _num_sockets(server.process.pid) >= before + 20)
-        until(lambda: _num_sockets(server.process.pid) <= before)
+        until(lambda: server.num_sockets() >= before + 20)
+        until(lambda: server.num_sockets() <= before)
         assert server.request("GET", "/health/ready")[0] == 200  # others are served
+
+
+@pytest.mark.parametrize(
+    "asked, expected",
+    [
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 1000, (b"HTTP/1.1 200 OK", 1001)),
+        pytest.param(
+            _posted("/v1/completions", {**MANY, "prompt": MANY["prompt"][:4], "max_tokens": 120, "stream": True}),
+            (b"[DONE]", 1),
+            marks=pytest.mark.long,
+        ),
+    ],
+    ids=["whole", "stream"],
+)
+def test_a_slow_client_that_reads_on_gets_all(tree: Path, asked: bytes, expected: tuple[bytes, int]) -> None:
+    """What a client takes counts, not what is left: that stays the same, where answers follow."""
+    with RealServer(tree, "--slow-reader", 1, "--max-queue", 300) as server, socket.socket() as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        end.connect(("127.0.0.1", server.port))
+        end.sendall(asked + b"GET /health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        parts = []
+        for _ in range(80):  # 4 s
+            parts.append(end.recv(1000))
+            time.sleep(0.05)
+        while parts[-1]:
+            parts.append(end.recv(1 << 20))
+        assert b"".join(parts).count(expected[0]) == expected[1]
 
 
 @pytest.fixture(scope="module")

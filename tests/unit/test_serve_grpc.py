@@ -5,11 +5,15 @@ Triton's own client library: `make clients-test`.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -43,8 +47,8 @@ def grpc_port(server: RealServer) -> int:
 class Caller:
     """A gRPC client without any library of Triton's."""
 
-    def __init__(self, server: RealServer, *metadata: tuple[str, str]):
-        self._channel = grpc.insecure_channel(f"127.0.0.1:{grpc_port(server)}")
+    def __init__(self, server: RealServer, *metadata: tuple[str, str], port: int | None = None):
+        self._channel = grpc.insecure_channel(f"127.0.0.1:{port or grpc_port(server)}")
         self._metadata = metadata
 
     def __enter__(self) -> Caller:
@@ -133,6 +137,53 @@ def test_values_in_contents_and_raw_are_the_same(caller: Caller) -> None:
     assert answers[0].id == "1" and answers[0].model_name == "tensorrt_llm" and answers[0].model_version == "1"
     assert [output.name for output in answers[0].outputs] == ["output_ids", "sequence_length"]
     assert list(answers[0].outputs[0].shape) == [1, 1, 7] and len(answers[0].raw_output_contents[0]) == 28
+
+
+class Proxy:
+    """Hands bytes on between a client and a server; of answers at most `rate` a second, or none any more for 0."""
+
+    def __init__(self, port: int, rate: int):
+        self.rate = rate
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        self._server = socket.socket()
+        self._server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        self._server.connect(("127.0.0.1", port))
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        client, _ = self._listening.accept()
+        threading.Thread(target=self._send, args=(client,), daemon=True).start()
+        with contextlib.suppress(OSError):
+            while self.rate and (data := self._server.recv(self.rate // 20)):
+                client.sendall(data)
+                time.sleep(0.05)
+
+    def _send(self, client: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := client.recv(1 << 16):
+                self._server.sendall(data)
+
+
+def test_a_client_that_reads_nothing_is_ended_and_one_that_reads_slowly_is_not(demo: Results, tmp_path: Path) -> None:
+    """Also where it waits for whole answers, which are no stream of this server's."""
+    tree = make_tree(tmp_path / "results", demo)
+    with RealServer(tree, "--grpc-port", 0, "--slow-reader", 2) as server:
+        num_sockets = server.num_sockets()
+        proxy = Proxy(grpc_port(server), 100_000)
+        with Caller(server, port=proxy.port) as caller:
+            config = MESSAGES["ModelConfigRequest"](name="ensemble")
+            began = time.monotonic()
+            while time.monotonic() < began + 6:  # longer than it may be silent
+                asked = [caller.future("ModelConfig", config) for _ in range(50)]
+                assert all(call.result() for call in asked)
+            assert server.num_sockets() > num_sockets
+            proxy.rate = 0
+            asked = [caller.future("ModelConfig", config) for _ in range(50)]
+            end = time.monotonic() + 30
+            while server.num_sockets() > num_sockets:
+                assert time.monotonic() < end
+                time.sleep(0.05)
 
 
 def damaged() -> Iterator[tuple[str, Any, str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
@@ -55,8 +56,16 @@ class GrpcServer:
         self._triton = triton
         self._service = triton.service
         self._keys = [key.encode() for key in access.keys]
-        # Without the second, two servers could listen at the same port and share its requests.
-        options = [("grpc.max_receive_message_length", access.max_body), ("grpc.so_reuseport", 0)]
+        slow_reader_ms = math.ceil(self._service.limits.slow_reader * 1000)
+        options = [
+            ("grpc.max_receive_message_length", access.max_body),
+            ("grpc.so_reuseport", 0),  # else two servers could listen at the same port and share its requests
+            # A client that reads nothing is ended, of whole answers too. One that reads on answers a ping when it has
+            # read what was sent before: no more than a window, 64 KiB at first.
+            ("grpc.keepalive_time_ms", slow_reader_ms),
+            ("grpc.keepalive_timeout_ms", slow_reader_ms),
+            ("grpc.http2.max_pings_without_data", 0),  # as many as it takes
+        ]
         self._server = grpc.aio.server(options=options)
         handlers = {name: self._unary(name, self._answering(name, fields)) for name, fields in self._methods().items()}
         handlers["ModelInfer"] = self._unary("ModelInfer", self._model_infer)

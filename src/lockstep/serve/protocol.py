@@ -3,21 +3,50 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
+import sys
+import termios
 from collections.abc import Awaitable, Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 _HEAD_BYTES = 1 << 16
 _HEAD_SECONDS = 60.0
 _LINGER_SECONDS = 2.0  # that a client may still send when it has its answer
-_LOOKS = 8  # at what a reader has left, in the time that it may take
+_LOOKS = 8  # at what a reader has taken, in the time that it may take nothing
+
+
+class _CountingTransport:
+    """A transport that knows how much its client has taken."""
+
+    def __init__(self, transport: Any):
+        self._transport = transport
+        self._num_written = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        self._num_written += len(data)
+        self._transport.write(data)
+
+    def num_taken(self) -> int:
+        """Return how many bytes have come to the client's kernel.
+
+        Those that wait in ours are not among them: it takes megabytes, and no more before a third of them has left.
+        """
+        queued = b"\0" * 4
+        with contextlib.suppress(OSError):
+            queued = fcntl.ioctl(self.get_extra_info("socket").fileno(), termios.TIOCOUTQ, queued)
+        return self._num_written - self.get_write_buffer_size() - int.from_bytes(queued, sys.byteorder)
 
 
 class LimitedProtocol(HttpToolsProtocol):
     """A protocol with limits of heads (bytes, seconds, one host), and of bodies that are answered early.
 
-    slow_reader: seconds in which a client must read something of an answer that waits for it.
+    slow_reader: seconds in which a client must take something of an answer that waits for it.
     """
 
     def __init__(self, *given: Any, slow_reader: float, **named: Any):
@@ -26,7 +55,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._look: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
+        self._counting_transport = _CountingTransport(transport)
+        super().connection_made(cast(Any, self._counting_transport))
         self._head = 0
         self._in_head = True
         self._deadline = self.loop.call_later(_HEAD_SECONDS, transport.abort)
@@ -65,22 +95,26 @@ class LimitedProtocol(HttpToolsProtocol):
         raise ValueError(reason)
 
     def _watch_reader(self) -> None:
-        """Look, from now on, at what is not sent yet, until there is nothing."""
+        """Look, from now on, at what the client takes, until nothing waits for it."""
         if self._look is None:
-            self._look_later(self.transport.get_write_buffer_size(), self.loop.time())
+            self._look_later(self._counting_transport.num_taken(), self.loop.time())
 
-    def _look_later(self, unsent: int, since: float) -> None:
-        self._look = self.loop.call_later(self._slow_reader / _LOOKS, self._look_at_reader, unsent, since)
+    def _look_later(self, num_taken: int, since: float) -> None:
+        self._look = self.loop.call_later(self._slow_reader / _LOOKS, self._look_at_reader, num_taken, since)
 
-    def _look_at_reader(self, before: int, since: float) -> None:
-        """End a connection whose client has read nothing since then, when `before` bytes were left."""
-        unsent = self.transport.get_write_buffer_size()
-        now = self.loop.time()
+    def _look_at_reader(self, num_taken_before: int, since: float) -> None:
+        """End a connection whose client has taken nothing since then."""
         self._look = None
-        if unsent and now - since >= self._slow_reader and unsent >= before:
+        if not self.transport.get_write_buffer_size():
+            return
+        now = self.loop.time()
+        num_taken = self._counting_transport.num_taken()
+        if num_taken > num_taken_before:
+            since = now
+        if now - since >= self._slow_reader:
             self.transport.abort()  # `close` would wait for the reader
-        elif unsent:
-            self._look_later(unsent, since if unsent >= before else now)
+        else:
+            self._look_later(num_taken, since)
 
     def send_400_response(self, msg: str) -> None:
         self._watch_reader()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -69,11 +68,7 @@ class TokenResponse:
             return await self.refuse(error)(scope, receive, send)
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         async for event in self.events():
-            if stream is not None:
-                stream.sending_since = time.monotonic()
             await send({"type": "http.response.body", "body": event, "more_body": True})
-            if stream is not None:
-                stream.sending_since = None
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
