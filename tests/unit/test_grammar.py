@@ -20,7 +20,7 @@ from built_family import NAME, build_family
 
 from lockstep.errors import InputError
 from lockstep.runtime import Engine, Model, Request, Sampling, Tokenizer
-from lockstep.runtime.grammar import Grammar, compiler
+from lockstep.runtime.grammar import Grammar, compiler, trial
 from lockstep.runtime.grammar.compiler import Compiler
 from lockstep.runtime.grammar.trial import TrialProcess
 from lockstep.serve.bodies import BadRequest
@@ -205,9 +205,30 @@ def end_trials(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(compiler, "TrialProcess", Noted)
     yield
-    for trial in trials:
-        if trial._process is not None:
-            trial._process.kill()  # the thread that waits for it does the rest
+    for started in trials:
+        if started._process is not None:
+            started._process.kill()  # the thread that waits for it does the rest
+
+
+def test_a_grammar_is_compiled_once_and_steps_go_before_it(
+    model: Model, tokenizer: Tokenizer, assembly: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    niceness: list[int] = []
+
+    def noted(*given: Any) -> Any:
+        niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return trial.compiled(*given)
+
+    monkeypatch.setattr(compiler, "compiled", noted)
+    grammars = Compiler(assembly, model.vocab_size, model.eos_token_ids)
+    texts = set()
+    for seed in range(3):
+        schema = Grammar("json_schema", json.dumps(SCHEMA), name=f"of request {seed}")
+        asked = request(model, tokenizer, schema, sampling=Sampling(1.0, seed=seed))
+        ((tokens, _),) = answers(Engine(model, grammars=grammars), [asked]).values()
+        texts.add(tokenizer.decode(tokens))
+    assert len(texts) == 3 and all(map(follows_schema, texts))
+    assert niceness == [min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)]
 
 
 @pytest.mark.usefixtures("end_trials")

@@ -23,7 +23,8 @@ from lockstep.runtime.tokenizer import tokenizer_path
 SECONDS = 5.0
 _WORKERS = 2  # grammars at a time
 _STACK = 16 << 20  # bytes, more than a trial's: what came through there comes through here
-_KNOWN = 256  # grammars that came through, kept so that the next request spares the trial
+_NICE = 10  # of those threads: a step that runs meanwhile goes first
+_MAX_CACHED = 2 << 20  # characters of compiled grammars that are kept, 40 bytes of memory for each
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Compiler:
         self._lock = threading.Lock()
         self._text: str | None = None
         self._tokenizer: Any = None
-        self._known: dict[Grammar, None] = {}  # oldest first
+        self._compiled: dict[Grammar, Any] = {}  # llguidance's matchers, at the start; the last used last
         self._masks: ThreadPoolExecutor | None = None
         self._num_workers = 0
 
@@ -102,6 +103,7 @@ class Compiler:
         self._came.wait(seconds)
 
     def _work(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICE)
         trial: TrialProcess | None = None
         while True:
             job = self._jobs.get()
@@ -109,11 +111,9 @@ class Compiler:
                 continue
             try:
                 tokenizer = self._load()
-                if job.grammar not in self._known:
-                    assert self._text is not None
-                    trial = trial or TrialProcess(self._text, self._vocab_size, self._eos_token_ids)
-                    trial.check(job.grammar.kind, job.grammar.text, self._seconds, job.grammar.around)
-                outcome: Matcher | str = self._matcher(tokenizer, job)
+                assert self._text is not None
+                trial = trial or TrialProcess(self._text, self._vocab_size, self._eos_token_ids)
+                outcome: Matcher | str = self._matcher(tokenizer, trial, job)
             except Refusal as refusal:
                 outcome = f"{job.grammar.name}: expected {refusal}"
             except LockstepError as error:
@@ -135,14 +135,27 @@ class Compiler:
                 self._masks = ThreadPoolExecutor(2, "masks")
             return self._tokenizer
 
-    def _matcher(self, tokenizer: Any, job: _Job) -> Matcher:
+    def _matcher(self, tokenizer: Any, trial: TrialProcess, job: _Job) -> Matcher:
         assert self._masks is not None
-        matcher = compiled(tokenizer, job.grammar.kind, job.grammar.text, job.grammar.around)
+        start = self._at_start(tokenizer, trial, job.grammar)
+        with self._lock:
+            matcher = start.deep_copy()
         if job.answer_ids and not matcher.consume_tokens(list(job.answer_ids)):
             raise Refusal("answer_ids that the grammar allows, found others")
-        made = Matcher(matcher, self._vocab_size, self._masks)
+        return Matcher(matcher, self._vocab_size, self._masks)
+
+    def _at_start(self, tokenizer: Any, trial: TrialProcess, grammar: Grammar) -> Any:
+        """Return the matcher of a grammar at its start, which is copied and does not change."""
+        start = self._compiled.get(grammar)
+        if start is None:
+            trial.check(grammar.kind, grammar.text, self._seconds, grammar.around)
+            start = compiled(tokenizer, grammar.kind, grammar.text, grammar.around)
         with self._lock:
-            self._known[job.grammar] = None
-            if len(self._known) > _KNOWN:
-                del self._known[next(iter(self._known))]
-        return made
+            self._compiled.pop(grammar, None)
+            self._compiled[grammar] = start
+            num_characters = sum(len(known.text) for known in self._compiled)
+            while num_characters > _MAX_CACHED and len(self._compiled) > 1:
+                oldest = next(iter(self._compiled))
+                num_characters -= len(oldest.text)
+                del self._compiled[oldest]
+        return start
