@@ -7,67 +7,28 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-_DEEPEST = 16  # levels of $ref, anyOf and allOf
-_MOST = 1024  # schemas that are looked at for one value: those that refer to themselves multiply
-_KINDS: Mapping[type, str] = {
-    type(None): "null",
-    bool: "boolean",
-    int: "integer",
-    float: "number",
-    str: "string",
-    list: "array",
-    dict: "object",
-}
-_WORDS: Mapping[str, bool | None] = {"True": True, "False": False, "None": None}
+_MAX_DEPTH = 16  # of $ref, anyOf and allOf
+_MAX_SCHEMAS = 1024  # for one value: schemas that refer to themselves multiply
+_TYPE_NAMES = {
+    type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object",
+}  # fmt: skip
+_PYTHON_CONSTANTS = {"True": True, "False": False, "None": None}
 
 Schema = Mapping[str, Any]
 
 
 def properties(function: Schema) -> Mapping[str, Any] | None:
-    """Return the schemas of a function's arguments, by name; None where nothing is known of them."""
-    schema = next(iter(branches(function, function)))
-    found = schema.get("properties")
-    return found if isinstance(found, Mapping) else None
+    """Return the schemas of a function's arguments, by name; None where it lists none."""
+    schemas = branches(function, function)[0].get("properties")
+    return schemas if isinstance(schemas, Mapping) else None
 
 
-def argument(function: Schema, name: str) -> Any:
-    """Return the schema of an argument."""
-    found = properties(function) or {}
-    return found[name] if name in found else function.get("additionalProperties")
-
-
-def branches(schema: Any, root: Schema, depth: int = 0, left: list[int] | None = None) -> list[Schema]:
+def branches(schema: Any, root: Schema) -> list[Schema]:
     """Return the schemas of which a value follows one: $ref, anyOf and oneOf are resolved.
 
-    root: what $ref is in. left: how many schemas may still be looked at; what is beyond allows any value.
+    root: the document of each $ref.
     """
-    left = [_MOST] if left is None else left
-    left[0] -= 1
-    if not isinstance(schema, Mapping) or depth > _DEEPEST or left[0] < 0:
-        return [{}]
-    for word in ("anyOf", "oneOf"):
-        if isinstance(choices := schema.get(word), list) and choices:
-            rest = {name: value for name, value in schema.items() if name != word}
-            inner = [{**rest, **choice} if isinstance(choice, Mapping) else rest for choice in choices]
-            return [branch for choice in inner for branch in branches(choice, root, depth + 1, left)]
-    parts = schema.get("allOf")
-    if isinstance(parts, list) and len(parts) == 1 and isinstance(parts[0], Mapping):
-        rest = {name: value for name, value in schema.items() if name != "allOf"}
-        return branches({**parts[0], **rest}, root, depth + 1, left)
-    if isinstance(place := schema.get("$ref"), str):
-        rest = {name: value for name, value in schema.items() if name != "$ref"}
-        target = _target(root, place)
-        return branches({**target, **rest} if isinstance(target, Mapping) else rest, root, depth + 1, left)
-    return [schema]
-
-
-def _target(root: Any, place: str) -> Any:
-    """Return what a JSON pointer of a $ref names; None for another document, and where nothing is."""
-    if not place.startswith("#"):
-        return None
-    for name in place[1:].split("/")[1:]:
-        root = root.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(root, Mapping) else None
-    return root
+    return _Resolver(root).branches(schema)
 
 
 def choices(branch: Schema) -> list[Any] | None:
@@ -78,90 +39,140 @@ def choices(branch: Schema) -> list[Any] | None:
     return [branch["const"]] if "const" in branch else None
 
 
-def kinds(schema: Any, root: Schema, depth: int = 0, left: list[int] | None = None) -> frozenset[str] | None:
-    """Return the types that a value may have, as JSON schema names them; None for any. left: as of `branches`."""
-    left = [_MOST] if left is None else left
-    found: frozenset[str] = frozenset()
-    for branch in branches(schema, root, depth, left):
-        of_branch = _kinds(branch, root, depth, left)
-        if of_branch is None:
+def kinds(schema: Any, root: Schema) -> frozenset[str] | None:
+    """Return the types that a value may have, as JSON schema names them; None for any."""
+    return _Resolver(root).kinds(schema)
+
+
+class _Resolver:
+    """Resolves schemas of one document. Beyond `_MAX_SCHEMAS` of them, a schema allows any value."""
+
+    def __init__(self, root: Schema):
+        self._root = root
+        self._remaining = _MAX_SCHEMAS
+
+    def branches(self, schema: Any, depth: int = 0) -> list[Schema]:
+        self._remaining -= 1
+        if not isinstance(schema, Mapping) or depth > _MAX_DEPTH or self._remaining < 0:
+            return [{}]
+        for keyword in ("anyOf", "oneOf"):
+            alternatives = schema.get(keyword)
+            if isinstance(alternatives, list) and alternatives:
+                branches: list[Schema] = []
+                for alternative in alternatives:
+                    branches += self.branches(_without(schema, keyword) | _as_dict(alternative), depth + 1)
+                return branches
+        parts = schema.get("allOf")
+        if isinstance(parts, list) and len(parts) == 1 and isinstance(parts[0], Mapping):
+            return self.branches({**parts[0], **_without(schema, "allOf")}, depth + 1)
+        pointer = schema.get("$ref")
+        if isinstance(pointer, str):
+            return self.branches(_as_dict(self._target(pointer)) | _without(schema, "$ref"), depth + 1)
+        return [schema]
+
+    def _target(self, pointer: str) -> Any:
+        """Return the value at a JSON pointer; None in another document, and where there is none."""
+        if not pointer.startswith("#"):
             return None
-        found |= of_branch
-    return found
+        target: Any = self._root
+        for name in pointer[1:].split("/")[1:]:
+            target = _as_dict(target).get(name.replace("~1", "/").replace("~0", "~"))
+        return target
+
+    def kinds(self, schema: Any, depth: int = 0) -> frozenset[str] | None:
+        kinds: frozenset[str] = frozenset()
+        for branch in self.branches(schema, depth):
+            branch_kinds = self._branch_kinds(branch, depth)
+            if branch_kinds is None:
+                return None
+            kinds |= branch_kinds
+        return kinds
+
+    def _branch_kinds(self, branch: Schema, depth: int) -> frozenset[str] | None:
+        types = branch.get("type")
+        values = choices(branch)
+        kinds: frozenset[str] | None = None
+        if isinstance(types, str):
+            kinds = frozenset([types])
+        elif isinstance(types, list):
+            kinds = frozenset(name for name in types if isinstance(name, str))
+        elif values is not None:
+            kinds = frozenset(_TYPE_NAMES.get(type(value), "") for value in values)
+        parts = branch.get("allOf")
+        if isinstance(parts, list) and depth <= _MAX_DEPTH:
+            for part in parts:
+                part_kinds = self.kinds(part, depth + 1)
+                if part_kinds is not None:
+                    kinds = part_kinds if kinds is None else kinds & part_kinds
+        if kinds is not None and branch.get("nullable") is True:
+            kinds |= {"null"}
+        return kinds
 
 
-def _kinds(branch: Schema, root: Schema, depth: int, left: list[int]) -> frozenset[str] | None:
-    named = branch.get("type")
-    values = choices(branch)
-    found: frozenset[str] | None = None
-    if isinstance(named, str):
-        found = frozenset([named])
-    elif isinstance(named, list):
-        found = frozenset(name for name in named if isinstance(name, str))
-    elif values is not None:
-        found = frozenset(_KINDS.get(type(value), "") for value in values)
-    all_of = branch.get("allOf")
-    for part in all_of if isinstance(all_of, list) and depth <= _DEEPEST else ():
-        other = kinds(part, root, depth + 1, left)
-        found = other if found is None or other is None else found & other
-    return found | {"null"} if found is not None and branch.get("nullable") is True else found
+def _as_dict(value: Any) -> dict[str, Any]:
+    return dict(value) if isinstance(value, Mapping) else {}
+
+
+def _without(schema: Schema, keyword: str) -> dict[str, Any]:
+    return {name: value for name, value in schema.items() if name != keyword}
 
 
 def coerced(text: str, function: Schema, name: str) -> Any:
-    """Return the argument that a text stands for: the first of its readings that the schema takes, else the text.
+    """Return the argument that a text means: the first of its readings that the schema allows, else the text.
 
-    Where a text is taken, what is none of the other types is that text, to the character.
+    Where a string is allowed, what has none of the other types is that text, to the character.
     """
-    schema = argument(function, name)
-    taken = kinds(schema, function)
+    schema = (properties(function) or {}).get(name, function.get("additionalProperties"))
+    allowed = kinds(schema, function)
     for branch in branches(schema, function):
         for value in choices(branch) or ():
             if text.strip() == written(value):
                 return value
-    if taken == {"string"}:
+    if allowed == {"string"}:
         return text
     for value in _readings(text.strip()):
-        if taken is None or _is_one_of(value, taken):
-            return int(value) if isinstance(value, float) and taken is not None and "number" not in taken else value
+        if allowed is None:
+            return value
+        if _has_kind(value, allowed):
+            return int(value) if isinstance(value, float) and "number" not in allowed else value
     return text
 
 
 def written(value: Any) -> str:
-    """Return how a model writes a value: a text as it is, another one as JSON."""
+    """Return how a model writes a value: a string as it is, another one as JSON."""
     return value if isinstance(value, str) else dumped(value)
 
 
 def dumped(value: Any) -> str:
     """Return a value as JSON, with escapes where there are halves of surrogate pairs, which UTF-8 cannot have."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    return (
-        text
-        if text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
-        else json.dumps(value)
-    )
+    has_surrogates = not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text)
+    return json.dumps(value) if has_surrogates else text
 
 
 def _readings(text: str) -> Iterator[Any]:
-    """Return what a text may stand for: JSON, or Python's constants, lists and dictionaries."""
+    """Yield the values that a text may mean, as JSON and as Python's constants, lists and dictionaries."""
     try:
         value = json.loads(text)
         dumped(value)  # not NaN, Infinity and numbers that become it
         yield value
     except (ValueError, RecursionError):
         pass
-    if text in _WORDS:
-        yield _WORDS[text]
-    if text[:1] in ("[", "{"):
+    if text in _PYTHON_CONSTANTS:
+        yield _PYTHON_CONSTANTS[text]
+    if text.startswith(("[", "{")):
         try:
             yield json.loads(dumped(ast.literal_eval(text)))
         except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             pass
 
 
-def _is_one_of(value: Any, taken: frozenset[str]) -> bool:
-    """Return whether a value has one of some types; a text that is quoted like JSON is one with its quotes."""
-    kind = _KINDS[type(value)]
-    if kind == "string" and "string" in taken:
+def _has_kind(value: Any, allowed: frozenset[str]) -> bool:
+    """Return whether a value has one of some types; where strings are allowed, a quoted one keeps its quotes."""
+    kind = _TYPE_NAMES[type(value)]
+    if kind == "string" and "string" in allowed:
         return False
+    if kind == "integer" and "number" in allowed:
+        return True
     is_whole = isinstance(value, float) and value.is_integer()
-    return kind in taken or (kind == "integer" and "number" in taken) or (is_whole and "integer" in taken)
+    return kind in allowed or (is_whole and "integer" in allowed)
