@@ -47,6 +47,13 @@ def test_the_split_form_itself_passes(small):
     assert found.error < EXPORT / 4 and found.own < EXPORT / 4  # room for other processors' sums
 
 
+def test_a_model_is_held_to_transformers_within_its_positions_alone(assembled):
+    """Llama 4 scales queries from position `floor_scale - 1` on, to which no request of ours goes."""
+    config = {**FAMILIES["llama4_text"].config, "floor_scale": 16}
+    meta = meta_model(config, "fp32")
+    assert prove(config, meta, *assembled(meta, config, "fp32"), assembled) < EXPORT
+
+
 def test_measuring_leaves_threads_and_collector_as_they_were(small):
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)

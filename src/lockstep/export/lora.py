@@ -76,9 +76,11 @@ def with_adapters(
     }
     known = {modules[name][slot] for name, slots in products.items() for slot in slots}
     if not known:
+        renamed = {_IN_LAYER.split(name)[-1] for name in linears or () if _IN_LAYER.search(name)}
         raise InputError(
             "adapters: expected linear layers in decoder layers whose weights have the layers' own names in the "
-            "checkpoint, found none; serve this model without adapters"
+            f"checkpoint, found other names there for {', '.join(sorted(renamed)) or 'all'}; serve this model without "
+            "adapters"
         )
     if missing := [target for target in targets or () if not any(fits(module, [target]) for module in known)]:
         found = ", ".join(sorted(known))

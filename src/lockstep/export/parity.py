@@ -222,10 +222,10 @@ def measure(small: Small, draw: tuple[int, float] = DRAWS[0]) -> Measured:
     """Measure the errors of two requests' tokens under random weights. Raises InputError where nothing runs."""
     model = reference_model(small.config, *draw)
     random = np.random.default_rng(draw[0])
-    sequences = [random.integers(0, small.assembly.vocab_size, length) for length in LENGTHS]
-    if small.assembly.state_mixers:  # a recurrence computes spans of tokens at a time
-        limit = small.assembly.max_position_embeddings or sum(_LONG)
-        sequences.append(random.integers(0, small.assembly.vocab_size, min(sum(_LONG), limit)))
+    # A recurrence computes spans of tokens at a time.
+    lengths = [*LENGTHS, sum(_LONG)] if small.assembly.state_mixers else LENGTHS
+    limit = small.assembly.max_position_embeddings or sum(_LONG)
+    sequences = [random.integers(0, small.assembly.vocab_size, min(length, limit)) for length in lengths]
     expected = _forward(model, sequences)
     spread = float(np.concatenate(expected).std())
     refusal = f"model type {small.config['model_type']!r} cannot be split: "
@@ -275,7 +275,7 @@ def walk(run: ReferenceRunner, sequences: Sequence[np.ndarray]) -> list[np.ndarr
     for counts in (*_STEPS, *((0, 0, count) for count in _LONG if len(sequences) > 2)):
         shares = [ids[at[number] : at[number] + count] for number, (ids, count) in enumerate(zip(sequences, counts))]
         parts = [PackedRequest(number, share) for number, share in enumerate(shares) if len(share)]
-        for part, rows in zip(parts, run.step(parts), strict=True):
+        for part, rows in zip(parts, run.step(parts) if parts else (), strict=True):
             logits[part.request].append(rows)
             at[part.request] += len(part.tokens)
     return [np.concatenate(rows) for rows in logits]
