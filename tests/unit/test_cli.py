@@ -6,8 +6,10 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import click
@@ -65,12 +67,32 @@ def test_a_run_needs_a_folder_for_snakemakes_cache_and_no_name_of_its_user(
     for name in ("LOGNAME", "LNAME", "USERNAME", "USER"):
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(project / "config" / "config.yaml"))
-    with pytest.raises(SystemExit) as ended:
-        main(["run"], prog_name="lockstep")
-    assert ended.value.code == 2 and os.environ["USER"] == "12345"
-    line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("lockstep: error: ") and "set XDG_CACHE_HOME to one that can be written to" in line
+    for home in (str(project / "config" / "config.yaml"), "/dev/null/cache", "/proc/cache"):
+        monkeypatch.setenv("XDG_CACHE_HOME", home)
+        with pytest.raises(SystemExit) as ended:
+            main(["run"], prog_name="lockstep")
+        assert ended.value.code == 2 and os.environ["USER"] == "12345"
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert line.startswith(f"lockstep: error: {home}/snakemake: expected") and "; set XDG_CACHE_HOME to one" in line
+
+
+def test_a_second_run_in_a_folder_names_the_first(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Snakemake's advice, --unlock, is for a run that died: two at once write the same files."""
+    (project / "first.smk").write_text("rule:\n    output: 'done'\n    shell: 'sleep 600'\n")
+    command = [sys.executable, "-m", "snakemake", "--snakefile", "first.smk", "--cores", "1"]
+    first = subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE)
+    try:
+        end = time.monotonic() + 60
+        while not any(Path(".snakemake/locks").glob("*")):
+            assert first.poll() is None and time.monotonic() < end
+            time.sleep(0.1)
+        with pytest.raises(SystemExit) as ended:
+            main(["run"], prog_name="lockstep")
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert ended.value.code == 2 and f"found process {first.pid};" in line
+    finally:
+        os.killpg(first.pid, signal.SIGKILL)
+        first.communicate()
 
 
 def test_targets_need_no_results(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

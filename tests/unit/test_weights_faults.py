@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import signal
 import subprocess
@@ -111,6 +112,21 @@ def test_a_file_size_limit_in_the_middle_is_one_line(tmp_path):
     assert line.startswith(f"lockstep: error: {out.with_name('weights.safetensors')}: expected ")
     assert line.endswith(
         "bytes free for the converted weights, found the disk full (File too large); free space and run again\n"
+    )
+    assert list(out.parent.iterdir()) == []
+
+
+def test_a_full_disk_is_one_line_of_a_build_and_leaves_nothing(demo, tmp_path):
+    """Also where ONNX Runtime writes, which calls it "Protobuf serialization failed"."""
+    build = "import sys, lockstep; lockstep.build_engines(sys.argv[1], 'onnxruntime', sys.argv[2])"
+    out = tmp_path / "engines" / "engines.json"
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+    process = start(build, demo.assembly("demo-llama", "fp32"), out, preexec_fn=limit)
+    line = process.communicate()[1].splitlines()[-1]
+    assert re.fullmatch(
+        rf"lockstep.errors.InputError: {out.parent}: expected room for engines, found the disk full \(.+\); free space "
+        "and run again",
+        line,
     )
     assert list(out.parent.iterdir()) == []
 

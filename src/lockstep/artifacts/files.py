@@ -44,6 +44,20 @@ def atomic_path(path: str | os.PathLike, writer: str | None = None) -> Iterator[
         temporary.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def disk_room(expected: str) -> Iterator[None]:
+    """Raise InputError where the disk, a quota or the limit of a file's size is full. expected: the line's first part.
+
+    An OSError of a write names no file.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise InputError(f"{expected}, found the disk full ({error.strerror}); free space and run again") from None
+
+
 def check_place(path: Path) -> None:
     """Raise InputError where a file could not be written to `path`."""
     if path.is_dir():

@@ -19,7 +19,7 @@ import onnx
 from lockstep.artifacts import formats
 from lockstep.artifacts.assembly import Assembly, GraphFile
 from lockstep.artifacts.engines import EngineFile, EngineSetManifest
-from lockstep.artifacts.files import sha256_file, write_json
+from lockstep.artifacts.files import disk_room, sha256_file, write_json
 from lockstep.backends.base import Backend, Built, get_backend
 from lockstep.backends.graphs import BaseGraph, RopeGraph, RowsGraph, graph_file
 from lockstep.errors import InputError
@@ -42,8 +42,9 @@ def build(
     """Build the engine set of an assembly and write its engines.json.
 
     Returns its path. An engine already there is kept when graph, options, device, backend version and builder revision
-    are those recorded and its file is whole. Raises InputError for a precision that the backend lacks and for a file of
-    someone else where an engine goes, CheckError for a graph that is damaged or that the library refuses.
+    are those recorded and its file is whole. Raises InputError for a precision that the backend lacks, for a file of
+    someone else where an engine goes and for a full disk, CheckError for a graph that is damaged or that the library
+    refuses.
     """
     assembly_path = Path(assembly_json)
     out = Path(out_engines_json)
@@ -78,7 +79,7 @@ def build(
     names = {library.file(name) for name, _ in graphs}
     stale_files(out, names)
     library.start(out.parent, manifest, [name for name, _ in graphs])
-    with replacing(out, names) as stale:
+    with disk_room(f"{out.parent}: expected room for engines"), replacing(out, names) as stale:
         _remove_temporary(out.parent, names)
         engines = _engines(assembly_path, graphs, out, manifest, library, costs)
         manifest = replace(manifest, engines=engines, details=library.finish(list(engines)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import importlib.util
 import os
@@ -14,6 +15,8 @@ from lockstep.errors import InputError, note
 
 _SUFFIXES = (".yaml", ".yml", ".json")
 _CONFIG_OPTIONS = ("--configfile", "--configfiles")
+# With these, and with -n, Snakemake takes no lock of this folder.
+_UNLOCKED_OPTIONS = ("--dry-run", "--dryrun", "--unlock", "--nolock", "-d", "--directory")
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -38,10 +41,28 @@ def run(cores: str, arguments: tuple[str, ...]) -> None:
         config = _config_here()
     # Before another option: it takes all words that follow, also the files that a user asks for.
     named = () if config is None else ("--configfile", config)
+    if not any(option.startswith("-n") or option.partition("=")[0] in _UNLOCKED_OPTIONS for option in options):
+        _check_alone()
     _prepare_environment()
     command = [sys.executable, "-P", "-m", "snakemake", *named, "--snakefile", str(snakefile), "--cores", cores]
     sys.stdout.flush()
     os.execv(sys.executable, [*command, *options])
+
+
+def _check_alone() -> None:
+    """Raise InputError where Snakemake runs in this folder, whose advice is `--unlock`, which is for one that died."""
+    if not any(Path(".snakemake/locks").glob("*")):
+        return
+    here = os.path.realpath(".")
+    for process in sorted(Path("/proc").glob("[0-9]*"), key=lambda process: int(process.name)):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            is_snakemake = any(os.path.basename(word) == b"snakemake" for word in words)
+            if is_snakemake and os.path.realpath(process / "cwd") == here and int(process.name) != os.getpid():
+                raise InputError(
+                    f"run: expected no other run in {here}, found process {process.name}; wait until it has ended, or "
+                    "run in another folder"
+                )
 
 
 def _prepare_environment() -> None:
@@ -57,10 +78,14 @@ def _prepare_environment() -> None:
     except (KeyError, OSError):  # OSError from Python 3.13 on
         os.environ["USER"] = str(os.getuid())
     cache = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"), "snakemake")
-    check_writable(
-        next(filter(os.path.exists, (cache, *cache.parents))),
-        f"Snakemake's {cache} would lie in it: set XDG_CACHE_HOME to one that can be written to",
-    )
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"{cache}: expected a folder that Snakemake can make and write to, found {error.strerror}; set "
+            "XDG_CACHE_HOME to one"
+        ) from None
+    check_writable(cache, "set XDG_CACHE_HOME to one that can be written to")
 
 
 def _split(arguments: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:

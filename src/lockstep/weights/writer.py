@@ -5,7 +5,6 @@ Memory: a few pieces, however large the model.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import math
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.artifacts.dtypes import DTYPE_BITS, DTYPE_ORDER, FLOAT_DTYPES, PRECISION_DTYPES, ROW, numpy_dtype
-from lockstep.artifacts.files import atomic_path, check_place
+from lockstep.artifacts.files import atomic_path, check_place, disk_room
 from lockstep.artifacts.places import StoredFile, TensorPlace
 from lockstep.artifacts.quantized import QuantizedTensors, data_name, order_name, scales_name, zero_points_name
 from lockstep.errors import InputError
@@ -29,9 +28,6 @@ from lockstep.weights.groups import integers_of, pack, scales_of
 from lockstep.weights.packed import pack_zero_points
 from lockstep.weights.scan import from_bits
 from lockstep.weights.source import PIECE_BYTES, Source
-
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
 
 Bring = Callable[["Source", "Stored", int, np.ndarray], Iterator[memoryview]]
 Pieces = Callable[[str], Iterable[np.ndarray]]
@@ -107,21 +103,13 @@ def write_stream(
             f"space or choose another output folder"
         )
     digest = hashlib.sha256()
-    try:
-        with atomic_path(path) as temporary:
-            with open(temporary, "wb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
-                for data in contents:
-                    hashed = pool.submit(digest.update, data)  # hashlib lets go of the interpreter lock
-                    _write_all(file, data)
-                    hashed.result()
-            before_rename()
-    except OSError as error:
-        if error.errno not in _DISK_FULL:
-            raise
-        found = f"found the disk full ({error.strerror})"
-        raise InputError(
-            f"{path}: expected {size} bytes free for the {what} weights, {found}; free space and run again"
-        ) from None
+    with disk_room(f"{path}: expected {size} bytes free for the {what} weights"), atomic_path(path) as temporary:
+        with open(temporary, "wb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
+            for data in contents:
+                hashed = pool.submit(digest.update, data)  # hashlib lets go of the interpreter lock
+                _write_all(file, data)
+                hashed.result()
+        before_rename()
     return digest.hexdigest()
 
 

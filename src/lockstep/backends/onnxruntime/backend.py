@@ -13,7 +13,6 @@ import dataclasses
 import errno
 import math
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -53,7 +52,6 @@ _LEVELS = {
     "extended": ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
     "all": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
 }
-_FULL_DISK_BYTES = 1 << 16  # less free than an engine needs
 _LARGE_BYTES = 1 << 20  # of an engine's weights: fewer are in a cache anyway
 _HOLES_BYTES = 1 << 26  # of those that leave holes in the heap: the copies of fewer are soon taken by the next engine's
 _STITCHED_BYTES = 512 << 20  # of weights, which are in memory twice then: reading more is what a step costs
@@ -112,9 +110,8 @@ class OnnxRuntimeBackend(HostBackend):
             source = str(graph_path) if rewritten is model else rewritten.SerializeToString()
             try:
                 _session(source, settings, f"{graph_path}: ONNX Runtime {ort.__version__} cannot build this graph")
-            except CheckError:
-                # ONNX Runtime calls it "Protobuf serialization failed"
-                if shutil.disk_usage(folder).free < _FULL_DISK_BYTES:
+            except CheckError as error:
+                if "Protobuf serialization failed" in str(error):  # it cannot write `saved`
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(out_path)) from None
                 raise
             write_bytes(out_path, _canonical(saved.read_bytes()))
