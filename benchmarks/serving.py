@@ -2,7 +2,7 @@
 
 In: engines, assembly and weights of one model. Out: tokens a second through `lockstep serve`'s server beside those of
 the engine alone, in turn; CPU time of the API process for a token; the time of a refusal by a full queue; and, at given
-rates of requests, the times of `lockstep load`, of this server and of others that are given.
+rates of requests, the times of the answers (`benchmarks/load.py`), of this server and of others that are given.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import http.client
 import json
+import math
 import os
 import re
 import select
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -28,6 +30,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from benchmarks import cold, options
+from benchmarks.load import load
 from benchmarks.measure import deliver, spread, surroundings
 from benchmarks.shapes import checkpoint
 from lockstep import Assembly, Engine, InputError, Model, Request
@@ -55,7 +58,7 @@ MAX_QUEUE = 4096
 MOST_PROMPTS = 256
 REFUSALS = 200
 KEPT = (
-    "completed", "failed", "refused", "duration_s", "requests_per_s", "output_tokens_per_s", "ttft_p50_ms",
+    "completed", "duration_s", "requests_per_s", "output_tokens_per_s", "ttft_p50_ms",
     "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", "itl_max_ms", "tpot_mean_ms", "latency_p50_ms", "latency_p99_ms",
     "client_lag_p99_s", "send_delay_p99_ms",
 )  # fmt: skip
@@ -224,7 +227,7 @@ class Server:
         costs = []
         for at in range(rounds + 1):
             before = _cpu_seconds(self._process.pid)
-            figures = load(self.url, f"{STREAMS_PROMPT},0,{STREAMS_NEW},0", "inf", number, seed=seed + at)
+            figures = load(self.url, STREAMS_PROMPT, STREAMS_NEW, math.inf, number, seed + at)
             spent = _cpu_seconds(self._process.pid) - before
             tokens = figures["output_tokens_per_s"] * figures["duration_s"]
             if at:
@@ -268,38 +271,23 @@ def _cpu_seconds(pid: int) -> float:
     return sum(int(path.read_text().split()[0]) for path in Path("/proc", str(pid), "task").glob("*/schedstat")) / 1e9
 
 
-def load(url: str, lengths: str, rate: str, requests: int, seed: int = 0) -> dict[str, float]:
-    """Return the figures of one run of `lockstep load`."""
-    arguments = ["--token-norm-dist", lengths, "--rate", rate, "--requests", requests, "--seed", seed, "--warmup", 0]
-    body = '{"temperature": 0, "ignore_eos": true}'
-    command = [sys.executable, "-m", "lockstep", "load", url, *map(str, arguments), "--body", body, "--json"]
-    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    (found,) = json.loads(ended.stdout)["runs"]
-    return found["figures"]
-
-
 def at_rate(url: str, rate: str, requests: int) -> dict[str, float | None]:
     """Requests that come at random times, `rate` a second, or all at once."""
-    load(url, f"{PROMPT},0,{NEW},0", "inf", 4, seed=1)  # whatever the first requests would pay
-    figures = load(url, f"{PROMPT},0,{NEW},0", rate, requests)
+    load(url, PROMPT, NEW, math.inf, 4, seed=1)  # whatever the first requests would pay
+    figures = load(url, PROMPT, NEW, float(rate), requests)
     return {name: _rounded(figures.get(name)) for name in KEPT}
 
 
 def long_prompt(url: str) -> dict[str, Any]:
     """Measure the gaps between tokens of QUIET streams. Alone, and while a prompt of LONG tokens comes."""
-    quiet = load(url, f"16,0,{QUIET_NEW},0", "inf", QUIET, seed=2)
-    streams = subprocess.Popen(
-        [sys.executable, "-m", "lockstep", "load", url, "--token-norm-dist", f"16,0,{QUIET_NEW},0", "--requests",
-         str(QUIET), "--seed", "3", "--warmup", "0", "--body", '{"temperature": 0, "ignore_eos": true}', "--json"],
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    time.sleep(2)  # the client starts, and its streams are under way
-    alone = load(url, f"{LONG},0,2,0", "inf", 1, seed=4)
-    output, _ = streams.communicate(timeout=120)
-    (beside,) = json.loads(output)["runs"]
+    quiet = load(url, 16, QUIET_NEW, math.inf, QUIET, seed=2)
+    with ThreadPoolExecutor(1) as threads:
+        streams = threads.submit(load, url, 16, QUIET_NEW, math.inf, QUIET, seed=3)
+        time.sleep(1)  # the streams are under way
+        alone = load(url, LONG, 2, math.inf, 1, seed=4)
+        beside = streams.result()
     quiet_ms, beside_ms = (
-        {name: _rounded(figures[f"itl_{name}_ms"]) for name in ("p50", "p99", "max")}
-        for figures in (quiet, beside["figures"])
+        {name: _rounded(figures[f"itl_{name}_ms"]) for name in ("p50", "p99", "max")} for figures in (quiet, beside)
     )
     return {"quiet_ms": quiet_ms, "beside_ms": beside_ms, "its_ttft_ms": _rounded(alone["ttft_p50_ms"])}
 

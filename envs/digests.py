@@ -26,7 +26,7 @@ LISTS = {
     "requirements": LINUX, "openvino": LINUX, "tokenizers": LINUX, "test": LINUX, "publish": LINUX, "otel": LINUX,
     "docs": LINUX, "oldest": LINUX, "slurm": LINUX, "kubernetes": LINUX, "kubernetes-test": LINUX, "smollm2": LINUX,
     "cuda": ONE, "tensorrt": ONE, "tritonclient": LINUX, "triton": ONE, "lm-eval": ONE,
-    "agents": ONE, "aiperf": ONE, "bfcl": ONE, "llama-cpp": ONE,
+    "agents": ONE, "aiperf": ONE, "perf-analyzer": ONE, "bfcl": ONE, "llama-cpp": ONE,
 }  # fmt: skip
 HEADER = """\
 # Files of the pins of requirements.txt, by sha256; made by `make hashes`, without torch, whose build TORCH chooses.

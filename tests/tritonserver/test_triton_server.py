@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -217,29 +216,6 @@ def test_a_full_queue_refuses_what_does_not_fit(references: Results, tmp_path: P
             answers = list(threads.map(triton.request, ["POST"] * 40, paths, [body] * 40))
             refused = [data.decode() for status, data in answers if status != 200]
             assert 0 < len(refused) < 40 and all("queue" in error for error in refused), refused
-
-
-@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm"])
-def test_load_over_grpc_is_all_answered(triton: TritonServer, tmp_path: Path, model: str) -> None:
-    workload = ["token-norm-dist", "--token-norm-dist", "12,2,16,2", "--requests", "6"]
-    if model == "ensemble":  # texts go there, token ids to tensorrt_llm
-        path = tmp_path / "prompts.jsonl"
-        path.write_text("".join(json.dumps({"prompt": f"Say {each}", "max_tokens": 16}) + "\n" for each in range(6)))
-        workload = ["dataset", "--dataset", str(path)]
-    before = executed(triton, model)
-    address = f"127.0.0.1:{triton.grpc}"
-    command = [sys.executable, "-m", "lockstep", "load", address, *workload, "-i", "grpc", "--warmup", "0", "--json"]
-    run = subprocess.run(command, capture_output=True, timeout=300)
-    assert run.returncode == 0, run.stderr.decode() + triton.log[-3000:]
-    assert json.loads(run.stdout)["runs"][0]["figures"]["completed"] == 6
-    triton.wait_settled()
-    assert executed(triton, model) == before + 6
-
-
-def executed(triton: TritonServer, model: str) -> int:
-    """Requests of a model that ended well, as Triton counts them."""
-    (found,) = json.loads(triton.request("GET", f"/v2/models/{model}/stats")[1])["model_stats"]
-    return found["inference_stats"]["success"]["count"]
 
 
 def test_options_and_one_response_a_request(references: Results, tmp_path: Path) -> None:

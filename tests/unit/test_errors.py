@@ -228,7 +228,7 @@ def test_a_text_goes_to_a_stdout_of_any_encoding_and_a_json_document_stays_one(e
 def test_a_stream_that_is_closed_takes_what_goes_there_and_nothing_else_does(stream: int) -> None:
     script = (
         f"import os, sys; os.close({stream}); "
-        "os.execv(sys.executable, [sys.executable, '-m', 'lockstep', 'load', 'nowhere'])"
+        "os.execv(sys.executable, [sys.executable, '-m', 'lockstep', 'serve', 'nowhere'])"
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert found.returncode == 2 and found.stdout == ""

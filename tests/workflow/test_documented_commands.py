@@ -1,6 +1,7 @@
 """The `lockstep` commands in blocks of the pages: each page's in order, by a shell, in a copy of the demo's run.
 
-`curl` lines are those of tests/unit/test_curl.py, `make` and `snakemake` those of other tests here.
+`curl` lines are those of tests/unit/test_curl.py, load generators those of tests/clients, `make` and `snakemake` those
+of other tests here.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ models:
 limits: {max_batch_size: 4, max_num_tokens: 512, max_seq_len: 256, max_input_len: 128}
 """
 # What a page takes for done.
-BEFORE = {"locking.md": ["lockstep run my.yaml"], "load.md": ["lockstep serve demo-llama/fp16"]}
+BEFORE = {"locking.md": ["lockstep run my.yaml"]}
 # Where a page's words stand for a reader's own.
 WORDS = {
     "/models/my-llama": "models/my-llama",

@@ -159,7 +159,6 @@ NEEDS = {
     "show": (None, ("graph.onnx",)), "bisect": ("workflow", (TARGET,)),
     "generate": ("workflow", (TARGET, "--prompt", "A")), "explain": ("workflow", (TARGET,)),
     "bundle": ("workflow", (TARGET,)), "reproduce": ("workflow", (TARGET,)), "serve": ("workflow", (TARGET,)),
-    "load": ("load", ("http://127.0.0.1:9", "--token-norm-dist", "4,0,4,0")),
     "push": (None, ("none.tar", "127.0.0.1:9/none")), "pull": (None, ("127.0.0.1:9/none", "none.tar")),
     "sbom": ("workflow", (TARGET,)), "triton": ("serve", (TARGET, "repository")), "cache": ("workflow", ("ls",)),
     "lock": ("workflow", ()), "verify": (None, ()), "diff": (None, ("one.lock.json", "two.lock.json")),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from lockstep.errors import InputError, pip_install
 
-# By the name that it is imported under. httptools is in `load` too, whose command names that one itself.
+# By the name that it is imported under.
 EXTRAS = {
     "OpenSSL": "publish",
     "cryptography": "publish",

@@ -16,7 +16,6 @@ from lockstep.cli.doctor import doctor
 from lockstep.cli.generate import generate
 from lockstep.cli.guarded import SETTINGS, GuardedGroup
 from lockstep.cli.init import init
-from lockstep.cli.load import load
 from lockstep.cli.locks import diff, lock, verify
 from lockstep.cli.publish import pull, push, sbom
 from lockstep.cli.report import report, summary
@@ -39,7 +38,7 @@ def main() -> None:
 
 for _title, _commands in {
     "From a checkpoint to engines": (doctor, init, run),
-    "Run engines": (generate, serve, load, bundle, triton),
+    "Run engines": (generate, serve, bundle, triton),
     "Look at results": (summary, report, targets, explain, show, bisect),
     "Publish": (push, pull, sbom),
     "Lock, compare, build again": (lock, verify, diff, reproduce, cache, stage),

@@ -225,7 +225,7 @@ def metadata(model: Model) -> dict[str, Any]:
     return {
         "name": model.name,
         "versions": [VERSION],
-        "platform": "ensemble" if model.name == "ensemble" else "lockstep",
+        "platform": "lockstep",
         "inputs": [tensor(spec) for spec in model.listed],
         "outputs": [tensor(spec) for spec in model.outputs.values()],
     }
@@ -240,8 +240,7 @@ def config(model: Model, max_batch_size: int) -> dict[str, Any]:
 
     return {
         "name": model.name,
-        "platform": "ensemble" if model.name == "ensemble" else "",
-        "backend": "" if model.name == "ensemble" else "lockstep",
+        "backend": "lockstep",
         "max_batch_size": max_batch_size,
         "input": [{**tensor(spec), "optional": spec.use != "required"} for spec in model.listed],
         "output": [tensor(spec) for spec in model.outputs.values()],

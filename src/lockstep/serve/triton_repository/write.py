@@ -65,6 +65,7 @@ def config_of(name: str, repository: Repository) -> Any:
     given = config(MODELS[name], repository.max_batch_size)
     if name == "ensemble":
         del given["backend"], given["model_transaction_policy"]
+        given["platform"] = "ensemble"
         return MESSAGES["ModelConfig"](**given, ensemble_scheduling={"step": list(map(_step, _STEPS))})
     options = TAKEN | dict(repository.options)
     values = {"FORCE_CPU_ONLY_INPUT_TENSORS": "yes", "lockstep_socket": str(repository.socket)}

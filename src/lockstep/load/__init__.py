@@ -1,1 +1,0 @@
-"""Load measurement of a server that speaks OpenAI's API or Triton's: workload, arrivals, client, figures."""
