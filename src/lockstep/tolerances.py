@@ -71,19 +71,6 @@ STATE_KERNEL = 1e-5  # a kernel of a state in NumPy beside its graph, relative a
 # their standard deviation: 1e-6 to 2e-5 is seen over all families. The faults that the tests plant, each as small as a
 # wrong export can be, give 1e-3 and more (September 2026).
 EXPORT = 1e-4
-NODE = {
-    # A node's output in `bisect` beside its counterpart's, relative to the rms: the same sums in another order or form.
-    # Smaller faults come to light where none is above it: equal nodes give equal bits on equal inputs, so that then any
-    # difference counts. Engines of quantised weights add activations up in two parts.
-    "fp32": 1e-5,
-    "bf16": 1e-5,
-    "fp16": 4e-3,
-    "w8a16": 1e-4,
-    "w4a16": 1e-4,
-    "w8a8": 4e-3,
-    "w4a8": 4e-3,
-    "w8a8-fp8": 4e-3,
-}
 # The noise in fp16 of a logit of a request that has no reference, as a part of the largest: of `bisect` with tokens of
 # its own, where the runtime runs freely beside the graphs. 1e-3 is seen (demo, November 2026).
 LOGITS = 2.0**-8

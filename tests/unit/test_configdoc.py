@@ -59,20 +59,6 @@ def test_the_example_in_the_readme_loads(tmp_path):
     assert doc.EXAMPLE in doc.readme()
 
 
-def test_the_readme_has_a_row_for_every_key():
-    def keys(value, prefix=""):
-        for name, inner in value.items():
-            yield f"{prefix}{name}"
-            if isinstance(inner, dict) and name != "expected":
-                yield from keys(inner, f"{prefix}{name}.")
-
-    model = {"source": "a", "golden": {"prompts": [{"text": "a"}]}}
-    readme = doc.readme()
-    for key in keys(load({"models": {"m": model}}).dump()):
-        row = f"| `{key.replace('models.m', 'models.<name>')}` |"
-        assert key == "models.m" or row in readme
-
-
 MODEL = {"source": "a", "golden": {"prompts": [{"text": "a", "expected": {"all": "b"}}]}}
 MISTAKES = [
     {"limit": {}}, {"limits": {"max_batch": 4}}, {"limits": {"max_batch_size": "4"}}, {"limits": {"max_batch_size": 0}},

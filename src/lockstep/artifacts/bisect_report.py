@@ -48,37 +48,22 @@ class MeasuredOutput(StageName):
 
 
 @dataclass(frozen=True)
-class FaultNode:
-    """The node that is at fault: its output is off, what it reads is not. others: more such nodes."""
-
-    name: str
-    operator: str
-    output: str
-    error_before: float | None
-    error_after: float | None
-    reason: str
-    others: int
-
-
-@dataclass(frozen=True)
 class FoundFault(StageName):
     """A graph or an engine that is off: the stage that is to blame.
 
-    wrong: "graph" (against PyTorch) or "engine" (against its graph). measured: the output by which it shows first,
-    which another stage of the layer may give. error_before: the largest of the stage before. node: None where none can
-    be named. look_at: what to do next, one sentence.
+    wrong: "graph" (against PyTorch) or "engine" (against its graph). measured: the output by which it shows first.
+    error_before: the largest of the stage before. look_at: what to do next, one sentence.
     """
 
     wrong: str
     measured: MeasuredOutput
     error_before: float | None
-    node: FaultNode | None
     look_at: str
 
     @property
     def decoder_layer(self) -> int | None:
         """Return the layer that the fault lies in: what leaves a block as `hidden_out` is of the layer before."""
-        ends_layer = self.stage == self.measured.stage and self.part == "block" and self.measured.tensor == "hidden_out"
+        ends_layer = self.part == "block" and self.measured.tensor == "hidden_out"
         return self.layer - 1 if self.layer and ends_layer else self.layer
 
 

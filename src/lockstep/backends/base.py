@@ -79,6 +79,7 @@ class Backend(Protocol):
     takes_long: bool = False  # a build is worth a line of progress for each engine, and a record of what each took
     activations: str | None = None  # their dtype in engines, by NumPy's name, where it is not the graphs' own
     fp8_kv_cache: bool = False  # keys and values may be e4m3 numbers
+    polygraphy: str = ""  # options by which Polygraphy runs a graph in this library
     takes_canonical: bool = False  # `build` is given graphs as the assembly has them, with room for adapters
     portable: bool = False  # engines are the same bytes on all devices of one name; on all CPUs of one architecture
     rank_devices: bool  # each rank of a split model runs on a device of its own, by `executor`; else all on the host

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from lockstep.cli.opened import TARGET, of_last_run, used_config
-from lockstep.cli.options import AT_LEAST_1, JSON, RESULTS
+from lockstep.cli.options import AT_LEAST_1, JSON, PATH, RESULTS
 from lockstep.cli.terminal import echo_json, working
 from lockstep.targets import Results
 
@@ -15,10 +15,13 @@ from lockstep.targets import Results
 @click.command()
 @TARGET
 @click.option("--prompt", help="The text to follow.  [default: the first golden prompt that fails, else the longest]")
+@click.option("--save-inputs", type=PATH, help="Write what an engine that is off reads, for `polygraphy debug`.")
 @JSON
 @click.option("--threads", type=AT_LEAST_1, help="CPU threads.  [default: all]")
 @RESULTS
-def bisect(target: str, prompt: str | None, as_json: bool, threads: int | None, results: Path) -> None:
+def bisect(
+    target: str, prompt: str | None, save_inputs: Path | None, as_json: bool, threads: int | None, results: Path
+) -> None:
     """Find where a target goes wrong: engine against graph against PyTorch."""
     tree = Results(results)
     config = used_config(tree)
@@ -28,7 +31,7 @@ def bisect(target: str, prompt: str | None, as_json: bool, threads: int | None, 
 
     tolerance = config.tolerance(chosen.model, chosen.precision, chosen.backend)
     with working(f"bisect {chosen}"):
-        report = find(tree, chosen, tolerance, prompt, threads)
+        report = find(tree, chosen, tolerance, prompt, threads, inputs=save_inputs)
     if as_json:
         return echo_json(report.to_json())
     click.echo(text(report), nl=False)

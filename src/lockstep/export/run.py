@@ -180,11 +180,8 @@ def graphs_of(
     quantized: QuantizedTensors | None = None,
     residual: str | None = None,
     head_bits: int | None = None,
-    checks_parity: bool = True,
 ) -> tuple[dict[str, bytes], Assembly]:
     """Return the graph files of a model in a precision by name, and the assembly without tokenizer and stop ids.
-
-    checks_parity: whether a small model of the same kind first shows that it computes what transformers does.
 
     folder: of a checkpoint, whose tensors are first held to what the model asks for. The result does not depend on it.
     quantized: what the checkpoint has quantised already.
@@ -201,8 +198,7 @@ def graphs_of(
         raise InputError(f"residual: expected none in {precision}, found {residual}; it is for fp16")
     files, assembly = assemble(meta, config, base, tensor_parallel=tensor_parallel, residual=residual)
     _check_weights(assembly)
-    if checks_parity:
-        prove(config, meta, files, assembly, assemble)
+    prove(config, meta, files, assembly, assemble)
     if adapters:
         files, assembly = with_adapters(files, assembly, adapters, linear_layers(meta))
     if precision in QUANTIZATIONS:

@@ -67,6 +67,7 @@ class OnnxRuntimeBackend(HostBackend):
     """
 
     name = "onnxruntime"
+    polygraphy = "--onnxrt"
     suffixes = (".onnx",)
     revision = 7
     portable = True  # kernels are chosen when an engine is loaded

@@ -52,6 +52,7 @@ class TensorRTBackend(GpuBackend):
 
     library = TENSORRT
     name = "tensorrt"
+    polygraphy = "--trt --strongly-typed"
     suffixes = (_PLAN, _GRAPH)
     revision = 13
     precisions = ("fp32", "fp16", "bf16")

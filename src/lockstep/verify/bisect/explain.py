@@ -24,7 +24,7 @@ from lockstep.runtime import Advance, Model
 from lockstep.targets import Target
 from lockstep.tolerances import LOGITS, Tolerances
 from lockstep.verify.bisect.faults import engine_fault
-from lockstep.verify.bisect.report import advice, answer
+from lockstep.verify.bisect.report import answer
 from lockstep.verify.bisect.request import failing
 from lockstep.verify.bisect.walked import Engines, measure, walk_stages
 from lockstep.verify.graphs import Graphs
@@ -56,7 +56,7 @@ def explain_failure(
     except (LockstepError, OSError, MemoryError) as error:
         return f"bisect cannot run the engines beside their graphs: {' '.join(str(error).split())}; {further}"
     if report.fault:
-        return "; ".join([answer(report.fault), *advice(report.fault)])
+        return f"{answer(report.fault)}; {report.fault.look_at}"
     if report.overflow:
         return report.overflow
     if not report.finished:
@@ -98,11 +98,12 @@ def engine_report(
     tokens: Sequence[Any],
     seconds: float | None = None,
     threads: int | None = None,
+    inputs: Path | None = None,
 ) -> dict[str, Any]:
     """Compare engines with their graphs along tokens; once no engine is at fault, the runtime's logits too.
 
-    Arguments and result, an `EngineReport`, are JSON, for the Python that has the backend's library. tokens: ids, and
-    how many of them are the prompt.
+    Returns the JSON of an `EngineReport`. tokens: ids, and how many of them are the prompt. inputs: as of
+    `engine_fault`.
     """
     assembly_json, weights_json, engines_json = map(Path, (assembly, weights, engines))
     bounds = Tolerances(**tolerance)
@@ -111,7 +112,7 @@ def engine_report(
     graphs = open_graphs(assembly_json, weights_json, layers, threads)
     opened = Engines(EngineSet.open(engines_json, assembly_json), graphs.weights, threads)
     walked = walk_stages(graphs, opened, request, bounds, deadline=deadline)
-    fault = engine_fault(walked, graphs, opened, assembly_json)
+    fault = engine_fault(walked, graphs, opened, assembly_json, inputs)
     rows = walked.rows
     if fault is None and walked.logits is not None:
         files = (engines_json, assembly_json, weights_json)

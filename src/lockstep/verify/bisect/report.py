@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.artifacts.bisect_report import BisectReport, FaultNode, FoundFault, MeasuredOutput, StageName
+from lockstep.artifacts.bisect_report import BisectReport, FoundFault, MeasuredOutput, StageName
 
 _HEADS = tuple("layer|block|hidden|key|value|attention|logits|engine: block|attention|off from position".split("|"))
 _REFERENCE = {"graph": "PyTorch", "engine": "its graph"}
@@ -18,26 +18,14 @@ _ERRORS = {"pytorch": "of the graph against PyTorch", "graph": "of the engine ag
 def answer(fault: FoundFault) -> str:
     """Say in one line which is wrong, where, and the error before and after."""
     row = fault.measured
-    node = fault.node
     before = _number(fault.error_before)
     after = _number(row.max_abs_error)
     errors = f"error {before} before, {after} after (tolerance {row.tolerance:g})"
     off = f"{row.tensor} is off {_REFERENCE[fault.wrong]} from position {row.position} on, {errors}"
-    return f"{fault.wrong}: {_where(fault, fault.decoder_layer)}{f', node {_name(node)}' if node else ''}: {off}"
-
-
-def advice(fault: FoundFault) -> list[str]:
-    """Say how the node differs from the right one, and what to do."""
-    node = fault.node
-    if not node:
-        return [fault.look_at]
-    before, after = ("inf" if error is None else _number(error) for error in (node.error_before, node.error_after))
-    more = f"; {node.others} more nodes differ by themselves" if node.others else ""
-    reason = node.reason or "the same node as in the graph"
-    return [
-        f"node {_name(node)}: {reason}; off by {before} in what it reads, by {after} in what it gives{more}",
-        fault.look_at,
-    ]
+    place = _where(fault, fault.decoder_layer)
+    if (fault.wrong, fault.phase) == ("graph", "prefill"):  # PyTorch does not show the block's query, key and value
+        place += " or the block before it"
+    return f"{fault.wrong}: {place}: {off}"
 
 
 def verdict(
@@ -45,7 +33,7 @@ def verdict(
 ) -> tuple[str, list[str]]:
     """Return the answer, which opens with what is wrong, and what to look at. weights: the target's manifest."""
     if faults:
-        return answer(faults[0]), [*advice(faults[0]), *(f"next, {answer(fault)}" for fault in faults[1:])]
+        return answer(faults[0]), [faults[0].look_at, *(f"next, {answer(fault)}" for fault in faults[1:])]
     if overflow:
         what, _, remedy = overflow.partition("; ")
         return f"overflow: {what}", [remedy]
@@ -69,11 +57,6 @@ def verdict(
 def _off(row: MeasuredOutput) -> str:
     shown = "NaN or infinity" if row.max_abs_error is None else f"{row.max_abs_error:.1e}"
     return f"from position {row.position} on, largest error {shown} (tolerance {row.tolerance:g})"
-
-
-def _name(node: FaultNode) -> str:
-    operator = f"{node.operator} -> {node.output}" if node.name != node.output else node.operator
-    return f"{node.name} ({operator})"
 
 
 def _where(stage: StageName, decoder_layer: int | None) -> str:

@@ -1,7 +1,6 @@
 """Run the bisect command on a target's results.
 
-A target's results in; which graph or engine is off first, at which node and position, out. Needs torch and
-transformers.
+A target's results in; which graph or engine is off first, and at which position, out. Needs torch and transformers.
 
 PyTorch runs first, and its activations are kept. Then each stage's graph runs on what PyTorch had
 there, and each engine on what the graphs give.
@@ -9,7 +8,6 @@ there, and each engine on what the graphs give.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,11 +19,8 @@ from safetensors.numpy import load_file
 
 from lockstep.artifacts.bisect_report import BisectReport, EngineReport, MeasuredOutput
 from lockstep.artifacts.checkpoint import CheckpointManifest
-from lockstep.artifacts.dtypes import GROUP_SIZE
 from lockstep.artifacts.reference import ReferenceManifest
-from lockstep.errors import InputError, LockstepError
-from lockstep.export.lora import module_of
-from lockstep.export.run import graphs_of
+from lockstep.errors import InputError
 from lockstep.targets import Results, Target
 from lockstep.tolerances import Tolerances
 from lockstep.verify.bisect.explain import engine_report, open_graphs, steps_error
@@ -42,47 +37,18 @@ from lockstep.verify.validate.torch_trace import TorchModel
 class Right(NamedTuple):
     """The reference of a bisection.
 
-    What PyTorch computes of a request, exact and in fp16, and the graphs as an export gives them now (or why there are
-    none).
+    What PyTorch computes of a request, exact and in fp16.
     """
 
     record: Record
     noisy: Record
-    clean: Graphs | str
 
 
-def make_right(config: Mapping[str, Any], graphs: Graphs, ids: np.ndarray, threads: int | None = None) -> Right:
-    """Run `ids` through PyTorch on the weights of `graphs`, and export the model again. config: config.json's."""
-    clean = export_again(config, graphs, threads)
+def make_right(config: Mapping[str, Any], graphs: Graphs, ids: np.ndarray) -> Right:
+    """Run `ids` through PyTorch on the weights of `graphs`. config: config.json's."""
     model = TorchModel(config, graphs.weights, graphs.num_layers)
     record = model.record(ids)
-    return Right(record, model.noisy(record), clean)
-
-
-def export_again(config: Mapping[str, Any], graphs: Graphs, threads: int | None = None) -> Graphs | str:
-    """Return the graphs that an export gives now in the place of `graphs`, or why there are none."""
-    room = None
-    weights = graphs.weights
-    adapters = graphs.assembly.adapters
-    if adapters is not None:
-        modules = {module_of(slot) for slots in adapters.classes.values() for slot in slots}
-        room = {"max_adapters": adapters.max_adapters, "max_lora_rank": adapters.max_lora_rank, "targets": modules}
-    try:
-        files, assembly = graphs_of(
-            config,
-            weights.precision,
-            adapters=room,
-            group_size=weights.group_size or GROUP_SIZE,
-            quantized=weights.quantization,
-            residual=graphs.assembly.residual,
-            checks_parity=False,
-        )
-        with tempfile.TemporaryDirectory() as folder:  # read when they are opened
-            for name, data in files.items():
-                Path(folder, name).write_bytes(data)
-            return Graphs(Path(folder, "assembly.json"), assembly, weights, graphs.num_layers, threads)
-    except LockstepError as error:
-        return " ".join(str(error).split())
+    return Right(record, model.noisy(record))
 
 
 def _files(results: Results, target: Target) -> dict[str, Path]:
@@ -107,11 +73,12 @@ def bisect(
     prompt: str | None = None,
     threads: int | None = None,
     right: Right | None = None,
+    inputs: Path | None = None,
 ) -> BisectReport:
     """Follow a request through PyTorch, graphs and engines.
 
-    prompt: a text to follow instead of the failing one. right: of the same model and
-    request, where it was made before.
+    prompt: a text to follow instead of the failing one. right: of the same model and request, where it was made before.
+    inputs: a file for what the graph of an engine that is off reads.
 
     Raises InputError without results or for a prompt that gives no tokens, CheckError for graphs or engines that are
     damaged or cannot run.
@@ -130,16 +97,14 @@ def bisect(
         )
     if right is None:
         config = CheckpointManifest.load(files["checkpoint"]).config
-        right = make_right(config, graphs, ids, threads)
+        right = make_right(config, graphs, ids)
     tolerance = replace(tolerance, logits=_logit_bound(results, target, tolerance))
     recorded = replace(request.tokens, record=right.record, noisy=right.noisy)
     walked = walk_stages(graphs, None, recorded, tolerance)
     notes = [f"chosen: {request.why}"]
     if graphs.assembly.adapters is not None:
         notes.append("the model takes adapters: the request is followed without one; for those see the check `adapted`")
-    if isinstance(right.clean, str):
-        notes.append(f"the model cannot be exported again: {right.clean}")
-    faults = [graph_fault(walked, graphs, right.clean, files["assembly"].parent)]
+    faults = [graph_fault(walked, graphs)]
     rows = walked.rows
     overflow = walked.overflow or None
     stages = walked.rows  # in the order in which they run
@@ -147,7 +112,9 @@ def bisect(
         places: dict[str, Any] = {name: str(files[name]) for name in ("assembly", "weights", "engines")}
         tokens = [ids.tolist(), request.tokens.num_prompt]
         bounds = asdict(tolerance)
-        report = engine_report(**places, layers=target.layers, tolerance=bounds, tokens=tokens, threads=threads)
+        report = engine_report(
+            **places, layers=target.layers, tolerance=bounds, tokens=tokens, threads=threads, inputs=inputs
+        )
         engines = EngineReport.from_json(report)
         faults.append(engines.fault)
         rows = rows + engines.rows

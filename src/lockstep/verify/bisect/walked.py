@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lockstep.artifacts.adapters import IDS
-from lockstep.artifacts.bisect_report import FaultNode, FoundFault, MeasuredOutput
+from lockstep.artifacts.bisect_report import FoundFault, MeasuredOutput
 from lockstep.backends import EngineSet, Program
 from lockstep.backends.graphs import base_engine
 from lockstep.errors import CheckError
@@ -33,8 +33,9 @@ class Engines:
         self._threads = threads
         self._programs: dict[str, Program] = {}
         self._names = set(engines.names())
-        rows = engines.manifest.options.get("max_batch_size")
-        self.max_rows: int | None = rows  # requests that the engines were built for; None: any number
+        # requests and tokens that the engines were built for; None: any number
+        self.max_rows: int | None = engines.manifest.options.get("max_batch_size")
+        self._max_tokens: int | None = engines.manifest.options.get("max_num_tokens")
 
     def name(self, graph: str) -> str:
         """Return the engine that computes a graph for tokens without adapters."""
@@ -42,16 +43,28 @@ class Engines:
         return base if base in self._names else graph
 
     def run(self, stage: Stage, like: Mapping[str, np.ndarray]) -> Arrays | None:
-        """Return the stage's outputs, in the shapes and dtypes of `like`; None where there is no such engine."""
+        """Return the stage's outputs, in the shapes and dtypes of `like`.
+
+        None where there is no such engine, and for an attention of more tokens than it was built for.
+        """
         if self.name(stage.graph) not in self._names:
             return None
-        if stage.part != "exit" or self.max_rows is None:
-            return self._call(stage, stage.inputs, like)
-        rows = stage.inputs["logit_rows"]
+        if stage.part == "attention":
+            fits = self._max_tokens is None or len(stage.positions) <= self._max_tokens
+            return self._call(stage, stage.inputs, like) if fits else None
+        # Tokens do not see each other outside attention; each row of an exit is one token's.
+        rows = stage.inputs.get("logit_rows")
+        total = len(stage.positions)
+        most = min(filter(None, (self._max_tokens, self.max_rows if rows is not None else None)), default=total)
+        signature = self.set.assembly.classes[stage.graph].signature
+        by_token = {io.name for io in signature.inputs if io.shape[:1] == ("num_tokens",)}
         calls = []
-        for start in range(0, len(rows), self.max_rows):
-            piece = slice(start, start + self.max_rows)
-            inputs = {**stage.inputs, "logit_rows": rows[piece]}
+        for start in range(0, total, most):
+            piece = slice(start, start + most)
+            tokens = np.arange(total)[piece] if rows is None else rows[piece]
+            inputs = {name: array[tokens] if name in by_token else array for name, array in stage.inputs.items()}
+            if rows is not None:
+                inputs["logit_rows"] = np.arange(len(tokens))
             calls.append(self._call(stage, inputs, {name: array[piece] for name, array in like.items()}))
         return {name: np.concatenate([outputs[name] for outputs in calls]) for name in like}
 
@@ -70,22 +83,16 @@ class Engines:
 class FirstOff:
     """The first output that is off.
 
-    outputs: those of its stage that are. stages: its own, behind those of its layer that come before an attention.
     error_before: the largest error of the stage before; None where it is not finite.
     """
 
     row: MeasuredOutput
-    outputs: list[str]
-    stages: list[Stage]
+    stage: Stage
     error_before: float | None
 
-    @property
-    def stage(self) -> Stage:
-        return self.stages[-1]
-
-    def fault(self, wrong: str, look_at: str, node: FaultNode | None = None, stage: Stage | None = None) -> FoundFault:
-        """Return it for the report. stage: that is to blame, its own by default."""
-        return FoundFault(*(stage or self.stage).name, wrong, self.row, self.error_before, node, look_at)
+    def fault(self, wrong: str, look_at: str) -> FoundFault:
+        """Return it for the report."""
+        return FoundFault(*self.stage.name, wrong, self.row, self.error_before, look_at)
 
 
 @dataclass
@@ -108,15 +115,13 @@ class Walked:
 
     def first_off(self, against: str) -> FirstOff | None:
         earlier: list[MeasuredOutput] = []
-        for number, (stage, every) in enumerate(self.stages):
+        for stage, every in self.stages:
             rows = [row for row in every if row.against == against]
             off = [row for row in rows if not row.passed]
             if off:
-                is_mixed = stage.part == "attention"
-                before = [other for other, _ in self.stages[:number] if is_mixed and other.layer == stage.layer]
                 last = [row for row in earlier if (row.part, row.layer) == (earlier[-1].part, earlier[-1].layer)]
                 error = largest([row.max_abs_error for row in last])
-                return FirstOff(off[0], [row.tensor for row in off], [*before, stage], error)
+                return FirstOff(off[0], stage, error)
             earlier += rows
         return None
 
