@@ -51,7 +51,7 @@ def test_the_commands_of_a_section_have_all_answers(triton_server: RealServer, t
     programs = os.pathsep.join(str(environments / name / "bin") for name in ("aiperf", "perf-analyzer"))
     environment = {"PATH": f"{programs}{os.pathsep}{os.defpath}", "HOME": str(tmp_path), "HF_ENDPOINT": NOWHERE}
     run = subprocess.run(
-        ["bash", "-c", script], cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=2 * RUNS
+        ["bash", "-c", script], cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=4 * RUNS
     )
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
     reports = sorted(tmp_path.rglob("profile_export_aiperf.json"))
