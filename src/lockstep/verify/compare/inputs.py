@@ -72,9 +72,9 @@ class Graph:
         dims = self.dims
         return [
             {
-                dim: (least, most)
+                dim: (lower, upper)
                 for name, (low, _, high) in profile.items()
-                for dim, least, most in zip(dims[name], low, high)
+                for dim, lower, upper in zip(dims[name], low, high)
                 if dim
             }
             for profile in profiles(self.model, self.limits)
@@ -92,7 +92,7 @@ def cases(graph: Graph) -> list[Case]:
     chosen: list[Case] = []
     for number, bounds in enumerate(graph.bounds()):
         for size in (1, modest):
-            sizes = {dim: max(least, min(size, most)) for dim, (least, most) in sorted(bounds.items())}
+            sizes = {dim: max(lower, min(size, upper)) for dim, (lower, upper) in sorted(bounds.items())}
             chosen.append(Case(number, sizes, _short_lengths(sizes)))
         if graph.variant is not None and "past_capacity" in bounds:
             chosen += _long_cases(number, bounds, graph.positions, graph.variant)
@@ -102,15 +102,15 @@ def cases(graph: Graph) -> list[Case]:
 def ranges(graph: Graph) -> dict[str, tuple[int, int]]:
     widest: dict[str, tuple[int, int]] = {}
     for bounds in graph.bounds():
-        for dim, (least, most) in bounds.items():
-            before = widest.get(dim, (least, most))
-            widest[dim] = min(least, before[0]), max(most, before[1])
+        for dim, (lower, upper) in bounds.items():
+            before = widest.get(dim, (lower, upper))
+            widest[dim] = min(lower, before[0]), max(upper, before[1])
     return widest
 
 
 def takes(profile: Profile, shapes: Mapping[str, Sequence[int]]) -> bool:
     return all(
-        all(least <= size <= most for least, size, most in zip(low, shapes[name], high))
+        all(lower <= size <= upper for lower, size, upper in zip(low, shapes[name], high))
         for name, (low, _, high) in profile.items()
     )
 
@@ -134,15 +134,15 @@ def _long_cases(
     capacity = min(bounds["past_capacity"][1], positions)
     windows = [variant.window] if variant.window else []
     if "num_requests" in bounds:
-        least, most = bounds["num_requests"]
+        lower, upper = bounds["num_requests"]
         lengths = [length for length in both_sides(capacity, windows) if length < positions]
-        rows = max(least, min(most, max(2, CACHE_ROWS // capacity)))
+        rows = max(lower, min(upper, max(2, CACHE_ROWS // capacity)))
         for first in range(0, len(lengths), rows):
             group = (lengths[first : first + rows] * rows)[:rows]  # the last group is filled up with its own
             yield Case(profile, {"num_requests": rows, "past_capacity": capacity}, tuple(group), True)
     else:
-        least, most = bounds["num_tokens"]
-        tokens = max(least, min(_NUM_BEHIND, most))
+        lower, upper = bounds["num_tokens"]
+        tokens = max(lower, min(_NUM_BEHIND, upper))
         for length in sorted({min(edge - 1, positions - tokens) for edge in edges(capacity, windows)}):
             if length > 0:
                 yield Case(profile, {"num_tokens": tokens, "past_capacity": capacity}, (length,), True)

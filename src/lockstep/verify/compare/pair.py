@@ -80,12 +80,12 @@ class Pair:
         source: Tensors = weights
         if slots:
             layer, part = _place(engines.assembly, block)
-            whole = engines.assembly.classes[part.graph].signature.slots
-            check_slots(weights, part.slots, whole, part.graph)
+            class_slots = engines.assembly.classes[part.graph].signature.slots
+            check_slots(weights, part.slots, class_slots, part.graph)
             tensors = part.slots
             if part.graph != block:  # a piece, with the weights of the first rank
                 assert ranks is not None
-                source = RankWeights(weights, part.slots, whole, ranks.classes[part.graph], 0)
+                source = RankWeights(weights, part.slots, class_slots, ranks.classes[part.graph], 0)
                 tensors = {slot.name: [slot.name] for slot in slots}
         self._layer = layer
         computed = widened(self._model)  # ONNX Runtime has no bf16 on a CPU
@@ -94,8 +94,7 @@ class Pair:
         self._weights = {slot.name: slot_array(source, tensors[slot.name], slot.sizes) for slot in slots}
         self._run_graph = NoisyRun(self._model, self._weights, threads)
         built = engines.tensors(name, tensors)
-        executable = engines.load(name, threads).bind(source if built else None, built)
-        self._engine = lambda profile: EngineRunner(self._signature, executable, profile)
+        self._executable = engines.load(name, threads).bind(source if built else None, built)
         self._is_narrow = engines.backend.activations not in (None, engines.assembly.dtype)
         self.failures: list[str] = []
 
@@ -110,7 +109,7 @@ class Pair:
         except PolygraphyException as error:
             raise CheckError(f"{self.file}: Polygraphy cannot run this engine: {one_line(error)}") from error
         finally:
-            del self._engine  # what it has on a device goes now, not when a cycle of references is found
+            del self._executable  # what it has on a device goes now, not when a cycle of references is found
         errors = [error for run in (*runs, *filter(None, [worst])) for error in run.outputs.values()]
         worst_error = max(errors, key=judge.share)
         cosines = [error.cosine for error in errors if error.cosine is not None]
@@ -130,6 +129,9 @@ class Pair:
         largest_number = LARGEST if self._is_narrow else math.inf
         return sweep_of(self._subject, self._seed, self._run_graph, self._prefill, largest_number)
 
+    def _engine(self, profile: int) -> EngineRunner:
+        return EngineRunner(self._signature, self._executable, profile)
+
     def _run_case(self, case: inputs.Case, tolerance: Tolerances) -> ComparedRun:
         feed = inputs.arrays(self._subject, case)
         expected = self._run_graph(feed)
@@ -146,7 +148,7 @@ class Pair:
         end = time.monotonic() + seconds
         tried = list[Trial]()
         worst = None
-        known = _Known()
+        earlier = _EarlierRows()
         runners = dict[int, BaseRunner]()
         all_profiles = profiles(self._model, self._limits)
         for group in sweep.groups():
@@ -159,19 +161,18 @@ class Pair:
                 number = next(number for number, profile in enumerate(all_profiles) if inputs.takes(profile, shapes))
                 if number not in runners:
                     runners[number] = stack.enter_context(self._engine(number))
-                found = runners[number].infer(OrderedDict(feed), check_inputs=False)
+                outputs = runners[number].infer(OrderedDict(feed), check_inputs=False)
                 tried.append(trial)
                 is_row_wise = sweep.is_row_wise and not trial.scaled and not trial.is_far
-                if is_row_wise and known.has(trial, found):
+                if is_row_wise and earlier.has(trial, outputs):
                     continue
-                run = self._judged(
-                    replace(trial.case, profile=number), feed, right, found, tolerance, sweep.beyond(trial)
-                )
+                case = replace(trial.case, profile=number)
+                run = self._judged(case, feed, right, outputs, tolerance, sweep.beyond(trial))
                 if self.failures:
                     return tried, run
                 worst = run if worst is None or _worse(run, worst) else worst
                 if is_row_wise:
-                    known.keep(trial, found)
+                    earlier.keep(trial, outputs)
         return tried, worst
 
     def _judged(
@@ -179,38 +180,47 @@ class Pair:
         case: inputs.Case,
         feed: Arrays,
         expected: Arrays,
-        found: Arrays,
+        outputs: Arrays,
         tolerance: Tolerances,
         beyond: np.ndarray | None = None,
     ) -> ComparedRun:
         """Judge what an engine made of `feed`; what is wrong is added to `failures`.
 
-        Rows with a choice by less than the tolerance, as of a mixture's experts, say nothing.
+        beyond: rows whose inputs go to the end of the precision.
         """
-        clear = self._run_graph.clear_rows(expected, tolerance)
-        if clear is not None:
-            expected = {name: array[clear] for name, array in expected.items()}
-            found = {name: array[clear] for name, array in found.items()}
-            beyond = None if beyond is None else beyond[clear]
-        if self._is_narrow and beyond is not None:  # there its float16 may overflow where the graph's float32 does not
-            lost = ~np.all([np.isfinite(rows_of(array)).all(1) for array in found.values()], axis=0)
-            kept = ~(beyond & lost)
-            expected = {name: array[kept] for name, array in expected.items()}
-            found = {name: array[kept] for name, array in found.items()}
-            beyond = beyond[kept]
-        finite = {name: np.isfinite(rows_of(expected[name])).all(1) for name in found}  # a state has rows of its own
+        counted = self._counted(expected, outputs, tolerance, beyond)
+        if counted is not None:
+            expected = {name: array[counted] for name, array in expected.items()}
+            outputs = {name: array[counted] for name, array in outputs.items()}
+            beyond = None if beyond is None else beyond[counted]
+        finite = {name: np.isfinite(rows_of(expected[name])).all(1) for name in outputs}  # a state has rows of its own
         if not all((rows if beyond is None else rows | beyond).all() for rows in finite.values()):
             raise CheckError(f"{self.file}: {self._not_finite(feed)}")
-        outputs = {
+        errors = {
             name: judge.measure(
                 expected[name][finite[name]], array[finite[name]], bound_of(expected, name, tolerance, finite[name])
             )
-            for name, array in found.items()
+            for name, array in outputs.items()
         }
         place = f"{self.file}: engine {self.name}, profile {case.profile} ({case})"
-        lines = (judge.wrong(name, error, " of the output's magnitude") for name, error in outputs.items())
+        lines = (judge.wrong(name, error, " of the output's magnitude") for name, error in errors.items())
         self.failures += [f"{place}, {line}" for line in lines if line]
-        return ComparedRun(case.profile, case.sizes, outputs, tuple(case.past_lengths) or None)
+        return ComparedRun(case.profile, case.sizes, errors, tuple(case.past_lengths) or None)
+
+    def _counted(
+        self, expected: Arrays, outputs: Arrays, tolerance: Tolerances, beyond: np.ndarray | None
+    ) -> np.ndarray | None:
+        """Return the rows that count; None for all.
+
+        Not those with a choice by less than the tolerance, as of a mixture's experts; nor, beyond the precision, those
+        where the engine's float16 overflows and the graph's float32 does not.
+        """
+        clear = self._run_graph.clear_rows(expected, tolerance)
+        if not self._is_narrow or beyond is None:
+            return clear
+        finite = np.all([np.isfinite(rows_of(array)).all(1) for array in outputs.values()], axis=0)
+        in_range = finite | ~beyond
+        return in_range if clear is None else clear & in_range
 
     def _not_finite(self, feed: Arrays) -> str:
         overflow = find_overflow(self._model, {**feed, **self._weights})
@@ -252,36 +262,34 @@ class EngineRunner(BaseRunner):
             for io in self._signature.outputs
         }
         start = time.perf_counter()
-        found = run_once(self._executable, feed_dict, like, self._profile)
+        outputs = run_once(self._executable, feed_dict, like, self._profile)
         self.inference_time = time.perf_counter() - start  # Polygraphy adds them up
-        return found
+        return outputs
 
 
-class _Known:
+class _EarlierRows:
     """What an engine gave for each row when it was judged."""
 
     def __init__(self) -> None:
         self._arrays: dict[str, np.ndarray] = {}
 
-    def has(self, trial: Trial, found: Arrays) -> bool:
+    def has(self, trial: Trial, outputs: Arrays) -> bool:
         end = int(trial.rows.max()) + 1
         span = trial.span
         return all(
             name in self._arrays and end <= len(self._arrays[name]) and np.array_equal(self._arrays[name][span], array)
-            for name, array in found.items()
+            for name, array in outputs.items()
         )
 
-    def keep(self, trial: Trial, found: Arrays) -> None:
+    def keep(self, trial: Trial, outputs: Arrays) -> None:
         end = int(trial.rows.max()) + 1
-        span = trial.span
-        for name, array in found.items():
-            known = self._arrays.get(name)
-            if known is None or len(known) < end:
+        for name, array in outputs.items():
+            rows = self._arrays.get(name, array[:0])
+            if len(rows) < end:
                 larger = np.full((end, *array.shape[1:]), np.nan, array.dtype)
-                if known is not None:
-                    larger[: len(known)] = known
-                self._arrays[name] = known = larger
-            known[span] = array
+                larger[: len(rows)] = rows
+                self._arrays[name] = rows = larger
+            rows[trial.span] = array
 
 
 def _worse(run: ComparedRun, other: ComparedRun) -> bool:

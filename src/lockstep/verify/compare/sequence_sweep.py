@@ -86,8 +86,8 @@ class AttentionSweep(Sweep):
             if not trial.is_far:
                 yield sizes["num_tokens"], lengths[0], sizes["past_capacity"]
             return
-        known = self._lengths().get(sizes["past_capacity"], range(0))
-        yield from ((sizes["num_requests"], sizes["past_capacity"], length) for length in lengths if length in known)
+        counted = self._lengths().get(sizes["past_capacity"], range(0))
+        yield from ((sizes["num_requests"], sizes["past_capacity"], length) for length in lengths if length in counted)
 
     def _lengths(self) -> dict[int, range]:
         """Return, by each capacity that a cache grows to, the lengths with which it has that capacity."""
@@ -101,12 +101,12 @@ class AttentionSweep(Sweep):
         return lengths
 
     def _prefill_trials(self, length: int, most: int, draw: random.Random) -> list[Trial]:
-        found = []
+        trials = []
         for number, (past, count) in enumerate(_chunks(length, draw)):
             room = max(1, past) if number < length else draw.randrange(max(1, past), max(most, past, 1) + 1)
             if room <= most:
-                found.append(self._prefill_trial(past, count, room, False))
-        return [*found, self._prefill_trial(length // 2, length - length // 2, max(1, length // 2), True)]
+                trials.append(self._prefill_trial(past, count, room, False))
+        return [*trials, self._prefill_trial(length // 2, length - length // 2, max(1, length // 2), True)]
 
     def _prefill_trial(self, past: int, count: int, room: int, scaled: bool) -> Trial:
         case = Case(0, {"num_tokens": count, "past_capacity": room}, (past,), True)
@@ -153,8 +153,8 @@ class AttentionSweep(Sweep):
             length = draw.randrange(self._length, self._graph.positions)
             if self._decodes:
                 capacity = next(capacity for capacity, lengths in self._lengths().items() if length in lengths)
-                others = draw.randint(0, self._rows(capacity) - 1)
-                lengths = [length, *draw.choices(self._lengths()[capacity], k=others)]
+                more = draw.choices(self._lengths()[capacity], k=draw.randint(0, self._rows(capacity) - 1))
+                lengths = [length, *more]
                 yield self._decode_trial(capacity, draw.sample(lengths, len(lengths)), True)
             elif self._length <= (past := min(length, self._graph.positions - _FAR_TOKENS, self._most)):
                 yield replace(self._prefill_trial(past, _FAR_TOKENS, past, False), is_far=True)

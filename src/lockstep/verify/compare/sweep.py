@@ -25,6 +25,7 @@ from lockstep.verify.repeats import repeated_rows
 _PIECE = 512  # rows that a graph computes at a time
 _OUTLIER = 100.0  # of one channel in every fourth row, as trained models have them
 _LARGE = 64.0  # of inputs that are no residual stream, in every fourth row
+Whole = dict[str, tuple[np.ndarray, bool]]  # the whole input of a graph: by name its array, and whether it has rows
 _LEVELS = 8  # magnitudes from 4 to the end of the precision
 
 
@@ -58,7 +59,7 @@ class _TokenSweep(Sweep):
     is_row_wise = True
 
     def __init__(self, graph: Graph, ranges: Ranges, draw: random.Random, largest: float, run: Run):
-        ((self._dim, (least, most)),) = ranges.items() or ((("", (1, 1)),))
+        ((self._dim, (fewest, most)),) = ranges.items() or ((("", (1, 1)),))
         looks_up = "token_ids" in graph.dims
         count = max(most, graph.assembly.vocab_size) if looks_up else most
         self._whole, self._large = _rows(graph, {self._dim: count}, draw, largest)
@@ -66,20 +67,17 @@ class _TokenSweep(Sweep):
         self._count = count
         self._most = most
         self._pieces: dict[int, Arrays] = {}
-        starts = [(size, draw.randrange(most - size + 1)) for size in range(least, most + 1)]
+        starts = [(size, draw.randrange(most - size + 1)) for size in range(fewest, most + 1)]
         starts += [(min(most, count - start), start) for start in range(0, count, most)] if looks_up else []
         self.trials = [self._trial(np.arange(start, start + size)) for size, start in starts]
         if self._dim:
-            self.trials += [self._trial(rows, repeats) for repeats, rows in repeated_rows(least, most, draw)]
+            self.trials += [self._trial(rows, repeats) for repeats, rows in repeated_rows(fewest, most, draw)]
 
     def _trial(self, rows: np.ndarray, repeats: str = "") -> Trial:
         return Trial(Case(0, {self._dim: len(rows)} if self._dim else {}, repeats=repeats), rows)
 
     def feed(self, trial: Trial) -> dict[str, np.ndarray]:
-        return self._cut(trial.span)
-
-    def _cut(self, rows: np.ndarray | slice) -> dict[str, np.ndarray]:
-        return {name: array[rows] if wide else array for name, (array, wide) in self._whole.items()}
+        return _cut(self._whole, trial.span)
 
     def expected(self, trials: Sequence[Trial]) -> list[Arrays]:
         outputs: list[Arrays] = []
@@ -97,7 +95,7 @@ class _TokenSweep(Sweep):
         """Return what the graph gives for `_PIECE` rows; those of the first sizes are kept."""
         if low in self._pieces:
             return self._pieces[low]
-        piece = self._run(self._cut(slice(low, min(low + _PIECE, self._count))))
+        piece = self._run(_cut(self._whole, slice(low, min(low + _PIECE, self._count))))
         if low < self._most:
             self._pieces[low] = piece
         return piece
@@ -110,20 +108,21 @@ class _ExitSweep(Sweep):
         (_, self._tokens), (_, requests) = ranges["num_tokens"], ranges["num_requests"]
         self._whole, self._large = _rows(graph, {"num_tokens": self._tokens, "num_requests": 1}, draw, largest)
         self._run = run
-        counts = [draw.sample(range(1, requests + 1), requests) for _ in range(-(-self._tokens // requests))]
+        rounds = range(-(-self._tokens // requests))
+        counts = [count for _ in rounds for count in draw.sample(range(1, requests + 1), requests)]
         self.trials = []
-        for size, count in zip(range(1, self._tokens + 1), [count for each in counts for count in each]):
+        for size, count in zip(range(1, self._tokens + 1), counts):
             count = min(size, count)
             rows = [size - 1, *(draw.randrange(size) for _ in range(count - 1))]  # a prompt's last token, and others
             draw.shuffle(rows)
             self.trials.append(self._trial(size, rows))
         for count in range(1, min(requests, self._tokens) + 1):
             self.trials.append(self._trial(self._tokens, draw.sample(range(self._tokens), count)))
-        for repeats, held in repeated_rows(1, self._tokens, draw):
-            count = min(requests, len(held))
-            sizes = {"num_requests": count, "num_tokens": len(held)}
-            wanted = np.array(draw.sample(held.tolist(), count), np.int64)
-            self.trials.append(Trial(Case(0, sizes, repeats=repeats), wanted, held=held))
+        for repeats, step_rows in repeated_rows(1, self._tokens, draw):
+            count = min(requests, len(step_rows))
+            case = Case(0, {"num_requests": count, "num_tokens": len(step_rows)}, repeats=repeats)
+            logit_rows = np.array(draw.sample(step_rows.tolist(), count), np.int64)
+            self.trials.append(Trial(case, logit_rows, step_rows=step_rows))
         self.known = (sum(min(size, requests) for size in range(1, self._tokens + 1)),)
 
     def points(self, trial: Trial) -> list[Point]:
@@ -133,18 +132,15 @@ class _ExitSweep(Sweep):
         return Trial(Case(0, {"num_requests": len(rows), "num_tokens": size}), np.array(rows, np.int64))
 
     def feed(self, trial: Trial) -> dict[str, np.ndarray]:
-        size = trial.case.sizes["num_tokens"]
-        held = trial.held
-        span = slice(0, size) if held is None else held
-        rows = {name: array[span] if wide else array for name, (array, wide) in self._whole.items()}
-        if held is None:
-            return {**rows, "logit_rows": trial.rows}
-        places = {int(row): place for place, row in enumerate(held)}
-        return {**rows, "logit_rows": np.array([places[int(row)] for row in trial.rows], np.int64)}
+        if trial.step_rows is None:
+            return {**_cut(self._whole, slice(0, trial.case.sizes["num_tokens"])), "logit_rows": trial.rows}
+        places = {int(row): place for place, row in enumerate(trial.step_rows)}
+        logit_rows = np.array([places[int(row)] for row in trial.rows], np.int64)
+        return {**_cut(self._whole, trial.step_rows), "logit_rows": logit_rows}
 
     def expected(self, trials: Sequence[Trial]) -> list[Arrays]:
-        whole = {name: array for name, (array, _) in self._whole.items()}
-        outputs = self._run({**whole, "logit_rows": np.concatenate([trial.rows for trial in trials])})
+        feed = {name: array for name, (array, _) in self._whole.items()}
+        outputs = self._run({**feed, "logit_rows": np.concatenate([trial.rows for trial in trials])})
         ends = np.cumsum([len(trial.rows) for trial in trials])
         return [
             {name: array[end - len(trial.rows) : end] for name, array in outputs.items()}
@@ -152,12 +148,15 @@ class _ExitSweep(Sweep):
         ]
 
 
-def _rows(
-    graph: Graph, sizes: Sizes, draw: random.Random, largest: float
-) -> tuple[dict[str, tuple[np.ndarray, bool]], np.ndarray]:
+def _cut(whole: Whole, rows: np.ndarray | slice) -> dict[str, np.ndarray]:
+    """Return some rows of the whole input."""
+    return {name: array[rows] if has_rows else array for name, (array, has_rows) in whole.items()}
+
+
+def _rows(graph: Graph, sizes: Sizes, draw: random.Random, largest: float) -> tuple[Whole, np.ndarray]:
     """Return the whole input of a graph of rows, and which rows go to the end of the precision.
 
-    The input is {name: (array, has the rows)}. Every fourth row of activations has an outlier, every fourth is large:
+    Every fourth row of activations has an outlier, every fourth is large:
     of the residual stream up to the end of its precision, or to `largest`. Token ids are the whole vocabulary; two of
     three rows have an adapter, each in turn.
     """
@@ -168,18 +167,18 @@ def _rows(
     arrays.pop("logit_rows", None)
     count = sizes.get(dim, 1)
     number = np.arange(count)
-    whole = {}
+    whole: Whole = {}
     for name, array in arrays.items():
-        wide = dim in dims[name]
+        has_rows = dim in dims[name]
         if name == "token_ids":
             array = np.resize(np.random.default_rng(draw.randrange(1 << 32)).permutation(assembly.vocab_size), count)
         elif name == IDS:
             assert assembly.adapters is not None  # whose graphs take them
             places = np.array(draw.sample(range(assembly.adapters.max_adapters), assembly.adapters.max_adapters))
             array = np.where(number % 3 == 0, -1, np.resize(places, count))
-        elif array.dtype.kind == "f" and wide:
+        elif array.dtype.kind == "f" and has_rows:
             array = _activations(array, largest if name == "hidden" else None, draw)
-        whole[name] = array, wide
+        whole[name] = array, has_rows
     return whole, number % 4 == 3
 
 

@@ -22,14 +22,14 @@ _GROUP = 32  # trials of an exit whose rows the graph computes together
 class Trial:
     """One run of an engine. rows: those of the whole input whose outputs it must give.
 
-    held: the rows that an exit's step has, where they are not the first. is_far: beyond the sequence that other trials
-    are parts of; the graph runs for it alone.
+    step_rows: of an exit's step, where they are not the first. is_far: beyond the sequence that other trials are parts
+    of; the graph runs for it alone.
     """
 
     case: Case
     rows: np.ndarray
     scaled: bool = False
-    held: np.ndarray | None = None
+    step_rows: np.ndarray | None = None
     is_far: bool = False
 
     @property
@@ -84,11 +84,11 @@ class Sweep:
         """Return which share of pairs, and of triples, some trials have."""
         points = {point for trial in trials for point in self.points(trial)}
         shares = []
-        for count, known in enumerate(self.known, start=2):
+        for count, total in enumerate(self.known, start=2):
             parts = {
                 (places, tuple(point[place] for place in places))
                 for point in points
                 for places in combinations(range(len(point)), count)
             }
-            shares.append(SizeCombinations(len(parts), known))
+            shares.append(SizeCombinations(len(parts), total))
         return shares

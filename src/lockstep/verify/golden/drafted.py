@@ -25,13 +25,16 @@ class RecordedDrafter:
         self._answers = answers
         self._wrong_each = wrong_each
 
-    def propose(self, asked: Mapping[ActiveChoice, int]) -> dict[ActiveChoice, list[int]]:
-        return {choice: draft for choice, most in asked.items() if (draft := self._draft(choice, most))}
+    def propose(self, limits: Mapping[ActiveChoice, int]) -> dict[ActiveChoice, list[int]]:
+        drafts = {choice: self._draft(choice, limit) for choice, limit in limits.items()}
+        return {choice: draft for choice, draft in drafts.items() if draft}
 
-    def _draft(self, choice: ActiveChoice, most: int) -> list[int]:
+    def _draft(self, choice: ActiveChoice, limit: int) -> list[int]:
         first = len(choice.answer)
-        tokens = self._answers[choice.index, choice.number][first : first + most]
-        return [token if number % self._wrong_each else abs(token - 1) for number, token in enumerate(tokens, first)]
+        draft = list(self._answers[choice.index, choice.number][first : first + limit])
+        for place in range(-first % self._wrong_each, len(draft), self._wrong_each):
+            draft[place] = abs(draft[place] - 1)
+        return draft
 
     def forget(self, choice: ActiveChoice) -> None:
         """Do nothing: the answers are needed to the end."""
@@ -51,25 +54,25 @@ def difference(model: Model, request: Request, max_num_tokens: int) -> str | Non
     engine = Engine(model, None, max_num_tokens, prefix_caching=False, speculation=speculation)
     drafted = _answers(engine, requests.values())
     for (key, expected), how in zip(plain.items(), requests):
-        found = drafted.get(key, [])
-        if found != expected:
-            same = [one == other for one, other in zip(expected, found)]
-            step = same.index(False) if False in same else len(same)
-            return f"step {step}, with drafts, {how}: {_said(expected[step:], found[step:])}"
+        answer = drafted.get(key, [])
+        if answer != expected:
+            differing = (step for step, pair in enumerate(zip(expected, answer)) if pair[0] != pair[1])
+            step = next(differing, min(len(expected), len(answer)))
+            return f"step {step}, with drafts, {how}: {_differing(expected[step:], answer[step:])}"
     return None
 
 
 def _answers(engine: Engine, requests: Iterable[Request]) -> dict[tuple[int, int], list[tuple[int, bytes]]]:
     """Return each answer's tokens, with the bits of the logits that the host chose from."""
     answers: dict[tuple[int, int], list[tuple[int, bytes]]] = {}
-    for made in engine.run(requests):
-        logits = b"" if made.logits is None else np.ascontiguousarray(made.logits).tobytes()
-        answers.setdefault((made.request, made.choice), []).append((made.token, logits))
+    for token in engine.run(requests):
+        logits = b"" if token.logits is None else np.ascontiguousarray(token.logits).tobytes()
+        answers.setdefault((token.request, token.choice), []).append((token.token, logits))
     return answers
 
 
-def _said(expected: Sequence[tuple[int, bytes]], found: Sequence[tuple[int, bytes]]) -> str:
-    right, wrong = (str(answer[0][0]) if answer else "none" for answer in (expected, found))
-    if right == wrong:
+def _differing(plain: Sequence[tuple[int, bytes]], drafted: Sequence[tuple[int, bytes]]) -> str:
+    tokens = [str(answer[0][0]) if answer else "none" for answer in (plain, drafted)]
+    if tokens[0] == tokens[1]:
         return "expected the logits of plain decoding to the bit, found others"
-    return f"expected token {right} as without, found {wrong}"
+    return f"expected token {tokens[0]} as without, found {tokens[1]}"
