@@ -31,6 +31,7 @@ from lockstep.backends import get_backend
 
 # In the order in which the workflow comes to them; a build may refuse a graph.
 GATES = ("build", "validate", "compare", "golden", "adapted")
+_COMPARE_SECONDS = 30  # of an engine, as in the config's defaults
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,9 @@ class Case:
         """Each engine with its graph."""
         out = self.folder / "compare.json"
         return self.message(
-            lambda: lockstep.compare_engines(assembly, self._weights, engines, self._tolerances, self._limits, out)
+            lambda: lockstep.compare_engines(
+                assembly, self._weights, engines, self._tolerances, self._limits, out, seconds=_COMPARE_SECONDS
+            )
         )
 
     def golden(self, assembly: Path, engines: Path) -> str | None:

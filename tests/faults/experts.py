@@ -34,6 +34,12 @@ def shares(edit: Edit, other: Callable[[Edit, Value], Value]) -> None:
         edit.replace(node.output[0], lambda value: other(edit, value))
 
 
+def router_larger(edit: Edit) -> None:
+    """The router's logits are 1.05 times as large: the same experts, which count other than they should."""
+    for node in edit.nodes("Softmax"):
+        edit.replace(node.input[0], lambda logits: edit.times(logits, 1.05), [node])
+
+
 def reversed_order(edit: Edit, value: Value) -> Value:
     return edit.op("Gather", value, edit.ints(2, 1, 0), axis=1)
 
@@ -65,6 +71,7 @@ FAULTS = (
     fault("expert-down-next", "the down projection is the next expert's", BEHIND, next_expert("down_proj")),
     fault("expert-shares-reversed", "the first expert counts as the last", BEHIND, shares(reversed_order)),
     fault("expert-shares-alike", "all experts of a token count the same", BEHIND, shares(all_alike)),
+    fault("router-1.05", "the router's logits times 1.05", BEHIND, router_larger),
     fault("expert-gate-up-swapped", "gate and up of all experts swapped", ASSEMBLY, pairs("gate_up", gate_for_up)),
     fault("expert-neighbour", "the first two experts of a layer swapped", ASSEMBLY,
           pairs("gate_up", first_two_experts)),
