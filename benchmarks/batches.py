@@ -213,7 +213,7 @@ def sums(model: Model) -> dict[str, Any]:
     found = {}
     for tokens in SUMS:
         graphs = []
-        for rank in executor.group.each():
+        for rank in executor.group.on_each_device():
             values = rank._buffer("benchmark", (tokens, hidden), np.float16)
             with rank.stream.capture() as graph:
                 for _ in range(SUMS_IN_A_GRAPH):

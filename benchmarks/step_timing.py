@@ -33,10 +33,10 @@ def breakdown(executor: GpuExecutor, batch: int) -> dict[str, float]:
             f"breakdown: expected room for {end - held.max()} more tokens in each row, at "
             f"most {executor.max_seq_len} (max_seq_len), found a row of {held.max()}"
         )
-    executor._prompt = executor._in_flight = None
+    executor._last_prompt = executor._in_flight = None
     executor.group.reserve(dict.fromkeys(range(batch), end), executor.lengths)
     steps = executor._decode_calls(count, executor._adapted(range(batch)), executor._drawn(range(batch)))
-    for rank in executor.group.each():
+    for rank in executor.group.on_each_device():
         rank.state.decode(range(batch), [0] * batch, held.tolist(), rank.stream)
     while steps[0].graph is None:
         executor.group.launch(steps)
@@ -45,7 +45,7 @@ def breakdown(executor: GpuExecutor, batch: int) -> dict[str, float]:
         whole = microseconds(executor.group, [step.graph for step in steps if step.graph])
     finally:
         for rank in executor.ranks:
-            rank.state.forget()
+            rank.state.invalidate_tokens()
     found["gaps"] = round(whole - sum(found.values()), 1)
     found["step"] = round(whole, 1)
     return found
@@ -57,14 +57,14 @@ def breakdown_prefill(executor: GpuExecutor) -> dict[str, float]:
     Its slot is reset: what is repeated spoils its cache. Raises InputError where that step did not bring one
     prompt.
     """
-    if executor._prompt is None:
+    if executor._last_prompt is None:
         raise InputError("breakdown: expected a step with one prompt just before, found none")
-    (steps, slots), executor._prompt, executor._in_flight = executor._prompt, None, None
+    (steps, slots), executor._last_prompt, executor._in_flight = executor._last_prompt, None, None
     try:
         return microseconds_by_name(executor.group, steps)
     finally:
         for rank in executor.ranks:
-            rank.state.forget()
+            rank.state.invalidate_tokens()
         for slot in slots:
             executor.reset(slot)
 
@@ -92,7 +92,7 @@ def microseconds(group: RankGroup, graphs: Sequence[cuda.Graph]) -> float:
 def _alone(group: RankGroup, steps: Sequence[StepCalls], name: str) -> list[cuda.Graph]:
     """Return each rank's calls of this name in a graph of their own."""
     graphs = []
-    for rank, step in zip(group.each(), steps):
+    for rank, step in zip(group.on_each_device(), steps):
         with rank.stream.capture() as graph:
             for of, call in step.calls:
                 if of == name:
@@ -102,5 +102,5 @@ def _alone(group: RankGroup, steps: Sequence[StepCalls], name: str) -> list[cuda
 
 
 def _launch(group: RankGroup, graphs: Sequence[cuda.Graph]) -> None:
-    for rank, graph in zip(group.each(), graphs):
+    for rank, graph in zip(group.on_each_device(), graphs):
         graph.launch(rank.stream)

@@ -126,7 +126,7 @@ def test_a_rank_that_does_not_come_is_named_and_holds_nobody(
 
     if 1 < devices < world:
         pytest.skip(f"{devices} GPUs")
-    monkeypatch.setattr(all_reduce, "_SECONDS", 2)
+    monkeypatch.setattr(all_reduce, "_TIMEOUT_S", 2)
     monkeypatch.setattr(all_reduce, "_ONE_SHOT", 0)
     first, *others = all_reduce.connect([Device.get(rank) for rank in range(world)], 8192, 16)
     first.device.use()

@@ -257,7 +257,7 @@ def test_few_rows_are_summed_by_the_kernel_that_reads_them(open_model, gpu, form
 
     fused = True
     expected = decode()
-    monkeypatch.setattr(KernelsExecutable, "prepare_summing", lambda *given: None)
+    monkeypatch.setattr(KernelsExecutable, "prepare_fused_all_reduce", lambda *given: None)
     fused = False
     assert decode() == expected
 
@@ -270,7 +270,7 @@ def test_logits_are_gathered_where_they_are_asked_for(open_model, form: Form) ->
     whole = lambda key: key[-1] != "part"
 
     def clear() -> None:
-        for rank in model._executor.group.each():
+        for rank in model._executor.group.on_each_device():
             for key, array in rank._logit_buffers.items():
                 if whole(key):
                     rank.stream.upload(array, np.full(array.shape, np.nan, array.dtype))
@@ -278,7 +278,7 @@ def test_logits_are_gathered_where_they_are_asked_for(open_model, form: Form) ->
 
     def gathered() -> bool:
         found = []
-        for rank in model._executor.group.each():
+        for rank in model._executor.group.on_each_device():
             for key, array in rank._logit_buffers.items():
                 if whole(key):
                     found.append(np.empty(array.shape, array.dtype))
@@ -406,7 +406,7 @@ def test_a_device_that_hangs_ends_the_process_with_its_rank(open_model, monkeypa
         released.set()
 
     monkeypatch.setattr(rank_watch, "_GRACE", 0.2)
-    monkeypatch.setattr(rank_watch, "_TICK", 0.05)
+    monkeypatch.setattr(rank_watch, "_POLL_S", 0.05)
     monkeypatch.setattr(rank_watch.os, "_exit", end)
     model.step([Advance(0, np.arange(6), 0)])
     wait = cuda.Event.wait
@@ -433,7 +433,7 @@ def test_a_step_that_ended_is_no_device_that_hangs(open_model, monkeypatch, capf
 
     codes: list[int] = []
     monkeypatch.setattr(rank_watch, "_GRACE", 0.1)
-    monkeypatch.setattr(rank_watch, "_TICK", 0.02)
+    monkeypatch.setattr(rank_watch, "_POLL_S", 0.02)
     monkeypatch.setattr(rank_watch.os, "_exit", codes.append)
     model = open_model()
     model._executor.ranks[0].exchange._host_lost[0] = 2

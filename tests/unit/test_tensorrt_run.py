@@ -426,7 +426,7 @@ def test_rows_decode_in_the_pass_of_prompts(demo, open_model, form, gpu, monkeyp
     executor = both.found._executor
     state = executor.ranks[0].state
     both.step(0, 1, prompts=[(2, 30), (3, 5)])
-    assert gpu.launches == launches and [array.address for array in fetched] == [state.found.address]
+    assert gpu.launches == launches and [array.address for array in fetched] == [state.next_tokens.address]
     assert [name for name, _ in executor.group.last[0].calls].count("block") == len(executor.ranks[0].network.layers)
     assert state.token_ids.address not in [array.address for array in sent]
     for slots in ((0, 1, 2, 3), (0, 1, 2, 3), (1, 3), (0, 1, 2, 3)):
@@ -871,7 +871,7 @@ def test_sampled_requests_are_drawn_on_the_device_with_a_step_under_way(open_mod
         for made in engine.run(requests()):
             found.setdefault((made.request, made.choice), []).append(made.token)
             ahead.append(model.in_flight or engine.scheduler.is_spread)
-    assert found == expected and fetched == {model._executor.ranks[0].state.found.address} and all(ahead[:-1])
+    assert found == expected and fetched == {model._executor.ranks[0].state.next_tokens.address} and all(ahead[:-1])
     alone = [tokens_of(Engine(model), [request])[0, 0] for request in requests()]
     assert [expected[number, 0] for number in range(6)] == alone
 

@@ -20,31 +20,30 @@ from lockstep.errors import CheckError
 _HOST_TO_DEVICE = runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
 _DEVICE_TO_HOST = runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost
 _DEVICE_TO_DEVICE = runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice
-_HOPPER = 9  # first number of its compute capability
-_left_at_exit: weakref.WeakSet[Any] = weakref.WeakSet()
+_HOPPER = 9  # major compute capability
+_leaked_at_exit: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def leave_at_exit(owner: object) -> None:
-    """Leave what an object holds to the operating system when the process ends.
+def leak_at_exit(owner: object) -> None:
+    """Leave an object's resources to the operating system if it is alive when the process ends.
 
-    So it is with objects that are alive then. The interpreter takes objects and modules apart in any order: an engine
-    that goes after its library's runtime, or a stream after the driver, would crash a process whose work is done.
+    At shutdown the interpreter destroys objects and modules in any order. An engine destroyed after its library's
+    runtime, or a stream after the driver, would crash a process whose work is done.
     """
-    _left_at_exit.add(owner)
+    _leaked_at_exit.add(owner)
 
 
 @atexit.register
-def _leave() -> None:
-    for owner in _left_at_exit:
+def _leak() -> None:
+    for owner in _leaked_at_exit:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(owner))
 
 
 def destroy_with(owner: Any, destroy: Callable[..., Any], handle: Any) -> None:
-    """Destroy what a handle stands for when nothing refers to its owner any more.
+    """Call `destroy(handle)` when the owner is garbage, after the finalizers of all objects that die with it.
 
-    That is behind the finalizers of all that goes with the owner: an executor's waits for its streams, whose work is in
-    this memory. Where objects go in a cycle, the collector runs finalizers in any order; what it does not track, as an
-    array, dies behind them.
+    The order matters: an executor's finalizer waits for its streams, whose kernels use this memory. In a reference
+    cycle the collector runs finalizers in any order, but an object that it doesn't track, such as an array, dies last.
     """
     owner.life = np.empty(0)
     weakref.finalize(owner.life, destroy, handle).atexit = False
@@ -59,17 +58,17 @@ def check(result: tuple[Any, ...]) -> Any:
 
 
 def device_count() -> int:
-    """Return how many devices this process sees (CUDA_VISIBLE_DEVICES)."""
+    """Return the number of devices visible to this process (CUDA_VISIBLE_DEVICES)."""
     return int(check(runtime.cudaGetDeviceCount()))
 
 
 def use_device(number: int) -> None:
-    """Use a device in what the calling thread does from now on; at first that is device 0."""
+    """Set the calling thread's current device; a new thread starts with device 0."""
     check(runtime.cudaSetDevice(number))
 
 
 def current_device() -> int:
-    """Return the number of the device that the calling thread uses."""
+    """Return the number of the calling thread's current device."""
     return int(check(runtime.cudaGetDevice()))
 
 
@@ -88,12 +87,11 @@ def enable_access(other: int) -> None:
 
 
 def compute_capability(number: int = 0) -> tuple[int, int]:
-    """Return the compute capability of a device."""
-    which = runtime.cudaDeviceAttr
-    return tuple(
-        check(runtime.cudaDeviceGetAttribute(getattr(which, f"cudaDevAttrComputeCapability{part}"), number))
-        for part in ("Major", "Minor")
-    )
+    """Return a device's compute capability as (major, minor)."""
+    attributes = runtime.cudaDeviceAttr
+    major = check(runtime.cudaDeviceGetAttribute(attributes.cudaDevAttrComputeCapabilityMajor, number))
+    minor = check(runtime.cudaDeviceGetAttribute(attributes.cudaDevAttrComputeCapabilityMinor, number))
+    return major, minor
 
 
 def is_hopper(number: int = 0) -> bool:
@@ -106,7 +104,7 @@ def multiprocessors(number: int = 0) -> int:
 
 
 class Array:
-    """Contiguous device memory: an address with shape and NumPy dtype; views keep it alive."""
+    """Contiguous device memory: an address with a shape and a NumPy dtype. Views keep the memory alive."""
 
     def __init__(self, address: int, shape: Sequence[int], dtype: DTypeLike, owner: object):
         self.address = address
@@ -124,53 +122,60 @@ class Array:
         low, high, step = rows.indices(count)
         if step != 1:
             raise ValueError("expected rows without a step")
-        row = math.prod(tail) * self.dtype.itemsize if low else 0
-        return Array(self.address + low * row, (max(0, high - low), *tail), self.dtype, self._owner)
+        row_nbytes = math.prod(tail) * self.dtype.itemsize
+        return Array(self.address + low * row_nbytes, (max(0, high - low), *tail), self.dtype, self._owner)
 
     def reshape(self, *shape: int) -> Array:
-        """Return the first numbers of the array in another shape. Raises ValueError for more numbers."""
+        """Return the array's first elements in another shape. Raises ValueError if it has too few elements."""
         if math.prod(shape) > math.prod(self.shape):
             raise ValueError(f"expected at most {math.prod(self.shape)} numbers, found {shape}")
         return Array(self.address, shape, self.dtype, self._owner)
 
 
 class _Memory:
-    """An allocation on the device, or page-locked, freed with its last reference; what: it is for, in words."""
+    """An allocation on the device or in page-locked memory, freed with its last reference; what: names it in errors."""
 
     def __init__(
         self, nbytes: int, what: str, allocate: Callable = runtime.cudaMalloc, free: Callable = runtime.cudaFree
     ):
         result = allocate(max(1, nbytes))
         if result[0] == runtime.cudaError_t.cudaErrorMemoryAllocation:
-            kind = "page-locked"
-            found = "less"
-            if allocate is not runtime.cudaMallocHost:
-                free_bytes, total = check(runtime.cudaMemGetInfo())
+            if allocate is runtime.cudaMallocHost:
+                kind = "page-locked"
+                available = "less"
+            else:
                 kind = "GPU"
-                found = f"{free_bytes >> 20} MiB of {total >> 20} MiB"
-                found += f" on GPU {current_device()}" if device_count() > 1 else ""
+                available = _describe_free_memory()
             raise CheckError(
-                f"expected {max(1, nbytes >> 20)} MiB of free {kind} memory for {what}, found {found}; lower "
+                f"expected {max(1, nbytes >> 20)} MiB of free {kind} memory for {what}, found {available}; lower "
                 f"limits.max_batch_size, max_seq_len or max_num_tokens, or end what else uses it"
             )
         self.address = int(check(result))
         destroy_with(self, free, self.address)
 
 
+def _describe_free_memory() -> str:
+    free, total = check(runtime.cudaMemGetInfo())
+    text = f"{free >> 20} MiB of {total >> 20} MiB"
+    if device_count() > 1:
+        text += f" on GPU {current_device()}"
+    return text
+
+
 def empty(shape: Sequence[int], dtype: DTypeLike, what: str = "an array") -> Array:
-    """Return uninitialised device memory. Raises CheckError, saying `what` it is for, where there is too little."""
+    """Return uninitialised device memory. Raises CheckError, which names its use (`what`), if there is too little."""
     dtype = np.dtype(dtype)
     memory = _Memory(math.prod(shape) * dtype.itemsize, what)
     return Array(memory.address, shape, dtype, memory)
 
 
 def zeros(shape: Sequence[int], dtype: DTypeLike, what: str = "an array") -> Array:
-    """Return device memory of zeros, see `filled`."""
+    """Return device memory filled with zeros: see `filled`."""
     return filled(0, shape, dtype, what)
 
 
 def filled(byte: int, shape: Sequence[int], dtype: DTypeLike, what: str = "an array") -> Array:
-    """Return device memory of one byte, for any stream: it waits for the default one. Raises as `empty` does."""
+    """Return device memory filled with one byte; any stream may use it at once. Raises as `empty` does."""
     array = empty(shape, dtype, what)
     check(runtime.cudaMemset(array.address, byte, array.nbytes))
     check(runtime.cudaStreamSynchronize(0))
@@ -178,29 +183,29 @@ def filled(byte: int, shape: Sequence[int], dtype: DTypeLike, what: str = "an ar
 
 
 def pinned(shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:
-    """Return a page-locked host array, from and to which the device copies without waiting."""
+    """Return a page-locked host array, which the device can copy from and to asynchronously."""
     dtype = np.dtype(dtype)
     nbytes = math.prod(shape) * dtype.itemsize
     memory = _Memory(nbytes, "copies to and from the GPU", runtime.cudaMallocHost, runtime.cudaFreeHost)
     buffer: Any = (ctypes.c_char * max(1, nbytes)).from_address(memory.address)
-    buffer._memory = memory  # NumPy keeps the buffer, and this keeps the memory
+    buffer._memory = memory  # NumPy keeps the buffer alive, and the buffer keeps the memory
     return np.frombuffer(buffer, np.uint8, nbytes).view(dtype).reshape(shape)
 
 
 def memory_used() -> int:
-    """Return the bytes of the device in use, by any process."""
+    """Return the device memory in use by all processes, in bytes."""
     free, total = check(runtime.cudaMemGetInfo())
     return total - free
 
 
 def memory_free() -> int:
-    """Return the bytes of the device that are free."""
+    """Return the free device memory, in bytes."""
     free, _ = check(runtime.cudaMemGetInfo())
     return int(free)
 
 
 class Stream:
-    """A CUDA stream; work under way is done even when nothing refers to it any more."""
+    """A CUDA stream. Enqueued work completes even if the stream object is garbage by then."""
 
     def __init__(self) -> None:
         self.handle = int(check(runtime.cudaStreamCreateWithFlags(runtime.cudaStreamNonBlocking)))
@@ -211,25 +216,25 @@ class Stream:
         check(self._synchronize(self.handle))
 
     def drain(self) -> None:
-        """Wait until nothing is under way, without errors, for those who free memory: they were raised before."""
+        """Wait for all work and ignore errors, which were raised before: for callers that free memory."""
         self._synchronize(self.handle)
 
     def upload(self, array: Array, host: np.ndarray) -> None:
-        """Copy from host to device; leave page-locked `host` alone until the stream is through: this does not wait."""
+        """Copy from host to device, asynchronously: don't change page-locked `host` before the copy is done."""
         if host.nbytes != array.nbytes or not host.flags.c_contiguous:
             raise ValueError(f"expected {array.nbytes} contiguous bytes, found {host.nbytes}")
         check(runtime.cudaMemcpyAsync(array.address, host.ctypes.data, host.nbytes, _HOST_TO_DEVICE, self.handle))
 
     def download(self, host: np.ndarray, array: Array) -> None:
-        """Copy from device to host: synchronize, or wait for an event behind it, before reading."""
+        """Copy from device to host, asynchronously: synchronize, or wait for a later event, before reading."""
         check(runtime.cudaMemcpyAsync(host.ctypes.data, array.address, host.nbytes, _DEVICE_TO_HOST, self.handle))
 
     def copy(self, out: Array, source: Array) -> None:
-        """Copy as many bytes as `out` has on the device."""
+        """Copy `out.nbytes` bytes on the device."""
         self.copy_rows(out.address, out.nbytes, source.address, out.nbytes, out.nbytes, 1)
 
     def copy_rows(self, out: int, out_pitch: int, source: int, pitch: int, width: int, rows: int) -> None:
-        """Copy `rows` rows of `width` bytes on the device; pitches are bytes from one row to the next."""
+        """Copy `rows` rows of `width` bytes on the device; a pitch is the bytes from one row to the next."""
         check(runtime.cudaMemcpy2DAsync(out, out_pitch, source, pitch, width, rows, _DEVICE_TO_DEVICE, self.handle))
 
     def fill_zero(self, address: int, pitch: int, width: int, rows: int) -> None:
@@ -237,7 +242,7 @@ class Stream:
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[Graph]:
-        """Capture what is put on the stream inside as the graph that is given; nothing runs before its `launch`."""
+        """Capture the work enqueued in the `with` block as the yielded graph; it runs when the graph is launched."""
         graph = Graph()
         check(runtime.cudaStreamBeginCapture(self.handle, runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed))
         try:
@@ -252,7 +257,7 @@ class Stream:
 
 
 class Graph:
-    """Captured work, launched as one."""
+    """A captured CUDA graph."""
 
     executable: Any = None
 
@@ -278,13 +283,13 @@ class Event:
 
 
 class TensorMap(ctypes.Structure):
-    """What a kernel has TMA read by: boxes of rows of an array [rows, bytes], swizzled, zeros beyond it."""
+    """A TMA descriptor: boxes of rows of an array [rows, bytes], swizzled, with zeros out of bounds."""
 
     _fields_ = (("words", ctypes.c_uint64 * 16),)
 
     @classmethod
     def of(cls, array: Array, rows: int, columns: int) -> TensorMap:
-        """Return that of boxes [rows, columns] of an array of bytes [rows, a multiple of 16]; it keeps the array."""
+        """Return the descriptor of boxes [rows, columns] of an array of bytes [height, a multiple of 16]."""
         height, width = array.shape
         sizes = map(driver.cuuint64_t, (width, height))
         box = map(driver.cuuint32_t, (columns, rows))
@@ -298,50 +303,54 @@ class TensorMap(ctypes.Structure):
                 driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
             )
         )  # fmt: skip
-        made = cls((ctypes.c_uint64 * 16)(*map(int, encoded.opaque)))
-        made.array = array
-        return made
+        tensor_map = cls((ctypes.c_uint64 * 16)(*map(int, encoded.opaque)))
+        tensor_map.array = array  # keeps the memory alive
+        return tensor_map
 
 
 def _type_of(argument: Array | int | float) -> Any:
-    """Return the ctypes type that a kernel takes an argument as."""
-    number = ctypes.c_float if isinstance(argument, float) else ctypes.c_int32
-    return ctypes.c_void_p if isinstance(argument, Array) else number
+    """Return the ctypes type of a kernel argument."""
+    if isinstance(argument, Array):
+        return ctypes.c_void_p
+    return ctypes.c_float if isinstance(argument, float) else ctypes.c_int32
 
 
 class Kernel:
-    """A kernel of a module; arguments: Array (its address), int (int32), float (float32)."""
+    """A kernel of a module. Arguments: an Array (its address), an int (int32) or a float (float32)."""
 
     def __init__(self, function: Any):
         self.function = function
-        self._shared = 48 << 10
-        self._types: dict[tuple[type, ...], tuple[Any, ...]] = {}  # by types of arguments
+        self._shared = 48 << 10  # the dynamic shared memory that CUDA allows by default
+        self._types: dict[tuple[type, ...], tuple[Any, ...]] = {}  # ctypes types by Python types of the arguments
 
     def launch(
         self, stream: Stream, blocks: tuple[int, int, int] | int, threads: int, *arguments: Array | int | float
     ) -> None:
         values = tuple([argument.address if isinstance(argument, Array) else argument for argument in arguments])
-        given = tuple(map(type, arguments))
-        types = self._types.get(given)
+        python_types = tuple(map(type, arguments))
+        types = self._types.get(python_types)
         if types is None:
-            types = self._types[given] = tuple(map(_type_of, arguments))
+            types = self._types[python_types] = tuple(map(_type_of, arguments))
         x, y, z = (blocks, 1, 1) if isinstance(blocks, int) else blocks
         check(driver.cuLaunchKernel(self.function, x, y, z, threads, 1, 1, 0, stream.handle, (values, types), 0))
 
     def allow_shared(self, nbytes: int) -> None:
-        """Let launches have so many bytes of shared memory, which is asked for where it is more than 48 KiB."""
+        """Allow launches with `nbytes` bytes of dynamic shared memory."""
         if nbytes > self._shared:
-            what = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            check(driver.cuFuncSetAttribute(self.function, what, nbytes))
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            check(driver.cuFuncSetAttribute(self.function, attribute, nbytes))
             self._shared = nbytes
 
 
 class Launch:
-    """A kernel on a stream with fixed arguments, all but the last, an integer.
+    """A kernel on a stream whose arguments are fixed, except the last one, an integer.
 
-    A call costs the host a third of `Kernel.launch`. overlaps: the kernel waits itself for the one before it on the
-    stream (`wait_for_previous`), and may be brought onto the device while that one runs, where the device and its
-    driver can do that, in graphs too. shared: bytes of shared memory, beside what the kernel declares.
+    A call costs the host a third of `Kernel.launch`.
+
+    Args:
+        overlaps: The kernel itself waits for the previous one on the stream (`wait_for_previous`), so it may be
+            scheduled while that one runs (programmatic dependent launch), in graphs too.
+        shared: Bytes of dynamic shared memory.
     """
 
     def __init__(
@@ -353,15 +362,14 @@ class Launch:
         self._function = kernel.function
         self._stream = stream
         self._threads = threads
-        self._held = arguments
-        self._values: list[Any] = [
-            each if isinstance(each, TensorMap) else _type_of(each)(each.address if isinstance(each, Array) else each)
-            for each in arguments
-        ]
+        self._arguments = arguments  # keeps their memory alive
+        self._values = [_ctypes_value(argument) for argument in arguments]
         self._last = self._values[-1]
-        self._pointers = (ctypes.c_void_p * len(self._values))(*(ctypes.addressof(each) for each in self._values))
+        self._pointers = (ctypes.c_void_p * len(self._values))(*map(ctypes.addressof, self._values))
         self._address = ctypes.addressof(self._pointers)
-        self._config = _overlapping(stream, threads, shared) if overlaps and _can_overlap(current_device()) else None
+        self._config = None
+        if overlaps and _can_overlap(current_device()):
+            self._config = _overlapping(stream, threads, shared)
 
     def __call__(self, blocks: int, last: int | None = None) -> None:
         if last is not None:
@@ -376,9 +384,15 @@ class Launch:
         check(driver.cuLaunchKernel(self._function, blocks, 1, 1, threads, 1, 1, shared, stream, self._address, 0))
 
 
+def _ctypes_value(argument: Array | TensorMap | int | float) -> Any:
+    if isinstance(argument, TensorMap):
+        return argument
+    return _type_of(argument)(argument.address if isinstance(argument, Array) else argument)
+
+
 @functools.cache
 def _can_overlap(number: int) -> bool:
-    """Return whether launches can overlap: compute capability 9.0, and CUDA 12.4, which captures such launches."""
+    """Return whether a device supports overlapping launches: capability 9.0, and CUDA 12.4, which can capture them."""
     return compute_capability(number) >= (9, 0) and int(check(driver.cuDriverGetVersion())) >= 12040
 
 
@@ -397,14 +411,14 @@ def _overlapping(stream: Stream, threads: int, shared: int) -> Any:
 
 
 def compile_kernels(source: str, options: tuple[str, ...] = ()) -> _Module:
-    """Compile CUDA C++ and load it, once a source and device. Raises CheckError with what the compiler says."""
+    """Compile and load CUDA C++, once per source, options and device. Raises CheckError with the compiler's log."""
     number = current_device()
     return _load(source, options, number, compute_capability(number))
 
 
 @functools.cache
 def _load(source: str, options: tuple[str, ...], number: int, capability: tuple[int, int]) -> _Module:
-    check(runtime.cudaFree(0))  # makes the context that modules are loaded into
+    check(runtime.cudaFree(0))  # creates the context that modules are loaded into
     return _Module(_compile(source, options, capability))
 
 
@@ -412,9 +426,9 @@ def _load(source: str, options: tuple[str, ...], number: int, capability: tuple[
 def _compile(source: str, options: tuple[str, ...], capability: tuple[int, int]) -> bytes:
     major, minor = capability
     program = check(nvrtc.nvrtcCreateProgram(source.encode(), b"kernels.cu", 0, [], []))
-    own = "a" if major == _HOPPER else ""  # with instructions that later ones have not: wgmma
+    suffix = "a" if major == _HOPPER else ""  # sm_90a has wgmma, which later architectures dropped
     flags = [
-        f"--gpu-architecture=sm_{major}{minor}{own}".encode(),
+        f"--gpu-architecture=sm_{major}{minor}{suffix}".encode(),
         b"--std=c++17",
         *(option.encode() for option in options),
     ]
@@ -429,7 +443,7 @@ def _compile(source: str, options: tuple[str, ...], capability: tuple[int, int])
 
 
 class _Module:
-    """Kernels by name, on the device that was current when it was loaded."""
+    """The kernels of a compiled source, by name, on the device that was current at loading."""
 
     def __init__(self, code: bytes):
         self._module = check(driver.cuModuleLoadData(code))

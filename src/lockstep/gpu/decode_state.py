@@ -1,4 +1,4 @@
-"""The inputs of a decode step on the device, of which kernels write what the next step goes on with."""
+"""The inputs of a decode step on the device. Kernels update them, so that the next step needs nothing of the host."""
 
 from __future__ import annotations
 
@@ -10,23 +10,29 @@ from lockstep.gpu import cuda
 from lockstep.gpu.staging import Staging
 from lockstep.step.sampling import PARAMETERS, Sampling, parameters
 
-_UNKNOWN = -1  # a token that the host has not seen
+_UNKNOWN = -1  # a token that is on the device only
 
 
 class DecodeState:
-    """Device arrays by slot, [slots] each, and the host's copy of what they will hold.
+    """Device arrays with an element per slot, and the host's copy of them.
 
-    The copy is of the state behind all that was put on the stream. token_ids, positions (of dtype `integer`): of slots
-    that do not decode any that are valid. rows (int32): the slot itself, or -1 where it does not decode. found (int32):
-    the token that was found last, -1 for one that is none. samplings (sampling.PARAMETERS) and adapter_ids (`integer`:
-    the slot's adapter slot, or -1): how tokens are chosen, and computed; they change when a slot's request does, not
-    each step. adapters: the host's adapter_ids, which others change between steps; None where blocks take none.
+    The copy is the state after all work on the stream. An upload is skipped if the device has the values already.
+
+    Attributes:
+        token_ids, positions: [slots] of dtype `integer`. Any valid values in slots that don't decode.
+        rows: [slots] int32: the slot's own number, or -1 if it doesn't decode.
+        next_tokens: [slots] int32: the token chosen last; -1 if the logits were NaN or infinite.
+        samplings: [slots] sampling.PARAMETERS. They change with a slot's request, not each step.
+        adapter_ids: [slots] of dtype `integer`: the slot's adapter slot, or -1. They change with a slot's request.
+        adapters: The host's adapter_ids, which the caller changes between steps; None if blocks take no adapters.
     """
 
     def __init__(self, slots: int, max_seq_len: int, integer: np.dtype):
-        self.token_ids, self.positions = (cuda.zeros((slots,), integer) for _ in range(2))
-        self.rows, self.found = (cuda.zeros((slots,), "i4") for _ in range(2))
-        self.samplings = cuda.zeros((slots,), PARAMETERS)  # greedy
+        self.token_ids = cuda.zeros((slots,), integer)
+        self.positions = cuda.zeros((slots,), integer)
+        self.rows = cuda.zeros((slots,), "i4")
+        self.next_tokens = cuda.zeros((slots,), "i4")
+        self.samplings = cuda.zeros((slots,), PARAMETERS)  # zeros are greedy
         self.adapter_ids = cuda.zeros((slots,), integer)
         self.adapters: np.ndarray | None = None
         self._sent_adapters: np.ndarray | None = None
@@ -36,20 +42,22 @@ class DecodeState:
         self._adapter_staging = Staging(self.adapter_ids.nbytes, 1)
         self._samplings = np.zeros(slots, PARAMETERS)
         self._sampling_changed = False
-        self._tokens, self._positions = (np.zeros(slots, np.int64) for _ in range(2))
-        self._rows = np.zeros(slots, np.int32)  # the device's: no step has set it yet
+        self._tokens = np.zeros(slots, np.int64)
+        self._positions = np.zeros(slots, np.int64)
+        self._rows = np.zeros(slots, np.int32)
 
     def set_sampling(self, slot: int, sampling: Sampling, choice: int) -> bool:
-        """Choose the slot's tokens so from the next `send_samplings` on; return False if they are already."""
-        changed = np.array(parameters(sampling, choice) if sampling.temperature else (0,) * 7, PARAMETERS)
-        if changed == self._samplings[slot]:
+        """Set a slot's sampling parameters from the next `send_samplings` on; return whether they changed."""
+        fields = parameters(sampling, choice) if sampling.temperature else (0,) * 7
+        values = np.array(fields, PARAMETERS)
+        if values == self._samplings[slot]:
             return False
-        self._samplings[slot] = changed
+        self._samplings[slot] = values
         self._sampling_changed = True
         return True
 
-    def follow(self, other: DecodeState, slots: Sequence[int]) -> None:
-        """Compute rows 0, 1 ..., and choose their tokens, as these slots of another state."""
+    def copy_slots(self, other: DecodeState, slots: Sequence[int]) -> None:
+        """Give rows 0, 1, ... the sampling parameters and adapters of these slots of another state."""
         samplings = self._samplings.copy()
         samplings[: len(slots)] = other._samplings[list(slots)]
         if samplings.tobytes() != self._samplings.tobytes():
@@ -60,55 +68,56 @@ class DecodeState:
             self.adapters[: len(slots)] = other.adapters[list(slots)]
 
     def draws(self, slots: Iterable[int]) -> bool:
-        """Return whether the token of one of these slots is drawn."""
+        """Return whether a token of one of these slots is drawn, not greedy."""
         return bool(self._samplings["temperature"][list(slots)].any())
 
     def send_samplings(self, stream: cuda.Stream) -> None:
-        """Upload how tokens are chosen, if the device does not hold it."""
+        """Upload the sampling parameters if they changed."""
         if self._sampling_changed:
             self._sampling_staging.send(stream, [(self.samplings, self._samplings)])
             self._sampling_changed = False
 
     def send_adapters(self, stream: cuda.Stream) -> None:
-        """Upload the adapter slot of each request slot, if the device does not hold it."""
-        sent = self._sent_adapters
-        if self.adapters is not None and (sent is None or not np.array_equal(self.adapters, sent)):
+        """Upload the adapter slot of each request slot if one changed."""
+        if self.adapters is None:
+            return
+        if self._sent_adapters is None or not np.array_equal(self.adapters, self._sent_adapters):
             self._sent_adapters = self.adapters.copy()
             self._adapter_staging.send(stream, [(self.adapter_ids, self._sent_adapters)])
 
     def decode(
         self, slots: Sequence[int], tokens: Sequence[int] | None, positions: Sequence[int], stream: cuda.Stream
     ) -> None:
-        """Prepare the next step of `slots` at `positions`; tokens: None: what the device found last."""
+        """Prepare the next step of `slots` at `positions`; tokens None: those on the device, of the previous step."""
         self.send_samplings(stream)
         self.send_adapters(stream)
-        chosen = np.array(slots, np.int64)
-        pairs: list[tuple[cuda.Array, np.ndarray]] = []
+        slot_array = np.array(slots, np.int64)
+        uploads: list[tuple[cuda.Array, np.ndarray]] = []
         rows = np.full(len(self._rows), -1, np.int32)
-        rows[chosen] = chosen
+        rows[slot_array] = slot_array
         if not np.array_equal(rows, self._rows):
             self._rows = rows
-            pairs.append((self.rows, rows))
+            uploads.append((self.rows, rows))
         if tokens is not None and not (
-            np.array_equal(self._tokens[chosen], tokens) and np.array_equal(self._positions[chosen], positions)
+            np.array_equal(self._tokens[slot_array], tokens) and np.array_equal(self._positions[slot_array], positions)
         ):
-            self._tokens[chosen] = tokens
-            self._positions[chosen] = positions
+            self._tokens[slot_array] = tokens
+            self._positions[slot_array] = positions
             self._tokens = np.maximum(self._tokens, 0)
-            pairs += [(self.token_ids, self._tokens), (self.positions, self._positions)]
-        if pairs:
-            self._staging.send(stream, pairs)
-        self.advance(chosen, np.asarray(positions, np.int64) + 1)
+            uploads += [(self.token_ids, self._tokens), (self.positions, self._positions)]
+        if uploads:
+            self._staging.send(stream, uploads)
+        self.advance(slot_array, np.asarray(positions, np.int64) + 1)
 
     def advance(self, slots: Sequence[int] | np.ndarray, lengths: Sequence[int] | np.ndarray) -> None:
-        """Note that a step on the stream finds tokens for `slots`, which then hold `lengths` tokens."""
+        """Record that an enqueued step chooses tokens for `slots`, after which they hold `lengths` tokens."""
         self._tokens[slots] = _UNKNOWN
         self._positions[slots] = np.where(np.asarray(lengths) < self._limit, lengths, 0)  # as the kernel does
 
-    def tell(self, slots: Sequence[int], tokens: np.ndarray) -> None:
-        """Note what the step that was put on the stream last found, by slot."""
+    def set_tokens(self, slots: Sequence[int], tokens: np.ndarray) -> None:
+        """Record the tokens that the last enqueued step chose; tokens: by slot."""
         self._tokens[slots] = tokens[slots]
 
-    def forget(self) -> None:
-        """Note that tokens and positions on the device may be any."""
+    def invalidate_tokens(self) -> None:
+        """Record that the device's tokens and positions are unknown."""
         self._tokens[:] = _UNKNOWN

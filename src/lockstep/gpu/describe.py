@@ -1,4 +1,4 @@
-"""What an engine depends on in a GPU (name, compute capability, driver), without an import of CUDA."""
+"""Describe a GPU by what engines depend on (name, compute capability, driver). Importing this needs no CUDA."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def describe_gpu(where: str, ordinal: int = 0) -> dict[str, Any]:
-    """Return the description of a CUDA device.
+    """Return a CUDA device as {"type", "name", "compute_capability", "driver", "memory"}, memory in bytes.
 
-    It is {"type", "name", "compute_capability", "driver", "memory"} (memory in bytes). ordinal: the device's number,
-    the first one's by default. where: opens the line of an error, such as `backend cuda`. Raises InputError where there
-    is no CUDA driver or no GPU.
+    where: prefix of error messages, such as `backend cuda`. Raises InputError without a CUDA driver or a GPU.
     """
     try:
         from cuda.bindings import driver
@@ -31,8 +29,10 @@ def describe_gpu(where: str, ordinal: int = 0) -> dict[str, Any]:
         number = _call(driver, driver.cuDeviceGet(ordinal))
         name = _call(driver, driver.cuDeviceGetName(128, number))
         attribute = driver.CUdevice_attribute
-        parts = (getattr(attribute, f"CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
-        capability = [_call(driver, driver.cuDeviceGetAttribute(part, number)) for part in parts]
+        major_attribute = attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+        minor_attribute = attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR
+        major = _call(driver, driver.cuDeviceGetAttribute(major_attribute, number))
+        minor = _call(driver, driver.cuDeviceGetAttribute(minor_attribute, number))
         memory = _call(driver, driver.cuDeviceTotalMem(number))
         cuda = _call(driver, driver.cuDriverGetVersion())
     except RuntimeError as error:  # cuda-bindings raises it where there is no libcuda
@@ -42,22 +42,22 @@ def describe_gpu(where: str, ordinal: int = 0) -> dict[str, Any]:
     return {
         "type": "gpu",
         "name": name.partition(b"\0")[0].decode(),
-        "compute_capability": ".".join(map(str, capability)),
+        "compute_capability": f"{major}.{minor}",
         "driver": driver_version(cuda),
         "memory": int(memory),
     }
 
 
 def driver_version(cuda: int, text: str | None = None) -> str:
-    """Return the version of the NVIDIA kernel module (550.54.15), or else of CUDA (`cuda`: 12040 for 12.4)."""
+    """Return the version of the NVIDIA kernel module (550.54.15), else "CUDA 12.4" for `cuda` 12040."""
     if text is None:
         text = _DRIVER.read_text(errors="replace") if _DRIVER.exists() else ""
-    found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", text)
-    return found[1] if found else f"CUDA {cuda // 1000}.{cuda % 1000 // 10}"
+    match = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", text)
+    return match[1] if match else f"CUDA {cuda // 1000}.{cuda % 1000 // 10}"
 
 
 def gpu_key(device: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what must be equal for an engine to be loaded."""
+    """Return the properties that must match for an engine to load on this device."""
     return {key: device.get(key) for key in ("name", "compute_capability", "driver")}
 
 

@@ -1,4 +1,4 @@
-"""The device of a rank; several ranks are on GPUs of one kind, which reach each other's memory."""
+"""The device of a rank. Several ranks need GPUs of one model with peer access to each other's memory."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from lockstep.errors import CheckError
 from lockstep.gpu import cuda
 from lockstep.gpu.describe import describe_gpu, gpu_key
 
-ONE_GPU = "LOCKSTEP_RANKS_ON_ONE_GPU"  # of the environment: set, all ranks run on the first GPU, for checks
+# Environment variable for tests: if set, all ranks run on the first GPU.
+ONE_GPU = "LOCKSTEP_RANKS_ON_ONE_GPU"
 
 
 class Device:
-    """A rank's device and its stream, which all programs of a rank share."""
+    """A rank's device, and the stream that all programs of the rank share."""
 
     _instances: dict[int, Device] = {}
 
@@ -25,7 +26,7 @@ class Device:
 
     @classmethod
     def get(cls, rank: int = 0) -> Device:
-        """Return a rank's device, the first for all with `ONE_GPU`. Raises CheckError for none, or an unlike one."""
+        """Return a rank's device; with `ONE_GPU` the first one. Raises CheckError if it is missing or differs."""
         if rank not in cls._instances:
             number = 0 if os.environ.get(ONE_GPU) else rank
             _check_peers(number)
@@ -33,32 +34,34 @@ class Device:
         return cls._instances[rank]
 
     def use(self) -> None:
-        """Use this device in what the calling thread does from now on."""
+        """Make this the calling thread's current device."""
         cuda.use_device(self.number)
 
 
 def _check_peers(number: int) -> None:
-    """Let a device and those before it reach each other's memory. Raises CheckError where they cannot."""
-    if number >= (count := cuda.device_count()):
+    """Enable peer access between a device and all devices before it. Raises CheckError if there is none."""
+    count = cuda.device_count()
+    if number >= count:
         raise CheckError(
             f"tensor_parallel: expected a GPU for each rank, {number + 1} or more, found {count}; make more visible "
             "(CUDA_VISIBLE_DEVICES), or export with fewer ranks"
         )
     for other in range(number):
-        first, own = (gpu_key(describe_gpu("tensor_parallel", ordinal)) for ordinal in (other, number))
-        if own != first:
+        expected = gpu_key(describe_gpu("tensor_parallel", other))
+        actual = gpu_key(describe_gpu("tensor_parallel", number))
+        if actual != expected:
             raise CheckError(
-                f"tensor_parallel: GPU {number}: expected {_text(first)}, as GPU {other}, found {_text(own)}; choose "
-                "GPUs of one kind (CUDA_VISIBLE_DEVICES)"
+                f"tensor_parallel: GPU {number}: expected {_text(expected)}, as GPU {other}, found {_text(actual)}; "
+                "choose GPUs of one kind (CUDA_VISIBLE_DEVICES)"
             )
-        for one, two in ((number, other), (other, number)):
-            if not cuda.can_access(one, two):
+        for source, peer in ((number, other), (other, number)):
+            if not cuda.can_access(source, peer):
                 raise CheckError(
-                    f"tensor_parallel: GPU {one}: expected access to the memory of GPU {two}, found none; choose GPUs "
-                    "that have it (`nvidia-smi topo -p2p r`; CUDA_VISIBLE_DEVICES)"
+                    f"tensor_parallel: GPU {source}: expected access to the memory of GPU {peer}, found none; choose "
+                    "GPUs that have it (`nvidia-smi topo -p2p r`; CUDA_VISIBLE_DEVICES)"
                 )
-            cuda.use_device(one)
-            cuda.enable_access(two)
+            cuda.use_device(source)
+            cuda.enable_access(peer)
 
 
 def _text(key: Mapping[str, Any]) -> str:

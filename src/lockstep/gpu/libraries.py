@@ -1,4 +1,4 @@
-"""The libraries beside our own kernels, cuBLAS, cuDNN and NVRTC: found when needed, or refused in a line."""
+"""Load cuBLAS, cuDNN and NVRTC when they are needed, with an error in one line if one is missing."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ _CUBLAS_FOLDERS = ("nvidia/cublas/lib", "nvidia/cu13/lib")
 
 
 def require_cudnn(instead: str = "") -> Any:
-    """Return the module `cudnn`. Raises InputError without it, or cuDNN 9; instead: what one may do then."""
+    """Return the module `cudnn`. Raises InputError if it or cuDNN 9 is missing; instead: advice for that error."""
     instead = f", or {instead}" if instead else ""
     try:
         with _without_torch():
             import cudnn
         version = cudnn.backend_version()
-    # found without the library, it can be imported; with two of them it asserts
+    # The package imports without the library and fails at the first call; with two copies of it, it asserts.
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
         raise InputError(f"{_CUDNN}, found: {_line(error)}; install what is missing{instead}") from None
     if not 90000 <= version < 100000:
+        # cuDNN 8 encodes 8.9.2 as 8902; cuDNN 9 encodes 9.1.0 as 90100.
         unit = 1000 if version < 90000 else 10000
-        found = f"{version // unit}.{version % unit // 100}"
-        raise InputError(f"{_CUDNN}, found cuDNN {found}; name the folder of libcudnn.so.9 in LD_LIBRARY_PATH{instead}")
+        name = f"{version // unit}.{version % unit // 100}"
+        raise InputError(f"{_CUDNN}, found cuDNN {name}; name the folder of libcudnn.so.9 in LD_LIBRARY_PATH{instead}")
     try:
         cudnn.destroy_handle(cudnn.create_handle())
     except RuntimeError as error:
@@ -41,7 +42,7 @@ def require_cudnn(instead: str = "") -> Any:
 
 @contextlib.contextmanager
 def _without_torch() -> Iterator[None]:
-    """Keep cuDNN's module, which takes torch's tensors too, from importing torch: seconds before a model is ready."""
+    """Stop the module `cudnn`, which also accepts torch tensors, from importing torch: that would take seconds."""
     if "torch" in sys.modules:
         yield
         return
@@ -53,16 +54,16 @@ def _without_torch() -> Iterator[None]:
 
 
 def require_capability(device: Mapping[str, Any], instead: str) -> None:
-    """Raise InputError for a GPU too old for fused attention's kernels; instead: what one may do with it."""
-    found = device["compute_capability"]
-    if tuple(map(int, found.split("."))) < (8, 0):
+    """Raise InputError if a GPU is too old for fused attention; instead: advice for that error."""
+    capability = device["compute_capability"]
+    if tuple(map(int, capability.split("."))) < (8, 0):
         raise InputError(
-            f"expected a GPU of compute capability 8.0 or higher, found {device['name']} of {found}; {instead}"
+            f"expected a GPU of compute capability 8.0 or higher, found {device['name']} of {capability}; {instead}"
         )
 
 
 def require_nvrtc() -> None:
-    """Raise InputError where NVRTC, which compiles our own kernels, is not found."""
+    """Raise InputError if NVRTC, which compiles our kernels, is missing."""
     try:
         from cuda.bindings import nvrtc
 
@@ -76,51 +77,55 @@ def require_nvrtc() -> None:
 
 
 def require_cublas() -> Any:
-    """Return cuBLASLt, of `site-packages/nvidia` or else what the loader finds. Raises InputError without any."""
-    folders = [Path(entry) / folder for entry in sys.path if entry for folder in _CUBLAS_FOLDERS]
-    wheels = [str(folder / name) for folder in folders for name in _CUBLAS if (folder / name).is_file()]
-    for name in (*wheels, *_CUBLAS):
-        try:
+    """Return cuBLASLt from `site-packages/nvidia`, else from the loader's path. Raises InputError if it is missing."""
+    for name in (*_cublas_wheels(), *_CUBLAS):
+        with contextlib.suppress(OSError):
             return open_library(name)
-        except OSError:
-            continue
     raise InputError(
         "expected the library cuBLAS 12 or 13, which multiplies with weights, found none; install nvidia-cublas for "
         "this Python, or name its folder in LD_LIBRARY_PATH"
     )
 
 
+def _cublas_wheels() -> list[str]:
+    """Return the files of cuBLASLt that wheels have installed."""
+    files = []
+    for entry in filter(None, sys.path):
+        for folder in _CUBLAS_FOLDERS:
+            files += [Path(entry) / folder / name for name in _CUBLAS]
+    return [str(file) for file in files if file.is_file()]
+
+
 def library_versions() -> dict[str, str]:
-    """Return the versions of cublas, cudnn and nvrtc, of those that are here."""
-    found = {}
+    """Return the versions of cublas, cudnn and nvrtc; libraries that are missing are left out."""
+    versions = {}
     with contextlib.suppress(InputError):
-        found["cublas"] = _cublas_version(require_cublas())
-    # cuDNN has no version before its package, and NVRTC none before its library is found
+        versions["cublas"] = _cublas_version(require_cublas())
     with contextlib.suppress(ImportError, OSError, RuntimeError, AssertionError):
         with _without_torch():
             import cudnn
         number = cudnn.backend_version()
-        found["cudnn"] = f"{number // 10000}.{number % 10000 // 100}.{number % 100}"
+        versions["cudnn"] = f"{number // 10000}.{number % 10000 // 100}.{number % 100}"
     with contextlib.suppress(ImportError, OSError, RuntimeError):
         from cuda.bindings import nvrtc
 
-        found["nvrtc"] = ".".join(map(str, nvrtc.nvrtcVersion()[1:]))
-    return found
+        versions["nvrtc"] = ".".join(map(str, nvrtc.nvrtcVersion()[1:]))
+    return versions
 
 
 def _cublas_version(library: Any) -> str:
-    """Return major, minor and patch (library_types.h: libraryPropertyType)."""
+    """Return "major.minor.patch" (library_types.h: libraryPropertyType)."""
     value = ctypes.c_int()
-    parts = []
-    for which in range(3):
-        if library.cublasLtGetProperty(which, ctypes.byref(value)):
+    numbers = []
+    for level in range(3):
+        if library.cublasLtGetProperty(level, ctypes.byref(value)):
             raise InputError("cuBLAS: expected its version, found none; install another")
-        parts.append(str(value.value))
-    return ".".join(parts)
+        numbers.append(str(value.value))
+    return ".".join(numbers)
 
 
 def open_library(name: str) -> Any:
-    """Open a shared library through ctypes. Raises OSError where there is none of this name."""
+    """Open a shared library through ctypes. Raises OSError if it is missing."""
     return ctypes.CDLL(name)
 
 

@@ -1,8 +1,8 @@
-"""What the runtime asks of a backend's engines: programs without weights, and calls of them on device arrays.
+"""The interface of a backend's engines: programs without weights, and calls on device arrays.
 
-A call is bound once to arrays of the largest sizes (`GpuExecutable.bind`); each time it is given a context and the
-shapes of its inputs. Calls of a captured graph have a context of their own (`prepare`), for the graph holds only while
-its context keeps its shapes.
+A call is bound once to arrays of the largest sizes (`GpuExecutable.bind`) and takes a context and input shapes each
+time. A call in a captured graph has an exclusive context (`prepare`): the graph is valid only while the shapes set in
+its context stay the same.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Arrays = Mapping[str, cuda.Array]
 
 
 class Bound(Protocol):
-    """A call with fixed arrays; its context, of `context_for`, and shapes of inputs are given each time."""
+    """A call with fixed arrays. Each call takes a context (see `context_for`) and the inputs' shapes."""
 
     def __call__(self, context: Any, shapes: Shapes, /) -> None: ...
 
@@ -39,8 +39,10 @@ class Bound(Protocol):
 class GpuProgram:
     """An engine file on a rank's device, without weights.
 
-    tensors: of all inputs and outputs, by name. dynamic: the inputs that have a dynamic dimension. by_profiles: a call
-    takes as long as the largest size of a profile, whatever the size. slots: shape and dtype of each weight, by name.
+    Attributes:
+        by_profiles: The engine has optimization profiles: a call takes as long as at its profile's largest size.
+        tensors: All inputs and outputs, by name.
+        slots: Shape and dtype of each weight input, by name.
     """
 
     by_profiles: bool
@@ -53,25 +55,29 @@ class GpuProgram:
 
     @functools.cached_property
     def dynamic(self) -> Collection[str]:
+        """Return the inputs that have a dynamic dimension."""
         return {name for name, tensor in self.tensors.items() if tensor.is_input and -1 in tensor.shape}
 
     def tuned_for(self, shapes: Shapes) -> Shapes:
-        """Return the shapes for which a call takes as long as for these. Raises CheckError where there are none."""
-        raise NotImplementedError  # each backend has its own
+        """Return the shapes whose cost these shapes have: the tuned ones of their profile, if the engine has profiles.
 
-    def context_for(self, shapes: Shapes, own: bool) -> Any:
-        """Return a context for these input shapes; own: no other shapes will be set in it."""
-        raise NotImplementedError  # each backend has its own
+        Raises CheckError if no profile takes the shapes.
+        """
+        raise NotImplementedError
 
-    def new_context(self, profile: int, own: bool) -> Any:
-        """Return a context of an optimization profile, where there are some."""
-        raise NotImplementedError  # each backend with profiles has its own
+    def context_for(self, shapes: Shapes, exclusive: bool) -> Any:
+        """Return a context for these input shapes; exclusive: no other shapes will be set in it."""
+        raise NotImplementedError
+
+    def new_context(self, profile: int, exclusive: bool) -> Any:
+        """Return a new context of an optimization profile, if the engine has profiles."""
+        raise NotImplementedError
 
 
 class GpuExecutable:
     """An engine with its weights.
 
-    Wait for `uploads`, which bring the weights to the device, before the first run. adapter_rows: see
+    Wait for `uploads`, the copies of the weights to the device, before the first run. adapter_rows: see
     `lockstep.step.executable.HasAdapterRows`.
     """
 
@@ -82,31 +88,32 @@ class GpuExecutable:
         self.weights = weights
         self.adapter_rows = adapter_rows
 
-    def prepare(self, inputs: Arrays, outputs: Arrays, own: bool = False) -> Run:
-        """Return a call on the device's stream; own: it is for a captured graph."""
+    def prepare(self, inputs: Arrays, outputs: Arrays, captured: bool = False) -> Run:
+        """Return a call on the device's stream; captured: it will be captured in a graph."""
         shapes = {name: array.shape for name, array in inputs.items() if name in self.program.dynamic}
-        return functools.partial(self.bind(inputs, outputs, own), self.program.context_for(shapes, own), shapes)
+        call = self.bind(inputs, outputs, captured)
+        return functools.partial(call, self.program.context_for(shapes, exclusive=captured), shapes)
 
-    def prepare_summing(
+    def prepare_fused_all_reduce(
         self, exchange: Exchange, values: cuda.Array, inputs: Arrays, outputs: Arrays
     ) -> tuple[Run, Run] | None:
-        """Return a call of the first kernel, which sums `values` over the ranks in their place, and one of the rest.
+        """Return two calls for a captured graph: the first kernel with an all-reduce of `values` in it, and the rest.
 
-        They are for a captured graph. None where the first kernel does not sum this input.
+        Returns None if the first kernel can't all-reduce this input.
         """
         return None
 
-    def bind(self, inputs: Arrays, outputs: Arrays, own: bool = False) -> Bound:
-        """Return a call on arrays of the largest sizes. Raises CheckError for arrays that the engine does not take."""
-        raise NotImplementedError  # each backend has its own
+    def bind(self, inputs: Arrays, outputs: Arrays, captured: bool = False) -> Bound:
+        """Return a call on arrays of the largest sizes. Raises CheckError for wrong names or dtypes."""
+        raise NotImplementedError
 
-    def check_arrays(self, given: Arrays) -> None:
-        """Raise CheckError for arrays of other names and dtypes than those of the engine, its weights left out."""
+    def check_arrays(self, arrays: Arrays) -> None:
+        """Raise CheckError if names or dtypes differ from the engine's inputs and outputs, except its weights."""
         program = self.program
         declared = {name: tensor.dtype for name, tensor in program.tensors.items() if name not in self.weights}
-        if set(declared) != set(given):
-            raise CheckError(f"{program.path}: expected arrays for {sorted(declared)}, found {sorted(given)}")
-        for name, array in given.items():
+        if set(declared) != set(arrays):
+            raise CheckError(f"{program.path}: expected arrays for {sorted(declared)}, found {sorted(arrays)}")
+        for name, array in arrays.items():
             if array.dtype != declared[name]:
                 raise CheckError(f"{program.path}: {name!r}: expected {declared[name].name}, found {array.dtype.name}")
 
@@ -114,7 +121,7 @@ class GpuExecutable:
         self, inputs: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray], profile: int | None = None
     ) -> dict[str, np.ndarray]:
         """Return the outputs for host arrays, in the shapes and dtypes of `like`: see `DeviceExecutable`."""
-        from lockstep.onnx_tools.adapted_graphs import mask_of  # which a runtime has no need of
+        from lockstep.onnx_tools.adapted_graphs import mask_of  # a runtime doesn't install onnx
 
         self.uploads.wait()
         program = self.program
@@ -128,23 +135,23 @@ class GpuExecutable:
         for name, tensor in tensors.items():
             if rank := mask_rank(name):
                 inputs[name] = mask_of(inputs.pop(IDS), tensor.shape[1], rank, tensor.dtype)
-        host = {name: np.ascontiguousarray(array.astype(tensors[name].dtype)) for name, array in inputs.items()}
-        given = {name: cuda.empty(array.shape, array.dtype) for name, array in host.items()}
-        made = {name: cuda.empty(array.shape, tensors[name].dtype) for name, array in like.items()}
-        found = {name: np.empty(array.shape, tensors[name].dtype) for name, array in like.items()}
-        for name in host:
-            stream.upload(given[name], host[name])
-        shapes = {name: array.shape for name, array in given.items() if name in program.dynamic}
+        host_inputs = {name: np.ascontiguousarray(array.astype(tensors[name].dtype)) for name, array in inputs.items()}
+        device_inputs = {name: cuda.empty(array.shape, array.dtype) for name, array in host_inputs.items()}
+        device_outputs = {name: cuda.empty(array.shape, tensors[name].dtype) for name, array in like.items()}
+        host_outputs = {name: np.empty(array.shape, tensors[name].dtype) for name, array in like.items()}
+        for name, array in host_inputs.items():
+            stream.upload(device_inputs[name], array)
+        shapes = {name: array.shape for name, array in device_inputs.items() if name in program.dynamic}
         if profile is not None and program.by_profiles:
-            context = program.new_context(profile, True)
+            context = program.new_context(profile, exclusive=True)
         else:
-            context = program.context_for(shapes, False)
-        call = self.bind(given, made)
+            context = program.context_for(shapes, exclusive=False)
+        call = self.bind(device_inputs, device_outputs)
         try:
             call(context, shapes)
         except CheckError as error:
             raise CheckError(f"{program.path}: {error}") from None
-        for name in made:
-            stream.download(found[name], made[name])
-        stream.synchronize()  # `call` and `context` live until here
-        return {name: array.astype(like[name].dtype) for name, array in found.items()}
+        for name, array in host_outputs.items():
+            stream.download(array, device_outputs[name])
+        stream.synchronize()  # keep `call` and `context` alive until the stream is done
+        return {name: array.astype(like[name].dtype) for name, array in host_outputs.items()}

@@ -1,4 +1,4 @@
-"""The engines of a pass of prompts, bound once to arrays of which only sizes differ between passes."""
+"""The engines of a prefill pass, bound once to arrays of the largest size; passes differ in their sizes only."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from lockstep.gpu.attention.base import Call, Calls
 from lockstep.gpu.program import Bound, GpuProgram, Shapes
 
 Values = dict[str, cuda.Array]
-# By attention and mixers with a state, of what a block makes.
+# The outputs of a block that attention and recurrent mixers read.
 _READ = ("query", "key", "value", "decay", "beta", "position_ids", "attention")
 
 
 @dataclass(frozen=True)
 class BoundPiece:
-    """An engine's call, of the largest sizes; inputs: (name, shape) of what it reads."""
+    """An engine's call, bound to arrays of the largest sizes; inputs: (name, declared shape) of each dynamic input."""
 
     call: Bound
     program: GpuProgram
@@ -27,7 +27,7 @@ class BoundPiece:
 
 @dataclass(frozen=True)
 class BoundSum:
-    """A sum over the ranks in place of `values`, of the largest size; dim: the name of their first dimension."""
+    """An all-reduce of `values` in place, of the largest size; dim: the name of their first dimension."""
 
     sum: Callable[[cuda.Array], None]
     values: cuda.Array
@@ -36,29 +36,29 @@ class BoundSum:
 
 @dataclass(frozen=True)
 class DeviceBlock:
-    """A block's calls in order, and the values behind it."""
+    """A block's calls in order, and the values by name after the block."""
 
     parts: Sequence[BoundPiece | BoundSum]
     values: Values
 
 
 class PromptBlocks:
-    """All blocks of a network, in order, on buffers for the largest pass."""
+    """All blocks of a network, in order, bound to buffers of the largest pass."""
 
-    def __init__(self, bound: Sequence[DeviceBlock]):
-        self.blocks = bound
-        self.logits = bound[-1].values["logits"]
-        # Most layers read and make the same buffers: attention is given one object for all of these.
-        known: dict[tuple, Values] = {}
+    def __init__(self, blocks: Sequence[DeviceBlock]):
+        self.blocks = blocks
+        self.logits = blocks[-1].values["logits"]
+        # Most layers use the same buffers. They share one dict, by which attention recognizes them.
+        unique_values: dict[tuple, Values] = {}
         self.values: list[Values] = []
-        for block in bound[1:-1]:
-            read = {name: block.values[name] for name in _READ if name in block.values}
-            key = tuple((name, array.address, array.shape, array.dtype) for name, array in read.items())
-            self.values.append(known.setdefault(key, read))
+        for block in blocks[1:-1]:
+            values = {name: block.values[name] for name in _READ if name in block.values}
+            key = tuple((name, array.address, array.shape, array.dtype) for name, array in values.items())
+            self.values.append(unique_values.setdefault(key, values))
 
 
 class PromptPass:
-    """The blocks of one pass, whose calls may be repeated."""
+    """The blocks of a pass of `num_tokens` tokens. Its calls may be repeated."""
 
     def __init__(self, blocks: PromptBlocks, num_tokens: int, num_requests: int):
         self._blocks = blocks
@@ -66,35 +66,35 @@ class PromptPass:
         self._contexts: dict[tuple[GpuProgram, tuple], tuple[Any, Shapes]] = {}
 
     def values(self, index: int) -> Values:
-        """Return what a layer's attention reads and writes, of the largest pass."""
+        """Return the arrays that a layer's attention reads and writes, of the largest pass."""
         return self._blocks.values[index]
 
     def products(self) -> Iterator[Call]:
-        """Yield a call of each engine, once, whose products are cuBLAS's."""
-        known = set[GpuProgram]()
+        """Yield a call of each distinct engine whose GEMMs are cuBLAS's."""
+        programs = set[GpuProgram]()
         for block in self._blocks.blocks:
             for part in block.parts:
-                if isinstance(part, BoundPiece) and not part.program.by_profiles and part.program not in known:
-                    known.add(part.program)
+                if isinstance(part, BoundPiece) and not part.program.by_profiles and part.program not in programs:
+                    programs.add(part.program)
                     yield functools.partial(part.call, *self._context(part))
 
     def calls(self, number: int, name: str) -> Calls:
-        """Return the calls of a block under a name, "sum" for those over ranks: the embedding is 0, the exit -1."""
-        return [
-            ("sum", functools.partial(part.sum, part.values[: self._dims[part.dim]]))
-            if isinstance(part, BoundSum)
-            else (name, functools.partial(part.call, *self._context(part)))
-            for part in self._blocks.blocks[number].parts
-        ]
+        """Return the calls of block `number` (0: embedding, -1: exit) under `name`, and its all-reduces as "sum"."""
+        calls = Calls()
+        for part in self._blocks.blocks[number].parts:
+            if isinstance(part, BoundSum):
+                values = part.values[: self._dims[part.dim]]
+                calls.append(("sum", functools.partial(part.sum, values)))
+            else:
+                calls.append((name, functools.partial(part.call, *self._context(part))))
+        return calls
 
     def _context(self, part: BoundPiece) -> tuple[Any, Shapes]:
         key = part.program, part.inputs
-        found = self._contexts.get(key)
-        if found is None:
-            dims = self._dims
-            shapes = {
-                name: tuple([dims[size] if isinstance(size, str) else size for size in shape])
-                for name, shape in part.inputs
-            }
-            found = self._contexts[key] = part.program.context_for(shapes, False), shapes
-        return found
+        if key not in self._contexts:
+            shapes = {name: self._sizes(shape) for name, shape in part.inputs}
+            self._contexts[key] = part.program.context_for(shapes, exclusive=False), shapes
+        return self._contexts[key]
+
+    def _sizes(self, shape: Sequence[int | str]) -> tuple[int, ...]:
+        return tuple([self._dims[size] if isinstance(size, str) else size for size in shape])

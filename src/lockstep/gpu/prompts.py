@@ -1,4 +1,4 @@
-"""The inputs of a pass: packed prompts, behind a token of each of some slots that decode."""
+"""The inputs of a prefill pass: packed prompts, after one token of each slot that decodes in the same pass."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lockstep.gpu.staging import Staging
 from lockstep.step.advance import Advance
 from lockstep.step.packing import PackedTokens
 
-# Tokens of a pass up to which its blocks are captured, on one rank and on several: the host makes the calls of all. Of
-# larger ones products take longer. Up to the last, a pass that comes often is captured whole, which saves the device a
-# wait between graphs: a tenth of the shortest.
+# Passes of up to this many tokens run their blocks as CUDA graphs, on one rank and on several, whose calls one host
+# thread makes. In longer passes the GEMMs take longer than the host's launches. A frequent pass of up to CAPTURED_WHOLE
+# tokens is captured as a single graph, which saves the gaps between graphs: a tenth of the shortest pass.
 CAPTURED_TOKENS = 1280
 CAPTURED_TOKENS_OF_RANKS = 2560
 CAPTURED_WHOLE = 320
@@ -26,9 +26,13 @@ CAPTURED_WHOLE = 320
 class Inputs:
     """Device arrays that the engines and kernels of a pass read.
 
-    By token: token_ids, position_ids, rows (int32: the slot whose cache the token goes into, or -1) and adapter_ids
-    (the slot of its adapter, or -1). By request: logit_rows (the token whose logits are asked for), slots (int32:
-    whose next token they are, or -1) and held (that token's position).
+    Attributes:
+        token_ids, position_ids: [num_tokens].
+        rows: [num_tokens] int32: the slot whose cache the token goes into, or -1.
+        logit_rows: [num_requests]: the token whose logits are computed.
+        slots: [num_requests] int32: the slot whose next token follows from these logits, or -1.
+        logit_positions: [num_requests]: the position of the token in `logit_rows`.
+        adapter_ids: [num_tokens]: the adapter slot of the token's request, or -1.
     """
 
     token_ids: cuda.Array
@@ -36,20 +40,20 @@ class Inputs:
     rows: cuda.Array
     logit_rows: cuda.Array
     slots: cuda.Array
-    held: cuda.Array
+    logit_positions: cuda.Array
     adapter_ids: cuda.Array
 
     def values(self) -> dict[str, cuda.Array]:
-        """Return what blocks read, by name."""
+        """Return the inputs of blocks, by name."""
         names = ("token_ids", "position_ids", "logit_rows", IDS)
         return {name: getattr(self, name) for name in names}
 
 
 class PromptInputs:
-    """Device arrays for `num_tokens` tokens of up to `slots` requests.
+    """Device arrays for up to `num_tokens` tokens of up to `slots` requests.
 
-    captured_tokens: a pass of up to so many is padded to one of few sizes, so that few graphs serve all. What is added
-    are tokens that go into no cache.
+    captured_tokens: passes of up to this many tokens are padded to a few sizes, to share CUDA graphs. Padding tokens
+    go into no cache.
     """
 
     def __init__(self, num_tokens: int, slots: int, integer: np.dtype, captured_tokens: int, stream: cuda.Stream):
@@ -59,14 +63,14 @@ class PromptInputs:
         self._stream = stream
         by_token = (num_tokens,)
         by_request = (slots,)
-        # Of as many tokens and prompts as there may be: those of a pass begin where these begin.
+        # Of the largest size: a pass uses the first elements.
         self.arrays = Inputs(
             token_ids=cuda.zeros(by_token, integer),
             position_ids=cuda.zeros(by_token, integer),
             rows=cuda.zeros(by_token, "i4"),
             logit_rows=cuda.zeros(by_request, integer),
             slots=cuda.zeros(by_request, "i4"),
-            held=cuda.zeros(by_request, integer),
+            logit_positions=cuda.zeros(by_request, integer),
             adapter_ids=cuda.zeros(by_token, integer),
         )
         self._decoding = cuda.zeros(by_request, "i4")  # see `PassTokens`
@@ -76,57 +80,62 @@ class PromptInputs:
     def send(
         self, chunks: Sequence[Advance], write: bool = True, adapters: np.ndarray | None = None
     ) -> tuple[Inputs, PassTokens]:
-        """Put the tokens of `chunks` on the device.
+        """Send a pass of `chunks` to the device; return its inputs, and the tokens as attention needs them.
 
-        Returns what the pass reads, and what attention is told of it. write: False for a pass that leaves caches and
-        tokens as they are. adapters: the adapter slot of each request slot, where blocks take them.
+        Args:
+            write: False for a warm-up pass, which changes no cache and no token.
+            adapters: The adapter slot of each request slot, if blocks take adapters.
         """
         packed = PackedTokens.empty(self._padded(sum(len(chunk.tokens) for chunk in chunks)))
-        places = packed.pack([], [], 0, chunks)
-        last = np.array([high - 1 for _, high in places])
-        slots = np.array([chunk.slot if write else -1 for chunk in chunks])
-        rows = packed.slots if write else np.full_like(packed.slots, -1)
-        inputs, decoding = self._send(packed, rows, last, slots, adapters, np.empty(0, np.int64))
-        return inputs, PassTokens(inputs.rows, 0, decoding, _places(chunks, places))
+        ranges = packed.pack([], [], 0, chunks)
+        logit_rows = np.array([end - 1 for _, end in ranges])
+        if write:
+            slots = np.array([chunk.slot for chunk in chunks])
+            rows = packed.slots
+        else:
+            slots = np.full(len(chunks), -1)
+            rows = np.full_like(packed.slots, -1)
+        inputs, decoding = self._send(packed, rows, logit_rows, slots, adapters, np.empty(0, np.int64))
+        return inputs, PassTokens(inputs.rows, 0, decoding, _with_ranges(chunks, ranges))
 
     def send_mixed(
         self,
         decoding: Sequence[Advance],
         chunks: Sequence[Advance],
-        found: cuda.Array,
+        previous_tokens: cuda.Array,
         adapters: np.ndarray | None,
         write: bool = True,
     ) -> tuple[Inputs, PassTokens]:
-        """Put a step on the device whose first tokens are of slots that decode.
+        """Send a pass whose first tokens are of slots that decode; return as `send` does.
 
-        These are the slots up to the highest that decodes, of which some may not decode; then come the tokens of
-        `chunks`. The requests are all slots up to the highest of the step, and a few more. found: by slot what the step
-        before finds, which rows go on with whose token is `FOUND`. adapters, write, and what is returned: as of `send`.
+        The packed tokens are one for each slot up to the highest that decodes, whether it decodes or not, then those of
+        `chunks`. The requests are all slots up to the highest of the step, rounded up by `bucket`. previous_tokens:
+        by slot the token that the previous step chooses, which replaces `PREVIOUS_TOKEN`.
         """
-        chosen = [advance.slot for advance in decoding]
-        in_step = [*chosen, *(chunk.slot for chunk in chunks)]
-        brought = sum(len(chunk.tokens) for chunk in chunks)
-        count = 1 + max(chosen)
-        requests = bucket(1 + max(in_step), self._slots)
-        packed = PackedTokens.empty(self._padded(count + brought))
-        places = packed.pack(decoding, chosen, count, chunks)
-        last = np.zeros(requests, np.int64)
+        decode_slots = [advance.slot for advance in decoding]
+        step_slots = [*decode_slots, *(chunk.slot for chunk in chunks)]
+        chunk_tokens = sum(len(chunk.tokens) for chunk in chunks)
+        count = 1 + max(decode_slots)
+        requests = bucket(1 + max(step_slots), self._slots)
+        packed = PackedTokens.empty(self._padded(count + chunk_tokens))
+        ranges = packed.pack(decoding, decode_slots, count, chunks)
+        logit_rows = np.zeros(requests, np.int64)
         slots = np.full(requests, -1)
         rows = np.full_like(packed.slots, -1)
-        decodes = np.full(bucket(count, self._slots), -1)
-        last[in_step] = [high - 1 for _, high in places]
+        decode_rows = np.full(bucket(count, self._slots), -1)
+        logit_rows[step_slots] = [end - 1 for _, end in ranges]
         if write:
-            slots[in_step] = in_step
+            slots[step_slots] = step_slots
             rows = packed.slots
-            decodes[chosen] = chosen
-        inputs, sent = self._send(packed, rows, last, slots, adapters, decodes)
+            decode_rows[decode_slots] = decode_slots
+        inputs, device_decode_rows = self._send(packed, rows, logit_rows, slots, adapters, decode_rows)
         if decoding[0].tokens[0] < 0:
-            self._stream.copy(inputs.token_ids[:count], found)
-        places = [(low - count, high - count) for low, high in places[len(decoding) :]]
-        return inputs, PassTokens(inputs.rows, count, sent, _places(chunks, places))
+            self._stream.copy(inputs.token_ids[:count], previous_tokens)
+        ranges = [(start - count, end - count) for start, end in ranges[len(decoding) :]]
+        return inputs, PassTokens(inputs.rows, count, device_decode_rows, _with_ranges(chunks, ranges))
 
     def _padded(self, tokens: int) -> int:
-        """Return the tokens of a pass of so many, padded where its blocks are captured."""
+        """Return a pass's number of tokens, padded if its blocks are captured."""
         padded = min(padded_size(tokens), self._num_tokens)
         return padded if padded <= self._captured_tokens else tokens
 
@@ -134,47 +143,50 @@ class PromptInputs:
         self,
         packed: PackedTokens,
         rows: np.ndarray,
-        last: np.ndarray,
+        logit_rows: np.ndarray,
         slots: np.ndarray,
         adapters: np.ndarray | None,
-        decodes: np.ndarray,
+        decode_rows: np.ndarray,
     ) -> tuple[Inputs, cuda.Array]:
-        """Put a packed step on the device, and decodes; rows by token, last, slots and decodes by request: `Inputs`."""
+        """Upload a packed pass; return its inputs and the device's `decode_rows` (`PassTokens.decoding`)."""
         values = {
             "token_ids": packed.token_ids,
             "position_ids": packed.position_ids,
             "rows": rows,
-            "logit_rows": last,
+            "logit_rows": logit_rows,
             "slots": slots,
-            "held": np.where(slots >= 0, packed.position_ids[last], 0),
+            "logit_positions": np.where(slots >= 0, packed.position_ids[logit_rows], 0),
         }
         if adapters is not None:
             values[IDS] = packed.adapter_ids(adapters)
         arrays = {name: getattr(self.arrays, name)[: len(array)] for name, array in values.items()}
-        decoding = self._decoding[: len(decodes)]
-        sent = [(arrays[name], array) for name, array in values.items()]
-        self._staging.send(self._stream, [*sent, (decoding, decodes)] if len(decodes) else sent)
-        return Inputs(**{IDS: self.arrays.adapter_ids[: len(rows)]} | arrays), decoding
+        decoding = self._decoding[: len(decode_rows)]
+        uploads = [(arrays[name], array) for name, array in values.items()]
+        if len(decode_rows):
+            uploads.append((decoding, decode_rows))
+        self._staging.send(self._stream, uploads)
+        arrays.setdefault(IDS, self.arrays.adapter_ids[: len(rows)])
+        return Inputs(**arrays), decoding
 
 
 def bucket(count: int, rows: int) -> int:
-    """Return the next power of two, at most `rows`."""
+    """Return the smallest power of two that is at least `count`, but at most `rows`."""
     return min(1 << (count - 1).bit_length(), rows)
 
 
-def captured_sizes(most: int) -> list[int]:
-    """Return the sizes to which captured passes of up to `most` tokens are padded."""
-    return sorted({padded_size(count) for count in range(2, most + 1)})
+def captured_sizes(max_tokens: int) -> list[int]:
+    """Return the sizes to which captured passes of up to `max_tokens` tokens are padded."""
+    return sorted({padded_size(count) for count in range(2, max_tokens + 1)})
 
 
 def padded_size(count: int) -> int:
-    """Return the next power of two, from 32 on the next multiple of 32, and from 512 on of 128."""
+    """Round up to a power of two, from 32 on to a multiple of 32, and from 512 on to a multiple of 128."""
     if 0 < count < 32:
         return 1 << (count - 1).bit_length()
     step = 32 if count < 512 else 128
     return -(-count // step) * step
 
 
-def _places(chunks: Sequence[Advance], places: Sequence[tuple[int, int]]) -> Chunks:
-    """Return each chunk as (slot, start, first packed token, token behind the last)."""
-    return [(chunk.slot, chunk.start, low, high) for chunk, (low, high) in zip(chunks, places)]
+def _with_ranges(chunks: Sequence[Advance], ranges: Sequence[tuple[int, int]]) -> Chunks:
+    """Return each chunk as (slot, position of its first token, first packed token, end of its packed tokens)."""
+    return [(chunk.slot, chunk.start, low, high) for chunk, (low, high) in zip(chunks, ranges)]

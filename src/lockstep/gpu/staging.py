@@ -1,4 +1,4 @@
-"""Uploads of small arrays that nobody waits for, through two pieces of page-locked memory in turn."""
+"""Asynchronous uploads of small arrays through two alternating page-locked buffers."""
 
 from __future__ import annotations
 
@@ -12,21 +12,24 @@ _ALIGNMENT = 16  # bytes
 
 
 class Staging:
-    """Page-locked memory for `nbytes` in `arrays` arrays; the host waits only when two uploads ahead of the device."""
+    """Page-locked memory for an upload of `arrays` arrays of `nbytes` bytes in total.
+
+    The host waits only if it is two uploads ahead of the device.
+    """
 
     def __init__(self, nbytes: int, arrays: int):
         size = nbytes + arrays * _ALIGNMENT
-        self._pieces = [(cuda.pinned((size,), np.uint8), cuda.Event()) for _ in range(2)]
+        self._buffers = [(cuda.pinned((size,), np.uint8), cuda.Event()) for _ in range(2)]
 
     def send(self, stream: cuda.Stream, pairs: Sequence[tuple[cuda.Array, np.ndarray]]) -> None:
-        """Put copies of host arrays, of any numbers, to device arrays on the stream; they may change then."""
-        self._pieces.reverse()
-        piece, sent = self._pieces[0]
-        sent.wait()
-        at = 0
+        """Enqueue copies of host arrays, cast to the device arrays' dtypes. The host arrays may change afterwards."""
+        self._buffers.reverse()
+        buffer, copied = self._buffers[0]
+        copied.wait()
+        offset = 0
         for array, values in pairs:
-            host = piece[at : at + array.nbytes].view(array.dtype).reshape(array.shape)
+            host = buffer[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)
             host[...] = values
             stream.upload(array, host)
-            at += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-        sent.record(stream)
+            offset += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+        copied.record(stream)

@@ -1,4 +1,4 @@
-"""What the kernels of mixers with a state are compiled for, and what they compute, in NumPy."""
+"""The kernels of recurrent token mixers: what they are compiled for, and a NumPy reference of what they compute."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from lockstep.onnx_tools.judge import Bound, measure, peak, wrong
 from lockstep.tolerances import STATE_KERNEL
 
 THREADS = 128  # of a block
-_INPUTS = ("query", "key", "value", "decay", "beta")  # of a recurrence, in the kernel's order; the last may be absent
-_MOST_KEY_DIM = 256  # of which a thread has 32 numbers in registers
-# Of what blocks give and take, as the macro ELEMENT says them.
-_ELEMENTS = {"float16": 0, "bfloat16": 1, "float32": 2}
+_INPUTS = ("query", "key", "value", "decay", "beta")  # of a recurrence, in the kernel's order; beta may be absent
+_MAX_KEY_DIM = 256  # a thread keeps 32 of them in registers
+_ELEMENTS = {"float16": 0, "bfloat16": 1, "float32": 2}  # values of the macro ELEMENT
 _STATES = ("past_state", "state_out")
 Arrays = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
 class StateKernelSpec:
-    """Sizes of a mixer, by their macros in state_mixers.cu. inputs: what it takes of each token, in order."""
+    """What a mixer's kernel is compiled for.
+
+    kernel: its name in state_mixers.cu. inputs: names, in the kernel's order. state: shape of a request's state. sizes:
+    values of the macros.
+    """
 
     kernel: str
     inputs: tuple[str, ...]
@@ -33,7 +36,7 @@ class StateKernelSpec:
 
     @classmethod
     def of(cls, mixer: StateMixer, where: str) -> StateKernelSpec:
-        """Return the spec of a mixer. Raises InputError, which begins with `where`, for one that has no kernel."""
+        """Return the spec of a mixer. Raises InputError, prefixed with `where`, if it has no kernel."""
         signature = mixer.decode.signature
         dtypes = {io.dtype for io in (*signature.inputs, *signature.outputs) if io.name not in _STATES}
         if len(dtypes) != 1 or not dtypes <= _ELEMENTS.keys():
@@ -46,20 +49,20 @@ class StateKernelSpec:
 
     @classmethod
     def of_sizes(cls, shapes: Mapping[str, Sequence[int | str]], where: str, dtype: str = "float16") -> StateKernelSpec:
-        """Return the spec of a mixer whose decode graph has inputs of these shapes; dtype: of all but the state."""
+        """Return the spec of a mixer by the shapes of its decode graph's inputs; dtype: of all except the state."""
         element = _ELEMENTS[dtype]
         widths = {name: int(shape[-1]) for name, shape in shapes.items()}
         state = tuple(int(size) for size in shapes["past_state"][1:])
-        taken = shapes.keys() - {"past_state"}
-        if taken == {"value"} and len(state) == 2:
+        names = shapes.keys() - {"past_state"}
+        if names == {"value"} and len(state) == 2:
             return cls("token_window", ("value",), state, {"ELEMENT": element, "WIDTH": state[0] + 1, "SIZE": state[1]})
-        if taken | {"beta"} != set(_INPUTS) or len(state) != 3 or state[1] > _MOST_KEY_DIM:
+        if names | {"beta"} != set(_INPUTS) or len(state) != 3 or state[1] > _MAX_KEY_DIM:
             raise InputError(
-                f"{where}: expected a short convolution, or a recurrence whose keys have at most {_MOST_KEY_DIM} "
-                f"numbers, found {', '.join(sorted(taken))} with a state of {list(state)}; use the backend onnxruntime"
+                f"{where}: expected a short convolution, or a recurrence whose keys have at most {_MAX_KEY_DIM} "
+                f"numbers, found {', '.join(sorted(names))} with a state of {list(state)}; use the backend onnxruntime"
             )
         heads, key_dim, value_dim = state
-        inputs = tuple(name for name in _INPUTS if name in taken)
+        inputs = tuple(name for name in _INPUTS if name in names)
         sizes = {
             "ELEMENT": element,
             "WIDTH": 0,
@@ -74,27 +77,33 @@ class StateKernelSpec:
 
     @property
     def blocks(self) -> int:
-        """Return the blocks of a request."""
+        """Return the number of thread blocks per request."""
         sizes = self.sizes
         if sizes["WIDTH"]:
             return -(-sizes["SIZE"] // THREADS)
         return -(-sizes["VALUE_HEADS"] * sizes["VALUE_DIM"] // (THREADS // sizes["LANES"]))
 
-    def advance(self, given: Arrays, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return what one token of each request gives, and their new states [num_requests, *state], in float32.
+    def advance(self, inputs: Arrays, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Compute one token of each request in float32: the reference of the kernels.
 
-        given: inputs [num_requests, size].
+        Args:
+            inputs: Each [num_requests, size].
+            state: [num_requests, *state].
+
+        Returns the outputs [num_requests, size] and the new states.
         """
-        values = {name: np.asarray(given[name], np.float32) for name in self.inputs}
+        values = {name: np.asarray(inputs[name], np.float32) for name in self.inputs}
         if self.sizes["WIDTH"]:
             rows = np.concatenate([state, values["value"][:, None]], axis=1)
             return rows.reshape(len(rows), -1), rows[:, 1:]
-        count, heads, (_, key_dim, value_dim) = len(state), self.sizes["KEY_HEADS"], self.state
-        query, key = (
-            values[name].reshape(count, heads, key_dim).repeat(self.state[0] // heads, axis=1)
-            for name in ("query", "key")
-        )
+        count = len(state)
+        key_heads = self.sizes["KEY_HEADS"]
+        heads, key_dim, value_dim = self.state
+        query = values["query"].reshape(count, key_heads, key_dim).repeat(heads // key_heads, axis=1)
+        key = values["key"].reshape(count, key_heads, key_dim).repeat(heads // key_heads, axis=1)
         value = values["value"].reshape(count, -1, value_dim)
+        # Decay the state, then add key x value. With beta (the delta rule) the value is its difference from what the
+        # state predicts.
         state = state * np.exp(values["decay"])[:, :, None, None]
         if "beta" in values:
             value = (value - np.einsum("rhk,rhkv->rhv", key, state)) * values["beta"][:, :, None]
@@ -103,18 +112,22 @@ class StateKernelSpec:
 
 
 def check_state_graph(decode: onnx.ModelProto, where: str) -> None:
-    """Raise CheckError where a mixer's decode graph computes something else than its kernel."""
+    """Raise CheckError if a mixer's decode graph computes something else than its kernel."""
     from lockstep.onnx_tools.prepare import random_inputs  # needed only where engines are built
     from lockstep.onnx_tools.sessions import compute
 
     feeds = random_inputs(decode)
-    feeds["past_state"] = feeds["past_state"].astype(np.float16).astype(np.float32)  # as a window's tokens are
-    for name in ("decay", "key"):  # a state that neither grows nor is forgotten
-        if name in feeds:
-            feeds[name] = -np.abs(feeds[name]) if name == "decay" else feeds[name] / np.float32(8)
+    # The states of a token window are fp16 values.
+    feeds["past_state"] = feeds["past_state"].astype(np.float16).astype(np.float32)
+    # Keep the state from growing, and from decaying to nothing.
+    if "decay" in feeds:
+        feeds["decay"] = -np.abs(feeds["decay"])
+    if "key" in feeds:
+        feeds["key"] = feeds["key"] / np.float32(8)
     shapes = {name: array.shape for name, array in feeds.items()}
-    found = StateKernelSpec.of_sizes(shapes, where).advance(feeds, feeds["past_state"])
+    output, new_state = StateKernelSpec.of_sizes(shapes, where).advance(feeds, feeds["past_state"])
     for name, expected in compute(decode, feeds).items():
-        error = measure(expected, found[name == "state_out"], Bound(STATE_KERNEL), peak(expected))
+        actual = new_state if name == "state_out" else output
+        error = measure(expected, actual, Bound(STATE_KERNEL), peak(expected))
         if line := wrong(f"output {name}", error):
             raise CheckError(f"{where}: {line}: the kernel of its kind computes something else; please report it")

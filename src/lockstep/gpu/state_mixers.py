@@ -1,6 +1,6 @@
-"""Token mixers with a state on a GPU: a state for each request slot, beside the pages of attention.
+"""Recurrent token mixers on a GPU, with a state for each request slot.
 
-Prompts and rows that decode take the same kernel, token after token (state_mixers.cu).
+Prompts and decoding rows run the same kernel, one token after another (state_mixers.cu).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _SOURCE = PRELUDE + Path(__file__).with_name("kernels").joinpath("state_mixers.c
 
 
 class StateMixers(SlicedAttention):
-    """The mixers of the layers `layers` (by number): see `attention.base.PagedAttention`. wide: positions are int64.
+    """The recurrent mixers of some layers: see `attention.base.PagedAttention`.
 
-    A state counts from the first position on: what a slot held before is not read.
+    layers: by number. wide: positions are int64. The kernel starts from a zero state at position 0.
     """
 
-    capacity = 0  # the same for all lengths
+    capacity = 0  # calls don't depend on lengths
 
     def __init__(self, layers: Mapping[int, LayerState], rows: int, wide: bool, stream: cuda.Stream):
         self._stream = stream
@@ -42,33 +42,34 @@ class StateMixers(SlicedAttention):
             index: cuda.zeros((rows, *spec.state), "f4", "the states of requests")
             for index, spec in self._specs.items()
         }
-        self._bounds = cuda.zeros((rows, 2), "i4")  # of a pass's chunks: the first token, and that behind the last
+        self._bounds = cuda.zeros((rows, 2), "i4")  # of each chunk of a pass: its first packed token, and the end
         self._staging = Staging(self._bounds.nbytes, 1)
 
     def reserve(self, ends: Mapping[int, int], lengths: np.ndarray) -> bool:
         return False
 
     def reset(self, row: int) -> None:
-        """Do nothing: a state begins anew at position 0."""
+        """Do nothing: the kernel starts from a zero state at position 0."""
 
     def begin(self, tokens: PassTokens) -> None:
-        """Send which tokens each chunk has."""
+        """Upload the bounds of the chunks."""
         bounds = np.array([(low, high) for _, _, low, high in tokens.chunks])
         self._staging.send(self._stream, [(self._bounds[: len(bounds)], bounds)])
 
     def layout(self, tokens: PassTokens) -> tuple[int, ...]:
         return tokens.num_decoding, len(tokens.chunks)
 
-    def _calls(self, index: int, values: Arrays, rows: cuda.Array, chunks: Chunks, own: bool) -> Calls:
+    def _calls(self, index: int, values: Arrays, rows: cuda.Array, chunks: Chunks, captured: bool) -> Calls:
         spec = self._specs[index]
         kernel = self._kernels[index]
         out = values["attention"]
-        given = [values[name] for name in spec.inputs]
+        inputs = [values[name] for name in spec.inputs]
         if spec.kernel == "recurrence" and not spec.sizes["BETA"]:
-            given.append(given[-1])  # in place of beta, which is not read
+            inputs.append(inputs[-1])  # a placeholder for beta, which the kernel doesn't read
         requests = len(chunks) or out.shape[0]
+        positions = values["position_ids"]
         arguments: tuple[cuda.Array | int, ...]
-        arguments = *given, out, self._states[index], self._bounds, int(not chunks), rows, values["position_ids"]
+        arguments = (*inputs, out, self._states[index], self._bounds, int(not chunks), rows, positions)
         return [("state", functools.partial(kernel.launch, self._stream, requests * spec.blocks, THREADS, *arguments))]
 
     def fork(self, slot: int, other: int, length: int) -> None:
@@ -77,8 +78,9 @@ class StateMixers(SlicedAttention):
             self._stream.copy(states[other : other + 1], states[slot : slot + 1])
 
     def save(self, slot: int, length: int) -> np.ndarray:
-        """Return the slot's states, of all layers one behind the other, float32, page-locked."""
-        saved = cuda.pinned((sum(math.prod(states.shape[1:]) for states in self._states.values()),), "f4")
+        """Return the slot's states of all layers, concatenated, float32, page-locked."""
+        size = sum(math.prod(states.shape[1:]) for states in self._states.values())
+        saved = cuda.pinned((size,), "f4")
         self._copy(slot, saved, self._stream.download)
         return saved
 
@@ -86,8 +88,8 @@ class StateMixers(SlicedAttention):
         self._copy(slot, saved, lambda host, states: self._stream.upload(states, host))
 
     def _copy(self, slot: int, saved: np.ndarray, copy: Callable[[np.ndarray, cuda.Array], None]) -> None:
-        at = 0
+        start = 0
         for states in self._states.values():
-            size = math.prod(states.shape[1:])
-            copy(saved[at : at + size].reshape(1, *states.shape[1:]), states[slot : slot + 1])
-            at += size
+            end = start + math.prod(states.shape[1:])
+            copy(saved[start:end].reshape(1, *states.shape[1:]), states[slot : slot + 1])
+            start = end

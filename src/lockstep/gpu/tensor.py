@@ -1,4 +1,4 @@
-"""The inputs and outputs of an engine. Needs no CUDA."""
+"""An engine's inputs and outputs. Needs no CUDA."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Tensor:
-    """An input or output of an engine; shape: -1 where dynamic. profiles: (min, opt, max) each, of inputs."""
+    """An input or output of an engine.
+
+    shape: -1 for a dynamic dimension. profiles: the (min, opt, max) shapes of an input in each optimization profile.
+    """
 
     name: str
     is_input: bool

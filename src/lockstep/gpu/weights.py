@@ -1,4 +1,4 @@
-"""Weights on a device, each tensor once, from the mapped checkpoint through page-locked memory."""
+"""Upload weights from the mapped checkpoint through page-locked memory, each tensor once per device."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from lockstep.gpu import cuda
 from lockstep.gpu.device import Device
 from lockstep.weights import Tensors
 
-_PIECE = 32 << 20  # bytes; larger pieces copy no faster
+_PIECE = 32 << 20  # bytes; larger copies are no faster
 _UPLOADERS = 4
 
 
 @dataclass(frozen=True)
 class WeightCast:
-    """A cast of weights on their way to the device: to another dtype, or `times` as large."""
+    """A cast of weights during upload: multiplied by `times`, then converted to `dtype`."""
 
     dtype: np.dtype
     times: float = 1.0
 
 
 class Uploads:
-    """Copies to the device that go on in the background."""
+    """Copies to the device that run in the background."""
 
     def __init__(self) -> None:
         self._pending: list[Future] = []
@@ -39,14 +39,14 @@ class Uploads:
         self._pending += copies
 
     def wait(self) -> None:
-        """Wait until all copies are done. Raises, each time, what one of them raised."""
+        """Wait for all copies. If one failed, every call raises its exception."""
         while self._pending:
             self._pending[-1].result()
             self._pending.pop()
 
 
 class DeviceWeights:
-    """Tensors of one checkpoint on a device; wait for `uploads` before the first use."""
+    """The tensors of a checkpoint on a device. Wait for `uploads` before the first use."""
 
     _stores: weakref.WeakKeyDictionary[object, dict[Device, DeviceWeights]] = weakref.WeakKeyDictionary()
 
@@ -73,78 +73,87 @@ class DeviceWeights:
         room: bool = False,
         cast: WeightCast | None = None,
     ) -> cuda.Array:
-        """Return the tensors `names` one after another, as one array of `shape`.
+        """Return the tensors `names`, concatenated into one array of `shape`; upload them if they aren't there yet.
 
-        They are uploaded if they are not there yet. dtype: of the tensors. sign: what each byte is changed by on its
-        way (`onnx_tools.dequantized`). room: the shape has room for more behind them, which is the caller's alone.
-        cast: to what they are cast on the device, if they are. Raises CheckError for tensors of another dtype or size.
+        Args:
+            dtype: Dtype of the tensors in the checkpoint.
+            where: Prefix of error messages.
+            sign: XOR mask of each byte (`onnx_tools.dequantized`).
+            room: The shape has room for more values after the tensors, which belong to the caller alone.
+            cast: Cast during upload.
+
+        Raises CheckError for tensors of another dtype or size.
         """
         key = (sign, cast, *map(weights.identity, names))
         array = None if room else self._arrays.get(key)
         if array is not None:
             return array.reshape(*shape)
-        parts = [weights[name] for name in names]
-        size = sum(part.size for part in parts)
+        tensors = [weights[name] for name in names]
+        size = sum(tensor.size for tensor in tensors)
         fits = size <= math.prod(shape) if room else size == math.prod(shape)
-        if not fits or any(part.dtype != dtype for part in parts):
-            found = few([f"{part.dtype.name} {list(part.shape)}" for part in parts])
+        if not fits or any(tensor.dtype != dtype for tensor in tensors):
+            actual = few([f"{tensor.dtype.name} {list(tensor.shape)}" for tensor in tensors])
             raise CheckError(
-                f"{where}: expected weights {dtype.name} {list(shape)}, found {found}; are "
+                f"{where}: expected weights {dtype.name} {list(shape)}, found {actual}; are "
                 f"graphs and weights of one model and precision?"
             )
         array = cuda.empty(shape, dtype if cast is None else cast.dtype, "weights")
-        self._arrays.setdefault(key, array)  # what lies in a larger array lies there for all
+        self._arrays.setdefault(key, array)  # others may read the tensors out of a larger array too
         flat = array.reshape(math.prod(shape))
         start = 0
-        for part in parts:
-            self.uploads.add(self._uploader.upload(flat[start : start + part.size], part, sign, cast))
-            start += part.size
+        for tensor in tensors:
+            end = start + tensor.size
+            self.uploads.add(self._uploader.upload(flat[start:end], tensor, sign, cast))
+            start = end
         return array
 
 
 class _Uploader:
-    """Threads that copy from mapped files through page-locked memory: while one reads, another sends."""
+    """Threads that copy from mapped files through page-locked memory: one reads the disk while another sends."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._pool = ThreadPoolExecutor(min(_UPLOADERS, os.cpu_count() or 1))
-        self._own = threading.local()
+        self._local = threading.local()
 
-    def upload(self, array: cuda.Array, part: np.ndarray, sign: int, cast: WeightCast | None) -> list[Future]:
-        """Start the copies of a tensor to a 1-D array of as many numbers; pieces hold the memory they go to."""
+    def upload(self, array: cuda.Array, tensor: np.ndarray, sign: int, cast: WeightCast | None) -> list[Future]:
+        """Start the copies of a tensor to a 1-D array of its size. Each copy keeps the device memory alive."""
         copies = []
         start = 0
-        for values in _pieces(part):
-            copies.append(self._pool.submit(self._copy, array[start : start + values.size], values, sign, cast))
-            start += values.size
+        for values in _pieces(tensor):
+            end = start + values.size
+            copies.append(self._pool.submit(self._copy, array[start:end], values, sign, cast))
+            start = end
         return copies
 
     def _copy(self, array: cuda.Array, values: np.ndarray, sign: int, cast: WeightCast | None) -> None:
-        own = self._own
-        if not hasattr(own, "stream"):
+        local = self._local
+        if not hasattr(local, "stream"):
             self._device.use()
-            own.stream = cuda.Stream()
-            own.host = cuda.pinned((_PIECE,), np.uint8)
+            local.stream = cuda.Stream()
+            local.buffer = cuda.pinned((_PIECE,), np.uint8)
         if cast is not None:
-            with np.errstate(over="ignore"):  # what is too large for the dtype becomes infinite, and is seen
+            with np.errstate(over="ignore"):  # an overflow becomes infinity, which the checks of logits report
                 values = (values * values.dtype.type(cast.times)).astype(cast.dtype)
-        host = own.host[: values.nbytes].view(values.dtype)
+        host = local.buffer[: values.nbytes].view(values.dtype)
         np.copyto(host.reshape(values.shape), values)
         if sign:
             host ^= np.uint8(sign)
-        own.stream.upload(array, host)
-        own.stream.synchronize()
+        local.stream.upload(array, host)
+        local.stream.synchronize()
 
 
-def _pieces(part: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield views of all numbers in order, of at most `_PIECE` bytes; a rank's part may have gaps."""
-    if part.flags.c_contiguous:
-        values = part.reshape(-1)
-        numbers = _PIECE // part.itemsize
-        yield from (values[at : at + numbers] for at in range(0, values.size, numbers))
-    elif len(part) == 1 or part[0].nbytes > _PIECE:
-        for row in part:
+def _pieces(tensor: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield views of at most `_PIECE` bytes, in order; a rank's shard may not be contiguous."""
+    if tensor.flags.c_contiguous:
+        values = tensor.reshape(-1)
+        step = _PIECE // tensor.itemsize
+        for start in range(0, values.size, step):
+            yield values[start : start + step]
+    elif len(tensor) == 1 or tensor[0].nbytes > _PIECE:
+        for row in tensor:
             yield from _pieces(row)
     else:
-        rows = _PIECE // part[0].nbytes
-        yield from (part[at : at + rows] for at in range(0, len(part), rows))
+        step = _PIECE // tensor[0].nbytes
+        for start in range(0, len(tensor), step):
+            yield tensor[start : start + step]

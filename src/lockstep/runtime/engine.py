@@ -27,7 +27,7 @@ from lockstep.runtime.prefix import chunk_keys, root_key
 from lockstep.runtime.request import Request, Speed, Token
 from lockstep.runtime.scheduler import Admission, Scheduled, Scheduler, SchedulerOutput, Status
 from lockstep.runtime.tokenizer import Tokenizer
-from lockstep.step.advance import FOUND, Advance
+from lockstep.step.advance import PREVIOUS_TOKEN, Advance
 from lockstep.step.pages import PAGE_SIZE
 from lockstep.step.sampling import Logprobs, Sampler, Sampling, log_probabilities
 from lockstep.targets import Limits
@@ -465,7 +465,7 @@ class Engine:
 
     @property
     def _max_verified(self) -> int:
-        return min(self._model.most_verified, self._scheduler.max_num_tokens)
+        return min(self._model.max_verify_tokens, self._scheduler.max_num_tokens)
 
     def _forget_drafts(self, choice: ActiveChoice) -> None:
         if self.speculation is not None:
@@ -523,7 +523,7 @@ class Engine:
                 tokens = choice.prompt[start : start + count]
             else:
                 draft = step.drafts.get(scheduled, ())
-                tokens = FOUND if scheduled in unknown else np.array([choice.answer[-1], *draft], np.int64)
+                tokens = PREVIOUS_TOKEN if scheduled in unknown else np.array([choice.answer[-1], *draft], np.int64)
             keeps_states = scheduled.in_prompt and scheduled.published < len(scheduled.prefix)
             advances.append(Advance(scheduled.slot, tokens, start, scheduled in step.drafts, keeps_states))
             # Parameters are needed at the end of the prompt, but changing them would disturb a step launched ahead.

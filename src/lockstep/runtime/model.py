@@ -153,7 +153,7 @@ class Model:
         where the largest logit is NaN or infinite.
 
         following: the next step as far as it is known: prompts, and slots of this step that continue with the token
-        that it chooses (`FOUND`); True for the latter in all slots. A GPU launches it before the tokens of this step
+        that it chooses (`PREVIOUS_TOKEN`); True for the latter in all slots. A GPU launches it before the tokens of this step
         are back (`async_scheduling`). The step that then follows may be a part of it, or any other.
         """
         next_advances = then_decode(advances) if following is True else following or ()
@@ -184,12 +184,12 @@ class Model:
     @property
     def can_forget(self) -> bool:
         """Return whether `keep` can be called: a state cannot be rolled back."""
-        return self._executor.most_verified > 0 and not self.has_state
+        return self._executor.max_verify_tokens > 0 and not self.has_state
 
     @property
-    def most_verified(self) -> int:
+    def max_verify_tokens(self) -> int:
         """Return the limit of tokens of a step with drafts: more would cost as much as separate steps."""
-        return self._executor.most_verified
+        return self._executor.max_verify_tokens
 
     def check_verifies_drafts(self) -> None:
         """Raise InputError unless steps verify drafts."""

@@ -21,11 +21,13 @@ from lockstep.weights.adapters import AdapterWriter, LoraArrays
 class Advance:
     """One request's share of a step.
 
-    `tokens` (int64, 1-D, at least one) stand at positions `start`, `start`+1, ... of its slot. `start` is 0 for a new
-    request, which forgets what the slot held, else the number of tokens that the slot holds. In a step that follows
-    another, `tokens` may be `FOUND`. verifies: behind the first token stand drafts; each token is computed, to the
-    bit, as in a step of its own, and the step gives what follows each (`Model.verifies_drafts`). keeps_states: those at
-    the ends of chunks are kept until the next step, for `Executor.store`.
+    Attributes:
+        tokens: [num_tokens] int64, at least one, at positions `start`, `start`+1, ... of the slot. In a step that
+            follows another it may be `PREVIOUS_TOKEN`.
+        start: The number of tokens that the slot holds; 0 for a new request, which clears the slot.
+        verifies: The tokens after the first are drafts. Each token has the bits of a decode step, and the step returns
+            the next token after each (`Model.verifies_drafts`).
+        keeps_states: Keep the recurrent states at the ends of chunks until the next step, for `Executor.store`.
     """
 
     slot: int
@@ -49,12 +51,13 @@ class Advance:
         return len(self.tokens) if self.verifies else 1
 
 
-FOUND = np.array([-1], np.int64)  # the token that the step before finds for the slot, whatever it is
+# Stands for the token that the previous step chooses for the slot: the host may not have it yet.
+PREVIOUS_TOKEN = np.array([-1], np.int64)
 
 
 def then_decode(advances: Sequence[Advance]) -> list[Advance]:
     """Return the step behind `advances`, with one more token of each request."""
-    return [Advance(each.slot, FOUND, each.start + len(each.tokens)) for each in advances]
+    return [Advance(each.slot, PREVIOUS_TOKEN, each.start + len(each.tokens)) for each in advances]
 
 
 class Executor(Protocol):
@@ -81,7 +84,7 @@ class Executor(Protocol):
         ...
 
     @property
-    def most_verified(self) -> int:
+    def max_verify_tokens(self) -> int:
         """Return the tokens of a step that `verifies`: more cost as much as steps of their own; 0: none does."""
         ...
 

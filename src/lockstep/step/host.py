@@ -42,7 +42,7 @@ class HostExecutor:
     """
 
     in_flight = async_scheduling = False
-    most_verified = 16
+    max_verify_tokens = 16
 
     def __init__(
         self,

@@ -129,9 +129,9 @@ class Network:
     others: tuple[Network, ...] = ()
 
     @property
-    def attentions(self) -> list[LayerAttention]:
-        """Return the attention of each layer, in a network in which no layer has a state."""
-        return [mixer for _, mixer in self.layers if isinstance(mixer, LayerAttention)]
+    def blocks(self) -> list[Block]:
+        """Return the embedding, the layers' blocks and the exit, in order."""
+        return [self.embedding, *(block for block, _ in self.layers), self.exit]
 
 
 def layer_count(assembly: Assembly, layers: int | str) -> int:

@@ -146,7 +146,7 @@ class KernelsProgram(GpuProgram):
         """Return `shapes`: any size costs what it is."""
         return shapes
 
-    def context_for(self, shapes: Shapes, own: bool) -> Sizes:
+    def context_for(self, shapes: Shapes, exclusive: bool) -> Sizes:
         """Return the sizes of dimensions by name, which is all that calls need."""
         return self.sizes(shapes)
 
@@ -248,10 +248,10 @@ class KernelsExecutable(GpuExecutable):
         self.program = program
         self.groups = groups
 
-    def bind(self, inputs: Arrays, outputs: Arrays, own: bool = False) -> Bound:
+    def bind(self, inputs: Arrays, outputs: Arrays, captured: bool = False) -> Bound:
         given = {**inputs, **outputs}
         self.check_arrays(given)
-        call = _Call(self, given, own)
+        call = _Call(self, given, captured)
 
         def run(sizes: Sizes, shapes: Shapes) -> None:
             for step in call.steps:
@@ -259,7 +259,7 @@ class KernelsExecutable(GpuExecutable):
 
         return run
 
-    def prepare_summing(
+    def prepare_fused_all_reduce(
         self, exchange: Exchange, values: cuda.Array, inputs: Arrays, outputs: Arrays
     ) -> tuple[Run, Run] | None:
         kernel = self.program.block.steps[0].kernel

@@ -77,7 +77,7 @@ class TensorRTProgram(GpuProgram):
         super().__init__(engine_path, slots, rank)
         self.library = library
         self.device.use()
-        cuda.leave_at_exit(self)
+        cuda.leak_at_exit(self)
         self.engine = library.deserialize(engine_path.read_bytes(), str(engine_path))
         self.tensors = {tensor.name: tensor for tensor in library.tensors(self.engine)}
         check_inputs(self.slots, self.tensors, str(engine_path))
@@ -127,17 +127,17 @@ class TensorRTProgram(GpuProgram):
         bounds = ({name: self.tensors[name].profiles[profile] for name in shapes} for profile in range(count))
         return first_profile(bounds, shapes, self.path)
 
-    def context_for(self, shapes: Shapes, own: bool) -> Context:
-        """Return a context for these input shapes; own: no other shapes will be set in it."""
+    def context_for(self, shapes: Shapes, exclusive: bool) -> Context:
+        """Return a context for these input shapes; exclusive: no other shapes will be set in it."""
         profile = self.profile_for(shapes)
-        key = (profile, tuple(sorted(shapes.items()))) if own else (profile,)
+        key = (profile, tuple(sorted(shapes.items()))) if exclusive else (profile,)
         if key not in self._contexts:
-            self._contexts[key] = self.new_context(profile, own)
+            self._contexts[key] = self.new_context(profile, exclusive)
         return self._contexts[key]
 
-    def new_context(self, profile: int, own: bool) -> Context:
-        """Return a new context of a profile. own: its shapes will not change."""
-        native = self.library.create_context(self.engine, str(self.path), own)
+    def new_context(self, profile: int, exclusive: bool) -> Context:
+        """Return a new context of a profile; exclusive: its shapes will not change."""
+        native = self.library.create_context(self.engine, str(self.path), exclusive)
         scratch = self._scratch.memory
         self.library.set_device_memory(native, scratch.address, scratch.nbytes)
         self.library.set_profile(native, profile, self.device.stream.handle)
@@ -173,7 +173,7 @@ class TensorRTExecutable(GpuExecutable):
         super().__init__(uploads, weights, adapter_rows)
         self.program = program
 
-    def bind(self, inputs: Arrays, outputs: Arrays, own: bool = False) -> Bound:
+    def bind(self, inputs: Arrays, outputs: Arrays, captured: bool = False) -> Bound:
         program = self.program
         library = self.program.library
         self.check_arrays({**inputs, **outputs})

@@ -32,7 +32,7 @@ class FusedAttention:
         tables: PageTables,
         rows: int,
         max_seq_len: int,
-        most_verified: int,
+        max_verify_tokens: int,
         largest_pass: int,
         wide: bool,
         buffer: Buffer,
@@ -40,7 +40,7 @@ class FusedAttention:
     ):
         """Allocate the cache.
 
-        fp8: of e4m3 numbers. most_verified: rows of a step that verifies. largest_pass: tokens of a pass of prompts.
+        fp8: of e4m3 numbers. max_verify_tokens: rows of a step that verifies. largest_pass: tokens of a prefill pass.
         """
         self._layers = layers
         self._buffer = buffer
@@ -54,7 +54,7 @@ class FusedAttention:
         self._sent = [0] * rows  # pages of each row that the table on the device has
         self._table = cuda.zeros(self._host_table.shape, "i4")
         self._table_staging = Staging(self._table.nbytes, 1)
-        self._verified = cuda.zeros((most_verified, pages_per_row), "i4")  # the page table of each row's slot
+        self._verified = cuda.zeros((max_verify_tokens, pages_per_row), "i4")  # the page table of each row's slot
         self._verified_staging = Staging(self._verified.nbytes, 1)
         attentions = {id(layer_attention): layer_attention for layer_attention in layers.values()}
         self._rope_tables = {key: _device_rope_tables(each, max_seq_len) for key, each in attentions.items()}
@@ -62,7 +62,7 @@ class FusedAttention:
         self._decode = {key: DecodeAttention(spec) for key, spec in specs.items()}
         self._rope = {key: RopeKernel(spec) for key, spec in specs.items()}
         self._by_row = {key: DecodeAttention(spec, by_row=True) for key, spec in specs.items() if spec.sinks}
-        self._scratch = Scratch(specs.values(), max(rows, most_verified, largest_pass if self._by_row else 0))
+        self._scratch = Scratch(specs.values(), max(rows, max_verify_tokens, largest_pass if self._by_row else 0))
         stored = np.dtype(np.uint8) if fp8 else self._dtype
         self._cache = {}
         for index, cache in ((index, layer_attention.cache) for index, layer_attention in layers.items()):

@@ -65,7 +65,7 @@ def make_attention(
     tables: PageTables,
     num_slots: int,
     max_seq_len: int,
-    most_verified: int,
+    max_verify_tokens: int,
     largest_pass: int,
     kernels: Kernels,
     buffer: Buffer,
@@ -80,7 +80,7 @@ def make_attention(
     if fused:
         from lockstep.gpu.attention.fused import FusedAttention  # loads cuDNN
 
-        sizes = num_slots, max_seq_len, most_verified, largest_pass
+        sizes = num_slots, max_seq_len, max_verify_tokens, largest_pass
         fp8 = network.kv_cache_dtype is not None
         paged = FusedAttention(fused, network.dtype, fp8, tables, *sizes, bool(kernels.wide), buffer, stream)
         made |= dict.fromkeys(fused, paged)

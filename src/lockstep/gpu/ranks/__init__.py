@@ -1,1 +1,1 @@
-"""The ranks of a model on the GPUs of one host: their calls, and sums over them."""
+"""Tensor parallelism over the GPUs of one host: the ranks' calls, and all-reduces over them."""

@@ -1,10 +1,10 @@
-"""All-reduce and all-gather over the ranks of a model, by one kernel on each.
+"""All-reduce and all-gather over the ranks of a model, by one kernel per rank.
 
-Sums of few rows are made by the kernels that read them too (sums.cu, `GpuExecutable.prepare_summing`). The ranks run in
-one process, on devices that reach each other's memory.
+All-reduces of few rows can be fused into the kernel that reads the sum (sums.cu,
+`GpuExecutable.prepare_fused_all_reduce`). The ranks run in one process, on devices with peer access.
 
-The kernels of all ranks wait for each other. So each rank's host calls must be on its stream before the host waits for
-any: the executor makes them rank by rank, call by call.
+The kernels of all ranks wait for each other, so a call must be enqueued on every rank before the host waits for any
+device: the executor enqueues call by call, and each call on all ranks.
 """
 
 from __future__ import annotations
@@ -20,30 +20,34 @@ from lockstep.gpu.device import Device
 from lockstep.gpu.kernels.row_kernels import COMMON
 from lockstep.gpu.kernels.step_kernels import NUMBERS
 
-SUMS, _KERNELS = (Path(__file__).with_name(f"{n}.cu").read_text(encoding="utf-8") for n in ("sums", "all_reduce"))
-_BLOCKS = 128  # sums.cu, MOST_BLOCKS
+SUMS = Path(__file__).with_name("sums.cu").read_text(encoding="utf-8")
+_KERNELS = Path(__file__).with_name("all_reduce.cu").read_text(encoding="utf-8")
+_BLOCKS = 128  # MOST_BLOCKS in sums.cu
 _UNIT = 16  # bytes
-_AT_PEERS = "inbox", "flags", "values", "terms"  # in sums.cu's order
+_PEER_ARRAYS = "inbox", "flags", "values", "terms"  # in the order of sums.cu
 _GIVEN_UP = 0xFFFFFFFF
-# That a rank waits for another one: less than the server waits for a sign of life (serve's --stall), so that the rank
-# is named first.
-_SECONDS = 30
-# Bytes above which each of more than two ranks accumulates its part and sends that to all, instead of all of all: fewer
-# bytes, one more wait. On four H200 1 MB takes 11.7 us in one shot and 14.2 in two, 2 MB 21.2 and 19.8.
+# Seconds that a rank waits for another one: less than the server's --stall, so that the error names the rank.
+_TIMEOUT_S = 30
+# Bytes up to which every rank sums the whole array (one-shot). Above, each of more than two ranks reduces its shard and
+# sends it to all (two-shot): fewer bytes, one more wait. On four H200, 1 MB takes 11.7 us in one shot and 14.2 in two,
+# 2 MB 21.2 and 19.8.
 _ONE_SHOT = 1 << 20
 
 
 class Exchange:
-    """A rank's end of the exchange, on its device's stream; all ranks must be asked for the same."""
+    """A rank's end of the all-reduces and all-gathers, on its device's stream. All ranks must make the same calls."""
 
     def __init__(self, device: Device, rank: int, world: int, slot: int, room: int):
-        """Allocate a rank's memory, in units (of 16 bytes); slot, room: its part of an inbox, and of terms."""
+        """Allocate a rank's memory.
+
+        slot, room: units of 16 bytes that the rank has in each inbox, and in each `terms` array.
+        """
         self.device = device
         self.rank = rank
         self.world = world
         self._slot = slot
         device.use()
-        self.options = f"-DWORLD={world}", f"-DROOM={room}"  # of all that `sums.cu` stands before
+        self.options = f"-DWORLD={world}", f"-DROOM={room}"  # for compiling any source that includes `sums.cu`
         module = cuda.compile_kernels(COMMON + SUMS + _KERNELS, self.options)
         self._reduce = module["all_reduce"]
         self._gather = module["all_gather"]
@@ -57,49 +61,53 @@ class Exchange:
         self._peers = cuda.empty((4 * world,), "u8")
         self._host_lost = cuda.pinned((1,), "u4")
         self._host_lost[0] = 0
-        # Page-locked memory has one address on the host and on all devices.
+        # Page-locked memory has the same address on the host and on all devices.
         self._lost = cuda.Array(self._host_lost.ctypes.data, (1,), "u4", self._host_lost)
 
     def meet(self, others: Sequence[Exchange]) -> None:
-        """Send the addresses of all ranks' memory to the device; others: their exchanges, in order."""
+        """Upload the addresses of all ranks' memory to the device; others: all ranks' exchanges, in order."""
         self.device.use()
-        places = [[getattr(each, of).address for each in others] for of in _AT_PEERS]
-        self.device.stream.upload(self._peers, np.array(places, np.uint64).reshape(-1))
+        addresses: list[int] = []
+        for name in _PEER_ARRAYS:
+            addresses += [getattr(exchange, name).address for exchange in others]
+        self.device.stream.upload(self._peers, np.array(addresses, np.uint64))
         self.device.stream.synchronize()
-        self._numbers = [each.device.number for each in others]
+        self._device_numbers = [exchange.device.number for exchange in others]
 
     def sum(self, values: cuda.Array) -> None:
-        """Replace values by their sum over the ranks.
+        """All-reduce values in place, accumulated in float32 in the order of the ranks.
 
-        They are float32, float16 or bfloat16, and their memory goes on to a multiple of 16 bytes. The sum is
-        accumulated in the ranks' order in float32.
+        values: float32, float16 or bfloat16; its memory must extend to a multiple of 16 bytes.
         """
         units = -(-values.nbytes // _UNIT)
         shots = shots_for(units, self.world)
         if self.is_small(values):
             blocks = -(-units // 128)
             threads = 128
+        elif shots == 1:
+            # Leave room on the device for another rank's blocks (LOCKSTEP_RANKS_ON_ONE_GPU).
+            blocks = min(512, 4 * cuda.multiprocessors(self.device.number))
+            threads = 256
         else:
-            # No more than leave room on the device for another rank's (LOCKSTEP_RANKS_ON_ONE_GPU).
-            one_shot = min(512, 4 * cuda.multiprocessors(self.device.number)), 256
-            blocks, threads = one_shot if shots == 1 else _grid(-(-units // self.world))
+            blocks, threads = _grid(-(-units // self.world))
         key = values.address, values.dtype, shots, threads
         launch = self._sums.get(key)
         if launch is None:
-            # Large sums were slower where the next kernel is on the device while they wait.
-            given = values, *self.group, NUMBERS[values.dtype.name], shots, units
-            launch = self._sums[key] = cuda.Launch(
-                self._reduce, self.device.stream, threads, *given, overlaps=self.is_small(values)
-            )
+            arguments = values, *self.group, NUMBERS[values.dtype.name], shots, units
+            # Large all-reduces were slower if the next kernel occupies the device while they wait.
+            overlaps = self.is_small(values)
+            launch = cuda.Launch(self._reduce, self.device.stream, threads, *arguments, overlaps=overlaps)
+            self._sums[key] = launch
         launch(blocks, units)
 
     def is_small(self, values: cuda.Array) -> bool:
-        """Return whether the kernel that reads a sum may make it."""
+        """Return whether an all-reduce may be fused into the kernel that reads it."""
         return values.nbytes <= _ONE_SHOT
 
     def gather(self, part: cuda.Array, whole: cuda.Array) -> None:
-        """Put parts [rows, columns] side by side into [rows, world * columns]; the part is padded to 16 bytes."""
-        (rows, columns), size = part.shape, part.dtype.itemsize
+        """All-gather shards [rows, columns] into [rows, world * columns]; the shard's memory is padded to 16 bytes."""
+        rows, columns = part.shape
+        size = part.dtype.itemsize
         if columns * size % _UNIT == 0:
             columns = columns * size // _UNIT
             size = _UNIT
@@ -108,48 +116,49 @@ class Exchange:
 
     @property
     def group(self) -> tuple[cuda.Array | int, ...]:
-        """Return what kernels take of sums.cu's Group."""
-        return self._peers, self._state, self._lost, self.rank, self._slot, _SECONDS
+        """Return the kernel arguments of sums.cu's Group."""
+        return self._peers, self._state, self._lost, self.rank, self._slot, _TIMEOUT_S
 
     def give_up(self) -> None:
-        """Let no rank wait any more: a step ended half way."""
+        """Stop all waits: a step failed on one rank after others were enqueued."""
         self._host_lost[0] = self._host_lost[0] or _GIVEN_UP
 
     def check(self) -> None:
-        """Raise CheckError where a rank did not come: what was computed since is worth nothing."""
+        """Raise CheckError if a wait for another rank timed out: the results since then are garbage."""
         lost = int(self._host_lost[0])
         if lost == _GIVEN_UP:
             raise CheckError("tensor_parallel: expected whole steps, found one that ended half way; start again")
         if lost:
             raise CheckError(
-                f"tensor_parallel: expected rank {lost - 1} (GPU {self._numbers[lost - 1]}) at a sum, found that rank "
-                f"{self.rank} waited {_SECONDS} s for it; see what that GPU does (nvidia-smi), and start again"
+                f"tensor_parallel: expected rank {lost - 1} (GPU {self._device_numbers[lost - 1]}) at a sum, found "
+                f"that rank {self.rank} waited {_TIMEOUT_S} s for it; see what that GPU does (nvidia-smi), and start "
+                "again"
             )
 
 
-def connect(devices: Sequence[Device], most_sum: int, most_gather: int) -> list[Exchange]:
-    """Return the ranks' exchanges; most_sum, most_gather: bytes that one call has at most."""
+def connect(devices: Sequence[Device], sum_nbytes: int, gather_nbytes: int) -> list[Exchange]:
+    """Return the ranks' exchanges; sum_nbytes, gather_nbytes: the largest arrays of a sum and of a gather."""
     world = len(devices)
-    units = -(-most_sum // _UNIT)
+    units = -(-sum_nbytes // _UNIT)
     room = units
     part = 0
     if shots_for(units, world) == 2:
         room = min(units, _ONE_SHOT // _UNIT)
         part = -(-units // world)
-    slot = max(part, -(-most_gather // _UNIT))
-    found = [Exchange(device, rank, world, slot, room) for rank, device in enumerate(devices)]
-    for exchange in found:
-        exchange.meet(found)
-    return found
+    slot = max(part, -(-gather_nbytes // _UNIT))
+    exchanges = [Exchange(device, rank, world, slot, room) for rank, device in enumerate(devices)]
+    for exchange in exchanges:
+        exchange.meet(exchanges)
+    return exchanges
 
 
 def shots_for(units: int, world: int) -> int:
-    """Return 1 or 2, see all_reduce.cu, for so many units of 16 bytes."""
+    """Return 1 or 2, the shots of an all-reduce of `units` units of 16 bytes: see all_reduce.cu."""
     return 1 if world == 2 or units * _UNIT <= _ONE_SHOT else 2
 
 
 def _grid(units: int) -> tuple[int, int]:
-    """Return (blocks, threads), as was fastest with flags on two and four H200."""
+    """Return (blocks, threads) of kernels that wait by flags, as measured fastest on two and four H200."""
     if units <= 1024:
         return 4, 128
     return min(_BLOCKS, max(8, 1 << (units // 1024 - 1).bit_length())), 512

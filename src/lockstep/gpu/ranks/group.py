@@ -1,4 +1,4 @@
-"""The ranks of a network, driven by one thread: each call is put on all streams before the next one is."""
+"""The ranks of a network, driven by one thread: each call is enqueued on all ranks before the next one."""
 
 from __future__ import annotations
 
@@ -12,42 +12,43 @@ from lockstep.errors import CheckError
 from lockstep.gpu import cuda
 from lockstep.gpu.attention.make import make_tables
 from lockstep.gpu.device import Device
-from lockstep.gpu.ranks.all_reduce import connect
-from lockstep.gpu.ranks.rank import Rank, StepCalls, engine_of, most_exchanged
+from lockstep.gpu.ranks.all_reduce import Exchange, connect
+from lockstep.gpu.ranks.rank import Rank, StepCalls, engine_of, max_exchange_bytes
 from lockstep.gpu.ranks.watch import RankWatch
+from lockstep.gpu.weights import Uploads
 from lockstep.step.network import Network
 
-CHECK_RANKS = "LOCKSTEP_CHECK_RANKS"  # of the environment: set, each step's results are compared between ranks
+CHECK_RANKS = "LOCKSTEP_CHECK_RANKS"  # environment variable: if set, each step's results are compared between ranks
 
 
 class RankGroup:
-    """The ranks of a network; compares: results between ranks. last: calls put on the streams last, by rank."""
+    """The ranks of a network.
+
+    Attributes:
+        compares: Compare results between ranks.
+        last: Each rank's calls of the last enqueued pass.
+    """
 
     def __init__(self, network: Network, num_slots: int, max_seq_len: int, max_num_tokens: int, kv_bytes: float | None):
-        """Allocate the ranks' KV cache and buffers: see `GpuExecutor`. The first rank's device is used then."""
+        """Allocate the ranks' KV caches and buffers: see `GpuExecutor`. Makes the first rank's device current."""
         networks = (network, *network.others)
-        uploads = [
-            engine_of(piece).uploads
-            for each in networks
-            for block in (each.embedding, *(block for block, _ in each.layers), each.exit)
-            for piece in block.pieces
-        ]
-        self._uploads = list({id(each): each for each in uploads}.values())
+        self._uploads = _all_uploads(networks)
         devices = [Device.get(rank) for rank in range(len(networks))]
-        most = most_exchanged(network, num_slots, max_num_tokens)
-        exchanges = connect(devices, *most) if network.others else [None]
+        exchanges: list[Exchange] = []
+        if network.others:
+            exchanges = connect(devices, *max_exchange_bytes(network, num_slots, max_num_tokens))
         self.tables = make_tables(network, num_slots, max_seq_len, kv_bytes, _least_free(devices))
         self.ranks = [
-            Rank(each, device, self.tables, num_slots, max_seq_len, max_num_tokens, exchange)
-            for each, device, exchange in zip(networks, devices, exchanges, strict=True)
+            Rank(rank_network, device, self.tables, num_slots, max_seq_len, max_num_tokens, exchange)
+            for rank_network, device, exchange in zip(networks, devices, exchanges or (None,), strict=True)
         ]
-        self.watch = RankWatch([rank.exchange for rank in self.ranks if rank.exchange]) if network.others else None
+        self.watch = RankWatch(exchanges) if exchanges else None
         self.compares = bool(network.others and os.environ.get(CHECK_RANKS))
         self.last: list[StepCalls] = []
         devices[0].use()
 
-    def each(self) -> Iterator[Rank]:
-        """Yield the ranks in order, each on its device; then use the first one's again."""
+    def on_each_device(self) -> Iterator[Rank]:
+        """Yield the ranks in order, each with its device current; then make the first one's current again."""
         for rank in self.ranks:
             rank.device.use()
             yield rank
@@ -55,35 +56,35 @@ class RankGroup:
             self.ranks[0].device.use()
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
-        """Wait for devices inside; where one of several hangs, the process ends."""
+        """Wait for devices in the `with` block; if one of several hangs, the watchdog ends the process."""
         return contextlib.nullcontext() if self.watch is None else self.watch.waiting()
 
     def wait_for_weights(self) -> None:
-        """Wait until all weights are on the devices. Raises what an upload raised."""
+        """Wait until all weights are on the devices. Raises the exception of a failed upload."""
         for uploads in self._uploads:
             uploads.wait()
 
     def synchronize(self) -> None:
-        """Wait until all streams are through."""
+        """Wait for all streams."""
         with self.waiting():
-            for rank in self.each():
+            for rank in self.on_each_device():
                 rank.stream.synchronize()
 
     def drain(self) -> None:
-        """Wait until nothing is under way, and ignore errors."""
+        """Wait for all streams and ignore errors."""
         with self.waiting():
             for rank in self.ranks:
                 rank.stream.drain()
 
     def check(self) -> None:
-        """Raise CheckError where a rank has not come to a sum over all of them."""
+        """Raise CheckError if a rank timed out at an all-reduce."""
         for rank in self.ranks:
             if rank.exchange is not None:
                 rank.exchange.check()
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Put calls that wait for other ranks on the streams; one that fails lets no rank wait any more."""
+        """Enqueue calls that wait for other ranks in the `with` block; if one fails, no rank waits any longer."""
         self.check()
         try:
             yield
@@ -93,53 +94,60 @@ class RankGroup:
                     rank.exchange.give_up()
             raise
 
-    def reserve(self, ends: Mapping[int, int], lengths: np.ndarray) -> None:
-        """Make room for slots that come to hold `ends` tokens; all hold `lengths` before."""
-        self.tables.reserve(ends)
-        for rank in self.each():
-            rank.reserve(ends, lengths)
+    def reserve(self, lengths_after: Mapping[int, int], lengths: np.ndarray) -> None:
+        """Reserve pages for a step; lengths: tokens of all slots before it, lengths_after: of its slots after it."""
+        self.tables.reserve(lengths_after)
+        for rank in self.on_each_device():
+            rank.reserve(lengths_after, lengths)
 
     def launch(self, steps: Sequence[StepCalls]) -> None:
-        """Run a step's calls: the first time one by one, then as a graph.
+        """Run a step's calls: one by one the first time, as a graph from the second time on.
 
-        A library may allocate in its first call, which a capture does not take: the second time the calls are captured,
-        and from then on the graph is launched.
+        A library may allocate memory in its first call, which can't be captured.
         """
         self.last = list(steps)
         if steps[0].graph is None:
             if not steps[0].warm:
-                # Call by call, for what one rank waits for must be on its way before the host waits for that rank.
-                with self.together():
-                    for calls in zip(*(step.calls for step in steps), strict=True):
-                        for _, (_, call) in zip(self.each(), calls):
-                            call()
-                for step in steps:
-                    step.warm = True
+                self._run_calls(steps)
                 return
-            graphs = []
-            for rank, step in zip(self.each(), steps):
-                with rank.stream.capture() as graph:
-                    for _, call in step.calls:
-                        call()
-                graphs.append(graph)
-            for step, graph in zip(steps, graphs):  # all ranks have theirs, or none: one may find no memory for it
-                step.graph = graph
+            self._capture(steps)
         with self.together():
-            for rank, step in zip(self.each(), steps):
+            for rank, step in zip(self.on_each_device(), steps):
                 assert step.graph is not None
                 step.graph.launch(rank.stream)
 
-    def run_pass(self, passes: Sequence[Iterator[StepCalls]]) -> list[StepCalls]:
-        """Put a pass on the streams, a little of each rank's in turn, as `launch` does; return each rank's calls."""
+    def _run_calls(self, steps: Sequence[StepCalls]) -> None:
+        # Each call goes to all ranks before the next: a call may make the host wait for its rank, which must not be
+        # waiting for a kernel of another rank that isn't enqueued yet.
         with self.together():
-            (*_, steps) = zip(*passes, strict=True)
+            for calls in zip(*(step.calls for step in steps), strict=True):
+                for _, (_, call) in zip(self.on_each_device(), calls):
+                    call()
+        for step in steps:
+            step.warm = True
+
+    def _capture(self, steps: Sequence[StepCalls]) -> None:
+        graphs = []
+        for rank, step in zip(self.on_each_device(), steps):
+            with rank.stream.capture() as graph:
+                for _, call in step.calls:
+                    call()
+            graphs.append(graph)
+        # Set after all are captured: if one rank runs out of memory, no rank must have a graph.
+        for step, graph in zip(steps, graphs):
+            step.graph = graph
+
+    def run_pass(self, passes: Sequence[Iterator[StepCalls]]) -> list[StepCalls]:
+        """Enqueue a prefill pass, alternating between the ranks as `launch` does; return each rank's calls."""
+        with self.together():
+            *_, steps = zip(*passes, strict=True)
         self.ranks[0].device.use()
         self.last = list(steps)
         return self.last
 
-    def compare(self, what: str, rank: Rank, found: np.ndarray, first: np.ndarray) -> None:
-        """Raise CheckError where a rank found other bytes than the first one."""
-        if found.tobytes() != first.tobytes():
+    def compare(self, what: str, rank: Rank, values: np.ndarray, expected: np.ndarray) -> None:
+        """Raise CheckError if a rank's values differ from the first rank's (`expected`) in any bit."""
+        if values.tobytes() != expected.tobytes():
             number = self.ranks.index(rank)
             raise CheckError(
                 f"tensor_parallel: rank {number} (GPU {rank.device.number}): expected the {what} of rank 0 to the bit, "
@@ -147,26 +155,37 @@ class RankGroup:
             )
 
     def compare_values(self) -> None:
-        """Compare what the exit of the last step on the streams reads."""
-        found = [_values(rank, step) for rank, step in zip(self.each(), self.last)]
-        for rank, values in zip(self.ranks, found):
-            for value, first in zip(values, found[0]):
-                self.compare("values behind the last layer", rank, value, first)
+        """Compare the inputs of the lm_head block in the last enqueued step."""
+        by_rank = [_exit_inputs(rank, step) for rank, step in zip(self.on_each_device(), self.last)]
+        for rank, arrays in zip(self.ranks, by_rank):
+            for array, expected in zip(arrays, by_rank[0]):
+                self.compare("values behind the last layer", rank, array, expected)
 
 
-def _values(rank: Rank, step: StepCalls) -> list[np.ndarray]:
-    hosts = [np.empty(array.shape, array.dtype) for array in step.whole]
-    for host, array in zip(hosts, step.whole):
+def _all_uploads(networks: Sequence[Network]) -> list[Uploads]:
+    """Return the weight uploads of all engines, without duplicates."""
+    uploads: dict[int, Uploads] = {}
+    for network in networks:
+        for block in network.blocks:
+            for piece in block.pieces:
+                piece_uploads = engine_of(piece).uploads
+                uploads[id(piece_uploads)] = piece_uploads
+    return list(uploads.values())
+
+
+def _exit_inputs(rank: Rank, step: StepCalls) -> list[np.ndarray]:
+    hosts = [np.empty(array.shape, array.dtype) for array in step.exit_inputs]
+    for host, array in zip(hosts, step.exit_inputs):
         rank.stream.download(host, array)
     rank.stream.synchronize()
     return hosts
 
 
 def _least_free(devices: Sequence[Device]) -> int:
-    """Return the free bytes of the device with the fewest, a part of it for each of several ranks on it."""
+    """Return the least free memory of any device, divided by the number of ranks on it."""
     numbers = [device.number for device in devices]
     free = []
-    for device in reversed(devices):  # the first one's is used afterwards
+    for device in reversed(devices):  # the first device is current afterwards
         device.use()
         free.append(cuda.memory_free() // numbers.count(device.number))
     return min(free)

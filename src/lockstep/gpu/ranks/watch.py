@@ -1,8 +1,8 @@
-"""A watchdog for ranks whose device hangs: the host would wait for it for ever.
+"""A watchdog for ranks whose device hangs, for which the host would wait forever.
 
-A kernel that waits for another rank gives up and notes whom it waited for (sums.cu). Where the host waits for a
-rank that goes on, it finds that note and ends the step. Where it waits for the rank that hangs, nothing comes back from
-the library: this thread then says which rank it is, and ends the process.
+A kernel that waits too long for another rank gives up and records that rank in page-locked memory (sums.cu). If the
+host is waiting for a healthy rank, it reads the record and ends the step. If it is waiting for the rank that hangs, the
+library call never returns: then this thread names the rank and ends the process.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from collections.abc import Iterator, Sequence
 from lockstep.errors import PREFIX, CheckError
 from lockstep.gpu.ranks.all_reduce import Exchange
 
-_GRACE = 5.0  # seconds from the note until the host must have come back
-_TICK = 0.5
+_GRACE = 5.0  # seconds that the host has to notice the record itself
+_POLL_S = 0.5
 
 
 class RankWatch:
-    """A watchdog of the ranks' exchanges, as long as it lives."""
+    """A watchdog of the ranks' exchanges. Its thread ends when the object is garbage."""
 
     def __init__(self, exchanges: Sequence[Exchange]):
         self._exchanges = exchanges
@@ -32,33 +32,35 @@ class RankWatch:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Tell the watchdog that the host waits for devices inside."""
+        """Watch the ranks in the `with` block: the host waits for devices there."""
         self._waits += 1
         try:
             yield
         finally:
             self._waits -= 1
 
-    def hanging(self) -> str:
-        """Return what is said of a rank that others gave up; "" for none, and while the host does not wait."""
+    def timeout_error(self) -> str | None:
+        """Return the error of a rank that another one gave up on; None if there is none or the host isn't waiting."""
+        if not self._waits:
+            return None
         try:
-            for exchange in self._exchanges if self._waits else ():
+            for exchange in self._exchanges:
                 exchange.check()
         except CheckError as error:
             return str(error)
-        return ""
+        return None
 
 
 def _run(reference: weakref.ref[RankWatch]) -> None:
     since: float | None = None
     while (watch := reference()) is not None:
-        said = watch.hanging()
+        message = watch.timeout_error()
         del watch
-        if not said:
+        if message is None:
             since = None
         elif since is None:
             since = time.monotonic()
         elif time.monotonic() - since > _GRACE:
-            print(f"{PREFIX}{said}; it hangs still, so this process ends", file=sys.stderr, flush=True)
+            print(f"{PREFIX}{message}; it hangs still, so this process ends", file=sys.stderr, flush=True)
             os._exit(1)
-        time.sleep(_TICK)
+        time.sleep(_POLL_S)
