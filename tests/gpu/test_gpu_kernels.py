@@ -58,8 +58,8 @@ def cached(array: np.ndarray, wide: bool) -> list[np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize(("given", "wide"), [("float16", False), ("float32", True)])
-def test_queries_and_keys_get_rope_and_are_cached_in_pages(given, wide):
+@pytest.mark.parametrize(("query_dtype", "wide"), [("float16", False), ("float32", True)])
+def test_queries_and_keys_get_rope_and_are_cached_in_pages(query_dtype, wide):
     from lockstep.gpu.attention.kernel_spec import AttentionKernelSpec, DeviceRopeTables, PagedTokens
     from lockstep.gpu.attention.rope_kernel import RopeKernel
 
@@ -68,7 +68,7 @@ def test_queries_and_keys_get_rope_and_are_cached_in_pages(given, wide):
     own, other = (random.standard_normal((POSITIONS, DIM), np.float32) for _ in range(2))
     partner = np.array([*range(4, 8), *range(4), *range(8, 16)], np.int32)
     query, key = (
-        random.standard_normal((len(AT), heads, DIM), np.float32).astype(np.float16).astype(given)
+        random.standard_normal((len(AT), heads, DIM), np.float32).astype(np.float16).astype(query_dtype)
         for heads in (HEADS, KV_HEADS)
     )
     value = random.standard_normal((len(AT), KV_HEADS, DIM), np.float32).astype(np.float16)
@@ -76,7 +76,7 @@ def test_queries_and_keys_get_rope_and_are_cached_in_pages(given, wide):
         device.up(np.zeros(shape, np.float16)) for shape in (query.shape, *[(PAGES.size, KV_HEADS, PAGE, DIM)] * 2)
     )
     positions = device.up(AT.astype(np.int64 if wide else np.int32))
-    RopeKernel(AttentionKernelSpec("float16", given, wide, HEADS, KV_HEADS, DIM, DIM, 0)).launch(
+    RopeKernel(AttentionKernelSpec("float16", query_dtype, wide, HEADS, KV_HEADS, DIM, DIM, 0)).launch(
         device.stream,
         PagedTokens(
             *(device.up(query), device.up(key), device.up(value), keys, values),
@@ -129,8 +129,8 @@ class Rows:
         random = np.random.default_rng(0)
         self.pages_per_row = pages_per_row
         normal = lambda *shape, of=spec.dtype: np.asarray(random.standard_normal(shape, np.float32), numbers(of))
-        self.query = normal(rows, spec.heads, spec.head_dim + spec.sinks, of=spec.given)
-        self.key = normal(rows, spec.kv_heads, spec.head_dim, of=spec.given)
+        self.query = normal(rows, spec.heads, spec.head_dim + spec.sinks, of=spec.query_dtype)
+        self.key = normal(rows, spec.kv_heads, spec.head_dim, of=spec.query_dtype)
         self.query[:, :, spec.head_dim :] *= 3  # a sink may be larger than all scores, or next to nothing
         self.value = normal(rows, spec.kv_heads, spec.value_dim)
         self.table = (
@@ -189,10 +189,10 @@ class Rows:
         return (array.reshape(len(lengths), spec.heads, spec.value_dim) for array in (out, allowed))
 
 
-def decoding(dtype="float16", given=None, group=1, kv_heads=2, dim=128, value_dim=None, **more):
+def decoding(dtype="float16", query_dtype=None, group=1, kv_heads=2, dim=128, value_dim=None, **more):
     return {
         "dtype": dtype,
-        "given": given or dtype,
+        "query_dtype": query_dtype or dtype,
         "heads": group * kv_heads,
         "kv_heads": kv_heads,
         "head_dim": dim,
@@ -216,19 +216,23 @@ SIXTEEN_SPLITS = 10**6
         (decoding(), LENGTHS, TWO_SPLITS),
         (decoding(), LENGTHS, SIXTEEN_SPLITS),
         (decoding(), LENGTHS, 24),  # four
-        (decoding(given="float32", wide=True, group=4), LENGTHS, SIXTEEN_SPLITS),
+        (decoding(query_dtype="float32", wide=True, group=4), LENGTHS, SIXTEEN_SPLITS),
         (decoding("bfloat16", group=12, value_dim=64, window=64), LENGTHS, TWO_SPLITS),
-        (decoding("bfloat16", given="float32", group=4, kv_heads=1, dim=256, window=100), LENGTHS, SIXTEEN_SPLITS),
+        (
+            decoding("bfloat16", query_dtype="float32", group=4, kv_heads=1, dim=256, window=100),
+            LENGTHS,
+            SIXTEEN_SPLITS,
+        ),
         (decoding(group=5, kv_heads=1, dim=256), LENGTHS, TWO_SPLITS),
         (decoding("bfloat16", wide=True, dim=96, window=20), LENGTHS, TWO_SPLITS),
         (decoding(group=5, dim=80, value_dim=256, window=1), LENGTHS, SIXTEEN_SPLITS),
         (decoding(group=8, dim=64, value_dim=40), LENGTHS, SIXTEEN_SPLITS),
         (decoding(group=8, dim=64, sinks=True), LENGTHS, SIXTEEN_SPLITS),
-        (decoding(given="float32", group=8, dim=64, window=128, sinks=True), LENGTHS, TWO_SPLITS),
+        (decoding(query_dtype="float32", group=8, dim=64, window=128, sinks=True), LENGTHS, TWO_SPLITS),
         (decoding(kv_heads=1, dim=64), LONG, TWO_SPLITS),
         (decoding(kv_heads=1, dim=64, window=4200), LONG, TWO_SPLITS),
         (decoding(group=4, fp8=True), LENGTHS, TWO_SPLITS),
-        (decoding(given="float32", wide=True, group=4, fp8=True), LENGTHS, SIXTEEN_SPLITS),
+        (decoding(query_dtype="float32", wide=True, group=4, fp8=True), LENGTHS, SIXTEEN_SPLITS),
         (decoding(group=8, dim=64, window=100, sinks=True, fp8=True), LENGTHS, SIXTEEN_SPLITS),
         (decoding(group=5, kv_heads=1, dim=256, fp8=True), LENGTHS, TWO_SPLITS),
         (decoding(group=3, dim=40, value_dim=24, fp8=True), LENGTHS, TWO_SPLITS),
@@ -272,8 +276,13 @@ def test_rows_that_decode_get_rope_and_are_cached_and_attended_to(monkeypatch, s
             np.where(np.array(held) > 0, np.arange(count), -1).astype(np.int32),
             np.maximum(0, np.array(held) - 1).astype(positions.dtype),
         )
-        for array, given in ((rows, host[0]), (positions, host[1]), *zip(caches, before), *zip(rope_caches, before)):
-            device.stream.upload(array, given)
+        for array, query_dtype in (
+            (rows, host[0]),
+            (positions, host[1]),
+            *zip(caches, before),
+            *zip(rope_caches, before),
+        ):
+            device.stream.upload(array, query_dtype)
         device.stream.synchronize()
         tokens = PagedTokens(query, key, value, rope_keys, rope_values, tables, rows, positions, table)
         rope.launch(device.stream, tokens, query_out)

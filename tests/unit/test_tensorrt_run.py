@@ -703,7 +703,7 @@ def test_prompts_are_one_call_of_attention(demo, open_model, gpu, monkeypatch, c
 def test_attention_of_more_sizes_than_graphs_may_take_is_called_one_by_one(demo, open_model, form, monkeypatch):
     from lockstep.gpu.attention import prompt as prompt_attention
 
-    monkeypatch.setattr(prompt_attention, "_MOST_CAPTURED", 2)
+    monkeypatch.setattr(prompt_attention, "_MAX_CAPTURED_SIZES", 2)
     both = Both(demo, open_model, form[1])
     for counts in 3 * ((8, 5), (20, 3), (5,), (40, 3)):
         both.step(prompts=list(enumerate(counts)), tokens=False)

@@ -1,8 +1,8 @@
-"""What attention over a KV cache offers to a rank.
+"""The interface of attention over a KV cache.
 
-`traced.TracedAttention` runs the exported graphs as engines: any attention variant, three to ten times slower than
-fused kernels at long contexts. `fused.FusedAttention` has a paged cache: rows that decode are one kernel of our own a
-layer; a prompt's tokens get their RoPE from a kernel and then go through cuDNN's attention.
+`traced.TracedAttention` runs the exported graphs as engines. It supports any attention variant, but at long contexts
+it is three to ten times slower than fused kernels. `fused.FusedAttention` has a paged KV cache: decoding is one kernel
+of ours per layer; prompts go through a RoPE kernel and then cuDNN's attention.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ import numpy as np
 
 from lockstep.gpu import cuda
 
-SMALLEST_CHUNK = 16  # fused attention takes several tokens of a row as the next power of two, at least this many
-LARGEST_BATCH = 4  # prompts that fused attention takes in one call
+SMALLEST_CHUNK = 16  # tokens that fused attention pads a chunk to, at least
+LARGEST_BATCH = 4  # prompts in one call of fused attention
 Arrays = Mapping[str, cuda.Array]
 Call = Callable[[], None]
-Calls = list[tuple[str, Call]]  # each with the name that its time goes to
-Buffer = Callable[[str, Sequence[int], np.dtype], cuda.Array]  # by name, shape and dtype: all steps share it
-Chunks = Sequence[tuple[int, int, int, int]]  # (row, start, first packed token, packed token behind the last)
+Calls = list[tuple[str, Call]]  # each with the name that its time is reported under
+Buffer = Callable[[str, Sequence[int], np.dtype], cuda.Array]  # (name, shape, dtype) -> an array that all steps share
+Chunks = Sequence[tuple[int, int, int, int]]  # (row, position of the first token, first packed token, end)
 
 
 class Part(NamedTuple):
-    """Some calls of a pass of prompts; key: what they depend on beside array contents, None: on this pass alone."""
+    """Some calls of a prefill pass.
+
+    key: all that the calls depend on, except array contents, so that a graph of them can be reused; None: it can't.
+    """
 
     key: tuple | None
     make: Callable[[], Calls]
@@ -34,11 +37,13 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class PassTokens:
-    """The tokens of a pass of prompts.
+    """The tokens of a prefill pass: first one for each slot up to the highest that decodes, then the chunks.
 
-    By token, rows [num_tokens] int32: the slot whose cache the token goes into, or -1. num_decoding: tokens in front,
-    that of slot i at i, which decode; decoding int32: by slot, the slot itself where it does, else -1, of as many slots
-    as a decode step runs. chunks: of the tokens behind these, counted from there.
+    Attributes:
+        rows: [num_tokens] int32: the slot whose cache the token goes into, or -1.
+        num_decoding: The number of tokens before the chunks; token i is slot i's.
+        decoding: int32, of the length of a decode step: the slot's own number if it decodes, else -1.
+        chunks: Their packed tokens are counted from `num_decoding`.
     """
 
     rows: cuda.Array
@@ -52,75 +57,75 @@ class PassTokens:
 
 
 def padded(tokens: int) -> int:
-    """Return the size to which fused attention pads a chunk of so many tokens."""
+    """Return the number of tokens that fused attention pads a chunk to."""
     return max(SMALLEST_CHUNK, 1 << (tokens - 1).bit_length())
 
 
 class Attention(Protocol):
     """The KV cache of some layers, and attention over it, on the stream of a rank's device."""
 
-    capacity: int  # a decode graph that was captured holds for this capacity only
+    capacity: int  # tokens per row; a captured decode graph is valid for this capacity only
 
-    def reserve(self, ends: Mapping[int, int], lengths: np.ndarray) -> bool:
+    def reserve(self, lengths_after: Mapping[int, int], lengths: np.ndarray) -> bool:
         """Make room for a step.
 
-        Row `r` will hold `ends[r]` tokens after the step; lengths: of all rows before it. Returns whether arrays were
-        moved that the calls of steps hold.
+        lengths_after: by row, its tokens after the step. lengths: the tokens of all rows before it. Returns whether
+        arrays moved, which invalidates prepared calls.
         """
 
     def reset(self, row: int) -> None:
-        """Forget a row."""
+        """Clear a row."""
 
     def begin(self, tokens: PassTokens) -> None:
         """Prepare a pass, before its first layer."""
 
     def layout(self, tokens: PassTokens) -> tuple[int, ...] | None:
-        """Return what the calls of the pass that was begun depend on beside `Inputs`; None: on this pass alone."""
+        """Return what the calls of the current pass depend on besides `Inputs`; None: they can't be reused."""
 
     def decode_calls(self, index: int, values: Arrays, rows: cuda.Array) -> Calls:
-        """Return the calls of one layer in a decode step, for a captured graph, each with the name its time goes to.
+        """Return one layer's calls in a decode step, for a captured graph.
 
-        They compute attention ("attention") and write keys and values into the cache; row i's token is at i.
+        They write keys and values to the cache and compute `values["attention"]`. Token i is row i's.
         """
 
     def token_calls(self, index: int, values: Arrays, rows: cuda.Array) -> Calls:
-        """Return what comes first of one layer in a pass, and depends on the number of its tokens alone."""
+        """Return one layer's first calls in a pass, which depend on the number of tokens only."""
 
     def parts(self, index: int, values: Arrays, tokens: PassTokens) -> Iterable[Part]:
-        """Return the rest of one layer in a pass; values: arrays of which the first rows are its tokens'."""
+        """Return one layer's other calls in a pass; values: arrays of the largest pass."""
 
 
 class PagedAttention(Attention, Protocol):
-    """Attention over pages, whose content can be moved."""
+    """Attention over pages, whose contents can be copied to other slots and to the host."""
 
     def begin_verify(self, slots: Sequence[int]) -> None:
         """Prepare a step that verifies drafts: row i is a token of slot `slots[i]`."""
 
     def verify_calls(self, index: int, values: Arrays, rows: cuda.Array) -> Calls:
-        """Return the calls of one layer in a step that verifies: as `decode_calls`, of any slots.
+        """Return one layer's calls in a step that verifies, whose rows are tokens of any slots.
 
-        A row sees what rows before it write. Its bits are those of a step of its own. rows: i at i, or -1.
+        A row attends to the keys of earlier rows of its slot, and has the bits of a decode step. rows: i at i, or -1.
         """
 
     def fork(self, slot: int, other: int, length: int) -> None:
-        """Copy what a slot of `length` tokens holds behind its full pages to the pages of another."""
+        """Copy a slot's tokens after its last full page to the page of another slot; length: the slot's tokens."""
 
     def save(self, slot: int, length: int) -> np.ndarray:
-        """Put copies of the pages of `length` tokens on the stream; return their page-locked memory."""
+        """Enqueue copies of the pages of `length` tokens to the host; return the page-locked copies."""
 
     def restore(self, slot: int, saved: np.ndarray) -> None:
-        """Put copies of what `save` gave into a slot's pages on the stream."""
+        """Enqueue copies of saved pages into a slot's pages."""
 
 
 class SlicedAttention:
-    """Attention whose calls in a pass are of that pass alone: of rows that decode, and of chunks."""
+    """Attention whose calls in a pass can't be reused: one set for rows that decode, one for chunks."""
 
-    def _calls(self, index: int, values: Arrays, rows: cuda.Array, chunks: Chunks, own: bool) -> Calls:
-        """Return the calls of one layer; without chunks row i's token is at i. own: for a captured graph."""
-        raise NotImplementedError  # each kind has its own
+    def _calls(self, index: int, values: Arrays, rows: cuda.Array, chunks: Chunks, captured: bool) -> Calls:
+        """Return one layer's calls; without chunks, token i is row i's. captured: for a captured graph."""
+        raise NotImplementedError
 
     def decode_calls(self, index: int, values: Arrays, rows: cuda.Array) -> Calls:
-        return self._calls(index, values, rows, (), True)
+        return self._calls(index, values, rows, (), captured=True)
 
     def token_calls(self, index: int, values: Arrays, rows: cuda.Array) -> Calls:
         return []
@@ -128,7 +133,8 @@ class SlicedAttention:
     def parts(self, index: int, values: Arrays, tokens: PassTokens) -> Iterable[Part]:
         count = tokens.num_decoding
         total = tokens.num_tokens
-        for some, chunks in ((slice(0, count), ()), (slice(count, total), tokens.chunks)):
-            if some.stop > some.start:
-                own = {name: array[some] for name, array in values.items()}
-                yield Part(None, functools.partial(self._calls, index, own, tokens.rows[some], chunks, False))
+        for packed, chunks in ((slice(0, count), ()), (slice(count, total), tokens.chunks)):
+            if packed.stop > packed.start:
+                packed_values = {name: array[packed] for name, array in values.items()}
+                rows = tokens.rows[packed]
+                yield Part(None, functools.partial(self._calls, index, packed_values, rows, chunks, captured=False))

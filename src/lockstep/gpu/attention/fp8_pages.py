@@ -1,4 +1,4 @@
-"""The kernels of an fp8 cache for prompts: what writes its pages, and what reads them for cuDNN's attention."""
+"""The kernels of an fp8 cache for prompts: one writes its pages, the other dequantizes them for cuDNN's attention."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Fp8Pages:
         self._read = module["read_pages"]
 
     def write(self, stream: cuda.Stream, tokens: PagedTokens, query_out: cuda.Array) -> None:
-        """Put the keys, with RoPE, and values of tokens into the pages of their rows: see `RopeKernel.launch`."""
+        """Enqueue the writes of keys, with RoPE, and values to the pages of their rows: see `RopeKernel.launch`."""
         blocks = query_out.shape[0] * -(-2 * self._kv_heads // _WARPS)
         self._write.launch(stream, blocks, THREADS, *tokens.arguments(query_out))
 
@@ -31,16 +31,17 @@ class Fp8Pages:
         keys: cuda.Array,
         values: cuda.Array,
         table: cuda.Array,
-        held: cuda.Array,
+        lengths: cuda.Array,
         keys_out: cuda.Array,
         values_out: cuda.Array,
     ) -> None:
-        """Put the numbers of some requests' pages on the stream, as the cache holds them, to the bit.
+        """Enqueue the dequantization of some requests' pages, to the values that decoding reads, bit for bit.
 
-        table [requests, pages_per_row]; held [requests, 1]: how many tokens each holds. keys_out, values_out
-        [requests * pages_per_row, num_kv_heads, 64, dim]: the pages of a request one behind the other.
+        Args:
+            table: [requests, pages_per_row].
+            lengths: [requests, 1], the tokens of each request.
+            keys_out, values_out: [requests * pages_per_row, num_kv_heads, 64, dim], request by request.
         """
         requests, pages_per_row = table.shape
         blocks = requests * pages_per_row * self._kv_heads
-        arrays = keys, values, table, pages_per_row, held, keys_out, values_out
-        self._read.launch(stream, blocks, THREADS, *arrays)
+        self._read.launch(stream, blocks, THREADS, keys, values, table, pages_per_row, lengths, keys_out, values_out)

@@ -1,4 +1,4 @@
-"""Fused attention over a paged KV cache, [pages, num_kv_heads, 64, head_dim] a layer (step/pages.py), or fp8."""
+"""Fused attention over a paged KV cache, [pages, num_kv_heads, 64, head_dim] per layer (step/pages.py), or fp8."""
 
 from __future__ import annotations
 
@@ -51,30 +51,36 @@ class FusedAttention:
         pages = tables.pool.num_pages
         self.capacity = pages_per_row * PAGE
         self._host_table = np.zeros((rows, pages_per_row), np.int32)
-        self._sent = [0] * rows  # pages of each row that the table on the device has
+        self._sent = [0] * rows  # pages of each row that are in the device's page table
         self._table = cuda.zeros(self._host_table.shape, "i4")
         self._table_staging = Staging(self._table.nbytes, 1)
-        self._verified = cuda.zeros((max_verify_tokens, pages_per_row), "i4")  # the page table of each row's slot
-        self._verified_staging = Staging(self._verified.nbytes, 1)
+        self._verify_table = cuda.zeros((max_verify_tokens, pages_per_row), "i4")  # row i: that of its token's slot
+        self._verify_staging = Staging(self._verify_table.nbytes, 1)
+        # Layers of one variant share tables and kernels, by the id of their `LayerAttention`.
         attentions = {id(layer_attention): layer_attention for layer_attention in layers.values()}
-        self._rope_tables = {key: _device_rope_tables(each, max_seq_len) for key, each in attentions.items()}
-        specs = self._specs = {key: _spec(each, self._dtype, wide, fp8) for key, each in attentions.items()}
+        self._rope_tables = {key: _device_rope_tables(attention, max_seq_len) for key, attention in attentions.items()}
+        specs = {key: _spec(attention, self._dtype, wide, fp8) for key, attention in attentions.items()}
+        self._specs = specs
         self._decode = {key: DecodeAttention(spec) for key, spec in specs.items()}
         self._rope = {key: RopeKernel(spec) for key, spec in specs.items()}
         self._by_row = {key: DecodeAttention(spec, by_row=True) for key, spec in specs.items() if spec.sinks}
-        self._scratch = Scratch(specs.values(), max(rows, max_verify_tokens, largest_pass if self._by_row else 0))
-        stored = np.dtype(np.uint8) if fp8 else self._dtype
-        self._cache = {}
-        for index, cache in ((index, layer_attention.cache) for index, layer_attention in layers.items()):
-            dims = cache.head_dim, cache.value_head_dim
-            self._cache[index] = tuple(
-                cuda.zeros(page_shape(pages, cache.num_kv_heads, dim, fp8), stored, "the KV cache") for dim in dims
-            )
+        scratch_rows = max(rows, max_verify_tokens)
+        if self._by_row:  # prompts run the decode kernel too
+            scratch_rows = max(scratch_rows, largest_pass)
+        self._scratch = Scratch(specs.values(), scratch_rows)
+        cache_dtype = np.dtype(np.uint8) if fp8 else self._dtype
+        self._cache: dict[int, tuple[cuda.Array, cuda.Array]] = {}
+        for index, layer_attention in layers.items():
+            shape = layer_attention.cache
+            key_shape = page_shape(pages, shape.num_kv_heads, shape.head_dim, fp8)
+            value_shape = page_shape(pages, shape.num_kv_heads, shape.value_head_dim, fp8)
+            what = "the KV cache"
+            self._cache[index] = cuda.zeros(key_shape, cache_dtype, what), cuda.zeros(value_shape, cache_dtype, what)
         self._prompts = PromptAttention(list(specs.values()), rows, pages, pages_per_row, stream)
 
-    def reserve(self, ends: Mapping[int, int], lengths: np.ndarray) -> bool:
-        """Send the page tables of rows that grew; return False: their contents change, not the address."""
-        grown = [row for row in ends if len(self._tables[row]) != self._sent[row]]
+    def reserve(self, lengths_after: Mapping[int, int], lengths: np.ndarray) -> bool:
+        """Upload the page tables of rows that grew; return False: no array moved."""
+        grown = [row for row in lengths_after if len(self._tables[row]) != self._sent[row]]
         for row in grown:
             pages = self._tables[row]
             self._host_table[row, : len(pages)] = pages
@@ -84,11 +90,11 @@ class FusedAttention:
         return False
 
     def reset(self, row: int) -> None:
-        """Forget the row's pages, whose contents are never read: kernels look at a row's length first."""
+        """Forget a row's pages. Their contents need no clearing: kernels never read past a row's length."""
         self._sent[row] = 0
 
     def fork(self, slot: int, other: int, length: int) -> None:
-        """Copy the page that is not full; the full ones stand in both tables."""
+        """Copy the last page if it isn't full; the full pages are in both page tables."""
         self._sent[other] = 0
         full = length // PAGE
         if length % PAGE:
@@ -98,37 +104,41 @@ class FusedAttention:
                 self._stream.copy(array[to : to + 1], array[source : source + 1])
 
     def save(self, slot: int, length: int) -> np.ndarray:
-        """Return the slot's pages, [pages, bytes of all layers] uint8, page-locked; keys are before values."""
+        """Return a page-locked copy of the slot's pages, [pages, bytes of all layers] uint8; keys before values."""
         pages = self._tables[slot][: -(-length // PAGE)]
         saved = cuda.pinned((len(pages), self._tables.pool.page_nbytes), "u1")
-        for host, array in self._places(saved, pages):
+        for host, array in self._page_views(saved, pages):
             self._stream.download(host, array)
         return saved
 
     def restore(self, slot: int, saved: np.ndarray) -> None:
         self._sent[slot] = 0
-        for host, array in self._places(saved, self._tables[slot]):
+        for host, array in self._page_views(saved, self._tables[slot]):
             self._stream.upload(array, host)
 
-    def _places(self, saved: np.ndarray, pages: Sequence[int]) -> Iterator[tuple[np.ndarray, cuda.Array]]:
-        """Yield the views of each page of each array, in `saved` and on the device."""
-        for row, page in zip(saved, pages):
-            at = 0
+    def _page_views(self, saved: np.ndarray, pages: Sequence[int]) -> Iterator[tuple[np.ndarray, cuda.Array]]:
+        """Yield views of each page of each array, in `saved` and on the device."""
+        for host_page, page in zip(saved, pages):
+            start = 0
             for array in self._arrays():
-                place = array[page : page + 1]
-                yield row[at : at + place.nbytes], place
-                at += place.nbytes
+                device_page = array[page : page + 1]
+                end = start + device_page.nbytes
+                yield host_page[start:end], device_page
+                start = end
 
     def _arrays(self) -> list[cuda.Array]:
-        """Return keys and values of all layers, [pages, ...]; scales of fp8 lie in their pages."""
-        return [array for pair in self._cache.values() for array in pair]
+        """Return keys and values of all layers, [pages, ...]; fp8 pages contain their scales."""
+        arrays: list[cuda.Array] = []
+        for keys, values in self._cache.values():
+            arrays += [keys, values]
+        return arrays
 
     def begin_verify(self, slots: Sequence[int]) -> None:
-        """Send the page table of each row's slot."""
-        self._verified_staging.send(self._stream, [(self._verified[: len(slots)], self._host_table[list(slots)])])
+        """Upload the page table of each row's slot."""
+        self._verify_staging.send(self._stream, [(self._verify_table[: len(slots)], self._host_table[list(slots)])])
 
     def begin(self, tokens: PassTokens) -> None:
-        """Send the lengths and pages of chunks."""
+        """Upload the lengths and page tables of chunks."""
         self._prompts.begin(tokens, self._host_table)
 
     def layout(self, tokens: PassTokens) -> tuple[int, ...] | None:
@@ -140,46 +150,50 @@ class FusedAttention:
         return [self._attend(self._decode, index, *self._tokens(index, values, rows, self._table))]
 
     def token_calls(self, index: int, values: Arrays, rows: cuda.Array) -> Calls:
-        """Return RoPE and the writes to the cache, which rows that decode make once more, to the bit."""
+        """Return RoPE and the cache writes of all tokens. The decode kernel repeats those of its rows, bit for bit."""
         tokens, _ = self._tokens(index, values, rows, self._table)
-        return [self._apply_rope(index, tokens)[1]]
+        _, call = self._apply_rope(index, tokens)
+        return [call]
 
     def parts(self, index: int, values: Arrays, tokens: PassTokens) -> Iterator[Part]:
         count = tokens.decoding.shape[0]
         if count:
             yield Part(("decode", index, count), lambda: self._decode_part(index, values, tokens.decoding))
         key = id(self._layers[index])
-        if key in self._by_row:  # cuDNN may have no sinks over pages
+        if key in self._by_row:  # not every cuDNN supports sinks over a paged cache
             yield Part(None, lambda: self._by_row_part(index, values, tokens))
             return
         for call in self._prompts.planned(self._specs[key], self._layers[index].variant.scale):
-            which = None if call.key is None else ("prompts", index, *call.key)
-            yield Part(which, functools.partial(self._prompt_part, index, values, tokens.rows, call))
+            part_key = None if call.key is None else ("prompts", index, *call.key)
+            yield Part(part_key, functools.partial(self._prompt_part, index, values, tokens.rows, call))
 
     def _decode_part(self, index: int, values: Arrays, decoding: cuda.Array) -> Calls:
-        """Return attention of the rows that decode; that of others is 0, which prompts write over."""
-        own = {name: array[: decoding.shape[0]] for name, array in values.items()}
-        return self.decode_calls(index, own, decoding)
+        """Return attention of the rows that decode. It writes 0 for other tokens, which prompts overwrite later."""
+        decode_values = {name: array[: decoding.shape[0]] for name, array in values.items()}
+        return self.decode_calls(index, decode_values, decoding)
 
     def _by_row_part(self, index: int, values: Arrays, tokens: PassTokens) -> Calls:
-        of_prompts = slice(tokens.num_decoding, tokens.num_tokens)
-        own = {name: array[of_prompts] for name, array in values.items()}
-        return [self._attend(self._by_row, index, *self._tokens(index, own, tokens.rows[of_prompts], self._table))]
+        """Return attention of the prompts by the decode kernel."""
+        prompts = slice(tokens.num_decoding, tokens.num_tokens)
+        prompt_values = {name: array[prompts] for name, array in values.items()}
+        paged_tokens, out = self._tokens(index, prompt_values, tokens.rows[prompts], self._table)
+        return [self._attend(self._by_row, index, paged_tokens, out)]
 
     def _prompt_part(self, index: int, values: Arrays, rows: cuda.Array, call: PromptCall) -> Calls:
+        """Return attention of the prompts by cuDNN."""
         tokens, out = self._tokens(index, values, rows, self._table)
         query_out, _ = self._apply_rope(index, tokens)
         spec = self._specs[id(self._layers[index])]
-        return [("attention", each) for each in self._prompts.calls(spec, call, query_out, tokens, out)]
+        return [("attention", run) for run in self._prompts.calls(spec, call, query_out, tokens, out)]
 
     def verify_calls(self, index: int, values: Arrays, rows: cuda.Array) -> Calls:
-        tokens, out = self._tokens(index, values, rows, self._verified)
-        # All keys and values are in the cache before a row looks at those of rows before it.
+        tokens, out = self._tokens(index, values, rows, self._verify_table)
+        # All keys and values must be in the cache before a row attends to those of earlier rows.
         _, apply_rope = self._apply_rope(index, tokens)
         return [apply_rope, self._attend(self._decode, index, tokens, out)]
 
     def _apply_rope(self, index: int, tokens: PagedTokens) -> tuple[cuda.Array, tuple[str, Call]]:
-        """Return where the queries with RoPE go, and the call that puts them there and fills the cache."""
+        """Return the array of the queries with RoPE, and the call that computes them and writes the cache."""
         shape = *tokens.query.shape[:2], self._layers[index].cache.head_dim
         query_out = self._buffer("query_out", shape, self._dtype)
         launch = self._rope[id(self._layers[index])].launch
@@ -188,16 +202,22 @@ class FusedAttention:
     def _tokens(
         self, index: int, values: Arrays, rows: cuda.Array, table: cuda.Array
     ) -> tuple[PagedTokens, cuda.Array]:
-        """Return what kernels read of a layer's tokens, and the array that attention goes to."""
-        layer_attention, (keys, cached) = self._layers[index], self._cache[index]
+        """Return a layer's tokens for the kernels, and the output of attention."""
+        layer_attention = self._layers[index]
+        cached_keys, cached_values = self._cache[index]
         variant = layer_attention.variant
         shape = layer_attention.cache
         total = values["attention"].shape[0]
         tokens = PagedTokens(
-            values["query"].reshape(total, variant.num_heads, variant.query_dim),
-            values["key"].reshape(total, shape.num_kv_heads, shape.head_dim),
-            values["value"].reshape(total, shape.num_kv_heads, shape.value_head_dim),
-            *(keys, cached, self._rope_tables[id(layer_attention)], rows, values["position_ids"], table),
+            query=values["query"].reshape(total, variant.num_heads, variant.query_dim),
+            key=values["key"].reshape(total, shape.num_kv_heads, shape.head_dim),
+            value=values["value"].reshape(total, shape.num_kv_heads, shape.value_head_dim),
+            keys=cached_keys,
+            values=cached_values,
+            tables=self._rope_tables[id(layer_attention)],
+            rows=rows,
+            positions=values["position_ids"],
+            pages=table,
         )
         return tokens, values["attention"].reshape(total, variant.num_heads, shape.value_head_dim)
 
@@ -210,22 +230,32 @@ class FusedAttention:
 
 
 def _device_rope_tables(layer_attention: LayerAttention, positions: int) -> DeviceRopeTables:
-    """Return the RoPE tables of a layer, on the device."""
-    rope = cast(HostExecutable, layer_attention.engines["rotary"])  # the backend loads it with ONNX Runtime
+    """Return a layer's RoPE tables on the device."""
+    rope = cast(HostExecutable, layer_attention.engines["rotary"])  # backends load it with ONNX Runtime
     tables = read_rope_tables(rope, positions, "attention: fused")
-    return DeviceRopeTables(_up(tables.own), _up(tables.other), _up(tables.partner))
+    return DeviceRopeTables(_upload(tables.own), _upload(tables.other), _upload(tables.partner))
 
 
 def _spec(layer_attention: LayerAttention, dtype: np.dtype, wide: bool, fp8: bool) -> AttentionKernelSpec:
-    """Return what the kernels of a layer are compiled for."""
+    """Return what a layer's kernels are compiled for."""
     variant = layer_attention.variant
     shape = layer_attention.cache
-    (given,) = (io.dtype for io in variant.decode.signature.inputs if io.name == "query")
-    heads = variant.num_heads, shape.num_kv_heads, shape.head_dim, shape.value_head_dim
-    return AttentionKernelSpec(dtype.name, given, wide, *heads, variant.window, variant.sinks, fp8)
+    (query_dtype,) = (io.dtype for io in variant.decode.signature.inputs if io.name == "query")
+    return AttentionKernelSpec(
+        dtype=dtype.name,
+        query_dtype=query_dtype,
+        wide=wide,
+        heads=variant.num_heads,
+        kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        value_dim=shape.value_head_dim,
+        window=variant.window,
+        sinks=variant.sinks,
+        fp8=fp8,
+    )
 
 
-def _up(host: np.ndarray) -> cuda.Array:
+def _upload(host: np.ndarray) -> cuda.Array:
     array = cuda.empty(host.shape, host.dtype)
     stream = cuda.Stream()
     stream.upload(array, host)

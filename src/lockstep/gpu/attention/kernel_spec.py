@@ -1,4 +1,4 @@
-"""The kernels of fused attention: what they are compiled for (8.0 or higher), and shared CUDA C++."""
+"""What the kernels of fused attention are compiled for (compute capability 8.0 or higher), and their shared source."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from lockstep.gpu.cuda import Array
 from lockstep.gpu.kernels.step_kernels import NUMBERS
 
 PAGE = 64  # tokens of a page of the cache
-# of a block; of a row at most, as paged_decode.cu has them
-THREADS = 128
-SPLITS = 16
-# In CUDA C++, with the macros of AttentionKernelSpec.options.
+THREADS = 128  # of a block
+SPLITS = 16  # of a row's keys at most, as in paged_decode.cu
+# CUDA C++ that all kernels start with, with the macros of `AttentionKernelSpec.options`.
 WORDS = r"""
 typedef unsigned short Bits;  // a number of KIND
 struct __align__(16) Vec8 { unsigned w[4]; };  // 8 numbers of KIND
@@ -52,19 +51,18 @@ FP8_WORDS = Path(__file__).with_name("fp8_heads.cu").read_text(encoding="utf-8")
 
 
 def page_shape(pages: int, num_kv_heads: int, dim: int, fp8: bool = False) -> tuple[int, ...]:
-    """Return the shape of the keys or values of a layer's pages.
+    """Return the shape of the keys or values in a layer's pages.
 
-    fp8: in bytes, of a head 64 times `dim` e4m3 numbers, then their 64 scales (fp8_heads.cu).
+    fp8: bytes. A head has 64 x `dim` e4m3 numbers, then their 64 scales (fp8_heads.cu).
     """
     return (pages, num_kv_heads, PAGE * (dim + 1)) if fp8 else (pages, num_kv_heads, PAGE, dim)
 
 
 @dataclass(frozen=True)
 class DeviceRopeTables:
-    """RoPE tables (`rope_tables.RopeTables`) on the device.
+    """RoPE tables on the device: see `rope_tables.RopeTables`.
 
-    The result is `x[j] * own[position, j] + x[partner[j]] * other[position, j]`, the same for all heads. own, other
-    [positions, head_dim] float32; partner [head_dim] int32.
+    own, other: [positions, head_dim] float32. partner: [head_dim] int32.
     """
 
     own: Array
@@ -74,11 +72,15 @@ class DeviceRopeTables:
 
 @dataclass(frozen=True)
 class PagedTokens:
-    """The new tokens of a layer, and the paged cache that they go to.
+    """A layer's new tokens, and the paged cache that they are written to.
 
-    query [num_tokens, num_heads, query_dim], key, value [num_tokens, num_kv_heads, dim]: before RoPE; a sink stands
-    behind the numbers of its head. keys, values [pages, num_kv_heads, 64, dim]; of fp8 as `page_shape` says. rows
-    (int32): the row of each token, or -1. positions: of each token. pages [rows, pages_per_row] int32: the page table.
+    Attributes:
+        query: [num_tokens, num_heads, query_dim], before RoPE. An attention sink is the last element of its head.
+        key, value: [num_tokens, num_kv_heads, dim], before RoPE.
+        keys, values: The cache, [pages, num_kv_heads, 64, dim], or of fp8 as in `page_shape`.
+        rows: [num_tokens] int32, or -1: not written to the cache.
+        positions: [num_tokens].
+        pages: [rows, pages_per_row] int32: the page table.
     """
 
     query: Array
@@ -92,24 +94,27 @@ class PagedTokens:
     pages: Array
 
     def arguments(self, out: Array) -> tuple[Array | int, ...]:
-        """Return the arguments that both kernels begin with; out: what they write besides the cache."""
+        """Return the arguments that all kernels start with; out: what they write besides the cache."""
         tables = self.tables
-        given = self.query, self.key, self.value, out, self.keys, self.values, tables.own, tables.other, tables.partner
-        return *given, self.rows, self.positions, self.pages, self.pages.shape[1]
+        arrays = self.query, self.key, self.value, out, self.keys, self.values, tables.own, tables.other, tables.partner
+        return *arrays, self.rows, self.positions, self.pages, self.pages.shape[1]
 
 
 @dataclass(frozen=True)
 class AttentionKernelSpec:
     """What an attention kernel is compiled for.
 
-    dtype: of the cache, and of all but queries and keys, whose dtype is `given`; both by NumPy's names. wide: positions
-    are int64. window: the number of tokens that a token sees, itself among them; 0: all before it. sinks: whether each
-    head has a logit beside its scores, behind its numbers of a query. fp8: the cache has e4m3 numbers, `dtype` all
-    else.
+    Attributes:
+        dtype: Name of the dtype of the cache, values and outputs.
+        query_dtype: Name of the dtype of queries and keys.
+        wide: Positions are int64.
+        window: The number of tokens that a token attends to, itself included; 0: no window.
+        sinks: Each head has an attention sink: an extra logit, the last element of its query.
+        fp8: The cache has e4m3 numbers.
     """
 
     dtype: str
-    given: str
+    query_dtype: str
     wide: bool
     heads: int
     kv_heads: int
@@ -123,7 +128,7 @@ class AttentionKernelSpec:
     def options(self) -> tuple[str, ...]:
         values = {
             "KIND": NUMBERS[self.dtype],
-            "GIVEN": NUMBERS[self.given],
+            "GIVEN": NUMBERS[self.query_dtype],
             "WIDE": int(self.wide),
             "KV_HEADS": self.kv_heads,
             "GROUP": self.heads // self.kv_heads,
@@ -140,17 +145,17 @@ class AttentionKernelSpec:
 
     @property
     def block_heads(self) -> int:
-        """Return a block's query heads: 8 columns of a product, or 4 beyond 128 numbers, for the registers."""
+        """Return the query heads of a block: the 8 columns of an MMA, or 4 if head_dim > 128, to save registers."""
         return min(self.heads // self.kv_heads, 4 if self.head_dim > 128 else 8)
 
     @property
     def blocks(self) -> int:
-        """Return the blocks of a request and share: KV heads times the chunks of their query heads."""
+        """Return the blocks of a request in each share: KV heads x groups of their query heads."""
         return self.kv_heads * -(-self.heads // self.kv_heads // self.block_heads)
 
     def shares(self, requests: int, multiprocessors: int) -> int:
-        """Return how many blocks share a row's splits: a power of two, up to eight blocks a multiprocessor in all."""
-        shares = 1
-        while shares < SPLITS and 2 * shares * requests * self.blocks <= 8 * multiprocessors:
-            shares *= 2
-        return shares
+        """Return how many blocks share a row's splits: a power of two, for up to eight blocks per multiprocessor."""
+        count = 1
+        while count < SPLITS and 2 * count * requests * self.blocks <= 8 * multiprocessors:
+            count *= 2
+        return count

@@ -1,12 +1,11 @@
 """cuDNN's attention of prompts over a paged KV cache.
 
-A call is for a few chunks, as packed sequences, or for a prompt alone. Chunks are padded to the next power of two of
-tokens (`base.padded`), so that few of cuDNN's plans serve all; what is beyond a chunk's last token costs next to
-nothing, so that those of a call are padded to the longest of them. Needs the package nvidia-cudnn-frontend and the
-library cuDNN 9; no torch.
+A call takes a few chunks as packed sequences, or a single prompt. Chunks are padded to a power of two of tokens
+(`base.padded`), so that a few of cuDNN's plans serve all; all chunks of a call are padded to the longest, because
+padding costs next to nothing. Needs the package nvidia-cudnn-frontend and the library cuDNN 9, not torch.
 
-Pages of fp8 are converted to fp16 before a call: those of its requests, of one layer, whole, in memory for the longest
-requests of a call. So prompts attend to the numbers that decoding reads.
+The fp8 pages of a call's requests are dequantized to fp16 before the call, one layer at a time, into memory for the
+longest requests. So prompts attend to the same values as decoding.
 """
 
 from __future__ import annotations
@@ -28,26 +27,27 @@ from lockstep.gpu.staging import Staging
 
 cudnn = require_cudnn()
 
-# Sizes of packed calls that are graphs, one for each layer, at most: warm-up has 56 where prompts have 128k tokens. Of
-# hundreds of prompts there are thousands, and memory is not left for all.
-_MOST_CAPTURED = 96
+# Sizes of packed calls that are captured, each with a graph per layer. Warm-up captures 56 for prompts of 128k tokens.
+# Hundreds of prompts have thousands of sizes, and there is no memory for all.
+_MAX_CAPTURED_SIZES = 96
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Chunks first to last of a pass, padded to `tokens` tokens; at: where its offsets begin among all."""
+    """Chunks `first` to `last`-1 of a pass, padded to `tokens` tokens; offset: the index of its first chunk offset."""
 
     tokens: int
     first: int
     last: int
-    at: int
+    offset: int
 
 
 @dataclass(frozen=True)
 class PromptCall:
-    """A call of cuDNN on these tokens of a pass; arrays: what it reads of their chunks, by the names of its graph.
+    """A call of cuDNN on some tokens of a pass.
 
-    key: all that it depends on beside array contents; None: on this pass alone.
+    arrays: inputs that depend on the chunks, by their name in cuDNN's graph. key: all that the call depends on, except
+    array contents; None: it can't be reused.
     """
 
     plan: _CudnnPlan
@@ -57,43 +57,51 @@ class PromptCall:
 
 
 class PromptAttention:
-    """Attention of the chunks of a pass, over caches of `pages` pages, up to `pages_per_row` a row."""
+    """Attention of a pass's chunks over a cache of `pages` pages, with up to `pages_per_row` of them in a row."""
 
     def __init__(
         self, specs: Sequence[AttentionKernelSpec], rows: int, pages: int, pages_per_row: int, stream: cuda.Stream
     ):
         self._pages = pages
         self._stream = stream
-        if fp8 := [spec for spec in specs if spec.fp8]:
-            self._pages = min(rows, LARGEST_BATCH) * pages_per_row  # those of a call
-            numbers = np.arange(self._pages, dtype=np.int32).reshape(-1, pages_per_row)
-            self._converted_table = cuda.empty(numbers.shape, "i4")
-            stream.upload(self._converted_table, numbers)
+        fp8_specs = [spec for spec in specs if spec.fp8]
+        if fp8_specs:
+            self._pages = min(rows, LARGEST_BATCH) * pages_per_row  # of a call
+            page_numbers = np.arange(self._pages, dtype=np.int32).reshape(-1, pages_per_row)
+            self._fp16_table = cuda.empty(page_numbers.shape, "i4")
+            stream.upload(self._fp16_table, page_numbers)
             stream.synchronize()
-            self._fp8_pages = {id(spec): Fp8Pages(spec) for spec in fp8}
-            shapes = {
-                (which, page_shape(self._pages, spec.kv_heads, dim))
-                for spec in fp8
-                for which, dim in (("keys", spec.head_dim), ("values", spec.value_dim))
-            }
-            self._converted = {key: cuda.zeros(key[1], fp8[0].dtype, "attention to work in") for key in shapes}
-        self._new, self._held = (cuda.zeros((rows,), "i4") for _ in range(2))
+            self._fp8_pages = {id(spec): Fp8Pages(spec) for spec in fp8_specs}
+            self._fp16_pages: dict[tuple, cuda.Array] = {}
+            for spec in fp8_specs:
+                for key in self._fp16_keys(spec):
+                    if key not in self._fp16_pages:
+                        self._fp16_pages[key] = cuda.zeros(key[1], spec.dtype, "attention to work in")
+        self._new = cuda.zeros((rows,), "i4")
+        self._lengths = cuda.zeros((rows,), "i4")
         self._table = cuda.zeros((rows, pages_per_row), "i4")
-        widths = {spec.heads * dim for spec in specs for dim in (spec.head_dim, spec.value_dim)}
-        # where each chunk of a batch begins, and where its last one ends, in numbers of so many a token
+        # Where each chunk of a batch starts, and the last one ends, in elements: by the elements per token of queries
+        # and of outputs.
+        widths = {spec.heads * spec.head_dim for spec in specs} | {spec.heads * spec.value_dim for spec in specs}
         self._offsets = {width: cuda.zeros((2 * rows,), "i4") for width in sorted(widths)}
-        arrays = (self._new, self._held, self._table, *self._offsets.values())
+        arrays = (self._new, self._lengths, self._table, *self._offsets.values())
         self._staging = Staging(sum(array.nbytes for array in arrays), len(arrays))
         self._batches: list[_Batch] = []
         self._planned: dict[tuple[int, float], list[PromptCall]] = {}  # of this pass, by spec and scale
         self._chunks: Chunks = ()
-        self._captured = set[tuple[int, ...]]()  # keys that calls may have
-        self._packs = True  # whether this cuDNN takes packed chunks, as far as is known
+        self._captured = set[tuple[int, ...]]()  # keys of calls that are captured
+        self._packs = True  # until this cuDNN turns out not to support packed chunks
+
+    def _fp16_keys(self, spec: AttentionKernelSpec) -> tuple[tuple, tuple]:
+        """Return the keys in `_fp16_pages` of a spec's keys and values."""
+        key_shape = page_shape(self._pages, spec.kv_heads, spec.head_dim)
+        value_shape = page_shape(self._pages, spec.kv_heads, spec.value_dim)
+        return ("keys", key_shape), ("values", value_shape)
 
     def begin(self, tokens: PassTokens, table: np.ndarray) -> None:
-        """Send the numbers of new and of all tokens, pages (of table [rows, pages_per_row]) and offsets."""
-        ahead = tokens.num_decoding
-        chunks = [(row, start, ahead + low, ahead + high) for row, start, low, high in tokens.chunks]
+        """Upload each chunk's new tokens, length, pages and offsets; table: [rows, pages_per_row]."""
+        first_token = tokens.num_decoding
+        chunks = [(row, start, first_token + low, first_token + high) for row, start, low, high in tokens.chunks]
         self._chunks = chunks
         self._batches = []
         self._planned = {}
@@ -104,72 +112,70 @@ class PromptAttention:
             self._batches.append(_Batch(longest, first, first + len(batch), len(offsets)))
             offsets += [low for _, _, low, _ in batch] + [batch[-1][3]]
         count = len(chunks)
-        starts = np.array(offsets)
-        pairs = [
+        token_offsets = np.array(offsets)
+        uploads = [
             (self._new[:count], np.array([high - low for _, _, low, high in chunks])),
-            (self._held[:count], np.array([start + high - low for _, start, low, high in chunks])),
+            (self._lengths[:count], np.array([start + high - low for _, start, low, high in chunks])),
             (self._table[:count], table[[row for row, *_ in chunks]]),
         ]
-        pairs += [(array[: len(starts)], starts * width) for width, array in self._offsets.items()]
-        self._staging.send(self._stream, pairs)
+        for width, array in self._offsets.items():
+            uploads.append((array[: len(token_offsets)], token_offsets * width))
+        self._staging.send(self._stream, uploads)
 
     def layout(self) -> tuple[int, ...] | None:
-        """Return the sizes of this pass's calls; None where they are not packed."""
-        return tuple(size for batch in self._batches for size in (batch.last, batch.tokens)) if self._packs else None
+        """Return the sizes of this pass's calls; None if they aren't packed."""
+        if not self._packs:
+            return None
+        sizes: list[int] = []
+        for batch in self._batches:
+            sizes += [batch.last, batch.tokens]
+        return tuple(sizes)
 
     def planned(self, spec: AttentionKernelSpec, scale: float) -> list[PromptCall]:
-        """Return the calls of this pass, which all layers of this spec share."""
-        planned = self._planned.get((id(spec), scale))
-        if planned is None:
-            planned = self._planned[id(spec), scale] = list(self._plan_pass(spec, scale))
-        return planned
+        """Return the calls of this pass, which all layers of a spec and scale share."""
+        key = id(spec), scale
+        if key not in self._planned:
+            self._planned[key] = list(self._plan_pass(spec, scale))
+        return self._planned[key]
 
     def calls(
         self, spec: AttentionKernelSpec, call: PromptCall, query: cuda.Array, tokens: PagedTokens, out: cuda.Array
     ) -> list[Call]:
-        """Return what is run for a call.
+        """Return the functions that run a call: the dequantization of an fp8 cache, and cuDNN's attention.
 
-        query [num_tokens, num_heads, head_dim], with RoPE -> out [num_tokens, num_heads, value_dim], over keys and
-        values in pages, which hold the new ones too: each token sees itself and what is before it.
+        Causal attention over the cache, which has the new keys and values already.
+
+        Args:
+            query: [num_tokens, num_heads, head_dim], with RoPE.
+            out: [num_tokens, num_heads, value_dim].
         """
         if not spec.fp8:
             return [call.plan.bind(call, query, tokens, out)]
-        return list(self._converting(spec, call, query, tokens, out))
-
-    def _converting(
-        self, spec: AttentionKernelSpec, call: PromptCall, query: cuda.Array, tokens: PagedTokens, out: cuda.Array
-    ) -> Iterator[Call]:
-        """Yield what converts the pages of a call's requests, then the call on these."""
         table = call.arrays["key_table"]
-        held = call.arrays["held"]
-        keys, values = (
-            self._converted[which, page_shape(self._pages, spec.kv_heads, dim)]
-            for which, dim in (("keys", spec.head_dim), ("values", spec.value_dim))
-        )
-        arrays = tokens.keys, tokens.values, table, held, keys, values
-        yield functools.partial(self._fp8_pages[id(spec)].read, self._stream, *arrays)
-        pages = self._converted_table[: table.shape[0]]
-        arrays_of_call = {**call.arrays, "key_table": pages, "value_table": pages}
-        yield call.plan.bind(
-            replace(call, arrays=arrays_of_call), query, replace(tokens, keys=keys, values=values), out
-        )
+        lengths = call.arrays["held"]
+        keys, values = (self._fp16_pages[key] for key in self._fp16_keys(spec))
+        arrays = tokens.keys, tokens.values, table, lengths, keys, values
+        dequantize = functools.partial(self._fp8_pages[id(spec)].read, self._stream, *arrays)
+        fp16_table = self._fp16_table[: table.shape[0]]
+        fp16_call = replace(call, arrays={**call.arrays, "key_table": fp16_table, "value_table": fp16_table})
+        fp16_tokens = replace(tokens, keys=keys, values=values)
+        return [dequantize, call.plan.bind(fp16_call, query, fp16_tokens, out)]
 
     def _plan_pass(self, spec: AttentionKernelSpec, scale: float) -> Iterator[PromptCall]:
         for batch in self._batches:
             count = batch.last - batch.first
             size = _Size(spec, scale, batch.tokens, self._pages, self._table.shape[1], count)
-            alone = len(self._chunks) == 1 and not self._chunks[0][2]  # without offsets: two kernels fewer
-            plan = None if alone else _packed_plan(size, self._stream)
+            # A single prompt without decoding rows needs no offsets: two kernels fewer.
+            is_alone = len(self._chunks) == 1 and not self._chunks[0][2]
+            plan = None if is_alone else _packed_plan(size, self._stream)
             if plan is not None:
-                places = slice(batch.at, batch.at + count + 1)
-                offsets = {
-                    "query_offsets": self._offsets[spec.heads * spec.head_dim][places],
-                    "out_offsets": self._offsets[spec.heads * spec.value_dim][places],
-                }
-                arrays = self._arrays(batch.first, batch.last) | offsets
+                chunk_offsets = slice(batch.offset, batch.offset + count + 1)
+                arrays = self._arrays(batch.first, batch.last)
+                arrays["query_offsets"] = self._offsets[spec.heads * spec.head_dim][chunk_offsets]
+                arrays["out_offsets"] = self._offsets[spec.heads * spec.value_dim][chunk_offsets]
                 yield PromptCall(plan, slice(None), arrays, self._key(batch.first, count, batch.tokens))
                 continue
-            if self._packs and not alone:
+            if self._packs and not is_alone:
                 self._packs = False
                 note(
                     f"cuDNN {cudnn.backend_version()} has no attention of several prompts over pages in one call: each "
@@ -178,26 +184,24 @@ class PromptAttention:
             for number in range(batch.first, batch.last):
                 _, _, low, high = self._chunks[number]
                 plan = _plan(replace(size, batch=1, tokens=padded(high - low)), self._stream)
-                key = (0, 0, batch.tokens) if alone else None
+                key = (0, 0, batch.tokens) if is_alone else None
                 yield PromptCall(plan, slice(low, high), self._arrays(number, number + 1), key)
 
     def _key(self, *sizes: int) -> tuple[int, ...] | None:
-        if len(self._captured) < _MOST_CAPTURED:
+        if len(self._captured) < _MAX_CAPTURED_SIZES:
             self._captured.add(sizes)
         return sizes if sizes in self._captured else None
 
     def _arrays(self, first: int, last: int) -> dict[str, cuda.Array]:
-        """Return the table, and the numbers of new and of all tokens, of some chunks."""
-        chosen = slice(first, last)
-        table = self._table[chosen]
-        new = self._new[chosen]
-        held = self._held[chosen]
-        return {"key_table": table, "value_table": table, "new": new, "held": held}
+        """Return the page table, new tokens and lengths of some chunks."""
+        chunks = slice(first, last)
+        table = self._table[chunks]
+        return {"key_table": table, "value_table": table, "new": self._new[chunks], "held": self._lengths[chunks]}
 
 
 @dataclass(frozen=True)
 class _Size:
-    """What a plan of cuDNN is made for: `batch` chunks of up to `tokens` tokens."""
+    """The sizes of a cuDNN plan: `batch` chunks of up to `tokens` tokens each."""
 
     spec: AttentionKernelSpec
     scale: float
@@ -221,7 +225,7 @@ def _plan(size: _Size, stream: cuda.Stream) -> _CudnnPlan:
 
 @functools.cache
 def _packed_plan(size: _Size, stream: cuda.Stream) -> _CudnnPlan | None:
-    """Return cuDNN's plan of packed chunks, or None where it has none: they are then taken one by one."""
+    """Return cuDNN's plan for packed chunks; None if it has none, and each chunk needs a call."""
     try:
         return _CudnnPlan(size, stream, packed=True)
     except CheckError:
@@ -229,17 +233,17 @@ def _packed_plan(size: _Size, stream: cuda.Stream) -> _CudnnPlan | None:
 
 
 class _CudnnPlan:
-    """cuDNN's plan of one size, with its workspace; packed: with offsets, else of one chunk."""
+    """cuDNN's plan for one size, with its workspace; packed: chunks have offsets, else there is one chunk."""
 
-    _workspaces: dict[int, cuda.Array] = {}  # by stream: each has its device
+    _workspaces: dict[int, cuda.Array] = {}  # by stream: calls on one stream run one after another
 
     def __init__(self, size: _Size, stream: cuda.Stream, packed: bool):
         spec = size.spec
         batch = size.batch
-        kind = {"float16": cudnn.data_type.HALF, "bfloat16": cudnn.data_type.BFLOAT16}[spec.dtype]
+        data_type = {"float16": cudnn.data_type.HALF, "bfloat16": cudnn.data_type.BFLOAT16}[spec.dtype]
         handle = _handle(stream)
         graph = cudnn.pygraph(
-            io_data_type=kind,
+            io_data_type=data_type,
             intermediate_data_type=cudnn.data_type.FLOAT,
             compute_data_type=cudnn.data_type.FLOAT,
             handle=handle,
@@ -255,7 +259,7 @@ class _CudnnPlan:
                 name=name,
                 dim=[size.pages, spec.kv_heads, PAGE, dim],
                 stride=[spec.kv_heads * page, page, dim, 1],
-                data_type=kind,
+                data_type=data_type,
             )
 
         def integers(name: str, requests: int, count: int) -> Any:
@@ -264,7 +268,7 @@ class _CudnnPlan:
             )
 
         inputs = {
-            "query": graph.tensor(name="query", data_type=kind, **tokens(spec.head_dim)),
+            "query": graph.tensor(name="query", data_type=data_type, **tokens(spec.head_dim)),
             "keys": paged("keys", spec.head_dim),
             "values": paged("values", spec.value_dim),
             "key_table": integers("key_table", batch, size.pages_per_row),
@@ -296,7 +300,7 @@ class _CudnnPlan:
                 **window,
             )
             layout = tokens(spec.value_dim)
-            out.set_output(True).set_dim(layout["dim"]).set_stride(layout["stride"]).set_data_type(kind)
+            out.set_output(True).set_dim(layout["dim"]).set_stride(layout["stride"]).set_data_type(data_type)
             if packed:
                 out.set_ragged_offset(inputs["out_offsets"])
             graph.validate()
@@ -309,20 +313,21 @@ class _CudnnPlan:
                 f"cuDNN {cudnn.backend_version()}: no attention for {size}: "
                 f"{' '.join(str(error).split())}; build with attention: traced"
             ) from error
-        # By number: a tensor in their place would be asked for its number in each call.
+        # Call by uid: with tensors as keys, cuDNN would look up each uid in each call.
         self._inputs = {name: tensor.get_uid() for name, tensor in inputs.items()}
         self._out = out.get_uid()
         self._graph = graph
         self._handle = handle
         nbytes = max(1, graph.get_workspace_size())
-        held = _CudnnPlan._workspaces.get(stream.handle)
-        if held is None or held.nbytes < nbytes:
-            # plans that hold a smaller one keep it
-            held = _CudnnPlan._workspaces[stream.handle] = cuda.empty((nbytes,), "u1", "attention to work in")
-        self._work = held
+        workspace = _CudnnPlan._workspaces.get(stream.handle)
+        if workspace is None or workspace.nbytes < nbytes:
+            # Plans with a smaller workspace keep it.
+            workspace = cuda.empty((nbytes,), "u1", "attention to work in")
+            _CudnnPlan._workspaces[stream.handle] = workspace
+        self._workspace = workspace
 
     def bind(self, call: PromptCall, query: cuda.Array, tokens: PagedTokens, out: cuda.Array) -> Call:
         arrays = {"query": query[call.tokens], "keys": tokens.keys, "values": tokens.values, **call.arrays}
         addresses = {self._inputs[name]: array.address for name, array in arrays.items()}
         addresses[self._out] = out[call.tokens].address
-        return lambda: self._graph.execute(addresses, self._work.address, handle=self._handle)
+        return lambda: self._graph.execute(addresses, self._workspace.address, handle=self._handle)

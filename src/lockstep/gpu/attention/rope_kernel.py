@@ -1,4 +1,4 @@
-"""The kernel for prompts before cuDNN's attention: RoPE, then new keys and values into the cache."""
+"""The kernel that prepares prompts for cuDNN's attention: RoPE, and the writes of keys and values to the cache."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ apply_rope(const Given* query, const Given* key, const Bits* value, Bits* query_
     }
 }
 """  # noqa: E501
-_PIECES = 2  # of a thread
+_PIECES = 2  # of 8 elements, of a thread
 
 
 class RopeKernel:
@@ -71,11 +71,12 @@ class RopeKernel:
         self._kernel = cuda.compile_kernels(WORDS + _KERNEL, spec.options)["apply_rope"]
 
     def launch(self, stream: cuda.Stream, tokens: PagedTokens, query_out: cuda.Array) -> None:
-        """Put RoPE and the write to the paged cache on the stream.
+        """Enqueue RoPE and the writes to the paged cache.
 
-        query_out [num_tokens, num_heads, head_dim]: the queries with RoPE. Keys, with RoPE, and values go into the
-        pages of row `rows[token]` (-1: nowhere) at `positions[token]`. Queries and keys may be float32 where all else
-        is not.
+        Keys, with RoPE, and values are written to the pages of row `rows[token]` (-1: nowhere) at `positions[token]`.
+        Queries and keys may be float32.
+
+        query_out: [num_tokens, num_heads, head_dim], the queries with RoPE.
         """
         self._kernel.launch(stream, (query_out.shape[0], self._slices, 1), THREADS, *tokens.arguments(query_out))
         if self._pages is not None:

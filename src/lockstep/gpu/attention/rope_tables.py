@@ -1,11 +1,11 @@
-"""RoPE tables: an attention variant's RoPE, read out of its graph as numbers.
+"""RoPE tables: an attention variant's RoPE as numbers, read out of its graph.
 
 In: the RoPE graph of an attention variant (onnx_tools/rope.py) in ONNX Runtime, on the host. Out: for each position and
-element of a head the weight of the element itself and that of its partner. All kinds of RoPE come to that: partial,
-interleaved, scaled, or none at all. The kernels that apply the tables are paged_decode.py and rope_kernel.py.
+element of a head, the weight of the element itself and the weight of its partner. This covers all kinds of RoPE:
+partial, interleaved, scaled, or none. The kernels in paged_decode.py and rope_kernel.py apply the tables.
 
-The tables are read with unit vectors. When the engines are built, they are first compared with the graph on random
-numbers at all positions; a graph that computes something else is refused. Needs no GPU.
+The tables are read with unit vectors. A build compares them with the graph on random inputs at all positions, and
+rejects a graph that computes something else. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ import numpy as np
 from lockstep.errors import CheckError
 from lockstep.step.executable import HostExecutable
 
-_PROBES = 12  # positions at which all elements are looked at
-_NUMBERS = 1 << 17  # of queries and keys that get RoPE at a time: few enough to stay in the processor's cache
+_PROBES = 12  # positions at which all pairs of elements are probed
+_BATCH_ELEMENTS = 1 << 17  # of queries and keys per run of the graph: they stay in the CPU's cache
 
 
 @dataclass(frozen=True)
 class RopeTables:
     """RoPE as numbers, the same for all heads of queries and keys.
 
-    The result is `x[j] * own[position, j] + x[partner[j]] * other[position, j]`. own, other [positions, head_dim]
-    float32; partner [head_dim] int32, an element's own number where it has no partner.
+    RoPE of x is `x[j] * own[position, j] + x[partner[j]] * other[position, j]`.
+
+    Attributes:
+        own, other: [positions, head_dim] float32.
+        partner: [head_dim] int32; an element without a partner has its own index.
     """
 
     own: np.ndarray
@@ -38,76 +41,77 @@ class RopeTables:
 def read_rope_tables(executable: HostExecutable, positions: int, where: str) -> RopeTables:
     """Return the RoPE tables of a RoPE graph at positions 0 to positions-1.
 
-    executable: the graph in ONNX Runtime. Whether the tables are all that the graph computes is for `check_rope_tables`
-    to say. Raises CheckError, beginning with `where`, for elements that are not made of pairs.
+    executable: the graph in ONNX Runtime. Raises CheckError, prefixed with `where`, if an element depends on more than
+    one other. Only `check_rope_tables` tells whether the tables are all that the graph computes.
     """
     graph = _RopeGraph(executable, where)
     partner = _partners(graph, positions)
-    numbers = np.arange(graph.dim)
-    first = numbers <= partner  # one element of each pair
-    own, other = (np.empty((positions, graph.dim), np.float32) for _ in range(2))
-    for piece in _pieces(positions, graph.most):
-        found = graph.apply_to_rows(np.stack([first, ~first]), piece)
-        own[piece], other[piece] = np.where(first, found, found[::-1])
-    other[:, partner == numbers] = 0
+    elements = np.arange(graph.dim)
+    is_first = elements <= partner  # of its pair
+    own = np.empty((positions, graph.dim), np.float32)
+    other = np.empty((positions, graph.dim), np.float32)
+    for batch in _position_batches(positions, graph.batch_size):
+        # In the first row all first elements are 1, in the second all second elements: the results are the weights.
+        weights = graph.apply_to_rows(np.stack([is_first, ~is_first]), batch)
+        own[batch] = np.where(is_first, weights[0], weights[1])
+        other[batch] = np.where(is_first, weights[1], weights[0])
+    other[:, partner == elements] = 0
     return RopeTables(own, other, partner.astype(np.int32))
 
 
 def check_rope_tables(executable: HostExecutable, positions: int, where: str) -> None:
-    """Raise CheckError where a RoPE graph and its RoPE tables give different results.
+    """Raise CheckError if a RoPE graph and its RoPE tables give different results.
 
-    Both are applied to random numbers at positions 0 to positions-1. Three numbers may be rounded on the graph's side
-    alone: the weight, where the graph has it more exactly than it can be read, the product and the sum. Each is then
-    off by half a unit in the last place, or half the smallest subnormal number. float32, in which the tables are
-    applied, adds its own.
+    Both are applied to random inputs at positions 0 to positions-1. The graph may round three numbers that the tables
+    don't: the weight, the product and the sum. Each rounding is off by half a unit in the last place, or by half the
+    smallest subnormal. Applying the tables in float32 adds the error of float32.
     """
     graph = _RopeGraph(executable, where)
     tables = read_rope_tables(executable, positions, where)
     random = np.random.default_rng(0)
-    kind = np.finfo(graph.dtype)
-    # in fp16 it would be 0
-    last = 1.5 * kind.eps + 4 * np.finfo(np.float32).eps
-    tiny = float(kind.smallest_subnormal) / 2
-    given = [
-        random.standard_normal((min(positions, graph.most) + 1, heads, graph.dim), np.float32).astype(graph.dtype)
-        for heads in graph.heads
-    ]
-    for piece in _pieces(positions, graph.most):
-        at = np.append(piece, positions - 1)  # beside the last one, which must not matter
-        query, key = (numbers[: len(at)] for numbers in given)
-        for numbers, found in zip((query, key), graph.apply(query, key, at)):
-            x = numbers.astype(np.float32)
+    limits = np.finfo(graph.dtype)
+    relative_bound = 1.5 * limits.eps + 4 * np.finfo(np.float32).eps
+    absolute_bound = float(limits.smallest_subnormal) / 2  # a Python float: half of it is 0 in fp16
+    shape = min(positions, graph.batch_size) + 1, sum(graph.heads), graph.dim
+    heads = random.standard_normal(shape, np.float32).astype(graph.dtype)
+    for batch in _position_batches(positions, graph.batch_size):
+        # Append the last position to each batch: the results of the others must not depend on it.
+        at = np.append(batch, positions - 1)
+        query, key = np.split(heads[: len(at)], [graph.heads[0]], axis=1)
+        for source, actual in zip((query, key), graph.apply(query, key, at)):
+            x = source.astype(np.float32)
             y = x[:, :, tables.partner]
-            one = x * tables.own[at, None]
-            two = y * tables.other[at, None]
-            allowed = last * (np.abs(one) + np.abs(two)) + tiny * (np.abs(x) + np.abs(y) + 3)
-            right = (np.abs(one + two - found) <= allowed).all(axis=(1, 2))
-            if not right.all():
-                graph.refuse(f"other numbers at position {at[right.argmin()]}")
+            own_term = x * tables.own[at, None]
+            other_term = y * tables.other[at, None]
+            bound = relative_bound * (np.abs(own_term) + np.abs(other_term))
+            bound += absolute_bound * (np.abs(x) + np.abs(y) + 3)
+            matches = (np.abs(own_term + other_term - actual) <= bound).all(axis=(1, 2))
+            if not matches.all():
+                graph.reject(f"other numbers at position {at[matches.argmin()]}")
 
 
-def _pieces(positions: int, most: int) -> Iterator[np.ndarray]:
-    """Yield all positions, the first pieces small: RoPE may depend on the largest position of a step."""
-    low = 0
-    while low < positions:
-        high = min(positions, low + most, max(1, 2 * low))
-        yield np.arange(low, high)
-        low = high
+def _position_batches(positions: int, batch_size: int) -> Iterator[np.ndarray]:
+    """Yield all positions, in batches that start small: RoPE may depend on the largest position of a step."""
+    start = 0
+    while start < positions:
+        end = min(positions, start + batch_size, max(1, 2 * start))
+        yield np.arange(start, end)
+        start = end
 
 
 def _partners(graph: _RopeGraph, positions: int) -> np.ndarray:
-    """Return for each element its partner, the element itself where it has none."""
-    numbers = np.arange(graph.dim)
+    """Return the index of each element's partner; an element without one has its own index."""
+    elements = np.arange(graph.dim)
     probes = np.unique(np.linspace(0, positions - 1, _PROBES).astype(np.int64))
-    made = (graph.apply_to_rows(np.eye(graph.dim), probes) != 0).any(axis=1)  # [of, into]
-    made[numbers, numbers] = False
-    counts = made.sum(axis=0)
+    depends = (graph.apply_to_rows(np.eye(graph.dim), probes) != 0).any(axis=1)  # [input element, output element]
+    depends[elements, elements] = False
+    counts = depends.sum(axis=0)
     if (counts > 1).any():
-        graph.refuse(f"element {counts.argmax()} made of {counts.max()} others")
-    partner = np.where(counts, made.argmax(axis=0), numbers)
-    if (partner[partner] != numbers).any():
-        element = (partner[partner] != numbers).argmax()
-        graph.refuse(f"element {element} made of {partner[element]}, which is made of {partner[partner[element]]}")
+        graph.reject(f"element {counts.argmax()} made of {counts.max()} others")
+    partner = np.where(counts, depends.argmax(axis=0), elements)
+    if (partner[partner] != elements).any():
+        element = (partner[partner] != elements).argmax()
+        graph.reject(f"element {element} made of {partner[element]}, which is made of {partner[partner[element]]}")
     return partner
 
 
@@ -118,38 +122,40 @@ class _RopeGraph:
         self._executable = executable
         self._where = where
         self._types = {name: value.dtype for name, value in executable.inputs.items()}
-        out = [executable.outputs[name] for name in ("query_out", "key_out")]
-        self.heads = tuple(int(value.shape[1]) for value in out)
-        self.dim = int(out[0].shape[2])
-        self.dtype = out[0].dtype
-        self.most = max(1, _NUMBERS // (sum(self.heads) * self.dim))
+        query_out = executable.outputs["query_out"]
+        key_out = executable.outputs["key_out"]
+        self.heads = int(query_out.shape[1]), int(key_out.shape[1])
+        self.dim = int(query_out.shape[2])
+        self.dtype = query_out.dtype
+        self.batch_size = max(1, _BATCH_ELEMENTS // (sum(self.heads) * self.dim))  # positions
         unknown = sorted(set(self._types) - {"query", "key", "position_ids"})
         if unknown:
-            self.refuse(f"one that depends on {', '.join(unknown)}")
+            self.reject(f"one that depends on {', '.join(unknown)}")
 
-    def refuse(self, found: str) -> None:
+    def reject(self, actual: str) -> None:
         raise CheckError(
-            f"{self._where}: expected RoPE that mixes pairs of elements, in all heads alike, by "
-            f"their position alone, "
-            f"found {found}; build with attention: traced"
+            f"{self._where}: expected RoPE that mixes pairs of elements, in all heads alike, by their position alone, "
+            f"found {actual}; build with attention: traced"
         )
 
     def apply_to_rows(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Apply RoPE to rows [count, head_dim] at positions [n] -> [count, n, head_dim] float32."""
-        heads = self.heads[0]
-        found = []
-        for low in range(0, len(rows), heads):
-            some = rows[low : low + heads]
-            query, key = (np.zeros((len(positions), count, self.dim), self.dtype) for count in self.heads)
-            query[:, : len(some)] = some
-            found.append(self.apply(query, key, positions)[0][:, : len(some)].swapaxes(0, 1))
-        return np.concatenate(found).astype(np.float32)
+        heads, kv_heads = self.heads
+        results = []
+        for start in range(0, len(rows), heads):
+            batch = rows[start : start + heads]
+            query = np.zeros((len(positions), heads, self.dim), self.dtype)
+            key = np.zeros((len(positions), kv_heads, self.dim), self.dtype)
+            query[:, : len(batch)] = batch
+            query_out, _ = self.apply(query, key, positions)
+            results.append(query_out[:, : len(batch)].swapaxes(0, 1))
+        return np.concatenate(results).astype(np.float32)
 
     def apply(self, query: np.ndarray, key: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        width = int(self._executable.inputs["query"].shape[1]) // query.shape[1]
-        heads = np.pad(query, [(0, 0), (0, 0), (0, width - self.dim)])  # behind them sinks, which get no RoPE
-        given = {"query": heads.reshape(len(query), -1), "key": key.reshape(len(key), -1), "position_ids": positions}
-        inputs = {name: given[name].astype(dtype, copy=False) for name, dtype in self._types.items()}
+        query_dim = int(self._executable.inputs["query"].shape[1]) // query.shape[1]
+        padded = np.pad(query, [(0, 0), (0, 0), (0, query_dim - self.dim)])  # sinks follow a head, without RoPE
+        arrays = {"query": padded.reshape(len(query), -1), "key": key.reshape(len(key), -1), "position_ids": positions}
+        inputs = {name: arrays[name].astype(dtype, copy=False) for name, dtype in self._types.items()}
         outputs = {"query_out": np.empty(query.shape, self.dtype), "key_out": np.empty(key.shape, self.dtype)}
         self._executable.prepare(inputs, outputs)()
         return outputs["query_out"], outputs["key_out"]

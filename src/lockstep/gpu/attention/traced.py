@@ -1,4 +1,4 @@
-"""Attention by the exported graphs: a cache [rows, num_kv_heads, capacity, head_dim] a layer, which grows."""
+"""Attention by the exported graphs, over a cache [rows, num_kv_heads, capacity, head_dim] per layer, which grows."""
 
 from __future__ import annotations
 
@@ -38,49 +38,54 @@ class TracedAttention(SlicedAttention):
         self._max = max_seq_len
         self._kernels = kernels
         self.capacity = 0
-        self._cache: dict[int, tuple[cuda.Array, ...]] = {}  # keys and values
+        self._cache: dict[int, tuple[cuda.Array, cuda.Array]] = {}  # keys and values, by layer
 
-    def reserve(self, ends: Mapping[int, int], lengths: np.ndarray) -> bool:
-        needed = max([*ends.values(), int(lengths.max())])
-        bucket = FIRST_CAPACITY
-        while bucket < needed:
-            bucket *= 2
-        bucket = min(bucket, self._max)
-        if self._cache and bucket <= self.capacity < 3 * bucket:
+    def reserve(self, lengths_after: Mapping[int, int], lengths: np.ndarray) -> bool:
+        used = int(lengths.max())
+        needed = max([*lengths_after.values(), used])
+        capacity = FIRST_CAPACITY
+        while capacity < needed:
+            capacity *= 2
+        capacity = min(capacity, self._max)
+        # Shrink only below a third, so that lengths around a power of two don't reallocate at each step.
+        if self._cache and capacity <= self.capacity < 3 * capacity:
             return False
-        grown = {}
+        cache = {}
         for index, layer_attention in self._layers.items():
             shape = layer_attention.cache
-            grown[index] = tuple(
-                cuda.zeros((self._rows, shape.num_kv_heads, bucket, dim), self._dtype, "the KV cache")
-                for dim in (shape.head_dim, shape.value_head_dim)
-            )
-        used = int(lengths.max())
-        for index, pair in self._cache.items() if used else ():
-            for old, new in zip(pair, grown[index]):
-                width = new.shape[3] * new.dtype.itemsize
-                heads = new.shape[1]
-                pitches = bucket * width, old.address, self.capacity * width
-                self._stream.copy_rows(new.address, *pitches, used * width, self._rows * heads)
-        self._stream.synchronize()  # the old arrays are freed now
-        self._cache = grown
-        self.capacity = bucket
+            keys = self._rows, shape.num_kv_heads, capacity, shape.head_dim
+            values = self._rows, shape.num_kv_heads, capacity, shape.value_head_dim
+            what = "the KV cache"
+            cache[index] = cuda.zeros(keys, self._dtype, what), cuda.zeros(values, self._dtype, what)
+        if used:
+            for index, arrays in self._cache.items():
+                for old, new in zip(arrays, cache[index]):
+                    rows = self._rows * new.shape[1]
+                    width = new.shape[3] * new.dtype.itemsize
+                    pitch = capacity * width
+                    old_pitch = self.capacity * width
+                    self._stream.copy_rows(new.address, pitch, old.address, old_pitch, used * width, rows)
+        self._stream.synchronize()  # before the old arrays are freed
+        self._cache = cache
+        self.capacity = capacity
         return True
 
     def reset(self, row: int) -> None:
-        """Clear a row: masked numbers weigh 0, but 0 times a stale infinity would be NaN."""
-        for array in (array for pair in self._cache.values() for array in pair):
-            row_array = array[row : row + 1]
-            self._stream.fill_zero(row_array.address, row_array.nbytes, row_array.nbytes, 1)
+        """Clear a row: masked elements have weight 0, but 0 times a stale infinity would be NaN."""
+        for arrays in self._cache.values():
+            for array in arrays:
+                row_array = array[row : row + 1]
+                self._stream.fill_zero(row_array.address, row_array.nbytes, row_array.nbytes, 1)
 
     def begin(self, tokens: PassTokens) -> None:
         """Do nothing: a chunk's first position is the length of its past."""
 
     def layout(self, tokens: PassTokens) -> None:
-        """Return None: the calls of a chunk are of its row."""
+        """Return None: the calls of a chunk depend on its row."""
 
-    def _calls(self, index: int, values: Arrays, rows: cuda.Array, chunks: Chunks, own: bool) -> Calls:
-        layer_attention, (keys, cached) = self._layers[index], self._cache[index]
+    def _calls(self, index: int, values: Arrays, rows: cuda.Array, chunks: Chunks, captured: bool) -> Calls:
+        layer_attention = self._layers[index]
+        cached_keys, cached_values = self._cache[index]
         shape = layer_attention.cache
         total = values["attention"].shape[0]
         positions = values["position_ids"]
@@ -88,19 +93,25 @@ class TracedAttention(SlicedAttention):
         new_value = self._buffer("value_out", (total, shape.num_kv_heads, shape.value_head_dim), self._dtype)
         calls: Calls = []
 
-        def add(phase: str, tokens: slice, in_rows: slice, lengths: cuda.Array) -> None:
+        def add(phase: str, tokens: slice, cache_rows: slice, past_lengths: cuda.Array) -> None:
             inputs = {name: values[name][tokens] for name in ("query", "key", "value", "position_ids")}
-            inputs |= {"past_key": keys[in_rows], "past_value": cached[in_rows], "past_lengths": lengths}
+            inputs["past_key"] = cached_keys[cache_rows]
+            inputs["past_value"] = cached_values[cache_rows]
+            inputs["past_lengths"] = past_lengths
             inputs = {name: inputs[name] for name in layer_attention.inputs[phase]}
-            made = {"attention": values["attention"], "key_out": new_key, "value_out": new_value}
-            outputs = {name: array[tokens] for name, array in made.items()}
+            outputs = {
+                "attention": values["attention"][tokens],
+                "key_out": new_key[tokens],
+                "value_out": new_value[tokens],
+            }
             engine = cast(GpuExecutable, layer_attention.engines[phase])  # of a network of GPU programs
-            calls.append(("attention", engine.prepare(inputs, outputs, own)))
+            calls.append(("attention", engine.prepare(inputs, outputs, captured)))
 
-        if not chunks:  # a token's position is the length of its past
+        # The length of a token's past is its position; that of a chunk is the position of its first token.
+        if not chunks:
             add("decode", slice(0, total), slice(0, total), positions)
-        for row, _start, low, high in chunks:  # likewise: that of a chunk's first token
+        for row, _start, low, high in chunks:
             add("prefill", slice(low, high), slice(row, row + 1), positions[low : low + 1])
-        arrays = self._stream, new_key, new_value, keys, cached, rows, positions
-        calls.append(("cache", functools.partial(self._kernels.write_cache, *arrays)))
+        arrays = new_key, new_value, cached_keys, cached_values, rows, positions
+        calls.append(("cache", functools.partial(self._kernels.write_cache, self._stream, *arrays)))
         return calls
