@@ -477,10 +477,10 @@ def put_passes(model, monkeypatch):
     """Fills with the lengths of what each step brings that is put on the streams."""
     executor = model._executor
     put = []
-    put_passes = executor._put_passes
+    put_passes = executor._enqueue_passes
     monkeypatch.setattr(
         executor,
-        "_put_passes",
+        "_enqueue_passes",
         lambda decoding, chunks: (
             put.append([len(each.tokens) for each in (*decoding, *chunks)]),
             put_passes(decoding, chunks),

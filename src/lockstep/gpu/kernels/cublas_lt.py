@@ -1,4 +1,4 @@
-"""cuBLASLt GEMM of fp16 or e4m3 matrices through ctypes, by algorithms that accumulate the columns without a split."""
+"""cuBLASLt GEMM of fp16 or e4m3 matrices through ctypes, by algorithms without split-K."""
 
 from __future__ import annotations
 
@@ -9,28 +9,26 @@ from lockstep.errors import CheckError
 from lockstep.gpu import cuda
 from lockstep.gpu.libraries import require_cublas
 
-# cublasLt.h, library_types.h
+# Values of cublasLt.h and library_types.h.
 _FP16 = 2
 _FP32 = 0
 _E4M3 = 28
 _SUMS_FP32 = 68
-# attributes: of a description; of a preference
-_TRANSPOSE_FIRST = 3
-_WORKSPACE = 1
-_REDUCTIONS = 3
-# of a description of e4m3; a scale a row
+_TRANSPOSE_FIRST = 3  # an attribute of a description, as those of e4m3
 _SCALES = (17, 18)
 _FAST_SUMS = 25
 _SCALE_MODES = (31, 32)
-_VECTOR = 3
-_SPLIT_K = 2  # attribute of an algorithm: into how many parts the columns are split
+_VECTOR = 3  # a scale mode: a scale per row
+_WORKSPACE = 1  # attributes of a preference
+_REDUCTIONS = 3
+_SPLIT_K = 2  # an attribute of an algorithm
 _STATUS = {1: "NOT_INITIALIZED", 3: "ALLOC_FAILED", 7: "INVALID_VALUE", 8: "ARCH_MISMATCH", 11: "MAPPING_ERROR",
            13: "EXECUTION_FAILED", 14: "INTERNAL_ERROR", 15: "NOT_SUPPORTED", 16: "LICENSE_ERROR"}  # fmt: skip
-_MOST = 16  # algorithms that cuBLAS is asked for at once
+_MAX_ALGORITHMS = 16  # of one query
 Algorithm = bytes  # cublasLtMatmulAlgo_t, which is opaque
 
 
-class _Found(ctypes.Structure):
+class _HeuristicResult(ctypes.Structure):
     """cublasLtMatmulHeuristicResult_t."""
 
     _fields_ = (
@@ -43,24 +41,25 @@ class _Found(ctypes.Structure):
 
 
 class CublasLt:
-    """cuBLASLt on the current device, without a workspace: no algorithm that is taken needs one.
+    """cuBLASLt on the current device, by algorithms that need no workspace.
 
-    fp8: weights and rows are e4m3 with a scale a row each, what comes out is fp16.
+    fp8: weights and rows are e4m3, with a scale per output and per row; the outputs are fp16.
     """
 
     def __init__(self, fp8: bool = False) -> None:
         self._library = require_cublas()
         self._handle = ctypes.c_void_p()
-        if status := self._library.cublasLtCreate(ctypes.byref(self._handle)):
+        status = self._library.cublasLtCreate(ctypes.byref(self._handle))
+        if status:
             raise CheckError(
-                f"expected the library cuBLASLt ({self._library._name}) to start, found {_said(status)}; free memory "
+                f"expected the library cuBLASLt ({self._library._name}) to start, found {_name(status)}; free memory "
                 "of the GPU, or name the folder of a cuBLAS for this driver in LD_LIBRARY_PATH"
             )
         cuda.destroy_with(self, self._library.cublasLtDestroy, self._handle)
         self._fp8 = fp8
-        # of e4m3 any address will do until it is bound
+        # Of e4m3 any addresses of scales will do to ask for algorithms.
         self._product = self._description(self._handle.value or 0, self._handle.value or 0)
-        self._preference = self._made("cublasLtMatmulPreferenceCreate")
+        self._preference = self._create("cublasLtMatmulPreferenceCreate")
         self._set("cublasLtMatmulPreferenceSetAttribute", self._preference, _WORKSPACE, ctypes.c_size_t(0))
         self._set("cublasLtMatmulPreferenceSetAttribute", self._preference, _REDUCTIONS, ctypes.c_uint32(0))
         self._layouts: dict[tuple[int, int, bool], ctypes.c_void_p] = {}
@@ -68,91 +67,100 @@ class CublasLt:
         self._zero = ctypes.c_float(0)
 
     def algorithms(self, out_features: int, in_features: int, rows: int) -> Iterator[Algorithm]:
-        """Yield the algorithms without a split that cuBLAS has for a size, the one that it takes for fastest first."""
-        found = (_Found * _MOST)()
+        """Yield the algorithms without split-K that cuBLAS has for a size, the fastest by its heuristic first."""
+        results = (_HeuristicResult * _MAX_ALGORITHMS)()
         count = ctypes.c_int()
-        weight = self._of(in_features, out_features, self._fp8)
-        x = self._of(in_features, rows, self._fp8)
-        out = self._of(out_features, rows)
-        given = self._handle, self._product, weight, x, out, out, self._preference, _MOST, found, ctypes.byref(count)
-        if self._library.cublasLtMatmulAlgoGetHeuristic(*given):
+        weight = self._layout(in_features, out_features, self._fp8)
+        x = self._layout(in_features, rows, self._fp8)
+        out = self._layout(out_features, rows)
+        status = self._library.cublasLtMatmulAlgoGetHeuristic(
+            self._handle, self._product, weight, x, out, out, self._preference, _MAX_ALGORITHMS, results,
+            ctypes.byref(count),
+        )  # fmt: skip
+        if status:
             return  # none for this size
-        for each in found[: count.value]:
+        for result in results[: count.value]:
             split = ctypes.c_uint32()
-            attribute = ctypes.byref(each.algorithm), _SPLIT_K, ctypes.byref(split), ctypes.c_size_t(4), None
+            attribute = ctypes.byref(result.algorithm), _SPLIT_K, ctypes.byref(split), ctypes.c_size_t(4), None
             self._check("cublasLtMatmulAlgoConfigGetAttribute", *attribute)
-            if not each.state and not each.workspace and split.value <= 1:
-                yield bytes(each.algorithm)
+            if not result.state and not result.workspace and split.value <= 1:
+                yield bytes(result.algorithm)
 
     def bind(
         self, stream: cuda.Stream, weight: cuda.Array, x: cuda.Array, out: cuda.Array, *scales: cuda.Array
     ) -> Callable[[int, Algorithm], None]:
-        """Return a call that multiplies the first rows of x with a weight, by an algorithm.
+        """Return a call that computes out = x @ weight.T for the first rows, by an algorithm.
 
-        The first rows of out [..., out_features] become x [..., in_features] times weight [out_features, in_features],
-        transposed. scales: of e4m3, float32, the weight's [out_features] and those of rows. Raises CheckError where the
-        algorithm does not run.
+        Args:
+            weight: [out_features, in_features].
+            x: [..., in_features].
+            out: [..., out_features].
+            scales: Of e4m3: float32, the weight's [out_features], and the rows'.
+
+        The call raises CheckError if the algorithm doesn't run.
         """
         out_features, in_features = weight.shape
         one = ctypes.byref(self._one)
         zero = ctypes.byref(self._zero)
         a, b, c = (ctypes.c_void_p(array.address) for array in (weight, x, out))
-        of_weight = self._of(in_features, out_features, self._fp8)
-        of_x = self._of
+        weight_layout = self._layout(in_features, out_features, self._fp8)
+        layout = self._layout
         fp8 = self._fp8
         product = self._description(*(array.address for array in scales)) if fp8 else self._product
         matmul = self._library.cublasLtMatmul
-        nothing = ctypes.c_size_t(0)
-        queue = ctypes.c_void_p(stream.handle)
+        no_workspace = ctypes.c_size_t(0)
+        stream_handle = ctypes.c_void_p(stream.handle)
 
-        def multiply(rows: int, algorithm: Algorithm, held: object = (weight, x, out, *scales)) -> None:
-            """Multiply so many rows; `held` keeps the memory alive."""
-            to = of_x(out_features, rows)
+        def multiply(rows: int, algorithm: Algorithm, arrays: object = (weight, x, out, *scales)) -> None:
+            """Multiply `rows` rows; `arrays` keeps the memory alive."""
+            out_layout = layout(out_features, rows)
+            x_layout = layout(in_features, rows, fp8)
             status = matmul(
-                self._handle, product, one, a, of_weight, b, of_x(in_features, rows, fp8), zero, c, to, c, to,
-                algorithm, None, nothing, queue,
+                self._handle, product, one, a, weight_layout, b, x_layout, zero, c, out_layout, c, out_layout,
+                algorithm, None, no_workspace, stream_handle,
             )  # fmt: skip
             if status:
-                raise CheckError(f"cuBLAS: cublasLtMatmul: {_said(status)}")
+                raise CheckError(f"cuBLAS: cublasLtMatmul: {_name(status)}")
 
         return multiply
 
-    def _description(self, of_weight: int, of_rows: int) -> ctypes.c_void_p:
-        """Return a product's: out [out_features, rows] = weight, transposed, times x, by columns, as cuBLAS counts.
+    def _description(self, weight_scales: int, row_scales: int) -> ctypes.c_void_p:
+        """Return the description of a GEMM: out = weight.T @ x in cuBLAS's column-major order.
 
-        of_weight, of_rows: addresses of scales of e4m3.
+        weight_scales, row_scales: addresses of the scales of e4m3.
         """
-        made = self._made("cublasLtMatmulDescCreate", ctypes.c_int(_SUMS_FP32), ctypes.c_int(_FP32))
+        description = self._create("cublasLtMatmulDescCreate", ctypes.c_int(_SUMS_FP32), ctypes.c_int(_FP32))
         attributes: dict[int, ctypes._SimpleCData] = {_TRANSPOSE_FIRST: ctypes.c_int32(1)}
         if self._fp8:
             attributes |= {mode: ctypes.c_int32(_VECTOR) for mode in _SCALE_MODES}
-            attributes |= dict(zip(_SCALES, map(ctypes.c_void_p, (of_weight, of_rows))))
+            attributes |= dict(zip(_SCALES, map(ctypes.c_void_p, (weight_scales, row_scales))))
             attributes[_FAST_SUMS] = ctypes.c_int8(0)
         for attribute, value in attributes.items():
-            self._set("cublasLtMatmulDescSetAttribute", made, attribute, value)
-        return made
+            self._set("cublasLtMatmulDescSetAttribute", description, attribute, value)
+        return description
 
-    def _of(self, height: int, width: int, e4m3: bool = False) -> ctypes.c_void_p:
-        """Return the description of fp16 or e4m3 [width, height], whose rows are columns to cuBLAS."""
+    def _layout(self, height: int, width: int, e4m3: bool = False) -> ctypes.c_void_p:
+        """Return the layout of an fp16 or e4m3 array [width, height], whose rows are cuBLAS's columns."""
         layout = self._layouts.get((height, width, e4m3))
         if layout is None:
             kind = ctypes.c_int(_E4M3 if e4m3 else _FP16)
             sizes = kind, ctypes.c_uint64(height), ctypes.c_uint64(width), ctypes.c_int64(height)
-            layout = self._layouts[height, width, e4m3] = self._made("cublasLtMatrixLayoutCreate", *sizes)
+            layout = self._layouts[height, width, e4m3] = self._create("cublasLtMatrixLayoutCreate", *sizes)
         return layout
 
-    def _made(self, name: str, *arguments: object) -> ctypes.c_void_p:
-        made = ctypes.c_void_p()
-        self._check(name, ctypes.byref(made), *arguments)
-        return made
+    def _create(self, name: str, *arguments: object) -> ctypes.c_void_p:
+        handle = ctypes.c_void_p()
+        self._check(name, ctypes.byref(handle), *arguments)
+        return handle
 
     def _set(self, name: str, of: ctypes.c_void_p, attribute: int, value: ctypes._SimpleCData) -> None:
         self._check(name, of, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value)))
 
     def _check(self, name: str, *arguments: object) -> None:
-        if status := getattr(self._library, name)(*arguments):
-            raise CheckError(f"cuBLAS: {name}: {_said(status)}")
+        status = getattr(self._library, name)(*arguments)
+        if status:
+            raise CheckError(f"cuBLAS: {name}: {_name(status)}")
 
 
-def _said(status: int) -> str:
+def _name(status: int) -> str:
     return f"CUBLAS_STATUS_{_STATUS[status]}" if status in _STATUS else f"status {status}"

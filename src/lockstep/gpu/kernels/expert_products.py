@@ -1,7 +1,7 @@
-"""Products with the weights of experts on a device.
+"""Grouped GEMMs with the weights of experts on a device.
 
-fp16 (expert_products.cu), integers or MXFP4 (expert_small_weights.cu); the rows of a step are sorted by their experts
-before (expert_rows.cu).
+Weights are fp16 (expert_products.cu), integers or MXFP4 (expert_small_weights.cu). The rows of a step are sorted by
+expert first (expert_rows.cu).
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from lockstep.gpu import cuda
 from lockstep.gpu.kernels.gemm import FEW_ROWS
 from lockstep.onnx_tools.expert_products import ExpertWeight
 
-_ROWS, _FLOATS, _SMALL = (
-    Path(__file__).with_name(f"expert_{name}.cu").read_text(encoding="utf-8")
-    for name in ("rows", "products", "small_weights")
-)
+_ROWS = Path(__file__).with_name("expert_rows.cu").read_text(encoding="utf-8")
+_FLOATS = Path(__file__).with_name("expert_products.cu").read_text(encoding="utf-8")
+_SMALL = Path(__file__).with_name("expert_small_weights.cu").read_text(encoding="utf-8")
 SORT = FEW_ROWS + _ROWS
 SOURCES = {"floats": FEW_ROWS + _ROWS + _FLOATS, "small": FEW_ROWS + _ROWS + _SMALL}
 MOST_EXPERTS = _SORT_THREADS = 1024
@@ -26,9 +25,12 @@ MOST_EXPERTS = _SORT_THREADS = 1024
 
 @dataclass(frozen=True)
 class Tile:
-    """A form of the kernels; most: rows of an expert up to which it is taken, on average.
+    """Tile sizes that the kernels are compiled for.
 
-    rows, outputs, threads: of a block. columns, stages: of fp16 weights, and of others.
+    Attributes:
+        rows, outputs, threads: Of a block.
+        columns, stages: Of fp16 weights, and of quantized ones.
+        max_rows: Average rows per expert up to which this tile is used.
     """
 
     rows: int
@@ -36,22 +38,22 @@ class Tile:
     threads: int
     columns: tuple[int, int]
     stages: tuple[int, int]
-    most: float
+    max_rows: float
 
     def shared(self, bits: int) -> int:
-        """Return the bytes of shared memory of a block: of stages, or of results."""
+        """Return the bytes of shared memory of a block: the stages, which its results reuse."""
         columns = self.columns[bits < 16]
         stages = self.stages[bits < 16]
         stage = columns * (self.rows * 2 + self.outputs * bits // 8)
         return max(stages * stage, self.rows * (self.outputs + 8) * 2)
 
     def count(self, rows: int, experts: int) -> int:
-        """Return how many tiles `rows` rows are at most, however they are shared out."""
-        some = min(rows, experts)
-        return some + (rows - some) // self.rows
+        """Return the largest number of tiles that `rows` rows can need, however they are routed."""
+        used_experts = min(rows, experts)
+        return used_experts + (rows - used_experts) // self.rows
 
 
-# Whichever is taken, a row has the same bits. The last is for fp16 alone: registers are few.
+# A row has the same bits with any of them. The last one is for fp16 only: dequantizing needs more registers.
 TILES = (
     Tile(8, 32, 128, (256, 256), (4, 4), 4),
     Tile(16, 32, 128, (256, 256), (4, 4), 12),
@@ -61,15 +63,15 @@ TILES = (
 
 
 def tile_for(rows: int, experts: int, largest: Tile) -> Tile:
-    return next((tile for tile in TILES[: TILES.index(largest)] if rows <= tile.most * experts), largest)
+    return next((tile for tile in TILES[: TILES.index(largest)] if rows <= tile.max_rows * experts), largest)
 
 
 @dataclass(frozen=True)
 class ExpertStack:
-    """The weights of experts on a device.
+    """The stacked weights of all experts on a device.
 
-    data: fp16 [count, ...], or uint8. scales: fp16 [count, out_features, num_groups], `SCALES_TIMES` as large, or
-    exponents, uint8; None of fp16.
+    data: fp16 [count, ...], or uint8. scales: fp16 [count, out_features, num_groups], times `SCALES_TIMES`, or uint8
+    exponents (MXFP4); None for fp16.
     """
 
     data: cuda.Array
@@ -78,15 +80,19 @@ class ExpertStack:
 
 
 class ExpertOrder:
-    """The rows of a step, sorted by their experts.
-
-    ids: int32 [tokens, per_token], of the largest step. rows, tiles: int32 [tokens * per_token] and four times that.
-    largest: the largest tile that all products of these rows have.
-    """
+    """The rows of a step, sorted by expert."""
 
     def __init__(
         self, stream: cuda.Stream, ids: cuda.Array, experts: int, rows: cuda.Array, tiles: cuda.Array, largest: Tile
     ):
+        """Bind the sort to arrays of the largest step.
+
+        Args:
+            ids: int32 [tokens, per_token], each token's experts.
+            rows: int32 [tokens * per_token], the result.
+            tiles: int32 [tokens * per_token, 4], the expert and rows of each tile.
+            largest: The largest tile that all GEMMs of these rows support.
+        """
         self.per_token = ids.shape[1]
         self.rows = rows
         self.tiles = tiles
@@ -96,19 +102,18 @@ class ExpertOrder:
 
         @functools.cache
         def launch(tile: Tile) -> cuda.Launch:
-            given = ids, rows, tiles, experts, tile.rows, 0
-            return cuda.Launch(kernel, stream, _SORT_THREADS, *given, overlaps=True)
+            return cuda.Launch(kernel, stream, _SORT_THREADS, ids, rows, tiles, experts, tile.rows, 0, overlaps=True)
 
         self._launch = launch
 
     def tile(self, tokens: int) -> tuple[Tile, int]:
-        """Return the tile for so many tokens, and how many there are at most."""
+        """Return the tile for a number of tokens, and the largest number of tiles."""
         rows = tokens * self.per_token
         tile = tile_for(rows, self._experts, self._largest)
         return tile, tile.count(rows, self._experts)
 
     def sort(self, tokens: int) -> None:
-        """Put the sort of so many tokens' rows on the stream."""
+        """Enqueue the sort of the rows of `tokens` tokens."""
         tile, _ = self.tile(tokens)
         self._launch(tile)(1, tokens * self.per_token)
 
@@ -116,10 +121,11 @@ class ExpertOrder:
 def bind(
     stream: cuda.Stream, stack: ExpertStack, x: cuda.Array, out: cuda.Array, order: ExpertOrder, shared: bool
 ) -> Callable[[int], None]:
-    """Return a call that multiplies the rows of so many tokens with their experts' weights, in the order of `order`.
+    """Return a call that multiplies the rows of a number of tokens with their experts' weights.
 
-    x: [tokens, in_features] if a token's experts share a row, else [tokens, per_token * in_features]. out [tokens,
-    per_token * out_features].
+    Args:
+        x: [tokens, in_features] if a token's experts share a row (`shared`), else [tokens, per_token * in_features].
+        out: [tokens, per_token * out_features].
     """
     form = stack.form
     module = cuda.compile_kernels(SOURCES["floats" if stack.scales is None else "small"])
@@ -127,18 +133,19 @@ def bind(
     @functools.cache
     def launch(tile: Tile) -> tuple[cuda.Launch, int]:
         blocks = -(-form.out_features // tile.outputs)
-        sharing = order.per_token if shared else 1
-        rows: tuple[cuda.Array | int, ...] = (x, out, order.rows, order.tiles, sharing)
+        rows_per_input = order.per_token if shared else 1
+        rows: tuple[cuda.Array | int, ...] = (x, out, order.rows, order.tiles, rows_per_input)
         sizes: tuple[int, ...] = (form.out_features, form.in_features)
+        arguments: tuple[cuda.Array | int, ...]
         if stack.scales is None:
             name = "experts" if form.transposed else "across"
-            given = (stack.data, *rows, *sizes, blocks)
+            arguments = (stack.data, *rows, *sizes, blocks)
         else:
             name = "e2m1" if form.kind == "mxfp4" else f"small_{form.bits}"
-            given = stack.data, stack.scales, *rows, *sizes, form.group_size, blocks
+            arguments = (stack.data, stack.scales, *rows, *sizes, form.group_size, blocks)
         nbytes = tile.shared(form.bits)
         kernel = module[f"{name}_{tile.rows}"]
-        return cuda.Launch(kernel, stream, tile.threads, *given, overlaps=True, shared=nbytes), blocks
+        return cuda.Launch(kernel, stream, tile.threads, *arguments, overlaps=True, shared=nbytes), blocks
 
     def multiply(tokens: int) -> None:
         tile, count = order.tile(tokens)
@@ -149,5 +156,5 @@ def bind(
 
 
 def largest_tile(forms: Iterable[ExpertWeight]) -> Tile:
-    """Return the largest tile that products of all these weights have."""
+    """Return the largest tile that GEMMs with all these weights support."""
     return TILES[-1] if all(form.bits == 16 for form in forms) else TILES[-2]

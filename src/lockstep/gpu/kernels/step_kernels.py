@@ -1,4 +1,4 @@
-"""Small kernels of our own: the cache write, adapter masks, and the next token out of the logits."""
+"""Small kernels of a step: cache writes, adapter masks, and sampling."""
 
 from __future__ import annotations
 
@@ -51,8 +51,9 @@ WRITE(write_cache_2, unsigned short)
 WRITE(write_cache_16, uint4)
 """  # noqa: E501
 SOURCE = _SOURCE + Path(__file__).with_name("next_token.cu").read_text(encoding="utf-8")
-_MOST_TOKENS = 1 << 20  # of a vocabulary: next_token.cu, ID_BITS
-_THREADS = 1024  # likewise, THREADS
+_MAX_VOCAB_SIZE = 1 << 20  # ID_BITS in next_token.cu
+_THREADS = 1024  # THREADS in next_token.cu
+# How kernels are told the dtype of an array.
 NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 
@@ -63,7 +64,9 @@ class Kernels:
         module = compile_kernels(SOURCE)
         self.wide = int(wide)
         self._write: dict[int, Kernel] = {2: module["write_cache_2"], 16: module["write_cache_16"]}
-        self._advance, self._largest, self._choose = (module[name] for name in ("advance", "largest", "choose"))
+        self._advance = module["advance"]
+        self._largest = module["largest"]
+        self._choose = module["choose"]
         self._adapter_mask = module["adapter_mask"]
 
     def adapter_mask(self, stream: Stream, ids: Array, mask: Array, rank: int) -> None:
@@ -76,55 +79,68 @@ class Kernels:
     def write_cache(
         self, stream: Stream, key: Array, value: Array, keys: Array, values: Array, rows: Array, positions: Array
     ) -> None:
-        """Write keys and values of tokens into the cache.
+        """Write the keys and values of tokens to the cache, at row rows[token] and position positions[token].
 
-        key [num_tokens, num_kv_heads, head_dim] and value go into keys, values [rows, num_kv_heads, capacity,
-        head_dim], each token into row `rows[token]` (int32; -1: nowhere) at `positions[token]`.
+        Args:
+            key, value: [num_tokens, num_kv_heads, head_dim].
+            keys, values: The cache, [rows, num_kv_heads, capacity, head_dim].
+            rows: [num_tokens] int32; -1: the token is not written.
         """
         tokens, heads, key_dim = key.shape
-        widths = [dim * key.dtype.itemsize for dim in (key_dim, value.shape[2])]
-        unit = 16 if all(width % 16 == 0 for width in widths) else 2
-        key_size, value_size = (width // unit for width in widths)
+        key_nbytes = key_dim * key.dtype.itemsize
+        value_nbytes = value.shape[2] * key.dtype.itemsize
+        unit = 16 if key_nbytes % 16 == 0 and value_nbytes % 16 == 0 else 2
+        key_size = key_nbytes // unit
+        value_size = value_nbytes // unit
         sizes = keys.shape[2], heads, key_size, value_size
         threads = min(128, max(32, key_size, value_size))
         arrays = key, value, keys, values, rows, positions
         self._write[unit].launch(stream, (tokens, heads, 1), threads, *arrays, self.wide, *sizes)
 
     def advance(
-        self, stream: Stream, logits: Array, slots: Array, held: Array, limit: int, samplings: Array, *out: Array
+        self, stream: Stream, logits: Array, slots: Array, positions: Array, limit: int, samplings: Array, *out: Array
     ) -> None:
-        """Choose the next token of each row of logits.
+        """Choose the next token of each row of logits, greedily or as `sampling.draw` does.
 
-        logits [num_requests, vocab_size]; a row is of the slot `slots[row]` (int32; -1: none). The token is the most
-        likely one, or what `sampling.draw` draws, as `samplings[slot]` (`sampling.PARAMETERS`) says. What the draw
-        weighs and its noise are fp32, within the last bits of NumPy's: each ratio of the two within 2^-19 of it. The
-        set that top-p keeps may end a token earlier or later for the same reason. out: found, tokens, positions. The
-        token goes into found [slots] int32, -1 for one that is NaN or infinite, and into tokens [slots], 0 for that;
-        positions [slots] becomes `held[row]` + 1, or 0 where that is `limit`, which no token may have. held
-        [num_requests]: the positions of the tokens that the logits follow; it may be `positions`. Raises CheckError for
-        more than 2^20 tokens.
+        The weights and the noise of a draw are fp32 and within the last bits of NumPy's: the ratio of the two is within
+        2^-19 of NumPy's. For the same reason the set that top-p keeps may have a token more or less.
+
+        Args:
+            logits: [num_requests, vocab_size].
+            slots: [num_requests] int32, the slot of each row; -1: none.
+            positions: [num_requests], of the tokens that the logits follow; may be the same array as in `out`.
+            limit: A new position of `limit` is written as 0: no token may have it.
+            samplings: [slots] of `sampling.PARAMETERS`.
+            out: By slot: next_tokens int32 (-1 if the largest logit is NaN or infinite), token_ids (0 in that case) and
+                positions (the row's plus 1).
+
+        Raises CheckError for more than 2^20 tokens.
         """
         count, size = logits.shape
-        if size > _MOST_TOKENS:
+        if size > _MAX_VOCAB_SIZE:
             raise CheckError(
-                f"vocab_size: expected at most {_MOST_TOKENS} for the kernel that samples, found {size}; use the "
+                f"vocab_size: expected at most {_MAX_VOCAB_SIZE} for the kernel that samples, found {size}; use the "
                 "backend onnxruntime"
             )
-        given = logits, NUMBERS[logits.dtype.name], size, slots, held, limit, samplings
-        self._advance.launch(stream, count, _THREADS, *given, *out, self.wide)
+        arguments = logits, NUMBERS[logits.dtype.name], size, slots, positions, limit, samplings
+        self._advance.launch(stream, count, _THREADS, *arguments, *out, self.wide)
 
-    def largest(self, stream: Stream, part: Array, first: int, slots: Array, told: Array) -> None:
-        """Find the largest logit of each row of a rank's part of the logits.
+    def largest(self, stream: Stream, shard: Array, first: int, slots: Array, rank_argmax: Array) -> None:
+        """Find the largest logit of each row in a rank's shard of the logits; the first of equal ones.
 
-        part [num_requests, columns], of tokens `first` on; of equal ones the first counts. told [num_requests, 2]: the
-        logit float32 (infinity for NaN) and the bits of the token's id int32. Rows without a slot (`slots[row]` -1) get
-        nothing.
+        Args:
+            shard: [num_requests, columns], the logits of tokens `first` on.
+            slots: [num_requests] int32; rows of slot -1 are skipped.
+            rank_argmax: [num_requests, 2]: the logit float32 (infinity for NaN), and the token's id int32 as bits.
         """
-        count, columns = part.shape
-        number = NUMBERS[part.dtype.name]
-        self._largest.launch(stream, count, _THREADS, part, number, columns, first, slots, told)
+        count, columns = shard.shape
+        dtype = NUMBERS[shard.dtype.name]
+        self._largest.launch(stream, count, _THREADS, shard, dtype, columns, first, slots, rank_argmax)
 
-    def choose(self, stream: Stream, told: Array, slots: Array, held: Array, limit: int, *out: Array) -> None:
-        """Choose greedy rows' tokens from told [num_requests, 2 * ranks] (`largest`); write what `advance` writes."""
-        count, columns = told.shape
-        self._choose.launch(stream, count, 32, told, columns // 2, slots, held, limit, *out, self.wide)
+    def choose(
+        self, stream: Stream, gathered_argmax: Array, slots: Array, positions: Array, limit: int, *out: Array
+    ) -> None:
+        """Choose greedy tokens from all ranks' `largest`, [num_requests, 2 * ranks]; the rest as in `advance`."""
+        count, columns = gathered_argmax.shape
+        arguments = gathered_argmax, columns // 2, slots, positions, limit
+        self._choose.launch(stream, count, 32, *arguments, *out, self.wide)
