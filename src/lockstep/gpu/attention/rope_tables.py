@@ -72,12 +72,15 @@ def check_rope_tables(executable: HostExecutable, positions: int, where: str) ->
     limits = np.finfo(graph.dtype)
     relative_bound = 1.5 * limits.eps + 4 * np.finfo(np.float32).eps
     absolute_bound = float(limits.smallest_subnormal) / 2  # a Python float: half of it is 0 in fp16
-    shape = min(positions, graph.batch_size) + 1, sum(graph.heads), graph.dim
-    heads = random.standard_normal(shape, np.float32).astype(graph.dtype)
+    rows = min(positions, graph.batch_size) + 1
+    queries, keys = (
+        random.standard_normal((rows, heads, graph.dim), np.float32).astype(graph.dtype) for heads in graph.heads
+    )
     for batch in _position_batches(positions, graph.batch_size):
         # Append the last position to each batch: the results of the others must not depend on it.
         at = np.append(batch, positions - 1)
-        query, key = np.split(heads[: len(at)], [graph.heads[0]], axis=1)
+        query = queries[: len(at)]
+        key = keys[: len(at)]
         for source, actual in zip((query, key), graph.apply(query, key, at)):
             x = source.astype(np.float32)
             y = x[:, :, tables.partner]
