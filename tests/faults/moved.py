@@ -27,9 +27,9 @@ def of_rows(spoil: Callable[[list[np.ndarray]], None]) -> Callable:
 
     def wrap(right):
         def put(self, slot, content):
-            rows = [array.copy() for array in content.rows]
+            rows = [array.copy() for array in content.arrays]
             spoil(rows)
-            right(self, slot, content._replace(rows=rows))
+            right(self, slot, content._replace(arrays=rows))
 
         return put
 

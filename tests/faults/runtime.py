@@ -325,10 +325,10 @@ def past_short(right):
 
 
 def sums(made: Callable[[list[np.ndarray]], np.ndarray]) -> Change:
-    def adding(parts: list[np.ndarray], result: np.ndarray) -> Callable[[], None]:
-        return lambda: np.copyto(result, made(parts), casting="same_kind")
+    def all_reduce(partials: list[np.ndarray], total: np.ndarray) -> None:
+        np.copyto(total, made(partials), casting="same_kind")
 
-    return instead(ranks, "_adding", lambda right: adding)
+    return instead(ranks, "_all_reduce", lambda right: all_reduce)
 
 
 on_host, on_gpu = (functools.partial(Fault, where=RUNTIME, backends=names) for names in (HOST, ("tensorrt",)))
@@ -344,7 +344,7 @@ FAULTS = (
     on_host("cache-growth-last", "the last token is lost when a request outgrows its row",
             change=instead(KVCache, "reserve", growth_loses(lambda length: slice(max(length - 1, 0), length)))),
     on_host("cache-rows", "what other requests hold is lost when a row is added beside theirs",
-            change=instead(KVCache, "_grown", lambda right: lambda self, old, shape: right(self, None, shape))),
+            change=instead(KVCache, "_copy_rows", lambda right: lambda self, new, old: None)),
     on_host("cache-past", "the last token before a chunk is hidden from it",
             change=instead(HostStep, "_past", past_one_short)),
     on_host("cache-growth-plans", "bound calls still read the cache as it was before it grew",

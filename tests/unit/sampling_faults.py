@@ -41,7 +41,7 @@ def _other_rules(change: Callable[[sampling.Sampling], dict[str, Any]]) -> Fault
         finally:
             self.sampling = was
 
-    return _patch(sampling.Sampler, "_changed", changed)
+    return _patch(sampling.Sampler, "_adjust", changed)
 
 
 def _counting_the_prompt(right: Any, self: sampling.Sampler, *given: Any) -> np.ndarray:
@@ -94,8 +94,8 @@ IN_ENGINE: dict[str, Fault] = {
     "presence for frequency": _other_rules(
         lambda of: {"presence_penalty": of.frequency_penalty, "frequency_penalty": of.presence_penalty}
     ),
-    "penalties count the prompt": _patch(sampling.Sampler, "_changed", _counting_the_prompt),
-    "repetition leaves out the prompt": _patch(sampling.Sampler, "_changed", _without_the_prompt),
+    "penalties count the prompt": _patch(sampling.Sampler, "_adjust", _counting_the_prompt),
+    "repetition leaves out the prompt": _patch(sampling.Sampler, "_adjust", _without_the_prompt),
     "top-k one more": _patch(sampling, "probabilities", lambda right, row, of: right(row, _top_k(of, 1))),
     "top-k one less": _patch(sampling, "probabilities", lambda right, row, of: right(row, _top_k(of, -1))),
     "top-p before top-k": _patch(sampling, "probabilities", lambda right, row, of: _top_p_first(right, row, of)),

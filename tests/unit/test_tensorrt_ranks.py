@@ -453,7 +453,7 @@ def test_ranks_that_differ_are_told_when_asked_for(open_model, gpu, monkeypatch:
     model.step([Advance(0, np.arange(6), 0)])
     (table,) = model._executor.ranks[1].network.embedding.run.weights.values()
     gpu.array(table.address, table.shape, table.dtype)[3] *= 2
-    with pytest.raises(CheckError, match=r"rank 1 \(GPU 1\): expected the values behind the last layer of rank 0 to"):
+    with pytest.raises(CheckError, match=r"rank 1 \(GPU 1\): expected the values after the last layer of rank 0 to"):
         model.step([Advance(0, np.array([3]), 6)])
 
 

@@ -772,7 +772,7 @@ def test_a_cache_leaves_room_for_graphs(open_model, form, monkeypatch):
     from lockstep.gpu.attention import make
 
     network = open_model()._executor.ranks[0].network
-    monkeypatch.setattr(make, "_LEFT", 1 << 20)
+    monkeypatch.setattr(make, "_OTHER_NBYTES", 1 << 20)
     for free, share in ((100 << 20, 0.9), (5 << 20, 0.8), (1 << 20, 0.5)):
         pool = make.make_tables(network, 1000, 4096, None, free).pool
         assert 0 <= free * share - pool.num_pages * pool.page_nbytes < pool.page_nbytes

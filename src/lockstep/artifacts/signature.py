@@ -50,6 +50,11 @@ class IO(JsonObject):
         return f"{self.dtype} [{', '.join(map(str, self.shape))}]"
 
 
+def concrete_shape(shape: Sequence[int | str], sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Return a shape with the sizes of its named dimensions."""
+    return tuple([sizes[dim] if isinstance(dim, str) else dim for dim in shape])
+
+
 @dataclass(frozen=True)
 class Signature(JsonObject):
     """The inputs and outputs of a graph, and its slots: the inputs that take weights."""

@@ -443,7 +443,7 @@ def _compile(source: str, options: tuple[str, ...], capability: tuple[int, int])
 
 
 class _Module:
-    """The kernels of a compiled source, by name, on the device that was current at loading."""
+    """A compiled module: module["name"] is a kernel, on the device that was current at loading."""
 
     def __init__(self, code: bytes):
         self._module = check(driver.cuModuleLoadData(code))

@@ -485,16 +485,16 @@ class GpuExecutor:
             all_tokens = np.zeros(min(tokens, max_tokens), np.int64)
             prompts = np.array_split(all_tokens, -(-len(all_tokens) // longest))
             chunks = [Advance(slot, prompt, 0) for slot, prompt in enumerate(prompts)]
-            self._warm_pass(chunks, adapted, whole=True)
+            self._warm_pass(chunks, adapted, capture=True)
 
     def _warm_pass(
-        self, chunks: Sequence[Advance], adapted: bool, decoding: Sequence[Advance] = (), whole: bool = False
+        self, chunks: Sequence[Advance], adapted: bool, decoding: Sequence[Advance] = (), capture: bool = False
     ) -> None:
-        """Run a pass that changes no cache until its graphs are captured; whole: the graph of the whole pass, too."""
+        """Run a pass that changes no cache until its graphs are captured; capture: the graph of the whole pass, too."""
         self._run_pass(decoding, chunks, adapted, False, write=False)
-        self._run_pass(decoding, chunks, adapted, False, write=False, whole=whole)
-        if whole:
-            self._run_pass(decoding, chunks, adapted, False, write=False, whole=True)
+        self._run_pass(decoding, chunks, adapted, False, write=False, capture=capture)
+        if capture:
+            self._run_pass(decoding, chunks, adapted, False, write=False, capture=True)
 
     def _reserve(self, advances: Sequence[Advance], lengths: np.ndarray) -> None:
         """Reserve pages for a step; lengths: the tokens that each slot holds before it."""
@@ -566,11 +566,11 @@ class GpuExecutor:
         adapted: bool,
         drawn: bool,
         write: bool = True,
-        whole: bool = False,
+        capture: bool = False,
     ) -> list[StepCalls]:
         """Run a prefill pass, as one graph if its layout was captured.
 
-        write: see `PromptInputs.send`. whole: capture the next pass of this layout whole, however often it came.
+        write: see `PromptInputs.send`. capture: capture the next pass of this layout whole, however often it came.
         """
         inputs = [rank.send(decoding, chunks, write) for rank in self.group.on_each_device()]
         layout = self.ranks[0].layout(*inputs[0])
@@ -583,7 +583,7 @@ class GpuExecutor:
         steps = self.group.run_pass(passes)
         if layout is not None:
             self._pass_counts[key] += 1
-            is_due = whole or self._pass_counts[key] == _CAPTURED_AFTER
+            is_due = capture or self._pass_counts[key] == _CAPTURED_AFTER
             if is_due and len(self._captured) < _MAX_CAPTURED_PASSES:
                 self._captured[key] = steps
         return steps

@@ -1,4 +1,4 @@
-"""Load cuBLAS, cuDNN and NVRTC when they are needed, with an error in one line if one is missing."""
+"""Load cuBLAS, cuDNN and NVRTC when they are needed."""
 
 from __future__ import annotations
 

@@ -41,8 +41,8 @@ class GpuProgram:
 
     Attributes:
         by_profiles: The engine has optimization profiles: a call takes as long as at its profile's largest size.
-        tensors: All inputs and outputs, by name.
-        slots: Shape and dtype of each weight input, by name.
+        tensors: {name: input or output}.
+        slots: {name: (shape, dtype)} of each weight input.
     """
 
     by_profiles: bool

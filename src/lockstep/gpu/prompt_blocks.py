@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.artifacts.signature import concrete_shape
 from lockstep.gpu import cuda
 from lockstep.gpu.attention.base import Call, Calls
 from lockstep.gpu.program import Bound, GpuProgram, Shapes
@@ -92,9 +93,6 @@ class PromptPass:
     def _context(self, part: BoundPiece) -> tuple[Any, Shapes]:
         key = part.program, part.inputs
         if key not in self._contexts:
-            shapes = {name: self._sizes(shape) for name, shape in part.inputs}
+            shapes = {name: concrete_shape(shape, self._dims) for name, shape in part.inputs}
             self._contexts[key] = part.program.context_for(shapes, exclusive=False), shapes
         return self._contexts[key]
-
-    def _sizes(self, shape: Sequence[int | str]) -> tuple[int, ...]:
-        return tuple([self._dims[size] if isinstance(size, str) else size for size in shape])

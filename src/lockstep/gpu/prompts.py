@@ -44,7 +44,7 @@ class Inputs:
     adapter_ids: cuda.Array
 
     def values(self) -> dict[str, cuda.Array]:
-        """Return the inputs of blocks, by name."""
+        """Return {name: array} of the inputs of blocks."""
         names = ("token_ids", "position_ids", "logit_rows", IDS)
         return {name: getattr(self, name) for name in names}
 

@@ -22,7 +22,7 @@ class ResidentAdapters:
         self._rank = max_lora_rank
         self._stream = stream
         self.loads = np.full(arrays[0].b.shape[0] // max_lora_rank + 1, -1, np.int64)
-        self._packed: dict[str, np.ndarray] = {}  # by name, page-locked
+        self._packed: dict[str, np.ndarray] = {}  # by adapter, page-locked
         self._staging = cuda.empty((0,), arrays[0].a.dtype)
         for lora in arrays:
             for array in (lora.a, lora.b):

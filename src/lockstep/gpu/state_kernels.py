@@ -1,4 +1,4 @@
-"""The kernels of recurrent token mixers: what they are compiled for, and a NumPy reference of what they compute."""
+"""The kernels of recurrent token mixers: their compile-time sizes, and a NumPy reference."""
 
 from __future__ import annotations
 

@@ -153,8 +153,8 @@ class Model:
         where the largest logit is NaN or infinite.
 
         following: the next step as far as it is known: prompts, and slots of this step that continue with the token
-        that it chooses (`PREVIOUS_TOKEN`); True for the latter in all slots. A GPU launches it before the tokens of this step
-        are back (`async_scheduling`). The step that then follows may be a part of it, or any other.
+        that it chooses (`PREVIOUS_TOKEN`); True for the latter in all slots. A GPU launches it before the tokens of
+        this step are back (`async_scheduling`). The step that then follows may be a part of it, or any other.
         """
         next_advances = then_decode(advances) if following is True else following or ()
         return self._run(advances, lambda advances: self._executor.tokens(advances, next_advances))

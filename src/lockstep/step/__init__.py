@@ -1,4 +1,1 @@
-"""One step of a model, from requests to logits or tokens.
-
-Requests in; a packed batch; calls of engines; logits or tokens out.
-"""
+"""One step of a model: requests are packed into a batch, engines run, and logits or tokens come out."""

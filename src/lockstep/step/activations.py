@@ -1,7 +1,4 @@
-"""An assembly whose engines have another activation dtype than its graphs.
-
-Some backends run float32 graphs with activations of another dtype.
-"""
+"""The assembly of engines whose activations have another dtype than the graphs."""
 
 from __future__ import annotations
 
@@ -17,33 +14,34 @@ _STATES = ("past_state", "state_out")
 
 
 def with_activations(assembly: Assembly, dtype: str) -> Assembly:
-    """Return the assembly with float32 inputs and outputs of all graphs as `dtype`.
+    """Return the assembly with the float32 inputs and outputs of all graphs as `dtype`, except weights and states."""
 
-    Slots, which say what the weights are, stay, and so do states.
-    """
+    def cast_io(io: IO) -> IO:
+        if io.dtype != "float32" or io.name in _STATES:
+            return io
+        return replace(io, dtype=dtype)
 
-    def own(ios: tuple[IO, ...]) -> tuple[IO, ...]:
-        return tuple(replace(io, dtype=dtype) if io.dtype == "float32" and io.name not in _STATES else io for io in ios)
+    def cast_graph(graph: _Graph) -> _Graph:
+        signature: Signature = graph.signature
+        inputs = tuple(map(cast_io, signature.inputs))
+        outputs = tuple(map(cast_io, signature.outputs))
+        return replace(graph, signature=Signature(inputs, outputs, signature.slots))
 
-    def graph(of: _Graph) -> _Graph:
-        signature: Signature = of.signature
-        return replace(of, signature=Signature(own(signature.inputs), own(signature.outputs), signature.slots))
-
-    def variant(of: _Mixer) -> _Mixer:
-        return replace(of, prefill=graph(of.prefill), decode=graph(of.decode))
+    def cast_mixer(mixer: _Mixer) -> _Mixer:
+        return replace(mixer, prefill=cast_graph(mixer.prefill), decode=cast_graph(mixer.decode))
 
     ranks = assembly.tensor_parallel
     if ranks is not None:
         ranks = replace(
             ranks,
-            graphs={name: graph(each) for name, each in ranks.graphs.items()},
-            variants={name: variant(each) for name, each in ranks.variants.items()},
+            graphs={name: cast_graph(graph) for name, graph in ranks.graphs.items()},
+            variants={name: cast_mixer(variant) for name, variant in ranks.variants.items()},
         )
     return replace(
         assembly,
         dtype=dtype,
-        classes={name: graph(each) for name, each in assembly.classes.items()},
-        variants={name: variant(each) for name, each in assembly.variants.items()},
-        state_mixers={name: variant(each) for name, each in assembly.state_mixers.items()},
+        classes={name: cast_graph(graph) for name, graph in assembly.classes.items()},
+        variants={name: cast_mixer(variant) for name, variant in assembly.variants.items()},
+        state_mixers={name: cast_mixer(mixer) for name, mixer in assembly.state_mixers.items()},
         tensor_parallel=ranks,
     )

@@ -1,7 +1,4 @@
-"""What one step is asked for, and its checks.
-
-A list of `Advance` in; cache rows, starts and packed layout out.
-"""
+"""The request for a step, its checks, and the interface of executors."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ class Advance:
 
     @property
     def num_rows(self) -> int:
-        """Return the rows of logits, or next tokens, that a step gives of it."""
+        """Return the number of next tokens, or rows of logits, that a step returns for it."""
         return len(self.tokens) if self.verifies else 1
 
 
@@ -56,143 +53,120 @@ PREVIOUS_TOKEN = np.array([-1], np.int64)
 
 
 def then_decode(advances: Sequence[Advance]) -> list[Advance]:
-    """Return the step behind `advances`, with one more token of each request."""
-    return [Advance(each.slot, PREVIOUS_TOKEN, each.start + len(each.tokens)) for each in advances]
+    """Return the step after `advances`, in which each request decodes one token."""
+    return [Advance(advance.slot, PREVIOUS_TOKEN, advance.start + len(advance.tokens)) for advance in advances]
 
 
 class Executor(Protocol):
-    """Runs steps on a device.
+    """Runs steps on a device, with a KV cache for slots 0 to `num_slots`-1.
 
-    `lengths[slot]`: tokens that a slot holds, of at most `max_seq_len`; slots are 0 to `num_slots`-1. `tables` names
-    the pages that the cache is made of.
+    `lengths[slot]`: tokens that a slot holds, of at most `max_seq_len`. `tables`: the pages of each slot.
 
-    `Model` checks a step before it, resets slots that new requests take, and sets `lengths` behind it. `share` to
-    `swap_in` are called only where `tables.shares` is not None.
+    `Model` checks a step before, resets the slots of new requests, and sets `lengths` after a step. `share` to
+    `swap_in` are called only if `tables.shares` is not None.
     """
 
     num_slots: int
     max_seq_len: int
     tables: PageTables
-    async_scheduling: bool  # a step that `tokens` is told of is begun before the tokens of the one before are known
+    async_scheduling: bool  # the step that `tokens` gets as `following` is launched speculatively
 
     @property
     def lengths(self) -> np.ndarray: ...
 
     @property
     def in_flight(self) -> bool:
-        """Return whether a step was begun whose tokens were not taken yet."""
+        """Return whether a step was launched speculatively and not taken yet."""
         ...
 
     @property
     def max_verify_tokens(self) -> int:
-        """Return the tokens of a step that `verifies`: more cost as much as steps of their own; 0: none does."""
+        """Return the tokens of a step that verifies, up to which it is faster than several steps; 0: unsupported."""
         ...
 
     def warm_up(self) -> None:
-        """Prepare all that steps are made of: see `Model.warm_up`."""
+        """Run all calls once: see `Model.warm_up`."""
         ...
 
     def reset(self, slot: int) -> None:
-        """Forget what a slot holds; its pages go back."""
+        """Clear a slot and release its pages."""
         ...
 
     def room(self, length: int) -> int:
-        """Return how many tokens can follow `length` tokens before a slot's memory is laid out anew."""
+        """Return how many tokens fit after `length` tokens before a slot's memory must grow."""
         ...
 
     def keep(self, slot: int, length: int) -> None:
-        """Forget the tokens of a slot behind its first `length`, as if they had never come."""
+        """Truncate a slot to `length` tokens."""
         ...
 
     def logits(self, advances: Sequence[Advance]) -> np.ndarray:
-        """Take a step and return the logits behind each request's last token, or all that it verifies.
+        """Run a step; return the logits after each request's last token, or after each token that it verifies.
 
-        [sum of `num_rows`, vocab_size] float32, in the order of the list. Raises InputError, and changes nothing, when
-        the pool lacks pages for it.
+        [sum of `num_rows`, vocab_size] float32, in the order of `advances`. Raises InputError, and changes nothing, if
+        the pool has too few free pages.
         """
         ...
 
     def tokens(self, advances: Sequence[Advance], following: Sequence[Advance]) -> np.ndarray:
-        """Take a step and return each request's next token, [sum of `num_rows`] int64.
+        """Run a step; return the next tokens, [sum of `num_rows`] int64, chosen as set by `set_sampling`.
 
-        The tokens are chosen as `set_sampling` says; -1 where the largest logit is NaN or infinite. following:
-        `Model.step_tokens`.
+        A token is -1 if the largest logit is NaN or infinite. following: see `Model.step_tokens`.
         """
         ...
 
-    def tokens_and_logits(self, advances: Sequence[Advance], wanted: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Take a step and return each request's next token, and some logits.
-
-        The tokens are as of `tokens`; the logits [len(wanted), vocab_size] float32 are of these rows.
-        """
+    def tokens_and_logits(
+        self, advances: Sequence[Advance], logit_rows: Sequence[int]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Run a step; return what `tokens` does, and the logits of some rows, [len(logit_rows), vocab_size] float32."""
         ...
 
     def set_sampling(self, slot: int, sampling: Sampling, choice: int) -> None:
-        """Choose a slot's tokens by `sampling.draw` from now on.
+        """Set how a slot's tokens are chosen from now on: by `sampling.draw`, or greedily at temperature 0.
 
-        choice: number of the choice of its request. At temperature 0, as at first, the most likely token is chosen.
-        What needs logits (`Sampling.needs_logits`) is ignored.
+        choice: number of the choice within its request. Parameters that need logits on the host
+        (`Sampling.needs_logits`) are ignored.
         """
         ...
 
     def take_adapters(
         self, arrays: Sequence[LoraArrays], max_lora_rank: int, adapter_slots: np.ndarray
     ) -> AdapterWriter | None:
-        """Compute each slot from now on with an adapter.
+        """Use adapters from now on: those in slots of `arrays`, by request slot.
 
-        Slot `slot` gets the one in adapter slot `adapter_slots[slot]` of `arrays`, none for -1. adapter_slots: int64
-        [num_slots], which changes between steps. Returns what writes adapters into the arrays; None: they are the
-        host's.
+        adapter_slots: int64 [num_slots], the adapter slot of each slot's request or -1, which the caller changes
+        between steps. Returns a writer of adapters into the arrays; None if they are host arrays.
         """
         ...
 
     def share(self, slot: int, pages: Sequence[int]) -> None:
-        """Make an empty slot hold the tokens of `pages`, which are a prefix.
-
-        Where `tables.shares`, its table begins with them; else they are copied.
-        """
+        """Put the prefix in `pages` into an empty slot: its table starts with them if `tables.shares`, else copy."""
         ...
 
     def store(self, slot: int, start: int, pages: Sequence[int]) -> None:
-        """Copy the slot's tokens from `start` on into `pages`.
-
-        Not called where `tables.shares`.
-        """
+        """Copy the slot's tokens from `start` on into `pages`. Not called if `tables.shares`."""
         ...
 
     def fork(self, slot: int, other: int) -> None:
-        """Make another slot hold what a slot holds.
-
-        Where `tables.shares`, the other's table begins with the slot's full pages already; what is behind them is
-        copied.
-        """
+        """Copy a slot to another; if `tables.shares`, only what its full pages, which both tables have, lack."""
         ...
 
     def move(self, slot: int, other: int) -> None:
-        """Make a slot that holds nothing hold what another one holds, which is reset.
-
-        The table is the other's already. Called only where `tables.shares`.
-        """
+        """Move a slot's contents to an empty slot, whose table has the pages already. Only if `tables.shares`."""
         ...
 
     def swap_out(self, slot: int) -> Any:
-        """Copy what a slot holds to the host's memory, and reset the slot.
-
-        Returns what `swap_in` takes.
-        """
+        """Copy a slot to host memory and reset it; return the copy, for `swap_in`."""
         ...
 
     def swap_in(self, slot: int, swapped: Any) -> None:
-        """Make a slot, which has pages and holds nothing, hold what was swapped out."""
+        """Copy what was swapped out into a slot that has pages."""
         ...
 
 
 def check(advances: Sequence[Advance], cache: Executor, vocab_size: int, max_num_tokens: int | None) -> None:
-    """Check that a step can be taken; changes nothing.
-
-    Raises InputError, one line, where it cannot.
-    """
-    seen = set()
+    """Raise InputError if a step is invalid."""
+    slots = set()
     total = 0
     for advance in advances:
         slot = advance.slot
@@ -200,9 +174,9 @@ def check(advances: Sequence[Advance], cache: Executor, vocab_size: int, max_num
         count = len(advance.tokens)
         if not 0 <= slot < cache.num_slots:
             raise InputError(f"step: slot: expected 0 to {cache.num_slots - 1}, found {slot}")
-        if slot in seen:
+        if slot in slots:
             raise InputError(f"step: slot {slot}: expected once in a step, found twice")
-        seen.add(slot)
+        slots.add(slot)
         if start and start != cache.lengths[slot]:
             raise InputError(
                 f"step: slot {slot}: start: expected 0 or {cache.lengths[slot]}, the tokens it holds, found {start}"
@@ -213,7 +187,10 @@ def check(advances: Sequence[Advance], cache: Executor, vocab_size: int, max_num
             raise InputError(
                 f"step: slot {slot}: expected at most {cache.max_seq_len} tokens (max_seq_len), found {start + count}"
             )
-        low, high = (advance.tokens[0],) * 2 if count == 1 else (np.min(advance.tokens), np.max(advance.tokens))
+        low = high = advance.tokens[0]
+        if count > 1:  # a token of a decode step is not worth a reduction
+            low = np.min(advance.tokens)
+            high = np.max(advance.tokens)
         if low < 0 or high >= vocab_size:
             raise InputError(
                 f"step: slot {slot}: tokens: expected 0 to {vocab_size - 1}, found {low if low < 0 else high}"

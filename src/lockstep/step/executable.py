@@ -17,10 +17,9 @@ class Executable(Protocol):
     """An engine with its weights."""
 
     def prepare(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Run:
-        """Return a call that reads `inputs` and writes `outputs` in place.
+        """Return a call that reads `inputs` and writes `outputs` in place, and keeps the arrays alive.
 
-        It may be called any number of times. Arrays must be contiguous and of the engine's dtypes; they are kept alive
-        by the call. Raises CheckError otherwise.
+        Raises CheckError if arrays are not contiguous or not of the engine's dtypes.
         """
         ...
 
@@ -37,23 +36,23 @@ class Declared(Protocol):
 
 @runtime_checkable
 class DeviceExecutable(Executable, Protocol):
-    """An engine on arrays of a device, which `run_once` calls with host arrays."""
+    """An engine on device arrays, which `run_once` calls with host arrays."""
 
     def run_once(
         self, inputs: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray], profile: int | None = None
     ) -> dict[str, np.ndarray]:
-        """Return the outputs for `inputs`, the graph's, in the shapes and dtypes of `like`.
+        """Return the outputs for the graph's `inputs`, in the shapes and dtypes of `like`.
 
-        Both are cast to the engine's dtypes. profile: of the engine, where it has several; by default as a step has it.
+        profile: the engine's profile to run in; None: the one that a step uses.
         """
         ...
 
 
 @runtime_checkable
 class HasAdapterRows(Executable, Protocol):
-    """An engine whose weights have rows that adapters are written to.
+    """An engine with rows in its weights for adapters.
 
-    By input lora_A of its graph an array [max_adapters * max_lora_rank, in_features], A transposed.
+    adapter_rows: by input lora_A of its graph, an array [max_adapters * max_lora_rank, in_features] for A transposed.
     """
 
     @property
@@ -62,10 +61,7 @@ class HasAdapterRows(Executable, Protocol):
 
 @runtime_checkable
 class HostExecutable(Executable, Protocol):
-    """An engine on NumPy arrays, which declares its inputs and outputs.
-
-    `where`: its file, for errors.
-    """
+    """An engine on NumPy arrays, which declares its inputs and outputs; where: its file, for errors."""
 
     @property
     def where(self) -> str: ...
@@ -77,7 +73,7 @@ class HostExecutable(Executable, Protocol):
     def outputs(self) -> Mapping[str, Declared]: ...
 
 
-@functools.cache  # a protocol looks at all of its attributes
+@functools.cache  # the check of a protocol is slow
 def _runs_on_device(kind: type) -> bool:
     return issubclass(kind, DeviceExecutable)
 
@@ -85,7 +81,7 @@ def _runs_on_device(kind: type) -> bool:
 def run_once(
     executable: Executable, inputs: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray], profile: int | None = None
 ) -> dict[str, np.ndarray]:
-    """Run an engine of a device or of the host on NumPy arrays: see `DeviceExecutable`."""
+    """Run any engine on NumPy arrays: see `DeviceExecutable`."""
     if _runs_on_device(type(executable)):
         return cast(DeviceExecutable, executable).run_once(inputs, like, profile)
     engine = cast(HostExecutable, executable)
@@ -95,15 +91,14 @@ def run_once(
     return {name: array.astype(like[name].dtype, copy=False) for name, array in outputs.items()}
 
 
-def check_bound(given: Mapping[str, np.ndarray], declared: Mapping[str, Declared], where: str) -> None:
-    """Check arrays against the names and dtypes that a host engine declares.
+def check_bound(arrays: Mapping[str, np.ndarray], declared: Mapping[str, Declared], where: str) -> None:
+    """Raise CheckError if arrays differ from a host engine's names and dtypes, or are not contiguous.
 
-    Raises CheckError for others and for arrays that are not contiguous: a library would copy such an array silently,
-    and write to the copy.
+    A library would copy a non-contiguous array silently, and write its output to the copy.
     """
-    if set(given) != set(declared):
-        raise CheckError(f"{where}: expected arrays for {sorted(declared)}, found {sorted(given)}")
-    for name, array in given.items():
+    if set(arrays) != set(declared):
+        raise CheckError(f"{where}: expected arrays for {sorted(declared)}, found {sorted(arrays)}")
+    for name, array in arrays.items():
         if not array.flags.c_contiguous:
             raise CheckError(f"{where}: expected a contiguous array for {name!r}, found strides {array.strides}")
         if array.dtype != declared[name].dtype:

@@ -1,7 +1,4 @@
-"""Greedy decoding: logits in, the most likely tokens out.
-
-The logits are those of one rank, or parts of them on several.
-"""
+"""Greedy decoding: the most likely tokens of logits, which may be sharded over ranks."""
 
 from __future__ import annotations
 
@@ -11,31 +8,24 @@ import numpy as np
 
 
 def most_likely(logits: np.ndarray) -> np.ndarray:
-    """Return the first of the largest logits of each row, [rows] int64.
-
-    logits: [rows, vocab_size]. -1 where the largest is NaN or infinite.
-    """
+    """Return the argmax of each row of logits [rows, vocab_size], int64; -1 if the maximum is NaN or infinite."""
     return np.where(np.isfinite(logits.max(axis=1)), logits.argmax(axis=1), -1)
 
 
 def largest(part: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the largest logit of each row of a rank's part, and its token.
+    """Return (token ids [rows] int32, logits [rows] float32) of the argmax of each row of a rank's shard.
 
-    part: logits [rows, columns] of tokens `first` on. Returns (token ids [rows] int32, logits [rows] float32), of equal
-    logits the first; infinity for NaN.
+    part: logits [rows, columns] of tokens `first` on. NaN counts as infinity.
     """
     values = np.where(np.isnan(part), np.inf, part.astype(np.float32))
     tokens = values.argmax(axis=1)
     return (first + tokens).astype(np.int32), values[np.arange(len(values)), tokens].astype(np.float32)
 
 
-def most_likely_of_ranks(found: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
-    """Return `most_likely` of the logits of all ranks.
-
-    found: `largest` of each rank, in the order in which their tokens follow each other.
-    """
-    logits = np.stack([values for _, values in found], axis=1)
-    tokens = np.stack([ids for ids, _ in found], axis=1).astype(np.int64)
+def most_likely_of_ranks(by_rank: Sequence[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+    """Return `most_likely` of all ranks' logits; by_rank: `largest` of each rank, in order."""
+    logits = np.stack([values for _, values in by_rank], axis=1)
+    tokens = np.stack([ids for ids, _ in by_rank], axis=1).astype(np.int64)
     chosen = logits.argmax(axis=1)[:, None]
     best = np.take_along_axis(logits, chosen, axis=1)
     return np.where(np.isfinite(best), np.take_along_axis(tokens, chosen, axis=1), -1)[:, 0]

@@ -1,6 +1,6 @@
-"""The memory that this process may have: the machine's, or less where its control groups say so.
+"""The memory available to this process: the machine's, or less if its control groups limit it, as in a container.
 
-The kernel's documents "cgroup-v2" and "cgroup-v1/memory" have the files. A container's limit is that of its group.
+The files are documented in the kernel's "cgroup-v2" and "cgroup-v1/memory".
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ from pathlib import Path
 
 _ROOT = Path("/sys/fs/cgroup")
 _GROUPS = Path("/proc/self/cgroup")
-# Names of version 2, and of version 1: limit, use, and in memory.stat what the kernel gives up first.
+# Files of version 2 and of version 1: limit and usage; and the field of memory.stat that the kernel reclaims first.
 _V2 = ("memory.max", "memory.current", "inactive_file")
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def total_bytes() -> int:
-    """Return the bytes that this process and its neighbours in its groups may have."""
+    """Return the memory limit in bytes, which other processes in the same groups share."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([machine, *(limit for limit, _ in _limits())])
 
 
 def free_bytes() -> int:
-    """Return the bytes that are free, of the machine's and of each group's."""
+    """Return the bytes that are free on the machine and within the limit of every group."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     return max(0, min([machine, *(limit - used for limit, used in _limits())]))
 
 
 def _limits() -> Iterator[tuple[int, int]]:
     """Yield (limit, use) in bytes of each group with a limit, up to the root."""
-    for folder, (limit, usage, reclaimed) in _groups():
-        most = _number(folder / limit)
-        used = _number(folder / usage)
-        if most is not None and used is not None:
-            yield most, max(0, used - _of_stat(folder / "memory.stat", reclaimed))
+    for folder, (limit_file, usage_file, reclaimable) in _groups():
+        limit = _number(folder / limit_file)
+        used = _number(folder / usage_file)
+        if limit is not None and used is not None:
+            yield limit, max(0, used - _of_stat(folder / "memory.stat", reclaimable))
 
 
 def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
@@ -43,21 +43,21 @@ def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
     except OSError:
         return
     for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
+        _, _, group_and_path = line.partition(":")
+        controllers, _, path = group_and_path.partition(":")
         if controllers and "memory" not in controllers.split(","):
             continue
         root, names = (_ROOT / "memory", _V1) if controllers else (_ROOT, _V2)
-        # In a container the path may be the host's, and what is mounted the container's own: the root is looked at too.
-        folder = root / path.lstrip("/")
-        for each in (folder, *folder.parents):
-            yield each, names
-            if each == root:
+        # In a container the path may be the host's while the container's own group is mounted at the root.
+        group = root / path.lstrip("/")
+        for folder in (group, *group.parents):
+            yield folder, names
+            if folder == root:
                 break
 
 
 def _number(path: Path) -> int | None:
-    """Return the number in a file; None where there is none, as in "max"."""
+    """Return the number in a file; None if it has none, such as "max"."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):

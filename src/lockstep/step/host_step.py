@@ -1,17 +1,15 @@
-"""The calls of one step on the host, bound to buffers, for one layout.
+"""The calls of a step on the host, bound to buffers for one layout. Running them allocates nothing.
 
-Running them allocates nothing.
+Packed tokens start with the decoding rows, one token per row. The rows of one capacity are contiguous, `low` to `high`,
+so that queries, the cache and the attention output are plain slices. A row in between that doesn't decode has a dummy
+token, which costs less than gathering; it is at the position after the row's last token, because an engine may write
+its key and value to the cache. The chunks of prompts follow.
 
-Tokens are packed with the decoding rows first, one token a row. Rows of one capacity of the cache lie together, `low`
-to `high` without a gap, so that queries, the cache and the attention's result are plain slices; a row in between that
-does not decode carries a dummy token, which costs less than gathering. It stands behind what the row holds, for an
-engine may put its key and value into the cache. Behind them come the prompts (or chunks), one after another.
+Each chunk is a separate call that reads only its past, not the row's whole capacity: so its bits depend on its request
+only.
 
-A chunk reads just its own past, not the row's whole capacity, and is one call of its own: what it computes depends on
-its request alone, to the bit.
-
-Tokens that are verified lie among the chunks. Their attention is that of decoding, one call a token, behind each of
-which its key and value go to the cache: so each token's bits are those of a step of its own.
+Tokens that are verified are packed among the chunks. Each runs the decode attention in a separate call, after which its
+key and value are written to the cache: so it has the bits of a decode step.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from typing import Protocol
 import numpy as np
 
 from lockstep.artifacts.adapters import IDS
-from lockstep.artifacts.signature import IO
+from lockstep.artifacts.signature import IO, concrete_shape
 from lockstep.step.executable import HostExecutable, Run
 from lockstep.step.greedy import largest, most_likely, most_likely_of_ranks
 from lockstep.step.kv_cache import CacheRow, KVCache
@@ -35,7 +33,7 @@ from lockstep.step.ranks import RankBlock
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows `low` to `high`-1 of one capacity of the cache, which bring one token each."""
+    """Rows `low` to `high`-1 of one capacity of the cache, with one token each."""
 
     capacity: int
     low: int
@@ -48,9 +46,9 @@ class Rows:
 
 @dataclass(frozen=True)
 class Chunk:
-    """`count` tokens of one request, behind the `start` tokens that it holds.
+    """`count` tokens of a request that holds `start` tokens.
 
-    place: its row of the cache. keeps_states: a copy of the states behind it goes to `HostStep.kept_states`.
+    place: its row of the cache. keeps_states: copy the states after the chunk to `HostStep.kept_states`.
     """
 
     place: CacheRow
@@ -65,7 +63,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Verified:
-    """`count` tokens of one request, each computed as in a step of its own. place: its row of the cache."""
+    """`count` tokens of a request, each computed as in a decode step. place: its row of the cache."""
 
     place: CacheRow
     count: int
@@ -73,9 +71,9 @@ class Verified:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the tokens of a step lie: decoding rows, then chunks, and tokens that are verified.
+    """The packed tokens of a step: decoding rows, then chunks and tokens that are verified.
 
-    `num_logits` rows reach lm_head.
+    num_logits: rows that go through lm_head.
     """
 
     decoding: tuple[Rows, ...]
@@ -83,8 +81,8 @@ class Layout:
     num_logits: int
 
     @property
-    def comes_again(self) -> bool:
-        """Return whether steps of this layout may follow each other: a chunk's place in its prompt comes once."""
+    def is_reusable(self) -> bool:
+        """Return whether later steps may have this layout: not with a chunk, which is at its position only once."""
         return all(isinstance(chunk, Verified) for chunk in self.chunks)
 
     @property
@@ -97,27 +95,29 @@ class Layout:
 
     def slices(self) -> list[slice]:
         """Return the packed tokens of each of `decoding`, then of each of `chunks`."""
-        found = []
+        slices = []
         offset = 0
         for count in (*(rows.count for rows in self.decoding), *(chunk.count for chunk in self.chunks)):
-            found.append(slice(offset, offset + count))
+            slices.append(slice(offset, offset + count))
             offset += count
-        return found
+        return slices
 
 
 class RowAttention:
-    """The attention of one row of the cache in one layer, as it decodes: bound once, for all layouts.
+    """The decode attention of one row of the cache in one layer, bound once for all layouts.
 
-    Call it with a token's query, key, value and position; it gives the token's attention, and puts its key and value
-    into the row.
+    A call takes a token's query, key, value and position, writes its attention, and writes its key and value to the
+    row.
     """
 
     def __init__(self, layer_attention: LayerAttention, past: tuple[np.ndarray, np.ndarray], dtype: np.dtype):
         signature = layer_attention.variant.decode.signature
         shape = layer_attention.cache
         position = np.zeros(1, np.int64)  # a token's position is the length of its past
-        own = {"past_key": past[0], "past_value": past[1], "past_lengths": position, "position_ids": position}
-        self._inputs = {io.name: own[io.name] if io.name in own else _one_token(io) for io in signature.inputs}
+        bound = {"past_key": past[0], "past_value": past[1], "past_lengths": position, "position_ids": position}
+        self._inputs = {}
+        for io in signature.inputs:
+            self._inputs[io.name] = bound[io.name] if io.name in bound else _one_token(io)
         self._position = position
         self._attention = _one_token(layer_attention.attention)
         self._new = [np.empty((1, shape.num_kv_heads, dim), dtype) for dim in (shape.head_dim, shape.value_head_dim)]
@@ -125,10 +125,10 @@ class RowAttention:
         self._run = layer_attention.engines["decode"].prepare(self._inputs, outputs)
         self._cached = [array[0].swapaxes(0, 1) for array in past]
 
-    def __call__(self, given: Mapping[str, np.ndarray], attention: np.ndarray) -> None:
+    def __call__(self, inputs: Mapping[str, np.ndarray], attention: np.ndarray) -> None:
         for name in ("query", "key", "value"):
-            self._inputs[name][:] = given[name]
-        self._position[:] = given["position_ids"]
+            self._inputs[name][:] = inputs[name]
+        self._position[:] = inputs["position_ids"]
         self._run()
         attention[:] = self._attention
         for cached, new in zip(self._cached, self._new):
@@ -136,24 +136,26 @@ class RowAttention:
 
 
 def _one_token(io: IO) -> np.ndarray:
-    """Return a buffer for one token of an input or output."""
+    """Return a buffer for one token."""
     return np.empty([1 if isinstance(dim, str) else dim for dim in io.shape], io.numpy_dtype)
 
 
 class Observer(Protocol):
-    """Is shown what passes between the blocks of a step, while it runs; arrays are read at once."""
+    """Sees the values between the blocks of a running step; it must copy arrays that it keeps."""
 
     def step(self, tokens: PackedTokens) -> None: ...
 
     def block(self, part: str, layer: int, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> None:
-        """Show a block. part: "block" before the attention of `layer`, or "exit", whose rows are `logit_rows`."""
+        """See a block's inputs and outputs.
+
+        part: "block", before the attention of `layer`, or "exit", whose outputs have the rows `logit_rows`.
+        """
 
 
 class HostStep:
-    """Buffers and bound calls of a layout.
+    """The buffers and bound calls of a layout.
 
-    Fill `tokens`, `adapter_ids`, `logit_rows`, then `run`, then ask for `logits`, or just for
-    `most_likely`.
+    Fill `tokens`, `adapter_ids` and `logit_rows`, then `run`, then call `logits` or `most_likely`.
     """
 
     def __init__(
@@ -165,7 +167,7 @@ class HostStep:
         decode_layers: HostExecutable | None,
         observer: Observer | None = None,
     ):
-        """Bind the calls of a layout. rows: by layer, those that are bound already; new ones are added."""
+        """Bind the calls of a layout. rows: the bound attentions by layer and row; new ones are added."""
         self._observer = observer
         self._num_layers = len(network.layers)
         self.layout = layout
@@ -177,40 +179,34 @@ class HostStep:
         self.tokens = PackedTokens.empty(layout.num_tokens)
         self.adapter_ids = np.full(layout.num_tokens, -1, np.int64)
         self.logit_rows = np.zeros(layout.num_logits, np.int64)
-        # new keys and values of the rows that decode: of each of `layout.decoding`, for each group of layers
-        self._new = [
-            [
-                (
-                    np.empty((count, rows.count, shape.num_kv_heads, shape.head_dim), network.dtype),
-                    np.empty((count, rows.count, shape.num_kv_heads, shape.value_head_dim), network.dtype),
-                )
-                for shape, count in cache.group_shapes()
-            ]
-            for rows in layout.decoding
-        ]
-        tokens = self.tokens
-        logit_rows = self.logit_rows
-        values = {"token_ids": tokens.token_ids, "position_ids": tokens.position_ids, "logit_rows": logit_rows}
-        values[IDS] = self.adapter_ids
-        self.kept_states = {
-            chunk.end: cache.empty_states()
-            for chunk in layout.chunks
-            if isinstance(chunk, Chunk) and chunk.keeps_states
+        # New keys and values by `layout.decoding`, then by group of layers.
+        self._new = [_new_pairs(cache, part.count) for part in layout.decoding]
+        values = {
+            "token_ids": self.tokens.token_ids,
+            "position_ids": self.tokens.position_ids,
+            "logit_rows": self.logit_rows,
+            IDS: self.adapter_ids,
         }
+        self.kept_states: dict[tuple[CacheRow, int], list[np.ndarray]] = {}
+        for chunk in layout.chunks:
+            if isinstance(chunk, Chunk) and chunk.keeps_states:
+                self.kept_states[chunk.end] = cache.empty_states()
         self._calls: list[Callable[[], None]] = []
         if observer is not None:
             self._calls.append(functools.partial(observer.step, self.tokens))
         self._add_block(network.embedding, values)
         self._decoded: Mapping[int, np.ndarray] = {}
+        # One engine of all layers, if the backend has it and the step is a plain decode step.
         self._layers = decode_layers if len(layout.decoding) == 1 and not layout.chunks else None
         if self._layers is not None:
             self._add_decode_layers(self._layers, network, values)
-        for index, (block, mixer) in enumerate(network.layers if self._layers is None else ()):
-            self._add_block(block, values, index)
-            if isinstance(mixer, LayerState):
-                self._add_state(index, mixer, values)
-            else:
-                self._add_attention(index, mixer, values)
+        else:
+            for index, (block, mixer) in enumerate(network.layers):
+                self._add_block(block, values, index)
+                if isinstance(mixer, LayerState):
+                    self._add_state(index, mixer, values)
+                else:
+                    self._add_attention(index, mixer, values)
         self._exit = network.exit
         self._before_exit = dict(values)
         self._add_exit(network.exit, values)
@@ -221,43 +217,36 @@ class HostStep:
         return self._logits
 
     def most_likely(self) -> np.ndarray:
-        """Return the token `greedy.most_likely` of each row of the logits, after `run`.
-
-        Ranks that have parts of the logits tell their own tokens, and no logits are gathered.
-        """
+        """Return `greedy.most_likely` of the logits, after `run`; sharded logits are not gathered for it."""
         if not self._parts:
             return most_likely(self._logits.astype(np.float32))
         firsts = np.cumsum([0, *(part.shape[1] for part in self._parts)]).tolist()
         return most_likely_of_ranks([largest(part, first) for part, first in zip(self._parts, firsts)])
 
     def run(self, decoded: Mapping[int, np.ndarray]) -> None:
-        """Run the step. decoded: as of `write_decoded`, of which new states are written as they come."""
+        """Run the step, and write new states. decoded: see `write_decoded`."""
         self._decoded = decoded
         for call in self._calls:
             call()
 
     def logits_behind(self, rows: np.ndarray) -> np.ndarray:
-        """Return the logits behind any packed tokens, after `run`.
-
-        rows: int64 [num_rows]. Returns [num_rows, vocab_size].
-        """
+        """Return the logits [num_rows, vocab_size] after packed tokens `rows` [num_rows] int64; call it after `run`."""
         values = {**self._before_exit, "logit_rows": rows}
         dims = {**self._dims, "num_requests": len(rows)}
         inputs = _inputs(self._exit, values)
-        outputs = {
-            io.name: np.empty([dims[dim] if isinstance(dim, str) else dim for dim in io.shape], io.numpy_dtype)
-            for io in self._exit.signature.outputs
-        }
+        outputs = {}
+        for io in self._exit.signature.outputs:
+            outputs[io.name] = np.empty(concrete_shape(io.shape, dims), io.numpy_dtype)
         self._exit.run.prepare(inputs, outputs)()
         return outputs["logits"]
 
     def write_decoded(self, decoded: Mapping[int, np.ndarray]) -> None:
         """Write the decoding rows' new keys and values to the cache.
 
-        They go to the rows' positions. decoded: by capacity, the rows that decode, ascending.
+        decoded: by capacity, the rows that decode, ascending: the others' tokens are dummies.
         """
         if self._layers is not None:
-            return  # which wrote them
+            return  # that engine has written them
         for part, tokens, new in zip(self.layout.decoding, self.slices, self._new):
             rows = decoded[part.capacity]
             offsets = rows - part.low
@@ -282,26 +271,29 @@ class HostStep:
         inputs = {name: array for name, array in values.items() if name in layers.inputs}
         for index in range(len(network.layers)):
             key, value = self._cache.view(index, part.capacity, part.low, part.high)
-            inputs |= {f"{index}.past_key": key, f"{index}.past_value": value}
-        ends = [io for io in network.exit.signature.inputs if f"{io.key}_out" in layers.outputs]
-        values.update({io.key: self._buffer(io) for io in ends})
-        self._calls.append(layers.prepare(inputs, {f"{io.key}_out": values[io.key] for io in ends}))
+            inputs[f"{index}.past_key"] = key
+            inputs[f"{index}.past_value"] = value
+        outputs = {}
+        for io in network.exit.signature.inputs:
+            if f"{io.key}_out" in layers.outputs:
+                values[io.key] = outputs[f"{io.key}_out"] = self._buffer(io)
+        self._calls.append(layers.prepare(inputs, outputs))
 
     def _add_exit(self, block: Block, values: Mapping[str, np.ndarray]) -> None:
-        """Add the last call; parts of the logits are gathered when they are asked for."""
+        """Add the last call. Sharded logits are gathered only when `logits` is called."""
+        inputs = _inputs(block, values)
         outputs = {io.name: self._buffer(io) for io in block.signature.outputs}
         self._logits = outputs["logits"]
-        self._parts: Sequence[np.ndarray] = ()  # of the logits, by rank, where each has one
+        self._parts: Sequence[np.ndarray] = ()  # each rank's shard of the logits
         self._gather: Run = _no_gather
         if isinstance(block.run, RankBlock):
-            call, parts, self._gather = block.run.prepare_parts(_inputs(block, values), outputs)
+            call, parts, self._gather = block.run.prepare_parts(inputs, outputs)
             self._parts = parts.get("logits", ())
         else:
-            call = block.run.prepare(_inputs(block, values), outputs)
+            call = block.run.prepare(inputs, outputs)
         self._calls.append(call)
         if self._observer is not None:
-            shown = self._num_layers - 1, _inputs(block, values), outputs
-            self._calls.append(functools.partial(self._observer.block, "exit", *shown))
+            self._calls.append(functools.partial(self._observer.block, "exit", self._num_layers - 1, inputs, outputs))
 
     def _add_attention(self, index: int, layer_attention: LayerAttention, values: dict[str, np.ndarray]) -> None:
         attention = self._buffer(layer_attention.attention, self.layout.num_tokens)
@@ -325,7 +317,7 @@ class HostStep:
         values["attention"] = attention
 
     def _add_state(self, index: int, mixer: LayerState, values: dict[str, np.ndarray]) -> None:
-        """Add the calls of a mixer with a state: rows that decode, then each chunk behind the one before it."""
+        """Add the calls of a recurrent mixer: of rows that decode, then of each chunk after the previous one."""
         output = self._buffer(mixer.attention, self.layout.num_tokens)
         slices = self.slices
         decoding = self.layout.decoding
@@ -351,14 +343,15 @@ class HostStep:
         state: np.ndarray,
         output: np.ndarray,
     ) -> np.ndarray:
-        """Add a call; return the buffer of its new states, shared by calls of this shape: each is written at once."""
+        """Add a call; return the buffer of its new states, which calls share because they are copied right after."""
         (new,) = self._buffers.setdefault(("state", state.shape), [np.empty(state.shape, state.dtype)])
-        inputs = {**{name: values[name][tokens] for name in mixer.variant.inputs}, "past_state": state}
+        inputs = {name: values[name][tokens] for name in mixer.variant.inputs}
+        inputs["past_state"] = state
         self._calls.append(mixer.engines[phase].prepare(inputs, {"attention": output[tokens], "state_out": new}))
         return new
 
     def _write_states(self, part: Rows, state: np.ndarray, new: np.ndarray) -> None:
-        """Write the new states of the rows that decode; those in between stay as they are."""
+        """Write the new states of the rows that decode, and keep those of the rows in between."""
         rows = self._decoded[part.capacity] - part.low
         if len(rows) == part.count:
             np.copyto(state, new)
@@ -380,14 +373,13 @@ class HostStep:
             row = self._rows[index, place] = RowAttention(layer_attention, past, self._cache.dtype)
         for number in range(tokens.start, tokens.stop):
             token = slice(number, number + 1)
-            given = {name: values[name][token] for name in ("query", "key", "value", "position_ids")}
-            self._calls.append(functools.partial(row, given, attention[token]))
+            inputs = {name: values[name][token] for name in ("query", "key", "value", "position_ids")}
+            self._calls.append(functools.partial(row, inputs, attention[token]))
 
     def _past(self, index: int, chunk: Chunk, layer_attention: LayerAttention) -> tuple[np.ndarray, np.ndarray]:
-        """Return the keys and values that a chunk looks at.
+        """Return the keys and values of a chunk's past, copied by a call before it, contiguous.
 
-        They are a contiguous copy of its past, made by a call before it; for a prompt's first chunk one masked
-        position.
+        A prompt's first chunk has one masked position.
         """
         shape = layer_attention.cache
         length = max(chunk.start, 1)
@@ -398,8 +390,8 @@ class HostStep:
             self._buffers[("past", chunk, shape)] = pair
         if chunk.start:
             row = self._cache.view(index, chunk.place.capacity, chunk.place.row, chunk.place.row + 1)
-            for own, cached in zip(pair, row):
-                self._calls.append(functools.partial(np.copyto, own, cached[:, :, :length]))
+            for buffer, cached in zip(pair, row):
+                self._calls.append(functools.partial(np.copyto, buffer, cached[:, :, :length]))
         return pair[0], pair[1]
 
     def _add_call(
@@ -421,12 +413,10 @@ class HostStep:
         self._calls.append(layer_attention.engines[phase].prepare(inputs, outputs))
 
     def _buffer(self, io: IO, first_dim: int | None = None) -> np.ndarray:
-        """Return one of two buffers of a name, in turn.
-
-        A block reads the value that it replaces.
-        """
-        shape = tuple(self._dims[dim] if isinstance(dim, str) else dim for dim in io.shape)
-        shape = shape if first_dim is None else (first_dim, *shape[1:])
+        """Return one of two alternating buffers of a name, because a block reads the value that it replaces."""
+        shape = concrete_shape(io.shape, self._dims)
+        if first_dim is not None:
+            shape = (first_dim, *shape[1:])
         pair = self._buffers.setdefault((io.key, shape, io.dtype), [])  # a recurrence's key is wider than attention's
         if len(pair) < 2:
             pair.append(np.empty(shape, io.numpy_dtype))
@@ -435,10 +425,7 @@ class HostStep:
         return pair[1]
 
     def _chunk_buffers(self, chunk: Chunk, layer_attention: LayerAttention) -> tuple[np.ndarray, np.ndarray]:
-        """Return the buffers of a chunk's new keys and values, shared by all layers.
-
-        Each layer's are written to the cache before the next layer's are made.
-        """
+        """Return buffers for a chunk's new keys and values, which layers share: each layer copies them to the cache."""
         shape = layer_attention.cache
         pair = self._buffers.get((chunk, shape))
         if pair is None:
@@ -449,10 +436,23 @@ class HostStep:
 
 
 def _no_gather() -> None:
-    """Do nothing: the logits are whole."""
+    """Do nothing: the logits are not sharded."""
+
+
+def _new_pairs(cache: KVCache, rows: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return buffers for the new keys and values of each group of layers, [layers, rows, num_kv_heads, dim]."""
+    pairs = []
+    for shape, layers in cache.group_shapes():
+        dims = layers, rows, shape.num_kv_heads
+        keys = np.empty((*dims, shape.head_dim), cache.dtype)
+        values = np.empty((*dims, shape.value_head_dim), cache.dtype)
+        pairs.append((keys, values))
+    return pairs
 
 
 def _inputs(block: Block, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return what a block reads: values of the step, and the arrays of adapters."""
-    own = block.adapters
-    return {io.name: own[io.name] if io.name in own else values[io.key] for io in block.signature.inputs}
+    """Return a block's inputs: values of the step, and the arrays of adapters."""
+    inputs = {}
+    for io in block.signature.inputs:
+        inputs[io.name] = block.adapters[io.name] if io.name in block.adapters else values[io.key]
+    return inputs

@@ -1,7 +1,4 @@
-"""The engines of a model cut after n layers, each bound to its weights.
-
-They stand in the order in which they run.
-"""
+"""The engines of a model, possibly truncated after n layers, bound to their weights and in the order of execution."""
 
 from __future__ import annotations
 
@@ -22,10 +19,9 @@ from lockstep.step.kv_cache import LayerShape, StateShape
 
 @dataclass(frozen=True)
 class ShardCall:
-    """One engine call of a rank, between two sums over the ranks.
+    """An engine call of a rank, between two all-reduces.
 
-    sums: {partial sum that it gives: the name under which later calls, or whoever reads the block, find the sum over
-    the ranks}.
+    sums: {name of an output that is a partial sum: name of its all-reduced value}.
     """
 
     run: Executable
@@ -37,9 +33,11 @@ class ShardCall:
 class Block:
     """A block of a network with its weights.
 
-    pieces: its engine calls in order; of a rank several, and then `signature` has the rank's sizes. adapters: the
-    backend's arrays behind those of its inputs that adapters are written to. base: of a block that takes adapters, the
-    same without, where the backend has engines for steps in which no row has one.
+    Attributes:
+        pieces: Its engine calls, in order; a rank may have several.
+        signature: With the rank's sizes.
+        adapters: The backend's arrays of the inputs that are adapters.
+        base: The block for steps without adapters, if it takes adapters and the backend has engines without them.
     """
 
     pieces: tuple[ShardCall, ...]
@@ -49,39 +47,36 @@ class Block:
 
     @classmethod
     def whole(cls, run: Executable, signature: Signature, adapters: Mapping[str, Any] | None = None) -> Block:
-        """Return a block that is one engine."""
+        """Return a block of one engine."""
         return cls((ShardCall(run, signature, {}),), signature, adapters or {})
 
     def for_rows(self, adapted: bool) -> Block:
-        """Return the block that a step runs in which some row has an adapter, or none."""
-        return self if adapted or self.base is None else self.base
+        """Return the block to run if some row of the step has an adapter (`adapted`), or if none has."""
+        if adapted or self.base is None:
+            return self
+        return self.base
 
     @property
     def run(self) -> Executable:
-        """Return the engine of a block that is one engine."""
+        """Return the engine of a block of one engine."""
         (piece,) = self.pieces
         return piece.run
 
 
 @dataclass(frozen=True)
 class LayerMixer:
-    """A token mixer with its engines by phase.
-
-    The phases are prefill and decode, or what the backend has instead.
-    """
+    """A token mixer with its engines by phase: prefill and decode, or whatever the backend has."""
 
     engines: Mapping[str, Executable]
     variant: TokenMixer
 
     @functools.cached_property
     def inputs(self) -> dict[str, tuple[str, ...]]:
-        """Return what each phase reads.
-
-        A variant without RoPE decodes without positions.
-        """
-        return {
-            phase: tuple(io.name for io in graph.signature.inputs) for phase, graph in self.variant.phases().items()
-        }
+        """Return the inputs of each phase; a variant without RoPE has no positions."""
+        inputs = {}
+        for phase, graph in self.variant.phases().items():
+            inputs[phase] = tuple(io.name for io in graph.signature.inputs)
+        return inputs
 
     @functools.cached_property
     def attention(self) -> IO:
@@ -102,7 +97,7 @@ class LayerAttention(LayerMixer):
 
 @dataclass(frozen=True)
 class LayerState(LayerMixer):
-    """A mixer with a state, and its engines."""
+    """A recurrent mixer with its engines, over a state."""
 
     variant: StateMixer
 
@@ -114,10 +109,10 @@ class LayerState(LayerMixer):
 
 @dataclass(frozen=True)
 class Network:
-    """All that one step runs: embedding, (block, token mixer) by layer, exit.
+    """All that a step runs: the embedding, (block, token mixer) of each layer, and the exit (the lm_head block).
 
-    kv_cache_dtype: "fp8" where keys and values are kept as e4m3 numbers; None: as `dtype`. others: of several ranks,
-    each on a device of its own, what those behind the first run; this is the first's then.
+    kv_cache_dtype: "fp8" for a cache of e4m3 numbers; None: `dtype`. others: the networks of the other ranks, if this
+    is the first one of several.
     """
 
     embedding: Block
@@ -135,7 +130,7 @@ class Network:
 
 
 def layer_count(assembly: Assembly, layers: int | str) -> int:
-    """Return `layers` as a number. Raises InputError when the model has fewer."""
+    """Return `layers`, which may be "all", as a number. Raises InputError if the model has fewer."""
     depth = assembly.num_layers
     if layers == "all":
         return depth

@@ -1,7 +1,4 @@
-"""The packing of a step's tokens: rows that decode in front, then chunks.
-
-It is the same for every executor.
-"""
+"""The packing of a step's tokens, which all executors share: rows that decode first, then chunks."""
 
 from __future__ import annotations
 
@@ -15,9 +12,9 @@ from lockstep.step.advance import Advance
 
 @dataclass(frozen=True, slots=True)
 class PackedTokens:
-    """Arrays for the tokens of a step, packed: int64 [num_tokens].
+    """The packed tokens of a step, int64 [num_tokens] each.
 
-    token_ids, position_ids and slots (-1: a row that does not decode, token 0 at position 0).
+    slots: -1 for a row that doesn't decode, which has token 0 at position 0.
     """
 
     token_ids: np.ndarray
@@ -31,10 +28,10 @@ class PackedTokens:
     def pack(
         self, decoding: Sequence[Advance], rows: Sequence[int], num_rows: int, chunks: Sequence[Advance]
     ) -> list[tuple[int, int]]:
-        """Pack a step: rows that decode, then chunks one after another.
+        """Pack a step: `num_rows` rows that decode, then chunks.
 
-        rows: those of `decoding`, among `num_rows`. Returns the first packed token of each request, and the one behind
-        its last: of those that decode, then of the chunks.
+        rows: the rows of `decoding`; others don't decode. Returns the (start, end) of each request's packed tokens,
+        first of `decoding`, then of the chunks.
         """
         token_ids = self.token_ids
         position_ids = self.position_ids
@@ -46,28 +43,25 @@ class PackedTokens:
             token_ids[row] = advance.tokens[0]
             position_ids[row] = advance.start
             slots[row] = advance.slot
-        places = [(row, row + 1) for row in rows]
-        low = num_rows
+        ranges = [(row, row + 1) for row in rows]
+        start = num_rows
         for chunk in chunks:
             count = len(chunk.tokens)
-            high = low + count
-            token_ids[low:high] = chunk.tokens
-            slots[low:high] = chunk.slot
-            position_ids[low:high] = np.arange(chunk.start, chunk.start + count)
-            places.append((low, high))
-            low = high
-        return places
+            end = start + count
+            token_ids[start:end] = chunk.tokens
+            slots[start:end] = chunk.slot
+            position_ids[start:end] = np.arange(chunk.start, chunk.start + count)
+            ranges.append((start, end))
+            start = end
+        return ranges
 
     def adapter_ids(self, adapter_slots: np.ndarray) -> np.ndarray:
-        """Return by token the slot of its adapter, or -1.
-
-        adapter_slots: those of the request slots.
-        """
+        """Return the adapter slot of each token, or -1; adapter_slots: by request slot."""
         return np.where(self.slots >= 0, adapter_slots[self.slots], -1)
 
 
 def split(advances: Sequence[Advance]) -> tuple[list[Advance], list[Advance]]:
-    """Split a step into what decodes, of one token, and chunks, of several."""
+    """Split a step into advances of one token, which decode, and chunks of several."""
     decoding = [advance for advance in advances if len(advance.tokens) == 1]
     if len(decoding) == len(advances):
         return decoding, []

@@ -1,7 +1,7 @@
-"""Resident adapters, and the adapter of each slot's request.
+"""Resident adapters, and the adapter of each slot's request: the policy, without tensors.
 
-Policy only: no tensors. A request holds its adapter from when it gets a slot until it leaves it. An adapter that no
-request holds stays resident until another one needs its slot: the one that was left longest ago goes first.
+A request holds its adapter while it has a slot. An adapter that no request holds stays resident until another one needs
+its adapter slot; the least recently used one is evicted.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import numpy as np
 
 
 class Residency:
-    """Assigns the slots of resident adapters, by least recent use.
+    """Assigns adapter slots, with LRU eviction.
 
-    `adapter_slots[slot]`: the adapter slot of the request in a request slot, int64; -1 for none. `loading`: {adapter
-    slot: adapter} of those that must be written there before the next step.
+    Attributes:
+        adapter_slots: int64, by request slot: the adapter slot of its request, or -1.
+        loading: {adapter slot: adapter} of adapters that must be written before the next step.
     """
 
     def __init__(self, num_slots: int, max_adapters: int):
@@ -23,13 +24,10 @@ class Residency:
         self.adapter_slots = np.full(num_slots, -1, np.int64)
         self.loading: dict[int, str] = {}
         self.loads = 0
-        self._resident: OrderedDict[str, int] = OrderedDict()  # by adapter; the one used longest ago first
+        self._resident: OrderedDict[str, int] = OrderedDict()  # adapter slots by adapter, least recently used first
 
     def claim(self, slot: int, adapter: str | None) -> bool:
-        """Have a slot's request computed with an adapter, or with none.
-
-        Returns False, and changes nothing, where all adapter slots are held by others.
-        """
+        """Give a slot's request an adapter, or none. Return False, and change nothing, if no adapter slot is free."""
         if adapter is None:
             self.adapter_slots[slot] = -1
             return True
@@ -38,15 +36,16 @@ class Residency:
             adapter_slot = self._free_adapter_slot(slot)
             if adapter_slot is None:
                 return False
-            self._resident = OrderedDict((name, at) for name, at in self._resident.items() if at != adapter_slot)
-            self._resident[adapter], self.loading[adapter_slot] = adapter_slot, adapter
+            self._evict(adapter_slot)
+            self._resident[adapter] = adapter_slot
+            self.loading[adapter_slot] = adapter
             self.loads += 1
         self._resident.move_to_end(adapter)
         self.adapter_slots[slot] = adapter_slot
         return True
 
     def move(self, slot: int, other: int) -> None:
-        """Have another slot's request computed with the adapter of a slot, which has none then."""
+        """Give a slot's adapter to another slot."""
         self.adapter_slots[other] = self.adapter_slots[slot]
         self.adapter_slots[slot] = -1
 
@@ -71,19 +70,22 @@ class Residency:
             self.forget(adapter_slot)
 
     def forget(self, adapter_slot: int) -> None:
-        """Forget the adapter of a slot: writing it failed."""
-        self._resident = OrderedDict((name, at) for name, at in self._resident.items() if at != adapter_slot)
+        """Forget the adapter of an adapter slot, because writing it failed."""
+        self._evict(adapter_slot)
         self.loading.pop(adapter_slot, None)
         self.adapter_slots[self.adapter_slots == adapter_slot] = -1
 
-    def _free_adapter_slot(self, slot: int) -> int | None:
-        """Return an adapter slot that is free, or that of the least recently used adapter.
+    def _evict(self, adapter_slot: int) -> None:
+        for adapter, resident_slot in self._resident.items():
+            if resident_slot == adapter_slot:
+                del self._resident[adapter]
+                return
 
-        That adapter is one that no request but this slot's holds. None where there is no such slot.
-        """
-        taken = set(self._resident.values())
+    def _free_adapter_slot(self, slot: int) -> int | None:
+        """Return a free adapter slot, or that of the least recently used adapter that no other slot's request holds."""
+        used = set(self._resident.values())
         for adapter_slot in range(self.max_adapters):
-            if adapter_slot not in taken:
+            if adapter_slot not in used:
                 return adapter_slot
-        held = {int(adapter_slot) for other, adapter_slot in enumerate(self.adapter_slots) if other != slot}
-        return next((adapter_slot for adapter_slot in self._resident.values() if adapter_slot not in held), None)
+        in_use = {int(adapter_slot) for other, adapter_slot in enumerate(self.adapter_slots) if other != slot}
+        return next((adapter_slot for adapter_slot in self._resident.values() if adapter_slot not in in_use), None)

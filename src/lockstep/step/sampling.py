@@ -1,12 +1,12 @@
-"""From logits to a token: one definition, of which a device's kernels are copies.
+"""Sampling: the reference implementation, which the device kernels match.
 
-In order, as vLLM applies them: tokens that a grammar forbids, logit bias, tokens that must not come (bad words, the end
-before `min_tokens`), penalties; then, at a temperature above 0, the temperature, min-p, top-k and top-p (nucleus
-sampling, Holtzman et al. 2020), and a draw. Log-probabilities are of the logits as the model gave them.
+Logits are processed in vLLM's order: grammar mask, logit bias, forbidden tokens (bad words, and end tokens before
+`min_tokens`), penalties; then, at a temperature above 0: temperature, min-p, top-k, top-p (nucleus sampling, Holtzman
+et al. 2020) and a draw. Log-probabilities are of the model's unprocessed logits.
 
-The draw needs no state: token t wins whose p(t) / E(t) is the largest, where E(t) are exponential noise from the
-counter-based generator Philox4x64-10 (Salmon et al. 2011) keyed by (seed, choice), its counter by (t, position). So a
-request's tokens depend on its logits and its seed alone: not on batch, order, interruption or restart.
+The draw is stateless: it takes the token t with the largest p(t) / E(t), where E(t) is exponential noise from the
+counter-based generator Philox4x64-10 (Salmon et al. 2011), with the key (seed, choice) and a counter of (t, position).
+So a request's tokens depend only on its logits and seed, not on batch, order, preemption or restart.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import numpy as np
 from lockstep.errors import InputError
 
 MAX_LOGPROBS = 20
-_LEAST = 1e-30  # temperature or penalty above 0: fp32 can divide by it
-# What a device draws with: `parameters` of a slot. temperature: 0 is greedy; top_k: 0 is all.
+_SMALLEST = 1e-30  # lower bound of a temperature or penalty above 0: fp32 can divide by it
+# A slot's sampling parameters on a device, see `parameters`. temperature: 0 is greedy; top_k: 0 is all.
 PARAMETERS = np.dtype(
     [
         ("temperature", "f4"),
@@ -34,19 +34,26 @@ PARAMETERS = np.dtype(
         ("choice", "u8"),
     ]
 )
-_LARGEST = float(np.finfo(np.float32).max)  # what logits are computed with
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen, with vLLM's names and meanings.
+    """Sampling parameters, with vLLM's names and meanings.
 
-    temperature: 0 is greedy. top_k: 0 leaves all tokens in. top_p: 1 leaves all in. min_p: tokens less likely than so
-    much of the likeliest are out. repetition_penalty: divides positive logits of tokens in prompt or answer, multiplies
-    negative ones. presence_penalty, frequency_penalty: taken off the logits of tokens in the answer, once, or as often
-    as they came. logit_bias: added, by token. bad_words: texts that no answer may hold, in whichever tokens, and token
-    sequences that must not come. min_tokens: end tokens and stop strings wait for so many. seed: 0 to 2**64-1.
-    logprobs: of the chosen token and of so many of the likeliest; None: none.
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: 0 keeps all tokens.
+        top_p: 1 keeps all tokens.
+        min_p: Drops tokens less likely than this fraction of the likeliest.
+        repetition_penalty: Divides positive logits of tokens in the prompt or the answer, multiplies negative ones.
+        presence_penalty: Subtracted from the logits of tokens in the answer.
+        frequency_penalty: The same, times their count.
+        logit_bias: Added to logits, by token.
+        bad_words: Texts that must not appear in the answer, however tokenized, and forbidden token sequences.
+        min_tokens: No end token or stop string before this many tokens.
+        seed: 0 to 2**64-1.
+        logprobs: Return log-probabilities of the chosen token and of this many likeliest ones; None: none.
     """
 
     temperature: float = 0.0
@@ -84,8 +91,9 @@ class Sampling:
             expect(name, f"at most {_LARGEST:.2g}", getattr(self, name) <= _LARGEST)
         for name in ("presence_penalty", "frequency_penalty"):
             expect(name, "-2 to 2", -2 <= getattr(self, name) <= 2)
-        expect("logit_bias", "numbers by token id", all(_are_bias(*each) for each in self.logit_bias.items()))
-        expect("logit_bias", "finite numbers by token id", all(abs(v) <= _LARGEST for v in self.logit_bias.values()))
+        biases = self.logit_bias.values()
+        expect("logit_bias", "numbers by token id", all(map(_is_bias, self.logit_bias, biases)))
+        expect("logit_bias", "finite numbers by token id", all(abs(bias) <= _LARGEST for bias in biases))
         expect(
             "bad_words",
             "texts in UTF-8 that are not empty, or sequences of at least one token",
@@ -97,25 +105,22 @@ class Sampling:
 
     @property
     def bad_texts(self) -> list[str]:
-        """Return those of bad_words that are texts."""
+        """Return the texts in `bad_words`."""
         return [word for word in self.bad_words if isinstance(word, str)]
 
     @property
     def bad_sequences(self) -> list[tuple[int, ...]]:
-        """Return those of bad_words that are token sequences."""
+        """Return the token sequences in `bad_words`."""
         return [word for word in self.bad_words if not isinstance(word, str)]
 
     @property
     def needs_logits(self) -> bool:
-        """Return whether the host must see the logits.
-
-        So where neither `draw` nor the most likely token of the logits as they are is enough.
-        """
+        """Return whether sampling needs the logits on the host: a device can only draw or choose greedily."""
         return self.logprobs is not None or self.changes_logits
 
     @property
     def changes_logits(self) -> bool:
-        """Return whether earlier tokens or a list change the logits."""
+        """Return whether biases, penalties or forbidden tokens change the logits."""
         return bool(
             self.logit_bias
             or self.bad_words
@@ -126,7 +131,7 @@ class Sampling:
         )
 
 
-def _are_bias(token: object, bias: object) -> bool:
+def _is_bias(token: object, bias: object) -> bool:
     return _are_tokens([token]) and isinstance(bias, numbers.Real) and not isinstance(bias, bool)
 
 
@@ -150,10 +155,7 @@ def _are_tokens(word: object) -> bool:
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Natural logarithms of probabilities.
-
-    Of the chosen token, and of the likeliest tokens, likeliest first.
-    """
+    """Natural log-probabilities of the chosen token, and of the likeliest tokens in descending order."""
 
     chosen: float
     top: tuple[tuple[int, float], ...]
@@ -161,17 +163,14 @@ class Logprobs:
 
 @dataclass(frozen=True)
 class Sampled:
-    """A chosen token; -1 where the largest logit is NaN or infinite."""
+    """A chosen token; -1 if the largest logit is NaN or infinite."""
 
     token: int
     logprobs: Logprobs | None = None
 
 
 class Sampler:
-    """Chooses one request's tokens.
-
-    It keeps what its penalties need: how often each token came.
-    """
+    """Chooses one request's tokens, and remembers them for the penalties."""
 
     def __init__(
         self,
@@ -181,17 +180,21 @@ class Sampler:
         choice: int = 0,
         num_prompt_tokens: int | None = None,
     ):
-        """Begin a request.
+        """Start a request.
 
-        prompt: token ids. stop_ids: what `min_tokens` holds back. choice: number of the request's choice.
-        num_prompt_tokens: fewer than `prompt` has, where its last tokens are an answer that was interrupted.
+        Args:
+            prompt: Token ids.
+            stop_ids: End tokens, which `min_tokens` delays.
+            choice: Number of the choice within its request.
+            num_prompt_tokens: Tokens of `prompt`, if the others are the answer of a preempted request.
         """
         self.sampling = sampling
         self._choice = choice
-        tokens = [int(token) for token in prompt] if sampling.changes_logits else []  # else none is looked at
-        cut = len(tokens) if num_prompt_tokens is None else num_prompt_tokens
-        self._prompt = np.unique(np.array(tokens[:cut], np.int64))
-        self._answer = tokens[cut:]
+        tokens = [int(token) for token in prompt] if sampling.changes_logits else []  # only processing needs them
+        if num_prompt_tokens is None:
+            num_prompt_tokens = len(tokens)
+        self._prompt = np.unique(np.array(tokens[:num_prompt_tokens], np.int64))
+        self._answer = tokens[num_prompt_tokens:]
         self._stop_ids = sorted(stop_ids)
 
     def __call__(
@@ -203,34 +206,47 @@ class Sampler:
     ) -> Sampled:
         """Choose the next token.
 
-        logits: [vocab_size] float32. position: number of the request's tokens before the one that is chosen. allowed:
-        [vocab_size] bool, what a grammar leaves, at least one; it comes before all else. forbidden: tokens that would
-        complete a bad text. Where lists leave nothing of what a grammar leaves, or of all tokens, they are ignored.
+        If bad words and end tokens forbid all tokens that the grammar allows, they are ignored.
+
+        Args:
+            logits: [vocab_size] float32.
+            position: Number of the request's tokens before this one.
+            allowed: [vocab_size] bool, the grammar's mask, with at least one token.
+            forbidden: Tokens that would complete a bad text.
         """
         sampling = self.sampling
-        best = int(np.argmax(logits))  # NaN counts as the largest
-        if not np.isfinite(logits[best]):
+        greedy_token = int(np.argmax(logits))  # NaN counts as the largest
+        if not np.isfinite(logits[greedy_token]):
             return Sampled(-1)
         if allowed is not None and sampling.temperature == 0 and not sampling.changes_logits:
-            left = np.flatnonzero(allowed)
-            token = int(left[np.argmax(logits[left])])
+            allowed_ids = np.flatnonzero(allowed)
+            token = int(allowed_ids[np.argmax(logits[allowed_ids])])
         else:
-            masked = logits if allowed is None else np.where(allowed, logits, np.float32(-np.inf))
-            changed = self._changed(masked, forbidden) if sampling.changes_logits else masked
-            if (allowed is not None or changed is not logits) and changed.max() == -np.inf:
-                left_in = np.maximum(logits, np.float32(-_LARGEST))
-                changed = left_in if allowed is None else np.where(allowed, left_in, np.float32(-np.inf))
-            if sampling.temperature == 0:
-                token = best if changed is logits else int(np.argmax(changed))
+            adjusted = self._process(logits, allowed, forbidden)
+            if sampling.temperature:
+                token = draw(adjusted, sampling, self._choice, position)
             else:
-                token = draw(changed, sampling, self._choice, position)
+                token = greedy_token if adjusted is logits else int(np.argmax(adjusted))
         self._answer.append(token)
         if sampling.logprobs is None:
             return Sampled(token)
         return Sampled(token, log_probabilities(logits, token, sampling.logprobs))
 
+    def _process(
+        self, logits: np.ndarray, allowed: np.ndarray | None, forbidden: Sequence[int] | np.ndarray
+    ) -> np.ndarray:
+        """Return the processed logits; `logits` itself if nothing changes them."""
+        processed = _mask(logits, allowed)
+        if self.sampling.changes_logits:
+            processed = self._adjust(processed, forbidden)
+        if processed is not logits and processed.max() == -np.inf:
+            # All allowed tokens are forbidden. The bound keeps tokens whose own logit is -inf.
+            processed = _mask(np.maximum(logits, np.float32(-_LARGEST)), allowed)
+        return processed
+
     @np.errstate(over="ignore")
-    def _changed(self, logits: np.ndarray, forbidden: Sequence[int] | np.ndarray) -> np.ndarray:
+    def _adjust(self, logits: np.ndarray, forbidden: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return the logits with biases, forbidden tokens and penalties."""
         sampling = self.sampling
         logits = logits.copy()
         for token, bias in sampling.logit_bias.items():
@@ -243,47 +259,47 @@ class Sampler:
         if len(self._answer) < sampling.min_tokens:
             logits[[token for token in self._stop_ids if 0 <= token < len(logits)]] = -np.inf
         if sampling.repetition_penalty != 1:
-            seen = np.concatenate([self._prompt, np.array(self._answer, np.int64)])  # some of them twice
-            penalty = np.float32(max(sampling.repetition_penalty, _LEAST))
-            penalized = logits[seen]
-            logits[seen] = np.where(penalized > 0, penalized / penalty, penalized * penalty)
+            previous = np.concatenate([self._prompt, np.array(self._answer, np.int64)])  # duplicates do no harm
+            penalty = np.float32(max(sampling.repetition_penalty, _SMALLEST))
+            penalized = logits[previous]
+            logits[previous] = np.where(penalized > 0, penalized / penalty, penalized * penalty)
         if sampling.presence_penalty or sampling.frequency_penalty:
-            came, often = np.unique(self._answer, return_counts=True)
-            came = came.astype(np.int64)
-            logits[came] -= (sampling.presence_penalty + sampling.frequency_penalty * often).astype(logits.dtype)
+            tokens, counts = np.unique(self._answer, return_counts=True)
+            penalties = sampling.presence_penalty + sampling.frequency_penalty * counts
+            logits[tokens.astype(np.int64)] -= penalties.astype(logits.dtype)
         return np.minimum(logits, np.float32(_LARGEST), out=logits)  # a bias or a tiny penalty may give infinity
 
 
+def _mask(logits: np.ndarray, allowed: np.ndarray | None) -> np.ndarray:
+    return logits if allowed is None else np.where(allowed, logits, np.float32(-np.inf))
+
+
 def parameters(sampling: Sampling, choice: int) -> tuple[float, int, float, int, float, int, int]:
-    """Return the fields of PARAMETERS, for the draws of a request's choice."""
+    """Return the fields of PARAMETERS for a request's choice."""
     temperature = float(_temperature(sampling)) if sampling.temperature else 0.0
     top_k = min(sampling.top_k, np.iinfo(np.int32).max)
     return temperature, top_k, sampling.min_p, 0, sampling.top_p, sampling.seed, choice
 
 
 def _temperature(sampling: Sampling) -> np.float32:
-    return np.float32(max(sampling.temperature, _LEAST))
+    return np.float32(max(sampling.temperature, _SMALLEST))
 
 
 def draw(logits: np.ndarray, sampling: Sampling, choice: int, position: int) -> int:
     """Draw a token from logits [vocab_size], at a temperature above 0."""
     weights = probabilities(logits, sampling)
-    kept = np.flatnonzero(weights)
-    if len(kept) == 1:
-        return int(kept[0])
+    candidates = np.flatnonzero(weights)
+    if len(candidates) == 1:
+        return int(candidates[0])
     noise = exponential_noise(sampling.seed, choice, position, len(logits))
-    if len(kept) < len(weights):
-        return int(kept[np.argmax(weights[kept] / noise[kept])])
+    if len(candidates) < len(weights):
+        return int(candidates[np.argmax(weights[candidates] / noise[candidates])])
     return int(np.argmax(weights / noise))
 
 
 def probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """Return the weights of tokens in the draw, [vocab_size] float32.
-
-    They are probabilities at a temperature above 0, up to a common factor; 0 for those that min-p, top-k or top-p leave
-    out.
-    """
-    # The largest is taken off before the division: a tiny temperature then gives exp(-inf) = 0, not an overflow.
+    """Return the unnormalized probabilities of a draw, [vocab_size] float32; 0 for tokens that are filtered out."""
+    # Subtract the maximum before the division: a tiny temperature then gives exp(-inf) = 0 and no overflow.
     with np.errstate(over="ignore"):
         weights = np.exp((logits.astype(np.float32) - logits.max()) / _temperature(sampling))
     if sampling.min_p:
@@ -297,55 +313,47 @@ def probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
 
 
 def _nucleus(weights: np.ndarray, top_p: float) -> tuple[int, np.float32]:
-    """Return the smallest set of largest weights that holds `top_p` of their sum.
-
-    As (number, least).
-    """
-    wanted = top_p * float(weights.sum(dtype=np.float64))
+    """Return (count, smallest weight) of the smallest set of largest weights whose sum is `top_p` of the total."""
+    target = top_p * float(weights.sum(dtype=np.float64))
     count = 512
-    while True:  # most of the sum lies in few tokens: sort these only
+    while True:  # a few tokens usually have most of the sum: sort only those
         count = min(count, len(weights))
+        # Sort after `partition`, whose order of the elements depends on the CPU: the sums must not.
         ordered = np.sort(np.partition(weights, -count)[-count:])[::-1]
-        # In one order, whatever order this CPU's `partition` leaves.
         sums = np.cumsum(ordered, dtype=np.float64)
-        if count == len(weights) or sums[-1] >= wanted:
+        if count == len(weights) or sums[-1] >= target:
             break
         count *= 8
-    number = int(np.searchsorted(sums - ordered, wanted))
+    number = int(np.searchsorted(sums - ordered, target))
     return number, ordered[number - 1]
 
 
 def _keep_largest(weights: np.ndarray, count: int, edge: np.float32) -> None:
-    """Zero all but the `count` largest weights, of which `edge` is the least.
-
-    Of those that equal it the lower ids stay.
-    """
+    """Zero all but the `count` largest weights, whose smallest is `edge`; of equal ones keep the lower ids."""
     equal = np.flatnonzero(weights == edge)
-    more = int((weights > edge).sum())
+    num_larger = int((weights > edge).sum())
     weights[weights < edge] = 0
-    weights[equal[count - more :]] = 0
+    weights[equal[count - num_larger :]] = 0
 
 
 def exponential_noise(seed: int, choice: int, position: int, count: int) -> np.ndarray:
     """Return the exponential noise of tokens 0 to `count`-1, float32 above 0.
 
-    Philox4x64-10 with key (seed, choice) and counter (block, position, 0, 0) gives 4 words of 64 bits a block; token t
-    takes 32 bits of block t // 8 + 1, word t % 8 // 2, the low half first. With those bits as v in (0, 1): -log(1 - v).
+    Philox4x64-10 with key (seed, choice) and counter (block, position, 0, 0) gives 4 words of 64 bits per block. Token
+    t uses 32 bits of block t // 8 + 1, word t % 8 // 2, low half first. The noise is -log(1 - v), with the bits as v in
+    (0, 1).
     """
     key = np.array([seed, choice], np.uint64)
     counter = np.array([0, position, 0, 0], np.uint64)
     bits = np.random.Philox(key=key, counter=counter).random_raw(-(-count // 2))
     halves = bits.astype("<u8", copy=False).view("<u4")[:count]
     v = (halves.astype(np.float32) + np.float32(0.5)) * np.float32(2**-32)
-    with np.errstate(divide="ignore"):  # v that rounds to 1: infinite, which never wins
+    with np.errstate(divide="ignore"):  # v may round to 1: infinite noise, which never wins
         return -np.log1p(-v)
 
 
 def log_probabilities(logits: np.ndarray, token: int, count: int) -> Logprobs:
-    """Return the log probabilities of `token` and of the `count` likeliest.
-
-    logits: [vocab_size]. Of equal ones the lower ids come first.
-    """
+    """Return the log-probabilities of `token` and of the `count` likeliest of logits [vocab_size], lower ids first."""
     largest = float(logits.max())
     total = largest + math.log(np.exp(logits - np.float32(largest)).sum(dtype=np.float64))
     top = np.arange(len(logits))

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.artifacts.adapters import IDS
-from lockstep.artifacts.signature import IO
+from lockstep.artifacts.signature import IO, concrete_shape
 from lockstep.backends.cuda.kernels_file import Group, KernelsFile, Shape
 from lockstep.errors import InputError
 from lockstep.gpu import cuda
@@ -166,7 +166,7 @@ class KernelsProgram(GpuProgram):
 
     def filled(self, name: str, sizes: Sizes) -> tuple[int, ...]:
         """Return a declared shape with sizes in place of its dimensions' names."""
-        return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.declared(name))
+        return concrete_shape(self.declared(name), sizes)
 
 
 def _kinds(product: Product) -> Iterator[tuple[str, str]]:

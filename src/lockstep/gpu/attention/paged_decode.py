@@ -51,7 +51,7 @@ class DecodeAttention:
         self._spec = spec
         self._multiprocessors = cuda.multiprocessors(cuda.current_device())
         options = *spec.options, f"-DBY_ROW={int(by_row)}"
-        source = WORDS + (FP8_WORDS if spec.fp8 else "") + _SOURCE
+        source = WORDS + FP8_WORDS + _SOURCE if spec.fp8 else WORDS + _SOURCE
         self._kernel = cuda.compile_kernels(source, options)["decode_attention"]
 
     def launch(self, stream: cuda.Stream, tokens: PagedTokens, out: cuda.Array, scale: float, scratch: Scratch) -> None:

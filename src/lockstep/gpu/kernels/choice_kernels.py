@@ -154,7 +154,7 @@ class _Writer:
         if math.prod(operand_sizes) == 1:
             return self._places[name]("0")
         operand_sizes = (1,) * (len(sizes) - len(operand_sizes)) + operand_sizes
-        if len(operand_sizes) != len(sizes) or any(size not in (1, whole) for size, whole in zip(operand_sizes, sizes)):
+        if len(operand_sizes) != len(sizes) or any(size not in (1, full) for size, full in zip(operand_sizes, sizes)):
             self._reject(f"numbers of {list(operand_sizes)} beside {list(sizes)}")
         index_terms = [
             f"{index} / {math.prod(sizes[axis + 1 :])} % {sizes[axis]} * {math.prod(operand_sizes[axis + 1 :])}"

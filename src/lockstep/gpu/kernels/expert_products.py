@@ -128,7 +128,8 @@ def bind(
         out: [tokens, per_token * out_features].
     """
     form = stack.form
-    module = cuda.compile_kernels(SOURCES["floats" if stack.scales is None else "small"])
+    weights = "floats" if stack.scales is None else "small"
+    module = cuda.compile_kernels(SOURCES[weights])
 
     @functools.cache
     def launch(tile: Tile) -> tuple[cuda.Launch, int]:

@@ -254,5 +254,5 @@ class _Shapes:
                     timed[algorithm] = [functools.partial(call, size, algorithm) for call in calls]
                 chosen[size] = trial.fastest(timed)
             else:
-                chosen[size] = next((each for each in offered[size] if each in running), chosen[TIMED])
+                chosen[size] = next((algorithm for algorithm in offered[size] if algorithm in running), chosen[TIMED])
         return chosen

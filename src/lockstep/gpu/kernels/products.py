@@ -208,7 +208,7 @@ class Products:
             some = slice(first, first + MAX_OUTPUTS)
             count = len(outs[some])
             missing = MAX_OUTPUTS - count  # the kernel takes MAX_OUTPUTS outputs: pad with placeholders
-            bs = [any_b if b is None else b for b in matrices[some]] + [any_b] * missing
+            bs = [b or any_b for b in matrices[some]] + [any_b] * missing
             out_arguments = [*outs[some], *[outs[first]] * missing]
             column_arguments = [*columns[some], *[-1] * missing]
             ends = [end - starts[first] for end in starts[first + 1 : first + 1 + count]]

@@ -597,9 +597,9 @@ class _Writer:
         axis = self._axis_of_row(attributes_of(node)["axis"], node.output[0])
         at = self._new()
         inner = math.prod(value.sizes[axis + 1 :])
-        whole = value.sizes[axis] * inner
+        full = value.sizes[axis] * inner
         first = 0
-        self._lines.append(f"int {at} = ({index.base}) % {whole};")
+        self._lines.append(f"int {at} = ({index.base}) % {full};")
         ends = list[int]()
         operands = list[tuple[str, bool]]()
         for name in node.input:
@@ -609,7 +609,7 @@ class _Writer:
             last_valid = size - (self._wide if index.unit else 1)
             clamped = f"{at} < {first} ? 0 : {at} < {end} ? {at} - {first} : {last_valid}"
             part_index = self._new()
-            self._lines.append(f"int {part_index} = ({index.base}) / {whole} * {size} + ({clamped});")
+            self._lines.append(f"int {part_index} = ({index.base}) / {full} * {size} + ({clamped});")
             operands.append(self._number(name, _Index(part_index, index.unit), row))
             ends.append(end)
             first = end
@@ -679,17 +679,17 @@ class _Writer:
             if steps and steps[0] != [1]:
                 _reject_if(index.unit or axis != len(source.sizes) - 1 or steps[0][0] < 1)
                 part = value.sizes[axis]
-                whole = source.sizes[axis]
-                strided = f"({index.base}) / {part} * {whole} + {first} + ({index.base}) % {part} * {steps[0][0]}"
+                full = source.sizes[axis]
+                strided = f"({index.base}) / {part} * {full} + {first} + ({index.base}) % {part} * {steps[0][0]}"
                 return _Index(strided, False)
         inner = math.prod(source.sizes[axis + 1 :])
-        whole = source.sizes[axis] * inner
+        full = source.sizes[axis] * inner
         part = value.sizes[axis] * inner
         offset = first * inner
-        _reject_if(index.unit and (offset % self._wide or whole % self._wide or part % self._wide))
+        _reject_if(index.unit and (offset % self._wide or full % self._wide or part % self._wide))
         if math.prod(source.sizes[:axis]) == 1:
             return index.plus(offset)
-        return _Index(f"({index.base}) / {part} * {whole} + {offset} + ({index.base}) % {part}", index.unit)
+        return _Index(f"({index.base}) / {part} * {full} + {offset} + ({index.base}) % {part}", index.unit)
 
     def _broadcast(self, name: str, value: _Value, index: _Index) -> _Index:
         """Return the index in an operand that is broadcast to `index` of a value."""
@@ -719,13 +719,17 @@ class _Writer:
         """Return the indices in a row's sizes that a node accumulates over."""
         source = self._value(node.input[0])
         attributes = attributes_of(node)
-        axes = attributes.get("axes") or (self._constants[node.input[1]].tolist() if len(node.input) > 1 else [])
+        axes = attributes.get("axes") or []
+        if not axes and len(node.input) > 1:
+            axes = self._constants[node.input[1]].tolist()
         _reject_if(not source.rows or not axes or (node.input[0] in self._parts and max(axes) >= 0))
         return sorted(axis + len(source.sizes) if axis < 0 else axis - 1 for axis in axes)
 
     def _axis_of_row(self, axis: int, name: str) -> int:
         """Return the index in a row's sizes of an axis of a value; the axis of rows has no kernel."""
-        index = axis + len(self._value(name).sizes) - (0 if axis < 0 else len(self._dims(name)))
+        index = axis + len(self._value(name).sizes)
+        if axis >= 0:
+            index -= len(self._dims(name))
         _reject_if(axis == 0 or index < 0)
         return index
 

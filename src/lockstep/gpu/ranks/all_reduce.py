@@ -1,6 +1,6 @@
 """All-reduce and all-gather over the ranks of a model, by one kernel per rank.
 
-All-reduces of few rows can be fused into the kernel that reads the sum (sums.cu,
+Small all-reduces can be fused into the kernel that reads the sum (sums.cu,
 `GpuExecutable.prepare_fused_all_reduce`). The ranks run in one process, on devices with peer access.
 
 The kernels of all ranks wait for each other, so a call must be enqueued on every rank before the host waits for any
@@ -64,15 +64,15 @@ class Exchange:
         # Page-locked memory has the same address on the host and on all devices.
         self._lost = cuda.Array(self._host_lost.ctypes.data, (1,), "u4", self._host_lost)
 
-    def meet(self, others: Sequence[Exchange]) -> None:
-        """Upload the addresses of all ranks' memory to the device; others: all ranks' exchanges, in order."""
+    def meet(self, exchanges: Sequence[Exchange]) -> None:
+        """Upload the addresses of all ranks' memory to the device; exchanges: all ranks', in order."""
         self.device.use()
         addresses: list[int] = []
         for name in _PEER_ARRAYS:
-            addresses += [getattr(exchange, name).address for exchange in others]
+            addresses += [getattr(exchange, name).address for exchange in exchanges]
         self.device.stream.upload(self._peers, np.array(addresses, np.uint64))
         self.device.stream.synchronize()
-        self._device_numbers = [exchange.device.number for exchange in others]
+        self._device_numbers = [exchange.device.number for exchange in exchanges]
 
     def sum(self, values: cuda.Array) -> None:
         """All-reduce values in place, accumulated in float32 in the order of the ranks.
@@ -104,15 +104,15 @@ class Exchange:
         """Return whether an all-reduce may be fused into the kernel that reads it."""
         return values.nbytes <= _ONE_SHOT
 
-    def gather(self, part: cuda.Array, whole: cuda.Array) -> None:
+    def gather(self, shard: cuda.Array, gathered: cuda.Array) -> None:
         """All-gather shards [rows, columns] into [rows, world * columns]; the shard's memory is padded to 16 bytes."""
-        rows, columns = part.shape
-        size = part.dtype.itemsize
+        rows, columns = shard.shape
+        size = shard.dtype.itemsize
         if columns * size % _UNIT == 0:
             columns = columns * size // _UNIT
             size = _UNIT
-        units = -(-part.nbytes // _UNIT)
-        self._gather.launch(self.device.stream, *_grid(units), part, whole, *self.group, units, rows, columns, size)
+        units = -(-shard.nbytes // _UNIT)
+        self._gather.launch(self.device.stream, *_grid(units), shard, gathered, *self.group, units, rows, columns, size)
 
     @property
     def group(self) -> tuple[cuda.Array | int, ...]:

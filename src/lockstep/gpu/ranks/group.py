@@ -159,7 +159,7 @@ class RankGroup:
         by_rank = [_exit_inputs(rank, step) for rank, step in zip(self.on_each_device(), self.last)]
         for rank, arrays in zip(self.ranks, by_rank):
             for array, expected in zip(arrays, by_rank[0]):
-                self.compare("values behind the last layer", rank, array, expected)
+                self.compare("values after the last layer", rank, array, expected)
 
 
 def _all_uploads(networks: Sequence[Network]) -> list[Uploads]:

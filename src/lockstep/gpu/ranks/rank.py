@@ -12,7 +12,7 @@ from typing import cast
 import numpy as np
 
 from lockstep.artifacts.adapters import IDS, mask_rank
-from lockstep.artifacts.signature import IO
+from lockstep.artifacts.signature import IO, concrete_shape
 from lockstep.gpu import cuda
 from lockstep.gpu.attention.base import SMALLEST_CHUNK, Arrays, Attention, Calls, PagedAttention, Part, PassTokens
 from lockstep.gpu.attention.make import make_attention
@@ -163,9 +163,7 @@ class Rank:
             piece = self.network.layers[-1][0].pieces[0]
             program = engine_of(piece).program
             inputs = [io for io in piece.signature.inputs if io.name in program.dynamic]  # adapters' are not
-            shapes = {}
-            for io in inputs:
-                shapes[io.name] = tuple(num_tokens if isinstance(size, str) else size for size in io.shape)
+            shapes = {io.name: concrete_shape(io.shape, {"num_tokens": num_tokens}) for io in inputs}
             tuned = program.tuned_for(shapes)
             self._tuned[num_tokens] = max(tuned[io.name][io.shape.index("num_tokens")] for io in inputs)
         return self._tuned[num_tokens]
@@ -453,7 +451,7 @@ class Rank:
         output_keys = {io.key for io in block.signature.outputs}
         # Buffers that an output must not overwrite, because a later piece or block reads them: all values except those
         # that this block replaces.
-        taken = {array.address for key, array in values.items() if key in input_keys or key not in output_keys}
+        reserved = {array.address for key, array in values.items() if key in input_keys or key not in output_keys}
         arrays = {**block.adapters, **{io.name: values[io.key] for io in inputs}}
         output_names = {io.name for io in block.signature.outputs}
         steps: list[_EngineCall | _AllReduce] = []
@@ -463,9 +461,9 @@ class Rank:
             for io in piece.signature.outputs:
                 name = piece.sums.get(io.name, io.name)
                 key = IO(name, io.dtype, io.shape).key if name in output_names else f"piece/{name}"
-                array = self._output(key, io, dims, taken, kind)
+                array = self._output(key, io, dims, reserved, kind)
                 piece_outputs[io.name] = array
-                taken.add(array.address)
+                reserved.add(array.address)
             steps.append(_EngineCall(piece, piece_inputs, piece_outputs))
             arrays |= piece_outputs
             for io in piece.signature.outputs:
@@ -475,14 +473,14 @@ class Rank:
         values.update({io.key: arrays[io.name] for io in block.signature.outputs})
         return steps
 
-    def _output(self, key: str, io: IO, dims: Mapping[str, int], taken: set[int], kind: str) -> cuda.Array:
-        """Return a buffer for an output, which is none of `taken` (addresses)."""
-        shape = tuple(dims[dim] if isinstance(dim, str) else dim for dim in io.shape)
+    def _output(self, key: str, io: IO, dims: Mapping[str, int], reserved: set[int], kind: str) -> cuda.Array:
+        """Return a buffer for an output, at none of the `reserved` addresses."""
+        shape = concrete_shape(io.shape, dims)
         if key == "logits":
             return self._logits(kind, shape, io.numpy_dtype)
         for number in itertools.count():
             array = self._buffer(f"{key}/{number}" if number else key, shape, io.numpy_dtype)
-            if array.address not in taken:
+            if array.address not in reserved:
                 break
         return array
 
@@ -534,8 +532,8 @@ def _mask_of_engines(network: Network) -> tuple[int, int, np.dtype] | None:
 
 def _exit_inputs(network: Network, values: Arrays, total: int) -> list[cuda.Array]:
     """Return the inputs of the lm_head block that are equal on all ranks."""
-    others = ("attention", "logit_rows", *network.exit.adapters)
-    names = [io.key for io in network.exit.signature.inputs if io.name not in others]
+    excluded = ("attention", "logit_rows", *network.exit.adapters)
+    names = [io.key for io in network.exit.signature.inputs if io.name not in excluded]
     return [values[name][:total] for name in names]
 
 
@@ -549,8 +547,7 @@ def max_exchange_bytes(network: Network, num_slots: int, max_num_tokens: int) ->
     sizes = {"num_tokens": max_num_tokens + num_slots, "num_requests": num_slots}
 
     def nbytes(io: IO) -> int:
-        dims = [sizes[size] if isinstance(size, str) else size for size in io.shape]
-        return math.prod(dims) * io.numpy_dtype.itemsize
+        return math.prod(concrete_shape(io.shape, sizes)) * io.numpy_dtype.itemsize
 
     largest_sum = 0
     for block in network.blocks:
