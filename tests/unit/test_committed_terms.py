@@ -18,7 +18,7 @@ LOCK = Lock.load(ROOT / "locks" / "demo-llama.lock.json")
 
 def test_the_terms_of_each_check_are_what_is_locked() -> None:
     """Of every target of the config, whether or not it runs on this machine."""
-    locked = {place: items for place, items in LOCK.sections.items() if place.startswith(f"{TERMS}/")}
+    locked = {place: items for place, items in LOCK.entries.items() if place.startswith(f"{TERMS}/")}
     of_config = {}
     for target in CONFIG.targets():
         for stage in STAGES.values():
@@ -32,7 +32,7 @@ def test_each_check_that_a_machine_without_a_gpu_makes_is_locked() -> None:
     """A target that is added is locked in the same commit."""
     on_host = [target for target in CONFIG.targets() if not backends()[target.backend].gpus]
     places = {terms_place(job.stage, job.names) for job in jobs(CONFIG, Path(), on_host) if STAGES[job.stage].is_check}
-    assert on_host and places <= LOCK.sections.keys()
+    assert on_host and places <= LOCK.entries.keys()
 
 
 def test_what_the_config_says_to_a_job_is_plain_json() -> None:

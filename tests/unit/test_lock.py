@@ -322,7 +322,7 @@ def test_a_lock_is_written_as_it_was_read(tmp_path: Path) -> None:
     lock = Lock.load(path)
     lock.save(tmp_path / "lock.json")
     assert (tmp_path / "lock.json").read_bytes() == path.read_bytes()
-    assert len(lock.sections) > 50
+    assert len(lock.entries) > 50
 
 
 def with_instruction_sets(key: BuildKey, *isa: str) -> BuildKey:

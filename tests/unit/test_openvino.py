@@ -46,7 +46,7 @@ from lockstep.cli.main import main
 from lockstep.config import load
 from lockstep.errors import CheckError, InputError
 from lockstep.provenance import lock_update
-from lockstep.provenance.lock import Lock, Maker
+from lockstep.provenance.lock import Lock, MadeWith
 from lockstep.report import summary
 from lockstep.runtime import Engine, Model, Request
 from lockstep.stages import Job, Stage, jobs
@@ -532,14 +532,14 @@ def test_a_lock_written_without_bf16_keeps_what_stood_in_it():
     terms = f"checks/golden/bf16/2/{BACKEND}"
     kept = {engines: {}, f"golden/bf16/{BACKEND}/2": {}, terms: {"expected": {}}, "golden/bf16/cuda/2": {}}
     others = {"checkpoint": {"source": "m"}, f"checks/golden/fp32/2/{BACKEND}": {"expected": {}}}
-    before = Lock("m", {"golden/openvino": Maker("old", {})}, {**others, **kept, "graphs/bf16": {"entry": "g"}})
+    before = Lock("m", {"golden/openvino": MadeWith("old", {})}, {**others, **kept, "graphs/bf16": {"entry": "g"}})
 
     def written(graph: str, *not_run: str) -> Lock:
         lock = Lock("m", {}, {"checkpoint": {"source": "m"}, "graphs/bf16": {"entry": graph}})
         return lock_update._with_kept(before, lock, not_run)
 
     absent = (f"bf16/{BACKEND}", "cuda")
-    assert written("g", *absent).sections.keys() == {"checkpoint", "graphs/bf16", *kept}
-    assert written("g", *absent).makers == before.makers
-    assert not kept.keys() & written("another", *absent).sections.keys()
-    assert not kept.keys() & written("g").sections.keys(), "run here, or none of the config"
+    assert written("g", *absent).entries.keys() == {"checkpoint", "graphs/bf16", *kept}
+    assert written("g", *absent).made_with == before.made_with
+    assert not kept.keys() & written("another", *absent).entries.keys()
+    assert not kept.keys() & written("g").entries.keys(), "run here, or none of the config"

@@ -226,8 +226,8 @@ def lock_of(results: Results, path: Path, signed: Path) -> Path:
         for name, member in read_archive(signed).members.items()
         if name.startswith("engines/") and not name.endswith(".json")
     }
-    sections = {"checkpoint": {"source": "x"}, "engines/fp16/onnxruntime/a CPU": engines}
-    Lock("demo-llama", {}, sections).save(path)
+    entries = {"checkpoint": {"source": "x"}, "engines/fp16/onnxruntime/a CPU": engines}
+    Lock("demo-llama", {}, entries).save(path)
     return path
 
 
@@ -244,8 +244,8 @@ def test_a_lock_names_the_manifest(results: Results, signed: Path, server: regis
     assert sha256_file(tmp_path / "out.tar") == sha256_file(signed)
     lock_of(results, lock, signed)
     changed = Lock.load(lock)
-    sections = {**changed.sections, "engines/fp16/onnxruntime/a CPU": {"block.onnx": "0" * 64}}
-    replace(changed, sections=sections).save(lock)
+    entries = {**changed.entries, "engines/fp16/onnxruntime/a CPU": {"block.onnx": "0" * 64}}
+    replace(changed, entries=entries).save(lock)
     assert "expected the engines of" in refused(lambda: artifact.note_in_lock(lock, signed, pushed))
 
 
@@ -253,7 +253,7 @@ def test_rebuilders_agree_byte_for_byte(results: Results, signed: Path, keys: Ca
     lock = lock_of(results, tmp_path / "demo-llama.lock.json", signed)
     (one, one_public), (two, two_public) = keys("one"), keys("two")
     trusted = [one_public, two_public]
-    ((where, items),) = (item for item in Lock.load(lock).sections.items() if item[0].startswith("engines/"))
+    ((where, items),) = (item for item in Lock.load(lock).entries.items() if item[0].startswith("engines/"))
     made = [LockComparison(where, True, None, items)]
     assert "expected 1 rebuilders that agree byte for byte, found 0" in refused(
         lambda: rebuilds.agreements(lock, trusted, 1)

@@ -14,7 +14,7 @@ from checkout import REPOSITORY, Checkout
 
 from lockstep.backends.openvino import cpu as openvino
 from lockstep.provenance.lock import Lock
-from lockstep.provenance.lockfile import sections_at
+from lockstep.provenance.lockfile import entries_at
 from shared import Shared
 from some import some_cases
 
@@ -90,10 +90,10 @@ def test_other_precisions_and_backends_are_what_is_locked(
     for backend in backends:
         demo.call("lockstep", "stage", "build", f"{target}/all/{backend}")
     lock = Lock.load(REPOSITORY / LOCK)
-    found = [section for path in asked for section in sections_at(path)]
+    found = [entry for path in asked for entry in entries_at(path)]
     assert len(found) == len(asked)
-    for section in found:
-        assert lock.sections.get(section.where) == section.items, section.where
+    for entry in found:
+        assert lock.entries.get(entry.where) == entry.items, entry.where
 
 
 @pytest.mark.long
@@ -153,9 +153,9 @@ def test_a_locked_run_makes_small_weights_and_their_golden_tokens_as_locked(run_
     made = re.findall(r"^\[./5\] (\w+)", log, re.MULTILINE)
     assert sorted(made) == ["build", "convert", "export", "golden", "quantized_reference"], log
     lock = Lock.load(run_under_lock.folder / LOCK)
-    golden = [section for section in sections_at(run_under_lock.folder / SMALL_GOLDEN) if "golden" in section.where]
+    golden = [entry for entry in entries_at(run_under_lock.folder / SMALL_GOLDEN) if "golden" in entry.where]
     assert len(golden) == 2  # the tokens, and the terms of the check
-    assert all(lock.sections[section.where] == section.items for section in golden)
+    assert all(lock.entries[entry.where] == entry.items for entry in golden)
     assert not run_under_lock.would_run(SMALL_GOLDEN, *LOCKED)
 
 

@@ -1,7 +1,7 @@
 """The lock of a model as a type: `locks/<model>.lock.json` in and out, and the one comparison with it.
 
-A lock is flat: at each place what one artefact must be, by name, or the parameters of one check. `Maker` says what made
-them; it decides nothing, and names the cause where an artefact differs.
+A lock is flat: at each place what one artefact must be, by name, or the parameters of one check. `MadeWith` says what
+made them; it decides nothing, and names the cause where an artefact differs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _STAGE = Bound("a stage", lambda name: name.partition("/")[0] in STAGES)
 
 
 @dataclass(frozen=True)
-class Maker(JsonObject):
+class MadeWith(JsonObject):
     """The code, packages, options and library that made a stage's artefacts.
 
     code: sha256 of the code's digests. packages: versions by name. options: None for a check, whose options are terms.
@@ -67,19 +67,19 @@ class Comparison:
 class Lock(JsonObject):
     """The lock of a model.
 
-    makers: what made the artefacts, by stage and backend. sections: by place what is locked there, by name: of the
+    made_with: what made the artefacts, by stage and backend. entries: by place what is locked there, by name: of the
     checkpoint its source, its commit where there is one, and the sha256 of its files; of weights, graphs and engines
     the sha256 by file; of references and golden checks token ids by prompt; of checks their parameters.
     published: bundles in registries, by target.
     """
 
     model: str
-    makers: Annotated[Mapping[Annotated[str, _STAGE], Maker], Key(MADE)]
-    sections: Annotated[Mapping[Place, Items], Key(LOCKED)]
+    made_with: Annotated[Mapping[Annotated[str, _STAGE], MadeWith], Key(MADE)]
+    entries: Annotated[Mapping[Place, Items], Key(LOCKED)]
     published: Mapping[str, Published] = field(default_factory=dict)
 
     def validate(self, stored: Mapping[str, Any]) -> None:
-        checkpoint = self.sections.get(CHECKPOINT, {})
+        checkpoint = self.entries.get(CHECKPOINT, {})
         if "source" not in checkpoint or not all(isinstance(value, str) for value in checkpoint.values()):
             raise ValidationError(f"{LOCKED}.{CHECKPOINT}", "texts, among them the source", checkpoint)
 
@@ -98,7 +98,7 @@ class Lock(JsonObject):
 
     @property
     def checkpoint(self) -> Items:
-        return self.sections[CHECKPOINT]
+        return self.entries[CHECKPOINT]
 
     @property
     def commit(self) -> str | None:
@@ -107,11 +107,11 @@ class Lock(JsonObject):
 
     def devices(self, precision: str, backend: str) -> dict[str, Items]:
         kind = f"{ENGINES}/{precision}/{backend}"
-        return {split(where)[-1]: items for where, items in self.sections.items() if kind_of(where) == kind}
+        return {split(where)[-1]: items for where, items in self.entries.items() if kind_of(where) == kind}
 
     def compare(self, where: Place, items: Items) -> Comparison:
         """Compare an artefact with what is locked at its place. All that is held to a lock is judged here."""
-        locked = self.sections.get(where)
+        locked = self.entries.get(where)
         if locked is None:
             return Comparison(False)
         return Comparison(True, tuple(changes(without_places(locked), without_places(items))))

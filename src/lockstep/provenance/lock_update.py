@@ -45,9 +45,9 @@ def updated_lock(results: Path, model: str, out: Path) -> LockUpdate:
     lock = replace(_with_kept(before, lock, config_of(results).not_run()), published=before.published)
     changes: list[str] = []
     looser: list[str] = []
-    for where in sorted(before.sections.keys() | lock.sections.keys()):
-        old = before.sections.get(where)
-        new = lock.sections.get(where)
+    for where in sorted(before.entries.keys() | lock.entries.keys()):
+        old = before.entries.get(where)
+        new = lock.entries.get(where)
         if old is None:
             changes.append(f"added {where}")
         elif new is None:
@@ -94,24 +94,24 @@ def _with_kept(before: Lock, lock: Lock, not_run: Collection[str]) -> Lock:
     """Return `lock` with what it keeps of `before`, as long as that is of the same graphs.
 
     Engines of other devices; and what is not made here, for engines are not run here (`Config.not_run`): these engines
-    where they are not built either, their golden tokens, parameters of checks and makers.
+    where they are not built either, their golden tokens, parameters of checks and what made them.
     """
-    here = {kind_of(where) for where in lock.sections if split(where)[0] == ENGINES}
+    here = {kind_of(where) for where in lock.entries if split(where)[0] == ENGINES}
     same = _same_graphs(before, lock)
     kept = {
         where: items
-        for where, items in before.sections.items()
+        for where, items in before.entries.items()
         if same.intersection(split(where)) and (kind_of(where) in here or is_absent(where, not_run))
     }
     ends = tuple(f"/{name.rpartition('/')[2]}" for name in not_run)
-    makers = {name: maker for name, maker in before.makers.items() if name.endswith(ends)}
-    return replace(lock, sections={**kept, **lock.sections}, makers={**makers, **lock.makers})
+    made_with = {name: record for name, record in before.made_with.items() if name.endswith(ends)}
+    return replace(lock, entries={**kept, **lock.entries}, made_with={**made_with, **lock.made_with})
 
 
 def _same_graphs(before: Lock, lock: Lock) -> set[str]:
     """Return the precisions whose graphs are the same in both."""
     return {
         split(where)[1]
-        for where, items in before.sections.items()
-        if split(where)[0] == "graphs" and items == lock.sections.get(where)
+        for where, items in before.entries.items()
+        if split(where)[0] == "graphs" and items == lock.entries.get(where)
     }

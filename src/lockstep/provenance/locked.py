@@ -20,7 +20,7 @@ from lockstep.manifests.digest_cache import check_files, digest, size_of
 from lockstep.manifests.manifest_files import named_files
 from lockstep.provenance.diff import changes, lines
 from lockstep.provenance.lock import TERMS, Lock, lock_path, without_places
-from lockstep.provenance.lockfile import Section, made_with, maker, sections_at, terms, terms_place
+from lockstep.provenance.lockfile import LockEntry, entries_at, made_by, made_with, terms, terms_place
 from lockstep.provenance.record import record_path
 from lockstep.provenance.slsa import provenance_path
 from lockstep.stages import STAGES, Job
@@ -77,10 +77,10 @@ def check_project(lock_file: Path, steps: Sequence[Job], checkpoint: Sequence[Pa
             refuse(f"{step}: its engines are not in the lock", lock_file)
         if not (step.output.is_file() and record_path(step.output).is_file()):
             continue
-        made = sections_at(step.output)
-        for section in made:
-            if section.where not in lock.sections:  # to make it again would not help
-                refuse(f"{step}: {section.where} is not in the lock", lock_file)
+        made = entries_at(step.output)
+        for entry in made:
+            if entry.where not in lock.entries:  # to make it again would not help
+                refuse(f"{step}: {entry.where} is not in the lock", lock_file)
         if other := _other_result(step, lock, made):
             # A fetch that is not held to the lock stays at its commit.
             advice = f"make it again without locked: lockstep run -- --forcerun {step.stage} -- {step.output}"
@@ -89,7 +89,7 @@ def check_project(lock_file: Path, steps: Sequence[Job], checkpoint: Sequence[Pa
             raise CheckError(f"{other}, which is not what {lock_file} says; {advice}")
 
 
-def _other_result(step: Job, lock: Lock, made: Sequence[Section]) -> str | None:
+def _other_result(step: Job, lock: Lock, made: Sequence[LockEntry]) -> str | None:
     """Return the first difference of what a job has made from the lock; every file that it names is hashed."""
     if step.stage == "fetch" and (line := other_commit(lock, Fetched.load(step.output).commit)):
         return line
@@ -128,8 +128,8 @@ def check_step(step: Job, key: BuildKey, lock_file: Path) -> None:
     lock = Lock.load(lock_file)
     for path in step.inputs.values():
         if record_path(path).is_file():
-            for section in sections_at(path):
-                if line := difference(lock, section):
+            for entry in entries_at(path):
+                if line := difference(lock, entry):
                     refuse(line, lock_file)
             check_files(named_files(path), "make it again")
     if line := _other_terms(lock, step):
@@ -147,23 +147,23 @@ def reject(output: Path, lock_file: Path) -> str | None:
 
     A difference takes its manifest `output` away. None when it is the locked one.
     """
-    line = _first_difference(sections_at(output), Lock.load(lock_file))
+    line = _first_difference(entries_at(output), Lock.load(lock_file))
     if line is not None:
         for path in (output, record_path(output), provenance_path(output)):
             path.unlink(missing_ok=True)
     return line
 
 
-def _first_difference(made: Sequence[Section], lock: Lock) -> str | None:
-    """Return the first difference of an artefact from a lock; None where it is as locked. made: its sections."""
-    return next((line for section in made if (line := difference(lock, section))), None)
+def _first_difference(made: Sequence[LockEntry], lock: Lock) -> str | None:
+    """Return the first difference of an artefact from a lock; None where it is as locked. made: its entries."""
+    return next((line for entry in made if (line := difference(lock, entry))), None)
 
 
 def _other_terms(lock: Lock, step: Job) -> str | None:
     """Return the first of a check's terms that the config and the lock differ in. None where they agree."""
     if not STAGES[step.stage].is_check:
         return None
-    locked = lock.sections.get(terms_place(step.stage, step.names))
+    locked = lock.entries.get(terms_place(step.stage, step.names))
     if locked is None:
         return f"{step}: the terms of this check are not in the lock"
     return next(
@@ -171,45 +171,45 @@ def _other_terms(lock: Lock, step: Job) -> str | None:
     )
 
 
-def difference(lock: Lock, section: Section) -> str | None:
+def difference(lock: Lock, entry: LockEntry) -> str | None:
     """Return the first difference of an artefact from the lock.
 
     With what else differs that may have caused it. None when it is the same.
     """
-    comparison = lock.compare(section.where, section.items)
+    comparison = lock.compare(entry.where, entry.items)
     if not comparison.is_locked:
-        return f"{section.stage}: {section.where} is not in the lock"
+        return f"{entry.stage}: {entry.where} is not in the lock"
     if not comparison.changes:
         return None
     graph = next((change for change in comparison.changes if change[0][-1].endswith(".onnx")), None)
     where, change = graph or comparison.changes[0]
-    opening = f"{section.stage}: {'.'.join(where)} differs: {change}"
-    if section.where.startswith(f"{TERMS}/"):  # no code and no package changes these
+    opening = f"{entry.stage}: {'.'.join(where)} differs: {change}"
+    if entry.where.startswith(f"{TERMS}/"):  # no code and no package changes these
         return opening
-    makers = _other_makers(lock, section)
-    return f"{opening}{makers and f', made with {makers}'}"
+    causes = _causes(lock, entry)
+    return f"{opening}{causes and f', made with {causes}'}"
 
 
 def other_commit(lock: Lock, commit: str | None) -> str | None:
     return next((f"fetch: commit differs: {change}" for _, change in changes(lock.commit, commit)), None)
 
 
-def _other_makers(lock: Lock, section: Section) -> str:
-    """Return what of the makers of an artefact is not as in the lock.
+def _causes(lock: Lock, entry: LockEntry) -> str:
+    """Return what an artefact was made with that is not as in the lock.
 
     Packages, library, whether the code is another.
     """
-    locked = lock.makers.get(maker(section.key))
-    now = made_with(section.key)
+    locked = lock.made_with.get(made_by(entry.key))
+    now = made_with(entry.key)
     if locked is None:
         return ""
-    makers = lines(
+    causes = lines(
         ("", locked.packages, now.packages),
-        (f"{section.key.names.get('backend')} ", locked.backend or {}, now.backend or {}),
+        (f"{entry.key.names.get('backend')} ", locked.backend or {}, now.backend or {}),
         ("option ", locked.options or {}, now.options or {}),
         ("", {"code": locked.code}, {"code": now.code}),
     )
-    return ", ".join(makers)
+    return ", ".join(causes)
 
 
 def refuse(line: str, lock_file: Path) -> None:

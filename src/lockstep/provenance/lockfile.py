@@ -1,8 +1,8 @@
 """The lock of a finished results tree, and the artefacts of a tree as a lock holds them.
 
-The file is sorted, and to be committed. A lock is made of sections: what each artefact must be, by name, and on what
-terms each check was passed. A section comes from the manifest of the artefact and from the record of how it was made.
-Beside the sections stands, by stage, what made them (code, packages, library): it decides nothing, and names the cause
+The file is sorted, and to be committed. A lock is made of entries: what each artefact must be, by name, and on what
+terms each check was passed. An entry comes from the manifest of the artefact and from the record of how it was made.
+Beside the entries stands, by stage, what made them (code, packages, library): it decides nothing, and names the cause
 where an artefact differs.
 """
 
@@ -19,7 +19,7 @@ from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.files import dump_json, read_json, sha256_json
 from lockstep.errors import CheckError, InputError, LockstepError
 from lockstep.manifests.manifest_files import manifest_entries
-from lockstep.provenance.lock import TERMS, Comparison, Lock, Maker, Place
+from lockstep.provenance.lock import TERMS, Comparison, Lock, MadeWith, Place
 from lockstep.provenance.record import SUFFIX, checked_record, read_record, record_path, records
 from lockstep.stages import STAGES, jobs
 from lockstep.targets import Results
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Section:
+class LockEntry:
     """An artefact, or the terms of a check, as a lock holds it.
 
     where: its place in the lock. key: its build key. items: what it must be, by name.
@@ -58,8 +58,8 @@ def collect(results: Path, model: str) -> Lock:
         raise InputError(
             f"{results / model}: expected a model of {tree.config()}, found no engines of one; run its config first"
         )
-    pinned = list(sections(results, model))
-    made = {section.stage for section in pinned}
+    pinned = list(lock_entries(results, model))
+    made = {entry.stage for entry in pinned}
     for stage in dict.fromkeys(job.stage for job in jobs(config, results, built)):
         if STAGES[stage].is_locked and stage not in made:
             raise InputError(
@@ -76,21 +76,21 @@ def config_of(results: Path) -> Config:
     return load(read_json(path), where=str(path))
 
 
-def lock_of(model: str, pinned: Iterable[Section]) -> Lock:
+def lock_of(model: str, pinned: Iterable[LockEntry]) -> Lock:
     pinned = list(pinned)
-    makers = {maker(section.key): made_with(section.key) for section in pinned}
-    return Lock(model, makers, {section.where: section.items for section in pinned})
+    records = {made_by(entry.key): made_with(entry.key) for entry in pinned}
+    return Lock(model, records, {entry.where: entry.items for entry in pinned})
 
 
-def maker(key: BuildKey) -> str:
+def made_by(key: BuildKey) -> str:
     """Return the name that a lock has for what made an artefact. The stage, and the backend where one runs it."""
     return "/".join([key.stage, *([key.names["backend"]] if "backend" in key.names else [])])
 
 
-def made_with(key: BuildKey) -> Maker:
+def made_with(key: BuildKey) -> MadeWith:
     """Return the code, packages and library of a stage, as a lock holds them."""
     backend = {name: value for name, value in (key.backend or {}).items() if name not in ("name", "device", "portable")}
-    return Maker(
+    return MadeWith(
         sha256_json(key.code),
         key.environment,
         None if STAGES[key.stage].is_check else json.loads(dump_json(key.options)),
@@ -123,36 +123,36 @@ def _numbered(value: Any) -> Any:
     return value
 
 
-def sections(results: Path, model: str) -> Iterator[Section]:
-    """Yield the sections of all locked artefacts of a model, in order of their paths."""
+def lock_entries(results: Path, model: str) -> Iterator[LockEntry]:
+    """Yield the entries of all locked artefacts of a model, in order of their paths."""
     for path in records(results / model):
-        yield from sections_of(path)
+        yield from entries_of(path)
 
 
-def readable_sections(folder: Path) -> dict[Place, Section]:
-    """Return the sections below a model's folder by place, in order, without those that are damaged or being made."""
-    there: dict[Place, Section] = {}
+def readable_entries(folder: Path) -> dict[Place, LockEntry]:
+    """Return the entries below a model's folder by place, in order, without those that are damaged or being made."""
+    there: dict[Place, LockEntry] = {}
     for path in records(folder):
         with contextlib.suppress(LockstepError, OSError):
-            there |= {section.where: section for section in sections_of(path)}
+            there |= {entry.where: entry for entry in entries_of(path)}
     return dict(sorted(there.items()))
 
 
 def compared(folder: Path, lock: Lock) -> dict[Place, Comparison]:
     """Compare the artefacts below a model's folder with its lock, by place."""
-    return {where: lock.compare(where, section.items) for where, section in readable_sections(folder).items()}
+    return {where: lock.compare(where, entry.items) for where, entry in readable_entries(folder).items()}
 
 
-def sections_of(path: Path) -> list[Section]:
-    """Return the sections of the record at `path`.
+def entries_of(path: Path) -> list[LockEntry]:
+    """Return the entries of the record at `path`.
 
     There are none for what is not locked, such as a report. Raises InputError or CheckError when record and manifest
     are damaged or do not belong together.
     """
     key = checked_record(path).key
     manifest = path.with_name(f"{path.name.removesuffix(SUFFIX)}.json")
-    entry = STAGES.get(key.stage)
-    if entry is None or not entry.is_locked:
+    stage = STAGES.get(key.stage)
+    if stage is None or not stage.is_locked:
         return []
     if read_record(manifest) is None:
         raise CheckError(
@@ -160,14 +160,14 @@ def sections_of(path: Path) -> list[Section]:
             f"{'another' if manifest.is_file() else 'none'}; delete it and run again"
         )
     pinned = []
-    if entry.is_pinned:
+    if stage.is_pinned:
         with manifest_entries(manifest):
-            where, items = entry.pin(manifest, key)
-        pinned.append(Section("/".join(where), key, items))
-    if entry.is_check:
-        pinned.append(Section(terms_place(key.stage, key.names), key, terms(key.options)))
+            where, items = stage.pin(manifest, key)
+        pinned.append(LockEntry("/".join(where), key, items))
+    if stage.is_check:
+        pinned.append(LockEntry(terms_place(key.stage, key.names), key, terms(key.options)))
     return pinned
 
 
-def sections_at(output: Path) -> list[Section]:
-    return sections_of(record_path(output))
+def entries_at(output: Path) -> list[LockEntry]:
+    return entries_of(record_path(output))

@@ -32,7 +32,7 @@ from lockstep.manifests.manifest_files import named_files
 from lockstep.provenance.cache.store import VARIABLE
 from lockstep.provenance.lock import TERMS, Lock
 from lockstep.provenance.locked import difference
-from lockstep.provenance.lockfile import lock_of, readable_sections, sections
+from lockstep.provenance.lockfile import lock_entries, lock_of, readable_entries
 from lockstep.provenance.record import SUFFIX
 from lockstep.stages import STAGES
 from lockstep.targets import Results, Target, is_quantized
@@ -58,7 +58,7 @@ def reproduce(
     manifest = CheckpointManifest.load(manifest_path)
     checkpoint = manifest.folder_of(manifest_path)
     check_stored(manifest.files, checkpoint, RESOLVE_AGAIN)
-    lock = lock_of(target.model, readable_sections(results.root / target.model).values())
+    lock = lock_of(target.model, readable_entries(results.root / target.model).values())
     artefacts: dict[str, str | None] = {}
     same_rounds = 0
     for number in range(1, rounds + 1):
@@ -120,9 +120,9 @@ def rebuild(
             _take_tactics(like, tree, target)
         failure = make_again(config, checkpoint, target, Path(folder), stages, tell)
         compared = [
-            LockComparison(section.where, section.where in lock.sections, difference(lock, section), section.items)
-            for section in sections(tree.root, target.model)
-            if not section.where.startswith(f"{TERMS}/")
+            LockComparison(entry.where, entry.where in lock.entries, difference(lock, entry), entry.items)
+            for entry in lock_entries(tree.root, target.model)
+            if not entry.where.startswith(f"{TERMS}/")
         ]
     return [*compared, *([LockComparison("golden check", True, failure, {})] if failure else [])]
 

@@ -146,7 +146,7 @@ _MEASURED = (formats.SPEED, formats.REPRODUCTION)
 
 
 def _locked(folder: Path, lock_file: Path) -> list[Finding]:
-    """Return findings on each section of the lock against the tree.
+    """Return findings on each entry of the lock against the tree.
 
     And on each artefact of the tree that the lock does not have.
     """
@@ -160,7 +160,7 @@ def _locked(folder: Path, lock_file: Path) -> list[Finding]:
     absent = _not_run(folder.parent)
     lost = [
         where
-        for where in lock.sections
+        for where in lock.entries
         if where not in there and kind_of(where) not in built and not is_absent(where, absent)
     ]
     findings = [

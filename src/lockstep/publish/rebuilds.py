@@ -68,7 +68,7 @@ def agreements(lock_path: Path, keys: Sequence[Path], at_least: int) -> list[Agr
     """
     locked = {
         name: sha256
-        for where, items in Lock.load(lock_path).sections.items()
+        for where, items in Lock.load(lock_path).entries.items()
         for name, sha256 in files(where, items).items()
     }
     agreeing: dict[str, dict[str, str]] = {}
