@@ -122,7 +122,7 @@ lint: setup-test
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/snakefmt --check Snakefile workflow/rules
+	$(BIN)/snakefmt --check Snakefile workflow
 
 # The benchmark ends with an error where no engine runs: then there is no record to keep.
 gpu: setup $(REAL)/.pinned

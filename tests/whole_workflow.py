@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lockstep.config import load
-from lockstep.config.sources import RandomSource, parse_source
 from lockstep.errors import CheckError, InputError
-from lockstep.stages import STAGES, Job, jobs
+from lockstep.stages import STAGES, jobs
+from lockstep.targets import Results
+from lockstep.workflow.files import model_files
 
 MODEL = "tiny"
 LIMITS = {"max_batch_size": 4, "max_input_len": 32, "max_seq_len": 64, "max_num_tokens": 64}
@@ -58,22 +58,15 @@ def failures(
     }
     limits = {**LIMITS, "max_seq_len": max_seq_len}
     config = load.load({"models": {MODEL: model}, "limits": limits})
-    kind = parse_source(source)
-    place = Path(kind.config if isinstance(kind, RandomSource) else source)
-    config.check_model(MODEL, place)
+    results = Results(root)
+    (place,) = config.check_sources(results=results).values()
+    files = {MODEL: vars(model_files(config, MODEL, place, results))}
     lines = []
-    for job in jobs(config, root, config.targets()):
-        job = replace(job, given={"path" if isinstance(kind, RandomSource) else "folder": place})
-        is_able = all(needed.exists() for needed in (*job.inputs.values(), *_brought(job, kind)))
+    for job in jobs(config, root, config.targets(), files):
+        is_able = all(needed.exists() for needed in job.inputs.values())
         if is_able and not job.output.exists() and str(job) != left_out:
             try:
-                STAGES[job.stage].make(job)
+                STAGES[job.stage].run(job)
             except (CheckError, InputError) as error:
                 lines.append(f"{job}: {error}")
     return lines
-
-
-def _brought(job: Job, kind: object) -> list[Path]:
-    """Return the manifests that another job brings, of a checkpoint that is no folder."""
-    patterns = STAGES[job.stage].brought.values() if isinstance(kind, RandomSource) else ()
-    return [STAGES[job.stage].path(job, pattern) for pattern in patterns]

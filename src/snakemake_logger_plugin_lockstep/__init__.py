@@ -126,7 +126,7 @@ class LogHandler(LogHandlerBase):
     def _end(self, number: int, now: float, failed: bool = False) -> None:
         job = self._jobs.pop(number, None)
         self._done += 1
-        if job is None or job.rule == "all":
+        if job is None or job.rule in ("all", "default"):
             return
         self._has_verdict |= failed or job.rule == "summary"
         word, figure = ("FAIL", "") if failed else _result(job)

@@ -116,7 +116,7 @@ def made(
     (folder / "config.yaml").write_text(CONFIG.format(precisions=", ".join(precisions)) + more)
     adapters = ["adapters"] if more == ADAPTERS else []
     # Which weights are quantised the export decides: their conversion is behind it.
-    for stage in ("resolve", *adapters, "export", "convert"):
+    for stage in ("resolve", "architecture", *adapters, "export", "convert"):
         paths = "--config", str(folder / "config.yaml"), "--results", str(folder / "results")
         _run("-m", "lockstep", "stage", stage, *paths)
     return results

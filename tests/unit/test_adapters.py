@@ -31,7 +31,7 @@ from lockstep.export.reference_runner import PackedRequest, ReferenceRunner
 from lockstep.export.torch_model import cut_config, load_folder
 from lockstep.runtime import Decoding, Engine, Model, Request, Sampling, scheduler
 from lockstep.runtime.prefix import root_key
-from lockstep.stages import STAGES
+from lockstep.stages import STAGES, jobs
 from lockstep.step.advance import Advance
 from lockstep.step.residency import Residency
 from lockstep.targets import Results, Target
@@ -654,7 +654,7 @@ def test_another_adapter_changes_nothing_that_graphs_weights_or_engines_are_made
             more, taken
         ):
             changed.add(stage.name)
-        assert "adapters" not in stage.reads or stage.name in CHECKS
+        assert "adapters" not in stage.rule.inputs or stage.name in CHECKS
     assert changed == {"adapters", *CHECKS}
     assert STAGES["export"].options(one, {"model": "demo-lora", "precision": "fp32"}) == {
         "adapters": {"max_adapters": 4, "max_lora_rank": 16, "targets": None}
@@ -663,7 +663,7 @@ def test_another_adapter_changes_nothing_that_graphs_weights_or_engines_are_made
 
 def test_a_model_without_adapters_has_no_such_stage_and_the_graphs_of_before(demo: Results) -> None:
     plain = load.load(config(adapters={}))
-    assert not any(STAGES[name].needed(plain, target) for name in ("adapters", "adapted") for target in plain.targets())
+    assert not {"adapters", "adapted"} & {job.stage for job in jobs(plain, Path(), plain.targets())}
     assert STAGES["export"].options(plain, {"model": "demo-lora", "precision": "fp32"}) == {}
     assert "adapters" not in Assembly.load(demo.assembly("demo-llama", "fp32")).to_json()
 

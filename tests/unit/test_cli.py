@@ -19,9 +19,8 @@ from demo_model import ROOT
 
 from lockstep.cli import run
 from lockstep.cli.main import main
-from lockstep.cli.stages import Project, _chosen
+from lockstep.cli.stages import Project, chosen_jobs
 from lockstep.config.load import load
-from lockstep.stages import STAGES
 from lockstep.targets import Results
 
 TARGET = "demo-llama/fp16/all"
@@ -158,8 +157,8 @@ def test_an_unknown_target_names_the_config_that_has_the_others(
 def test_a_stage_takes_targets_as_all_commands_and_what_a_run_prints(
     project: Path, stage: str, name: str, artefacts: list[str]
 ) -> None:
-    chosen = _chosen(Project.open(None, Path("results")), (name,), STAGES[stage])
-    assert ["/".join(map(str, values)) for values in chosen] == artefacts
+    chosen = chosen_jobs(Project.open(None, Path("results")), (name,), stage)
+    assert ["/".join(job.names.values()) for job in chosen] == artefacts
 
 
 def test_help_has_each_command_once_below_a_title(capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,26 +69,19 @@ def test_targets_with_layers(project: Path, demo: Results, capsys: pytest.Captur
 
 
 def test_stages_print_a_line_for_each_artefact(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On stdout; on stderr they count their steps, where there are several and no terminal."""
     two_models(project)
     with pytest.raises(SystemExit) as ended:
-        main(["stage", "fetch", "--json"], prog_name="lockstep")
+        main(["stage", "architecture", "--json"], prog_name="lockstep")
     said = capsys.readouterr()
-    folder = str((project / "resources" / "demo-llama").resolve())
-    entries = [json.loads(line) for line in said.out.splitlines()]
-    assert ended.value.code == 0 and [Path(entry["output"]).resolve() for entry in entries] == 2 * [Path(folder)]
-    assert [(entry["stage"], entry["names"]) for entry in entries] == [
-        ("fetch", {"model": "demo-llama"}),
-        ("fetch", {"model": "other"}),
+    names = ("demo-llama", "other")
+    assert ended.value.code == 0 and [json.loads(line) for line in said.out.splitlines()] == [
+        {"stage": "architecture", "names": {"model": name}, "output": f"results/{name}/architecture.json"}
+        for name in names
     ]
-
-
-def test_stages_count_their_steps_where_there_is_no_terminal(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On stderr, where there are several."""
-    main(["stage", "fetch"], prog_name="lockstep", standalone_mode=False)
-    assert capsys.readouterr().err == ""
-    two_models(project)
-    main(["stage", "fetch"], prog_name="lockstep", standalone_mode=False)
-    assert capsys.readouterr().err.splitlines() == ["step 1 of 2: fetch demo-llama", "step 2 of 2: fetch other"]
+    assert said.err.splitlines() == [
+        f"step {number} of 2: architecture {name}" for number, name in enumerate(names, start=1)
+    ]
 
 
 def two_models(project: Path) -> None:

@@ -13,7 +13,7 @@ from lockstep.provenance.code_imports import file_of, imports
 LAYERS = (
     "__init__", "errors", "processes", "targets", "tolerances", "artifacts", "manifests", "config", "checkpoint",
     "weights", "onnx_tools", "export", "step", "gpu", "backends", "runtime", "verify", "serve", "stages", "provenance",
-    "bundle", "publish", "report", "cli", "__main__",
+    "bundle", "publish", "report", "workflow", "cli", "__main__",
 )  # fmt: skip
 # What traces, and what is compared with. Nothing else may need torch to be installed.
 TORCH = (

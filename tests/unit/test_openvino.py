@@ -49,8 +49,7 @@ from lockstep.provenance import lock_update
 from lockstep.provenance.lock import Lock, MadeWith
 from lockstep.report import summary
 from lockstep.runtime import Engine, Model, Request
-from lockstep.stages import Job, Stage, jobs
-from lockstep.stages.stage import artefacts
+from lockstep.stages import jobs
 from lockstep.targets import Limits, Results, Target
 from lockstep.tolerances import Tolerances
 from lockstep.verify import compare
@@ -337,16 +336,6 @@ def test_bf16_is_refused_where_the_cpu_has_none(opened, tmp_path, monkeypatch):
         model_of(opened, "bf16")
 
 
-class Timed(Stage):
-    """A stage as CONTRIBUTING.md says it: it reads engines, and says nothing of where they are built."""
-
-    output = "{model}/{precision}/time/{backend}.json"
-    reads = artefacts("engines")
-
-    def run(self, job: Job) -> None:
-        raise NotImplementedError
-
-
 def test_where_the_cpu_has_no_bf16_its_targets_are_shown_as_not_run(monkeypatch, tmp_path):
     shown = {**config_with(precisions=["bf16", "fp32"], backends=["openvino", "onnxruntime"], layers=[2]),
              "skip_missing_precisions": True}  # fmt: skip
@@ -366,7 +355,6 @@ def test_where_the_cpu_has_no_bf16_its_targets_are_shown_as_not_run(monkeypatch,
         "the graphs are checked"
     )
     assert {step.names["backend"] for step in made if step.stage == "golden"} == {"openvino", "onnxruntime"}
-    assert not Timed().needed(config, bf16) and Timed().needed(config, fp32)
     rows = {row.target: row for row in summary.collect(Results(tmp_path), config.targets(), config.not_run()).targets}
     assert f"golden not run: {reason}" in (rows[bf16].reason or "") and reason not in (rows[fp32].reason or "")
     with pytest.raises(InputError, match=r"models.m.backends\[0\]: expected to run its engines \(require_run: true\)"):

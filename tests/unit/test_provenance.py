@@ -178,7 +178,7 @@ def test_a_checkpoint_whose_fetching_failed_is_not_resolved(results: Results) ->
     source = results.source(NAMES["model"])
     write_json(source, {"format": "lockstep.source/1"})
     with pytest.raises(InputError, match=r"source\.json: expected its record"):
-        stage.run(STAGES["resolve"].job(CONFIG, results.root, NAMES, folder=None))
+        stage.run(replace(STAGES["resolve"].job(CONFIG, results.root, NAMES), inputs={"fetched": source}))
 
 
 def test_it_names_what_came_out_and_all_that_went_in(results: Results) -> None:

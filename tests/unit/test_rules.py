@@ -1,69 +1,51 @@
-"""A rule says to Snakemake what its stage says to the rest of the package."""
+"""A stage is a rule and a file; what the package reads of the rules is what Snakemake reads."""
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
+import ast
 
 import pytest
 
-from lockstep.stages import STAGES
-from lockstep.targets import Results
+from lockstep.stages import STAGES, params
+from lockstep.stages.rules import FOLDER, ends, rules
+from lockstep.targets import Artefact, Results
 
-WORKFLOW = Path(__file__).resolve().parents[2] / "workflow"
-# Where weights are quantised a job reads other files: a function of common.smk names them.
-FUNCTIONS = {"assembly_if_quantized", "of_precision"}
-
-
-def rules() -> dict[str, dict[str, str]]:
-    """The text of each directive of each rule."""
-    text = "".join(path.read_text() for path in sorted((WORKFLOW / "rules").glob("*.smk")))
-    bodies = dict(re.findall(r"^rule (\w+):\n(.*?)(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL))
-    directive = re.compile(r"^    (\w+):(.*?)(?=^    \w+:|\Z)", re.MULTILINE | re.DOTALL)
-    return {rule: {name: found.strip() for name, found in directive.findall(body)} for rule, body in bodies.items()}
-
-
-RULES = rules()
-
-
-def entries(text: str) -> dict[str, str]:
-    """Paths by name of a directive: of those without a name the first, as `""`."""
-    named = re.findall(
-        r"^ *(?:(\w+)=)?(?:update\(|ancient\()?(?:\"<results>/([^\"]+)\"|(\w+)(?:\(.*\))?),?\)?,?$", text, re.MULTILINE
-    )
-    return {name: path or function for name, path, function in reversed(named)}
-
-
-def test_each_stage_has_a_rule() -> None:
-    assert set(STAGES) < set(RULES)  # others, such as the summary's, need none
+WORKFLOW = FOLDER.parent
+# What a rule says besides what the config gives.
+PARAMS = {"stage", "device", "folders"}
 
 
 @pytest.mark.parametrize("name", STAGES)
-def test_a_rule_has_the_inputs_outputs_and_parameters_of_its_stage(name: str) -> None:
-    stage = STAGES[name]
-    rule = RULES[name]
-    inputs = entries(rule.get("input", ""))
-    for key, pattern in stage.reads.items():
-        assert inputs[key] == pattern or (key in stage.reads_quantized and inputs[key] in FUNCTIONS), key
-    assert all(inputs[key] in FUNCTIONS for key in stage.reads_quantized)
-    made = re.findall(r'"<results>/([^"]+)"', rule["output"])
-    assert made == [stage.output, *stage.beside.values()] and all(f"{key}=" in rule["output"] for key in stage.beside)
-    wildcards = re.findall(r"{(\w+)}", rule["log"])
-    assert set(wildcards) == set(stage.wildcards)
-    assert rule["benchmark"] == rule["log"].rstrip(",").replace("/logs/", "/benchmarks/").replace(".log", ".tsv")
-    parameters = rule["params"]
-    assert f'options=options_of("{name}"),' in parameters or not stage.wildcards
-    assert f'key=key_of("{name}"),' in parameters or name == "config"
-    assert rule["script"] == f'"../scripts/{name}.py"' and (WORKFLOW / "scripts" / f"{name}.py").is_file()
+def test_a_stage_has_a_rule_that_says_what_it_needs(name: str) -> None:
+    rule = rules()[name]
+    text = (WORKFLOW / "rules").glob("*.smk")
+    assert {*rule.params} <= {*params.names(), *PARAMS} and "stage" in rule.params
+    assert any(f'stage_of("{name}")' in path.read_text() for path in text), "it runs its own stage"
+    assert rule.name == name and rule.output.endswith(".json")
 
 
-def test_the_results_tree_has_the_paths_of_the_stages() -> None:
-    """`Results` is for who reads them, a stage's pattern for who makes them."""
-    names = {name: f"{{{name}}}" for name in ("model", "precision", "layers", "backend")}
-    renamed = {"validate": "validation", "build": "engines", "resolve": "checkpoint", "convert": "weights"}
-    renamed |= {"export": "assembly", "fetch": "source", "make_checkpoint": "source"}
-    renamed |= {"fetch_adapters": "adapter_sources"}
-    for name, stage in STAGES.items():
-        if (path := getattr(Results(), renamed.get(name, name), None)) is None:  # which nobody reads by name
-            continue
-        assert path(*(names[wildcard] for wildcard in stage.wildcards)) == Path("results") / stage.output, name
+def test_the_results_tree_has_the_paths_of_the_rules() -> None:
+    """`Results` is for who reads a finished tree; what is made beside the rules stands there alone."""
+    made = {pattern for rule in rules().values() for pattern in rule.outputs}
+    read = {value.pattern for value in vars(Results).values() if isinstance(value, Artefact)}
+    assert read - made == {"{model}/{precision}/reproduce/{backend}/{layers}.json"}
+
+
+def test_each_stage_is_read_by_another_or_collected() -> None:
+    read = {
+        path for rule in rules().values() for branch in rule.inputs.values() for path in (branch.then, branch.otherwise)
+    }
+    collected = {pattern for pattern, _ in ends()}
+    alone = {name for name, stage in STAGES.items() if stage.output not in read | collected}
+    assert alone == {"config"}
+
+
+def test_what_snakemake_parses_imports_the_standard_library_and_snakemake() -> None:
+    """The workflow is parsed where the package is not installed."""
+    import sys
+
+    for path in [WORKFLOW / "Snakefile", *(WORKFLOW / "rules").glob("*.smk")]:
+        lines = [line.strip() for line in path.read_text().splitlines() if line.startswith(("import ", "from "))]
+        for node in ast.parse("\n".join(lines)).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [str(node.module)]
+            assert {name.partition(".")[0] for name in names} <= {*sys.stdlib_module_names, "snakemake"}, path

@@ -127,14 +127,18 @@ class Checkout:
         return {**os.environ, "PYTHONPATH": str(self.folder / "src"), "PYTHONDONTWRITEBYTECODE": "1", **self.variables}
 
     def would_run(self, *arguments: str) -> Counter[str]:
-        """Jobs by rule that a run would start, `all` left out."""
+        """Jobs by rule that a run would start, without those of all targets."""
         output = self.call("snakemake", *arguments, "--dry-run", "--quiet", "host", "reason")
         text = output.stdout + output.stderr
         if "Nothing to be done" in text:
             return Counter()
         table = text.rpartition("Job stats:")[2].partition("total")[0]
         return Counter(
-            {rule: int(count) for rule, count in re.findall(r"^(\w+) +(\d+)$", table, re.MULTILINE) if rule != "all"}
+            {
+                rule: int(count)
+                for rule, count in re.findall(r"^(\w+) +(\d+)$", table, re.MULTILINE)
+                if rule not in ("all", "default")
+            }
         )
 
     def finish(self, *arguments: str) -> str:

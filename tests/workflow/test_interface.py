@@ -21,6 +21,32 @@ def test_lint_is_clean(fresh: Checkout, snakefile: str) -> None:
     assert "Congratulations" in fresh.call("snakemake", "--lint", "--snakefile", snakefile).stderr
 
 
+# What jobs import and Snakemake does not bring.
+HIDDEN = """
+import sys
+sys.modules.update(dict.fromkeys(("click", "numpy", "ml_dtypes", "onnx", "rich", "tokenizers", "transformers")))
+"""
+
+
+def test_snakemake_plans_without_what_jobs_import(fresh: Checkout, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HIDDEN)
+    plain = Checkout(fresh.folder, {"PYTHONPATH": str(tmp_path)})
+    process = subprocess.run(
+        [sys.executable, "-m", "snakemake", "-n", "--quiet", "host", "reason"], cwd=fresh.folder, text=True,
+        env=plain.environment(), capture_output=True,
+    )  # fmt: skip
+    assert process.returncode == 0 and re.search(r"^golden +2$", process.stdout + process.stderr, re.MULTILINE)
+
+
+def test_without_the_package_rules_are_linted_and_a_plan_says_what_to_install(fresh: Checkout, tmp_path: Path) -> None:
+    """LOCKSTEP_PYTHON is a Python that has nothing."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
+    bare = Checkout(fresh.folder, {"LOCKSTEP_PYTHON": str(tmp_path / "bare/bin/python")})
+    assert "Congratulations" in bare.snakemake("--lint").stderr
+    process = bare.snakemake("-n", check=False)
+    assert process.returncode == 1 and "pip install 'lockstep-engines[workflow]'" in process.stdout + process.stderr
+
+
 def test_both_snakefiles_make_the_same(finished: Checkout) -> None:
     assert not finished.would_run("--snakefile", "workflow/Snakefile")
 
@@ -194,7 +220,7 @@ def test_a_failed_check_stops_the_run_and_is_a_row_with_its_line(demo: Checkout)
 
 @pytest.mark.long  # test_committed_lock.py makes other precisions by hand
 def test_stages_by_hand_make_what_the_workflow_makes(finished: Checkout, fresh: Checkout) -> None:
-    for stage in ("resolve", "convert", "export", "build"):
+    for stage in ("resolve", "architecture", "convert", "export", "build"):
         fresh.call("lockstep", "stage", stage, "demo-llama/fp32")
     made = fresh.digests()
     assert len(made) > 10

@@ -17,7 +17,7 @@ configfile: "my.yaml"
 
 module lockstep:
     snakefile:
-        "{repository}/workflow/Snakefile"
+        "{repository}/{snakefile}"
     config:
         config
 {prefix}
@@ -39,10 +39,17 @@ class Outer(Checkout):
         return False
 
 
-def outer(folder: Path, prefix: str = "", change: Callable[[dict], object] = lambda config: None) -> Checkout:
+def outer(
+    folder: Path,
+    prefix: str = "",
+    change: Callable[[dict], object] = lambda config: None,
+    snakefile: str = "workflow/Snakefile",
+) -> Checkout:
     """A workflow of somebody else that takes this one in. It brings a config: the demo's is for no model named."""
     (folder / "Snakefile").write_text(
-        SNAKEFILE.format(repository=REPOSITORY, prefix=f'    prefix:\n        "{prefix}"\n' if prefix else "")
+        SNAKEFILE.format(
+            repository=REPOSITORY, snakefile=snakefile, prefix=f'    prefix:\n        "{prefix}"\n' if prefix else ""
+        )
     )
     config = yaml.safe_load((REPOSITORY / "config" / "config.yaml").read_text())
     demo = config["models"]["demo-llama"]
@@ -53,9 +60,16 @@ def outer(folder: Path, prefix: str = "", change: Callable[[dict], object] = lam
     return Outer(folder, {"PYTHONPATH": str(REPOSITORY / "src")})
 
 
-@pytest.mark.parametrize("prefix", [pytest.param("", marks=pytest.mark.long), "sub/"])
-def test_a_module_plans_all_stages_under_its_names(tmp_path: Path, prefix: str) -> None:
-    jobs = outer(tmp_path, prefix).would_run()
+@pytest.mark.parametrize(
+    ("prefix", "snakefile"),
+    [
+        pytest.param("", "workflow/Snakefile", marks=pytest.mark.long),
+        pytest.param("", "Snakefile", marks=pytest.mark.long),
+        ("sub/", "workflow/Snakefile"),
+    ],
+)
+def test_a_module_plans_all_stages_under_its_names(tmp_path: Path, prefix: str, snakefile: str) -> None:
+    jobs = outer(tmp_path, prefix, snakefile=snakefile).would_run()
     assert jobs["lockstep_golden"] == 4 and jobs["lockstep_export"] == 2 and jobs["lockstep_summary"] == 1
     assert {name for name in jobs if not name.startswith("lockstep_")} == {"mine"}
 

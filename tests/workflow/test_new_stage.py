@@ -1,4 +1,4 @@
-"""A new stage is its file, its script and a rule: records, locks, `explain`, the cache and the command line know it."""
+"""A new stage is a file, a rule and a line of what runs make: records, locks, `explain` and the cache know it."""
 
 from __future__ import annotations
 
@@ -18,25 +18,13 @@ from lockstep.stages.stage import Stage
 
 
 class Count(Stage):
-    output = "{model}/{precision}/count.json"
-    reads = {"checkpoint": "{model}/checkpoint.json"}
-    help = "How many files a checkpoint has."
-    is_cached = True
-
-    def options(self, config, names):
-        return {"unit": "files"}
-
     def pin(self, manifest, key):
         return (self.name, key.names["precision"]), {manifest.name: digest(manifest)}
 
     def run(self, job):
         number = len(read_json(job.inputs["checkpoint"])["files"])
-        write_json(job.output, {"format": "toy.count/1", job.options["unit"]: number, "IR": onnx.IR_VERSION})
+        write_json(job.output, {"format": "toy.count/1", "files": number, "IR": onnx.IR_VERSION})
 '''
-SCRIPT = """from job import run_stage
-
-run_stage("count", snakemake)
-"""
 RULE = """
 rule count:
     input:
@@ -46,11 +34,14 @@ rule count:
     log:
         "<results>/logs/count/{model}/{precision}.log",
     params:
-        options=options_of("count"),
-        key=key_of("count"),
+        source=of_config("source"),
+        stage=stage_of("count"),
     script:
-        "../scripts/count.py"
+        "../scripts/stage.py"
 """
+
+
+ASKED = '    counted=collected("<results>/{model}/{precision}/count.json", "all"),\n'
 
 
 def only_one_target(config: dict[str, Any]) -> None:
@@ -64,8 +55,9 @@ def counted(demo: Checkout) -> Checkout:
     """A finished run of one target, with a stage more."""
     demo.edit_config(only_one_target)
     (demo.folder / "src/lockstep/stages/count.py").write_text(STAGE)
-    (demo.folder / "workflow/scripts/count.py").write_text(SCRIPT)
     demo.append("workflow/rules/export.smk", RULE)
+    report = demo.folder / "workflow/rules/report.smk"
+    report.write_text(report.read_text().replace("CHECKED = dict(\n", f"CHECKED = dict(\n{ASKED}"))
     return demo
 
 
@@ -73,7 +65,7 @@ COUNT = "results/demo-llama/fp32/count.json"
 
 
 @pytest.mark.long
-def test_a_stage_is_two_files_and_a_rule(counted: Checkout) -> None:
+def test_a_stage_is_a_file_a_rule_and_a_line(counted: Checkout) -> None:
     demo = counted
     made = counted.folder / COUNT
     assert demo.would_run()["count"] == 1
@@ -81,7 +73,7 @@ def test_a_stage_is_two_files_and_a_rule(counted: Checkout) -> None:
     demo.finish(COUNT, *cached)
     assert json.loads(made.read_text())["files"] > 2
     record = json.loads(made.with_name("count.build.json").read_text())
-    assert record["options"] == {"unit": "files"} and "stages" in record["code"]
+    assert record["options"] == {"source": "resources/demo-llama"} and "stages" in record["code"]
     assert "onnx" in record["environment"]
     assert not demo.would_run(COUNT, *cached)
 

@@ -17,7 +17,7 @@ from lockstep.provenance.code_identity import read_pins
 def test_the_oldest_snakemake_is_the_same_everywhere() -> None:
     pinned = read_pins(REPOSITORY / "envs/oldest.txt")["snakemake"]
     for file, pattern in (
-        ("Snakefile", r'min_version\("(.+)"\)'),
+        ("workflow/Snakefile", r'min_version\("(.+)"\)'),
         ("pyproject.toml", r'"snakemake\[reports\]>=(.+?)"'),
         ("README.md", r"badge/Snakemake-%E2%89%A5([\d.]+)-"),
     ):

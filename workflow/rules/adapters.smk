@@ -9,24 +9,22 @@ rule fetch_adapters:
         "<results>/logs/fetch_adapters/{model}.log",
     benchmark:
         "<results>/benchmarks/fetch_adapters/{model}.tsv"
-    wildcard_constraints:
-        model=names_pattern(model for model in CONFIG.models if on_hub(CONFIG, model)),
     # Where Snakemake runs: the nodes of a cluster may have no network.
     localrule: True
     conda:
         "../../envs/fetch.yaml"
     params:
-        options=options_of("fetch_adapters"),
-        key=key_of("fetch_adapters"),
+        hub_adapters=of_config("hub_adapters"),
+        stage=stage_of("fetch_adapters"),
     script:
-        "../scripts/fetch_adapters.py"
+        "../scripts/stage.py"
 
 
 rule adapters:
     input:
         checkpoint="<results>/{model}/checkpoint.json",
-        fetched=fetched_adapters,
-        files=adapter_files,
+        fetched=branch(is_any_adapter_on_the_hub, then="<results>/{model}/adapter_sources.json"),
+        files=files_of("adapters"),
     output:
         "<results>/{model}/adapters.json",
     log:
@@ -39,11 +37,13 @@ rule adapters:
         mem_mb=memory(1000),
         runtime=minutes(60),
     params:
-        options=options_of("adapters"),
-        key=key_of("adapters"),
-        adapters=adapter_folders,
+        sources=of_config("sources"),
+        max_lora_rank=of_config("max_lora_rank"),
+        lora_target_modules=of_config("lora_target_modules"),
+        stage=stage_of("adapters"),
+        folders=files_of("folders"),
     script:
-        "../scripts/adapters.py"
+        "../scripts/stage.py"
 
 
 rule adapted_reference:
@@ -63,10 +63,10 @@ rule adapted_reference:
         mem_mb=memory(2500, 4),
         runtime=minutes(60, 20),
     params:
-        options=options_of("adapted_reference"),
-        key=key_of("adapted_reference"),
+        adapted_golden=of_config("adapted_golden"),
+        stage=stage_of("adapted_reference"),
     script:
-        "../scripts/adapted_reference.py"
+        "../scripts/stage.py"
 
 
 rule quantized_adapted_reference:
@@ -87,10 +87,10 @@ rule quantized_adapted_reference:
         mem_mb=memory(2500, 4),
         runtime=minutes(60, 20),
     params:
-        options=options_of("quantized_adapted_reference"),
-        key=key_of("quantized_adapted_reference"),
+        adapted_golden=of_config("adapted_golden"),
+        stage=stage_of("quantized_adapted_reference"),
     script:
-        "../scripts/quantized_adapted_reference.py"
+        "../scripts/stage.py"
 
 
 rule adapted:
@@ -99,7 +99,11 @@ rule adapted:
         weights="<results>/{model}/{precision}/weights.json",
         engines="<results>/{model}/{precision}/engines/{backend}/engines.json",
         adapters="<results>/{model}/adapters.json",
-        adapted_reference=of_precision("adapted_reference"),
+        adapted_reference=branch(
+            is_quantized,
+            then="<results>/{model}/{precision}/adapted_reference/{layers}.json",
+            otherwise="<results>/{model}/adapted_reference/{layers}.json",
+        ),
     output:
         "<results>/{model}/{precision}/adapted/{backend}/{layers}.json",
     log:
@@ -115,8 +119,10 @@ rule adapted:
         runtime=minutes(60, 30),
         gpu=gpus_of_ranks,
     params:
-        options=options_of("adapted"),
-        device=device,
-        key=key_of("adapted"),
+        adapted_expected=of_config("adapted_expected"),
+        tolerance=of_config("tolerance"),
+        limits=of_config("limits"),
+        device=of_config("device"),
+        stage=stage_of("adapted"),
     script:
-        "../scripts/adapted.py"
+        "../scripts/stage.py"

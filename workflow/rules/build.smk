@@ -19,8 +19,8 @@ rule build:
         runtime=minutes(180),
         gpu=gpus,
     params:
-        options=options_of("build"),
-        device=device,
-        key=key_of("build"),
+        options=of_config("options"),
+        device=of_config("device"),
+        stage=stage_of("build"),
     script:
-        "../scripts/build.py"
+        "../scripts/stage.py"

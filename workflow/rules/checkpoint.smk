@@ -13,14 +13,14 @@ rule fetch:
     benchmark:
         "<results>/benchmarks/fetch/{model}.tsv"
     wildcard_constraints:
-        model=of_kind(HubSource),
+        model=of_kind("hub"),
     # Where Snakemake runs: the nodes of a cluster may have no network.
     localrule: True
     conda:
         "../../envs/fetch.yaml"
     params:
-        options=options_of("fetch"),
-        key=key_of("fetch"),
+        source=of_config("source"),
+        stage=stage_of("fetch"),
     script:
         "../scripts/fetch.py"
 
@@ -28,8 +28,8 @@ rule fetch:
 rule make_checkpoint:
     input:
         # A GGUF file, or the config.json of random weights and its tokenizer.
-        path=lambda wildcards: display_paths([SOURCES[wildcards.model]]),
-        tokenizer=tokenizer_beside,
+        path=files_of("path"),
+        tokenizer=files_of("tokenizer"),
     output:
         "<results>/{model}/source.json",
     log:
@@ -37,24 +37,24 @@ rule make_checkpoint:
     benchmark:
         "<results>/benchmarks/make_checkpoint/{model}.tsv"
     wildcard_constraints:
-        model=of_kind(GgufSource, RandomSource),
+        model=of_kind("gguf", "random"),
     conda:
         "../../envs/torch.yaml"
     resources:
         mem_mb=memory(1500),
         runtime=minutes(60, 5),
     params:
-        options=options_of("make_checkpoint"),
-        key=key_of("make_checkpoint"),
+        source=of_config("source"),
+        stage=stage_of("make_checkpoint"),
     script:
-        "../scripts/make_checkpoint.py"
+        "../scripts/stage.py"
 
 
 rule resolve:
     input:
-        fetched=fetched,
-        sides=lambda wildcards: SIDE_FILES.get(wildcards.model, []),
-        weights=lambda wildcards: WEIGHT_FILES.get(wildcards.model, []),
+        fetched=branch(is_brought, then="<results>/{model}/source.json"),
+        sides=files_of("sides"),
+        weights=files_of("weights"),
     output:
         "<results>/{model}/checkpoint.json",
     log:
@@ -67,18 +67,18 @@ rule resolve:
         mem_mb=memory(1000),
         runtime=minutes(60, 2),
     params:
-        options=options_of("resolve"),
-        key=key_of("resolve"),
+        source=of_config("source"),
+        stage=stage_of("resolve"),
     script:
-        "../scripts/resolve.py"
+        "../scripts/stage.py"
 
 
 rule architecture:
     input:
-        fetched=fetched,
-        sides=lambda wildcards: SIDE_FILES.get(wildcards.model, []),
+        fetched=branch(is_brought, then="<results>/{model}/source.json"),
+        sides=files_of("sides"),
         # Their headers alone, of weights that are quantised already.
-        weights=lambda wildcards: (WEIGHT_FILES[wildcards.model] if wildcards.model in PACKED else []),
+        weights=files_of("header"),
     output:
         "<results>/{model}/architecture.json",
     log:
@@ -91,17 +91,17 @@ rule architecture:
         mem_mb=memory(1000),
         runtime=minutes(60),
     params:
-        options=options_of("architecture"),
-        key=key_of("architecture"),
+        source=of_config("source"),
+        stage=stage_of("architecture"),
     script:
-        "../scripts/architecture.py"
+        "../scripts/stage.py"
 
 
 rule convert:
     input:
         checkpoint="<results>/{model}/checkpoint.json",
         # What weights are quantised for: the weight inputs of the graphs.
-        assembly=assembly_if_quantized,
+        assembly=branch(is_quantized, then="<results>/{model}/{precision}/graphs/assembly.json"),
     output:
         "<results>/{model}/{precision}/weights.json",
     log:
@@ -114,7 +114,6 @@ rule convert:
         mem_mb=memory(1000),
         runtime=minutes(60, 5),
     params:
-        options=options_of("convert"),
-        key=key_of("convert"),
+        stage=stage_of("convert"),
     script:
-        "../scripts/convert.py"
+        "../scripts/stage.py"

@@ -21,8 +21,11 @@ rule compare:
         runtime=minutes(60, 20),
         gpu=gpus,
     params:
-        options=options_of("compare"),
-        device=device,
-        key=key_of("compare"),
+        tolerance=of_config("tolerance"),
+        engine_limits=of_config("engine_limits"),
+        seconds=of_config("seconds"),
+        seed=of_config("seed"),
+        device=of_config("device"),
+        stage=stage_of("compare"),
     script:
-        "../scripts/compare.py"
+        "../scripts/stage.py"

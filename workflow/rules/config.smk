@@ -12,6 +12,7 @@ rule config:
     conda:
         "../../envs/checkpoint.yaml"
     params:
-        options=lambda wildcards: STAGES["config"].options(CONFIG, {}),
+        config=lambda wildcards: of_config("config")(wildcards),
+        stage=lambda wildcards: stage_of("config")(wildcards),
     script:
-        "../scripts/config.py"
+        "../scripts/stage.py"

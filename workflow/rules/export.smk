@@ -17,10 +17,15 @@ rule export:
         mem_mb=memory(2000, 0.1),
         runtime=minutes(60),
     params:
-        options=options_of("export"),
-        key=key_of("export"),
+        tensor_parallel=of_config("tensor_parallel"),
+        adapters=of_config("adapters"),
+        group_size=of_config("group_size"),
+        head_bits=of_config("head_bits"),
+        residual=of_config("residual"),
+        kv_cache_dtype=of_config("kv_cache_dtype"),
+        stage=stage_of("export"),
     script:
-        "../scripts/export.py"
+        "../scripts/stage.py"
 
 
 rule validate:
@@ -41,7 +46,8 @@ rule validate:
         mem_mb=memory(2500, 8),
         runtime=minutes(60, 20),
     params:
-        options=options_of("validate"),
-        key=key_of("validate"),
+        tolerance=of_config("tolerance"),
+        max_seq_len=of_config("max_seq_len"),
+        stage=stage_of("validate"),
     script:
-        "../scripts/validate.py"
+        "../scripts/stage.py"

@@ -18,10 +18,11 @@ rule reference:
         mem_mb=memory(2500, 4),
         runtime=minutes(60, 20),
     params:
-        options=options_of("reference"),
-        key=key_of("reference"),
+        golden=of_config("golden"),
+        drift_text=of_config("drift_text"),
+        stage=stage_of("reference"),
     script:
-        "../scripts/reference.py"
+        "../scripts/stage.py"
 
 
 rule quantized_reference:
@@ -43,10 +44,11 @@ rule quantized_reference:
         mem_mb=memory(2500, 8),
         runtime=minutes(60, 30),
     params:
-        options=options_of("quantized_reference"),
-        key=key_of("quantized_reference"),
+        golden=of_config("golden"),
+        drift_text=of_config("drift_text"),
+        stage=stage_of("quantized_reference"),
     script:
-        "../scripts/quantized_reference.py"
+        "../scripts/stage.py"
 
 
 rule golden:
@@ -54,8 +56,16 @@ rule golden:
         assembly="<results>/{model}/{precision}/graphs/assembly.json",
         weights="<results>/{model}/{precision}/weights.json",
         engines="<results>/{model}/{precision}/engines/{backend}/engines.json",
-        reference=of_precision("reference"),
-        logits=of_precision("reference", ".safetensors"),
+        reference=branch(
+            is_quantized,
+            then="<results>/{model}/{precision}/reference/{layers}.json",
+            otherwise="<results>/{model}/reference/{layers}.json",
+        ),
+        logits=branch(
+            is_quantized,
+            then="<results>/{model}/{precision}/reference/{layers}.safetensors",
+            otherwise="<results>/{model}/reference/{layers}.safetensors",
+        ),
     output:
         check="<results>/{model}/{precision}/golden/{backend}/{layers}.json",
         speed="<results>/{model}/{precision}/golden/{backend}/{layers}.speed.json",
@@ -72,8 +82,10 @@ rule golden:
         runtime=minutes(60, 30),
         gpu=gpus_of_ranks,
     params:
-        options=options_of("golden"),
-        device=device,
-        key=key_of("golden"),
+        expected=of_config("expected"),
+        tolerance=of_config("tolerance"),
+        limits=of_config("limits"),
+        device=of_config("device"),
+        stage=stage_of("golden"),
     script:
-        "../scripts/golden.py"
+        "../scripts/stage.py"

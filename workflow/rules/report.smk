@@ -1,13 +1,20 @@
 # All checks of all targets in one place.
 
+# What a run makes for its own sake: engines, and what the checks of each say of them. The word names the targets.
+CHECKED = dict(
+    engines=collected("<results>/{model}/{precision}/engines/{backend}/engines.json", "built"),
+    validated=collected("<results>/{model}/{precision}/validate/{layers}.json", "all"),
+    compared=collected("<results>/{model}/{precision}/compare/{backend}.json", "run"),
+    golden=collected("<results>/{model}/{precision}/golden/{backend}/{layers}.json", "run"),
+    speeds=collected("<results>/{model}/{precision}/golden/{backend}/{layers}.speed.json", "run"),
+    served=collected("<results>/{model}/{precision}/served/{backend}/{layers}.json", "served"),
+    adapted=collected("<results>/{model}/{precision}/adapted/{backend}/{layers}.json", "adapted"),
+)
+
 
 rule summary:
     input:
-        engines=made_by("build"),
-        checks=[path for name, stage in STAGES.items() if stage.is_judged for path in made_by(name)],
-        speeds=[
-            str(STAGES["golden"].path(job, STAGES["golden"].beside["speed"])) for job in JOBS if job.stage == "golden"
-        ],
+        **CHECKED,
     output:
         "<results>/summary.json",
         "<results>/summary.csv",
@@ -33,8 +40,8 @@ rule summary:
     conda:
         "../../envs/report.yaml"
     params:
-        targets=[str(target) for target in TARGETS],
-        not_run=NOT_RUN,
-        key=stage_key("report.renew"),
+        targets=lambda wildcards: plan()["names"],
+        not_run=lambda wildcards: plan()["not_run"],
+        stage=stage_of("summary"),
     script:
         "../scripts/summary.py"

@@ -1,41 +1,15 @@
 # What jobs ask of a cluster: memory, minutes and GPUs. Locally only `gpu` counts, unless `--resources mem_mb=N` is given.
 
-import functools
-
-from lockstep.artifacts.fetched import folder_of
-
-# What a model on the hub is taken to weigh while no file of it is there: in a dry run, before it was fetched.
-UNKNOWN_BYTES = 16_000_000_000
-
-
-def bytes_of(folder, files):
-    """Of weights in 16 bits, as which those that are quantised already count: references hold their numbers."""
-    packing = read_shape(Path(folder)).packing
-    return sum(map(os.path.getsize, files)) * 16 // (packing.bits if packing else 16)
-
-
-# Bytes of weights by model, looked up once. A checkpoint that a job brings is added when it is there.
-WEIGHT_BYTES = {model: bytes_of(FOLDERS[model], files) for model, files in WEIGHT_FILES.items()}
-
-
-@functools.cache
-def expected_bytes(model):
-    """What weights will weigh in 16 bits that a job brings or makes."""
-    if KINDS[model] is GgufSource:
-        return 4 * os.path.getsize(SOURCES[model])  # 4 bits or more in the file
-    if KINDS[model] is RandomSource:
-        return 2 * (read_shape(SOURCES[model]).num_parameters or 0)
-    return UNKNOWN_BYTES
-
 
 def weight_bytes(model):
-    if model not in WEIGHT_BYTES:
-        source = PLACE.source(model)
-        if not source.is_file():
-            return expected_bytes(model)
-        folder = folder_of(source)
-        WEIGHT_BYTES[model] = bytes_of(folder, folder.glob("*.safetensors"))
-    return WEIGHT_BYTES[model]
+    """Bytes of a model's weights in 16 bits; of one on the hub what is there once a job has fetched it."""
+    files = plan()["models"][model]
+    folder = Path(RESULTS, model, "checkpoint")
+    if files["kind"] != "hub" or not folder.with_name("source.json").is_file():
+        return files["bytes"]
+    quantized = json.loads((folder / "config.json").read_text()).get("quantization_config", {})
+    bits = 4 if quantized.get("quant_method") == "mxfp4" else quantized.get("bits", 16)
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors")) * 16 // bits
 
 
 def memory(base_mb, per_byte=0):
@@ -54,10 +28,15 @@ def minutes(base, per_gb=0):
 def gpus(wildcards):
     """GPUs of a job; none where engines are built that cannot run here. `--resources gpu=N` says how many such jobs may
     run at once on one machine."""
-    return 0 if wildcards.backend in NOT_RUN else CONFIG.gpus(wildcards.backend)
+    return plan()["gpus"][wildcards.backend]
 
 
 def gpus_of_ranks(wildcards):
     """GPUs of a job that runs the model: one for each rank. On one machine the limit lowers it: such a job then takes
     all that the run has."""
-    return gpus(wildcards) * CONFIG.models[wildcards.model].tensor_parallel
+    return gpus(wildcards) * plan()["models"][wildcards.model]["tensor_parallel"]
+
+
+# What a job asks a cluster for, where the config has devices.
+GPU_MODELS = PLAN.get("gpu_models")
+GPU_MODEL = {"gpu_model": lambda wildcards: GPU_MODELS.get(wildcards.backend)} if GPU_MODELS else {}

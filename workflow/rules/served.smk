@@ -6,8 +6,16 @@ rule served:
         assembly="<results>/{model}/{precision}/graphs/assembly.json",
         weights="<results>/{model}/{precision}/weights.json",
         engines="<results>/{model}/{precision}/engines/{backend}/engines.json",
-        reference=of_precision("reference"),
-        logits=of_precision("reference", ".safetensors"),
+        reference=branch(
+            is_quantized,
+            then="<results>/{model}/{precision}/reference/{layers}.json",
+            otherwise="<results>/{model}/reference/{layers}.json",
+        ),
+        logits=branch(
+            is_quantized,
+            then="<results>/{model}/{precision}/reference/{layers}.safetensors",
+            otherwise="<results>/{model}/reference/{layers}.safetensors",
+        ),
         golden="<results>/{model}/{precision}/golden/{backend}/{layers}.json",
     output:
         "<results>/{model}/{precision}/served/{backend}/{layers}.json",
@@ -24,8 +32,9 @@ rule served:
         runtime=minutes(60, 30),
         gpu=gpus_of_ranks,
     params:
-        options=options_of("served"),
-        device=device,
-        key=key_of("served"),
+        tolerance=of_config("tolerance"),
+        limits=of_config("limits"),
+        device=of_config("device"),
+        stage=stage_of("served"),
     script:
-        "../scripts/served.py"
+        "../scripts/stage.py"

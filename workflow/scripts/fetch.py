@@ -1,12 +1,11 @@
 """A model on the hub -> source.json and its folder."""
 
-from job import lock_file, logged, run_job
-
 from lockstep.artifacts.files import read_json
 from lockstep.config.load import load
 from lockstep.provenance.locked import fetch_terms
+from lockstep.workflow.job import lock_file, logged, run_job
 
 with logged(snakemake):
     config = load(read_json(snakemake.input.config))
     terms = fetch_terms(config, snakemake.wildcards.model, lock_file(snakemake))
-    run_job("fetch", snakemake, **terms)
+    run_job(snakemake, **terms)

@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from job import logged
-
 from lockstep.report import renew
 from lockstep.targets import Results, Target
+from lockstep.workflow.job import logged
 
 with logged(snakemake):
     targets = [Target.parse(name) for name in snakemake.params.targets]

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated
-
-import numpy as np
+from typing import TYPE_CHECKING, Annotated
 
 from lockstep.artifacts.bounds import Count, FileName, Name
 from lockstep.artifacts.document import JsonObject, Key, integers, length
 from lockstep.artifacts.graph_files import PHASES, AttentionVariant, GraphFile
 from lockstep.targets import MOST_RANKS
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _Rank = Annotated[tuple[tuple[Count, Count], ...], length(10_000, least=1)]
 
@@ -52,6 +53,8 @@ class Shard(JsonObject):
         """Return a rank's part of a whole tensor: a view where it lies in one range."""
         before = (slice(None),) * self.axis
         parts = [array[(*before, slice(low, high))] for low, high in self.ranges[rank]]
+        import numpy as np
+
         return parts[0] if len(parts) == 1 else np.concatenate(parts, self.axis)
 
     def put(self, array: np.ndarray, rank: int, part: np.ndarray) -> None:
@@ -91,6 +94,8 @@ class ShardedClass:
     def take_weight(self, slot: str, array: np.ndarray, rank: int) -> np.ndarray:
         """Return what a rank's slot takes of the whole slot's array."""
         if slot in self.first:
+            import numpy as np
+
             return array if rank == 0 else np.zeros_like(array)
         shard = self.weights.get(slot)
         return shard.take(array, rank) if shard else array

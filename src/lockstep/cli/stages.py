@@ -5,7 +5,7 @@ They call what the rules call, and work on the same paths below `results/`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from lockstep.targets import Results, Target
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
-    from lockstep.stages import Stage
+    from lockstep.stages import Job
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def load_config(config_file: Path | None, results: Results = Results()) -> Confi
 def _command(name: str) -> click.Command:
     """Return the command of one stage.
 
-    It runs the stage for each combination of its wildcards among the targets that are named.
+    It runs the stage's jobs of the targets that are named.
     """
     from lockstep.stages import STAGES
 
@@ -96,41 +96,42 @@ def _command(name: str) -> click.Command:
         merge: str | None = None,
         out: Path | None = None,
         as_json: bool = False,
-        seed: int | None = None,
         **options: bool,
     ) -> None:
         project = Project.open(config_file, results, **options)
-        if seed is not None:
-            project = replace(project, config=project.config.model_copy(update={"compare_seed": seed}))
 
-        def tell(names: dict[str, Any], made: Path) -> None:
+        def tell(names: Mapping[str, Any], made: Path) -> None:
             if as_json:
-                echo_json_line({"stage": name, "names": names, "output": str(made)})
+                echo_json_line({"stage": name, "names": dict(names), "output": str(made)})
             else:
                 click.echo(made)
 
         if merge is not None or out is not None:
             model, made = _merge(project, targets, merge, out)
             return tell({"model": model, "adapter": merge}, made)
-        chosen = _chosen(project, targets, entry)
-        for number, values in enumerate(chosen, start=1):
-            names = dict(zip(entry.wildcards, values, strict=True))
-            words = f"step {number} of {len(chosen)}: {name} {'/'.join(map(str, values))}"
-            with working(words, line=len(chosen) > 1):
-                made = _BY_HAND.get(name, _run)(project, name, names)
-            tell(names, made)
+        chosen = chosen_jobs(project, targets, name)
+        if "backend" not in entry.wildcards:
+            _note_missing(project.config, {job.names["model"] for job in chosen})
+        for number, job in enumerate(chosen, start=1):
+            with working(f"step {number} of {len(chosen)}: {job}", line=len(chosen) > 1):
+                made = _run(project, job)
+            tell(job.names, made)
 
     if name == "fetch":
         newest = "Take the commit that a branch is at now, not the one it was found at."
         command = click.option("--newest", is_flag=True, help=newest)(command)
-    if name == "compare":
-        sizes = "Draw other sizes where not all are tried.  [default: compare_seed of the config]"
-        command = click.option("--seed", type=click.IntRange(0), help=sizes)(command)
     if name == "convert":
         command = click.option("--merge", metavar="NAME", help="Instead: merge this adapter into the checkpoint.")(
             click.option("--out", type=PATH, help="For --merge: the new checkpoint's folder.")(command)
         )
     return command
+
+
+def _note_missing(config: Config, models: set[str]) -> None:
+    """Say which backends' engines cannot be built here: minutes before a build does."""
+    for model in sorted(models):
+        for backend, reason in config.missing_backends(model).items():
+            note(f"{model}: engines of {backend} cannot be built here: {reason}")
 
 
 def _merge(project: Project, targets: tuple[str, ...], name: str | None, out: Path | None) -> tuple[str, Path]:
@@ -141,10 +142,9 @@ def _merge(project: Project, targets: tuple[str, ...], name: str | None, out: Pa
     """
     from lockstep.artifacts.checkpoint import CheckpointManifest
     from lockstep.export.lora import transposed_layers  # loads torch
-    from lockstep.stages import STAGES
     from lockstep.weights.merge import merge
 
-    models = [model for (model,) in _chosen(project, targets, STAGES["adapters"])]
+    models = [job.names["model"] for job in chosen_jobs(project, targets, "adapters")]
     if name is None or out is None or len(models) != 1:
         found = " ".join(f"{key} {value}" for key, value in (("--merge", name), ("--out", out)) if value) or "neither"
         raise InputError(
@@ -158,105 +158,72 @@ def _merge(project: Project, targets: tuple[str, ...], name: str | None, out: Pa
         return models[0], merge(checkpoint, results.adapters(models[0]), name, out, transposed)
 
 
-def _chosen(project: Project, targets: tuple[str, ...], entry: Stage) -> list[tuple[Any, ...]]:
-    """Return the values of the stage's wildcards for the targets that are named.
+def chosen_jobs(project: Project, texts: tuple[str, ...], name: str) -> list[Job]:
+    """Return the jobs of a stage for the targets that are named, of all without any.
 
-    Engines that cannot run here are left out of a stage that runs them. Raises InputError where nothing is left then.
+    Raises InputError where no target has such a job here.
     """
+    from lockstep.stages import STAGES, jobs
+    from lockstep.workflow.files import model_files
+
     config = project.config
-    chosen = [target for text in targets for target in _named(project, text, entry)] or config.targets()
-    if entry.only_adapters:
-        chosen = [target for target in chosen if config.models[target.model].adapters]
-        if not chosen:
-            raise InputError(f"{entry.name}: expected a model with adapters, found none; give its `adapters`")
-        chosen = [target for target in chosen if entry.name != "fetch_adapters" or entry.needed(config, target)]
-        if not chosen:
-            raise InputError("fetch_adapters: expected adapters on the hub (hf:org/name), found none: nothing to fetch")
-    if "precision" in entry.wildcards:
-        asked = chosen
-        chosen = [target for target in chosen if entry.is_of(target.precision)]
-        if not chosen:
-            raise InputError(f"{entry.name}: expected a target of quantised weights, found {asked[0]}")
-    if "backend" in entry.wildcards:
-        needed = [target for target in chosen if entry.needed(config, target)]
-        if not needed and (reason := config.why_not_run(chosen[0])):
-            built = "; these engines can be built here, not run" if config.is_built(chosen[0]) else ""
-            raise InputError(f"{entry.name}: {chosen[0]}: {reason}{built}")
-        chosen = needed or chosen
-    return list(dict.fromkeys(_values(target, entry) for target in chosen))
+    results = project.results
+    entry = STAGES[name]
+    targets = [target for text in texts for target in _named(project, text, entry.wildcards)] or config.targets()
+    files = {
+        model: vars(model_files(config, model, project.sources.get(model), results))
+        for model in {target.model for target in targets}
+    }
+    # A checkpoint is fetched or made: two stages with one output.
+    chosen = [job for job in jobs(config, results.root, targets, files) if STAGES[job.stage].output == entry.output]
+    if not chosen and (reason := config.why_not_run(targets[0])):
+        built = "; these engines can be built here, not run" if config.is_built(targets[0]) else ""
+        raise InputError(f"{name}: {targets[0]}: {reason}{built}")
+    if not chosen:
+        asked = ", ".join(texts) or "none of the config's"
+        raise InputError(f"{name}: expected a target that needs it, found {asked}; see `lockstep run -- -n`")
+    return chosen
 
 
-def _named(project: Project, text: str, entry: Stage) -> Sequence[Target]:
+def _named(project: Project, text: str, wildcards: Sequence[str]) -> Sequence[Target]:
     """Return the target of this name, as every command takes it.
 
     Or all of a model, or those of an artefact's name as a run prints it: `demo-llama/all` of a reference.
     """
-    names = {target: "/".join(map(str, _values(target, entry))) for target in project.config.targets()}
+    names = {
+        target: "/".join(str(getattr(target, field)) for field in wildcards) for target in project.config.targets()
+    }
     found = [target for target, name in names.items() if text in (target.model, name)]
     return found or [project.config.parse_target(text, project.where)]
 
 
-def _values(target: Target, entry: Stage) -> tuple[Any, ...]:
-    return tuple(getattr(target, field) for field in entry.wildcards)
-
-
-def _run(project: Project, stage: str, names: dict[str, Any], **given: Any) -> Path:
-    """Return a stage's artefact, made and recorded as in a job of the workflow."""
+def _run(project: Project, job: Job) -> Path:
+    """Return a job's artefact, made and recorded as in the workflow."""
     from lockstep.provenance.code_identity import pinned_packages, untested
     from lockstep.provenance.run import run
     from lockstep.report.renew import refreshed
     from lockstep.stages import STAGES
 
-    model = names["model"]
-    if stage == "adapters":
-        given["adapters"] = project.config.adapter_folders(model, results=project.results)
-    if "transformers" in pinned_packages(STAGES[stage].module) and (line := untested()):
+    stage = STAGES[job.stage]
+    lock_file = project.lock_file(job.names["model"])
+    if "transformers" in pinned_packages(stage.module) and (line := untested()):
         click.echo(f"warning: {line}", err=True)
-    job = STAGES[stage].job(project.config, project.results.root, names, **given)
+    if job.stage == "fetch":
+        from lockstep.provenance.locked import fetch_terms
+
+        terms = fetch_terms(project.config, job.names["model"], lock_file, project.newest)
+        job = replace(job, given={"newest": project.newest, **terms})
     with refreshed(project.results):
-        return run(job, lock_file=project.lock_file(model), cache=project.config.cache)
-
-
-def _fetch(project: Project, stage: str, names: dict[str, Any]) -> Path:
-    """Return a model's checkpoint folder, or the manifest of where it is.
-
-    A model on the hub is downloaded, one of a GGUF file or random weights is made; a folder is there already.
-    """
-    from lockstep.config.sources import FolderSource, HubSource, parse_source
-
-    model = names["model"]
-    kind = parse_source(project.config.models[model].source)
-    if isinstance(kind, FolderSource):
-        return project.sources[model]
-    if not isinstance(kind, HubSource):
-        return _run(project, "make_checkpoint", names, path=project.sources[model])
-    from lockstep.provenance.locked import fetch_terms
-
-    terms = fetch_terms(project.config, model, project.lock_file(model), project.newest)
-    return _run(project, stage, names, newest=project.newest, **terms)
-
-
-def _resolve(project: Project, stage: str, names: dict[str, Any]) -> Path:
-
-    model = names["model"]
-    for backend, reason in project.config.missing_backends(model).items():
-        note(f"{model}: engines of {backend} cannot be built here: {reason}")
-    folder = project.sources[model] if project.config.is_folder(model) else None
-    made = _run(project, stage, names, folder=folder)
-    _run(project, "architecture", names, folder=folder)
-    return made
-
-
-_BY_HAND: dict[str, Callable[[Project, str, dict[str, Any]], Path]] = {"fetch": _fetch, "resolve": _resolve}
+        return run(job, lock_file=lock_file, cache=project.config.cache)
 
 
 class _Stages(click.Group):
-    """A command for each stage with a help text, in the order of the stages."""
+    """A command for each stage, in the order of the stages."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         from lockstep.stages import STAGES
 
-        return [name for name, stage in STAGES.items() if stage.help]
+        return [name for name in STAGES if name != "config"]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         return _command(cmd_name) if cmd_name in self.list_commands(ctx) else None

@@ -5,9 +5,10 @@ A YAML file or Snakemake's merged mapping in, a frozen `Config` out, or one line
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,19 +76,45 @@ def load_given(path: Path | None, results: Results = Results()) -> Config:
 
 
 def load_merged(
-    merged: Mapping[str, Any], files: Sequence[str | os.PathLike], options: Mapping[str, Any] | None = None
+    merged: Mapping[str, Any],
+    files: Sequence[str | os.PathLike],
+    options: Mapping[str, Any] | None = None,
+    others: Collection[str] = (),
 ) -> Config:
     """Load Snakemake's merged config, and check the files it was merged from.
 
-    options: what of it the command line gave (`--config`), whose numbers in mappings and lists are text.
+    merged: as JSON has it, without dates and with texts for keys. options: what of it the command line gave
+    (`--config`), whose numbers in mappings and lists are text. others: keys that are none of the config.
 
     Snakemake reads the files itself, and lets the last of two equal keys win without a word: here they are read again,
-    strictly. Messages open with the file, where one file is all of the config, else with `config`. Raises
-    InputError as `load` does.
+    strictly, and taken where they are all of the config; a workflow that has this one as a module gives its own.
+    Messages open with the file, where one file is all of the config, else with `config`. Raises InputError as `load`
+    does.
     """
-    values = [read_document(file) for file in files]
-    only_one = len(values) == 1 and values[0] == merged
-    return load(_with_types(merged, options or {}), os.fspath(files[0]) if only_one else None)
+    options = options or {}
+    values: dict[str, Any] = {}
+    for file in files:
+        read = read_document(file)
+        values = _merged(values, read) if isinstance(read, Mapping) else values
+    values = _merged(values, options)
+    config = _with_types(values if plain(values) == plain(merged) else merged, options)
+    is_one_file = len(files) == 1 and not options.keys() - set(others) and plain(values) == plain(merged)
+    ours = {key: value for key, value in config.items() if key not in others}
+    return load(ours, os.fspath(files[0]) if is_one_file else None)
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON has it."""
+    return json.loads(json.dumps(value, default=str))
+
+
+def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the first mapping with what the second has in its place, as Snakemake merges its config files."""
+    values = dict(first)
+    for key, value in second.items():
+        is_inner = isinstance(value, Mapping) and isinstance(values.get(key), Mapping)
+        values[key] = _merged(values[key], value) if is_inner else value
+    return values
 
 
 def _with_types(merged: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,6 +122,6 @@ def _with_types(merged: Mapping[str, Any], options: Mapping[str, Any]) -> dict[s
     values = dict(merged)
     for key, value in options.items():
         if key in values:
-            inner = isinstance(value, Mapping) and isinstance(values[key], Mapping)
-            values[key] = _with_types(values[key], value) if inner else typed(value)
+            is_inner = isinstance(value, Mapping) and isinstance(values[key], Mapping)
+            values[key] = _with_types(values[key], value) if is_inner else typed(value)
     return values

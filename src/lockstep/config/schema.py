@@ -48,7 +48,7 @@ class Config(Section):
         default=0,
         ge=0,
         description="Draws other sizes where an engine is compared with its graph on a sample of them "
-        "(docs/checks.md). `lockstep stage compare --seed` goes before it.",
+        "(docs/checks.md).",
     )
     cache: PathText = Field(
         default="",

@@ -106,6 +106,12 @@ def parse_source(text: str) -> FolderSource | GgufSource | HubSource | RandomSou
     return GgufSource(text) if text.endswith(gguf_file.SUFFIX) else FolderSource(text)
 
 
+def kind_of(text: str) -> str:
+    """Return what `source` in the config names: folder, gguf, hub or random."""
+    kinds = {FolderSource: "folder", GgufSource: "gguf", HubSource: "hub", RandomSource: "random"}
+    return kinds[type(parse_source(text))]
+
+
 def source_folders() -> tuple[Path, ...]:
     """Return where a relative source is looked up: working directory, then repository."""
     return (Path.cwd(), REPOSITORY)

@@ -25,6 +25,7 @@ from lockstep.provenance.record import record_path
 from lockstep.provenance.slsa import provenance_path
 from lockstep.stages import STAGES, Job
 from lockstep.stages.build import engines_place
+from lockstep.targets import Results
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
@@ -73,7 +74,7 @@ def check_project(lock_file: Path, steps: Sequence[Job], checkpoint: Sequence[Pa
     for step in steps:
         if other := _other_terms(lock, step):
             refuse(other, lock_file)
-        if step.stage == "build" and not lock.devices(step.names["precision"], step.names["backend"]):
+        if STAGES[step.stage].builds_engines and not lock.devices(step.names["precision"], step.names["backend"]):
             refuse(f"{step}: its engines are not in the lock", lock_file)
         if not (step.output.is_file() and record_path(step.output).is_file()):
             continue
@@ -84,14 +85,14 @@ def check_project(lock_file: Path, steps: Sequence[Job], checkpoint: Sequence[Pa
         if other := _other_result(step, lock, made):
             # A fetch that is not held to the lock stays at its commit.
             advice = f"make it again without locked: lockstep run -- --forcerun {step.stage} -- {step.output}"
-            if step.stage == "fetch":
+            if _is_source(step):
                 advice = f"delete {step.output.parent} and run again"
             raise CheckError(f"{other}, which is not what {lock_file} says; {advice}")
 
 
 def _other_result(step: Job, lock: Lock, made: Sequence[LockEntry]) -> str | None:
     """Return the first difference of what a job has made from the lock; every file that it names is hashed."""
-    if step.stage == "fetch" and (line := other_commit(lock, Fetched.load(step.output).commit)):
+    if _is_source(step) and (line := other_commit(lock, Fetched.load(step.output).commit)):
         return line
     if line := _first_difference(made, lock):
         return line
@@ -99,6 +100,10 @@ def _other_result(step: Job, lock: Lock, made: Sequence[LockEntry]) -> str | Non
         if size_of(file.path) is None or digest(file.path) != file.sha256:
             return f"{file.path} has changed"
     return None
+
+
+def _is_source(step: Job) -> bool:
+    return STAGES[step.stage].output == Results.source.pattern
 
 
 def fetch_terms(config: Config, model: str, lock_file: Path | None, newest: bool = False) -> dict[str, Any]:
@@ -134,12 +139,12 @@ def check_step(step: Job, key: BuildKey, lock_file: Path) -> None:
             check_files(named_files(path), "make it again")
     if line := _other_terms(lock, step):
         refuse(line, lock_file)
-    if step.stage == "build" and key.backend:
+    if STAGES[step.stage].builds_engines and key.backend:
         *_, here = engines_place(step.names, key.backend)
         devices = lock.devices(step.names["precision"], step.names["backend"])
         if here not in devices:
             locked = " or ".join(sorted(devices)) or "none"
-            refuse(f"build: expected the device {locked}, found {here}, which is not in the lock", lock_file)
+            refuse(f"{step.stage}: expected the device {locked}, found {here}, which is not in the lock", lock_file)
 
 
 def reject(output: Path, lock_file: Path) -> str | None:

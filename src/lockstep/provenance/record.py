@@ -35,7 +35,7 @@ def build_key(step: Job) -> BuildKey:
     return BuildKey(
         stage=step.stage,
         # The results are the same under any name of the model, unless they speak of it.
-        names={name: str(value) for name, value in step.names.items() if name != "model" or stage.is_named},
+        names={name: str(value) for name, value in step.names.items() if name != "model" or stage.is_judged},
         inputs={name: content(path) for name, path in step.inputs.items()},
         options=dict(step.options),
         code=code_identity.code_digests(stage.module, backend),
@@ -53,14 +53,14 @@ def backend_identity(step: Job) -> dict[str, Any]:
     if step.device:
         _check_device(step, step.device)
     assert step.backend is not None
-    return identity.identity(step.backend, runs=step.stage != "build")
+    return identity.identity(step.backend, runs=not STAGES[step.stage].builds_engines)
 
 
 def _check_device(step: Job, device: Mapping[str, str]) -> None:
     name = step.names["backend"]
     remedy = "start it where that is, or correct the config"
     try:
-        found = identity.hardware(device["backend"], builds=step.stage == "build")
+        found = identity.hardware(device["backend"], builds=STAGES[step.stage].builds_engines)
     except InputError as error:
         found = "none"
         remedy = f"{remedy} ({error})"

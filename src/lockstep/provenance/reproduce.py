@@ -34,7 +34,7 @@ from lockstep.provenance.lock import TERMS, Lock
 from lockstep.provenance.locked import difference
 from lockstep.provenance.lockfile import lock_entries, lock_of, readable_entries
 from lockstep.provenance.record import SUFFIX
-from lockstep.stages import STAGES
+from lockstep.stages import jobs
 from lockstep.targets import Results, Target, is_quantized
 
 
@@ -110,8 +110,10 @@ def rebuild(
 
     Raises CheckError where the target cannot be built.
     """
-    is_run = load(config).is_run(target)
-    stages = reproduced_stages(target, is_run, *([] if like else ["reference"]))
+    typed = load(config)
+    is_run = typed.is_run(target)
+    only = ("convert", "build", *(["golden"] if is_run else []))
+    stages = [job.stage for job in jobs(typed, Path(), [target], only=only) if not (like and job.stage == "reference")]
     with tempfile.TemporaryDirectory(prefix="lockstep-reproduce-") as folder:
         tree = Results(Path(folder) / "results")
         if like and is_run and not is_quantized(target.precision):  # which have their own
@@ -125,18 +127,6 @@ def rebuild(
             if not entry.where.startswith(f"{TERMS}/")
         ]
     return [*compared, *([LockComparison("golden check", True, failure, {})] if failure else [])]
-
-
-def reproduced_stages(target: Target, is_run: bool, *more: str) -> list[str]:
-    """Return the stages that make a target again, and `more`, in their order.
-
-    Without checks where its engines do not run.
-    """
-    return [
-        name
-        for name, stage in STAGES.items()
-        if (stage.is_reproduced or name in more) and stage.is_of(target.precision) and (is_run or not stage.is_check)
-    ]
 
 
 def make_again(

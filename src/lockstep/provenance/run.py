@@ -34,15 +34,14 @@ def run(job: Job, make: Callable[[], object] | None = None, lock_file: Path | No
     check_place(job.output)  # before hours of work
     shared = cache_for(job, cache)
     with _reported(job):
-        brought = [path for path in (stage.path(job, pattern) for pattern in stage.brought.values()) if path.is_file()]
-        for path in (*job.inputs.values(), *brought):
+        for path in job.inputs.values():
             check_input(path)
     key = build_key(job)
     started = now()
     if lock_file is not None:
         locked.check_step(job, key, lock_file)
     try:
-        if stage.continues and not _is_recorded(job.output):
+        if stage.rule.updates and not _is_recorded(job.output):
             job.output.unlink(missing_ok=True)
         if taken := take(shared, job, key):
             record = write_record(job, key)
@@ -52,8 +51,8 @@ def run(job: Job, make: Callable[[], object] | None = None, lock_file: Path | No
                 taken = False
         if not taken:
             with _reported(job):
-                make() if make else stage.make(job)
-            if job.stage == "build":  # before the record: where there is one, there is the other
+                make() if make else stage.run(job)
+            if stage.builds_engines:  # before the record: where there is one, there is the other
                 write_provenance(job, key, started)
             record = write_record(job, key)
     except BaseException:

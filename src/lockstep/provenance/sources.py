@@ -19,7 +19,7 @@ from lockstep.checkpoint.tensors import find_tensors
 from lockstep.config.sources import FolderSource, parse_source
 from lockstep.manifests.digest_cache import digest
 from lockstep.provenance.diff import words
-from lockstep.stages import Job
+from lockstep.stages import STAGES, Job
 from lockstep.targets import Results
 
 if TYPE_CHECKING:
@@ -56,13 +56,9 @@ def changed_files(step: Job, sources: Sources) -> list[str]:
 
     A line each. Raises LockstepError for files that cannot be what the step reads.
     """
-    changed = {
-        "resolve": _changed_checkpoint,
-        "architecture": _changed_checkpoint,
-        "make_checkpoint": _changed_source,
-        "adapters": _changed_adapters,
-    }.get(step.stage)
-    return list(changed(step, sources)) if changed else []
+    read = STAGES[step.stage].rule.files.values()
+    changed = {"sides": _changed_checkpoint, "path": _changed_source, "folders": _changed_adapters}
+    return [line for files, lines in changed.items() if files in read for line in lines(step, sources)]
 
 
 def _changed_checkpoint(step: Job, sources: Sources) -> Iterator[str]:
@@ -70,7 +66,7 @@ def _changed_checkpoint(step: Job, sources: Sources) -> Iterator[str]:
         return
     manifest = CheckpointManifest.load(step.output)
     paths = side_files(sources.folder)
-    if step.stage == "resolve":
+    if "weights" in STAGES[step.stage].rule.files.values():
         paths = [*paths, *weight_files(sources.folder, find_tensors(sources.folder))]
         if sources.fetched and sources.fetched.is_file():
             commit = Fetched.load(sources.fetched).commit

@@ -113,7 +113,7 @@ class Check(Generic[AnyReport]):
                 return Checked(NOT_RUN, f"no record says how {out} was made")
             report = self.kind.load(out)
             recorded_inputs = read_json(record_path(out), formats.BUILD)["inputs"]
-            for name, pattern in self.stage.inputs(target.precision).items():
+            for name, pattern in self.stage.rule.reads(None, vars(target)).items():
                 path = results.root / pattern.format(**vars(target))
                 if name in recorded_inputs and (not path.is_file() or content(path) != recorded_inputs[name]):
                     return Checked(NOT_RUN, f"{path} is another since")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from lockstep.stages.rules import collected_targets, ends, makers
 from lockstep.stages.stage import Job, Stage
 from lockstep.targets import Target
 
@@ -17,35 +18,55 @@ if TYPE_CHECKING:
 __all__ = ["STAGES", "Job", "Stage", "jobs"]
 
 
-def _found() -> dict[str, Stage]:
+def _in_order() -> dict[str, Stage]:
     """Return all stages by name, each after those whose artefacts it reads."""
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
-    stages = sorted((kind() for kind in Stage.classes), key=lambda stage: stage.name)
+    stages = {kind.name: kind() for kind in sorted(Stage.classes, key=lambda kind: kind.name)}
     ordered: dict[str, Stage] = {}
 
-    def add(stage: Stage) -> None:
-        read = stage.all_reads()
-        for maker in stages:
-            if maker.output in read:
-                add(maker)
-        ordered[stage.name] = stage
+    def add(name: str) -> None:
+        for branch in stages[name].rule.inputs.values():
+            for pattern in filter(None, (branch.then, branch.otherwise)):
+                for maker in makers(pattern):
+                    add(maker.name)
+        ordered[name] = stages[name]
 
-    for stage in stages:
-        add(stage)
+    for name in stages:
+        add(name)
     return ordered
 
 
-STAGES = _found()
+STAGES = _in_order()
 
 
-def jobs(config: Config, root: Path, targets: Iterable[Target]) -> list[Job]:
-    """Return the jobs of some targets, each once, after those that it reads from. root: of the results tree."""
-    made: dict[tuple[object, ...], Job] = {}
-    for target in targets:
-        names = vars(target)
-        for stage in STAGES.values():
-            key = stage.name, *(names[name] for name in stage.wildcards)
-            if key not in made and stage.needed(config, target):
-                made[key] = stage.job(config, root, names)
+def jobs(
+    config: Config,
+    root: Path,
+    targets: Iterable[Target],
+    files: Mapping[str, Mapping[str, Any]] = {},
+    only: Sequence[str] = (),
+) -> list[Job]:
+    """Return the jobs of some targets, each once, after those that it reads from.
+
+    root: of the results tree. files: of each model, as `model_files` has them. only: the jobs of these stages and
+    what they need, of targets whose engines run.
+    """
+    made: dict[tuple[str, ...], Job] = {}
+
+    def add(pattern: str, names: Mapping[str, Any]) -> None:
+        stage = next(STAGES[rule.name] for rule in makers(pattern) if rule.is_for(config, names))
+        key = stage.name, *(str(names[name]) for name in stage.wildcards)
+        if key in made:
+            return
+        for needed in stage.rule.reads(config, names).values():
+            add(needed, names)
+        made[key] = stage.job(config, root, names, files.get(names["model"], {}))
+
+    asked = set(targets)
+    chosen = {word: [target for target in all if target in asked] for word, all in collected_targets(config).items()}
+    patterns = [(STAGES[name].output, "all") for name in only] or ends()
+    for pattern, word in patterns:
+        for target in chosen[word]:
+            add(pattern, vars(target))
     return list(made.values())

@@ -10,17 +10,11 @@ from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import sha256_json
 from lockstep.manifests.own_files import clear_unnamed
-from lockstep.stages.stage import Config, Job, Names, Pinned, Stage, artefacts
+from lockstep.stages.stage import Job, Pinned, Stage
 
 
 class Build(Stage):
-    output = "{model}/{precision}/engines/{backend}/engines.json"
-    reads = artefacts("assembly")
-    help = "assembly.json -> the engine set of one backend."
-    is_cached = is_reproduced = continues = owns_folder = True
-
-    def options(self, config: Config, names: Names) -> dict[str, Any]:
-        return {"options": config.build_options(names["backend"])}
+    builds_engines = True
 
     def pin(self, manifest: Path, key: BuildKey) -> Pinned:
         items = {entry.file: entry.sha256 for entry in EngineSetManifest.load(manifest).engines.values()}

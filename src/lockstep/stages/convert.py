@@ -6,17 +6,10 @@ from pathlib import Path
 
 from lockstep.artifacts.build_record import BuildKey
 from lockstep.manifests.own_files import clear_unnamed
-from lockstep.stages.stage import Job, Pinned, Stage, artefacts, digests
-from lockstep.targets import Results
+from lockstep.stages.stage import Job, Pinned, Stage, digests
 
 
 class Convert(Stage):
-    output = "{model}/{precision}/weights.json"
-    reads = artefacts("checkpoint")
-    reads_quantized = {"assembly": Results.assembly.pattern}
-    help = "checkpoint.json -> weights.json in one precision."
-    is_cached = is_reproduced = True
-
     def pin(self, manifest: Path, key: BuildKey) -> Pinned:
         return ("weights", key.names["precision"]), digests(manifest)
 

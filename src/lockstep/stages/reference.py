@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.reference import ReferenceManifest
-from lockstep.stages.stage import Config, Job, Names, Pinned, Stage, artefacts, tokens
+from lockstep.stages.stage import Job, Pinned, Stage, tokens
 
 
 class Reference(Stage):
-    output = "{model}/reference/{layers}.json"
-    beside = {"logits": "{model}/reference/{layers}.safetensors"}
-    reads = artefacts("checkpoint")
-    help = "checkpoint.json -> tokens and logits of transformers."
-    is_check = is_cached = True
-
-    def options(self, config: Config, names: Names) -> dict[str, Any]:
-        model = config.models[names["model"]]
-        terms = config.reference_terms(names["model"])
-        return {"golden": terms, **({"drift_text": model.golden.drift_text} if model.kv_cache_dtype else {})}
+    is_check = True
 
     def pin(self, manifest: Path, key: BuildKey) -> Pinned:
         return ("reference", key.names["layers"]), tokens(ReferenceManifest.load(manifest).prompts)
@@ -37,7 +27,7 @@ def make_reference(job: Job) -> None:
     reference.make_reference(
         job.inputs["checkpoint"],
         job.layers,
-        GoldenTerms.from_json(job.options["golden"]),
+        GoldenTerms.from_json(job.options["adapted_golden" if "adapters" in job.inputs else "golden"]),
         job.output,
         job.inputs.get("weights"),
         job.inputs.get("adapters"),

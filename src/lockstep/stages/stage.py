@@ -1,31 +1,30 @@
 """What a stage is, and one of its jobs.
 
-A stage is a file of this folder: the path of what it makes, what it reads, what the config says to it, what a lock pins
-of it, and its work. Its rule in `workflow/rules` says the same to Snakemake; a test holds the two to each other.
+A stage is a rule of `workflow/rules` and the file of its name in this folder. The rule says what it reads and makes,
+and what the config says to it; the file says what a rule cannot: its work, and what a lock pins of it.
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lockstep.artifacts.build_record import BuildKey
 from lockstep.manifests.manifest_files import named_files
-from lockstep.targets import Limits, Results, Target, is_quantized, layer_count, wildcards_of
+from lockstep.stages import params
+from lockstep.stages.rules import Names, Rule, rules
+from lockstep.targets import Limits, Target, layer_count
 from lockstep.tolerances import Tolerances
 
 if TYPE_CHECKING:
     from lockstep.artifacts.reference import ReferencePrompt
     from lockstep.artifacts.reports import GoldenPrompt
     from lockstep.config.schema import Config
-    from lockstep.config.types import Prompt
-else:
-    Config = Any  # its module loads pydantic, which running engines does not need
 
-Names = Mapping[str, Any]  # model, precision, layers and backend, those that a stage has
 Pinned = tuple[tuple[str, ...], dict[str, Any]]  # the place in a lock, and what it must be, by name
 
 
@@ -33,9 +32,10 @@ Pinned = tuple[tuple[str, ...], dict[str, Any]]  # the place in a lock, and what
 class Job:
     """A stage with its wildcards.
 
-    inputs: manifests and files by the name that the rule gives them. options: plain JSON from the config. output: the
-    manifest that it makes. device: of a device of the config its `backend` and the `hardware` that it must find.
-    threads: of the CPU, None for all. given: what only some stages take (`Stage.run` says what).
+    inputs: manifests by the name that the rule gives them. options: plain JSON from the config. output: the manifest
+    that it makes. device: of a device of the config its `backend` and the `hardware` that it must find. threads: of the
+    CPU, None for all. files: of the user, by the names of the rule: paths, or folders by name. given: parameters of the
+    work that no rule has.
     """
 
     stage: str
@@ -45,6 +45,7 @@ class Job:
     output: Path
     device: Mapping[str, str] | None = None
     threads: int | None = None
+    files: Mapping[str, Any] = field(default_factory=dict, compare=False)
     given: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
@@ -66,32 +67,13 @@ class Job:
 
 
 class Stage(abc.ABC):
-    """One kind of job.
-
-    output: the pattern of its manifest below `results/`; what stands in braces are its wildcards. reads: patterns of
-    what it reads, by name. reads_quantized: where weights are quantised, patterns that are read besides, or instead
-    under a name of `reads`. brought: patterns of manifests beside which files of the user lie that another job brings.
-    beside: patterns of what it makes beside the manifest. help: of its command, which it has not without one.
-    """
+    """One kind of job. Its name is that of its file and of its rule."""
 
     classes: ClassVar[list[type[Stage]]] = []  # of all stages
     name: ClassVar[str]
-    output: ClassVar[str]
-    help: ClassVar[str] = ""
-    reads: ClassVar[Mapping[str, str]] = {}
-    reads_quantized: ClassVar[Mapping[str, str]] = {}
-    brought: ClassVar[Mapping[str, str]] = {}
-    beside: ClassVar[Mapping[str, str]] = {}
     is_check: ClassVar[bool] = False  # the lock pins what the config says to it
     is_judged: ClassVar[bool] = False  # a failure leaves its report or its reason as `<name>.failed.json`
-    is_cached: ClassVar[bool] = False  # in the shared cache of artefacts: no check, for one not run has checked nothing
-    is_reproduced: ClassVar[bool] = False  # made again by `lockstep reproduce`
-    is_named: ClassVar[bool] = False  # its results speak of the model by its name in the config
-    only_quantized: ClassVar[bool] = False  # other precisions than those of quantised weights do without
-    only_adapters: ClassVar[bool] = False  # models without adapters do without
-    runs_engines: ClassVar[bool] = False  # targets whose engines do not run here do without
-    continues: ClassVar[bool] = False  # begins with what an earlier run made
-    owns_folder: ClassVar[bool] = False  # clears its folder of what an earlier artefact left
+    builds_engines: ClassVar[bool] = False  # a backend compiles; else it runs what was compiled
 
     def __init_subclass__(cls) -> None:
         cls.name = cls.__module__.rpartition(".")[2]
@@ -103,9 +85,21 @@ class Stage(abc.ABC):
         return f"stages.{self.name}"
 
     @property
+    def help(self) -> str:
+        return str(sys.modules[type(self).__module__].__doc__)
+
+    @property
+    def rule(self) -> Rule:
+        return rules()[self.name]
+
+    @property
+    def output(self) -> str:
+        """Return the pattern of its manifest below the results folder."""
+        return self.rule.output
+
+    @property
     def wildcards(self) -> tuple[str, ...]:
-        """Return which of model, precision, layers and backend the stage has."""
-        return wildcards_of(self.output)
+        return self.rule.wildcards
 
     @property
     def is_pinned(self) -> bool:
@@ -116,22 +110,15 @@ class Stage(abc.ABC):
         """Return whether a lock holds what it makes, or what the config says to it."""
         return self.is_pinned or self.is_check
 
-    def needed(self, config: Config, target: Target) -> bool:
-        """Return whether a target has a job of this stage on this machine.
-
-        A stage of a backend has none where its engines are not built, for the processor does not compute in their
-        precision; one that runs engines, none where they do not run.
-        """
-        return (
-            self.is_of(target.precision)
-            and ("backend" not in self.wildcards or config.is_built(target))
-            and (not self.only_adapters or bool(config.models[target.model].adapters))
-            and (not self.runs_engines or config.is_run(target))
-        )
+    @property
+    def is_cached(self) -> bool:
+        """Return whether the shared cache holds what it makes: all that comes from artefacts alone, but no verdict."""
+        return bool(self.rule.inputs) and not self.rule.files and not self.is_judged
 
     def options(self, config: Config, names: Names) -> dict[str, Any]:
         """Return what the config says to a job, as plain JSON. names: the values of its wildcards."""
-        return {}
+        taken = {name: names[name] for name in self.wildcards}
+        return params.options_of(self.rule.params, config, taken)
 
     def pin(self, manifest: Path, key: BuildKey) -> Pinned:
         """Return what a lock holds of an artefact. key: of its record."""
@@ -141,48 +128,23 @@ class Stage(abc.ABC):
     def run(self, job: Job) -> None:
         """Make the artefact of a job."""
 
-    def make(self, job: Job) -> Path:
-        """Make the artefact of a job; return its path."""
-        self.run(job)
-        return job.output
-
-    def is_of(self, precision: str) -> bool:
-        return is_quantized(precision) or not self.only_quantized
-
-    def inputs(self, precision: str | None) -> dict[str, str]:
-        """Return {name: pattern} of what a job of this precision reads; None for a stage without one."""
-        quantized = precision is not None and is_quantized(precision)
-        return {**self.reads, **(self.reads_quantized if quantized else {})}
-
-    def all_reads(self) -> set[str]:
-        """Return the patterns of all that a job of some precision reads, of results."""
-        return {*self.brought.values(), *self.reads.values(), *self.reads_quantized.values()}
-
-    def path(self, job: Job, pattern: str) -> Path:
-        """Return the path that a pattern stands for in the results tree of one of the stage's jobs."""
-        return job.output.parents[self.output.count("/")] / pattern.format(**job.names)
-
-    def job(self, config: Config, root: Path, names: Names, **given: Any) -> Job:
+    def job(self, config: Config, root: Path, names: Names, files: Mapping[str, Any] = {}, **given: Any) -> Job:
         """Return a job as the config has it.
 
-        root: of the results tree. names: model, precision, layers, backend; those that the stage has are taken.
+        root: of the results tree. names: model, precision, layers, backend; those that the stage has are taken. files:
+        of the model, as `model_files` has them.
         """
-        taken = {name: names[name] for name in self.wildcards}
-        backend = taken.get("backend")
+        taken = {name: str(names[name]) for name in self.wildcards}
         return Job(
             self.name,
-            {name: str(value) for name, value in taken.items()},
-            {name: root / pattern.format(**taken) for name, pattern in self.inputs(taken.get("precision")).items()},
+            taken,
+            {name: root / pattern.format(**taken) for name, pattern in self.rule.reads(config, taken).items()},
             self.options(config, taken),
             root / self.output.format(**taken),
-            device=config.device_of(backend) if backend else None,
+            device=config.device_of(taken["backend"]) if "backend" in taken else None,
+            files={name: files[key] for name, key in self.rule.files.items() if key in files},
             given=given,
         )
-
-
-def artefacts(*names: str) -> dict[str, str]:
-    """Return the patterns of what `Results` has by these names."""
-    return {name: getattr(Results, name).pattern for name in names}
 
 
 def digests(manifest: Path) -> dict[str, str]:
@@ -194,14 +156,8 @@ def tokens(prompts: Sequence[ReferencePrompt | GoldenPrompt]) -> dict[str, str]:
     return {prompt.text: " ".join(map(str, prompt.tokens)) for prompt in prompts}
 
 
-def bounds(config: Config, names: Names) -> dict[str, Any]:
-    """Return what the config says to each check of a target's engines: tolerances and limits."""
-    tolerance = config.tolerance(names["model"], names["precision"], names["backend"])
-    return {"tolerance": tolerance.to_json(), "limits": config.limits.model_dump()}
-
-
 def arguments(job: Job) -> dict[str, Any]:
-    """Return the arguments of a check of engines: the files that it reads, its target, `bounds`, report and threads."""
+    """Return the arguments of a check of engines: manifests that it reads, its target, bounds, report and threads."""
     return {
         **{f"{name}_json": path for name, path in job.inputs.items()},
         "target": job.target,
@@ -210,12 +166,3 @@ def arguments(job: Job) -> dict[str, Any]:
         "out": job.output,
         "threads": job.threads,
     }
-
-
-def expected(config: Config, prompts: Iterable[Prompt], names: Names) -> list[str | None]:
-    """Return the text that the config expects after each prompt.
-
-    It is what the checkpoint says; of quantised weights and caches the drift report shows what became of it.
-    """
-    rounded = config.models[names["model"]].kv_cache_dtype or is_quantized(names["precision"])
-    return [None if rounded else prompt.expected.get(layer_count(names["layers"])) for prompt in prompts]

@@ -105,13 +105,13 @@ def _restore(cache: Cache, step: Job, entry: BuildRecord) -> None:
             with atomic_path(folder / name) as temporary:
                 cache.take(outputs[name], temporary)
             remember(folder / name, outputs[name])
-    if STAGES[step.stage].owns_folder:
+    if "{" not in Path(STAGES[step.stage].output).name:  # in a folder of its own
         clear_unnamed(output, lambda path: path.suffix in _SUFFIXES)  # of an earlier artefact
 
 
 def _beside(step: Job) -> list[Path]:
     """Return the files kept with an artefact that are no part of its record. Who built an engine set, and when."""
-    return [provenance_path(step.output)] if step.stage == "build" else []
+    return [provenance_path(step.output)] if STAGES[step.stage].builds_engines else []
 
 
 def _is_whole(manifest: Path, outputs: Mapping[str, str]) -> bool:

@@ -1,0 +1,197 @@
+"""What the config says to jobs: a function for each parameter, named as the rules' `params` name it.
+
+The config and the wildcards that a parameter depends on in, plain JSON out; None where the config says nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from lockstep.config.sources import HubSource, parse_source
+from lockstep.targets import Target, is_quantized, layer_count
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config
+    from lockstep.config.types import Prompt
+
+Value = Any  # plain JSON
+
+
+def config(config: Config) -> Value:
+    return config.dump()
+
+
+def source(config: Config, model: str) -> Value:
+    return config.models[model].source
+
+
+def hub_adapters(config: Config, model: str) -> Value:
+    """Return the sources of a model's adapters that lie on the hub, by name."""
+    adapters = sources(config, model).items()
+    return {name: text for name, text in adapters if isinstance(parse_source(text), HubSource)}
+
+
+def sources(config: Config, model: str) -> Value:
+    """Return the sources of a model's adapters by name."""
+    return {name: adapter.source for name, adapter in sorted(config.models[model].adapters.items())}
+
+
+def max_lora_rank(config: Config, model: str) -> Value:
+    return config.models[model].max_lora_rank
+
+
+def lora_target_modules(config: Config, model: str) -> Value:
+    modules = config.models[model].lora_target_modules
+    return None if modules is None else list(modules)
+
+
+def adapters(config: Config, model: str) -> Value:
+    """Return the room for adapters in graphs. Not which: another adapter changes no graph."""
+    settings = config.models[model]
+    if not settings.adapters:
+        return None
+    return {
+        "max_adapters": settings.max_adapters,
+        "max_lora_rank": settings.max_lora_rank,
+        "targets": lora_target_modules(config, model),
+    }
+
+
+def tensor_parallel(config: Config, model: str) -> Value:
+    ranks = config.models[model].tensor_parallel
+    return ranks if ranks > 1 else None
+
+
+def group_size(config: Config, model: str, precision: str) -> Value:
+    return config.models[model].group_size if is_quantized(precision) else None
+
+
+def head_bits(config: Config, model: str, precision: str) -> Value:
+    return config.models[model].head_bits if is_quantized(precision) else None
+
+
+def residual(config: Config, model: str, precision: str) -> Value:
+    return config.models[model].residual if precision == "fp16" else None
+
+
+def kv_cache_dtype(config: Config, model: str) -> Value:
+    return config.models[model].kv_cache_dtype
+
+
+def options(config: Config, backend: str) -> Value:
+    """Return what a backend's build is given."""
+    return config.build_options(backend)
+
+
+def tolerance(config: Config, model: str, precision: str, backend: str | None = None) -> Value:
+    return config.tolerance(model, precision, backend).to_json()
+
+
+def limits(config: Config) -> Value:
+    return config.limits.model_dump()
+
+
+def engine_limits(config: Config) -> Value:
+    return config.engine_limits()
+
+
+def max_seq_len(config: Config) -> Value:
+    return config.limits.max_seq_len
+
+
+def seconds(config: Config) -> Value:
+    return config.compare_seconds
+
+
+def seed(config: Config) -> Value:
+    return config.compare_seed
+
+
+def golden(config: Config, model: str) -> Value:
+    """Return what a model's reference is made from."""
+    return config.reference_terms(model)
+
+
+def adapted_golden(config: Config, model: str) -> Value:
+    """Return what the reference of each adapter is made from."""
+    settings = config.models[model]
+    prompts = config.adapter_prompts(model).items()
+    dtype = {"kv_cache_dtype": settings.kv_cache_dtype} if settings.kv_cache_dtype else {}
+    texts = {name: [prompt.text for prompt in own] for name, own in prompts}
+    return {"max_new_tokens": settings.golden.max_new_tokens, "adapted": texts, **dtype}
+
+
+def drift_text(config: Config, model: str, precision: str | None = None) -> Value:
+    """Return the text whose perplexity is measured, where weights or the cache are quantised."""
+    settings = config.models[model]
+    return settings.golden.drift_text if precision or settings.kv_cache_dtype else None
+
+
+def expected(config: Config, model: str, precision: str, layers: int | str) -> Value:
+    """Return the text that the config expects after each prompt."""
+    return _expected(config, config.models[model].golden.prompts, model, precision, layers)
+
+
+def adapted_expected(config: Config, model: str, precision: str, layers: int | str) -> Value:
+    """Return the text that the config expects after each prompt of each adapter."""
+    prompts = [prompt for own in config.adapter_prompts(model).values() for prompt in own]
+    return _expected(config, prompts, model, precision, layers)
+
+
+def device(config: Config, backend: str) -> Value:
+    """Return what a job must find, where its backend is a device of the config."""
+    return config.device_of(backend)
+
+
+def _expected(
+    config: Config, prompts: Iterable[Prompt], model: str, precision: str, layers: int | str
+) -> list[str | None]:
+    """Return texts that the checkpoint says; of quantised weights and caches the drift report shows their change."""
+    rounded = config.models[model].kv_cache_dtype or is_quantized(precision)
+    return [None if rounded else prompt.expected.get(layer_count(layers)) for prompt in prompts]
+
+
+_FUNCTIONS: Mapping[str, Callable[..., Value]] = {
+    name: value
+    for name, value in list(globals().items())
+    if inspect.isfunction(value) and value.__module__ == __name__ and not name.startswith("_")
+}
+_WILDCARDS: Mapping[str, tuple[str, ...]] = {
+    name: tuple(inspect.signature(function).parameters)[1:] for name, function in _FUNCTIONS.items()
+}
+
+
+def value_of(name: str, config: Config, names: Mapping[str, Any]) -> Value:
+    """Return the value of a parameter for a job with these wildcards."""
+    return _FUNCTIONS[name](config, **{key: names[key] for key in _WILDCARDS[name] if key in names})
+
+
+def options_of(params: Iterable[str], config: Config, names: Mapping[str, Any]) -> dict[str, Value]:
+    """Return those of a rule's parameters that the config gives and that decide what is made, without those of None."""
+    values = {name: value_of(name, config, names) for name in params if name in _FUNCTIONS and name != "device"}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def table(name: str, config: Config, targets: Iterable[Target]) -> tuple[tuple[str, ...], dict[str, Value]]:
+    """Return the wildcards that a parameter depends on, and its values by theirs, joined by "/".
+
+    A rule may have fewer of them than the others: a check of graphs has no backend.
+    """
+    wildcards = _WILDCARDS[name]
+    if not wildcards:
+        return wildcards, {"": value_of(name, config, {})}
+    optional = [key for key, value in inspect.signature(_FUNCTIONS[name]).parameters.items() if value.default is None]
+    values = {}
+    for target in targets:
+        for left_out in [(), *([optional] if optional else [])]:
+            names = {key: vars(target)[key] for key in wildcards if key not in left_out}
+            place = "/".join(map(str, names.values()))
+            if place not in values:
+                values[place] = value_of(name, config, names)
+    return wildcards, values
+
+
+def names() -> Iterable[str]:
+    return _FUNCTIONS

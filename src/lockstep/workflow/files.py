@@ -1,0 +1,97 @@
+"""The user's files that jobs of a model read: a checkpoint's, a GGUF file, adapters.
+
+A config in, paths by the names that `files_of` has in the rules, out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lockstep.artifacts.fetched import folder_of
+from lockstep.checkpoint.resolve import side_files, weight_files
+from lockstep.checkpoint.tensors import find_tensors
+from lockstep.checkpoint.tokenizer_file import check_there
+from lockstep.config.schema import Config
+from lockstep.config.sources import REPOSITORY, kind_of, read_shape
+from lockstep.stages.params import hub_adapters
+from lockstep.targets import Results
+
+# What a model on the hub is taken to weigh while no file of it is there: in a dry run, before it was fetched.
+_UNKNOWN_BYTES = 16_000_000_000
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The files of a model, as jobs name them.
+
+    path: of a GGUF file, or of the config.json of random weights. sides, weights: of a checkpoint folder. header: of
+    weights that are quantised already, on which graphs hang. adapters, folders: of adapters that no job brings, and of
+    all by name. bytes: of the weights in 16 bits, as which those that are quantised already count.
+    """
+
+    kind: str
+    path: list[str] = field(default_factory=list)
+    tokenizer: list[str] = field(default_factory=list)
+    sides: list[str] = field(default_factory=list)
+    weights: list[str] = field(default_factory=list)
+    header: list[str] = field(default_factory=list)
+    adapters: list[str] = field(default_factory=list)
+    folders: dict[str, str] = field(default_factory=dict)
+    bytes: int = _UNKNOWN_BYTES
+
+
+def model_files(config: Config, model: str, place: Path | None, results: Results) -> ModelFiles:
+    """Return the files of a model. place: what `Config.check_sources` gives for it.
+
+    Raises InputError for a checkpoint that is damaged or has no tokenizer.
+    """
+    kind = kind_of(config.models[model].source)
+    folders = config.adapter_folders(model, [Path.cwd(), REPOSITORY], results)
+    here = [folder for name, folder in folders.items() if name not in hub_adapters(config, model)]
+    common: dict[str, Any] = {
+        "kind": kind,
+        "adapters": _displayed(path for folder in here for path in sorted(folder.glob("adapter_*"))),
+        "folders": dict(zip(folders, _displayed(folders.values()))),
+    }
+    if kind != "folder":
+        folder = folder_of(results.source(model))
+        weights = [path for path in sorted(folder.glob("*.safetensors")) if path.is_file()]
+        if weights and (folder / "config.json").is_file():
+            common["bytes"] = _bytes(folder, weights)
+        elif kind == "gguf" and place:
+            common["bytes"] = 4 * os.path.getsize(place)  # 4 bits or more in the file
+        elif kind == "random" and place:
+            common["bytes"] = 2 * (read_shape(place).num_parameters or 0)
+        if kind == "hub" or place is None:
+            return ModelFiles(**common)
+        tokenizer = place.with_name("tokenizer.json")
+        beside = _displayed([tokenizer]) if kind == "random" and tokenizer.is_file() else []
+        return ModelFiles(path=_displayed([place]), tokenizer=beside, **common)
+    assert place is not None
+    check_there(place)
+    weights = weight_files(place, find_tensors(place))
+    is_packed = read_shape(place).packing is not None
+    return ModelFiles(
+        sides=_displayed(side_files(place)),
+        weights=_displayed(weights),
+        header=_displayed(weights) if is_packed else [],
+        **{**common, "bytes": _bytes(place, weights)},
+    )
+
+
+def _bytes(folder: Path, weights: Iterable[Path]) -> int:
+    packing = read_shape(folder).packing
+    return sum(map(os.path.getsize, weights)) * 16 // (packing.bits if packing else 16)
+
+
+def _displayed(paths: Iterable[Path]) -> list[str]:
+    """Return paths relative to the working directory where both are in this checkout: no record holds where it lies."""
+    is_inside = Path.cwd().is_relative_to(REPOSITORY)
+    return [
+        os.path.relpath(path) if is_inside and path.is_relative_to(REPOSITORY) else str(path)
+        for path in map(Path, paths)
+    ]

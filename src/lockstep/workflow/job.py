@@ -1,0 +1,89 @@
+"""What every script of a rule calls: a stage's job, whose words go to the rule's log."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lockstep.config.sources import REPOSITORY
+from lockstep.errors import NOTE, PREFIX, guard
+from lockstep.provenance.locked import find_lock, is_locked
+from lockstep.provenance.run import forget_other, run
+from lockstep.stages import STAGES, Job
+
+_HOW = ("stage", "device", "folders")  # parameters of a rule that are no option of its stage
+
+
+def run_stage(snakemake: Any) -> None:
+    """Run the stage that a rule's parameters name."""
+    with logged(snakemake):
+        run_job(snakemake)
+
+
+def run_job(snakemake: Any, **given: Any) -> None:
+    """Do as `run_stage` does, where a script has its log already. given: what no rule has."""
+    stage = STAGES[snakemake.params.stage["name"]]
+    names = dict(snakemake.wildcards.items())
+    inputs = {key: snakemake.input.get(key) for key in stage.rule.inputs}
+    files = {key: snakemake.input.get(key) or snakemake.params.get(key) for key in stage.rule.files}
+    params = {key: value for key, value in snakemake.params.items() if key not in _HOW and value is not None}
+    job = Job(
+        stage.name,
+        names,
+        {key: Path(path) for key, path in inputs.items() if path},
+        params,
+        Path(snakemake.output[0]),
+        device=snakemake.params.get("device"),
+        threads=snakemake.threads,
+        files={key: _files(value) for key, value in files.items()},
+        given=given,
+    )
+    try:
+        run(job, lock_file=lock_file(snakemake), cache=snakemake.config.get("cache", ""))
+    except BaseException:
+        forget_other(job)
+        raise
+
+
+def _files(value: Any) -> Any:
+    """Return the paths of an input, which is one text where it is one file; folders by name as they are."""
+    if isinstance(value, dict):
+        return value
+    return [value] if isinstance(value, str) else list(value or [])
+
+
+@contextlib.contextmanager
+def logged(snakemake: Any) -> Iterator[None]:
+    """Send stdout and stderr, also those of native libraries, to the rule's log.
+
+    A user's mistake becomes one line there and on the terminal, before Snakemake's own words, and so does what a stage
+    has to say.
+    """
+    terminal = os.dup(2)
+    log = Path(snakemake.log[0])
+    try:
+        with guard(), open(log, "w") as file:
+            for stream in (1, 2):
+                os.dup2(file.fileno(), stream)
+            yield
+    except SystemExit:
+        _tell(terminal, log, PREFIX, last=1)
+        raise
+    _tell(terminal, log, NOTE)
+
+
+def _tell(terminal: int, log: Path, prefix: str, last: int = 0) -> None:
+    """Write the lines of a log that are for a person: errors, or what a stage has decided."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    for line in [line for line in lines if line.startswith(prefix)][-last:]:
+        os.write(terminal, f"{line}\n".encode())
+
+
+def lock_file(snakemake: Any) -> Path | None:
+    """Return the lock that the job is held to: in a run with `--config locked=true`, of a job that is of one model."""
+    if not is_locked(snakemake.config) or "model" not in snakemake.wildcards.keys():
+        return None
+    return find_lock(snakemake.wildcards.model, [Path(), REPOSITORY])

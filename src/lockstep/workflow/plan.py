@@ -1,0 +1,141 @@
+"""The plan that the workflow's rules read: what a config makes, as plain JSON.
+
+Snakemake's question in (its merged config and the files of it, where results lie), targets, paths and parameters out.
+The config is read and checked here alone. What a run must not begin with is refused: a mistake in the config, a damaged
+checkpoint, a backend that is not installed, and in a locked run what is not as locked.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lockstep.artifacts.files import check_writable
+from lockstep.config.backends import backends
+from lockstep.config.documents import check_config, read_document
+from lockstep.config.load import DEMO, load_merged, plain
+from lockstep.config.schema import Config
+from lockstep.config.sources import REPOSITORY
+from lockstep.config.types import PRECISIONS
+from lockstep.provenance.cache.store import cache_folder
+from lockstep.provenance.code_identity import stage_key, untested
+from lockstep.provenance.locked import check_project, find_lock, is_locked
+from lockstep.stages import STAGES, jobs, params
+from lockstep.stages.rules import collected_targets
+from lockstep.targets import Results, Target
+from lockstep.workflow.files import ModelFiles, model_files
+
+_HOW_TO_RUN = ("locked", "device", "container")  # keys of Snakemake's config that are none of ours
+
+
+def make_plan(question: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the plan. question: `config`, `files` and `options` of Snakemake, `results`, whether it `starts`
+    a run, and whether it `has_environments` for jobs.
+
+    Raises InputError or CheckError for what a run must not begin with.
+    """
+    _check_folder()
+    merged = question["config"]
+    files = question["files"]
+    if "models" not in merged:  # the demo's: a second config file would add its models to these
+        files = [str(DEMO if DEMO.exists() else REPOSITORY / DEMO)]
+        check_config(files[0])
+        merged = {**plain(read_document(files[0])), **merged}
+    config = load_merged(merged, files, question["options"], _HOW_TO_RUN)
+    results = Results(Path(question["results"]))
+    places = config.check_sources([Path.cwd(), REPOSITORY], results=results)
+    models = {model: model_files(config, model, places.get(model), results) for model in config.models}
+    if not question["has_environments"]:  # of Snakemake: what jobs need is in these
+        config.check_backends()
+    cache_folder(config.cache)  # a place where no cache can be is said here, and not by each job
+    device = config.check_device(merged.get("device"))
+    if is_locked(merged) and question["starts"]:
+        _check_locked(config, models, results)
+    targets = collected_targets(config)
+    return {
+        "cache": config.cache,
+        "constraints": {
+            "model": _alternatives(sorted(config.models)),
+            "precision": _alternatives(PRECISIONS),
+            "layers": "all|[1-9][0-9]*",
+            "backend": _alternatives([*backends(), *config.devices]),
+        },
+        "device": device,
+        "targets": {word: [asdict(target) for target in some] for word, some in targets.items()},
+        "names": [str(target) for target in targets["all"]],
+        "not_run": config.not_run(),
+        "params": {name: params.table(name, config, targets["all"]) for name in params.names()},
+        "stages": _stages(targets["all"], config),
+        "models": {model: {**asdict(files), **_of_jobs(config, model)} for model, files in models.items()},
+        "gpus": {name: 0 if name in config.not_run() else config.gpus(name) for name in _backends_of(targets["all"])},
+        "gpu_models": {name: entry.gpu_model for name, entry in config.devices.items() if entry.gpu_model},
+        "notes": _notes(config) if question["starts"] else [],
+        "warnings": _warnings(config) if question["starts"] else [],
+    }
+
+
+def _check_folder() -> None:
+    """Check that Snakemake can keep its own files here, dry runs too: it would end in a traceback."""
+    place = next(filter(os.path.exists, (".snakemake/locks", ".snakemake", ".")))
+    check_writable(Path(place), "make it writable, or name another by --directory")
+
+
+def _check_locked(config: Config, models: Mapping[str, ModelFiles], results: Results) -> None:
+    """Refuse what is or will be another thing than the locks say, before any job."""
+    for model, files in models.items():
+        targets = [target for target in config.targets() if target.model == model]
+        checkpoint = [*map(Path, [*files.sides, *files.weights])] if files.kind == "folder" else None
+        check_project(find_lock(model, [Path(), REPOSITORY]), jobs(config, results.root, targets), checkpoint)
+
+
+def _alternatives(names: Any) -> str:
+    return "|".join(names)
+
+
+def _backends_of(targets: list[Target]) -> list[str]:
+    return sorted({target.backend for target in targets})
+
+
+def _stages(targets: list[Target], config: Config) -> dict[str, dict[str, str]]:
+    """Return by stage, and backend where it has one, what a change of the code or of the pinned packages reruns."""
+    keys = {"summary": stage_key("report.renew")}
+    for name, stage in STAGES.items():
+        if "backend" not in stage.wildcards:
+            keys[name] = stage_key(stage.module)
+            continue
+        for backend in _backends_of(targets):
+            keys[f"{name}/{backend}"] = stage_key(stage.module, config.backend_of(backend))
+    return keys
+
+
+def _of_jobs(config: Config, model: str) -> dict[str, Any]:
+    """Return what rules ask of a model besides its files."""
+    return {
+        "is_any_adapter_on_the_hub": bool(params.hub_adapters(config, model)),
+        "tensor_parallel": config.models[model].tensor_parallel,
+    }
+
+
+def _notes(config: Config) -> list[str]:
+    skipped = config.skipped_backends().items()
+    lines = [f"Left out: the targets of {backend}, for {reason}" for backend, reason in skipped]
+    not_built = config.not_built()
+    for name, reason in config.not_run().items():
+        what = "Neither built nor run" if name in not_built else "Built, not run"
+        lines.append(f"{what}: the targets of {name}, which {reason}")
+    return lines
+
+
+def _warnings(config: Config) -> list[str]:
+    line = untested()
+    elsewhere = config.built_elsewhere().items()
+    return [
+        *([line] if line else []),
+        *(
+            f"Builds of {backend} fail on this machine: it {reason} (with --keep-going the rest is made)"
+            for backend, reason in elsewhere
+        ),
+    ]
