@@ -1,7 +1,4 @@
-"""Checkpoints: from a source in the config to a manifest.
-
-The manifest lists the checkpoint's files and tensors. No torch, no transformers.
-"""
+"""From a source in the config to the manifest of a checkpoint's files and tensors. No torch, no transformers."""
 
 from lockstep.checkpoint.resolve import describe, resolve, resolve_architecture, resolve_fetched
 

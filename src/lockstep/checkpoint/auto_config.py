@@ -1,8 +1,8 @@
-"""Whether transformers ties a model's head to its embedding, by the defaults of its config's class.
+"""Print whether transformers ties a model's head to its embedding, by the defaults of its config class.
 
-Of a wrapper, such as one of text and images, it is the class of its language model's config.
+For a wrapper, such as one of text and images, that is the class of its language model's config.
 
-`python auto_config.py FOLDER` answers in JSON, without torch. Needs transformers.
+`python auto_config.py FOLDER` prints JSON, without torch. Needs transformers.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import sys
 
 
 def main(folder: str) -> int:
-    """Answer for the checkpoint in `folder` on stdout; return the exit code."""
+    """Print the answer for the checkpoint in `folder`; return the exit code."""
     if not getattr(sys.flags, "safe_path", False):
-        del sys.path[0]  # this package's folder, whose modules have names of their own
+        del sys.path[0]  # the script's folder, whose modules would shadow others
     sys.modules["torch"] = None  # type: ignore[assignment]  # seconds to load, and no config needs it
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).get_text_config()
-    except Exception as error:  # damaged settings fail anywhere in its class
+    except Exception as error:  # its class may raise anything for damaged settings
         print(" ".join(str(error).split())[:300])
         return 1
     print(json.dumps(bool(getattr(config, "tie_word_embeddings", False))))

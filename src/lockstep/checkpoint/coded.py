@@ -1,14 +1,14 @@
-"""Find the weights of a checkpoint that are kept as codes: fp8, mxfp4, nvfp4, and bitsandbytes' of 4 and 8 bits.
+"""Find the weights of a checkpoint that are stored as codes: fp8, mxfp4, nvfp4, and bitsandbytes' of 4 and 8 bits.
 
-In: how config.json says that they are packed, and the tensors' places. Out: of each weight its shape and the tensors
-that it is kept as, or one line for what is absent, of another shape or type. Layouts: `config.packing`.
+In: the packing that config.json names, and the tensors' places. Out: of each weight its shape and its stored tensors,
+or one line for a tensor that is absent, of another shape or type. Layouts: `config.packing`.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -21,16 +21,16 @@ from lockstep.errors import InputError
 FP8 = "F8_E4M3"
 NVFP4_GROUP = 16
 _SCALES = ("F32", "F16", "BF16")
-_STATE = ".weight.quant_state.bitsandbytes__"  # and nf4 or fp4
-_STATE_BYTES = 1 << 16
-Found = tuple[str, tuple[int, ...], dict[str, str]]  # (weight, its shape, {role: tensor})
+_STATE_INFIX = ".weight.quant_state.bitsandbytes__"  # followed by nf4 or fp4
+_MAX_STATE_BYTES = 1 << 16
+CodedWeight = tuple[str, tuple[int, ...], dict[str, str]]  # (weight, its shape, {role: tensor})
 
 
 @dataclass(frozen=True)
 class BlockState:
-    """What bitsandbytes says of a weight of 4 bits, as JSON in a tensor.
+    """The settings of bitsandbytes for a weight of 4 bits, stored as JSON in a tensor.
 
-    block_size: codes that share an absmax. nested: (block size, offset) of absmax where it is kept in 8 bits.
+    block_size: codes that share an absmax. nested: (block size, offset) of absmax where it is stored in 8 bits.
     """
 
     shape: tuple[int, int]
@@ -39,15 +39,20 @@ class BlockState:
 
     @classmethod
     def parse(cls, data: bytes) -> BlockState:
-        """Parse a quant_state. Raises ValueError for what is none."""
+        """Parse a quant_state. Raises ValueError for invalid ones."""
+        nested = None
         try:
             state = json.loads(data)
-            (rows, columns), size = state["shape"], state["blocksize"]
-            nested = (state["nested_blocksize"], float(state["nested_offset"])) if "nested_offset" in state else None
+            rows, columns = state["shape"]
+            size = state["blocksize"]
+            if "nested_offset" in state:
+                nested = (state["nested_blocksize"], float(state["nested_offset"]))
         except (KeyError, TypeError) as error:
             raise ValueError(f"no {error}") from None
         sizes = (rows, columns, size, nested[0] if nested else 1)
-        if any(type(each) is not int or each < 1 for each in sizes) or not math.isfinite(nested[1] if nested else 0):
+        if any(type(number) is not int or number < 1 for number in sizes):
+            raise ValueError(f"{sizes}")
+        if nested is not None and not math.isfinite(nested[1]):
             raise ValueError(f"{sizes}")
         return cls((rows, columns), size, nested)
 
@@ -55,75 +60,78 @@ class BlockState:
 def coded_weights(
     packing: Packing, tensors: Mapping[str, TensorPlace], folder: Path
 ) -> dict[str, tuple[tuple[int, ...], dict[str, str]]]:
-    """Find the weights kept as codes: {name of the weight: (its shape, its tensors by role)}.
+    """Find the weights stored as codes: {name of the weight: (its shape, its tensors by role)}.
 
     Raises InputError, naming a file of `folder`, for parts that are absent or do not fit together.
     """
-    find = {"fp8": _fp8, MXFP4: _mxfp4, "bnb4": _bnb4, "bnb8": _bnb8}.get(packing.layout, _nvfp4)
-    known = _Tensors(tensors, folder, packing)
-    found = filter(None, (find(known, name) for name in tensors))
-    return {name: (shape, parts) for name, shape, parts in sorted(found)}
+    finders = {"fp8": _fp8, MXFP4: _mxfp4, "bnb4": _bnb4, "bnb8": _bnb8}
+    find = finders.get(packing.layout, _nvfp4)
+    stored = _Tensors(tensors, folder, packing)
+    weights = filter(None, (find(stored, name) for name in tensors))
+    return {name: (shape, parts) for name, shape, parts in sorted(weights)}
 
 
 @dataclass(frozen=True)
 class _Tensors:
-    """The tensors of a folder, and what is asked of those of a weight."""
+    """The tensors of a folder, with checks."""
 
     places: Mapping[str, TensorPlace]
     folder: Path
     packing: Packing
 
-    def beside(self, name: str, *names: str) -> str:
-        """Return the first of `names` that there is. Raises InputError for none beside `name`."""
-        for wanted in names:
-            if wanted in self.places:
-                return wanted
+    def first_of(self, names: Sequence[str], sibling: str) -> str:
+        """Return the first of `names` that exists; sibling: a part of the same weight. Raises InputError for none."""
+        for name in names:
+            if name in self.places:
+                return name
         raise InputError(
-            f"{self.folder / self.places[name].file}: expected tensor {shorten(names[0])} beside {shorten(name)}, "
-            f"found none; download this checkpoint again"
+            f"{self.folder / self.places[sibling].file}: expected tensor {shorten(names[0])} beside {shorten(sibling)},"
+            f" found none; download this checkpoint again"
         )
 
     def check(self, name: str, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> None:
         place = self.places[name]
         if place.dtype not in dtypes or place.shape not in shapes:
-            wanted = " or ".join(str(list(shape)) for shape in shapes)
-            refuse(name, place, self.folder, f"{' or '.join(dtypes)} {wanted}")
+            expected = " or ".join(str(list(shape)) for shape in shapes)
+            refuse(name, place, self.folder, f"{' or '.join(dtypes)} {expected}")
 
     def matrix(self, name: str, dtype: str, multiple: int = 1) -> tuple[int, int]:
         place = self.places[name]
         if place.dtype != dtype or len(place.shape) != 2 or 0 in place.shape or place.shape[1] % multiple:
-            refuse(name, place, self.folder, f"{dtype} of two dimensions" + f", of {multiple}s" * (multiple > 1))
+            multiples = f", of {multiple}s" if multiple > 1 else ""
+            refuse(name, place, self.folder, f"{dtype} of two dimensions{multiples}")
         return place.shape[0], place.shape[1]
 
 
 def refuse(name: str, place: TensorPlace, folder: Path, expected: str) -> NoReturn:
-    """Raise InputError for a part of a packed weight that is not what config.json says."""
+    """Raise InputError for a part of a packed weight that contradicts config.json."""
     raise InputError(
         f"{folder / place.file}: tensor {shorten(name)}: expected {expected}, found {place.dtype} {list(place.shape)}; "
         f"does config.json (quantization_config) belong to these weights?"
     )
 
 
-def _fp8(tensors: _Tensors, name: str) -> Found | None:
+def _fp8(tensors: _Tensors, name: str) -> CodedWeight | None:
     module, _, suffix = name.rpartition(".")
     if suffix != "weight" or tensors.places[name].dtype != FP8:
         return None
-    scales = tensors.beside(name, f"{module}.weight_scale_inv", f"{module}.weight_scale")
+    scales = tensors.first_of([f"{module}.weight_scale_inv", f"{module}.weight_scale"], name)
     rows, columns = tensors.matrix(name, FP8)
     if tensors.packing.block is None:
         tensors.check(scales, _SCALES, (rows, 1), (rows,), (1, 1), (1,), ())
     else:
-        high, wide = tensors.packing.block
-        tensors.check(scales, (*_SCALES, "F8_E8M0"), (-(-rows // high), -(-columns // wide)))
+        block_rows, block_columns = tensors.packing.block
+        num_blocks = (-(-rows // block_rows), -(-columns // block_columns))
+        tensors.check(scales, (*_SCALES, "F8_E8M0"), num_blocks)
     return name, (rows, columns), {"data": name, "scales": scales}
 
 
-def _mxfp4(tensors: _Tensors, name: str) -> Found | None:
-    weight, mark, rest = name.rpartition("_blocks")
-    if not mark or rest:
+def _mxfp4(tensors: _Tensors, name: str) -> CodedWeight | None:
+    if not name.endswith("_blocks"):
         return None
+    weight = name.removesuffix("_blocks")
     place = tensors.places[name]
-    scales = tensors.beside(name, f"{weight}_scales")
+    scales = tensors.first_of([f"{weight}_scales"], name)
     if place.dtype != "U8" or len(place.shape) != 4 or place.shape[3] != MXFP4_GROUP // 2 or 0 in place.shape:
         refuse(name, place, tensors.folder, f"U8 of four dimensions, the last of {MXFP4_GROUP // 2}")
     experts, rows, groups, _ = place.shape
@@ -131,24 +139,25 @@ def _mxfp4(tensors: _Tensors, name: str) -> Found | None:
     return weight, (experts, groups * MXFP4_GROUP, rows), {"data": name, "scales": scales}
 
 
-def _nvfp4(tensors: _Tensors, name: str) -> Found | None:
+def _nvfp4(tensors: _Tensors, name: str) -> CodedWeight | None:
     module, _, suffix = name.rpartition(".")
     if suffix != "weight_scale":
         return None
-    own = "weight" if tensors.packing.layout == "modelopt_nvfp4" else "weight_packed"
-    data = tensors.beside(name, f"{module}.{own}")
-    whole = tensors.beside(name, f"{module}.{'weight_scale_2' if own == 'weight' else 'weight_global_scale'}")
-    rows, packed = tensors.matrix(data, "U8", NVFP4_GROUP // 2)
-    tensors.check(name, (FP8,), (rows, 2 * packed // NVFP4_GROUP))
-    tensors.check(whole, ("F32",), (1,), ())
-    return f"{module}.weight", (rows, 2 * packed), {"data": data, "scales": name, "whole": whole}
+    is_modelopt = tensors.packing.layout == "modelopt_nvfp4"
+    data = tensors.first_of([f"{module}.weight" if is_modelopt else f"{module}.weight_packed"], name)
+    tensor_scale = f"{module}.weight_scale_2" if is_modelopt else f"{module}.weight_global_scale"
+    tensor_scale = tensors.first_of([tensor_scale], name)
+    rows, num_bytes = tensors.matrix(data, "U8", NVFP4_GROUP // 2)
+    tensors.check(name, (FP8,), (rows, 2 * num_bytes // NVFP4_GROUP))
+    tensors.check(tensor_scale, ("F32",), (1,), ())
+    return f"{module}.weight", (rows, 2 * num_bytes), {"data": data, "scales": name, "whole": tensor_scale}
 
 
-def _bnb8(tensors: _Tensors, name: str) -> Found | None:
+def _bnb8(tensors: _Tensors, name: str) -> CodedWeight | None:
     module, _, suffix = name.rpartition(".")
     if suffix != "SCB":
         return None
-    data = tensors.beside(name, f"{module}.weight")
+    data = tensors.first_of([f"{module}.weight"], name)
     shape = tensors.matrix(data, "I8")
     tensors.check(name, ("F32",), shape[:1])
     parts = {"data": data, "scales": name}
@@ -158,16 +167,16 @@ def _bnb8(tensors: _Tensors, name: str) -> Found | None:
     return data, shape, parts
 
 
-def _bnb4(tensors: _Tensors, name: str) -> Found | None:
-    module, mark, kind = name.partition(_STATE)
-    if not mark:
+def _bnb4(tensors: _Tensors, name: str) -> CodedWeight | None:
+    module, infix, _ = name.partition(_STATE_INFIX)
+    if not infix:
         return None
     weight = f"{module}.weight"
     place = tensors.places[name]
     path = tensors.folder / place.file
     with open(path, "rb") as file:
         file.seek(place.offset)
-        data = file.read(min(place.length, _STATE_BYTES))
+        data = file.read(min(place.length, _MAX_STATE_BYTES))
     try:
         state = BlockState.parse(data)
     except ValueError as error:
@@ -176,10 +185,11 @@ def _bnb4(tensors: _Tensors, name: str) -> Found | None:
             f"download this file again"
         ) from None
     count = math.prod(state.shape)
-    parts = {"data": tensors.beside(name, weight), "state": name}
-    parts |= {part: tensors.beside(name, f"{weight}.{suffix}") for part, suffix in _bnb4_parts(state)}
-    words = -(-count // 2)
-    tensors.check(weight, ("U8",), (words, 1), (1, words), (words,))
+    parts = {"data": tensors.first_of([weight], name), "state": name}
+    for part, suffix in _bnb4_parts(state):
+        parts[part] = tensors.first_of([f"{weight}.{suffix}"], name)
+    num_bytes = -(-count // 2)
+    tensors.check(weight, ("U8",), (num_bytes, 1), (1, num_bytes), (num_bytes,))
     tensors.check(parts["table"], ("F32",), (16,))
     blocks = -(-count // state.block_size)
     if state.nested is None:
@@ -192,6 +202,8 @@ def _bnb4(tensors: _Tensors, name: str) -> Found | None:
 
 
 def _bnb4_parts(state: BlockState) -> Iterator[tuple[str, str]]:
-    yield from (("table", "quant_map"), ("scales", "absmax"))
+    yield "table", "quant_map"
+    yield "scales", "absmax"
     if state.nested is not None:
-        yield from (("nested_table", "nested_quant_map"), ("nested_scales", "nested_absmax"))
+        yield "nested_table", "nested_quant_map"
+        yield "nested_scales", "nested_absmax"

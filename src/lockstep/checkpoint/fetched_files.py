@@ -1,4 +1,4 @@
-"""The folder of a fetched checkpoint: links of its files, and nothing that an earlier source left."""
+"""The folder of a fetched checkpoint, which has links of its files and nothing else."""
 
 from __future__ import annotations
 
@@ -8,19 +8,16 @@ from pathlib import Path
 
 
 def clear(folder: Path, keep: Iterable[str] = ()) -> None:
-    """Remove what an earlier source left in a fetched folder.
-
-    A second set of weights there would be taken for the first.
-    """
-    kept = set(keep)
+    """Remove an earlier source's files from a fetched folder: its weights could be used instead of the new ones."""
+    names = set(keep)
     if folder.is_dir():
         for path in folder.iterdir():
-            if path.name not in kept:
+            if path.name not in names:
                 path.unlink()
 
 
 def link(folder: Path, targets: Mapping[str, Path]) -> None:
-    """Make `folder` hold exactly links of these names to these files."""
+    """Make `folder` contain exactly links with these names to these files."""
     folder.mkdir(parents=True, exist_ok=True)
     clear(folder, keep=targets)
     for name, target in targets.items():

@@ -1,8 +1,8 @@
 """Check that a checkpoint's headers fit its config.json.
 
-In: the config as a mapping, names, dtypes and shapes. Out: nothing, or one line. The names and shapes that the model
-type asks for are known to transformers alone: `export.checkpoint_layout.check_tensors` holds the tensors to those when
-the model is made, before anything is traced or loaded.
+In: the config as a mapping, names, dtypes and shapes. Out: nothing, or one line. Only transformers knows a model type's
+names and shapes: `export.checkpoint_layout.check_tensors` checks the tensors against those when the model is created,
+before anything is traced or loaded.
 """
 
 from __future__ import annotations
@@ -26,24 +26,23 @@ EMBEDDING = re.compile(r"(.*\.)?(embed_tokens|wte|word_embeddings|embed_in|tok_e
 HEAD = re.compile(r"(.*\.)?(lm_head|embed_out)\.weight")
 OTHER_INPUTS = re.compile(r"vision|visual|image|audio|speech|encoder")
 _WIDTH_KEYS = re.compile(r"hidden_size|d_model|dim|.*embd|.*embed.*")
-# Layers behind the last that predict further tokens; transformers does not read them.
-_FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
+# Keys of extra layers at the end that predict further tokens; transformers ignores their tensors.
+_EXTRA_LAYER_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
 
 
 def check_fit(
-    folder: Path, config: Mapping[str, Any], found: CheckpointTensors, packed: Mapping[str, PackedWeight]
+    folder: Path, config: Mapping[str, Any], checkpoint: CheckpointTensors, packed: Mapping[str, PackedWeight]
 ) -> None:
-    """Hold layers, vocabulary and width of the weights to the config.
+    """Check layers, vocabulary and width of the weights against the config.
 
-    packed: weights that are quantised already.
-
-    Raises InputError where they differ, and for weights that are no floats or hold no numbers.
+    packed: weights that are quantised already. Raises InputError where they differ, and for weights that are not
+    floating point or empty.
     """
-    for name, place in found.tensors.items():
+    for name, place in checkpoint.tensors.items():
         if name.endswith(".weight") and name not in packed:
             _check_weight(folder / place.file, name, place)
-    _check_layers(folder, config, found)
-    for name, place in unpacked_places(found.tensors, packed).items():
+    _check_layers(folder, config, checkpoint)
+    for name, place in unpacked_places(checkpoint.tensors, packed).items():
         if len(place.shape) == 2 and not OTHER_INPUTS.search(name):
             _check_embedding(folder / place.file, config, name, place.shape)
 
@@ -61,37 +60,41 @@ def _check_weight(path: Path, name: str, place: TensorPlace) -> None:
         )
 
 
-def _check_layers(folder: Path, config: Mapping[str, Any], found: CheckpointTensors) -> None:
-    """Hold the numbers in tensor names to the depth.
+def _check_layers(folder: Path, config: Mapping[str, Any], checkpoint: CheckpointTensors) -> None:
+    """Check the layer numbers in tensor names against the depth.
 
-    Where no list of layers holds most of the numbered tensors, nothing is said.
+    Without a list of layers that has most of the numbered tensors there is nothing to check.
     """
-    stacks: dict[str, set[int]] = defaultdict(set)
-    sizes: Counter[str] = Counter()
-    for name in found.tensors:
-        if (match := _LAYER.match(name)) and not OTHER_INPUTS.search(match[1]):
-            stacks[match[1]].add(int(match[2][:9]))
-            sizes[match[1]] += 1
+    layers: dict[str, set[int]] = defaultdict(set)  # {list of layers: its numbers}
+    counts: Counter[str] = Counter()  # {list of layers: its tensors}
+    for name in checkpoint.tensors:
+        match = _LAYER.match(name)
+        if match and not OTHER_INPUTS.search(match[1]):
+            layers[match[1]].add(int(match[2][:9]))
+            counts[match[1]] += 1
     depth, key = model_config.depth(config)
-    assert depth is not None  # else it is refused before
-    further = sum(value for key in _FURTHER_LAYERS if type(value := model_config.setting(config, (key,))) is int)
-    wanted = set(range(depth))
-    allowed = set(range(depth + further))
-    if not sizes or any(wanted <= numbers <= allowed for numbers in stacks.values()):
+    assert depth is not None  # checked before
+    max_layers = depth
+    for extra_key in _EXTRA_LAYER_KEYS:
+        extra = model_config.setting(config, (extra_key,))
+        if type(extra) is int:
+            max_layers += extra
+    expected = set(range(depth))
+    if not counts or any(expected <= numbers <= set(range(max_layers)) for numbers in layers.values()):
         return
-    (stack, size), *_ = sizes.most_common(1)
-    if 2 * size <= sizes.total():
+    (layer_list, count), *_ = counts.most_common(1)
+    if 2 * count <= counts.total():
         return
-    numbers = stacks[stack]
-    lacking = sorted(wanted - numbers)
-    if lacking:
-        counted = f"{len(numbers & wanted)} of them, without layer {lacking[0]}"
+    numbers = layers[layer_list]
+    missing = sorted(expected - numbers)
+    if missing:
+        actual = f"{len(numbers & expected)} of them, without layer {missing[0]}"
         remedy = "use the config.json that came with these weights, or download all of them"
     else:
-        counted = f"{len(numbers)}, up to layer {max(numbers)}"
+        actual = f"{len(numbers)}, up to layer {max(numbers)}"
         remedy = f"correct {key}; to cut a model, use `layers` of its entry in the config"
     raise InputError(
-        f"{folder}: expected {depth} layers ({key} in config.json), found tensors of {counted} ({stack}); {remedy}"
+        f"{folder}: expected {depth} layers ({key} in config.json), found tensors of {actual} ({layer_list}); {remedy}"
     )
 
 
@@ -101,18 +104,17 @@ def _check_embedding(path: Path, config: Mapping[str, Any], name: str, shape: tu
         return
     vocabulary = model_config.setting(config, ("vocab_size",))
     where = f"{path}: tensor {shorten(name)}"
-    # Embeddings may have rows of their own, for padding or images; a head gives the vocabulary and nothing else.
+    # Embeddings may have extra rows, for padding or images; a head has the vocabulary and nothing else.
     if type(vocabulary) is int and (shape[0] < vocabulary or (is_head and shape[0] != vocabulary)):
         raise InputError(
             f"{where}: expected {vocabulary} rows (vocab_size in config.json), found {shape[0]}; use the config.json"
             " that came with these weights"
         )
-    widths = {
-        value
-        for part in model_config.parts(config)
-        for key, value in part.items()
-        if _WIDTH_KEYS.fullmatch(key) and type(value) is int
-    }
+    widths = set()
+    for section in model_config.parts(config):
+        for key, value in section.items():
+            if _WIDTH_KEYS.fullmatch(key) and type(value) is int:
+                widths.add(value)
     if widths and shape[1] not in widths:
         size = model_config.setting(config, model_config.HIDDEN_KEYS)
         raise InputError(

@@ -1,7 +1,8 @@
-"""Heads that the config says are the embedding: one of other numbers is refused, one without the embedding is it.
+"""Check heads that the config ties to the embedding.
 
-In: the config, names and places of a checkpoint's tensors. transformers takes such a head from the file, whatever the
-config says; graphs are made from the config alone, and take the embedding.
+In: the config, names and places of a checkpoint's tensors. A tied head with other numbers than the embedding is
+rejected; one without an embedding is used as the embedding. transformers reads such a head from the file, whatever the
+config says; graphs depend on the config alone, and read the embedding.
 """
 
 from __future__ import annotations
@@ -22,46 +23,47 @@ from lockstep.errors import InputError
 
 _KEY = "tie_word_embeddings"
 _PIECE = 16 << 20  # bytes that are compared at a time
-# How an embedding is called beside a list of layers and a head of these names.
-_EMBEDDINGS = {("layers", "lm_head"): "embed_tokens", ("h", "lm_head"): "wte", ("layers", "embed_out"): "embed_in"}
+# Names of the embedding, by those of the list of layers and of the head.
+_EMBEDDING_NAMES = {("layers", "lm_head"): "embed_tokens", ("h", "lm_head"): "wte", ("layers", "embed_out"): "embed_in"}
 _LAYER = re.compile(r"((?:.*\.)?)(layers|h)\.\d+\.")
 
 
-def embedding_of_head(folder: Path, config: Mapping[str, Any], found: CheckpointTensors) -> CheckpointTensors:
-    """Return a checkpoint's tensors; a head without the embedding that it is tied to is named as that."""
-    named = [name for name in found.tensors if not OTHER_INPUTS.search(name)]
-    heads = [match for name in named if (match := HEAD.fullmatch(name))]
-    layer = next((match for name in named if (match := _LAYER.match(name))), None)
-    tied = model_config.ties_head(config)
-    if len(heads) != 1 or layer is None or tied is False or any(map(EMBEDDING.fullmatch, named)):
-        return found
-    name = _EMBEDDINGS.get((layer[2], heads[0][2]))
-    if name is None or not (tied or ties_head(folder)):
-        return found
+def embedding_of_head(folder: Path, config: Mapping[str, Any], checkpoint: CheckpointTensors) -> CheckpointTensors:
+    """Return a checkpoint's tensors; a tied head without the embedding gets the embedding's name."""
+    names = [name for name in checkpoint.tensors if not OTHER_INPUTS.search(name)]
+    heads = list(filter(None, map(HEAD.fullmatch, names)))
+    layer = next(filter(None, map(_LAYER.match, names)), None)
+    is_tied = model_config.ties_head(config)
+    if len(heads) != 1 or layer is None or is_tied is False or any(map(EMBEDDING.fullmatch, names)):
+        return checkpoint
+    embedding_name = _EMBEDDING_NAMES.get((layer[2], heads[0][2]))
+    if embedding_name is None or not (is_tied or ties_head(folder)):
+        return checkpoint
     head = heads[0][0]
-    embedding = f"{layer[1]}{name}.weight"
-    return replace(
-        found, tensors={embedding if other == head else other: place for other, place in found.tensors.items()}
-    )
+    embedding = f"{layer[1]}{embedding_name}.weight"
+    tensors = {}
+    for name, place in checkpoint.tensors.items():
+        tensors[embedding if name == head else name] = place
+    return replace(checkpoint, tensors=tensors)
 
 
 def check_own_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorPlace]) -> None:
-    """Hold a head that lies in the checkpoint to the embedding, where the config ties them.
+    """Check that lm_head equals the embedding, where the checkpoint has both and the config ties them.
 
     Raises InputError where their numbers differ.
     """
-    named = {name: place for name, place in tensors.items() if not OTHER_INPUTS.search(name)}
-    heads = [name for name in named if HEAD.fullmatch(name)]
-    embeddings = [name for name in named if EMBEDDING.fullmatch(name)]
-    tied = model_config.ties_head(config)
-    if len(heads) != 1 or len(embeddings) != 1 or tied is False:
+    candidates = {name: place for name, place in tensors.items() if not OTHER_INPUTS.search(name)}
+    heads = [name for name in candidates if HEAD.fullmatch(name)]
+    embeddings = [name for name in candidates if EMBEDDING.fullmatch(name)]
+    is_tied = model_config.ties_head(config)
+    if len(heads) != 1 or len(embeddings) != 1 or is_tied is False:
         return
-    head = named[heads[0]]
-    embedding = named[embeddings[0]]
+    head = candidates[heads[0]]
+    embedding = candidates[embeddings[0]]
     if _is_copy(folder, head, embedding):
         return
-    # Where it does not stand in the config, its class in transformers says it.
-    if tied is None and not ties_head(folder):
+    # If the config does not say, its class in transformers has a default.
+    if is_tied is None and not ties_head(folder):
         return
     raise InputError(
         f"{folder / head.file}: tensor {shorten(heads[0])}: expected the numbers of {shorten(embeddings[0])}, to which "
@@ -69,19 +71,20 @@ def check_own_head(folder: Path, config: Mapping[str, Any], tensors: Mapping[str
     )
 
 
-def _is_copy(folder: Path, one: TensorPlace, other: TensorPlace) -> bool:
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
+def _is_copy(folder: Path, head: TensorPlace, embedding: TensorPlace) -> bool:
+    if (head.dtype, head.shape) != (embedding.dtype, embedding.shape):
         return False
-    return all(a == b for a, b in zip(_pieces(folder, one), _pieces(folder, other), strict=True))
+    pieces = zip(_pieces(folder, head), _pieces(folder, embedding), strict=True)
+    return all(head_piece == embedding_piece for head_piece, embedding_piece in pieces)
 
 
 def _pieces(folder: Path, place: TensorPlace) -> Iterator[bytes]:
     with open(folder / place.file, "rb") as file:
         file.seek(place.offset)
-        left = place.length
-        while left:
-            piece = file.read(min(left, _PIECE))
+        remaining = place.length
+        while remaining:
+            piece = file.read(min(remaining, _PIECE))
             if not piece:
                 return
             yield piece
-            left -= len(piece)
+            remaining -= len(piece)

@@ -1,7 +1,7 @@
 """Find the weights of a checkpoint that are quantised already.
 
-In: how config.json says that they are packed, and the tensors' places. Out: each packed weight with the tensors that it
-is kept as, or one line for what is absent, of another shape or type.
+In: the packing that config.json names, and the tensors' places. Out: each packed weight with its stored tensors, or one
+line for a tensor that is absent, of another shape or type.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _ROLES = {
     "packed": {"data": "weight_packed", "scales": "weight_scale", "shape": "weight_shape"},
     "int8": {"data": "weight", "scales": "weight_scale"},
 }
-_ZERO_POINTS = {"zero_points": "weight_zero_point"}  # of these two, where they have some
+_ZERO_POINTS = {"zero_points": "weight_zero_point"}  # of the layouts packed and int8, which may have them
 _OPTIONAL = {"gptq": {"order": "g_idx"}, "gptq_v2": {"order": "g_idx"}}
-# Files of their own in which AutoGPTQ, AutoAWQ and modelopt left what belongs into config.json; its quant_method.
+# {file in which AutoGPTQ, AutoAWQ and modelopt write settings that belong into config.json: its quant_method}
 _CONFIG_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
-# What speaks of a layout that config.json does not.
-_REFUSED = {"weight_zero_point": "symmetric", "weight_g_idx": "actorder", "weight_global_scale": "num_bits"}
+# {suffix of a tensor that contradicts config.json: the key there}
+_CONTRADICTIONS = {"weight_zero_point": "symmetric", "weight_g_idx": "actorder", "weight_global_scale": "num_bits"}
 
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """A weight [out_features, in_features] that the checkpoint holds packed, or a stack of them as the model has it.
+    """A packed weight [out_features, in_features], or a stack of them in the model's shape.
 
-    place: of its integers or codes. parts: names of the tensors that it is kept as, by role: data, scales, and as the
-    layout has them zero_points, order, shape and those of `checkpoint.coded`.
+    place: of its integers or codes. parts: names of its stored tensors, by role: data, scales, and depending on the
+    layout zero_points, order, shape and those of `checkpoint.coded`.
     """
 
     shape: tuple[int, ...]
@@ -50,56 +50,55 @@ class PackedWeight:
 
     @property
     def dequantized(self) -> TensorPlace:
-        """Return the weight as a tensor of floats, for shapes; no bytes lie there."""
+        """Return the weight as a tensor of floats, for its shape; the offset is meaningless."""
         return TensorPlace(self.place.file, 0, 4 * math.prod(self.shape), "F32", self.shape)
 
 
 def packed_weights(
     packing: Packing | None, tensors: Mapping[str, TensorPlace], folder: Path
 ) -> dict[str, PackedWeight]:
-    """Find the packed weights: {name of the weight: what it is kept as}.
+    """Find the packed weights {name: weight}, sorted; empty for a model in floating point.
 
-    Sorted; empty of a model in floating point. Raises InputError, naming a file of `folder`, for parts that are absent
-    or do not fit together.
+    Raises InputError, naming a file of `folder`, for parts that are absent or do not fit together.
     """
     if packing is None:
         return {}
-    found = (
-        _integers(packing, tensors, folder)
-        if packing.layout in _ROLES
-        else {
-            name: PackedWeight(shape, tensors[parts["data"]], parts)
-            for name, (shape, parts) in coded_weights(packing, tensors, folder).items()
-        }
-    )
-    if not found:
+    if packing.layout in _ROLES:
+        weights = _integer_weights(packing, tensors, folder)
+    else:
+        weights = {}
+        for name, (shape, parts) in coded_weights(packing, tensors, folder).items():
+            weights[name] = PackedWeight(shape, tensors[parts["data"]], parts)
+    if not weights:
         raise InputError(
             f"{folder}: expected weights packed as {packing.layout} (quantization_config in config.json), found none; "
             f"take the key out where they are in floating point"
         )
-    for name, weight in found.items():
+    for name, weight in weights.items():
         if name in tensors and name not in weight.parts.values():
             raise InputError(
                 f"{folder / tensors[name].file}: expected {shorten(name)} packed or in floating point, found both; "
                 f"use a checkpoint that was saved once"
             )
-    return found
+    return weights
 
 
-def _integers(packing: Packing, tensors: Mapping[str, TensorPlace], folder: Path) -> dict[str, PackedWeight]:
-    by_row = packing.layout in ("packed", "int8")
-    roles = _ROLES[packing.layout] | (_ZERO_POINTS if by_row and packing.zero_points else {})
+def _integer_weights(packing: Packing, tensors: Mapping[str, TensorPlace], folder: Path) -> dict[str, PackedWeight]:
+    is_by_row = packing.layout in ("packed", "int8")
+    roles = dict(_ROLES[packing.layout])
+    if is_by_row:
+        if packing.zero_points:
+            roles |= _ZERO_POINTS
+        _check_contradictions(packing, tensors, folder)
     optional = _OPTIONAL.get(packing.layout, {})
-    if by_row:
-        _refuse_others(packing, tensors, folder)
-    own = {suffix for suffix in (*roles.values(), *optional.values()) if suffix != "weight"}
-    modules: dict[str, str] = {}  # the first tensor that is found of each
+    suffixes = {suffix for suffix in (*roles.values(), *optional.values()) if suffix != "weight"}
+    first_tensors: dict[str, str] = {}  # {module: its first tensor}
     for name in tensors:
-        stem, _, suffix = name.rpartition(".")
-        if suffix in own:
-            modules.setdefault(stem, name)
-    found = {}
-    for module, first in sorted(modules.items()):
+        module, _, suffix = name.rpartition(".")
+        if suffix in suffixes:
+            first_tensors.setdefault(module, name)
+    weights = {}
+    for module, first in sorted(first_tensors.items()):
         parts = {role: f"{module}.{suffix}" for role, suffix in roles.items()}
         for name in parts.values():
             if name not in tensors:
@@ -108,15 +107,17 @@ def _integers(packing: Packing, tensors: Mapping[str, TensorPlace], folder: Path
                     f"found none; download this checkpoint again"
                 )
         parts |= {role: f"{module}.{suffix}" for role, suffix in optional.items() if f"{module}.{suffix}" in tensors}
-        found[f"{module}.weight"] = _weight(packing, parts, tensors, folder)
-    return found
+        weights[f"{module}.weight"] = _weight(packing, parts, tensors, folder)
+    return weights
 
 
 def check_unpacked(folder: Path, tensors: Mapping[str, TensorPlace]) -> None:
-    """Raise InputError for packed weights whose config.json does not say how, where another file does."""
+    """Raise InputError for packed weights whose packing is in another file than config.json."""
     for file, method in _CONFIG_FILES.items():
-        packed = (name for name, place in sorted(tensors.items()) if _is_packed(name, place))
-        if present(folder / file) and (name := next(packed, None)):
+        if not present(folder / file):
+            continue
+        name = next((name for name, place in sorted(tensors.items()) if _is_packed(name, place)), None)
+        if name is not None:
             raise InputError(
                 f"{folder / 'config.json'}: expected quantization_config, for {shorten(name)} is packed, found it in "
                 f"{file} alone; add that file's settings there as quantization_config, with quant_method {method}"
@@ -129,20 +130,19 @@ def _is_packed(name: str, place: TensorPlace) -> bool:
 
 
 def unpacked_places(tensors: Mapping[str, TensorPlace], packed: Mapping[str, PackedWeight]) -> dict[str, TensorPlace]:
-    """Return the tensors as a model in floating point has them.
-
-    Packed weights are one each, as floats.
-    """
-    parts = {name for weight in packed.values() for name in weight.parts.values()}
-    whole = {name: place for name, place in tensors.items() if name not in parts}
-    return whole | {name: weight.dequantized for name, weight in packed.items()}
+    """Return the tensors of the model in floating point, in which each packed weight is one."""
+    parts: set[str] = set()
+    for weight in packed.values():
+        parts.update(weight.parts.values())
+    unpacked = {name: place for name, place in tensors.items() if name not in parts}
+    return unpacked | {name: weight.dequantized for name, weight in packed.items()}
 
 
 def quantized_tensors(packing: Packing, packed: Mapping[str, PackedWeight], folder: Path) -> QuantizedTensors:
-    """Return what graphs of packed weights take.
+    """Return the quantised tensors in the form that graphs need.
 
-    Of groups that are longer than ours, ours are the largest that divide them. Raises InputError for rows that no group
-    size divides.
+    Groups longer than the supported sizes are divided by the largest that fits. Raises InputError for rows that no
+    group size divides.
     """
     columns = math.gcd(*(weight.shape[1] for weight in packed.values()))
     group_size = largest_group(packing.group_size or columns)
@@ -156,9 +156,9 @@ def quantized_tensors(packing: Packing, packed: Mapping[str, PackedWeight], fold
     return QuantizedTensors(group_size, bits, packing.zero_points, packing.ordered, is_mxfp4)
 
 
-def _refuse_others(packing: Packing, tensors: Mapping[str, TensorPlace], folder: Path) -> None:
+def _check_contradictions(packing: Packing, tensors: Mapping[str, TensorPlace], folder: Path) -> None:
     for name, place in sorted(tensors.items()):
-        key = _REFUSED.get(name.rpartition(".")[2])
+        key = _CONTRADICTIONS.get(name.rpartition(".")[2])
         if key is not None and not (key == "symmetric" and packing.zero_points):
             raise InputError(
                 f"{folder / place.file}: tensor {shorten(name)}: expected none of this name, as {key} in config.json "
@@ -189,10 +189,12 @@ def _weight(
     else:
         rows = second
         columns = first * word
-    groups, left = divmod(columns, packing.group_size or columns)
-    if left or (rows % word and not by_row):
+    groups, remainder = divmod(columns, packing.group_size or columns)
+    if remainder:
         expected = f"rows of a multiple of {packing.group_size} numbers, as group_size in config.json says"
-        refuse(parts["data"], place, folder, expected if left else f"a multiple of {word} rows")
+        refuse(parts["data"], place, folder, expected)
+    if rows % word and not by_row:
+        refuse(parts["data"], place, folder, f"a multiple of {word} rows")
     expected_shapes: dict[str, tuple[Iterable[str], tuple[int, ...]]] = {
         "scales": (FLOAT_DTYPES, (rows, groups) if by_row else (groups, rows)),
         "zero_points": (dtypes, _zero_points_shape(packing, rows, groups)),
@@ -201,9 +203,9 @@ def _weight(
     }
     for role, name in parts.items():
         if role in expected_shapes:
-            allowed, wanted = expected_shapes[role]
-            if tensors[name].dtype not in allowed or tensors[name].shape != wanted:
-                refuse(name, tensors[name], folder, f"{' or '.join(allowed)} {list(wanted)}")
+            allowed, shape = expected_shapes[role]
+            if tensors[name].dtype not in allowed or tensors[name].shape != shape:
+                refuse(name, tensors[name], folder, f"{' or '.join(allowed)} {list(shape)}")
     return PackedWeight((rows, columns), place, parts)
 
 

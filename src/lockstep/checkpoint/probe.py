@@ -1,8 +1,8 @@
-"""Load a tokenizer.json and split texts with it, in a process of its own.
+"""Load a tokenizer.json and split texts with it, in a separate process.
 
 `python probe.py tokenizer.json`: exit code 0 where it works. Else the last line of stdout says why, or the process is
-ended from outside: a file can hold regular expressions that run for hours, sizes that fill the memory, and what makes
-the library's native code panic, which Python code cannot stop.
+killed by the caller: a file can contain regular expressions that run for hours, sizes that fill the memory, and values
+that make the library's native code panic, which Python code cannot stop.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import sys
 
 # Address space. The largest tokenizer that is published takes 1 GB while it is loaded.
 MEMORY_BYTES = 4 << 30
-# Of each text: enough for nested repetitions to explode, and no longer than a line of a prompt.
+# Characters of each text: enough for nested repetitions to explode, and no longer than a line of a prompt.
 LENGTH = 256
 _UNITS = ("a", "Z", "7", " ", "\n", "\t", ".", "_", "é", "日", "ab ", "a1", "A a.", "\u0301", " \n")
-# An expression backtracks where the text goes on with what it does not match, if what it asks for comes at all.
+# An expression backtracks when the text continues with something it does not match, after something it requires.
 _ENDS = ("", "\n", f"!{string.printable}日")
 
 
@@ -36,7 +36,7 @@ def main(path: str) -> int:
         try:
             tokenizer.decode(tokenizer.encode(text).ids)
         except Exception:
-            pass  # a text that its vocabulary cannot spell is for whoever writes that text
+            pass  # a text that its vocabulary cannot spell is no fault of the file
         except BaseException as error:  # a panic of native code, which has no public name
             print(f"a tokenizer that fails on {text[:8] + '...'!r}: {' '.join(str(error).split())}")
             return 1

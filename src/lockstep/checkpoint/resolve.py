@@ -1,8 +1,6 @@
-"""Resolve a source named in the config to a checkpoint's manifest.
+"""Resolve a source named in the config to a checkpoint's manifest, `checkpoint.json`. Needs no torch.
 
-Out: `checkpoint.json`. Needs no torch.
-
-The manifest pins every file that later stages may read by size and sha256, and gives each tensor's place in bytes.
+The manifest pins every file that later stages may read by size and sha256, and records each tensor's bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from lockstep.config.packing import packing_of
 from lockstep.errors import InputError, note
 from lockstep.manifests.digest_cache import remember
 
-# What a hub model brings beside its weights, as transformers names it.
+# Files of a hub model other than its weights, as transformers names them.
 SIDE_FILES = (
     "config.json",
     "generation_config.json",
@@ -47,8 +45,8 @@ SIDE_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-# Keys of generation_config.json that choose tokens, and what changes nothing.
-_CHOOSES: Mapping[str, tuple[Any, ...]] = {
+# Keys of generation_config.json that choose tokens, with their neutral values.
+_SAMPLING_KEYS: Mapping[str, tuple[Any, ...]] = {
     "temperature": (1,),
     "top_k": (0, 50),
     "top_p": (1,),
@@ -65,9 +63,8 @@ _HASH_THREADS = min(8, os.cpu_count() or 1)
 def resolve(source: str, folder: Path, out: Path) -> Path:
     """Write the manifest of the checkpoint in `folder` to `out`, and return `out`.
 
-    `source` is the config's text for it: it is recorded, its scheme says what kind of source it is, and whether it is
-    relative decides whether the manifest's "folder" is relative to the manifest. Raises InputError for all that a
-    checkpoint may lack.
+    source: the config's text, which is recorded. Its scheme is the kind of source; if it is relative, so is the
+    manifest's "folder". Raises InputError for anything that a checkpoint may lack.
     """
     return _save(_manifest(source, Path(folder), Path(out), weights=True), Path(out))
 
@@ -76,11 +73,11 @@ def resolve_architecture(source: str, folder: Path, out: Path) -> Path:
     """Resolve a checkpoint without reading weights.
 
     As `resolve`, but the manifest has no tensors, and names the files of config and tokenizer only. Of weights that are
-    quantised already the headers are read: graphs depend on what is packed, and how.
+    quantised already the headers are read: graphs depend on the packing.
 
-    Graphs are made from it, so that other weights of the same model, a fine-tune, leave graphs and engines alone. The
-    tokenizer, which lies beside graphs, is loaded. Lines on stderr say where texts are split otherwise than by
-    tokenizer.json alone, and which tokens end an answer where that is not said in one way.
+    Graphs are made from it, so that other weights of the same model, a fine-tune, do not change graphs and engines. The
+    tokenizer, which is exported with the graphs, is loaded. Notes say where texts are split otherwise than by
+    tokenizer.json alone, and which tokens end an answer if files disagree.
     """
     folder = Path(folder)
     out = Path(out)
@@ -88,30 +85,30 @@ def resolve_architecture(source: str, folder: Path, out: Path) -> Path:
     check_loads(folder / "tokenizer.json")
     tokenizer = load_as_transformers(folder)
     packing = packing_of(manifest.config)
-    read = packing.described() if packing else ""
+    packing_note = packing.described() if packing else ""
     stops = described(stop_ids(folder, manifest.config, tokenizer.eos_token_id))
-    for line in (read, tokenizer.note, without_default(folder), stops, _not_chosen(folder)):
+    for line in (packing_note, tokenizer.note, without_default(folder), stops, _sampling_note(folder)):
         if line:
             note(f"{folder}: {line}")
     return _save(manifest, out)
 
 
-def _not_chosen(folder: Path) -> str:
-    """Return what generation_config.json says of choosing tokens, which is for requests to say; "" for nothing."""
+def _sampling_note(folder: Path) -> str:
+    """Return a note about sampling settings in generation_config.json, which requests set instead; "" for none."""
     path = folder / "generation_config.json"
     settings = read_source_json(path) if present(path) else {}
-    found = [
-        f"{key} {shorten(settings[key])}"
-        for key, neutral in _CHOOSES.items()
-        if settings.get(key) is not None and settings[key] not in neutral
-    ]
-    return f"requests say how tokens are chosen, not {path.name}: {', '.join(found)}" if found else ""
+    ignored = []
+    for key, neutral in _SAMPLING_KEYS.items():
+        value = settings.get(key)
+        if value is not None and value not in neutral:
+            ignored.append(f"{key} {shorten(value)}")
+    return f"requests say how tokens are chosen, not {path.name}: {', '.join(ignored)}" if ignored else ""
 
 
 def resolve_fetched(source_json: Path, out: Path) -> Path:
     """Resolve a checkpoint that was fetched or made.
 
-    As `resolve`; its commit is recorded too. Raises InputError also when a file is not the one that was fetched.
+    As `resolve`, and its commit is recorded. Raises InputError also when a file is not the one that was fetched.
     """
     fetched = Fetched.load(source_json)
     folder = folder_of(Path(source_json))
@@ -139,43 +136,42 @@ def _save(manifest: CheckpointManifest, out: Path) -> Path:
 
 
 def describe(folder: Path, weights: bool = True) -> CheckpointManifest:
-    """Return the manifest of a local checkpoint folder, without a source.
+    """Return the manifest of a local checkpoint folder, without a source and relative to that folder.
 
-    It is as it would stand in that folder. Without `weights` it lists none of their files and no tensors.
+    Without `weights` it has no weight files and no tensors.
     """
     if not folder.is_dir():
-        raise InputError(
-            f"{folder}: expected the folder of a checkpoint, found "
-            f"{'a file' if folder.exists() else 'nothing'}; correct the model's source"
-        )
+        actual = "a file" if folder.exists() else "nothing"
+        raise InputError(f"{folder}: expected the folder of a checkpoint, found {actual}; correct the model's source")
     config = _read_config(folder)
     depth = _layer_count(folder, config)
     packing = packing_of(config)
-    found = find_tensors(folder) if weights or packing else CheckpointTensors((), {}, ())
-    found = embedding_of_head(folder, config, found)
-    packed = packed_weights(packing, found.tensors, folder)
+    no_tensors = CheckpointTensors((), {}, ())
+    checkpoint = find_tensors(folder) if weights or packing else no_tensors
+    checkpoint = embedding_of_head(folder, config, checkpoint)
+    packed = packed_weights(packing, checkpoint.tensors, folder)
     if weights:
-        if found.absent:
-            name, shard = next(iter(found.absent.items()))
-            more = f" and {len(found.absent) - 1} more" if len(found.absent) > 1 else ""
-            note(f"{folder / INDEX}: names {shard} for {shorten(name)}{more}, which is absent there and left out")
-        if found.others:
+        if checkpoint.absent:
+            name, shard = next(iter(checkpoint.absent.items()))
+            suffix = f" and {len(checkpoint.absent) - 1} more" if len(checkpoint.absent) > 1 else ""
+            note(f"{folder / INDEX}: names {shard} for {shorten(name)}{suffix}, which is absent there and left out")
+        if checkpoint.others:
             note(
-                f"{folder}: the language model is used; {len(found.others)} tensors of {towers(found.others)} are left"
-                " alone"
+                f"{folder}: the language model is used; {len(checkpoint.others)} tensors of {towers(checkpoint.others)}"
+                " are left alone"
             )
         if packing is None:
-            check_unpacked(folder, found.tensors)
-        check_fit(folder, config, found, packed)
-        check_own_head(folder, config, unpacked_places(found.tensors, packed))
+            check_unpacked(folder, checkpoint.tensors)
+        check_fit(folder, config, checkpoint, packed)
+        check_own_head(folder, config, unpacked_places(checkpoint.tensors, packed))
     else:
-        found = CheckpointTensors((), {}, ())
+        checkpoint = no_tensors
     check_present(folder)
-    stop_ids(folder, config, None)  # ids, before hours are spent on graphs
+    stop_ids(folder, config, None)  # fails now, not after hours of work on graphs
     for path in side_files(folder):
         check_side_file(path)
     read_chat_template(folder)
-    names = [path.name for path in sorted([*side_files(folder), *weight_files(folder, found)])]
+    names = [path.name for path in sorted([*side_files(folder), *weight_files(folder, checkpoint)])]
     return CheckpointManifest(
         source="",
         folder=".",
@@ -183,8 +179,8 @@ def describe(folder: Path, weights: bool = True) -> CheckpointManifest:
         model_type=config["model_type"],
         num_hidden_layers=depth,
         config=config,
-        tensors=found.tensors,
-        unindexed=found.unindexed,
+        tensors=checkpoint.tensors,
+        unindexed=checkpoint.unindexed,
         quantization=quantized_tensors(packing, packed, folder) if packing and packing.stays else None,
     )
 
@@ -192,7 +188,7 @@ def describe(folder: Path, weights: bool = True) -> CheckpointManifest:
 def _recorded_folder(source: str, folder: Path, out: Path) -> str:
     if os.path.isabs(source):
         return os.path.abspath(folder)
-    # Of real paths, because `..` after a linked folder leads to the parent of what the link points to.
+    # Real paths, because `..` after a linked folder leads to the parent of the link's target.
     return Path(os.path.relpath(os.path.realpath(folder), os.path.realpath(out.parent))).as_posix()
 
 
@@ -202,14 +198,16 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise InputError(f"{folder}: expected config.json, found none; give a model folder in Hugging Face format")
     config = read_source_json(path)
     if not isinstance(config.get("model_type"), str):
-        found = shorten(config.get("model_type"))
+        actual = shorten(config.get("model_type"))
         raise InputError(
-            f"{path}: expected a model_type such as 'llama', found {found}; use the config.json "
+            f"{path}: expected a model_type such as 'llama', found {actual}; use the config.json "
             f"that came with the weights"
         )
-    if wrong := model_config.first_error(config):
-        found = shorten(wrong.found)
-        raise InputError(f"{path}: expected {wrong.expected} as {wrong.where}, found {found}; correct it")
+    error = model_config.first_error(config)
+    if error is not None:
+        raise InputError(
+            f"{path}: expected {error.expected} as {error.where}, found {shorten(error.found)}; correct it"
+        )
     try:
         dump_json(config).encode()
     except (ValueError, RecursionError) as error:
@@ -218,10 +216,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _layer_count(folder: Path, config: dict[str, Any]) -> int:
-    """Return the number of layers that config.json gives.
+    """Return the number of layers in config.json, under the architecture's key or in a wrapper's `text_config`.
 
-    It stands under the name that the architecture gives it; models of text and images keep it in `text_config`. Raises
-    InputError where it is absent.
+    Raises InputError where it is absent.
     """
     depth, _ = model_config.depth(config)
     if depth is None and model_config.setting(config, ("decoder_layers",)) is not None:
@@ -237,20 +234,14 @@ def _layer_count(folder: Path, config: dict[str, Any]) -> int:
 
 
 def side_files(folder: Path) -> list[Path]:
-    """Return the files of a checkpoint folder that hold no weights, sorted.
-
-    They are those of config and tokenizer.
-    """
+    """Return a checkpoint folder's files of config and tokenizer, sorted."""
     return sorted(folder / name for name in SIDE_FILES if present(folder / name))
 
 
-def weight_files(folder: Path, found: CheckpointTensors) -> list[Path]:
-    """Return the files that hold a checkpoint folder's tensors, sorted.
-
-    Their index is among them.
-    """
-    index = [INDEX] if found.files and found.files != (SINGLE,) else []
-    return sorted(folder / name for name in [*index, *found.files])
+def weight_files(folder: Path, checkpoint: CheckpointTensors) -> list[Path]:
+    """Return a checkpoint folder's files of tensors and their index, sorted."""
+    index = [INDEX] if checkpoint.files and checkpoint.files != (SINGLE,) else []
+    return sorted(folder / name for name in [*index, *checkpoint.files])
 
 
 def _hash_files(folder: Path, names: Iterable[str]) -> tuple[StoredFile, ...]:
@@ -260,5 +251,5 @@ def _hash_files(folder: Path, names: Iterable[str]) -> tuple[StoredFile, ...]:
         remember(path, sha256)
         return StoredFile(name, path.stat().st_size, sha256)
 
-    with ThreadPoolExecutor(_HASH_THREADS) as pool:  # hashlib lets go of the interpreter lock
+    with ThreadPoolExecutor(_HASH_THREADS) as pool:  # hashlib releases the interpreter lock
         return tuple(pool.map(entry, names))

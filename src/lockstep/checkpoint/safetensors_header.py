@@ -1,11 +1,11 @@
 """Read the header of a safetensors file.
 
-In: its path. Out: byte ranges of its tensors. Every byte of the file is accounted for.
+In: its path. Out: byte ranges of its tensors, which cover the file.
 
 Format: https://github.com/huggingface/safetensors#format - eight bytes (little-endian length of the header), the header
 (a JSON object: tensor name -> dtype, shape, data_offsets), then the tensors' bytes, without holes or overlaps, up to
-the end. The library of that name checks the same, but its errors name neither the file nor a remedy, and it gives no
-byte offsets.
+the end. The safetensors library checks the same, but its errors name neither the file nor a remedy, and it does not
+return byte offsets.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from lockstep.checkpoint.source_files import LFS_POINTER, cut, shorten
 from lockstep.errors import InputError
 
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
-# Twice the most that a published checkpoint has (Kimi K2 in fp8, 140,000). A header may have room for ten times as
-# many, which would take minutes and gigabytes from here to the manifest.
+# Twice the number in the largest published checkpoint (Kimi K2 in fp8, 140,000). A header can have ten times as many,
+# which would take minutes and gigabytes from here to the manifest.
 MAX_TENSORS = 300_000
 _AGAIN = "the file is damaged or incomplete, download it again"
 
@@ -32,8 +32,8 @@ _AGAIN = "the file is damaged or incomplete, download it again"
 def read_header(path: str | os.PathLike) -> dict[str, TensorPlace]:
     """Return all tensors of the safetensors file `path` by name, in file order.
 
-    Raises InputError (one line: the file, what was expected, what was found, what to do) on any damage of the header
-    and on a file that is longer or shorter than its header says.
+    Raises InputError (one line: the file, what was expected, what was found, what to do) for any damage of the header
+    and for a file that is longer or shorter than its header says.
     """
     path = Path(path)
     with open(path, "rb") as file:
@@ -51,41 +51,40 @@ def read_header(path: str | os.PathLike) -> dict[str, TensorPlace]:
     return places
 
 
-def _refuse_prefix(path: Path, opening: bytes, size: int) -> NoReturn:
-    if opening.startswith(LFS_POINTER):
+def _refuse_prefix(path: Path, data: bytes, size: int) -> NoReturn:
+    if data.startswith(LFS_POINTER):
         raise InputError(
             f"{path}: expected a safetensors file, found a Git LFS pointer; run `git lfs pull` in its folder"
         )
-    if len(opening) < 8:
+    if len(data) < 8:
         _refuse(path, "a header length in the first 8 bytes", f"a file of {size} bytes")
     limit = min(size - 8, MAX_HEADER_BYTES)
     _refuse(
         path,
         f"a header of 2 to {max(limit, 2)} bytes",
-        f"a header length of {int.from_bytes(opening[:8], 'little')} in a file of {size} bytes",
+        f"a header length of {int.from_bytes(data[:8], 'little')} in a file of {size} bytes",
     )
 
 
-def _refuse(path: Path, expected: str, found: str) -> NoReturn:
-    raise InputError(f"{path}: expected {expected}, found {found}; {_AGAIN}")
+def _refuse(path: Path, expected: str, actual: str) -> NoReturn:
+    raise InputError(f"{path}: expected {expected}, found {actual}; {_AGAIN}")
 
 
 def _parse(path: Path, data: bytes) -> dict[str, Any]:
-    """Return the header as a dict of unique names.
-
-    Refuses all that `json` takes but the format does not.
-    """
+    """Return the header as a dict of unique names; rejects JSON that the format does not allow."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-            _refuse(path, "each name once in the header", f"{shorten(twice)} twice")
-        return found
+        values = dict(pairs)
+        if len(values) != len(pairs):
+            counts = Counter(name for name, _ in pairs)
+            (duplicate, _), *_ = counts.most_common(1)
+            _refuse(path, "each name once in the header", f"{shorten(duplicate)} twice")
+        return values
 
     if not data.startswith(b"{"):
         _refuse(path, "a header that opens with '{'", repr(data[:1]))
-    if (count := data.count(b'"data_offsets"')) > MAX_TENSORS:  # counted before anything is made of it
+    count = data.count(b'"data_offsets"')
+    if count > MAX_TENSORS:  # before it is parsed, which would take minutes
         raise InputError(
             f"{path}: expected at most {MAX_TENSORS} tensors, found {count}; use a checkpoint whose experts are"
             " stacked, or another model"
@@ -121,9 +120,9 @@ def _place(path: Path, name: str, entry: Any, start: int) -> TensorPlace:
     bits = math.prod(shape) * DTYPE_BITS[dtype]
     if bits != (end - begin) * 8:
         # a longer number would not fit on a line
-        wanted = f"{-(-bits // 8)} bytes" if bits < 2**63 else "fewer elements"
+        size = f"{-(-bits // 8)} bytes" if bits < 2**63 else "fewer elements"
         _refuse(
-            path, f"{wanted} for {where} ({dtype} {shorten(shape)})", f"{end - begin} bytes in data_offsets {offsets}"
+            path, f"{size} for {where} ({dtype} {shorten(shape)})", f"{end - begin} bytes in data_offsets {offsets}"
         )
     return TensorPlace(path.name, start + begin, end - begin, dtype, tuple(shape))
 
@@ -134,11 +133,7 @@ def _all_sizes(values: Any) -> bool:
 
 
 def _check_layout(path: Path, places: dict[str, TensorPlace], start: int, size: int) -> None:
-    """Check that the tensors fill the file without holes or overlaps.
-
-    Each begins where the one before it ends, the first after the header, and the last ends with the file. Raises
-    InputError.
-    """
+    """Check that the tensors fill the file after the header without holes or overlaps. Raises InputError."""
     position = start
     for name, place in places.items():
         if place.offset != position:

@@ -1,7 +1,4 @@
-"""Read what a user's checkpoint folder holds.
-
-Nothing in it is trusted, and each fault is one line about that file.
-"""
+"""Read files of a user's checkpoint folder. They are untrusted; each error is one line about the file."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import Any
 from lockstep.config.model_config import parse_json
 from lockstep.errors import InputError
 
-# The limit of safetensors' own headers. The largest tokenizer.json that is published has 35 MB.
+# The limit of safetensors' own headers. The largest published tokenizer.json has 35 MB.
 MAX_JSON_BYTES = 100_000_000
 _TEXTS = (".txt", ".jinja")
 LFS_POINTER = b"version https://git-lfs"
@@ -21,7 +18,7 @@ LFS_POINTER = b"version https://git-lfs"
 def present(path: Path) -> bool:
     """Return whether `path` is a file, also through a link.
 
-    Raises InputError for a link to nowhere, as an interrupted hub download leaves it.
+    Raises InputError for a broken link, as of an interrupted hub download.
     """
     if path.is_symlink() and not path.exists():
         raise InputError(
@@ -32,10 +29,7 @@ def present(path: Path) -> bool:
 
 
 def read_source_json(path: Path) -> dict[str, Any]:
-    """Read the JSON object in `path`, in UTF-8 as transformers reads it.
-
-    Raises InputError when it is something else.
-    """
+    """Read the JSON object in `path`, in UTF-8 as transformers does. Raises InputError when it is something else."""
     text = read_source_text(path)
     if text.startswith(LFS_POINTER.decode()):
         raise InputError(f"{path}: expected JSON, found a Git LFS pointer; run `git lfs pull` in its folder")
@@ -49,10 +43,7 @@ def read_source_json(path: Path) -> dict[str, Any]:
 
 
 def check_side_file(path: Path) -> None:
-    """Raise InputError for a file beside the weights that transformers could not read.
-
-    That is one that holds no JSON object, or text that is not UTF-8.
-    """
+    """Raise InputError for a file of config or tokenizer that is not a JSON object, or not text in UTF-8."""
     if path.suffix == ".json":
         read_source_json(path)
     elif path.suffix in _TEXTS:
@@ -60,10 +51,7 @@ def check_side_file(path: Path) -> None:
 
 
 def read_source_text(path: Path) -> str:
-    """Read the text in `path`.
-
-    Raises InputError when it is not UTF-8, or very large.
-    """
+    """Read the text in `path`. Raises InputError when it is not UTF-8, or very large."""
     size = path.stat().st_size
     if size > MAX_JSON_BYTES:
         raise InputError(
@@ -76,7 +64,7 @@ def read_source_text(path: Path) -> str:
 
 
 def shorten(value: Any) -> str:
-    """Return `repr` of something found in a damaged file, cut to fit on one line."""
+    """Return the `repr` of a value in a damaged file, cut to fit on one line."""
     return cut(repr(value))
 
 

@@ -1,7 +1,7 @@
 """The tokens at which an answer ends.
 
-In: a checkpoint's folder, its config and the id of its tokenizer's `eos_token`. Out: token ids, each with the places
-that name it. They differ for many chat models, whose base ends at another token than a turn: all of them end an answer.
+In: a checkpoint's folder, its config and the id of its tokenizer's `eos_token`. Out: token ids, each with the files
+that name it. Many chat models have several, since the base model ends at another token than a turn: all end an answer.
 """
 
 from __future__ import annotations
@@ -19,34 +19,37 @@ _KEY = "eos_token_id"
 
 
 def stop_ids(folder: Path, config: Mapping[str, Any], tokenizer_eos: int | None) -> dict[int, tuple[str, ...]]:
-    """Return {token id: where it is named}, sorted.
+    """Return {token id: the files that name it}, sorted; the tokenizer counts as one.
 
-    Where are generation_config.json, config.json and the tokenizer. An id beyond the vocabulary, which no answer can
-    have, is left out. Raises InputError for what is no token id.
+    An id beyond the vocabulary, which no answer can contain, is left out. Raises InputError for values that are not
+    token ids.
     """
-    named: dict[int, list[str]] = defaultdict(list)
+    sources: dict[int, list[str]] = defaultdict(list)
     for name, settings in _settings(folder, config):
         for token in ids_of(settings.get(_KEY), folder / name):
-            named[token].append(name)
+            sources[token].append(name)
     if tokenizer_eos is not None:
-        named[tokenizer_eos].append("the tokenizer")
+        sources[tokenizer_eos].append("the tokenizer")
     vocabulary = model_config.setting(config, ("vocab_size",))
-    return {token: tuple(named[token]) for token in sorted(named) if type(vocabulary) is not int or token < vocabulary}
+    limit = vocabulary if type(vocabulary) is int else float("inf")
+    return {token: tuple(sources[token]) for token in sorted(sources) if token < limit}
 
 
-def described(found: Mapping[int, tuple[str, ...]]) -> str:
-    """Return where each of `stop_ids` was found, in a line; "" where all places name the same."""
-    places = {place for where in found.values() for place in where}
-    if all(set(where) == places for where in found.values()):
+def described(stops: Mapping[int, tuple[str, ...]]) -> str:
+    """Return a line about the files that name each of `stop_ids`; "" if all files agree."""
+    all_sources = set().union(*stops.values())
+    if all(set(sources) == all_sources for sources in stops.values()):
         return ""
-    listed = "; ".join(f"{token} ({', '.join(where)})" for token, where in found.items())
+    listed = "; ".join(f"{token} ({', '.join(sources)})" for token, sources in stops.items())
     return f"an answer ends at any of these tokens: {listed}"
 
 
 def _settings(folder: Path, config: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     generation = folder / "generation_config.json"
-    found = [("config.json", config)]
-    return [(generation.name, read_source_json(generation)), *found] if present(generation) else found
+    settings: list[tuple[str, Mapping[str, Any]]] = [("config.json", config)]
+    if present(generation):
+        settings.insert(0, (generation.name, read_source_json(generation)))
+    return settings
 
 
 def ids_of(value: Any, path: Path) -> list[int]:

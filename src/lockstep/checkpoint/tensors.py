@@ -1,13 +1,10 @@
-"""Find the tensors of a checkpoint folder, and the file of each.
-
-They lie in one `model.safetensors`, or in shards with an index.
-"""
+"""Find the tensors of a checkpoint folder: in one `model.safetensors`, or in shards with an index."""
 
 from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,7 +18,7 @@ from lockstep.errors import InputError
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
-# Of the code of older models, no weight: the score of a masked key, infinite in float16 (GPT-NeoX, Pythia, GPT-J).
+# A constant of older code, not a weight: the score of a masked key, infinite in float16 (GPT-NeoX, Pythia, GPT-J).
 _CONSTANT = ".masked_bias"
 
 
@@ -29,9 +26,9 @@ _CONSTANT = ".masked_bias"
 class CheckpointTensors:
     """The tensors of a checkpoint folder.
 
-    files: names of their files. tensors: of the language model, by name. unindexed: what a shard holds but the
-    index does not name. others: names of tensors beside a wrapped language model. absent: shards by the names of
-    tensors that the index has in them, and they do not; a model may have no use for them.
+    files: names of their files. tensors: of the language model, by name. unindexed: tensors in a shard that the index
+    does not name there. others: names of a wrapper's other tensors. absent: {tensor: shard} of tensors that the index
+    names and the shard lacks; the model may not need them.
     """
 
     files: tuple[str, ...]
@@ -41,58 +38,56 @@ class CheckpointTensors:
     absent: Mapping[str, str] = field(default_factory=dict)
 
 
-def has_weights(folder: Path) -> bool:
-    """Return whether the folder has what `find_tensors` reads.
+def name_in_checkpoint(name: str, tensors: Container[str]) -> str:
+    """Return a tensor's name in a checkpoint: those of a bare decoder leave out the first part ("transformer.")."""
+    return name if name in tensors else name.partition(".")[2]
 
-    Raises InputError for a link to nowhere.
-    """
+
+def has_weights(folder: Path) -> bool:
+    """Return whether the folder has the files that `find_tensors` reads. Raises InputError for a broken link."""
     return present(folder / SINGLE) or present(folder / INDEX)
 
 
 def find_tensors(folder: Path) -> CheckpointTensors:
-    """Read the headers of the folder's safetensors files.
-
-    As in transformers, a single file goes before an index.
+    """Read the headers of the folder's safetensors files; as in transformers, a single file goes before an index.
 
     Raises InputError when there are none, when a shard is absent or damaged, and for a tensor in two shards.
     """
     if present(folder / SINGLE):
-        found = CheckpointTensors((SINGLE,), read_header(folder / SINGLE), ())
+        checkpoint = CheckpointTensors((SINGLE,), read_header(folder / SINGLE), ())
     elif present(folder / INDEX):
-        found = _sharded(folder)
+        checkpoint = _read_shards(folder)
     else:
         _refuse_weights(folder)
-    if not found.tensors:
+    if not checkpoint.tensors:
         raise InputError(
-            f"{folder}: expected tensors in {', '.join(found.files)}, found none; download the checkpoint again"
+            f"{folder}: expected tensors in {', '.join(checkpoint.files)}, found none; download the checkpoint again"
         )
-    tensors, others = language_tensors(
-        {name: place for name, place in found.tensors.items() if not name.endswith(_CONSTANT)}
-    )
-    return replace(found, tensors=tensors, others=others)
+    weights = {name: place for name, place in checkpoint.tensors.items() if not name.endswith(_CONSTANT)}
+    tensors, others = language_tensors(weights)
+    return replace(checkpoint, tensors=tensors, others=others)
 
 
-def _sharded(folder: Path) -> CheckpointTensors:
+def _read_shards(folder: Path) -> CheckpointTensors:
     weight_map = _read_index(folder / INDEX)
     counts = Counter(weight_map.values())
     shards = {shard: _read_shard(folder, shard, counts[shard]) for shard in sorted(counts)}
     _check_unique(folder, shards, weight_map)
     tensors = {name: shards[shard][name] for name, shard in weight_map.items() if name in shards[shard]}
-    unindexed = [(shard, name) for shard, places in shards.items() for name in places if weight_map.get(name) != shard]
-    found = CheckpointTensors(
-        tuple(shards),
-        tensors,
-        tuple(UnindexedTensor(*each) for each in sorted(unindexed)),
-        absent={name: shard for name, shard in weight_map.items() if name not in tensors},
-    )
-    for _, name in unindexed:  # in another shard than the index says
-        check_not_absent(folder, name, found)
-    return found
+    unindexed = []
+    for shard, places in shards.items():
+        unindexed += [UnindexedTensor(shard, name) for name in sorted(places) if weight_map.get(name) != shard]
+    absent = {name: shard for name, shard in weight_map.items() if name not in tensors}
+    checkpoint = CheckpointTensors(tuple(shards), tensors, tuple(unindexed), absent=absent)
+    for tensor in unindexed:  # an error if the index names another shard for it
+        check_not_absent(folder, tensor.tensor, checkpoint)
+    return checkpoint
 
 
-def check_not_absent(folder: Path, name: str, found: CheckpointTensors) -> None:
-    """Raise InputError where the index names a shard for a tensor that the model needs, and the shard has none."""
-    if (shard := found.absent.get(name)) is not None:
+def check_not_absent(folder: Path, name: str, checkpoint: CheckpointTensors) -> None:
+    """Raise InputError for a tensor that the model needs, the index names and its shard lacks."""
+    shard = checkpoint.absent.get(name)
+    if shard is not None:
         raise InputError(
             f"{folder / shard}: expected tensor {shorten(name)}, as {INDEX} says, found it absent; download this shard "
             "and the index again"
@@ -100,10 +95,7 @@ def check_not_absent(folder: Path, name: str, found: CheckpointTensors) -> None:
 
 
 def _check_unique(folder: Path, shards: dict[str, dict[str, TensorPlace]], weight_map: Mapping[str, str]) -> None:
-    """Raise InputError for a tensor in two shards, which has two values.
-
-    The index names one, transformers takes that of the shard it reads last.
-    """
+    """Raise InputError for a tensor in two shards: transformers uses the one that it reads last, not the index's."""
     first: dict[str, str] = {}
     for shard, places in shards.items():
         for name in places:
@@ -115,10 +107,7 @@ def _check_unique(folder: Path, shards: dict[str, dict[str, TensorPlace]], weigh
 
 
 def indexed_shards(index: Path) -> list[str]:
-    """Return the files that an index of shards names, sorted.
-
-    Raises InputError for an index that is damaged.
-    """
+    """Return the files that an index of shards names, sorted. Raises InputError for a damaged index."""
     return sorted(set(_read_index(index).values()))
 
 
@@ -135,8 +124,8 @@ def _read_index(path: Path) -> dict[str, str]:
             " are stacked, or another model"
         )
     for shard in sorted(set(weight_map.values())):
-        plain = shard.isprintable() and len(shard.encode()) <= 255 and Path(shard).name == shard
-        if not plain or not shard.endswith(".safetensors"):
+        is_plain = shard.isprintable() and len(shard.encode()) <= 255 and Path(shard).name == shard
+        if not is_plain or not shard.endswith(".safetensors"):
             raise InputError(
                 f"{path}: expected names of safetensors files beside the index, found "
                 f"{shorten(shard)}; download the index again"
@@ -145,10 +134,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _read_shard(folder: Path, shard: str, count: int) -> dict[str, TensorPlace]:
-    """Read the header of a shard.
-
-    count: how many tensors the index has in it. Raises InputError where the shard is absent.
-    """
+    """Read the header of a shard, for which the index names `count` tensors. Raises InputError where it is absent."""
     if not present(folder / shard):
         raise InputError(
             f"{folder / shard}: expected this shard, which {INDEX} names for {count} tensors, "
@@ -162,19 +148,19 @@ def _refuse_weights(folder: Path) -> None:
     safetensors = [name for name in names if name.endswith(".safetensors")]
     pickled = [name for name in names if name.endswith(_PICKLED) and name != "training_args.bin"]
     if "adapter_config.json" in names:
-        found = "an adapter (adapter_config.json)"
+        actual = "an adapter (adapter_config.json)"
         remedy = "merge it into its base model (peft: merge_and_unload) and save that"
     elif safetensors:
-        found = f"only {cut(', '.join(safetensors))}"
+        actual = f"only {cut(', '.join(safetensors))}"
         remedy = f"download {INDEX} for shards, or rename a single file to {SINGLE}"
     elif pickled:
-        found = f"pickled weights ({cut(', '.join(pickled))}), which can run code when they are opened"
+        actual = f"pickled weights ({cut(', '.join(pickled))}), which can run code when they are opened"
         remedy = (
             'convert them once: python -c "import sys, transformers; d = sys.argv[1]; '
             "transformers.AutoModelForCausalLM.from_pretrained(d, dtype='auto').save_pretrained(d)\" "
             f"{shlex.quote(str(folder))}"
         )
     else:
-        found = "no weights"
+        actual = "no weights"
         remedy = "download the whole checkpoint"
-    raise InputError(f"{folder}: expected {SINGLE} or {INDEX}, found {found}; {remedy}")
+    raise InputError(f"{folder}: expected {SINGLE} or {INDEX}, found {actual}; {remedy}")

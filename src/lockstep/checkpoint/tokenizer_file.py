@@ -1,7 +1,4 @@
-"""Check that a tokenizer.json is a tokenizer.
-
-In: the file. Out: nothing, or one line. The library loads it in another process, which can be ended.
-"""
+"""Check that a tokenizer.json is a tokenizer, in another process, which can be killed."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from lockstep.checkpoint.source_files import cut, present, read_source_json, sho
 from lockstep.errors import InputError
 
 NAME = "tokenizer.json"
-# Seconds. The largest published file (35 MB) takes two here; a busy machine is ten times slower.
+# Seconds. The largest published file (35 MB) takes two; a busy machine is ten times slower.
 TIME_LIMIT = 60
 
 
@@ -43,14 +40,14 @@ def check_present(folder: Path) -> None:
 
 
 def check_loads(path: Path) -> None:
-    """Load the tokenizer and let it split texts, for `TIME_LIMIT` seconds at most.
+    """Load the tokenizer and let it split texts, for at most `TIME_LIMIT` seconds.
 
     Raises InputError for a file that the tokenizers package does not load, whose expressions take too long or make it
     panic, and where that package is missing.
     """
     try:
         _run(probe.__file__, path, path)
-    except _Failed as error:
+    except _ScriptError as error:
         raise InputError(
             f"{path}: expected a tokenizer, found {cut(str(error))}; use the tokenizer.json that came with the model"
         ) from None
@@ -58,9 +55,9 @@ def check_loads(path: Path) -> None:
 
 @dataclass(frozen=True)
 class TokenizerOfTransformers:
-    """What transformers says of a checkpoint's tokenizer.
+    """A checkpoint's tokenizer in transformers.
 
-    eos_token_id: of its end token. note: in what tokenizer.json differs, one line, or "".
+    eos_token_id: of its end token. note: one line of differences from tokenizer.json, or "".
     """
 
     eos_token_id: int | None
@@ -68,60 +65,58 @@ class TokenizerOfTransformers:
 
 
 def load_as_transformers(folder: Path) -> TokenizerOfTransformers:
-    """Load the tokenizer of a checkpoint in transformers, and hold its tokenizer.json to it.
+    """Load the tokenizer of a checkpoint in transformers, and compare its tokenizer.json with it.
 
-    Raises InputError for one that transformers cannot load, or in a way that no tokenizer.json can hold, and where
+    Raises InputError for one that transformers cannot load, or that no tokenizer.json can represent, and where
     transformers is missing.
     """
     if find_spec("transformers") is None:
         raise InputError(
             f"{folder}: the tokenizer needs the Python package 'transformers', which is not installed here; install it"
         )
-    # By its path: what imports this module needs no transformers.
+    # By its path, so that importing this module needs no transformers.
     script = Path(__file__).with_name("auto_tokenizer.py")
     try:
         return TokenizerOfTransformers(**json.loads(_run(str(script), folder, folder / NAME)))
-    except _Failed as error:
+    except _ScriptError as error:
         raise InputError(f"{folder}: expected a tokenizer that transformers splits texts with, {error}") from None
 
 
 def ties_head(folder: Path) -> bool:
-    """Return whether transformers ties the head of the checkpoint's model to its embedding.
+    """Return whether transformers ties the head of the checkpoint's model to its embedding, if the config does not say.
 
-    For a config that does not say it. Raises InputError for one that transformers does not load.
+    Raises InputError for a config that transformers does not load.
     """
     script = Path(__file__).with_name("auto_config.py")
     try:
         return bool(json.loads(_run(str(script), folder, folder / "config.json")))
-    except _Failed as error:
+    except _ScriptError as error:
         raise InputError(
             f"{folder / 'config.json'}: expected a config that transformers loads, found one that it refuses: {error}; "
             "correct it"
         ) from None
 
 
-class _Failed(Exception):
-    """The error of a script that ended with one: what it found, one line."""
+class _ScriptError(Exception):
+    """Raised when a script fails, with its one-line reason."""
 
 
 def _run(script: str, argument: Path, path: Path) -> str:
-    """Return the last line that a script, run on `argument` in a process of its own, has on stdout.
+    """Run a script on `argument` in another process; return the last line of its stdout.
 
-    Libraries may write before it.
-
-    path: of the tokenizer, for the line of an InputError where the time is over. Raises _Failed where it failed.
+    Libraries may print earlier lines. path: of the tokenizer, for the InputError after a timeout. Raises _ScriptError
+    where the script fails.
     """
     if find_spec("tokenizers") is None:
         raise InputError(
             "tokenizer.json: needs the Python package 'tokenizers', which is not installed here; install it"
         )
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    # A panic's own words and its stack are of no use to a user.
     try:
-        ended = subprocess.run(
+        process = subprocess.run(
             [sys.executable, script, str(argument)],
             stdin=subprocess.DEVNULL,
-            capture_output=True,
+            capture_output=True,  # a panic's stack trace is of no use to a user
             encoding="utf-8",
             errors="replace",
             env={**processes.environment(), **offline},
@@ -132,10 +127,10 @@ def _run(script: str, argument: Path, path: Path) -> str:
             f"{path}: expected a tokenizer that splits {probe.LENGTH} characters at once, found it still at work after"
             f" {TIME_LIMIT} s; its expressions explode: use the tokenizer.json that came with the model"
         ) from None
-    lines = [line for line in ended.stdout.split("\n") if line]
-    if not ended.returncode:
+    lines = [line for line in process.stdout.split("\n") if line]
+    if not process.returncode:
         return lines[-1] if lines else ""
-    if ended.returncode < 0:
-        name = signal.Signals(-ended.returncode).name
-        raise _Failed(f"its process ended by {name} (more than {probe.MEMORY_BYTES >> 30} GB of memory?)")
-    raise _Failed(lines[-1] if lines else cut(ended.stderr.strip().rpartition("\n")[2]))
+    if process.returncode < 0:
+        name = signal.Signals(-process.returncode).name
+        raise _ScriptError(f"its process ended by {name} (more than {probe.MEMORY_BYTES >> 30} GB of memory?)")
+    raise _ScriptError(lines[-1] if lines else cut(process.stderr.strip().rpartition("\n")[2]))

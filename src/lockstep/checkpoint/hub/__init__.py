@@ -1,7 +1,4 @@
-"""Models on the Hugging Face hub.
-
-From `hf:org/name@revision` to a checkpoint folder at one commit. No torch, no transformers.
-"""
+"""Fetch models from the Hugging Face hub, to a checkpoint folder at one commit. No torch, no transformers."""
 
 from lockstep.checkpoint.hub.fetch import fetch
 

@@ -1,6 +1,6 @@
 """Fetch adapters from the hub.
 
-In: `hf:org/name@revision` of each. Out: `adapter_sources.json`, and beside it a folder of links into the hub's cache
+In: `hf:org/name@revision` of each. Out: `adapter_sources.json`, and next to it a folder of links into the hub's cache
 for each adapter.
 
 As for models, a branch or tag is resolved to a commit once, and that commit is used from then on.
@@ -38,8 +38,8 @@ def fetch_adapters(sources: Mapping[str, str], out: Path) -> Path:
 
     sources: of each adapter, by name. Each gets a folder below `adapter_sources/`.
 
-    Raises InputError, one line, for a repository that is absent, closed or holds no adapter in safetensors, and when
-    the hub cannot be reached and the cache lacks a file.
+    Raises InputError for a repository that is absent, closed or has no adapter in safetensors, and when the hub cannot
+    be reached and the cache lacks a file.
     """
     out = Path(out)
     disable_progress_bars()
@@ -60,7 +60,7 @@ def fetch_adapters(sources: Mapping[str, str], out: Path) -> Path:
 
 
 def _fetch(source: str, manifest: Path) -> str:
-    """Fetch an adapter's files beside its manifest; return their commit."""
+    """Fetch an adapter's files and write its manifest; return their commit."""
     hub = parse_source(source)
     assert isinstance(hub, HubSource)  # the stage fetches no other
     earlier = known(manifest, source)
@@ -69,7 +69,7 @@ def _fetch(source: str, manifest: Path) -> str:
     pinned = earlier.commit if earlier else None
     with one_line(source, hub, pinned):
         commit = pinned or HfApi().resolve_revision(hub.repository, revision=hub.revision).resolved
-        with _no_adapter(source, commit, hub.repository):
+        with _missing_file_explained(source, commit, hub.repository):
             for file in (CONFIG, WEIGHTS):
                 hf_hub_download(hub.repository, file, revision=commit)
     snapshot = cache_folder(hub.repository) / "snapshots" / commit
@@ -80,19 +80,20 @@ def _fetch(source: str, manifest: Path) -> str:
 
 
 @contextlib.contextmanager
-def _no_adapter(source: str, commit: str, repository: str) -> Iterator[None]:
+def _missing_file_explained(source: str, commit: str, repository: str) -> Iterator[None]:
+    """Turn the error for a missing file into an InputError that says what the repository has instead."""
     try:
         yield
-    except LocalEntryNotFoundError:  # the hub cannot be reached, which `one_line` says
+    except LocalEntryNotFoundError:  # the hub cannot be reached, which `one_line` reports
         raise
     except EntryNotFoundError as error:
-        there = set()
+        names = set()
         with contextlib.suppress(HTTPError, HfHubHTTPError, OfflineModeIsEnabled):
-            there = {file.rfilename for file in HfApi().model_info(repository, revision=commit).siblings or ()}
-        lacking = CONFIG if CONFIG not in there else WEIGHTS
-        pickled = sorted(name for name in there if name.startswith("adapter_model.") and name != WEIGHTS)
-        found = f"pickled weights ({pickled[0]})" if lacking == WEIGHTS and pickled else "none in the repository"
+            names = {file.rfilename for file in HfApi().model_info(repository, revision=commit).siblings or ()}
+        lacking = CONFIG if CONFIG not in names else WEIGHTS
+        pickled = sorted(name for name in names if name.startswith("adapter_model.") and name != WEIGHTS)
+        actual = f"pickled weights ({pickled[0]})" if lacking == WEIGHTS and pickled else "none in the repository"
         raise InputError(
-            f"{source}: expected an adapter as PEFT saves it with {lacking}, found {found}; use a revision that has it,"
-            " or save it as safetensors and give its folder"
+            f"{source}: expected an adapter as PEFT saves it with {lacking}, found {actual}; use a revision that has "
+            "it, or save it as safetensors and give its folder"
         ) from error

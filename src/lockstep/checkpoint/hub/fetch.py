@@ -1,8 +1,8 @@
 """Fetch a model from the hub.
 
-In: `hf:org/name@revision`. Out: `source.json`, and beside it the folder `checkpoint/` of links into the hub's cache.
+In: `hf:org/name@revision`. Out: `source.json`, and next to it the folder `checkpoint/` of links into the hub's cache.
 
-A branch or tag is resolved to a commit once. The manifest names that commit, and it is used from then on.
+A branch or tag is resolved to a commit once. The manifest records that commit, which is used from then on.
 """
 
 from __future__ import annotations
@@ -49,15 +49,13 @@ def fetch(
     newest: bool = False,
     commit: str | None = None,
 ) -> Path:
-    """Fetch the hub model `source` and write its manifest `out`, which is returned.
-
-    Its files are in `checkpoint/` beside `out`.
+    """Fetch the hub model `source` and write its manifest `out`, which is returned; links go to `checkpoint/` there.
 
     The commit is `commit`, else that of an earlier `out` or `checkpoint.json` of this source, unless `newest`. `check`
     is called with a folder that holds the model's config.json and with the commit, before any weights are downloaded.
 
-    Raises InputError, one line, for a repository that is absent, closed or holds no safetensors, and when the hub
-    cannot be reached and the cache lacks a file.
+    Raises InputError for a repository that is absent, closed or has no safetensors, and when the hub cannot be reached
+    and the cache lacks a file.
     """
     hub = parse_source(source)
     out = Path(out)
@@ -72,14 +70,14 @@ def fetch(
     with one_line(source, hub, pinned):
         commit = pinned or HfApi().resolve_revision(hub.repository, revision=hub.revision).resolved
         snapshot = cache_folder(hub.repository) / "snapshots" / commit
-        there = _names(source, hub, commit, snapshot)
-        sides = _side_files(source, hub, there)
+        names = _repository_files(source, hub, commit, snapshot)
+        sides = _side_files(source, hub, names)
         for name in sides:
             hf_hub_download(hub.repository, name, revision=commit)
         check(snapshot, commit)
-        weights = [SINGLE] if SINGLE in there else indexed_shards(snapshot / INDEX)
+        weights = [SINGLE] if SINGLE in names else indexed_shards(snapshot / INDEX)
         for name in weights:
-            if name not in there:
+            if name not in names:
                 raise InputError(
                     f"{source}: expected {name}, which {INDEX} names, found no such file in the "
                     f"repository; use another revision"
@@ -87,13 +85,13 @@ def fetch(
         enable_progress_bars()
         for name in weights:
             if not (snapshot / name).is_file():
-                _check(Path(hf_hub_download(hub.repository, name, revision=commit)), source)
-    names = sorted([*sides, *weights])
-    link(folder_of(out), {name: snapshot / name for name in names})
+                _check_digest(Path(hf_hub_download(hub.repository, name, revision=commit)), source)
+    files = sorted([*sides, *weights])
+    link(folder_of(out), {name: snapshot / name for name in files})
     return write_fetched(
         out,
         source,
-        {name: _sha256(snapshot / name) for name in names},
+        {name: _sha256(snapshot / name) for name in files},
         repository=hub.repository,
         revision=hub.revision,
         commit=commit,
@@ -117,23 +115,28 @@ def cache_folder(repository: str) -> Path:
     return Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repository, repo_type="model"))
 
 
-def _check(path: Path, source: str) -> None:
-    """Check a large file that has come by its sha256, by which the cache names it.
+def _check_digest(path: Path, source: str) -> None:
+    """Check a downloaded large file by its sha256, which is its name in the cache; the hub's library checks its size.
 
-    The hub's library looks at the size alone. Raises InputError, and deletes the file, for other bytes.
+    Raises InputError, and deletes the file, for other bytes.
     """
     blob = path.resolve()
-    if _SHA256.fullmatch(blob.name) and (found := sha256_file(blob)) != blob.name:
+    if not _SHA256.fullmatch(blob.name):
+        return
+    sha256 = sha256_file(blob)
+    if sha256 != blob.name:
         blob.unlink()
         path.unlink(missing_ok=True)
-        raise InputError(f"{source}: expected bytes of sha256 {blob.name}, found {found}: damaged on the way; {_AGAIN}")
+        raise InputError(
+            f"{source}: expected bytes of sha256 {blob.name}, found {sha256}: damaged on the way; {_AGAIN}"
+        )
 
 
 def _pinned(out: Path, source: str) -> str | None:
-    """Return the commit that an earlier run found for this very source."""
-    found = known(out, source)
-    if found:
-        return found.commit
+    """Return the commit of an earlier run for the same source."""
+    earlier = known(out, source)
+    if earlier:
+        return earlier.commit
     checkpoint = out.with_name("checkpoint.json")
     if checkpoint.is_file():
         manifest = read_json(checkpoint)
@@ -142,17 +145,14 @@ def _pinned(out: Path, source: str) -> str | None:
     return None
 
 
-def _names(source: str, hub: HubSource, commit: str, snapshot: Path) -> Collection[str]:
-    """Return the files of the repository at `commit`.
-
-    Where the hub cannot be reached, those of the cache.
-    """
+def _repository_files(source: str, hub: HubSource, commit: str, snapshot: Path) -> Collection[str]:
+    """Return the files of the repository at `commit`, or those in the cache where the hub cannot be reached."""
     try:
         info = HfApi().model_info(hub.repository, revision=commit)
     except (HTTPError, OfflineModeIsEnabled) as error:
         if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
             raise
-        # A link whose file is not there is one that a cleaned cache left.
+        # A link without its file remains after the cache was cleaned.
         cached = {path.name for path in snapshot.glob("*") if path.is_file()}
         weights = indexed_shards(snapshot / INDEX) if INDEX in cached and SINGLE not in cached else [SINGLE]
         lacking = [name for name in ("config.json", "tokenizer.json", *weights) if name not in cached]
@@ -166,46 +166,48 @@ def _names(source: str, hub: HubSource, commit: str, snapshot: Path) -> Collecti
     return {file.rfilename for file in info.siblings or ()}
 
 
-def _side_files(source: str, hub: HubSource, there: Collection[str]) -> list[str]:
-    """Return the files beside the weights that are needed.
+def _side_files(source: str, hub: HubSource, names: Collection[str]) -> list[str]:
+    """Return the files to fetch other than weights: with the index of shards and the model card, for its licence.
 
-    The index of shards is among them, and the model card, which names the licence. Raises InputError for what cannot
-    become a checkpoint.
+    Raises InputError for a repository that cannot become a checkpoint.
     """
-    there_by_hand = (
-        f"download it with `hf download {hub.repository} --local-dir FOLDER`, {{}}, and give FOLDER as the source"
-    )
-    if "adapter_config.json" in there and "config.json" not in there:
+    if "adapter_config.json" in names and "config.json" not in names:
         raise InputError(
             f"{source}: expected a model, found an adapter (adapter_config.json); merge it into "
             f"its base model and give that folder"
         )
-    if "config.json" not in there:
+    if "config.json" not in names:
         raise InputError(
             f"{source}: expected config.json, found none in the repository; use a model in the format of transformers"
         )
-    if SINGLE not in there and INDEX not in there:
-        pickled = sorted(name for name in there if _PICKLED.fullmatch(name))
-        found = f"pickled weights ({pickled[0]}), which can run code when they are opened" if pickled else "no weights"
-        remedy = "use a revision with safetensors (many have one as refs/pr/N), or " + there_by_hand.format(
-            "save it as safetensors: transformers.AutoModelForCausalLM.from_pretrained(FOLDER, "
-            "dtype='auto').save_pretrained(FOLDER)"
-        )
-        raise InputError(
-            f"{source}: expected {SINGLE} or {INDEX}, found {found}; "
-            f"{remedy if pickled else 'use another repository or revision'}"
-        )
-    if "tokenizer.json" not in there:
-        by_hand = there_by_hand.format("make the file: python -m lockstep.export.slow_tokenizer FOLDER")
-        raise InputError(f"{source}: expected tokenizer.json, found none in the repository; {by_hand}")
-    return [name for name in (*SIDE_FILES, "README.md", *([] if SINGLE in there else [INDEX])) if name in there]
+    if SINGLE not in names and INDEX not in names:
+        pickled = sorted(name for name in names if _PICKLED.fullmatch(name))
+        actual = "no weights"
+        remedy = "use another repository or revision"
+        if pickled:
+            actual = f"pickled weights ({pickled[0]}), which can run code when they are opened"
+            convert = _convert_locally(
+                hub,
+                "save it as safetensors: transformers.AutoModelForCausalLM.from_pretrained(FOLDER, "
+                "dtype='auto').save_pretrained(FOLDER)",
+            )
+            remedy = f"use a revision with safetensors (many have one as refs/pr/N), or {convert}"
+        raise InputError(f"{source}: expected {SINGLE} or {INDEX}, found {actual}; {remedy}")
+    if "tokenizer.json" not in names:
+        convert = _convert_locally(hub, "make the file: python -m lockstep.export.slow_tokenizer FOLDER")
+        raise InputError(f"{source}: expected tokenizer.json, found none in the repository; {convert}")
+    side_files = [*SIDE_FILES, "README.md"]
+    if SINGLE not in names:
+        side_files.append(INDEX)
+    return [name for name in side_files if name in names]
+
+
+def _convert_locally(hub: HubSource, step: str) -> str:
+    return f"download it with `hf download {hub.repository} --local-dir FOLDER`, {step}, and give FOLDER as the source"
 
 
 def _sha256(path: Path) -> str:
-    """Return a file's sha256, by which the cache names a large file.
-
-    It was checked when the file came.
-    """
+    """Return a file's sha256; a large file has it as its name in the cache, checked after the download."""
     name = os.path.basename(os.readlink(path)) if path.is_symlink() else ""
     return name if _SHA256.fullmatch(name) else sha256_file(path)
 
@@ -214,7 +216,7 @@ def _sha256(path: Path) -> str:
 def one_line(source: str, hub: HubSource, pinned: str | None) -> Iterator[None]:
     """Turn each of the hub's errors into one line that says what to do.
 
-    pinned: the commit that is asked for, where it is not for the source to say.
+    pinned: the requested commit, where it is not the source's revision.
     """
     login = "log in with `hf auth login` or set HF_TOKEN" if not get_token() else "use a token that may read it"
     try:
@@ -242,7 +244,7 @@ def one_line(source: str, hub: HubSource, pinned: str | None) -> Iterator[None]:
         ) from None
     except HfHubHTTPError as error:
         status = error.response.status_code
-        # The hub says 401, not 404, to whoever may not know whether a model is there.
+        # The hub answers 401, not 404, to users without the right to know whether a model exists.
         if isinstance(error, RepositoryNotFoundError) or status == 401:
             raise InputError(
                 f"{source}: expected a model on {constants.ENDPOINT}, found none of this name "
