@@ -42,7 +42,7 @@ from lockstep.targets import Results
 from lockstep.verify.golden.reference import make_reference
 from lockstep.weights import Weights, convert, packed, slot_array
 from lockstep.weights.groups import dequantize, pack
-from lockstep.weights.packed import Packed, PackedValues, pack_zero_points
+from lockstep.weights.packed import Packed, PackedValueError, pack_zero_points
 from shared import Shared
 from some import some
 
@@ -168,7 +168,7 @@ def test_a_gptq_checkpoint_of_which_config_json_says_too_little():
     held = Packed(packing, weight.shape, {**parts, "order": zeros})
     held.check()
     assert np.array_equal(held.numbers(slice(0, 40)), numbers)
-    with pytest.raises(PackedValues, match="gptq_v2"):
+    with pytest.raises(PackedValueError, match="gptq_v2"):
         Packed(packing, weight.shape, {**parts, "zero_points": parts["zero_points"] + np.int32(0x11111111)}).check()
     settings = {**layout.config(), "sym": False}
     settings.pop("checkpoint_format", None)

@@ -1,7 +1,4 @@
-"""A checkpoint's tensors in one precision.
-
-They are made once (`convert`) and mapped at run time (`Weights`).
-"""
+"""A checkpoint's tensors in one precision: made once (`convert`) and mapped at run time (`Weights`)."""
 
 from lockstep.weights.convert import convert
 from lockstep.weights.experts import WeightInputs

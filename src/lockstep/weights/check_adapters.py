@@ -2,7 +2,7 @@
 
 In: their folders. Out: `adapters.json`. No torch, no PEFT.
 
-Everything that would change what the base computes beyond `x A^T B^T` at its linear layers is refused by name.
+Settings that would change the base beyond `x A^T B^T` at its linear layers are rejected with the key's name.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from lockstep.checkpoint.language import language_name
 from lockstep.checkpoint.packed import packed_weights, unpacked_places
 from lockstep.checkpoint.safetensors_header import read_header
 from lockstep.checkpoint.source_files import present, read_source_json, shorten
+from lockstep.checkpoint.tensors import name_in_checkpoint
 from lockstep.config.packing import packing_of
 from lockstep.errors import InputError
 from lockstep.manifests.digest_cache import remember
@@ -35,13 +36,13 @@ from lockstep.weights.adapters import LoadedAdapter, adapter_of_bytes
 from lockstep.weights.scan import count_non_finite
 
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
-# Codes as one row, two a byte: what shape they have stands in the weights' file, which a server may not have.
+# A weight of this layout is one row of codes, two a byte; its shape is in the file of weights, which servers may lack.
 _SHAPELESS = "bnb4"
 _EXPERT = re.compile(r"\.experts\.\d+\.")
-# Regular expressions as PEFT's users write them; what is repeated is one character, so that none takes for ever.
+# Regular expressions as PEFT's users write them; only single characters repeat, so that matching always ends soon.
 _PATTERN = re.compile(r"\^?(?:(?:\\?[\w.]|\[[\w-]+\])[+*]?|\((?:\?:)?[\w|.]+\))+\$?")
-_MOST_REPEATS = 3
-# What a LoRA may have beside its rank and scale, and it computes the same.
+_MAX_REPEATS = 3
+# Keys of a LoRA other than its rank and scale that do not change its results.
 _HARMLESS = frozenset(
     {
         "alpha_pattern", "auto_mapping", "base_model_name_or_path", "exclude_modules", "fan_in_fan_out",
@@ -50,9 +51,9 @@ _HARMLESS = frozenset(
         "target_modules", "task_type", "use_rslora",
     }
 )  # fmt: skip
-# In these, training begins with other weights of the base, which the adapter then belongs to.
-_OWN_BASE = ("pissa", "olora", "loftq", "corda")
-_WORDS = {
+# With these, training starts from changed weights of the base, which the adapter then needs.
+_CHANGED_BASE = ("pissa", "olora", "loftq", "corda")
+_REASONS = {
     "use_dora": "DoRA scales the base's weights",
     "modules_to_save": "whole modules are saved beside the adapter",
     "trainable_token_indices": "rows of the embedding were trained",
@@ -69,10 +70,10 @@ def resolve_adapters(
     targets: Collection[str] | None,
     out: Path,
 ) -> Path:
-    """Check the adapters in `folders` and write their manifest to `out`.
+    """Check the adapters in `folders` against the checkpoint and write their manifest to `out`, which is returned.
 
-    They are held to the checkpoint. sources: the config's text for each. targets: names of modules that adapters may be
-    of; None: any. Returns `out`. Raises InputError, one line, for the first that is no plain LoRA of this checkpoint.
+    sources: the config's text for each. targets: names of modules that adapters may have; None: any. Raises InputError
+    for the first that is not a plain LoRA of this checkpoint.
     """
     checkpoint = CheckpointManifest.load(checkpoint_json)
     out = Path(out)
@@ -87,59 +88,60 @@ def resolve_adapters(
                 f"{checked.rank}; raise max_lora_rank"
             )
         for module in checked.modules:
-            if targets is not None and not any(module == each or module.endswith(f".{each}") for each in targets):
+            if targets is not None and not any(module == target or module.endswith(f".{target}") for target in targets):
                 raise InputError(
                     f"{where}: {folder / WEIGHTS}: expected modules of lora_target_modules ({', '.join(targets)}), "
                     f"found {module}; add it there"
                 )
         recorded = _recorded_folder(sources[name], folder, out)
-        fetched = known(folder.with_name("source.json"), sources[name]) if folder.name == FOLDER else None
-        commit = fetched.commit or "" if fetched else ""
+        commit = ""
+        if folder.name == FOLDER:
+            fetched = known(folder.with_name("source.json"), sources[name])
+            commit = fetched.commit or "" if fetched else ""
         adapters[name] = replace(checked, source=sources[name], folder=recorded, commit=commit)
     AdaptersManifest(adapters).save(out)
     return out
 
 
-def read_folder(folder: Path, name: str, checkpoint: CheckpointManifest, most_bytes: int) -> LoadedAdapter:
+def read_folder(folder: Path, name: str, checkpoint: CheckpointManifest, max_bytes: int) -> LoadedAdapter:
     """Check an adapter's folder and read it.
 
-    most_bytes: of its file of matrices. Raises InputError, one line, for one that is no plain LoRA of this checkpoint,
-    is too large, or changes meanwhile.
+    max_bytes: of its file of matrices. Raises InputError for one that is not a plain LoRA of this checkpoint, is too
+    large, or changes meanwhile.
     """
     where = f"adapter {name!r}"
     path = folder / WEIGHTS
-    if path.is_file() and (size := path.stat().st_size) > most_bytes:
+    size = path.stat().st_size if path.is_file() else 0
+    if size > max_bytes:
         raise InputError(
-            f"{where}: {path}: expected at most {most_bytes} bytes, which an adapter of max_lora_rank has, found {size}"
+            f"{where}: {path}: expected at most {max_bytes} bytes, which an adapter of max_lora_rank has, found {size}"
         )
     try:
         adapter = check_folder(folder, checkpoint, where)
         data = path.read_bytes()
     except OSError as error:
         raise InputError(f"{where}: {folder}: expected a folder that can be read, found {error.strerror}") from None
-    if hashlib.sha256(data).hexdigest() != next(file.sha256 for file in adapter.files if file.path == WEIGHTS):
+    (digest,) = (file.sha256 for file in adapter.files if file.path == WEIGHTS)
+    if hashlib.sha256(data).hexdigest() != digest:
         raise InputError(f"{where}: {path}: expected a file that stays as it is, found one that changed; try again")
     return adapter_of_bytes(name, adapter, np.frombuffer(data, np.uint8), folder)
 
 
 def check_folder(folder: Path, checkpoint: CheckpointManifest, where: str) -> Adapter:
-    """Check an adapter's folder and return its entry for the manifest.
+    """Check an adapter's folder and return its entry for the manifest, without a source.
 
-    The entry is as of that folder, without a source. where: how messages open. Raises InputError, one line, for one
-    that is no plain LoRA of this checkpoint.
+    where: start of messages. Raises InputError for one that is not a plain LoRA of this checkpoint.
     """
     if not folder.is_dir():
-        found = "a file" if folder.exists() else "nothing"
-        raise InputError(f"{where}: {folder}: expected the folder of an adapter, found {found}; correct its source")
+        actual = "a file" if folder.exists() else "nothing"
+        raise InputError(f"{where}: {folder}: expected the folder of an adapter, found {actual}; correct its source")
     config = _read_config(folder, where)
     path = folder / WEIGHTS
     if not present(path):
-        pickled = [file.name for file in sorted(folder.glob("adapter_model.*"))]
-        found = (
-            f"pickled weights ({', '.join(pickled)}), which can run code when they are opened" if pickled else "none"
-        )
+        pickled = ", ".join(file.name for file in sorted(folder.glob("adapter_model.*")))
+        actual = f"pickled weights ({pickled}), which can run code when they are opened" if pickled else "none"
         raise InputError(
-            f"{where}: {folder}: expected {WEIGHTS}, found {found}; save it with "
+            f"{where}: {folder}: expected {WEIGHTS}, found {actual}; save it with "
             "PeftModel.save_pretrained(folder, safe_serialization=True)"
         )
     modules = _modules(path, read_header(path), config, where)
@@ -150,7 +152,11 @@ def check_folder(folder: Path, checkpoint: CheckpointManifest, where: str) -> Ad
     if packing is None or packing.layout != _SHAPELESS:
         weights = unpacked_places(weights, packed_weights(packing, weights, Path(checkpoint.source)))
     scale = _scale(config, "")
-    own = {language_name(module): each for module in modules if (each := _scale(config, module)) != scale}
+    scales = {}
+    for module in modules:
+        module_scale = _scale(config, module)
+        if module_scale != scale:
+            scales[language_name(module)] = module_scale
     modules = {language_name(module): entry for module, entry in modules.items()}  # trained in a wrapper of the model
     for module, entry in modules.items():
         _check_against_base(
@@ -165,18 +171,20 @@ def check_folder(folder: Path, checkpoint: CheckpointManifest, where: str) -> Ad
         remember(folder / name, digest)
         files.append(StoredFile(name, (folder / name).stat().st_size, digest))
     trained_for = base if isinstance(base, str) else ""
-    return Adapter("", ".", tuple(files), rank, scale, trained_for, modules, scales=own)
+    return Adapter("", ".", tuple(files), rank, scale, trained_for, modules, scales=scales)
 
 
 def _of_module(config: Mapping[str, Any], pattern: str, key: str, module: str) -> Any:
-    """Return what a pattern says of a module, as PEFT reads it: the first that is the module's name or its end."""
-    named = config.get(pattern) or {}
-    return next((value for name, value in named.items() if re.match(rf"(.*\.)?({name})$", module)), config[key])
+    """Return a setting of a module as PEFT reads it: of the first pattern that matches the module's name or its end."""
+    for name, value in (config.get(pattern) or {}).items():
+        if re.match(rf"(.*\.)?({name})$", module):
+            return value
+    return config[key]
 
 
 def _is_pattern(text: str) -> bool:
-    """Return whether a key of `rank_pattern` is a regular expression that is taken."""
-    if not _PATTERN.fullmatch(text) or sum(map(text.count, "+*")) > _MOST_REPEATS:
+    """Return whether a key of `rank_pattern` is a regular expression that is supported."""
+    if not _PATTERN.fullmatch(text) or sum(map(text.count, "+*")) > _MAX_REPEATS:
         return False
     try:
         re.compile(text)
@@ -197,14 +205,14 @@ def _read_config(folder: Path, where: str) -> dict[str, Any]:
         raise InputError(f"{where}: {folder}: expected {CONFIG}, found none; give a folder that PEFT saved")
     config = read_source_json(path)
 
-    def refuse(expected: str, found: str, remedy: str) -> NoReturn:
-        raise InputError(f"{where}: {path}: expected {expected}, found {found}; {remedy}")
+    def refuse(expected: str, actual: str, remedy: str) -> NoReturn:
+        raise InputError(f"{where}: {path}: expected {expected}, found {actual}; {remedy}")
 
     if config.get("peft_type") != "LORA":
         refuse("peft_type LORA", shorten(config.get("peft_type")), "other kinds of adapters cannot be used")
     for key in ("rank_pattern", "alpha_pattern"):
-        named = config.get(key) or {}
-        if not isinstance(named, Mapping) or not all(map(_is_pattern, named)):
+        patterns = config.get(key) or {}
+        if not isinstance(patterns, Mapping) or not all(map(_is_pattern, patterns)):
             refuse(f"names of modules in {key}, or simple regular expressions", shorten(config[key]), _RETRAIN)
     for rank in (config.get("r"), *(config.get("rank_pattern") or {}).values()):
         if type(rank) is not int or rank < 1:
@@ -212,18 +220,21 @@ def _read_config(folder: Path, where: str) -> dict[str, Any]:
     for alpha in (config.get("lora_alpha", 0), *(config.get("alpha_pattern") or {}).values()):
         if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha) or alpha == 0:
             refuse("a finite lora_alpha other than 0", shorten(alpha), "correct it")
-    if config.get("bias", "none") != "none" or config.get("lora_bias"):
-        refuse("bias 'none'", shorten(config.get("bias") if config.get("bias") != "none" else True), _RETRAIN)
-    begun = config.get("init_lora_weights")
-    if isinstance(begun, str) and begun.lower().startswith(_OWN_BASE):
+    bias = config.get("bias", "none")
+    if bias != "none":
+        refuse("bias 'none'", shorten(bias), _RETRAIN)
+    if config.get("lora_bias"):
+        refuse("bias 'none'", shorten(True), _RETRAIN)
+    initialization = config.get("init_lora_weights")
+    if isinstance(initialization, str) and initialization.lower().startswith(_CHANGED_BASE):
         refuse(
             "weights that begin on the base as it is (init_lora_weights)",
-            shorten(begun),
+            shorten(initialization),
             "save it with path_initial_model_for_weight_conversion, which makes a plain LoRA of it",
         )
     for key in sorted(set(config) - _HARMLESS - {"bias", "lora_bias", "init_lora_weights"}):
         if config[key]:
-            why = _WORDS.get(key, "a setting that changes what is computed, or that is not known here")
+            why = _REASONS.get(key, "a setting that changes what is computed, or that is not known here")
             refuse(f"a LoRA without {key} ({why})", shorten(config[key]), _RETRAIN)
     return config
 
@@ -234,8 +245,8 @@ _RETRAIN = "merge it into the checkpoint with PEFT, or train it without"
 def _modules(
     path: Path, tensors: Mapping[str, TensorPlace], config: Mapping[str, Any], where: str
 ) -> dict[str, AdaptedModule]:
-    """Return each module's two matrices, which have the rank that the config gives it."""
-    found: dict[str, dict[str, TensorPlace]] = {}
+    """Return each module's two matrices, after checking their rank against the config."""
+    matrices: dict[str, dict[str, TensorPlace]] = {}
     for name, place in sorted(tensors.items()):
         match = _TENSOR.fullmatch(name)
         if match is None:
@@ -248,11 +259,11 @@ def _modules(
                 f"{where}: {path}: tensor {name!r}: expected one of {', '.join(FLOAT_DTYPES)}, found {place.dtype}; "
                 "save it in one of them"
             )
-        found.setdefault(match["module"], {})[match["side"]] = place
-    if not found:
+        matrices.setdefault(match["module"], {})[match["side"]] = place
+    if not matrices:
         raise InputError(f"{where}: {path}: expected lora_A and lora_B of linear layers, found none; save it again")
     modules = {}
-    for module, sides in found.items():
+    for module, sides in matrices.items():
         for side in "AB":
             if side not in sides:
                 raise InputError(
@@ -277,16 +288,19 @@ def _modules(
 
 
 def _kind(name: str) -> str:
-    for part, kind in (
-        ("lora_magnitude_vector", "DoRA"),
-        ("lora_embedding_", "an adapter of the embedding"),
-        ("modules_to_save", "a module that was saved whole"),
-        ("bias", "a bias"),
-        ("lora_", "another layout"),
-    ):
-        if part in name:
+    for substring, kind in _KINDS.items():
+        if substring in name:
             return kind
     return "no part of a LoRA"
+
+
+_KINDS = {
+    "lora_magnitude_vector": "DoRA",
+    "lora_embedding_": "an adapter of the embedding",
+    "modules_to_save": "a module that was saved whole",
+    "bias": "a bias",
+    "lora_": "another layout",
+}
 
 
 def _check_against_base(
@@ -301,12 +315,10 @@ def _check_against_base(
 ) -> None:
     """Check that a module's matrices fit a linear weight of the checkpoint.
 
-    weights: of the checkpoint, packed ones as what they stand for. trained_on: what the adapter's config says of its
-    base, in words; may be empty. Raises InputError where they do not fit.
+    weights: of the checkpoint, packed ones with their unpacked shape. trained_on: the base in the adapter's config, for
+    the message; may be empty. Raises InputError where they do not fit.
     """
-    name = f"{module}.weight"
-    # Checkpoints of a bare decoder leave out the first part of the name ("transformer.").
-    base = weights.get(name) or weights.get(name.partition(".")[2])
+    base = weights.get(name_in_checkpoint(f"{module}.weight", weights))
     remedy = f"is it an adapter of this model{trained_on}?"
     if base is None:
         raise InputError(
@@ -314,28 +326,28 @@ def _check_against_base(
             f"{module}, whose weight the checkpoint does not have; {remedy}"
         )
     shape = list(base.shape[::-1] if transposed else base.shape)
-    found = [entry.b.shape[0], entry.a.shape[1]]
-    two_a_byte = base.dtype == "U8" and 2 * math.prod(base.shape) == math.prod(found)
-    if shape != found and not two_a_byte:
+    actual = [entry.b.shape[0], entry.a.shape[1]]
+    is_two_a_byte = base.dtype == "U8" and 2 * math.prod(base.shape) == math.prod(actual)
+    if shape != actual and not is_two_a_byte:
         raise InputError(
             f"{where}: {path}: {module}: expected [out_features, in_features] {shape} as the base "
-            f"({checkpoint.source}) has, found {found}; {remedy}"
+            f"({checkpoint.source}) has, found {actual}; {remedy}"
         )
 
 
 def _check_finite(path: Path, module: str, place: TensorPlace, where: str) -> None:
     with open(path, "rb") as file:
         file.seek(place.offset)
-        bad = count_non_finite(place.dtype, np.frombuffer(file.read(place.length), np.uint8))
-    if bad:
+        non_finite = count_non_finite(place.dtype, np.frombuffer(file.read(place.length), np.uint8))
+    if non_finite:
         raise InputError(
-            f"{where}: {path}: {module}: expected finite numbers, found {bad.nans} NaN and {bad.infinities} infinite; "
-            "download it again, or use another adapter if it was trained to this"
+            f"{where}: {path}: {module}: expected finite numbers, found {non_finite.nans} NaN and "
+            f"{non_finite.infinities} infinite; download it again, or use another adapter if it was trained to this"
         )
 
 
 def _recorded_folder(source: str, folder: Path, out: Path) -> str:
     if os.path.isabs(source):
         return os.path.abspath(folder)
-    # Of real paths, because `..` after a linked folder leads to the parent of what the link points to.
+    # Real paths, because `..` after a linked folder leads to the parent of the link's target.
     return Path(os.path.relpath(os.path.realpath(folder), os.path.realpath(out.parent))).as_posix()

@@ -1,8 +1,8 @@
-"""Read weights that a checkpoint holds as codes: the numbers that they stand for, float32, by rows.
+"""Read weights that a checkpoint stores as codes, as float32 numbers, by rows.
 
-In: the tensors of one weight as they lie in the file, fp8 as its bytes. Out: the number of each code times its scale,
-in float32: exact for scales of 16 bits, else rounded once, as the libraries that write these layouts compute it. Scales
-that are themselves of two parts are rounded before. Layouts: `config.packing`.
+In: the stored tensors of one weight, fp8 as its bytes. Out: the number of each code times its scale, in float32: exact
+for 16-bit scales, else rounded once, as the libraries that write these layouts compute it. Scales of two parts are
+rounded before. Layouts: `config.packing`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from lockstep.checkpoint.coded import NVFP4_GROUP, BlockState
 from lockstep.config.packing import MXFP4, Packing
 from lockstep.weights.mxfp4 import e2m1_pairs, e8m0, mxfp4_numbers
-from lockstep.weights.packed import PackedValues, row_blocks
+from lockstep.weights.packed import PackedValueError, row_blocks
 
 _OF_INT8 = np.float32(1 / 127)  # bitsandbytes: SCB is the largest magnitude of a row
 
@@ -34,7 +34,7 @@ def e4m3() -> np.ndarray:
 
 @dataclass(frozen=True)
 class Coded:
-    """A weight of `shape` [out_features, in_features], or of a stack's, that is kept as codes.
+    """A weight of `shape` [out_features, in_features], or a stack of them, that is stored as codes.
 
     Rows of a stack are its matrices. arrays: its tensors by role (`checkpoint.packed.PackedWeight`).
     """
@@ -50,17 +50,17 @@ class Coded:
         return row_blocks(self.shape)
 
     def numbers(self, rows: slice) -> np.ndarray:
-        """Return the numbers that some rows stand for, float32 [rows, in_features], or [rows, ...] of a stack."""
-        known = {"fp8": self._fp8, MXFP4: self._mxfp4, "bnb4": self._bnb4, "bnb8": self._bnb8}
-        decode = known.get(self.packing.layout, self._nvfp4)
-        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused where it is read
+        """Return the decoded numbers of some rows, float32 [rows, in_features], or [rows, ...] of a stack."""
+        decoders = {"fp8": self._fp8, MXFP4: self._mxfp4, "bnb4": self._bnb4, "bnb8": self._bnb8}
+        decode = decoders.get(self.packing.layout, self._nvfp4)
+        with np.errstate(over="ignore", invalid="ignore"):  # the reader rejects non-finite numbers
             return decode(rows)
 
     def check(self) -> None:
-        """Raise PackedValues for what is kept in another way than is known here."""
+        """Raise PackedValueError for a memory format that is not supported."""
         if "format" in self.arrays and self.arrays["format"].any():
-            found = f"{self.arrays['format'].reshape(-1)[0]}"
-            raise PackedValues("format", "0, rows one after another", found, "save it with a newer bitsandbytes")
+            actual = f"{self.arrays['format'].reshape(-1)[0]}"
+            raise PackedValueError("format", "0, rows one after another", actual, "save it with a newer bitsandbytes")
 
     def _fp8(self, rows: slice) -> np.ndarray:
         scales = self.arrays["scales"]
@@ -83,9 +83,12 @@ class Coded:
 
     def _nvfp4(self, rows: slice) -> np.ndarray:
         scales = e4m3()[self.arrays["scales"][rows]]
-        whole = self.arrays["whole"].astype(np.float32).reshape(-1)[0]
+        tensor_scale = self.arrays["whole"].astype(np.float32).reshape(-1)[0]
         with np.errstate(divide="ignore"):
-            scales = scales * whole if self.packing.layout == "modelopt_nvfp4" else scales / whole
+            if self.packing.layout == "modelopt_nvfp4":
+                scales = scales * tensor_scale
+            else:
+                scales = scales / tensor_scale
         packed = self.arrays["data"][rows]
         return e2m1_pairs()[packed].reshape(len(packed), -1) * scales.repeat(NVFP4_GROUP, axis=1)
 
@@ -95,7 +98,7 @@ class Coded:
     def _bnb4(self, rows: slice) -> np.ndarray:
         state = BlockState.parse(self.arrays["state"].tobytes())
         columns = self.shape[1]
-        # start is even: of eight rows
+        # start is even: rows come in multiples of eight
         start = rows.start * columns
         stop = rows.stop * columns
         packed = self.arrays["data"].reshape(-1)[start // 2 : -(-stop // 2)]

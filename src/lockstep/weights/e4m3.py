@@ -13,8 +13,8 @@ import numpy as np
 from lockstep.artifacts.dtypes import named_dtype
 
 _LARGEST = np.float32(448)
-_TINY = np.finfo(np.float32).tiny  # smaller scales are those of rows of zeros, or of nearly that
-_NAN = 0x7F  # the code, but for its sign
+_TINY = np.finfo(np.float32).tiny  # a smaller scale is set to 0
+_NAN = 0x7F  # the code of NaN without its sign
 
 
 def row_scales(rows: np.ndarray) -> np.ndarray:
@@ -24,9 +24,9 @@ def row_scales(rows: np.ndarray) -> np.ndarray:
 
 
 def codes_of(rows: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return the code of the number nearest to each, uint8 [out_features, in_features]."""
-    found = rows / np.where(scales == 0, np.float32(np.inf), scales)[:, None]
-    return np.clip(found, -_LARGEST, _LARGEST).astype(named_dtype("float8_e4m3fn")).view(np.uint8)
+    """Return the nearest code of each number, uint8 [out_features, in_features]."""
+    numbers = rows / np.where(scales == 0, np.float32(np.inf), scales)[:, None]
+    return np.clip(numbers, -_LARGEST, _LARGEST).astype(named_dtype("float8_e4m3fn")).view(np.uint8)
 
 
 def has_nan(codes: np.ndarray) -> bool:

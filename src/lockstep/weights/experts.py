@@ -1,7 +1,7 @@
-"""The weight inputs of an engine that reads each expert of a stack by itself.
+"""Bind the experts of a stack to the inputs of an engine that has one for each.
 
-A stack `[num_experts, ...]` is one slot of a graph. Its engine may have an input for each expert instead. An expert is
-tensors of its own, or a part of one that lies in the file as it is: nothing is copied for it.
+A stack `[num_experts, ...]` is one slot of a graph. Its engine may have an input for each expert instead. Each expert
+is its own tensors, or a slice of one, as stored: nothing is copied.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ class WeightInputs:
     def __init__(self, slots: Sequence[IO], inputs: Collection[str]):
         """Find the inputs of `slots` among those of an engine."""
         self.slots = {slot.name: (slot.sizes, slot.numpy_dtype) for slot in slots}
-        self.experts = {name: found for name in self.slots if (found := expert_slots(name, inputs))}
+        self.experts = {}  # {slot: its experts' inputs}
+        for name in self.slots:
+            expert_inputs = expert_slots(name, inputs)
+            if expert_inputs:
+                self.experts[name] = expert_inputs
         self.declared: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
         for name, (shape, dtype) in self.slots.items():
             experts = dict.fromkeys(self.experts.get(name, ()), (shape[1:], dtype))
@@ -32,14 +36,14 @@ class WeightInputs:
     def bind(
         self, weights: Tensors, slots: Mapping[str, Sequence[str]], where: str
     ) -> tuple[Tensors, Mapping[str, Sequence[str]]]:
-        """Return weights and {input: its tensors in them}, of {slot: tensors}.
+        """Return weights and {input: its tensors in them}, from {slot: tensors}.
 
-        where: the engine, for the message. Raises CheckError for a stack's tensors that are not what its slot takes.
+        where: the engine, for the message. Raises CheckError for tensors that do not fit a stack's slot.
         """
         if not self.experts:
             return weights, slots
-        tensors = _Experts(weights)
-        bound = dict[str, Sequence[str]]()
+        tensors = _ExpertTensors(weights)
+        bound: dict[str, Sequence[str]] = {}
         for slot, names in slots.items():
             inputs = self.experts.get(slot)
             if inputs is None:
@@ -47,9 +51,10 @@ class WeightInputs:
                 continue
             shape, dtype = self.slots[slot]
             check_arrays([weights[name] for name in names], shape, dtype, f"{where}: slot {slot}")
-            each, rest = divmod(len(names), len(inputs))
-            if not rest:
-                bound |= {name: names[number * each :][:each] for number, name in enumerate(inputs)}
+            per_expert, remainder = divmod(len(names), len(inputs))
+            if not remainder:
+                for number, name in enumerate(inputs):
+                    bound[name] = names[number * per_expert : (number + 1) * per_expert]
                 continue
             stack = slot_array(weights, names, shape)
             for number, name in enumerate(inputs):
@@ -58,8 +63,8 @@ class WeightInputs:
         return tensors, bound
 
 
-class _Experts:
-    """Weights, and the experts of stacks under names of their own: see `Tensors`."""
+class _ExpertTensors:
+    """Weights, and the experts of stacks under names of inputs: see `Tensors`."""
 
     def __init__(self, weights: Tensors):
         self._weights = weights
@@ -70,7 +75,7 @@ class _Experts:
         return self._weights.checkpoint
 
     def add(self, name: str, tensor: str | None, number: int, stack: np.ndarray) -> None:
-        """Add an expert of a stack; tensor: which the stack is, None for one that was put together of several."""
+        """Add an expert of a stack; tensor: that of the stack, None for one that was joined from several."""
         self._stacks[name] = tensor, number, stack
 
     def identity(self, name: str) -> Hashable:

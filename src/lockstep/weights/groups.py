@@ -2,10 +2,9 @@
 
 In: float32 numbers in groups. Out: integers with a scale for each group, and back.
 
-Symmetric: a number is its integer times the scale of its group. The scale is the group's number of the largest
-magnitude over the lowest integer (-8 or -128), so that this number is kept exactly and no integer is left unused; it
-may be negative. All of it is single IEEE operations in float32, rounded to nearest, ties to even: the same bytes on
-every machine.
+Symmetric: a number is its integer times the scale of its group. The scale is the group's number of largest magnitude
+over the lowest integer (-8 or -128), so that this number is exact and every integer is used; it may be negative. All
+steps are single IEEE operations in float32, rounded to nearest, ties to even: the same bytes on every machine.
 """
 
 from __future__ import annotations
@@ -23,30 +22,24 @@ def scales_of(groups: np.ndarray, bits: int) -> np.ndarray:
 
 
 def integers_of(groups: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
-    """Return the nearest integer of each number, uint8 [num_groups, group_size].
-
-    Integers are counted from the zero point.
-    """
+    """Return the nearest integer of each number, counted from the zero point, uint8 [num_groups, group_size]."""
     half = 1 << bits - 1
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):  # a group of zeros, or of nearly that
-        found = np.rint(groups / scales[:, None])
-    found = np.where(scales[:, None] == 0, np.float32(0), found)
-    return (np.clip(found, -half, half - 1) + half).astype(np.uint8)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):  # a group of zeros, or nearly
+        integers = np.rint(groups / scales[:, None])
+    integers = np.where(scales[:, None] == 0, np.float32(0), integers)
+    return (np.clip(integers, -half, half - 1) + half).astype(np.uint8)
 
 
 def pack(integers: np.ndarray, bits: int) -> np.ndarray:
-    """Pack integers as they are stored: uint8 [..., group_size * bits / 8].
+    """Pack integers uint8 [..., group_size] into the stored form, uint8 [..., group_size * bits / 8].
 
-    integers: uint8 [..., group_size]. Two share a byte where they have 4 bits, the first in the low half.
+    Two share a byte where they have 4 bits, the first in the low half.
     """
     return integers if bits == 8 else integers[..., 0::2] | integers[..., 1::2] << 4
 
 
 def unpack(data: np.ndarray, group_size: int) -> np.ndarray:
-    """Return what `pack` was given, uint8 [..., group_size].
-
-    Its bits are known by the last dimension of `data`.
-    """
+    """Unpack to uint8 [..., group_size]: the inverse of `pack`; the last dimension of `data` tells the bits."""
     if data.shape[-1] == group_size:
         return data
     return np.stack([data & 15, data >> 4], axis=-1).reshape(*data.shape[:-1], group_size)
@@ -58,7 +51,7 @@ def dequantize(
     """Return the weight, float32 [out_features, in_features], of its integers.
 
     data: uint8 [out_features, num_groups, group_size * bits / 8]. scales: float32 [out_features, num_groups]. A stack
-    of several has a dimension before these. zero_points: as they are kept; None: the middle of the range.
+    has a dimension before these. zero_points: packed; None: the middle of the range.
     """
     bits = 8 if data.shape[-1] == group_size else 4
     zeros = np.full(scales.shape, 1 << bits - 1, np.uint8)

@@ -2,8 +2,8 @@
 
 In: the manifests of both. Out: a checkpoint folder in Hugging Face format.
 
-Each weight W that the adapter is of becomes W + scale * B A, summed in float64 in the order of the ranks (the same
-bytes on every machine) and rounded once to the dtype that W is stored in; all other tensors and files stay as they are.
+Each weight W that the adapter has becomes W + scale * B A, accumulated in float64 in the order of the ranks (the same
+bytes on every machine) and rounded once to the dtype that W is stored in; all other tensors and files do not change.
 Tensors are streamed, a few megabytes at a time.
 """
 
@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.artifacts.dtypes import numpy_dtype
+from lockstep.checkpoint.tensors import name_in_checkpoint
 from lockstep.errors import InputError
 from lockstep.weights.adapters import LoadedAdapter, open_adapters
 from lockstep.weights.source import PIECE_BYTES, Source, open_source
@@ -29,12 +30,12 @@ _INDEX = "model.safetensors.index.json"
 def merge(checkpoint_json: Path, adapters_json: Path, name: str, out: Path, transposed: Collection[str] = ()) -> Path:
     """Write the checkpoint with one adapter merged into it.
 
-    name: of the adapter. out: the folder that is written, and returned. transposed: names of the model's linear layers
-    whose weights are [in_features, out_features], such as GPT-2's (`export.lora.transposed_layers`); a shape does not
-    tell, where it is square.
+    name: of the adapter. out: the folder to write, which is returned. transposed: names of the model's linear layers
+    whose weights are [in_features, out_features], such as GPT-2's (`export.lora.transposed_layers`); square shapes do
+    not tell.
 
-    Raises InputError where `out` is there, no adapter has this name, a file has changed since it was resolved, a number
-    becomes too large for its dtype, and when the disk has no room; `out` is then as it was.
+    Raises InputError where `out` exists, no adapter has this name, a file has changed since it was resolved, a number
+    becomes too large for its dtype, and when the disk has no room; `out` is then not created.
     """
     source = open_source(Path(checkpoint_json))
     adapters = open_adapters(adapters_json)
@@ -64,9 +65,7 @@ def merge(checkpoint_json: Path, adapters_json: Path, name: str, out: Path, tran
 
 
 def _write(source: Source, adapter: LoadedAdapter, path: Path, transposed: Collection[str]) -> None:
-    # Checkpoints of a bare decoder leave out the first part of the name ("transformer.").
-    names = {f"{module}.weight": module for module in adapter.modules}
-    modules = {name if name in source.tensors else name.partition(".")[2]: module for name, module in names.items()}
+    modules = {name_in_checkpoint(f"{module}.weight", source.tensors): module for module in adapter.modules}
     stored = {name: Stored(name, place.dtype, place.shape) for name, place in source.tensors.items()}
     opening, tensors = layout(stored, path.name)
 
@@ -86,27 +85,31 @@ def _write(source: Source, adapter: LoadedAdapter, path: Path, transposed: Colle
 def _merged(
     source: Source, name: str, adapter: LoadedAdapter, module: str, transposed: bool, buffer: np.ndarray
 ) -> Iterator[memoryview]:
-    """Yield a weight's bytes with the adapter's product added.
-
-    Pieces may end anywhere within a row.
-    """
+    """Yield a weight's bytes with the adapter's product added. Pieces may end anywhere within a row."""
     place = source.tensors[name]
     a, b = (array.astype(np.float64) for array in adapter.modules[module])
-    left, right = (a.T.copy(), b.T) if transposed else (b, a)
-    if place.shape != (left.shape[0], right.shape[1]):
+    if transposed:
+        left_factor = a.T.copy()
+        right_factor = b.T
+    else:
+        left_factor = b
+        right_factor = a
+    if place.shape != (left_factor.shape[0], right_factor.shape[1]):
         where = f"{source.words(name)}: adapter {adapter.name!r}"
-        expected = [left.shape[0], right.shape[1]]
+        expected = [left_factor.shape[0], right_factor.shape[1]]
         raise InputError(f"{where}: expected a weight of the product's shape {expected}; check it again")
-    left *= adapter.scale_of(module)
+    left_factor *= adapter.scale_of(module)
     columns = place.shape[1]
-    at = 0
+    start = 0  # of the piece, in numbers
     dtype = numpy_dtype(place.dtype)
     for piece, _ in source.finite_pieces(name, buffer):
         numbers = piece.view(dtype)
-        first = at // columns
-        last = -(-(at + numbers.size) // columns)
-        own = slice(at - first * columns, at - first * columns + numbers.size)
-        total = numbers.astype(np.float64) + _product(left[first:last], right).reshape(-1)[own]
+        stop = start + numbers.size
+        first_row = start // columns
+        last_row = -(-stop // columns)
+        product = _product(left_factor[first_row:last_row], right_factor).reshape(-1)
+        offset = start - first_row * columns
+        total = numbers.astype(np.float64) + product[offset : offset + numbers.size]
         with np.errstate(over="ignore"):
             rounded = total.astype(dtype)
         if not np.isfinite(rounded.astype(np.float64)).all():
@@ -114,14 +117,14 @@ def _merged(
                 f"{source.words(name)}: adapter {adapter.name!r}: expected sums that fit {place.dtype}, found "
                 f"{float(np.abs(total).max()):g}; merge it into a checkpoint of another dtype"
             )
-        at += numbers.size
+        start = stop
         yield rounded.view(np.uint8).data
 
 
-def _product(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+def _product(left_factor: np.ndarray, right_factor: np.ndarray) -> np.ndarray:
     """Return `left @ right`, accumulated over the ranks in their order: a BLAS has another order on each CPU."""
-    total = np.zeros((len(left), right.shape[1]))
+    total = np.zeros((len(left_factor), right_factor.shape[1]))
     term = np.empty_like(total)
-    for column, row in zip(left.T, right):
+    for column, row in zip(left_factor.T, right_factor):
         total += np.multiply(column[:, None], row, out=term)
     return total

@@ -1,7 +1,7 @@
 """The arithmetic of MXFP4: codes of 4 bits, a shared exponent for each group of 32.
 
 A number is that of its code (e2m1), times two to the power of its group's byte less 127 (e8m0). Both are exact in
-float32, and so is their product, but for what overflows.
+float32, and so is their product unless it overflows.
 """
 
 from __future__ import annotations
@@ -33,6 +33,6 @@ def mxfp4_numbers(codes: np.ndarray, exponents: np.ndarray) -> np.ndarray:
 
     codes: uint8 [..., num_groups, 16]. exponents: uint8 [..., num_groups].
     """
-    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused where it is read
+    with np.errstate(over="ignore", invalid="ignore"):  # the reader rejects non-finite numbers
         groups = e2m1_pairs()[codes].reshape(*exponents.shape, -1) * e8m0()[exponents][..., None]
     return groups.reshape(*exponents.shape[:-1], -1)

@@ -1,7 +1,4 @@
-"""A rank's part of the weights of one block.
-
-It is to a backend what `Weights` is, with slots for names.
-"""
+"""A rank's shard of the weights of one block: `Tensors` by slot name."""
 
 from __future__ import annotations
 
@@ -17,10 +14,9 @@ from lockstep.weights.slots import slot_array
 
 
 class RankWeights:
-    """The arrays of a rank, by the name of a slot of the whole block.
+    """The arrays of a rank, by the name of a slot of the whole block. Check the slots first.
 
-    signature_slots: the slots of the whole block. slots: {slot: tensors} of the block in this layer. Check the slots
-    first.
+    signature_slots: the slots of the whole block. slots: {slot: tensors} of the block in this layer.
     """
 
     def __init__(
@@ -46,19 +42,16 @@ class RankWeights:
         return tuple(self._slots[slot]), self._sharded.weights.get(slot), zeros, self._rank
 
     def __getitem__(self, slot: str) -> np.ndarray:
-        """Return the rank's part of a slot.
+        """Return the rank's shard of a slot.
 
-        A view of the checkpoint's file, with gaps where the part has some there; a copy of a fused slot, and of a part
+        A view of the checkpoint's file, with gaps if the shard has some there; a copy of a fused slot, and of a shard
         of several ranges.
         """
-        whole = slot_array(self._weights, self._slots[slot], self._sizes[slot])
-        return self._sharded.take_weight(slot, whole, self._rank)
+        array = slot_array(self._weights, self._slots[slot], self._sizes[slot])
+        return self._sharded.take_weight(slot, array, self._rank)
 
     def location(self, slot: str) -> tuple[Path, int, int] | None:
-        """Return (path of the file, offset in bytes, length in bytes) of a slot.
-
-        Of one that a whole tensor of the checkpoint takes; None for a part of a tensor, or several.
-        """
+        """Return (path of the file, offset in bytes, length in bytes) of a slot that is a whole tensor, else None."""
         is_whole = slot not in self._sharded.weights and (slot not in self._sharded.first or self._rank == 0)
         names = self._slots[slot]
         return self._weights.location(names[0]) if is_whole and len(names) == 1 else None

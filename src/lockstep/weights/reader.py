@@ -34,14 +34,11 @@ from lockstep.weights.mxfp4 import mxfp4_numbers
 
 
 class Tensors(Protocol):
-    """Weights by name: a checkpoint's tensors, or a rank's slots.
-
-    Arrays of a rank may have gaps (strides).
-    """
+    """Weights by name: a checkpoint's tensors, or a rank's slots, whose arrays may have gaps (strides)."""
 
     @property
     def checkpoint(self) -> object:
-        """Return one object for all that is read from one checkpoint."""
+        """Return an object that identifies the checkpoint."""
         ...
 
     def identity(self, name: str) -> Hashable:
@@ -51,17 +48,14 @@ class Tensors(Protocol):
     def __getitem__(self, name: str) -> np.ndarray: ...
 
     def location(self, name: str) -> tuple[Path, int, int] | None:
-        """Return (path, offset in bytes, length in bytes) of an array in a file.
-
-        None where no file holds just these bytes.
-        """
+        """Return (path, offset in bytes, length in bytes) of an array; None where no file holds just these bytes."""
         ...
 
 
 class Weights:
-    """The tensors of a weights manifest, by name.
+    """The tensors of a weights manifest: {name: array}.
 
-    Arrays are views of the mapped files: one copy in memory, however many users.
+    Arrays are views of the mapped files: one copy in memory for all users.
     """
 
     def __init__(
@@ -110,36 +104,39 @@ class Weights:
 
     @property
     def quantization(self) -> QuantizedTensors | None:
-        """Return what is quantised, and how; None where nothing is."""
+        """Return the quantised tensors and their layout; None if there are none."""
         if self.group_size is None:
             return None
         names = quantized_names(self._tensors)
         if self.group_size == ROW:
             return QuantizedTensors(ROW, dict.fromkeys(names, 8), transposed=tuple(self._transposed))
         bits = {name: 8 * self.info(data_name(name)).shape[-1] // self.group_size for name in names}
-        has_zeros, ordered = (
-            any(part(name) in self._tensors for name in names) for part in (zero_points_name, order_name)
+        return QuantizedTensors(
+            self.group_size,
+            bits,
+            any(zero_points_name(name) in self._tensors for name in names),
+            any(order_name(name) in self._tensors for name in names),
+            any(map(self._is_mxfp4, names)),
+            tuple(self._transposed),
         )
-        is_mxfp4 = any(map(self._is_mxfp4, names))
-        transposed = tuple(self._transposed)
-        return QuantizedTensors(self.group_size, bits, has_zeros, ordered, is_mxfp4, transposed)
 
     def dequantized(self) -> Iterator[tuple[str, np.ndarray]]:
         """Yield all tensors under their names in the checkpoint, sorted.
 
-        Of a quantised one the numbers that its integers and scales stand for, float32, in the checkpoint's shape.
+        Quantised ones are dequantised, float32, in the checkpoint's shape.
         """
         quantized = quantized_names(self._tensors)
-        parts = {part(name) for name in quantized for part in (data_name, scales_name, zero_points_name, order_name)}
+        parts: set[str] = set()
+        for name in quantized:
+            parts |= {data_name(name), scales_name(name), zero_points_name(name), order_name(name)}
         for name in sorted({*self._tensors, *quantized} - parts):
             array = self.dequantize(name) if data_name(name) in self._tensors else self[name]
             yield name, array.T if name in self._transposed else array
 
     def dequantize(self, name: str) -> np.ndarray:
-        """Return the numbers of a quantised tensor, float32.
+        """Return the numbers of a quantised tensor, float32 [out_features, in_features].
 
-        They are what its integers, scales and zero points stand for, [out_features, in_features]; of a stack
-        [num_experts, out_features, in_features], but for one of MXFP4.
+        A stack is [num_experts, out_features, in_features], or for MXFP4 [num_experts, in_features, out_features].
         """
         data = self[data_name(name)]
         scales = self[scales_name(name)]
@@ -150,22 +147,23 @@ class Weights:
         if self._is_mxfp4(name):
             return mxfp4_numbers(data, scales).swapaxes(1, 2)
         zeros = self[zero_points_name(name)] if zero_points_name(name) in self._tensors else None
-        kept = None
+        num_zeros = None  # shape of the packed zero points
         if data.ndim in (3, 4) and self.group_size:
-            kept = (*data.shape[:-2], (data.shape[-2] * data.shape[-1] + self.group_size - 1) // self.group_size)
-        if kept is None or scales.shape != data.shape[:-1] or (zeros is not None and zeros.shape != kept):
+            num_bytes = data.shape[-2] * data.shape[-1]
+            num_zeros = (*data.shape[:-2], (num_bytes + self.group_size - 1) // self.group_size)
+        if num_zeros is None or scales.shape != data.shape[:-1] or (zeros is not None and zeros.shape != num_zeros):
             self._refuse_scales(name, "group", data, scales)
-        assert self.group_size is not None  # else refused above
+        assert self.group_size is not None  # else rejected above
         numbers = dequantize(data, scales, self.group_size, zeros)
         if order_name(name) not in self._tensors:
             return numbers
-        in_place = np.empty_like(numbers)
-        in_place[:, self[order_name(name)]] = numbers
-        return in_place
+        ordered = np.empty_like(numbers)
+        ordered[:, self[order_name(name)]] = numbers
+        return ordered
 
-    def _refuse_scales(self, name: str, of: str, data: np.ndarray, scales: np.ndarray) -> NoReturn:
+    def _refuse_scales(self, name: str, unit: str, data: np.ndarray, scales: np.ndarray) -> NoReturn:
         raise InputError(
-            f"{self.manifest_path}: expected tensor {name!r} with a scale for each {of}, found "
+            f"{self.manifest_path}: expected tensor {name!r} with a scale for each {unit}, found "
             f"{list(data.shape)} with {list(scales.shape)}; convert the checkpoint again"
         )
 
@@ -176,10 +174,7 @@ class Weights:
         return isinstance(name, str) and self._key(name) in self._tensors
 
     def _key(self, name: str) -> str:
-        """Return the name under which the checkpoint holds `name`.
-
-        Checkpoints of a bare decoder leave out its first part ("transformer.").
-        """
+        """Return a name as in the checkpoint: those of a bare decoder leave out its first part ("transformer.")."""
         return name if name in self._tensors else name.partition(".")[2]
 
     def __iter__(self) -> Iterator[str]:
@@ -197,37 +192,33 @@ class Weights:
             )
 
     def unused(self, names: Iterable[str]) -> list[str]:
-        """Return the tensors that are none of `names`, sorted."""
+        """Return the tensors that are not among `names`, sorted."""
         return sorted(set(self._tensors) - {self._key(name) for name in names})
 
     def info(self, name: str) -> TensorPlace:
         """Return a tensor's file, bytes, dtype and shape.
 
-        Raises InputError, which names the nearest tensors, when there is none of this name.
+        Raises InputError that suggests the nearest names when there is no such tensor.
         """
         try:
             return self._tensors[self._key(name)]
         except KeyError:
             near = difflib.get_close_matches(name, self.names(), n=3)
-            found = f"the nearest are {', '.join(near)}" if near else f"{len(self)} others"
+            actual = f"the nearest are {', '.join(near)}" if near else f"{len(self)} others"
             raise InputError(
                 f"{self.manifest_path}: expected tensor {name!r}, found none of this name "
-                f"({found}); is this the checkpoint of this model?"
+                f"({actual}); is this the checkpoint of this model?"
             ) from None
 
     def location(self, name: str) -> tuple[Path, int, int]:
-        """Return (path, offset in bytes, length in bytes) of a tensor.
-
-        The path is that of the real file, for a reader that maps files itself.
-        """
+        """Return (path, offset in bytes, length in bytes) of a tensor, with links in the path resolved."""
         info = self.info(name)
         return Path(os.path.realpath(self._paths[info.file])), info.offset, info.length
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """Return the tensor as a read-only array of its shape.
+        """Return the tensor as a read-only array of its shape, `ml_dtypes.bfloat16` for BF16.
 
-        Its dtype is `ml_dtypes.bfloat16` for BF16. A view of the file, except where the file does not align it to its
-        element (old writers): then a copy.
+        A view of the file, or a copy where the file (of an old writer) does not align it to its element.
         """
         info = self.info(name)
         raw = self._maps[info.file][info.offset : info.offset + info.length]
@@ -239,10 +230,9 @@ class Weights:
 
 
 def _check_place(manifest_path: Path, name: str, info: TensorPlace, size: int) -> None:
-    """Check that a tensor lies within its file.
+    """Check that a tensor lies within its file of `size` bytes. Raises InputError.
 
-    A manifest is ours, but its numbers choose what memory is read: they are checked as any file's are. size: of the
-    tensor's file, in bytes. Raises InputError.
+    A manifest is our own, but its numbers choose which memory is read: they are checked as those of any file.
     """
     length = math.prod(info.shape) * DTYPE_BITS.get(info.dtype, 0) // 8
     if info.length != length or info.offset < 0 or info.offset + info.length > size:

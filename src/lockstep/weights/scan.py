@@ -1,7 +1,4 @@
-"""Floating-point numbers seen through their bits.
-
-Whether each is finite, and how large the largest is. No torch, one pass.
-"""
+"""Scan floating-point numbers by their bits: whether all are finite, and the largest. No torch, one pass."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import numpy as np
 
 from lockstep.artifacts.dtypes import DTYPE_BITS, INFINITY_BITS
 
-# Unsigned type of the same width, mask of all but the sign, and the first bit pattern that is not finite.
+# Unsigned type of the same width, mask of all bits but the sign, and the first bit pattern that is not finite.
 _LAYOUT = {
     dtype: (np.dtype(f"u{DTYPE_BITS[dtype] // 8}").type, (1 << DTYPE_BITS[dtype] - 1) - 1, infinity)
     for dtype, infinity in INFINITY_BITS.items()
@@ -20,10 +17,7 @@ _LAYOUT = {
 
 @dataclass(frozen=True)
 class NonFinite:
-    """How many numbers of an array are not finite.
-
-    first: flat index of the first of them.
-    """
+    """The number of NaNs and infinities in an array. first: flat index of the first of them."""
 
     first: int
     nans: int
@@ -33,10 +27,8 @@ class NonFinite:
 def largest_bits(dtype: str, raw: np.ndarray) -> int:
     """Return the bits of the largest magnitude in `raw`; 0 when empty.
 
-    raw: uint8, 1-D, the bytes of `dtype` numbers.
-
-    Without their sign, IEEE numbers order as their bits do, with infinity above all finite numbers and NaN above
-    infinity.
+    raw: uint8, 1-D, the bytes of `dtype` numbers. Without their sign, IEEE numbers order as their bits do, with
+    infinity above all finite numbers and NaN above infinity.
     """
     unsigned, mask, _ = _LAYOUT[dtype]
     bits = raw.view(unsigned)
@@ -57,8 +49,8 @@ def count_non_finite(dtype: str, raw: np.ndarray) -> NonFinite | None:
     """Count the numbers in `raw` that are not finite; None when all are."""
     unsigned, mask, infinity = _LAYOUT[dtype]
     bits = raw.view(unsigned) & unsigned(mask)
-    at = np.flatnonzero(bits >= unsigned(infinity))
-    if not at.size:
+    positions = np.flatnonzero(bits >= unsigned(infinity))
+    if not positions.size:
         return None
-    infinities = int((bits[at] == unsigned(infinity)).sum())
-    return NonFinite(int(at[0]), int(at.size) - infinities, infinities)
+    infinities = int((bits[positions] == unsigned(infinity)).sum())
+    return NonFinite(int(positions[0]), int(positions.size) - infinities, infinities)

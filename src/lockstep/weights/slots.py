@@ -1,7 +1,4 @@
-"""Checks that weights fit the graphs, before anything runs.
-
-They are of the tensors that an assembly binds to a block's slots.
-"""
+"""Check that an assembly's tensors fit the slots of the graphs, before anything runs."""
 
 from __future__ import annotations
 
@@ -21,8 +18,8 @@ from lockstep.weights.reader import Tensors, Weights
 def check_slots(weights: Weights, slots: Mapping[str, Sequence[str]], specs: Sequence[IO], where: str = "") -> None:
     """Check each slot that `specs` declares against its tensors in `slots`.
 
-    A slot of several tensors holds their bytes one after another. A size given as a name fits any size. `where` says
-    which block this is, for the message. Raises InputError naming tensor, file, expected and found dtype or shape.
+    A slot of several tensors holds their bytes one after another. A named size fits any size. where: the block, for the
+    message. Raises InputError naming tensor, file, expected and found dtype or shape.
     """
     declared = [spec.name for spec in specs]
     if sorted(declared) != sorted(slots):
@@ -44,107 +41,86 @@ def _check_slot(weights: Weights, spec: IO, names: Sequence[str], where: str) ->
     for name, info in zip(names, infos):
         dtype = graph_dtype(info.dtype)
         if dtype != spec.dtype:
-            _refuse(
-                weights,
-                [name],
-                where,
-                spec.dtype,
-                f"{dtype} {list(info.shape)}",
-                "convert the checkpoint to the precision of the graphs",
-            )
-        # Parts share all axes but the first with the end of the whole: rows of q, k and v; or the matrices of a stack
-        # of experts.
+            remedy = "convert the checkpoint to the precision of the graphs"
+            _refuse(weights, [name], where, spec.dtype, f"{dtype} {list(info.shape)}", remedy)
+        # Parts share the last axes with the whole: rows of q, k and v; or the matrices of a stack of experts.
         part = expected if len(names) == 1 else ["any", *expected[len(expected) - len(info.shape) + 1 :]]
         if not _fits(info.shape, part):
-            _refuse(
-                weights,
-                [name],
-                where,
-                f"shape {part}",
-                f"shape {list(info.shape)}",
-                "the tensor does not belong to this config.json",
-            )
+            remedy = "the tensor does not belong to this config.json"
+            _refuse(weights, [name], where, f"shape {part}", f"shape {list(info.shape)}", remedy)
     sizes = [size for size in expected if isinstance(size, int)]
     if len(names) > 1 and len(sizes) == len(expected):
-        found = sum(math.prod(info.shape) for info in infos)
-        if found != math.prod(sizes):
-            _refuse(
-                weights,
-                names,
-                where,
-                f"{math.prod(sizes)} numbers in all",
-                f"{found}",
-                "the tensors do not belong to this config.json",
-            )
+        count = sum(math.prod(info.shape) for info in infos)
+        if count != math.prod(sizes):
+            remedy = "the tensors do not belong to this config.json"
+            _refuse(weights, names, where, f"{math.prod(sizes)} numbers in all", f"{count}", remedy)
 
 
 def _check_scales(weights: Weights, names: Sequence[str], where: str) -> None:
     for name in names:
         finite = np.isfinite(weights[name])
         if not finite.all():
-            found = f"{np.count_nonzero(~finite)} NaN or infinite ones"
-            _refuse(weights, [name], where, "finite scales", found, "convert the checkpoint again")
+            actual = f"{np.count_nonzero(~finite)} NaN or infinite ones"
+            _refuse(weights, [name], where, "finite scales", actual, "convert the checkpoint again")
 
 
 def _fits(shape: Sequence[int], expected: Sequence[int | str]) -> bool:
-    return len(shape) == len(expected) and all(
-        isinstance(want, str) or want == found for found, want in zip(shape, expected)
-    )
+    if len(shape) != len(expected):
+        return False
+    return all(isinstance(size, str) or size == found_size for found_size, size in zip(shape, expected))
 
 
 def check_inputs(slots: Collection[str], inputs: Collection[str], where: str) -> None:
-    """Check that an engine has an input for each of its slots.
-
-    where: its file. Raises CheckError.
-    """
-    if missing := sorted(set(slots) - set(inputs)):
+    """Check that an engine has an input for each of its slots. where: its file. Raises CheckError."""
+    missing = sorted(set(slots) - set(inputs))
+    if missing:
         raise CheckError(
             f"{where}: expected weight inputs {few(sorted(slots))}, found none for {few(missing)}; "
             "build the engines again"
         )
 
 
-def check_bound_slots(slots: Collection[str], given: Collection[str], where: str) -> None:
-    """Check that the slots of an engine are those that weights are bound to.
-
-    where: its file. Raises CheckError.
-    """
-    if set(given) != set(slots):
+def check_bound_slots(slots: Collection[str], bound: Collection[str], where: str) -> None:
+    """Check that the slots of an engine are those that weights are bound to. where: its file. Raises CheckError."""
+    if set(bound) != set(slots):
         raise CheckError(
-            f"{where}: expected weights for the slots {few(sorted(slots))}, found {few(sorted(given))}; "
+            f"{where}: expected weights for the slots {few(sorted(slots))}, found {few(sorted(bound))}; "
             "export and build again"
         )
 
 
 def check_arrays(arrays: Sequence[np.ndarray], shape: Sequence[int], dtype: np.dtype, where: str) -> None:
-    """Check that arrays, one after another, are what a slot of an engine takes.
+    """Check that arrays, one after another, fit a slot of an engine. Raises CheckError.
 
-    A single array has the slot's shape itself. Raises CheckError.
+    A single array must have the slot's shape.
     """
-    found = [list(array.shape) for array in arrays]
-    fits = found == [list(shape)] if len(arrays) == 1 else sum(array.size for array in arrays) == math.prod(shape)
+    shapes = [list(array.shape) for array in arrays]
+    if len(arrays) == 1:
+        fits = shapes[0] == list(shape)
+    else:
+        fits = sum(array.size for array in arrays) == math.prod(shape)
     if not fits or any(array.dtype != dtype for array in arrays):
         raise CheckError(
             f"{where}: expected weights {dtype.name} {list(shape)}, found {arrays[0].dtype.name} "
-            f"{few(list(map(str, found)))}; are graphs and weights of one model and precision?"
+            f"{few(list(map(str, shapes)))}; are graphs and weights of one model and precision?"
         )
 
 
 def slot_array(weights: Tensors | Mapping[str, np.ndarray], names: Sequence[str], shape: Sequence[int]) -> np.ndarray:
-    """Return what a slot of `shape` takes, without gaps.
+    """Return the array of a slot, without gaps: the tensor itself, or a copy of several, one after another.
 
-    The tensor itself, or a copy of several, one after another. Check the slot first.
+    Check the slot first.
     """
     if len(names) == 1:
         return np.asarray(weights[names[0]], order="C")
     return np.concatenate([weights[name].reshape(-1) for name in names]).reshape(shape)
 
 
-def _refuse(weights: Weights, names: Sequence[str], where: str, expected: str, found: str, remedy: str) -> NoReturn:
+def _refuse(weights: Weights, names: Sequence[str], where: str, expected: str, actual: str, remedy: str) -> NoReturn:
     path = weights.location(names[0])[0]
+    owner = f" of {where}" if where else ""
     raise InputError(
-        f"{path}: tensor {few(list(map(repr, names)), ' + ')}{' of ' + where if where else ''}: "
-        f"expected {expected}, found {found}; {remedy}"
+        f"{path}: tensor {few(list(map(repr, names)), ' + ')}{owner}: expected {expected}, found {actual}; {remedy}"
     )
 
 

@@ -1,7 +1,4 @@
-"""Read a checkpoint's tensors in bounded pieces, by its manifest.
-
-Numbers that are not finite are refused.
-"""
+"""Read a checkpoint's tensors in bounded pieces, by its manifest, and reject non-finite numbers."""
 
 from __future__ import annotations
 
@@ -23,24 +20,20 @@ from lockstep.errors import InputError
 from lockstep.manifests.digest_cache import check_stored
 from lockstep.weights.coded import Coded
 from lockstep.weights.mxfp4 import NO_NUMBER
-from lockstep.weights.packed import Packed, PackedValues
+from lockstep.weights.packed import Packed, PackedValueError
 from lockstep.weights.scan import NonFinite, count_non_finite, is_finite, largest_bits
 
-# Large enough that calls cost nothing, small enough that a piece is still in the cache when it is scanned, cast and
-# hashed.
+# Large enough to make calls cheap, small enough that a piece is still in the cache when it is scanned, cast and hashed.
 PIECE_BYTES = 4 << 20
 _CODES = ("F8_E4M3", "F8_E8M0")
 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint as its manifest describes it.
+    """A checkpoint as its manifest describes it. Every file exists, with the size in the manifest.
 
-    Every file was found, of the size it had when the manifest was made.
-
-    tensors: by name; weights that are quantised already are one each, as the floats that they stand for, and stand in
-    `packed` besides. transposed: which are read as [out_features, in_features], and lie in the file as
-    [in_features, out_features].
+    tensors: by name; each quantised weight is one, in its dequantised form, and is also in `packed`. transposed: those
+    that are read as [out_features, in_features] and stored as [in_features, out_features].
     """
 
     folder: Path
@@ -55,71 +48,69 @@ class Source:
         return sorted({place.file for place in self.manifest.tensors.values()})
 
     def with_transposed(self, names: Collection[str]) -> Source:
-        """Return the same tensors, of which those named, matrices, are read transposed."""
-        turned = {name: replace(self.tensors[name], shape=self.tensors[name].shape[::-1]) for name in names}
-        return replace(self, tensors={**self.tensors, **turned}, transposed=names)
+        """Return the same tensors with the named matrices read transposed."""
+        shapes = {name: self.tensors[name].shape[::-1] for name in names}
+        places = {name: replace(self.tensors[name], shape=shape) for name, shape in shapes.items()}
+        return replace(self, tensors={**self.tensors, **places}, transposed=names)
 
     def stays_packed(self, name: str) -> bool:
-        """Return whether graphs take the integers of a tensor as the checkpoint has them."""
+        """Return whether graphs read a tensor's integers in the checkpoint's form."""
         return name in self.packed and self.packing is not None and self.packing.stays
 
     def keeps_codes(self, name: str) -> bool:
-        """Return whether a tensor is e4m3 numbers with one scale, or one a row: what w8a8-fp8 takes as it is."""
+        """Return whether a tensor is e4m3 numbers with one scale, or one a row: unchanged in w8a8-fp8."""
         packing = self.packing
         return name in self.packed and packing is not None and packing.layout == "fp8" and packing.block is None
 
     def coded(self, name: str) -> Coded:
-        """Read a weight that is kept as codes. Raises InputError for what config.json says otherwise."""
+        """Read a weight that is stored as codes. Raises InputError where it contradicts config.json."""
         coded = self._open(name)
-        assert isinstance(coded, Coded)  # of a layout of codes
+        assert isinstance(coded, Coded)  # by its layout
         return coded
 
-    def kept(self, quantized: QuantizedTensors | None) -> dict[str, TensorPlace]:
-        """Return the parts of `quantized` that lie in the checkpoint as they are bound: those of MXFP4.
+    def unchanged_parts(self, quantized: QuantizedTensors | None) -> dict[str, TensorPlace]:
+        """Return the parts of `quantized` that graphs read from the checkpoint's files: those of MXFP4.
 
-        Raises InputError for a shared exponent that stands for no number.
+        Raises InputError for a shared exponent that is not a number.
         """
         places = self.manifest.tensors
-        found = dict[str, TensorPlace]()
+        unchanged: dict[str, TensorPlace] = {}
         if quantized is None or not quantized.mxfp4:
-            return found
+            return unchanged
         raw = replace(self, tensors=places, packed={})
         for name in quantized.bits:
-            data, scales = (self.packed[name].parts[role] for role in ("data", "scales"))
+            data = self.packed[name].parts["data"]
+            scales = self.packed[name].parts["scales"]
             if (raw.array(scales) == NO_NUMBER).any():
                 raise InputError(
                     f"{raw.words(scales)}: expected finite numbers, found the exponent {NO_NUMBER}, which is none; "
                     f"download this file again"
                 )
-            found |= {data_name(name): places[data], scales_name(name): places[scales]}
-        return found
+            unchanged |= {data_name(name): places[data], scales_name(name): places[scales]}
+        return unchanged
 
     def float_dtypes(self) -> set[str]:
         return {place.dtype for place in self.tensors.values() if place.dtype in FLOAT_DTYPES}
 
     def words(self, name: str) -> str:
-        """Return a tensor's file, name, dtype and shape, as an error opens with them."""
+        """Return a tensor's file, name, dtype and shape, for the start of an error message."""
         place = self.tensors[name]
         return f"{self.folder / place.file}: tensor {name!r} ({place.dtype} {list(place.shape)})"
 
     def pieces(self, name: str, buffer: np.ndarray) -> Iterator[np.ndarray]:
-        """Yield a tensor's bytes as uint8 views of `buffer`.
+        """Yield a tensor's bytes as uint8 views of `buffer`, each valid until the next.
 
-        Each is valid until the next is asked for.
-
-        `buffer` is a uint8 array of PIECE_BYTES. Read, not mapped: a file that shrinks meanwhile is then an error, not
-        a SIGBUS.
+        buffer: uint8 of PIECE_BYTES. Read, not mapped: a file that shrinks meanwhile is then an error, not a SIGBUS.
         """
         if name in self.transposed:
             stored = replace(self, tensors=self.manifest.tensors, transposed=()).array(name)
             data = np.ascontiguousarray(stored.T).reshape(-1).view(np.uint8)
-            yield from (data[start : start + PIECE_BYTES] for start in range(0, data.size, PIECE_BYTES))
+            yield from _cut(data)
             return
         if name in self.packed:
             packed = self._open(name)
             for rows in packed.blocks():
-                numbers = packed.numbers(rows).reshape(-1).view(np.uint8)
-                yield from (numbers[start : start + PIECE_BYTES] for start in range(0, numbers.size, PIECE_BYTES))
+                yield from _cut(packed.numbers(rows).reshape(-1).view(np.uint8))
             return
         place = self.tensors[name]
         with open(self.folder / place.file, "rb", buffering=0) as file:
@@ -138,27 +129,26 @@ class Source:
                 yield piece
 
     def open_packed(self, name: str, *parts: str) -> Packed:
-        """Read a packed weight, its tensors in memory as they lie in the file.
+        """Read a packed weight, its tensors in memory in their stored form.
 
-        parts: which of its tensors are read; none given: all.
-
-        Raises InputError for scales that are not finite, and for values that config.json says otherwise.
+        parts: which of its tensors are read; without any: all. Raises InputError for scales that are not finite, and
+        for values that contradict config.json.
         """
         packed = self._open(name, *parts)
-        assert isinstance(packed, Packed)  # of integers that stay
+        assert isinstance(packed, Packed)  # by its layout
         return packed
 
     def _open(self, name: str, *parts: str) -> Packed | Coded:
-        assert self.packing is not None  # it says which are packed
+        assert self.packing is not None  # else nothing is packed
         weight = self.packed[name]
-        places = self.manifest.tensors
-        of_weight = {tensor: _as_bytes(places[tensor]) for tensor in weight.parts.values()}
-        raw = Source(self.folder, self.manifest, of_weight)
+        places = {tensor: _as_bytes(self.manifest.tensors[tensor]) for tensor in weight.parts.values()}
+        raw = Source(self.folder, self.manifest, places)
         arrays = {part: raw.array(tensor) for part, tensor in weight.parts.items() if not parts or part in parts}
-        packed = (Packed if self.packing.layout in INTEGERS else Coded)(self.packing, weight.shape, arrays)
+        reader = Packed if self.packing.layout in INTEGERS else Coded
+        packed = reader(self.packing, weight.shape, arrays)
         try:
             packed.check()
-        except PackedValues as error:
+        except PackedValueError as error:
             raise InputError(f"{raw.words(weight.parts[error.part])}: {error}") from None
         return packed
 
@@ -168,8 +158,10 @@ class Source:
         buffer = np.empty(PIECE_BYTES, np.uint8)
         raw = np.empty(place.length, np.uint8)
         filled = 0
-        is_float = place.dtype in FLOAT_DTYPES
-        for piece in (each for each, _ in self.finite_pieces(name, buffer)) if is_float else self.pieces(name, buffer):
+        pieces = self.pieces(name, buffer)
+        if place.dtype in FLOAT_DTYPES:
+            pieces = (piece for piece, _ in self.finite_pieces(name, buffer))
+        for piece in pieces:
             raw[filled : filled + piece.size] = piece
             filled += piece.size
         return raw.view(numpy_dtype(place.dtype)).reshape(place.shape)
@@ -177,7 +169,7 @@ class Source:
     def finite_pieces(self, name: str, buffer: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
         """Yield `pieces` of a float tensor, each with the bits of its largest magnitude.
 
-        Raises InputError at NaN and infinity.
+        Raises InputError for NaN and infinity.
         """
         dtype = self.tensors[name].dtype
         for piece in self.pieces(name, buffer):
@@ -187,15 +179,15 @@ class Source:
             yield piece, bits
 
     def _refuse_non_finite(self, name: str, buffer: np.ndarray) -> None:
-        """Read the whole tensor once more for the numbers that the user needs to see."""
+        """Read the whole tensor again to count what the user needs to know."""
         total = NonFinite(-1, 0, 0)
         position = 0
         dtype = self.tensors[name].dtype
         for piece in self.pieces(name, buffer):
-            found = count_non_finite(dtype, piece)
-            if found:
-                first = total.first if total.first >= 0 else position + found.first
-                total = NonFinite(first, total.nans + found.nans, total.infinities + found.infinities)
+            count = count_non_finite(dtype, piece)
+            if count:
+                first = total.first if total.first >= 0 else position + count.first
+                total = NonFinite(first, total.nans + count.nans, total.infinities + count.infinities)
             position += piece.size * 8 // DTYPE_BITS[dtype]
         raise InputError(
             f"{self.words(name)}: expected finite numbers, found {total.nans} NaN and {total.infinities} infinite, the "
@@ -204,26 +196,35 @@ class Source:
         )
 
 
+def _cut(data: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield bytes in pieces of PIECE_BYTES."""
+    for start in range(0, data.size, PIECE_BYTES):
+        yield data[start : start + PIECE_BYTES]
+
+
 def _as_bytes(place: TensorPlace) -> TensorPlace:
-    """Return the place of a tensor whose type NumPy lacks as that of its codes, a byte each."""
+    """Return the place of a tensor with byte codes for a type that NumPy lacks."""
     return replace(place, dtype="U8") if place.dtype in _CODES else place
 
 
 def open_source(checkpoint_json: Path) -> Source:
     """Open a checkpoint by its manifest.
 
-    Raises InputError when a file has changed since `resolve`, or holds tensors of a type that cannot be read yet.
+    Raises InputError when a file has changed since `resolve`, or holds tensors of an unsupported type.
     """
     manifest = CheckpointManifest.load(checkpoint_json)
     source = Source(manifest.folder_of(checkpoint_json), manifest, manifest.tensors)
     check_stored(manifest.files, source.folder, RESOLVE_AGAIN)
     packing = packing_of(manifest.config)
     packed = packed_weights(packing, manifest.tensors, source.folder)
-    parts = {part for weight in packed.values() for part in weight.parts.values()}
-    headers, _ = language_tensors(
-        {name: place for file in source.files() for name, place in read_header(source.folder / file).items()}
-    )
-    places = set(headers.values())  # a tied head without its embedding is named as that
+    parts: set[str] = set()
+    for weight in packed.values():
+        parts.update(weight.parts.values())
+    stored: dict[str, TensorPlace] = {}
+    for file in source.files():
+        stored |= read_header(source.folder / file)
+    headers, _ = language_tensors(stored)
+    places = set(headers.values())  # by place: a tied head without its embedding has another name in the manifest
     for name, place in sorted(source.tensors.items()):
         if headers.get(name, place) != place or place not in places:
             raise InputError(
@@ -231,9 +232,8 @@ def open_source(checkpoint_json: Path) -> Source:
                 f"file's header changed; resolve the checkpoint again"
             )
         if place.dtype not in FLOAT_DTYPES + INTEGER_DTYPES and name not in parts:
-            known = f"{', '.join(FLOAT_DTYPES)} or integers"
             raise InputError(
-                f"{source.words(name)}: expected {known}, found {place.dtype}, which is not supported yet; "
-                f"use a checkpoint that is not quantized"
+                f"{source.words(name)}: expected {', '.join(FLOAT_DTYPES)} or integers, found {place.dtype}, which is "
+                f"not supported yet; use a checkpoint that is not quantized"
             )
     return replace(source, tensors=unpacked_places(manifest.tensors, packed), packing=packing, packed=packed)

@@ -29,16 +29,16 @@ from lockstep.weights.packed import pack_zero_points
 from lockstep.weights.scan import from_bits
 from lockstep.weights.source import PIECE_BYTES, Source
 
-Bring = Callable[["Source", "Stored", int, np.ndarray], Iterator[memoryview]]
+ReadPart = Callable[["Source", "Stored", int, np.ndarray], Iterator[memoryview]]
 Pieces = Callable[[str], Iterable[np.ndarray]]
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of the file that is written.
+    """A tensor of the file to write.
 
-    name: of the checkpoint's tensor that it is made of. dtype, shape: in the file. bits: of a part of a quantised one;
-    part: which, data, scales, zero_points or order.
+    name: of the checkpoint's tensor. dtype, shape: in the file. bits: of a part of a quantised one; part: data, scales,
+    zero_points or order.
     """
 
     name: str
@@ -59,8 +59,8 @@ def write_cast(
 
     Floats are written as `dtype`, those of `quantized` as integers with scales, unless the checkpoint has just these.
 
-    Returns the file and the tensors of the weights manifest beside it. `before_rename` is called when the file is
-    complete and not yet in place. On any error `path` stays as it was.
+    Returns the file and its tensors for the weights manifest. `before_rename` is called when the file is complete and
+    not yet in place. On any error `path` does not change.
     """
     stored = _stored(source.tensors, dtype, quantized)
     header, tensors = layout(stored, path.name)
@@ -72,7 +72,7 @@ def write_cast(
 def write_pieces(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str, pieces: Pieces, what: str) -> None:
     """Write tensors of one dtype to the safetensors file `path`.
 
-    pieces: gives a tensor's numbers, some at a time. what, and what is raised: as of `write_stream`.
+    pieces: returns a tensor's numbers in pieces. what, and errors: as of `write_stream`.
     """
     opening, places = layout({name: Stored(name, dtype, shape) for name, shape in shapes.items()}, path.name)
 
@@ -91,8 +91,8 @@ def write_stream(
 ) -> str:
     """Write `size` bytes to `path`, whole or not at all; return their hex sha256.
 
-    what: the weights that they are, in words. before_rename: as of `write_cast`. Raises InputError when the disk has no
-    room.
+    what: kind of the weights, for the message. before_rename: as of `write_cast`. Raises InputError when the disk has
+    no room.
     """
     check_place(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ def write_stream(
     with disk_room(f"{path}: expected {size} bytes free for the {what} weights"), atomic_path(path) as temporary:
         with open(temporary, "wb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
             for data in contents:
-                hashed = pool.submit(digest.update, data)  # hashlib lets go of the interpreter lock
+                hashed = pool.submit(digest.update, data)  # hashlib releases the interpreter lock
                 _write_all(file, data)
                 hashed.result()
         before_rename()
@@ -114,15 +114,16 @@ def write_stream(
 
 
 def _stored(tensors: Mapping[str, TensorPlace], dtype: str, quantized: QuantizedTensors | None) -> dict[str, Stored]:
-    """Return the tensors of the file, by name."""
+    """Return {name in the file: tensor}."""
     stored = {}
     for name, place in tensors.items():
         if quantized is None or name not in quantized.bits:
             stored[name] = Stored(name, dtype if place.dtype in FLOAT_DTYPES else place.dtype, place.shape)
             continue
-        if quantized.mxfp4:  # it stays where it is
+        if quantized.mxfp4:  # stays in the checkpoint's file
             continue
-        bits, (*rows, columns) = quantized.bits[name], place.shape
+        bits = quantized.bits[name]
+        *rows, columns = place.shape
         if quantized.group_size == ROW:
             stored[data_name(name)] = Stored(name, "F8_E4M3", place.shape, bits, "data")
             stored[scales_name(name)] = Stored(name, "F32", tuple(rows), bits, "scales")
@@ -139,26 +140,22 @@ def _stored(tensors: Mapping[str, TensorPlace], dtype: str, quantized: Quantized
 
 
 def layout(stored: Mapping[str, Stored], file: str) -> tuple[bytes, dict[str, TensorPlace]]:
-    """Return the opening bytes of `file` and the manifest's tensors.
-
-    Both are in file order, which is that of the safetensors library.
-    """
+    """Return the opening bytes of `file` and its tensors, in the order of the safetensors library."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    position = 0
+    end = 0
     for name in sorted(stored, key=lambda name: (-DTYPE_ORDER[stored[name].dtype], name)):
         entry = stored[name]
-        end = position + entry.length
-        header[name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [position, end]}
-        position = end
+        begin = end
+        end = begin + entry.length
+        header[name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     opening = len(text).to_bytes(8, "little") + text
     del header["__metadata__"]
-    places = {
-        name: TensorPlace(file, len(opening) + begin, end - begin, entry["dtype"], tuple(entry["shape"]))
-        for name, entry in header.items()
-        for begin, end in [entry["data_offsets"]]
-    }
+    places = {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        places[name] = TensorPlace(file, len(opening) + begin, end - begin, entry["dtype"], tuple(entry["shape"]))
     return opening, places
 
 
@@ -169,102 +166,104 @@ def _contents(
     yield memoryview(opening)
     for entry in stored:
         name = entry.name
-        found = source.tensors[entry.name].dtype
+        stored_dtype = source.tensors[name].dtype
         if entry.bits is not None:
-            assert quantized is not None  # it says which they are
-            bring: Bring = _repack if source.stays_packed(name) else _quantize
+            assert quantized is not None  # it has the bits
             if quantized.group_size == ROW:
-                bring = _codes if source.keeps_codes(name) else _quantize_rows
-            yield from bring(source, entry, quantized.group_size, buffer)
-        elif found in FLOAT_DTYPES and found != entry.dtype:
+                read: ReadPart = _read_codes if source.keeps_codes(name) else _quantize_rows
+            else:
+                read = _repack if source.stays_packed(name) else _quantize
+            yield from read(source, entry, quantized.group_size, buffer)
+        elif stored_dtype in FLOAT_DTYPES and stored_dtype != entry.dtype:
             yield from _cast(source, name, entry.dtype, buffer)
-        elif found in FLOAT_DTYPES:
+        elif stored_dtype in FLOAT_DTYPES:
             yield from (piece.data for piece, _ in source.finite_pieces(name, buffer))
         else:
             yield from (piece.data for piece in source.pieces(name, buffer))
 
 
 def _quantize(source: Source, entry: Stored, group_size: int, buffer: np.ndarray) -> Iterator[memoryview]:
-    """Yield the data or the scales of a tensor that is quantised.
+    """Yield the data or the scales of a tensor, quantised.
 
-    A piece holds whole groups, for both are powers of two and a row ends with one.
+    A piece holds whole groups: both are powers of two and a row ends with one.
     """
     assert entry.bits is not None
     for piece in _cast(source, entry.name, "F32", buffer):
         groups = np.frombuffer(piece, np.float32).reshape(-1, group_size)
         scales = scales_of(groups, entry.bits)
-        made = scales if entry.part == "scales" else pack(integers_of(groups, scales, entry.bits), entry.bits)
-        yield np.ascontiguousarray(made).reshape(-1).view(np.uint8).data
+        if entry.part == "scales":
+            yield _bytes_of(scales)
+        else:
+            yield _bytes_of(pack(integers_of(groups, scales, entry.bits), entry.bits))
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def _quantize_rows(source: Source, entry: Stored, _: int, buffer: np.ndarray) -> Iterator[memoryview]:
-    """Yield the data or the scales of a tensor that becomes e4m3: of whole rows, which may take several pieces."""
+    """Yield the data or the scales of a tensor as e4m3, by whole rows, which may span several pieces."""
     columns = source.tensors[entry.name].shape[-1]
-    rest = np.empty(0, np.float32)
+    numbers = np.empty(0, np.float32)
     for piece in _cast(source, entry.name, "F32", buffer):
-        rest = np.concatenate([rest, np.frombuffer(piece, np.float32)])
-        count = rest.size // columns
+        numbers = np.concatenate([numbers, np.frombuffer(piece, np.float32)])
+        count = numbers.size // columns
         if count:
-            rows = rest[: count * columns].reshape(count, columns)
-            rest = rest[count * columns :]
+            rows = numbers[: count * columns].reshape(count, columns)
+            numbers = numbers[count * columns :]
             scales = e4m3.row_scales(rows)
-            made = scales if entry.part == "scales" else e4m3.codes_of(rows, scales)
-            yield np.ascontiguousarray(made).reshape(-1).view(np.uint8).data
+            yield _bytes_of(scales if entry.part == "scales" else e4m3.codes_of(rows, scales))
 
 
-def _codes(source: Source, entry: Stored, _: int, __: np.ndarray) -> Iterator[memoryview]:
-    """Yield the data or the scales of a weight that the checkpoint holds as e4m3 numbers: the same ones."""
+def _read_codes(source: Source, entry: Stored, _: int, __: np.ndarray) -> Iterator[memoryview]:
+    """Yield the data or the scales of a weight that the checkpoint stores as e4m3 numbers, unchanged."""
     coded = source.coded(entry.name)
-    scales = np.ascontiguousarray(coded.row_scales())
     codes = coded.arrays["data"]
     if e4m3.has_nan(codes):
-        source.array(entry.name)  # says which numbers are not finite
-    yield (scales if entry.part == "scales" else codes).reshape(-1).view(np.uint8).data
+        source.array(entry.name)  # raises, with the number of NaNs
+    yield _bytes_of(coded.row_scales() if entry.part == "scales" else codes)
 
 
 def _repack(source: Source, entry: Stored, group_size: int, _: np.ndarray) -> Iterator[memoryview]:
-    """Yield the parts of a weight that the checkpoint holds quantised.
-
-    They are the same integers, scales and zero points.
-    """
+    """Yield the parts of a weight that the checkpoint stores quantised: the same integers, scales and zero points."""
     assert entry.bits is not None
-    held = source.open_packed(entry.name, entry.part, "order", "shape", "zero_points")
-    order = held.order()
+    packed = source.open_packed(entry.name, entry.part, "order", "shape", "zero_points")
+    order = packed.order()
     if entry.part == "order":
         yield order.astype(np.int64).view(np.uint8).data
         return
-    for rows in held.blocks():
+    for rows in packed.blocks():
         if entry.part == "data":
-            integers = held.integers(rows)
-            integers = integers[:, order] if held.packing.ordered else integers
-            made = pack(integers.reshape(-1, group_size), entry.bits)
+            integers = packed.integers(rows)
+            if packed.packing.ordered:
+                integers = integers[:, order]
+            yield _bytes_of(pack(integers.reshape(-1, group_size), entry.bits))
         elif entry.part == "scales":
-            made = held.scales(rows, group_size)
+            yield _bytes_of(packed.scales(rows, group_size))
         else:
-            made = pack_zero_points(held.zero_points(rows, group_size), entry.bits)
-        yield np.ascontiguousarray(made).reshape(-1).view(np.uint8).data
+            yield _bytes_of(pack_zero_points(packed.zero_points(rows, group_size), entry.bits))
 
 
 def _cast(source: Source, name: str, dtype: str, buffer: np.ndarray) -> Iterator[memoryview]:
     stored = source.tensors[name].dtype
-    found = numpy_dtype(stored)
-    wanted = numpy_dtype(dtype)
-    out = np.empty(PIECE_BYTES // found.itemsize, wanted)
+    stored_dtype = numpy_dtype(stored)
+    cast_dtype = numpy_dtype(dtype)
+    out = np.empty(PIECE_BYTES // stored_dtype.itemsize, cast_dtype)
     for piece, bits in source.finite_pieces(name, buffer):
-        numbers = piece.view(found)
+        numbers = piece.view(stored_dtype)
         cast = out[: numbers.size]
-        with np.errstate(over="ignore", under="ignore"):  # what overflows is refused, what is too small is rounded
-            if np.isinf(from_bits(stored, bits, found).astype(wanted))[0]:
+        with np.errstate(over="ignore", under="ignore"):  # overflow is rejected, underflow is rounded
+            if np.isinf(from_bits(stored, bits, stored_dtype).astype(cast_dtype))[0]:
                 _refuse_overflow(source, name, dtype, buffer)
             np.copyto(cast, numbers, casting="unsafe")
         yield cast.view(np.uint8).data
 
 
 def _refuse_overflow(source: Source, name: str, dtype: str, buffer: np.ndarray) -> None:
-    """Read the whole tensor once more for its largest number."""
+    """Read the whole tensor again for its largest number."""
     stored = source.tensors[name].dtype
     largest = from_bits(stored, max(bits for _, bits in source.finite_pieces(name, buffer)), numpy_dtype(stored))
-    precision = next(precision for precision, wanted in PRECISION_DTYPES.items() if wanted == dtype)
+    precision = next(precision for precision, of_precision in PRECISION_DTYPES.items() if of_precision == dtype)
     other = {"F16": "bf16 or fp32", "BF16": "fp32", "F32": "a checkpoint stored in fp32 or smaller"}[dtype]
     raise InputError(
         f"{source.words(name)}: expected numbers that fit {precision}, found a magnitude of "
@@ -273,9 +272,6 @@ def _refuse_overflow(source: Source, name: str, dtype: str, buffer: np.ndarray) 
 
 
 def _write_all(file: RawIOBase, data: memoryview) -> None:
-    """Write all of `data`, of which a raw file may take less at once.
-
-    Fails with the reason where the rest cannot be written.
-    """
+    """Write all of `data`: a raw file may accept less at once, and raises where it cannot accept the rest."""
     while data:
         data = data[file.write(data) :]
