@@ -1,6 +1,6 @@
-"""Graphs whose blocks take adapters, as `export.lora` makes them, in other forms.
+"""Rewrite graphs with adapter inputs (`export.lora`) into other forms.
 
-A linear layer there is y = x W^T + where(column's adapter == token's adapter, x A, 0) B. Each pass gives a copy.
+A linear layer there is y = x W^T + where(column's adapter == token's adapter, x A, 0) B. Each pass returns a copy.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from lockstep.onnx_tools.rewriter import Emitter, Rewriter, attributes_of
 
 
 def ids_as_mask(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Let blocks read a token's adapter as numbers that the first products are multiplied with, instead of ids.
+    """Let blocks read a token's adapter as a mask that multiplies the first products, instead of ids.
 
-    The copy has clip(x A) * mask for the choice, and the input `adapter_mask.<rank>` [num_tokens, max_adapters * rank]
-    in place of `adapter_ids`: 1 in the columns of the token's adapter, else 0. A version of TensorRT ended the process
-    where it was to choose by integers inside a fused region; later ones were not tried. The clip keeps what another
-    adapter makes of a token finite, so that 0 times it is 0. Returns `model` itself where it takes no ids.
+    The copy masks with clip(x A) * mask, and has the input `adapter_mask.<rank>` [num_tokens, max_adapters * rank]
+    instead of `adapter_ids`: 1 in the columns of the token's adapter, else 0. One version of TensorRT crashed on
+    comparing integers inside a fused region; later ones were not tried. The clip keeps another adapter's result for a
+    token finite, so that 0 times it is 0. Returns `model` itself if it has no ids.
     """
     graph = Rewriter(model)
     if IDS not in graph.inputs:
@@ -37,9 +37,9 @@ def ids_as_mask(model: onnx.ModelProto) -> onnx.ModelProto:
         element = graph.constants[node.input[2]].data_type
         ids = graph.producers[equal.input[0]].input[0]  # of tokens, or of the rows of requests
         dtype = helper.tensor_dtype_to_np_dtype(element)
-        most = np.array(np.finfo(dtype).max if dtype.kind == "f" else 3e38, dtype)
+        largest = np.array(np.finfo(dtype).max if dtype.kind == "f" else 3e38, dtype)
         emit = Emitter(graph, f"{node.output[0]}/finite")
-        finite = emit("Clip", node.input[1], -most, most)
+        finite = emit("Clip", node.input[1], -largest, largest)
         emit("Mul", finite, mask_name(rank) if ids == IDS else ids, result=node.output[0])
         graph.replace(node, *emit.nodes)
     mask = helper.make_tensor_value_info(mask_name(rank), element, ["num_tokens", columns])
@@ -50,7 +50,7 @@ def ids_as_mask(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def adapter_columns(graph: Rewriter, equal: onnx.NodeProto) -> tuple[int, int]:
-    """Return the number of columns that an Equal tells apart by their adapter, and how many each adapter has."""
+    """Return the number of columns that an Equal assigns to adapters, and the rank: the columns of each adapter."""
     owners = graph.array(equal.input[1])
     assert owners is not None  # as `export.lora` writes it
     owners = owners.reshape(-1)
@@ -65,12 +65,11 @@ def mask_of(ids: np.ndarray, columns: int, rank: int, dtype: np.dtype) -> np.nda
 def shrink_in_rows(
     model: onnx.ModelProto, parts: Mapping[str, list[str]]
 ) -> tuple[onnx.ModelProto, dict[str, list[str]]]:
-    """Let a layer's own product compute its adapters' first products, too: A becomes further rows of its weight.
+    """Let a layer's product also compute its adapters' first products: A becomes additional rows of its weight.
 
-    The copy has one product of x with W and behind it A_i^T, row by row, and a Split. Such a slot is made of its
-    tensors, `parts`, and of the inputs A_i, which it is named by. A kernel that decodes reads these rows with the
-    others; of its own the first product takes as long as a kernel takes to start. Weights that lie the other way stay
-    as they are.
+    The copy has one product of x with the rows of W and then those of each A_i^T, and a Split. The slot's parts are
+    those in `parts` and the inputs A_i, which are in its name. A kernel that decodes reads these rows with the others;
+    a separate first product takes as long as a kernel launch. Transposed weights do not change.
     """
     graph = Rewriter(model)
     slots = dict(parts)
@@ -82,8 +81,10 @@ def shrink_in_rows(
         is_transposed = bool(attributes_of(node).get("transB"))
         if not names or not is_transposed or any(shrinks[name].input[0] != node.input[0] for name in names):
             continue
-        (rows, deep), columns = graph.shape(slot), [graph.shape(name)[1] for name in names]
-        joined = graph.input(BETWEEN.join([slot, *names]), graph.element(slot), [rows + sum(columns), deep])
+        rows, in_features = graph.shape(slot)
+        columns = [graph.shape(name)[1] for name in names]
+        shape = [rows + sum(columns), in_features]
+        joined = graph.input(BETWEEN.join([slot, *names]), graph.element(slot), shape)
         slots[joined] = [*slots.pop(slot), *names]
         for name in names:
             graph.replace(shrinks[name])
@@ -102,24 +103,23 @@ def shrink_in_rows(
 
 
 def slot_rows(feeds: Mapping[str, np.ndarray], parts: list[str], slot: str) -> np.ndarray:
-    """Return what a slot takes: its parts, one after another; behind them the A that are rows of it, transposed."""
+    """Return a slot's array: its parts, one after another, with the A among its rows transposed."""
     rows = rows_of(slot)
     return np.concatenate([feeds[part].T if part in rows else feeds[part] for part in parts])
 
 
 def is_expand(node: onnx.NodeProto) -> bool:
-    """Return whether a node is the second product of adapters, which is added to a layer's own."""
+    """Return whether a node is the second product of adapters, which is added to a layer's result."""
     return node.op_type == "Gemm" and node.input[1].endswith(B_SUFFIX)
 
 
 def without_adapters(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Take the room for adapters out of a graph: what is left computes what the model without adapters does."""
+    """Remove the adapters from a graph, which then computes what the model without adapters does."""
     graph = Rewriter(model)
     for expand in filter(is_expand, graph.nodes):
         (total,) = graph.consumers[expand.output[0]]
         (base,) = (name for name in total.input if name != expand.output[0])
-        graph.producers[base].output[:] = [
-            total.output[0] if name == base else name for name in graph.producers[base].output
-        ]
+        outputs = graph.producers[base].output
+        outputs[:] = [total.output[0] if name == base else name for name in outputs]
         graph.replace(total)
     return graph.finish()

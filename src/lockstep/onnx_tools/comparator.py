@@ -1,6 +1,6 @@
-"""A runner for Polygraphy's Comparator of graphs whose weights are inputs.
+"""A runner for Polygraphy's Comparator of graphs whose weights are inputs, and the switch for its messages.
 
-All uses of the Comparator share it, and the switch for its messages. Needs polygraphy.
+Needs polygraphy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lockstep.artifacts.signature import IO
 
 
 class BoundRunner(OnnxrtRunner):
-    """Polygraphy's ONNX Runtime runner with weights fed beside what the caller gives."""
+    """Polygraphy's ONNX Runtime runner that adds weights to the inputs."""
 
     def __init__(self, name: str, inputs: Sequence[IO], session: Any, weights: Mapping[str, np.ndarray]):
         super().__init__(session, name=name)
@@ -33,7 +33,7 @@ class BoundRunner(OnnxrtRunner):
 
 
 def metadata(inputs: Sequence[IO]) -> TensorMetadata:
-    """Return declared inputs as Polygraphy takes them; named dimensions are of any size."""
+    """Return declared inputs in Polygraphy's form; named dimensions are dynamic."""
     types = TensorMetadata()
     for io in inputs:
         types.add(io.name, io.numpy_dtype, [None if isinstance(dim, str) else dim for dim in io.shape])
@@ -42,7 +42,7 @@ def metadata(inputs: Sequence[IO]) -> TensorMetadata:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Switch off Polygraphy's messages; its errors come as exceptions."""
+    """Switch off Polygraphy's messages; errors still raise."""
     with G_LOGGER.verbosity(G_LOGGER.CRITICAL):
         yield
 

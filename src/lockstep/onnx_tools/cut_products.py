@@ -1,13 +1,13 @@
 """Cut a graph at its products with weights.
 
-In: a graph. Out: its products, and the pieces that stand between them.
+In: a graph. Out: its products, and the pieces between them.
 
 A product is a `MatMulNBits`, one of e4m3 numbers (fp8_products.py), or a `Gemm(transB=1)` whose second factor is a
-weight `[out_features, in_features]`; its bias is added behind it. What a layer's adapters add to it is a part of the
-product. Products with the weights of experts are found too (expert_products.py). What stands between is pieces, graphs
-of the dtype that the whole has: one for each level, which is how many products lie before a value at most, and one more
-where experts are chosen. Products of one input are one step. A backend runs the steps in order: pieces as engines or
-kernels, products by kernels that read the weights as they are.
+weight `[out_features, in_features]`; its bias is added after it. Adapters of a layer are part of the product. Products
+with the weights of experts count too (expert_products.py). The pieces between are graphs in the dtype of the whole: one
+for each level, which is the largest number of products before a value, and one more where experts are chosen. Products
+of one input are one step. A backend runs the steps in order: pieces as engines or kernels, products by kernels that
+read the weights in their stored form.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from lockstep.onnx_tools.expert_products import SHAPING, ExpertWeight, is_expert
 from lockstep.onnx_tools.fp8_products import product_of
 from lockstep.onnx_tools.rewriter import Rewriter, attributes_of, is_linear, typed_values, upstream
 
-_NAMES = ("num_tokens", "num_requests")  # of the first dimension of what crosses a cut
+_ROW_DIMS = ("num_tokens", "num_requests")  # names of the first dimension of values that cross a cut
 
 
 @dataclass(frozen=True)
 class Lora:
-    """The share of a product that a row's adapter adds: (input times a) times b.
+    """The term that a row's adapter adds to a product: (input times a) times b.
 
-    a, b: inputs [in_features, columns] and [columns, out_features]; `columns` are `rank` for each adapter. rows: the
-    input by which rows of `IDS` are taken; "" where the product's rows are tokens.
+    a, b: inputs [in_features, columns] and [columns, out_features]; each adapter has `rank` of the `columns`. rows: the
+    input that selects rows of `IDS`; "" where the product's rows are tokens.
     """
 
     a: str
@@ -49,7 +49,7 @@ class Lora:
 
 @dataclass(frozen=True)
 class Experts:
-    """Whose weights the rows of a product are multiplied with.
+    """The experts whose weights the rows of a product are multiplied with.
 
     ids: a value [rows, per_token], the experts of each token. shared: a token has one row for all of them; else one for
     each.
@@ -65,8 +65,8 @@ class Experts:
 class Product:
     """out [rows, out_features] = input [rows, in_features] times a weight, transposed.
 
-    slots: the weight's data, scales and zero points if it has some; of a weight of 16 bits itself. bits: 4, 8 or 16.
-    group_size: numbers that share a scale; 0 at 16 bits, and of e4m3 numbers, whose rows have one each. With experts
+    slots: the weight's data, scales and zero points if any; for 16 bits the weight itself. bits: 4, 8 or 16.
+    group_size: numbers that share a scale; 0 at 16 bits, and for e4m3 numbers, which have a scale a row. With experts
     the output is [rows, per_token * out_features], and so is the input if its rows are not shared.
     """
 
@@ -90,8 +90,8 @@ class Product:
 class CutGraph:
     """A graph that is cut at its products.
 
-    steps: pieces, by their number, and products of one input and kind, in the order in which they run. inner: what
-    crosses a cut, {name: shape}, its first dimension a name.
+    steps: pieces, by their number, and products of one input and kind, in the order in which they run. inner: values
+    that cross a cut, {name: shape}, whose first dimension is a name.
     """
 
     pieces: tuple[onnx.ModelProto, ...]
@@ -101,19 +101,24 @@ class CutGraph:
 
 def has_quantized_products(model: onnx.ModelProto) -> bool:
     """Return whether there is a product with a quantised weight, or an embedding that reads rows of one."""
-    return any(
-        node.op_type in ("MatMulNBits", "GatherBlockQuantized")
-        or (node.op_type == "Cast" and attributes_of(node)["to"] == TensorProto.FLOAT8E4M3FN)
-        for node in model.graph.node
-    )
+    for node in model.graph.node:
+        if node.op_type in ("MatMulNBits", "GatherBlockQuantized"):
+            return True
+        if node.op_type == "Cast" and attributes_of(node)["to"] == TensorProto.FLOAT8E4M3FN:
+            return True
+    return False
 
 
 def cut_products(model: onnx.ModelProto) -> CutGraph:
     """Cut a graph at its products with weights. Raises CheckError for an unknown shape between two steps."""
-    graph = Rewriter(with_expert_products(_biases_behind(model)))
-    products = {node.output[0]: product for node in graph.nodes if (product := _product(graph, node)) is not None}
-    for plain, product in _adapted(graph, products).items():
-        del products[plain]
+    graph = Rewriter(with_expert_products(_add_biases_after(model)))
+    products = {}
+    for node in graph.nodes:
+        product = _product(graph, node)
+        if product is not None:
+            products[node.output[0]] = product
+    for base, product in _with_lora(graph, products).items():
+        del products[base]
         products[product.output] = product
     return _Cut(graph, products).cut()
 
@@ -127,20 +132,23 @@ class _Cut:
         for node in graph.nodes:
             product = products.get(node.output[0])
             inputs = node.input if product is None else _activations(product)
-            known = [self._level[name] for name in inputs if name in self._level]
-            if known:
-                self._level.update(dict.fromkeys(node.output, max(known) + (product is not None)))
+            levels = [self._level[name] for name in inputs if name in self._level]
+            if levels:
+                self._level.update(dict.fromkeys(node.output, max(levels) + (product is not None)))
         self._types = typed_values(_without_quantized(graph))
-        self._reshaped = self._shapes_of_experts()
+        self._reshaped = self._reshaped_values()
 
-    def _shapes_of_experts(self) -> set[str]:
-        """Return the values that are others in another shape, rows of a token's experts, or biases of these.
+    def _all_activations(self) -> list[str]:
+        names = []
+        for product in self._products.values():
+            names += _activations(product)
+        return names
 
-        Each step makes its own.
-        """
+    def _reshaped_values(self) -> set[str]:
+        """Return values that only reshape or gather others around products of experts: each step makes its own."""
         if not any(product.experts for product in self._products.values()):
             return set()
-        ends = {*self._graph.outputs, *(name for product in self._products.values() for name in _activations(product))}
+        ends = {*self._graph.outputs, *self._all_activations()}
         shaping = [node for node in self._graph.nodes if node.op_type in (*SHAPING, "GatherND")]
         return {node.output[0] for node in shaping if node.output[0] in self._level} - ends
 
@@ -148,7 +156,7 @@ class _Cut:
         pieces: list[onnx.ModelProto] = []
         steps: list[int | tuple[Product, ...]] = []
         for level in range(max(self._level.values()) + 1):
-            for outputs in self._parts(self._outputs(level), level):
+            for outputs in self._outputs_of_pieces(level):
                 steps.append(len(pieces))
                 pieces.append(self._piece(outputs, level, len(pieces)))
             groups: dict[tuple, list[Product]] = {}
@@ -157,38 +165,43 @@ class _Cut:
                     key = (product.input, product.bits, product.group_size, len(product.slots), product.experts)
                     groups.setdefault(key, []).append(product)
             steps += [tuple(group) for group in groups.values()]
+        crossing = {*self._all_activations(), *(product.output for product in self._products.values())}
+        for piece in pieces:
+            crossing.update(value.name for value in (*piece.graph.input, *piece.graph.output))
         ends = {*self._graph.outputs, *self._graph.inputs}
-        crossing = {value.name for piece in pieces for value in (*piece.graph.input, *piece.graph.output)}
-        crossing |= {name for product in self._products.values() for name in (*_activations(product), product.output)}
         inner = {name: self._shape(name) for name in sorted(crossing - ends)}
         return CutGraph(tuple(pieces), tuple(steps), inner)
 
     def _outputs(self, level: int) -> list[str]:
-        """Return the values of a level, not of products nor inputs, that other steps or the outputs need."""
-        needed = [
-            *(name for product in self._products.values() for name in _activations(product)),
-            *self._graph.outputs,
-        ]
+        """Return the values of a level, without products and inputs, that other steps or the outputs need."""
+        needed = [*self._all_activations(), *self._graph.outputs]
         between = upstream(self._graph.nodes, needed, self._products)
         for node in reversed(self._graph.nodes):  # those that are no part of a product
-            is_between = not between.isdisjoint(node.output) and node.output[0] not in self._products
+            if between.isdisjoint(node.output) or node.output[0] in self._products:
+                continue
             is_elsewhere = self._level.get(node.output[0], level) != level
-            if is_between and (is_elsewhere or (node.output[0] in self._reshaped and node.output[0] in needed)):
+            if is_elsewhere or (node.output[0] in self._reshaped and node.output[0] in needed):
                 needed += node.input
-        others = self._products.keys() | self._graph.inputs | self._reshaped
-        return list(dict.fromkeys(name for name in needed if self._level.get(name) == level and name not in others))
+        excluded = self._products.keys() | self._graph.inputs | self._reshaped
+        return list(dict.fromkeys(name for name in needed if self._level.get(name) == level and name not in excluded))
 
-    def _parts(self, outputs: list[str], level: int) -> list[list[str]]:
-        """Return the outputs of a level's pieces: those that come of a choice of experts have one of their own."""
+    def _outputs_of_pieces(self, level: int) -> list[list[str]]:
+        """Return the outputs of a level's pieces; values that depend on a choice of experts get a piece."""
+        outputs = self._outputs(level)
         ends = {*self._graph.inputs, *self._products, *(name for name in self._level if self._level[name] < level)}
-        choices = {name for node in self._graph.nodes if node.op_type == "TopK" for name in node.output}
-        chosen = [
-            name for name in outputs if choices & (upstream(self._graph.nodes, [name], ends - self._reshaped) - ends)
-        ]
-        return [part for part in (chosen, [name for name in outputs if name not in chosen]) if part]
+        choices: set[str] = set()
+        for node in self._graph.nodes:
+            if node.op_type == "TopK":
+                choices.update(node.output)
+        chosen = []
+        for name in outputs:
+            if choices & (upstream(self._graph.nodes, [name], ends - self._reshaped) - ends):
+                chosen.append(name)
+        independent = [name for name in outputs if name not in chosen]
+        return [names for names in (chosen, independent) if names]
 
     def _piece(self, outputs: Sequence[str], level: int, number: int) -> onnx.ModelProto:
-        """Return the graph of `outputs`; what depends on no activation is computed where it is needed."""
+        """Return the graph of `outputs`; values that depend on no activation are computed in every piece."""
         piece = Rewriter(self._graph.model)
         order = [*piece.inputs, *piece.producers]
         ends = {*piece.inputs, *self._products, *(name for name in order if self._level.get(name, level) < level)}
@@ -198,9 +211,8 @@ class _Cut:
         piece.outputs = {name: self._value(name) for name in sorted(outputs, key=order.index)}
         piece.model.graph.name = f"{piece.model.graph.name}.{number}"
         if not any(node.op_type == "GatherBlockQuantized" for node in piece.nodes):
-            piece.set_opset(
-                next(entry.version for entry in piece.model.opset_import if entry.domain in ("", "ai.onnx"))
-            )
+            opsets = {entry.domain: entry.version for entry in piece.model.opset_import}
+            piece.set_opset(opsets[""] if "" in opsets else opsets["ai.onnx"])
         return piece.finish()
 
     def _value(self, name: str) -> onnx.ValueInfoProto:
@@ -211,32 +223,38 @@ class _Cut:
 
     def _shape(self, name: str) -> tuple[int | str, ...]:
         """Return the shape of a value that crosses a cut. Raises CheckError for one that is not of rows."""
-        first, *rest = shape = self._types[name][1] if name in self._types else ("?",)
-        if not rest or any(not isinstance(size, int) or not size for size in rest):
+        shape = self._types[name][1] if name in self._types else ("?",)
+        first, *sizes = shape
+        if not sizes or any(not isinstance(size, int) or not size for size in sizes):
             raise CheckError(
-                f"graph {self._graph.model.graph.name}: value {name}: expected rows [{' or '.join(_NAMES)}, sizes ...] "
-                f"between two products, found {list(shape)}"
+                f"graph {self._graph.model.graph.name}: value {name}: expected rows [{' or '.join(_ROW_DIMS)}, sizes "
+                f"...] between two products, found {list(shape)}"
             )
-        # A name that was lost in a reshape: an exit computes one row of each request.
-        return (first if first in _NAMES else _NAMES["logit_rows" in self._graph.inputs], *rest)
+        if first not in _ROW_DIMS:  # lost in a reshape: an exit computes one row of each request
+            first = _ROW_DIMS["logit_rows" in self._graph.inputs]
+        return (first, *sizes)
 
 
 def _activations(product: Product) -> list[str]:
-    """Return the values that a product reads beside its weight."""
-    return [product.input, *([product.experts.ids] if product.experts else [])]
+    """Return the inputs of a product other than its weight."""
+    return [product.input] if product.experts is None else [product.input, product.experts.ids]
 
 
 def _without_quantized(graph: Rewriter) -> onnx.ModelProto:
-    """Return a copy with a Gemm for each `MatMulNBits` and product of experts, which ONNX's inference does not know."""
+    """Return a copy with a Gemm for each `MatMulNBits` and product of experts, which ONNX's inference cannot handle."""
     copy = Rewriter(graph.model)
     for node in copy.nodes:
         if node.op_type == "MatMulNBits":
             sizes = attributes_of(node)
             weight = copy.input(f"{node.output[0]}/weight", TensorProto.FLOAT, [sizes["N"], sizes["K"]])
             copy.replace(node, helper.make_node("Gemm", [node.input[0], weight], node.output, node.name, transB=1))
-        elif is_expert_product(node) and (product := _product(copy, node)) is not None and product.experts is not None:
+        elif is_expert_product(node):
+            product = _product(copy, node)
+            if product is None or product.experts is None:
+                continue
             count = product.experts.per_token
-            shape = [count * product.out_features, product.in_features * (1 if product.experts.shared else count)]
+            input_copies = 1 if product.experts.shared else count
+            shape = [count * product.out_features, product.in_features * input_copies]
             element = TensorProto.FLOAT if product.bits < 16 else copy.element(product.slots[0])
             weight = copy.input(f"{node.output[0]}/weight", element, shape)
             copy.replace(node, helper.make_node("Gemm", [product.input, weight], node.output, node.name, transB=1))
@@ -259,56 +277,62 @@ def _product(graph: Rewriter, node: onnx.NodeProto) -> Product | None:
         sizes = attributes_of(node)
         numbers = sizes["bits"], sizes["block_size"], sizes["K"], sizes["N"]
         return Product(node.input[0], node.output[0], tuple(node.input[1:]), *numbers)
-    if node.op_type == "Mul" and (parts := product_of(graph, node)) is not None:
-        activation, *slots = parts
-        rows, columns = graph.shape(slots[0])
-        return Product(activation, node.output[0], tuple(slots), 8, ROW, columns, rows)
-    if not is_linear(node) or len(node.input) > 2:  # see _biases_behind
+    fp8_product = product_of(graph, node) if node.op_type == "Mul" else None
+    if fp8_product is not None:
+        activation, *fp8_slots = fp8_product
+        out_features, in_features = graph.shape(fp8_slots[0])
+        return Product(activation, node.output[0], tuple(fp8_slots), 8, ROW, in_features, out_features)
+    if not is_linear(node) or len(node.input) > 2:  # see _add_biases_after
         return None
-    weight = node.input[1]
-    if weight not in graph.inputs or not all(graph.shape(weight)) or len(graph.consumers[weight]) > 1:
+    slot = node.input[1]
+    if slot not in graph.inputs or not all(graph.shape(slot)) or len(graph.consumers[slot]) > 1:
         return None
-    rows, columns = graph.shape(weight)
-    return Product(node.input[0], node.output[0], (weight,), 16, 0, columns, rows)
+    out_features, in_features = graph.shape(slot)
+    return Product(node.input[0], node.output[0], (slot,), 16, 0, in_features, out_features)
 
 
-def _biases_behind(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy in which a bias is added behind its Gemm, and behind what adapters add to this."""
+def _add_biases_after(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy in which a bias is added after its Gemm, and after the adapters' sum."""
     graph = Rewriter(model)
     for node in graph.nodes:
         if node.op_type != "Gemm" or len(node.input) != 3 or not node.input[2]:
             continue
-        (out,), bias, last = node.output, node.input.pop(), node
-        readers = graph.consumers.get(out, [])
+        bias = node.input.pop()
+        last = node
+        readers = graph.consumers.get(node.output[0], [])
         if len(readers) == 1 and readers[0].op_type == "Add":
-            others = [graph.producers[name] for name in readers[0].input if name in graph.producers]
-            last = readers[0] if any(map(is_expand, others)) else last
+            makers = [graph.producers[name] for name in readers[0].input if name in graph.producers]
+            if any(map(is_expand, makers)):
+                last = readers[0]
         (result,) = last.output
         last.output[0] = f"{result}/without bias"
         graph.replace(last, last, helper.make_node("Add", [last.output[0], bias], [result], name=f"{result}/bias"))
     return graph.finish()
 
 
-def _adapted(graph: Rewriter, products: Mapping[str, Product]) -> dict[str, Product]:
-    """Add to products base + where(a column's adapter is the row's, x A, 0) B, by the output of the base."""
+def _with_lora(graph: Rewriter, products: Mapping[str, Product]) -> dict[str, Product]:
+    """Return {output of the base product: product with its adapters}, for base + where(mask, x A, 0) B."""
     adapted: dict[str, Product] = {}
     maker = graph.producers
     for node in graph.nodes:
         expands = [maker[name] for name in node.input if name in maker and is_expand(maker[name])]
-        plain = [name for name in node.input if name in products]
-        if node.op_type != "Add" or len(expands) != 1 or len(plain) != 1:
+        bases = [name for name in node.input if name in products]
+        if node.op_type != "Add" or len(expands) != 1 or len(bases) != 1:
             continue
-        (expand,), product = expands, products[plain[0]]
+        expand = expands[0]
+        product = products[bases[0]]
         choice = maker[expand.input[0]]
         shrink = maker[choice.input[1]]
         equal = maker[choice.input[0]]
         if (choice.op_type, equal.op_type, shrink.op_type) != ("Where", "Equal", "Gemm"):
             continue
-        ids = maker[equal.input[0]].input[0]
-        source, rows = (ids, "") if ids not in maker else maker[ids].input[:2]
+        source = maker[equal.input[0]].input[0]
+        rows = ""
+        if source in maker:  # the ids of the requests' rows
+            source, rows = maker[source].input[:2]
         if shrink.input[0] == product.input and source == IDS:
             lora = Lora(shrink.input[1], expand.input[1], *adapter_columns(graph, equal), rows)
-            adapted[plain[0]] = replace(product, output=node.output[0], lora=lora)
+            adapted[bases[0]] = replace(product, output=node.output[0], lora=lora)
     return adapted
 
 
@@ -319,7 +343,7 @@ Multiply = Callable[[Product, Mapping[str, np.ndarray]], np.ndarray]
 def run_cut(
     steps: Sequence[int | tuple[Product, ...]], feeds: Mapping[str, np.ndarray], run_piece: Pieces, multiply: Multiply
 ) -> dict[str, np.ndarray]:
-    """Run the steps on a CPU; return all values behind them, by name."""
+    """Run the steps on a CPU; return all values {name: array}."""
     values = dict(feeds)
     for step in steps:
         if isinstance(step, int):

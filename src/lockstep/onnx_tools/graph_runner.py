@@ -1,7 +1,7 @@
-"""Run an assembly's blocks and attentions, of one rank or of all.
+"""Run an assembly's blocks and attentions, on one rank or on all.
 
-In: an assembly, arrays by name. Out: the outputs of a block or an attention, whole; the logits of a run through layers.
-A subclass says how one graph is run, and where weights and the adapters' inputs come from.
+In: an assembly, {name: array}. Out: the outputs of a block or an attention, whole; the logits of a run through layers.
+A subclass defines how one graph is run, and where weights and the adapters' inputs come from.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class GraphRunner(abc.ABC):
     def run_graph(self, name: str, inputs: Arrays, weights: Arrays) -> dict[str, np.ndarray]:
         """Return the outputs by name of one graph.
 
-        name: as in `Assembly.engine_graphs`, or of a whole block. inputs: what there is by name, from which the graph
+        name: as in `Assembly.engine_graphs`, or of a whole block. inputs: all values by name, from which the graph
         takes the inputs that it declares. weights: {slot: array}.
         """
 
     @abc.abstractmethod
     def slot_array(self, tensors: Sequence[str], slot: IO) -> np.ndarray:
-        """Return a slot's weights, made of tensors of the checkpoint, in the dtype of the computation."""
+        """Return a slot's weights, joined from tensors of the checkpoint, in the dtype of the computation."""
 
     def adapter_inputs(self, part: BoundBlock, env: Arrays) -> Arrays:
-        """Return what a block reads of adapters beside `env`, by input name."""
+        """Return a block's inputs of adapters, {name: array}."""
         return {}
 
     def run_block(self, part: BoundBlock, env: Arrays) -> dict[str, np.ndarray]:
@@ -55,25 +55,28 @@ class GraphRunner(abc.ABC):
     def _run_pieces(
         self, ranks: TensorParallel, sharded: ShardedClass, signature: Signature, env: Arrays, weights: Arrays
     ) -> dict[str, np.ndarray]:
-        """Return the outputs of a block in pieces, of all ranks; partial sums are added in the order of the ranks."""
-        known = [
-            {io.name: _part(sharded.values.get(io.name), env[io.name], rank) for io in signature.inputs}
-            for rank in range(ranks.degree)
-        ]
+        """Return the outputs of a block in pieces, of all ranks; the all-reduce adds in the order of the ranks."""
+        values_of_ranks: list[dict[str, np.ndarray]] = []
+        for rank in range(ranks.degree):
+            values_of_ranks.append(
+                {io.name: _shard(sharded.values.get(io.name), env[io.name], rank) for io in signature.inputs}
+            )
         for piece in sharded.pieces:
             names = [slot.name for slot in ranks.graphs[piece.graph].signature.slots]
-            for rank, values in enumerate(known):
-                taken = {name: np.ascontiguousarray(sharded.take_weight(name, weights[name], rank)) for name in names}
-                values.update(self.run_graph(piece.graph, values, taken))
+            for rank, values in enumerate(values_of_ranks):
+                shards = {name: np.ascontiguousarray(sharded.take_weight(name, weights[name], rank)) for name in names}
+                values.update(self.run_graph(piece.graph, values, shards))
             for partial, total in piece.sums.items():
-                in_float32 = functools.reduce(np.add, (values[partial].astype(np.float32) for values in known))
-                summed = in_float32.astype(known[0][partial].dtype)
-                for values in known:
-                    values[total] = summed
-        return _joined(signature, sharded.values, known)
+                in_float32 = functools.reduce(
+                    np.add, (values[partial].astype(np.float32) for values in values_of_ranks)
+                )
+                reduced = in_float32.astype(values_of_ranks[0][partial].dtype)
+                for values in values_of_ranks:
+                    values[total] = reduced
+        return _join_shards(signature, sharded.values, values_of_ranks)
 
     def run_mixer(self, variant: str, phase: str, inputs: Arrays) -> dict[str, np.ndarray]:
-        """Run a token mixer's prefill or decode graph on what it names of `inputs`.
+        """Run a token mixer's prefill or decode graph on those of `inputs` that it declares.
 
         One without RoPE may need no position_ids. Returns `attention`, `key_out`, `value_out`, or `attention` and
         `state_out`.
@@ -82,19 +85,20 @@ class GraphRunner(abc.ABC):
         name = f"{variant}.{phase}"
         if ranks is None:
             return self.run_graph(name, inputs, {})
-        whole = self.assembly.variants[variant]
-        signature = whole.phases()[phase].signature
-        shards = attention_shards(whole, ranks.degree)
-        given = {io.name: inputs[io.name] for io in signature.inputs if io.name in inputs}
-        parts = [
-            {key: _part(shards.get(key), array, rank) for key, array in given.items()} for rank in range(ranks.degree)
-        ]
-        return _joined(signature, shards, [self.run_graph(name, part, {}) for part in parts])
+        attention = self.assembly.variants[variant]
+        signature = attention.phases()[phase].signature
+        shards = attention_shards(attention, ranks.degree)
+        outputs = []
+        for rank in range(ranks.degree):
+            names = [io.name for io in signature.inputs if io.name in inputs]
+            rank_inputs = {name: _shard(shards.get(name), inputs[name], rank) for name in names}
+            outputs.append(self.run_graph(name, rank_inputs, {}))
+        return _join_shards(signature, shards, outputs)
 
     def run_layers(
         self, layers: Sequence[Layer], env: dict[str, np.ndarray], attend: Callable[[int, Arrays], np.ndarray]
     ) -> np.ndarray:
-        """Run the blocks of `layers`, and the exit behind the last one, on `env`.
+        """Run the blocks of `layers`, and the exit after the last one, on `env`.
 
         The blocks' outputs are added to `env`. attend: (layer number, env) -> that layer's attention [num_tokens,
         num_heads * head_dim]. Returns the logits of the tokens that `logit_rows` names, [num_requests, vocab_size].
@@ -105,20 +109,22 @@ class GraphRunner(abc.ABC):
         return self.run_block(self.assembly.exit_of(layers), env)["logits"]
 
 
-def _part(shard: Shard | None, array: np.ndarray, rank: int) -> np.ndarray:
+def _shard(shard: Shard | None, array: np.ndarray, rank: int) -> np.ndarray:
     return np.ascontiguousarray(shard.take(array, rank)) if shard else array
 
 
-def _joined(signature: Signature, shards: Mapping[str, Shard], ranks: Sequence[Arrays]) -> dict[str, np.ndarray]:
-    """Return outputs, whole, of what each rank holds of them; what is not sharded all hold."""
+def _join_shards(signature: Signature, shards: Mapping[str, Shard], ranks: Sequence[Arrays]) -> dict[str, np.ndarray]:
+    """Return whole outputs from those of the ranks; outputs that are not sharded are equal on all."""
     outputs = {}
     for io in signature.outputs:
-        outputs[io.name] = first = ranks[0][io.name]
-        if (shard := shards.get(io.name)) is not None:
-            sizes = [
-                found if isinstance(size, str) else size for size, found in zip(io.shape, first.shape, strict=True)
-            ]
-            outputs[io.name] = np.empty(sizes, first.dtype)
+        array = ranks[0][io.name]
+        shard = shards.get(io.name)
+        if shard is not None:
+            shape = []
+            for size, rank_size in zip(io.shape, array.shape, strict=True):
+                shape.append(rank_size if isinstance(size, str) else size)
+            array = np.empty(shape, array.dtype)
             for rank, values in enumerate(ranks):
-                shard.put(outputs[io.name], rank, values[io.name])
+                shard.put(array, rank, values[io.name])
+        outputs[io.name] = array
     return outputs

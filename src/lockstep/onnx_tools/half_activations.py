@@ -1,9 +1,7 @@
-"""Give a float32 graph float16 activations.
+"""Give a float32 graph float16 activations: float16 inputs, outputs and products.
 
-What it takes and gives is float16, and so are its products.
-
-The rest stays float32 inside: norms, activation functions and sums of a block round once, where a value leaves it. What
-is made of integers alone, such as angles of RoPE, is left as it is.
+Everything else is float32 inside: norms, activation functions and sums of a block round once, where a value leaves the
+block. Values that depend on integers alone, such as angles of RoPE, do not change.
 """
 
 from __future__ import annotations
@@ -19,15 +17,15 @@ _PRODUCTS = ("MatMul", "Gemm", "Conv")
 def halve_activations(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy of a graph for float16 activations.
 
-    float32 inputs and outputs become float16, with a Cast on the inner side, and products of them read and give
-    float16. Weights are inputs, and become float16 too.
+    float32 inputs, weights among them, and outputs become float16, with a Cast on the inner side, and products of them
+    read and return float16.
     """
     graph = Rewriter(model)
     types = {name: element for name, (element, _) in typed_values(model).items()}
     inputs = {name for name in graph.inputs if types[name] == TensorProto.FLOAT}
     outputs = {name for name in graph.outputs if types[name] == TensorProto.FLOAT}
     halves = {name: name for name in inputs}
-    of_floats = set(inputs)  # what is computed from float inputs
+    from_floats = set(inputs)  # values that depend on float inputs
 
     def inner(name: str) -> str:
         return f"{name}/float" if name in inputs or name in outputs else name
@@ -35,9 +33,11 @@ def halve_activations(model: onnx.ModelProto) -> onnx.ModelProto:
     graph.prepend(*(_cast(name, inner(name), TensorProto.FLOAT) for name in sorted(inputs)))
     graph.append(*(_cast(inner(name), name, TensorProto.FLOAT16) for name in sorted(outputs)))
     for node in graph.nodes:
-        operands, (*results,) = list(node.input), node.output
-        is_computed = not of_floats.isdisjoint(operands)
-        of_floats.update(results if is_computed else ())
+        operands = list(node.input)
+        results = list(node.output)
+        is_computed = not from_floats.isdisjoint(operands)
+        if is_computed:
+            from_floats.update(results)
         nodes: list[onnx.NodeProto] = []
         if node.op_type in _PRODUCTS and is_computed and all(types.get(name) == TensorProto.FLOAT for name in operands):
             for name in operands:

@@ -1,15 +1,14 @@
-"""Products with quantised weights by int8 kernels, ONNX Runtime's or OpenVINO's.
+"""Compute products with quantised weights by int8 kernels, ONNX Runtime's or OpenVINO's.
 
-In: a graph; out: one with int8 products. `MatMulNBits` computes on float32 activations with kernels that are slow on a
-CPU (8-bit weights: 9 times slower than float32 ones), and fast with `accuracy_level` 4, which rounds the activations to
-int8 first, in groups as the weights are. Where the graph rounds them so (w8a8, w4a8), its own nodes for that go. Else
-they keep 16 bits: each activation is cut in two parts, both exact there or nearly: `high`, the multiple of its group's
-step that is nearest to it, which int8 holds exactly, and `low`, the rest, at most half a step, which int8 holds to
-1/254 of that. Both go through the product together, as rows of one batch, and are added behind it: 16 bits in all,
-where fp16 has 11. Rows of experts (onnx_tools/group_experts.py) are cut before they are dealt out, the two parts of a
-row one behind the other.
+In: a graph; out: one with int8 products. On a CPU `MatMulNBits` has slow kernels for float32 activations (8-bit
+weights: 9 times slower than float32 ones), and fast ones with `accuracy_level` 4, which round the activations to int8
+first, in groups as the weights are. Where the graph rounds them so (w8a8, w4a8), its own nodes for that are dropped.
+Else activations keep 16 bits, in two parts: `high`, the nearest multiple of the group's step, which int8 holds exactly,
+and `low`, the difference, at most half a step, which int8 holds to 1/254 of that. Both go through the product together,
+as rows of one batch, and are added after it: 16 bits in all, where fp16 has 11. Rows of experts
+(onnx_tools/group_experts.py) are split before they are sorted by expert, so that both parts of a row stay together.
 
-OpenVINO's products are made from these: what changes here changes the engines of both backends.
+OpenVINO's products are derived from these: a change here changes the engines of both backends.
 """
 
 from __future__ import annotations
@@ -26,47 +25,53 @@ def int8_products(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a model with its products with quantised weights rewritten; itself where it has none."""
     graph = Rewriter(model)
     products = [node for node in graph.nodes if node.op_type == "MatMulNBits"]
-    parts: dict[tuple[str, int], str] = {}  # {(activation, group size): both its parts, one behind the other}
+    parts: dict[tuple[str, int], str] = {}  # {(activation, group size): its high rows, then its low rows}
     for node in products:
-        sizes, activation, (out,) = attributes_of(node), node.input[0], node.output
+        sizes = attributes_of(node)
+        activation = node.input[0]
+        (out,) = node.output
         node.attribute.append(helper.make_attribute("accuracy_level", 4))
-        deal = graph.producers.get(activation)
-        if deal is not None and deal.op_type == "Split" and deal.input[1] not in graph.constants:
-            if deal.output[0] == activation:
-                _split_dealt(graph, deal, node)
-            continue
-        if (source := before_rounding(graph, activation)) is not None:
+        expert_split = graph.producers.get(activation)
+        if expert_split is not None and expert_split.op_type == "Split":
+            if expert_split.input[1] not in graph.constants:  # by expert, so by counts of rows
+                if expert_split.output[0] == activation:
+                    _split_expert_rows(graph, expert_split, node)
+                continue
+        source = before_rounding(graph, activation)
+        if source is not None:
             node.input[0] = source
             continue
+        key = (activation, sizes["block_size"])
         split: list[onnx.NodeProto] = []
-        if (activation, sizes["block_size"]) not in parts:
+        if key not in parts:
             split = _split(graph, activation, sizes["K"], sizes["block_size"])
-            parts[activation, sizes["block_size"]] = split[-1].output[0]
-        node.input[0] = parts[activation, sizes["block_size"]]
+            parts[key] = split[-1].output[0]
+        node.input[0] = parts[key]
         node.output[0] = f"{out}/parts"
-        graph.replace(node, *split, node, *_added(f"{out}/parts", out, 0))
+        graph.replace(node, *split, node, *_add_halves(f"{out}/parts", out, 0))
     return graph.finish() if products else model
 
 
-def _split_dealt(graph: Rewriter, deal: onnx.NodeProto, first: onnx.NodeProto) -> None:
-    """Cut the rows that `deal` gives to experts, and add both parts where these are together again.
+def _split_expert_rows(graph: Rewriter, expert_split: onnx.NodeProto, first: onnx.NodeProto) -> None:
+    """Split rows before they are divided by expert, and add both parts where the experts' rows are joined again.
 
     first: the product of the first expert.
     """
-    sizes, (rows, counts) = attributes_of(first), deal.input
-    (together,) = graph.consumers[first.output[0]]
-    (out,) = together.output
-    split = _split(graph, rows, sizes["K"], sizes["block_size"], beside=True)
-    counted = Emitter(graph, f"{rows}/counts")
-    beside = Emitter(graph, f"{out}/beside")
-    deal.input[:] = [split[-1].output[0], counted("Mul", counts, np.int64(2))]
-    together.output[0] = f"{out}/parts"
-    graph.replace(deal, *split, *counted.nodes, deal)
-    row = beside("Reshape", together.output[0], [-1, 2 * sizes["N"]])
-    graph.replace(together, together, *beside.nodes, *_added(row, out, 1))
+    sizes = attributes_of(first)
+    rows, counts = expert_split.input
+    (join,) = graph.consumers[first.output[0]]
+    (out,) = join.output
+    split = _split(graph, rows, sizes["K"], sizes["block_size"], by_row=True)
+    doubled = Emitter(graph, f"{rows}/counts")
+    reshaped = Emitter(graph, f"{out}/beside")
+    expert_split.input[:] = [split[-1].output[0], doubled("Mul", counts, np.int64(2))]
+    join.output[0] = f"{out}/parts"
+    graph.replace(expert_split, *split, *doubled.nodes, expert_split)
+    row = reshaped("Reshape", join.output[0], [-1, 2 * sizes["N"]])
+    graph.replace(join, join, *reshaped.nodes, *_add_halves(row, out, 1))
 
 
-def _added(parts: str, out: str, axis: int) -> list[onnx.NodeProto]:
+def _add_halves(parts: str, out: str, axis: int) -> list[onnx.NodeProto]:
     """Return nodes that add the halves of `parts` along an axis; ReduceSum takes twice their time."""
     halves = [f"{out}/of_high", f"{out}/of_low"]
     return [
@@ -76,11 +81,11 @@ def _added(parts: str, out: str, axis: int) -> list[onnx.NodeProto]:
 
 
 def _split(
-    graph: Rewriter, activation: str, columns: int, group_size: int, beside: bool = False
+    graph: Rewriter, activation: str, columns: int, group_size: int, by_row: bool = False
 ) -> list[onnx.NodeProto]:
-    """Return the nodes that give both parts: all rows of `high` first, or `beside` each other those of a row."""
+    """Return nodes that split an activation: all rows of `high` first, then `low`; by_row: both parts of each row."""
     emit = Emitter(graph, f"{activation}/{group_size}")
     groups, high = nearest_multiples(emit, activation, columns, group_size)
-    both = emit("Concat", high, emit("Sub", groups, high), axis=int(beside))
-    emit("Reshape", both, [-1, columns])
+    joined = emit("Concat", high, emit("Sub", groups, high), axis=int(by_row))
+    emit("Reshape", joined, [-1, columns])
     return emit.nodes

@@ -1,16 +1,14 @@
 """Rewrite a canonical graph for a backend that reads older ONNX.
 
-It becomes opset 17, with local functions inlined and axes as attributes.
-
-In: a canonical graph (opset 20). Out: the same computation in opset 17. A backend that reads opset 20 needs none of
-this. Each rule undoes one change between the opsets; an operator without a rule must mean the same in both, else
-LoweringError names it. Source of the changes: the ONNX operator changelog.
+In: a canonical graph (opset 20). Out: the same computation in opset 17, with local functions inlined and axes as
+attributes. Each rule undoes one change between the opsets; an operator without a rule must mean the same in both, else
+an InputError names it. Source of the changes: the ONNX operator changelog.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import onnx
@@ -27,7 +25,7 @@ _REDUCTIONS = (
 
 
 def lower(model: onnx.ModelProto, opset: int = OPSET) -> onnx.ModelProto:
-    """Return a copy in opset 17. Raises InputError for another one, or an operator that it does not have."""
+    """Return a copy in opset 17. Raises InputError for another opset, or an operator that opset 17 lacks."""
     if opset != OPSET:
         raise InputError(f"opset: expected {OPSET}, or none for the graph as it is, found {opset!r}")
     inlined = onnx.inliner.inline_local_functions(model) if model.functions else model
@@ -40,7 +38,7 @@ def lower(model: onnx.ModelProto, opset: int = OPSET) -> onnx.ModelProto:
             _check(lowered, source)
         graph.replace(node, *nodes)
     graph.set_opset(OPSET)
-    graph.model.ir_version = 8  # of ONNX 1.12, which brought opset 17
+    graph.model.ir_version = 8  # of ONNX 1.12, the first with opset 17
     return graph.finish()
 
 
@@ -54,14 +52,17 @@ class _Rules:
         return {name: element for name, (element, _) in typed_values(self._model).items()}
 
     def lowered(self, node: NodeProto) -> Sequence[NodeProto]:
-        rules: dict[str, Callable[[NodeProto], Sequence[NodeProto]]] = {
-            **dict.fromkeys(_REDUCTIONS, self._axes_to_attribute),
-            "Split": self._without("num_outputs"),  # equal parts are what it makes when no sizes are given
-            "Gelu": self._gelu,
-            "Cast": self._without("saturate"),  # which our graphs leave at what opset 17 does
-            "CastLike": self._cast_by_type,
-        }
-        return rules[node.op_type](node) if node.op_type in rules else [node]
+        if node.op_type in _REDUCTIONS:
+            return self._axes_to_attribute(node)
+        if node.op_type == "Split":
+            return _without(node, "num_outputs")  # without sizes opset 17 makes equal parts
+        if node.op_type == "Gelu":
+            return self._gelu(node)
+        if node.op_type == "Cast":
+            return _without(node, "saturate")  # our graphs use what opset 17 does
+        if node.op_type == "CastLike":
+            return self._cast_by_type(node)
+        return [node]
 
     def _axes_to_attribute(self, node: NodeProto) -> Sequence[NodeProto]:
         """Make the axes of a reduction an attribute: a reader of opset 17 ignores the input and reduces all."""
@@ -78,17 +79,8 @@ class _Rules:
             attributes["axes"] = [int(axis) for axis in axes]
         return [helper.make_node(node.op_type, node.input[:1], node.output, name=node.name, **attributes)]
 
-    def _without(self, name: str) -> Callable[[NodeProto], Sequence[NodeProto]]:
-        """Return a rule that drops an attribute which opset 17 does not know."""
-
-        def rule(node: NodeProto) -> Sequence[NodeProto]:
-            attributes = {key: value for key, value in attributes_of(node).items() if key != name}
-            return [helper.make_node(node.op_type, node.input, node.output, name=node.name, **attributes)]
-
-        return rule
-
     def _cast_by_type(self, node: NodeProto) -> Sequence[NodeProto]:
-        """Turn a `CastLike` into a `Cast` to the type that is meant."""
+        """Turn a `CastLike` into a `Cast` to the type of its second input."""
         to = self._types[node.input[1]]
         return [helper.make_node("Cast", node.input[:1], node.output, name=node.name, to=to)]
 
@@ -110,18 +102,24 @@ class _Rules:
         return emit.nodes
 
 
+def _without(node: NodeProto, name: str) -> Sequence[NodeProto]:
+    """Drop an attribute that opset 17 does not have."""
+    attributes = {key: value for key, value in attributes_of(node).items() if key != name}
+    return [helper.make_node(node.op_type, node.input, node.output, name=node.name, **attributes)]
+
+
 def _check(node: NodeProto, source: int) -> None:
-    """Raise InputError for an operator, or a form of it, that opset 17 does not have."""
+    """Raise InputError for an operator, or a form of it, that opset 17 lacks."""
     try:
-        old = onnx.defs.get_schema(node.op_type, OPSET, node.domain)
+        schema = onnx.defs.get_schema(node.op_type, OPSET, node.domain)
     except onnx.defs.SchemaError:
         raise InputError(
             f"{node.name}: expected an operator of opset {OPSET}, found {node.op_type}; this "
             f"backend's version cannot run this model"
         ) from None
-    unknown = sorted({attribute.name for attribute in node.attribute} - set(old.attributes))
-    if unknown or len(node.input) > old.max_input:
-        found = f"attributes {unknown}" if unknown else f"{len(node.input)} inputs"
+    unknown = sorted({attribute.name for attribute in node.attribute} - set(schema.attributes))
+    if unknown or len(node.input) > schema.max_input:
+        actual = f"attributes {unknown}" if unknown else f"{len(node.input)} inputs"
         raise InputError(
-            f"{node.name}: {node.op_type}: expected a form that opset {OPSET} has, found {found} of opset {source}"
+            f"{node.name}: {node.op_type}: expected a form that opset {OPSET} has, found {actual} of opset {source}"
         )

@@ -1,6 +1,6 @@
-"""Find where a float16 graph goes beyond what float16 holds.
+"""Find where a float16 graph exceeds float16.
 
-A graph and what it reads in, the first value that is too large out. The graph is computed in float32, where it is not.
+In: a graph and its inputs. Out: the first value that is too large, when the graph is computed in float32.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ from lockstep.onnx_tools.rewriter import upstream
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.onnx_tools.widened import widened
 
-OVERFLOWS = "float16 overflows"  # how the line opens
+OVERFLOWS = "float16 overflows"  # start of the message
 LARGEST = 65504.0  # of float16
 PRODUCTS = frozenset("Gemm MatMul Conv Einsum".split())
 
 
 @dataclass(frozen=True)
 class Overflow:
-    """A value of a graph that float16 does not hold.
+    """A value of a graph that exceeds float16.
 
-    name: in the graph. largest: its largest magnitude in float32. is_product: whether it is one, which stays float16
-    where the residual stream is wide. ends_layer: whether `hidden_out`, the state that leaves a decoder layer, is made
-    of it.
+    name: in the graph. largest: its largest magnitude in float32. is_product: a product stays float16 where the
+    residual stream is wide. ends_layer: whether `hidden_out`, the output of a decoder layer, depends on it.
     """
 
     name: str
@@ -36,47 +35,53 @@ class Overflow:
     ends_layer: bool
 
     def text(self, block: str, layer: int | None, residual: str | None) -> str:
-        """Say it in one line.
+        """Return the message.
 
-        block: its class. layer: the one whose attention the block comes before, or that the exit comes behind; None for
-        the embedding. residual: the assembly's.
+        block: its class. layer: the one whose attention the block precedes, or that the exit follows; None for the
+        embedding. residual: the assembly's.
         """
-        number = layer - 1 if layer and self.ends_layer else layer
-        where = f"{'the embedding' if number is None else f'layer {number}'} (block {block})"
+        where = "the embedding"
+        if layer is not None:
+            where = f"layer {layer - 1 if layer and self.ends_layer else layer}"
         name = "the hidden state" if self.name.startswith("hidden") else self.name
-        found = f"{OVERFLOWS}: {where}: {name} reaches {self.largest:,.0f}, expected at most {LARGEST:.0f}"
-        wide = "" if residual or self.is_product else "set residual: float32 for the model, or "
-        return f"{found}; {wide}take bf16 or fp32 instead of float16"
+        advice = "take bf16 or fp32 instead of float16"
+        if not residual and not self.is_product:
+            advice = f"set residual: float32 for the model, or {advice}"
+        return (
+            f"{OVERFLOWS}: {where} (block {block}): {name} reaches {self.largest:,.0f}, expected at most "
+            f"{LARGEST:.0f}; {advice}"
+        )
 
 
 def overflows(outputs: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> bool:
-    """Return whether outputs are not finite though what is expected of them, where known, is."""
+    """Return whether outputs are not finite although their expected values, where given, fit float16."""
     infinite = [name for name, array in outputs.items() if not np.isfinite(array).all()]
-    known = [expected[name] for name in infinite if name in expected]
-    return bool(infinite) and all(np.abs(array).max(initial=0) > LARGEST for array in known)
+    expected_arrays = [expected[name] for name in infinite if name in expected]
+    return bool(infinite) and all(np.abs(array).max(initial=0) > LARGEST for array in expected_arrays)
 
 
 def find_overflow(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> Overflow | None:
-    """Return the first value that goes beyond float16, in the order of the nodes; None where none does.
+    """Return the first value that exceeds float16, in the order of the nodes; None where none does.
 
-    feeds: all that the graph reads, weights too. None also where these are not finite themselves.
+    feeds: all inputs, weights too. None also where these are not finite.
     """
     inferred = onnx.shape_inference.infer_shapes(model).graph
-    halves = {
-        value.name: value
-        for value in (*inferred.value_info, *inferred.output)
-        if value.type.tensor_type.elem_type == TensorProto.FLOAT16
-    }
+    halves = set()
+    for value in (*inferred.value_info, *inferred.output):
+        if value.type.tensor_type.elem_type == TensorProto.FLOAT16:
+            halves.add(value.name)
     floats = [array for array in feeds.values() if array.dtype.kind == "f"]
     if not halves or not all(np.isfinite(array).all() for array in floats):
         return None
+    makers: dict[str, str] = {}  # {float16 value: operator}
+    for node in model.graph.node:
+        makers.update((name, node.op_type) for name in node.output if name in halves)
     wide = widened(model, TensorProto.FLOAT16)
-    given = {value.name for value in wide.graph.output}
-    wide.graph.output.extend(
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in halves if name not in given
-    )
-    makers = {name: node.op_type for node in model.graph.node for name in node.output if name in halves}
+    outputs = {value.name for value in wide.graph.output}
     names = list(makers)
+    wide.graph.output.extend(
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in names if name not in outputs
+    )
     feeds = {name: array.astype(np.float32) if array.dtype == np.float16 else array for name, array in feeds.items()}
     arrays = open_session(wide.SerializeToString()).run(names, feeds)
     for name, array in zip(names, arrays, strict=True):

@@ -1,10 +1,8 @@
-"""Bring a canonical graph into the form that a backend asks for.
+"""Rewrite a canonical graph for a backend, and check that it is the same computation.
 
-It is shown to be the same computation.
-
-In: a graph of the assembly and the backend's options `opset` (None: as it is) and `fuse_projections`. Out: the graph to
-build, its slots, and for each slot the assembly's slots that it is made of. Whatever was rewritten is run beside the
-canonical graph in ONNX Runtime, on random numbers, before anything is built from it; bf16 graphs in fp32, since ONNX
+In: a graph of the assembly and the backend's options `opset` (None: unchanged) and `fuse_projections`. Out: the graph
+to build, its slots, and for each slot the assembly's slots that it joins. A rewritten graph is compared with the
+canonical one in ONNX Runtime, on random numbers, before anything is built from it; bf16 graphs in fp32, since ONNX
 Runtime has no bf16 on a CPU.
 """
 
@@ -30,16 +28,16 @@ from lockstep.onnx_tools.widened import widened
 from lockstep.tolerances import REWRITE
 
 _SIZES = {"num_tokens": 3, "num_requests": 3, "past_capacity": 5}
-# So many random numbers are drawn, and repeated where a weight has more: hundreds of millions take seconds. A prime, so
+# Random numbers are drawn once and repeated in larger weights: drawing hundreds of millions takes seconds. A prime, so
 # that no two rows of a weight are the same.
 _BLOCK = 1_048_583
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A graph in the form that a backend asks for.
+    """A graph in the form that a backend needs.
 
-    model: what is built. slots: its weight inputs. parts: {slot: [slots of the assembly, and inputs that adapters are
+    model: to build. slots: its weight inputs. parts: {slot: [slots of the assembly, and inputs that adapters are
     written to]}.
     """
 
@@ -51,75 +49,76 @@ class Prepared:
 def prepare(
     model: onnx.ModelProto, slots: Sequence[IO], options: Mapping[str, Any], adapter_rows: bool = False
 ) -> Prepared | None:
-    """Return the form that `options` ask for; None when that is the graph itself.
+    """Return the form that `options` require; None when that is the graph itself.
 
-    adapter_rows: with adapters' first products as rows of weights, chosen by a mask (adapted_graphs.py).
+    adapter_rows: with adapters' first products as rows of weights, masked (adapted_graphs.py).
 
-    Raises InputError for an opset that there are no rules for or an operator that it lacks, CheckError when the
-    rewritten graph computes something else.
+    Raises InputError for an unsupported opset or an operator that it lacks, CheckError when the rewritten graph
+    computes something else.
     """
-    lowered = model if options.get("opset") is None else lower(model, options["opset"])
-    fused, parts = (
-        fuse(lowered, {slot.name for slot in slots})
-        if options.get("fuse_projections")
-        else (lowered, {slot.name: [slot.name] for slot in slots})
-    )
+    rewritten = model if options.get("opset") is None else lower(model, options["opset"])
+    parts = {slot.name: [slot.name] for slot in slots}
+    if options.get("fuse_projections"):
+        rewritten, parts = fuse(rewritten, {slot.name for slot in slots})
     if adapter_rows:
-        fused, parts = shrink_in_rows(ids_as_mask(fused), parts)
-    if fused is model:
+        rewritten, parts = shrink_in_rows(ids_as_mask(rewritten), parts)
+    if rewritten is model:
         return None
-    declared = {value.name: value for value in fused.graph.input}
-    prepared = Prepared(fused, tuple(io_of(declared[name]) for name in parts), parts)
+    declared = {value.name: value for value in rewritten.graph.input}
+    prepared = Prepared(rewritten, tuple(io_of(declared[name]) for name in parts), parts)
     check_same(model, prepared)
     return prepared
 
 
 def check_same(model: onnx.ModelProto, prepared: Prepared) -> None:
     """Run both graphs on the same random numbers. Raises CheckError for an output that differs."""
-    from lockstep.onnx_tools.sessions import compute  # needed only where a graph is rewritten, not where engines run
+    from lockstep.onnx_tools.sessions import compute  # lazy: engines run without it
 
     canonical = widened(model)
     rewritten = widened(prepared.model)
     feeds = random_inputs(canonical)
     expected = compute(canonical, feeds)
     weights = {slot: slot_rows(feeds, parts, slot) for slot, parts in prepared.parts.items()}
-    rest = {value.name: _feed(value, feeds) for value in rewritten.graph.input if value.name not in weights}
-    found = compute(rewritten, {**rest, **weights})
+    other_inputs = {value.name: _feed(value, feeds) for value in rewritten.graph.input if value.name not in weights}
+    outputs = compute(rewritten, {**other_inputs, **weights})
     dtypes = {array.dtype.name for array in (*feeds.values(), *expected.values()) if array.dtype.kind == "f"}
     bound = Bound(max(REWRITE[dtype] for dtype in dtypes))
     for name, values in expected.items():
-        if line := wrong(f"output {name}", measure(values, found[name], bound, peak(values))):
-            raise CheckError(f"graph {model.graph.name}: {line}: the rewritten graph is another; please report it")
+        difference = wrong(f"output {name}", measure(values, outputs[name], bound, peak(values)))
+        if difference:
+            raise CheckError(
+                f"graph {model.graph.name}: {difference}: the rewritten graph is another; please report it"
+            )
 
 
 def _feed(value: onnx.ValueInfoProto, feeds: Mapping[str, np.ndarray]) -> np.ndarray:
     rank = mask_rank(value.name)
     if not rank:
         return feeds[value.name]
-    kind = value.type.tensor_type
-    return mask_of(feeds[IDS], kind.shape.dim[1].dim_value, rank, onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type))
+    tensor_type = value.type.tensor_type
+    dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor_type.elem_type)
+    return mask_of(feeds[IDS], tensor_type.shape.dim[1].dim_value, rank, dtype)
 
 
 def random_inputs(model: onnx.ModelProto) -> dict[str, np.ndarray]:
     """Return seeded values for all inputs, weights too: positions, lengths and ids are valid at `_SIZES`."""
     random = np.random.default_rng(0)
     block = random.standard_normal(_BLOCK, np.float32)
-    integers = np.frombuffer(block.tobytes()[:_BLOCK], np.uint8)  # any
+    byte_block = np.frombuffer(block.tobytes()[:_BLOCK], np.uint8)
     feeds = {}
     for value in model.graph.input:
         shape = [dim.dim_value or _SIZES[dim.dim_param] for dim in value.type.tensor_type.shape.dim]
         dtype = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
         if dtype == np.uint8:  # integers of quantised weights
-            feeds[value.name] = np.resize(np.roll(integers, random.integers(_BLOCK)), shape)
+            feeds[value.name] = np.resize(np.roll(byte_block, random.integers(_BLOCK)), shape)
         elif dtype.kind == "i":
-            numbers = np.arange(shape[0]) + (2 if value.name in ("position_ids", "past_lengths") else 0)
+            first = 2 if value.name in ("position_ids", "past_lengths") else 0
+            numbers = np.arange(first, first + shape[0])
             feeds[value.name] = np.broadcast_to(numbers.reshape(-1, *[1] * (len(shape) - 1)), shape)
-        else:  # rows of length one or so, whatever their number: nothing overflows in fp16
-            scale = (
-                np.float32(1 / max(1, shape[-1]) ** 0.5)
-                if len(shape) > 1 and value.name not in ("hidden", "attention")
-                else np.float32(1)
-            )
+        else:
+            scale = np.float32(1)
+            if len(shape) > 1 and value.name not in ("hidden", "attention"):
+                scale = np.float32(1 / max(1, shape[-1]) ** 0.5)  # rows of length about one: fp16 does not overflow
             # another part of the block for each input
             values = np.roll(block, random.integers(_BLOCK))[: math.prod(shape)] * scale
             feeds[value.name] = np.resize(values.astype(dtype), shape)

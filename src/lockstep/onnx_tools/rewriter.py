@@ -1,4 +1,4 @@
-"""Change an ONNX graph: the one class that all passes over exported graphs are written with."""
+"""Change an ONNX graph: the class that all passes over exported graphs use."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 import onnx
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
-Dims = tuple[int | str, ...]  # of a shape: numbers and names, "?" where neither is known
+Dims = tuple[int | str, ...]  # of a shape: sizes and names, "?" for an unknown one
 
 
 class Rewriter:
     """A copy of a model that is being changed; `finish` returns it.
 
-    nodes: of the graph as it came, in topological order, which may be changed in place. producers: {value: its node}
-    and consumers: {value: the nodes that read it, once for each time} of that graph. inputs, outputs: declarations by
-    name. Nodes take the places of those that they replace, which keeps the order topological.
+    nodes: of the original graph, in topological order, which may be changed in place. producers: {value: its node} and
+    consumers: {value: the nodes that read it, once for each read} of that graph. inputs, outputs: {name: declaration}.
+    Replacements are inserted where the replaced node was, which keeps the order topological.
     """
 
     def __init__(self, model: ModelProto):
@@ -34,12 +34,12 @@ class Rewriter:
         for node in self.nodes:
             for name in reads(node):
                 self.consumers.setdefault(name, []).append(node)
-        self._instead: dict[int, list[NodeProto]] = {}
-        self._first: list[NodeProto] = []
-        self._last: list[NodeProto] = []
+        self._replacements: dict[int, list[NodeProto]] = {}
+        self._prepended: list[NodeProto] = []
+        self._appended: list[NodeProto] = []
 
     def shape(self, name: str) -> list[int]:
-        """Return the shape of an input; 0 stands for a dynamic dimension."""
+        """Return the shape of an input, with 0 for a dynamic dimension."""
         return [dim.dim_value for dim in self.inputs[name].type.tensor_type.shape.dim]
 
     def element(self, name: str) -> int:
@@ -60,37 +60,43 @@ class Rewriter:
         self.inputs[name] = helper.make_tensor_value_info(name, element, shape)
         return name
 
-    def replace_input(self, name: str, *others: ValueInfoProto) -> None:
-        values = [(others if value.name == name else (value,)) for value in self.inputs.values()]
-        self.inputs = {value.name: value for group in values for value in group}
+    def replace_input(self, name: str, *replacements: ValueInfoProto) -> None:
+        """Replace an input in the order of the inputs."""
+        inputs: dict[str, ValueInfoProto] = {}
+        for value in self.inputs.values():
+            for new in replacements if value.name == name else (value,):
+                inputs[new.name] = new
+        self.inputs = inputs
 
-    def replace(self, node: NodeProto, *others: NodeProto) -> None:
-        """Put other nodes, of which one may be itself, in the place of a node; none removes it."""
-        self._instead[id(node)] = list(others)
+    def replace(self, node: NodeProto, *replacements: NodeProto) -> None:
+        """Replace a node by others, one of which may be itself; none removes it."""
+        self._replacements[id(node)] = list(replacements)
 
     def prepend(self, *nodes: NodeProto) -> None:
-        """Put nodes before all others, behind those that were put there already."""
-        self._first += nodes
+        """Insert nodes before all others, in call order."""
+        self._prepended += nodes
 
     def append(self, *nodes: NodeProto) -> None:
-        self._last += nodes
+        self._appended += nodes
 
     def set_opset(self, version: int) -> None:
-        """Let the model need this version of ONNX's operators, and no other operators."""
+        """Require this version of ONNX's operators, and no other operators."""
         _assign(self.model.opset_import, [helper.make_opsetid("", version)])
 
     def finish(self, check: bool = True) -> ModelProto:
         """Return the changed model without nodes, constants and inputs that nothing reads.
 
-        Raises onnx.checker.ValidationError or onnx.shape_inference.InferenceError for a graph that is not valid, unless
-        `check` is False.
+        Raises onnx.checker.ValidationError or onnx.shape_inference.InferenceError for an invalid graph, unless `check`
+        is False.
         """
         graph = self.model.graph
-        nodes = [other for node in self.nodes for other in self._instead.get(id(node), [node])]
-        nodes = [*self._first, *nodes, *self._last]
+        nodes = list(self._prepended)
+        for node in self.nodes:
+            nodes += self._replacements.get(id(node), [node])
+        nodes += self._appended
         needed = upstream(nodes, self.outputs, self.inputs)
-        kept = [node for node in nodes if any(name in needed and name not in self.inputs for name in node.output)]
-        _assign(graph.node, kept)
+        computed = needed - self.inputs.keys()
+        _assign(graph.node, [node for node in nodes if not computed.isdisjoint(node.output)])
         _assign(graph.initializer, [tensor for tensor in self.constants.values() if tensor.name in needed])
         _assign(graph.input, [value for value in self.inputs.values() if value.name in needed])
         _assign(graph.output, list(self.outputs.values()))
@@ -101,23 +107,25 @@ class Rewriter:
 
 
 class Emitter:
-    """Makes nodes of a graph one after another; `nodes` are to be put somewhere. stem: how their values are called.
+    """Makes nodes of a graph one after another, in `nodes`. prefix: of the names of their values.
 
     Inputs are names, or constants: arrays, and lists of integers.
     """
 
-    def __init__(self, graph: Rewriter, stem: str):
+    def __init__(self, graph: Rewriter, prefix: str):
         self.nodes: list[NodeProto] = []
         self._graph = graph
-        self._stem = stem
+        self._prefix = prefix
 
     def __call__(self, op_type: str, *inputs: Operand, result: str = "", **settings: Any) -> str:
-        """Return the name of what a node gives: `result`, or one of its own."""
-        return self.several(op_type, *inputs, results=[result or f"{self._stem}/{len(self.nodes)}"], **settings)[0]
+        """Make a node with one output, and return its name: `result`, or a new one."""
+        name = result or f"{self._prefix}/{len(self.nodes)}"
+        return self.several(op_type, *inputs, results=[name], **settings)[0]
 
     def several(self, op_type: str, *inputs: Operand, results: Sequence[str], **settings: Any) -> Sequence[str]:
+        """Make a node with several outputs, and return their names."""
         names = [value if isinstance(value, str) else self._constant(np.asarray(value)) for value in inputs]
-        settings = {"name": f"{self._stem}/{len(self.nodes)}", **settings}
+        settings = {"name": f"{self._prefix}/{len(self.nodes)}", **settings}
         self.nodes.append(helper.make_node(op_type, names, results, **settings))
         return results
 
@@ -135,7 +143,7 @@ def _assign(field: Any, messages: Sequence[Any]) -> None:
 
 
 def upstream(nodes: Sequence[NodeProto], names: Iterable[str], stops: Collection[str] = ()) -> set[str]:
-    """Return values and all that they are made of, but nothing that those in `stops` are made of."""
+    """Return `names` and all values that they depend on, up to those in `stops`."""
     needed = set(names)
     for node in reversed(nodes):
         if any(name in needed and name not in stops for name in node.output):
@@ -145,8 +153,12 @@ def upstream(nodes: Sequence[NodeProto], names: Iterable[str], stops: Collection
 
 def reads(node: NodeProto) -> list[str]:
     """Return the inputs of a node, and of the nodes of its branches."""
-    branches = [attribute.g for attribute in node.attribute if attribute.HasField("g")]
-    return [*node.input, *(name for branch in branches for inner in branch.node for name in reads(inner))]
+    names = list(node.input)
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            for inner in attribute.g.node:
+                names += reads(inner)
+    return names
 
 
 def attributes_of(node: NodeProto) -> dict[str, Any]:
@@ -169,32 +181,36 @@ def _is_gemm(node: NodeProto, trans_b: int) -> bool:
 
 
 def with_types(model: ModelProto) -> ModelProto:
-    """Return a copy with the types and shapes that ONNX's inference knows, also behind quantised embeddings."""
+    """Return a copy with the types and shapes that ONNX infers, also after quantised embeddings."""
     declared = ModelProto()
     declared.CopyFrom(model)
     graph = declared.graph
     inputs = {value.name: value for value in graph.input}
-    targets = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
-    makers = {name: node for node in graph.node for name in node.output}
+    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    reshapes = {name: node for node in graph.node for name in node.output}
     for node in graph.node:
-        if node.op_type == "GatherBlockQuantized":  # which it does not know: rows of what its integers stand for
-            (data, ids), bits = node.input[:2], attributes_of(node)["bits"]
-            reshape = makers.get(data)
-            stored = targets[reshape.input[1]].tolist() if reshape is not None else dims_of(inputs[data])
+        if node.op_type == "GatherBlockQuantized":  # unknown to ONNX: its result has a row for each id
+            data, ids = node.input[:2]
+            if data in reshapes:
+                stored = constants[reshapes[data].input[1]].tolist()
+            else:
+                stored = dims_of(inputs[data])
             rows = dims_of(inputs[ids]) if ids in inputs else [None]
-            shape = [*rows, *stored[1:-1], int(stored[-1]) * 8 // bits]
+            columns = int(stored[-1]) * 8 // attributes_of(node)["bits"]
+            shape = [*rows, *stored[1:-1], columns]
             graph.value_info.append(helper.make_tensor_value_info(node.output[0], TensorProto.FLOAT, shape))
     return onnx.shape_inference.infer_shapes(declared, strict_mode=True, data_prop=True)
 
 
 def typed_values(model: ModelProto) -> dict[str, tuple[int, Dims]]:
-    """Return {name: (element type, shape)} of all values that ONNX's shape inference knows, constants too."""
+    """Return {name: (element type, shape)} of all values that ONNX can infer, constants too."""
     graph = with_types(model).graph
-    values = {
-        value.name: (value.type.tensor_type.elem_type, dims_of(value))
-        for value in (*graph.input, *graph.value_info, *graph.output)
-    }
-    return values | {tensor.name: (tensor.data_type, tuple(tensor.dims)) for tensor in graph.initializer}
+    values: dict[str, tuple[int, Dims]] = {}
+    for value in (*graph.input, *graph.value_info, *graph.output):
+        values[value.name] = (value.type.tensor_type.elem_type, dims_of(value))
+    for tensor in graph.initializer:
+        values[tensor.name] = (tensor.data_type, tuple(tensor.dims))
+    return values
 
 
 def dims_of(value: ValueInfoProto) -> Dims:

@@ -1,9 +1,9 @@
-"""RoPE of an attention variant alone, for a backend that has attention of its own.
+"""Cut RoPE out of an attention variant, for a backend with its own attention.
 
-In: an attention variant and its decode graph. Out: a graph query, key, position_ids -> query_out [num_tokens,
-num_heads, head_dim], key_out [num_tokens, num_kv_heads, head_dim], cut out of it. That what is left is plain attention
-of the variant's numbers is shown by running the decode graph beside the cut-out graph with attention written in NumPy
-behind it. It runs on the host in ONNX Runtime, so a bf16 graph is cut in fp32.
+In: an attention variant and its decode graph. Out: the part of the graph query, key, position_ids -> query_out
+[num_tokens, num_heads, head_dim], key_out [num_tokens, num_kv_heads, head_dim]. The rest must be plain attention with
+the variant's numbers: the decode graph is compared with the cut graph followed by attention in NumPy. It runs on the
+host in ONNX Runtime, so a bf16 graph is cut in fp32.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def rotary(decode: onnx.ModelProto, variant: AttentionVariant) -> onnx.ModelProt
     for value in graph.inputs.values():
         value.type.tensor_type.shape.dim[0].dim_param = "num_tokens"
     element = graph.outputs["key_out"].type.tensor_type.elem_type  # queries and keys may come in float32
-    graph.outputs = {
-        name: helper.make_tensor_value_info(name, element, ["num_tokens", heads, variant.head_dim])
-        for name, heads in (("query_out", variant.num_heads), ("key_out", variant.num_kv_heads))
-    }
+    outputs = {}
+    for name, heads in (("query_out", variant.num_heads), ("key_out", variant.num_kv_heads)):
+        outputs[name] = helper.make_tensor_value_info(name, element, ["num_tokens", heads, variant.head_dim])
+    graph.outputs = outputs
     graph.model.graph.name = "rotary"
     cut = graph.finish()
     _check(wide, cut, dataclasses.replace(variant, scale=scale))
@@ -46,24 +46,32 @@ def rotary(decode: onnx.ModelProto, variant: AttentionVariant) -> onnx.ModelProt
 
 
 def _rotated_query(graph: Rewriter, variant: AttentionVariant, eps: float | None) -> tuple[str, float]:
-    """Return the name of the value that attention scales, and the scale.
+    """Return the name of the value that attention scales, and the scale in the graph, rounded to its type.
 
-    The value is what a product with the variant's scale reads, whose result is brought into groups of heads. The scale
-    is as the graph has it, rounded to its type; `eps` is that of the type unless given. Raises CheckError where there
-    is no such product, or more than one.
+    The value is multiplied with the variant's scale, and the product is reshaped to groups of heads. eps: of the
+    scale's type if not the graph's. Raises CheckError where there is no such product, or more than one.
     """
     groups = [-1, variant.num_kv_heads, variant.num_heads // variant.num_kv_heads, variant.head_dim]
     scaled = []
     for node in graph.nodes:
-        factors = {name: array for name in node.input if (array := graph.array(name)) is not None and not array.shape}
         readers = graph.consumers.get(node.output[0], [])
-        if node.op_type == "Mul" and len(factors) == 1 and len(readers) == 1 and readers[0].op_type == "Reshape":
-            ((factor, array),) = factors.items()
-            shape = graph.array(readers[0].input[1])
-            rounding = (eps or np.finfo(array.dtype).eps) / 2
-            is_scale = math.isclose(float(array), variant.scale, rel_tol=rounding)
-            if shape is not None and shape.tolist() == groups and is_scale:
-                scaled.append((next(name for name in node.input if name != factor), float(array)))
+        if node.op_type != "Mul" or len(readers) != 1 or readers[0].op_type != "Reshape":
+            continue
+        scales = []
+        values = []
+        for name in node.input:
+            array = graph.array(name)
+            if array is not None and not array.shape:
+                scales.append(array)
+            else:
+                values.append(name)
+        if len(scales) != 1:
+            continue
+        shape = graph.array(readers[0].input[1])
+        rounding = (eps or np.finfo(scales[0].dtype).eps) / 2
+        is_scale = math.isclose(float(scales[0]), variant.scale, rel_tol=rounding)
+        if shape is not None and shape.tolist() == groups and is_scale:
+            scaled.append((values[0], float(scales[0])))
     if len(scaled) != 1:
         raise CheckError(
             f"graph {graph.model.graph.name}: expected one product of the query with the scale "
@@ -73,7 +81,7 @@ def _rotated_query(graph: Rewriter, variant: AttentionVariant, eps: float | None
 
 
 def _check(decode: onnx.ModelProto, cut: onnx.ModelProto, variant: AttentionVariant) -> None:
-    # needed only where a graph is cut, not where engines run
+    # lazy: engines run without them
     from lockstep.onnx_tools.prepare import decode_inputs
     from lockstep.onnx_tools.sessions import compute
 
@@ -84,10 +92,10 @@ def _check(decode: onnx.ModelProto, cut: onnx.ModelProto, variant: AttentionVari
     past = feeds["value"], feeds["past_key"], feeds["past_value"]
     heads = feeds["query"].reshape(len(lengths), variant.num_heads, variant.query_dim)
     sinks = heads[:, :, variant.head_dim :].astype(np.float32)
-    found = attention(rotated["query_out"], rotated["key_out"], *past, lengths, variant, sinks)
+    result = attention(rotated["query_out"], rotated["key_out"], *past, lengths, variant, sinks)
     exact = expected["attention"].astype(np.float32)
     bound = Bound(REWRITE[expected["attention"].dtype.name])
-    line = wrong("output attention", measure(exact, found, bound, peak(exact)))
+    line = wrong("output attention", measure(exact, result, bound, peak(exact)))
     if line is None and not np.array_equal(expected["key_out"], rotated["key_out"]):
         line = "output key_out: expected the same bits, found others"
     if line:
@@ -106,24 +114,22 @@ def attention(
     variant: AttentionVariant,
     sinks: np.ndarray,
 ) -> np.ndarray:
-    """Return the attention of one new token for each request, in float32.
+    """Return the attention of one new token for each request over its cache and itself, in float32.
 
-    It is over the request's cache and the token itself. Shapes are as in the decode graph; query and key are rotated.
-    sinks: [num_requests, num_heads, 1], of none [num_requests, num_heads, 0].
+    Shapes are as in the decode graph; query and key are rotated. sinks: [num_requests, num_heads, 1], or without sinks
+    [num_requests, num_heads, 0].
     """
     heads = variant.num_heads
     kv = variant.num_kv_heads
     rows = []
     for row, length in enumerate(lengths):
         first = max(0, length + 1 - variant.window) if variant.window else 0
-        new = [array[row].astype(np.float32).reshape(kv, 1, -1) for array in (key, value)]
-        keys, values = (
-            np.concatenate([past[row, :, first:length].astype(np.float32), one], axis=1)
-            for past, one in zip((past_key, past_value), new)
-        )
-        scores = (
-            np.einsum("hd,hsd->hs", query[row].astype(np.float32), keys.repeat(heads // kv, axis=0)) * variant.scale
-        )
+        new_key = key[row].astype(np.float32).reshape(kv, 1, -1)
+        new_value = value[row].astype(np.float32).reshape(kv, 1, -1)
+        keys = np.concatenate([past_key[row, :, first:length].astype(np.float32), new_key], axis=1)
+        values = np.concatenate([past_value[row, :, first:length].astype(np.float32), new_value], axis=1)
+        query_row = query[row].astype(np.float32)
+        scores = np.einsum("hd,hsd->hs", query_row, keys.repeat(heads // kv, axis=0)) * variant.scale
         if variant.softcap:
             scores = variant.softcap * np.tanh(scores / variant.softcap)
         scores = np.concatenate([scores, sinks[row]], axis=1)

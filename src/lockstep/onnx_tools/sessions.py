@@ -1,6 +1,6 @@
-"""ONNX Runtime as a calculator of graphs.
+"""Compute graphs in ONNX Runtime.
 
-In: a model. Out: a session that computes it as it is written, nothing optimised; the rows of an expert are one product.
+In: a model. Out: a session that computes it unoptimised; the rows of an expert are one product.
 """
 
 from __future__ import annotations
@@ -20,34 +20,35 @@ E4M3 = "float8_e4m3fn"
 
 
 def e4m3_value(array: np.ndarray) -> ort.OrtValue:
-    """Return an array of e4m3 numbers as ONNX Runtime takes it, which does not know NumPy's type."""
+    """Return an array of e4m3 numbers for ONNX Runtime, which does not accept NumPy's type."""
     bits = np.ascontiguousarray(array).view(np.uint8)
     return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, onnx.TensorProto.FLOAT8E4M3FN)
 
 
 class _Session(ort.InferenceSession):
-    """A session that is fed e4m3 numbers too."""
+    """A session that accepts e4m3 arrays too."""
 
     def run(self, output_names: Any, input_feed: Mapping[str, Any], run_options: Any = None) -> Any:
-        feeds = {
-            name: e4m3_value(array) if isinstance(array, np.ndarray) and array.dtype.name == E4M3 else array
-            for name, array in input_feed.items()
-        }
+        feeds = dict(input_feed)
+        for name, array in input_feed.items():
+            if isinstance(array, np.ndarray) and array.dtype.name == E4M3:
+                feeds[name] = e4m3_value(array)
         return super().run(output_names, feeds, run_options)
 
 
 def open_session(model: Path | bytes, threads: int | None = None) -> ort.InferenceSession:
-    """Open a session without optimisation, of a path or bytes. Raises CheckError where the library refuses."""
+    """Open a session without optimisation, of a path or bytes. Raises CheckError if ONNX Runtime rejects the graph."""
     settings = ort.SessionOptions()
     settings.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     settings.intra_op_num_threads = threads or 0
-    settings.enable_cpu_mem_arena = False  # it would keep what weights are cast to, of every graph
+    settings.enable_cpu_mem_arena = False  # it would keep the casts of weights, of every graph
     # pools of several sessions would fight for the cores
     settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
     settings.log_severity_level = 3
     data = model if isinstance(model, bytes) else model.read_bytes()
-    grouped = GATHERS.search(data) and group_experts(onnx.ModelProto.FromString(data), stacked=True).SerializeToString()
-    source = grouped or (model if isinstance(model, bytes) else str(model))
+    source = model if isinstance(model, bytes) else str(model)
+    if GATHERS.search(data):
+        source = group_experts(onnx.ModelProto.FromString(data), stacked=True).SerializeToString()
 
     def start() -> ort.InferenceSession:
         return _Session(source, settings, providers=["CPUExecutionProvider"], enable_fallback=0)
@@ -70,7 +71,8 @@ def open_session(model: Path | bytes, threads: int | None = None) -> ort.Inferen
 
 
 def compute(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return a graph's outputs by name; feeds: its inputs, and maybe more."""
+    """Return a graph's outputs by name; feeds: its inputs, further arrays are ignored."""
     session = open_session(model.SerializeToString())
     names = [value.name for value in session.get_outputs()]
-    return dict(zip(names, session.run(names, {value.name: feeds[value.name] for value in session.get_inputs()})))
+    inputs = {value.name: feeds[value.name] for value in session.get_inputs()}
+    return dict(zip(names, session.run(names, inputs)))

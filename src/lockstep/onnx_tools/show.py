@@ -1,4 +1,4 @@
-"""A graph as text that a person reads. Inputs, slots, outputs, and each operator with its result's type and shape."""
+"""Print a graph for people: inputs, slots, outputs, and each operator with its result's type and shape."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from lockstep.onnx_tools.signature import dtype_name
 
 
 def show(path: str | os.PathLike) -> str:
-    """Return the text for the ONNX file `path`. Raises InputError when it is absent or no ONNX model."""
+    """Return the text for the ONNX file `path`. Raises InputError when it is absent or not an ONNX model."""
     path = Path(path)
     try:
-        model = onnx.load(path, format="protobuf")  # whatever its name ends in
+        model = onnx.load(path, format="protobuf")  # whatever the suffix
         onnx.checker.check_model(model)
     except FileNotFoundError:
         raise InputError(
@@ -37,28 +37,29 @@ def show(path: str | os.PathLike) -> str:
 
 
 def layer_table(assembly_json: str | os.PathLike) -> str:
-    """Return class, attention variant and exit of each layer. Raises InputError for no assembly."""
+    """Return a table of each layer's class, attention variant and exit. Raises InputError for no assembly."""
     assembly = Assembly.load(assembly_json)
-    used = [
-        (layer.block.graph, layer.variant, ", ".join(exit.graph for exit in layer.exits)) for layer in assembly.layers
-    ]
+    layers = []
+    for layer in assembly.layers:
+        layers.append((layer.block.graph, layer.variant, ", ".join(exit.graph for exit in layer.exits)))
     rows = [("layers", "block", "attention", "exit when cut here")]
     start = 0
-    for index in range(1, len(used) + 1):
-        if index == len(used) or used[index] != used[start]:
-            rows.append((str(start) if index == start + 1 else f"{start}-{index - 1}", *used[start]))
+    for index in range(1, len(layers) + 1):
+        if index == len(layers) or layers[index] != layers[start]:
+            numbers = str(start) if index == start + 1 else f"{start}-{index - 1}"
+            rows.append((numbers, *layers[start]))
             start = index
     digests = [(name, graph.sha256[:12]) for name, graph in sorted(assembly.classes.items())]
     for name, variant in sorted(assembly.mixers.items()):
         digests += [(f"{name}.{phase}", graph.sha256[:12]) for phase, graph in variant.phases().items()]
-    sizes = (
-        (assembly.layers, "layers"),
-        (assembly.classes, "classes"),
-        (assembly.variants, "attention variants"),
-        (assembly.state_mixers, "state mixers"),
+    counts = (
+        (len(assembly.layers), "layers"),
+        (len(assembly.classes), "classes"),
+        (len(assembly.variants), "attention variants"),
+        (len(assembly.state_mixers), "state mixers"),
     )
-    count = ", ".join(f"{len(parts)} {name}" for parts, name in sizes if parts)
-    return "\n".join([count, *_columns(rows), *_columns(digests)])
+    summary = ", ".join(f"{count} {name}" for count, name in counts if count)
+    return "\n".join([summary, *_columns(rows), *_columns(digests)])
 
 
 def _lines(path: Path, model: onnx.ModelProto) -> Iterator[str]:
@@ -74,26 +75,25 @@ def _lines(path: Path, model: onnx.ModelProto) -> Iterator[str]:
     types = {value.name: _type(value) for value in (*graph.input, *graph.output, *graph.value_info)}
     constants = {tensor.name: _constant(tensor) for tensor in graph.initializer}
     yield "\noperators"
-    yield from _columns(
-        [(", ".join(node.output), _call(node, constants), types.get(node.output[0], "")) for node in graph.node]
-    )
+    rows = []
+    for node in graph.node:
+        rows.append((", ".join(node.output), _call(node, constants), types.get(node.output[0], "")))
+    yield from _columns(rows)
     for function in model.functions:
         yield f"\nfunction {function.name}({', '.join(function.input)}) -> {', '.join(function.output)}"
-        inside = {
-            node.output[0]: _constant(node.attribute[0].t)
-            for node in function.node
-            if node.op_type == "Constant" and node.attribute
-        }
-        yield from _columns(
-            [(", ".join(node.output), _call(node, inside)) for node in function.node if node.op_type != "Constant"]
-        )
+        function_constants = {}
+        for node in function.node:
+            if node.op_type == "Constant" and node.attribute:
+                function_constants[node.output[0]] = _constant(node.attribute[0].t)
+        nodes = [node for node in function.node if node.op_type != "Constant"]
+        yield from _columns([(", ".join(node.output), _call(node, function_constants)) for node in nodes])
 
 
 def is_slot(value: onnx.ValueInfoProto) -> bool:
-    """Return whether an input is a weight: of static shape and float type, and no state."""
+    """Return whether an input is a weight: of fixed shape and float type, and not a state."""
     tensor = value.type.tensor_type
-    fixed = all(dim.HasField("dim_value") for dim in tensor.shape.dim) and not value.name.startswith("past_")
-    return fixed and tensor.elem_type != onnx.TensorProto.INT64
+    is_fixed = all(dim.HasField("dim_value") for dim in tensor.shape.dim) and not value.name.startswith("past_")
+    return is_fixed and tensor.elem_type != onnx.TensorProto.INT64
 
 
 def _type(value: onnx.ValueInfoProto) -> str:
@@ -103,7 +103,7 @@ def _type(value: onnx.ValueInfoProto) -> str:
 
 
 def _short(element: int) -> str:
-    """Return an ONNX element type as a precision where it is one, else its dtype."""
+    """Return the precision of an ONNX element type if it has one, else its dtype."""
     name = dtype_name(element)
     return NAME_PRECISIONS.get(name, name)
 
@@ -125,7 +125,8 @@ _DEFAULTS = {"alpha": 1.0, "beta": 1.0, "transA": 0, "keepdims": 1, "noop_with_e
 def _constant(tensor: onnx.TensorProto) -> str:
     array = numpy_helper.to_array(tensor)
     if array.size == 1:
-        return f"{array.reshape(-1)[0]:g}" if array.dtype.kind == "f" else str(array.reshape(-1)[0])
+        number = array.reshape(-1)[0]
+        return f"{number:g}" if array.dtype.kind == "f" else str(number)
     if array.size <= 8 and array.dtype.kind == "i":
         return str(array.tolist()).replace(str(np.iinfo(np.int64).max), "end")
     return f"<{array.dtype} {list(array.shape)}>"

@@ -1,4 +1,4 @@
-"""What an ONNX graph takes and gives, as the assembly writes it."""
+"""The inputs, outputs and slots of an ONNX graph, in the assembly's form."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from lockstep.artifacts.signature import IO, Signature
 
 
 def signature_of(graph: onnx.GraphProto, slots: Collection[str] = ()) -> Signature:
-    """Return the graph's inputs that are no constants, its outputs, and those inputs that `slots` names."""
+    """Return the graph's inputs other than constants, its outputs, and the inputs that `slots` names."""
     constants = {tensor.name for tensor in graph.initializer}
-    given = [io_of(value) for value in graph.input if value.name not in constants]
+    inputs = [io_of(value) for value in graph.input if value.name not in constants]
     return Signature(
-        inputs=tuple(io for io in given if io.name not in slots),
+        inputs=tuple(io for io in inputs if io.name not in slots),
         outputs=tuple(map(io_of, graph.output)),
-        slots=tuple(io for io in given if io.name in slots),
+        slots=tuple(io for io in inputs if io.name in slots),
     )
 
 
 def io_of(value: onnx.ValueInfoProto) -> IO:
-    """Return an input or output; its dynamic dimensions by name."""
+    """Return an input or output, with the names of its dynamic dimensions."""
     tensor = value.type.tensor_type
     shape = tuple(dim.dim_param if dim.HasField("dim_param") else dim.dim_value for dim in tensor.shape.dim)
     return IO(value.name, dtype_name(tensor.elem_type), shape)
 
 
 def dtype_name(element: int) -> str:
-    """Return an ONNX element type as NumPy calls it; older ONNX packages give float32 for bfloat16."""
+    """Return an ONNX element type by its NumPy name; older ONNX packages say float32 for bfloat16."""
     return onnx_dtype(onnx.TensorProto.DataType.Name(element))

@@ -1,8 +1,7 @@
-"""A 16-bit graph computed in fp32.
+"""Compute a 16-bit graph in fp32.
 
-So ONNX Runtime, which has no bf16 on a CPU, can compute a bf16 graph; and a fp16 graph shows what fp16 does not hold.
-
-What such a run shows is the graph (its operators, their order, what is bound to what), not the rounding of bf16.
+ONNX Runtime has no bf16 on a CPU, and a fp16 graph in fp32 shows what exceeds fp16. Such a run checks the graph (its
+operators, their order and bindings), not the rounding of bf16.
 """
 
 from __future__ import annotations
@@ -16,40 +15,40 @@ def widened(model: onnx.ModelProto, narrow: int = TensorProto.BFLOAT16) -> onnx.
     """Return the same graph with float32 wherever it has the type `narrow`; `model` itself where it has none."""
     wide = onnx.ModelProto()
     wide.CopyFrom(model)
-    changed = _graph(wide.graph, narrow) + sum(
-        _node(node, narrow) for function in wide.functions for node in function.node
-    )
-    return wide if changed else model
+    changes = _widen_graph(wide.graph, narrow)
+    for function in wide.functions:
+        changes += sum(_widen_node(node, narrow) for node in function.node)
+    return wide if changes else model
 
 
 def widened_dtype(dtype: str) -> str:
     return "float32" if dtype == "bfloat16" else dtype
 
 
-def _graph(graph: onnx.GraphProto, narrow: int) -> int:
-    types = [value.type.tensor_type for value in (*graph.input, *graph.output, *graph.value_info)]
-    narrow_types = [kind for kind in types if kind.elem_type == narrow]
-    for kind in narrow_types:
-        kind.elem_type = TensorProto.FLOAT
-    changed = len(narrow_types) + sum(_tensor(tensor, narrow) for tensor in graph.initializer)
-    return changed + sum(_node(node, narrow) for node in graph.node)
+def _widen_graph(graph: onnx.GraphProto, narrow: int) -> int:
+    """Widen a graph in place; return the number of changes."""
+    changes = sum(_widen_tensor(tensor, narrow) for tensor in graph.initializer)
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        if value.type.tensor_type.elem_type == narrow:
+            value.type.tensor_type.elem_type = TensorProto.FLOAT
+            changes += 1
+    return changes + sum(_widen_node(node, narrow) for node in graph.node)
 
 
-def _node(node: onnx.NodeProto, narrow: int) -> int:
-    changed = 0
+def _widen_node(node: onnx.NodeProto, narrow: int) -> int:
+    changes = 0
     for attribute in node.attribute:
         if attribute.type == onnx.AttributeProto.TENSOR:
-            changed += _tensor(attribute.t, narrow)
+            changes += _widen_tensor(attribute.t, narrow)
         elif attribute.type == onnx.AttributeProto.GRAPH:
-            changed += _graph(attribute.g, narrow)
-        # Cast, RandomNormal and their like
-        elif attribute.name in ("to", "dtype") and attribute.i == narrow:
+            changes += _widen_graph(attribute.g, narrow)
+        elif attribute.name in ("to", "dtype") and attribute.i == narrow:  # of Cast, RandomNormal etc.
             attribute.i = TensorProto.FLOAT
-            changed += 1
-    return changed
+            changes += 1
+    return changes
 
 
-def _tensor(tensor: onnx.TensorProto, narrow: int) -> int:
+def _widen_tensor(tensor: onnx.TensorProto, narrow: int) -> int:
     if tensor.data_type != narrow:
         return 0
     tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype(np.float32), tensor.name))
