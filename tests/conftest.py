@@ -113,7 +113,7 @@ def each_model_is_traced_once(tmp_path_factory: pytest.TempPathFactory) -> Itera
     if unique_layers is None or find_spec("filelock") is None:  # the Python of the tests on a GPU may not have it
         yield
         return
-    own = unique_layers._cut
+    own = unique_layers._trace_and_cut
     shared = Shared(shared_root(tmp_path_factory.getbasetemp()))
 
     def cut(meta, indices, wide_residual):
@@ -133,9 +133,9 @@ def each_model_is_traced_once(tmp_path_factory: pytest.TempPathFactory) -> Itera
         make = lambda folder: (folder / "cut.pickle").write_bytes(pickle.dumps(own(meta, indices, wide_residual)))
         return pickle.loads((shared.folder(f"traces/{digest}", make) / "cut.pickle").read_bytes())
 
-    unique_layers._cut = cut
+    unique_layers._trace_and_cut = cut
     yield
-    unique_layers._cut = own
+    unique_layers._trace_and_cut = own
 
 
 import lockstep  # noqa: E402, F401  first: it switches off what other packages send when they are imported

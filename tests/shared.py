@@ -51,10 +51,10 @@ class Shared:
         The trace takes longer than all that is made of them.
         """
         from lockstep.export.tracer import meta_model  # loads torch
-        from lockstep.export.unique_layers import parts_of
+        from lockstep.export.unique_layers import trace_unique_layers
 
         def make(folder: Path) -> None:
-            (folder / "parts.pickle").write_bytes(pickle.dumps(parts_of(meta_model(config, precision))))
+            (folder / "parts.pickle").write_bytes(pickle.dumps(trace_unique_layers(meta_model(config, precision))))
 
         folder = self.folder(f"parts/{sha256_json([config, precision])}", make)
         return pickle.loads((folder / "parts.pickle").read_bytes())
@@ -70,7 +70,7 @@ class Shared:
 
         def make(folder: Path) -> None:
             files, assembly = assemble(
-                meta_model(config, precision), config, precision, parts=self.parts(config, precision)
+                meta_model(config, precision), config, precision, traced=self.parts(config, precision)
             )
             for name, data in files.items():
                 (folder / name).write_bytes(data)

@@ -13,7 +13,7 @@ from transformers import masking_utils
 from lockstep.errors import InputError
 from lockstep.export.attention_hook import HARMLESS, Mask, refused_arguments, window_of
 from lockstep.export.tracer import meta_model
-from lockstep.export.unique_layers import parts_of
+from lockstep.export.unique_layers import trace_unique_layers
 
 TINY = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -39,7 +39,7 @@ def test_sparse_attention_is_refused():
         "mlp_layer_types": ["dense"] * 2, "dense_intermediate_size": 64,
     }  # fmt: skip
     with pytest.raises(InputError, match="sparse attention .* given as block_indices"):
-        parts_of(meta_model(config, "fp32"))
+        trace_unique_layers(meta_model(config, "fp32"))
 
 
 @pytest.mark.parametrize("window", [1, 5, 300, 4096])
@@ -91,7 +91,7 @@ def test_windows_that_stand_in_the_mask_alone_are_in_the_graphs(name):
     if expected is None:
         expected = [WINDOW if kind == "sliding_attention" else 0 for kind in meta.config.layer_types]
         assert len(set(expected)) == 2
-    assert [layer.batchless.window for layer in parts_of(meta).layers] == expected
+    assert [layer.batchless.window for layer in trace_unique_layers(meta).layers] == expected
 
 
 @pytest.mark.exports
@@ -108,7 +108,7 @@ def test_windows_that_stand_in_the_mask_alone_are_in_the_graphs(name):
 ])  # fmt: skip
 def test_a_refusal_says_the_real_reason_and_nothing_on_the_side(config, reason, capfd):
     with pytest.raises(InputError) as error:
-        parts_of(meta_model(config, "fp32"))
+        trace_unique_layers(meta_model(config, "fp32"))
     assert reason in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 400
     assert capfd.readouterr() == ("", "")
 

@@ -20,11 +20,11 @@ from lockstep.config.sources import read_shape
 from lockstep.errors import InputError
 from lockstep.export.independence import check_independence
 from lockstep.export.language import build_config
-from lockstep.export.movement import copies_apart
+from lockstep.export.movement import unfold_copies
 from lockstep.export.parity import reference_model
 from lockstep.export.rope import freeze_ropes, position_limit
 from lockstep.export.tracer import meta_model
-from lockstep.export.unique_layers import parts_of
+from lockstep.export.unique_layers import trace_unique_layers
 
 HEAD = """<ir_version: 8, opset_import: ["": 20]> g (float[num_tokens, 4] hidden, int64[num_tokens] position_ids) => (float[num_tokens, 4] out)
     <int64[1] zero = {0}, int64[1] one = {1}, int64[2] turned = {4, -1}, int64[2] back = {-1, 4}, int64[1] end = {9223372036854775807}, int64 first = {0}, int64 step = {1},
@@ -104,7 +104,7 @@ def test_copies_of_all_tokens_get_a_dimension_of_their_own():
     model = ir.serde.deserialize_model(whole)
     with pytest.raises(InputError, match="Tile"):
         check_independence(model.graph, "toy")
-    copies_apart(model)
+    unfold_copies(model)
     check_independence(model.graph, "toy")
     random = np.random.default_rng(0)
     shapes = {"hidden": (5, 4), "scores": (5, 3)}
@@ -122,7 +122,7 @@ def test_a_model_whose_layers_mix_tokens_beyond_some_length_is_refused(monkeypat
 
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", mixes)
     with pytest.raises(InputError, match="ReduceSum mixes along the tokens"):
-        parts_of(meta_model(LLAMA, "fp32"))
+        trace_unique_layers(meta_model(LLAMA, "fp32"))
 
 
 @pytest.mark.long
@@ -137,7 +137,7 @@ def test_a_rope_that_reads_the_longest_position_is_refused(monkeypatch):
 
     monkeypatch.setattr(modeling_llama.LlamaRotaryEmbedding, "forward", switches)
     with pytest.raises(InputError, match="ReduceMax mixes along the tokens"):
-        parts_of(meta_model(LLAMA, "fp32"))
+        trace_unique_layers(meta_model(LLAMA, "fp32"))
 
 
 def longrope(**more):
@@ -195,7 +195,7 @@ def test_what_changes_with_length_is_held_to_what_it_is_first(config, limit):
 @pytest.mark.traces
 @pytest.mark.exports
 def test_a_frozen_rope_leaves_no_look_at_other_tokens_in_the_trace():
-    parts_of(meta_model(PHI3, "fp32"))
+    trace_unique_layers(meta_model(PHI3, "fp32"))
     with pytest.raises(InputError, match="mixes along the tokens"):
         meta = meta_model({**PHI3, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}, "fp32")
         for module in meta.modules():  # as transformers makes it
@@ -204,7 +204,7 @@ def test_a_frozen_rope_leaves_no_look_at_other_tokens_in_the_trace():
                 module.config = build_config(PHI3)
                 # transformers keeps them from its first call: of two traces the second would find the first one's
                 module.long_inv_freq = module.inv_freq.clone()
-        parts_of(meta)
+        trace_unique_layers(meta)
 
 
 @pytest.mark.parametrize("config", [

@@ -15,7 +15,7 @@ from onnx import numpy_helper
 from transformers.models.llama import modeling_llama
 
 from lockstep.errors import InputError
-from lockstep.export.parity import Small, depths_to_try, make_small, measure, prove, reference_model
+from lockstep.export.parity import Small, check_parity, depths_to_try, make_small, measure, reference_model
 from lockstep.export.run import assemble, export_config
 from lockstep.export.small_configs import small_configs
 from lockstep.export.tracer import meta_model
@@ -44,14 +44,14 @@ def small(assembled):
 
 def test_the_split_form_itself_passes(small):
     found = measure(small)
-    assert found.error < EXPORT / 4 and found.own < EXPORT / 4  # room for other processors' sums
+    assert found.error < EXPORT / 4 and found.reference_error < EXPORT / 4  # room for other processors' sums
 
 
 def test_a_model_is_held_to_transformers_within_its_positions_alone(assembled):
     """Llama 4 scales queries from position `floor_scale - 1` on, to which no request of ours goes."""
     config = {**FAMILIES["llama4_text"].config, "floor_scale": 16}
     meta = meta_model(config, "fp32")
-    assert prove(config, meta, *assembled(meta, config, "fp32"), assembled) < EXPORT
+    assert check_parity(config, meta, *assembled(meta, config, "fp32"), assembled) < EXPORT
 
 
 def test_measuring_leaves_threads_and_collector_as_they_were(small):
@@ -156,7 +156,7 @@ def llama(assembled):
 def test_long_contexts_of_the_split_form_itself_pass(wide, llama):
     for small in (wide, llama):
         found = measure(small)
-        assert found.error < EXPORT / 4 and found.own < EXPORT / 4
+        assert found.error < EXPORT / 4 and found.reference_error < EXPORT / 4
 
 
 @pytest.mark.long
@@ -245,7 +245,7 @@ def test_a_fault_in_the_export_is_a_refusal_that_says_so(assembled):
 
     meta = meta_model(CONFIG, "fp32")
     with pytest.raises(InputError) as error:
-        prove(CONFIG, meta, *faulty(meta, CONFIG, "fp32"), faulty)
+        check_parity(CONFIG, meta, *faulty(meta, CONFIG, "fp32"), faulty)
     assert ("its split form differs from transformers") in str(error.value) and "please report" in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -51,7 +51,7 @@ class Made:
         config = dict(FAMILIES[self.family].config)
         parts = shared.parts(config, PRECISION)
         files, assembly = assemble(
-            meta_model(config, PRECISION), config, PRECISION, tensor_parallel=degree, parts=parts
+            meta_model(config, PRECISION), config, PRECISION, tensor_parallel=degree, traced=parts
         )
         files["tokenizer.json"] = (self.source / "tokenizer.json").read_bytes()
         out.mkdir()

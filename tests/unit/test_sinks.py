@@ -70,4 +70,4 @@ def test_sinks_that_are_wrong_are_caught_before_anything_is_written(fault, tmp_p
 def test_ranks_are_refused_by_the_reason(shared):
     config = test_mxfp4.CONFIG
     with pytest.raises(InputError, match="tensor_parallel: .* sinks; use one rank"):
-        assemble(meta_model(config, "fp32"), config, "fp32", tensor_parallel=2, parts=shared.parts(config, "fp32"))
+        assemble(meta_model(config, "fp32"), config, "fp32", tensor_parallel=2, traced=shared.parts(config, "fp32"))

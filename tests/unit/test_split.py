@@ -21,7 +21,7 @@ from lockstep.export.checkpoint_layout import checkpoint_layout
 from lockstep.export.flow import Flow
 from lockstep.export.run import assemble
 from lockstep.export.tracer import layer_list, meta_model
-from lockstep.export.unique_layers import parts_of
+from lockstep.export.unique_layers import trace_unique_layers
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.weights import Weights, convert
 
@@ -165,7 +165,7 @@ def test_unique_and_fully_traced_files_are_the_same_bytes(config):
     config = {**TINY, "num_key_value_heads": 2, **config}
     meta = meta_model(config, "fp32")
     unique = assemble(meta, config, "fp32")
-    assert unique == assemble(meta, config, "fp32", parts=traced_whole(meta))
+    assert unique == assemble(meta, config, "fp32", traced=traced_whole(meta))
     more = {"middle_2", "exit_2"} if config["model_type"] == "qwen3_moe" else set()
     assert set(unique[1].classes) == {"entry", "middle", "exit", "embedding", *more}
 
@@ -174,13 +174,13 @@ def traced_whole(meta) -> unique_layers.TracedModel:
     """Trace the model at each of its depths, each as a whole."""
     depth = len(unique_layers.signatures(meta))
     prefix = layer_list(meta)[0]
-    traced = [unique_layers._cut(meta, range(n), False) for n in range(1, depth + 1)]
+    traced = [unique_layers._trace_and_cut(meta, range(n), False) for n in range(1, depth + 1)]
     layout = checkpoint_layout(meta)
     layers = []
     for index, (block, batchless) in enumerate(zip(traced[-1].cut.blocks, traced[-1].cut.batchless, strict=True)):
         exit = traced[index].cut.exit
         slots = [unique_layers._bind(graph, index + n, prefix, layout) for n, graph in enumerate((block, exit))]
-        layers.append(unique_layers.Layer(block, slots[0], batchless, exit, slots[1]))
+        layers.append(unique_layers.Layer(block, slots[0], batchless, ((exit, slots[1]),)))
     embedding = traced[-1].embedding
     return unique_layers.TracedModel(
         tuple(layers), embedding, {slot.name: layout[slot.name] for slot in embedding.signature.slots}
@@ -220,7 +220,7 @@ def test_uncut_graph_equals_transformers(exported, precision, tolerance):
 )
 def test_a_model_that_cannot_be_split_is_refused_with_the_reason(config, reason):
     with pytest.raises(InputError) as error:
-        parts_of(meta_model(config, "fp32"))
+        trace_unique_layers(meta_model(config, "fp32"))
     assert reason in str(error.value) and "\n" not in str(error.value)
 
 

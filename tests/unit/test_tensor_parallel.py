@@ -67,10 +67,10 @@ class Split:
 
     def error(self, assembly: Assembly) -> float:
         """Of the logits of all tokens, brought in chunks and mixed with another request's, over their deviation."""
-        found = parity.walk(
+        found = parity.step_through(
             ReferenceRunner(self.files, assembly, self.tensors, len(self.sequences), 24), self.sequences
         )
-        return parity._difference(found, self.expected)
+        return parity._max_difference(found, self.expected)
 
     @property
     def ranks(self) -> TensorParallel:
@@ -92,13 +92,13 @@ def split(shared: Shared) -> Splits:
 def make_split(shared: Shared, family: str, degree: int) -> Split:
     config = dict(FAMILIES[family].config)
     parts = shared.parts(config, "fp32")
-    files, assembly = assemble(meta_model(config, "fp32"), config, "fp32", tensor_parallel=degree, parts=parts)
+    files, assembly = assemble(meta_model(config, "fp32"), config, "fp32", tensor_parallel=degree, traced=parts)
     tensors = parity.checkpoint_tensors(parity.reference_model(config, 0, 1.0))
     random = np.random.default_rng(0)
     sequences = [random.integers(0, assembly.vocab_size, length) for length in parity.LENGTHS]
     found = Split(files, assembly, tensors, sequences, [])
     one = ReferenceRunner(files, replace(assembly, tensor_parallel=None), tensors, len(sequences), 24)
-    found.expected += parity.walk(one, sequences)
+    found.expected += parity.step_through(one, sequences)
     return found
 
 

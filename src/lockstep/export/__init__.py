@@ -10,6 +10,6 @@ from lockstep.export import collector
 with collector.paused():
     from lockstep.export.run import export
 
-    gc.freeze()  # what was loaded stays: later collections, and the one at exit, need not walk it
+    gc.freeze()  # loaded modules stay: later collections, and the one at exit, need not walk them
 
 __all__ = ["export"]

@@ -1,7 +1,7 @@
 """The batchless graphs: RoPE, then causal attention over a KV cache.
 
-The attention has no parameters. Where heads have sinks, a logit each beside the scores, these come behind the numbers
-of each head in the query, [num_tokens, num_heads * (head_dim + 1)].
+The attention has no parameters. Where heads have sinks (a logit next to the scores), the query carries them after the
+numbers of each head, [num_tokens, num_heads * (head_dim + 1)].
 
 In: a BatchlessGraph (cut.py). Out: canonical prefill and decode graphs, and the cache-free form that the uncut
 `batchful.onnx` calls. Shapes: see `prefill` and `decode`. Products run in the graph's dtype, softmax in float32.
@@ -16,10 +16,10 @@ import onnx_ir as ir
 
 from lockstep.export.canonical import Graph, canonical
 from lockstep.export.cut import BatchlessGraph
-from lockstep.export.known import GraphWriter, dtype_of, shape_of
+from lockstep.export.ir_tools import GraphWriter, dtype_of, shape_of
 
 _LOWEST = np.float32(-3.0e38)  # finite, so that a row without any allowed key gives no NaN
-# the position of a cache row that holds nothing yet; fits int32 too, which some backends use
+# The position of an unused cache row, later than all queries; fits int32 too, which some backends use.
 _NEVER = np.int64(2**31 - 1)
 _ORDER = ("query", "key", "value", "position_ids", "past_key", "past_value", "past_lengths")
 
@@ -44,14 +44,14 @@ def prefill(batchless: BatchlessGraph) -> Graph:
 
 
 def without_cache(batchless: BatchlessGraph) -> Graph:
-    """Build the attention of one whole sequence. As `prefill` with nothing in the cache; gives `attention` alone."""
+    """Build the attention of one whole sequence. As `prefill` with nothing in the cache; returns `attention` alone."""
     build = _Builder(batchless)
     attention = build.attend(build.to_cache(build.key), build.to_cache(build.value), build.position_ids)
     return build.finish("attention", attention, cache_rows=False)
 
 
 def decode(batchless: BatchlessGraph) -> Graph:
-    """Build the attention of one new token for each of several requests, over caches that are read in place.
+    """Build the attention of one new token for each of several requests, over caches in their memory layout.
 
     As `prefill`, with num_requests for num_tokens and past_key, past_value [num_requests, num_kv_heads, past_capacity,
     head_dim], past_lengths [num_requests]. A new token's position is its request's past length.
@@ -117,10 +117,15 @@ class _Builder(GraphWriter):
         return self.op("Gather", self.op("Shape", past_key), np.int64(2), axis=0)
 
     def to_float(self, value: ir.Value) -> ir.Value:
-        return value if self.dtype == ir.DataType.FLOAT else self.op("Cast", value, to=ir.DataType.FLOAT)
+        return self.cast(value, ir.DataType.FLOAT)
 
     def from_float(self, value: ir.Value) -> ir.Value:
-        return value if self.dtype == ir.DataType.FLOAT else self.op("Cast", value, to=self.dtype)
+        return self.cast(value, self.dtype)
+
+    def cast(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
+        if self.dtype == ir.DataType.FLOAT:  # computes in float32 throughout
+            return value
+        return self.op("Cast", value, to=dtype)
 
     def scaled_query(self) -> ir.Value:
         return self.op("Mul", self.query, np.asarray(self.batchless.scale).astype(self.dtype.numpy()))
@@ -133,16 +138,17 @@ class _Builder(GraphWriter):
         return self.op("Mul", self.op("Tanh", self.op("Div", scores, cap)), cap)
 
     def weights(self, *scores: ir.Value) -> ir.Value:
-        """Return the softmax of scores [..., num_keys] side by side; a sink takes its part of the sum and is left out.
+        """Return the softmax of scores, concatenated along their last axis, without the sinks that take part in it.
 
-        [kv, group, num_tokens, num_keys], or of a decode [num_requests, kv, group, num_keys].
+        [kv, group, num_tokens, num_keys], for decode [num_requests, kv, group, num_keys].
         """
-        parts = list(scores)
+        columns = list(scores)
         if self.sinks is not None:
-            is_decode = self.tokens == "num_requests"
             sinks = self.to_float(self.op("Reshape", self.sinks, [-1, self.batchless.num_kv_heads, self.group, 1]))
-            parts.append(sinks if is_decode else self.op("Transpose", sinks, perm=[1, 2, 0, 3]))
-        joined = parts[0] if len(parts) == 1 else self.op("Concat", *parts, axis=-1)
+            if self.tokens != "num_requests":
+                sinks = self.op("Transpose", sinks, perm=[1, 2, 0, 3])
+            columns.append(sinks)
+        joined = columns[0] if len(columns) == 1 else self.op("Concat", *columns, axis=-1)
         weights = self.from_float(self.op("Softmax", joined, axis=-1))
         if self.sinks is None:
             return weights

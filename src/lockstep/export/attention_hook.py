@@ -1,8 +1,7 @@
-"""The attention and the mask that transformers calls during a trace.
+"""Replace the attention and the mask that transformers calls during a trace.
 
-In: what a model hands to transformers' `AttentionInterface`. Out: one `Attention` marker, with the scale,
-the soft cap and the sliding window that the layer really has; an InputError with the reason for attention that cannot
-be carried by a parameter-free graph.
+In: the arguments of transformers' `AttentionInterface`. Out: one `Attention` marker, with the layer's actual scale,
+soft cap and sliding window; an InputError with the reason for attention that a parameter-free graph cannot carry.
 """
 
 from __future__ import annotations
@@ -23,28 +22,27 @@ from lockstep.errors import InputError
 from lockstep.export.markers import marker
 
 HOOK = "lockstep"
-_PROBED = 300  # tokens beyond a window at which a mask is looked at
+_PROBED = 300  # tokens beyond a window at which a mask is evaluated
 
 
-# Arguments beside scale, soft cap and window that change nothing here, each with the reason. Any other that is given is
-# refused.
+# Arguments besides scale, soft cap and window that change nothing here, with the reason. Any other that is passed is
+# rejected.
 HARMLESS = {
     "dropout": "exports run in evaluation mode, where it is zero",
-    "sliding_window": "read by flash attention alone; the mask that eager attention is given says the same, "
-    "and is what counts",
-    "position_ids": "read by flash attention to tell packed sequences apart; positions reach queries and "
-    "keys through RoPE",
-    "output_attentions": "asks for the weights beside the result",
-    "output_hidden_states": "asks for what the layers give, beside the result",
-    "output_router_logits": "asks for what the router gives, beside the result",
+    "sliding_window": "read by flash attention alone; the mask of eager attention says the same, and is what counts",
+    "position_ids": "read by flash attention to separate packed sequences; positions reach queries and keys through "
+    "RoPE",
+    "output_attentions": "asks for the weights besides the result",
+    "output_hidden_states": "asks for the layers' outputs besides the result",
+    "output_router_logits": "asks for the router's logits besides the result",
     "return_dict": "is the form of the result",
     "use_cache": "the cache lives outside the traced model",
     "cache_position": "says where new rows go in a cache, which lives outside the traced model",
     "deterministic": "chooses between kernels of one computation",
     "num_items_in_batch": "scales the loss of training",
-    "logits_to_keep": "says which logits are computed, behind all attention",
+    "logits_to_keep": "says which logits are computed, after all attention",
 }
-# What the arguments that are known to be refused stand for.
+# The meaning of arguments that are known to be rejected.
 _MEANING = {
     "sinks": "attention sinks (learned keys or logits beside the scores)",
     "block_indices": "sparse attention (it attends to the blocks of keys that an indexer chooses)",
@@ -56,21 +54,19 @@ _MEANING = {
 }
 
 
-def refused_arguments(given: dict[str, Any]) -> list[str]:
+def refused_arguments(arguments: dict[str, Any]) -> list[str]:
     """Return the reasons against carrying these arguments of attention; none when all are harmless."""
     reasons = []
-    for name, value in sorted(given.items()):
+    for name, value in sorted(arguments.items()):
         if value is None or name in HARMLESS:
             continue
-        if name == "is_causal":  # True is what the batchless graphs do
+        if name == "is_causal":
             if value is not True:
                 reasons.append("attention to later tokens (is_causal is off), as encoders have it")
-            continue
-        reasons.append(
-            f"{_MEANING[name]}, given as {name}"
-            if name in _MEANING
-            else f"the argument {name}, which is not known to be harmless"
-        )
+        elif name in _MEANING:
+            reasons.append(f"{_MEANING[name]}, given as {name}")
+        else:
+            reasons.append(f"the argument {name}, which is not known to be harmless")
     return reasons
 
 
@@ -83,19 +79,20 @@ def _attention_hook(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    **rest: Any,
+    **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
     """Emit the attention operator, for transformers; query, key, value: [1, heads, num_tokens, head_dim].
 
-    s_aux: attention sinks, a learned logit beside the scores of each head.
+    s_aux: attention sinks, a learned logit next to the scores of each head.
 
     Raises InputError for what the batchless graphs cannot carry.
     """
-    if reasons := refused_arguments(rest):
+    reasons = refused_arguments(arguments)
+    if reasons:
         raise InputError(f"its attention uses {'; '.join(reasons)}: parameter-free causal attention cannot carry that")
-    # made by the model itself or not at all: what flash attention would be told is all there is
+    # Without a mask from transformers the window is only told to flash attention.
     if attention_mask is None:
-        window = int(rest.get("sliding_window") or 0)
+        window = int(arguments.get("sliding_window") or 0)
     elif isinstance(attention_mask, Mask):
         window = attention_mask.window
     else:
@@ -109,10 +106,12 @@ def _attention_hook(
             f"its attention has sinks of shape {list(s_aux.shape)}, expected one of each of {query.shape[1]} heads:"
             " parameter-free causal attention cannot carry that"
         )
-    by_token = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
-    shape = (*by_token[0].shape[:2], value.shape[-1])
+    inputs = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
+    shape = (*inputs[0].shape[:2], value.shape[-1])
+    if s_aux is not None:
+        inputs.append(s_aux)
     settings = {"layer": int(module.layer_idx), "scale": scale, "softcap": float(softcap or 0.0), "window": window}
-    output = marker("Attention", by_token if s_aux is None else [*by_token, s_aux], shape, **settings)
+    output = marker("Attention", inputs, shape, **settings)
     return output.unsqueeze(0), None
 
 
@@ -121,7 +120,7 @@ def _attention_hook(
 
 @dataclass(frozen=True)
 class Mask:
-    """A causal mask with a sliding window (0: none). A model may hand it on, but not compute with it."""
+    """A causal mask with a sliding window (0: none). A model may pass it on, but not compute with it."""
 
     window: int
 
@@ -155,30 +154,31 @@ def _mask_hook(
     **_: Any,
 ) -> Mask:
     """Make a mask, for transformers; mask_function: (batch, head, query, key) -> whether the query sees the key."""
-    return Mask(window_of(mask_function, local_size, chunk_size(lambda key: getattr(config, key, None))))
+    chunk = chunk_size(lambda key: getattr(config, key, None))
+    return Mask(window_of(mask_function, local_size, chunk))
 
 
 def window_of(mask_function: Callable, local_size: int | None = None, chunk: int | None = None) -> int:
     """Return the sliding window of a causal mask, 0 without one.
 
-    local_size: the window or chunk as transformers names it; chunk: the size of a chunk, with which the positions end
-    (`rope.position_limit`). Raises InputError for a mask that lets a token see later ones or depends on
-    more than the distance.
+    local_size: the window or chunk as transformers names it; chunk: the size of a chunk, after which the positions end
+    (`rope.position_limit`). Raises InputError for a mask that lets a token see later ones or depends on more than the
+    distance.
     """
     if local_size is not None and local_size == chunk:
         return 0
     first = (local_size or 0) + _PROBED
     widths = set()
     for position in (first, first + 1, first + 37):
-        seen = _keys_seen(mask_function, position, position + 3)
-        if seen[-1:] > [position]:
+        visible = _visible_keys(mask_function, position, position + 3)
+        if visible[-1:] > [position]:
             raise InputError(
                 "its attention lets tokens see later ones, as encoders do (is_decoder or "
                 "use_bidirectional_attention in config.json says which)"
             )
-        if seen != list(range(position + 1 - len(seen), position + 1)):
+        if visible != list(range(position + 1 - len(visible), position + 1)):
             raise InputError("its attention mask has holes: parameter-free causal attention cannot carry that")
-        widths.add(0 if len(seen) == position + 1 else len(seen))
+        widths.add(0 if len(visible) == position + 1 else len(visible))
     if len(widths) != 1:
         raise InputError(
             "its attention mask depends on more than the distance between tokens (chunks, or "
@@ -187,15 +187,15 @@ def window_of(mask_function: Callable, local_size: int | None = None, chunk: int
     return widths.pop()
 
 
-def _keys_seen(mask_function: Callable, query: int, keys: int) -> list[int]:
-    """Return which of the first `keys` keys the query at position `query` sees, in the middle of a trace."""
+def _visible_keys(mask_function: Callable, query: int, num_keys: int) -> list[int]:
+    """Return which of the first `num_keys` keys the query at position `query` sees, in the middle of a trace."""
     with disable_proxy_modes_tracing(), _disable_current_modes():
         zero = torch.zeros((), dtype=torch.int64, device="cpu")
-        at = torch.arange(keys, device="cpu")
+        keys = torch.arange(num_keys, device="cpu")
         try:
-            seen = torch.as_tensor(mask_function(zero, zero, torch.full_like(at, query), at)).expand(keys)
-            return seen.nonzero().flatten().tolist()
-        except Exception as error:  # a mask of the tokens, which are not known yet
+            mask = torch.as_tensor(mask_function(zero, zero, torch.full_like(keys, query), keys)).expand(num_keys)
+            return mask.nonzero().flatten().tolist()
+        except Exception as error:  # a mask that depends on tokens, which a trace does not have
             raise InputError(
                 f"its attention mask depends on the tokens themselves ({type(error).__name__}): "
                 f"parameter-free causal attention cannot carry that"
@@ -207,7 +207,7 @@ def unpacked() -> Iterator[None]:
     """Let a trace have one sequence, whatever its positions.
 
     transformers takes positions that do not follow one another for several sequences, and makes masks of their values;
-    a trace has no values, and the graphs get one sequence after another.
+    a trace has no values.
     """
     original = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None

@@ -1,21 +1,21 @@
-"""Which axes of an operator's inputs go with an axis of its outputs.
+"""Which axis of an operator's inputs corresponds to an axis of its outputs.
 
-In: an operator, and an axis of its outputs. Out: for each input the axis that goes with it: what the operator gives at
-an index there is made of what the input has at this index. None: of what it has at all. Packing (`simplify`), the proof
-that tokens are kept apart (`independence`) and the split over ranks (`shard_parts`) stand on it.
+In: an operator, and an axis of its outputs. Out: for each input the corresponding axis: the outputs at an index there
+depend on what the input has at this index alone. None: they depend on all of the input. Packing (`simplify`), the
+proof that tokens do not mix (`independence`) and tensor parallelism (`shard_parts`) rely on it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from lockstep.export.known import array_of
+from lockstep.export.ir_tools import array_of
 
 ELEMENTWISE = frozenset(
     "Abs Add And Atanh Cast Ceil Clip Cos Div Elu Equal Erf Exp Floor Gelu Greater GreaterOrEqual HardSigmoid "
@@ -52,7 +52,7 @@ class Operator:
         return self.attributes.get("axis", default) % self.rank
 
     def numbers(self, position: int) -> list[int] | None:
-        """Return a constant input as numbers; None where it is absent or no constant."""
+        """Return a constant input as numbers; None where it is absent or not constant."""
         array = self.constant(position) if len(self.inputs) > position else None
         return None if array is None else np.atleast_1d(array).tolist()
 
@@ -60,18 +60,23 @@ class Operator:
         """Return axes that a constant input names, counted from the front of the first input."""
         return [axis % self.rank for axis in self.numbers(position) or ()]
 
+    def axes_except(self, removed: Collection[int]) -> list[int]:
+        """Return the axes of the first input that are not removed."""
+        return [axis for axis in range(self.rank) if axis not in removed]
+
 
 def axes_of_inputs(op: Operator, axis: int) -> Axes | None:
-    """Return the axes that go with `axis` of the outputs; None of an operator that is not known."""
-    out = len(op.outputs[0])
+    """Return the axis of each input that corresponds to `axis` of the outputs; None for an unknown operator."""
+    output_rank = len(op.outputs[0])
     if op.op_type in ELEMENTWISE:
-        return [_from_the_end(shape, axis - out) for shape in op.inputs]
+        return [_broadcast_axis(shape, axis - output_rank) for shape in op.inputs]
     if op.op_type == "Concat":
-        return [None if axis == op.axis(0) else axis for _ in op.inputs]
-    if (over := _axes_gone_over(op)) is not None:
+        return [_unless_mixed(axis, [op.axis(0)])] * len(op.inputs)
+    mixed_axes = _mixed_axes(op)
+    if mixed_axes is not None:
         if not op.attributes.get("keepdims", 1):
-            axis = [kept for kept in range(op.rank) if kept not in over][axis]
-        axes: Axes = [None if axis in over else axis]
+            axis = op.axes_except(mixed_axes)[axis]
+        axes: Axes = [_unless_mixed(axis, mixed_axes)]
     else:
         rule = _RULES.get(op.op_type)
         if rule is None:
@@ -80,12 +85,19 @@ def axes_of_inputs(op: Operator, axis: int) -> Axes | None:
     return [*axes, *[None] * (len(op.inputs) - len(axes))]
 
 
-def _from_the_end(shape: Sequence[Any] | None, place: int) -> int | None:
-    return None if shape is None or place + len(shape) < 0 else place + len(shape)
+def _unless_mixed(axis: int, mixed_axes: Collection[int]) -> int | None:
+    return None if axis in mixed_axes else axis
 
 
-def _axes_gone_over(op: Operator) -> Sequence[int] | None:
-    """Return the axes of its first input that an operator computes along; None of one that moves values."""
+def _broadcast_axis(shape: Sequence[Any] | None, axis_from_end: int) -> int | None:
+    """Return an axis counted from the end as one from the front; None where a shape is too short to have it."""
+    if shape is None or axis_from_end + len(shape) < 0:
+        return None
+    return axis_from_end + len(shape)
+
+
+def _mixed_axes(op: Operator) -> Sequence[int] | None:
+    """Return the axes of its first input that an operator computes along; None for one that only moves values."""
     if op.op_type in REDUCTIONS:
         return op.axes(1) or [axis % op.rank for axis in op.attributes.get("axes") or range(op.rank)]
     match op.op_type:
@@ -102,75 +114,108 @@ def _axes_gone_over(op: Operator) -> Sequence[int] | None:
     return None
 
 
-# Rules of what moves or multiplies values: {operator: (it, an axis of its outputs) -> the axes of its first inputs}.
+# Rules of operators that move or multiply values: (operator, an axis of its outputs) -> axes of its first inputs.
 
 
 def _squeeze(op: Operator, axis: int) -> Axes:
-    taken = op.axes(1) or [number for number, size in enumerate(op.inputs[0] or ()) if size == 1]
-    return [[kept for kept in range(op.rank) if kept not in taken][axis]]
+    removed = op.axes(1) or [index for index, size in enumerate(op.inputs[0] or ()) if size == 1]
+    return [op.axes_except(removed)[axis]]
 
 
 def _unsqueeze(op: Operator, axis: int) -> Axes:
     added = [number % len(op.outputs[0]) for number in op.numbers(1) or ()]
-    return [None if axis in added else axis - sum(number < axis for number in added)]
+    if axis in added:
+        return [None]
+    return [axis - sum(number < axis for number in added)]
 
 
 def _reshape(op: Operator, axis: int) -> Axes:
-    """Find the axis with as many numbers before it: what follows an index there follows it behind the reshape too."""
-    given = op.inputs[0] or ()
-    before = math.prod(op.outputs[0][:axis])
-    return [max((own for own in range(op.rank) if math.prod(given[:own]) == before), default=None)]
+    """Return the input axis with as many numbers before it: an index there selects the same elements."""
+    shape = op.inputs[0] or ()
+    numbers_before = math.prod(op.outputs[0][:axis])
+    candidates = [index for index in range(op.rank) if math.prod(shape[:index]) == numbers_before]
+    return [max(candidates, default=None)]
 
 
 def _expand(op: Operator, axis: int) -> Axes:
-    own = _from_the_end(op.inputs[0], axis - len(op.outputs[0]))
-    return [None if own is None or (op.inputs[0] or ())[own] == 1 else own]
+    shape = op.inputs[0] or ()
+    input_axis = _broadcast_axis(op.inputs[0], axis - len(op.outputs[0]))
+    if input_axis is None or shape[input_axis] == 1:
+        return [None]
+    return [input_axis]
 
 
 def _matmul(op: Operator, axis: int) -> Axes:
-    left, right = op.inputs
-    place = axis - len(op.outputs[0])  # from the end: -1 columns, -2 rows
-    if len(right or ()) == 1 or (len(left or ()) == 1 and place < -1):  # a vector, which has none of its own
-        place -= 1
-    rows = None if place == -1 or len(left or ()) == 1 else _from_the_end(left, place)
-    return [rows, None if place == -2 or len(right or ()) == 1 else _from_the_end(right, place)]
+    lhs, rhs = op.inputs
+    from_end = axis - len(op.outputs[0])  # -1 columns, -2 rows
+    is_lhs_vector = len(lhs or ()) == 1
+    is_rhs_vector = len(rhs or ()) == 1
+    if is_rhs_vector or (is_lhs_vector and from_end < -1):  # a vector adds no axis to the output
+        from_end -= 1
+    lhs_axis = None if from_end == -1 or is_lhs_vector else _broadcast_axis(lhs, from_end)
+    rhs_axis = None if from_end == -2 or is_rhs_vector else _broadcast_axis(rhs, from_end)
+    return [lhs_axis, rhs_axis]
 
 
 def _gemm(op: Operator, axis: int) -> Axes:
-    row = int(bool(op.attributes.get("transA")))
-    column = int(not op.attributes.get("transB"))
-    added = [_from_the_end(shape, axis - 2) for shape in op.inputs[2:]]
-    return [row if axis == 0 else None, column if axis else None, *added]
+    bias_axes = [_broadcast_axis(shape, axis - 2) for shape in op.inputs[2:]]
+    if axis == 0:
+        return [int(bool(op.attributes.get("transA"))), None, *bias_axes]
+    return [None, int(not op.attributes.get("transB")), *bias_axes]
 
 
 def _gather(op: Operator, axis: int) -> Axes:
-    at = op.axis(0)
-    chosen = len(op.inputs[1] or ())
-    if at <= axis < at + chosen:
-        return [None, axis - at]
-    return [axis if axis < at else axis - chosen + 1]
+    gather_axis = op.axis(0)
+    index_rank = len(op.inputs[1] or ())
+    if axis < gather_axis:
+        return [axis]
+    if axis < gather_axis + index_rank:
+        return [None, axis - gather_axis]
+    return [axis - index_rank + 1]
 
 
 def _gather_nd(op: Operator, axis: int) -> Axes:
-    batch, (*rows, depth) = op.attributes.get("batch_dims", 0), op.inputs[1] or (1,)
-    if axis >= len(rows):
-        return [batch + depth + axis - len(rows)]
-    return [axis if axis < batch else None, axis]
+    batch_dims = op.attributes.get("batch_dims", 0)
+    *index_dims, depth = op.inputs[1] or (1,)
+    if axis >= len(index_dims):
+        return [batch_dims + depth + axis - len(index_dims)]
+    return [axis if axis < batch_dims else None, axis]
 
 
 def _scatter_nd(op: Operator, axis: int) -> Axes:
-    chosen = (op.inputs[1] or (1,))[-1]  # axes that indices choose in
-    return [axis, None, _from_the_end(op.inputs[2], axis - op.rank)] if axis >= chosen else []
+    depth = (op.inputs[1] or (1,))[-1]  # number of axes that the indices address
+    if axis < depth:
+        return []
+    return [axis, None, _broadcast_axis(op.inputs[2], axis - op.rank)]
 
 
 def _one_hot(op: Operator, axis: int) -> Axes:
     added = op.attributes.get("axis", -1) % (op.rank + 1)
-    return [None if axis == added else axis - (axis > added)]
+    if axis == added:
+        return [None]
+    return [axis - (axis > added)]
 
 
 def _einsum(op: Operator, axis: int) -> Axes:
-    terms, _, result = op.attributes["equation"].replace(" ", "").partition("->")
-    return [None if "." in terms or (at := term.find(result[axis])) < 0 else at for term in terms.split(",")]
+    operands, _, result = op.attributes["equation"].replace(" ", "").partition("->")
+    axes: list[int | None] = []
+    for subscripts in operands.split(","):
+        has_axis = "." not in operands and result[axis] in subscripts  # an ellipsis is not followed
+        axes.append(subscripts.index(result[axis]) if has_axis else None)
+    return axes
+
+
+def _gather_elements(op: Operator, axis: int) -> Axes:
+    return [_unless_mixed(axis, [op.axis(0)]), axis]
+
+
+def _scatter_elements(op: Operator, axis: int) -> Axes:
+    return [_unless_mixed(axis, [op.axis(0)])] * 3
+
+
+def _transpose(op: Operator, axis: int) -> Axes:
+    reversed_axes = range(op.rank)[::-1]
+    return [op.attributes.get("perm", reversed_axes)[axis]]
 
 
 _RULES: dict[str, Callable[[Operator, int], Axes]] = {
@@ -178,15 +223,15 @@ _RULES: dict[str, Callable[[Operator, int], Axes]] = {
     "Expand": _expand,
     "Flatten": _reshape,
     "Gather": _gather,
-    "GatherElements": lambda op, axis: [None if axis == op.axis(0) else axis, axis],
+    "GatherElements": _gather_elements,
     "GatherND": _gather_nd,
     "Gemm": _gemm,
     "MatMul": _matmul,
     "OneHot": _one_hot,
     "Reshape": _reshape,
-    "ScatterElements": lambda op, axis: [None if axis == op.axis(0) else axis] * 3,
+    "ScatterElements": _scatter_elements,
     "ScatterND": _scatter_nd,
     "Squeeze": _squeeze,
-    "Transpose": lambda op, axis: [op.attributes.get("perm", range(op.rank)[::-1])[axis]],
+    "Transpose": _transpose,
     "Unsqueeze": _unsqueeze,
 }

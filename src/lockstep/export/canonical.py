@@ -1,9 +1,7 @@
-"""Canonical graphs: one form, hence one digest, for equal computations.
-
-Graphs have it in common where they compute the same in the same order.
+"""Canonical graphs: equal computations in equal order have one form, hence one digest.
 
 In: an onnx_ir graph and names for its inputs and outputs. Out: ONNX bytes in which every name is derived from the
-structure alone; no metadata, doc string, intermediate shape or unused constant is left.
+structure alone, without metadata, doc strings, intermediate shapes and unused constants.
 """
 
 from __future__ import annotations
@@ -49,12 +47,14 @@ def canonical(graph: ir.Graph, name: str, order: Sequence[str], slots: Mapping[s
 def canonical_proto(proto: onnx.GraphProto, name: str, order: Sequence[str], slots: Mapping[str, str]) -> Graph:
     """Bring a graph whose weights are inputs into canonical form.
 
-    order: names of the inputs that are not weights, in the order they shall have (absent ones are skipped, unused ones
-    dropped); slots: {name: slot name} of the weights, which become inputs in order of first use.
+    order: names of the inputs that are not weights, in the order of the result (missing and unused ones are dropped);
+    slots: {name: slot name} of the weights, which become inputs in order of first use.
     """
     nodes = _structural_order(proto)
     outputs = {value.name: value for value in proto.output}
-    used = [i for node in nodes for i in node.input if i]
+    used: list[str] = []
+    for node in nodes:
+        used += filter(None, node.input)
     declared = {value.name: value for value in proto.input}
     constants = {tensor.name: tensor for tensor in proto.initializer}
     rename = {name: name for name in (*order, *outputs)} | dict(slots)
@@ -64,7 +64,7 @@ def canonical_proto(proto: onnx.GraphProto, name: str, order: Sequence[str], slo
     result.input.extend(_io(declared[n], n) for n in order if n in declared and n in read)
     result.input.extend(_io(declared[n], slots[n]) for n in dict.fromkeys(used) if n in slots)
     by_content: dict[tuple, str] = {}
-    for constant in dict.fromkeys(i for i in used if i in constants and i not in slots):
+    for constant in dict.fromkeys(name for name in used if name in constants and name not in slots):
         array = numpy_helper.to_array(constants[constant])
         if array.nbytes > MAX_CONSTANT_BYTES:
             raise ValueError(
@@ -81,16 +81,18 @@ def canonical_proto(proto: onnx.GraphProto, name: str, order: Sequence[str], slo
             )
             result.initializer.append(tensor)
         rename[constant] = by_content[key]
+    rename[""] = ""  # an absent optional input
     counts: dict[str, int] = {}
     for node in nodes:
-        index = counts[node.op_type] = counts.get(node.op_type, -1) + 1
+        index = counts.get(node.op_type, 0)
+        counts[node.op_type] = index + 1
         label = f"{node.op_type.lower()}_{index}"
         for position, output in enumerate(node.output):
             if output and output not in outputs:
                 rename[output] = label if len(node.output) == 1 else f"{label}.{position}"
         new = result.node.add(op_type=node.op_type, domain=node.domain, name=label)
-        new.input.extend(rename[i] if i else "" for i in node.input)
-        new.output.extend(rename[o] if o else "" for o in node.output)
+        new.input.extend(rename[name] for name in node.input)
+        new.output.extend(rename[name] for name in node.output)
         new.attribute.extend(sorted(node.attribute, key=lambda attribute: attribute.name))
         for attribute in new.attribute:
             attribute.doc_string = ""
@@ -101,23 +103,24 @@ def canonical_proto(proto: onnx.GraphProto, name: str, order: Sequence[str], slo
 
 
 def _structural_order(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
-    """Return the nodes that the outputs need, each behind what it reads, in an order of structure alone."""
-    producer = {output: index for index, node in enumerate(graph.node) for output in node.output if output}
+    """Return the nodes that the outputs need, each after its inputs, in an order that depends on structure alone."""
+    producer: dict[str, int] = {}
+    for index, node in enumerate(graph.node):
+        producer.update((output, index) for output in node.output if output)
     order: dict[int, None] = {}
+    # Depth first without recursion: a node is visited again, and placed, after the nodes that it reads.
     stack = [(producer[value.name], False) for value in reversed(graph.output) if value.name in producer]
     while stack:
-        index, ready = stack.pop()
+        index, inputs_placed = stack.pop()
         if index in order:
             continue
-        if ready:
+        if inputs_placed:
             order[index] = None
             continue
         stack.append((index, True))
-        stack.extend(
-            (producer[i], False)
-            for i in reversed(graph.node[index].input)
-            if i in producer and producer[i] not in order
-        )
+        for name in reversed(graph.node[index].input):
+            if name in producer and producer[name] not in order:
+                stack.append((producer[name], False))
     return [graph.node[index] for index in order]
 
 
@@ -126,9 +129,9 @@ def _io(value: onnx.ValueInfoProto, name: str) -> onnx.ValueInfoProto:
     new.type.tensor_type.elem_type = value.type.tensor_type.elem_type
     new.type.tensor_type.shape.SetInParent()  # a scalar has a shape too, of no dimensions
     for dim in value.type.tensor_type.shape.dim:
-        new.type.tensor_type.shape.dim.append(
-            onnx.TensorShapeProto.Dimension(dim_value=dim.dim_value)
-            if dim.HasField("dim_value")
-            else onnx.TensorShapeProto.Dimension(dim_param=dim.dim_param)
-        )
+        new_dim = new.type.tensor_type.shape.dim.add()
+        if dim.HasField("dim_value"):
+            new_dim.dim_value = dim.dim_value
+        else:
+            new_dim.dim_param = dim.dim_param
     return new

@@ -1,9 +1,9 @@
-"""The names and the order in which a checkpoint holds a model's parameters.
+"""The names and the order in which a checkpoint stores a model's parameters.
 
-Current transformers keeps some parameters together that checkpoints hold apart: the experts of a layer are one tensor
-in the model and one file entry each on disk. In: a meta model. Out: for each parameter the checkpoint tensors whose
-bytes, one after another, are its own. transformers' own conversion for saving says which those are: it is run on small
-tensors whose elements are numbered.
+transformers joins some parameters that checkpoints store apart: the experts of a layer are one tensor in the model and
+one tensor each on disk. In: a meta model. Out: for each parameter the checkpoint tensors whose bytes, one after
+another, are its own. They are found by running transformers' conversion for saving on small tensors of numbered
+elements.
 """
 
 from __future__ import annotations
@@ -18,27 +18,26 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from lockstep.artifacts.dtypes import FLOAT_DTYPES
-from lockstep.checkpoint.tensors import CheckpointTensors, check_not_absent
+from lockstep.checkpoint.tensors import CheckpointTensors, check_not_absent, name_in_checkpoint
 from lockstep.errors import InputError, note
 from lockstep.export.quiet import quiet
 
-_SMALL = 4  # size of a shrunk dimension: even, so that a tensor of two halves can be cut
+_SMALL = 4  # size of a shrunk dimension: even, so that a tensor can be cut into halves
 
 
 def checkpoint_layout(meta: PreTrainedModel) -> dict[str, list[str]]:
     """Return {parameter: names of its checkpoint tensors, in order}.
 
     Tied parameters are left out. Raises InputError for a model whose checkpoint tensors would have to be transposed or
-    mixed, not only placed side by side.
+    mixed, not only concatenated.
     """
     numbered = {}
     spans = {}
     count = 0
     for name, tensor in _parameters(meta).items():
-        # Experts are stacked along the first of three dimensions, and each has names of its own.
-        shape = [
-            size if len(tensor.shape) > 2 and axis == 0 else min(size, _SMALL) for axis, size in enumerate(tensor.shape)
-        ]
+        shape = [min(size, _SMALL) for size in tensor.shape]
+        if len(shape) > 2:
+            shape[0] = tensor.shape[0]  # experts are stacked here, and all of them have names
         numbered[name] = torch.arange(count, count + math.prod(shape)).view(shape)
         spans[name] = range(count, count + math.prod(shape))
         count += math.prod(shape)
@@ -56,12 +55,12 @@ def checkpoint_layout(meta: PreTrainedModel) -> dict[str, list[str]]:
     layout = {}
     for name, span in spans.items():
         parts = []
-        at = span.start
-        while at < span.stop and at in starts:
-            part, size = starts[at]
-            parts.append(part)
-            at += size
-        if at != span.stop:
+        start = span.start
+        while start < span.stop and start in starts:
+            tensor_name, size = starts[start]
+            parts.append(tensor_name)
+            start += size
+        if start != span.stop:
             raise InputError(
                 f"model type {meta.config.model_type!r} cannot be split: its checkpoint holds "
                 f"{name} in a way that is not known"
@@ -77,45 +76,44 @@ def checkpoint_shapes(meta: PreTrainedModel) -> dict[str, tuple[int, ...]]:
 
 
 def check_tensors(meta: PreTrainedModel, checkpoint: CheckpointTensors, folder: Path) -> None:
-    """Hold the tensors of the checkpoint in `folder` to what a checkpoint of the model holds.
+    """Check the tensors of the checkpoint in `folder` against those of a checkpoint of the model.
 
-    Raises InputError for a tensor that is absent, of another shape or no float. Tensors that the model does not know
-    are no fault: a line names them.
+    Raises InputError for a tensor that is absent, of another shape or not floating point. Tensors that the model does
+    not have are only reported.
     """
     shapes = checkpoint_shapes(meta)
     tensors = checkpoint.tensors
-    _tell_unknown(meta, shapes, tensors, folder)
+    _report_unknown(meta, shapes, tensors, folder)
     for name, shape in shapes.items():
-        # Checkpoints of a bare decoder leave out the first part of the name ("transformer.").
-        found = tensors.get(name) or tensors.get(name.partition(".")[2])
-        if found is None:
+        tensor = tensors.get(name_in_checkpoint(name, tensors))
+        if tensor is None:
             check_not_absent(folder, name, checkpoint)
             raise InputError(
                 f"{folder}: expected tensor {name!r} {list(shape)}, found none of this name; does config.json belong to"
                 " these weights?"
             )
-        if found.shape != shape:
+        if tensor.shape != shape:
             raise InputError(
-                f"{folder / found.file}: tensor {name!r}: expected shape {list(shape)}, found {list(found.shape)}; does"
-                " config.json belong to these weights?"
+                f"{folder / tensor.file}: tensor {name!r}: expected shape {list(shape)}, found {list(tensor.shape)}; "
+                "does config.json belong to these weights?"
             )
-        if found.dtype not in FLOAT_DTYPES:
+        if tensor.dtype not in FLOAT_DTYPES:
             raise InputError(
-                f"{folder / found.file}: tensor {name!r}: expected one of {', '.join(FLOAT_DTYPES)}, found"
-                f" {found.dtype}; use a checkpoint that is not quantized"
+                f"{folder / tensor.file}: tensor {name!r}: expected one of {', '.join(FLOAT_DTYPES)}, found"
+                f" {tensor.dtype}; use a checkpoint that is not quantized"
             )
 
 
-def _tell_unknown(meta: PreTrainedModel, known: Collection[str], tensors: Collection[str], folder: Path) -> None:
-    """Say which tensors are left out: those of a layer that the config asks for without, such as a bias."""
+def _report_unknown(meta: PreTrainedModel, expected: Collection[str], tensors: Collection[str], folder: Path) -> None:
+    """Report tensors that are not used: of a layer that the config has without, such as a bias."""
     ignored = getattr(meta, "_keys_to_ignore_on_load_unexpected", None) or ()
-    names = {*known, *(getattr(meta, "all_tied_weights_keys", None) or {})}
+    names = {*expected, *(getattr(meta, "all_tied_weights_keys", None) or {})}
     names |= {name.partition(".")[2] for name in names}  # as checkpoints of a bare decoder have them
     unknown = [name for name in sorted(tensors) if name not in names]
     unknown = [name for name in unknown if not any(re.search(pattern, name) for pattern in ignored)]
     if unknown:
-        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-        note(f"{folder}: tensors that the model of config.json does not have, left out: {unknown[0]}{more}")
+        suffix = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        note(f"{folder}: tensors that the model of config.json does not have, left out: {unknown[0]}{suffix}")
 
 
 def _parameters(meta: PreTrainedModel) -> dict[str, torch.Tensor]:

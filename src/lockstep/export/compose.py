@@ -1,9 +1,8 @@
-"""Put the blocks together again: the uncut `batchful.onnx`.
+"""Join the blocks to the uncut `batchful.onnx`.
 
-In: the blocks of all layers with the tensors that their slots take, and each layer's attention without a cache. Out:
-one graph `hidden, position_ids, logit_rows` and every weight (named as in the checkpoint) -> `logits`, in which
-attention is an ONNX local function of the domain "lockstep". It is what the split must equal, and what tools that want
-one file can read.
+In: the blocks of all layers with the tensors of their slots, and each layer's attention without a cache. Out: one graph
+`hidden, position_ids, logit_rows` and every weight (named as in the checkpoint) -> `logits`, in which attention is an
+ONNX local function of the domain "lockstep". The split must equal it, and tools that want one file can read it.
 """
 
 from __future__ import annotations
@@ -55,28 +54,29 @@ def compose(blocks: Sequence[ComposedBlock], functions: Mapping[str, Graph]) -> 
                 graph.initializer.add().CopyFrom(initializer)
                 graph.initializer[-1].name = constants[key]
             names[initializer.name] = constants[key]
-        last = block.variant is None
+        is_last = block.variant is None
+        names[""] = ""  # an absent optional input
         for node in proto.node:
             new = graph.node.add()
             new.CopyFrom(node)
             new.name = f"block_{index}/{node.name}"
-            new.input[:] = [names[i] if i else "" for i in node.input]
+            new.input[:] = [names[name] for name in node.input]
             for output in node.output:
-                names[output] = output if last and output == "logits" else f"block_{index}/{output}"
-            new.output[:] = [names[o] if o else "" for o in node.output]
+                if output:
+                    names[output] = output if is_last and output == "logits" else f"block_{index}/{output}"
+            new.output[:] = [names[name] for name in node.output]
         for io in block.graph.signature.outputs:
             env[io.key] = names[io.name]
-        if not last:
+        if block.variant is not None:
             env.setdefault("position_ids", "position_ids")
             attention = f"layer_{index}/attention"
-            assert block.variant is not None  # the exit's alone is
             call = [env[name] for name in _parameters(functions[block.variant])]
             graph.node.add(op_type=block.variant, domain=DOMAIN, name=attention, input=call, output=[attention])
             env["attention"] = attention
     inputs["position_ids"] = IO("position_ids", "int64", ("num_tokens",))
-    graph.input.extend(
-        _value_info(inputs[name], name) for name in ("hidden", "position_ids", "logit_rows") if name in inputs
-    )
+    for name in ("hidden", "position_ids", "logit_rows"):
+        if name in inputs:
+            graph.input.append(_value_info(inputs[name], name))
     graph.input.extend(_value_info(weights[name], name) for name in weights)
     graph.output.extend(_value_info(io, io.name) for io in blocks[-1].graph.signature.outputs)
     opsets = [onnx.helper.make_opsetid("", OPSET), onnx.helper.make_opsetid(DOMAIN, 1)]
@@ -85,13 +85,14 @@ def compose(blocks: Sequence[ComposedBlock], functions: Mapping[str, Graph]) -> 
     return model.SerializeToString(deterministic=True), slots
 
 
-_ATTENTION = ("query", "key", "value", "position_ids")
+_ATTENTION_INPUTS = ("query", "key", "value", "position_ids")
 
 
 def _parameters(mixer: Graph) -> tuple[str, ...]:
-    """Return what a function takes: of attention always the same, whether it uses its positions or not."""
+    """Return the inputs of a mixer's function; those of attention are always the same, whether it uses them or not."""
     names = tuple(io.name for io in mixer.signature.inputs)
-    return _ATTENTION if "query" in names and set(names) <= set(_ATTENTION) else names
+    is_attention = "query" in names and set(names) <= set(_ATTENTION_INPUTS)
+    return _ATTENTION_INPUTS if is_attention else names
 
 
 def _function(name: str, attention: Graph) -> onnx.FunctionProto:

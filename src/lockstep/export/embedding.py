@@ -1,7 +1,7 @@
-"""What a model makes of token ids before its layers.
+"""The embedding of token ids before a model's layers.
 
-In: a model in torch. Out: the tensor that it takes as `inputs_embeds` in place of the ids: what its embedding module
-gives, but of a model that scales it outside (Falcon-H1) what its first layer is called with.
+In: a model in torch. Out: the tensor that the model accepts as `inputs_embeds` instead of ids: the output of its
+embedding module, or the input of its first layer if the model scales it outside that module (Falcon-H1).
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ class _ReachedError(Exception):
 
 
 def is_changed(model: PreTrainedModel, first_layer: torch.nn.Module) -> bool:
-    """Return whether a model changes what its embedding gives, and takes `inputs_embeds` as they are."""
+    """Return whether a model changes the output of its embedding module, but not `inputs_embeds`."""
     embedding: Any = model.get_input_embeddings()
-    given = torch.zeros(1, 1, embedding.weight.shape[1], dtype=model.dtype)
+    embedded = torch.zeros(1, 1, embedding.weight.shape[1], dtype=model.dtype)
     outputs: list[torch.Tensor] = []
     hook = embedding.register_forward_hook(lambda module, inputs, output: outputs.append(output))
     try:
-        of_ids = _entered(model, first_layer, input_ids=torch.zeros(1, 1, dtype=torch.int64))
-        return of_ids is not outputs[0] and _entered(model, first_layer, inputs_embeds=given) is given
-    except Exception:  # of a model that cannot be run so its trace or parity check says why
+        hidden = _hidden_at_entry(model, first_layer, input_ids=torch.zeros(1, 1, dtype=torch.int64))
+        if hidden is outputs[0]:
+            return False
+        return _hidden_at_entry(model, first_layer, inputs_embeds=embedded) is embedded
+    except Exception:  # a model that cannot run this way: its trace or parity check says why
         return False
     finally:
         hook.remove()
@@ -36,13 +38,13 @@ def is_changed(model: PreTrainedModel, first_layer: torch.nn.Module) -> bool:
 def embed(model: PreTrainedModel, first_layer: torch.nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
     """Return the embedded tokens [num_tokens, hidden_size] of one sequence."""
     if is_changed(model, first_layer):
-        return _entered(model, first_layer, input_ids=token_ids[None])[0]
+        return _hidden_at_entry(model, first_layer, input_ids=token_ids[None])[0]
     embedded: torch.Tensor = model.get_input_embeddings()(token_ids)
     return embedded
 
 
-def _entered(model: PreTrainedModel, first_layer: torch.nn.Module, **inputs: torch.Tensor) -> torch.Tensor:
-    """Return the hidden state that the first layer is called with; what follows is not run."""
+def _hidden_at_entry(model: PreTrainedModel, first_layer: torch.nn.Module, **inputs: torch.Tensor) -> torch.Tensor:
+    """Return the hidden state that the first layer is called with, without running it."""
     with torch.no_grad(), contextlib.suppress(_ReachedError), at_entry(first_layer, None) as entered:
         model(**inputs, use_cache=False)
     return entered[0]
@@ -50,14 +52,22 @@ def _entered(model: PreTrainedModel, first_layer: torch.nn.Module, **inputs: tor
 
 @contextlib.contextmanager
 def at_entry(first_layer: torch.nn.Module, hidden: torch.Tensor | None) -> Iterator[list[torch.Tensor]]:
-    """Yield what will hold the hidden state that a layer is called with; it goes on with `hidden`, or not at all."""
+    """Yield a list for the hidden state that a layer is called with.
+
+    hidden: what the layer runs on instead; None: it does not run.
+    """
     entered: list[torch.Tensor] = []
 
     def enter(module: Any, args: Any, options: Any) -> Any:
-        entered.append(args[0] if args else options["hidden_states"])
+        if args:
+            entered.append(args[0])
+            replaced = (hidden, *args[1:]), options
+        else:
+            entered.append(options["hidden_states"])
+            replaced = args, options | {"hidden_states": hidden}
         if hidden is None:
             raise _ReachedError
-        return ((hidden, *args[1:]), options) if args else (args, options | {"hidden_states": hidden})
+        return replaced
 
     hook = first_layer.register_forward_pre_hook(enter, with_kwargs=True)
     try:

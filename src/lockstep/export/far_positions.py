@@ -1,11 +1,9 @@
-"""The parity check of long contexts and far positions.
-
-New tokens behind a long synthetic KV cache are compared with transformers.
+"""The parity check of long contexts and far positions: new tokens after a long synthetic KV cache.
 
 In: a small model in split form and transformers' own model with the same weights. Out: logits of both. A fault may
-begin at some length: a position that is clamped, cache rows that are forgotten from some number on, a wide window that
-is off by one. Prefilling such lengths would take long; a cache that is filled with seeded numbers takes nothing. Rows
-at which things begin and end are scaled up, so that one row too many or too few shows.
+begin at some length: a clamped position, cache rows that are lost from some number on, a wide window that is off by
+one. Prefilling such lengths would take long; filling a cache with seeded numbers takes no time. Rows where something
+may begin or end are scaled up, so that one row too many or too few shows.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from lockstep.artifacts.assembly import Assembly
 from lockstep.export.reference_runner import PackedRequest, ReferenceRunner
 from lockstep.export.torch_model import TokensBefore, eager_attention
 
-_BEHIND = "lockstep_behind"
+_AFTER_PAST = "lockstep_after_past"
 NEW = 4  # tokens that each request prefills; one more is then decoded
 LONGEST = 4096  # cached tokens: 25 MB in a small model of a common shape
 # cached tokens of the requests of a step: prefilling and decoding then go over 63 to 65, 255 to 257, ...
@@ -46,20 +44,25 @@ class Context:
 
 
 def contexts(assembly: Assembly, originals: Sequence[int]) -> list[Context]:
-    """Return contexts around windows and the lengths of RoPE settings (`originals`), within all positions."""
+    """Return contexts around windows and the original lengths of RoPE settings, within the model's positions."""
     limit = (assembly.max_position_embeddings or LONGEST + NEW + 1) - NEW - 1
     windows = sorted({variant.window for variant in assembly.variants.values() if variant.window})
-    near = [*_LENGTHS, *((window - 2,) for window in windows if 2 < window <= LONGEST)]
-    clipped = dict.fromkeys(tuple(dict.fromkeys(min(length, limit) for length in lengths)) for lengths in near)
-    near_contexts = [Context(lengths, lengths) for lengths in clipped if min(lengths) > 0]
-    # A cache index stands for a position in a window, so that a gap would be another model: far positions then have no
-    # cache before them.
-    cached = 0 if windows else _SHORT
-    far = sorted(
-        {at for original in originals for at in (original - 2, 2 * original) if LONGEST < at <= limit}
-        | ({limit} if limit > LONGEST else set())
-    )
-    return near_contexts + ([Context((cached,) * len(far), tuple(far))] if far else [])
+    requested = [*_LENGTHS, *((window - 2,) for window in windows if 2 < window <= LONGEST)]
+    clipped: dict[tuple[int, ...], None] = {}
+    for lengths in requested:
+        distinct = dict.fromkeys(min(length, limit) for length in lengths)
+        if min(distinct) > 0:
+            clipped[tuple(distinct)] = None
+    near = [Context(lengths, lengths) for lengths in clipped]
+    # In a window a cache index is a position, so a gap would be another model: far positions then have no cache.
+    num_cached = 0 if windows else _SHORT
+    candidates = [limit]
+    for original in originals:
+        candidates += [original - 2, 2 * original]
+    far = {position for position in candidates if LONGEST < position <= limit}
+    if not far:
+        return near
+    return [*near, Context((num_cached,) * len(far), tuple(sorted(far)))]
 
 
 @dataclass(frozen=True)
@@ -81,13 +84,13 @@ def fill(context: Context, assembly: Assembly, random: np.random.Generator) -> F
                 layers.append(None)
                 continue
             variant = assembly.variants[layer.variant]
-            # Scores with a standard deviation of half: attention that looks at all rows, whatever the scale.
+            # Scores with a standard deviation of a half: attention that reads all rows, whatever the scale.
             spread = 0.5 * min(1.0, 1 / (variant.scale * variant.head_dim**0.5))
-            key, value = (
-                random.standard_normal((1, variant.num_kv_heads, length, dim), np.float32)
-                for dim in (variant.head_dim, variant.value_head_dim)
-            )
-            value[:, :, _edges(length, variant.window)] *= max(1.0, min(length, variant.window or length) / _EDGE_SHARE)
+            shape = (1, variant.num_kv_heads, length)
+            key = random.standard_normal((*shape, variant.head_dim), np.float32)
+            value = random.standard_normal((*shape, variant.value_head_dim), np.float32)
+            visible = min(length, variant.window or length)
+            value[:, :, _edges(length, variant.window)] *= max(1.0, visible / _EDGE_SHARE)
             layers.append((key * np.float32(spread), value))
         caches.append(layers)
     tokens = [random.integers(0, assembly.vocab_size, NEW + 1) for _ in context.lengths]
@@ -95,9 +98,10 @@ def fill(context: Context, assembly: Assembly, random: np.random.Generator) -> F
 
 
 def _edges(length: int, window: int) -> list[int]:
-    """Return the cache rows at which something may begin or end: ends, powers of two, what leaves the window."""
+    """Return the cache rows at which something may begin or end: ends, powers of two, rows that leave the window."""
     rows = {0, 1, length - 2, length - 1}
-    rows |= {power + shift for power in (1 << n for n in range(5, 20)) for shift in (-1, 0, 1)}
+    for exponent in range(5, 20):
+        rows |= {2**exponent - 1, 2**exponent, 2**exponent + 1}
     if window:
         rows |= set(range(length - window - 2, length - window + NEW + 3))
     return sorted(row for row in rows if 0 <= row < length)
@@ -106,7 +110,7 @@ def _edges(length: int, window: int) -> list[int]:
 _past: contextvars.ContextVar[dict[int, tuple[torch.Tensor, torch.Tensor]]] = contextvars.ContextVar("past")
 
 
-def _attend_behind(
+def _attend_after_past(
     module: Any,  # with a layer_idx, which torch.nn.Module does not declare
     query: torch.Tensor,
     key: torch.Tensor,
@@ -114,44 +118,42 @@ def _attend_behind(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend over a layer's past rows and the new ones, as the model does but for the rows."""
+    """Attend over a layer's past rows and the new ones with the model's own function."""
     past = _past.get()
-    key, value = (
-        torch.cat([old.to(new.dtype), new], dim=2)
-        for old, new in zip(past[module.layer_idx], (key, value), strict=True)
-    )
+    past_key, past_value = past[module.layer_idx]
+    key = torch.cat([past_key.to(key.dtype), key], dim=2)
+    value = torch.cat([past_value.to(value.dtype), value], dim=2)
     past[module.layer_idx] = (key, value)
     return eager_attention(module)(module, query, key, value, attention_mask, **options)
 
 
-AttentionInterface.register(_BEHIND, _attend_behind)
-AttentionMaskInterface.register(_BEHIND, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+AttentionInterface.register(_AFTER_PAST, _attend_after_past)
+AttentionMaskInterface.register(_AFTER_PAST, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
 
 
 def reference_logits(model: PreTrainedModel, filled: Filled) -> list[np.ndarray]:
     """Return transformers' logits of all new tokens, [NEW + 1, vocab_size] for each request, which runs alone."""
     results = []
     implementation = model.config._attn_implementation
-    model.config._attn_implementation = _BEHIND
+    model.config._attn_implementation = _AFTER_PAST
     try:
         with torch.no_grad():
-            for layers, tokens, first, cached in zip(
-                filled.caches, filled.tokens, filled.context.positions, filled.context.lengths, strict=True
+            context = filled.context
+            for layers, tokens, first, num_cached in zip(
+                filled.caches, filled.tokens, context.positions, context.lengths, strict=True
             ):
-                _past.set(
-                    {
-                        number: (torch.from_numpy(pair[0]), torch.from_numpy(pair[1]))
-                        for number, pair in zip(filled.layer_numbers, layers, strict=True)
-                        if pair is not None
-                    }
-                )
+                past = {}
+                for number, pair in zip(filled.layer_numbers, layers, strict=True):
+                    if pair is not None:
+                        past[number] = (torch.from_numpy(pair[0]), torch.from_numpy(pair[1]))
+                _past.set(past)
                 rows = []
-                before = TokensBefore(model.config, cached)
+                cache = TokensBefore(model.config, num_cached)
                 for start, stop in ((0, NEW), (NEW, NEW + 1)):
                     ids = torch.from_numpy(tokens[start:stop])[None]
                     positions = torch.arange(first + start, first + stop)[None]
-                    before.length = cached + start
-                    output = model(ids, position_ids=positions, past_key_values=before, use_cache=True)
+                    cache.length = num_cached + start
+                    output = model(ids, position_ids=positions, past_key_values=cache, use_cache=True)
                     rows.append(output.logits[0].numpy())
                 results.append(np.concatenate(rows))
     finally:
@@ -168,12 +170,12 @@ def split_logits(run: ReferenceRunner, filled: Filled) -> list[np.ndarray]:
         stores = [np.zeros((len(lengths), *state), np.float32) for state in run.states_of(layer)]
         for rows in zip(*(pair for pair in pairs if pair is not None)):  # keys, then values, of each request
             _, heads, _, dim = rows[0].shape
-            store = np.full((len(lengths), heads, capacity, dim), 300.0, np.float32)  # what a mask must hide
+            store = np.full((len(lengths), heads, capacity, dim), 300.0, np.float32)  # which a mask must hide
             for request, length in enumerate(lengths):
                 store[request, :, :length] = rows[request][0]
             stores.append(store)
         caches.append(stores)
-    behind = run.behind(caches, lengths, np.subtract(filled.context.positions, lengths))
-    first = behind.step([PackedRequest(request, tokens[:NEW]) for request, tokens in enumerate(filled.tokens)])
-    last = behind.step([PackedRequest(request, tokens[NEW:]) for request, tokens in enumerate(filled.tokens)])
-    return [np.concatenate(rows) for rows in zip(first, last, strict=True)]
+    runner = run.with_caches(caches, lengths, np.subtract(filled.context.positions, lengths))
+    prefilled = runner.step([PackedRequest(request, tokens[:NEW]) for request, tokens in enumerate(filled.tokens)])
+    decoded = runner.step([PackedRequest(request, tokens[NEW:]) for request, tokens in enumerate(filled.tokens)])
+    return [np.concatenate(rows) for rows in zip(prefilled, decoded, strict=True)]

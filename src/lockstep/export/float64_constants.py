@@ -1,9 +1,9 @@
 """Constants of a model that do not depend on the CPU that computes them.
 
-torch's vectorised `pow`, `exp`, `sin` and their like differ in the last bit between instruction sets, and sums between
-numbers of threads: so would RoPE frequencies, and the graphs that hold them. Under `float64_constants` each operator
-computes in float64, and its result is rounded once to the dtype that it would have had. For sums of two, products,
-quotients and square roots this gives the same bits; for the others it defines them: the exact value, rounded.
+torch's vectorised `pow`, `exp`, `sin` etc. differ in the last bit between instruction sets, and sums between numbers of
+threads: so would RoPE frequencies and the graphs that hold them. Under `float64_constants` each operator computes in
+float64, and its result is rounded once to its usual dtype. Sums of two, products, quotients and square roots keep their
+bits; for other operators this defines the result: the exact value, rounded.
 """
 
 from __future__ import annotations
@@ -54,23 +54,24 @@ class _Float64(TorchDispatchMode):
 
 
 def _in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    written = [
-        argument.name for argument in func._schema.arguments if argument.alias_info and argument.alias_info.is_write
-    ]
-    names = [argument.name for argument in func._schema.arguments]
-    given = dict(zip(names, args)) | dict(kwargs)
-    wide = {name: _widened(value) for name, value in given.items()}
+    parameters = func._schema.arguments
+    names = [parameter.name for parameter in parameters]
+    written = [parameter.name for parameter in parameters if parameter.alias_info and parameter.alias_info.is_write]
+    values = dict(zip(names, args)) | dict(kwargs)
+    wide = {name: _widened(value) for name, value in values.items()}
     func(*[wide[name] for name in names[: len(args)]], **{name: wide[name] for name in kwargs})
     for name in written:
-        given[name].copy_(wide[name])
-    return given[written[0]]
+        values[name].copy_(wide[name])
+    return values[written[0]]
 
 
 def _widened(values: Any) -> Any:
-    """Return copies of narrow floating-point tensors in float64, and all else as it is."""
-    return tree_map(
-        lambda leaf: leaf.double() if isinstance(leaf, torch.Tensor) and leaf.dtype in _NARROW else leaf, values
-    )
+    """Return copies of narrow floating-point tensors in float64, and everything else unchanged."""
+
+    def widen(leaf: Any) -> Any:
+        return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.dtype in _NARROW else leaf
+
+    return tree_map(widen, values)
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

@@ -1,6 +1,4 @@
-"""The data flow of a packed trace.
-
-It tells which values depend on tokens, which see positions, and where attention may be cut.
+"""Data flow of a packed trace: which values depend on tokens or positions, and where attention may be cut.
 
 In: a graph with its attention nodes, and the names of its weights. Out: for an input of an attention the value to cut
 at, and the nodes between the two.
@@ -12,22 +10,10 @@ from collections.abc import Collection
 
 import onnx_ir as ir
 
-from lockstep.export.known import dtype_of, number, shape_of
+from lockstep.export.ir_tools import dtype_of, number, shape_of
 from lockstep.export.markers import DOMAIN
 
-_MOVEMENT = {
-    "Reshape",
-    "Transpose",
-    "Slice",
-    "Split",
-    "Concat",
-    "Unsqueeze",
-    "Squeeze",
-    "Neg",
-    "Identity",
-    "Expand",
-    "Cast",
-}
+_MOVEMENT = frozenset("Cast Concat Expand Identity Neg Reshape Slice Split Squeeze Transpose Unsqueeze".split())
 
 
 class Flow:
@@ -42,59 +28,55 @@ class Flow:
         for node in graph:
             if any(value in self.tokens for value in node.inputs):
                 self.tokens.update(node.outputs)
-            if (
-                node.domain != DOMAIN
-                and not self.weighted(node)
-                and any(v is self.positions or v in self.positional for v in node.inputs)
-            ):
+            reads_positions = any(value is self.positions or value in self.positional for value in node.inputs)
+            if reads_positions and node.domain != DOMAIN and not self.reads_weight(node):
                 self.positional.update(node.outputs)
 
-    def weighted(self, node: ir.Node) -> bool:
+    def reads_weight(self, node: ir.Node) -> bool:
         return any(value in self.weights for value in node.inputs)
 
-    def position_only(self, value: ir.Value) -> bool:
-        """Return whether a value is computed from positions alone, so that every block that needs it computes it."""
+    def is_position_only(self, value: ir.Value) -> bool:
+        """Return whether a value depends on positions alone, so that every block that needs it computes it."""
         return value in self.positional and value not in self.tokens
 
     def walk(self, value: ir.Value, stops: Collection[ir.Value] = ()) -> tuple[list[ir.Value], set[ir.Node]]:
-        """Return the token values that `value` is made of by positions and movement alone, and the nodes in between."""
+        """Return the token values that positions and movement alone turn into `value`, and the nodes in between."""
         sources: list[ir.Value] = []
         between: set[ir.Node] = set()
-        seen: set[ir.Value] = set()
+        visited: set[ir.Value] = set()
         stack: list[ir.Value | None] = [value]
         while stack:
-            reached = stack.pop()
-            if reached in seen or reached is None or reached is self.positions:
+            current = stack.pop()
+            if current in visited or current is None or current is self.positions:
                 continue
-            seen.add(reached)
-            node = reached.producer()
-            moved = (
-                reached in self.tokens and node is not None and node.op_type in _MOVEMENT and not self.weighted(node)
-            )
-            if reached not in stops and (reached in self.positional or moved):
-                assert node is not None  # what positions are in was computed
+            visited.add(current)
+            if current not in stops and (current in self.positional or self._is_moved(current)):
+                node = current.producer()
+                assert node is not None  # graph inputs are neither positional nor moved
                 between.add(node)
                 stack.extend(node.inputs)
-            elif reached in self.tokens:
-                sources.append(reached)
+            elif current in self.tokens:
+                sources.append(current)
         return sources, between
 
+    def _is_moved(self, value: ir.Value) -> bool:
+        node = value.producer()
+        return value in self.tokens and node is not None and node.op_type in _MOVEMENT and not self.reads_weight(node)
+
     def cut_value(self, value: ir.Value) -> ir.Value:
-        """Return where to cut for one input of an attention.
+        """Return where to cut for one input of an attention: the earliest value with just its numbers.
 
-        It is the earliest of the single values that hold just the input's numbers in the narrowest type.
-
-        RoPE then falls into the batchless part. Where no such value exists before positions come in (a key
-        that is put together from two tensors), the cut is at the attention and RoPE stays batchful.
+        Of several the one with the narrowest type is preferred. RoPE then becomes part of the batchless graph. Where no
+        such value exists before positions are used (a key that is joined from two tensors), the cut is at the attention
+        and RoPE stays in the block.
         """
         width = number(shape_of(value)[1]) * number(shape_of(value)[2])
         _, between = self.walk(value)
-        candidates = {
-            operand
-            for node in between
-            for operand in (*node.outputs, *node.inputs)
-            if operand is not None and operand in self.tokens and operand not in self.positional
-        }
+        candidates = set()
+        for node in between:
+            for operand in (*node.outputs, *node.inputs):
+                if operand is not None and operand in self.tokens and operand not in self.positional:
+                    candidates.add(operand)
         fitting = [candidate for candidate in candidates if layout_of(candidate, width) is not None]
         order = {output: index for index, node in enumerate(self.graph) for output in node.outputs}
         for candidate in sorted(fitting, key=lambda v: (dtype_of(v).itemsize, order.get(v, -1))):

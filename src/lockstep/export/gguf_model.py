@@ -1,8 +1,8 @@
 """A checkpoint folder of the model in a GGUF file.
 
 In: a GGUF file of an architecture that both llama.cpp and transformers know. Out: config.json, weights in fp32,
-tokenizer and chat template. Weights are dequantised a tensor at a time by NumPy's elementwise operations, so that the
-bytes are the same on every CPU. transformers says how llama.cpp names tensors, and in which order it keeps rows.
+tokenizer and chat template. Weights are dequantised tensor by tensor with NumPy's elementwise operations, so that the
+bytes are the same on every CPU. transformers provides llama.cpp's tensor names and the order of rows.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from lockstep.weights.writer import write_pieces
 def make(path: Path, folder: Path) -> Path:
     """Write the checkpoint of the model in a GGUF file to `folder`.
 
-    Raises InputError for a file that is damaged, or has anything that is not known to mean here what it means to
-    llama.cpp: an architecture, a setting, a tensor, how it is quantised, a pre-tokenizer.
+    Raises InputError for a file that is damaged, or has anything not known to mean the same here as in llama.cpp: an
+    architecture, a setting, a tensor, a quantisation, a pre-tokenizer.
     """
     file = read_gguf(path)
     sizes = _tensor_bytes(file)
@@ -61,7 +61,8 @@ def make(path: Path, folder: Path) -> Path:
     with atomic_path(folder / "tokenizer.json") as temporary:
         tokenizer.save(str(temporary))
     write_json(folder / "tokenizer_config.json", settings)
-    if template := chat_template(file):
+    template = chat_template(file)
+    if template:
         with atomic_path(folder / "chat_template.jinja") as temporary:
             temporary.write_text(template)
     write_json(folder / "generation_config.json", _generation(file, config))
@@ -73,24 +74,24 @@ def _tensor_bytes(file: GgufFile) -> dict[str, int]:
     """Return the bytes of each tensor. Raises InputError for an unknown type, or one that ends beyond the file."""
     length = file.path.stat().st_size
     sizes = {}
-    known: dict[int, tuple[int, int]] = {}
+    block_sizes: dict[int, tuple[int, int]] = {}
     for tensor in file.tensors:
-        if tensor.type not in known:
-            known[tensor.type] = _block(file, tensor)
-        values, size = known[tensor.type]
+        if tensor.type not in block_sizes:
+            block_sizes[tensor.type] = _block_size(file, tensor)
+        values, size = block_sizes[tensor.type]
         if tensor.shape and tensor.shape[-1] % values:
             raise InputError(
                 f"{file.path}: expected rows of a multiple of {values} in {tensor.name!r}; found {list(tensor.shape)}"
             )
         count = int(np.prod(tensor.shape, dtype=object))
         sizes[tensor.name] = count // values * size
-        if tensor.offset + sizes[tensor.name] > length:
-            end = tensor.offset + sizes[tensor.name]
+        end = tensor.offset + sizes[tensor.name]
+        if end > length:
             raise InputError(f"{file.path}: expected {end} bytes or more, where {tensor.name!r} ends; found {length}")
     return sizes
 
 
-def _block(file: GgufFile, tensor: GgufTensor) -> tuple[int, int]:
+def _block_size(file: GgufFile, tensor: GgufTensor) -> tuple[int, int]:
     """Return how many values a block of the tensor's type has, and how many bytes."""
     try:
         kind = gguf.GGMLQuantizationType(tensor.type)
@@ -114,15 +115,15 @@ def _version() -> str:
 def _dequantized(data: mmap.mmap, tensor: GgufTensor, size: int) -> np.ndarray:
     raw = np.frombuffer(data, np.uint8, size, tensor.offset)
     rows = raw.reshape(*tensor.shape[:-1], -1) if len(tensor.shape) > 1 else raw.reshape(1, -1)
-    # A copy: nothing may hold on to the map of the file when it is closed.
+    # A copy: no array may reference the memory map when it is closed.
     return np.array(gguf.dequantize(rows, gguf.GGMLQuantizationType(tensor.type)), np.float32).reshape(tensor.shape)
 
 
 def _sources(file: GgufFile, names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
     """Return the file's tensor for each of the checkpoint's.
 
-    Raises InputError unless the two have the same tensors in the same shapes: one left over is a bias, a scale or a
-    layer that the model would go without.
+    Raises InputError unless both have the same tensors in the same shapes: one left over is a bias, a scale or a layer
+    that the model would lack.
     """
     sources: dict[str, str] = {}
     for tensor in file.tensors:
@@ -141,13 +142,14 @@ def _sources(file: GgufFile, names: Mapping[str, str], shapes: Mapping[str, tupl
             )
     absent = [name for name in shapes if name not in sources]
     if absent:
-        back = {name: key for key, name in names.items()}
-        raise InputError(f"{file.path}: expected tensor {back.get(absent[0], absent[0])!r}; found none of this name")
+        gguf_names = {name: gguf_name for gguf_name, name in names.items()}
+        missing = gguf_names.get(absent[0], absent[0])
+        raise InputError(f"{file.path}: expected tensor {missing!r}; found none of this name")
     return sources
 
 
 def _generation(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of generation_config.json: a turn ends with a token of its own in some models."""
+    """Return the content of generation_config.json; some models end a turn with another token than EOS."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     ids = {name: config[name] for name in names if config[name] is not None}
     ends = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]

@@ -3,8 +3,8 @@
 In: a config.json mapping. Out: that of the causal LM in it, and a class that runs it. Needs torch and transformers.
 
 Wrappers keep the settings of their language model in `text_config`, or among their own (Qwen2-VL). Where transformers
-has a causal LM of these settings, it is taken; else its bare decoder with a linear head, which `check_wrapper` holds to
-the wrapper itself.
+has a causal LM of these settings, it is used; else its bare decoder with a linear head, which `check_wrapper` compares
+with the wrapper itself.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from lockstep.errors import InputError
 from lockstep.export.quiet import quiet
 from lockstep.tolerances import EXPORT
 
-# Types of published checkpoints with code of their own, and the type of transformers whose code it is.
+# Types of published checkpoints with custom code, and the equivalent type of transformers.
 _ALIASES = {"kimi_k2": "deepseek_v3"}
 _TOKENS = 24
 
 
 def language_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json mapping of the causal LM in a wrapper; any other config is returned as it is."""
+    """Return the config.json mapping of the causal LM in a wrapper; any other config is returned unchanged."""
     config = {**config, "model_type": _alias(config.get("model_type"))}
     text = _text_mapping(config)
     if text is None:
@@ -57,41 +57,42 @@ def _alias(model_type: Any) -> Any:
 
 
 def _text_mapping(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the settings of a wrapper's language model; None for what is no wrapper, or one that cannot be read."""
+    """Return the settings of a wrapper's language model; None for any other config, or one that cannot be read."""
     model_type = config["model_type"]
     inner = config[TEXT_KEY] if isinstance(config.get(TEXT_KEY), Mapping) else None
-    if model_type not in CONFIG_MAPPING:  # with code of its own
-        known = inner is not None and inner.get("model_type") in {*CONFIG_MAPPING, *_ALIASES}
-        return copy.deepcopy(dict(inner)) if inner is not None and known else None
-    made = _made(config)
-    if made is None:
+    if model_type not in CONFIG_MAPPING:  # custom code
+        if inner is None or inner.get("model_type") not in {*CONFIG_MAPPING, *_ALIASES}:
+            return None
+        return copy.deepcopy(dict(inner))
+    settings = _try_build(config)
+    if settings is None:
         return None
-    text = made.get_text_config()
-    if text is made or getattr(text, "is_encoder_decoder", False):
+    text = settings.get_text_config()
+    if text is settings or getattr(text, "is_encoder_decoder", False):
         return None
-    if type(made) in MODEL_FOR_CAUSAL_LM_MAPPING and not _has_decoder(type(text)):
-        return None  # its causal LM is made of the whole config (Emu3)
+    if type(settings) in MODEL_FOR_CAUSAL_LM_MAPPING and not _has_decoder(type(text)):
+        return None  # its causal LM takes the whole config (Emu3)
     if inner is not None and inner.get("model_type") == text.model_type:
-        return copy.deepcopy(dict(inner))  # as it is written, so that what follows from it is derived anew
+        return copy.deepcopy(dict(inner))  # as written, so that derived settings are derived again
     return {**text.to_diff_dict(), "model_type": text.model_type}
 
 
-def _made(config: Mapping[str, Any]) -> PreTrainedConfig | None:
-    """Return the config that transformers makes; None for one that its class refuses, which is said elsewhere."""
+def _try_build(config: Mapping[str, Any]) -> PreTrainedConfig | None:
+    """Return transformers' config of a known model type; None if its class rejects it, which `build_config` reports."""
     try:
         with quiet():
-            made = CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(without_packing(config)))
-            made.get_text_config()
-    except Exception:  # whatever the class finds wrong; several text configs
+            settings = CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(without_packing(config)))
+            settings.get_text_config()
+    except Exception:  # anything the class finds wrong; several text configs
         return None
-    return made
+    return settings
 
 
 def build_config(config: Mapping[str, Any]) -> PreTrainedConfig:
     """Return the transformers config of a config.json mapping.
 
-    Of a wrapper it is that of its language model; what it says of packed weights is left out. Raises InputError for a
-    model type that the installed transformers does not know as a causal LM, and for values that its class refuses.
+    For a wrapper it is that of its language model; packing of weights is left out. Raises InputError for a model type
+    that the installed transformers does not support as a causal LM, and for values that its class rejects.
     """
     values = copy.deepcopy(without_packing(language_config(config)))
     model_type = values["model_type"]
@@ -101,20 +102,20 @@ def build_config(config: Mapping[str, Any]) -> PreTrainedConfig:
             f"{model_type!r}; a model with code of its own cannot be used"
         )
     with quiet(), refused_in_one_line(model_type):
-        made: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(values)
-    if not register_decoder(made):
+        settings: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(values)
+    if not register_decoder(settings):
         raise InputError(
             f"config.json: model_type: expected a causal LM of transformers {transformers.__version__}, or a wrapper of"
             f" one, found {config['model_type']!r}; use a decoder-only model"
         )
-    if getattr(made, "reorder_and_upcast_attn", False):  # of GPT-2: scores in float32, as graphs have them anyway
-        made.reorder_and_upcast_attn = False  # its own code takes float32 alone
-    return made
+    if getattr(settings, "reorder_and_upcast_attn", False):  # of GPT-2: scores in float32, as graphs have them anyway
+        settings.reorder_and_upcast_attn = False  # its own code takes float32 alone
+    return settings
 
 
 @contextlib.contextmanager
 def refused_in_one_line(model_type: str) -> Iterator[None]:
-    """Turn whatever a model's class raises, for a config that contradicts itself, say, into an InputError."""
+    """Turn whatever a model's class raises, for example for a contradictory config, into an InputError."""
     try:
         yield
     except Exception as error:
@@ -129,20 +130,24 @@ def refused_in_one_line(model_type: str) -> Iterator[None]:
 
 
 def root_cause(error: BaseException) -> str:
-    while (inner := error.__cause__ or error.__context__) is not None and not isinstance(error, InputError):
+    """Return the first line of an error's innermost cause, an InputError at the latest."""
+    while not isinstance(error, InputError):
+        inner = error.__cause__ or error.__context__
+        if inner is None:
+            break
         error = inner
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return line if isinstance(error, InputError) else f"{type(error).__name__}: {line}"
 
 
 def per_layer_settings(config: PreTrainedConfig, depth: int) -> dict[str, Sequence[Any]]:
-    """Return the config's lists with an entry for each layer, but for lists of the layers' own numbers."""
-    lists = {
-        key: value for key, value in vars(config).items() if isinstance(value, (list, tuple)) and len(value) == depth
-    }
-    return {
-        key: value for key, value in lists.items() if key not in NOT_PER_LAYER and list(value) != list(range(depth))
-    }
+    """Return the config's lists with an entry for each layer, except lists of layer numbers."""
+    lists: dict[str, Sequence[Any]] = {}
+    for key, value in vars(config).items():
+        if isinstance(value, (list, tuple)) and len(value) == depth and key not in NOT_PER_LAYER:
+            if list(value) != list(range(depth)):
+                lists[key] = value
+    return lists
 
 
 # Lists of a config that can be as long as the model is deep by chance.
@@ -155,13 +160,13 @@ NOT_PER_LAYER = frozenset(
 
 
 def register_decoder(config: PreTrainedConfig) -> bool:
-    """Give a wrapper's bare decoder a linear head where needed; return whether it is a causal LM then."""
+    """Give a wrapper's bare decoder a linear head where needed; return whether the config is a causal LM's then."""
     kind = type(config)
     if kind in MODEL_FOR_CAUSAL_LM_MAPPING:
         return True
     if not _has_decoder(kind):
         return False
-    AutoModelForCausalLM.register(kind, _with_head(kind), exist_ok=True)  # else only configs of others are taken
+    AutoModelForCausalLM.register(kind, _with_head(kind), exist_ok=True)  # else rejects configs of transformers' own
     return True
 
 
@@ -199,32 +204,31 @@ def _with_head(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel]:
 
 @torch.no_grad()
 def check_wrapper(config: Mapping[str, Any], small: Mapping[str, Any], model: PreTrainedModel) -> None:
-    """Hold a language model to its wrapper: the same logits for text alone.
+    """Check that a language model gives the same logits as its wrapper for text alone.
 
-    config: the wrapper's. small: that of `model`, a small language model of the same settings, in float32. Its towers
-    have no weights, so what reads them shows. Raises InputError where the two differ.
+    config: the wrapper's. small: that of `model`, a small language model of the same settings, in float32. The
+    wrapper's towers have no weights, so reading them fails. Raises InputError where the two differ.
     """
-    made = _made(config) if config.get("model_type") in CONFIG_MAPPING else None
-    if made is None or type(made) not in MODEL_FOR_MULTIMODAL_LM_MAPPING or _text_mapping(config) is None:
+    settings = _try_build(config) if config.get("model_type") in CONFIG_MAPPING else None
+    if settings is None or type(settings) not in MODEL_FOR_MULTIMODAL_LM_MAPPING or _text_mapping(config) is None:
+        return  # no wrapper, or one whose code is not in transformers
         return  # no wrapper, or one whose code is not here
     refusal = f"model type {config['model_type']!r} cannot be split: "
-    parts = {name: config[name] for name in made.sub_configs if name in config}
+    sections = {name: copy.deepcopy(config[name]) for name in settings.sub_configs if name in config}
+    small_sections = {**sections, TEXT_KEY: dict(small), "tie_word_embeddings": _is_tied(model)}
     try:
         with quiet(), torch.device("meta"):
-            settings = type(made).from_dict(
-                {**copy.deepcopy(parts), TEXT_KEY: dict(small), "tie_word_embeddings": _is_tied(model)}
-            )
             wrapper = AutoModelForMultimodalLM.from_config(
-                settings, attn_implementation="eager", dtype=torch.float32
+                type(settings).from_dict(small_sections), attn_implementation="eager", dtype=torch.float32
             ).eval()
-        _take_tensors(wrapper, model)
+        _share_tensors(wrapper, model)
         ids = torch.randint(0, model.config.vocab_size, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
-        found = wrapper(input_ids=ids, use_cache=False).logits
+        logits = wrapper(input_ids=ids, use_cache=False).logits
         expected = model(input_ids=ids, use_cache=False).logits
-        difference = float((found.cpu() - expected).abs().max() / expected.std())
+        difference = float((logits.cpu() - expected).abs().max() / expected.std())
     except Exception as error:  # of a class that does more with text than its language model
-        found_line = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise InputError(f"{refusal}it does not run on text alone: {found_line}") from error
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise InputError(f"{refusal}it does not run on text alone: {reason}") from error
     if not difference <= EXPORT:
         raise InputError(
             f"{refusal}on text alone its logits differ by {difference:.1e} of their standard deviation from those of "
@@ -236,10 +240,10 @@ def _is_tied(model: PreTrainedModel) -> bool:
     return bool(getattr(model, "all_tied_weights_keys", None))
 
 
-def _take_tensors(wrapper: PreTrainedModel, model: PreTrainedModel) -> None:
-    """Put the parameters and buffers of a language model into its wrapper, all of them."""
+def _share_tensors(wrapper: PreTrainedModel, model: PreTrainedModel) -> None:
+    """Put all parameters and buffers of a language model into its wrapper."""
     tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-    taken = set()
+    missing = set(tensors)
     for prefix, module in wrapper.named_modules():
         stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for store in stores:
@@ -247,6 +251,6 @@ def _take_tensors(wrapper: PreTrainedModel, model: PreTrainedModel) -> None:
                 language = language_name(f"{prefix}.{name}")
                 if language in tensors:
                     store[name] = tensors[language]
-                    taken.add(language)
-    if left := sorted(set(tensors) - taken):
-        raise InputError(f"{left[0]} of its language model is not found in it")
+                    missing.discard(language)
+    if missing:
+        raise InputError(f"{min(missing)} of its language model is not found in it")

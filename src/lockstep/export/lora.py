@@ -1,13 +1,13 @@
-"""Give the linear layers of a block room for adapters (LoRA; Hu et al. 2021).
+"""Add inputs for adapters to the linear layers of a block (LoRA; Hu et al. 2021).
 
-In: an exported graph. Out: the same with, for each linear layer y = x W^T that may be adapted,
+In: an exported graph. Out: the same graph in which each linear layer y = x W^T that may be adapted computes
 
     y = x W^T + where(column's adapter == token's adapter, x A, 0) B
 
-and the inputs `adapter_ids [num_tokens]`, A and B. A [in_features, n*R] and B [n*R, out_features] hold the matrices of
-n adapters side by side, each with room for rank R; what is not used is zero. Two thin products for all tokens take
-less time than to gather each token's matrices, and work in every library. The choice is a Where, not a product with 0:
-what another adapter makes of a token may be infinite.
+with the inputs `adapter_ids [num_tokens]`, A and B. A [in_features, n*R] and B [n*R, out_features] hold the matrices of
+n adapters side by side, each padded with zeros to rank R. Two thin products over all tokens take less time than to
+gather each token's matrices, and work in every library. A Where masks, not a product with 0: another adapter's result
+for a token may be infinite.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from lockstep.export.cut import INPUT_ORDER
 from lockstep.export.tracer import meta_model
 from lockstep.onnx_tools.rewriter import Emitter, Rewriter, attributes_of, typed_values
 
-_LAYER_SLOTS = ("previous", "current.")  # slots of a decoder layer's weights open so
+_LAYER_SLOT_PREFIXES = ("previous", "current.")  # of slots of a decoder layer's weights
 _ROWS = "logit_rows"
-_KNOWN_ROWS = ("num_tokens", "num_requests")
+_ROW_DIMS = ("num_tokens", "num_requests")
 _IN_LAYER = re.compile(r"\.\d+\.")
 
 
@@ -44,78 +44,91 @@ def module_of(slot: str) -> str:
     return quantized.module_of(slot.partition(".")[2])
 
 
-def fits(module: str, targets: Collection[str] | None) -> bool:
-    """Return whether a module is one of `targets` as PEFT matches names: whole, or behind a dot. None: all fit."""
+def is_target(module: str, targets: Collection[str] | None) -> bool:
+    """Return whether a module matches one of `targets` as in PEFT: its whole name or its end. None: all match."""
     return targets is None or any(module == target or module.endswith(f".{target}") for target in targets)
 
 
 def with_adapters(
     files: Mapping[str, bytes], assembly: Assembly, adapters: Mapping[str, Any], linears: Collection[str] | None = None
 ) -> tuple[dict[str, bytes], Assembly]:
-    """Return files and assembly with blocks that take adapters; the uncut graph stays without.
+    """Return files and assembly with blocks that take adapters; the uncut graph does not change.
 
-    adapters: max_adapters, max_lora_rank, and targets: names of modules that adapters may be of, as PEFT has them;
-    None: all linear layers of the decoder layers. linears: names of the model's linear layers; what else is such a
-    product (a router of experts) takes no adapters. None: all such products are taken for linear layers.
+    adapters: max_adapters, max_lora_rank, and targets: names of modules that adapters may have, as in PEFT; None: all
+    linear layers of the decoder layers. linears: names of the model's linear layers; other products of this form (a
+    router of experts) take no adapters. None: all such products count as linear layers.
 
-    Raises InputError where no linear layer of a name, or none at all, is there, and where one takes no adapters.
+    Raises InputError where a target matches no linear layer, or one whose product takes no adapters.
     """
-    room = (adapters["max_adapters"], adapters["max_lora_rank"])
+    limits = (adapters["max_adapters"], adapters["max_lora_rank"])
     targets = adapters.get("targets")
-    modules = {
-        name: {
-            slot.name: module_of(slot.name)
-            for slot in file.signature.slots
-            if name != assembly.embedding.graph and _is_linear(assembly, name, slot.name, linears)
-        }
-        for name, file in assembly.classes.items()
-    }
-    products = {
-        name: _products(Rewriter(onnx.ModelProto.FromString(files[file.file])), modules[name])
-        for name, file in assembly.classes.items()
-    }
-    known = {modules[name][slot] for name, slots in products.items() for slot in slots}
-    if not known:
+    modules: dict[str, dict[str, str]] = {}  # {class: {weight slot: module}}
+    products: dict[str, Products] = {}
+    for name, file in assembly.classes.items():
+        modules[name] = {}
+        if name != assembly.embedding.graph:
+            for slot in file.signature.slots:
+                if _is_linear(assembly, name, slot.name, linears):
+                    modules[name][slot.name] = module_of(slot.name)
+        products[name] = _products(Rewriter(onnx.ModelProto.FromString(files[file.file])), modules[name])
+    available: set[str] = set()
+    for name, slots in products.items():
+        available.update(modules[name][slot] for slot in slots)
+    if not available:
         renamed = {_IN_LAYER.split(name)[-1] for name in linears or () if _IN_LAYER.search(name)}
         raise InputError(
             "adapters: expected linear layers in decoder layers whose weights have the layers' own names in the "
             f"checkpoint, found other names there for {', '.join(sorted(renamed)) or 'all'}; serve this model without "
             "adapters"
         )
-    if missing := [target for target in targets or () if not any(fits(module, [target]) for module in known)]:
-        found = ", ".join(sorted(known))
-        asked = ", ".join(missing)
-        raise InputError(f"lora_target_modules: expected linear layers of the model ({found}), found {asked}")
-    parts = [part for layer in assembly.layers for part in layer.parts]
-    taken = {part.slots[slot][0].removesuffix(".weight") for part in parts for slot in products[part.graph]}
-    # The head, which is in no list of layers, takes no adapters of PEFT's either unless it is named.
-    lost = {name for name in linears or () if _IN_LAYER.search(name) and fits(name, targets) and name not in taken}
-    if lost:
-        kinds = [", ".join(sorted({_IN_LAYER.split(name)[-1] for name in names})) for names in (taken, lost)]
+    unmatched = [target for target in targets or () if not any(is_target(module, [target]) for module in available)]
+    if unmatched:
         raise InputError(
-            f"lora_target_modules: expected linear layers that take adapters ({kinds[0]}), found {kinds[1]}, whose "
-            "products are none of a linear layer in the graphs; name there the modules that your adapters are of"
+            f"lora_target_modules: expected linear layers of the model ({', '.join(sorted(available))}), found "
+            f"{', '.join(unmatched)}"
         )
+    _check_all_adapted(assembly, products, linears or (), targets)
     adapted = dict(files)
     classes = dict(assembly.classes)
     lora = {}
     for name, file in assembly.classes.items():
-        slots = [slot for slot, module in modules[name].items() if fits(module, targets)]
-        graph, layers = add_lora(Graph(files[file.file], file.signature), slots, *room)
+        targeted = [slot for slot, module in modules[name].items() if is_target(module, targets)]
+        graph, layers = add_lora(Graph(files[file.file], file.signature), targeted, *limits)
         if layers:
             lora[name] = layers
             adapted[file.file] = graph.data
             classes[name] = replace(file, sha256=graph.sha256, signature=graph.signature)
-    return adapted, replace(assembly, classes=classes, adapters=LoraSlots(*room, lora))
+    return adapted, replace(assembly, classes=classes, adapters=LoraSlots(*limits, lora))
+
+
+def _check_all_adapted(
+    assembly: Assembly, products: Mapping[str, Products], linears: Collection[str], targets: Collection[str] | None
+) -> None:
+    """Raise InputError for a linear layer that matches a target and has no product in the graphs."""
+    adapted: set[str] = set()
+    for layer in assembly.layers:
+        for block in layer.parts:
+            adapted.update(block.slots[slot][0].removesuffix(".weight") for slot in products[block.graph])
+    # The head is in no list of layers: PEFT adapts it only if it is named.
+    missing = {name for name in linears if _IN_LAYER.search(name) and is_target(name, targets)} - adapted
+    if missing:
+        raise InputError(
+            f"lora_target_modules: expected linear layers that take adapters ({_within_layer(adapted)}), found "
+            f"{_within_layer(missing)}, whose products are none of a linear layer in the graphs; name there the "
+            "modules that your adapters are of"
+        )
+
+
+def _within_layer(names: Collection[str]) -> str:
+    return ", ".join(sorted({_IN_LAYER.split(name)[-1] for name in names}))
 
 
 def add_lora(
     graph: Graph, slots: Collection[str], max_adapters: int, max_lora_rank: int
 ) -> tuple[Graph, dict[str, LoraSlot]]:
-    """Give a graph room for adapters of the linear layers with these weight slots.
+    """Add adapter inputs for the linear layers with these weight slots.
 
-    Returns the new graph, and where each layer takes its adapters; the graph as it is, where it has none of these
-    layers.
+    Returns the new graph, and the slots of A and B by weight slot; a graph without these layers is returned unchanged.
     """
     rewriter = Rewriter(graph.proto)
     columns = max_adapters * max_lora_rank
@@ -132,15 +145,17 @@ def add_lora(
         rewriter.prepend(*_mask(rows))
     lora = {}
     for weight, (node, rows) in products.items():
-        wide, deep = rewriter.shape(weight) if attributes_of(node).get("transB") else rewriter.shape(weight)[::-1]
-        lora[weight] = slot = LoraSlot(weight + A_SUFFIX, weight + B_SUFFIX, deep, wide)
-        inputs.append(rewriter.input(slot.a, element, [deep, columns]))
-        inputs.append(rewriter.input(slot.b, element, [columns, wide]))
+        out_features, in_features = (
+            rewriter.shape(weight) if attributes_of(node).get("transB") else rewriter.shape(weight)[::-1]
+        )
+        lora[weight] = slot = LoraSlot(weight + A_SUFFIX, weight + B_SUFFIX, in_features, out_features)
+        inputs.append(rewriter.input(slot.a, element, [in_features, columns]))
+        inputs.append(rewriter.input(slot.b, element, [columns, out_features]))
         (output,) = node.output
         node.output[0] = f"{output}/base"
         emit = Emitter(rewriter, f"{output}/lora")
-        own = emit("Where", f"lora/{rows}", emit("Gemm", node.input[0], slot.a), "lora/zero")
-        emit("Add", node.output[0], emit("Gemm", own, slot.b), result=output)
+        adapted = emit("Where", f"lora/{rows}", emit("Gemm", node.input[0], slot.a), "lora/zero")
+        emit("Add", node.output[0], emit("Gemm", adapted, slot.b), result=output)
         rewriter.replace(node, node, *emit.nodes)
     carried = [io.name for io in graph.signature.inputs if io.name not in INPUT_ORDER]
     proto = rewriter.finish().graph
@@ -148,8 +163,11 @@ def add_lora(
     return canonical_proto(proto, proto.name, [*INPUT_ORDER, *carried, *inputs], weights), lora
 
 
-def _products(graph: Rewriter, slots: Collection[str]) -> dict[str, tuple[onnx.NodeProto, str]]:
-    """Return {weight slot: its product, and whether its rows are num_tokens or num_requests}."""
+Products = dict[str, tuple[onnx.NodeProto, str]]  # {weight slot: (its Gemm, num_tokens or num_requests)}
+
+
+def _products(graph: Rewriter, slots: Collection[str]) -> Products:
+    """Return the products of weight slots whose rows are tokens or requests."""
     types = typed_values(graph.model)
     products = {}
     of_requests = {_ROWS}
@@ -158,29 +176,30 @@ def _products(graph: Rewriter, slots: Collection[str]) -> dict[str, tuple[onnx.N
             of_requests |= set(node.output)
         if node.op_type == "Gemm" and node.input[1] in slots:
             rows, *_ = types[node.input[0]][1]
-            if isinstance(rows, str) and rows not in _KNOWN_ROWS:  # after a Reshape, as of state mixers
+            if isinstance(rows, str) and rows not in _ROW_DIMS:  # after a Reshape, as of state mixers
                 rows = "num_requests" if node.input[0] in of_requests else "num_tokens"
-            if rows in _KNOWN_ROWS:
+            if rows in _ROW_DIMS:
                 products[node.input[1]] = (node, str(rows))
     return products
 
 
 def _mask(rows: str) -> list[onnx.NodeProto]:
-    """Return nodes that make the mask [rows, n*R] of each row's adapter; rows: num_tokens, or num_requests."""
+    """Return nodes that make the mask [rows, n*R] of each row's adapter; rows: num_tokens or num_requests."""
     name = f"lora/{rows}"
-    ids = IDS if rows == "num_tokens" else f"lora/{rows}/ids"
-    gather = helper.make_node("Gather", [IDS, _ROWS], [ids], axis=0)
-    return [
-        *([] if ids == IDS else [gather]),
-        helper.make_node("Unsqueeze", [ids, "lora/axis"], [f"{name}/column"]),
-        helper.make_node("Equal", [f"{name}/column", "lora/owner"], [name]),
-    ]
+    nodes = []
+    ids = IDS
+    if rows == "num_requests":
+        ids = f"lora/{rows}/ids"
+        nodes.append(helper.make_node("Gather", [IDS, _ROWS], [ids], axis=0))
+    nodes.append(helper.make_node("Unsqueeze", [ids, "lora/axis"], [f"{name}/column"]))
+    nodes.append(helper.make_node("Equal", [f"{name}/column", "lora/owner"], [name]))
+    return nodes
 
 
 def linear_layers(model: PreTrainedModel) -> set[str]:
-    """Return the names of a model's linear layers, as PEFT finds them, but for routers that return more."""
-    plain = torch.nn.Linear.forward, Conv1D.forward
-    return {name for name, module in model.named_modules() if type(module).forward in plain}
+    """Return the names of a model's linear layers as in PEFT, except for routers, which return more than a product."""
+    linear_forwards = torch.nn.Linear.forward, Conv1D.forward
+    return {name for name, module in model.named_modules() if type(module).forward in linear_forwards}
 
 
 def transposed_layers(config: Mapping[str, Any]) -> set[str]:
@@ -190,12 +209,15 @@ def transposed_layers(config: Mapping[str, Any]) -> set[str]:
 
 def _is_linear(assembly: Assembly, name: str, slot: str, linears: Collection[str] | None) -> bool:
     """Return whether a slot takes the weight of one linear layer of a decoder layer, under the layer's own name."""
-    if not slot.startswith(_LAYER_SLOTS) or not slot.endswith(".weight"):
+    if not slot.startswith(_LAYER_SLOT_PREFIXES) or not slot.endswith(".weight"):
         return False
-    parts = [part for layer in assembly.layers for part in layer.parts if part.graph == name]
-    return all(
-        len(part.slots[slot]) == 1
-        and part.slots[slot][0].endswith(f".{module_of(slot)}.weight")
-        and (linears is None or part.slots[slot][0].removesuffix(".weight") in linears)
-        for part in parts
-    )
+    for layer in assembly.layers:
+        for block in layer.parts:
+            if block.graph != name:
+                continue
+            tensors = block.slots[slot]
+            if len(tensors) != 1 or not tensors[0].endswith(f".{module_of(slot)}.weight"):
+                return False
+            if linears is not None and tensors[0].removesuffix(".weight") not in linears:
+                return False
+    return True

@@ -1,7 +1,7 @@
-"""Make the checkpoint of a source that lies here and is no checkpoint folder yet.
+"""Make the checkpoint of a local source that is not a checkpoint folder yet.
 
 In: a source of the config, and the file that it names: a GGUF file, or the config.json of random weights. Out: a folder
-`checkpoint/` and beside it `source.json`, as for a model from the hub.
+`checkpoint/` and a `source.json` next to it, as for a model from the hub.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from lockstep.export import gguf_model, random_model
 
 
 def make_checkpoint(source: str, path: str | os.PathLike, out: str | os.PathLike) -> Path:
-    """Make the checkpoint of a GGUF or random source, whose file is `path`, beside its manifest `out`."""
+    """Make the checkpoint of a GGUF or random source, whose file is `path`, next to its manifest `out`."""
     path = Path(path)
     out = Path(out)
-    kind = parse_source(source)
-    out.unlink(missing_ok=True)  # it would vouch for files that are being replaced
+    parsed = parse_source(source)
+    out.unlink(missing_ok=True)  # it is a record of files that are being replaced
     folder = folder_of(out)
     clear(folder)
-    if isinstance(kind, RandomSource):
-        more: dict[str, Any] = {"seed": kind.seed}
-        random_model.make(path, kind.seed, folder)
+    if isinstance(parsed, RandomSource):
+        origin: dict[str, Any] = {"seed": parsed.seed}
+        random_model.make(path, parsed.seed, folder)
     else:
-        assert isinstance(kind, GgufSource)  # others are fetched, or lie there
-        more = {"gguf_file": GgufDigest(sha256_file(path), path.stat().st_size)}
+        assert isinstance(parsed, GgufSource)  # others are downloaded, or are local already
+        origin = {"gguf_file": GgufDigest(sha256_file(path), path.stat().st_size)}
         gguf_model.make(path, folder)
-    files = sorted(file.name for file in folder.iterdir())
-    return write_fetched(out, source, {name: sha256_file(folder / name) for name in files}, **more)
+    digests = {name: sha256_file(folder / name) for name in sorted(file.name for file in folder.iterdir())}
+    return write_fetched(out, source, digests, **origin)

@@ -1,11 +1,10 @@
-"""Movement of values in a packed trace: what stands where, and what falls away then.
+"""Simplify data movement in a packed trace.
 
-`merge_movement` lets reshapes and transposes read past others. `put_tokens_first` moves transposes of matrices behind
-what is computed element by element or cut in parts, so that most of them vanish in pairs: convolutions of transformers'
-layers want tokens last, and what stands around them would cross from block to block so. `copies_apart` gives tokens
-that are repeated one copy behind the other, one for each expert, `[copies * num_tokens, width]`, multiplied and only
-then taken apart, a dimension of their own, `[copies, num_tokens, width]`, so that it can be seen that none meets
-another.
+`merge_movement` lets reshapes and transposes read past others. `put_tokens_first` moves transposes of matrices after
+element-wise operators and splits, so that most of them vanish in pairs: convolutions of transformers' layers want
+tokens last, and their transposes would otherwise cross from block to block. `unfold_copies` gives the copies of tokens
+that are repeated for each expert, `[copies * num_tokens, width]`, a dimension, `[copies, num_tokens, width]`, which
+shows that no token meets another.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from lockstep.export.axes import ELEMENTWISE
-from lockstep.export.known import GraphWriter, array_of, axis_of, node_of, number, required, shape_of
+from lockstep.export.ir_tools import GraphWriter, array_of, axis_of, node_of, number, required, shape_of
 
 
 def merge_movement(graph: ir.Graph, keep: Collection[ir.Value] = ()) -> None:
@@ -28,11 +27,8 @@ def merge_movement(graph: ir.Graph, keep: Collection[ir.Value] = ()) -> None:
             continue
         if node.op_type == "Reshape":
             target = array_of(node.inputs[1])
-            if target is not None and 0 not in target:
-                while (
-                    source not in keep and (producer := source.producer()) is not None and producer.op_type == "Reshape"
-                ):
-                    source = required(producer.inputs[0])
+            if target is not None and 0 not in target:  # 0 copies a dimension of the input
+                source = _before_reshapes(source, keep)
                 node.replace_input_with(0, source)
             if source.shape is not None and out.shape is not None and same_shape(source.shape, out.shape):
                 _replace(graph, node, source, keep)
@@ -40,12 +36,21 @@ def merge_movement(graph: ir.Graph, keep: Collection[ir.Value] = ()) -> None:
             perm = list(node.attributes["perm"].as_ints())
             producer = source.producer()
             if source not in keep and producer is not None and producer.op_type == "Transpose":
-                perm = [producer.attributes["perm"].as_ints()[p] for p in perm]
+                perm = [producer.attributes["perm"].as_ints()[axis] for axis in perm]
                 source = required(producer.inputs[0])
                 node.replace_input_with(0, source)
                 node.attributes["perm"] = ir.AttrInt64s("perm", perm)
             if perm == sorted(perm):
                 _replace(graph, node, source, keep)
+
+
+def _before_reshapes(value: ir.Value, keep: Collection[ir.Value]) -> ir.Value:
+    while value not in keep:
+        producer = value.producer()
+        if producer is None or producer.op_type != "Reshape":
+            break
+        value = required(producer.inputs[0])
+    return value
 
 
 def _replace(graph: ir.Graph, node: ir.Node, value: ir.Value, keep: Collection[ir.Value]) -> None:
@@ -54,36 +59,44 @@ def _replace(graph: ir.Graph, node: ir.Node, value: ir.Value, keep: Collection[i
         graph.remove(node, safe=True)
 
 
-def same_shape(one: Iterable[object], other: Iterable[object]) -> bool:
-    """Return whether two shapes are equal: at most one dimension is dynamic, in the same place."""
-    one = list(one)
-    other = list(other)
-    if len(one) != len(other):
+def same_shape(shape: Iterable[object], other: Iterable[object]) -> bool:
+    """Return whether two shapes are equal, with at most one dynamic dimension, in the same position."""
+    dims = list(shape)
+    other_dims = list(other)
+    if len(dims) != len(other_dims):
         return False
-    dynamic = [not isinstance(a, int) or not isinstance(b, int) for a, b in zip(one, other, strict=True)]
-    return sum(dynamic) <= 1 and all(d or a == b for d, a, b in zip(dynamic, one, other, strict=True))
+    num_dynamic = 0
+    for dim, other_dim in zip(dims, other_dims):
+        if not isinstance(dim, int) or not isinstance(other_dim, int):
+            num_dynamic += 1
+        elif dim != other_dim:
+            return False
+    return num_dynamic <= 1
 
 
 _SWAP = [1, 0]
 
 
 def put_tokens_first(graph: ir.Graph) -> None:
-    """Move transposes of matrices behind element-wise operators and splits, in place."""
+    """Move transposes of matrices after element-wise operators and splits, in place."""
     for node in list(graph):
         if node.op_type in ELEMENTWISE or node.op_type == "Split":
-            _move_behind(graph, node)
+            _move_transposes_after(graph, node)
     merge_movement(graph)
 
 
-def _move_behind(graph: ir.Graph, node: ir.Node) -> None:
-    sources = [_source(value) for value in node.inputs]
-    swapped = [source is not value for source, value in zip(sources, node.inputs, strict=True)]
-    if not any(swapped) or any(
-        not swap and ((array := array_of(value)) is None or array.size != 1)
-        for swap, value in zip(swapped, node.inputs, strict=True)
-        if not (node.op_type == "Split" and value is not node.inputs[0])
-    ):
+def _move_transposes_after(graph: ir.Graph, node: ir.Node) -> None:
+    """Move the transposes of a node's inputs to its outputs, if no other input has several numbers."""
+    sources = [_before_transpose(value) for value in node.inputs]
+    moved_inputs = node.inputs[:1] if node.op_type == "Split" else node.inputs
+    is_transposed = [source is not value for source, value in zip(sources, node.inputs, strict=True)]
+    if not any(is_transposed):
         return
+    for value, has_transpose in zip(moved_inputs, is_transposed):
+        if not has_transpose:
+            array = array_of(value)
+            if array is None or array.size != 1:
+                return
     for index, source in enumerate(sources):
         node.replace_input_with(index, source)
     if node.op_type == "Split":
@@ -98,46 +111,51 @@ def _move_behind(graph: ir.Graph, node: ir.Node) -> None:
         graph.insert_after(node, back)
 
 
-def _source(value: ir.Value | None) -> ir.Value:
-    """Return what a matrix is the transpose of; the value itself where it is none."""
+def _before_transpose(value: ir.Value | None) -> ir.Value:
+    """Return the value that a matrix is the transpose of; the value itself if it is none."""
     node = required(value).producer()
     if node is None or node.op_type != "Transpose" or list(node.attributes["perm"].as_ints()) != _SWAP:
         return required(value)
     return required(node.inputs[0])
 
 
-def copies_apart(model: ir.Model) -> None:
-    """Take apart what `Tile` repeats, where a product of it is reshaped to `[copies, num_tokens, width]`."""
+def unfold_copies(model: ir.Model) -> None:
+    """Give the copies that `Tile` makes a dimension, where their product is reshaped to [copies, num_tokens, width]."""
     reshapes = [node for node in model.graph if node.op_type == "Reshape"]
-    if sum(_take_apart(model.graph, node) for node in reshapes):
+    num_unfolded = sum(_unfold(model.graph, node) for node in reshapes)
+    if num_unfolded:
         merge_movement(model.graph)
         passes.RemoveUnusedNodesPass()(model)
 
 
-def _take_apart(graph: ir.Graph, reshape: ir.Node) -> bool:
-    """Let a product of repeated tokens behind which a reshape stands be one of tokens; return whether it was one."""
+def _unfold(graph: ir.Graph, reshape: ir.Node) -> bool:
+    """Broadcast tokens over their copies in the product before a reshape; return whether there was such a product."""
     target = array_of(reshape.inputs[1])
     product = required(reshape.inputs[0]).producer()
     if target is None or len(target) != 3 or product is None or product.op_type != "Mul":
         return False
-    factors = [required(value) for value in product.inputs]
-    tiles = [value for value in factors if (maker := value.producer()) is not None and maker.op_type == "Tile"]
-    others = [value for value in factors if value not in tiles]
-    if len(tiles) != 1 or len(shape_of(others[0])) != 2:
+    tiles: list[ir.Node] = []
+    factors: list[ir.Value] = []
+    for value in map(required, product.inputs):
+        maker = value.producer()
+        if maker is not None and maker.op_type == "Tile":
+            tiles.append(maker)
+        else:
+            factors.append(value)
+    if len(tiles) != 1 or len(shape_of(factors[0])) != 2:
         return False
-    tile = tiles[0].producer()
-    assert tile is not None
-    repeats = array_of(tile.inputs[1])
+    repeats = array_of(tiles[0].inputs[1])
     copies = int(target[0])
     if repeats is None or repeats.tolist() != [copies, 1]:
         return False
-    tokens = required(tile.inputs[0])
-    other = others[0]
+    tokens = required(tiles[0].inputs[0])
+    factor = factors[0]
     out = reshape.outputs[0]
-    (rows, size), width = shape_of(tokens), number(shape_of(other)[1])
+    rows, size = shape_of(tokens)
+    width = number(shape_of(factor)[1])
     op = GraphWriter(graph, f"{out.name}/apart", product).op
     dtype = out.dtype
-    once = op("Unsqueeze", tokens, [0], shape=[1, rows, size], dtype=dtype)
-    apart = op("Reshape", other, [copies, -1, width], shape=[copies, rows, width], dtype=dtype)
-    out.replace_all_uses_with(op("Mul", once, apart, shape=[copies, rows, size], dtype=dtype))
+    by_copy = op("Unsqueeze", tokens, [0], shape=[1, rows, size], dtype=dtype)
+    unfolded = op("Reshape", factor, [copies, -1, width], shape=[copies, rows, width], dtype=dtype)
+    out.replace_all_uses_with(op("Mul", by_copy, unfolded, shape=[copies, rows, size], dtype=dtype))
     return True

@@ -1,12 +1,10 @@
-"""The export's numeric gate against transformers.
-
-It asks whether a model's split form is the same computation as transformers' own.
+"""The export's numeric check against transformers: is the split form of a model the same computation?
 
 In: a config.json mapping and the assembly that was made from it. A small model of the same class and settings gets
-random weights; it is split in the same way, and its graphs run in ONNX Runtime (chunked prefill, decode, two requests
-mixed, long contexts and far positions) against transformers' eager forward. A model whose attention does more than the
-split knows (a mask of its own, a bias, a sink) passes every other gate and fails here. Needs neither weights nor a
-checkpoint.
+random weights and is split in the same way. Its graphs run in ONNX Runtime (chunked prefill, decode, two requests
+mixed, long contexts and far positions) and are compared with transformers' eager forward. A model whose attention does
+more than the split supports (its own mask, a bias, a sink) passes every other check and fails here. Needs neither
+weights nor a checkpoint.
 """
 
 from __future__ import annotations
@@ -41,18 +39,17 @@ from lockstep.onnx_tools import judge
 from lockstep.tolerances import EXPORT
 
 LENGTHS = (23, 15)  # tokens of two requests: each crosses a window several times
-# What each step brings of each request: whole and partial prompts, a prompt beside a decoding request, both decoding.
+# Tokens of each request in each step: whole and partial prompts, a prompt with a decoding request, both decoding.
 _STEPS = ((7, 6), (8, 1), (1, 1), (1, 4), (4, 1), (1, 1), (1, 1))
-_LONG = (70, 57, 1)  # what each step brings of a request to a model with states
-_SMALL_ENOUGH = 3_000_000  # parameters: a model below is taken as it is, cut to the depth that shows all its layers
+_LONG_STEPS = (70, 57, 1)  # of a request to a model with states
+_SMALL_ENOUGH = 3_000_000  # parameters: a model below is only cut to the depth that shows all its layers
 _TOO_LARGE = 120_000_000  # parameters, 500 MB
-# Seeds of random weights, and the mean of gains. Where norms stand before scores that nothing scales down, gains near 1
-# make attention so sharp that fp32 itself is off: a draw counts when transformers agrees with itself in fp64 four times
-# (`_OWN_PART`) better than we have to.
-_OWN_PART = 4
-DRAWS = ((0, 1.0), (1, 1.0), (2, 0.25), (3, 0.25))
-# A router that chooses between two nearly equal experts may choose differently after rounding; what is wrong is wrong
-# for all weights.
+# Where norms precede scores that nothing scales down, gains near 1 make attention so sharp that fp32 itself is
+# inaccurate: a draw counts when transformers in fp32 agrees with fp64 this many times better than we have to.
+_REFERENCE_MARGIN = 4
+DRAWS = ((0, 1.0), (1, 1.0), (2, 0.25), (3, 0.25))  # seeds of random weights, and the mean of gains
+# A router that chooses between two nearly equal experts may choose differently after rounding; a real fault shows with
+# all weights.
 _DRAWS_THAT_COUNT = 2
 
 Files = Mapping[str, bytes]
@@ -68,21 +65,20 @@ class Small:
     assembly: Assembly
 
 
-def prove(
+def check_parity(
     config: Mapping[str, Any], meta: PreTrainedModel, files: Files, assembly: Assembly, assemble: Assemble
 ) -> float:
-    """Return the largest error of a small model's logits in split form.
+    """Return the largest error of a small model's logits in split form over their standard deviation.
 
-    It is relative to the standard deviation of the logits. meta: the model of `config`; files, assembly: what
-    `assemble` made of it. Raises InputError for a model whose split form differs from transformers, or of which no
-    small model could be made.
+    meta: the model of `config`; files, assembly: its split form by `assemble`. Raises InputError for a model whose
+    split form differs from transformers, or for which no small model can be made.
     """
     small = make_small(config, meta, files, assembly, assemble)
     refusal = f"model type {config['model_type']!r} cannot be split: "
     errors: list[float] = []
     for draw in DRAWS:
         measured = measure(small, draw)
-        if measured.own > EXPORT / _OWN_PART:
+        if measured.reference_error > EXPORT / _REFERENCE_MARGIN:
             continue
         if measured.error <= EXPORT:
             check_wrapper(config, small.config, reference_model(small.config, *draw))
@@ -94,7 +90,8 @@ def prove(
         raise InputError(
             f"{refusal}no random weights were found for which transformers in fp32 is accurate enough to compare with"
         )
-    if reason := known_reason(meta):
+    reason = known_reason(meta)
+    if reason is not None:
         raise InputError(refusal + reason)
     raise InputError(
         f"{refusal}its split form differs from transformers by {min(errors):.1e} of the logits' standard deviation on "
@@ -108,24 +105,26 @@ def make_small(
     """Return the smallest model with the same layers in split form. Raises InputError for none."""
     layer_signatures = signatures(meta)
     reasons = []
-    for candidate in (smaller for depth in depths_to_try(layer_signatures) for smaller in _candidates(config, depth)):
-        try:
-            small = meta_model(candidate, "fp32")
-            _compare_signatures(signatures(small), layer_signatures)
-            if (count := _parameters(small)) > _TOO_LARGE:
-                raise InputError(f"it has {count:,} parameters, expected at most {_TOO_LARGE:,}")
-            if assembly.precision == "fp32" and small.config.to_dict() == meta.config.to_dict():
-                return Small(candidate, files, assembly)
-            found = assemble(small, candidate, "fp32")
-            fault = _other_form(found, (files, assembly))
-            if fault and assembly.precision != "fp32":  # some operators have other names there (Min, and Clip)
-                same_precision = assemble(meta_model(candidate, assembly.precision), candidate, assembly.precision)
-                fault = _other_form(same_precision, (files, assembly))
-            if fault:
-                raise InputError(fault)
-            return Small(candidate, *found)
-        except InputError as error:
-            reasons.append(str(error))
+    for depth in depths_to_try(layer_signatures):
+        for candidate in _candidates(config, depth):
+            try:
+                small = meta_model(candidate, "fp32")
+                _compare_signatures(signatures(small), layer_signatures)
+                count = _num_parameters(small)
+                if count > _TOO_LARGE:
+                    raise InputError(f"it has {count:,} parameters, expected at most {_TOO_LARGE:,}")
+                if assembly.precision == "fp32" and small.config.to_dict() == meta.config.to_dict():
+                    return Small(candidate, files, assembly)
+                small_split = assemble(small, candidate, "fp32")
+                difference = _form_difference(small_split, (files, assembly))
+                if difference and assembly.precision != "fp32":  # some operators differ by precision (Min, and Clip)
+                    same_precision = assemble(meta_model(candidate, assembly.precision), candidate, assembly.precision)
+                    difference = _form_difference(same_precision, (files, assembly))
+                if difference:
+                    raise InputError(difference)
+                return Small(candidate, *small_split)
+            except InputError as error:
+                reasons.append(str(error))
     raise InputError(
         f"model type {config['model_type']!r} cannot be split: no small model with its settings could be "
         f"made to check the split form: {reasons[0]}"
@@ -135,7 +134,7 @@ def make_small(
 def _candidates(config: Mapping[str, Any], depth: int) -> Iterator[dict[str, Any]]:
     shallow = shallow_config(config, depth)
     try:
-        if _parameters(meta_model(shallow, "fp32")) <= _SMALL_ENOUGH:
+        if _num_parameters(meta_model(shallow, "fp32")) <= _SMALL_ENOUGH:
             yield shallow
     except InputError:  # the class refuses the small vocabulary: the other candidates say why
         pass
@@ -143,47 +142,53 @@ def _candidates(config: Mapping[str, Any], depth: int) -> Iterator[dict[str, Any
 
 
 def depths_to_try(layer_signatures: Sequence[str]) -> list[int]:
-    """Return numbers of first layers that show every pair of neighbours, three at least where the model has them.
+    """Return depths that show every pair of neighbouring layers, three layers at least where the model has them.
 
-    Some classes insist on what their last layer is: the next depth that ends as the model does comes second.
+    Some classes require a certain last layer: the next depth that ends as the model does comes second.
     """
     pairs = list(zip(layer_signatures, layer_signatures[1:]))
-    last = max((pairs.index(pair) for pair in set(pairs)), default=0)
-    depth = min(len(layer_signatures), max(3, last + 2))
-    return sorted(
-        {
-            depth,
-            next(n for n in range(depth, len(layer_signatures) + 1) if layer_signatures[n - 1] == layer_signatures[-1]),
-        }
-    )
+    last_new_pair = max((pairs.index(pair) for pair in set(pairs)), default=0)
+    depth = min(len(layer_signatures), max(3, last_new_pair + 2))
+    same_end = depth
+    while layer_signatures[same_end - 1] != layer_signatures[-1]:
+        same_end += 1
+    return sorted({depth, same_end})
 
 
-def _parameters(meta: PreTrainedModel) -> int:
+def _num_parameters(meta: PreTrainedModel) -> int:
     return sum(parameter.numel() for parameter in meta.parameters())
 
 
-def _compare_signatures(found: Sequence[str], expected: Sequence[str]) -> None:
-    small, real = ([list(side).index(name) for name in side] for side in (found, expected[: len(found)]))
-    if small != real:
-        raise InputError(f"expected layers that look alike as in {real}, found {small}")
+def _compare_signatures(small: Sequence[str], real: Sequence[str]) -> None:
+    small_pattern = _repetitions(small)
+    real_pattern = _repetitions(real[: len(small)])
+    if small_pattern != real_pattern:
+        raise InputError(f"expected layers that look alike as in {real_pattern}, found {small_pattern}")
 
 
-def _other_form(found: tuple[Files, Assembly], expected: tuple[Files, Assembly]) -> str | None:
-    """Return what of a layer has another form than in the real model; None: what is shown holds for both."""
-    for index, layers in enumerate(zip(found[1].layers, expected[1].layers)):
-        count = min(len(layer.parts) for layer in layers)  # the small model may end before a layer without a mixer
-        one, other = (_form(*graphs, layer, count) for graphs, layer in zip((found, expected), layers))
-        if fault := next((name for name in other if one.get(name) != other[name]), None):
-            return f"expected layer {index} as in the model itself, found another form of its {fault}"
+def _repetitions(names: Sequence[str]) -> list[int]:
+    """Return for each name the index of the first equal one."""
+    return [list(names).index(name) for name in names]
+
+
+def _form_difference(small: tuple[Files, Assembly], real: tuple[Files, Assembly]) -> str | None:
+    """Return how a layer's form differs from the real model's; None if the small model represents it."""
+    for index, (small_layer, real_layer) in enumerate(zip(small[1].layers, real[1].layers)):
+        # The small model may end before a layer without a mixer.
+        count = min(len(small_layer.parts), len(real_layer.parts))
+        small_form = _form(*small, small_layer, count)
+        for name, value in _form(*real, real_layer, count).items():
+            if small_form.get(name) != value:
+                return f"expected layer {index} as in the model itself, found another form of its {name}"
     return None
 
 
 def _form(files: Files, assembly: Assembly, layer: Layer, count: int) -> dict[str, Any]:
-    """Return what a small model shows of a layer: operators of `count` blocks, and of its mixer what has no size."""
-    form: dict[str, Any] = {
-        f"exit {number}" if number else "block": _operators(files[assembly.classes[part.graph].file])
-        for number, part in enumerate(layer.parts[:count])
-    }
+    """Return what a small model must share with the real one: operators of `count` blocks, sizeless mixer settings."""
+    names = ["block", *(f"exit {number}" for number in range(1, count))]
+    form: dict[str, Any] = {}
+    for name, block in zip(names, layer.parts):
+        form[name] = _operators(files[assembly.classes[block.graph].file])
     mixer = assembly.mixers[layer.variant]
     if isinstance(mixer, StateMixer):
         form |= {phase: _operators(files[graph.file]) for phase, graph in mixer.phases().items()}
@@ -194,16 +199,16 @@ def _form(files: Files, assembly: Assembly, layer: Layer, count: int) -> dict[st
 
 @functools.lru_cache(maxsize=64)
 def _operators(graph: bytes) -> tuple[str, ...]:
-    """Return the operators of a canonical graph but for casts, by which precisions differ."""
+    """Return the operators of a canonical graph except for casts, by which precisions differ."""
     return tuple(node.op_type for node in onnx.ModelProto.FromString(graph).graph.node if node.op_type != "Cast")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Largest errors of a logit over its standard deviation. own: transformers in fp32 from itself in fp64."""
+    """Largest errors of a logit over the standard deviation; reference_error: of transformers in fp32 against fp64."""
 
     error: float
-    own: float
+    reference_error: float
 
 
 @contextlib.contextmanager
@@ -219,12 +224,12 @@ def _one_thread() -> Iterator[None]:
 
 @_one_thread()
 def measure(small: Small, draw: tuple[int, float] = DRAWS[0]) -> Measured:
-    """Measure the errors of two requests' tokens under random weights. Raises InputError where nothing runs."""
+    """Measure the errors of requests' tokens under random weights. Raises InputError where nothing runs."""
     model = reference_model(small.config, *draw)
     random = np.random.default_rng(draw[0])
     # A recurrence computes spans of tokens at a time.
-    lengths = [*LENGTHS, sum(_LONG)] if small.assembly.state_mixers else LENGTHS
-    limit = small.assembly.max_position_embeddings or sum(_LONG)
+    lengths = [*LENGTHS, sum(_LONG_STEPS)] if small.assembly.state_mixers else LENGTHS
+    limit = small.assembly.max_position_embeddings or sum(_LONG_STEPS)
     sequences = [random.integers(0, small.assembly.vocab_size, min(length, limit)) for length in lengths]
     expected = _forward(model, sequences)
     spread = float(np.concatenate(expected).std())
@@ -237,28 +242,31 @@ def measure(small: Small, draw: tuple[int, float] = DRAWS[0]) -> Measured:
     try:
         longest = max(map(len, sequences))
         run = ReferenceRunner(small.files, small.assembly, checkpoint_tensors(model), len(sequences), longest + 1)
-        near = walk(run, sequences)
-        far = [far_positions.split_logits(run, context) for context in filled]
+        logits = step_through(run, sequences)
+        logits_far = [far_positions.split_logits(run, context) for context in filled]
     except Exception as error:  # ONNX Runtime's errors share no base class
         raise InputError(f"{refusal}its split form does not run: {' '.join(str(error).split())}") from error
-    near_error = _difference(near, expected)
-    far_error = max(map(_difference, far, expected_far), default=0.0)
-    own = _difference(_forward(model.double(), sequences), expected)
+    near_error = _max_difference(logits, expected)
+    far_error = max(map(_max_difference, logits_far, expected_far), default=0.0)
+    reference_error = _max_difference(_forward(model.double(), sequences), expected)
     if far_error > EXPORT:  # is it ours? Only then is transformers' own error worth its time
         exact = [far_positions.reference_logits(model, context) for context in filled]
-        own = max(own, *map(_difference, exact, expected_far))
-    return Measured(max(near_error, far_error), own)
+        reference_error = max(reference_error, *map(_max_difference, exact, expected_far))
+    return Measured(max(near_error, far_error), reference_error)
 
 
-def _difference(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float:
-    """Return the largest difference over the standard deviation of the second; infinity for what is no number."""
-    scale = float(np.concatenate(other).std())
-    errors = [judge.measure(b, a, judge.Bound(EXPORT), scale).relative_error for a, b in zip(one, other, strict=True)]
-    return max(float("inf") if error is None else error for error in errors)
+def _max_difference(logits: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
+    """Return the largest difference over the standard deviation of `expected`; infinity for non-finite logits."""
+    scale = float(np.concatenate(expected).std())
+    errors = []
+    for rows, expected_rows in zip(logits, expected, strict=True):
+        error = judge.measure(expected_rows, rows, judge.Bound(EXPORT), scale).relative_error
+        errors.append(float("inf") if error is None else error)
+    return max(errors)
 
 
 def _original_lengths(config: Any) -> list[int]:
-    """Return the lengths that a config's RoPE settings were made for, beyond which frequencies are stretched."""
+    """Return the original lengths of a config's RoPE settings, beyond which frequencies are stretched."""
     lengths = [parameters.get("original_max_position_embeddings") for parameters in rope_settings(config)]
     return [int(length) for length in lengths if length]
 
@@ -268,23 +276,31 @@ def _forward(model: PreTrainedModel, sequences: Sequence[np.ndarray]) -> list[np
         return [model(torch.from_numpy(ids)[None], use_cache=False).logits[0].numpy() for ids in sequences]
 
 
-def walk(run: ReferenceRunner, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return all logits of each sequence: two in the steps of `_STEPS`, a third alone in `_LONG`."""
+def step_through(run: ReferenceRunner, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return all logits of each sequence: two in the steps of `_STEPS`, a third alone in `_LONG_STEPS`."""
     logits: list[list[np.ndarray]] = [[] for _ in sequences]
-    at = [0] * len(sequences)
-    for counts in (*_STEPS, *((0, 0, count) for count in _LONG if len(sequences) > 2)):
-        shares = [ids[at[number] : at[number] + count] for number, (ids, count) in enumerate(zip(sequences, counts))]
-        parts = [PackedRequest(number, share) for number, share in enumerate(shares) if len(share)]
-        for part, rows in zip(parts, run.step(parts) if parts else (), strict=True):
-            logits[part.request].append(rows)
-            at[part.request] += len(part.tokens)
+    lengths = [0] * len(sequences)
+    steps: list[tuple[int, ...]] = [*_STEPS]
+    if len(sequences) > 2:
+        steps += [(0, 0, count) for count in _LONG_STEPS]
+    for counts in steps:
+        requests = []
+        for number, (ids, count) in enumerate(zip(sequences, counts)):
+            tokens = ids[lengths[number] : lengths[number] + count]
+            if len(tokens):
+                requests.append(PackedRequest(number, tokens))
+        if not requests:  # the sequences of a model with few positions have ended
+            continue
+        for request, rows in zip(requests, run.step(requests), strict=True):
+            logits[request.request].append(rows)
+            lengths[request.request] += len(request.tokens)
     return [np.concatenate(rows) for rows in logits]
 
 
 def reference_model(config: Mapping[str, Any], seed: int, gain: float) -> PreTrainedModel:
-    """Return transformers' own model with random weights, gains and biases too, in fp32 and eager."""
+    """Return transformers' own model in fp32 and eager, with random weights, gains and biases."""
     settings = build_config(config)
-    settings._experts_implementation = "eager"  # not what the trace needs, and it also runs in fp64
+    settings._experts_implementation = "eager"  # unlike the trace's, it also runs in fp64
     with quiet(), float64_constants():  # the constants of the graphs: at far positions a last bit shows
         model = AutoModelForCausalLM.from_config(settings, attn_implementation="eager", dtype=torch.float32).eval()
     define_frequencies(model)

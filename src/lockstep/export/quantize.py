@@ -1,24 +1,23 @@
-"""Graphs of quantised weights, made of those in full precision.
+"""Rewrite the graphs of an assembly in fp32 for quantised weights.
 
 In: an assembly in fp32 and its graphs. Out: those of a quantised precision.
 
-Each plain `Gemm` with a weight of its own becomes ONNX Runtime's `MatMulNBits`, which reads the weight as integers
-and a scale for each group of them: two slots, `<slot>.data` and `<slot>.scales`, in place of one, and of a checkpoint
-that was quantised with zero points of its own a third, `<slot>.zero_points`; of one with activation order another,
-`<slot>.order`, in which the product takes its activations. Where the product reads the weight as `[in_features,
-out_features]`, as GPT-2's do, it is kept transposed. The activations stay as they are: `accuracy_level` is left
-out, so what the graph says is a product with the dequantised weight. In w8a8 and w4a8 they are rounded to int8 first,
-in the groups of the weight, by nodes of the graph (`onnx_tools.int8_rounding`); but not those of experts. An embedding
-that is tied to such a weight, as a rule the output head, reads rows of it: its `Gather` becomes `GatherBlockQuantized`,
-on the same two tensors. So does the `GatherND` of a stack `[num_experts, out_features, in_features]`, whose slots hold
+A plain `Gemm` whose weight nothing else reads becomes ONNX Runtime's `MatMulNBits`, which reads the weight as integers
+and a scale for each group of them. Its slot becomes two, `<slot>.data` and `<slot>.scales`; a checkpoint that was
+quantised with zero points adds `<slot>.zero_points`, one with activation order adds `<slot>.order`, the permutation of
+the activations. A weight that the product reads as `[in_features, out_features]` (GPT-2) is stored transposed.
+Activations are not quantised: without `accuracy_level` the graph is a product with the dequantised weight. In w8a8 and
+w4a8 nodes of the graph round them to int8 in the weight's groups (`onnx_tools.int8_rounding`), except for experts. An
+embedding that is tied to such a weight, usually the output head, shares its two tensors: its `Gather` becomes
+`GatherBlockQuantized`. So does the `GatherND` of a stack `[num_experts, out_features, in_features]`, whose slots hold
 the experts' integers and scales one after another. A stack of MXFP4, `[num_experts, in_features, out_features]`, is
-gathered as the checkpoint's codes and shared exponents, which two tables of the graph turn into numbers.
+gathered as the checkpoint's codes and shared exponents, which two lookup tables in the graph turn into numbers.
 
-In w8a8-fp8 weights and activations are e4m3 numbers (`onnx_tools.fp8_products`), but not experts, nor a head that is
+In w8a8-fp8 weights and activations are e4m3 numbers (`onnx_tools.fp8_products`), except for experts and a head that is
 tied to the embedding.
 
-In full precision stay what is no such weight (other embeddings, norms, biases, convolutions), what a graph reads in
-another way too, and routers, by which experts are chosen. A line tells of experts that do.
+Everything else stays in full precision: other embeddings, norms, biases, convolutions, weights that a graph also reads
+in another way, and routers. A note tells of experts that stay so.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from lockstep.artifacts.adapters import LoraSlots
+from lockstep.artifacts.adapters import LoraSlot, LoraSlots
 from lockstep.artifacts.assembly import Assembly, BoundBlock, GraphFile, Layer, Uncut
 from lockstep.artifacts.dtypes import HEAD_BITS, QUANTIZATIONS, ROW, has_8_bit_activations, is_fp8
 from lockstep.artifacts.quantized import QuantizedTensors, data_name, order_name, scales_name, zero_points_name
@@ -47,17 +46,17 @@ from lockstep.onnx_tools.signature import signature_of
 from lockstep.weights.mxfp4 import e2m1_pairs, e8m0
 
 _DOMAIN = "com.microsoft"
-_OF_LAYERS = ("previous", "current.")  # how slots of a layer's weights are called in the blocks' graphs
+_LAYER_SLOT_PREFIXES = ("previous", "current.")  # of slots of a layer's weights in the blocks' graphs
 Slots = Mapping[str, Sequence[str]]
 Rewrite = Callable[[GraphFile, Mapping[str, int]], tuple[GraphFile, bytes]]
 
 
 @dataclass(frozen=True)
-class _Use:
+class _SlotUse:
     """A weight slot of a block in one layer.
 
-    bits: None for full precision. columns: of a row, numbers that share a product. is_stack: of several matrices.
-    transposed: whether the checkpoint holds it as [in_features, out_features].
+    bits: None for full precision. columns: length of a row, the numbers that share a product. is_stack: several
+    matrices. is_transposed: the checkpoint stores it as [in_features, out_features].
     """
 
     tensors: tuple[str, ...]
@@ -65,7 +64,7 @@ class _Use:
     columns: int
     is_head: bool
     is_stack: bool
-    transposed: bool
+    is_transposed: bool
 
 
 def quantize(
@@ -73,128 +72,128 @@ def quantize(
     assembly: Assembly,
     precision: str,
     group_size: int,
-    already: QuantizedTensors | None = None,
+    prequantized: QuantizedTensors | None = None,
     head_bits: int = HEAD_BITS,
 ) -> tuple[dict[str, bytes], Assembly]:
-    """Return the files and the assembly of `precision`, made of those in fp32.
+    """Return the files and the assembly of `precision`, rewritten from those in fp32.
 
-    already: what the checkpoint has quantised; then it is these tensors and no others. head_bits: of the output head,
-    and of an embedding that is tied to it. Raises InputError where no weight of a layer can be quantised, or the rows
-    of one are no multiple of `group_size`.
+    prequantized: the tensors that the checkpoint already quantised; no others are quantised then. head_bits: of the
+    output head, and of an embedding that is tied to it. Raises InputError where no weight of a layer can be quantised,
+    or the rows of one are no multiple of `group_size`.
     """
     if is_fp8(precision):
         group_size = ROW
         head_bits = HEAD_BITS
-    quantized = _choose(files, assembly, precision, group_size, already, head_bits)
-    files, assembly = _by_bits(files, assembly, quantized)
+    quantized = _choose_tensors(files, assembly, precision, group_size, prequantized, head_bits)
+    files, assembly = _split_classes_by_bits(files, assembly, quantized)
     rewritten = dict(files)
     classes = {}
-    rounds = has_8_bit_activations(precision)
+    rounds_activations = has_8_bit_activations(precision)
 
     def rewrite(graph: GraphFile, bits: Mapping[str, int]) -> tuple[GraphFile, bytes]:
-        return _rewritten(graph, files[graph.file], bits, quantized, rounds)
+        return _rewrite_graph(graph, files[graph.file], bits, quantized, rounds_activations)
 
     for name, graph in assembly.classes.items():
-        bits = _bits(_places(assembly, name), quantized)
+        bits = _slot_bits(_slots_of_class(assembly, name), quantized)
         classes[name], rewritten[graph.file] = rewrite(graph, bits)
 
-    def part(old: BoundBlock) -> BoundBlock:
-        return BoundBlock(old.graph, _bound(old.slots, quantized))
+    def rebind(block: BoundBlock) -> BoundBlock:
+        return BoundBlock(block.graph, _bind_slots(block.slots, quantized))
 
-    layers = tuple(
-        Layer(part(layer.block), layer.variant, layer.exit and part(layer.exit), tuple(map(part, layer.later_exits)))
-        for layer in assembly.layers
-    )
     uncut = assembly.batchful
     if uncut is not None:
-        bits = _bits([uncut.tensors], quantized)
+        bits = _slot_bits([uncut.tensors], quantized)
         graph, rewritten[uncut.file] = rewrite(uncut, bits)
-        uncut = Uncut(graph.file, graph.sha256, graph.signature, _bound(uncut.tensors, quantized))
+        uncut = Uncut(graph.file, graph.sha256, graph.signature, _bind_slots(uncut.tensors, quantized))
     ranks = assembly.tensor_parallel
     if ranks is not None:
-        ranks = _of_ranks(rewrite, assembly, ranks, quantized, rewritten)
-    assembly = replace(
+        ranks = _quantize_ranks(rewrite, assembly, ranks, quantized, rewritten)
+    adapters = assembly.adapters and _rename_adapter_slots(assembly.adapters, classes)
+    return rewritten, replace(
         assembly,
         precision=precision,
         classes=classes,
-        embedding=part(assembly.embedding),
-        layers=layers,
+        embedding=rebind(assembly.embedding),
+        layers=tuple(_map_blocks(layer, rebind) for layer in assembly.layers),
         batchful=uncut,
         tensor_parallel=ranks,
+        quantization=quantized,
+        adapters=adapters,
     )
-    adapters = assembly.adapters and _adapters_of(assembly.adapters, classes)
-    return rewritten, replace(assembly, quantization=quantized, adapters=adapters)
 
 
-def _by_bits(
+def _map_blocks(layer: Layer, change: Callable[[BoundBlock], BoundBlock]) -> Layer:
+    return replace(
+        layer,
+        block=change(layer.block),
+        exit=layer.exit and change(layer.exit),
+        later_exits=tuple(map(change, layer.later_exits)),
+    )
+
+
+def _split_classes_by_bits(
     files: Mapping[str, bytes], assembly: Assembly, quantized: QuantizedTensors
 ) -> tuple[Mapping[str, bytes], Assembly]:
     """Return files and assembly with a class for each choice of quantised slots among the blocks of one class.
 
     Checkpoints may leave layers or matrices in floating point. Raises InputError for such ones on several ranks.
     """
-    names: dict[str, dict[frozenset[tuple[str, int]], str]] = {name: {} for name in assembly.classes}
-    known = {*names, *assembly.mixers}
+    class_names: dict[str, dict[frozenset[tuple[str, int]], str]] = {name: {} for name in assembly.classes}
+    used_names = {*class_names, *assembly.mixers}
 
-    def named(part: BoundBlock) -> BoundBlock:
-        choices = names[part.graph]
-        choice = frozenset(_bits([part.slots], quantized).items())
-        if choice not in choices:
-            numbers = itertools.count(2)
-            choices[choice] = (
-                part.graph
-                if not choices
-                else next(name for number in numbers if (name := f"{part.graph}_{number}") not in known)
-            )
-            known.add(choices[choice])
-        return replace(part, graph=choices[choice])
+    def rename(block: BoundBlock) -> BoundBlock:
+        names = class_names[block.graph]
+        choice = frozenset(_slot_bits([block.slots], quantized).items())
+        if choice not in names:
+            name = block.graph
+            if names:  # the first choice keeps the name of the class
+                name = next(new for n in itertools.count(2) if (new := f"{block.graph}_{n}") not in used_names)
+            names[choice] = name
+            used_names.add(name)
+        return replace(block, graph=names[choice])
 
-    layers = tuple(
-        replace(
-            layer,
-            block=named(layer.block),
-            exit=layer.exit and named(layer.exit),
-            later_exits=tuple(map(named, layer.later_exits)),
-        )
-        for layer in assembly.layers
-    )
-    others = {new: name for name, choices in names.items() for new in choices.values() if new != name}
-    if not others:
+    layers = tuple(_map_blocks(layer, rename) for layer in assembly.layers)
+    original_names: dict[str, str] = {}  # {added class: the class that it is copied from}
+    for original, names in class_names.items():
+        original_names |= {name: original for name in names.values() if name != original}
+    if not original_names:
         return files, assembly
     if assembly.tensor_parallel is not None:
         raise InputError(
             "tensor_parallel: expected 1 for a checkpoint of which some layers are quantised and others are not, found "
             f"{assembly.tensor_parallel.degree}; choose a precision in floating point"
         )
-    graphs = {new: replace(assembly.classes[name], file=f"{new}.onnx") for new, name in others.items()}
-    adapters = assembly.adapters
-    if adapters is not None:
-        copies = {new: adapters.classes[name] for new, name in others.items() if name in adapters.classes}
-        adapters = replace(adapters, classes={**adapters.classes, **copies})
-    copied = {graphs[new].file: files[assembly.classes[name].file] for new, name in others.items()}
-    return {**files, **copied}, replace(
-        assembly, classes={**assembly.classes, **graphs}, layers=layers, adapters=adapters
-    )
+    copied_files = dict(files)
+    classes = dict(assembly.classes)
+    lora_classes = dict(assembly.adapters.classes) if assembly.adapters is not None else {}
+    for name, original in original_names.items():
+        classes[name] = replace(assembly.classes[original], file=f"{name}.onnx")
+        copied_files[f"{name}.onnx"] = files[assembly.classes[original].file]
+        if original in lora_classes:
+            lora_classes[name] = lora_classes[original]
+    adapters = assembly.adapters and replace(assembly.adapters, classes=lora_classes)
+    return copied_files, replace(assembly, classes=classes, layers=layers, adapters=adapters)
 
 
-def _adapters_of(slots: LoraSlots, classes: Mapping[str, GraphFile]) -> LoraSlots:
-    """Return the adapters' linear layers, by the slots of the rewritten graphs."""
-    names = {name: {slot.name for slot in graph.signature.slots} for name, graph in classes.items()}
-    renamed = {
-        name: {slot if slot in names[name] else data_name(slot): layer for slot, layer in layers.items()}
-        for name, layers in slots.classes.items()
-    }
-    return replace(slots, classes=renamed)
+def _rename_adapter_slots(adapters: LoraSlots, classes: Mapping[str, GraphFile]) -> LoraSlots:
+    """Return the adapters' linear layers by the slots of the rewritten graphs."""
+    renamed: dict[str, dict[str, LoraSlot]] = {}
+    for name, layers in adapters.classes.items():
+        slots = {slot.name for slot in classes[name].signature.slots}
+        renamed[name] = {}
+        for slot, layer in layers.items():
+            renamed[name][slot if slot in slots else data_name(slot)] = layer
+    return replace(adapters, classes=renamed)
 
 
-def _of_ranks(
+def _quantize_ranks(
     rewrite: Rewrite,
     assembly: Assembly,
     ranks: TensorParallel,
     quantized: QuantizedTensors,
     rewritten: dict[str, bytes],
 ) -> TensorParallel:
-    """Return what ranks run of the quantised weights; their graphs go to `rewritten`.
+    """Return the ranks' quantised graphs and shards; the graphs' bytes are put into `rewritten`.
 
     A rank takes the same rows of a weight as in full precision, or the same columns where these are whole groups.
     Raises InputError where they are not.
@@ -212,236 +211,295 @@ def _of_ranks(
     graphs: dict[str, GraphFile] = {}
     classes: dict[str, ShardedClass] = {}
     for name, sharded in ranks.classes.items():
-        tensors = {slot: used[0] for slots in reversed(_places(assembly, name)) for slot, used in slots.items()}
-        bits = _bits(_places(assembly, name), quantized)
-        size = quantized.group_size
-        weights: dict[str, Shard] = {}
+        slots_of_class = _slots_of_class(assembly, name)
+        bits = _slot_bits(slots_of_class, quantized)
+        tensors: dict[str, str] = {}
+        for slots in reversed(slots_of_class):
+            tensors.update((slot, names[0]) for slot, names in slots.items())
         dims = {slot.name: len(slot.shape) for slot in assembly.classes[name].signature.slots}
+        weights: dict[str, Shard] = {}
         for slot, shard in sharded.weights.items():
             if tensors[slot] in quantized.transposed:
                 shard = replace(shard, axis=1 - shard.axis)
-            if slot not in bits or shard.axis < dims[slot] - 1:  # whole rows
-                weights |= dict.fromkeys(quantized.parts(slot) if slot in bits else [slot], shard)
+            if slot not in bits:
+                weights[slot] = shard
                 continue
-            weights[data_name(slot)] = weights[scales_name(slot)] = _by_groups(shard, size, tensors[slot])
-            if quantized.zero_points:  # of several groups in a byte
-                weights[zero_points_name(slot)] = _by_groups(shard, size * 8 // bits[slot], tensors[slot])
+            if shard.axis < dims[slot] - 1:  # whole rows
+                weights |= dict.fromkeys(quantized.parts(slot), shard)
+                continue
+            group_shard = _shard_of_groups(shard, quantized.group_size, tensors[slot])
+            weights[data_name(slot)] = group_shard
+            weights[scales_name(slot)] = group_shard
+            if quantized.zero_points:  # a byte has those of several groups
+                groups_per_byte = 8 // bits[slot]
+                zero_point_shard = _shard_of_groups(shard, quantized.group_size * groups_per_byte, tensors[slot])
+                weights[zero_points_name(slot)] = zero_point_shard
         for piece in sharded.pieces:
             graph = ranks.graphs[piece.graph]
-            of_piece = {slot.name: bits[slot.name] for slot in graph.signature.slots if slot.name in bits}
-            graphs[piece.graph], rewritten[graph.file] = rewrite(graph, of_piece)
+            bits_of_piece = {slot.name: bits[slot.name] for slot in graph.signature.slots if slot.name in bits}
+            graphs[piece.graph], rewritten[graph.file] = rewrite(graph, bits_of_piece)
         classes[name] = replace(sharded, weights=weights)
     return replace(ranks, graphs=graphs, classes=classes)
 
 
-def _by_groups(shard: Shard, group_size: int, tensor: str) -> Shard:
-    """Return a rank's part of what has one element a group. Raises InputError where groups are divided."""
-    if any(number % group_size for rank in shard.ranges for pair in rank for number in pair):
-        raise InputError(
-            f"group_size: expected a size that divides the {shard.count} numbers of a row of {tensor} that each of "
-            f"{len(shard.ranges)} ranks takes, found {group_size}; choose another one, or another tensor_parallel"
-        )
-    parts = tuple(tuple((low // group_size, high // group_size) for low, high in rank) for rank in shard.ranges)
-    return replace(shard, ranges=parts)
+def _shard_of_groups(shard: Shard, group_size: int, tensor: str) -> Shard:
+    """Return the shard of a tensor with one element a group. Raises InputError where groups would be divided."""
+    ranges = []
+    for rank in shard.ranges:
+        if any(low % group_size or high % group_size for low, high in rank):
+            raise InputError(
+                f"group_size: expected a size that divides the {shard.count} numbers of a row of {tensor} that each of "
+                f"{len(shard.ranges)} ranks takes, found {group_size}; choose another one, or another tensor_parallel"
+            )
+        ranges.append(tuple((low // group_size, high // group_size) for low, high in rank))
+    return replace(shard, ranges=tuple(ranges))
 
 
-def _choose(
+def _choose_tensors(
     files: Mapping[str, bytes],
     assembly: Assembly,
     precision: str,
     group_size: int,
-    already: QuantizedTensors | None,
+    prequantized: QuantizedTensors | None,
     head_bits: int,
 ) -> QuantizedTensors:
-    """Choose the tensors that are quantised: where all slots that take one can be, with all their tensors."""
-    if already is not None and already.ordered and has_8_bit_activations(precision):
+    """Choose the tensors to quantise: those for which all slots that take them can be quantised, with all tensors."""
+    if prequantized is not None and prequantized.ordered and has_8_bit_activations(precision):
         raise InputError(
             f"precision {precision}: expected weights whose groups are of neighbours, found a checkpoint with "
             "activation order (desc_act); choose a precision with activations of 16 bits"
         )
-    fp8 = is_fp8(precision)
-    is_mxfp4 = already is not None and already.mxfp4
-    in_full = fp8 or already is not None and (already.zero_points or already.ordered)
-    uses = list(_uses(files, assembly, precision, head_bits, in_full, is_mxfp4))
-    if already is not None:
-        uses = [replace(use, bits=_bits_already(use, already)) for use in uses]
-    if fp8:
-        uses = [replace(use, bits=None) if use.is_stack else use for use in uses]
-    full = {tensor for use in uses if use.bits is None for tensor in use.tensors}
-    while more := {name for use in uses if not full.isdisjoint(use.tensors) for name in use.tensors} - full:
-        full |= more
-    bits = {name: use.bits for use in uses for name in use.tensors if use.bits is not None and name not in full}
-    if stacks := sorted({use.tensors[0] for use in uses if use.is_stack and use.tensors[0] not in bits}):
+    is_mxfp4 = prequantized is not None and prequantized.mxfp4
+    keeps_embeddings = is_fp8(precision)
+    if prequantized is not None and (prequantized.zero_points or prequantized.ordered):
+        keeps_embeddings = True
+    uses = list(_slot_uses(files, assembly, precision, head_bits, keeps_embeddings, is_mxfp4))
+    if prequantized is not None:
+        uses = [replace(use, bits=_prequantized_bits(use, prequantized)) for use in uses]
+    # A slot that stays in full precision keeps all its tensors so, and with them every other slot that takes one.
+    full_precision: set[str] = set()
+    for use in uses:
+        if use.bits is None:
+            full_precision.update(use.tensors)
+    is_stable = False
+    while not is_stable:
+        is_stable = True
+        for use in uses:
+            if not full_precision.isdisjoint(use.tensors) and not full_precision.issuperset(use.tensors):
+                full_precision.update(use.tensors)
+                is_stable = False
+    bits: dict[str, int] = {}
+    for use in uses:
+        if use.bits is not None:
+            bits.update((name, use.bits) for name in use.tensors if name not in full_precision)
+    stacks = sorted({use.tensors[0] for use in uses if use.is_stack and use.tensors[0] not in bits})
+    if stacks:
+        reason = "[out_features, in_features] each"
+        if prequantized is not None:
+            reason += " or are no integers of the checkpoint"
+        suffix = f" and {len(stacks) - 1} more" if len(stacks) > 1 else ""
         note(
             f"precision {precision}: experts stay in float32, for their weights are kept in another form than "
-            f"[out_features, in_features] each{'' if already is None else ' or are no integers of the checkpoint'}: "
-            f"{stacks[0]}{f' and {len(stacks) - 1} more' if len(stacks) > 1 else ''}"
+            f"{reason}: {stacks[0]}{suffix}"
         )
-    if not any(use.tensors[0] in bits and not use.is_head for use in uses):
+    quantized_uses = [use for use in uses if use.tensors[0] in bits]
+    if all(use.is_head for use in quantized_uses):
         raise InputError(
             f"precision {precision}: expected linear weights that can be quantised, found none in a model of type "
             f"{assembly.model_type!r}; choose another precision"
         )
-    for use in uses:
-        if use.tensors[0] in bits and group_size != ROW and use.columns % group_size:
+    for use in quantized_uses:
+        if group_size != ROW and use.columns % group_size:
             raise InputError(
                 f"group_size: expected a size that divides the {use.columns} numbers of a row of {use.tensors[0]}, "
                 f"found {group_size}; choose another one, or another precision than {precision}"
             )
-    if already:
-        return replace(already, bits=bits)
-    transposed = {use.tensors[0] for use in uses if use.transposed and use.tensors[0] in bits}
+    if prequantized:
+        return replace(prequantized, bits=bits)
+    transposed = {use.tensors[0] for use in quantized_uses if use.is_transposed}
     return QuantizedTensors(group_size, bits, transposed=tuple(sorted(transposed)))
 
 
-def _bits_already(use: _Use, already: QuantizedTensors) -> int | None:
+def _prequantized_bits(use: _SlotUse, prequantized: QuantizedTensors) -> int | None:
+    """Return the bits of a slot in the checkpoint; None where it has none, or tensors that cannot share a slot."""
+    if use.bits is None or use.is_transposed:
+        return None
+    if prequantized.ordered and len(use.tensors) > 1:  # tensors with an order each cannot share a product
+        return None
     # Checkpoints of a bare decoder leave out the first part of the name ("transformer.").
-    bits = {already.bits.get(name) or already.bits.get(name.partition(".")[2]) for name in use.tensors}
-    one_order = not already.ordered or len(use.tensors) == 1
-    able = use.bits is not None and not use.transposed
-    return bits.pop() if able and len(bits) == 1 and one_order else None
+    bits = {prequantized.bits.get(name) or prequantized.bits.get(name.partition(".")[2]) for name in use.tensors}
+    return bits.pop() if len(bits) == 1 else None
 
 
-def _uses(
-    files: Mapping[str, bytes], assembly: Assembly, precision: str, head_bits: int, embeds_in_full: bool, is_mxfp4: bool
-) -> Iterator[_Use]:
-    """Yield the slots of all blocks; of embeddings, which read what products read as well as it is, only on request."""
+def _slot_uses(
+    files: Mapping[str, bytes],
+    assembly: Assembly,
+    precision: str,
+    head_bits: int,
+    keeps_embeddings: bool,
+    is_mxfp4: bool,
+) -> Iterator[_SlotUse]:
+    """Yield the slots of all blocks.
+
+    Embeddings, which can read a quantised weight as products do, do not decide and are left out, unless
+    keeps_embeddings says that they must stay in full precision.
+    """
     for name, graph in assembly.classes.items():
         columns = {slot.name: slot.sizes[-1] for slot in graph.signature.slots}
         rewriter = Rewriter(onnx.ModelProto.FromString(files[graph.file]))
         gathered = {node.input[0] for node in rewriter.nodes if node.op_type == "GatherND"}
         stacks = {slot.name for slot in graph.signature.slots if slot.name in gathered and len(slot.shape) == 3}
-        found = _stacks(rewriter, columns, is_mxfp4)
+        expert_stacks = _expert_stacks(rewriter, columns, is_mxfp4)
         if is_mxfp4:
-            columns |= {slot: rewriter.shape(slot)[1] for slot in found}
-        products = _products(rewriter, columns)
+            columns |= {slot: rewriter.shape(slot)[1] for slot in expert_stacks}
+        products = _linear_products(rewriter, columns)
         transposed = {slot for slot, nodes in products.items() if is_transposed(nodes[0])}
         columns |= {slot: rewriter.shape(slot)[0] for slot in transposed}
-        able = {**products, **found}.keys() - _routers(rewriter, columns)
-        follows = () if embeds_in_full else _embeddings(rewriter, columns)
-        for slots in _places(assembly, name):
+        quantizable = set(products) - _router_slots(rewriter, columns)
+        if not is_fp8(precision):
+            quantizable |= set(expert_stacks)
+        embeddings = () if keeps_embeddings else _embeddings(rewriter, columns)
+        for slots in _slots_of_class(assembly, name):
             for slot, tensors in slots.items():
-                is_head = not slot.startswith(_OF_LAYERS)
-                bits = head_bits if is_head else QUANTIZATIONS[precision].bits
-                is_whole = len(tensors) == 1 or slot not in transposed  # else its columns lie one behind the other
-                taken = bits if slot in able and is_whole else None
-                if slot not in follows:
-                    yield _Use(tuple(tensors), taken, columns[slot], is_head, slot in stacks, slot in transposed)
+                if slot in embeddings:
+                    continue
+                is_head = not slot.startswith(_LAYER_SLOT_PREFIXES)
+                bits = None
+                # Several tensors of a transposed weight lie side by side: their rows are not contiguous.
+                if slot in quantizable and (len(tensors) == 1 or slot not in transposed):
+                    bits = head_bits if is_head else QUANTIZATIONS[precision].bits
+                yield _SlotUse(tuple(tensors), bits, columns[slot], is_head, slot in stacks, slot in transposed)
 
 
-def _places(assembly: Assembly, name: str) -> list[Slots]:
+def _slots_of_class(assembly: Assembly, name: str) -> list[Slots]:
     """Return the slots of each block of the model that has the graph `name`."""
-    parts = [assembly.embedding, *(part for layer in assembly.layers for part in layer.parts)]
-    return [part.slots for part in parts if part.graph == name]
+    blocks = [assembly.embedding]
+    for layer in assembly.layers:
+        blocks += layer.parts
+    return [block.slots for block in blocks if block.graph == name]
 
 
-def _bits(places: Sequence[Slots], quantized: QuantizedTensors) -> dict[str, int]:
+def _slot_bits(slots_of_blocks: Sequence[Slots], quantized: QuantizedTensors) -> dict[str, int]:
     """Return {slot: bits} of the slots of a graph that are quantised."""
-    taken = {slot: tensors[0] for slots in places for slot, tensors in slots.items()}
-    return {slot: quantized.bits[name] for slot, name in taken.items() if name in quantized.bits}
+    first_tensors: dict[str, str] = {}
+    for slots in slots_of_blocks:
+        first_tensors.update((slot, tensors[0]) for slot, tensors in slots.items())
+    return {slot: quantized.bits[name] for slot, name in first_tensors.items() if name in quantized.bits}
 
 
-def _bound(slots: Slots, quantized: QuantizedTensors) -> dict[str, list[str]]:
+def _bind_slots(slots: Slots, quantized: QuantizedTensors) -> dict[str, list[str]]:
     """Return {slot: tensors} of the rewritten graph."""
     bound: dict[str, list[str]] = {}
     for slot, tensors in slots.items():
-        if tensors[0] in quantized.bits:
-            parts = zip(quantized.parts(slot), *(quantized.parts(tensor) for tensor in tensors), strict=True)
-            bound |= {part: names for part, *names in parts}
-        else:
+        if tensors[0] not in quantized.bits:
             bound[slot] = list(tensors)
+            continue
+        parts_of_tensors = [quantized.parts(tensor) for tensor in tensors]
+        for slot_part, *tensor_parts in zip(quantized.parts(slot), *parts_of_tensors, strict=True):
+            bound[slot_part] = tensor_parts
     return bound
 
 
-def _readers(graph: Rewriter, slots: Collection[str], op_type: str, position: int) -> dict[str, onnx.NodeProto]:
-    """Return {slot: the node of this operator that alone reads it, as this input}."""
-    nodes = {slot: graph.consumers[slot][0] for slot in slots if len(graph.consumers.get(slot, ())) == 1}
-    return {slot: node for slot, node in nodes.items() if node.op_type == op_type and node.input[position] == slot}
+def _only_readers(graph: Rewriter, slots: Collection[str], op_type: str, position: int) -> dict[str, onnx.NodeProto]:
+    """Return {slot: node} of slots whose only reader is a node of this operator, as its input `position`."""
+    nodes = {}
+    for slot in slots:
+        readers = graph.consumers.get(slot, ())
+        if len(readers) == 1 and readers[0].op_type == op_type and readers[0].input[position] == slot:
+            nodes[slot] = readers[0]
+    return nodes
 
 
-def _products(graph: Rewriter, slots: Collection[str]) -> dict[str, list[onnx.NodeProto]]:
-    """Return {slot: its products} of matrices that plain Gemms of one orientation alone read.
+def _linear_products(graph: Rewriter, slots: Collection[str]) -> dict[str, list[onnx.NodeProto]]:
+    """Return {slot: its products} of matrices that only plain Gemms of one orientation read.
 
-    These are several in the uncut graph, where blocks that are cut apart compute the same.
+    The uncut graph has several of a slot where blocks compute the same.
     """
     products = {}
     for slot in slots:
         nodes = graph.consumers.get(slot, [])
-        for plain in (is_linear, is_transposed):
-            if nodes and all(plain(node) and node.input[1] == slot for node in nodes):
+        for is_plain in (is_linear, is_transposed):
+            if nodes and all(is_plain(node) and node.input[1] == slot for node in nodes):
                 products[slot] = nodes
     return products
 
 
-def _routers(graph: Rewriter, slots: Collection[str]) -> set[str]:
-    """Return the slots of products by whose results experts are chosen, without another product in between."""
-    chosen = {name for node in graph.nodes if node.op_type in ("ArgMax", "TopK") for name in node.input[:1]}
+def _router_slots(graph: Rewriter, slots: Collection[str]) -> set[str]:
+    """Return the slots of products whose results choose experts, without another product in between."""
+    choosing = {node.input[0] for node in graph.nodes if node.op_type in ("ArgMax", "TopK")}
     for node in reversed(graph.nodes):
-        if not chosen.isdisjoint(node.output) and node.op_type not in ("Gemm", "MatMul"):
-            chosen.update(node.input)
-    products = _products(graph, slots).items()
-    return {slot for slot, nodes in products if any(node.output[0] in chosen for node in nodes)}
+        if not choosing.isdisjoint(node.output) and node.op_type not in ("Gemm", "MatMul"):
+            choosing.update(node.input)
+    routers = set()
+    for slot, nodes in _linear_products(graph, slots).items():
+        if any(node.output[0] in choosing for node in nodes):
+            routers.add(slot)
+    return routers
 
 
-def _stacks(graph: Rewriter, slots: Collection[str], transposed: bool) -> dict[str, onnx.NodeProto]:
-    """Return {slot: its GatherND} of stacks of which rows take a matrix. transposed: of [in, out] features."""
-    found = {}
-    for slot, gather in _readers(graph, slots, "GatherND", 0).items():
-        products = graph.consumers.get(gather.output[0], [])
-        is_product = len(products) == 1 and products[0].op_type == "MatMul"
-        is_factor = is_product and products[0].input[int(transposed)] == gather.output[0]
-        if is_factor and len(graph.shape(slot)) == 3 and not attributes_of(gather).get("batch_dims", 0):
-            found[slot] = gather
-    return found
+def _expert_stacks(graph: Rewriter, slots: Collection[str], transposed: bool) -> dict[str, onnx.NodeProto]:
+    """Return {slot: its GatherND} of stacks of which each row takes a matrix. transposed: [in, out] features."""
+    gathers = {}
+    for slot, gather in _only_readers(graph, slots, "GatherND", 0).items():
+        readers = graph.consumers.get(gather.output[0], [])
+        if len(readers) != 1 or readers[0].op_type != "MatMul":
+            continue
+        is_weight = readers[0].input[int(transposed)] == gather.output[0]
+        if is_weight and len(graph.shape(slot)) == 3 and not attributes_of(gather).get("batch_dims", 0):
+            gathers[slot] = gather
+    return gathers
 
 
 def _embeddings(graph: Rewriter, slots: Collection[str]) -> dict[str, onnx.NodeProto]:
-    """Return {slot: its Gather} of weights `[vocab_size, hidden_size]` of which one Gather alone reads rows."""
-    gathers = _readers(graph, slots, "Gather", 0).items()
-    return {
-        slot: node for slot, node in gathers if not attributes_of(node).get("axis", 0) and len(graph.shape(slot)) == 2
-    }
+    """Return {slot: its Gather} of weights `[vocab_size, hidden_size]` whose only reader is a Gather of rows."""
+    gathers = {}
+    for slot, gather in _only_readers(graph, slots, "Gather", 0).items():
+        if not attributes_of(gather).get("axis", 0) and len(graph.shape(slot)) == 2:
+            gathers[slot] = gather
+    return gathers
 
 
-def _rewritten(
-    graph: GraphFile, data: bytes, bits: Mapping[str, int], quantized: QuantizedTensors, rounds: bool
+def _rewrite_graph(
+    graph: GraphFile, data: bytes, bits: Mapping[str, int], quantized: QuantizedTensors, rounds_activations: bool
 ) -> tuple[GraphFile, bytes]:
-    """Return a graph with quantised weights, and its bytes. rounds: they multiply activations of 8 bits."""
+    """Return a graph with quantised weights, and its bytes. rounds_activations: to 8 bits, before products."""
     if not bits:
         return graph, data
     rewriter = Rewriter(onnx.ModelProto.FromString(data))
     size = quantized.group_size
-    products = _products(rewriter, bits)
+    products = _linear_products(rewriter, bits)
     embeddings = _embeddings(rewriter, bits)
-    stacks = _stacks(rewriter, bits, quantized.mxfp4)
-    slots = {id(node): slot for slot, node in {**stacks, **embeddings}.items()}
-    slots |= {id(node): slot for slot, nodes in products.items() for node in nodes}
-    shapes = {slot: rewriter.shape(slot) for slot in slots.values()}
-    rounded: dict[str, str] = {}  # by activation
+    stacks = _expert_stacks(rewriter, bits, quantized.mxfp4)
+    slot_of_node = {id(node): slot for slot, node in {**stacks, **embeddings}.items()}
+    for slot, nodes in products.items():
+        slot_of_node.update((id(node), slot) for node in nodes)
+    shapes = {slot: rewriter.shape(slot) for slot in slot_of_node.values()}
+    rounded: dict[str, str] = {}  # {activation: the value that its products read}
     for node in rewriter.nodes:
-        if (slot := slots.get(id(node))) is None:
+        slot = slot_of_node.get(id(node), "")
+        if not slot:
             continue
         *rows, columns = shapes[slot]
         if quantized.mxfp4 or is_transposed(node):
-            rows[-1], columns = columns, rows[-1]
+            *rows, columns = [*rows[:-1], columns, rows[-1]]
         parts = quantized.parts(slot)
-        types = _types(rows, columns, bits[slot], quantized)
+        types = _part_types(rows, columns, bits[slot], quantized)
         inputs = [helper.make_tensor_value_info(part, *type_) for part, type_ in zip(parts, types, strict=True)]
         rewriter.replace_input(slot, *inputs)
         sizes: dict[str, Any] = {"bits": bits[slot], "block_size": size}
         if slot in products:
             activation = node.input[0]
-            nodes = list[onnx.NodeProto]()
-            if rounds and activation not in rounded:
-                is_fp8 = size == ROW
-                nodes = (
-                    fp8_products.rounding(rewriter, activation)
-                    if is_fp8
-                    else rounding(rewriter, activation, columns, size)
-                )
-                rounded[activation] = activation if is_fp8 else nodes[-1].output[0]  # which its products know
+            rounding_nodes: list[onnx.NodeProto] = []
+            if rounds_activations and activation not in rounded:
+                if size == ROW:
+                    rounding_nodes = fp8_products.rounding(rewriter, activation)
+                    rounded[activation] = activation  # the products derive the names of the rounded one from it
+                else:
+                    rounding_nodes = rounding(rewriter, activation, columns, size)
+                    rounded[activation] = rounding_nodes[-1].output[0]
             node.input[0] = rounded.get(activation, activation)
-            rewriter.replace(node, *nodes, *_product(rewriter, node, parts, {**sizes, "K": columns, "N": rows[0]}))
+            product_nodes = _product(rewriter, node, parts, {**sizes, "K": columns, "N": rows[0]})
+            rewriter.replace(node, *rounding_nodes, *product_nodes)
         elif quantized.mxfp4:
             rewriter.replace(node, *_mxfp4_stack(rewriter, node, parts, [rows[-1], columns]))
         elif slot in stacks:
@@ -451,31 +509,38 @@ def _rewritten(
     if size != ROW:
         rewriter.model.opset_import.append(helper.make_opsetid(_DOMAIN, 1))
     model = rewriter.finish()
-    written = model.SerializeToString(deterministic=True)
-    names = {part for slot in bits for part in quantized.parts(slot)}
-    names |= {slot.name for slot in graph.signature.slots} - set(bits)
-    return GraphFile(graph.file, hashlib.sha256(written).hexdigest(), signature_of(model.graph, names)), written
+    serialized = model.SerializeToString(deterministic=True)
+    names = {slot.name for slot in graph.signature.slots} - set(bits)
+    for slot in bits:
+        names.update(quantized.parts(slot))
+    signature = signature_of(model.graph, names)
+    return GraphFile(graph.file, hashlib.sha256(serialized).hexdigest(), signature), serialized
 
 
-def _types(rows: Sequence[int], columns: int, bits: int, quantized: QuantizedTensors) -> list[tuple[int, list[int]]]:
-    """Return element types and shapes of the slots in place of a weight's."""
-    types = onnx.TensorProto
+def _part_types(
+    rows: Sequence[int], columns: int, bits: int, quantized: QuantizedTensors
+) -> list[tuple[int, list[int]]]:
+    """Return element types and shapes of the slots that replace a weight's, in the order of `quantized.parts`."""
+    element = onnx.TensorProto
     size = quantized.group_size
     if size == ROW:
-        return [(types.FLOAT8E4M3FN, [*rows, columns]), (types.FLOAT, [*rows])]
+        return [(element.FLOAT8E4M3FN, [*rows, columns]), (element.FLOAT, [*rows])]
     groups = columns // size
-    return [
-        (types.UINT8, [*rows, groups, size * bits // 8]),
-        (types.UINT8 if quantized.mxfp4 else types.FLOAT, [*rows, groups]),
-        *([(types.UINT8, [*rows, (groups * bits + 7) // 8])] if quantized.zero_points else []),
-        *([(types.INT64, [columns])] if quantized.ordered else []),
-    ]
+    types: list[tuple[int, list[int]]] = [(element.UINT8, [*rows, groups, size * bits // 8])]
+    types.append((element.UINT8 if quantized.mxfp4 else element.FLOAT, [*rows, groups]))
+    if quantized.zero_points:
+        types.append((element.UINT8, [*rows, (groups * bits + 7) // 8]))
+    if quantized.ordered:
+        types.append((element.INT64, [columns]))
+    return types
 
 
 def _product(
     graph: Rewriter, node: onnx.NodeProto, parts: Sequence[str], sizes: Mapping[str, Any]
 ) -> list[onnx.NodeProto]:
-    (out,), (activation, _, *bias), emit = node.output, node.input, Emitter(graph, node.output[0])
+    (out,) = node.output
+    activation, _, *bias = node.input
+    emit = Emitter(graph, out)
     product = f"{out}/product" if bias else out
     if sizes["block_size"] == ROW:
         data, scales = parts
@@ -490,31 +555,36 @@ def _product(
     return emit.nodes
 
 
+_GATHERED_ROWS: dict[str, Any] = {"gather_axis": 0, "quantize_axis": 2}
+
+
 def _stack(
     graph: Rewriter, node: onnx.NodeProto, parts: Sequence[str], sizes: Mapping[str, Any], shape: Sequence[int]
 ) -> list[onnx.NodeProto]:
-    """Return the nodes that gather the experts of rows; shape: of the integers, in bytes, without groups."""
-    (out,), (data, *others), emit = node.output, parts, Emitter(graph, node.output[0])
-    inputs = emit("Reshape", data, shape), emit("Reshape", node.input[1], [-1]), *others
-    emit("GatherBlockQuantized", *inputs, result=out, name=node.name, domain=_DOMAIN, **_OF_ROWS, **sizes)
+    """Return the nodes that gather each row's expert; shape: of the integers, in bytes, without groups."""
+    (out,) = node.output
+    data, *scales = parts
+    emit = Emitter(graph, out)
+    inputs = emit("Reshape", data, shape), emit("Reshape", node.input[1], [-1]), *scales
+    emit("GatherBlockQuantized", *inputs, result=out, name=node.name, domain=_DOMAIN, **_GATHERED_ROWS, **sizes)
     return emit.nodes
-
-
-_OF_ROWS: dict[str, Any] = {"gather_axis": 0, "quantize_axis": 2}
 
 
 def _mxfp4_stack(
     graph: Rewriter, node: onnx.NodeProto, parts: Sequence[str], shape: Sequence[int]
 ) -> list[onnx.NodeProto]:
     """Return the nodes that gather experts and turn codes into numbers; shape: [out_features, in_features]."""
-    (out,), (data, scales), (rows, columns), emit = node.output, parts, shape, Emitter(graph, node.output[0])
+    (out,) = node.output
+    data, scales = parts
+    rows, columns = shape
+    emit = Emitter(graph, out)
 
-    def looked_up(table: np.ndarray, slot: str) -> str:
-        places = emit("Cast", emit("GatherND", slot, node.input[1]), to=onnx.TensorProto.INT32)
-        return emit("Gather", table, places)
+    def look_up(table: np.ndarray, slot: str) -> str:
+        codes = emit("Cast", emit("GatherND", slot, node.input[1]), to=onnx.TensorProto.INT32)
+        return emit("Gather", table, codes)
 
-    numbers = emit("Reshape", looked_up(e2m1_pairs(), data), [-1, rows, columns // MXFP4_GROUP, MXFP4_GROUP])
-    factors = emit("Unsqueeze", looked_up(e8m0(), scales), [-1])
+    numbers = emit("Reshape", look_up(e2m1_pairs(), data), [-1, rows, columns // MXFP4_GROUP, MXFP4_GROUP])
+    factors = emit("Unsqueeze", look_up(e8m0(), scales), [-1])
     weight = emit("Reshape", emit("Mul", numbers, factors), [-1, rows, columns])
     emit("Transpose", weight, result=out, name=node.name, perm=[0, 2, 1])
     return emit.nodes
@@ -523,8 +593,10 @@ def _mxfp4_stack(
 def _embedding(
     graph: Rewriter, node: onnx.NodeProto, parts: Sequence[str], sizes: Mapping[str, Any], columns: int
 ) -> list[onnx.NodeProto]:
-    (out,), (data, scales), emit = node.output, parts, Emitter(graph, node.output[0])
+    (out,) = node.output
+    data, scales = parts
+    emit = Emitter(graph, out)
     inputs = data, node.input[1], emit("Unsqueeze", scales, [-1])
-    groups = emit("GatherBlockQuantized", *inputs, name=node.name, domain=_DOMAIN, **_OF_ROWS, **sizes)
+    groups = emit("GatherBlockQuantized", *inputs, name=node.name, domain=_DOMAIN, **_GATHERED_ROWS, **sizes)
     emit("Reshape", groups, [-1, columns], result=out)
     return emit.nodes

@@ -1,4 +1,4 @@
-"""Silence while transformers and torch work. On the terminal and on the network. Needs transformers."""
+"""Silence transformers and torch on the terminal and on the network. Needs transformers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ from huggingface_hub import constants
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Switch off what transformers, torch and its exporter print.
+    """Switch off progress bars, load reports, logs and warnings of transformers and torch; errors still raise.
 
-    Progress bars, load reports, logs and warnings are off; errors raise.
-
-    The Hugging Face hub counts as offline meanwhile: transformers works on files that are here, and asks for others by
-    default.
+    The Hugging Face hub counts as offline meanwhile: transformers asks it for files by default, even if all are local.
     """
     previous = logging.root.manager.disable
     bars = transformers.utils.logging.is_progress_bar_enabled()

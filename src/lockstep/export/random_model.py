@@ -1,10 +1,8 @@
-"""A checkpoint of any shape with random weights.
+"""A checkpoint of any shape with random weights, for shape work, speed and tests.
 
-In: a config.json. Out: a checkpoint folder.
-
-For shape work, speed and tests. Each tensor is drawn from a generator seeded by (seed, tensor name), streamed into a
-safetensors file; the scales keep logits near a standard deviation of 1. Needs torch and transformers to know the
-tensors' names and shapes.
+In: a config.json. Out: a checkpoint folder. Each tensor is drawn from a generator seeded by (seed, tensor name) and
+streamed into a safetensors file; the scales keep logits near a standard deviation of 1. Needs torch and transformers
+for the tensors' names and shapes.
 """
 
 from __future__ import annotations
@@ -34,12 +32,11 @@ _PIECE = 1 << 22  # numbers drawn at a time: 16 MB
 
 
 def make(config_json: str | os.PathLike, seed: int, folder: str | os.PathLike) -> Path:
-    """Write the checkpoint of `config_json`, random weights of `seed`, to `folder`.
+    """Write the checkpoint of `config_json` with random weights of `seed` to `folder`.
 
-    The dtype is the config's (float32 if it names none).
-
-    A tokenizer.json beside the config is copied, else one of single bytes is made. Raises InputError for a config that
-    is no causal LM's, a folder that holds a checkpoint, and when the disk has no room for the weights.
+    The dtype is the config's, else float32. A tokenizer.json in the config's folder is copied, else one of single bytes
+    is made. Raises InputError for a config that is not a causal LM's, a folder that holds a checkpoint, and when the
+    disk has no room for the weights.
     """
     config_json = Path(config_json)
     folder = Path(folder)
@@ -51,22 +48,21 @@ def make(config_json: str | os.PathLike, seed: int, folder: str | os.PathLike) -
     folder.mkdir(parents=True, exist_ok=True)
     _check_empty(folder, config_json)
     write_pieces(folder / SINGLE, shapes, dtype, lambda name: _draw(name, shapes[name], seed), "random")
-    beside = config_json.with_name("tokenizer.json")
-    if beside.is_file():
-        if beside.resolve() != (folder / "tokenizer.json").resolve():
-            shutil.copyfile(beside, folder / "tokenizer.json")
-    else:
+    tokenizer = config_json.with_name("tokenizer.json")
+    if not tokenizer.is_file():
         write_byte_tokenizer(folder)
+    elif tokenizer.resolve() != (folder / "tokenizer.json").resolve():
+        shutil.copyfile(tokenizer, folder / "tokenizer.json")
     write_json(folder / "config.json", config)  # last: a folder with a config.json is whole
     return folder
 
 
 def _check_empty(folder: Path, config_json: Path) -> None:
-    """Raise InputError for another checkpoint's files in `folder`, whose config or tokenizer are not the sources."""
+    """Raise InputError for another checkpoint's files in `folder`."""
     sources = {config_json.resolve(), config_json.with_name("tokenizer.json").resolve()}
     for path in sorted(folder.iterdir()):
-        is_of_one = path.name in _WRITTEN or re.fullmatch(r"model.*\.safetensors(\.index\.json)?", path.name)
-        if is_of_one and path.resolve() not in sources:
+        is_written = path.name in _WRITTEN or re.fullmatch(r"model.*\.safetensors(\.index\.json)?", path.name)
+        if is_written and path.resolve() not in sources:
             raise InputError(
                 f"{path}: expected a folder without a checkpoint, found this file; delete it, or choose another folder"
             )
@@ -83,7 +79,7 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def write_byte_tokenizer(folder: Path) -> None:
     with atomic_path(folder / "tokenizer.json") as temporary:
         byte_tokenizer().save(str(temporary))
-    # Else transformers takes the class of the model's type, which looks for tokens that this one does not have.
+    # Else transformers uses the class of the model's type, which looks for tokens that this tokenizer lacks.
     write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
 
 
@@ -97,7 +93,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def _dtype(path: Path, config: Mapping[str, Any]) -> str:
-    """Return the dtype of a config as safetensors calls it."""
+    """Return the dtype of a config by its name in safetensors."""
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
     if name not in NAME_PRECISIONS:
         raise InputError(f"{path}: dtype: expected one of {', '.join(sorted(NAME_PRECISIONS))}, found {name!r}")
@@ -108,14 +104,17 @@ def _draw(name: str, shape: tuple[int, ...], seed: int) -> Iterator[np.ndarray]:
     """Yield a tensor's numbers in pieces, float32: gains near 1, biases near 0, matrices over sqrt(inputs)."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     random = np.random.Generator(np.random.SFC64(int.from_bytes(digest[:16], "little")))
+    mean = 1.0
+    scale = 0.05
     if len(shape) >= 2:
         mean = 0.0
         scale = 1.0 / math.sqrt(shape[-1])
     elif name.endswith("_log"):
         mean = LOG_DECAY
         scale = 1.0
-    else:
-        mean, scale = (0.0, 0.02) if "bias" in name else (1.0, 0.05)
+    elif "bias" in name:
+        mean = 0.0
+        scale = 0.02
     count = math.prod(shape)
     for start in range(0, count, _PIECE):
         piece = random.standard_normal(min(_PIECE, count - start), dtype=np.float32)

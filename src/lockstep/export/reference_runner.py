@@ -1,10 +1,8 @@
-"""Run an assembly's graphs in ONNX Runtime, in memory.
-
-It is what the runtime does, in its plainest form.
+"""Run an assembly's graphs in ONNX Runtime, in memory: the runtime in its plainest form.
 
 In: the bytes of the graphs, the assembly, tensors by checkpoint name. Out: logits of every token of a step. A step
-takes any mix of requests; one that brings several tokens goes through the prefill graph of each token mixer, those
-that bring one through decode together.
+takes any mix of requests; each request with several tokens runs the prefill graph of every token mixer, those with one
+token share a decode.
 """
 
 from __future__ import annotations
@@ -24,14 +22,14 @@ from lockstep.weights import slot_array
 
 @dataclass(frozen=True)
 class PackedRequest:
-    """A request's share of a step; tokens: int64, behind those that it already brought."""
+    """A request's share of a step; tokens: int64, those that follow its cached ones."""
 
     request: int
     tokens: np.ndarray
 
 
 class ReferenceRunner(GraphRunner):
-    """Runs requests of up to `capacity` tokens, in fp32; cache rows that no token has filled hold noise."""
+    """Runs requests of up to `capacity` tokens, in fp32; unused cache rows hold noise, which masks must hide."""
 
     def __init__(
         self,
@@ -48,7 +46,7 @@ class ReferenceRunner(GraphRunner):
         self.outputs = {name: [io.name for io in graph.signature.outputs] for name, graph in graphs.items()}
         self.sessions = {name: open_session(files[graph.file], threads=1) for name, graph in graphs.items()}
         self.lengths = np.zeros(num_requests, np.int64)
-        self.shift = np.zeros(num_requests, np.int64)  # of each request's positions from its number of cached tokens
+        self.shift = np.zeros(num_requests, np.int64)  # of each request: new position minus number of cached tokens
         noise = np.random.default_rng(0)
         self.caches = []
         for index, layer in enumerate(assembly.layers):
@@ -62,11 +60,13 @@ class ReferenceRunner(GraphRunner):
             ]
             self.caches.append([10 * noise.standard_normal(shape, np.float32) for shape in shapes])
 
-    def behind(self, caches: Sequence[list[np.ndarray]], lengths: Sequence[int], shift: np.ndarray) -> ReferenceRunner:
-        """Return a runner of the same graphs with other requests.
+    def with_caches(
+        self, caches: Sequence[list[np.ndarray]], lengths: Sequence[int], shift: np.ndarray
+    ) -> ReferenceRunner:
+        """Return a runner of the same graphs whose requests have these caches.
 
         caches: for each layer [key, value] stores of [num_requests, num_kv_heads, capacity, dim], of which `lengths`
-        tokens are filled, or [state] of [num_requests, *state]. New tokens stand `shift` positions further than that.
+        tokens are filled, or [state] of [num_requests, *state]. shift: what positions of new tokens add to that.
         """
         other = copy.copy(self)
         other.caches = list(caches)
@@ -75,19 +75,22 @@ class ReferenceRunner(GraphRunner):
         return other
 
     def states_of(self, layer: int) -> list[tuple[int, ...]]:
-        """Return the sizes of a request's state in a layer; none where it has keys and values."""
+        """Return the sizes of a request's states in a layer; empty where it has keys and values."""
         mixer = self.assembly.state_mixers.get(self.assembly.layers[layer].variant)
         return [] if mixer is None else [mixer.state]
 
     def step(self, parts: Sequence[PackedRequest]) -> list[np.ndarray]:
         """Advance the requests by a step; return the logits of each part's tokens, [len(tokens), vocab_size]."""
         parts = [*parts]
+        cache_rows = [self._cache_rows(part) for part in parts]
+        positions = [rows + self.shift[part.request] for part, rows in zip(parts, cache_rows, strict=True)]
+        token_ids = np.concatenate([part.tokens for part in parts])
         env: dict[str, np.ndarray] = {
-            "token_ids": np.concatenate([part.tokens for part in parts]),
-            "position_ids": np.concatenate([self._positions(part) + self.shift[part.request] for part in parts]),
+            "token_ids": token_ids,
+            "position_ids": np.concatenate(positions),
+            "cache_rows": np.concatenate(cache_rows),
+            "logit_rows": np.arange(len(token_ids)),
         }
-        env["cache_rows"] = np.concatenate([self._positions(part) for part in parts])
-        env["logit_rows"] = np.arange(len(env["token_ids"]))
         layers = self.assembly.layers
         env |= self.run_block(self.assembly.embedding, env)
 
@@ -99,7 +102,7 @@ class ReferenceRunner(GraphRunner):
             self.lengths[part.request] += len(part.tokens)
         return np.split(logits, np.cumsum([len(part.tokens) for part in parts])[:-1])
 
-    def _positions(self, part: PackedRequest) -> np.ndarray:
+    def _cache_rows(self, part: PackedRequest) -> np.ndarray:
         return self.lengths[part.request] + np.arange(len(part.tokens))
 
     def run_graph(self, name: str, inputs: Arrays, weights: Arrays) -> dict[str, np.ndarray]:
@@ -111,18 +114,19 @@ class ReferenceRunner(GraphRunner):
         return slot_array(self.tensors, tensors, slot.sizes)
 
     def _mix(self, variant: str, cache: list[np.ndarray], parts: Sequence[PackedRequest], env: Arrays) -> np.ndarray:
-        starts = np.cumsum([0, *(len(part.tokens) for part in parts)])
-        calls = [
-            ([part.request], np.arange(first, last))
-            for part, first, last in zip(parts, starts, starts[1:])
-            if last - first > 1
-        ]
-        single = [(part.request, first) for part, first, last in zip(parts, starts, starts[1:]) if last - first == 1]
-        if single:
-            calls.append(([request for request, _ in single], np.array([first for _, first in single])))
+        """Run a layer's token mixer on a step, update its cache, and return `attention` [num_tokens, width]."""
+        ends = np.cumsum([len(part.tokens) for part in parts])
+        calls: list[tuple[str, list[int], np.ndarray]] = []  # phase, requests, rows of the step
+        decoding = []
+        for part, end in zip(parts, ends, strict=True):
+            if len(part.tokens) > 1:
+                calls.append(("prefill", [part.request], np.arange(end - len(part.tokens), end)))
+            else:
+                decoding.append((part.request, end - 1))
+        if decoding:
+            calls.append(("decode", [request for request, _ in decoding], np.array([row for _, row in decoding])))
         result: np.ndarray | None = None
-        for requests, rows in calls:
-            several = len(rows) > len(requests)
+        for phase, requests, rows in calls:
             mixer = self.assembly.state_mixers.get(variant)
             if mixer is None:
                 feeds = {name: env[name][rows] for name in ("query", "key", "value", "position_ids")}
@@ -133,15 +137,15 @@ class ReferenceRunner(GraphRunner):
                 }
             else:
                 feeds = {**{name: env[name][rows] for name in mixer.inputs}, "past_state": cache[0][requests]}
-            found = self.run_mixer(variant, "prefill" if several else "decode", feeds)
+            outputs = self.run_mixer(variant, phase, feeds)
             if result is None:
-                result = np.empty((starts[-1], found["attention"].shape[1]), np.float32)
-            result[rows] = found["attention"]
+                result = np.empty((ends[-1], outputs["attention"].shape[1]), np.float32)
+            result[rows] = outputs["attention"]
             if mixer is not None:
-                cache[0][requests] = found["state_out"]
+                cache[0][requests] = outputs["state_out"]
                 continue
-            for store, new in zip(cache, (found["key_out"], found["value_out"]), strict=True):
-                owners = requests * len(rows) if several else requests
+            owners = requests * len(rows) if phase == "prefill" else requests
+            for store, new in zip(cache, (outputs["key_out"], outputs["value_out"]), strict=True):
                 store[owners, :, env["cache_rows"][rows]] = new
         assert result is not None  # a step has parts
         return result

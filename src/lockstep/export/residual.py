@@ -1,11 +1,11 @@
 """Keep the residual stream of a 16-bit model in float32.
 
-In: a packed trace in float16, of the model or of its embedding. Out: the same graph with the stream wide, in place.
+In: a packed trace in float16, of the model or of its embedding. Out: the same graph with a float32 stream, in place.
 
-The stream of some models (Gemma 3) goes beyond 65504, where float16 ends. Here it is found by data flow: what `hidden`
-is made of or becomes without a product in between. All of that is computed in float32: the stream's additions, norms
-that read it, and what a branch does behind its last product. Products and attention read and give float16 as before, so
-that weights, RoPE, attention and KV cache stay what they are.
+The stream of some models (Gemma 3) exceeds 65504, the largest float16. It is found by data flow: all values between
+`hidden` and the nearest products, in both directions. They are computed in float32: the stream's additions, norms that
+read it, and what a branch computes after its last product. Products and attention read and return float16 as before, so
+that weights, RoPE, attention and KV cache do not change.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from lockstep.export.flow import Flow
-from lockstep.export.known import constant, node_of
+from lockstep.export.ir_tools import constant, node_of
 from lockstep.export.markers import DOMAIN
 from lockstep.onnx_tools.overflow import PRODUCTS
 
@@ -25,7 +25,7 @@ _HALF = ir.DataType.FLOAT16
 
 
 def widen_residual(graph: ir.Graph, weights: Collection[str]) -> None:
-    """Compute the residual stream, from `hidden` on, in float32, in place. weights: names."""
+    """Compute the residual stream, from `hidden` on, in float32, in place. weights: their names."""
     _Widening(graph, Flow(graph, frozenset(weights))).run()
 
 
@@ -38,12 +38,12 @@ class _Widening:
     def run(self) -> None:
         (hidden,) = [value for value in (*self.graph.inputs, *self.graph.outputs) if value.name == "hidden"]
         maker = hidden.producer()
-        if maker is not None and self._narrow(maker):  # an embedding that is a row of its table
+        if maker is not None and self._stays_narrow(maker):  # an embedding that is a row of its table
             self.graph.outputs[0] = self._cast(hidden, _WIDE)
             hidden.name = "hidden/rows"
             self.graph.outputs[0].name = "hidden"
             return
-        wide = self._wide(hidden)
+        wide = self._wide_values(hidden)
         for node in list(self.graph):
             if node.op_type == "Cast" and node.outputs[0] in wide:
                 node.attributes["to"] = ir.AttrInt64("to", int(_WIDE))
@@ -53,12 +53,12 @@ class _Widening:
             value.dtype = _WIDE
         self._drop_idle_casts()
 
-    def _narrow(self, node: ir.Node) -> bool:
+    def _stays_narrow(self, node: ir.Node) -> bool:
         """Return whether a node stays in float16: a product, an attention, or rows of a table."""
-        rows = node.op_type.startswith("Gather") and node.inputs[0] not in self.flow.tokens
-        return node.op_type in PRODUCTS or node.domain == DOMAIN or rows
+        is_lookup = node.op_type.startswith("Gather") and node.inputs[0] not in self.flow.tokens
+        return node.op_type in PRODUCTS or node.domain == DOMAIN or is_lookup
 
-    def _wide(self, hidden: ir.Value) -> set[ir.Value]:
+    def _wide_values(self, hidden: ir.Value) -> set[ir.Value]:
         wide: set[ir.Value] = set()
         stack: list[ir.Value] = [hidden]
         while stack:
@@ -66,29 +66,30 @@ class _Widening:
             if value in wide:
                 continue
             wide.add(value)
-            readers = [node for node in value.consumers() if not self._narrow(node)]
-            stack += [output for node in readers for output in node.outputs if output.dtype == _HALF]
+            for reader in value.consumers():
+                if not self._stays_narrow(reader):
+                    stack += [output for output in reader.outputs if output.dtype == _HALF]
             maker = value.producer()
-            for given in maker.inputs if maker is not None else ():
-                if given is not None and given.dtype == _HALF and given in self.flow.tokens:
-                    before = given.producer()
-                    if before is not None and not self._narrow(before):
-                        stack.append(given)
+            for operand in maker.inputs if maker is not None else ():
+                if operand is not None and operand.dtype == _HALF and operand in self.flow.tokens:
+                    before = operand.producer()
+                    if before is not None and not self._stays_narrow(before):
+                        stack.append(operand)
         return wide
 
     def _rewrite(self, node: ir.Node, wide: set[ir.Value]) -> None:
-        """Let a node read what it computes in: float16 where it is narrow, else float32."""
-        narrow = self._narrow(node)
+        """Cast the inputs of a node to the type that it computes in."""
+        is_narrow = self._stays_narrow(node)
         for index, value in enumerate(node.inputs):
             if value is None:
                 continue
-            if narrow and value in wide:
+            if is_narrow and value in wide:
                 node.replace_input_with(index, self._cast(value, _HALF))
-            elif not narrow and value not in wide and value.dtype == _HALF:
+            elif not is_narrow and value not in wide and value.dtype == _HALF:
                 node.replace_input_with(index, self._cast(value, _WIDE))
 
     def _cast(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
-        """Return a value in another type: a constant of it, or one Cast for all that read it."""
+        """Return a value in another type: a wide constant, or one Cast for all readers."""
         if (value, dtype) not in self._casts:
             if value.const_value is not None:
                 cast = self._constant(value)
@@ -104,15 +105,15 @@ class _Widening:
         return self._casts[value, dtype]
 
     def _constant(self, value: ir.Value) -> ir.Value:
-        assert value.const_value is not None  # as it was asked
+        assert value.const_value is not None  # checked by the caller
         wide = constant(f"{value.name}/wide", value.const_value.numpy().astype(np.float32))
         self.graph.register_initializer(wide)
         return wide
 
     def _drop_idle_casts(self) -> None:
         for node in [node for node in self.graph if node.op_type == "Cast"]:
-            given = node.inputs[0]
+            source = node.inputs[0]
             cast = node.outputs[0]
-            if given is not None and given.dtype == node.attributes["to"].as_int() and cast not in self.graph.outputs:
-                cast.replace_all_uses_with(given)
+            if source is not None and source.dtype == node.attributes["to"].as_int() and cast not in self.graph.outputs:
+                cast.replace_all_uses_with(source)
                 self.graph.remove(node, safe=True)

@@ -3,8 +3,7 @@
 Out: assembly.json, block classes, attention, embedding, tokenizer, chat template, uncut batchful.onnx.
 
 Reads the checkpoint's config.json, generation_config.json (for end-of-sequence ids) and files of tokenizer and chat
-template, never its weights: only the headers, where they are there, to refuse names and shapes that are not the model's
-before hours are spent on them.
+template. Of the weights it reads only the headers, if present, to reject wrong names and shapes before hours of work.
 Two exports of one checkpoint are byte-identical. Needs torch and transformers.
 """
 
@@ -44,18 +43,18 @@ from lockstep.export.checkpoint_layout import check_tensors
 from lockstep.export.compose import ComposedBlock, compose
 from lockstep.export.cut import Batchless, BatchlessGraph
 from lockstep.export.lora import linear_layers, with_adapters
-from lockstep.export.parity import prove
+from lockstep.export.parity import check_parity
 from lockstep.export.quantize import quantize
 from lockstep.export.quiet import quiet
 from lockstep.export.rope import position_limit
 from lockstep.export.shards import shard_batchless, shard_block
 from lockstep.export.tracer import meta_model
-from lockstep.export.unique_layers import TracedModel, parts_of
+from lockstep.export.unique_layers import TracedModel, trace_unique_layers
 from lockstep.manifests.digest_cache import check_stored
 from lockstep.manifests.own_files import replacing, stale_files
 from lockstep.onnx_tools.signature import signature_of
 
-_ALWAYS = ("batchful.onnx", "embedding.onnx", "tokenizer.json")  # files of every export
+_REQUIRED = ("batchful.onnx", "embedding.onnx", "tokenizer.json")  # files of every export
 
 
 @dataclass
@@ -72,8 +71,8 @@ class _Registry:
 
     def name(self, key: Hashable, label: str) -> str:
         if key not in self.names:
-            taken = sum(name == label or name.startswith(f"{label}_") for name in self.names.values())
-            self.names[key] = f"{label}_{taken + 1}" if taken else label
+            count = sum(name == label or name.startswith(f"{label}_") for name in self.names.values())
+            self.names[key] = f"{label}_{count + 1}" if count else label
         return self.names[key]
 
 
@@ -90,11 +89,11 @@ def export(
 ) -> Path:
     """Export the model of the manifest `checkpoint` at `precision`.
 
-    out: the path of assembly.json, which is returned; graphs lie beside it. tensor_parallel: for how many ranks.
-    adapters: as of `lora.with_adapters`, for graphs that take adapters. group_size: numbers that share a scale in
-    quantised precisions; None: 32, or as the checkpoint has them. residual: "float32" keeps the residual stream of a
+    out: the path of assembly.json, which is returned; graphs are written to its folder. tensor_parallel: number of
+    ranks. adapters: arguments of `lora.with_adapters`, for graphs that take adapters. group_size: numbers that share a
+    scale in quantised precisions; None: 32, or the checkpoint's. residual: "float32" keeps the residual stream of a
     fp16 model in float32. head_bits: of the output head in quantised precisions, 4 or 8; None: 8. kv_cache_dtype: "fp8"
-    where keys and values are kept as e4m3 numbers; no graph depends on it.
+    for a KV cache of e4m3 numbers; no graph depends on it.
 
     Raises InputError for a model that cannot be split, with the reason, and for a quantised checkpoint of other bits or
     groups.
@@ -102,12 +101,12 @@ def export(
     checkpoint = Path(checkpoint)
     out = Path(out)
     check_place(out)
-    stale_files(out, _ALWAYS)  # before minutes are spent on graphs that another's file keeps from being written
+    stale_files(out, _REQUIRED)  # fails now, not after minutes, if another export's files are in the way
     manifest = CheckpointManifest.load(checkpoint)
     folder = manifest.folder_of(checkpoint)
     config = manifest.config
     check_stored([file for file in manifest.files if file.path in SIDE_FILES], folder, RESOLVE_AGAIN)
-    tokenizer = _tokenizer(folder)
+    tokenizer = _load_tokenizer(folder)
     stops = tuple(stop_ids(folder, config, tokenizer.eos_token_id))
     quantized = manifest.quantization
     if quantized is not None and precision in QUANTIZATIONS:
@@ -148,8 +147,8 @@ def export_config(
 ) -> dict[str, dict[str, Any]]:
     """Export a config.json mapping alone, without checkpoint and tokenizer.
 
-    Graphs and assembly are written to `folder`. adapters: arguments of `lora.with_adapters`, for graphs that take some.
-    Returns {file: size, sha256}.
+    Graphs and assembly are written to `folder`. adapters: arguments of `lora.with_adapters`, for graphs that take
+    adapters. Returns {file: size, sha256}.
     """
     files, assembly = graphs_of(config, precision, None, tensor_parallel, adapters, group_size, residual=residual)
     stops = tuple(ids_of(config.get("eos_token_id"), Path("config.json")))
@@ -160,9 +159,9 @@ def export_config(
 
 
 def _write(files: Mapping[str, bytes], assembly: Assembly, out: Path) -> None:
-    """Write files and `out`, in place of an earlier assembly's. Raises InputError for another's file."""
+    """Write files and `out`, replacing an earlier assembly's. Raises InputError for files of something else."""
     with replacing(out, set(files)) as stale:
-        out.unlink(missing_ok=True)  # it would vouch for files that are being replaced
+        out.unlink(missing_ok=True)  # it is a record of files that are being replaced
         for path in stale:
             path.unlink()
         for name, data in sorted(files.items()):
@@ -183,22 +182,22 @@ def graphs_of(
 ) -> tuple[dict[str, bytes], Assembly]:
     """Return the graph files of a model in a precision by name, and the assembly without tokenizer and stop ids.
 
-    folder: of a checkpoint, whose tensors are first held to what the model asks for. The result does not depend on it.
-    quantized: what the checkpoint has quantised already.
+    folder: of a checkpoint, whose tensors are checked against the model; the result does not depend on it. quantized:
+    what the checkpoint has already quantised.
     """
     base = base_precision(precision)
     meta = meta_model(config, base)
     if folder is not None and has_weights(folder):
-        found = embedding_of_head(folder, config, find_tensors(folder))
-        packed = packed_weights(packing_of(config), found.tensors, folder)
-        check_tensors(meta, replace(found, tensors=unpacked_places(found.tensors, packed)), folder)
+        tensors = embedding_of_head(folder, config, find_tensors(folder))
+        packed = packed_weights(packing_of(config), tensors.tensors, folder)
+        check_tensors(meta, replace(tensors, tensors=unpacked_places(tensors.tensors, packed)), folder)
         if is_fp8(precision) and quantized is None and packed:
             quantized = QuantizedTensors(ROW, dict.fromkeys(packed, 8))
     if residual is not None and precision != "fp16":
         raise InputError(f"residual: expected none in {precision}, found {residual}; it is for fp16")
     files, assembly = assemble(meta, config, base, tensor_parallel=tensor_parallel, residual=residual)
     _check_weights(assembly)
-    prove(config, meta, files, assembly, assemble)
+    check_parity(config, meta, files, assembly, assemble)
     if adapters:
         files, assembly = with_adapters(files, assembly, adapters, linear_layers(meta))
     if precision in QUANTIZATIONS:
@@ -207,9 +206,9 @@ def graphs_of(
 
 
 def _check_weights(assembly: Assembly) -> None:
-    """Raise InputError for a model that keeps weights in float32 where the others are of 16 bits.
+    """Raise InputError for a model that keeps weights in float32 in a 16-bit precision.
 
-    `convert` rounds all of them, and what a router adds to its scores may not be rounded so.
+    `convert` rounds all weights, and the biases of a router's scores must not be rounded.
     """
     for layer in assembly.layers:
         for block in layer.parts:
@@ -226,41 +225,36 @@ def assemble(
     config: Mapping[str, Any],
     precision: str,
     tensor_parallel: int = 1,
-    parts: TracedModel | None = None,
+    traced: TracedModel | None = None,
     residual: str | None = None,
 ) -> tuple[dict[str, bytes], Assembly]:
     """Return all graph files by name, and the assembly without tokenizer and end-of-sequence ids."""
-    parts = parts or parts_of(meta, residual is not None)
-    layers = parts.layers
+    traced = traced or trace_unique_layers(meta, residual is not None)
     classes = _Registry()
     mixers = _Mixers()
-    entries = [
-        Layer(
-            BoundBlock(classes.add(layer.block, "entry" if index == 0 else "middle"), layer.block_slots),
-            mixers.add(layer.batchless),
-            *_exits([BoundBlock(classes.add(exit, "exit"), slots) for exit, slots in layer.exits]),
-        )
-        for index, layer in enumerate(layers)
-    ]
-    embedding = BoundBlock(classes.add(parts.embedding, "embedding"), parts.embedding_slots)
-    steps = [
-        ComposedBlock(layer.block, layer.block_slots, entry.variant)
-        for layer, entry in zip(layers, entries, strict=True)
-    ]
-    last, last_slots = layers[-1].exits[-1]
-    steps.append(ComposedBlock(last, last_slots, None))
-    batchful, batchful_slots = compose(steps, mixers.functions)
+    layers = []
+    blocks = []
+    for index, layer in enumerate(traced.layers):
+        block = BoundBlock(classes.add(layer.block, "entry" if index == 0 else "middle"), layer.block_slots)
+        variant = mixers.add(layer.batchless)
+        exits = [BoundBlock(classes.add(graph, "exit"), slots) for graph, slots in layer.exits]
+        layers.append(Layer(block, variant, exits[0] if exits else None, tuple(exits[1:])))
+        blocks.append(ComposedBlock(layer.block, layer.block_slots, variant))
+    last_exit, last_slots = traced.layers[-1].exits[-1]
+    blocks.append(ComposedBlock(last_exit, last_slots, None))
+    embedding = BoundBlock(classes.add(traced.embedding, "embedding"), traced.embedding_slots)
+    batchful, batchful_slots = compose(blocks, mixers.functions)
     files = {"batchful.onnx": batchful}
     for name, graph in {**classes.graphs, **mixers.graphs}.items():
         files[f"{name}.onnx"] = graph.data
         onnx.checker.check_model(graph.proto, full_check=True)
     if residual is not None:
-        _check_stream(classes.graphs, residual, config["model_type"])
+        _check_residual_dtype(classes.graphs, residual, config["model_type"])
     ranks = None
     if tensor_parallel > 1:
-        shard_files, ranks = shard(classes.graphs, mixers, entries, tensor_parallel)
-        files |= shard_files
-    hidden = layers[0].block.signature.inputs[0]
+        rank_files, ranks = _shard(classes.graphs, mixers, layers, tensor_parallel)
+        files |= rank_files
+    hidden = traced.layers[0].block.signature.inputs[0]
     positions, limited_by = position_limit(meta.config)
     assembly = Assembly(
         model_type=config["model_type"],
@@ -268,14 +262,14 @@ def assemble(
         dtype=PRECISION_NAMES[precision],
         residual=residual,
         hidden_size=int(hidden.shape[1]),
-        vocab_size=int(last.signature.outputs[0].shape[1]),
+        vocab_size=int(last_exit.signature.outputs[0].shape[1]),
         max_position_embeddings=positions,
         positions_limited_by=limited_by or None,
         classes={name: _file(graph, name) for name, graph in classes.graphs.items()},
         variants=mixers.variants,
         state_mixers=mixers.state_mixers,
         embedding=embedding,
-        layers=tuple(entries),
+        layers=tuple(layers),
         batchful=Uncut(
             "batchful.onnx",
             hashlib.sha256(batchful).hexdigest(),
@@ -287,14 +281,10 @@ def assemble(
     return files, assembly
 
 
-def _exits(exits: Sequence[BoundBlock]) -> tuple[BoundBlock | None, tuple[BoundBlock, ...]]:
-    return (exits[0], tuple(exits[1:])) if exits else (None, ())
+def _check_residual_dtype(graphs: Mapping[str, Graph], residual: str, model_type: str) -> None:
+    """Check that the hidden state has the dtype `residual` wherever it crosses from block to block.
 
-
-def _check_stream(graphs: Mapping[str, Graph], residual: str, model_type: str) -> None:
-    """Check that the hidden state has the type `residual` wherever it crosses from block to block.
-
-    Raises InputError for a model whose stream begins behind a product (a projection of the embedding).
+    Raises InputError for a model whose residual stream begins after a product (a projection of the embedding).
     """
     for name, graph in graphs.items():
         for io in (*graph.signature.inputs, *graph.signature.outputs):
@@ -305,49 +295,52 @@ def _check_stream(graphs: Mapping[str, Graph], residual: str, model_type: str) -
                 )
 
 
-def shard(
+def _shard(
     classes: Mapping[str, Graph], mixers: _Mixers, layers: Sequence[Layer], degree: int
 ) -> tuple[dict[str, bytes], TensorParallel]:
     """Return the files of the graphs that `degree` ranks run, and their table.
 
-    Raises InputError for a model that cannot be split over so many.
+    Raises InputError for a model that cannot be split over that number of ranks.
     """
-    parts = {name: mixers.attention_of(name) for name in dict.fromkeys(layer.variant for layer in layers)}
-    if any(graph.sinks for graph in parts.values()):
+    batchless = {name: mixers.attention_of(name) for name in dict.fromkeys(layer.variant for layer in layers)}
+    if any(graph.sinks for graph in batchless.values()):
         raise InputError("tensor_parallel: this model cannot be split: its attention has sinks; use one rank")
     pieces = _Registry()
     sharded = dict[str, ShardedClass]()
     variants = mixers.variants
-    befores = ["", *(layer.variant for layer in layers)]
-    places = [(layer.block.graph, before, layer.variant) for before, layer in zip(befores, layers)]
-    places += [(exit.graph, layer.variant, "") for layer in layers for exit in layer.exits]
-    for name, before, behind in dict.fromkeys(places):
-        shards = shard_block(classes[name], variants.get(before), variants.get(behind), degree)
-        entries = tuple(
-            ShardEntry(pieces.add(piece.graph, f"{name}.{number}"), piece.sums)
-            for number, piece in enumerate(shards.pieces, 1)
-        )
-        entry = ShardedClass(entries, shards.values, shards.weights, shards.first)
+    previous = ""
+    neighbours = []  # of each block: its class, the attention before it, the one after it
+    for layer in layers:
+        neighbours.append((layer.block.graph, previous, layer.variant))
+        previous = layer.variant
+    for layer in layers:
+        neighbours += [(exit.graph, layer.variant, "") for exit in layer.exits]
+    for name, before, after in dict.fromkeys(neighbours):
+        shards = shard_block(classes[name], variants.get(before), variants.get(after), degree)
+        entries = []
+        for number, piece in enumerate(shards.pieces, 1):
+            entries.append(ShardEntry(pieces.add(piece.graph, f"{name}.{number}"), piece.sums))
+        entry = ShardedClass(tuple(entries), shards.values, shards.weights, shards.first_rank_slots)
         if sharded.setdefault(name, entry) != entry:
             raise InputError(f"tensor_parallel: the block {name} stands between attentions of different heads")
     files = {f"{name}.onnx": graph.data for name, graph in pieces.graphs.items()}
-    described = {}
-    for name, whole in parts.items():
-        part = shard_batchless(whole, variants[name], degree)
-        prefill = attention.prefill(part)
-        decode = attention.decode(part)
+    rank_variants = {}
+    for name, batchless_graph in batchless.items():
+        rank_attention = shard_batchless(batchless_graph, variants[name], degree)
+        prefill = attention.prefill(rank_attention)
+        decode = attention.decode(rank_attention)
         files |= {f"{name}.rank.prefill.onnx": prefill.data, f"{name}.rank.decode.onnx": decode.data}
-        described[name] = replace(
+        rank_variants[name] = replace(
             variants[name],
-            num_heads=part.num_heads,
-            num_kv_heads=part.num_kv_heads,
+            num_heads=rank_attention.num_heads,
+            num_kv_heads=rank_attention.num_kv_heads,
             prefill=_file(prefill, f"{name}.rank.prefill"),
             decode=_file(decode, f"{name}.rank.decode"),
         )
     for data in files.values():
         onnx.checker.check_model(onnx.ModelProto.FromString(data), full_check=True)
     table = {name: _file(graph, name) for name, graph in pieces.graphs.items()}
-    return files, TensorParallel(degree, table, sharded, described)
+    return files, TensorParallel(degree, table, sharded, rank_variants)
 
 
 class _Mixers:
@@ -360,7 +353,7 @@ class _Mixers:
         self.variants: dict[str, AttentionVariant] = {}
         self.state_mixers: dict[str, StateMixer] = {}
         self.batchless: dict[str, Batchless] = {}
-        self._seen: dict[int, str] = {}
+        self._name_by_id: dict[int, str] = {}
 
     def attention_of(self, name: str) -> BatchlessGraph:
         """Return the batchless graph of attention. Raises InputError for a mixer with a state."""
@@ -373,8 +366,9 @@ class _Mixers:
         return batchless
 
     def add(self, batchless: Batchless) -> str:
-        if id(batchless) in self._seen:  # layers that are alike share one
-            return self._seen[id(batchless)]
+        """Return the name of a mixer's graphs, which are built unless an equal mixer has them."""
+        if id(batchless) in self._name_by_id:  # equal layers share one object
+            return self._name_by_id[id(batchless)]
         if isinstance(batchless, BatchlessGraph):
             label = "attention"
             prefill = attention.prefill(batchless)
@@ -383,7 +377,8 @@ class _Mixers:
             label = batchless.name
             prefill = state_mixer.prefill(batchless)
             decode = state_mixer.decode(batchless)
-        name = self._seen[id(batchless)] = self.names.name((prefill.sha256, decode.sha256), label)
+        name = self.names.name((prefill.sha256, decode.sha256), label)
+        self._name_by_id[id(batchless)] = name
         if name not in self.batchless:
             self.batchless[name] = batchless
             self.graphs |= {f"{name}.prefill": prefill, f"{name}.decode": decode}
@@ -414,7 +409,7 @@ def _file(graph: Graph, name: str) -> GraphFile:
     return GraphFile(f"{name}.onnx", graph.sha256, graph.signature)
 
 
-def _tokenizer(folder: Path) -> AutoTokenized:
+def _load_tokenizer(folder: Path) -> AutoTokenized:
     try:
         with quiet():
             return load_auto(folder)

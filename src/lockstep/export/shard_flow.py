@@ -1,12 +1,10 @@
-"""The split of a block's weights over ranks, decided by data flow.
+"""Decide by data flow which weights of a block are split over ranks, and where partial sums are all-reduced.
 
-It tells which weights may be split, and where their partial sums are added.
-
-In: a canonical block, or the rotary part of an attention, and what a rank holds of its inputs and outputs. Out: for
-each value and each weight what a rank holds of it. A product whose weight is split by its outputs (column parallel)
-gives a rank its columns; such a value may only meet element-wise operators, operators within a head, data movement, or
-a product over just these numbers (row parallel), which gives a partial sum. Partial sums pass through linear
-operators, and are added over the ranks where something else reads them. Reference: Megatron-LM, Shoeybi et al. 2019.
+In: a canonical block, or the rotary part of an attention, and the shards of its inputs and outputs. Out: the shards of
+each value and each weight. A product whose weight is split by its outputs (column parallel) gives a rank its columns;
+such a value may only reach element-wise operators, operators within a head, data movement, or a product over just these
+numbers (row parallel), which gives a partial sum. Partial sums pass through linear operators and are all-reduced where
+something else reads them. Reference: Megatron-LM, Shoeybi et al. 2019.
 """
 
 from __future__ import annotations
@@ -21,32 +19,39 @@ import onnx
 
 from lockstep.errors import InputError
 from lockstep.export.axes import ELEMENTWISE
-from lockstep.export.shard_parts import Needs, NotSplit, Operators, ShardIndices, Uneven, even, merged
+from lockstep.export.shard_parts import (
+    InputShards,
+    ShardIndices,
+    ShardRules,
+    SplitError,
+    UnevenSplitError,
+    even_shard,
+    merge_shards,
+)
 from lockstep.onnx_tools.rewriter import Rewriter, attributes_of, typed_values
 
 _LINEAR_MOVES = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Neg"}
-Parts = Mapping[str, ShardIndices]
+ValueShards = Mapping[str, ShardIndices]
 
 
 @dataclass
-class Flow:
-    """What ranks hold of values and weights; those that are not named are whole at each.
+class Sharding:
+    """The shards of values and weights; those without an entry are whole at each rank.
 
-    rows: weights of row-parallel products. first: weights that only the first rank adds, the others zeros. partial:
-    values that are partial sums. summed: those of them that are added over the ranks.
+    first_rank_slots: biases of partial sums, which only the first rank adds. partial: values that are partial sums.
+    reduced: those of them that are all-reduced.
     """
 
-    held: dict[str, ShardIndices] = field(default_factory=dict)
+    values: dict[str, ShardIndices] = field(default_factory=dict)
     weights: dict[str, ShardIndices] = field(default_factory=dict)
-    rows: set[str] = field(default_factory=set)
-    first: set[str] = field(default_factory=set)
+    first_rank_slots: set[str] = field(default_factory=set)
     partial: set[str] = field(default_factory=set)
-    summed: list[str] = field(default_factory=list)
+    reduced: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class _Product:
-    """A product value x weight: the axes that its sum runs over, and those of result and weight that are the same."""
+    """A product value x weight: the axes that its sum runs over, and the axis of result and weight that is the same."""
 
     value: str
     value_axis: int
@@ -56,43 +61,47 @@ class _Product:
     weight_result_axis: int
 
 
-class FlowFinder:
-    """Finds what ranks hold of a graph's values and weights.
+class ShardingFinder:
+    """Finds the shards of a graph's values and weights.
 
-    given: what ranks hold of inputs; those that are not named are whole. wanted: of outputs, where it can be had; other
-    outputs must be whole. Raises InputError for a value of unknown shape.
+    input_shards: of inputs; those without an entry are whole. output_shards: of outputs, where possible; other outputs
+    must be whole. Raises InputError for a value of unknown shape.
     """
 
-    def __init__(self, graph: Rewriter, slots: Collection[str], given: Parts, wanted: Parts, ranks: int):
+    def __init__(
+        self, graph: Rewriter, slots: Collection[str], input_shards: ValueShards, output_shards: ValueShards, ranks: int
+    ):
         self.graph = graph
         self.slots = slots
-        self.given = given
-        self.wanted = wanted
+        self.input_shards = input_shards
+        self.output_shards = output_shards
         self.ranks = ranks
         self.shapes = {name: shape for name, (_, shape) in typed_values(graph.model).items()}
         for name, node in graph.producers.items():
             if name not in self.shapes:
                 raise InputError(f"tensor_parallel: the shape of {name} ({node.op_type}) is not known")
-        self.operators = Operators(self.shapes, graph.arrays, ranks)
-        self.stacks = {  # a stack of weights of which each token takes some: its experts
-            node.output[0]: node.input[0]
-            for node in graph.nodes
-            if node.op_type == "GatherND" and node.input[0] in slots
-        }
-        products = {node.output[0]: self._product(node) for node in graph.nodes}
-        self.products = {name: product for name, product in products.items() if product is not None}
-        self.flow = Flow()
-        self.whole: dict[str, str] = {}  # why a value is whole, though a split one was asked for
+        self.rules = ShardRules(self.shapes, graph.arrays, ranks)
+        self.stacks = {}  # {matrices of the experts that each token chose: the slot of all experts}
+        for node in graph.nodes:
+            if node.op_type == "GatherND" and node.input[0] in slots:
+                self.stacks[node.output[0]] = node.input[0]
+        self.products = {}
+        for node in graph.nodes:
+            product = self._product(node)
+            if product is not None:
+                self.products[node.output[0]] = product
+        self.sharding = Sharding()
+        self.whole_reasons: dict[str, str] = {}  # of values that should be split and are not
 
-    def find(self) -> Flow:
-        """Return what is found. Raises NotSplit where an input that is split cannot be used."""
+    def find(self) -> Sharding:
+        """Return the sharding. Raises SplitError where an input that is split cannot be used."""
         for group in self._groups():
             self._split(group)
-        for name in self.given:
-            if name not in self.flow.held:
-                raise NotSplit(self.whole.get(name, f"{name} is read as a whole"))
-        self._partial_sums()
-        return self.flow
+        for name in self.input_shards:
+            if name not in self.sharding.values:
+                raise SplitError(self.whole_reasons.get(name, f"{name} is read as a whole"))
+        self._find_partial_sums()
+        return self.sharding
 
     # -- groups of values that are split together, or not at all
 
@@ -104,18 +113,18 @@ class FlowFinder:
             inner, outer = (1, 0) if settings.get("transB") else (0, 1)
             return _Product(node.input[0], 1, node.input[1], inner, 1, outer)
         if node.op_type == "MatMul":
-            left, right = node.input
+            lhs, rhs = node.input
             rank = len(self.shapes[node.output[0]])
-            if left in self.stacks and right not in self.stacks:
-                return _Product(right, rank - 2, left, rank - 1, rank - 2, rank - 2)
-            if right in self.stacks or right in self.slots:
-                last = len(self.shapes[right])
-                return _Product(left, rank - 1, right, last - 2, rank - 1, last - 1)
+            if lhs in self.stacks and rhs not in self.stacks:
+                return _Product(rhs, rank - 2, lhs, rank - 1, rank - 2, rank - 2)
+            if rhs in self.stacks or rhs in self.slots:
+                last = len(self.shapes[rhs])
+                return _Product(lhs, rank - 1, rhs, last - 2, rank - 1, last - 1)
         return None
 
     def _groups(self) -> list[set[str]]:
         """Return values that operators other than products link, in the order of their first values."""
-        parent: dict[str, str] = {}
+        parent: dict[str, str] = {}  # union-find
 
         def root(name: str) -> str:
             while parent.setdefault(name, name) != name:
@@ -130,7 +139,7 @@ class FlowFinder:
             linked: list[str] = []
             if results[0] not in self.products and results[0] not in self.stacks:
                 operands = node.input[:1] if node.op_type in ("Gather", "GatherND") else filter(None, node.input)
-                linked = [name for name in operands if self._is_value(name) and self._is_wide(name, node)]
+                linked = [name for name in operands if self._is_value(name) and self._is_worth_splitting(name, node)]
                 linked += results
             first = root(results[0])
             for name in results:
@@ -146,156 +155,168 @@ class FlowFinder:
     def _is_value(self, name: str) -> bool:
         return name not in self.slots and name not in self.graph.constants and name not in self.stacks
 
-    def _is_wide(self, name: str, node: onnx.NodeProto) -> bool:
-        """Return whether an operand is worth splitting: no single number beside values that are wider."""
-        numbers, results = (
-            math.prod(size for size in self.shapes[value] if isinstance(size, int)) for value in (name, node.output[0])
-        )
-        return node.op_type not in ELEMENTWISE or numbers > 1 or results == 1
+    def _is_worth_splitting(self, name: str, node: onnx.NodeProto) -> bool:
+        """Return False for a single number that an element-wise operator broadcasts."""
+        return node.op_type not in ELEMENTWISE or self._fixed_size(name) > 1 or self._fixed_size(node.output[0]) == 1
+
+    def _fixed_size(self, name: str) -> int:
+        return math.prod(size for size in self.shapes[name] if isinstance(size, int))
 
     def _split(self, members: set[str]) -> None:
         reads = {name: product for name, product in self.products.items() if product.value in members}
-        asked = [name for name in self.graph.outputs if name in members and name in self.wanted]
-        known = [name for name in self.graph.inputs if name in members and name in self.given]
-        if not (reads or asked):
+        outputs = [name for name in self.graph.outputs if name in members and name in self.output_shards]
+        inputs = [name for name in self.graph.inputs if name in members and name in self.input_shards]
+        if not (reads or outputs):
             return
-        if not (asked or known) and not all(map(self._reaches_residual, reads)):
+        if not (outputs or inputs) and not all(map(self._reaches_residual, reads)):
             return
         try:
-            held, weights = self._propagate(members, reads)
-        except Uneven:
+            values, weights = self._propagate(members, reads)
+        except UnevenSplitError:
             raise
-        except NotSplit as reason:
-            self.whole |= dict.fromkeys((*asked, *known), str(reason))
+        except SplitError as reason:
+            self.whole_reasons |= dict.fromkeys((*outputs, *inputs), str(reason))
             return
-        self.flow.held |= held
-        self.flow.weights |= weights
+        self.sharding.values |= values
+        self.sharding.weights |= weights
 
     def _reaches_residual(self, result: str) -> bool:
-        """Return whether a product is added to the residual stream: else a sum would buy little."""
-        seen: set[str] = set()
+        """Return whether a product is added to the residual stream: otherwise an all-reduce would buy little."""
+        visited: set[str] = set()
         stack = [result]
         while stack:
             name = stack.pop()
-            if name in seen:
+            if name in visited:
                 continue
-            seen.add(name)
-            if name in self.graph.outputs and name not in self.wanted:
+            visited.add(name)
+            if name in self.graph.outputs and name not in self.output_shards:
                 return True
             for node in self.graph.consumers.get(name, ()):
-                if node.op_type == "Add" and not any(
-                    other in self.slots or other in self.graph.constants for other in node.input
-                ):
+                if node.op_type == "Add" and not any(self._is_fixed(operand) for operand in node.input):
                     return True
                 if node.op_type in _LINEAR_MOVES | {"Mul", "Div", "ReduceSum", "Add"}:
                     stack += node.output
         return False
 
+    def _is_fixed(self, name: str) -> bool:
+        return name in self.slots or name in self.graph.constants
+
     def _propagate(
         self, members: set[str], reads: Mapping[str, _Product]
     ) -> tuple[dict[str, ShardIndices], dict[str, ShardIndices]]:
-        """Go from what is asked for back to the sources of a group; reads: the products that read it, by result."""
-        wants: dict[str, list[ShardIndices]] = defaultdict(list)
+        """Return the shards of a group's values and of the weights that make them, going from outputs to inputs.
+
+        reads: {result: product} of the products that read the group.
+        """
+        reader_shards: dict[str, list[ShardIndices]] = defaultdict(list)
         for name in self.graph.outputs:
             if name in members:
-                if name not in self.wanted:
-                    raise NotSplit(f"{name} is needed whole")
-                wants[name].append(self.wanted[name])
-        held: dict[str, ShardIndices] = {}
+                if name not in self.output_shards:
+                    raise SplitError(f"{name} is needed whole")
+                reader_shards[name].append(self.output_shards[name])
+        values: dict[str, ShardIndices] = {}
         weights: dict[str, ShardIndices] = {}
-        uneven: Uneven | None = None  # said once nothing else is in the way
+        uneven: UnevenSplitError | None = None  # raised last: other reasons say more
         for node in reversed(self.graph.nodes):
             product = reads.get(node.output[0])
             if product is not None:
-                size = self.operators.size(product.value, product.value_axis)
-                given = self._given_for(product.value, members)
-                part = given or even(product.value_axis, size, self.ranks)
-                if part is None or (given is None and part.indices.size != size):
-                    uneven = Uneven(f"{product.weight}: {size} inputs do not divide by {self.ranks} ranks")
-                    part = ShardIndices(product.value_axis, np.tile(np.arange(size), (self.ranks, 1)))
-                wants[product.value].append(part)
-            held |= {name: merged(name, wants[name]) for name in node.output if name in members and name in wants}
-            parts = {name: held[name] for name in node.output if name in held}
-            # Without any it is whole: each rank computes it, such as the angles of RoPE.
-            for name, part in self._needs(node, parts) if parts else ():
+                size = self.rules.size(product.value, product.value_axis)
+                input_shard = self._input_shard(product.value, members)
+                shard = input_shard or even_shard(product.value_axis, size, self.ranks)
+                if shard is None or (input_shard is None and shard.indices.size != size):
+                    uneven = UnevenSplitError(f"{product.weight}: {size} inputs do not divide by {self.ranks} ranks")
+                    shard = ShardIndices(product.value_axis, np.tile(np.arange(size), (self.ranks, 1)))
+                reader_shards[product.value].append(shard)
+            for name in node.output:
+                if name in members and name in reader_shards:
+                    values[name] = merge_shards(name, reader_shards[name])
+            output_shards = {name: values[name] for name in node.output if name in values}
+            if not output_shards:  # whole: each rank computes it, such as the angles of RoPE
+                continue
+            for name, shard in self._input_shards(node, output_shards):
                 if name in self.slots or name in self.stacks:
                     weight = self.stacks.get(name, name)
-                    if weights.setdefault(weight, part) != part:
-                        raise NotSplit(f"{weight} is needed in two ways")
+                    if weights.setdefault(weight, shard) != shard:
+                        raise SplitError(f"{weight} is needed in two ways")
                 elif name in members:
-                    wants[name].append(part)
+                    reader_shards[name].append(shard)
         for name in self.graph.inputs:
             if name not in members:
                 continue
-            if name in wants:
-                held[name] = merged(name, wants[name])
-            if name not in self.given or name not in held:
-                raise NotSplit(f"{name} comes whole")
-            if held[name] != self.given[name]:
-                raise NotSplit(f"{name} is needed in other parts than those that ranks hold")
-        for name in held:
+            if name in reader_shards:
+                values[name] = merge_shards(name, reader_shards[name])
+            if name not in self.input_shards or name not in values:
+                raise SplitError(f"{name} comes whole")
+            if values[name] != self.input_shards[name]:
+                raise SplitError(f"{name} is needed in other parts than those that ranks hold")
+        for name in values:
             for reader in self.graph.consumers.get(name, ()):
-                if reader.output[0] not in held and reader.output[0] not in reads:
-                    raise NotSplit(f"{name} is read as a whole by {reader.op_type}")
+                if reader.output[0] not in values and reader.output[0] not in reads:
+                    raise SplitError(f"{name} is read as a whole by {reader.op_type}")
         if uneven is not None:
             raise uneven
-        return held, weights
+        return values, weights
 
-    def _given_for(self, name: str, members: set[str]) -> ShardIndices | None:
-        """Return what a split input means for the product that reads it, itself or picked rows of it."""
+    def _input_shard(self, name: str, members: set[str]) -> ShardIndices | None:
+        """Return the shards of a split input that a product reads, directly or as gathered rows."""
         node = self.graph.producers.get(name)
         source = node.input[0] if node is not None and node.op_type == "Gather" else name
-        return next((self.given[key] for key in (name, source) if key in self.given and key in members), None)
+        for value in (name, source):
+            if value in self.input_shards and value in members:
+                return self.input_shards[value]
+        return None
 
-    def _needs(self, node: onnx.NodeProto, parts: Parts) -> Needs:
+    def _input_shards(self, node: onnx.NodeProto, output_shards: ValueShards) -> InputShards:
         product = self.products.get(node.output[0])
         if product is None:
-            return self.operators.needs(node, parts)
-        (part,) = parts.values()
-        if part.axis != product.result_axis:
-            raise NotSplit(f"{node.output[0]} is needed along axis {part.axis}")
-        bias = node.input[2:] if node.op_type == "Gemm" else []
-        of_bias = [(name, part.at(len(self.shapes[name]) - 1)) for name in filter(None, bias)]
-        return [(product.weight, part.at(product.weight_result_axis)), *of_bias]
+            return self.rules.input_shards(node, output_shards)
+        (shard,) = output_shards.values()
+        if shard.axis != product.result_axis:
+            raise SplitError(f"{node.output[0]} is needed along axis {shard.axis}")
+        shards = [(product.weight, shard.on_axis(product.weight_result_axis))]
+        if node.op_type == "Gemm":
+            for bias in filter(None, node.input[2:]):
+                shards.append((bias, shard.on_axis(len(self.shapes[bias]) - 1)))
+        return shards
 
     # -- partial sums
 
-    def _partial_sums(self) -> None:
-        """Find the partial sums; they are summed over the ranks where what reads them is whole or not linear."""
-        flow = self.flow
+    def _find_partial_sums(self) -> None:
+        """Find the partial sums; they are all-reduced where what reads them is whole or not linear."""
+        sharding = self.sharding
         nodes = self.graph.nodes
-        rows = {name: product for name, product in self.products.items() if product.value in flow.held}
-        for product in rows.values():
+        row_products = {name: product for name, product in self.products.items() if product.value in sharding.values}
+        for product in row_products.values():
             weight = self.stacks.get(product.weight, product.weight)
-            part = flow.held[product.value].at(product.weight_axis)
-            if weight in flow.weights:
-                raise NotSplit(f"{weight} would be split twice")
-            flow.weights[weight] = part
-            flow.rows.add(weight)
-        summed: set[str] = set()
+            if weight in sharding.weights:
+                raise SplitError(f"{weight} would be split twice")
+            sharding.weights[weight] = sharding.values[product.value].on_axis(product.weight_axis)
+        reduced: set[str] = set()
+        # What follows an all-reduce is no partial sum, which can make further values need one: repeat until stable.
         while True:
             partial: set[str] = set()
             for node in nodes:
-                if node.output[0] in rows or self._keeps_partial(node, partial - summed):
+                if node.output[0] in row_products or self._keeps_partial(node, partial - reduced):
                     partial.add(node.output[0])
-            ends = {
-                name
-                for name in partial
-                if name in self.graph.outputs
-                or any(reader.output[0] not in partial for reader in self.graph.consumers.get(name, ()))
-            }
-            if ends <= summed:
+            ends = {name for name in partial if self._ends_partial(name, partial)}
+            if ends <= reduced:
                 break
-            summed |= ends
-        flow.partial = partial
-        flow.summed = [name for node in nodes for name in node.output if name in summed & partial]
+            reduced |= ends
+        sharding.partial = partial
         for node in nodes:
-            if node.output[0] in partial and (node.output[0] in rows or node.op_type == "Add"):
-                operands = node.input[2:] if node.output[0] in rows else node.input
-                flow.first |= {name for name in operands if name in self.slots}
+            sharding.reduced += [name for name in node.output if name in reduced & partial]
+            is_product = node.output[0] in row_products
+            if node.output[0] in partial and (is_product or node.op_type == "Add"):
+                addends = node.input[2:] if is_product else node.input
+                sharding.first_rank_slots.update(name for name in addends if name in self.slots)
+
+    def _ends_partial(self, name: str, partial: Collection[str]) -> bool:
+        """Return whether a partial sum leaves the graph or is read by a node whose result is not partial."""
+        readers = self.graph.consumers.get(name, ())
+        return name in self.graph.outputs or any(reader.output[0] not in partial for reader in readers)
 
     def _keeps_partial(self, node: onnx.NodeProto, partial: Collection[str]) -> bool:
-        """Return whether a node may be applied before the sum over ranks, as linear operators may."""
+        """Return whether a node may be applied before the all-reduce, as linear operators may."""
         operands = [name for name in node.input if name in partial]
         if not operands:
             return False

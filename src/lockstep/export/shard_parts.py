@@ -1,7 +1,4 @@
-"""The parts of a tensor that ranks hold, and what an operator needs of its inputs where they hold parts of its outputs.
-
-Parts lie along one axis.
-"""
+"""The shards of a tensor along one axis, and how an operator passes shards of its outputs on to its inputs."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from lockstep.artifacts.tensor_parallel import Shard
 from lockstep.export.axes import ELEMENTWISE, REDUCTIONS, Operator, axes_of_inputs
 from lockstep.onnx_tools.rewriter import Dims, attributes_of
 
-# Operators whose constants `shards` brings to a rank's sizes, where they have some.
+# Operators for which `shards` can cut constants to a rank's sizes.
 _SPLIT = ELEMENTWISE.union(
     REDUCTIONS, "Concat Expand Gather LayerNormalization Slice Softmax Squeeze Transpose Unsqueeze".split()
 )
@@ -24,185 +21,209 @@ _SPLIT = ELEMENTWISE.union(
 
 @dataclass(frozen=True, eq=False)
 class ShardIndices:
-    """The indices along an axis that each rank holds: [ranks, held] int64, ascending within a section."""
+    """The indices along an axis that each rank has: [ranks, count] int64, ascending within a section."""
 
     axis: int
     indices: np.ndarray
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, ShardIndices) and self.axis == other.axis and np.array_equal(self.indices, other.indices)
-        )
+        if not isinstance(other, ShardIndices):
+            return False
+        return self.axis == other.axis and np.array_equal(self.indices, other.indices)
 
     @classmethod
-    def of(cls, shard: Shard) -> ShardIndices:
-        ranks = [np.concatenate([np.arange(*part) for part in rank]) for rank in shard.ranges]
+    def from_shard(cls, shard: Shard) -> ShardIndices:
+        ranks = [np.concatenate([np.arange(*bounds) for bounds in rank]) for rank in shard.ranges]
         return cls(shard.axis, np.stack(ranks))
 
     @property
     def shard(self) -> Shard:
-        """Return the same in the assembly's form."""
-        runs = [np.split(held, np.flatnonzero(np.diff(held) != 1) + 1) for held in self.indices]
-        return Shard(self.axis, tuple(tuple((int(run[0]), int(run[-1]) + 1) for run in rank) for rank in runs))
+        """Return the same shards as ranges, in the assembly's form."""
+        ranges = []
+        for indices in self.indices:
+            runs = np.split(indices, np.flatnonzero(np.diff(indices) != 1) + 1)
+            ranges.append(tuple((int(run[0]), int(run[-1]) + 1) for run in runs))
+        return Shard(self.axis, tuple(ranges))
 
     @property
     def count(self) -> int:
         return self.indices.shape[1]
 
-    def at(self, axis: int, indices: np.ndarray | None = None) -> ShardIndices:
-        return ShardIndices(axis, self.indices if indices is None else indices)
+    def on_axis(self, axis: int) -> ShardIndices:
+        return ShardIndices(axis, self.indices)
+
+    def with_offset(self, offset: int) -> ShardIndices:
+        return ShardIndices(self.axis, self.indices + offset)
 
 
-def even(axis: int, size: int, ranks: int) -> ShardIndices | None:
-    """Return successive parts, shared where there are fewer numbers than ranks; None where uneven."""
-    return ShardIndices.of(Shard.even(axis, size, ranks)) if size % ranks == 0 or ranks % size == 0 else None
+def even_shard(axis: int, size: int, ranks: int) -> ShardIndices | None:
+    """Return successive equal shards, shared where there are fewer numbers than ranks; None where uneven."""
+    if size % ranks and ranks % size:
+        return None
+    return ShardIndices.from_shard(Shard.even(axis, size, ranks))
 
 
-Needs = list[tuple[str, ShardIndices]]
+InputShards = list[tuple[str, ShardIndices]]
 
 
-class NotSplit(Exception):
-    """Raised for a part that cannot be split, with the reason."""
+class SplitError(Exception):
+    """Raised for a value that cannot be split, with the reason."""
 
 
-class Uneven(NotSplit):
-    """A part whose size does not divide by the ranks; left whole, each rank would do all the work."""
+class UnevenSplitError(SplitError):
+    """Raised for a size that does not divide by the ranks; left whole, each rank would do all the work."""
 
 
-def merged(name: str, wants: Sequence[ShardIndices]) -> ShardIndices:
-    """Return the one part that all readers of a value want, or sections of it in a row. Raises NotSplit for none."""
-    if all(want == wants[0] for want in wants):
-        return wants[0]
-    if len({want.axis for want in wants}) > 1:
-        raise NotSplit(f"{name} is read along different axes")
-    distinct: list[ShardIndices] = []
-    for want in wants:
-        if not any(want == other for other in distinct):
-            distinct.append(want)
-    ordered = sorted(distinct, key=lambda want: int(want.indices.min()))
-    for one, other in zip(ordered, ordered[1:]):
-        if one.indices.max() >= other.indices.min():
-            raise NotSplit(f"{name} is read in parts that overlap")
-    return ShardIndices(ordered[0].axis, np.concatenate([want.indices for want in ordered], axis=1))
+def merge_shards(name: str, shards: Sequence[ShardIndices]) -> ShardIndices:
+    """Return the shards that suit all readers of a value: theirs if equal, else their sections side by side.
 
-
-def reshaped(before: Dims, after: Dims, part: ShardIndices) -> ShardIndices:
-    """Return what is held of a value once its shape `before` becomes `after`.
-
-    Raises NotSplit where it is no part along one axis. Sizes that are names stand for a number of tokens.
+    Raises SplitError where the readers' shards overlap or have different axes.
     """
-    old, new = ([size if isinstance(size, int) else _TOKENS for size in shape] for shape in (before, after))
-    if (count := math.prod(old)) == math.prod(new):
-        numbers = np.arange(count).reshape(old)
-        targets = np.arange(count).reshape(new)
-        taken = [np.take(numbers, indices, part.axis).reshape(-1) for indices in part.indices]
+    if all(shard == shards[0] for shard in shards):
+        return shards[0]
+    if len({shard.axis for shard in shards}) > 1:
+        raise SplitError(f"{name} is read along different axes")
+    distinct: list[ShardIndices] = []
+    for shard in shards:
+        if not any(shard == other for other in distinct):
+            distinct.append(shard)
+    ordered = sorted(distinct, key=lambda shard: int(shard.indices.min()))
+    for section, next_section in zip(ordered, ordered[1:]):
+        if section.indices.max() >= next_section.indices.min():
+            raise SplitError(f"{name} is read in parts that overlap")
+    return ShardIndices(ordered[0].axis, np.concatenate([shard.indices for shard in ordered], axis=1))
+
+
+_NUM_TOKENS = 3  # the size of dimensions without a fixed one
+
+
+def reshape_shards(before: Dims, after: Dims, shard: ShardIndices) -> ShardIndices:
+    """Return the shards of a value after a reshape from `before` to `after`.
+
+    Found by reshaping the numbers of elements. Raises SplitError where they are no shards along one axis.
+    """
+    old_shape = [size if isinstance(size, int) else _NUM_TOKENS for size in before]
+    new_shape = [size if isinstance(size, int) else _NUM_TOKENS for size in after]
+    count = math.prod(old_shape)
+    if count == math.prod(new_shape):
+        old_numbers = np.arange(count).reshape(old_shape)
+        new_numbers = np.arange(count).reshape(new_shape)
+        elements = [np.take(old_numbers, indices, shard.axis).reshape(-1) for indices in shard.indices]
         for axis, size in enumerate(after):
-            if not isinstance(size, int) or math.prod(new[: axis + 1]) < math.prod(old[: part.axis]):
+            if not isinstance(size, int) or math.prod(new_shape[: axis + 1]) < math.prod(old_shape[: shard.axis]):
                 continue
-            rows = [np.unravel_index(held, new)[axis] for held in taken]
-            kept = [rows_of[np.sort(np.unique(rows_of, return_index=True)[1])] for rows_of in rows]
-            if len({len(held) for held in kept}) == 1 and all(
-                np.array_equal(np.take(targets, indices, axis).reshape(-1), held)
-                for indices, held in zip(kept, taken, strict=True)
-            ):
-                return ShardIndices(axis, np.stack(kept))
-    raise NotSplit(f"a reshape of {list(before)} to {list(after)} does not keep the ranks' parts together")
+            indices_of_ranks = [_unique_in_order(np.unravel_index(numbers, new_shape)[axis]) for numbers in elements]
+            if len({len(indices) for indices in indices_of_ranks}) > 1:
+                continue
+            selected = [np.take(new_numbers, indices, axis).reshape(-1) for indices in indices_of_ranks]
+            if all(map(np.array_equal, selected, elements)):
+                return ShardIndices(axis, np.stack(indices_of_ranks))
+    raise SplitError(f"a reshape of {list(before)} to {list(after)} does not keep the ranks' parts together")
 
 
-_TOKENS = 3  # any number of them
+def _unique_in_order(values: np.ndarray) -> np.ndarray:
+    """Return the distinct values in the order of their first occurrence."""
+    _, first_positions = np.unique(values, return_index=True)
+    return values[np.sort(first_positions)]
 
 
 @dataclass(frozen=True)
-class Operators:
-    """What the operators of one graph need of their inputs; shapes: of its values; constants: its initializers."""
+class ShardRules:
+    """How the operators of one graph pass shards on; shapes: of its values; constants: its initializers."""
 
     shapes: Mapping[str, Dims]
     constants: Mapping[str, np.ndarray]
     ranks: int
 
-    def needs(self, node: onnx.NodeProto, parts: Mapping[str, ShardIndices]) -> Needs:
-        """Return (input, part) of each input that must be split; parts: of the outputs. Raises NotSplit."""
-        name, part = next(iter(parts.items()))
+    def input_shards(self, node: onnx.NodeProto, output_shards: Mapping[str, ShardIndices]) -> InputShards:
+        """Return (input, shards) of each input that must be split for these outputs. Raises SplitError."""
+        name, shard = next(iter(output_shards.items()))
         value = node.input[0]
         operator = self._operator(node)
         if node.op_type == "Reshape":
-            return [(value, reshaped(self.shapes[name], self.shapes[value], part))]
+            return [(value, reshape_shards(self.shapes[name], self.shapes[value], shard))]
         if node.op_type == "Split":
-            return [(value, self._before_split(node, parts, operator.axis(0)))]
-        if node.op_type == "Slice" and (begin := self._begin(node, part.axis)) is not None:
-            return [(value, part.at(part.axis, part.indices + begin))]
-        if node.op_type == "Concat" and operator.axis(0) == part.axis:
-            return self._joined(node, part)
-        axes = axes_of_inputs(operator, part.axis) if node.op_type in _SPLIT else None
+            return [(value, self._before_split(node, output_shards, operator.axis(0)))]
+        if node.op_type == "Slice":
+            begin = self._slice_begin(node, shard.axis)
+            if begin is not None:
+                return [(value, shard.with_offset(begin))]
+        if node.op_type == "Concat" and operator.axis(0) == shard.axis:
+            return self._before_concat(node, shard)
+        axes = axes_of_inputs(operator, shard.axis) if node.op_type in _SPLIT else None
         if axes is None:
-            raise NotSplit(f"{node.op_type} is not known to be split")
-        needs = [
-            (other, part.at(axis))
-            for other, axis in zip(node.input, axes, strict=True)
-            if axis is not None and not self._is_repeated(node, other, axis) and not self._is_alike(other, axis, part)
-        ]
-        if node.op_type not in ELEMENTWISE | {"Concat"} and [other for other, _ in needs] != [value]:
-            raise NotSplit(f"{node.op_type} goes over all of what would be split")
-        return needs
+            raise SplitError(f"{node.op_type} is not known to be split")
+        shards = []
+        for operand, axis in zip(node.input, axes, strict=True):
+            if axis is None or self._is_broadcast(node, operand, axis) or self._is_constant(operand, axis, shard):
+                continue
+            shards.append((operand, shard.on_axis(axis)))
+        if node.op_type not in ELEMENTWISE | {"Concat"} and [operand for operand, _ in shards] != [value]:
+            raise SplitError(f"{node.op_type} goes over all of what would be split")
+        return shards
 
     def size(self, name: str, axis: int) -> int:
         size = self.shapes[name][axis]
         if not isinstance(size, int):
-            raise NotSplit(f"{name} has no fixed size along axis {axis}")
+            raise SplitError(f"{name} has no fixed size along axis {axis}")
         return size
 
     def _operator(self, node: onnx.NodeProto) -> Operator:
-        inputs, outputs = ([self.shapes.get(name, ()) for name in names] for names in (node.input, node.output))
         constants = self.constants
         return Operator(
-            node.op_type, attributes_of(node), inputs, outputs, lambda position: constants.get(node.input[position])
+            node.op_type,
+            attributes_of(node),
+            [self.shapes.get(name, ()) for name in node.input],
+            [self.shapes.get(name, ()) for name in node.output],
+            lambda position: constants.get(node.input[position]),
         )
 
-    def _is_repeated(self, node: onnx.NodeProto, name: str, axis: int) -> bool:
-        """Return whether one number stands beside several of another input."""
+    def _is_broadcast(self, node: onnx.NodeProto, name: str, axis: int) -> bool:
         return node.op_type in ELEMENTWISE and len(node.input) > 1 and self.shapes[name][axis] == 1
 
-    def _is_alike(self, name: str, axis: int, part: ShardIndices) -> bool:
-        """Return whether an input is a constant, which must be the same at all ranks, as engines are."""
+    def _is_constant(self, name: str, axis: int, shard: ShardIndices) -> bool:
+        """Return whether an input is a constant. Raises SplitError if its values differ by rank: engines are shared."""
         if name not in self.constants:
             return False
-        taken = [np.take(self.constants[name], indices, axis) for indices in part.indices]
-        if any(not np.array_equal(other, taken[0]) for other in taken):
-            raise NotSplit(f"a constant of {self.constants[name].shape} differs between the ranks' parts")
+        selected = [np.take(self.constants[name], indices, axis) for indices in shard.indices]
+        if any(not np.array_equal(array, selected[0]) for array in selected):
+            raise SplitError(f"a constant of {self.constants[name].shape} differs between the ranks' parts")
         return True
 
-    def _begin(self, node: onnx.NodeProto, part_axis: int) -> int | None:
-        """Return where a slice of an axis begins; None where it takes all of it."""
+    def _slice_begin(self, node: onnx.NodeProto, shard_axis: int) -> int | None:
+        """Return where a slice of an axis begins; None where the axis is not sliced."""
         value = node.input[0]
-        starts, _, axes, *steps = (self.constants[other].tolist() for other in node.input[1:5])
+        starts, _, axes, *steps = (self.constants[name].tolist() for name in node.input[1:5])
         for number, (start, axis) in enumerate(zip(starts, axes, strict=True)):
-            if axis % len(self.shapes[value]) == part_axis:
-                if steps and steps[0][number] != 1:
-                    raise NotSplit("every other number of what would be split is taken")
-                return start if start >= 0 else start + self.size(value, part_axis)
+            if axis % len(self.shapes[value]) != shard_axis:
+                continue
+            if steps and steps[0][number] != 1:
+                raise SplitError("every other number of what would be split is taken")
+            return start if start >= 0 else start + self.size(value, shard_axis)
         return None
 
-    def _before_split(self, node: onnx.NodeProto, parts: Mapping[str, ShardIndices], axis: int) -> ShardIndices:
-        wants = []
+    def _before_split(self, node: onnx.NodeProto, output_shards: Mapping[str, ShardIndices], axis: int) -> ShardIndices:
+        shards = []
         offset = 0
         for name in node.output:
-            if name not in parts:
-                raise NotSplit(f"{name} is not read")
-            part = parts[name]
-            wants.append(part.at(axis, part.indices + offset) if part.axis == axis else part)
+            if name not in output_shards:
+                raise SplitError(f"{name} is not read")
+            shard = output_shards[name]
+            shards.append(shard.with_offset(offset) if shard.axis == axis else shard)
             offset += self.size(name, axis)
-        return merged(node.input[0], wants)
+        return merge_shards(node.input[0], shards)
 
-    def _joined(self, node: onnx.NodeProto, part: ShardIndices) -> Needs:
-        """Return what each rank holds of values that are joined along the axis of its part."""
-        needs = []
+    def _before_concat(self, node: onnx.NodeProto, shard: ShardIndices) -> InputShards:
+        """Return the shards of values that are concatenated along the axis of `shard`."""
+        shards = []
         offset = 0
         for value in node.input:
-            size = self.size(value, part.axis)
-            inside = (part.indices >= offset) & (part.indices < offset + size)
-            counts = inside.sum(axis=1)
+            size = self.size(value, shard.axis)
+            is_inside = (shard.indices >= offset) & (shard.indices < offset + size)
+            counts = is_inside.sum(axis=1)
             if counts.min() != counts.max() or not counts.min():
-                raise NotSplit("ranks hold different numbers of what is joined")
-            needs.append((value, part.at(part.axis, part.indices[inside].reshape(self.ranks, -1) - offset)))
+                raise SplitError("ranks hold different numbers of what is joined")
+            indices = shard.indices[is_inside].reshape(self.ranks, -1) - offset
+            shards.append((value, ShardIndices(shard.axis, indices)))
             offset += size
-        return needs
+        return shards

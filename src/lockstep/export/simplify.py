@@ -1,11 +1,9 @@
-"""Bring a traced graph to packed form.
-
-It drops the leading batch dimension of 1 that transformers' modules carry.
+"""Bring a traced graph to packed form, without the leading batch dimension of 1 of transformers' modules.
 
 In: a traced graph whose values are `[1, num_tokens, ...]`. Out: the same computation on `[num_tokens, ...]`, rebuilt
-node by node. Each value has a full form and a short one (without the leading 1); whichever a node needs is made from
-the other on demand, so a node that no rule fits keeps its full form between an Unsqueeze and a Squeeze: unusual
-operators cost a node, never correctness.
+node by node. Each value has a full form and a short one (without the leading 1); either is made from the other on
+demand. A node that no rule fits keeps its full form between an Unsqueeze and a Squeeze: unusual operators cost a node,
+never correctness.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from lockstep.export.axes import ELEMENTWISE, REDUCTIONS, Operator, axes_of_inputs
-from lockstep.export.known import array_of, axis_of, constant, node_of, required, shape_of
+from lockstep.export.ir_tools import array_of, axis_of, constant, node_of, required, shape_of
 from lockstep.export.movement import merge_movement, same_shape
 
 _ALONG_AXES = ELEMENTWISE.union(
@@ -27,7 +25,7 @@ _AXES_INPUTS = {"Slice": 3, **dict.fromkeys(REDUCTIONS, 1)}
 
 
 def pack(model: ir.Model) -> ir.Model:
-    """Return a new model without leading ones and idle movement, with the same names of inputs and outputs."""
+    """Return a new model without leading ones and idle movement, with the same input and output names."""
     packed = ir.Model(_Packer(model.graph).run(), ir_version=model.ir_version)
     merge_movement(packed.graph)
     passes.CommonSubexpressionEliminationPass()(packed)
@@ -47,16 +45,17 @@ class _Packer:
     def run(self) -> ir.Graph:
         inputs = [self._copy(value) for value in self.old.inputs]
         for value in self.old.initializers.values():
-            assert value.name is not None  # what it is registered by
+            assert value.name is not None  # initializers are registered by name
             self.initializers[value.name] = self._copy(value)
         for node in self.old:
             if not self._rewrite(node):
                 self._keep(node)
         outputs = []
         for value in self.old.outputs:
-            outputs.append(self._full(value))
-            outputs[-1].name = value.name
-        graph = ir.Graph(
+            output = self._full(value)
+            output.name = value.name
+            outputs.append(output)
+        return ir.Graph(
             inputs,
             outputs,
             nodes=self.nodes,
@@ -64,7 +63,6 @@ class _Packer:
             opset_imports=dict(self.old.opset_imports),
             name=self.old.name,
         )
-        return graph
 
     def _copy(self, value: ir.Value) -> ir.Value:
         new = ir.Value(name=value.name, shape=value.shape, type=value.type, const_value=value.const_value)
@@ -84,17 +82,17 @@ class _Packer:
             if array is not None:
                 self.short[value] = self._const(array[0])
             else:
-                self.short[value] = self._emit(
-                    "Squeeze", [self.full[value], self._const([0])], shape_of(value)[1:], value.dtype
-                )
+                inputs = [self.full[value], self._const([0])]
+                self.short[value] = self._emit("Squeeze", inputs, shape_of(value)[1:], value.dtype)
         return self.short[value]
 
-    def _const(self, array: Sequence[int] | np.ndarray) -> ir.Value:
-        array = np.asarray(array, dtype=np.int64 if isinstance(array, (list, tuple)) else None)
+    def _const(self, numbers: Sequence[int] | np.ndarray) -> ir.Value:
+        array = numbers if isinstance(numbers, np.ndarray) else np.asarray(numbers, np.int64)
         key = (array.dtype.str, array.shape, array.tobytes())
         if key not in self.constants:
             name = f"packed_const_{len(self.constants)}"
-            self.constants[key] = self.initializers[name] = constant(name, array)
+            self.constants[key] = constant(name, array)
+            self.initializers[name] = self.constants[key]
         return self.constants[key]
 
     def _emit(
@@ -108,10 +106,11 @@ class _Packer:
         return self.nodes[-1].outputs[0]
 
     def _keep(self, node: ir.Node) -> None:
+        inputs = [None if value is None else self._full(value) for value in node.inputs]
         new = ir.Node(
             node.domain,
             node.op_type,
-            [None if value is None else self._full(value) for value in node.inputs],
+            inputs,
             list(node.attributes.values()),
             overload=node.overload,
             num_outputs=len(node.outputs),
@@ -125,31 +124,29 @@ class _Packer:
 
     # --- the rules ---
 
-    def _leads(self, value: ir.Value | None) -> bool:
+    def _has_leading_one(self, value: ir.Value | None) -> bool:
         """Return whether a value is computed and has a leading dimension of exactly 1."""
         if value is None or value.shape is None or len(value.shape) < 2 or value.shape[0] != 1:
             return False
         return value.producer() is not None
 
     def _rewrite(self, node: ir.Node) -> bool:
-        """Emit the node in short form if a rule fits; return whether all its outputs are served."""
-        if node.domain not in ("", "ai.onnx") or any(
-            a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values()
-        ):
+        """Emit the node in short form if a rule fits; return whether all its outputs were made."""
+        if node.domain not in ("", "ai.onnx") or any(map(_has_subgraph, node.attributes.values())):
             return False
         if any(value is not None and value.shape is None for value in (*node.inputs, *node.outputs)):
             return False
         if node.op_type == "Reshape":
             return self._reshape(node)
-        if node.op_type == "Gather" and self._leads(node.inputs[0]):
+        if node.op_type == "Gather" and self._has_leading_one(node.inputs[0]):
             return self._gather(node)
-        if not all(self._leads(value) for value in node.outputs):
+        if not all(self._has_leading_one(value) for value in node.outputs):
             return False
         if node.op_type == "Unsqueeze":
             return self._unsqueeze(node)
         return node.op_type in _ALONG_AXES and self._along_axes(node)
 
-    def _serve(self, node: ir.Node, inputs: Sequence[ir.Value | None], attributes: Sequence[ir.Attr]) -> bool:
+    def _emit_short(self, node: ir.Node, inputs: Sequence[ir.Value | None], attributes: Sequence[ir.Attr]) -> bool:
         new = ir.Node(node.domain, node.op_type, inputs, attributes, num_outputs=len(node.outputs))
         self.nodes.append(new)
         for old, value in zip(node.outputs, new.outputs, strict=True):
@@ -160,32 +157,35 @@ class _Packer:
         return True
 
     def _along_axes(self, node: ir.Node) -> bool:
-        """Emit an operator by the axes that go with the leading one; others are counted from the end."""
+        """Emit an operator by the input axes of the leading output axis; axis attributes count from the end then."""
         operator = Operator.of(node)
         axes = axes_of_inputs(operator, 0) or ()
-        rows = node.op_type == "MatMul" and len(operator.outputs[0]) < 3
-        if 0 not in axes or rows or not operator.attributes.get("keepdims", 1):
+        is_matrix_product = node.op_type == "MatMul" and len(operator.outputs[0]) < 3  # its leading axis is the rows
+        if 0 not in axes or is_matrix_product or not operator.attributes.get("keepdims", 1):
             return False
         inputs: list[ir.Value | None] = []
         for value, axis in zip(node.inputs, axes, strict=True):
-            if value is None or axis is None:
-                inputs.append(None if value is None else self._full(value))
-            elif self._leads(value) or (array_of(value) is not None and shape_of(value)[0] == 1):
+            if value is None:
+                inputs.append(None)
+            elif axis is None:
+                inputs.append(self._full(value))
+            elif self._has_leading_one(value) or (array_of(value) is not None and shape_of(value)[0] == 1):
                 inputs.append(self._short(value))
             else:
                 return False
         attributes = list(node.attributes.values())
         if node.op_type == "Transpose":
-            attributes = [ir.AttrInt64s("perm", [place - 1 for place in operator.attributes["perm"][1:]])]
+            attributes = [ir.AttrInt64s("perm", [axis - 1 for axis in operator.attributes["perm"][1:]])]
         elif "axis" in operator.attributes:
             attributes = [attribute for attribute in attributes if attribute.name != "axis"]
             attributes.append(ir.AttrInt64("axis", operator.axis(0) - operator.rank))
-        if (position := _AXES_INPUTS.get(node.op_type)) is not None:
+        if node.op_type in _AXES_INPUTS:
+            position = _AXES_INPUTS[node.op_type]
             numbers = operator.numbers(position)
             if not numbers:
                 return False
             inputs[position] = self._const([number % operator.rank - operator.rank for number in numbers])
-        return self._serve(node, inputs, attributes)
+        return self._emit_short(node, inputs, attributes)
 
     def _gather(self, node: ir.Node) -> bool:
         data = required(node.inputs[0])
@@ -195,11 +195,10 @@ class _Packer:
         if axis == 0 and index is not None and index.ndim == 0 and index == 0:  # x[0]
             self.full[out] = self._short(data)
             return True
-        if axis == 0 or not self._leads(out):
+        if axis == 0 or not self._has_leading_one(out):
             return False
-        return self._serve(
-            node, [self._short(data), self._full(required(node.inputs[1]))], [ir.AttrInt64("axis", axis - 1)]
-        )
+        inputs = [self._short(data), self._full(required(node.inputs[1]))]
+        return self._emit_short(node, inputs, [ir.AttrInt64("axis", axis - 1)])
 
     def _unsqueeze(self, node: ir.Node) -> bool:
         numbers = array_of(node.inputs[1])
@@ -208,11 +207,11 @@ class _Packer:
         data = required(node.inputs[0])
         out = node.outputs[0]
         axes = sorted(int(axis) % len(shape_of(out)) for axis in numbers)
-        source = self._full(data) if 0 in axes else self._short(data)
-        rest = [axis - 1 for axis in axes if axis != 0]
-        self.short[out] = (
-            self._emit("Unsqueeze", [source, self._const(rest)], shape_of(out)[1:], out.dtype) if rest else source
-        )
+        short = self._full(data) if 0 in axes else self._short(data)
+        short_axes = [axis - 1 for axis in axes if axis != 0]
+        if short_axes:
+            short = self._emit("Unsqueeze", [short, self._const(short_axes)], shape_of(out)[1:], out.dtype)
+        self.short[out] = short
         return True
 
     def _reshape(self, node: ir.Node) -> bool:
@@ -220,11 +219,15 @@ class _Packer:
         data = required(node.inputs[0])
         out = node.outputs[0]
         target = array_of(node.inputs[1])
-        if target is None or not (self._leads(data) or self._leads(out)):
+        if target is None or not (self._has_leading_one(data) or self._has_leading_one(out)):
             return False
-        source = self._short(data) if self._leads(data) else self._full(data)
-        shape = list(shape_of(out)[1:] if self._leads(out) else shape_of(out))
-        store = self.short if self._leads(out) else self.full
+        source = self._short(data) if self._has_leading_one(data) else self._full(data)
+        if self._has_leading_one(out):
+            store = self.short
+            shape = list(shape_of(out)[1:])
+        else:
+            store = self.full
+            shape = list(shape_of(out))
         if same_shape(shape_of(source), shape):
             store[out] = source
             return True
@@ -233,3 +236,7 @@ class _Packer:
             return False
         store[out] = self._emit("Reshape", [source, self._const(static)], shape, out.dtype)
         return True
+
+
+def _has_subgraph(attribute: ir.Attr) -> bool:
+    return attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)

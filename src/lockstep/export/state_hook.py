@@ -1,8 +1,8 @@
-"""What mixes tokens through a state, as transformers' functions do it, during a trace.
+"""Replace transformers' functions of recurrent layers by markers during a trace.
 
-In: calls of the functions that transformers' recurrent layers share, by name. Out: marker operators without
-parameters, whose past is a state of fixed size; what has weights is computed around them, token by token. So no model
-needs code of its own.
+In: calls of the functions that transformers' recurrent layers share. Out: marker operators without parameters, whose
+past is a state of fixed size; operators with weights surround them and work token by token. So no model needs custom
+code.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def _convolution(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     activation: str | None = None,
-    **rest: Any,
+    **options: Any,
 ) -> torch.Tensor:
-    """Stand for `causal_conv1d_fn`; hidden_states [1, size, num_tokens], weight [size, width]."""
-    _refuse_packed(rest)
+    """Replace `causal_conv1d_fn`; hidden_states [1, size, num_tokens], weight [size, width]."""
+    _check_one_sequence(options)
     size, width = weight.shape
     value = hidden_states.to(weight.dtype)[0].t()
     window = marker("TokenWindow", [value], (value.shape[0], width * size), layer=_layer.get(), width=width)
@@ -49,7 +49,7 @@ def _convolution(
 
 @dataclass(frozen=True)
 class Recurrent:
-    """What a recurrence takes, float32.
+    """The inputs of a recurrence, float32.
 
     query, key [num_tokens, key_heads, size], value [num_tokens, value_heads, size], decay (a logarithm) and beta
     [num_tokens, value_heads]; beta None: plain linear attention.
@@ -75,20 +75,25 @@ def delta_inputs(
     g: torch.Tensor,
     beta: torch.Tensor,
     use_qk_l2norm_in_kernel: bool = False,
-    **rest: Any,
+    **options: Any,
 ) -> Recurrent:
-    """Return what the delta rule takes, of the arguments of `torch_chunk_gated_delta_rule`, [1, num_tokens, ...]."""
-    _refuse_packed(rest)
-    query, key, value, g, beta = (each[0].float() for each in (query, key, value, g, beta))
+    """Return the inputs of the delta rule from arguments of `torch_chunk_gated_delta_rule`, [1, num_tokens, ...]."""
+    _check_one_sequence(options)
+    query, key, value, g, beta = (tensor[0].float() for tensor in (query, key, value, g, beta))
     if use_qk_l2norm_in_kernel:
-        query, key = (each * torch.rsqrt((each * each).sum(-1, keepdim=True) + 1e-6) for each in (query, key))
+        query = _l2_norm(query)
+        key = _l2_norm(key)
     return Recurrent(query * query.shape[-1] ** -0.5, key, value, g, beta)
 
 
+def _l2_norm(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * torch.rsqrt((tensor * tensor).sum(-1, keepdim=True) + 1e-6)
+
+
 def _delta_rule(original: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[torch.Tensor, None]:
-    """Stand for `torch_chunk_gated_delta_rule`."""
-    taken = bound_arguments(original, arguments, options)
-    return delta_inputs(**taken).marker("DeltaRule").to(taken["value"].dtype)[None], None
+    """Replace `torch_chunk_gated_delta_rule`."""
+    bound = bound_arguments(original, arguments, options)
+    return delta_inputs(**bound).marker("DeltaRule").to(bound["value"].dtype)[None], None
 
 
 def scan_inputs(
@@ -100,10 +105,10 @@ def scan_inputs(
     dt_bias: torch.Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
-    **rest: Any,
+    **options: Any,
 ) -> Recurrent:
-    """Return what linear attention takes, of the arguments of `mamba2_chunk_scan`, [1, num_tokens, ...]."""
-    _refuse_packed(rest)
+    """Return the inputs of linear attention from arguments of `mamba2_chunk_scan`, [1, num_tokens, ...]."""
+    _check_one_sequence(options)
     if dt_bias is not None:
         dt = dt + dt_bias.to(dt.dtype)
     if dt_softplus:
@@ -114,25 +119,27 @@ def scan_inputs(
 
 
 def _scan(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Stand for `mamba2_chunk_scan`."""
-    taken = bound_arguments(original, arguments, options)
-    output = scan_inputs(**taken).marker("LinearAttention")[None]
-    if taken.get("D") is not None:
-        output = output + taken["D"][..., None] * taken["hidden_states"].float()
-    return (output, None) if taken.get("return_final_states") else output
+    """Replace `mamba2_chunk_scan`."""
+    bound = bound_arguments(original, arguments, options)
+    output = scan_inputs(**bound).marker("LinearAttention")[None]
+    if bound.get("D") is not None:
+        output = output + bound["D"][..., None] * bound["hidden_states"].float()
+    return (output, None) if bound.get("return_final_states") else output
 
 
 def bound_arguments(
     function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> dict[str, Any]:
+    """Return a call's arguments {name: value}, with those in its `**kwargs` too."""
     bound = inspect.signature(function).bind(*arguments, **options).arguments
-    return {**{name: value for name, value in bound.items() if name != "kwargs"}, **bound.get("kwargs", {})}
+    extra = bound.pop("kwargs", {})
+    return {**bound, **extra}
 
 
-def _refuse_packed(rest: Mapping[str, Any]) -> None:
-    """Refuse arguments that tell packed sequences apart: the graphs get one sequence after another."""
+def _check_one_sequence(options: Mapping[str, Any]) -> None:
+    """Raise InputError for arguments that separate packed sequences: the graphs get one sequence after another."""
     for name in ("seq_idx", "cu_seqlens", "cu_seq_lens_q"):
-        if rest.get(name) is not None:
+        if options.get(name) is not None:
             raise InputError(f"its recurrent layers are told of packed sequences ({name}); expected one sequence")
 
 
@@ -145,30 +152,32 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 @contextlib.contextmanager
 def state_markers(model: PreTrainedModel, layers: Sequence[torch.nn.Module], numbers: Sequence[int]) -> Iterator[None]:
-    """Let a model's recurrent layers leave markers. numbers: those of its `layers`, which the markers bear."""
+    """Let a model's recurrent layers emit markers that carry the `numbers` of its `layers`."""
     with replaced(model, _FUNCTIONS), numbered(layers, numbers):
         yield
 
 
 @contextlib.contextmanager
 def replaced(model: PreTrainedModel, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Replace functions by name in the Python modules of a model's classes; they are given the original first."""
-    homes = {name: sys.modules[name] for name in sorted({type(module).__module__ for module in model.modules()})}
-    originals = [
-        (home, name, getattr(home, name)) for home in homes.values() for name in functions if hasattr(home, name)
-    ]
-    for home, name, original in originals:
-        setattr(home, name, functools.partial(functions[name], original))
+    """Replace functions by name in the Python modules of a model's classes; the original becomes the first argument."""
+    module_names = sorted({type(module).__module__ for module in model.modules()})
+    originals = []
+    for python_module in [sys.modules[name] for name in module_names]:
+        for name in functions:
+            if hasattr(python_module, name):
+                originals.append((python_module, name, getattr(python_module, name)))
+    for python_module, name, original in originals:
+        setattr(python_module, name, functools.partial(functions[name], original))
     try:
         yield
     finally:
-        for home, name, original in originals:
-            setattr(home, name, original)
+        for python_module, name, original in originals:
+            setattr(python_module, name, original)
 
 
 @contextlib.contextmanager
 def numbered(layers: Sequence[torch.nn.Module], numbers: Sequence[int]) -> Iterator[None]:
-    """Tell what is called inside a layer the layer's number."""
+    """Set the number of a layer while it runs, for `current_layer`."""
     hooks = [
         layer.register_forward_pre_hook(lambda *_, number=number: _layer.set(number) and None)
         for layer, number in zip(layers, numbers, strict=True)

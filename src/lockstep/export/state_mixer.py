@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from lockstep.export.canonical import Graph, canonical
-from lockstep.export.known import GraphWriter, Operand
+from lockstep.export.ir_tools import GraphWriter, Operand
 
 _END = 2**31 - 1
 _SPAN = 64  # tokens of a prompt that a recurrence computes by products: as many as transformers does
@@ -22,7 +22,7 @@ _SPAN = 64  # tokens of a prompt that a recurrence computes by products: as many
 
 @dataclass(frozen=True)
 class TokenWindow:
-    """Each token beside the `width` - 1 before it, oldest first, which are the state."""
+    """Each token after the `width` - 1 before it, oldest first, which are the state."""
 
     size: int
     width: int
@@ -46,10 +46,12 @@ class TokenWindow:
     def prefill(self, build: Builder) -> tuple[ir.Value, ir.Value]:
         past = build.op("Squeeze", build.state, [0])
         rows = build.op("Concat", build.cast(past, self.dtype), build.inputs["value"], axis=0)
-        ends = [back or _END for back in range(1 - self.width, 1)]
-        parts = [build.op("Slice", rows, [start], [end], [0]) for start, end in enumerate(ends)]
+        windows = []
+        for start in range(self.width):
+            end = start + 1 - self.width or _END  # a negative end counts from the last token
+            windows.append(build.op("Slice", rows, [start], [end], [0]))
         last = build.op("Slice", rows, [1 - self.width], [_END], [0])
-        return build.op("Concat", *parts, axis=1), build.op("Unsqueeze", last, [0])
+        return build.op("Concat", *windows, axis=1), build.op("Unsqueeze", last, [0])
 
     def decode(self, build: Builder) -> tuple[ir.Value, ir.Value]:
         new = build.op("Unsqueeze", build.inputs["value"], [1])
@@ -63,7 +65,7 @@ class Recurrence:
     """The gated delta rule (Yang et al. 2024), or without beta linear attention with decay (Mamba-2, Dao and Gu 2024).
 
     A token's state is S = exp(decay) S + key (beta (value - key exp(decay) S)), without beta exp(decay) S + key value;
-    it gives query S. sizes: numbers of a token by input. state: [value_heads, key_dim, value_dim]; consecutive
+    its output is query S. sizes_by_name: of a token's inputs. state: [value_heads, key_dim, value_dim]; consecutive
     value heads share a key head.
     """
 
@@ -102,10 +104,10 @@ class Recurrence:
         return self.sizes_by_name["value"], self.dtype
 
     def prefill(self, build: Builder) -> tuple[ir.Value, ir.Value]:
-        """Compute `_SPAN` tokens at a time: products within a span, of which only the state goes on to the next.
+        """Compute `_SPAN` tokens at a time: by products within a span, whose state goes to the next span.
 
-        Method: the UT transform of Yang et al. 2024, section 3. What a token takes back of the values before it is a
-        unit lower triangular system; its inverse is put together from those of its halves.
+        Method: the UT transform of Yang et al. 2024, section 3. What a token subtracts for the values before it is a
+        unit lower triangular system; its inverse is composed of those of its halves.
         """
         group = self.value_heads // self.key_heads
         op = build.op
@@ -115,63 +117,66 @@ class Recurrence:
         pads = op("Concat", [0, 0], missing, [0], axis=0)
 
         def spans(name: str, heads: int, size: int) -> ir.Value:
-            """Return an input as [spans, key_heads, heads, _SPAN, size]; tokens that are missing are zeros."""
+            """Return an input as [spans, key_heads, heads, _SPAN, size], padded with zeros."""
             rows = op("Pad", build.inputs[name], pads)
             rows = op("Reshape", rows, [-1, span, self.key_heads, heads, size])
             return op("Transpose", rows, perm=[0, 2, 3, 1, 4])
 
-        def turned(value: ir.Value) -> ir.Value:
+        def transposed(value: ir.Value) -> ir.Value:
             return op("Transpose", value, perm=[0, 1, 2, 4, 3])
 
-        query, key = (spans(name, 1, self.key_dim) for name in ("query", "key"))
+        query = spans("query", 1, self.key_dim)
+        key = spans("key", 1, self.key_dim)
         value = spans("value", group, self.value_dim)
-        total = op("CumSum", spans("decay", group, 1), np.int64(3))  # [..., span, 1]
-        until = op("Exp", total)
+        total_decay = op("CumSum", spans("decay", group, 1), np.int64(3))  # [..., span, 1]
+        decay_from_start = op("Exp", total_decay)
         row = np.arange(span)[:, None]
         column = np.arange(span)
-        between = op("Where", row >= column, op("Sub", total, turned(total)), np.float32(-1e30))
-        between = op("Exp", between)  # the decay from one token of a span to another
+        difference = op("Sub", total_decay, transposed(total_decay))
+        # The decay from one token of a span to a later one; 0 to earlier ones.
+        decay_between = op("Exp", op("Where", row >= column, difference, np.float32(-1e30)))
+        delta_key = []
         if "beta" in self.sizes_by_name:
             beta = spans("beta", group, 1)
-            system = op("Mul", op("Mul", op("MatMul", key, turned(key)), between), beta)
+            system = op("Mul", op("Mul", op("MatMul", key, transposed(key)), decay_between), beta)
             inverse: Operand = np.eye(span, dtype=np.float32)
             half = 1
             while half < span:
-                beside = (row // half % 2 == 1) & (column // half == row // half - 1)
-                corner = op("Mul", system, beside.astype(np.float32))
+                is_corner = (row // half % 2 == 1) & (column // half == row // half - 1)
+                corner = op("Mul", system, is_corner.astype(np.float32))
                 inverse = op("Sub", inverse, op("MatMul", op("MatMul", inverse, corner), inverse))
                 half *= 2
             value = op("MatMul", inverse, op("Mul", value, beta))
-            taken = [op("MatMul", inverse, op("Mul", op("Mul", key, beta), until))]
-        else:
-            taken = []
-        last = op("Slice", total, [-1], [_END], [3])
-        left = op("Mul", key, op("Exp", op("Sub", last, total)))
-        attention = op("Mul", op("MatMul", query, turned(key)), between)
-        inputs = [value, op("Mul", query, until), attention, turned(left), op("Exp", last), *taken]
+            delta_key = [op("MatMul", inverse, op("Mul", op("Mul", key, beta), decay_from_start))]
+        span_decay = op("Slice", total_decay, [-1], [_END], [3])
+        key_to_end = op("Mul", key, op("Exp", op("Sub", span_decay, total_decay)))
+        attention = op("Mul", op("MatMul", query, transposed(key)), decay_between)
+        scan_query = op("Mul", query, decay_from_start)
+        inputs = [value, scan_query, attention, transposed(key_to_end), op("Exp", span_decay), *delta_key]
         rows, state = self._scan(build, inputs)
         rows = op("Reshape", op("Transpose", rows, perm=[0, 3, 1, 2, 4]), [-1, self.output[0]])
         return op("Slice", rows, [0], count, [0]), state
 
     def _scan(self, build: Builder, inputs: Sequence[ir.Value]) -> tuple[ir.Value, ir.Value]:
-        """Return what the spans give, [spans, key_heads, group, _SPAN, value_dim], and the state behind the last.
+        """Return the spans' outputs, [spans, key_heads, group, _SPAN, value_dim], and the state after the last.
 
-        inputs: by span the values, the queries, their weights on the span's own values, the keys, the decay of all of
-        it, and what the values take back of the state before.
+        inputs: by span the values, the queries, their weights on the span's own values, the keys, the decay over the
+        whole span, and for the delta rule the keys that read what the values subtract from the state before.
         """
         heads = (self.key_heads, self.value_heads // self.key_heads)
         keys = self.key_dim
         values = self.value_dim
         shapes = [(_SPAN, values), (_SPAN, keys), (_SPAN, _SPAN), (keys, _SPAN), (1, 1), (_SPAN, keys)]
         body = Builder.of_body((*heads, keys, values), [(*heads, *shape) for shape in shapes[: len(inputs)]])
-        new, query, attention, key, decay, *taken = body.inputs.values()
-        if taken:
-            new = body.op("Sub", new, body.op("MatMul", taken[0], body.state))
+        # Names within the body are not canonicalised: the order of its operators is part of a graph's digest.
+        new, query, attention, key, decay, *delta_key = body.inputs.values()
+        if delta_key:
+            new = body.op("Sub", new, body.op("MatMul", delta_key[0], body.state))
         rows = body.op("Add", body.op("MatMul", query, body.state), body.op("MatMul", attention, new))
-        after = body.op("Add", body.op("Mul", body.state, decay), body.op("MatMul", key, new))
-        _name(after, "span_state_out", [*heads, keys, values], self.dtype)
+        next_state = body.op("Add", body.op("Mul", body.state, decay), body.op("MatMul", key, new))
+        _name(next_state, "span_state_out", [*heads, keys, values], self.dtype)
         _name(rows, "span_attention", [*heads, _SPAN, values], self.dtype)
-        body.graph.outputs.extend([after, rows])
+        body.graph.outputs.extend([next_state, rows])
         state = build.op("Reshape", build.state, [*heads, keys, values])
         attributes = [ir.AttrGraph("body", body.graph), ir.AttrInt64("num_scan_inputs", len(inputs))]
         node = ir.Node("", "Scan", [state, *inputs], attributes, num_outputs=2)
@@ -184,7 +189,8 @@ class Recurrence:
         def heads(name: str, *dims: int) -> ir.Value:
             return build.op("Reshape", build.inputs[name], [-1, self.key_heads, *dims])
 
-        query, key = (heads(name, 1, 1, self.key_dim) for name in ("query", "key"))
+        query = heads("query", 1, 1, self.key_dim)
+        key = heads("key", 1, 1, self.key_dim)
         column = heads("key", 1, self.key_dim, 1)
         value = heads("value", group, 1, self.value_dim)
         state = build.op("Reshape", build.state, [-1, self.key_heads, group, self.key_dim, self.value_dim])
@@ -217,13 +223,13 @@ def decode(mixer: StateGraph) -> Graph:
 
 
 def without_state(mixer: StateGraph) -> Graph:
-    """Build the mixer of one whole sequence. As `prefill` behind nothing; gives `attention` alone."""
+    """Build the mixer of one whole sequence, without past and state_out. As `prefill`; returns `attention` alone."""
     build = Builder(mixer, "num_tokens", None)
     return build.finish("attention", mixer.prefill(build)[0], None)
 
 
 class Builder(GraphWriter):
-    """A graph that takes a mixer's inputs and its past state. requests: None for a constant state of zeros."""
+    """A graph that has a mixer's inputs and its past state. requests: None for a constant state of zeros."""
 
     def __init__(self, mixer: StateGraph, tokens: str, requests: str | int | None):
         self.mixer = mixer
@@ -240,7 +246,7 @@ class Builder(GraphWriter):
 
     @classmethod
     def of_body(cls, state: Sequence[int], inputs: Sequence[Sequence[int]]) -> Builder:
-        """Return the builder of one turn of a Scan: shapes of its state, and of what it takes."""
+        """Return the builder of the body of a Scan, from the shapes of its state and its inputs."""
         build = cls.__new__(cls)
         build.inputs = {
             f"taken_{number}": _value(f"taken_{number}", list(shape), ir.DataType.FLOAT)

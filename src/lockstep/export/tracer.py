@@ -1,13 +1,11 @@
-"""Trace the batchful part of a transformers causal LM, without its weights.
-
-And its embedding.
+"""Trace the batchful part and the embedding of a transformers causal LM, without its weights.
 
 In: a model's config.json as a mapping and a dtype. Out: an ONNX graph (onnx_ir) of `hidden [num_tokens, hidden_size]`,
 `position_ids [num_tokens]` -> `logits [num_tokens, vocab_size]` in which each token mixer is one node of the domain
 "lockstep" and each weight is an initializer without a value, named as in the checkpoint.
 
 Method: parameters are fake tensors (shape and dtype only); attention is replaced through transformers'
-`AttentionInterface`, recurrent functions by their names, so no model needs code of its own; `aten.linear` becomes
+`AttentionInterface`, recurrent functions by name, so no model needs custom code; `aten.linear` becomes
 `Gemm(transB=1)`, which reads weights in checkpoint layout.
 """
 
@@ -36,7 +34,7 @@ from lockstep.export.attention_hook import HOOK, unpacked
 from lockstep.export.bfloat16 import widen_unsupported
 from lockstep.export.embedding import at_entry, is_changed
 from lockstep.export.float64_constants import float64_constants
-from lockstep.export.known import shape_of
+from lockstep.export.ir_tools import shape_of
 from lockstep.export.language import build_config, per_layer_settings, refused_in_one_line, root_cause
 from lockstep.export.markers import DOMAIN
 from lockstep.export.quiet import quiet
@@ -93,38 +91,41 @@ def meta_model(config: Mapping[str, Any], precision: str) -> PreTrainedModel:
 
 
 def _compute_buffers(model: PreTrainedModel, model_type: str) -> None:
-    """Give the buffers that no checkpoint holds their values: their module does, or (Falcon-H1) one around it."""
+    """Give values to the buffers that no checkpoint has, by their module or (Falcon-H1) by one that contains it."""
     computed: dict[torch.nn.Module, list[str]] = {}
     for module in model.modules():
         buffers: dict[str, Any] = module._buffers
-        names = sorted(module._non_persistent_buffers_set)
-        for name in [name for name in names if getattr(buffers.get(name), "is_meta", 0)]:
-            if (numbers := buffers[name].numel()) > _MAX_TABLE:
+        for name in sorted(module._non_persistent_buffers_set):
+            buffer: Any = buffers.get(name)
+            if not getattr(buffer, "is_meta", False):
+                continue
+            numbers = buffer.numel()
+            if numbers > _MAX_TABLE:
                 raise InputError(
                     f"config.json: expected sizes of a model, found ones that make {name} a table of {numbers} numbers;"
                     " correct head_dim or max_position_embeddings"
                 )
-            buffers[name] = torch.full(buffers[name].shape, math.nan).to(buffers[name].dtype)
+            buffers[name] = torch.full(buffer.shape, math.nan).to(buffer.dtype)  # NaN marks values to compute
             computed.setdefault(module, []).append(name)
 
-    def unset(module: torch.nn.Module) -> list[str]:
+    def unset_buffers(module: torch.nn.Module) -> list[str]:
         values: dict[str, Any] = module._buffers
-        return [
-            name for name in computed.get(module, ()) if values[name].is_floating_point() and values[name].isnan().any()
-        ]
+        names = computed.get(module, ())
+        return [name for name in names if values[name].is_floating_point() and values[name].isnan().any()]
 
     cannot = f"model type {model_type!r} cannot be split: "
     refusal = f"{cannot}transformers gives no value for its buffers"
-    around = (module for module in model.modules() if any(unset(inner) for inner in module.modules()))
-    for module in (*computed, *around):
+    containing = (module for module in model.modules() if any(map(unset_buffers, module.modules())))
+    for module in (*computed, *containing):
         try:
             with float64_constants():
                 model._init_weights(module)
-        except AttributeError as error:  # a composite class looks for its language model's settings in itself
+        except AttributeError as error:  # a composite class expects its language model's settings in its own config
             reason = known_reason(model)
             raise InputError(f"{cannot}{reason}" if reason else f"{refusal}: {error}") from error
-    if missing := next(filter(None, map(unset, computed)), None):
-        raise InputError(f"{refusal} {missing}")
+    for module in computed:
+        if unset_buffers(module):
+            raise InputError(f"{refusal} {unset_buffers(module)}")
 
 
 def layer_list(model: PreTrainedModel) -> tuple[str, torch.nn.ModuleList]:
@@ -146,7 +147,7 @@ def select_layers(model: PreTrainedModel, indices: Sequence[int]) -> PreTrainedM
 
 @contextlib.contextmanager
 def only_layers(model: PreTrainedModel, indices: Sequence[int]) -> Iterator[None]:
-    """Let a model run only the layers `indices`, in that order; what is behind the last layer follows them."""
+    """Let a model run only the layers `indices`, in that order, and everything after its last layer."""
     name, layers = layer_list(model)
     parent, _, attribute = name.rpartition(".")
     owner = model.get_submodule(parent)
@@ -177,8 +178,9 @@ def _to_fake(model: PreTrainedModel, mode: FakeTensorMode) -> None:
                 if id(tensor) not in fakes:
                     with mode:
                         fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-                        is_parameter = store is module._parameters
-                        fakes[id(tensor)] = torch.nn.Parameter(fake, requires_grad=False) if is_parameter else fake
+                        if store is module._parameters:
+                            fake = torch.nn.Parameter(fake, requires_grad=False)
+                        fakes[id(tensor)] = fake
                 store[name] = fakes[id(tensor)]
 
 
@@ -192,7 +194,7 @@ class _Packed(torch.nn.Module):
     def __init__(self, model: PreTrainedModel, first_layer: torch.nn.Module):
         super().__init__()
         self.model_under_trace = model
-        # no module of its own, whose weights have names
+        # In a tuple, so that it is no submodule: its weights would get a second name.
         self._first_layer = (first_layer,) if is_changed(model, first_layer) else ()
 
     def forward(
@@ -228,23 +230,21 @@ def trace(meta: PreTrainedModel, indices: Sequence[int]) -> Trace:
         with unpacked():
             packed = _Packed(model, layers[0])
     with state_markers(model, list(layers), indices):
-        whole = _export(packed, inputs, ("logits", "embedded"))
-    graph = _part(whole, ("hidden", "position_ids"), "logits")
-    embedding = _part(whole, ("token_ids",), "embedded")
+        traced_model = _export(packed, inputs, ("logits", "embedded"))
+    graph = _part(traced_model, ("hidden", "position_ids"), "logits")
+    embedding = _part(traced_model, ("token_ids",), "embedded")
     embedding.graph.outputs[0].name = "hidden"
     state = set(model.state_dict())
     weights = _name_weights(graph, state, ties)
     calls = [node.attributes["layer"].value for node in graph.graph if node.domain == DOMAIN]
     mixing = [index for index in indices if index in calls]
-    if (
-        list(dict.fromkeys(calls)) != mixing
-        or indices[0] not in mixing
-        or mixing != list(indices)
-        and known_reason(model)
-    ):
-        how = f"calls it for layers {calls}" if calls else "computes attention in its own code"
-        reason = known_reason(model) or (
-            f"it {how}; expected one attention for each layer, the first at least, through transformers' attention "
+    is_ordered = list(dict.fromkeys(calls)) == mixing
+    reason_not_to_split = known_reason(model)
+    # Layers without a mixer are fine (Nemotron-H), unless the model is known to hide one.
+    if not is_ordered or indices[0] not in mixing or (mixing != list(indices) and reason_not_to_split):
+        call = f"calls it for layers {calls}" if calls else "computes attention in its own code"
+        reason = reason_not_to_split or (
+            f"it {call}; expected one attention for each layer, the first at least, through transformers' attention "
             f"interface, in the order of the layers ({list(indices)})"
         )
         raise InputError(f"model type {model.config.model_type!r} cannot be split: {reason}")
@@ -252,7 +252,7 @@ def trace(meta: PreTrainedModel, indices: Sequence[int]) -> Trace:
 
 
 def _part(model: ir.Model, inputs: Sequence[str], output: str) -> ir.Model:
-    """Return a copy of what makes one output of a graph, with the named inputs, used or not."""
+    """Return the subgraph of one output, with the named inputs, used or not."""
     graph = convenience.extract(model.graph, list(inputs), [output])
     return ir.Model(graph, ir_version=model.ir_version)
 
@@ -263,12 +263,12 @@ def _export(module: _Packed, inputs: dict[str, torch.Tensor], outputs: Sequence[
         with quiet(), torch.no_grad(), collector.paused(), unpacked():
             # The first of the ways that torch.onnx.export(dynamo=True) tries; the others take long, and fail with
             # reasons of their own.
-            captured = TorchExportNonStrictStrategy()(
-                module.eval(), tuple(inputs.values()), {}, {name: {0: dim} for name in inputs}
-            )
+            capture = TorchExportNonStrictStrategy()
+            dynamic_shapes = {name: {0: dim} for name in inputs}
+            captured = capture(module.eval(), tuple(inputs.values()), {}, dynamic_shapes)
             if captured.exported_program is None:
                 raise captured.exception or RuntimeError("torch.export gave no program")
-            # What torch.onnx.export calls, which makes a registry of all operators anew each time: 0.4 s.
+            # torch.onnx.export calls this too, but builds a registry of all operators each time: 0.4 s.
             program = onnx_exporter.export(
                 captured.exported_program,
                 (),
@@ -288,31 +288,30 @@ def _export(module: _Packed, inputs: dict[str, torch.Tensor], outputs: Sequence[
                     value.const_value = None  # a fake weight has no value; folding must not read it
             onnxscript.optimizer.optimize_ir(model)
             widen_unsupported(model)
-    except Exception as error:  # whatever a model's code raises under trace is the reason why it is refused
-        traced = module.model_under_trace
-        reason = known_reason(traced) or (
-            str(error) if isinstance(error, InputError) else f"tracing it fails: {root_cause(error)}"
-        )
-        raise InputError(f"model type {traced.config.model_type!r} cannot be split: {reason}") from error
+    except Exception as error:  # any error of a model's code under trace is the reason why it is rejected
+        model_under_trace = module.model_under_trace
+        reason = known_reason(model_under_trace)
+        if reason is None:
+            reason = str(error) if isinstance(error, InputError) else f"tracing it fails: {root_cause(error)}"
+        raise InputError(f"model type {model_under_trace.config.model_type!r} cannot be split: {reason}") from error
     return model
 
 
 def _name_weights(model: ir.Model, state: set[str], ties: Mapping[str, str]) -> frozenset[str]:
-    """Give weights, which are in the state dict (computed buffers are not), their checkpoint names; return these."""
+    """Give weights, which unlike computed buffers are in the state dict, their checkpoint names; return these."""
     weights = set()
-    for value in list(model.graph.initializers.values()):
-        assert value.name is not None  # what it is registered by
+    initializers = model.graph.initializers
+    for value in list(initializers.values()):
+        assert value.name is not None  # it is registered by name
         name = value.name.removeprefix(_WEIGHT_PREFIX)
         if value.name.startswith(_WEIGHT_PREFIX) and name in state:
             value.name = name
             weights.add(name)
     for tied, source in sorted(ties.items()):
         if tied in weights and source not in weights:
-            model.graph.initializers[tied].name = source
+            initializers[tied].name = source
             weights = weights - {tied} | {source}
-    without_value = [
-        v.name for v in model.graph.initializers.values() if v.const_value is None and v.name not in weights
-    ]
-    if without_value:
-        raise InputError(f"cannot be split: {without_value[:3]} depend on weights but are not in the checkpoint")
+    unknown = [value.name for value in initializers.values() if value.const_value is None and value.name not in weights]
+    if unknown:
+        raise InputError(f"cannot be split: {unknown[:3]} depend on weights but are not in the checkpoint")
     return frozenset(weights)

@@ -1,12 +1,10 @@
-"""Trace each unique layer of a model once.
-
-It tells which blocks, exits and attention variants a model of any depth is made of.
+"""Trace each unique layer of a model once, whatever the depth.
 
 In: a meta model. Out: its embedding, and for each layer its block, the exit that follows it when the model is cut
-there, its batchless graph, and the tensors that the slots take. Layers are alike when their modules, shapes and
-settings are; a block depends on its own layer and the one before, an exit on the last layer. So each pair of neighbours
-with new signatures is traced once, alone, whatever the depth. A layer without a token mixer (Nemotron-H) goes with the
-one before that has one: blocks and exits behind it depend on that too.
+there, its batchless graph, and the tensors of the slots. Layers are equal when their modules, shapes and settings are.
+A block depends on its own layer and the one before, an exit on the last layer, so each pair of neighbours with new
+signatures is traced once, alone. A layer without a token mixer (Nemotron-H) belongs to the preceding layer that has
+one; later blocks and exits depend on that too.
 """
 
 from __future__ import annotations
@@ -24,10 +22,10 @@ from lockstep.export.canonical import Graph, canonical
 from lockstep.export.checkpoint_layout import checkpoint_layout
 from lockstep.export.cut import INPUT_ORDER, Batchless, Cut, bind_slot, cut
 from lockstep.export.independence import check_independence
-from lockstep.export.known import shape_of
+from lockstep.export.ir_tools import shape_of
 from lockstep.export.language import per_layer_settings
 from lockstep.export.markers import DOMAIN
-from lockstep.export.movement import copies_apart, put_tokens_first
+from lockstep.export.movement import put_tokens_first, unfold_copies
 from lockstep.export.refusals import known_reason
 from lockstep.export.residual import widen_residual
 from lockstep.export.simplify import pack
@@ -36,10 +34,10 @@ from lockstep.export.tracer import layer_list, trace
 
 @dataclass(frozen=True)
 class Layer:
-    """A token mixer (batchless) behind its block, and then the exits where the model ends with its layer.
+    """A token mixer (batchless), the block before it, and the exits where the model ends after its layer.
 
-    Or with one of those without a mixer that follow. Slots: {slot: checkpoint tensors whose bytes, one after another,
-    it takes}.
+    Further exits are those of layers without a mixer that follow. Slots: {slot: checkpoint tensors whose bytes it
+    takes, one after another}.
     """
 
     block: Graph
@@ -57,21 +55,21 @@ class TracedModel:
     embedding_slots: dict[str, list[str]]
 
 
-def parts_of(meta: PreTrainedModel, wide_residual: bool = False) -> TracedModel:
-    """Trace all parts of a model; wide_residual: of a float16 model the residual stream is float32."""
+def trace_unique_layers(meta: PreTrainedModel, wide_residual: bool = False) -> TracedModel:
+    """Trace all parts of a model; wide_residual: keep the residual stream of a float16 model in float32."""
     names = signatures(meta)
     traced: dict[tuple[str, ...], _Traced] = {}
     without_mixer: set[str] = set()
 
     def trace_at(index: int) -> _Traced:
-        """Return the trace of a layer behind the mixer before it, or of what looks the same."""
+        """Return the trace of a layer after the mixer before it, or that of an equal one."""
         start = max(index - 1, 0)
         while names[start] in without_mixer:
             start -= 1
         indices = range(start, index + 1)
         key = tuple(names[number] for number in indices)
         if key not in traced:
-            traced[key] = _cut(meta, indices, wide_residual)
+            traced[key] = _trace_and_cut(meta, indices, wide_residual)
             if not traced[key].last_mixes:
                 without_mixer.add(names[index])
         return traced[key]
@@ -81,16 +79,18 @@ def parts_of(meta: PreTrainedModel, wide_residual: bool = False) -> TracedModel:
     layout = checkpoint_layout(meta)
     prefix = layer_list(meta)[0]
     layers: list[Layer] = []
-    for index, (name, found) in enumerate(zip(names, traces)):
-        like = next((later for later, other in enumerate(names) if later and other == name), 0)
-        last = found if name in without_mixer else trace_at(like)
-        exit = (last.cut.exit, _bind(last.cut.exit, index + 1, prefix, layout))
+    for index, (name, layer_trace) in enumerate(zip(names, traces)):
+        exit_trace = layer_trace
+        if name not in without_mixer:
+            # The exit depends on the last layer alone: take that of the first equal layer, which is traced already.
+            exit_trace = trace_at(next((later for later in range(1, len(names)) if names[later] == name), 0))
+        exit = (exit_trace.cut.exit, _bind(exit_trace.cut.exit, index + 1, prefix, layout))
         if name in without_mixer:
             layers[-1] = replace(layers[-1], exits=(*layers[-1].exits, exit))
             continue
-        cut = found.cut
-        place = max(found.cut.layers) if index else 0
-        mixers = [number for number, layer in enumerate(cut.layers) if layer == place]
+        cut = layer_trace.cut
+        traced_layer = max(cut.layers) if index else 0
+        mixers = [number for number, layer in enumerate(cut.layers) if layer == traced_layer]
         for number in mixers:
             block = cut.blocks[number]
             exits = (exit,) if number == mixers[-1] else ()
@@ -108,18 +108,19 @@ class _Traced:
     last_mixes: bool
 
 
-def _cut(meta: PreTrainedModel, indices: Sequence[int], wide_residual: bool) -> _Traced:
+def _trace_and_cut(meta: PreTrainedModel, indices: Sequence[int], wide_residual: bool) -> _Traced:
     traced = trace(meta, indices)
     body = pack(traced.graph)
     embedding = pack(traced.embedding)
     embedded = embedding.graph.outputs[0]
     embedded.shape = ir.Shape(["num_tokens", *shape_of(embedded)[1:]])
-    copies_apart(body)
+    unfold_copies(body)
     for part, weights in ((body, traced.weights), (embedding, traced.embedding_weights)):
         try:
             check_independence(part.graph, meta.config.model_type)
         except InputError as error:
-            if reason := known_reason(meta):
+            reason = known_reason(meta)
+            if reason is not None:
                 raise InputError(f"model type {meta.config.model_type!r} cannot be split: {reason}") from error
             raise
         if any(node.domain == DOMAIN and node.op_type != "Attention" for node in part.graph):
@@ -153,13 +154,12 @@ def _layer_signature(layer: torch.nn.Module, settings: Mapping[str, Any]) -> str
     for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
         parts.append(f"{name} {tuple(tensor.shape)} {tensor.dtype}")
     for name, module in layer.named_modules():
-        plain = {
-            k: v
-            for k, v in vars(module).items()
-            if isinstance(v, (bool, int, float, str, type(None))) and k not in _OWN_NUMBER
-        }
-        parts.append(f"{name} {sorted(plain.items())}")
+        settings_of_module = []
+        for key, value in sorted(vars(module).items()):
+            if isinstance(value, (bool, int, float, str, type(None))) and key not in _LAYER_NUMBER_KEYS:
+                settings_of_module.append((key, value))
+        parts.append(f"{name} {settings_of_module}")
     return "\n".join(parts)
 
 
-_OWN_NUMBER = {"layer_idx", "layer_id", "layer_number", "_is_hf_initialized"}
+_LAYER_NUMBER_KEYS = {"layer_idx", "layer_id", "layer_number", "_is_hf_initialized"}  # differ between equal layers

@@ -1,8 +1,7 @@
-"""What passes over onnx_ir graphs share: shapes and types, which a trace always has, new values, nodes and graphs."""
+"""Helpers of passes over onnx_ir graphs: shapes and types, which a trace always has, new values, nodes and graphs."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from lockstep.errors import InputError
 
 
 def required(value: ir.Value | None) -> ir.Value:
-    """Return an input that its operator cannot do without."""
+    """Return an input that its operator requires."""
     assert value is not None
     return value
 
@@ -29,7 +28,7 @@ def dtype_of(value: ir.Value) -> ir.DataType:
 
 
 def number(dim: int | ir.SymbolicDim) -> int:
-    """Return a dimension that the config decides. Raises InputError for one that a step decides."""
+    """Return a dimension of fixed size. Raises InputError for one that depends on the step."""
     if not isinstance(dim, int):
         raise InputError(f"cannot be split: expected a dimension of one size, found {dim}")
     return dim
@@ -40,13 +39,15 @@ def axis_of(node: ir.Node, default: int) -> int:
 
 
 def array_of(value: ir.Value | None) -> np.ndarray | None:
-    """Return the value of a constant, also of one that a node makes; None for what is none."""
-    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    """Return the array of an initializer or a Constant node; None for any other value."""
+    if value is None:
+        return None
+    tensor = ir.convenience.get_const_tensor(value)
     return None if tensor is None else tensor.numpy()
 
 
 def constant(name: str, array: np.ndarray) -> ir.Value:
-    """Return a constant, which is not registered in a graph yet."""
+    """Return an initializer, not yet registered in a graph."""
     dtype = ir.DataType.from_numpy(array.dtype)
     tensor = ir.tensor(array, name=name)
     return ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(dtype), const_value=tensor)
@@ -55,15 +56,17 @@ def constant(name: str, array: np.ndarray) -> ir.Value:
 def node_of(
     op_type: str, inputs: Sequence[ir.Value], shape: Dims, dtype: ir.DataType | None, attributes: Sequence[ir.Attr] = ()
 ) -> ir.Node:
-    """Return a node, in no graph yet, with one output of this shape and type."""
+    """Return a node with one output of this shape and type, not yet in a graph."""
     node = ir.Node("", op_type, inputs, attributes, num_outputs=1)
-    node.outputs[0].shape = ir.Shape(shape) if shape is not None else None
-    node.outputs[0].type = ir.TensorType(dtype) if dtype is not None else None
+    if shape is not None:
+        node.outputs[0].shape = ir.Shape(shape)
+    if dtype is not None:
+        node.outputs[0].type = ir.TensorType(dtype)
     return node
 
 
 def upstream(values: Iterable[ir.Value], stops: Collection[ir.Value | ir.Node] = ()) -> set[ir.Value]:
-    """Return values and all that they are made of, but not what values in `stops` are, or what nodes in it make."""
+    """Return `values` and everything they depend on, up to values in `stops` and outputs of nodes in `stops`."""
     reached: set[ir.Value] = set()
     stack: list[ir.Value | None] = [*values]
     while stack:
@@ -78,15 +81,15 @@ def upstream(values: Iterable[ir.Value], stops: Collection[ir.Value | ir.Node] =
 
 
 class GraphWriter:
-    """Puts operators into `graph`, whose inputs are values, or constants: arrays, and lists of integers.
+    """Adds operators to `graph`, whose operands are values or constants: arrays and lists of integers.
 
-    prefix: what the names of constants begin with. behind: the node that they follow; None: all.
+    prefix: of the names of constants. after: the node that they follow; None: the end of the graph.
     """
 
-    def __init__(self, graph: ir.Graph, prefix: str, behind: ir.Node | None = None):
+    def __init__(self, graph: ir.Graph, prefix: str, after: ir.Node | None = None):
         self.graph = graph
         self._prefix = prefix
-        self._last = behind
+        self._last = after
 
     def op(
         self, op_type: str, *inputs: Operand, shape: Dims = None, dtype: ir.DataType | None = None, **attributes: Any
@@ -101,8 +104,10 @@ class GraphWriter:
         return node.outputs[0]
 
     def _constant(self, array: np.ndarray) -> ir.Value:
-        names = (f"{self._prefix}_const_{number}" for number in itertools.count(1))
-        initializer = constant(next(name for name in names if name not in self.graph.initializers), array)
+        number = 1
+        while (name := f"{self._prefix}_const_{number}") in self.graph.initializers:
+            number += 1
+        initializer = constant(name, array)
         self.graph.register_initializer(initializer)
         return initializer
 
