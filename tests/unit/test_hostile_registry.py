@@ -178,6 +178,7 @@ MANIFESTS: dict[str, Callable[[Registry], bytes]] = {
     "an engine that is another": lambda server: changed(server, 1, digest=sha256_digest(b"{}"), size=2),
     "a file that is not listed": lambda server: changed(server, 1, annotations={artifact.FILE_PATH: "../x"}),
     "a layer without a name": lambda server: changed(server, 1, annotations={}),
+    "a tar file, as 0.2.0 pushed": lambda server: changed(server, annotations={artifact.FILE_PATH: "records"}),
     "deep": lambda server: b"[" * 100_000,
     "no UTF-8": lambda server: b"\xff\xfe",
 }
