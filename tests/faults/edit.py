@@ -217,6 +217,10 @@ class Edit:
         self.graph.node.extend(copies)
 
     def _element(self, value: Value) -> int:
+        if value not in self._types:  # after an operator of ONNX Runtime's own, which ONNX infers no type of
+            node = self.producer(value)
+            attributes = {entry.name: helper.get_attribute_value(entry) for entry in node.attribute}
+            self._note(value, node.op_type, tuple(node.input), attributes)
         return self._types[value][0]
 
     def _note(self, out: Value, op_type: str, inputs: tuple[Value, ...], attributes: Mapping[str, Any]) -> None:
