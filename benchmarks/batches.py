@@ -131,10 +131,10 @@ def run(
     note(build_seconds=build_seconds(assembly_json, engines, backend, {**LIMITS, **(options or {})}))
     note(**described(engines))
     model = Model.open(engines, assembly_json, weights)
-    model._executor.group.wait_for_weights()
+    model.executor.group.wait_for_weights()
     left_out: dict[str, str] = {}
     with unless_full(model, "warm-up", left_out, note):
-        note(warm_up_seconds=round(timed(model._executor.warm_up)[0], 2))
+        note(warm_up_seconds=round(timed(model.executor.warm_up)[0], 2))
     if assembly.tensor_parallel is not None:
         note(ranks=assembly.tensor_parallel.degree, sums=sums(model))
     steps(model, rounds, note, left_out, parts)
@@ -204,7 +204,7 @@ def sums(model: Model) -> dict[str, Any]:
     """
     from benchmarks.step_timing import microseconds
 
-    executor: Any = model._executor
+    executor: Any = model.executor
     (hidden,) = {
         io.shape[1]
         for io in executor.ranks[0].network.exit.signature.inputs

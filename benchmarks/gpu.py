@@ -212,7 +212,7 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
 def ready(engines: Path, assembly: Path, weights: Path, layers: int | str = "all") -> Model:
     """Return a model whose weights are on the device."""
     model = Model.open(engines, assembly, weights, layers, **LIMITS)
-    model._executor.group.wait_for_weights()
+    model.executor.group.wait_for_weights()
     return model
 
 
@@ -340,7 +340,7 @@ def decode(model: Model, batch: int, rounds: int) -> dict[str, Any]:
         rates.append((time.perf_counter() - began) / STEPS)
         last = position
     found = statistics.median(rates)
-    parts = breakdown(model._executor, batch)
+    parts = breakdown(model.executor, batch)
     for slot in range(batch):
         model.release(slot)
     return {
@@ -370,7 +370,7 @@ def prefill_parts(model: Model, found: Mapping[str, Any], assembly: Assembly) ->
 
     Each kind of call is repeated alone in a graph; "gaps" is the rest of the whole.
     """
-    parts = breakdown_prefill(model._executor)
+    parts = breakdown_prefill(model.executor)
     parts["gaps"] = round(found["milliseconds"]["median"] * 1e3 - sum(parts.values()), 1)
     return {
         "microseconds": parts,

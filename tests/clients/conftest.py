@@ -3,24 +3,18 @@ Nothing else collects them."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-UNIT = Path(__file__).parents[1] / "unit"
+from unit_fixtures import unit_conftest
+
 collect_ignore_glob = [] if "LOCKSTEP_CLIENTS" in os.environ else ["test_*.py"]
 
 if "LOCKSTEP_CLIENTS" in os.environ:
     # The demo is made as for the unit tests.
-    sys.path.insert(0, str(UNIT))
-    spec = importlib.util.spec_from_file_location("unit_conftest", UNIT / "conftest.py")
-    assert spec is not None and spec.loader is not None
-    unit = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(unit)
+    unit = unit_conftest()
     demo = unit.demo
     each_tokenizer_is_loaded_once = unit.each_tokenizer_is_loaded_once
 

@@ -90,9 +90,9 @@ def prefix_of(spoil: Callable[[list[np.ndarray]], None]) -> Callable:
 
 def sampling_stays(right):
     def release(self, slot):
-        samplings = dict(self._executor._samplings)
+        samplings = dict(self.executor._samplings)
         right(self, slot)
-        self._executor._samplings.update(samplings)
+        self.executor._samplings.update(samplings)
 
     return release
 

@@ -164,7 +164,7 @@ def test_tokens_of_two_ranks_are_those_of_onnx_runtime(
     assert np.array_equal(decode(model, prompts), expected)
     model.warm_up()
     assert np.array_equal(decode(model, prompts), expected)
-    executor: Any = model._executor
+    executor: Any = model.executor
     assert {"sum", "gather", "attention", "gaps"} < set(breakdown(executor, len(prompts)))
     # What the ranks tell of their parts of the logits is what the whole logits say, gathered behind the same step.
     for more in (False, True):

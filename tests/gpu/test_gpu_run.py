@@ -62,7 +62,7 @@ def test_tokens_are_those_of_onnx_runtime(demo, tmp_path, backend, precision, op
     # What a step takes, part by part, can be captured; decoding leaves the rows as they are, a prompt's row is
     # forgotten.
     assert model.in_flight and not reference.in_flight
-    executor: Any = model._executor
+    executor: Any = model.executor
     assert {"block", "attention", "exit", "gaps"} < set(breakdown(executor, len(prompts)))
     model.step_tokens([Advance(0, prompts[0], 0)])
     assert {"block", "attention", "exit"} < set(breakdown_prefill(executor))

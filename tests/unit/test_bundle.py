@@ -32,7 +32,7 @@ from lockstep.bundle.archive import (
     read_archive,
     write_archive,
 )
-from lockstep.bundle.opened import _point_into, opened
+from lockstep.bundle.opened import opened, point_into
 from lockstep.bundle.pack import pack
 from lockstep.errors import CheckError, InputError
 from lockstep.provenance.slsa import provenance_path
@@ -280,7 +280,7 @@ def test_quantised_weights_keep_their_groups(tmp_path: Path) -> None:
     WeightsManifest.of("w8a16", (file,), tensors, 32).save(tmp_path / "weights.json")
     entry = Entry.of_bytes("weights/w.safetensors", b"1234")
     archive = read_archive(write_archive(tmp_path / "b.tar", ABOUT, [entry]))
-    _point_into(archive, tmp_path / "weights.json", "0" * 64)
+    point_into(archive, tmp_path / "weights.json", "0" * 64)
     found = WeightsManifest.load(tmp_path / "weights.json")
     assert found.group_size == 32 and found.tensors["w"].offset == archive.members[entry.name].offset
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from lockstep.artifacts.chat_template import ChatTemplate
 from lockstep.serve.bodies import BadRequest
 from lockstep.serve.chat import Chat, ChatError
-from lockstep.serve.messages import _messages
+from lockstep.serve.messages import template_messages
 from lockstep.serve.stream import StreamError
 from some import some, some_cases
 
@@ -180,9 +180,9 @@ def called(arguments: Any, **more: Any) -> list[dict]:
 def test_a_content_of_null_is_none_where_the_template_asks(test: str) -> None:
     """As DeepSeek's does: if it is undefined, such a template leaves out the call without a word."""
     template = NULL.replace("message.content is none", test)
-    assert render(template, _messages(called("{}", content=None))) == "Weather?<calls>w"
-    assert render(template, _messages(called("{}", content="so"))) == "Weather?so"
-    assert "content" not in _messages(called("{}"))[1]
+    assert render(template, template_messages(called("{}", content=None))) == "Weather?<calls>w"
+    assert render(template, template_messages(called("{}", content="so"))) == "Weather?so"
+    assert "content" not in template_messages(called("{}"))[1]
 
 
 @pytest.mark.parametrize("name", ["CHATML", "TOOLS"])
@@ -192,8 +192,8 @@ def test_a_content_of_null_is_written_as_transformers_writes_it(theirs: Any, nam
     messages = called({"a": 1}, content=None)
     template = globals()[name] + inner
     expected = theirs.apply_chat_template(messages, chat_template=template, tokenize=False)
-    assert render(template, _messages(messages), False) == expected and "None" not in expected
-    assert '"content": null' in render("{{ messages | tojson }}", _messages(messages))
+    assert render(template, template_messages(messages), False) == expected and "None" not in expected
+    assert '"content": null' in render("{{ messages | tojson }}", template_messages(messages))
 
 
 @pytest.mark.parametrize("inner", some([*AS_TEXT, *AS_OBJECT], AS_TEXT[0], AS_OBJECT[0]))
@@ -203,17 +203,17 @@ def test_arguments_are_what_the_template_wants(theirs: Any, inner: str) -> None:
     text = '{"b":  "Zürich",\n "a": [1, null]}'
     given = called(text if inner in AS_TEXT else json.loads(text))
     expected = theirs.apply_chat_template(given, chat_template=template, tokenize=False)
-    assert render(template, _messages(called(text))) == expected
+    assert render(template, template_messages(called(text))) == expected
     if inner in AS_OBJECT:  # a client may send the object itself
-        assert render(template, _messages(given)) == expected
+        assert render(template, template_messages(given)) == expected
 
 
 def test_arguments_that_are_no_object_are_refused() -> None:
     for text in ('"x"', "[1]", "7"):
         with pytest.raises(BadRequest, match=r"tool_calls\[0\].function.arguments: expected JSON of an object"):
-            _messages(called(text))
-    assert render("{{ messages[1].tool_calls[0].function.arguments }}", _messages(called(""))) == "{}"
-    assert render("{{ messages[1].tool_calls[0].function.arguments }}", _messages(called("null"))) == "{}"
+            template_messages(called(text))
+    assert render("{{ messages[1].tool_calls[0].function.arguments }}", template_messages(called(""))) == "{}"
+    assert render("{{ messages[1].tool_calls[0].function.arguments }}", template_messages(called("null"))) == "{}"
 
 
 def test_what_a_template_says_of_the_messages_is_the_line() -> None:

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.checkpoint import resolve
-from lockstep.checkpoint.resolve import _sampling_note
+from lockstep.checkpoint.resolve import sampling_note
 from lockstep.checkpoint.stops import stop_ids
 from lockstep.checkpoint.tensors import check_not_absent, find_tensors
 from lockstep.errors import InputError
@@ -199,7 +199,7 @@ def test_what_a_shard_holds_beside_the_index_is_listed_and_not_used(sharded):
 def test_what_chooses_tokens_in_a_generation_config_is_told(folder):
     settings = {"do_sample": True, "temperature": 0.6, "top_k": 50, "top_p": 1.0, "suppress_tokens": [7], "min_p": None}
     (folder / "generation_config.json").write_text(json.dumps(settings))
-    assert _sampling_note(folder) == (
+    assert sampling_note(folder) == (
         "requests say how tokens are chosen, not generation_config.json: temperature 0.6, suppress_tokens [7]"
     )
 

@@ -326,7 +326,7 @@ def test_prompts_are_graphs_of_their_parts_and_whole_where_they_come_often(refer
             model.release(slot)
             expected.release(slot)
 
-    layers = len(model._executor.ranks[0].network.layers)
+    layers = len(model.executor.ranks[0].network.layers)
 
     def often(parts: int, *takes: Callable[[], tuple[int, int]]) -> None:
         """Take alike steps; parts: graphs of each but the first, beside the exit's calls, and the fourth."""

@@ -216,7 +216,7 @@ def test_a_page_takes_half_the_memory_and_is_moved_whole(results, gpu):
     plain = replace(Assembly.load(files(results)[1]), kv_cache_dtype=None)
     sizes = 2 * (plain.variants["attention"].head_dim + plain.variants["attention"].value_head_dim)
     model = Model.open(*files(results), 2, **SIZES)
-    executor = model._executor
+    executor = model.executor
     assert executor.tables.pool.page_nbytes == 2 * 64 * (sizes + 4)  # layers, tokens; a byte of scale a head
     prompt = np.arange(70) % 768
     random = np.random.default_rng(0)

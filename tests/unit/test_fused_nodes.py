@@ -76,10 +76,10 @@ def test_layers_in_one_graph_have_the_bits_of_their_engines(tiny, monkeypatch):
         for slot, length in ((0, 10), (1, 64), (2, 20)):  # the second row is full
             yield model.step([Advance(slot, tokens[:length], 0)]) if slot else model.step([Advance(0, tokens[1:10], 1)])
         for slots in ((0, 1, 2), (0, 2), (2,), (0, 2)):
-            at = model._executor.lengths
+            at = model.executor.lengths
             yield model.step([Advance(slot, tokens[:1], int(at[slot])) for slot in slots if at[slot] < 64])
 
     found = [*logits(whole)]
     expected = [*logits(cut)]
     assert all(np.array_equal(*pair) for pair in zip(found, expected, strict=True))
-    assert [len(model._executor._last_step[0]._calls) for model in (whole, cut)] == [3, 8]
+    assert [len(model.executor._last_step[0]._calls) for model in (whole, cut)] == [3, 8]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.runtime.model import _host_bytes
+from lockstep.runtime.model import host_bytes
 from lockstep.step import host_memory
 
 GIB = 1 << 30
@@ -64,17 +64,17 @@ def test_the_cache_has_its_share_of_the_groups_memory(
     assert MACHINE > 2 * GIB, "a machine of more memory than the groups here"
     lay_out(tmp_path, groups, files, monkeypatch)
     assert host_memory.total_bytes() == limit * GIB
-    assert _host_bytes(None) == limit * GIB // 4
+    assert host_bytes(None) == limit * GIB // 4
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     assert host_memory.free_bytes() <= (limit - used) * GIB
     if available > 2 * GIB:
-        assert _host_bytes(0.5) == (limit - used) * GIB / 2
+        assert host_bytes(0.5) == (limit - used) * GIB / 2
 
 
 @pytest.mark.parametrize("groups", ["0::/\n", "4:memory:/\n", "", "none\n"])
 def test_without_a_limit_it_is_the_machines(groups: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lay_out(tmp_path, groups, {"memory.max": "max", "memory.current": "5"}, monkeypatch)
     assert host_memory.total_bytes() == MACHINE
-    assert _host_bytes(None) == MACHINE // 4 and _host_bytes(5e6) == 5_000_000
+    assert host_bytes(None) == MACHINE // 4 and host_bytes(5e6) == 5_000_000
     (tmp_path / "cgroup").unlink()
     assert host_memory.total_bytes() == MACHINE

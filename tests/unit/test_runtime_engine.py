@@ -418,7 +418,7 @@ def test_a_step_that_fails_ends_all_and_leaves_the_pool_whole(demo, monkeypatch)
     for length in (10, 100):
         engine.add(Request(ids(length), 5))
     engine.step()
-    monkeypatch.setattr(model._executor, "_take", lambda advances: 1 / 0)
+    monkeypatch.setattr(model.executor, "_take", lambda advances: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.step()
     monkeypatch.undo()
@@ -455,7 +455,7 @@ def test_a_prefix_that_cannot_be_copied_leaves_the_pool_whole(demo, method, monk
     prompt = ids(3 * CHUNK + 9)
     if method == "share":
         list(engine.run([Request(prompt, 2)]))
-    monkeypatch.setattr(model._executor, method, lambda *arguments: 1 / 0)
+    monkeypatch.setattr(model.executor, method, lambda *arguments: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         list(engine.run([Request(prompt, 2), Request(prompt, 2)]))
     monkeypatch.undo()

@@ -15,7 +15,7 @@ from lockstep.runtime import Tokenizer
 from lockstep.serve.answer_reader import AnswerPlan
 from lockstep.serve.anthropic import MessagesBody, messages_chat
 from lockstep.serve.bodies import BadRequest
-from lockstep.serve.messages import _messages, plain_messages
+from lockstep.serve.messages import plain_messages, template_messages
 from lockstep.serve.openai_chat import ChatBody
 from lockstep.serve.reasoning import FORMATS as REASONING
 from lockstep.serve.responses import ResponsesBody, responses_chat
@@ -100,7 +100,7 @@ def changed(body: dict[str, Any], path: tuple, value: Any) -> dict[str, Any]:
 def check(chat: ChatBody) -> None:
     """Take a chat's messages and tools as the server does before its template is rendered."""
     tools = tools_of(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
-    messages = _messages(chat.messages)
+    messages = template_messages(chat.messages)
     if tools is not None:
         plain_messages(messages, tools.given)
         for name in ("hermes", "glm", "mistral"):

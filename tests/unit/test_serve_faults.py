@@ -26,7 +26,7 @@ from recorded import recorded
 from calls import call
 from lockstep.bundle.pack import pack
 from lockstep.cli.serve import serve
-from lockstep.cli.serve_options import _keys
+from lockstep.cli.serve_options import read_api_keys
 from lockstep.errors import Ended, InputError
 from lockstep.targets import Results, Target
 from real_server import RealServer, make_tree
@@ -374,7 +374,7 @@ def test_each_key_has_prefixes_of_its_own(keyed: RealServer) -> None:
 def test_a_file_of_keys_has_one_a_line(text: str, line: str, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(text, encoding="utf-8")
     with pytest.raises(InputError, match=re.escape(line)) as caught:
-        _keys(tmp_path / "keys")
+        read_api_keys(tmp_path / "keys")
     assert "secret" not in str(caught.value) and "Schl" not in str(caught.value)
 
 
@@ -385,7 +385,7 @@ def test_keys_that_others_can_read_are_a_warning(
     path = tmp_path / "keys"
     path.write_text("a-secret\n")
     path.chmod(mode)
-    assert _keys(path) == ["a-secret"]
+    assert read_api_keys(path) == ["a-secret"]
     said = capsys.readouterr().err
     assert said == warns * f"lockstep: warning: {path}: expected API keys that other users cannot read, found mode " + (
         f"{mode:04o}; chmod o= {path}\n" if warns else ""

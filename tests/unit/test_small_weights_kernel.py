@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_few_rows_kernel import aligned
 
 from lockstep.weights.groups import dequantize
 from some import some
@@ -116,15 +117,6 @@ def kernels(request, folder):
     ]
     assert len(found) in (2, 3)  # products.py has two or three forms of each
     return *request.param, found
-
-
-def aligned(host: np.ndarray) -> np.ndarray:
-    """A copy that starts where 16 bytes do."""
-    room = np.empty(host.nbytes + 16, np.uint8)
-    start = -room.ctypes.data % 16
-    found = room[start : start + host.nbytes].view(host.dtype).reshape(host.shape)
-    found[:] = host
-    return found
 
 
 @pytest.mark.parametrize("smallest", [True, False])

@@ -92,7 +92,7 @@ def test_an_answer_is_the_plain_one_to_the_bit(demo: Results, precision: str, er
 def test_the_cache_holds_what_plain_steps_leave_there(model: Model) -> None:
     """Whatever a rejected token has left; at the lengths where a row is full, and where it grows."""
     tokens = ids(200)
-    cache = model._executor._cache
+    cache = model.executor._cache
     model.step([Advance(0, tokens[:50], 0)])
     plain = [model.step([Advance(0, tokens[at : at + 1], at)])[0] for at in range(50, 200)]
     left = cache.copy_out(0, 0, 256)
@@ -128,7 +128,7 @@ def test_the_same_layers_draft_what_is_accepted_and_a_cut_shares_them(demo: Resu
     plain = run(Engine(model), *requests)
     for layers, least in (("all", 0.8), (2, 0.05)):
         draft = open_model(demo, layers=layers, cut_of=model, chunk_size=64)
-        assert draft._executor.network.layers[0] is model._executor.network.layers[0]
+        assert draft.executor.network.layers[0] is model.executor.network.layers[0]
         speculation = Speculation(ModelDrafter(draft), 4)
         assert run(Engine(model, speculation=speculation), *requests) == plain
         assert sum(speculation.accepted) >= least * speculation.num_draft_tokens, speculation.counts()

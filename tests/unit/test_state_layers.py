@@ -97,7 +97,7 @@ def test_a_seen_prefix_goes_on_from_the_states_behind_it(root):
     engine = Engine(model)
     first = run(engine, requests[0])[0, 0]
     assert tables.pool.num_cached == 1 + tables.state_pages > 1
-    assert tables.state_pages * page >= model._executor._cache.state_nbytes
+    assert tables.state_pages * page >= model.executor._cache.state_nbytes
     found = run(engine, *requests[1:])
     assert engine.prefix_hits == 2 * 64
     for request, logits in zip(requests, [first, *found.values()], strict=True):
@@ -106,7 +106,7 @@ def test_a_seen_prefix_goes_on_from_the_states_behind_it(root):
     tight = open_model(root, max_batch_size=1, chunk_size=64, kv_bytes=(3 + tables.state_pages) * page)
     run(engine := Engine(tight), *requests, Request(ids(100, 9), 5, argmax))
     engine.scheduler.check()
-    assert len(tight._executor._stored) == 2  # of one chunk, its tokens and its states
+    assert len(tight.executor._stored) == 2  # of one chunk, its tokens and its states
 
 
 @pytest.mark.long

@@ -192,7 +192,7 @@ def test_a_decode_step_is_a_graph_on_each_device(open_model, gpu, form: Form) ->
     plain = gpu.plain
     model.step_tokens([Advance(0, np.array([1]), 8)])
     assert (gpu.launches - launches, gpu.plain - plain) == (form[3], 0)
-    parts = breakdown(model._executor, 1)
+    parts = breakdown(model.executor, 1)
     assert {"embedding", "block", "attention", "sum", "exit", "gather", "next token"} < set(parts)
 
 
@@ -212,12 +212,12 @@ def test_blocks_and_attention_of_passes_are_graphs(open_model, monkeypatch: pyte
             np.testing.assert_array_equal(found, expected)
         for slot in range(4):
             model.release(slot)
-    for rank in model._executor.ranks:
+    for rank in model.executor.ranks:
         assert all(rank._graphs.values())
         # of prompts of 45 and 8 tokens, of 100 beside a row, of 24 and 1 beside two: padded
         assert {key[2] for key in rank._graphs if key[0] == "block"} == {64, 128, 32}
         assert {key[0] for key in rank._graphs} == {"block", "decode", "prompts"}
-    whole = model._executor._captured.values()
+    whole = model.executor._captured.values()
     assert len(whole) == 4 and all(step.graph is not None for steps in whole for step in steps)
 
 
@@ -253,7 +253,7 @@ def test_few_rows_are_summed_by_the_kernel_that_reads_them(open_model, gpu, form
             advances = [Advance(0, np.array([1]), 20 + number), Advance(1, np.array([7]), 9 + number)]
             found.append(model.step(advances).tobytes())
             launches = launches or gpu.plain - plain
-        return found, launches + form[3] * fused * [n for n, _ in model._executor.group.last[0].calls].count("sum")
+        return found, launches + form[3] * fused * [n for n, _ in model.executor.group.last[0].calls].count("sum")
 
     fused = True
     expected = decode()
@@ -270,7 +270,7 @@ def test_logits_are_gathered_where_they_are_asked_for(open_model, form: Form) ->
     whole = lambda key: key[-1] != "part"
 
     def clear() -> None:
-        for rank in model._executor.group.on_each_device():
+        for rank in model.executor.group.on_each_device():
             for key, array in rank._logit_buffers.items():
                 if whole(key):
                     rank.stream.upload(array, np.full(array.shape, np.nan, array.dtype))
@@ -278,7 +278,7 @@ def test_logits_are_gathered_where_they_are_asked_for(open_model, form: Form) ->
 
     def gathered() -> bool:
         found = []
-        for rank in model._executor.group.on_each_device():
+        for rank in model.executor.group.on_each_device():
             for key, array in rank._logit_buffers.items():
                 if whole(key):
                     found.append(np.empty(array.shape, array.dtype))
@@ -322,7 +322,7 @@ def test_logits_are_gathered_where_they_are_asked_for(open_model, form: Form) ->
 def test_logits_that_are_none_end_their_request_alone(open_model, gpu) -> None:
     model = open_model()
     model.step_tokens([Advance(0, np.array([3, 4]), 0)])
-    for rank in model._executor.ranks:
+    for rank in model.executor.ranks:
         (table,) = rank.network.embedding.run.weights.values()
         gpu.array(table.address, table.shape, table.dtype)[9] = np.nan
     advances = [Advance(0, np.array([5]), 2), Advance(1, np.array([9]), 0), Advance(2, np.array([5]), 0)]
@@ -349,7 +349,7 @@ def test_a_step_that_fails_half_way_leaves_no_rank_waiting(open_model, gpu, fail
     with pytest.raises(CheckError, match="no more memory"):
         model.step([Advance(0, np.arange(60), 0)])
     monkeypatch.undo()
-    for rank in model._executor.ranks:
+    for rank in model.executor.ranks:
         rank.stream.synchronize()
     with pytest.raises(CheckError, match="tensor_parallel: expected whole steps, found one that ended half way"):
         model.step([Advance(0, np.arange(60), 0)])
@@ -363,7 +363,7 @@ def test_a_step_that_a_rank_cannot_capture_can_be_asked_for_again(open_model, mo
     capture = cuda.Stream.capture
     model.step([Advance(0, np.arange(5), 0)])
     model.step([Advance(0, np.array([1]), 5)])
-    streams = [rank.stream for rank in model._executor.ranks]
+    streams = [rank.stream for rank in model.executor.ranks]
 
     def broken(stream: cuda.Stream) -> AbstractContextManager[cuda.Graph]:
         if stream is streams[1]:
@@ -385,7 +385,7 @@ def test_a_step_that_a_rank_cannot_capture_can_be_asked_for_again(open_model, mo
 def test_a_rank_that_does_not_come_is_named(open_model) -> None:
     model = open_model()
     model.step([Advance(0, np.arange(6), 0)])
-    model._executor.ranks[0].exchange._host_lost[0] = 2  # as the kernel writes it
+    model.executor.ranks[0].exchange._host_lost[0] = 2  # as the kernel writes it
     with pytest.raises(CheckError, match=r"expected rank 1 \(GPU 1\) at a sum, found that rank 0 waited 30 s for it"):
         model.step([Advance(0, np.array([3]), 6)])
 
@@ -413,7 +413,7 @@ def test_a_device_that_hangs_ends_the_process_with_its_rank(open_model, monkeypa
 
     def hang(event: cuda.Event) -> None:
         wait(event)
-        model._executor.ranks[1].exchange._host_lost[0] = 1  # as the kernel writes it
+        model.executor.ranks[1].exchange._host_lost[0] = 1  # as the kernel writes it
         assert released.wait(20)
 
     monkeypatch.setattr(cuda.Event, "wait", hang)
@@ -436,12 +436,12 @@ def test_a_step_that_ended_is_no_device_that_hangs(open_model, monkeypatch, capf
     monkeypatch.setattr(rank_watch, "_POLL_S", 0.02)
     monkeypatch.setattr(rank_watch.os, "_exit", codes.append)
     model = open_model()
-    model._executor.ranks[0].exchange._host_lost[0] = 2
+    model.executor.ranks[0].exchange._host_lost[0] = 2
     with pytest.raises(CheckError, match="expected rank 1"):
         model.step([Advance(0, np.arange(6), 0)])
     time.sleep(0.5)
     assert not codes and not capfd.readouterr().err
-    watch = weakref.ref(model._executor.group.watch)
+    watch = weakref.ref(model.executor.group.watch)
     del model
     gc.collect()
     assert watch() is None, "the thread holds no model"
@@ -451,7 +451,7 @@ def test_ranks_that_differ_are_told_when_asked_for(open_model, gpu, monkeypatch:
     monkeypatch.setenv("LOCKSTEP_CHECK_RANKS", "1")
     model = open_model()
     model.step([Advance(0, np.arange(6), 0)])
-    (table,) = model._executor.ranks[1].network.embedding.run.weights.values()
+    (table,) = model.executor.ranks[1].network.embedding.run.weights.values()
     gpu.array(table.address, table.shape, table.dtype)[3] *= 2
     with pytest.raises(CheckError, match=r"rank 1 \(GPU 1\): expected the values after the last layer of rank 0 to"):
         model.step([Advance(0, np.array([3]), 6)])

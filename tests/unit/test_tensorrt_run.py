@@ -283,7 +283,7 @@ def test_tokens_of_logits_that_are_not_finite_are_an_error(open_model, form, gpu
     """The device chooses: nothing on the host has seen the logits."""
     model = open_model(2)
     (token,) = model.step_tokens([Advance(0, np.arange(5), 0)])
-    gains = next(array for name, array in model._executor.ranks[0].network.exit.run.weights.items() if "norm" in name)
+    gains = next(array for name, array in model.executor.ranks[0].network.exit.run.weights.items() if "norm" in name)
     gpu.array(gains.address, gains.shape, gains.dtype)[3] = np.nan
     # -1 is no token that a step could go on with
     assert model.step_tokens([Advance(0, np.array([token]), 5)], following=True).tolist() == [-1] and model.in_flight
@@ -337,7 +337,7 @@ def test_a_step_is_under_way_before_it_is_asked_for(demo, open_model, form, gpu,
     both.step(3, prompts=[(1, 120)])  # pages of rows that the step is still at work in
     for _ in range(2):
         both.step(1, 2, 3)
-    assert "step" in breakdown(both.found._executor, 4) and not both.found.in_flight
+    assert "step" in breakdown(both.found.executor, 4) and not both.found.in_flight
     for _ in range(3):
         both.step(1, 2, 3)
     both.step(2, prompts=[(1, 254 - both.found.length(1))])
@@ -358,7 +358,7 @@ def test_what_may_never_be_asked_for_costs_nobody_a_token(demo, open_model, form
     both.step(0, 1)
     with monkeypatch.context() as patched:
         patched.setattr(
-            type(both.found._executor.ranks[0].attentions[0]),
+            type(both.found.executor.ranks[0].attentions[0]),
             "reserve",
             lambda self, ends, *rest: refuse() if max(ends.values()) > 64 else False,
         )
@@ -423,7 +423,7 @@ def test_rows_decode_in_the_pass_of_prompts(demo, open_model, form, gpu, monkeyp
     monkeypatch.setattr(cuda.Stream, "upload", lambda *given: (sent.append(given[1]), upload(*given))[1])
     monkeypatch.setattr(cuda.Stream, "download", lambda *given: (fetched.append(given[2]), download(*given))[1])
     launches = gpu.launches
-    executor = both.found._executor
+    executor = both.found.executor
     state = executor.ranks[0].state
     both.step(0, 1, prompts=[(2, 30), (3, 5)])
     assert gpu.launches == launches and [array.address for array in fetched] == [state.next_tokens.address]
@@ -457,12 +457,12 @@ def test_rows_decode_by_themselves_where_prompts_would_take_the_profile_of_longe
     assembly = demo.assembly(MODEL, form[1])
     engines = build(assembly, "tensorrt", tmp_path / "engines.json", {**limits, "attention": form[2]})
     model = Model.open(engines, assembly, demo.weights(MODEL, form[1]), 2)
-    assert [model._executor.ranks[0].tuned_for(count) for count in (1, 3, 4, 5, 512, 513, 1025)] == [
+    assert [model.executor.ranks[0].tuned_for(count) for count in (1, 3, 4, 5, 512, 513, 1025)] == [
         1, 4, 4, 512, 512, 1024, 2048,
     ]  # fmt: skip
     model.step_tokens([Advance(0, np.arange(9), 0)])
     for held, (count, expected) in enumerate(((4, "send"), (511, "send_mixed"), (512, "send"), (30, "send_mixed")), 9):
-        made = model._executor.ranks[0]._prompts
+        made = model.executor.ranks[0]._prompts
         sent = []
         for name in ("send", "send_mixed"):
             real = getattr(made, name)
@@ -475,7 +475,7 @@ def test_rows_decode_by_themselves_where_prompts_would_take_the_profile_of_longe
 
 def put_passes(model, monkeypatch):
     """Fills with the lengths of what each step brings that is put on the streams."""
-    executor = model._executor
+    executor = model.executor
     put = []
     put_passes = executor._enqueue_passes
     monkeypatch.setattr(
@@ -594,7 +594,7 @@ def test_any_schedule_gives_the_tokens_of_each_request_alone_with_steps_begun_ea
     model = open_model(chunk_size=64)
     chaos = Chaos(seed)
     with monkeypatch.context() as patched:
-        patched.setattr(model._executor, "async_scheduling", False, raising=False)
+        patched.setattr(model.executor, "async_scheduling", False, raising=False)
         chaos.expect(Engine(model, prefix_caching=False))
     put = put_passes(model, monkeypatch)
     chaos.check(Engine(model))
@@ -610,7 +610,7 @@ def test_any_schedule_gives_the_tokens_of_each_request_alone_with_steps_begun_ea
 def tables(model):
     """Addresses of the page tables of a model."""
     return {
-        attention._table.address for attention in model._executor.ranks[0].attentions if hasattr(attention, "_table")
+        attention._table.address for attention in model.executor.ranks[0].attentions if hasattr(attention, "_table")
     }
 
 
@@ -643,7 +643,7 @@ def test_nothing_is_captured_or_planned_for_a_request_behind_the_warm_up(demo, o
     from lockstep.gpu import cuda
 
     both = Both(demo, open_model, form[1], following=True)
-    both.found._executor.warm_up()
+    both.found.executor.warm_up()
     captures = []
     contexts = len(gpu.profiles)
     capture = cuda.Stream.capture
@@ -709,7 +709,7 @@ def test_attention_of_more_sizes_than_graphs_may_take_is_called_one_by_one(demo,
         both.step(prompts=list(enumerate(counts)), tokens=False)
         for slot in range(len(counts)):
             both.release(slot)
-    graphs = both.found._executor.ranks[0]._graphs
+    graphs = both.found.executor.ranks[0]._graphs
     assert {key[2:] for key in graphs if key[0] == "prompts"} == {(0, 2, 16), (0, 2, 32), (0, 0, 16)}
 
 
@@ -760,7 +760,7 @@ def test_a_prompt_is_worked_on_while_it_is_prepared_and_may_fail_half_way(
     assert gpu.plain > before and [both.found.length(slot) for slot in range(3)] == held
     # what is left of it in the new row, as bad as numbers can be; pages are not looked at behind what a row holds
     if form[2] == "traced":
-        for array in (array for pair in both.found._executor.ranks[0].attentions[0]._cache.values() for array in pair):
+        for array in (array for pair in both.found.executor.ranks[0].attentions[0]._cache.values() for array in pair):
             gpu.array(array.address, array.shape, array.dtype)[2] = np.nan
     both.step(0, prompts=[(1, 3), (2, 10)])
     for _ in range(3):
@@ -771,7 +771,7 @@ def test_a_prompt_is_worked_on_while_it_is_prepared_and_may_fail_half_way(
 def test_a_cache_leaves_room_for_graphs(open_model, form, monkeypatch):
     from lockstep.gpu.attention import make
 
-    network = open_model()._executor.ranks[0].network
+    network = open_model().executor.ranks[0].network
     monkeypatch.setattr(make, "_OTHER_NBYTES", 1 << 20)
     for free, share in ((100 << 20, 0.9), (5 << 20, 0.8), (1 << 20, 0.5)):
         pool = make.make_tables(network, 1000, 4096, None, free).pool
@@ -871,7 +871,7 @@ def test_sampled_requests_are_drawn_on_the_device_with_a_step_under_way(open_mod
         for made in engine.run(requests()):
             found.setdefault((made.request, made.choice), []).append(made.token)
             ahead.append(model.in_flight or engine.scheduler.is_spread)
-    assert found == expected and fetched == {model._executor.ranks[0].state.next_tokens.address} and all(ahead[:-1])
+    assert found == expected and fetched == {model.executor.ranks[0].state.next_tokens.address} and all(ahead[:-1])
     alone = [tokens_of(Engine(model), [request])[0, 0] for request in requests()]
     assert [expected[number, 0] for number in range(6)] == alone
 
@@ -886,12 +886,12 @@ def test_requests_that_are_left_in_high_slots_move_to_low_ones_with_their_tokens
     alone = [tokens_of(Engine(model, prefix_caching=False), [request])[0, 0] for request in requests]
     engine = Engine(model, prefix_caching=False)
     rows = []
-    decode_calls = model._executor._decode_calls
-    model._executor._decode_calls = lambda count, *more: (rows.append(count), decode_calls(count, *more))[1]
+    decode_calls = model.executor._decode_calls
+    model.executor._decode_calls = lambda count, *more: (rows.append(count), decode_calls(count, *more))[1]
     try:
         found = tokens_of(engine, requests)
     finally:
-        del model._executor._decode_calls
+        del model.executor._decode_calls
     assert [found[number, 0] for number in range(4)] == alone
     assert rows[0] == 4 and rows[-1] == (4 if form[2] == "traced" else 1)
 
@@ -1078,7 +1078,7 @@ def test_a_cache_that_cannot_grow_stays_what_it_was(demo, open_model, form, gpu)
 def test_pages_of_a_step_are_not_told_to_the_step_before(open_model, gpu):
     from lockstep.gpu import cuda
 
-    executor = open_model()._executor
+    executor = open_model().executor
     lengths = np.zeros(4, np.int64)
     table = cuda.pinned((4, 4), "i4")
     (attention,) = executor.ranks[0].attentions
@@ -1174,9 +1174,9 @@ def test_layers_of_a_prompt_are_not_told_the_same_shapes_and_addresses_again(dem
     assert not shapes and {"query", "attention"}.isdisjoint(addresses)
     assert addresses, "layers have weights of their own"
     both.step(prompts=[(2, 41)])
-    engines = {id(block.run.program): block for block, _ in both.found._executor.ranks[0].network.layers}
+    engines = {id(block.run.program): block for block, _ in both.found.executor.ranks[0].network.layers}
     inputs = [io.name for block in engines.values() for io in block.signature.inputs]
-    network = both.found._executor.ranks[0].network
+    network = both.found.executor.ranks[0].network
     inputs += [io.name for block in (network.embedding, network.exit) for io in block.signature.inputs]
     assert len(engines) < len(network.layers) and sorted(shapes) == sorted(inputs)
     both.step(0, 1, 2)

@@ -78,7 +78,7 @@ def opened(path: str | os.PathLike, weights: str | os.PathLike | None = None) ->
             manifest = folder / "weights" / "weights.json"
             _check_named(archive, folder)
             if weights is None:
-                _point_into(archive, manifest, digest)
+                point_into(archive, manifest, digest)
             else:
                 manifest = _bind(manifest, Path(weights))
             yield Opened(
@@ -156,7 +156,7 @@ def _named(archive: Archive, folder: Path, assembly: Assembly, engines: EngineSe
             yield from ((f"adapters/{adapter.folder}/{file.path}", file.sha256) for file in adapter.files)
 
 
-def _point_into(archive: Archive, manifest_path: Path, digest: str) -> None:
+def point_into(archive: Archive, manifest_path: Path, digest: str) -> None:
     """Rewrite the weights' manifest: its one file is the archive."""
     manifest = WeightsManifest.load(manifest_path)
     whole = StoredFile(os.path.abspath(archive.path), archive.size, digest)

@@ -87,13 +87,13 @@ def resolve_architecture(source: str, folder: Path, out: Path) -> Path:
     packing = packing_of(manifest.config)
     packing_note = packing.described() if packing else ""
     stops = described(stop_ids(folder, manifest.config, tokenizer.eos_token_id))
-    for line in (packing_note, tokenizer.note, without_default(folder), stops, _sampling_note(folder)):
+    for line in (packing_note, tokenizer.note, without_default(folder), stops, sampling_note(folder)):
         if line:
             note(f"{folder}: {line}")
     return _save(manifest, out)
 
 
-def _sampling_note(folder: Path) -> str:
+def sampling_note(folder: Path) -> str:
     """Return a note about sampling settings in generation_config.json, which requests set instead; "" for none."""
     path = folder / "generation_config.json"
     settings = read_source_json(path) if present(path) else {}

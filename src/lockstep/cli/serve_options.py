@@ -82,7 +82,7 @@ def run_server(place: Opened, options: SimpleNamespace) -> None:
 
         vars(options).update(serve_options(options.triton_repository))
     _check_ranks(place, options.tensor_parallel)
-    keys = _keys(options.api_key_file)
+    keys = read_api_keys(options.api_key_file)
     prefix = options.metrics_prefix
     if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", prefix):
         raise InputError(f"--metrics-prefix: expected letters, digits and _, found {prefix!r}")
@@ -196,7 +196,7 @@ def _threads() -> int | None:
     return max(1, min(core_count(), cpu_count() - 1))
 
 
-def _keys(path: Path | None) -> list[str]:
+def read_api_keys(path: Path | None) -> list[str]:
     """Return the keys of a file, one a line. Empty lines and those that begin with # are none. Raises InputError."""
     if path is None:
         return []

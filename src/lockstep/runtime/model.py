@@ -59,7 +59,7 @@ class Model:
         self.max_seq_len = executor.max_seq_len
         self.max_num_tokens = max_num_tokens
         self.eos_token_ids = engines.assembly.eos_token_ids
-        self._executor = executor
+        self.executor = executor
         self.adapters = adapters
         self.assembly_json = assembly_json
 
@@ -106,7 +106,7 @@ class Model:
         weights = content(Path(weights_json))
         shared = None
         if cut_of is not None and (cut_of.engines.digest(), cut_of.weights_sha256) == (engines.digest(), weights):
-            shared = cut_of._executor.network if isinstance(cut_of._executor, HostExecutor) else None
+            shared = cut_of.executor.network if isinstance(cut_of.executor, HostExecutor) else None
         network = open_network(engines, weights_json, layers, threads, low_memory, shared)
         if chunk_size is None:
             preferred = CHUNK_SIZE if engines.backend.on_host else SMALL_CHUNK_SIZE
@@ -144,7 +144,7 @@ class Model:
         Raises InputError, and changes nothing, for a slot out of range or named twice, a start other than 0 or the
         slot's length, a token outside the vocabulary, no token, or more than max_seq_len or max_num_tokens.
         """
-        return self._run(advances, self._executor.logits)
+        return self._run(advances, self.executor.logits)
 
     def step_tokens(self, advances: Sequence[Advance], following: bool | Sequence[Advance] = False) -> np.ndarray:
         """Run a step and return each request's next token, [len(advances)] int64.
@@ -157,7 +157,7 @@ class Model:
         this step are back (`async_scheduling`). The step that then follows may be a part of it, or any other.
         """
         next_advances = then_decode(advances) if following is True else following or ()
-        return self._run(advances, lambda advances: self._executor.tokens(advances, next_advances))
+        return self._run(advances, lambda advances: self.executor.tokens(advances, next_advances))
 
     def step_with_logits(self, advances: Sequence[Advance], rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Run a step and return each request's next token, as `step_tokens` does, and the logits of some rows.
@@ -165,12 +165,12 @@ class Model:
         rows: indices into the rows of all advances (one each, more where one `verifies`). Returns tokens, and logits
         [len(rows), vocab_size] float32; on a GPU no other logits are copied back.
         """
-        return self._run(advances, lambda advances: self._executor.tokens_and_logits(advances, rows))
+        return self._run(advances, lambda advances: self.executor.tokens_and_logits(advances, rows))
 
     @property
     def gives_all_logits(self) -> bool:
         """Return whether `logits_behind` can be called: other executors compute logits after last tokens alone."""
-        return isinstance(self._executor, HostExecutor)
+        return isinstance(self.executor, HostExecutor)
 
     @property
     def verifies_drafts(self) -> bool:
@@ -184,12 +184,12 @@ class Model:
     @property
     def can_forget(self) -> bool:
         """Return whether `keep` can be called: a state cannot be rolled back."""
-        return self._executor.max_verify_tokens > 0 and not self.has_state
+        return self.executor.max_verify_tokens > 0 and not self.has_state
 
     @property
     def max_verify_tokens(self) -> int:
         """Return the limit of tokens of a step with drafts: more would cost as much as separate steps."""
-        return self._executor.max_verify_tokens
+        return self.executor.max_verify_tokens
 
     def check_verifies_drafts(self) -> None:
         """Raise InputError unless steps verify drafts."""
@@ -206,12 +206,12 @@ class Model:
 
     def room(self, length: int) -> int:
         """Return how many tokens can follow `length` tokens before a slot's memory is reallocated."""
-        return self._executor.room(length)
+        return self.executor.room(length)
 
     def keep(self, slot: int, length: int) -> None:
         """Forget the tokens of a slot after its first `length`: rejected drafts."""
-        if length < self._executor.lengths[slot]:
-            self._executor.keep(slot, length)
+        if length < self.executor.lengths[slot]:
+            self.executor.keep(slot, length)
 
     def check_gives_all_logits(self) -> None:
         """Raise InputError unless `logits_behind` can be called."""
@@ -226,12 +226,12 @@ class Model:
 
         See `HostExecutor.logits_behind`.
         """
-        return cast(HostExecutor, self._executor).logits_behind(number)
+        return cast(HostExecutor, self.executor).logits_behind(number)
 
     @contextlib.contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
         """Show the blocks of all steps to an observer, where `gives_all_logits`."""
-        executor = cast(HostExecutor, self._executor)
+        executor = cast(HostExecutor, self.executor)
         executor.observe(observer)
         try:
             yield
@@ -249,7 +249,7 @@ class Model:
                 "sampling: expected temperature, top_k, top_p, min_p and seed alone, found what needs logits; take "
                 "steps that give logits, and sample with `Sampler`"
             )
-        self._executor.set_sampling(slot, sampling, choice)
+        self.executor.set_sampling(slot, sampling, choice)
 
     def set_adapter(self, slot: int, adapter: str | None) -> None:
         """Compute a slot's tokens with an adapter, or None, until the slot is released.
@@ -270,38 +270,38 @@ class Model:
 
     def warm_up(self) -> None:
         """Prepare what steps need, so that no request waits for it. KV caches are unchanged."""
-        self._executor.warm_up()
+        self.executor.warm_up()
 
     @property
     def async_scheduling(self) -> bool:
         """Return whether `step_tokens` launches the next step before the tokens of this one are back."""
-        return self._executor.async_scheduling
+        return self.executor.async_scheduling
 
     @property
     def in_flight(self) -> bool:
         """Return whether a step was launched ahead: see `step_tokens`."""
-        return self._executor.in_flight
+        return self.executor.in_flight
 
     @property
     def tables(self) -> PageTables:
         """Return the page tables of the slots, and the page pool."""
-        return self._executor.tables
+        return self.executor.tables
 
     def _run(self, advances: Sequence[Advance], run: Callable[[Sequence[Advance]], _Result]) -> _Result:
-        check(advances, self._executor, self.vocab_size, self.max_num_tokens)
+        check(advances, self.executor, self.vocab_size, self.max_num_tokens)
         if self.adapters is not None:
             self.adapters.load()
-        lengths = self._executor.lengths
+        lengths = self.executor.lengths
         for advance in advances:
             if not advance.start and lengths[advance.slot]:
-                self._executor.reset(advance.slot)
+                self.executor.reset(advance.slot)
         try:
             result = run(advances)
         except BaseException:
             # A failed step may have written rows into slots that hold no request yet.
             for advance in advances:
                 if not advance.start:
-                    self._executor.reset(advance.slot)
+                    self.executor.reset(advance.slot)
             raise
         for advance in advances:
             lengths[advance.slot] = advance.start + len(advance.tokens)
@@ -315,36 +315,36 @@ class Model:
 
     def length(self, slot: int) -> int:
         """Return how many tokens the slot holds."""
-        return int(self._executor.lengths[slot])
+        return int(self.executor.lengths[slot])
 
     def release(self, slot: int) -> None:
         """Clear a slot: its cache, sampling parameters and adapter. (A step at start 0 clears the cache too.)"""
-        self._executor.reset(slot)
-        self._executor.set_sampling(slot, _GREEDY, 0)
+        self.executor.reset(slot)
+        self.executor.set_sampling(slot, _GREEDY, 0)
         if self.adapters is not None:
             self.adapters.residency.release(slot)
 
     def share(self, slot: int, pages: Sequence[int], length: int) -> None:
         """Start an empty slot with the pages of a prefix of `length` tokens: see `Executor.share`."""
-        self._executor.share(slot, pages)
-        self._executor.lengths[slot] = length
+        self.executor.share(slot, pages)
+        self.executor.lengths[slot] = length
 
     def store(self, slot: int, start: int, pages: Sequence[int]) -> None:
         """Copy a slot's cache from token `start` on into pages: see `Executor.store`."""
-        self._executor.store(slot, start, pages)
+        self.executor.store(slot, start, pages)
 
     def fork(self, slot: int, other: int) -> None:
         """Copy a slot's cache to another slot, which is empty and has pages."""
-        self._executor.fork(slot, other)
-        self._executor.lengths[other] = self._executor.lengths[slot]
+        self.executor.fork(slot, other)
+        self.executor.lengths[other] = self.executor.lengths[slot]
 
     def move(self, slot: int, other: int) -> None:
         """Move a slot's cache to another slot, which is empty and has the pages by now.
 
         The caller sets the sampling parameters of the other slot.
         """
-        self._executor.move(slot, other)
-        self._executor.set_sampling(slot, _GREEDY, 0)
+        self.executor.move(slot, other)
+        self.executor.set_sampling(slot, _GREEDY, 0)
 
     def swap_out(self, slot: int) -> tuple[Any, int]:
         """Copy a slot's cache to host memory, clear the slot, and return what `swap_in` takes."""
@@ -352,8 +352,8 @@ class Model:
         if not length:
             self.release(slot)
             return None, 0
-        swapped = self._executor.swap_out(slot)
-        self._executor.set_sampling(slot, _GREEDY, 0)
+        swapped = self.executor.swap_out(slot)
+        self.executor.set_sampling(slot, _GREEDY, 0)
         if self.adapters is not None:
             self.adapters.residency.release(slot)
         return swapped, length
@@ -361,8 +361,8 @@ class Model:
     def swap_in(self, slot: int, swapped: tuple[Any, int]) -> None:
         """Copy a swapped-out cache to a slot, which is empty and has pages."""
         if swapped[1]:
-            self._executor.swap_in(slot, swapped[0])
-        self._executor.lengths[slot] = swapped[1]
+            self.executor.swap_in(slot, swapped[0])
+        self.executor.lengths[slot] = swapped[1]
 
 
 def fitting_chunk_size(preferred: int, num_slots: int, max_num_tokens: int | None) -> int:

@@ -44,7 +44,7 @@ async def chat_text(
     if taken := sorted(set(variables) & set(_GIVEN)):
         name = "chat_template_kwargs"
         raise BadRequest(f"{name}: expected no {taken[0]}, which is no variable of its own", name)
-    found = _messages(messages)
+    found = template_messages(messages)
     if continues and not isinstance(found[-1].get("content"), str):
         raise BadRequest("messages: expected a text to go on from in the last one, found none", "messages")
     if instructs:
@@ -58,7 +58,7 @@ async def chat_text(
         raise BadRequest(said, "messages") from None
 
 
-def _messages(value: Any) -> list[dict[str, Any]]:
+def template_messages(value: Any) -> list[dict[str, Any]]:
     """Return the messages as a template takes them: one text as content, no nulls. Raises BadRequest."""
     if not isinstance(value, list) or not 1 <= len(value) <= _MOST_MESSAGES:
         found = f"{len(value)} of them" if isinstance(value, list) else "no list"

@@ -1,0 +1,20 @@
+"""The conftest of the unit tests, for tests of other programs that have environments of their own."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+UNIT = Path(__file__).parent / "unit"
+
+
+def unit_conftest() -> Any:
+    """Return the module, whose fixtures make the demo."""
+    sys.path.insert(0, str(UNIT))
+    spec = importlib.util.spec_from_file_location("unit_conftest", UNIT / "conftest.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
