@@ -19,6 +19,7 @@ import onnx
 import pytest
 from benchmarks.step_timing import breakdown
 from demo_model import GOLDEN, LIMITS, TOLERANCES
+from polygraphy.json import load_json
 
 import fake_gpu
 from faults.table import FAULTS
@@ -240,8 +241,9 @@ def test_a_block_that_leaves_its_graph_is_named_by_bisect(demo, engines, form, g
     engine, and is left out."""
     assembly = demo.assembly(MODEL, form[1])
     weights = demo.weights(MODEL, form[1])
+    inputs = tmp_path / "inputs.json"
     report = lambda engines_json: EngineReport.from_json(engine_report(
-        assembly, weights, engines_json, 2, asdict(TOLERANCES[form[1]]), (list(range(3, 20)), 9)
+        assembly, weights, engines_json, 2, asdict(TOLERANCES[form[1]]), (list(range(3, 20)), 9), inputs=inputs
     ))  # fmt: skip
     right = report(engines[form])
     assert right.fault is None and right.rows[-1].part == "runtime" and all(row.passed for row in right.rows)
@@ -264,6 +266,8 @@ def test_a_block_that_leaves_its_graph_is_named_by_bisect(demo, engines, form, g
     found = report(tmp_path / "engines" / "engines.json").fault
     assert (found.wrong, found.graph, found.part) == ("engine", "exit", "exit")
     assert "polygraphy debug reduce" in found.look_at and " --trt " in found.look_at
+    (feeds,) = load_json(str(inputs))
+    assert feeds["hidden"].shape[0] == 17
 
 
 def test_generated_tokens_are_those_of_onnx_runtime(demo, open_model, form, gpu):

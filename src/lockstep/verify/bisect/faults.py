@@ -41,13 +41,13 @@ def engine_fault(
     graph = graphs.graph(off.stage.graph)
     if not backend.polygraphy or graph.computed is not graph.model:  # ONNX Runtime has no bf16 on a CPU
         return off.fault("engine", advice)
-    if inputs is not None:
-        from polygraphy.json import save_json
+    if inputs is None:
+        return off.fault("engine", f"{advice}; `lockstep bisect` with --save-inputs FILE says how to find the node")
+    from polygraphy.json import save_json
 
-        save_json([graphs.feeds(off.stage.graph, off.stage.inputs, off.stage.slots)], str(inputs))
-    nodes = NODES.format(graph=graph.path, inputs=inputs or "inputs.json", runner=backend.polygraphy)
-    first = "" if inputs else "`lockstep bisect` with --save-inputs inputs.json, then "
-    return off.fault("engine", f"{advice}; for the node: {first}{nodes}")
+    save_json([graphs.feeds(off.stage.graph, off.stage.inputs, off.stage.slots)], str(inputs))
+    nodes = NODES.format(graph=graph.path, inputs=inputs, runner=backend.polygraphy)
+    return off.fault("engine", f"{advice}; for the node: {nodes}")
 
 
 def graph_fault(walked: Walked, graphs: Graphs) -> FoundFault | None:
