@@ -183,7 +183,7 @@ def test_a_grammar_holds_with_drafts_that_break_it(demo: Results, model: Model) 
     tokenizer = Tokenizer.open(assembly)
     grammar = Grammar("regex", r"(19|20)[0-9]{2}-[01][0-9]-[0-3][0-9]")
     requests = [
-        Request(tokenizer.encode("On"), 40, None, model.eos_token_ids, Sampling(t, seed=4), grammar=grammar)
+        Request(tokenizer.encode("On"), 40, None, frozenset(model.eos_token_ids), Sampling(t, seed=4), grammar=grammar)
         for t in (0.0, 1.0)
     ]
     plain = run(Engine(model, grammars=grammars), *requests)

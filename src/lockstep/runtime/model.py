@@ -116,7 +116,7 @@ class Model:
         if kv_bytes is not None and kv_bytes <= 0:
             raise InputError(f"kv_bytes: expected at least 1, found {kv_bytes}")
         executor = engines.backend.executor(network, rows, length, tokens, kv_bytes) or HostExecutor(
-            network, rows, length, chunk_size, _host_bytes(kv_bytes), engines.backend.decode_layers(network)
+            network, rows, length, chunk_size, host_bytes(kv_bytes), engines.backend.decode_layers(network)
         )
         adapters = Adapters.open(adapters_json, engines.assembly, network, executor)
         count = layer_count(engines.assembly, layers)
@@ -378,7 +378,7 @@ def fitting_chunk_size(preferred: int, num_slots: int, max_num_tokens: int | Non
     return room // PAGE_SIZE * PAGE_SIZE or room
 
 
-def _host_bytes(kv_bytes: float | None) -> int:
+def host_bytes(kv_bytes: float | None) -> int:
     """Return the bytes for the KV cache on a CPU.
 
     kv_bytes: None for a quarter of the machine's or container's memory; below 1 a fraction of its free memory.
