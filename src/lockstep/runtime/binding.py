@@ -82,7 +82,9 @@ def open_network(
             name: _heads_of_ranks(mixer, ranks, name) if isinstance(mixer, LayerAttention) else mixer
             for name, mixer in mixers.items()
         }
-    return _network(assembly, chosen, bound, mixers)
+    network = _network(assembly, chosen, bound, mixers)
+    weights.drop_pages()  # engines have copies, or map the files themselves
+    return network
 
 
 def _as_run(engines: EngineSet) -> Assembly:

@@ -66,7 +66,8 @@ class Rounded(TorchFunctionMode):
             return self.dtype
         if getattr(func, "__name__", "") in ("__get__", "__set__"):
             return func(*args, **kwargs)
-        if func is functional.embedding:  # of a large table a few rows are read
+        is_part = func == torch.Tensor.__getitem__ and _is_parameter(args[0])
+        if func is functional.embedding or is_part:  # a few rows of a large table are read, one expert of many
             return func(*args, **kwargs).to(self.dtype)
         args = _mapped(self._parameter, args)
         kwargs = _mapped(self._parameter, kwargs)

@@ -11,7 +11,7 @@ import mmap
 import os
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, cast
 
 import numpy as np
 
@@ -227,6 +227,11 @@ class Weights:
             array = array.copy()
             array.flags.writeable = False
         return array
+
+    def drop_pages(self) -> None:
+        """Give back the memory of what was read of the files; what is read again is mapped again."""
+        for mapped in self._maps.values():
+            cast(Any, mapped.base).obj.madvise(mmap.MADV_DONTNEED)
 
 
 def _check_place(manifest_path: Path, name: str, info: TensorPlace, size: int) -> None:

@@ -87,10 +87,8 @@ class Router:
         along = Along()
         times = self._tolerances.noise * max(self._tolerances.engine) / UNITS
         for place, rows in recorded.items():
-            block = self._blocks[self._parts[place].graph]
             part = self._parts[place]
-            weights = self._graphs.weights_of(part.graph, part.slots)
-            routed = block.along(rows.inputs, weights, rows.outputs, times)
+            routed = self._routed(part, rows, times)
             along.wrong = along.wrong or self._wrong(place, part.graph, routed, rows.outputs)
             if routed.tied.any():
                 first = int(rows.positions[routed.tied].min())
@@ -98,6 +96,13 @@ class Router:
                 along.tied += int(routed.tied.sum())
             along.chosen[place] = rows.positions, routed.chosen
         return along
+
+    def _routed(self, part: BoundBlock, rows: BlockRows, times: float) -> Routed:
+        """Return what `ChoosingBlock.along` does; the weights of one block are in memory at a time."""
+        weights = self._graphs.weights_of(part.graph, part.slots)
+        routed = self._blocks[part.graph].along(rows.inputs, weights, rows.outputs, times)
+        self._graphs.weights.drop_pages()
+        return routed
 
     def logits(self, tokens: Tokens, along: Along) -> np.ndarray:
         """Return the logits [num_tokens, vocab_size] float32 along a request's choices; where none is known, free."""
@@ -120,6 +125,7 @@ class Router:
                 return outputs
             weights = self._graphs.weights_of(stage.graph, stage.slots)
             along = self._blocks[stage.graph].forced(stage.inputs, weights, forces[place])
+            self._graphs.weights.drop_pages()
             return {name: along[name].astype(array.dtype) for name, array in outputs.items()}
 
         *_, last = Walk(self._graphs, [tokens], instead=exact)
