@@ -6,7 +6,7 @@ Needs polygraphy.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,21 @@ from lockstep.artifacts.signature import IO
 
 
 class BoundRunner(OnnxrtRunner):
-    """Polygraphy's ONNX Runtime runner that adds weights to the inputs."""
+    """Polygraphy's ONNX Runtime runner that adds weights to the inputs, which it holds while it is active."""
 
-    def __init__(self, name: str, inputs: Sequence[IO], session: Any, weights: Mapping[str, np.ndarray]):
+    def __init__(self, name: str, inputs: Sequence[IO], session: Any, weights: Callable[[], Mapping[str, np.ndarray]]):
         super().__init__(session, name=name)
         self._declared = inputs
-        self._weights = weights
+        self._read_weights = weights
+        self._weights: Mapping[str, np.ndarray] = {}
+
+    def activate_impl(self) -> None:
+        super().activate_impl()
+        self._weights = self._read_weights()
+
+    def deactivate_impl(self) -> None:
+        self._weights = {}
+        super().deactivate_impl()
 
     def get_input_metadata_impl(self) -> TensorMetadata:
         return metadata(self._declared)

@@ -188,7 +188,13 @@ class Graphs(GraphRunner):
         graph = self._by_name[name]
         return graph.run(_declared(graph, inputs), weights)
 
+    def run_block(self, part: BoundBlock, env: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        outputs = super().run_block(part, env)
+        self.weights.drop_pages()
+        return outputs
+
     def weights_of(self, name: str, slots: Mapping[str, Sequence[str]]) -> dict[str, np.ndarray]:
+        self.weights.drop_pages()  # of the block before
         return {slot.name: self.slot_array(slots[slot.name], slot) for slot in self._by_name[name].slots}
 
     def feeds(
@@ -248,6 +254,15 @@ class Graphs(GraphRunner):
         if uncut is None or self.num_layers < self.assembly.num_layers:
             return None
         return Graph(self.path.parent / uncut.file, uncut, threads)
+
+    def uncut_weights(self, uncut: Graph) -> dict[str, np.ndarray]:
+        """Return all weights, by slot of the uncut graph."""
+        assert self.assembly.batchful is not None  # it is open
+        weights = {}
+        for slot in uncut.slots:
+            weights[slot.name] = self.slot_array(self.assembly.batchful.tensors[slot.name], slot)
+            self.weights.drop_pages()
+        return weights
 
 
 def _declared(graph: Graph, env: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

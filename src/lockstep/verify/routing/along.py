@@ -100,9 +100,7 @@ class Router:
     def _routed(self, part: BoundBlock, rows: BlockRows, times: float) -> Routed:
         """Return what `ChoosingBlock.along` does; the weights of one block are in memory at a time."""
         weights = self._graphs.weights_of(part.graph, part.slots)
-        routed = self._blocks[part.graph].along(rows.inputs, weights, rows.outputs, times)
-        self._graphs.weights.drop_pages()
-        return routed
+        return self._blocks[part.graph].along(rows.inputs, weights, rows.outputs, times)
 
     def logits(self, tokens: Tokens, along: Along) -> np.ndarray:
         """Return the logits [num_tokens, vocab_size] float32 along a request's choices; where none is known, free."""
@@ -125,7 +123,6 @@ class Router:
                 return outputs
             weights = self._graphs.weights_of(stage.graph, stage.slots)
             along = self._blocks[stage.graph].forced(stage.inputs, weights, forces[place])
-            self._graphs.weights.drop_pages()
             return {name: along[name].astype(array.dtype) for name, array in outputs.items()}
 
         *_, last = Walk(self._graphs, [tokens], instead=exact)

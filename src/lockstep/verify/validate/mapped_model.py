@@ -36,6 +36,7 @@ def mapped_model(config: Mapping[str, Any], weights: Weights, layers: int | str,
     for name, parameter in stored.named_parameters(remove_duplicate=False):
         owner, _, key = name.rpartition(".")
         model.get_submodule(owner)._parameters[key] = parameter
+    weights.drop_pages()  # of what was put together
     return model
 
 

@@ -10,6 +10,7 @@ caches up to the length that the limits allow, then the whole forward through Po
 from __future__ import annotations
 
 import functools
+import gc
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -119,10 +120,7 @@ class _Validation:
         check_adapter_slots(graphs, self._torch, records, self._tolerance)
         check_magnitudes(graphs, self._torch, records[-1])
         self._check_long_contexts(records[0], max_seq_len)
-        uncut = graphs.uncut(threads)
-        if uncut is not None:
-            self._check_graph("batchful", uncut)
-        self._check_forward(uncut, records)
+        self._check_forward(records, threads)
 
     def _check_graph(self, name: str, graph: Graph) -> None:
         inputs = [*graph.inputs, *graph.slots]
@@ -220,7 +218,7 @@ class _Validation:
                 self._found["long_context"] = LongContext(max_seq_len, count, tuple(caches))
                 self._check_errors(errors, f"behind {num_past} cached tokens, ")
 
-    def _check_forward(self, uncut: Graph | None, records: list[Record]) -> None:
+    def _check_forward(self, records: list[Record], threads: int | None) -> None:
         """Check whole sequences, free, through Polygraphy: the chain of graphs, and the uncut one."""
         graphs = self._graphs
         inputs = self._graphs.forward_inputs()
@@ -228,16 +226,6 @@ class _Validation:
         def split(feed: Mapping[str, np.ndarray]) -> np.ndarray:
             return forward(graphs, feed["hidden"], feed["position_ids"], feed["logit_rows"])
 
-        def expected(feed: Mapping[str, np.ndarray]) -> np.ndarray:
-            return self._torch.logits(feed["hidden"])[feed["logit_rows"]]
-
-        runners: list[BaseRunner] = [FunctionRunner("split", inputs, split)]
-        if uncut is not None:
-            assert graphs.assembly.batchful is not None  # it is open
-            tensors = graphs.assembly.batchful.tensors
-            weights = {slot.name: graphs.slot_array(tensors[slot.name], slot) for slot in uncut.slots}
-            runners.append(BoundRunner("batchful", inputs, uncut.session, weights))
-        runners.append(FunctionRunner("torch", inputs, expected))
         feeds = [
             {
                 "hidden": record.embedded.astype(graphs.hidden_dtype),
@@ -246,11 +234,26 @@ class _Validation:
             }
             for record in records
         ]
+        logits: dict[bytes, np.ndarray] = {}
         noise = 0.0  # what the precision itself costs of a logit
         for hidden in (feed["hidden"] for feed in feeds):
             right = self._torch.logits(hidden)
+            logits[hidden.tobytes()] = right
             rounded = noisy(right, functools.partial(self._torch.logits, hidden))
             noise = max(noise, self._tolerance.rounding * max_abs_error(right, rounded))
+        del self._torch  # before all weights are read for the uncut graph
+        gc.collect()
+        uncut = graphs.uncut(threads)
+
+        def expected(feed: Mapping[str, np.ndarray]) -> np.ndarray:
+            return logits[feed["hidden"].tobytes()][feed["logit_rows"]]
+
+        runners: list[BaseRunner] = [FunctionRunner("split", inputs, split)]
+        if uncut is not None:
+            self._check_graph("batchful", uncut)
+            weights = functools.partial(graphs.uncut_weights, uncut)
+            runners.append(BoundRunner("batchful", inputs, uncut.session, weights))
+        runners.append(FunctionRunner("torch", inputs, expected))
         fixed = self._tolerance.logits
         bound = self._tolerance.noise * noise if fixed is None else fixed
         self._found["forward"] = errors = compare(runners, feeds, bound, noise)
