@@ -1,7 +1,7 @@
 """Every family shape through the whole workflow, on each backend that runs on a CPU: a family works when that passes.
 
-`make test` takes one of each kind through it in fp32, but for a server on OpenVINO, and one in small weights: 15 s of
-one core each. What is left runs at night.
+`make test` takes all of them through it in fp32, but for a server on OpenVINO, and one in small weights: 15 s of one
+core each. What is left runs at night.
 """
 
 from __future__ import annotations
@@ -43,13 +43,7 @@ def failed(config: Mapping[str, Any], folder: Path, targets: Mapping[str, Sequen
     return failures(folder / "results", f"random:{folder}/shape.json?seed=0", targets, **options)
 
 
-# What is unlike the demo: learned positions and transposed weights, branches side by side, windows and caps, latent
-# attention with and without grouped experts, sinks, experts, states of two kinds, long RoPE, chunked attention.
-KINDS = ("gpt2", "gpt_neox", "gemma2", "deepseek_v3", "gpt_oss", "mixtral", "qwen3_5_text", "falcon_h1", "minicpm3",
-         "phi3, longrope", "llama4_text")  # fmt: skip
-
-
-@pytest.mark.parametrize("family", some(FAMILIES, *KINDS))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_passes_every_stage(shared: Shared, tmp_path: Path, family: str) -> None:
     targets = dict.fromkeys(BACKENDS, ["fp32"])
     assert not failed(FAMILIES[family].config, tmp_path, targets, left_out="served tiny/fp32/all/openvino")
