@@ -44,7 +44,7 @@ def test_without_the_package_rules_are_linted_and_a_plan_says_what_to_install(fr
     bare = Checkout(fresh.folder, {"LOCKSTEP_PYTHON": str(tmp_path / "bare/bin/python")})
     assert "Congratulations" in bare.snakemake("--lint").stderr
     process = bare.snakemake("-n", check=False)
-    assert process.returncode == 1 and "pip install 'lockstep-engines[workflow]'" in process.stdout + process.stderr
+    assert process.returncode == 1 and "pip install '.[workflow]' in a clone" in process.stdout + process.stderr
 
 
 def test_both_snakefiles_make_the_same(finished: Checkout) -> None:

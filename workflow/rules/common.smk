@@ -48,7 +48,7 @@ def ask_package(command, question):
 
 
 INSTALL = (
-    "the plan of this workflow is made by the Python package lockstep-engines: pip install 'lockstep-engines[workflow]', or "
+    "the plan of this workflow is made by the Python package lockstep-engines: pip install '.[workflow]' in a clone of this project, or "
     "set LOCKSTEP_PYTHON to a Python that has it; jobs can run in environments of their own by --sdm conda"
 )
 PLAN = {}
