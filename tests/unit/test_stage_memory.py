@@ -32,7 +32,7 @@ def memory(key):
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
 
 stage, root, name = sys.argv[1:]
-results = Results(root)
+results = Results(Path(root))
 files = results.assembly(name, "fp32"), results.weights(name, "fp32")
 out = Path(root, f"{stage}.json")
 reference = Path(root, "reference.json")
