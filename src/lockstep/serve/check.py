@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lockstep.artifacts.chat_template import ChatTemplate
 from lockstep.artifacts.reports import PASS, GoldenReport, ServedPhase, ServedReport, TokenDifference
 from lockstep.errors import CheckError, InputError
@@ -38,6 +40,7 @@ from lockstep.tolerances import Tolerances
 from lockstep.verify.golden.prompts import Prompt, first_difference, read_reference, short
 from lockstep.verify.metrics import finish
 from lockstep.verify.sampled.answer import Answer
+from lockstep.verify.sampled.forced import History, write_logits
 from lockstep.verify.sampled.texts import Texts
 
 _OTHERS = 24  # requests beside the golden prompts
@@ -97,7 +100,10 @@ def check(
     checked = _Check(service, prompts, expected, long_prompt, reference.max_new_tokens, drafts, sampling)
     report = asyncio.run(checked.run(target))
     # The server has ended: an accelerator has room for the engines again.
-    report = replace(report, sampling=sampling.judge(open_model(options)))
+    model = open_model(options)
+    checked.judge(model)
+    phases = {name: phase.entry() for name, phase in checked.phases.items()}
+    report = replace(report, phases=phases, sampling=sampling.judge(model))
     failures = [*checked.failures, *sampling.failures]
     return finish(out, report, failures[0] if failures else None)
 
@@ -131,6 +137,22 @@ class _Found:
         return ServedPhase(self.requests, self.others, self.cancelled, tuple(self.differences))
 
 
+@dataclass(frozen=True)
+class _Received:
+    """An answer to a golden prompt. expected: golden's. how: it was asked for. exact: no other token may come."""
+
+    prompt: Prompt
+    expected: Sequence[int]
+    answer: Answer
+    how: str
+    phase: _Found
+    exact: bool
+
+    @property
+    def history(self) -> History:
+        return tuple(self.prompt.prompt_ids), tuple(self.expected)
+
+
 class _Check:
     """One run of the check. failures: lines, in the order in which they were found."""
 
@@ -152,6 +174,8 @@ class _Check:
         self.drafts = drafts
         self.sampling = sampling
         self.failures: list[str] = []
+        self.phases: dict[str, _Found] = {}
+        self._received: list[_Received] = []
         self.random = random.Random(0)
 
     async def run(self, target: Target) -> ServedReport:
@@ -159,7 +183,7 @@ class _Check:
         with tempfile.TemporaryDirectory(prefix="lockstep-served-") as folder:
             self.socket = Path(folder, "socket")
             async with listening(self.service, self.socket):
-                phases = {
+                self.phases = {
                     "alone": await self._alone("alone"),
                     "under load": await self._under_load(),
                     "on a prefix": await self._on_a_prefix(),
@@ -178,12 +202,43 @@ class _Check:
             engine_digest=ready.engine_digest,
             identity=ready.identity,
             batch_invariant=ready.batch_invariant,
-            phases={name: found.entry() for name, found in phases.items()},
+            phases={},
             prefix_hit_tokens=hits,
             restarts=self.service.restarts,
             num_pages=ready.num_pages,
             sampling={},
         )
+
+    def judge(self, model: Model) -> None:
+        """Judge the answers to golden prompts. model: the server's, opened here."""
+        decode = self.service.tokenizer.decode
+        own = self._own_logits(model)
+        wrongs = []
+        for each in self._received:
+            logits = own.get(each.history, each.prompt.logits)
+            difference, wrong = first_difference(each.prompt, each.expected, each.answer.token_ids, logits, decode)
+            if difference is not None:
+                each.phase.differences.append(difference)
+                if each.exact and wrong is None:
+                    wrong = difference.step, f"expected token {difference.reference}, found {difference.found}"
+            if wrong is not None:
+                wrongs.append(f"prompt {short(each.prompt.text)!r}, {each.how}: step {wrong[0]}: {wrong[1]}")
+        self.failures[:0] = wrongs
+
+    def _own_logits(self, model: Model) -> dict[History, np.ndarray]:
+        """Return the model's logits behind golden's tokens where these are not the reference's, and an answer differs.
+
+        The reference has none of these: golden took a token that was equally likely, and went on from there.
+        """
+        differing = [each for each in self._received if [*each.expected] != [*each.answer.token_ids]]
+        histories = sorted({each.history for each in differing if [*each.expected] != [*each.prompt.tokens]})
+        if not histories:
+            return {}
+        with tempfile.TemporaryDirectory(prefix="lockstep-logits-") as folder:
+            path = Path(folder, "logits.npy")
+            write_logits(model, histories, path)
+            ends = np.cumsum([len(answer) for _, answer in histories])
+            return dict(zip(histories, np.split(np.load(path), ends[:-1])))
 
     async def _alone(self, how: str) -> _Found:
         found = _Found()
@@ -225,7 +280,7 @@ class _Check:
         before = self.service.total("prefix_hits")
         for how in ("leaving a prefix", "on the prefix that was left"):
             answer = await self._answer(self.long.prompt_ids, len(self.long.tokens), logprobs=1, ignore_eos=True)
-            self._judge(self.long, self.long.tokens, answer, how, found, exact=False)
+            self._receive(_Received(self.long, self.long.tokens, answer, how, found, exact=False))
             answers.append(answer)
         miss, hit = answers
         if self.service.total("prefix_hits") == before:
@@ -289,23 +344,15 @@ class _Check:
                 raise error
 
     async def _golden(self, number: int, how: str, found: _Found, first: asyncio.Event | None = None) -> None:
-        """Send a golden prompt and judge its answer. first: set when a token is there."""
+        """Send a golden prompt. first: set when a token is there."""
         prompt = self.prompts[number]
         answer = await self._answer(prompt.text, self.max_new_tokens, first)
-        self._judge(prompt, self.expected[number], answer, how, found, exact=self.service.ready.batch_invariant)
+        exact = self.service.ready.batch_invariant
+        self._receive(_Received(prompt, self.expected[number], answer, how, found, exact))
 
-    def _judge(
-        self, prompt: Prompt, expected: Sequence[int], answer: Answer, how: str, found: _Found, exact: bool
-    ) -> None:
-        found.requests += 1
-        decode = self.service.tokenizer.decode
-        difference, wrong = first_difference(prompt, expected, answer.token_ids, prompt.logits, decode)
-        if difference is not None:
-            found.differences.append(difference)
-            if exact and wrong is None:
-                wrong = difference.step, f"expected token {difference.reference}, found {difference.found}"
-        if wrong is not None:
-            self.failures.append(f"prompt {short(prompt.text)!r}, {how}: step {wrong[0]}: {wrong[1]}")
+    def _receive(self, received: _Received) -> None:
+        received.phase.requests += 1
+        self._received.append(received)
 
     async def _answer(
         self, prompt: str | Sequence[int], max_tokens: int, first: asyncio.Event | None = None, **body: Any
