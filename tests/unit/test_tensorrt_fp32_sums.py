@@ -27,11 +27,12 @@ def test_products_are_in_fp32_and_all_that_the_graph_names_is_in_fp16() -> None:
     products = [node for node in model.graph.node if node.op_type in ("Gemm", "MatMul")]
     assert [node.op_type for node in products] == ["Gemm", "MatMul"]
     for node in products:
+        assert len(node.input) == 2  # the bias is added to the rounded product
         assert {types[name] for name in (*node.input, *node.output)} == {onnx.TensorProto.FLOAT}
     assert {types[name] for name in ("hidden", "weight", "bias", "both", "out")} == {onnx.TensorProto.FLOAT16}
 
 
-def test_results_are_fp32_sums_rounded_once() -> None:
+def test_results_are_fp32_sums_that_are_rounded() -> None:
     model = graph("float16")
     feeds = random_inputs(model)
     found = compute(with_fp32_sums(model), feeds)

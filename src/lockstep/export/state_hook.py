@@ -14,6 +14,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import isinf
 from typing import Any
 
 import torch
@@ -113,7 +114,8 @@ def scan_inputs(
         dt = dt + dt_bias.to(dt.dtype)
     if dt_softplus:
         dt = torch.nn.functional.softplus(dt)
-    step = torch.clamp(dt, min=dt_limit[0], max=dt_limit[1])[0].float()
+    # TensorRT's parser refuses a Clip with an infinite limit.
+    step = torch.clamp(dt, min=dt_limit[0], max=None if isinf(dt_limit[1]) else dt_limit[1])[0].float()
     value = hidden_states[0].float() * step[..., None]
     return Recurrent(C[0].float(), B[0].float(), value, A.float() * step, None)
 

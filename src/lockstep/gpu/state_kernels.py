@@ -115,7 +115,9 @@ def check_state_graph(decode: onnx.ModelProto, where: str) -> None:
     """Raise CheckError if a mixer's decode graph computes something else than its kernel."""
     from lockstep.onnx_tools.prepare import random_inputs  # needed only where engines are built
     from lockstep.onnx_tools.sessions import compute
+    from lockstep.onnx_tools.widened import widened
 
+    decode = widened(decode)
     feeds = random_inputs(decode)
     # The states of a token window are fp16 values.
     feeds["past_state"] = feeds["past_state"].astype(np.float16).astype(np.float32)

@@ -54,7 +54,7 @@ class TensorRTBackend(GpuBackend):
     name = "tensorrt"
     polygraphy = "--trt --strongly-typed"
     suffixes = (_PLAN, _GRAPH)
-    revision = 13
+    revision = 14
     precisions = ("fp32", "fp16", "bf16")
     takes_long = True
 

@@ -3,7 +3,8 @@
 In a strongly typed network a product takes the type of its factors, for its sums too: TensorRT has kernels for fp16
 that accumulate in fp16. Between casts of both factors to fp32 and of the result to fp16 it is taken as a kernel on fp16
 factors that accumulates in fp32 (as Torch-TensorRT's `use_fp32_acc`). The numbers are those of the graph: casts to fp32
-are exact, and the result is rounded once, as before.
+are exact, and the result is rounded once, as before. A bias is added in fp16 behind the casts: with an addition between
+product and cast TensorRT 10.6 takes a kernel on fp32 factors.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ def with_fp32_sums(model: onnx.ModelProto) -> onnx.ModelProto:
     if not products:
         return model
     for node in products:
-        emit = Emitter(graph, f"{node.output[0]}/fp32")
-        wide = [emit("Cast", name, to=TensorProto.FLOAT) if name else "" for name in node.input]
-        casts = list(emit.nodes)
-        result = Emitter(graph, f"{node.output[0]}/fp16")
-        result("Cast", f"{node.output[0]}/sum", result=node.output[0], to=TensorProto.FLOAT16)
-        node.input[:] = wide
-        node.output[:] = [f"{node.output[0]}/sum"]
-        graph.replace(node, *casts, node, *result.nodes)
+        out = node.output[0]
+        bias = node.input[2] if len(node.input) > 2 else ""
+        casts = Emitter(graph, f"{out}/fp32")
+        node.input[:] = [casts("Cast", name, to=TensorProto.FLOAT) for name in node.input[:2]]
+        node.output[:] = [f"{out}/sum"]
+        result = Emitter(graph, f"{out}/fp16")
+        rounded = result("Cast", f"{out}/sum", result="" if bias else out, to=TensorProto.FLOAT16)
+        if bias:
+            result("Add", rounded, bias, result=out)
+        graph.replace(node, *casts.nodes, node, *result.nodes)
     return graph.finish()
