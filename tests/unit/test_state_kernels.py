@@ -9,10 +9,12 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import onnx.parser
 import pytest
 
+from lockstep.errors import CheckError
 from lockstep.gpu.kernels.row_kernels import PRELUDE
-from lockstep.gpu.state_kernels import THREADS, StateKernelSpec
+from lockstep.gpu.state_kernels import THREADS, StateKernelSpec, check_state_graph
 
 TESTS = Path(__file__).parents[1]
 KERNELS = TESTS.parent / "src" / "lockstep" / "gpu" / "kernels" / "state_mixers.cu"
@@ -129,3 +131,27 @@ def test_states_go_on_from_chunk_to_chunk_with_the_bits_of_one(name, dtype, tmp_
     rounding = float(ml_dtypes.finfo(dtype).eps)
     np.testing.assert_allclose(whole[0].astype(np.float32), expected, rtol=rounding + 1e-6, atol=1e-5)
     np.testing.assert_allclose(whole[1], state[0], rtol=1e-4, atol=1e-6)
+
+
+WINDOW_GRAPH = """<ir_version: 10, opset_import: ["": 20]>
+decode (bfloat16[num_requests, 64] value, float[num_requests, 2, 64] past_state)
+    => (bfloat16[num_requests, 192] attention, float[num_requests, 2, 64] state_out)
+<int64[1] one = {1}, int64[2] rows = {-1, 192}, int64[1] end = {2147483647}> {
+    past = Cast<to = 16>(past_state)
+    new = Unsqueeze(value, one)
+    window = Concat<axis = 1>(past, new)
+    attention = Reshape(window, rows)
+    last = Slice(window, START, end, one)
+    state_out = Cast<to = 1>(last)
+}"""
+
+
+def test_a_graph_in_bf16_is_compared_with_its_kernel():
+    check_state_graph(onnx.parser.parse_model(WINDOW_GRAPH.replace("START", "one")), "here")
+    first_two = onnx.parser.parse_model(
+        WINDOW_GRAPH.replace("START, end", "zero, two").replace(
+            "<int64[1] one", "<int64[1] zero = {0}, int64[1] two = {2}, int64[1] one"
+        )
+    )
+    with pytest.raises(CheckError, match="here: output state_out: .*the kernel of its kind computes something else"):
+        check_state_graph(first_two, "here")
