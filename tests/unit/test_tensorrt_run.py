@@ -259,7 +259,8 @@ def test_a_block_that_leaves_its_graph_is_named_by_bisect(demo, engines, form, g
     write_json(tmp_path / "graphs" / "assembly.json", described)
     made = read_json(build(
         tmp_path / "graphs" / "assembly.json", "tensorrt", tmp_path / "engines" / "engines.json",
-        {**read_json(engines[form])["options"], "max_num_tokens": 8},  # fewer than the request has
+        # fewer tokens than the request has, and no spare row behind them
+        {**read_json(engines[form])["options"], "max_num_tokens": 8, "max_seq_len": 18},
     ))  # fmt: skip
     made["engines"]["exit"]["graph_sha256"] = read_json(assembly)["classes"]["exit"]["sha256"]
     write_json(tmp_path / "engines" / "engines.json", made)

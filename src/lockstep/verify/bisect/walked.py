@@ -33,9 +33,10 @@ class Engines:
         self._threads = threads
         self._programs: dict[str, Program] = {}
         self._names = set(engines.names())
-        # requests and tokens that the engines were built for; None: any number
+        # requests, tokens and rows of a cache that the engines were built for; None: any number
         self.max_rows: int | None = engines.manifest.options.get("max_batch_size")
         self._max_tokens: int | None = engines.manifest.options.get("max_num_tokens")
+        self._max_cached: int | None = engines.manifest.options.get("max_seq_len")
 
     def name(self, graph: str) -> str:
         """Return the engine that computes a graph for tokens without adapters."""
@@ -51,7 +52,12 @@ class Engines:
             return None
         if stage.part == "attention":
             fits = self._max_tokens is None or len(stage.positions) <= self._max_tokens
-            return self._call(stage, stage.inputs, like) if fits else None
+            # a walk's caches have spare rows behind the tokens
+            inputs = {
+                name: array[:, :, : self._max_cached] if name in ("past_key", "past_value") else array
+                for name, array in stage.inputs.items()
+            }
+            return self._call(stage, inputs, like) if fits else None
         # Tokens do not see each other outside attention; each row of an exit is one token's.
         rows = stage.inputs.get("logit_rows")
         total = len(stage.positions)
