@@ -1,0 +1,25 @@
+"""Code reads plainly: what slows a reader, per 1,000 lines, is at most what the plainest packages have by now."""
+
+from pathlib import Path
+
+import pytest
+
+from plainness import per_1000_lines
+
+SOURCES = Path(__file__).parents[2] / "src"
+# Packages whose sentences and names are the field's. The others follow: add one when it is done.
+PLAIN = ("checkpoint", "export", "gpu", "step", "weights")
+LIMITS = {"tuple assignment": 1, "nested condition": 1.6, "heavy comprehension": 1.5, "name": 1.5, "dialect": 2.5}
+# All of `src`: lower these with each package.
+LIMITS_OF_ALL = {"tuple assignment": 1, "nested condition": 2.5, "heavy comprehension": 2.5, "name": 12, "dialect": 6}
+
+
+@pytest.mark.parametrize("package", PLAIN)
+def test_a_package_stays_plain(package: str) -> None:
+    figures = per_1000_lines(SOURCES / "lockstep" / package)
+    assert {kind: figures.get(kind, 0) for kind, limit in LIMITS.items() if figures.get(kind, 0) > limit} == {}
+
+
+def test_the_sources_get_no_denser() -> None:
+    figures = per_1000_lines(SOURCES)
+    assert {kind: figures[kind] for kind, limit in LIMITS_OF_ALL.items() if figures[kind] > limit} == {}
