@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import httptools
 import numpy as np
 
-from lockstep.errors import CheckError
+from lockstep import CheckError
 
 TIMEOUT = 600.0  # seconds for all requests
 CLIENT_TICK = 0.01  # seconds between two looks at how late this program itself is

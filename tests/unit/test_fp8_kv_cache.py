@@ -271,4 +271,4 @@ def test_other_backends_refuse_it_in_one_line(results, tmp_path):
     config = load.load({"models": {"demo": {**model, "precisions": ["fp16"], "backends": ["cuda"]}}})
     names = {"model": "demo", "precision": "fp16"}
     assert STAGES["export"].options(config, names) == {"kv_cache_dtype": "fp8"}
-    assert STAGES["reference"].options(config, names)["golden"]["kv_cache_dtype"] == "fp8"
+    assert STAGES["reference"].options(config, {**names, "layers": "all"})["golden"]["kv_cache_dtype"] == "fp8"

@@ -56,7 +56,7 @@ def address(array: np.ndarray) -> ctypes.c_void_p:
     [
         (1, 4, (64, 64), (1, 63, 0, 65), 1, {}),
         (2, 4, (128, 128), (1, 63, 0, 64, 200), 1, {"fp8": True}),
-        pytest.param(1, 4, (128, 128), (200, 300, 17), 2, {"fp8": True, "given": "float32"}, marks=long),
+        pytest.param(1, 4, (128, 128), (200, 300, 17), 2, {"fp8": True, "query_dtype": "float32"}, marks=long),
         pytest.param(1, 3, (40, 24), (1, 65, 130), 1, {"fp8": True}, marks=long),  # loads of 8 bytes
         pytest.param(1, 8, (64, 64), (1, 130, 300), 2, {"fp8": True, "window": 100, "sinks": True}, marks=long),
         pytest.param(1, 5, (256, 256), (130, 64), 1, {"fp8": True}, marks=long),
@@ -69,7 +69,7 @@ def test_rows_attend_to_what_their_pages_hold(tmp_path, kv_heads, group, sizes, 
     vars(spec).update({"sinks": False, "fp8": False} | more)
     head_group = min(group, 4 if spec.head_dim > 128 else 8)
     values = {
-        "KIND": 1, "GIVEN": int(spec.given == "float16"), "WIDE": 0, "KV_HEADS": kv_heads, "GROUP": group,
+        "KIND": 1, "GIVEN": int(spec.query_dtype == "float16"), "WIDE": 0, "KV_HEADS": kv_heads, "GROUP": group,
         "HEADS": head_group, "DIM": spec.head_dim, "VALUE_DIM": spec.value_dim, "WINDOW": spec.window,
         "SINKS": int(spec.sinks), "FP8": int(spec.fp8), "PAGE": PAGE, "THREADS": 128, "BY_ROW": 0,
     }  # fmt: skip

@@ -237,7 +237,8 @@ def test_a_fault_at_one_request_of_a_grpc_stream_is_its_answer() -> None:
         raise ValueError("a fault of the test")
 
     async def run() -> Any:
-        triton: Any = SimpleNamespace(service=SimpleNamespace(observers=()), infer=infer)
+        service = SimpleNamespace(observers=(), limits=SimpleNamespace(slow_reader=30.0))
+        triton: Any = SimpleNamespace(service=service, infer=infer)
         server = GrpcServer(triton, Access(), "127.0.0.1", 0)
         await server.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
