@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lockstep.config.sources import REPOSITORY, HubSource, kind_of, parse_source
+from lockstep.config.sources import REPOSITORY, kind_of
 from lockstep.errors import InputError
+from lockstep.stages import params
 from lockstep.targets import Target, is_quantized, wildcards_of
 
 if TYPE_CHECKING:
@@ -82,16 +83,11 @@ def _is_brought(config: Config, names: Names) -> bool:
     return kind_of(config.models[names["model"]].source) != "folder"
 
 
-def _is_any_adapter_on_the_hub(config: Config, names: Names) -> bool:
-    adapters = config.models[names["model"]].adapters.values()
-    return any(isinstance(parse_source(adapter.source), HubSource) for adapter in adapters)
-
-
 # What a `branch` asks; workflow/rules/common.smk has functions of these names.
 _CONDITIONS: Mapping[str, Any] = {
     "is_quantized": lambda config, names: is_quantized(names["precision"]),
     "is_brought": _is_brought,
-    "is_any_adapter_on_the_hub": _is_any_adapter_on_the_hub,
+    "is_any_adapter_on_the_hub": lambda config, names: bool(params.hub_adapters(config, names["model"])),
 }
 # The targets that have an artefact, as `collected` names them.
 _COLLECTED: Mapping[str, Any] = {

@@ -51,7 +51,8 @@ def model_files(config: Config, model: str, place: Path | None, results: Results
     """
     kind = kind_of(config.models[model].source)
     folders = config.adapter_folders(model, [Path.cwd(), REPOSITORY], results)
-    here = [folder for name, folder in folders.items() if name not in hub_adapters(config, model)]
+    on_the_hub = hub_adapters(config, model)
+    here = [folder for name, folder in folders.items() if name not in on_the_hub]
     common: dict[str, Any] = {
         "kind": kind,
         "adapters": _displayed(path for folder in here for path in sorted(folder.glob("adapter_*"))),
