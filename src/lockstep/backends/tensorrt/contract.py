@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import onnx
 
@@ -16,23 +16,19 @@ from lockstep.onnx_tools.signature import dtype_name
 
 def check_contract(tensors: Sequence[Tensor], model: onnx.ModelProto, profiles: Sequence[Profile], where: str) -> None:
     """Raise CheckError for the first input or output whose name, dtype, shape or sizes are not the graph's."""
-    found = {(tensor.is_input, tensor.name): tensor for tensor in tensors}
-    declared = {(True, value.name): value for value in model.graph.input}
-    declared |= {(False, value.name): value for value in model.graph.output}
-    for is_input, what in ((True, "inputs"), (False, "outputs")):
-        names = [sorted(name for side, name in side_names if side == is_input) for side_names in (declared, found)]
-        if names[0] != names[1]:
-            raise CheckError(
-                f"{where}: {what}: expected {', '.join(names[0])} as in the assembly, found {', '.join(names[1])}"
-            )
+    engine_inputs = {tensor.name: tensor for tensor in tensors if tensor.is_input}
+    engine_outputs = {tensor.name: tensor for tensor in tensors if not tensor.is_input}
+    _check_names("inputs", model.graph.input, engine_inputs, where)
+    _check_names("outputs", model.graph.output, engine_outputs, where)
     # Where the first profile has one size, TensorRT gives that size for the dynamic dimensions of outputs, which cannot
     # be checked then.
     one_size = any(smallest == largest for profile in profiles[:1] for smallest, _, largest in profile.values())
-    for key, value in declared.items():
-        tensor = found[key]
-        kind = value.type.tensor_type
-        dtype = dtype_name(kind.elem_type)
-        shape = tuple(-1 if dim.dim_param else dim.dim_value for dim in kind.shape.dim)
+    pairs = [(value, engine_inputs[value.name]) for value in model.graph.input]
+    pairs += [(value, engine_outputs[value.name]) for value in model.graph.output]
+    for value, tensor in pairs:
+        tensor_type = value.type.tensor_type
+        dtype = dtype_name(tensor_type.elem_type)
+        shape = tuple(-1 if dim.dim_param else dim.dim_value for dim in tensor_type.shape.dim)
         engine_shape = tensor.shape
         if one_size and not tensor.is_input and len(engine_shape) == len(shape):
             engine_shape = tuple(-1 if size == -1 else engine_size for size, engine_size in zip(shape, engine_shape))
@@ -46,13 +42,23 @@ def check_contract(tensors: Sequence[Tensor], model: onnx.ModelProto, profiles: 
             _check_profiles(tensor, [profile.get(tensor.name, (shape, shape, shape)) for profile in profiles], where)
 
 
+def _check_names(what: str, declared: Iterable[onnx.ValueInfoProto], engine_tensors: Iterable[str], where: str) -> None:
+    expected = sorted(value.name for value in declared)
+    names = sorted(engine_tensors)
+    if names != expected:
+        raise CheckError(
+            f"{where}: {what}: expected {', '.join(expected)} as in the assembly, found {', '.join(names)}"
+        )
+
+
 def _check_profiles(tensor: Tensor, expected: Sequence[tuple[Sequence[int], ...]], where: str) -> None:
     if len(tensor.profiles) != len(expected):
         raise CheckError(f"{where}: expected {len(expected)} optimization profiles, found {len(tensor.profiles)}")
-    for number, (asked, found) in enumerate(zip(expected, tensor.profiles)):
-        if tuple(map(tuple, asked)) != tuple(map(tuple, found)):
+    for number, (shapes, engine_shapes) in enumerate(zip(expected, tensor.profiles)):
+        if tuple(map(tuple, shapes)) != tuple(map(tuple, engine_shapes)):
             raise CheckError(
-                f"{where}: input {tensor.name}, profile {number}: expected {_bounds(asked)}, found {_bounds(found)}"
+                f"{where}: input {tensor.name}, profile {number}: expected {_bounds(shapes)}, "
+                f"found {_bounds(engine_shapes)}"
             )
 
 
