@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -21,7 +22,7 @@ from lockstep.onnx_tools.sessions import compute
 from lockstep.targets import Limits, Results, Target
 from lockstep.tolerances import Tolerances
 from lockstep.verify.compare.noisy_run import is_clear
-from lockstep.verify.golden.check import check_engines
+from lockstep.verify.golden.check import GoldenCheck, check_engines
 from lockstep.verify.golden.reference import make_reference
 from lockstep.verify.golden.terms import GoldenTerms
 from lockstep.verify.routing.choices import Choice, with_choices
@@ -70,7 +71,7 @@ def without_bias(edit: Edit) -> None:
 Fault = Callable[[Edit], None]
 
 
-def bf16_engines(root: Path, results: Results, fault: Fault | None) -> Path:
+def bf16_engines(root: Path, results: Results, backend: str, fault: Fault | None) -> Path:
     """Build engines that round to bf16 what products give, with a fault in each block that chooses."""
     assembly = results.assembly(NAME, "fp32")
     engines = root / "engines" / "engines.json"
@@ -89,7 +90,8 @@ def bf16_engines(root: Path, results: Results, fault: Fault | None) -> Path:
         onnx.save(rounded, path)
         entry["sha256"] = sha256_file(path)
     write_json(planted, content)
-    build(planted, "onnxruntime", engines)
+    options = {name: getattr(LIMITS, name) for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
+    build(planted, backend, engines, options if backend == "tensorrt" else {})
     manifest = read_json(engines)
     right = read_json(results.engines(NAME, "fp32", "onnxruntime"))
     for name, entry in manifest["engines"].items():
@@ -99,20 +101,27 @@ def bf16_engines(root: Path, results: Results, fault: Fault | None) -> Path:
 
 
 @pytest.fixture
-def check(shared, tmp_path):
-    """Run the golden check of such engines; the report."""
+def planted(shared, tmp_path):
+    """Return what `GoldenCheck` takes of such engines."""
 
-    def run(family: str, fault: Fault | None = None) -> dict:
+    def make(family: str, fault: Fault | None = None, backend: str = "onnxruntime") -> tuple:
         results = Results(built_family(shared, family) / "results")
         reference = tmp_path / "reference" / "all.json"
-        out = tmp_path / "golden.json"
         make_reference(results.checkpoint(NAME), "all", TERMS, reference)
-        check_engines(
-            results.assembly(NAME, "fp32"), results.weights(NAME, "fp32"), bf16_engines(tmp_path, results, fault),
-            reference, Target(NAME, "fp32", "all", "onnxruntime"), Tolerances("bf16", "onnxruntime"), LIMITS, out,
-            tmp_path / "speed.json",
-        )  # fmt: skip
-        return read_json(out)
+        engines = bf16_engines(tmp_path, results, backend, fault)
+        target = Target(NAME, "fp32", "all", backend)
+        files = results.assembly(NAME, "fp32"), results.weights(NAME, "fp32"), engines, reference
+        return *files, target, Tolerances("bf16", backend), LIMITS
+
+    return make
+
+
+@pytest.fixture
+def check(planted, tmp_path):
+    """Run the golden check of such engines; the report."""
+
+    def run(*case: Any) -> dict:
+        return read_json(check_engines(*planted(*case), tmp_path / "golden.json", tmp_path / "speed.json"))
 
     return run
 
@@ -120,6 +129,12 @@ def check(shared, tmp_path):
 @pytest.mark.parametrize("family", some(MIXTURES, "mixtral"))
 def test_right_engines_of_mixtures_pass_in_bf16(check, family):
     assert check(family)["result"] == "pass"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", MIXTURES)
+def test_right_engines_of_mixtures_pass_in_bf16_on_a_gpu(check, gpu, family):
+    assert check(family, None, "tensorrt")["result"] == "pass"
 
 
 # Of these two models 1.05 times what experts give is less than bf16 rounds.
@@ -138,6 +153,28 @@ def test_routers_that_are_wrong_are_refused(check, family, fault):
     line = "expected a logit error" if family == "nemotron_h" else "along the engine's own choices"
     with pytest.raises(CheckError, match=line):
         check(family, fault)
+
+
+def test_choices_of_engines_on_a_gpu_are_followed_and_change_no_bits(planted, gpu):
+    golden = GoldenCheck(*planted("mixtral", None, "tensorrt"), (), None)
+    golden.judge_choices()
+    alone, _ = golden.decode([golden.along(prompt) for prompt in golden.prompts])
+    assert golden.follow_choices()
+    observed, _ = golden.decode([golden.along(prompt) for prompt in golden.prompts])
+    for prompt, one, other in zip(golden.prompts, observed, alone, strict=True):
+        assert np.array_equal(one.logits, other.logits)
+        golden.logit_error(prompt, "along the reference's tokens", one)
+    golden.mixed(alone)
+    assert not golden.failures and golden.routes.report().tied > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "fault"),
+    some([("mixtral", next_expert), ("mixtral", shares_scaled), ("deepseek_v3", without_bias)]),
+)  # fmt: skip
+def test_routers_that_are_wrong_are_refused_on_a_gpu(check, gpu, family, fault):
+    with pytest.raises(CheckError, match="along the engine's own choices"):
+        check(family, fault, "tensorrt")
 
 
 # --- what may be chosen ---

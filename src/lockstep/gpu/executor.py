@@ -34,6 +34,7 @@ from lockstep.gpu.ranks.rank import MAX_VERIFY_TOKENS, Rank, StepCalls
 from lockstep.gpu.resident_adapters import ResidentAdapters
 from lockstep.step.advance import PREVIOUS_TOKEN, Advance
 from lockstep.step.network import LayerAttention, Network
+from lockstep.step.observer import Observer
 from lockstep.step.packing import split
 from lockstep.step.pages import PAGE_SIZE
 from lockstep.step.sampling import Sampling
@@ -93,6 +94,7 @@ class GpuExecutor:
         self._pass_counts = Counter[tuple]()
         self._captured = dict[tuple, list[StepCalls]]()
         self._host_logits: np.ndarray | None = None
+        self._observed = False
         self._resident: ResidentAdapters | None = None  # keeps memory alive that copies on the stream read
         # A speculative step that is dropped leaves only keys and values, which the next step overwrites. It would
         # advance the state of a recurrent mixer for good.
@@ -177,6 +179,13 @@ class GpuExecutor:
                 attention.restore(slot, pages)
         self.group.synchronize()
 
+    def observe(self, observer: Observer | None) -> None:
+        """Show later steps to an observer, none of them launched speculatively: see `Executor.observe`."""
+        (rank,) = self.ranks  # nobody observes sharded models
+        self._in_flight = self._last_prompt = None
+        self._observed = observer is not None
+        rank.observe(observer)
+
     def set_sampling(self, slot: int, sampling: Sampling, choice: int) -> None:
         """Set how a slot's tokens are chosen in later steps: see `Executor.set_sampling`."""
         changed = [rank.state.set_sampling(slot, sampling, choice) for rank in self.ranks]
@@ -218,7 +227,7 @@ class GpuExecutor:
         with self.group.waiting():
             step = self._enqueue(advances)
             next_step = None
-            if following and self.async_scheduling:
+            if following and self.async_scheduling and not self._observed:
                 next_step = self._enqueue_speculatively(following, _lengths_after(advances))
             self._wait(step)
             tokens = step.tokens.copy()

@@ -22,8 +22,8 @@ from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.step import host_memory
 from lockstep.step.advance import Advance, Executor, check, then_decode
 from lockstep.step.host import HostExecutor
-from lockstep.step.host_step import Observer
 from lockstep.step.network import layer_count
+from lockstep.step.observer import Observer
 from lockstep.step.pages import PAGE_SIZE, PageTables
 from lockstep.step.sampling import Sampling
 from lockstep.targets import Limits
@@ -230,13 +230,12 @@ class Model:
 
     @contextlib.contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
-        """Show the blocks of all steps to an observer, where `gives_all_logits`."""
-        executor = cast(HostExecutor, self.executor)
-        executor.observe(observer)
+        """Show the blocks of all steps to an observer."""
+        self.executor.observe(observer)
         try:
             yield
         finally:
-            executor.observe(None)
+            self.executor.observe(None)
 
     def set_sampling(self, slot: int, sampling: Sampling, choice: int = 0) -> None:
         """Set how `step_tokens` chooses a slot's tokens, until the slot is released.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -12,6 +12,9 @@ from lockstep.errors import InputError
 from lockstep.step.pages import PageTables
 from lockstep.step.sampling import Sampling
 from lockstep.weights.adapters import AdapterWriter, LoraArrays
+
+if TYPE_CHECKING:
+    from lockstep.step.observer import Observer
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,10 @@ class Executor(Protocol):
         adapter_slots: int64 [num_slots], the adapter slot of each slot's request or -1, which the caller changes
         between steps. Returns a writer of adapters into the arrays; None if they are host arrays.
         """
+        ...
+
+    def observe(self, observer: Observer | None) -> None:
+        """Show later steps to an observer, block by block, with the same bits but more slowly; None ends it."""
         ...
 
     def share(self, slot: int, pages: Sequence[int]) -> None:

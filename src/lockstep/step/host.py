@@ -11,9 +11,10 @@ from lockstep.artifacts.signature import IO, Signature
 from lockstep.step.advance import Advance
 from lockstep.step.executable import Executable, HostExecutable
 from lockstep.step.greedy import most_likely
-from lockstep.step.host_step import Chunk, HostStep, Layout, Observer, RowAttention, Rows, Verified
+from lockstep.step.host_step import Chunk, HostStep, Layout, RowAttention, Rows, Verified
 from lockstep.step.kv_cache import CacheRow, KVCache
 from lockstep.step.network import Network
+from lockstep.step.observer import Observer
 from lockstep.step.packing import split
 from lockstep.step.pages import PAGE_SIZE, PagePool, PageTables
 from lockstep.step.sampling import Sampling, draw
@@ -87,7 +88,6 @@ class HostExecutor:
         return -(-self._cache.capacity_for(length) // PAGE_SIZE)
 
     def observe(self, observer: Observer | None) -> None:
-        """Show later steps to an observer, block by block; None ends it."""
         self._observer = observer
         self._steps.clear()
 

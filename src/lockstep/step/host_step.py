@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -27,6 +26,7 @@ from lockstep.step.executable import HostExecutable, Run
 from lockstep.step.greedy import largest, most_likely, most_likely_of_ranks
 from lockstep.step.kv_cache import CacheRow, KVCache
 from lockstep.step.network import Block, LayerAttention, LayerState, Network
+from lockstep.step.observer import Observer
 from lockstep.step.packing import PackedTokens
 from lockstep.step.ranks import RankBlock
 
@@ -138,18 +138,6 @@ class RowAttention:
 def _one_token(io: IO) -> np.ndarray:
     """Return a buffer for one token."""
     return np.empty([1 if isinstance(dim, str) else dim for dim in io.shape], io.numpy_dtype)
-
-
-class Observer(Protocol):
-    """Sees the values between the blocks of a running step; it must copy arrays that it keeps."""
-
-    def step(self, tokens: PackedTokens) -> None: ...
-
-    def block(self, part: str, layer: int, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> None:
-        """See a block's inputs and outputs.
-
-        part: "block", before the attention of `layer`, or "exit", whose outputs have the rows `logit_rows`.
-        """
 
 
 class HostStep:

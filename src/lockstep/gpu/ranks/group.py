@@ -107,7 +107,7 @@ class RankGroup:
         """
         self.last = list(steps)
         if steps[0].graph is None:
-            if not steps[0].warm:
+            if not steps[0].warm or steps[0].observed:
                 self._run_calls(steps)
                 return
             self._capture(steps)

@@ -25,6 +25,8 @@ from lockstep.gpu.prompts import CAPTURED_TOKENS, CAPTURED_TOKENS_OF_RANKS, CAPT
 from lockstep.gpu.ranks.all_reduce import Exchange
 from lockstep.step.advance import Advance
 from lockstep.step.network import Block, LayerMixer, Network, ShardCall
+from lockstep.step.observer import Observer
+from lockstep.step.packing import PackedTokens
 from lockstep.step.pages import PageTables
 
 # Tokens of a step that verifies drafts: more take longer than reading the weights does.
@@ -42,6 +44,7 @@ class StepCalls:
         exit_inputs: The inputs of the lm_head block that are equal on all ranks.
         graph: The captured calls, from the second run on.
         warm: The calls have run once.
+        observed: The calls copy values to the host, so that they can't be captured.
     """
 
     parts: list[Part]
@@ -50,6 +53,7 @@ class StepCalls:
     exit_inputs: list[cuda.Array]
     graph: cuda.Graph | None = None
     warm: bool = False
+    observed: bool = False
 
     @functools.cached_property
     def calls(self) -> Calls:
@@ -146,11 +150,17 @@ class Rank:
         # Two buffers: a speculative step is enqueued before the tokens of the previous one are read.
         self.fetched = [(cuda.pinned((num_slots,), "i4"), cuda.Event()) for _ in range(2)]
         self.fetched_verified = cuda.pinned((MAX_VERIFY_TOKENS,), "i4")
+        self._observer: Observer | None = None
 
     @property
     def paged(self) -> list[PagedAttention]:
         """Return all attentions of a model whose slots can be moved (`PageTables.shares` is not None)."""
         return cast(list[PagedAttention], self.attentions)
+
+    def observe(self, observer: Observer | None) -> None:
+        """Show later steps to an observer: see `Executor.observe`."""
+        self._observer = observer
+        self.step_calls.clear()
 
     def reserve(self, lengths_after: Mapping[int, int], lengths: np.ndarray) -> None:
         """Make room for a step: see `Attention.reserve`."""
@@ -217,7 +227,7 @@ class Rank:
 
     def layout(self, inputs: Inputs, tokens: PassTokens) -> tuple[int, ...] | None:
         """Return all that a pass's calls depend on, except array contents; None: the pass can't be captured whole."""
-        if tokens.num_tokens > min(CAPTURED_WHOLE, self.captured_tokens):
+        if tokens.num_tokens > min(CAPTURED_WHOLE, self.captured_tokens) or self._observer is not None:
             return None
         layout = [tokens.num_tokens, tokens.decoding.shape[0], inputs.logit_rows.shape[0]]
         for attention in self.attentions:
@@ -255,15 +265,21 @@ class Rank:
         total = tokens.num_tokens
         prompt_pass = PromptPass(blocks, total, inputs.logit_rows.shape[0])
         mask_calls = self._mask_calls(inputs, self._mask_array(inputs, adapted))
+        is_captured = total <= self.captured_tokens and self._observer is None
+        last = len(self._layer_attention)
 
         def block_part(number: int, make: Callable[[], Calls]) -> Part:
-            key = ("block", number, total, adapted) if total <= self.captured_tokens else None
-            return Part(key, make)
+            return Part(("block", number, total, adapted) if is_captured else None, make)
+
+        def observed(number: int, part: str, layer: int) -> Calls:
+            block = self.network.blocks[number]
+            before, after = (device_block.values for device_block in blocks.blocks[number - 1 : number + 1])
+            return self._observed(part, layer, block, before, after, inputs)
 
         def layer_parts(index: int, attention: Attention) -> Iterator[Part]:
             def make() -> Calls:
                 token_values = {name: array[:total] for name, array in values.items()}
-                calls = prompt_pass.calls(index + 1, "block")
+                calls = prompt_pass.calls(index + 1, "block") + observed(index + 1, "block", index)
                 return calls + attention.token_calls(index, token_values, inputs.rows)
 
             values = prompt_pass.values(index)
@@ -275,9 +291,10 @@ class Rank:
 
         def exit_calls() -> Calls:
             computed = blocks.logits[: logits.shape[0]]
-            return prompt_pass.calls(-1, "exit") + self._last_calls(computed, logits, inputs, drawn, self.state)
+            calls = prompt_pass.calls(-1, "exit") + observed(last + 1, "exit", last - 1)
+            return calls + self._last_calls(computed, logits, inputs, drawn, self.state)
 
-        yield [block_part(0, lambda: mask_calls + prompt_pass.calls(0, "embedding"))]
+        yield [block_part(0, lambda: self._observed_tokens(inputs) + mask_calls + prompt_pass.calls(0, "embedding"))]
         for index, attention in enumerate(self._layer_attention):
             yield layer_parts(index, attention)
         yield [Part(None, exit_calls)]
@@ -329,24 +346,73 @@ class Rank:
         mask = self._mask_array(inputs, adapted)
         network = self.network
 
-        def block_calls(name: str, block: Block) -> Calls:
-            return self._prepare(name, self._block_steps(block.for_rows(adapted), values, dims, kind), mask)
+        def block_calls(name: str, block: Block, layer: int = -1) -> Calls:
+            before = dict(values)
+            calls = self._prepare(name, self._block_steps(block.for_rows(adapted), values, dims, kind), mask)
+            return calls + self._observed(name, layer, block, before, values, inputs)
 
-        calls = self._mask_calls(inputs, mask) + block_calls("embedding", network.embedding)
+        calls = self._observed_tokens(inputs) + self._mask_calls(inputs, mask)
+        calls += block_calls("embedding", network.embedding)
         for index, (block, mixer) in enumerate(network.layers):
-            calls += block_calls("block", block)
+            calls += block_calls("block", block, index)
             self._add_attention_output(mixer, values, total)
             if verifies:
                 calls += self.paged[0].verify_calls(index, values, inputs.rows)
             else:
                 calls += self._layer_attention[index].decode_calls(index, values, inputs.rows)
         exit_inputs = _exit_inputs(network, values, total)
-        calls += block_calls("exit", network.exit)
+        calls += block_calls("exit", network.exit, len(network.layers) - 1)
         computed = values["logits"]  # a shard of the logits, if ranks split them
         logits = self._logits(kind, (total, network.vocab_size), computed.dtype)
         calls += self._last_calls(computed, logits, inputs, drawn, state)
         shard_logits = computed if self.splits_logits and not drawn else None
-        return StepCalls([Part(None, lambda: calls)], logits, shard_logits, exit_inputs)
+        observed = self._observer is not None
+        return StepCalls([Part(None, lambda: calls)], logits, shard_logits, exit_inputs, observed=observed)
+
+    def _observed_tokens(self, inputs: Inputs) -> Calls:
+        """Return the call that shows a step's tokens to the observer, if there is one."""
+        observer = self._observer
+        if observer is None:
+            return []
+
+        def show() -> None:
+            arrays = (inputs.token_ids, inputs.position_ids, inputs.rows)
+            observer.step(PackedTokens(*(self.fetch(array).astype(np.int64) for array in arrays)))
+
+        return [("observer", show)]
+
+    def _observed(self, part: str, layer: int, block: Block, before: Arrays, after: Arrays, inputs: Inputs) -> Calls:
+        """Return the call that shows a block to the observer, if there is one.
+
+        before, after: the values by key, of this step or of the largest one.
+        """
+        observer = self._observer
+        if observer is None or layer < 0:
+            return []
+        dims = {"num_tokens": inputs.token_ids.shape[0], "num_requests": inputs.logit_rows.shape[0]}
+
+        def arrays(ios: Sequence[IO], values: Arrays) -> Arrays:
+            return {io.name: values[io.key][: dims[str(io.shape[0])]] for io in ios}
+
+        read = arrays(block.signature.inputs, before)
+        written = arrays(block.signature.outputs, after)
+
+        def show() -> None:
+            given, made = ({name: self.fetch(array) for name, array in side.items()} for side in (read, written))
+            if part == "exit":  # without rows of slots that are in no request
+                is_request = self.fetch(inputs.slots) >= 0
+                given["logit_rows"] = given["logit_rows"][is_request]
+                made = {name: array[is_request] for name, array in made.items()}
+            observer.block(part, layer, given, made)
+
+        return [("observer", show)]
+
+    def fetch(self, array: cuda.Array) -> np.ndarray:
+        """Wait for an array and return it."""
+        host = np.empty(array.shape, array.dtype)
+        self.stream.download(host, array)
+        self.stream.synchronize()
+        return host
 
     def _prepare(self, name: str, steps: Iterable[_EngineCall | _AllReduce], mask: cuda.Array | None) -> Calls:
         """Return the calls of a block for a captured graph."""

@@ -64,11 +64,15 @@ def check_engines(
 
 class GoldenCheck(DecodingCheck):
     _routes: Routes | None = None  # of a model that chooses
+    _not_followed = ""  # why there are none of one
 
     def judge_choices(self) -> None:
         """Hold the blocks that choose to their graphs, in the prompts' batch; what is wrong is of all prompts."""
         router = Router.open(self.assembly_json, self.weights_json, self.target.layers, self.tolerance, self.threads)
-        if router is None or not self.model.gives_all_logits:
+        if router is None:
+            return
+        if why_not := router.why_not():
+            self._not_followed = f"; choices of experts, which rounding may decide, are not followed {why_not}"
             return
         self.prompts, self.long, _ = read_reference(self.reference_json, self.expected, self.tolerance, follows=True)
         self._routes = Routes(router, known_rows([*self.prompts, *([self.long.prompt] if self.long else [])]))
@@ -80,7 +84,9 @@ class GoldenCheck(DecodingCheck):
                 self.fail(prompt, wrong)
 
     def follow_choices(self) -> bool:
-        """Begin again, each request judged along the engines' choices; False, and nothing, where that is no use."""
+        """Begin again, each request judged along the engines' choices; False where that is no use."""
+        if self.failures:
+            self.failures[0] += self._not_followed
         if self._routes is None or self._routes.wrong:
             return False
         self.failures = []

@@ -66,14 +66,19 @@ class Router:
         tolerances: Tolerances,
         threads: int | None = None,
     ) -> Router | None:
-        """Open the graphs; None where no block chooses, for a model of several ranks, and one that takes adapters."""
+        """Open the graphs; None where no block chooses."""
         assembly = Assembly.load(assembly_json)
-        if assembly.tensor_parallel is not None or assembly.adapters is not None:
-            return None
         graphs = Graphs(assembly_json, assembly, Weights.open(weights_json), layers, threads)
         blocks = {name: ChoosingBlock(graph, threads) for name, graph in graphs.classes.items()}
         choosing = {name: block for name, block in blocks.items() if block.choices}
         return cls(graphs, choosing, tolerances) if choosing else None
+
+    def why_not(self) -> str | None:
+        """Return why a request cannot be followed along its choices; None where it can."""
+        assembly = self._graphs.assembly
+        if assembly.tensor_parallel is not None:
+            return "over several ranks"
+        return None if assembly.adapters is None else "in a model that takes adapters"
 
     def recorder(self) -> Recorder:
         """Return an observer of what `along` needs."""
