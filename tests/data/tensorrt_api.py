@@ -1,37 +1,63 @@
-"""Lists the Python API of TensorRT versions: which class, method and enum member is in which.
+"""Lists the Python API of TensorRT versions: which class, method and enum member is in which, and what each takes.
 
-    python tests/data/tensorrt_api.py WHEEL...       writes tensorrt_api.txt beside this file
+    python tests/data/tensorrt_api.py FOLDER    fetches the wheels into FOLDER, writes tensorrt_api.txt beside this
 
-The wheels are `tensorrt_cu12_bindings` and, from 10.15 on, `tensorrt_cu13_bindings`, all for the Python that runs this.
-Their extension module is imported for its names alone, beside empty fakes of the libraries that it links: no GPU
-and no library is needed, but gcc and binutils.
+`Class.method(1,2)` takes one or two arguments, positional. With the folder named in LOCKSTEP_TENSORRT_WHEELS a test
+holds the listing to the modules. A wheel's extension module is imported for its names alone, beside empty fakes of the
+libraries that it links: no GPU and no library is needed, but gcc and binutils.
 """
 
+import ast
 import re
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
 LISTING = Path(__file__).with_suffix(".txt")
+WHEELS = "LOCKSTEP_TENSORRT_WHEELS"
+_PACKAGES = {
+    "tensorrt-cu12-bindings": ("10.6.0", "10.7.0", "10.8.0.43"),
+    "tensorrt-cu13-bindings": ("10.15.1.29", "10.16.1.11", "11.0.0.114", "11.2.1.2", "11.4.0.106"),
+}
 _NAMES = """
 import importlib.util, sys
 spec = importlib.util.spec_from_file_location("tensorrt.tensorrt", sys.argv[1])
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 for name, value in vars(module).items():
-    if not name.startswith("_"):
-        print(name)
-        if isinstance(value, type):
-            own = (member for member in vars(value) if not member.startswith("_"))
-            print(*(f"{name}.{member}" for member in own if not (hasattr(value, "__members__") and member in ("name", "value"))), sep="\\n")
-"""  # noqa: E501
+    if name.startswith("_"):
+        continue
+    print(repr((name, getattr(value, "__init__", None).__doc__ if isinstance(value, type) else "")))
+    if isinstance(value, type):
+        for member, of in vars(value).items():
+            if not (member.startswith("_") or hasattr(value, "__members__") and member in ("name", "value")):
+                print(repr((f"{name}.{member}", of.__doc__ if callable(of) else "")))
+"""
+
+
+def counts(name: str, text: str | None) -> str:
+    """Return "(1,2)" for a function that takes one or two arguments, by pybind11's docstring; "" for what is none."""
+    own = name.rpartition(".")[2] if "." in name else "__init__"
+    found: set[int] = set()
+    for line in (text or "").splitlines():
+        signature = re.match(rf"(?:\d+\. )?{own}\((.*)\)(?: -> .*)?$", line)
+        if signature is None or signature[1] == "*args, **kwargs":
+            continue
+        plain = signature[1]
+        while (flat := re.sub(r"\[[^][]*\]|<[^<>]*>|\([^()]*\)", "", plain)) != plain:
+            plain = flat
+        arguments = [part for part in plain.split(", ") if part and not part.startswith("self")]
+        required = sum("=" not in part for part in arguments)
+        found |= {*range(required, len(arguments) + 1)}
+    return f"({','.join(map(str, sorted(found)))})" if found else ""
 
 
 def names(wheel: Path) -> set[str]:
-    """`Class` and `Class.member` of all that the wheel's extension module defines; what a class inherits stands with
-    its base."""
+    """`Class` and `Class.member` of all that the wheel's extension module defines, with what functions take; what a
+    class inherits stands with its base."""
     with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(wheel) as archive:
         module = Path(
             archive.extract(next(name for name in archive.namelist() if name.endswith("/tensorrt.so")), folder)
@@ -51,18 +77,28 @@ def names(wheel: Path) -> set[str]:
             text=True,
             env={"LD_LIBRARY_PATH": folder},
         )
-        return {line for line in listed.stdout.splitlines() if line}
+        members = (ast.literal_eval(line) for line in listed.stdout.splitlines())
+        return {name + counts(name, text) for name, text in members}
 
 
-def main(wheels: list[str]) -> None:
-    listings = {re.search(r"-([0-9.]+)", Path(wheel).name)[1]: names(Path(wheel)) for wheel in wheels}
+def listing(wheels: Iterable[Path]) -> str:
+    """Return the text of the listing."""
+    listings = {re.search(r"-([0-9.]+)-", wheel.name)[1]: names(wheel) for wheel in wheels}
     versions = sorted(listings, key=lambda version: [int(part) for part in version.split(".")])
     lines = [" ".join(["versions", *versions])]
     for name in sorted(set().union(*listings.values())):
         found = "".join("x" if name in listings[version] else "-" for version in versions)
         lines.append(f"{found} {name}")
-    LISTING.write_text("\n".join(lines) + "\n")
+    return "\n".join(lines) + "\n"
+
+
+def main(folder: str) -> None:
+    for package, versions in _PACKAGES.items():
+        for version in versions:
+            download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder]
+            subprocess.run([*download, f"{package}=={version}"], check=True)
+    LISTING.write_text(listing(Path(folder).glob("*.whl")))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])

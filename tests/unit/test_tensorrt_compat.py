@@ -1,12 +1,14 @@
 """What the TensorRT backend asks of TensorRT's Python API is there in every version that it is for.
 
-`tests/data/tensorrt_api.txt` lists the classes and members of real extension modules of these versions;
-`tests/data/tensorrt_api.py` made it.
+`tests/data/tensorrt_api.txt` lists the classes and members of real extension modules of these versions, and how many
+arguments each takes; `tests/data/tensorrt_api.py` made it.
 """
 
 from __future__ import annotations
 
 import ast
+import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -19,10 +21,14 @@ FOLDER = Path(compat.__file__).parent
 LISTING = Path(__file__).parents[1] / "data" / "tensorrt_api.txt"
 LINES = [line.split() for line in LISTING.read_text().splitlines()]
 VERSIONS = [tuple(int(part) for part in version.split(".")[:2]) for version in LINES[0][1:]]
-IN_VERSIONS = {
-    name: frozenset(version for version, mark in zip(VERSIONS, marks, strict=True) if mark == "x")
-    for marks, name in LINES[1:]
-}
+IN_VERSIONS: dict[str, frozenset] = {}
+COUNTS: dict[tuple, set[int]] = {}  # (name, version): the numbers of arguments that it takes
+for marks, line in LINES[1:]:
+    name, _, counts = line.rstrip(")").partition("(")
+    versions = frozenset(version for version, mark in zip(VERSIONS, marks, strict=True) if mark == "x")
+    IN_VERSIONS[name] = IN_VERSIONS.get(name, frozenset()) | versions
+    if counts:
+        COUNTS |= {(name, version): {int(count) for count in counts.split(",")} for version in versions}
 MEMBERS = {name.partition(".")[2] for name in IN_VERSIONS if "." in name}
 
 
@@ -41,11 +47,12 @@ def versions_with(method: str) -> frozenset:
 
 
 class Uses(ast.NodeVisitor):
-    """Every `Class.member` of TensorRT that a module names, with the versions in which that line runs; what cannot be
-    told is in `unknown`."""
+    """Every `Class.member` of TensorRT that a module names, with the versions in which that line runs, and the number
+    of arguments of each call; what cannot be told is in `unknown`."""
 
     def __init__(self) -> None:
         self.found: list[tuple[str, frozenset, int]] = []
+        self.calls: list[tuple[str, frozenset, int, int | None]] = []
         self.unknown: list[tuple[str, int]] = []
         self.types: dict[str, str] = {}
         self.versions = frozenset(VERSIONS)
@@ -95,17 +102,30 @@ class Uses(ast.NodeVisitor):
         if node.value:
             self.visit(node.value)
 
-    def visit_Attribute(self, node: ast.Attribute) -> None:
+    def member(self, node: ast.expr) -> str | None:
+        """`Class` or `Class.member` of TensorRT; None for all else."""
         text = ast.unparse(node)
         root = text.partition(".")[0]
         if text.startswith("self.api.") or root == "trt":
-            name = text.removeprefix("self.api.").removeprefix("trt.")
+            return text.removeprefix("self.api.").removeprefix("trt.")
+        if isinstance(node, ast.Attribute) and text.count(".") == 1 and self.types.get(root, "").startswith("trt."):
+            return f"{self.types[root].removeprefix('trt.')}.{node.attr}"
+        return None
+
+    def visit_Call(self, node: ast.Call) -> None:
+        if (name := self.member(node.func)) and "__" not in name:
+            plain = not node.keywords and not any(isinstance(argument, ast.Starred) for argument in node.args)
+            self.calls.append((name, self.versions, node.lineno, len(node.args) if plain else None))
+        self.generic_visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        text = ast.unparse(node)
+        root = text.partition(".")[0]
+        if (name := self.member(node)) is not None:
             if "__" not in name:
                 self.found.append((name, self.versions, node.lineno))
-            if "." in name:
+            if "." in name and root in ("self", "trt"):
                 return
-        elif isinstance(node.value, ast.Name) and self.types.get(root, "").startswith("trt."):
-            self.found.append((f"{self.types[root].removeprefix('trt.')}.{node.attr}", self.versions, node.lineno))
         elif node.attr in MEMBERS and not (root in ("self", "log", "error", "re", "np") or self.types.get(root)):
             self.unknown.append((text, node.lineno))
         self.generic_visit(node)
@@ -118,17 +138,30 @@ def uses_of(source: str) -> Uses:
 
 
 def missing(uses: Uses) -> list[str]:
-    return [
+    lines = [
         f"line {line}: {name} is not in {sorted(versions - IN_VERSIONS.get(name, frozenset()))}"
         for name, versions, line in uses.found
         if versions - IN_VERSIONS.get(name, frozenset())
     ]
+    for name, versions, line, count in uses.calls:
+        others = [version for version in sorted(versions) if count not in COUNTS.get((name, version), ())]
+        if others:
+            lines.append(f"line {line}: {name} does not take {count} arguments in {others}")
+    return lines
 
 
-def test_every_attribute_is_in_every_version_in_which_its_line_runs():
+def test_every_attribute_and_call_is_in_every_version_in_which_its_line_runs():
     uses = uses_of((FOLDER / "compat.py").read_text())
-    assert len(uses.found) > 60 and not missing(uses)
+    assert len(uses.found) > 60 and len(uses.calls) > 30 and not missing(uses)
     assert not uses.unknown, "annotate the object with its TensorRT class, so that its members can be looked up"
+
+
+def test_the_listing_is_that_of_the_real_modules():
+    api = runpy.run_path(str(LISTING.with_suffix(".py")))
+    folder = os.environ.get(api["WHEELS"])
+    if not folder:
+        pytest.skip(f"{api['WHEELS']} names no folder that tests/data/tensorrt_api.py has filled")
+    assert api["listing"](Path(folder).glob("*.whl")) == LISTING.read_text()
 
 
 @pytest.mark.parametrize("path", [FOLDER / "compat.py", FOLDER.with_name("tensorrt_rtx") / "library.py"], ids=str)
@@ -153,12 +186,14 @@ def test_the_module_for_annotations_is_used_in_annotations_only(path):
 
 
 @pytest.mark.parametrize(("source", "problem"), [
-    ("config.set_flag(self.api.BuilderFlag.FP16)", "line 1: BuilderFlag.FP16 is not in [(11, 0), (11, 4)]"),
+    ("config.set_flag(self.api.BuilderFlag.FP16)", "line 1: BuilderFlag.FP16 is not in [(11, 0), (11, 2), (11, 4)]"),
     ("def f(engine: trt.ICudaEngine):\n    engine.device_memory_size",
-        "line 2: ICudaEngine.device_memory_size is not in [(11, 0), (11, 4)]"),
+        "line 2: ICudaEngine.device_memory_size is not in [(11, 0), (11, 2), (11, 4)]"),
     ("def f(cache: trt.ITimingCache):\n    return 1 if self.has_editable_cache() else cache.query",
         "line 2: ITimingCache.query is not in [(10, 6), (10, 7)]"),
     ("trt.Builder.biuld", "line 1: Builder.biuld is not in"),
+    ("def f(config: trt.IBuilderConfig):\n    config.set_flag()", "line 2: IBuilderConfig.set_flag does not take 0"),
+    ("self.api.OnnxParser(network, logger=logger)", "line 1: OnnxParser does not take None arguments in [(10, 6)"),
 ])  # fmt: skip
 def test_what_a_version_lacks_is_found(source, problem):
     assert [line for line in missing(uses_of(source)) if line.startswith(problem)]
