@@ -194,11 +194,11 @@ def read_archive(path: str | os.PathLike) -> Archive:
         manifest, offset = _read_manifest(file, path)
         for listed in manifest.files:
             file.seek(min(offset, size))
-            found = file.read(_BLOCK)
-            if found != header(listed.path, listed.size):
+            block = file.read(_BLOCK)
+            if block != header(listed.path, listed.size):
                 expected = f"the file {listed.path} of {listed.size} bytes at byte {offset}"
                 raise InputError(
-                    f"{path}: expected {expected}, found {_words(found)}; take a bundle as `lockstep bundle` made it"
+                    f"{path}: expected {expected}, found {_words(block)}; take a bundle as `lockstep bundle` made it"
                 )
             members[listed.path] = Member(offset + _BLOCK, listed.size, listed.sha256)
             offset += _BLOCK + listed.size + -listed.size % _BLOCK
@@ -211,7 +211,7 @@ def read_archive(path: str | os.PathLike) -> Archive:
 
 
 def _read_manifest(file: BinaryIO, path: Path) -> tuple[BundleManifest, int]:
-    """Return the manifest, and the offset behind it."""
+    """Return the manifest, and the offset of the first file."""
     first = file.read(_BLOCK)
     remedy = "make one with `lockstep bundle`, or copy it again"
     size = _info(first).size if first.startswith(MANIFEST.encode()) else 0
@@ -223,22 +223,22 @@ def _read_manifest(file: BinaryIO, path: Path) -> tuple[BundleManifest, int]:
         if data != manifest.to_bytes() or any(file.read(-size % _BLOCK)):
             raise ValidationError("", f"what a bundle's seal says ({formats.BUNDLE})", "other entries")
     except (ValueError, RecursionError, ValidationError) as error:
-        said = " ".join(str(error).split())
-        raise InputError(f"{path}: {MANIFEST}: {said}; {remedy}") from None
+        reason = " ".join(str(error).split())
+        raise InputError(f"{path}: {MANIFEST}: {reason}; {remedy}") from None
     return manifest, file.tell()
 
 
-def _info(found: bytes) -> tarfile.TarInfo:
+def _info(block: bytes) -> tarfile.TarInfo:
     """Return a header as `tarfile` reads it; an empty one where it is none."""
     try:
-        return tarfile.TarInfo.frombuf(found, "utf-8", "surrogateescape")
+        return tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
     except tarfile.TarError:
         return tarfile.TarInfo()
 
 
-def _words(found: bytes) -> str:
-    """Return in words what stands where a header should be."""
-    info = _info(found)
+def _words(block: bytes) -> str:
+    """Describe what was read where a header should be."""
+    info = _info(block)
     kind = "the file" if info.isreg() else f"an entry of type {ascii(info.type.decode('latin-1'))},"
     return f"{kind} {ascii(info.name[:100])} of {info.size} bytes" if info.name else "none"
 
@@ -248,27 +248,27 @@ def check_contents(archive: Archive) -> str:
 
     Raises InputError for a file that is not of its digest, and where a gap between files is not empty.
     """
-    whole = hashlib.sha256()
+    archive_hash = hashlib.sha256()
     with open(archive.path, "rb") as file:
         first = next(iter(archive.members.values()), None)
-        whole.update(file.read(first.offset - _BLOCK if first else archive.size - len(_END)))
+        archive_hash.update(file.read(first.offset - _BLOCK if first else archive.size - len(_END)))
         for name, member in archive.members.items():
-            whole.update(file.read(_BLOCK))  # its header, which was compared
-            own = hashlib.sha256()
-            left = member.size
-            while left and (piece := file.read(min(_PIECE, left))):
-                own.update(piece)
-                whole.update(piece)
-                left -= len(piece)
+            archive_hash.update(file.read(_BLOCK))  # its header, which was compared
+            file_hash = hashlib.sha256()
+            remaining = member.size
+            while remaining and (piece := file.read(min(_PIECE, remaining))):
+                file_hash.update(piece)
+                archive_hash.update(piece)
+                remaining -= len(piece)
             gap = file.read(-member.size % _BLOCK)
-            whole.update(gap)
-            if own.hexdigest() != member.sha256 or any(gap):
+            archive_hash.update(gap)
+            if file_hash.hexdigest() != member.sha256 or any(gap):
                 raise InputError(
-                    f"{archive.path}: {name}: expected sha256 {member.sha256} and zeros behind it, found "
-                    f"{own.hexdigest()}: the bundle is damaged; copy it again"
+                    f"{archive.path}: {name}: expected sha256 {member.sha256} and zeros after it, found "
+                    f"{file_hash.hexdigest()}: the bundle is damaged; copy it again"
                 )
         end = file.read(len(_END))
-        whole.update(end)
+        archive_hash.update(end)
         if any(end):
             raise InputError(f"{archive.path}: expected zeros at the end, found others; copy it again")
-    return whole.hexdigest()
+    return archive_hash.hexdigest()

@@ -54,7 +54,7 @@ class Opened:
 def opened(path: str | os.PathLike, weights: str | os.PathLike | None = None) -> Iterator[Opened]:
     """Check a bundle and give what runs.
 
-    weights: for one that holds none, the folder that its weights' files lie in, or a weights.json of the same shapes,
+    weights: for a bundle without weights, the folder with its weights' files, or a weights.json of the same shapes,
     such as a fine-tune's. Raises InputError, one line, for an archive that is not as it was packed, or weights that are
     not there.
     """
@@ -125,14 +125,14 @@ def _check_named(archive: Archive, folder: Path) -> None:
             raise InputError(f"{archive.path}: expected {name} in it, found none; {_REMEDY}")
     assembly = Assembly.load(folder / "graphs" / "assembly.json")
     engines = EngineSetManifest.load(folder / "engines" / "engines.json")
-    for name, found, expected in (
+    for name, actual, expected in (
         ("graphs/assembly.json", assembly.precision, target.precision),
         ("engines/engines.json", engines.precision, target.precision),
         ("engines/engines.json", engines.backend, target.backend),
     ):
-        if found != expected:
+        if actual != expected:
             raise InputError(
-                f"{archive.path}: {name}: expected {expected}, as {MANIFEST} says, found {found}; {_REMEDY}"
+                f"{archive.path}: {name}: expected {expected}, as {MANIFEST} says, found {actual}; {_REMEDY}"
             )
     for name, sha256 in _named(archive, folder, assembly, engines):
         if name not in archive.members or archive.members[name].sha256 != sha256:
@@ -159,7 +159,7 @@ def _named(archive: Archive, folder: Path, assembly: Assembly, engines: EngineSe
 def point_into(archive: Archive, manifest_path: Path, digest: str) -> None:
     """Rewrite the weights' manifest: its one file is the archive."""
     manifest = WeightsManifest.load(manifest_path)
-    whole = StoredFile(os.path.abspath(archive.path), archive.size, digest)
+    archive_file = StoredFile(os.path.abspath(archive.path), archive.size, digest)
     tensors = {}
     for name, place in manifest.tensors.items():
         member = archive.members[f"weights/{place.file}"]
@@ -168,9 +168,9 @@ def point_into(archive: Archive, manifest_path: Path, digest: str) -> None:
                 f"{archive.path}: weights/weights.json: expected tensor {name!r} within its "
                 f"file, found {place.to_json()}; {_REMEDY}"
             )
-        tensors[name] = replace(place, file=whole.path, offset=place.offset + member.offset)
+        tensors[name] = replace(place, file=archive_file.path, offset=place.offset + member.offset)
     remember(archive.path, digest)  # just hashed: whoever opens the weights need not do it again
-    WeightsManifest.of(manifest.precision, (whole,), tensors, manifest.group_size).save(manifest_path)
+    WeightsManifest.of(manifest.precision, (archive_file,), tensors, manifest.group_size).save(manifest_path)
 
 
 def _bind(manifest_path: Path, weights: Path) -> Path:
@@ -184,9 +184,9 @@ def _bind(manifest_path: Path, weights: Path) -> Path:
     for file in manifest.files:
         name = Path(file.path).name
         if not (weights / name).is_file():
-            found = "no such file" if weights.is_dir() else "no such folder"
+            reason = "no such file" if weights.is_dir() else "no such folder"
             raise InputError(
-                f"{weights}: expected {name} of {file.size} bytes, found {found}; give the "
+                f"{weights}: expected {name} of {file.size} bytes, found {reason}; give the "
                 f"folder of the weights, or a weights.json"
             )
     manifest.moved(lambda path: os.path.abspath(weights / Path(path).name)).save(manifest_path)

@@ -212,7 +212,7 @@ def _run(project: Project, job: Job) -> Path:
         from lockstep.provenance.locked import fetch_terms
 
         terms = fetch_terms(project.config, job.names["model"], lock_file, project.newest)
-        job = replace(job, given={"newest": project.newest, **terms})
+        job = replace(job, extra={"newest": project.newest, **terms})
     with refreshed(project.results):
         return run(job, lock_file=lock_file, cache=project.config.cache)
 

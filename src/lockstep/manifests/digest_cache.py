@@ -49,10 +49,11 @@ def digest(path: str | os.PathLike, deep: bool = False) -> str:
     record = None if deep else _recall(path, before)
     if record is not None:
         return record
-    found = sha256_file(path)
-    if _state(path) == before:  # else it was written to meanwhile
-        _keep(path, before, found)
-    return found
+    sha256 = sha256_file(path)
+    # A file that was written to meanwhile is hashed again by the next reader.
+    if _state(path) == before:
+        _keep(path, before, sha256)
+    return sha256
 
 
 def remember(path: str | os.PathLike, sha256: str) -> None:
@@ -76,10 +77,10 @@ def check_files(files: Iterable[Expected], remedy: str) -> None:
         check_size(file.path, file.size, remedy)
     with ThreadPoolExecutor(THREADS) as pool:  # hashlib lets go of the interpreter lock
         digests = list(pool.map(lambda file: digest(file.path), files))
-    for file, found in zip(files, digests):
-        if found != file.sha256:
+    for file, sha256 in zip(files, digests):
+        if sha256 != file.sha256:
             raise InputError(
-                f"{file.path}: expected sha256 {file.sha256}, found {found}: the file has "
+                f"{file.path}: expected sha256 {file.sha256}, found {sha256}: the file has "
                 f"changed; restore it or {remedy}"
             )
 
@@ -92,12 +93,14 @@ def check_stored(files: Iterable[StoredFile], folder: Path, remedy: str) -> None
 def check_size(path: Path, size: int | None, remedy: str) -> None:
     """Raise InputError when the file `path` is absent or not of `size` bytes."""
     try:
-        found = check_file(path).st_size
+        actual_size = check_file(path).st_size
     except FileNotFoundError:
         what = "a file" if size is None else f"a file of {size} bytes"
         raise InputError(f"{path}: expected {what}, found none; restore it or {remedy}") from None
-    if size is not None and found != size:
-        raise InputError(f"{path}: expected {size} bytes, found {found}: the file has changed; restore it or {remedy}")
+    if size is not None and actual_size != size:
+        raise InputError(
+            f"{path}: expected {size} bytes, found {actual_size}: the file has changed; restore it or {remedy}"
+        )
 
 
 def size_of(path: str | os.PathLike) -> int | None:
@@ -113,8 +116,8 @@ def _state(path: str) -> dict[str, int]:
 
     Two times: a program may set the first back, not the second, which also changes with the inode.
     """
-    found = check_file(path)
-    return {"size": found.st_size, "inode": found.st_ino, "mtime_ns": found.st_mtime_ns, "ctime_ns": found.st_ctime_ns}
+    stat = check_file(path)
+    return {"size": stat.st_size, "inode": stat.st_ino, "mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns}
 
 
 def _place(path: str) -> Path:
@@ -124,10 +127,12 @@ def _place(path: str) -> Path:
 
 def _recall(path: str, state: dict[str, int]) -> str | None:
     try:
-        known = read_json(_place(path), formats.SEEN)
+        entry = read_json(_place(path), formats.SEEN)
     except (InputError, OSError):
-        return None  # none yet, or damaged: it is hashed again
-    return known["sha256"] if known.get("path") == path and known.get("state") == state else None
+        return None  # no entry yet, or a damaged one: the file is hashed again
+    if entry.get("path") != path or entry.get("state") != state:
+        return None
+    return entry["sha256"]
 
 
 def _keep(path: str, state: dict[str, int], sha256: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,8 @@ def lost_files(manifest: str | os.PathLike) -> list[Path]:
 def named_files(manifest: str | os.PathLike) -> list[Expected]:
     """Return the files that a manifest names with a digest, each once.
 
-    A checkpoint's lie in the folder that it names, an adapter's in its own; those of others are relative to the
-    manifest. Raises InputError for a manifest that cannot be read.
+    Paths are relative to the manifest, but for those of a checkpoint (relative to the folder that it names) and of an
+    adapter (to the adapter's folder). Raises InputError for a manifest that cannot be read.
     """
     manifest = Path(manifest)
     value = read_json(manifest)
@@ -55,16 +55,16 @@ def named_files(manifest: str | os.PathLike) -> list[Expected]:
         folder = manifest.parent
         if isinstance(value, dict) and value.get("format") == formats.CHECKPOINT:
             folder = folder / value["folder"]
+        files: dict[str, Expected] = {}
         if isinstance(value, dict) and value.get("format") == formats.ADAPTERS:
-            named = [
-                (str(Path(adapter["folder"]) / name), sha256, size)
-                for adapter in value["adapters"].values()
-                for name, sha256, size in _named(adapter["files"])
-            ]
+            for adapter in value["adapters"].values():
+                for name, sha256, size in _named(adapter["files"]):
+                    path = str(Path(adapter["folder"]) / name)
+                    files[path] = Expected(folder / path, sha256, size)
         else:
-            named = list(_named(value))
-        found = {name: Expected(folder / name, sha256, size) for name, sha256, size in named}
-        return [found[name] for name in sorted(found)]
+            for name, sha256, size in _named(value):
+                files[name] = Expected(folder / name, sha256, size)
+        return [files[name] for name in sorted(files)]
 
 
 @contextlib.contextmanager
@@ -76,9 +76,9 @@ def manifest_entries(manifest: Path) -> Iterator[None]:
     try:
         yield
     except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        found = f"no {error}" if isinstance(error, KeyError) else "entries of another type"
+        reason = f"no {error}" if isinstance(error, KeyError) else "entries of another type"
         raise InputError(
-            f"{manifest}: expected a manifest of this version, found {found}; delete it and run again"
+            f"{manifest}: expected a manifest of this version, found {reason}; delete it and run again"
         ) from None
 
 
@@ -105,7 +105,7 @@ def record_path(output: str | Path) -> Path:
 
 
 def failed_path(out: str | os.PathLike) -> Path:
-    """Return the path of a failed check's report: `2.failed.json` beside `2.json`."""
+    """Return the path of a failed check's report: `2.failed.json` for `2.json`."""
     out = Path(out)
     return out.with_name(f"{out.stem}.failed{out.suffix}")
 
@@ -121,14 +121,16 @@ def content(path: Path) -> str:
     kind = value.get("format") if isinstance(value, dict) else None
     if kind is None:
         return digest(path)
-    value = {key: item for key, item in value.items() if key not in _NO_CONTENT.get(kind, ())}
+    value = _without(value, _NO_CONTENT.get(kind, ()))
     with manifest_entries(path):
         if kind == formats.ADAPTERS:
-            places = ("source", "folder", "commit")
             value["adapters"] = {
-                name: {key: item for key, item in adapter.items() if key not in places}
-                for name, adapter in value["adapters"].items()
+                name: _without(adapter, ("source", "folder", "commit")) for name, adapter in value["adapters"].items()
             }
         if kind == formats.WEIGHTS:
             value["files"] = [{**file, "path": Path(file["path"]).name} for file in value["files"]]
         return sha256_json(value)
+
+
+def _without(value: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    return {key: item for key, item in value.items() if key not in keys}

@@ -1,8 +1,8 @@
-"""Whose the files beside a manifest are.
+"""Which files in a manifest's folder belong to it.
 
-In: a manifest's path, and the names of files that are to be written beside it. Out: those of an earlier manifest there
-that are then stale, or one line about a file of someone else. A file beside a manifest is its own if it names it, or
-if the list does that `replacing` keeps while the files are written: a process that is killed leaves files and list.
+Before new files are written there, those of an earlier manifest are found stale, and a file that belongs to someone
+else is an error. A file belongs to a manifest that names it, or whose list of files being written (`replacing`) does:
+a process that is killed leaves both the files and that list.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from lockstep.manifests.manifest_files import named_files
 
 @contextlib.contextmanager
 def replacing(manifest: Path, names: Collection[str]) -> Iterator[list[Path]]:
-    """While the files `names` beside `manifest`, and then it, are written: keep a list of them there.
+    """List the files that are being written to the manifest's folder while the body writes them and the manifest.
 
-    Yields the stale files of an earlier one, as `stale_files`, whose errors are raised. Where the body fails,
-    the files go that no manifest names.
+    Yields the stale files of an earlier manifest, and raises, as `stale_files`. Where the body fails, files that no
+    manifest names are deleted.
     """
     stale = stale_files(manifest, names)
-    write_json(_list_beside(manifest), sorted(names))
+    write_json(_list_of_writes(manifest), sorted(names))
     try:
         yield stale
     except BaseException:
@@ -35,53 +35,54 @@ def replacing(manifest: Path, names: Collection[str]) -> Iterator[list[Path]]:
             manifest.with_name(name).unlink(missing_ok=True)
         raise
     finally:
-        _list_beside(manifest).unlink(missing_ok=True)
+        _list_of_writes(manifest).unlink(missing_ok=True)
 
 
 def stale_files(manifest: Path, names: Collection[str]) -> list[Path]:
-    """Return the files beside `manifest` that it names and that are not among `names`.
+    """Return the files in the manifest's folder that it names and that are not among `names`.
 
-    names: of the files that are to be written there. Raises InputError for one of them that is there and that the
-    manifest does not name: it would be lost.
+    names: of the files that will be written there. Raises InputError where one of them exists and the manifest does not
+    name it: it would be lost.
     """
-    own = _own(manifest)
-    known = _strings(manifest) | _strings(_list_beside(manifest))
+    own_files = _own_files(manifest)
+    own_names = _strings(manifest) | _strings(_list_of_writes(manifest))
     for name in sorted(names):
         path = manifest.with_name(name)
-        if name not in known and (path.is_file() or path.is_symlink()):  # a folder is refused where it is written
+        if name not in own_names and (path.is_file() or path.is_symlink()):  # writing to a folder fails later
             raise InputError(
-                f"{path}: expected to write a file here, found one that no earlier {manifest.name} names; choose a "
-                "folder of its own, or delete the file"
+                f"{path}: expected to write a file here, found one that no earlier {manifest.name} names; choose "
+                "another folder, or delete the file"
             )
-    return [manifest.with_name(name) for name in sorted(own - set(names)) if manifest.with_name(name).is_file()]
+    stale = [manifest.with_name(name) for name in sorted(own_files - set(names))]
+    return [path for path in stale if path.is_file()]
 
 
 def clear_unnamed(manifest: Path, is_left: Callable[[Path], bool]) -> None:
-    """Delete what stages that were killed left beside `manifest`, in a folder that is theirs alone.
+    """Delete what killed stages left in the folder of a manifest, which no one else writes to.
 
     is_left: whether a file that the manifest does not name is one of theirs. Temporary files and folders are.
     """
-    kept = _own(manifest) | {manifest.name}
+    current = _own_files(manifest) | {manifest.name}
     if not manifest.parent.is_dir():
         return
     for path in sorted(manifest.parent.iterdir()):
         is_temporary = path.name.startswith(".") and path.name.endswith(".tmp")
         if path.is_dir() and is_temporary:
             shutil.rmtree(path)
-        elif path.is_file() and path.name not in kept and (is_temporary or is_left(path)):
+        elif path.is_file() and path.name not in current and (is_temporary or is_left(path)):
             path.unlink()
 
 
-def _own(manifest: Path) -> set[str]:
-    """Return the names of the files beside `manifest` that it names; none where it cannot be read."""
+def _own_files(manifest: Path) -> set[str]:
+    """Return the names of the files in its folder that a manifest names; none where it cannot be read."""
     try:
-        found = named_files(manifest)
+        files = named_files(manifest)
     except InputError:
         return set()
-    return {file.path.name for file in found if file.path.parent == manifest.parent}
+    return {file.path.name for file in files if file.path.parent == manifest.parent}
 
 
-def _list_beside(manifest: Path) -> Path:
+def _list_of_writes(manifest: Path) -> Path:
     return manifest.with_name(f".{manifest.name}.files.tmp")
 
 

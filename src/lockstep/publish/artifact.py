@@ -1,7 +1,7 @@
 """Bundles in an OCI registry, as artifacts of ModelPack's types (https://github.com/modelpack/model-spec).
 
 A bundle in, a manifest and its layers in the registry out, and back to the same bytes. Each file of the bundle is a
-layer: what two models share is one blob. Signatures beside the bundle refer to the manifest.
+layer: what two models share is one blob. Signatures of the bundle refer to the manifest.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TEXT = f"{_MODEL}.weight.config.v1.raw"
 WEIGHTS = f"{_MODEL}.weight.v1.raw"
 FILE_PATH = "org.cncf.model.filepath"
 _EMPTY = "application/vnd.oci.empty.v1+json"
-# What stands beside a bundle, and its type as an artifact that refers to it.
+# The signed files next to a bundle: the artifact type under which each refers to it.
 _ATTACHED: dict[str, Callable[[Path], Path]] = {
     "application/vnd.dev.sigstore.bundle.v0.3+json": signature_path,
     PAYLOAD_TYPE: statement_path,
@@ -107,23 +107,23 @@ def _attach(repository: Repository, subject: Descriptor, kind: str, path: Path) 
     attached, headers = repository.put_manifest(Manifest(kind, config, (content,), subject))
     if "OCI-Subject" in headers:
         return
-    # A registry of before OCI 1.1 has no referrers: an index below a tag stands in for them.
-    others = (entry for entry in repository.get_referrers(subject.digest) if entry.artifact_type != kind)
-    index = Index((*others, replace(attached, artifact_type=kind)))
+    # A registry older than OCI 1.1 has no referrers API: an index under a tag takes its place.
+    referrers = (entry for entry in repository.get_referrers(subject.digest) if entry.artifact_type != kind)
+    index = Index((*referrers, replace(attached, artifact_type=kind)))
     repository.put_manifest(index, subject.digest.replace(":", "-"))
 
 
 def pull(reference: Reference, out: Path, plain_http: bool = False) -> str:
-    """Write the bundle that a reference names to `out`, and what is signed of it beside it; return its digest.
+    """Write the bundle that a reference names to `out`, with its signatures next to it; return its digest.
 
     The bundle has the bytes that were pushed. Raises CheckError for what is not of its digest, InputError for what is
     no bundle.
     """
     repository = Repository(reference, plain_http)
-    found = repository.get_manifest(reference.digest or reference.tag, "a bundle as `lockstep push` made it")
-    if found is None:
+    pulled = repository.get_manifest(reference.digest or reference.tag, "a bundle as `lockstep push` made it")
+    if pulled is None:
         raise InputError(f"{reference}: expected a bundle, found none; push it with `lockstep push`")
-    manifest, digest = found
+    manifest, digest = pulled
     layers = {layer.annotations.get(FILE_PATH, ""): layer for layer in manifest.layers}
     if manifest.artifact_type != ARTIFACT or MANIFEST not in layers:
         raise InputError(
@@ -162,10 +162,12 @@ def _attached(repository: Repository, digest: str) -> dict[str, bytes]:
     contents = {}
     for entry in repository.get_referrers(digest):
         kind = entry.artifact_type
-        found = repository.get_manifest(entry.digest, f"{kind} of one layer") if kind in _ATTACHED else None
-        if kind is None or found is None:
+        if kind not in _ATTACHED:
             continue
-        manifest, _ = found
+        signed = repository.get_manifest(entry.digest, f"{kind} of one layer")
+        if signed is None:
+            continue
+        manifest, _ = signed
         if len(manifest.layers) != 1:
             expected = f"{kind} of one layer"
             raise InputError(
@@ -196,8 +198,8 @@ def note_in_lock(lock_path: Path, bundle: Path, pushed: Pushed) -> None:
 
 def locked_reference(lock_path: Path, reference: Reference) -> Reference:
     """Return a reference by the digest that a lock has for it. Raises InputError where it has none."""
-    wanted = str(replace(reference, digest=None))
+    name = str(replace(reference, digest=None))
     for entry in Lock.load(lock_path).published.values():
-        if entry.reference == wanted:
+        if entry.reference == name:
             return replace(reference, digest=entry.digest)
-    raise InputError(f"{lock_path}: expected the digest of {wanted}, found none; write it with `lockstep push --lock`")
+    raise InputError(f"{lock_path}: expected the digest of {name}, found none; write it with `lockstep push --lock`")

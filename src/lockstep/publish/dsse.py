@@ -17,7 +17,7 @@ from lockstep.errors import CheckError, InputError
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey, EllipticCurvePublicKey
     from securesystemslib.dsse import Envelope
-    from securesystemslib.signer import Key, Signature, SSlibKey
+    from securesystemslib.signer import Key, SSlibKey
 
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 _CURVES = ("secp256r1", "secp384r1", "secp521r1")
@@ -83,13 +83,13 @@ def read_envelope(path: Path, keys: Sequence[Path]) -> tuple[dict[str, Any], str
     from securesystemslib.dsse import Envelope
     from securesystemslib.exceptions import FormatError
 
-    known: list[Key] = [_with_id(public_key(key)) for key in keys]
+    public_keys: list[Key] = [_with_id(public_key(key)) for key in keys]
     try:
         data = json.loads(path.read_bytes())
         # A key's id is a hint, which other tools leave out or make otherwise.
         signatures = [{**entry, "keyid": str(number)} for number, entry in enumerate(data["signatures"])]
         envelope = Envelope.from_dict({**data, "signatures": signatures})
-        signed = [key.keyid for key in known for each in envelope.signatures.values() if _signed(key, each, envelope)]
+        signers = [key.keyid for key in public_keys if _has_signed(key, envelope)]
         statement = json.loads(envelope.payload)
     except FileNotFoundError:
         raise InputError(f"{path}: expected a signed statement, found no file") from None
@@ -99,20 +99,23 @@ def read_envelope(path: Path, keys: Sequence[Path]) -> tuple[dict[str, Any], str
         raise InputError(
             f"{path}: expected a DSSE envelope of an in-toto statement, found something else; copy it again"
         )
-    if not signed:
+    if not signers:
         names = ", ".join(map(str, keys))
         raise CheckError(
             f"{path}: expected a signature by {names}, found none: it is another's, or the file was changed"
         )
-    return statement, signed[0]
+    return statement, signers[0]
 
 
-def _signed(key: Key, signature: Signature, envelope: Envelope) -> bool:
+def _has_signed(key: Key, envelope: Envelope) -> bool:
+    """Return whether any signature of the envelope is of this key."""
     from securesystemslib.exceptions import UnverifiedSignatureError
     from securesystemslib.signer import Signature
 
-    try:
-        key.verify_signature(Signature(key.keyid, signature.signature), envelope.pae())
-    except UnverifiedSignatureError:
-        return False
-    return True
+    for signature in envelope.signatures.values():
+        try:
+            key.verify_signature(Signature(key.keyid, signature.signature), envelope.pae())
+        except UnverifiedSignatureError:
+            continue
+        return True
+    return False

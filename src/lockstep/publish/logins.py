@@ -1,6 +1,6 @@
 """What `docker login` knows of a registry: `config.json` below `DOCKER_CONFIG`, else `~/.docker`.
 
-Passwords stand in the file, or in a program `docker-credential-NAME` that the file names.
+Passwords are in the file, or come from a program `docker-credential-NAME` that the file names.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def _of_helper(helper: str, name: str) -> str | None:
     command = [f"docker-credential-{helper}", "get"]
     try:
         done = subprocess.run(command, input=name, capture_output=True, text=True, timeout=_TIMEOUT)
-        found: dict[str, Any] = json.loads(done.stdout) if done.returncode == 0 else {}
-        login = f"{found['Username']}:{found['Secret']}" if found else None
+        credentials: dict[str, Any] = json.loads(done.stdout) if done.returncode == 0 else {}
+        login = f"{credentials['Username']}:{credentials['Secret']}" if credentials else None
     except (OSError, ValueError, LookupError, TypeError, subprocess.TimeoutExpired) as error:
         raise InputError(f"{command[0]}: expected the login of {name}, found: {error}; run `docker login`") from None
     return base64.b64encode(login.encode()).decode() if login else None

@@ -29,20 +29,23 @@ _PACKAGES = ["numpy", "onnx", "onnxruntime", "openvino", "torch", "transformers"
 class Agreement:
     """The rebuilders of a target whose files are the same as in its lock.
 
-    keys: the ids of their public keys. others: files of statements that say something else, with the first difference.
+    keys: the ids of their public keys. disagreeing: files of other statements, with the first
+    difference.
     """
 
     target: str
     keys: tuple[str, ...]
-    others: tuple[str, ...]
+    disagreeing: tuple[str, ...]
 
 
 def folder_of(lock: Path) -> Path:
     return lock.parent / "rebuilds"
 
 
-def write(lock: Path, target: Target, made: Sequence[LockComparison], key: Path) -> Path:
-    subjects = {name: sha256 for entry in made for name, sha256 in files(entry.where, entry.items).items()}
+def write(lock: Path, target: Target, rebuilt: Sequence[LockComparison], key: Path) -> Path:
+    subjects = {}
+    for entry in rebuilt:
+        subjects.update(files(entry.where, entry.items))
     locked = {"name": lock.name, "digest": {"sha256": sha256_file(lock)}}
     packages = [{"name": name, "uri": url} for name, _, url in package_urls(versions(_PACKAGES))]
     rebuild = statement(subjects, {**vars(target), "lock": lock.name}, [locked, *packages])
@@ -66,17 +69,15 @@ def agreements(lock_path: Path, keys: Sequence[Path], at_least: int) -> list[Agr
     keys: public keys of rebuilders. Raises CheckError for a target that fewer than `at_least` of them made so, and for
     a lock of which nobody said that they rebuilt it.
     """
-    locked = {
-        name: sha256
-        for where, items in Lock.load(lock_path).entries.items()
-        for name, sha256 in files(where, items).items()
-    }
+    locked = {}
+    for where, items in Lock.load(lock_path).entries.items():
+        locked.update(files(where, items))
     agreeing: dict[str, dict[str, str]] = {}
-    others: dict[str, list[str]] = {}
+    disagreeing: dict[str, list[str]] = {}
     for path in sorted(folder_of(lock_path).glob("*.json")):
         rebuild, key = dsse.read_envelope(path, keys)
         try:
-            made = {subject["name"]: subject["digest"]["sha256"] for subject in rebuild["subject"]}
+            rebuilt = {subject["name"]: subject["digest"]["sha256"] for subject in rebuild["subject"]}
             parameters = rebuild["predicate"]["buildDefinition"]["externalParameters"]
             lock_name = parameters["lock"]
             target = "/".join(str(parameters[name]) for name in WILDCARDS)
@@ -84,21 +85,22 @@ def agreements(lock_path: Path, keys: Sequence[Path], at_least: int) -> list[Agr
             raise InputError(f"{path}: expected the statement of a rebuild, found another; remove it") from None
         if lock_name != lock_path.name:
             continue
-        differs = sorted(name for name, sha256 in made.items() if locked.get(name) != sha256)
-        if differs or not any(name.startswith("engines/") for name in made):
-            others.setdefault(target, []).append(f"{path}: {differs[0] if differs else 'no engines'}")
+        differs = sorted(name for name, sha256 in rebuilt.items() if locked.get(name) != sha256)
+        if differs or not any(name.startswith("engines/") for name in rebuilt):
+            difference = differs[0] if differs else "no engines"
+            disagreeing.setdefault(target, []).append(f"{path}: {difference}")
         else:
             agreeing.setdefault(target, {})[key] = path.name
-    found = [
-        Agreement(target, tuple(sorted(agreeing.get(target, {}))), tuple(others.get(target, ())))
-        for target in sorted({*agreeing, *others})
+    per_target = [
+        Agreement(target, tuple(sorted(agreeing.get(target, {}))), tuple(disagreeing.get(target, ())))
+        for target in sorted({*agreeing, *disagreeing})
     ]
-    for agreement in found or [Agreement(lock_path.name, (), ())]:
+    for agreement in per_target or [Agreement(lock_path.name, (), ())]:
         if len(agreement.keys) < at_least:
-            but = f"; another result: {agreement.others[0]}" if agreement.others else ""
+            but = f"; another result: {agreement.disagreeing[0]}" if agreement.disagreeing else ""
             raise CheckError(
                 f"{agreement.target}: expected {at_least} rebuilders that agree byte for byte, found "
                 f"{len(agreement.keys)} in {folder_of(lock_path)}{but}; others rebuild with `lockstep reproduce "
                 f"--against LOCK --sign KEY`"
             )
-    return found
+    return per_target

@@ -39,7 +39,7 @@ _REFERENCE = re.compile(
 
 @dataclass(frozen=True)
 class Reference:
-    """Where something lies in a registry: `host[:port]/repository[:tag][@sha256:...]`."""
+    """A place in a registry: `host[:port]/repository[:tag][@sha256:...]`."""
 
     host: str
     repository: str
@@ -48,13 +48,14 @@ class Reference:
 
     @classmethod
     def parse(cls, text: str) -> Reference:
-        found = _REFERENCE.fullmatch(text.removeprefix("oci://"))
-        if found is None:
+        match = _REFERENCE.fullmatch(text.removeprefix("oci://"))
+        if match is None:
             raise InputError(f"expected HOST/REPOSITORY[:TAG][@sha256:...], found {text!r}; correct it")
-        return cls(found["host"], found["repository"], found["tag"] or "latest", found["digest"])
+        return cls(match["host"], match["repository"], match["tag"] or "latest", match["digest"])
 
     def __str__(self) -> str:
-        return f"{self.host}/{self.repository}" + (f"@{self.digest}" if self.digest else f":{self.tag}")
+        suffix = f"@{self.digest}" if self.digest else f":{self.tag}"
+        return f"{self.host}/{self.repository}{suffix}"
 
 
 def sha256_digest(data: bytes) -> str:
@@ -157,15 +158,17 @@ class Repository:
         return True
 
     def open_blob(self, blob: Descriptor, name: str) -> CheckedBlob:
-        """Open a blob; where its last byte was read and it is not of its digest, that raises CheckError."""
+        """Open a blob. Reading its last byte raises CheckError where its digest is another."""
         response = self._call("GET", f"{self._path}/blobs/{blob.digest}")
         assert response is not None
         return CheckedBlob(response, blob, f"{self.reference}: {name}")
 
-    def read_blob(self, blob: Descriptor, name: str, most: int) -> bytes:
-        """Return a blob of at most `most` bytes. Raises InputError for a larger one."""
-        if blob.size > most:
-            raise InputError(f"{self.reference}: {name}: expected at most {most} bytes, found {blob.size}; refused")
+    def read_blob(self, blob: Descriptor, name: str, max_bytes: int) -> bytes:
+        """Return a blob of at most `max_bytes` bytes. Raises InputError for a larger one."""
+        if blob.size > max_bytes:
+            raise InputError(
+                f"{self.reference}: {name}: expected at most {max_bytes} bytes, found {blob.size}; refused"
+            )
         with self.open_blob(blob, name) as content:
             pieces = []
             while piece := content.read(1 << 20):
@@ -187,7 +190,7 @@ class Repository:
         return None if data is None else (self._parse(Manifest, data, what), sha256_digest(data))
 
     def get_referrers(self, digest: str) -> tuple[Descriptor, ...]:
-        """Return what refers to a manifest, by the API or by the tag that stands in for it."""
+        """Return what refers to a manifest, by the API, or by the tag that registries without it use."""
         response = self._call("GET", f"{self._path}/referrers/{digest}", accept_missing=True)
         data = self._read(response) if response else self._manifest_data(digest.replace(":", "-"))
         return self._parse(Index, data, "a list of referrers").manifests if data else ()
@@ -199,8 +202,9 @@ class Repository:
             return None
         data = self._read(response)
         if name.startswith("sha256:") and sha256_digest(data) != name:
-            found = sha256_digest(data)
-            raise CheckError(f"{self.reference}: expected the manifest {name}, found {found}; push it again")
+            raise CheckError(
+                f"{self.reference}: expected the manifest {name}, found {sha256_digest(data)}; push it again"
+            )
         return data
 
     def _read(self, response: HTTPResponse) -> bytes:
@@ -242,10 +246,10 @@ class Repository:
             if error.code == 401 and not is_second:
                 self._authorization = self._authorize(error.headers.get("WWW-Authenticate", ""))
                 return self._call(method, path, data, headers, accept_missing, is_second=True)
+            remedy = "; run `docker login`" if error.code in (401, 403) else ""
             raise InputError(
                 f"{self.reference}: expected the registry to accept {method}, found {error.code} {error.reason}: "
-                + self._answer(error)
-                + ("; run `docker login`" if error.code in (401, 403) else "")
+                f"{self._answer(error)}{remedy}"
             ) from None
         except (OSError, HTTPException, ValueError) as error:  # the last of a URL
             reason = getattr(error, "reason", error)
@@ -259,11 +263,11 @@ class Repository:
 
     def _authorize(self, challenge: str) -> str:
         """Return the header that answers a challenge: Basic, or a token that its realm gives."""
-        kind, _, rest = challenge.partition(" ")
+        kind, _, fields = challenge.partition(" ")
         basic = basic_login(self.reference.host)
         if kind.lower() != "bearer":
             return f"Basic {basic}" if basic else ""
-        parameters = dict(re.findall(r'(\w+)="([^"]*)"', rest))
+        parameters = dict(re.findall(r'(\w+)="([^"]*)"', fields))
         realm = parameters.pop("realm", "")
         self._check_place(realm)
         query = urllib.parse.urlencode({"scope": f"repository:{self.reference.repository}:pull,push"} | parameters)

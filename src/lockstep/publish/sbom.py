@@ -126,17 +126,17 @@ def _library(name: str, version: str, url: str) -> Component:
 
 
 def _files_of(package: importlib.metadata.Distribution) -> str:
-    """Return the sha256 of the lines of a package's RECORD that stand in its wheel too, sorted.
+    """Return the sha256 of the lines of a package's RECORD that its wheel has too, sorted.
 
     They name each file with its own. What the installer adds is of this machine: programs, bytecode, its notes.
     """
     lines = (package.read_text("RECORD") or "").splitlines()
-    of_wheel = [
-        line
-        for line in lines
-        if ",sha256=" in line and not line.startswith("..") and not line.partition(",")[0].endswith(_BY_INSTALLER)
-    ]
-    return hashlib.sha256("\n".join(sorted(of_wheel)).encode()).hexdigest()
+    wheel_lines = [line for line in lines if ",sha256=" in line and not _is_by_installer(line.partition(",")[0])]
+    return hashlib.sha256("\n".join(sorted(wheel_lines)).encode()).hexdigest()
+
+
+def _is_by_installer(path: str) -> bool:
+    return path.startswith("..") or path.endswith(_BY_INSTALLER)
 
 
 def _licenses(metadata: importlib.metadata.PackageMetadata) -> list[License]:
@@ -163,15 +163,18 @@ def card_licenses(folder: Path) -> list[License]:
 
 def _checkpoint(results: Results, target: Target, checkpoint: CheckpointManifest) -> Component:
     """Return the checkpoint that all was made of, with its files; of the hub by its commit."""
-    url = purl(checkpoint.source, results.source(target.model))
-    return Component(
+    component = Component(
         type=ComponentType.MACHINE_LEARNING_MODEL,
         bom_ref="checkpoint",
-        name=checkpoint.source if url else target.model,
-        version=url.rpartition("@")[2] if url else None,
-        purl=PackageURL.from_string(url) if url else None,
+        name=target.model,
         components=[_file(f"checkpoint/{file.path}", file.sha256) for file in checkpoint.files],
     )
+    url = purl(checkpoint.source, results.source(target.model))
+    if url:
+        component.name = checkpoint.source
+        component.version = url.rpartition("@")[2]
+        component.purl = PackageURL.from_string(url)
+    return component
 
 
 def _model(results: Results, target: Target, checkpoint: CheckpointManifest) -> Component:

@@ -1,7 +1,7 @@
 """Signatures of bundles, by OpenSSF Model Signing (https://github.com/sigstore/model-transparency).
 
-Beside a bundle stand its signature, `BUNDLE.sig`, which `model_signing verify` reads too, and the SLSA provenance of
-its engines as a signed statement, `BUNDLE.provenance.json`.
+`BUNDLE.sig` is a bundle's signature, which `model_signing verify` reads too. `BUNDLE.provenance.json` is the SLSA
+provenance of its engines as a signed statement.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def statement_path(bundle: Path) -> Path:
 
 
 def sign(bundle: Path, key: Path) -> list[Path]:
-    """Sign a bundle and its provenance with a private key, and return the files beside it that say so."""
+    """Sign a bundle and its provenance with a private key, and return the two signed files."""
     from model_signing.signing import Config
 
     dsse.private_key(key)  # its mistakes in one line

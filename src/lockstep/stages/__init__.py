@@ -52,21 +52,22 @@ def jobs(
     root: of the results tree. files: of each model, as `model_files` has them. only: the jobs of these stages and
     what they need, of targets whose engines run.
     """
-    made: dict[tuple[str, ...], Job] = {}
+    jobs_by_key: dict[tuple[str, ...], Job] = {}
 
     def add(pattern: str, names: Mapping[str, Any]) -> None:
         stage = next(STAGES[rule.name] for rule in makers(pattern) if rule.is_for(config, names))
         key = stage.name, *(str(names[name]) for name in stage.wildcards)
-        if key in made:
+        if key in jobs_by_key:
             return
         for needed in stage.rule.reads(config, names).values():
             add(needed, names)
-        made[key] = stage.job(config, root, names, files.get(names["model"], {}))
+        jobs_by_key[key] = stage.job(config, root, names, files.get(names["model"], {}))
 
-    asked = set(targets)
-    chosen = {word: [target for target in all if target in asked] for word, all in collected_targets(config).items()}
+    targets = set(targets)
+    collected = collected_targets(config)
     patterns = [(STAGES[name].output, "all") for name in only] or ends()
     for pattern, word in patterns:
-        for target in chosen[word]:
-            add(pattern, vars(target))
-    return list(made.values())
+        for target in collected[word]:
+            if target in targets:
+                add(pattern, vars(target))
+    return list(jobs_by_key.values())

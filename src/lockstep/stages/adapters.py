@@ -12,7 +12,9 @@ from lockstep.stages.stage import Job, Pinned, Stage
 class Adapters(Stage):
     def pin(self, manifest: Path, key: BuildKey) -> Pinned:
         adapters = AdaptersManifest.load(manifest).adapters
-        files = {f"{name}/{file.path}": file.sha256 for name, adapter in adapters.items() for file in adapter.files}
+        files = {}
+        for name, adapter in adapters.items():
+            files.update({f"{name}/{file.path}": file.sha256 for file in adapter.files})
         commits = {f"{name}/commit": adapter.commit for name, adapter in adapters.items() if adapter.commit}
         return (self.name,), {**files, **commits}
 

@@ -10,4 +10,4 @@ class Fetch(Stage):
         """given: parameters of `hub.fetch`."""
         from lockstep.checkpoint import hub
 
-        hub.fetch(job.options["source"], job.output, **job.given)
+        hub.fetch(job.options["source"], job.output, **job.extra)

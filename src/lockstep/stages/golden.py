@@ -21,11 +21,11 @@ class Golden(Stage):
     def run(self, job: Job) -> None:
         from lockstep.verify.golden.check import check_engines
 
-        given = arguments(job)
+        check = arguments(job)
         try:
-            check_engines(**given, speed_out=job.output.with_suffix(".speed.json"), expected=job.options["expected"])
+            check_engines(**check, speed_out=job.output.with_suffix(".speed.json"), expected=job.options["expected"])
         except CheckError as error:
             from lockstep.verify.bisect.explain import explained
 
-            del given["limits"], given["threads"]
-            raise explained(error, **given) from None
+            del check["limits"], check["threads"]
+            raise explained(error, **check) from None

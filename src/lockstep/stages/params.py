@@ -6,6 +6,7 @@ The config and the wildcards that a parameter depends on in, plain JSON out; Non
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -117,9 +118,10 @@ def golden(config: Config, model: str) -> Value:
 def adapted_golden(config: Config, model: str) -> Value:
     """Return what the reference of each adapter is made from."""
     settings = config.models[model]
-    prompts = config.adapter_prompts(model).items()
     dtype = {"kv_cache_dtype": settings.kv_cache_dtype} if settings.kv_cache_dtype else {}
-    texts = {name: [prompt.text for prompt in own] for name, own in prompts}
+    texts = {}
+    for adapter, prompts in config.adapter_prompts(model).items():
+        texts[adapter] = [prompt.text for prompt in prompts]
     return {"max_new_tokens": settings.golden.max_new_tokens, "adapted": texts, **dtype}
 
 
@@ -136,7 +138,7 @@ def expected(config: Config, model: str, precision: str, layers: int | str) -> V
 
 def adapted_expected(config: Config, model: str, precision: str, layers: int | str) -> Value:
     """Return the text that the config expects after each prompt of each adapter."""
-    prompts = [prompt for own in config.adapter_prompts(model).values() for prompt in own]
+    prompts = itertools.chain.from_iterable(config.adapter_prompts(model).values())
     return _expected(config, prompts, model, precision, layers)
 
 
@@ -149,8 +151,9 @@ def _expected(
     config: Config, prompts: Iterable[Prompt], model: str, precision: str, layers: int | str
 ) -> list[str | None]:
     """Return texts that the checkpoint says; of quantised weights and caches the drift report shows their change."""
-    rounded = config.models[model].kv_cache_dtype or is_quantized(precision)
-    return [None if rounded else prompt.expected.get(layer_count(layers)) for prompt in prompts]
+    if config.models[model].kv_cache_dtype or is_quantized(precision):
+        return [None for _ in prompts]
+    return [prompt.expected.get(layer_count(layers)) for prompt in prompts]
 
 
 _FUNCTIONS: Mapping[str, Callable[..., Value]] = {

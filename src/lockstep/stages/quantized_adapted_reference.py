@@ -6,4 +6,4 @@ from lockstep.stages.adapted_reference import AdaptedReference
 
 
 class QuantizedAdaptedReference(AdaptedReference):
-    """A rule of its own, for it reads the weights of a precision."""
+    """A separate rule, because it reads the weights of a precision."""

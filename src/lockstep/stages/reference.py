@@ -24,10 +24,11 @@ def make_reference(job: Job) -> None:
     from lockstep.verify.golden import reference
     from lockstep.verify.golden.terms import GoldenTerms
 
+    golden = "adapted_golden" if "adapters" in job.inputs else "golden"
     reference.make_reference(
         job.inputs["checkpoint"],
         job.layers,
-        GoldenTerms.from_json(job.options["adapted_golden" if "adapters" in job.inputs else "golden"]),
+        GoldenTerms.from_json(job.options[golden]),
         job.output,
         job.inputs.get("weights"),
         job.inputs.get("adapters"),

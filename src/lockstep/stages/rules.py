@@ -33,7 +33,7 @@ Names = Mapping[str, Any]  # model, precision, layers and backend, those that a 
 
 @dataclass(frozen=True)
 class Branch:
-    """A path that hangs on a condition: `branch(is_quantized, then=..., otherwise=...)`; "" for none."""
+    """A path that depends on a condition: `branch(is_quantized, then=..., otherwise=...)`; "" for none."""
 
     condition: str
     then: str = ""
@@ -102,7 +102,10 @@ _COLLECTED: Mapping[str, Any] = {
 def collected_targets(config: Config) -> dict[str, list[Target]]:
     """Return the targets by the words that `collected` takes."""
     targets = config.targets()
-    return {name: [target for target in targets if is_of(config, target)] for name, is_of in _COLLECTED.items()}
+    collected = {}
+    for word, is_collected in _COLLECTED.items():
+        collected[word] = [target for target in targets if is_collected(config, target)]
+    return collected
 
 
 @functools.cache
@@ -120,8 +123,10 @@ def rules() -> Mapping[str, Rule]:
 def ends() -> tuple[tuple[str, str], ...]:
     """Return what the summary collects: the pattern of a manifest, and the word for the targets that have it."""
     text = (FOLDER / "report.smk").read_text(encoding="utf-8")
-    found = re.findall(r'=collected\("<results>/([^"]+)", "(\w+)"\)', text)
-    return tuple((pattern, word) for pattern, word in found if makers(pattern) and makers(pattern)[0].output == pattern)
+    entries = re.findall(r'=collected\("<results>/([^"]+)", "(\w+)"\)', text)
+    return tuple(
+        (pattern, word) for pattern, word in entries if makers(pattern) and makers(pattern)[0].output == pattern
+    )
 
 
 def makers(pattern: str) -> list[Rule]:
@@ -175,7 +180,7 @@ def _path(value: ast.expr) -> str:
 
 
 def _files(value: ast.expr) -> str:
-    """Return what `files_of` is asked for; "" for another entry."""
+    """Return the argument of `files_of`; "" for another entry."""
     return str(_constant(value.args[0])) if isinstance(value, ast.Call) and _called(value) == "files_of" else ""
 
 

@@ -34,7 +34,7 @@ class Job:
 
     inputs: manifests by the name that the rule gives them. options: plain JSON from the config. output: the manifest
     that it makes. device: of a device of the config its `backend` and the `hardware` that it must find. threads: of the
-    CPU, None for all. files: of the user, by the names of the rule: paths, or folders by name. given: parameters of the
+    CPU, None for all. files: of the user, by the names of the rule: paths, or folders by name. extra: parameters of the
     work that no rule has.
     """
 
@@ -46,7 +46,7 @@ class Job:
     device: Mapping[str, str] | None = None
     threads: int | None = None
     files: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    given: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    extra: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def backend(self) -> str | None:
@@ -117,8 +117,8 @@ class Stage(abc.ABC):
 
     def options(self, config: Config, names: Names) -> dict[str, Any]:
         """Return what the config says to a job, as plain JSON. names: the values of its wildcards."""
-        taken = {name: names[name] for name in self.wildcards}
-        return params.options_of(self.rule.params, config, taken)
+        wildcards = {name: names[name] for name in self.wildcards}
+        return params.options_of(self.rule.params, config, wildcards)
 
     def pin(self, manifest: Path, key: BuildKey) -> Pinned:
         """Return what a lock holds of an artefact. key: of its record."""
@@ -128,22 +128,23 @@ class Stage(abc.ABC):
     def run(self, job: Job) -> None:
         """Make the artefact of a job."""
 
-    def job(self, config: Config, root: Path, names: Names, files: Mapping[str, Any] = {}, **given: Any) -> Job:
+    def job(self, config: Config, root: Path, names: Names, files: Mapping[str, Any] = {}, **extra: Any) -> Job:
         """Return a job as the config has it.
 
         root: of the results tree. names: model, precision, layers, backend; those that the stage has are taken. files:
         of the model, as `model_files` has them.
         """
-        taken = {name: str(names[name]) for name in self.wildcards}
+        wildcards = {name: str(names[name]) for name in self.wildcards}
+        device = config.device_of(wildcards["backend"]) if "backend" in wildcards else None
         return Job(
             self.name,
-            taken,
-            {name: root / pattern.format(**taken) for name, pattern in self.rule.reads(config, taken).items()},
-            self.options(config, taken),
-            root / self.output.format(**taken),
-            device=config.device_of(taken["backend"]) if "backend" in taken else None,
+            wildcards,
+            {name: root / pattern.format(**wildcards) for name, pattern in self.rule.reads(config, wildcards).items()},
+            self.options(config, wildcards),
+            root / self.output.format(**wildcards),
+            device=device,
             files={name: files[key] for name, key in self.rule.files.items() if key in files},
-            given=given,
+            extra=extra,
         )
 
 

@@ -52,10 +52,13 @@ def model_files(config: Config, model: str, place: Path | None, results: Results
     kind = kind_of(config.models[model].source)
     folders = config.adapter_folders(model, [Path.cwd(), REPOSITORY], results)
     on_the_hub = hub_adapters(config, model)
-    here = [folder for name, folder in folders.items() if name not in on_the_hub]
+    local = [folder for name, folder in folders.items() if name not in on_the_hub]
+    adapter_files: list[Path] = []
+    for folder in local:
+        adapter_files += sorted(folder.glob("adapter_*"))
     common: dict[str, Any] = {
         "kind": kind,
-        "adapters": _displayed(path for folder in here for path in sorted(folder.glob("adapter_*"))),
+        "adapters": _displayed(adapter_files),
         "folders": dict(zip(folders, _displayed(folders.values()))),
     }
     if kind != "folder":
@@ -70,29 +73,33 @@ def model_files(config: Config, model: str, place: Path | None, results: Results
         if kind == "hub" or place is None:
             return ModelFiles(**common)
         tokenizer = place.with_name("tokenizer.json")
-        beside = _displayed([tokenizer]) if kind == "random" and tokenizer.is_file() else []
-        return ModelFiles(path=_displayed([place]), tokenizer=beside, **common)
+        has_tokenizer = kind == "random" and tokenizer.is_file()
+        return ModelFiles(path=_displayed([place]), tokenizer=_displayed([tokenizer] * has_tokenizer), **common)
     assert place is not None
     check_there(place)
     weights = weight_files(place, find_tensors(place))
-    is_packed = read_shape(place).packing is not None
-    return ModelFiles(
-        sides=_displayed(side_files(place)),
-        weights=_displayed(weights),
-        header=_displayed(weights) if is_packed else [],
-        **{**common, "bytes": _bytes(place, weights)},
-    )
+    displayed_weights = _displayed(weights)
+    if read_shape(place).packing is not None:
+        common["header"] = displayed_weights
+    common["bytes"] = _bytes(place, weights)
+    return ModelFiles(sides=_displayed(side_files(place)), weights=displayed_weights, **common)
 
 
 def _bytes(folder: Path, weights: Iterable[Path]) -> int:
     packing = read_shape(folder).packing
-    return sum(map(os.path.getsize, weights)) * 16 // (packing.bits if packing else 16)
+    bits = packing.bits if packing else 16
+    return sum(map(os.path.getsize, weights)) * 16 // bits
 
 
 def _displayed(paths: Iterable[Path]) -> list[str]:
-    """Return paths relative to the working directory where both are in this checkout: no record holds where it lies."""
-    is_inside = Path.cwd().is_relative_to(REPOSITORY)
-    return [
-        os.path.relpath(path) if is_inside and path.is_relative_to(REPOSITORY) else str(path)
-        for path in map(Path, paths)
-    ]
+    """Return paths relative to the working directory where both are in this checkout.
+
+    So records do not say where the checkout is.
+    """
+    if not Path.cwd().is_relative_to(REPOSITORY):
+        return [str(path) for path in paths]
+    displayed = []
+    for path in paths:
+        is_here = path.is_relative_to(REPOSITORY)
+        displayed.append(os.path.relpath(path) if is_here else str(path))
+    return displayed

@@ -23,8 +23,8 @@ def run_stage(snakemake: Any) -> None:
         run_job(snakemake)
 
 
-def run_job(snakemake: Any, **given: Any) -> None:
-    """Do as `run_stage` does, where a script has its log already. given: what no rule has."""
+def run_job(snakemake: Any, **extra: Any) -> None:
+    """Run the stage as `run_stage` does, in a script that has opened its log. extra: parameters that no rule has."""
     stage = STAGES[snakemake.params.stage["name"]]
     names = dict(snakemake.wildcards.items())
     inputs = {key: snakemake.input.get(key) for key in stage.rule.inputs}
@@ -39,7 +39,7 @@ def run_job(snakemake: Any, **given: Any) -> None:
         device=snakemake.params.get("device"),
         threads=snakemake.threads,
         files={key: _files(value) for key, value in files.items()},
-        given=given,
+        extra=extra,
     )
     try:
         run(job, lock_file=lock_file(snakemake), cache=snakemake.config.get("cache", ""))
@@ -83,7 +83,7 @@ def _tell(terminal: int, log: Path, prefix: str, last: int = 0) -> None:
 
 
 def lock_file(snakemake: Any) -> Path | None:
-    """Return the lock that the job is held to: in a run with `--config locked=true`, of a job that is of one model."""
+    """Return the lock that the job must match, in a run with `--config locked=true`; None for a job of all models."""
     if not is_locked(snakemake.config) or "model" not in snakemake.wildcards.keys():
         return None
     return find_lock(snakemake.wildcards.model, [Path(), REPOSITORY])

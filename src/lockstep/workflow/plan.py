@@ -64,13 +64,13 @@ def make_plan(question: Mapping[str, Any]) -> dict[str, Any]:
             "backend": _alternatives([*backends(), *config.devices]),
         },
         "device": device,
-        "targets": {word: [asdict(target) for target in some] for word, some in targets.items()},
+        "targets": {word: list(map(asdict, chosen)) for word, chosen in targets.items()},
         "names": [str(target) for target in targets["all"]],
         "not_run": config.not_run(),
         "params": {name: params.table(name, config, targets["all"]) for name in params.names()},
         "stages": _stages(targets["all"], config),
         "models": {model: {**asdict(files), **_of_jobs(config, model)} for model, files in models.items()},
-        "gpus": {name: 0 if name in config.not_run() else config.gpus(name) for name in _backends_of(targets["all"])},
+        "gpus": {name: _gpus(config, name) for name in _backends_of(targets["all"])},
         "gpu_models": {name: entry.gpu_model for name, entry in config.devices.items() if entry.gpu_model},
         "notes": _notes(config) if question["starts"] else [],
         "warnings": _warnings(config) if question["starts"] else [],
@@ -93,6 +93,10 @@ def _check_locked(config: Config, models: Mapping[str, ModelFiles], results: Res
 
 def _alternatives(names: Any) -> str:
     return "|".join(names)
+
+
+def _gpus(config: Config, backend: str) -> int:
+    return 0 if backend in config.not_run() else config.gpus(backend)
 
 
 def _backends_of(targets: list[Target]) -> list[str]:
