@@ -15,7 +15,7 @@ from lockstep.cli.guarded import SETTINGS, GuardedGroup
 COMMANDS = (
     *("export", "models", "decode", "cpu-peers", "adapters", "throughput"),
     *("speculation", "serving", "soak"),
-    *("gpu", "batches", "invariance", "speculation-gpu", "ranks", "serving-gpu"),  # on GPUs
+    *("gpu", "batches", "invariance", "speculation-gpu", "ranks", "serving-gpu", "families-gpu"),  # on GPUs
 )
 
 

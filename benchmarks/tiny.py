@@ -24,7 +24,7 @@ from tests.whole_workflow import LIMITS, failures
 import lockstep
 from benchmarks.models import BROKEN, NO_MODEL, OWN_ERRORS, REFUSED, WORKS, WRONG
 from benchmarks.published import FAMILIES, Published
-from lockstep import Advance, Assembly, InputError, Model, Results
+from lockstep import Advance, Assembly, CheckError, InputError, Model, Results
 from lockstep.artifacts.document import ValidationError
 from lockstep.config.packing import KEY as PACKING_KEY
 from lockstep.config.packing import packing_of
@@ -45,6 +45,7 @@ _LONG_OF_EXPERTS = 100  # of a mixture: a step gathers the weights of each token
 _CHUNK = 97
 _DECODE_STEPS = 4
 _NAME = "tiny"
+_GPU_LIMITS = {"max_batch_size": 5, "max_input_len": 320, "max_seq_len": 320, "max_num_tokens": 640}
 
 
 def try_type(model_type: str, folder: Path) -> dict[str, Any]:
@@ -57,6 +58,86 @@ def try_family(name: str, folder: Path) -> dict[str, Any]:
     family = FAMILIES[name]
     record = _try(lambda: family.config, folder, half=False)
     return {"example": family.example, "model_type": family.config["model_type"], **_packing(family)} | record
+
+
+def try_on_gpu(name: str, backend: str, precision: str, folder: Path) -> dict[str, Any]:
+    """Try one published family on a GPU backend: its logits in company and alone, then all stages."""
+    source = folder / "checkpoint"
+    results = Results(folder / "results")
+    stage = NO_MODEL
+    record: dict[str, Any] = {}
+    try:
+        config = tiny_configs(FAMILIES[name].config)[0]
+        lifelike.write_without_weights(config, source)
+        stage = "export"
+        architecture = lockstep.resolve_architecture(str(source), source, results.architecture(_NAME))
+        lockstep.export_graphs(architecture, precision, results.assembly(_NAME, precision))
+        lifelike.write(config, 0, source)
+        stage = "build"
+        lockstep.resolve_checkpoint(str(source), source, results.checkpoint(_NAME))
+        lockstep.convert_weights(results.checkpoint(_NAME), precision, results.weights(_NAME, precision))
+        engines = results.root / "tried" / "engines.json"
+        lockstep.build_engines(results.assembly(_NAME, precision), backend, engines, _GPU_LIMITS)
+        stage = "run"
+        record = _errors_on_gpu(config, source, results, engines, precision)
+        stage = "stages"
+        own = record["transformers_error"]
+        lines = failures(
+            results.root, str(source), {backend: [precision]}, max_seq_len=_positions_of(results, precision)
+        )
+    except (CheckError, InputError) as error:
+        return {"result": REFUSED if stage in ("export", "build") else WRONG, "reason": _ended(stage, error), **record}
+    except Exception as error:
+        return {"result": NO_MODEL if stage == NO_MODEL else BROKEN, "reason": _ended(stage, error), **record}
+    if np.isfinite(own) and not record["logit_error"] <= OWN_ERRORS * own:
+        lines.insert(0, "logits differ by more than four times transformers' own error")
+    if not record["same_bits"]:
+        lines.insert(0, "logits of a request alone have other bits")
+    if lines:
+        return {"result": WRONG, "reason": " ".join("; ".join(lines).replace(f"{folder}/", "").split())[:600], **record}
+    return {"result": WORKS, **record}
+
+
+def _ended(stage: str, error: Exception) -> str:
+    return f"{stage}: {_one_line(error)}"
+
+
+def _errors_on_gpu(
+    config: Mapping[str, Any], source: Path, results: Results, engines: Path, precision: str
+) -> dict[str, Any]:
+    """Return the errors of logits on a GPU, over their standard deviation, and whether those alone have the same bits.
+
+    Of a mixture one token is left out, as in `_logit_errors`.
+    """
+    made = cut_config(config, "all")
+    made._experts_implementation = "eager"
+    reference = load_folder(source, made)
+    assembly = Assembly.load(results.assembly(_NAME, precision))
+    positions = min(_GPU_LIMITS["max_seq_len"], assembly.max_position_embeddings or _LONG)
+    prompts = (*_PROMPTS, min(_LONG, positions - _DECODE_STEPS))
+    random = np.random.default_rng(1)
+    sequences = [random.integers(0, assembly.vocab_size, length + _DECODE_STEPS) for length in prompts]
+    for ids in sequences:
+        ids[0] = lifelike.first_token(reference)
+    expected, spread = _expected(reference, sequences, prompts)
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}.get(precision, torch.float16)
+    own, _ = _expected(reference.to(dtype), sequences, prompts)
+    model = Model.open(engines, results.assembly(_NAME, precision), results.weights(_NAME, precision))
+    found = _logits_found(model, sequences, prompts)
+    left_out = int(_has_experts(config))
+    alone = [_alone(model, slot, ids, length) for slot, (ids, length) in enumerate(zip(sequences, prompts))]
+    return {
+        "logit_error": _rounded(_largest(found - expected[:, [0, 1, 2, 3, 3]], spread, left_out)),
+        "transformers_error": _rounded(_largest(own - expected, spread, left_out)),
+        "same_bits": all(np.array_equal(rows, found[:, slot]) for slot, rows in enumerate(alone)),
+    }
+
+
+def _alone(model: Model, slot: int, ids: np.ndarray, length: int) -> np.ndarray:
+    """Return the logits after a prompt and each decoded token of a request that nothing runs beside."""
+    rows = [model.step([Advance(slot, ids[:length], 0)])[0]]
+    rows += [model.step([Advance(slot, ids[at : at + 1], at)])[0] for at in range(length, length + _DECODE_STEPS)]
+    return np.array(rows)
 
 
 def _packing(family: Published) -> dict[str, Any]:
@@ -128,6 +209,10 @@ def try_config(config: Mapping[str, Any], folder: Path, half: bool) -> dict[str,
     if lines:
         return {"result": WRONG, "reason": " ".join(lines[0].replace(f"{folder}/", "").split())[:400], **record}
     return {"result": WORKS, **record}
+
+
+def _positions_of(results: Results, precision: str) -> int:
+    return _positions(Assembly.load(results.assembly(_NAME, precision)))
 
 
 def _positions(assembly: Assembly) -> int:

@@ -203,6 +203,9 @@ def decode_attention(gpu: Gpu, shares: int, k: SimpleNamespace) -> None:
             np.einsum("kgd,ktd->kgt", with_rope[0].astype(np.float32).reshape(k.KV_HEADS, k.GROUP, k.DIM), held[0])
             * k.scale
         )
+        if k.SOFTCAP:
+            cap = np.uint32(k.SOFTCAP).view(np.float32) * np.float32(np.log2(np.e))
+            scores = cap * np.tanh(scores / cap)
         scores = np.concatenate([scores, sinks[request] * np.float32(np.log2(np.e))], axis=2)
         shares = np.exp2(scores - scores.max(axis=2, keepdims=True))
         shares = (shares / shares.sum(axis=2, keepdims=True))[:, :, : held[1].shape[1]]

@@ -180,6 +180,8 @@ class Rows:
                     )
                     * self.SCALE
                 )
+                if spec.softcap:
+                    scores = spec.softcap * np.tanh(scores / spec.softcap)
                 sinks = self.query[row, :, spec.head_dim :].reshape(*scores.shape[:2], int(spec.sinks))
                 scores = np.concatenate([scores, sinks.astype(np.float64)], axis=2)
                 shares = np.exp(scores - scores.max(axis=2, keepdims=True))
@@ -199,6 +201,7 @@ def decoding(dtype="float16", query_dtype=None, group=1, kv_heads=2, dim=128, va
         "value_dim": value_dim or dim,
         "wide": False,
         "window": 0,
+        "softcap": 0.0,
         **more,
     }
 
@@ -227,7 +230,7 @@ SIXTEEN_SPLITS = 10**6
         (decoding("bfloat16", wide=True, dim=96, window=20), LENGTHS, TWO_SPLITS),
         (decoding(group=5, dim=80, value_dim=256, window=1), LENGTHS, SIXTEEN_SPLITS),
         (decoding(group=8, dim=64, value_dim=40), LENGTHS, SIXTEEN_SPLITS),
-        (decoding(group=8, dim=64, sinks=True), LENGTHS, SIXTEEN_SPLITS),
+        (decoding(group=8, dim=64, sinks=True, softcap=2.0), LENGTHS, SIXTEEN_SPLITS),
         (decoding(query_dtype="float32", group=8, dim=64, window=128, sinks=True), LENGTHS, TWO_SPLITS),
         (decoding(kv_heads=1, dim=64), LONG, TWO_SPLITS),
         (decoding(kv_heads=1, dim=64, window=4200), LONG, TWO_SPLITS),

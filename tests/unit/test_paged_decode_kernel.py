@@ -55,7 +55,7 @@ def address(array: np.ndarray) -> ctypes.c_void_p:
     "kv_heads, group, sizes, lengths, shares, more",
     [
         (1, 4, (64, 64), (1, 63, 0, 65), 1, {}),
-        (2, 4, (128, 128), (1, 63, 0, 64, 200), 1, {"fp8": True}),
+        (2, 4, (128, 128), (1, 63, 0, 64, 200), 1, {"fp8": True, "softcap": 2.0}),
         pytest.param(1, 4, (128, 128), (200, 300, 17), 2, {"fp8": True, "query_dtype": "float32"}, marks=long),
         pytest.param(1, 3, (40, 24), (1, 65, 130), 1, {"fp8": True}, marks=long),  # loads of 8 bytes
         pytest.param(1, 8, (64, 64), (1, 130, 300), 2, {"fp8": True, "window": 100, "sinks": True}, marks=long),
@@ -72,6 +72,7 @@ def test_rows_attend_to_what_their_pages_hold(tmp_path, kv_heads, group, sizes, 
         "KIND": 1, "GIVEN": int(spec.query_dtype == "float16"), "WIDE": 0, "KV_HEADS": kv_heads, "GROUP": group,
         "HEADS": head_group, "DIM": spec.head_dim, "VALUE_DIM": spec.value_dim, "WINDOW": spec.window,
         "SINKS": int(spec.sinks), "FP8": int(spec.fp8), "PAGE": PAGE, "THREADS": 128, "BY_ROW": 0,
+        "SOFTCAP": int(np.float32(spec.softcap).view(np.uint32)),
     }  # fmt: skip
     (tmp_path / "kernel.cpp").write_text(SOURCE)
     options = ["-std=c++17", "-O1", "-w", "-fpermissive", "-shared", "-fPIC", "-Wl,-Bsymbolic"]

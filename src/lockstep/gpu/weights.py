@@ -23,10 +23,11 @@ _UPLOADERS = 4
 
 @dataclass(frozen=True)
 class WeightCast:
-    """A cast of weights during upload: multiplied by `times`, then converted to `dtype`."""
+    """A cast of weights during upload: multiplied by `times`, then converted to `dtype`; matrices are transposed."""
 
     dtype: np.dtype
     times: float = 1.0
+    transposed: bool = False
 
 
 class Uploads:
@@ -103,7 +104,8 @@ class DeviceWeights:
         start = 0
         for tensor in tensors:
             end = start + tensor.size
-            self.uploads.add(self._uploader.upload(flat[start:end], tensor, sign, cast))
+            turned = tensor.T if cast is not None and cast.transposed else tensor
+            self.uploads.add(self._uploader.upload(flat[start:end], turned, sign, cast))
             start = end
         return array
 

@@ -2,9 +2,9 @@
 
 In: a graph. Out: its products, and the pieces between them.
 
-A product is a `MatMulNBits`, one of e4m3 numbers (fp8_products.py), or a `Gemm(transB=1)` whose second factor is a
-weight `[out_features, in_features]`; its bias is added after it. Adapters of a layer are part of the product. Products
-with the weights of experts count too (expert_products.py). The pieces between are graphs in the dtype of the whole: one
+A product is a `MatMulNBits`, one of e4m3 numbers (fp8_products.py), or a `Gemm` whose second factor is a weight; its
+bias is added after it. Adapters of a layer are part of the product. Products with the weights of experts count too
+(expert_products.py). The pieces between are graphs in the dtype of the whole: one
 for each level, which is the largest number of products before a value, and one more where experts are chosen. Products
 of one input are one step. A backend runs the steps in order: pieces as engines or kernels, products by kernels that
 read the weights in their stored form.
@@ -27,9 +27,10 @@ from lockstep.errors import CheckError
 from lockstep.onnx_tools.adapted_graphs import adapter_columns, is_expand
 from lockstep.onnx_tools.expert_products import SHAPING, ExpertWeight, is_expert_product, with_expert_products
 from lockstep.onnx_tools.fp8_products import product_of
-from lockstep.onnx_tools.rewriter import Rewriter, attributes_of, is_linear, typed_values, upstream
+from lockstep.onnx_tools.rewriter import Rewriter, attributes_of, is_linear, is_transposed, typed_values, upstream
 
-_ROW_DIMS = ("num_tokens", "num_requests")  # names of the first dimension of values that cross a cut
+_ROW_DIMS = ("num_tokens", "num_requests")  # names of the dimension of rows of values that cross a cut
+_VIEWS = (*SHAPING, "Transpose", "Expand")
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ class Product:
 
     slots: the weight's data, scales and zero points if any; for 16 bits the weight itself. bits: 4, 8 or 16.
     group_size: numbers that share a scale; 0 at 16 bits, and for e4m3 numbers, which have a scale a row. With experts
-    the output is [rows, per_token * out_features], and so is the input if its rows are not shared.
+    the output is [rows, per_token * out_features], and so is the input if its rows are not shared. transposed: the
+    weight is [in_features, out_features], as GPT-2 has it.
     """
 
     input: str
@@ -79,6 +81,7 @@ class Product:
     out_features: int
     lora: Annotated[Lora | None, Mark.ALWAYS] = None
     experts: Experts | None = None
+    transposed: bool = False
 
     @property
     def is_fp8(self) -> bool:
@@ -91,7 +94,7 @@ class CutGraph:
     """A graph that is cut at its products.
 
     steps: pieces, by their number, and products of one input and kind, in the order in which they run. inner: values
-    that cross a cut, {name: shape}, whose first dimension is a name.
+    that cross a cut, {name: shape from the dimension of rows on}, which is a name.
     """
 
     pieces: tuple[onnx.ModelProto, ...]
@@ -136,7 +139,7 @@ class _Cut:
             if levels:
                 self._level.update(dict.fromkeys(node.output, max(levels) + (product is not None)))
         self._types = typed_values(_without_quantized(graph))
-        self._reshaped = self._reshaped_values()
+        self._remade = self._remade_values()
 
     def _all_activations(self) -> list[str]:
         names = []
@@ -144,13 +147,25 @@ class _Cut:
             names += _activations(product)
         return names
 
-    def _reshaped_values(self) -> set[str]:
-        """Return values that only reshape or gather others around products of experts: each step makes its own."""
-        if not any(product.experts for product in self._products.values()):
-            return set()
+    def _remade_values(self) -> set[str]:
+        """Return values that each step makes its own of: they cost nothing, or are exact before they are rounded.
+
+        They are others in another shape, or follow from integers alone, such as angles of RoPE; around products of
+        experts also the gathers of their weights.
+        """
         ends = {*self._graph.outputs, *self._all_activations()}
-        shaping = [node for node in self._graph.nodes if node.op_type in (*SHAPING, "GatherND")]
-        return {node.output[0] for node in shaping if node.output[0] in self._level} - ends
+        views = [*_VIEWS]
+        if any(product.experts for product in self._products.values()):
+            views.append("GatherND")
+        from_integers = {name for name in self._graph.inputs if self._graph.element(name) == TensorProto.INT64}
+        remade = set[str]()
+        for node in self._graph.nodes:
+            if from_integers.issuperset(name for name in node.input if name not in self._graph.constants):
+                from_integers.update(node.output)
+                remade.update(node.output)
+            elif node.op_type in views:
+                remade.add(node.output[0])
+        return (remade & self._level.keys()) - ends
 
     def cut(self) -> CutGraph:
         pieces: list[onnx.ModelProto] = []
@@ -162,14 +177,15 @@ class _Cut:
             groups: dict[tuple, list[Product]] = {}
             for product in self._products.values():
                 if self._level[product.output] == level + 1:
-                    key = (product.input, product.bits, product.group_size, len(product.slots), product.experts)
-                    groups.setdefault(key, []).append(product)
+                    form = product.bits, product.group_size, len(product.slots), product.transposed
+                    groups.setdefault((product.input, *form, product.experts), []).append(product)
             steps += [tuple(group) for group in groups.values()]
         crossing = {*self._all_activations(), *(product.output for product in self._products.values())}
         for piece in pieces:
             crossing.update(value.name for value in (*piece.graph.input, *piece.graph.output))
         ends = {*self._graph.outputs, *self._graph.inputs}
-        inner = {name: self._shape(name) for name in sorted(crossing - ends)}
+        shapes = {name: self._shape(name) for name in sorted(crossing - ends)}
+        inner = {name: shape[[*map(type, shape)].index(str) :] for name, shape in shapes.items()}
         return CutGraph(tuple(pieces), tuple(steps), inner)
 
     def _outputs(self, level: int) -> list[str]:
@@ -180,9 +196,9 @@ class _Cut:
             if between.isdisjoint(node.output) or node.output[0] in self._products:
                 continue
             is_elsewhere = self._level.get(node.output[0], level) != level
-            if is_elsewhere or (node.output[0] in self._reshaped and node.output[0] in needed):
+            if is_elsewhere or (node.output[0] in self._remade and node.output[0] in needed):
                 needed += node.input
-        excluded = self._products.keys() | self._graph.inputs | self._reshaped
+        excluded = self._products.keys() | self._graph.inputs | self._remade
         return list(dict.fromkeys(name for name in needed if self._level.get(name) == level and name not in excluded))
 
     def _outputs_of_pieces(self, level: int) -> list[list[str]]:
@@ -195,7 +211,7 @@ class _Cut:
                 choices.update(node.output)
         chosen = []
         for name in outputs:
-            if choices & (upstream(self._graph.nodes, [name], ends - self._reshaped) - ends):
+            if choices & (upstream(self._graph.nodes, [name], ends - self._remade) - ends):
                 chosen.append(name)
         independent = [name for name in outputs if name not in chosen]
         return [names for names in (chosen, independent) if names]
@@ -205,7 +221,7 @@ class _Cut:
         piece = Rewriter(self._graph.model)
         order = [*piece.inputs, *piece.producers]
         ends = {*piece.inputs, *self._products, *(name for name in order if self._level.get(name, level) < level)}
-        ends -= self._reshaped
+        ends -= self._remade
         read = upstream(piece.nodes, outputs, ends) & ends
         piece.inputs = {name: self._value(name) for name in sorted(read, key=order.index)}
         piece.outputs = {name: self._value(name) for name in sorted(outputs, key=order.index)}
@@ -223,16 +239,18 @@ class _Cut:
 
     def _shape(self, name: str) -> tuple[int | str, ...]:
         """Return the shape of a value that crosses a cut. Raises CheckError for one that is not of rows."""
-        shape = self._types[name][1] if name in self._types else ("?",)
-        first, *sizes = shape
-        if not sizes or any(not isinstance(size, int) or not size for size in sizes):
+        shape = self._types[name][1] if name in self._types else ()
+        rows = [axis for axis, size in enumerate(shape) if not isinstance(size, int)]
+        if len(rows) != 1 or len(shape) < 2 or 0 in shape or any(size != 1 for size in shape[: rows[0]]):
             raise CheckError(
                 f"graph {self._graph.model.graph.name}: value {name}: expected rows [{' or '.join(_ROW_DIMS)}, sizes "
                 f"...] between two products, found {list(shape)}"
             )
-        if first not in _ROW_DIMS:  # lost in a reshape: an exit computes one row of each request
-            first = _ROW_DIMS["logit_rows" in self._graph.inputs]
-        return (first, *sizes)
+        (axis,) = rows
+        row_dim = shape[axis]
+        if row_dim not in _ROW_DIMS:  # lost in a reshape: an exit computes one row of each request
+            row_dim = _ROW_DIMS["logit_rows" in self._graph.inputs]
+        return (*shape[:axis], row_dim, *shape[axis + 1 :])
 
 
 def _activations(product: Product) -> list[str]:
@@ -282,13 +300,14 @@ def _product(graph: Rewriter, node: onnx.NodeProto) -> Product | None:
         activation, *fp8_slots = fp8_product
         out_features, in_features = graph.shape(fp8_slots[0])
         return Product(activation, node.output[0], tuple(fp8_slots), 8, ROW, in_features, out_features)
-    if not is_linear(node) or len(node.input) > 2:  # see _add_biases_after
+    transposed = is_transposed(node)
+    if not (transposed or is_linear(node)) or len(node.input) > 2:  # see _add_biases_after
         return None
     slot = node.input[1]
     if slot not in graph.inputs or not all(graph.shape(slot)) or len(graph.consumers[slot]) > 1:
         return None
-    out_features, in_features = graph.shape(slot)
-    return Product(node.input[0], node.output[0], (slot,), 16, 0, in_features, out_features)
+    in_features, out_features = graph.shape(slot) if transposed else reversed(graph.shape(slot))
+    return Product(node.input[0], node.output[0], (slot,), 16, 0, in_features, out_features, transposed=transposed)
 
 
 def _add_biases_after(model: onnx.ModelProto) -> onnx.ModelProto:

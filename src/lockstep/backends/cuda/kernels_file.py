@@ -22,8 +22,8 @@ from lockstep.artifacts.adapters import A_SUFFIX, B_SUFFIX, IDS
 from lockstep.artifacts.document import Document
 from lockstep.artifacts.signature import IO
 from lockstep.errors import CheckError, InputError
-from lockstep.gpu.kernels.choice_kernels import choice_kernel, chooses
-from lockstep.gpu.kernels.row_kernels import RowKernel, row_kernel
+from lockstep.gpu.kernels.row_kernels import RowKernel
+from lockstep.gpu.kernels.row_operators import row_kernel
 from lockstep.onnx_tools.cut_products import CutGraph, Experts, Product, cut_products, run_cut
 from lockstep.onnx_tools.expert_products import with_few_experts
 from lockstep.onnx_tools.half_activations import halve_activations
@@ -92,10 +92,7 @@ def compile_block(model: onnx.ModelProto) -> KernelsFile:
         cut = cut_products(model)
         cut = replace(cut, pieces=tuple(map(halve_activations, cut.pieces)))
         quantized = {product.input for product in _products(cut) if product.is_fp8}
-        kernels = [
-            choice_kernel(piece, name) if chooses(piece) else row_kernel(piece, name, quantized)
-            for name, piece in ((f"piece_{number}", piece) for number, piece in enumerate(cut.pieces))
-        ]
+        kernels = [row_kernel(piece, f"piece_{number}", quantized) for number, piece in enumerate(cut.pieces)]
     except CheckError as error:
         raise CheckError(f"{error}; use the backend tensorrt, which compiles any operator") from None
     for product in _products(cut):
@@ -185,7 +182,7 @@ def multiply(product: Product, values: Mapping[str, np.ndarray]) -> np.ndarray:
     if product.experts is not None:
         return _of_experts(rows, parts, values[product.experts.ids], product.experts)
     weight = parts[0] if product.bits == 16 else dequantize(parts[0], parts[1], product.group_size, *parts[2:])
-    exact = _as_half(rows @ _as_half(weight).T)
+    exact = _as_half(rows @ (_as_half(weight) if product.transposed else _as_half(weight).T))
     if (lora := product.lora) is not None:
         ids = values[IDS][values[lora.rows]] if lora.rows else values[IDS]
         own = np.arange(lora.columns) // lora.rank == ids[:, None]

@@ -6,6 +6,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -210,7 +211,10 @@ class _Store:
             scales = self._part(group, 1, None, None if first.is_fp8 else _AS_SCALES)
             together = (whole,) if beside else outs
             return SmallWeight(data, scales, first.bits, first.group_size, deep, together)
-        data = self._part(group, 0, (whole + more, deep), self._cast(first.slots[0]), room=bool(more))
+        cast = self._cast(first.slots[0])
+        if first.transposed:
+            cast = replace(cast or _AS_HALF, transposed=True)
+        data = self._part(group, 0, (whole + more, deep), cast, room=bool(more))
         at = whole
         for name, count in columns.items():
             rows[name] = data[at : at + count]

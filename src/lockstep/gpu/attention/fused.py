@@ -63,7 +63,7 @@ class FusedAttention:
         self._specs = specs
         self._decode = {key: DecodeAttention(spec) for key, spec in specs.items()}
         self._rope = {key: RopeKernel(spec) for key, spec in specs.items()}
-        self._by_row = {key: DecodeAttention(spec, by_row=True) for key, spec in specs.items() if spec.sinks}
+        self._by_row = {key: DecodeAttention(spec, by_row=True) for key, spec in specs.items() if spec.by_row}
         scratch_rows = max(rows, max_verify_tokens)
         if self._by_row:  # prompts run the decode kernel too
             scratch_rows = max(scratch_rows, largest_pass)
@@ -160,7 +160,7 @@ class FusedAttention:
         if count:
             yield Part(("decode", index, count), lambda: self._decode_part(index, values, tokens.decoding))
         key = id(self._layers[index])
-        if key in self._by_row:  # not every cuDNN supports sinks over a paged cache
+        if key in self._by_row:
             yield Part(None, lambda: self._by_row_part(index, values, tokens))
             return
         for call in self._prompts.planned(self._specs[key], self._layers[index].variant.scale):
@@ -252,6 +252,7 @@ def _spec(layer_attention: LayerAttention, dtype: np.dtype, wide: bool, fp8: boo
         window=variant.window,
         sinks=variant.sinks,
         fp8=fp8,
+        softcap=variant.softcap,
     )
 
 

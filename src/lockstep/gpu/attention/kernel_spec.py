@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from lockstep.gpu.cuda import Array
 from lockstep.gpu.kernels.step_kernels import NUMBERS
 
@@ -111,6 +113,7 @@ class AttentionKernelSpec:
         window: The number of tokens that a token attends to, itself included; 0: no window.
         sinks: Each head has an attention sink: an extra logit, the last element of its query.
         fp8: The cache has e4m3 numbers.
+        softcap: Of the scores; 0: none.
     """
 
     dtype: str
@@ -123,6 +126,12 @@ class AttentionKernelSpec:
     window: int
     sinks: bool = False
     fp8: bool = False
+    softcap: float = 0.0
+
+    @property
+    def by_row(self) -> bool:
+        """Return whether the decode kernel runs prompts too, because not every cuDNN can."""
+        return self.sinks or bool(self.softcap)
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -138,6 +147,7 @@ class AttentionKernelSpec:
             "WINDOW": self.window,
             "SINKS": int(self.sinks),
             "FP8": int(self.fp8),
+            "SOFTCAP": int(np.float32(self.softcap).view(np.uint32)),
             "PAGE": PAGE,
             "THREADS": THREADS,
         }

@@ -96,6 +96,7 @@ constexpr int ROPE_SIZE = (HEADS + 1) * DIM;              // numbers that a bloc
 constexpr int ROUNDS = (ROPE_SIZE + THREADS - 1) / THREADS;
 constexpr int ITEMS = HEADS * VALUE_DIM / 4;              // four numbers each, of what a block gives
 constexpr int OWN = (ITEMS + THREADS - 1) / THREADS;      // of a thread
+#define CAP (__uint_as_float(SOFTCAP) * 1.44269504f)      // of scores in powers of two; SOFTCAP: the bits of a float, 0: no cap
 constexpr int QUERY_DIM = DIM + SINKS;                    // of a head in the query: a sink stands behind its numbers
 constexpr float LOWEST = -1e30f;                          // finite, so that a difference of two is a number
 
@@ -368,7 +369,9 @@ decode_attention(const Given* query, const Given* key, const Bits* value, Bits* 
 #if FP8
                     s[i][e] *= number_of_half(key_scales[2 * i + e] << 8) * CODE_UNIT;  // a power of two
 #endif
-                    s[i][e] = token >= low && token <= position ? s[i][e] * scale : -INFINITE;
+                    s[i][e] *= scale;
+                    if (SOFTCAP) s[i][e] = CAP * tanhf(s[i][e] / CAP);
+                    if (token < low || token > position) s[i][e] = -INFINITE;
                     best = fmaxf(best, s[i][e]);
                 }
             best = fmaxf(best, __shfl_xor_sync(~0u, best, 1));

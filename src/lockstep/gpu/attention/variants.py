@@ -9,8 +9,8 @@ def why_not_fused(variant: AttentionVariant, dtype: str) -> str | None:
     """Return why fused attention doesn't support an attention variant in this dtype; None if it does.
 
     cuDNN's forward attention takes fp16 and bf16, head dimensions up to 256 that are multiples of 8, windows and
-    grouped heads, but no soft cap. Sinks are left to our own kernels. Those take queries and keys of one dtype, `dtype`
-    or float32, and values of `dtype`.
+    grouped heads. Sinks and soft caps are left to our own kernels. Those take queries and keys of one dtype, `dtype` or
+    float32, and values of `dtype`.
     """
     dtypes = {io.name: io.dtype for io in variant.decode.signature.inputs}
     dims = (variant.head_dim, variant.value_head_dim)
@@ -21,6 +21,4 @@ def why_not_fused(variant: AttentionVariant, dtype: str) -> str | None:
         return f"queries of {dtypes['query']}, keys of {dtypes['key']} and values of {dtypes['value']}"
     if not all(dim % 8 == 0 and dim <= 256 for dim in dims):
         return f"heads of {' and '.join(map(str, dict.fromkeys(dims)))} numbers"
-    if variant.softcap:
-        return f"a soft cap of {variant.softcap:g}"
     return None

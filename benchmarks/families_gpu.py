@@ -1,0 +1,114 @@
+"""`families-gpu`: which published families (published.py) run on a GPU backend, each as a tiny model.
+
+In: names of families (default: all). Out: for each precision of each whether it works (the error of its logits in
+company against transformers in fp32, beside what transformers in that precision differs from itself in fp32; whether a
+request alone has the same bits), or where it ends and why. Each family has a process of its own, and goes through all
+stages. What is written goes beside the rows that the same code and packages wrote before: a run that was cut goes on.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmarks import options
+from benchmarks.measure import deliver, read_json, surroundings, write_json
+from benchmarks.models import BROKEN, PACKAGES
+from benchmarks.published import FAMILIES
+from lockstep import InputError
+from lockstep.artifacts.files import sha256_json
+from lockstep.provenance.code_identity import code_digests
+
+OPTIONS = (
+    options.Option("names", metavar="[FAMILY]...", many=True),
+    options.choice("--backend", "cuda", "tensorrt", "tensorrt_rtx"),
+    options.Option("--precisions", "With commas between them.", "fp16"),
+    options.number("--jobs", 1, "Families tried at a time."),
+    options.number("--seconds", 36000, "No family is tried for longer than until then."), options.WRITE,
+)  # fmt: skip
+
+
+def main(names: Sequence[str], backend: str, precisions: str, jobs: int, seconds: int, write: Path | None) -> None:
+    """Try which published families run on a GPU backend, each as a tiny model.
+
+    Each goes through all stages.  [default: all]
+    """
+    deadline = time.monotonic() + seconds
+    if unknown := sorted(set(names) - set(FAMILIES)):
+        raise InputError(f"expected families ({', '.join([*FAMILIES][:3])} ...), found {', '.join(unknown)}")
+    record: dict[str, Any] = {
+        "benchmark": f"families-{backend}",
+        "code": sha256_json(code_digests("cli.main")),
+        **surroundings(*PACKAGES, threads=1),
+        "families": {},
+    }
+    path = None if write is None else write / "bench" / f"{record['benchmark']}.json"
+    if path is not None and path.is_file():
+        earlier = read_json(path)
+        if all(earlier.get(key) == record[key] for key in ("code", "versions")):
+            record["families"] = earlier["families"]
+    families = record["families"]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.tiny"])
+
+    def one(name: str, precision: str) -> None:
+        tried = _in_a_process(context, name, backend, precision, deadline)
+        if tried is None:
+            return
+        families.setdefault(name, {})[precision] = tried
+        print(f"{name} {precision}: {tried['result']} {tried.get('reason', '')}", file=sys.stderr, flush=True)
+        if path is not None:
+            write_json(path, record)
+
+    missing = [
+        (name, precision)
+        for precision in precisions.split(",")
+        for name in names or FAMILIES
+        if precision not in families.get(name, {})
+    ]
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(lambda case: one(*case), missing))
+    deliver(record, write)
+    for precision in precisions.split(","):
+        results = Counter(rows[precision]["result"] for rows in families.values() if precision in rows)
+        print(precision, ", ".join(f"{count} {result}" for result, count in results.most_common()))
+
+
+def _in_a_process(context: Any, name: str, backend: str, precision: str, deadline: float) -> dict[str, Any] | None:
+    """Return what came of a family; None if there was no time for it."""
+    if time.monotonic() > deadline:
+        return None
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(name, backend, precision, send))
+    began = time.monotonic()
+    process.start()
+    send.close()
+    record: dict[str, Any] | None = None
+    is_cut = not receive.poll(max(0.0, deadline - began))
+    if not is_cut:
+        try:
+            record = receive.recv()
+        except EOFError:
+            pass
+    if record is None:
+        process.kill()
+    process.join()
+    if is_cut:
+        return None
+    record = record or {"result": BROKEN, "reason": f"the process ended with exit code {process.exitcode}"}
+    return record | {"seconds": round(time.monotonic() - began, 1)}
+
+
+def _child(name: str, backend: str, precision: str, send: Any) -> None:
+    """Run in a process forked from one that has the imports."""
+    from benchmarks.tiny import try_on_gpu
+
+    with tempfile.TemporaryDirectory() as folder:
+        send.send(try_on_gpu(name, backend, precision, Path(folder)))
