@@ -389,7 +389,7 @@ def test_a_json_object_with_a_schema_has_it(model: Model, tokenizer: Tokenizer, 
     plain = CompletionBody(prompt="", response_format={"type": "json_object", "schema": None})
     assert grammar_of(plain) == Grammar("json_object")
     wrong = CompletionBody(prompt="", response_format={"type": "json_object", "json_schema": {"schema": SCHEMA}})
-    with pytest.raises(BadRequest, match="expected type json_schema beside json_schema"):
+    with pytest.raises(BadRequest, match="expected type json_schema with json_schema"):
         grammar_of(wrong)
 
 

@@ -8,10 +8,22 @@ from plainness import per_1000_lines
 
 SOURCES = Path(__file__).parents[2] / "src"
 # Packages whose sentences and names are the field's. The others follow: add one when it is done.
-PLAIN = ("bundle", "checkpoint", "export", "gpu", "manifests", "publish", "stages", "step", "weights", "workflow")
+PLAIN = (
+    "bundle",
+    "checkpoint",
+    "export",
+    "gpu",
+    "manifests",
+    "publish",
+    "serve",
+    "stages",
+    "step",
+    "weights",
+    "workflow",
+)
 LIMITS = {"tuple assignment": 1, "nested condition": 1.6, "heavy comprehension": 1.5, "name": 1.5, "dialect": 2.5}
 # All of `src`: lower these with each package.
-LIMITS_OF_ALL = {"tuple assignment": 1, "nested condition": 2.5, "heavy comprehension": 2.5, "name": 12, "dialect": 6}
+LIMITS_OF_ALL = {"tuple assignment": 1, "nested condition": 2, "heavy comprehension": 2.2, "name": 8, "dialect": 5.5}
 
 
 @pytest.mark.parametrize("package", PLAIN)

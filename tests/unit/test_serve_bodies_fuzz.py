@@ -20,7 +20,7 @@ from lockstep.serve.openai_chat import ChatBody
 from lockstep.serve.reasoning import FORMATS as REASONING
 from lockstep.serve.responses import ResponsesBody, responses_chat
 from lockstep.serve.tool_formats import FORMATS
-from lockstep.serve.tool_grammar import held_grammar
+from lockstep.serve.tool_grammar import answer_grammar
 from lockstep.serve.tools import calling_format, tools_of
 
 SCHEMA = {
@@ -102,10 +102,10 @@ def check(chat: ChatBody) -> None:
     tools = tools_of(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
     messages = template_messages(chat.messages)
     if tools is not None:
-        plain_messages(messages, tools.given)
+        plain_messages(messages, tools.declared)
         for name in ("hermes", "glm", "mistral"):
             format = calling_format(FORMATS[name], tools)
-            held_grammar(tools, AnswerPlan(REASONING["think"], False, format), None, None, TOKENIZER)
+            answer_grammar(tools, AnswerPlan(REASONING["think"], False, format), None, None, TOKENIZER)
 
 
 def takes(kind: Any, chat_of: Any, body: dict[str, Any]) -> bool:

@@ -60,7 +60,7 @@ def service_of(tokenizer: Tokenizer) -> tuple[Service, Played]:
     # type: ignore[assignment]
     service._link = played
     service._ready = READY
-    service._rate = 7.0
+    service._tokens_per_s = 7.0
     return service, played
 
 
@@ -72,7 +72,7 @@ class Totals(NamedTuple):
 
 
 def totals(service: Service) -> Totals:
-    return Totals(service._waiting, service._waiting_tokens, service._backlog_tokens, service._running)
+    return Totals(service._num_waiting, service._waiting_tokens, service._backlog_tokens, service._num_running)
 
 
 def recount(service: Service) -> Totals:
@@ -96,7 +96,7 @@ def refusal(service: Service, prompts: list[PromptRequest]) -> tuple[int, int | 
         return 400, None
     over = found.waiting + number > LIMITS.max_queue + max(0, SLOTS - found.running)
     if over or (found.waiting and tokens > LIMITS.max_queue_tokens):
-        return 429, min(60, max(1, round(found.backlog_tokens / service._rate)))
+        return 429, min(60, max(1, round(found.backlog_tokens / service._tokens_per_s)))
     return None
 
 
@@ -122,7 +122,7 @@ def test_totals_are_those_of_a_recount_whatever_comes(tokenizer: Tokenizer, data
         assert found == expected
 
     def frame(**more: Any) -> None:
-        service._take({"type": "step", **more})
+        service._handle_frame({"type": "step", **more})
 
     def token() -> None:
         number = pick(played.has)
@@ -135,10 +135,10 @@ def test_totals_are_those_of_a_recount_whatever_comes(tokenizer: Tokenizer, data
 
     def die() -> None:
         played.has.clear()
-        service._bury()
+        service._record_crash()
         if data.draw(st.booleans()):
-            service._deaths.clear()
-        service._bring_again()
+            service._crashes.clear()
+        service._resubmit()
 
     for _ in range(data.draw(st.integers(1, 25))):
         events = {"submit": submit}
@@ -146,7 +146,7 @@ def test_totals_are_those_of_a_recount_whatever_comes(tokenizer: Tokenizer, data
             events |= {
                 "admit": lambda: frame(admitted=[(pick(played.has), 0)]),
                 "token": token,
-                "refuse": lambda: service._take(
+                "refuse": lambda: service._handle_frame(
                     {"type": "refused", "id": pick(played.has), "message": "no", "param": None}
                 ),
                 "die": die,

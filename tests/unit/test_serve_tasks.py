@@ -166,11 +166,11 @@ def test_an_engine_is_started_again_when_descriptors_are_free_again(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("task", ["_measure", "_bring_again"])
+@pytest.mark.parametrize("task", ["_measure", "_resubmit"])
 def test_a_task_that_ends_is_the_end_of_the_server(
     service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str
 ) -> None:
-    """`_measure` is of the task that watches, `_bring_again` of the one that starts engines again."""
+    """`_measure` is of the task that watches, `_resubmit` of the one that starts engines again."""
 
     def broken(*given: Any) -> None:
         raise ValueError("a fault of the test")
@@ -190,7 +190,7 @@ def test_a_task_that_ends_is_the_end_of_the_server(
 
     def break_it() -> None:
         monkeypatch.setattr(service, task, broken)
-        if task == "_bring_again":
+        if task == "_resubmit":
             assert service.engine_pid is not None
             os.kill(service.engine_pid, signal.SIGKILL)
         else:  # its next look is in a second: the answer must not have ended by then

@@ -83,7 +83,7 @@ def test_the_demo_is_served_as_golden_found_it(tree: Results, golden_json: Path,
 
 def _lose_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was given out before the engine died, one short: a token comes twice."""
-    bring = Service._bring_again
+    bring = Service._resubmit
 
     def forget(self: Service) -> None:
         for stream in self._streams:
@@ -92,7 +92,7 @@ def _lose_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
                     del choice.token_ids[-1:]
         bring(self)
 
-    monkeypatch.setattr(Service, "_bring_again", forget)
+    monkeypatch.setattr(Service, "_resubmit", forget)
 
 
 def _mix_up_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +120,7 @@ def _lose_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _keep_what_was_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests whose client left are not taken off the list."""
-    monkeypatch.setattr(Service, "_leave", lambda self, stream: None)
+    monkeypatch.setattr(Service, "_forget", lambda self, stream: None)
 
 
 @pytest.mark.parametrize(("plant", "words"), some([

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import InputError
-from lockstep.serve.answer_reader import AnswerPlan, Message, joined
+from lockstep.serve.answer_reader import AnswerPlan, Message, join_parts
 from lockstep.serve.reasoning import FORMATS as REASONING
 from lockstep.serve.reasoning import reasoning_format
 from lockstep.serve.tool_formats import FORMATS, tool_format
@@ -121,7 +121,7 @@ def read(plan: AnswerPlan, pieces: list[str]) -> tuple[Message, int]:
     reader = plan.reader()
     parts = [part for piece in pieces for part in reader.push(piece)] + reader.finish()
     assert all(part.text or part.kind == "name" for part in parts)
-    message = joined(parts)
+    message = join_parts(parts)
     assert reader.num_calls == len(message.calls)
     return message, reader.num_malformed
 
@@ -134,8 +134,8 @@ def plan(name: str, **fields: Any) -> AnswerPlan:
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 10_000])
 def test_calls_are_read_in_any_pieces(name: str, text: str, content: str, calls: list, size: int) -> None:
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
-    for held in (False, True):
-        message, malformed = read(plan(name, held=held), pieces)
+    for forced in (False, True):
+        message, malformed = read(plan(name, forced=forced), pieces)
         assert message == Message("", content, calls) and not malformed
 
 
@@ -160,15 +160,15 @@ def test_only_the_first_call_counts_where_one_is_asked_for() -> None:
 
 def test_a_held_call_is_given_out_as_it_comes_and_a_free_one_when_it_is_whole() -> None:
     text = hermes(F)
-    for held, first in ((True, text.index('"arguments"')), (False, len(text))):
-        reader = plan("hermes", held=held).reader()
+    for forced, first in ((True, text.index('"arguments"')), (False, len(text))):
+        reader = plan("hermes", forced=forced).reader()
         came = next(at for at in range(1, len(text) + 1) if reader.push(text[at - 1 : at]))
-        assert came <= first and (held or came == first)
+        assert came <= first and (forced or came == first)
 
 
 def test_a_held_call_that_is_cut_short_ends_where_it_does() -> None:
     text = hermes(F)[:40]
-    message, _ = read(plan("hermes", held=True), [text])
+    message, _ = read(plan("hermes", forced=True), [text])
     assert message.calls == [("f", QUOTED[: len(message.calls[0][1])])] and not message.content
     assert read(plan("hermes"), [text])[0] == Message("", text, [])
 

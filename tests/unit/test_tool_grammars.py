@@ -14,11 +14,11 @@ from tokenizers import Tokenizer as Library
 from lockstep.runtime import Tokenizer
 from lockstep.runtime.grammar import Grammar
 from lockstep.runtime.grammar.trial import compiled, open_tokenizer
-from lockstep.serve.answer_reader import AnswerPlan, joined
+from lockstep.serve.answer_reader import AnswerPlan, join_parts
 from lockstep.serve.bodies import BadRequest
 from lockstep.serve.reasoning import FORMATS as REASONING
 from lockstep.serve.tool_formats import FORMATS
-from lockstep.serve.tool_grammar import held_grammar
+from lockstep.serve.tool_grammar import answer_grammar
 from lockstep.serve.tools import Tools, calling_format, tools_of
 
 SCHEMA = {
@@ -102,7 +102,7 @@ def filled(parts: tuple[str, ...], values: dict[str, str]) -> list[str]:
 def test_calls_that_follow_their_schemas_are_taken_and_others_are_not(setup: Setup, name: str, choice: str) -> None:
     tools = asked(choice)
     format = FORMATS[name]
-    grammar = held_grammar(tools, AnswerPlan(format=format), None, None, setup.tokenizer)
+    grammar = answer_grammar(tools, AnswerPlan(format=format), None, None, setup.tokenizer)
     good = [[("f", ARGUMENTS)], [("g", {})], [("f", {**ARGUMENTS, "e": "left"})]]
     if not format.answer:  # else a call ends the answer
         good.append([("f", ARGUMENTS), ("g", {})])
@@ -111,7 +111,7 @@ def test_calls_that_follow_their_schemas_are_taken_and_others_are_not(setup: Set
         text = written(name, calls)
         assert setup.takes(grammar, text)
         reader = AnswerPlan(format=format, tools=tools.schemas).reader()
-        found = joined(reader.push(text) + reader.finish()).calls
+        found = join_parts(reader.push(text) + reader.finish()).calls
         assert [(function, json.loads(arguments)) for function, arguments in found] == calls
     for wrong in ({**ARGUMENTS, "n": ["a"]}, {**ARGUMENTS, "e": "right"}, {**ARGUMENTS, "c": "z"}, {"s": "a"}):
         assert not setup.takes(grammar, written(name, [("f", wrong)]))
@@ -127,7 +127,7 @@ def test_calls_that_follow_their_schemas_are_taken_and_others_are_not(setup: Set
 @pytest.mark.parametrize("name", HELD)
 def test_a_named_function_is_called_once(setup: Setup, name: str) -> None:
     tools = asked({"type": "function", "function": {"name": "f"}})
-    grammar = held_grammar(tools, AnswerPlan(format=FORMATS[name]), None, None, setup.tokenizer)
+    grammar = answer_grammar(tools, AnswerPlan(format=FORMATS[name]), None, None, setup.tokenizer)
     assert setup.takes(grammar, written(name, [("f", ARGUMENTS)]))
     assert not setup.takes(grammar, written(name, [("g", {})]))
     assert not setup.takes(grammar, written(name, [("f", ARGUMENTS), ("f", ARGUMENTS)]))
@@ -140,7 +140,7 @@ def test_reasoning_and_an_asked_form_go_with_calls(setup: Setup, name: str) -> N
     call = written(name, [("f", ARGUMENTS)])
     said = "".join(FORMATS[name].answer)
     for opened, before in ((True, ""), (False, "<think>")):
-        grammar = held_grammar(asked("auto"), AnswerPlan(think, opened, FORMATS[name]), form, None, setup.tokenizer)
+        grammar = answer_grammar(asked("auto"), AnswerPlan(think, opened, FORMATS[name]), form, None, setup.tokenizer)
         assert setup.takes(grammar, f"{before}free {{text</think>\n\n{call}")
         assert setup.takes(grammar, f"{before}free {{text</think>{said}12")
         assert not setup.takes(grammar, f"{before}free {{text</think>\n\nwords")
@@ -151,11 +151,11 @@ def test_the_reasoning_of_harmony_is_a_message_before_the_call(setup: Setup) -> 
     plan = AnswerPlan(REASONING["harmony"], False, FORMATS["harmony"])
     thought = "<|channel|>analysis<|message|>Hm.<|end|>"
     call = written("harmony", [("f", ARGUMENTS)])
-    grammar = held_grammar(asked("required"), plan, None, None, setup.tokenizer)
+    grammar = answer_grammar(asked("required"), plan, None, None, setup.tokenizer)
     assert setup.takes(grammar, call) and setup.takes(grammar, f"{thought}<|start|>assistant{call}")
     assert not setup.takes(grammar, thought + call)
     form = Grammar("json_schema", '{"type": "integer"}', "response_format")
-    grammar = held_grammar(None, plan, form, None, setup.tokenizer)
+    grammar = answer_grammar(None, plan, form, None, setup.tokenizer)
     assert setup.takes(grammar, f"{thought}<|start|>assistant<|channel|>final<|message|>12")
     assert not setup.takes(grammar, f"{thought}<|start|>assistant12")
 
@@ -165,21 +165,21 @@ def test_a_budget_ends_the_reasoning(setup: Setup) -> None:
     harmony = REASONING["harmony"]
     if setup.tokenizer.token_id("</think>") is None:
         with pytest.raises(BadRequest, match="thinking_token_budget: expected a tokenizer that has </think> as one"):
-            held_grammar(None, AnswerPlan(think), None, 2, setup.tokenizer)
+            answer_grammar(None, AnswerPlan(think), None, 2, setup.tokenizer)
         return
     for budget, thought in ((0, ""), (2, "a"), (2, "ab")):
-        opened = held_grammar(None, AnswerPlan(think, True), None, budget, setup.tokenizer)
+        opened = answer_grammar(None, AnswerPlan(think, True), None, budget, setup.tokenizer)
         assert setup.takes(opened, f"{thought}</think>then <think> or <tool_call> [TOOL_CALLS]")
         assert not setup.takes(opened, f"{thought}ccccccc</think>")
-    free = held_grammar(None, AnswerPlan(think), None, 2, setup.tokenizer)
+    free = answer_grammar(None, AnswerPlan(think), None, 2, setup.tokenizer)
     assert setup.takes(free, "no thought <tool_call>") and setup.takes(free, "\n<think>a</think>b")
     assert not setup.takes(free, "<think>ccccccc</think>") and not setup.takes(free, " \n<think>ccccccc")
     form = Grammar("json_schema", '{"type": "integer"}', "response_format")
-    both = held_grammar(None, AnswerPlan(think, True), form, 2, setup.tokenizer)
+    both = answer_grammar(None, AnswerPlan(think, True), form, 2, setup.tokenizer)
     assert setup.takes(both, "a</think>12") and not setup.takes(both, "ccccccc</think>12")
     head = "<|channel|>analysis<|message|>"
     end = "<|end|><|start|>assistant<|channel|>final<|message|>Yes."
-    channels = held_grammar(None, AnswerPlan(harmony, False, FORMATS["harmony"]), None, 2, setup.tokenizer)
+    channels = answer_grammar(None, AnswerPlan(harmony, False, FORMATS["harmony"]), None, 2, setup.tokenizer)
     assert setup.takes(channels, f"{head}a{end}") and not setup.takes(channels, f"{head}ccccccc{end}")
     assert setup.takes(channels, "<|channel|>final<|message|>Yes.")
 
@@ -188,4 +188,4 @@ def test_a_format_without_a_grammar_is_plain_json_where_a_call_is_required(setup
     assert calling_format(FORMATS["pythonic"], asked("required")) is FORMATS["json"]
     assert calling_format(FORMATS["pythonic"], asked("auto")) is FORMATS["pythonic"]
     with pytest.raises(BadRequest, match="strict: expected a tool_choice that requires a call, for pythonic is read"):
-        held_grammar(asked("auto"), AnswerPlan(format=FORMATS["pythonic"]), None, None, setup.tokenizer)
+        answer_grammar(asked("auto"), AnswerPlan(format=FORMATS["pythonic"]), None, None, setup.tokenizer)

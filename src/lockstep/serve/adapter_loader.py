@@ -28,7 +28,7 @@ class AdapterLoader:
         self._thread: threading.Thread | None = None
 
     def start(self, number: int, name: str, folder: str) -> None:
-        """Begin to read a folder; `poll` gives it under this number."""
+        """Begin to read a folder; `poll` yields it with this number."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, daemon=True)
             self._thread.start()
@@ -36,7 +36,7 @@ class AdapterLoader:
         self._asked.put((number, name, folder))
 
     def poll(self) -> Iterator[tuple[int, LoadedAdapter | str]]:
-        """Yield (number, adapter) read since the last call; for one that cannot be used a line that says why."""
+        """Yield (number, adapter) for each folder read since the last call; an error's line where it is unusable."""
         while not self._read.empty():
             self.under_way -= 1
             yield self._read.get()
@@ -50,9 +50,9 @@ class AdapterLoader:
         while True:
             number, name, folder = self._asked.get()
             try:
-                found: LoadedAdapter | str = self.read(name, folder)
+                adapter: LoadedAdapter | str = self.read(name, folder)
             except LockstepError as error:
-                found = str(error)
-            except Exception as error:  # whoever waits is told, and the next folder is read
-                found = f"adapter {name!r}: {folder}: expected an adapter, found {fault_of(error)}"
-            self._read.put((number, found))
+                adapter = str(error)
+            except Exception as error:  # the client gets it, and the thread goes on with the next folder
+                adapter = f"adapter {name!r}: {folder}: expected an adapter, found {fault_of(error)}"
+            self._read.put((number, adapter))

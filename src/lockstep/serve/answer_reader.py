@@ -1,8 +1,8 @@
 """The text of an answer, as it comes, to its parts: reasoning, content and tool calls.
 
-Whatever the pieces in which a text comes, the parts joined are the same. A call is held back until it is whole, unless
-a grammar holds the model to it: then its arguments go out as they come, and one that is cut short ends where it does.
-What begins like a call and is none is content.
+However the text is split into pieces, the joined parts are the same. A call is held back until it is complete: what
+begins like a call and turns out to be none is content. Under a grammar that forces calls, their arguments are streamed,
+and a truncated call stays truncated.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class AnswerPlan:
 
     reasoning: how the model marks it, None where it stays in the content. opened: the prompt ends inside of it.
     format: of tool calls, None where none are read. tools: schemas by name. single: only the first call counts.
-    earlier: calls of the chat's messages. held: a grammar holds the model to calls from the answer's first token on.
+    forced: a grammar admits nothing but calls. earlier: number of calls in the chat's messages.
     """
 
     reasoning: ReasoningFormat | None = None
@@ -41,31 +41,40 @@ class AnswerPlan:
     format: ToolFormat | None = None
     tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     single: bool = False
-    held: bool = False
+    forced: bool = False
     earlier: int = 0
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Return what a tokenizer may have as special tokens, which are to be in the text."""
-        calls = (*self.format.marks, *self.format.starts) if self.format else ()
-        return calls if self.reasoning is None else (*calls, self.reasoning.begin, self.reasoning.end)
+        """Return the marks that must be in the text, even where they are special tokens."""
+        marks: tuple[str, ...] = ()
+        if self.format is not None:
+            marks = (*self.format.marks, *self.format.starts)
+        if self.reasoning is not None:
+            marks = (*marks, self.reasoning.begin, self.reasoning.end)
+        return marks
 
     def call_id(self, answer: str, number: int, name: str) -> str:
-        """Return a call's id, which is the same for the same id of the answer."""
-        if self.format and self.format.id:
+        """Return a call's id, a function of the answer's id and the call's number."""
+        assert self.format is not None
+        if self.format.id:
             return self.format.id.format(name=name, number=self.earlier + number)
         digest = hashlib.sha256(f"{answer}/{number}".encode()).hexdigest()
-        length = self.format.id_length if self.format else 0
-        return digest[:length] if length < 24 else f"call_{digest[:length]}"  # Mistral's templates take no underscore
+        id = digest[: self.format.id_length]
+        if self.format.id_length < 24:  # Mistral's templates take no underscore
+            return id
+        return f"call_{id}"
 
     def num_reasoning_tokens(self, tokens: Sequence[int], text: str, tokenizer: Tokenizer) -> int:
-        """Return how many tokens of an answer are its reasoning, up to the end mark; text: of the answer."""
+        """Return how many of an answer's tokens are reasoning, end mark included; text: of the answer."""
         reasoning = self.reasoning
         if reasoning is None or not (self.opened or text.lstrip().startswith(reasoning.begin)):
             return 0
         end = tokenizer.token_id(reasoning.end)
+        if end in tokens and not self.calls_end_reasoning:
+            return tokens.index(end) + 1
         if end is not None and not self.calls_end_reasoning:
-            return tokens.index(end) + 1 if end in tokens else len(tokens)
+            return len(tokens)
         stream = tokenizer.stream(shown=tokenizer.silent(self.marks))
         before = ""
         for number, token in enumerate(tokens, 1):
@@ -76,8 +85,10 @@ class AnswerPlan:
 
     @property
     def calls_end_reasoning(self) -> tuple[str, ...]:
-        """Return what ends the reasoning without its end mark; a grammar waits for that."""
-        return self.format.ends_reasoning if self.format and self.tools and not self.held else ()
+        """Return the marks of calls that end the reasoning; a grammar forces the reasoning's end mark instead."""
+        if self.format is None or not self.tools or self.forced:
+            return ()
+        return self.format.ends_reasoning
 
     def reader(self) -> AnswerReader:
         """Return a reader of one answer."""
@@ -86,15 +97,14 @@ class AnswerPlan:
 
 @dataclass
 class Message:
-    """A whole answer: its parts joined. calls: names and arguments."""
+    """A complete answer: its parts joined. calls: names and arguments."""
 
     reasoning: str
     content: str
     calls: list[tuple[str, str]]
 
 
-def joined(parts: list[Part]) -> Message:
-    """Return the message that parts make."""
+def join_parts(parts: list[Part]) -> Message:
     message = Message("", "", [])
     for part in parts:
         if part.kind == "name":
@@ -110,54 +120,60 @@ def joined(parts: list[Part]) -> Message:
 
 
 class _Trimmed:
-    """Text without the white space at its ends, where it meets a mark; at_start: it follows one."""
+    """Text without the white space before and after marks; at_start: a mark precedes it."""
 
     def __init__(self, at_start: bool) -> None:
-        self._drops = at_start
-        self._space = ""
-        self._said = False
+        self._after_mark = at_start
+        self._space = ""  # not pushed out yet: a mark may follow
+        self._is_empty = True
 
     def push(self, text: str) -> str:
-        if self._drops:
+        if self._after_mark:
             text = text.lstrip()
         if not text:
             return ""
-        self._drops = False
+        self._after_mark = False
         text = self._space + text
-        kept = text.rstrip()
-        self._space = text[len(kept) :]
-        self._said |= bool(kept)
-        return kept
+        trimmed = text.rstrip()
+        self._space = text[len(trimmed) :]
+        if trimmed:
+            self._is_empty = False
+        return trimmed
 
     def cut(self) -> None:
-        """Take note of a mark; texts before and after it become two lines."""
-        self._drops = True
-        self._space = "\n" if self._said else ""
+        """Record a mark; the texts before and after it are joined by a line end."""
+        self._after_mark = True
+        self._space = ""
+        if not self._is_empty:
+            self._space = "\n"
 
-    def rest(self) -> str:
+    def trailing_space(self) -> str:
         """Return the white space that no mark followed."""
-        return "" if self._drops else self._space
+        return "" if self._after_mark else self._space
 
 
 def _split(text: str, marks: re.Pattern[str], longest: int) -> tuple[int, int]:
-    """Return where the first mark begins, else (from where one may begin, -1)."""
-    if found := marks.search(text):
-        return found.start(), found.end()
+    """Return the first mark's start and end, else (the first index at which one may begin, -1)."""
+    if match := marks.search(text):
+        return match.start(), match.end()
     return max(0, len(text) - longest + 1), -1
 
 
 class AnswerReader:
-    """The reader of one answer; num_calls, num_malformed: what it has found so far."""
+    """The reader of one answer; num_calls, num_malformed: of calls so far."""
 
     def __init__(self, plan: AnswerPlan) -> None:
         self._plan = plan
-        self._live = plan.held
-        self.num_calls = self.num_malformed = self._number = 0
+        self.num_calls = 0
+        self.num_malformed = 0
+        self._number = 0  # of the call at hand
         self._buffer = ""
         self._thought: list[str] = []
         self._state: Literal["before", "reasoning", "answer"] = "answer"
         if plan.reasoning is not None:
-            self._state = "reasoning" if plan.opened else "before"
+            self._state = "before"
+            if plan.opened:
+                self._state = "reasoning"
             ends = (plan.reasoning.end, *plan.calls_end_reasoning)
             self._end = re.compile("|".join(map(re.escape, ends)))
             self._longest_end = max(map(len, ends))
@@ -165,16 +181,16 @@ class AnswerReader:
         self._content = _Trimmed(False)
         self._source = Source(plan.tools)
         self._reading: Reading[None] | None = None
-        self._waiting: list[Event] = []  # of a call that is not whole
-        self._mark = 0  # characters of what the call at hand began with
-        self._sent = False  # of the call at hand, its name
+        self._waiting: list[Event] = []  # of an incomplete call
+        self._mark = 0  # length of the mark that began the call
+        self._sent = False  # the call's name
         self._at_start = True
-        starts = plan.format.starts if plan.format else ()
+        starts: tuple[str, ...] = plan.format.starts if plan.format is not None else ()
         self._starts = re.compile("|".join(map(re.escape, starts)) or "(?!)")
         self._longest_start = max(map(len, starts), default=1)
 
     def push(self, text: str) -> list[Part]:
-        """Take more text and return the parts that are sure."""
+        """Take more text and return the parts that no later text can change."""
         self._buffer += text
         return list(self._parts(False))
 
@@ -196,11 +212,12 @@ class AnswerReader:
                 self._source.text += text
                 self._source.ended = ended
                 yield from self._in_answer(ended)
-            if ended and (rest := self._content.rest()):
-                yield Part("content", rest)
+            space = self._content.trailing_space()
+            if ended and space:
+                yield Part("content", space)
 
     def _before(self, ended: bool) -> None:
-        """Look whether the answer begins with reasoning."""
+        """Decide whether the answer begins with reasoning."""
         assert self._plan.reasoning is not None
         text = self._buffer.lstrip()
         begin = self._plan.reasoning.begin
@@ -212,19 +229,24 @@ class AnswerReader:
 
     def _in_reasoning(self, ended: bool) -> Iterator[Part]:
         assert self._plan.reasoning is not None
-        at, behind = _split(self._buffer, self._end, self._longest_end)
-        at = len(self._buffer) if ended and behind < 0 else at
-        if behind >= 0 and self._buffer[at:behind] != self._plan.reasoning.end:
-            behind = at  # a call, which is part of the answer
-        self._thought.append(self._buffer[:at])
-        if text := self._reasoning.push(self._buffer[:at]):
+        start, end = _split(self._buffer, self._end, self._longest_end)
+        if ended and end < 0:
+            start = len(self._buffer)
+        thought = self._buffer[:start]
+        mark = self._buffer[start:end]
+        self._thought.append(thought)
+        if text := self._reasoning.push(thought):
             yield Part("reasoning", text)
-        if ended and behind < 0 and self._plan.tools:  # calls that nobody gets
-            self.num_malformed += len(self._starts.findall("".join(self._thought)))
-        self._buffer = self._buffer[at:] if behind < 0 else self._buffer[behind:]
-        if behind >= 0:
-            self._content.cut()
-            self._state = "answer"
+        if end < 0:
+            self._buffer = self._buffer[start:]
+            if ended and self._plan.tools:  # calls inside of reasoning that never ended
+                self.num_malformed += len(self._starts.findall("".join(self._thought)))
+            return
+        if mark != self._plan.reasoning.end:
+            end = start  # the mark of a call, which is part of the answer
+        self._buffer = self._buffer[end:]
+        self._content.cut()
+        self._state = "answer"
 
     def _say(self, text: str) -> Iterator[Part]:
         if text := self._content.push(text):
@@ -240,25 +262,27 @@ class AnswerReader:
                     if event is None:
                         return
                     self._waiting.append(event)
-                    if self._live or event.kind in ("content", "reasoning"):
-                        yield from self._told()
-                yield from self._told()
+                    if self._plan.forced or event.kind in ("content", "reasoning"):
+                        yield from self._emit()
+                yield from self._emit()
                 self._content.cut()
                 self._reading = None
             except Malformed as error:
                 self.num_malformed += 1
                 self._reading = None
                 self._waiting = []
-                if self._sent:  # a call that was cut short, under a grammar: its name is out
+                if self._sent:  # a truncated call under a grammar: it cannot become content any more
                     self._source.at = len(self._source.text)
                 else:
-                    self._source.at = self._mark if error.end is None else error.end
+                    self._source.at = self._mark
+                    if error.end is not None:
+                        self._source.at = error.end
                     yield from self._say(self._source.text[: self._source.at])
             self._source.text = self._source.text[self._source.at :]
             self._source.at = 0
 
     def _next_call(self, ended: bool) -> Generator[Part, None, bool]:
-        """Give out the content before the next call, and begin to read that; return whether there is one."""
+        """Yield the content before the next call, and begin to read the call; return whether there is one."""
         assert self._plan.format is not None
         source = self._source
         opening = self._plan.format.opening
@@ -271,13 +295,14 @@ class AnswerReader:
                 source.at = len(source.text) - len(text)
                 self._begin(source.at)
                 return True
-        at, behind = _split(source.text, self._starts, self._longest_start)
-        at = len(source.text) if ended and behind < 0 else at
-        yield from self._say(source.text[:at])
-        source.text = source.text[at:]
-        if behind < 0:
+        start, end = _split(source.text, self._starts, self._longest_start)
+        if ended and end < 0:
+            start = len(source.text)
+        yield from self._say(source.text[:start])
+        source.text = source.text[start:]
+        if end < 0:
             return False
-        self._begin(behind - at)
+        self._begin(end - start)
         return True
 
     def _begin(self, mark: int) -> None:
@@ -287,8 +312,8 @@ class AnswerReader:
         self._at_start = False
         self._reading = self._plan.format.read(self._source)
 
-    def _told(self) -> Iterator[Part]:
-        """Give out what is known of the calls at hand."""
+    def _emit(self) -> Iterator[Part]:
+        """Yield the parts of the events that wait."""
         events = self._waiting
         self._waiting = []
         for event in events:
@@ -301,6 +326,9 @@ class AnswerReader:
             if event.kind == "name":
                 self._sent = True
                 self._number += 1
-                self.num_calls = 1 if self._plan.single else self._number
+                if not self._plan.single:
+                    self.num_calls = self._number
+                else:
+                    self.num_calls = 1
             if self._number == self.num_calls:
                 yield Part(event.kind, event.text, self._number - 1)

@@ -75,11 +75,11 @@ def limited_messages_chat(body: MessagesBody) -> ChatBody:
 def messages_chat(body: MessagesBody) -> ChatBody:
     """Return a body as that of a chat. Raises StreamError."""
     if body.thread is not None:
-        said = "expected none, for this server keeps nothing between requests; send all messages with each"
-        raise StreamError(f"thread: {said}", 400, _NO_THREADS, param="thread")
+        reason = "expected none, for this server keeps nothing between requests; send all messages with each"
+        raise StreamError(f"thread: {reason}", 400, _NO_THREADS, param="thread")
     if body.thinking is not None and body.thinking.get("type") not in _THINKING:
-        found = ascii(body.thinking.get("type"))[:60]
-        raise BadRequest(f"thinking: expected type {', '.join(_THINKING)}; found {found}", "thinking")
+        kind = ascii(body.thinking.get("type"))[:60]
+        raise BadRequest(f"thinking: expected type {', '.join(_THINKING)}; found {kind}", "thinking")
     if not isinstance(body.messages, list):
         raise BadRequest("messages: expected a list, found another value", "messages")
     messages: list[dict[str, Any]] = []
@@ -114,11 +114,11 @@ def messages_chat(body: MessagesBody) -> ChatBody:
 
 def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
-        found = ascii(tool["type"])[:60]
-        raise BadRequest(f"{where}: expected a tool of the client's own, of type custom; found {found}", "tools")
+        kind = ascii(tool["type"])[:60]
+        raise BadRequest(f"{where}: expected a tool of the client's own, of type custom; found {kind}", "tools")
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
-    kept = {name: tool[name] for name in ("description", "strict") if tool.get(name) is not None}
-    return {"type": "function", "function": {**function, **kept}}
+    fields = {name: tool[name] for name in ("description", "strict") if tool.get(name) is not None}
+    return {"type": "function", "function": {**function, **fields}}
 
 
 def _choice(value: Mapping[str, Any] | None) -> tuple[Any, bool]:
@@ -135,22 +135,22 @@ def _choice(value: Mapping[str, Any] | None) -> tuple[Any, bool]:
 
 
 def _messages(message: Any, where: str) -> list[dict[str, Any]]:
-    """Return the messages of a chat that one of Anthropic's stands for: results of tools are messages of their own."""
-    role = message.get("role") if isinstance(message, dict) else None
+    """Return the chat's messages for one of Anthropic's: each tool result becomes a message."""
+    role = _field(message, "role")
     if role not in ("user", "assistant", "system"):
-        raise _wrong(where, "an object with the role user or assistant", role)
+        raise _invalid(where, "an object with the role user or assistant", role)
     content = message.get("content")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
-        raise _wrong(f"{where}.content", "a text or a list of blocks", content)
+        raise _invalid(f"{where}.content", "a text or a list of blocks", content)
     results: list[dict[str, Any]] = []
     texts = []
     thoughts = []
     calls = []
     for index, block in enumerate(content):
         place = f"{where}.content[{index}]"
-        kind = block.get("type") if isinstance(block, dict) else block
+        kind = _field(block, "type", default=block)
         if kind == "text":
             texts.append(_text([block], place))
         elif kind == "tool_result" and role == "user":
@@ -162,35 +162,42 @@ def _messages(message: Any, where: str) -> list[dict[str, Any]]:
         elif kind == "thinking" and role == "assistant":
             thoughts.append(str(block.get("thinking", "")))
         elif kind != "redacted_thinking":
-            raise _wrong(place, "a block of text, tool_use, tool_result or thinking: this model reads text only", kind)
+            raise _invalid(
+                place, "a block of text, tool_use, tool_result or thinking: this model reads text only", kind
+            )
     if role == "user" and results and not texts:
         return results
-    found: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
+    turn: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
     if thoughts:
-        found["reasoning_content"] = "\n".join(thoughts)
+        turn["reasoning_content"] = "\n".join(thoughts)
     if calls:
-        found |= {"content": found["content"] or None, "tool_calls": calls}
-    return [*results, found]
+        turn |= {"content": turn["content"] or None, "tool_calls": calls}
+    return [*results, turn]
 
 
 def _text(value: Any, where: str) -> str:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise _wrong(where, "a text or a list of blocks of type text", value)
+        raise _invalid(where, "a text or a list of blocks of type text", value)
     texts = []
     for block in value:
-        text = block.get("text") if isinstance(block, dict) and block.get("type") == "text" else None
-        if not isinstance(text, str):
-            kind = block.get("type") if isinstance(block, dict) else block
-            raise _wrong(where, "blocks of type text: this model reads text only", kind)
+        kind = _field(block, "type", default=block)
+        text = _field(block, "text")
+        if kind != "text" or not isinstance(text, str):
+            raise _invalid(where, "blocks of type text: this model reads text only", kind)
         texts.append(text)
     return "\n".join(texts)
 
 
-def _wrong(where: str, expected: str, found: Any) -> BadRequest:
+def _field(value: Any, name: str, default: Any = None) -> Any:
+    """Return a field of a JSON object; `default` for what is no object."""
+    return value.get(name) if isinstance(value, dict) else default
+
+
+def _invalid(where: str, expected: str, value: Any) -> BadRequest:
     param = where.partition("[")[0].partition(".")[0]
-    return BadRequest(f"{where}: expected {expected}; found {ascii(found)[:80]}", param)
+    return BadRequest(f"{where}: expected {expected}; found {ascii(value)[:80]}", param)
 
 
 def anthropic_error(error: StreamError) -> Response:
@@ -202,18 +209,18 @@ def anthropic_error(error: StreamError) -> Response:
 
 
 def _error(error: StreamError) -> dict[str, Any]:
-    kind = _ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    # Anthropic's own client then goes on without a thread.
-    details = {"error_code": error.code, "unsupported": ["thread"]} if error.code == _NO_THREADS else None
-    found = {"type": kind, "message": error.message} | ({} if details is None else {"details": details})
-    return {"type": "error", "error": found}
+    default = "invalid_request_error" if error.status < 500 else "api_error"
+    fields: dict[str, Any] = {"type": _ERRORS.get(error.status, default), "message": error.message}
+    if error.code == _NO_THREADS:  # Anthropic's client then sends the whole conversation
+        fields["details"] = {"error_code": error.code, "unsupported": ["thread"]}
+    return {"type": "error", "error": fields}
 
 
 class MessagesAnswer(BlockAnswer):
     """The answer to POST /v1/messages."""
 
     ID = "msg"
-    refuse = staticmethod(anthropic_error)
+    error_response = staticmethod(anthropic_error)
 
     def __init__(self, body: MessagesBody, chat: ChatBody, service: Service, stream: Stream, request_id: str):
         super().__init__(chat, service, stream, request_id, body.thinks)
@@ -236,14 +243,14 @@ class MessagesAnswer(BlockAnswer):
 
     def _end_of_message(self) -> dict[str, Any]:
         choice = self._stream.choices[0]
-        found = "end_turn"
+        reason = "end_turn"
         if self.finish in ("max_new_tokens", "max_seq_len"):
-            found = "max_tokens"
+            reason = "max_tokens"
         elif choice.stop is not None:
-            found = "stop_sequence"
+            reason = "stop_sequence"
         elif self.has_calls:
-            found = "tool_use"
-        return {"stop_reason": found, "stop_sequence": choice.stop}
+            reason = "tool_use"
+        return {"stop_reason": reason, "stop_sequence": choice.stop}
 
     def opening(self) -> Iterator[dict[str, Any]]:
         yield {"type": "message_start", "message": self._message([])}
@@ -281,7 +288,7 @@ def _block(block: Block) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> Any:
-    """Return a call's arguments: the text that a stream has, where it is JSON; of one cut short, what it has."""
+    """Return a call's arguments: the streamed text if it is JSON, else what can be read of it."""
     try:
         json.loads(arguments)
         return msgspec.Raw(arguments.encode())
@@ -290,7 +297,7 @@ def _input(arguments: str) -> Any:
 
 
 def _partial(arguments: str) -> Any:
-    """Return what can be read of arguments cut short: nothing of a text cut within a surrogate pair."""
+    """Return what can be read of truncated arguments; {} if they end within a surrogate pair."""
     try:
         return partial_json(arguments) or {}
     except ValueError:

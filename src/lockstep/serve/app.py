@@ -1,15 +1,12 @@
-"""The ASGI application: routes, keys, limits and headers around the service."""
+"""The ASGI application: the table of endpoints, and the checks and error responses around them."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
-import ipaddress
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
-import msgspec
+from msgspec import Struct
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -18,45 +15,36 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 import lockstep
+from lockstep.serve.access import check_access
 from lockstep.serve.anthropic import MessagesAnswer, MessagesBody, anthropic_error, limited_messages_chat, messages_chat
-from lockstep.serve.blocks import renamed
-from lockstep.serve.bodies import Access, BadRequest, decoded, error_response, json_response, read_body
+from lockstep.serve.blocks import BlockAnswer, rename_param
+from lockstep.serve.bodies import Access, BadRequest, decode_body, error_response, json_response, read_body
 from lockstep.serve.ended_requests import note, observed
-from lockstep.serve.kserve import kserve_routes
-from lockstep.serve.kserve import refused as triton_error
+from lockstep.serve.kserve import kserve_endpoints, triton_error
 from lockstep.serve.metrics import CONTENT_TYPE
 from lockstep.serve.openai import CompletionBody, CompletionFormat, completion_requests
-from lockstep.serve.openai_answers import AnswerFormat
 from lockstep.serve.openai_chat import ChatBody, ChatFormat, chat_prompt, chat_requests
 from lockstep.serve.openai_parameters import request_id
-from lockstep.serve.openapi import openapi
+from lockstep.serve.openapi import Endpoint, openapi
 from lockstep.serve.page import page
 from lockstep.serve.responses import ResponsesAnswer, ResponsesBody, responses_chat
 from lockstep.serve.service import Service
-from lockstep.serve.stream import TENANT, StreamError
-from lockstep.serve.tokenization import DetokenizeBody, TokenizeBody, detokenized, tokenized, tokenizer_info
-from lockstep.serve.triton import generate_routes
+from lockstep.serve.stream import StreamError
+from lockstep.serve.tokenization import DetokenizeBody, TokenizeBody, detokenize, tokenize, tokenizer_info
+from lockstep.serve.triton import generate_endpoints
 from lockstep.serve.triton_infer import Triton
 
-_OPEN = (
-    "/",
-    "/ping",
-    "/health",
-    "/health/live",
-    "/health/ready",
-    "/v2/health/live",
-    "/v2/health/ready",
-)  # without a key
+_Body = TypeVar("_Body", bound=Struct)
 
 
-class LoadAdapterBody(msgspec.Struct):
+class LoadAdapterBody(Struct):
     """The body of POST /v1/load_lora_adapter, as vLLM has it."""
 
     lora_name: str
     lora_path: str
 
 
-class UnloadAdapterBody(msgspec.Struct):
+class UnloadAdapterBody(Struct):
     """The body of POST /v1/unload_lora_adapter, as vLLM has it."""
 
     lora_name: str
@@ -64,224 +52,215 @@ class UnloadAdapterBody(msgspec.Struct):
 
 def application(service: Service, access: Access = Access(), triton: Triton | None = None) -> ASGIApp:
     """Return a service's ASGI application; triton: shared with another front end, which may stop its requests."""
-    encoded = [key.encode() for key in access.keys]
     triton = triton or Triton(service)
-
-    bodies: dict[str, type] = {}  # of requests, by path
-
-    def route(
-        path: str,
-        handler: Callable[[Request], Awaitable[Any]],
-        *methods: str,
-        refuse: Any = error_response,
-        body: type | None = None,
-    ) -> Route:
-        if body is not None:
-            bodies[path] = body
-
-        async def handle(request: Request) -> Any:
-            try:
-                _check_access(request, encoded, access.own_name)
-                return await handler(request)
-            except StreamError as error:
-                reason = error
-            except asyncio.CancelledError:  # the server ends, and this request is not even read, or not tokenized
-                reason = StreamError("the server is shutting down; try another one", 503, "shutting_down")
-            # Without its frames, which hold the whole request: they and the note would be a cycle.
-            note(request.scope, error=reason.with_traceback(None))
-            return refuse(reason)
-
-        return Route(path, handle, methods=list(methods or ("GET",)))
-
-    def completing(path: str, kind: Any, requests_of: Callable[..., Any], form_of: type[AnswerFormat]) -> Route:
-        async def handle(request: Request) -> Any:
-            body = await decoded(await read_body(request, access), kind)
-            id = request_id(body, request.headers.get("x-request-id"))
-            stream = service.submit(await requests_of(body, service))
-            return form_of(body, service, stream, id)
-
-        return route(path, handle, "POST", body=kind)
-
-    def chatting(
-        path: str, kind: Any, chat_of: Callable[[Any], ChatBody], form_of: Callable[..., Any], refuse: Any
-    ) -> Route:
-        async def handle(request: Request) -> Any:
-            body = await decoded(await read_body(request, access), kind)
-            chat = chat_of(body)
-            id = request_id(chat, request.headers.get("x-request-id"))
-            try:
-                stream = service.submit(await chat_requests(chat, service))
-            except BadRequest as error:
-                raise renamed(error, body.NAMES) from None
-            return form_of(body, chat, service, stream, id)
-
-        return route(path, handle, "POST", body=kind, refuse=refuse)
-
-    async def count_tokens(request: Request) -> Any:
-        body = await decoded(await read_body(request, access), MessagesBody)
-        try:
-            _, _, ids = await chat_prompt(messages_chat(body), service)
-        except BadRequest as error:
-            raise renamed(error, body.NAMES) from None
-        return json_response({"input_tokens": len(ids)})
-
-    async def tokenize(request: Request) -> Any:
-        body = await decoded(await read_body(request, access), TokenizeBody)
-        return Response(await tokenized(body, service), media_type="application/json")
-
-    async def detokenize(request: Request) -> Any:
-        body = await decoded(await read_body(request, access), DetokenizeBody)
-        return Response(await detokenized(body, service), media_type="application/json")
-
-    def telling(path: str, answer: Callable[[Request], Any], holds: Callable[[], bool] = lambda: True) -> Route:
-        async def handle(request: Request) -> Any:
-            return json_response(answer(request), 200 if holds() else 503)
-
-        return route(path, handle)
-
-    def models(request: Request) -> dict[str, Any]:
-        return {"object": "list", "data": [_model(service, name) for name in service.adapters.model_names]}
-
-    async def load_adapter(request: Request) -> Any:
-        body = await decoded(await read_body(request, access), LoadAdapterBody)
-        await service.adapters.load(body.lora_name, body.lora_path)
-        return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.", media_type="text/plain")
-
-    async def unload_adapter(request: Request) -> Any:
-        body = await decoded(await read_body(request, access), UnloadAdapterBody)
-        service.adapters.unload(body.lora_name)
-        return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.", media_type="text/plain")
-
-    async def metrics(request: Request) -> Any:
-        return Response(service.metrics.text(), media_type=CONTENT_TYPE)
-
-    async def ping(request: Request) -> Any:
-        return Response(status_code=200 if service.is_live else 503)
-
-    async def front(request: Request) -> Any:
-        content, headers = page()
-        return Response(content, headers=headers)
-
-    def worded(request: Request, error: StreamError) -> Response:
-        is_triton = request.url.path == "/v2" or request.url.path.startswith("/v2/")
-        return (triton_error if is_triton else error_response)(error)
-
-    async def refused(request: Request, error: Any) -> Response:
-        note(request.scope)
-        said = f"{request.method} {request.url.path[:80]}: {error.detail}"
-        response = worded(request, BadRequest(said, None, error.status_code))
-        response.headers.update(error.headers or {})  # Allow, of 405
-        return response
-
-    async def failed(request: Request, error: Exception) -> Response:
-        answer = StreamError("the server failed; its log says why")
-        note(request.scope, error=answer)
-        return worded(request, answer)
-
-    app = Starlette(
-        exception_handlers={HTTPException: refused, Exception: failed},
-        routes=[
-            completing("/v1/completions", CompletionBody, completion_requests, CompletionFormat),
-            completing("/v1/chat/completions", ChatBody, chat_requests, ChatFormat),
-            chatting("/v1/responses", ResponsesBody, responses_chat, ResponsesAnswer, error_response),
-            chatting("/v1/messages", MessagesBody, limited_messages_chat, MessagesAnswer, anthropic_error),
-            route("/v1/messages/count_tokens", count_tokens, "POST", refuse=anthropic_error, body=MessagesBody),
-            telling("/v1/models", models),
-            telling("/v1/models/{name:path}", lambda request: _model(service, request.path_params["name"])),
-            route("/v1/load_lora_adapter", load_adapter, "POST", body=LoadAdapterBody),
-            route("/v1/unload_lora_adapter", unload_adapter, "POST", body=UnloadAdapterBody),
-            route("/tokenize", tokenize, "POST", body=TokenizeBody),
-            route("/detokenize", detokenize, "POST", body=DetokenizeBody),
-            telling("/tokenizer_info", lambda request: tokenizer_info(service)),
-            telling("/health", lambda request: _health(service), lambda: service.is_live),
-            telling("/health/live", lambda request: _health(service), lambda: service.is_live),
-            telling("/health/ready", lambda request: _health(service), lambda: service.is_ready and service.is_live),
-            route("/metrics", metrics),
-            telling("/version", lambda request: {"version": lockstep.__version__}),
-            telling("/openapi.json", lambda request: openapi(app.routes, bodies, bool(encoded))),
-            route("/ping", ping, "GET", "POST"),
-            telling("/status", lambda request: _status(service)),
-            route("/", front),
-            *kserve_routes(route, triton, access),
-            *generate_routes(route, triton, access),
-        ],
-    )
+    api = _Api(service, access)
+    endpoints = api.endpoints + kserve_endpoints(triton, access) + generate_endpoints(triton, access)
+    api.document = openapi(endpoints, has_keys=bool(access.keys))
+    routes = [Route(entry.path, _guarded(entry, access), methods=entry.methods.split()) for entry in endpoints]
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _no_route, Exception: _crashed})
     app.router.redirect_slashes = False  # a client would send its key and its prompt again
     return observed(app, service.observers)
 
 
-def _is_own(host: str, own_name: str) -> bool:
-    """Return whether a Host is an IP address, localhost or `own_name`, with or without a port."""
-    name = (host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]).lower().rstrip(".")
-    try:
-        return name in ("localhost", own_name.lower()) or bool(ipaddress.ip_address(name))
-    except ValueError:
-        return False
+def _guarded(endpoint: Endpoint, access: Access) -> Callable[[Request], Awaitable[Any]]:
+    """Return an endpoint's handler with access checks before it, and with a response for what it raises."""
+    keys = [key.encode() for key in access.keys]
+
+    async def handle(request: Request) -> Any:
+        try:
+            check_access(request, keys, access.loopback_host)
+            return await endpoint.handler(request)
+        except StreamError as raised:
+            error = raised
+        except asyncio.CancelledError:  # the server ends before this request is read or tokenized
+            error = StreamError("the server is shutting down; try another one", 503, "shutting_down")
+        # Without its frames, which hold the whole request: they and the note would be a cycle.
+        note(request.scope, error=error.with_traceback(None))
+        return endpoint.error_response(error)
+
+    return handle
 
 
-def _check_access(request: Request, keys: Sequence[bytes], own_name: str | None) -> None:
-    """Check a request's origin, its host and its API key.
-
-    own_name: as of `Access`. There a page may be of an address, of localhost or of this name: another name could be
-    that of any site, whose owner lets it point to this machine (DNS rebinding). To such a page a GET goes to its own
-    site, and has no origin. Nobody is led to a Unix socket so. Raises BadRequest for a page of another site, since no
-    site may use a visitor's browser to send requests, and for a key that is none.
-    """
-    origin = request.headers.get("origin")
-    host = request.headers.get("host", "")
-    if origin is not None and origin.partition("://")[2] != host:
-        raise BadRequest(f"origin: expected a page of {host[:80]!r}, found {origin[:80]!r}", status=403)
-    is_open = request.url.path in _OPEN
-    may_be_page = origin is not None or (request.method in ("GET", "HEAD") and host and not is_open)
-    server = request.scope.get("server")
-    is_tcp = server is not None and server[1] is not None  # else the path of a Unix socket
-    if own_name is not None and may_be_page and is_tcp and not _is_own(host, own_name):
-        raise BadRequest(
-            f"host: expected an IP address, localhost or {own_name}, found {host[:80]!r}; have a proxy send one of "
-            "them, or give its name as --host",
-            status=403,
-        )
-    if not is_open:
-        authorization = request.headers.get("authorization", "")
-        if not authorization and request.url.path.startswith("/v1/messages"):  # Anthropic's clients send it so
-            authorization = f"Bearer {key}" if (key := request.headers.get("x-api-key")) else ""
-        check_key(authorization, keys)
+async def _no_route(request: Request, error: Any) -> Response:
+    note(request.scope)
+    message = f"{request.method} {request.url.path[:80]}: {error.detail}"
+    response = _api_error(request, BadRequest(message, None, error.status_code))
+    response.headers.update(error.headers or {})  # Allow, of 405
+    return response
 
 
-def check_key(authorization: str, keys: Sequence[bytes]) -> None:
-    """Check an API key, and set the tenant: who has it. Raises BadRequest, 401, for none of `keys`, if any."""
-    scheme, _, rest = authorization.partition(" ")
-    given = rest.strip().encode() if scheme.lower() == "bearer" else b""  # RFC 7235: schemes are case-insensitive
-    if keys:
-        TENANT.set(hashlib.sha256(given).hexdigest())
-    if keys and not sum(hmac.compare_digest(given, key) for key in keys):  # all of them: the time says nothing
-        found = "nothing"
-        if authorization:
-            found = "another" if scheme.lower() == "bearer" else "another scheme"
-        raise BadRequest(f"authorization: expected 'Bearer' and a key of this server, found {found}", status=401)
+async def _crashed(request: Request, error: Exception) -> Response:
+    answer = StreamError("the server failed; its log says why")
+    note(request.scope, error=answer)
+    return _api_error(request, answer)
 
 
-def _model(service: Service, name: str) -> dict[str, Any]:
+def _api_error(request: Request, error: StreamError) -> Response:
+    path = request.url.path
+    if path == "/v2" or path.startswith("/v2/"):
+        return triton_error(error)
+    return error_response(error)
+
+
+class _Api:
+    """The handlers of OpenAI's, Anthropic's and vLLM's endpoints, and of the server's own. They raise StreamError."""
+
+    def __init__(self, service: Service, access: Access):
+        self._service = service
+        self._access = access
+        self.document: dict[str, Any] = {}  # OpenAPI's, of all endpoints
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        return [
+            Endpoint("/v1/completions", self._completions, "POST", CompletionBody),
+            Endpoint("/v1/chat/completions", self._chat_completions, "POST", ChatBody),
+            Endpoint("/v1/responses", self._responses, "POST", ResponsesBody),
+            Endpoint("/v1/messages", self._messages, "POST", MessagesBody, anthropic_error),
+            Endpoint("/v1/messages/count_tokens", self._count_tokens, "POST", MessagesBody, anthropic_error),
+            Endpoint("/v1/models", self._models),
+            Endpoint("/v1/models/{name:path}", self._model),
+            Endpoint("/v1/load_lora_adapter", self._load_adapter, "POST", LoadAdapterBody),
+            Endpoint("/v1/unload_lora_adapter", self._unload_adapter, "POST", UnloadAdapterBody),
+            Endpoint("/tokenize", self._tokenize, "POST", TokenizeBody),
+            Endpoint("/detokenize", self._detokenize, "POST", DetokenizeBody),
+            Endpoint("/tokenizer_info", self._tokenizer_info),
+            Endpoint("/health", self._health),
+            Endpoint("/health/live", self._health),
+            Endpoint("/health/ready", self._ready),
+            Endpoint("/metrics", self._metrics),
+            Endpoint("/version", self._version),
+            Endpoint("/openapi.json", self._openapi),
+            Endpoint("/ping", self._ping, "GET POST"),
+            Endpoint("/status", self._status),
+            Endpoint("/", self._page),
+        ]
+
+    async def _body(self, request: Request, kind: type[_Body]) -> _Body:
+        return await decode_body(await read_body(request, self._access), kind)
+
+    async def _completions(self, request: Request) -> Any:
+        body = await self._body(request, CompletionBody)
+        id = request_id(body, request.headers.get("x-request-id"))
+        stream = self._service.submit(await completion_requests(body, self._service))
+        return CompletionFormat(body, self._service, stream, id)
+
+    async def _chat_completions(self, request: Request) -> Any:
+        body = await self._body(request, ChatBody)
+        id = request_id(body, request.headers.get("x-request-id"))
+        stream = self._service.submit(await chat_requests(body, self._service))
+        return ChatFormat(body, self._service, stream, id)
+
+    async def _responses(self, request: Request) -> Any:
+        body = await self._body(request, ResponsesBody)
+        return await self._block_answer(request, body, responses_chat(body), ResponsesAnswer)
+
+    async def _messages(self, request: Request) -> Any:
+        body = await self._body(request, MessagesBody)
+        return await self._block_answer(request, body, limited_messages_chat(body), MessagesAnswer)
+
+    async def _block_answer(
+        self, request: Request, body: Any, chat: ChatBody, answer: Callable[..., BlockAnswer]
+    ) -> BlockAnswer:
+        id = request_id(chat, request.headers.get("x-request-id"))
+        try:
+            stream = self._service.submit(await chat_requests(chat, self._service))
+        except BadRequest as error:
+            raise rename_param(error, body.NAMES) from None
+        return answer(body, chat, self._service, stream, id)
+
+    async def _count_tokens(self, request: Request) -> Any:
+        body = await self._body(request, MessagesBody)
+        try:
+            _, _, ids = await chat_prompt(messages_chat(body), self._service)
+        except BadRequest as error:
+            raise rename_param(error, body.NAMES) from None
+        return json_response({"input_tokens": len(ids)})
+
+    async def _models(self, request: Request) -> Any:
+        names = self._service.adapters.model_names
+        return json_response({"object": "list", "data": [_model_card(self._service, name) for name in names]})
+
+    async def _model(self, request: Request) -> Any:
+        return json_response(_model_card(self._service, request.path_params["name"]))
+
+    async def _load_adapter(self, request: Request) -> Any:
+        body = await self._body(request, LoadAdapterBody)
+        await self._service.adapters.load(body.lora_name, body.lora_path)
+        return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.", media_type="text/plain")
+
+    async def _unload_adapter(self, request: Request) -> Any:
+        body = await self._body(request, UnloadAdapterBody)
+        self._service.adapters.unload(body.lora_name)
+        return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.", media_type="text/plain")
+
+    async def _tokenize(self, request: Request) -> Any:
+        body = await self._body(request, TokenizeBody)
+        return Response(await tokenize(body, self._service), media_type="application/json")
+
+    async def _detokenize(self, request: Request) -> Any:
+        body = await self._body(request, DetokenizeBody)
+        return Response(await detokenize(body, self._service), media_type="application/json")
+
+    async def _tokenizer_info(self, request: Request) -> Any:
+        return json_response(tokenizer_info(self._service))
+
+    async def _health(self, request: Request) -> Any:
+        return json_response(_health(self._service), _status_code(self._service.is_live))
+
+    async def _ready(self, request: Request) -> Any:
+        is_ready = self._service.is_ready and self._service.is_live
+        return json_response(_health(self._service), _status_code(is_ready))
+
+    async def _metrics(self, request: Request) -> Any:
+        return Response(self._service.metrics.text(), media_type=CONTENT_TYPE)
+
+    async def _version(self, request: Request) -> Any:
+        return json_response({"version": lockstep.__version__})
+
+    async def _openapi(self, request: Request) -> Any:
+        return json_response(self.document)
+
+    async def _ping(self, request: Request) -> Any:
+        return Response(status_code=_status_code(self._service.is_live))
+
+    async def _status(self, request: Request) -> Any:
+        return json_response(_status(self._service))
+
+    async def _page(self, request: Request) -> Any:
+        content, headers = page()
+        return Response(content, headers=headers)
+
+
+def _status_code(is_healthy: bool) -> int:
+    return 200 if is_healthy else 503
+
+
+def _model_card(service: Service, name: str) -> dict[str, Any]:
     """Return a model's entry of /v1/models; an adapter's has its model as `parent`."""
-    adapter = service.adapters.named(name)
-    return {
+    adapter = service.adapters.resolve(name)
+    card = {
         "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "lockstep",
         "max_model_len": service.ready.max_seq_len,
-        "root": service.ready.identity if adapter is None else service.adapters.digest(adapter),
-        **({} if adapter is None else {"parent": service.name}),
+        "root": service.ready.identity,
     }
+    if adapter is not None:
+        card |= {"root": service.adapters.digest(adapter), "parent": service.name}
+    return card
 
 
 def _health(service: Service) -> dict[str, Any]:
     age = service.heartbeat_age
+    if age is not None:
+        age = round(age, 3)
     return {
         "live": service.is_live,
         "ready": service.is_ready,
         "draining": service.draining,
-        "heartbeat_age": None if age is None else round(age, 3),
+        "heartbeat_age": age,
         "restarts": service.restarts,
     }
 

@@ -1,4 +1,4 @@
-"""Answers as a list of blocks, for the APIs that have them: an adapter from chats, whose stream and plan it takes."""
+"""Answers as lists of blocks (Anthropic's Messages, OpenAI's Responses), read from the stream of a chat."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lockstep.serve.bodies import json_response
 from lockstep.serve.openai_chat import ChatBody
 from lockstep.serve.response import TokenResponse
 from lockstep.serve.service import Service
-from lockstep.serve.stream import Stream, StreamError
+from lockstep.serve.stream import AnswerDelta, Stream, StreamError
 
 
 @dataclass
@@ -37,7 +37,7 @@ class BlockEvent:
     text: str = ""
 
 
-def renamed(error: StreamError, names: Mapping[str, str]) -> StreamError:
+def rename_param(error: StreamError, names: Mapping[str, str]) -> StreamError:
     """Return the error of a chat, with the names of another API in it."""
     name = error.param or ""
     if name in names:
@@ -68,7 +68,7 @@ class BlockAnswer(TokenResponse):
         self._request_id = request_id
         self._with_reasoning = with_reasoning
         self._plan = stream.prompts[0].plan
-        self.model = service.name if chat.model is None else chat.model
+        self.model = chat.model or service.name
         self.blocks: list[Block] = []
         self._open: Block | None = None
 
@@ -104,13 +104,13 @@ class BlockAnswer(TokenResponse):
         """Return the event of an answer that fails after its first event."""
         raise NotImplementedError
 
-    async def whole(self) -> Response:
+    async def full_response(self) -> Response:
         async for _ in self._stream:
             pass
         reader = self._plan.reader()
         for part in [*reader.push(self._stream.choices[0].text), *reader.finish()]:
-            list(self._take(part))
-        self._ended(reader)
+            list(self._add(part))
+        self._count_calls(reader)
         return json_response(self.value())
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -119,26 +119,32 @@ class BlockAnswer(TokenResponse):
             yield _encoded(self.opening())
             async for deltas in self._stream:
                 for delta in deltas:
-                    parts = reader.push(delta.text) + (reader.finish() if delta.finish else [])
-                    if found := list(self._events_of(parts, bool(delta.finish))):
-                        yield _encoded(found)
-            self._ended(reader)
+                    events = self._delta_events(reader, delta)
+                    if events:
+                        yield _encoded(events)
+            self._count_calls(reader)
             yield _encoded(self.closing())
         except StreamError as error:
             yield _encoded([self.failing(error)])
 
-    def _events_of(self, parts: list[Part], ends: bool) -> Iterator[dict[str, Any]]:
-        """Return the API's events for parts; each is made before its block goes on."""
+    def _delta_events(self, reader: AnswerReader, delta: AnswerDelta) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = []
+        parts = reader.push(delta.text)
+        if delta.finish:
+            parts += reader.finish()
+        # The API's events show a block's text so far, so they are made before the block grows again.
         for part in parts:
-            for event in self._take(part):
-                yield from self.block_events(event)
-        for event in self._end() if ends else ():
-            yield from self.block_events(event)
+            for event in self._add(part):
+                events += self.block_events(event)
+        if delta.finish:
+            for event in self._end():
+                events += self.block_events(event)
+        return events
 
-    def _ended(self, reader: AnswerReader) -> None:
+    def _count_calls(self, reader: AnswerReader) -> None:
         self._service.metrics.called(reader.num_calls, reader.num_malformed)
 
-    def _take(self, part: Part) -> Iterator[BlockEvent]:
+    def _add(self, part: Part) -> Iterator[BlockEvent]:
         """Add a part to the blocks."""
         if part.kind == "reasoning" and not self._with_reasoning:
             return
@@ -147,8 +153,10 @@ class BlockAnswer(TokenResponse):
             yield from self._begin(Block(len(self.blocks), "call", name=part.text, call_id=call_id))
             return
         kind: Literal["reasoning", "text", "call"] = "text"
-        if part.kind != "content":
-            kind = "call" if part.kind == "arguments" else "reasoning"
+        if part.kind == "arguments":
+            kind = "call"
+        elif part.kind == "reasoning":
+            kind = "reasoning"
         text = part.text
         if self._open is None or self._open.kind != kind:
             if self.blocks and not (text := text.lstrip()):

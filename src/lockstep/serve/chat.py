@@ -1,4 +1,4 @@
-"""Chats as prompts: the template runs in a process of its own (`template_process.py` says why)."""
+"""Chats as prompts: a separate process renders the chat template (`template_process.py` says why)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lockstep.serve.say import say
 from lockstep.serve.stream import StreamError
 from lockstep.serve.template_process import CPU_SECONDS, HEADER
 
-_SECONDS = 60.0  # of a process that hangs; one that computes ends before, by its processor time, on busy machines too
-_PATIENCE = 30.0  # seconds that a chat may wait for those before it
+_SECONDS = 60.0  # until a process counts as hung; its limit of CPU time ends one that computes sooner
+_QUEUE_TIMEOUT_S = 30.0  # that a chat may wait for those before it
 
 
 class ChatError(Exception):
@@ -42,10 +42,10 @@ class Chat:
     @property
     def template(self) -> ChatTemplate | None:
         """Return the template; None where no chat is possible."""
-        return self._template if self.fault is None else None
+        return None if self.fault is not None else self._template
 
     async def start(self) -> None:
-        """Load the template. One that cannot be loaded is said on stderr, and is a fault: completions need none."""
+        """Load the template. Where that fails, the server only refuses chats: completions need no template."""
         if self._template is None:
             return
         try:
@@ -56,7 +56,7 @@ class Chat:
             say(f"no chat: {self.fault}; correct it and export again")
 
     async def stop(self) -> None:
-        """End the process, and the chat that it is at."""
+        """End the process, and the chat that it renders."""
         if self._rendering is not None:
             self._rendering.cancel()
             await asyncio.gather(self._rendering, return_exceptions=True)
@@ -74,7 +74,7 @@ class Chat:
         Args:
             messages: with role and content, and whatever else the template knows; values as JSON has them.
             add_generation_prompt: end with what opens an answer.
-            continues: leave the last message open instead; its content must be a text.
+            continues: leave the last message open instead; its content must be text.
             variables: further ones for the template.
 
         Raises:
@@ -91,10 +91,10 @@ class Chat:
         }
         began = time.monotonic()
         await self._turn.acquire()
-        if time.monotonic() - began > _PATIENCE:
+        if time.monotonic() - began > _QUEUE_TIMEOUT_S:
             self._turn.release()
             raise StreamError("too many chats wait for the chat template; try again", 503, "queue_timeout", 1)
-        # A task of its own: where whoever asked is gone, the answer is read all the same, so that it is nobody else's.
+        # A separate task: it reads the answer even when the client is gone, or the next chat would get it.
         self._rendering = asyncio.create_task(self._render(frame))
         self._rendering.add_done_callback(self._has_rendered)
         return await asyncio.shield(self._rendering)
@@ -102,13 +102,13 @@ class Chat:
     def _has_rendered(self, task: asyncio.Task[str]) -> None:
         self._turn.release()
         if not task.cancelled():
-            task.exception()  # whoever still waits for it is told
+            task.exception()  # read, or asyncio logs it where no request waits for the task
 
     async def _render(self, frame: Mapping[str, Any]) -> str:
         try:
             try:
                 return await self._ask(await self._started(), frame)
-            except _Lost:  # it may have been dead for long
+            except _Lost:  # it may have died long ago: try a new one
                 return await self._ask(await self._started(), frame)
         except _Lost as error:
             raise StreamError(f"the process of the chat template: {error}; try again", 500, "template_error") from None
@@ -126,9 +126,9 @@ class Chat:
                 )
             except OSError as error:  # no free descriptor
                 raise _Lost(f"it does not start: {error.strerror}") from None
-            given = {"template": self._template.template, "special_tokens": dict(self._template.special_tokens)}
+            first_frame = {"template": self._template.template, "special_tokens": dict(self._template.special_tokens)}
             try:
-                await self._ask(self._process, given)
+                await self._ask(self._process, first_frame)
             except (ChatError, _Lost):
                 await self._end(0.0)
                 raise
@@ -142,12 +142,12 @@ class Chat:
             await self._end(0.0)
             reason = f"the process of the chat template: no answer within {_SECONDS:g} s; try again"
             raise StreamError(reason, 500, "template_error") from None
-        except (asyncio.IncompleteReadError, ConnectionError, RuntimeError):  # the last: uvloop, of a closed pipe
+        except (asyncio.IncompleteReadError, ConnectionError, RuntimeError):  # uvloop raises the last for a closed pipe
             code = await self._end(5.0)
             if code == -signal.SIGPROF:
                 raise ChatError(f"more than {CPU_SECONDS:g} s of processor time") from None
             raise _Lost(f"it ended with code {code}") from None
-        except BaseException:  # whoever asked is gone: its answer must not be another's
+        except BaseException:  # the client is gone, and the next chat must not get its answer
             await self._end(0.0)
             raise
         if "error" in answer:
@@ -155,7 +155,7 @@ class Chat:
         return answer["text"]
 
     async def _end(self, seconds: float) -> int | None:
-        """End the process, within so many seconds or at once. Returns its exit code."""
+        """End the process, within `seconds` or at once. Returns its exit code."""
         process = self._process
         self._process = None
         if process is None:

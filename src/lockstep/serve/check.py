@@ -1,10 +1,10 @@
-"""The check `served`: a server gives the golden check's tokens under load, and chooses others as it is asked to.
+"""The check `served`: a server returns the golden check's tokens under load, and samples as its API says.
 
-In: an engine set that golden passed, its reference and golden's report. Out: a report. The server is the one that
-`lockstep serve` runs, on a Unix socket. Its answers are compared alone; beside a seeded load of requests that come at
-random times and of which some are cancelled; on a prefix that was left; with the engine killed in the middle; and with
-drafts, where it verifies any. A model with a format of tool calls is asked for one. Requests with each parameter of the
-API are compared with a second sampler (`check_sampling`). Then nothing may be left in it.
+In: an engine set that golden passed, its reference and golden's report. Out: a report. The server is the one of
+`lockstep serve`, on a Unix socket. Its answers to golden's prompts are compared alone; under a seeded load of requests
+at random times, some of which are cancelled; with a cached prefix; with the engine killed in the middle; and with
+drafts, if it verifies any. A model with a format of tool calls must make one. Requests with each parameter of the API
+are compared with a second sampler (`check_sampling`). In the end, no request and no page may be in use.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from lockstep.verify.sampled.answer import Answer
 from lockstep.verify.sampled.forced import History, write_logits
 from lockstep.verify.sampled.texts import Texts
 
-_OTHERS = 24  # requests beside the golden prompts
-_CANCELLED = 8  # of them
-_APART = 0.02  # seconds: most between two arrivals
+_NUM_RANDOM = 24  # requests among the golden prompts
+_NUM_CANCELLED = 8  # of them
+_MAX_INTERVAL_S = 0.02  # between two arrivals
 _DRAFT_TOKENS = 3
-_SECONDS = 300.0  # that an engine may take to start again
+_RESTART_S = 300.0
 
 
 def check(
@@ -64,16 +64,23 @@ def check(
 ) -> Path:
     """Check a server on an engine set, and write the report to `out`.
 
-    tolerance: which errors of logits pass. limits: the config's. Raises CheckError, one line, for the first thing
-    wrong, with the whole report in `<out>.failed.json`; InputError for inputs that do not fit together.
+    tolerance: of logits. limits: the config's. Raises CheckError for the first failure, with the report in
+    `<out>.failed.json`; InputError for inputs that do not belong together.
     """
     prompts, long, reference = read_reference(Path(reference_json), (), tolerance)
     golden = GoldenReport.load(golden_json)
     if golden.target != target or len(golden.prompts) != len(prompts):
         raise InputError(f"{golden_json}: expected the golden check of {target}, found another; run it again")
     expected = [list(entry.tokens) for entry in golden.prompts]
-    longest = max(len(prompt.prompt_ids) for prompt in [*prompts, *([long.prompt] if long else [])])
-    usual = fitting_chunk_size(CHUNK_SIZE, limits.max_batch_size, limits.max_num_tokens)
+    long_prompt = None
+    longest = max(len(prompt.prompt_ids) for prompt in prompts)
+    if long is not None:
+        long_prompt = long.prompt
+        longest = max(longest, len(long_prompt.prompt_ids))
+    # A prefix is reused in whole chunks: they must be shorter than the prompt that shows it.
+    chunk_size = None
+    if longest <= fitting_chunk_size(CHUNK_SIZE, limits.max_batch_size, limits.max_num_tokens):
+        chunk_size = PAGE_SIZE
     options = EngineOptions(
         str(engines_json),
         str(assembly_json),
@@ -82,34 +89,32 @@ def check(
         # The long prompt is as long as a request can be.
         {**asdict(limits), "max_input_len": limits.max_seq_len},
         threads,
-        # A prefix is reused in whole chunks: they must be shorter than the prompt that shows it.
-        chunk_size=None if longest > usual else PAGE_SIZE,
+        chunk_size=chunk_size,
     )
     service = Service(
         target.model,
         Tokenizer.open(assembly_json),
         options,
-        ServiceLimits(max_queue=1000, start=_SECONDS),
+        ServiceLimits(max_queue=1000, start=_RESTART_S),
         chat_template=ChatTemplate.open(assembly_json),
-        log=lambda line: None,  # that the engine was killed is no news
+        log=lambda line: None,  # the check itself kills the engine
     )
-    # The whole target drafts for itself: that takes no more weights, and most of its drafts are right.
+    # The target drafts for itself: that takes no more weights, and most of its drafts are right.
     drafts = Speculative(_DRAFT_TOKENS, str(target), options.engines, options.assembly, options.weights, target.layers)
     sampling = SamplingCheck(service, prompts, expected, Texts(tokenizer_path(assembly_json)))
-    long_prompt = long.prompt if long else None
+
     checked = _Check(service, prompts, expected, long_prompt, reference.max_new_tokens, drafts, sampling)
     report = asyncio.run(checked.run(target))
-    # The server has ended: an accelerator has room for the engines again.
-    model = open_model(options)
+    model = open_model(options)  # the server has ended: an accelerator has memory for the engines again
     checked.judge(model)
     phases = {name: phase.entry() for name, phase in checked.phases.items()}
     report = replace(report, phases=phases, sampling=sampling.judge(model))
     failures = [*checked.failures, *sampling.failures]
-    return finish(out, report, failures[0] if failures else None)
+    return finish(out, report, next(iter(failures), None))
 
 
 def open_model(options: EngineOptions) -> Model:
-    """Open the engines as the server's process does: logits then have its bits."""
+    """Open the engines as the server's process does, so that logits have the same bits."""
     limits = options.limits
     return Model.open(
         options.engines,
@@ -125,27 +130,27 @@ def open_model(options: EngineOptions) -> Model:
 
 
 @dataclass
-class _Found:
+class _Phase:
     """The requests of one phase, and how their answers differ."""
 
-    requests: int = 0
-    others: int = 0
-    cancelled: int = 0
+    num_golden: int = 0
+    num_random: int = 0
+    num_cancelled: int = 0
     differences: list[TokenDifference] = field(default_factory=list)
 
     def entry(self) -> ServedPhase:
-        return ServedPhase(self.requests, self.others, self.cancelled, tuple(self.differences))
+        return ServedPhase(self.num_golden, self.num_random, self.num_cancelled, tuple(self.differences))
 
 
 @dataclass(frozen=True)
 class _Received:
-    """An answer to a golden prompt. expected: golden's. how: it was asked for. exact: no other token may come."""
+    """An answer to a golden prompt. expected: golden's. how: it was requested. exact: near-ties are no excuse."""
 
     prompt: Prompt
     expected: Sequence[int]
     answer: Answer
     how: str
-    phase: _Found
+    phase: _Phase
     exact: bool
 
     @property
@@ -154,7 +159,7 @@ class _Received:
 
 
 class _Check:
-    """One run of the check. failures: lines, in the order in which they were found."""
+    """One run of the check. failures: lines, in order of detection."""
 
     def __init__(
         self,
@@ -174,7 +179,7 @@ class _Check:
         self.drafts = drafts
         self.sampling = sampling
         self.failures: list[str] = []
-        self.phases: dict[str, _Found] = {}
+        self.phases: dict[str, _Phase] = {}
         self._received: list[_Received] = []
         self.random = random.Random(0)
 
@@ -183,17 +188,16 @@ class _Check:
         with tempfile.TemporaryDirectory(prefix="lockstep-served-") as folder:
             self.socket = Path(folder, "socket")
             async with listening(self.service, self.socket):
-                self.phases = {
-                    "alone": await self._alone("alone"),
-                    "under load": await self._under_load(),
-                    "on a prefix": await self._on_a_prefix(),
-                    **({"tool call": await self._tool_call()} if calls_tools(self.service) else {}),
-                    "sampled": await self._sampled(stream=False),
-                    "engine killed": await self._engine_killed(),
-                    "with drafts": await self._with_drafts(),
-                    "sampled, streamed": await self._sampled(stream=True),
-                }
-                await self._nothing_is_left()
+                self.phases["alone"] = await self._alone("alone")
+                self.phases["under load"] = await self._under_load()
+                self.phases["on a prefix"] = await self._on_a_prefix()
+                if calls_tools(self.service):
+                    self.phases["tool call"] = await self._tool_call()
+                self.phases["sampled"] = await self._sampled(stream=False)
+                self.phases["engine killed"] = await self._engine_killed()
+                self.phases["with drafts"] = await self._with_drafts()
+                self.phases["sampled, streamed"] = await self._sampled(stream=True)
+                await self._check_idle()
                 ready = self.service.ready
                 hits = self.service.total("prefix_hits")
         return ServedReport(
@@ -212,26 +216,32 @@ class _Check:
     def judge(self, model: Model) -> None:
         """Judge the answers to golden prompts. model: the server's, opened here."""
         decode = self.service.tokenizer.decode
-        own = self._own_logits(model)
-        wrongs = []
-        for each in self._received:
-            logits = own.get(each.history, each.prompt.logits)
-            difference, wrong = first_difference(each.prompt, each.expected, each.answer.token_ids, logits, decode)
+        model_logits = self._own_logits(model)
+        faults = []
+        for received in self._received:
+            logits = model_logits.get(received.history, received.prompt.logits)
+            difference, fault = first_difference(
+                received.prompt, received.expected, received.answer.token_ids, logits, decode
+            )
             if difference is not None:
-                each.phase.differences.append(difference)
-                if each.exact and wrong is None:
-                    wrong = difference.step, f"expected token {difference.reference}, found {difference.found}"
-            if wrong is not None:
-                wrongs.append(f"prompt {short(each.prompt.text)!r}, {each.how}: step {wrong[0]}: {wrong[1]}")
-        self.failures[:0] = wrongs
+                received.phase.differences.append(difference)
+                if received.exact and fault is None:
+                    fault = difference.step, f"expected token {difference.reference}, found {difference.found}"
+            if fault is not None:
+                faults.append(f"prompt {short(received.prompt.text)!r}, {received.how}: step {fault[0]}: {fault[1]}")
+        self.failures[:0] = faults
 
     def _own_logits(self, model: Model) -> dict[History, np.ndarray]:
-        """Return the model's logits behind golden's tokens where these are not the reference's, and an answer differs.
+        """Return the model's logits after golden's tokens where these are not the reference's, and an answer differs.
 
-        The reference has none of these: golden took a token that was equally likely, and went on from there.
+        The reference has no logits there: at a near-tie, golden took another token and went on from it.
         """
-        differing = [each for each in self._received if [*each.expected] != [*each.answer.token_ids]]
-        histories = sorted({each.history for each in differing if [*each.expected] != [*each.prompt.tokens]})
+        unique_histories = set()
+        for received in self._received:
+            expected = list(received.expected)
+            if expected != list(received.answer.token_ids) and expected != list(received.prompt.tokens):
+                unique_histories.add(received.history)
+        histories = sorted(unique_histories)
         if not histories:
             return {}
         with tempfile.TemporaryDirectory(prefix="lockstep-logits-") as folder:
@@ -240,74 +250,75 @@ class _Check:
             ends = np.cumsum([len(answer) for _, answer in histories])
             return dict(zip(histories, np.split(np.load(path), ends[:-1])))
 
-    async def _alone(self, how: str) -> _Found:
-        found = _Found()
+    async def _alone(self, how: str) -> _Phase:
+        phase = _Phase()
         for number in range(len(self.prompts)):
-            await self._golden(number, how, found)
-        return found
+            await self._golden(number, how, phase)
+        return phase
 
-    async def _with_drafts(self) -> _Found:
+    async def _with_drafts(self) -> _Phase:
         if self.service.engine_options.speculative is None:
-            return _Found()
-        found = await self._alone("with drafts")
+            return _Phase()
+        phase = await self._alone("with drafts")
         if not self.service.drafts():
             self.failures.append("drafts: expected the engine that was started again to make some, found none")
-        return found
+        return phase
 
-    async def _under_load(self) -> _Found:
+    async def _under_load(self) -> _Phase:
         """Send each golden prompt twice, among random requests."""
-        found = _Found(others=_OTHERS, cancelled=_CANCELLED)
+        phase = _Phase(num_random=_NUM_RANDOM, num_cancelled=_NUM_CANCELLED)
         draw = self.random
         numbers = 2 * list(range(len(self.prompts)))
-        tasks = [self._golden(number, "under load", found) for number in numbers]
-        tasks += [self._other(number < _CANCELLED) for number in range(_OTHERS)]
+        tasks = [self._golden(number, "under load", phase) for number in numbers]
+        tasks += [self._random_request(number < _NUM_CANCELLED) for number in range(_NUM_RANDOM)]
         draw.shuffle(tasks)
 
         async def later(seconds: float, task: Any) -> None:
             await asyncio.sleep(seconds)
             await task
 
-        await self._all([later(draw.uniform(0, _APART * len(tasks) / 4), task) for task in tasks])
-        return found
+        await self._all([later(draw.uniform(0, _MAX_INTERVAL_S * len(tasks) / 4), task) for task in tasks])
+        return phase
 
-    async def _on_a_prefix(self) -> _Found:
-        """Send the long prompt twice: the second finds the prefix of the first."""
-        found = _Found()
+    async def _on_a_prefix(self) -> _Phase:
+        """Send the long prompt twice: the second request finds the prefix of the first."""
+        phase = _Phase()
         ready = self.service.ready
         if self.long is None or not ready.prefix_caching or len(self.long.prompt_ids) <= ready.chunk_size:
-            return found
+            return phase
         answers = []
         before = self.service.total("prefix_hits")
         for how in ("leaving a prefix", "on the prefix that was left"):
             answer = await self._answer(self.long.prompt_ids, len(self.long.tokens), logprobs=1, ignore_eos=True)
-            self._receive(_Received(self.long, self.long.tokens, answer, how, found, exact=False))
+            self._receive(_Received(self.long, self.long.tokens, answer, how, phase, exact=False))
             answers.append(answer)
         miss, hit = answers
         if self.service.total("prefix_hits") == before:
             self.failures.append("prefix: expected tokens of the long prompt to be found again, found none")
         if self.service.ready.batch_invariant and (hit.token_ids, hit.logprobs) != (miss.token_ids, miss.logprobs):
             self.failures.append("prefix: expected the same log-probabilities with and without it, found others")
-        return found
+        return phase
 
-    async def _tool_call(self) -> _Found:
-        requests, fault = await tool_call(self.service, self.socket)
-        self.failures += [] if fault is None else [fault]
-        return _Found(requests)
+    async def _tool_call(self) -> _Phase:
+        num_answers, fault = await tool_call(self.service, self.socket)
+        if fault is not None:
+            self.failures.append(fault)
+        return _Phase(num_answers)
 
-    async def _sampled(self, stream: bool) -> _Found:
-        """Send the requests that show how tokens are chosen. Streams come where drafts are verified, if any are."""
-        return _Found(await self.sampling.send(self.socket, stream))
+    async def _sampled(self, stream: bool) -> _Phase:
+        """Send the requests of `check_sampling`. Streamed ones come last, when the engine verifies drafts."""
+        return _Phase(await self.sampling.send(self.socket, stream))
 
-    async def _engine_killed(self) -> _Found:
-        """Send all golden prompts at once, and kill the engine at the first token. The next one may draft."""
-        found = _Found()
+    async def _engine_killed(self) -> _Phase:
+        """Send all golden prompts at once, and kill the engine at the first token. The next engine drafts."""
+        phase = _Phase()
         restarts = self.service.restarts
         first = asyncio.Event()
         if self.service.ready.verifies_drafts:
             options = self.service.engine_options
             self.service.engine_options = replace(options, speculative=asdict(self.drafts))
         tasks = [
-            asyncio.create_task(self._golden(number, "with the engine killed", found, first))
+            asyncio.create_task(self._golden(number, "with the engine killed", phase, first))
             for number in range(len(self.prompts))
         ]
         await asyncio.wait([asyncio.create_task(first.wait()), *tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -315,16 +326,16 @@ class _Check:
             os.kill(self.service.engine_pid, signal.SIGKILL)
         await self._all(tasks)
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._restarted(restarts), _SECONDS)
+            await asyncio.wait_for(self._restarted(restarts), _RESTART_S)
         if self.service.restarts != restarts + 1:
             self.failures.append(f"engine: expected it started again once, found {self.service.restarts - restarts}")
-        return found
+        return phase
 
     async def _restarted(self, before: int) -> None:
         while self.service.restarts == before or not self.service.is_ready:
             await asyncio.sleep(0.01)
 
-    async def _nothing_is_left(self) -> None:
+    async def _check_idle(self) -> None:
         status: Any = None
         for _ in range(500):
             status = await get(self.socket, "/status")
@@ -343,40 +354,41 @@ class _Check:
             elif error is not None:
                 raise error
 
-    async def _golden(self, number: int, how: str, found: _Found, first: asyncio.Event | None = None) -> None:
-        """Send a golden prompt. first: set when a token is there."""
+    async def _golden(self, number: int, how: str, phase: _Phase, first: asyncio.Event | None = None) -> None:
+        """Send a golden prompt. first: set when its first token has come."""
         prompt = self.prompts[number]
         answer = await self._answer(prompt.text, self.max_new_tokens, first)
         exact = self.service.ready.batch_invariant
-        self._receive(_Received(prompt, self.expected[number], answer, how, found, exact))
+        self._receive(_Received(prompt, self.expected[number], answer, how, phase, exact))
 
     def _receive(self, received: _Received) -> None:
-        received.phase.requests += 1
+        received.phase.num_golden += 1
         self._received.append(received)
 
     async def _answer(
         self, prompt: str | Sequence[int], max_tokens: int, first: asyncio.Event | None = None, **body: Any
     ) -> Answer:
-        given = {"model": self.service.name, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **body}
+        request = {"model": self.service.name, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **body}
         answer = Answer()
-        async for answer in complete(self.socket, given):
+        async for answer in complete(self.socket, request):
             if first is not None and answer.token_ids:
                 first.set()
         return answer
 
-    async def _other(self, is_cancelled: bool) -> None:
+    async def _random_request(self, is_cancelled: bool) -> None:
         """Send a request whose answer is not compared."""
         draw = self.random
         ready = self.service.ready
-        most = min(64, ready.max_seq_len // 2)
+        longest = min(64, ready.max_seq_len // 2)
         body = {
             "model": self.service.name,
-            "prompt": [draw.randrange(ready.vocab_size) for _ in range(draw.randint(1, most))],
-            "max_tokens": draw.randint(1, most),
+            "prompt": [draw.randrange(ready.vocab_size) for _ in range(draw.randint(1, longest))],
+            "max_tokens": draw.randint(1, longest),
             "temperature": draw.choice([0, 1]),
             "top_p": 0.9,
             "seed": draw.randrange(1 << 32),
             "ignore_eos": True,
         }
-        async for _ in complete(self.socket, body, draw.randint(0, 6) if is_cancelled else None):
+        leave_after = draw.randint(0, 6) if is_cancelled else None
+        async for _ in complete(self.socket, body, leave_after):
             pass

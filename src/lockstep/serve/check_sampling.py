@@ -1,7 +1,8 @@
-"""The part of the check `served` that sees how tokens are chosen, log-probabilities, and text.
+"""The part of the check `served` on sampling, log-probabilities and text.
 
-Each request of `check_cases` is sent twice, whole and streamed. Then the engines run along the tokens that came, and a
-second sampler (`verify.sampled`) says from their logits which tokens, text and log-probabilities are right.
+Each request of `check_cases` is sent twice, whole and streamed. Then the engines run teacher-forced on the answers'
+tokens, and a second sampler (`verify.sampled`) computes from their logits which tokens, text and log-probabilities are
+right.
 """
 
 from __future__ import annotations
@@ -33,27 +34,27 @@ from lockstep.verify.sampled.texts import Texts
 _COMPLETIONS = "/v1/completions"
 _CHATS = "/v1/chat/completions"
 _NO_GRAMMARS = pip_install("grammar")  # in the error where llguidance is missing
-_SAID = "Tell me of the city."
+_MESSAGE = "Tell me of the city."
 
 
 @dataclass(frozen=True)
 class Received:
-    """An answer. how: it came. bounds: of the logits behind it."""
+    """An answer. how: it was sent. bounds: of its logits' errors."""
 
     case: str
     how: str
-    asked: Asked
+    request: Asked
     answer: Answer
     bounds: Bounds
 
     @property
     def histories(self) -> list[History]:
-        """Return the histories behind which logits are needed, in order."""
-        prompt = self.asked.prompt
-        answer = self.answer.token_ids
-        repeated = self.asked.echo is not None and self.asked.logprobs is not None
-        before = [(prompt[:end], prompt[end : end + 1]) for end in range(1, len(prompt))] if repeated else []
-        return [*before, (prompt, answer)]
+        """Return the histories whose logits are needed, in order."""
+        prompt = self.request.prompt
+        histories: list[History] = []
+        if self.request.echo is not None and self.request.logprobs is not None:
+            histories = [(prompt[:end], prompt[end : end + 1]) for end in range(1, len(prompt))]
+        return [*histories, (prompt, self.answer.token_ids)]
 
 
 class SamplingCheck:
@@ -85,118 +86,125 @@ class SamplingCheck:
         prompts = [list(prompt.prompt_ids) for prompt in case.prompts]
         body = {**case.body, "model": self._service.name, "prompt": prompts}
         how = "streamed" if stream else "whole"
-        with _named(case.name, how):
-            found = await self._answers(socket, _COMPLETIONS, body, stream, prompts)
-        for number, answer in enumerate(found):
-            of_prompt, choice = divmod(number, body.get("n", 1))
-            asked = self._asked(case, prompts[of_prompt], of_prompt, choice)
-            self._received.append(Received(case.name, how, asked, answer, self._bounds(case)))
+        with _name_case(case.name, how):
+            replies = await self._answers(socket, _COMPLETIONS, body, stream, prompts)
+        for number, answer in enumerate(replies):
+            prompt_number, choice = divmod(number, body.get("n", 1))
+            request = self._request(case, prompts[prompt_number], prompt_number, choice)
+            self._received.append(Received(case.name, how, request, answer, self._bounds(case)))
 
     async def _answers(
         self, socket: Path, url: str, body: Mapping[str, Any], stream: bool, prompts: Sequence[Sequence[int]]
     ) -> list[Answer]:
-        """Return the answers, whose number and usage are right. Raises CheckError."""
-        usage = {"stream_options": {"include_usage": True}} if stream else {}
+        """Return the answers, after a check of their number and usage. Raises CheckError."""
+        if stream:
+            body = {**body, "stream_options": {"include_usage": True}}
         try:
-            found, counts = await answers(socket, url, {**body, **usage}, stream)
+            replies, counts = await answers(socket, url, body, stream)
         except CheckError as error:
-            if _NO_GRAMMARS in str(error):  # without llguidance the engine's Python holds no answer to a form
+            if _NO_GRAMMARS in str(error):
                 return []
             raise
         count = len(prompts) * body.get("n", 1)
-        if len(found) != count:
-            raise CheckError(f"expected {count} answers, found {len(found)}")
+        if len(replies) != count:
+            raise CheckError(f"expected {count} answers, found {len(replies)}")
         if url == _COMPLETIONS:
-            expected = sum(map(len, prompts)), sum(len(answer.token_ids) for answer in found)
+            expected = sum(map(len, prompts)), sum(len(answer.token_ids) for answer in replies)
             if (counts["prompt_tokens"], counts["completion_tokens"]) != expected:
                 raise CheckError(f"usage: expected {expected[0]} and {expected[1]} tokens, found {counts}")
-        return found
+        return replies
 
     async def _chat(self, socket: Path, case: Case, room: int, stream: bool) -> None:
-        """Ask for a completion and a chat of the same prompt, which must be the same."""
+        """Request a completion and a chat of the same prompt: their answers must be the same."""
         service = self._service
-        how = "streamed" if stream else "whole"
         if service.chat.fault is not None:
             return
+        how = "streamed" if stream else "whole"
         common = {**case.body, "model": service.name}
-        messages = [{"role": "user", "content": _SAID}]
-        with _named(case.name, how):
-            said = {"model": service.name, "messages": messages}
-            prompt = (await post(socket, "/tokenize", said, "served"))["tokens"]
+        messages = [{"role": "user", "content": _MESSAGE}]
+        with _name_case(case.name, how):
+            chat_body = {"model": service.name, "messages": messages}
+            prompt = (await post(socket, "/tokenize", chat_body, "served"))["tokens"]
             if len(prompt) + case.body["max_tokens"] > room:
                 return
             (text,) = await self._answers(socket, _COMPLETIONS, {**common, "prompt": prompt}, stream, [prompt])
             count = common.pop("logprobs")
             body = {**common, "messages": messages, "logprobs": True, "top_logprobs": count}
             (chat,) = await self._answers(socket, _CHATS, body, stream, [prompt])
-        asked = self._asked(case, prompt, 0, 0)
+        request = self._request(case, prompt, 0, 0)
         bounds = self._bounds(case)
-        self._received.append(Received(case.name, how, asked, text, bounds))
-        reads = service.reasoning_format is not None  # then content is not all of the text
-        if bounds.largest and chat.text != text.text:  # which tokens came is not known
+        self._received.append(Received(case.name, how, request, text, bounds))
+        if bounds.largest and chat.text != text.text:  # the chat's tokens are not known
             return
-        chat = replace(chat, token_ids=text.token_ids, text=text.text if reads else chat.text)
-        self._received.append(Received(case.name, f"{how} chat", replace(asked, is_chat=True), chat, bounds))
+        chat = replace(chat, token_ids=text.token_ids)
+        if service.reasoning_format is not None:  # its content is only a part of the text
+            chat = replace(chat, text=text.text)
+        self._received.append(Received(case.name, f"{how} chat", replace(request, is_chat=True), chat, bounds))
 
-    def _asked(self, case: Case, prompt: Sequence[int], of_prompt: int, choice: int) -> Asked:
+    def _request(self, case: Case, prompt: Sequence[int], prompt_number: int, choice: int) -> Asked:
         body = case.body
-        rules = Rules.of({**body, "seed": body.get("seed", 0) + of_prompt}, self._service.ready.eos_token_ids)
+        rules = Rules.of({**body, "seed": body.get("seed", 0) + prompt_number}, self._service.ready.eos_token_ids)
         fields = {"logit_bias": "bias"}
         shown = [fields.get(name, name) for name in case.shows]
         plain = without(rules, *(name for name in shown if hasattr(rules, name)))
-        stop = body.get("stop", ())
+        echo = self._texts.decode(prompt) if body.get("echo") else None
         return Asked(
             prompt,
             rules,
             plain,
             body["max_tokens"],
             choice,
-            stop,
+            body.get("stop", ()),
             body.get("bad_words", ()),
             case.form,
             body.get("logprobs"),
-            self._texts.decode(prompt) if body.get("echo") else None,
+            echo,
         )
 
     def _bounds(self, case: Case) -> Bounds:
-        # A repeated prompt comes in chunks, the engines run along it token by token: last bits may differ.
+        # The server prefills a repeated prompt in chunks, the judge's run goes token by token: last bits may differ.
         if self._service.ready.batch_invariant and not case.body.get("echo"):
             return Bounds()
         rms = max(prompt.bounds.rms(prompt.counts) for prompt in case.prompts)
         return Bounds(max(prompt.bounds.largest for prompt in case.prompts), rms)
 
     def judge(self, model: Model) -> dict[str, SampledCase]:
-        """Judge what came, and return what was seen by case. model: the server's, opened here."""
-        entries = [each for each in self._received if each.answer.token_ids]
-        for each in self._received:
-            if not each.answer.token_ids:
-                self.failures.append(f"{each.case}, {each.how}: expected tokens, found none")
-        histories = list(dict.fromkeys(map(_hashable, (one for each in entries for one in each.histories))))
+        """Judge the answers; return the results by case. model: the server's, opened here."""
+        entries = []
+        unique_histories: dict[History, None] = {}
+        for received in self._received:
+            if not received.answer.token_ids:
+                self.failures.append(f"{received.case}, {received.how}: expected tokens, found none")
+                continue
+            entries.append(received)
+            unique_histories |= dict.fromkeys(map(_hashable, received.histories))
+        histories = list(unique_histories)
         verdicts: dict[str, dict[tuple[History, int], Verdict]] = {}
         with tempfile.TemporaryDirectory(prefix="lockstep-logits-") as folder:
             path = Path(folder, "logits.npy")
             if histories:
                 write_logits(model, histories, path)
             rows = _Rows(path, histories)
-            for each in entries:
-                logits = [rows.of(history) for history in each.histories]
-                by_answer = verdicts.setdefault(each.case, {})
-                same = _hashable(each.histories[-1]), each.asked.choice  # whole, streamed, in a chat
+            for received in entries:
+                logits = [rows.of(history) for history in received.histories]
+                by_answer = verdicts.setdefault(received.case, {})
+                same = _hashable(received.histories[-1]), received.request.choice  # whole, streamed, in a chat
                 if same not in by_answer:
-                    tokens = each.answer.token_ids
-                    by_answer[same] = judge_tokens(each.asked, tokens, logits[-1], self._texts, each.bounds)
-                    self.failures += [f"{each.case}, {each.how}: {line}" for line in by_answer[same].wrong]
-                verdict = judge(each.asked, each.answer, np.concatenate(logits), self._texts, each.bounds)
-                self.failures += [f"{each.case}, {each.how}: {line}" for line in verdict.wrong]
+                    tokens = received.answer.token_ids
+                    by_answer[same] = judge_tokens(received.request, tokens, logits[-1], self._texts, received.bounds)
+                    self.failures += [f"{received.case}, {received.how}: {line}" for line in by_answer[same].wrong]
+                verdict = judge(received.request, received.answer, np.concatenate(logits), self._texts, received.bounds)
+                self.failures += [f"{received.case}, {received.how}: {line}" for line in verdict.wrong]
                 by_answer[same] |= verdict
-        return {name: _summed([*found.values()]) for name, found in verdicts.items()}
+        return {name: _summed([*by_request.values()]) for name, by_request in verdicts.items()}
 
 
 class _Rows:
-    """Logits by the history that they are behind."""
+    """Logits by history."""
 
     def __init__(self, path: Path, histories: Sequence[History]):
-        self._logits = np.load(path, mmap_mode="r") if histories else np.zeros((0, 0), np.float32)
+        if histories:
+            self._logits = np.load(path, mmap_mode="r")
         ends = np.cumsum([len(answer) for _, answer in histories]).tolist()
         self._slices = {history: slice(end - len(history[1]), end) for history, end in zip(histories, ends)}
 
@@ -211,18 +219,19 @@ def _hashable(history: History) -> History:
 
 def _summed(verdicts: Sequence[Verdict]) -> SampledCase:
     errors = [verdict.logprob_error for verdict in verdicts if verdict.logprob_error is not None]
+    max_logprob_error = largest([*errors]) if errors else None
     return SampledCase(
         answers=sum(verdict.answers for verdict in verdicts),
         tokens=sum(verdict.tokens for verdict in verdicts),
         decided=sum(verdict.decided for verdict in verdicts),
         near=sum(verdict.near for verdict in verdicts),
-        max_logprob_error=largest([*errors]) if errors else None,
+        max_logprob_error=max_logprob_error,
     )
 
 
 @contextlib.contextmanager
-def _named(case: str, how: str) -> Iterator[None]:
-    """Name the request in what is raised."""
+def _name_case(case: str, how: str) -> Iterator[None]:
+    """Prepend the case to an error."""
     try:
         yield
     except CheckError as error:

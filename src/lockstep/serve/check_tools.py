@@ -1,4 +1,4 @@
-"""The part of the check `served` that asks for a tool call: a grammar holds it to its schema, and it comes again."""
+"""The part of the check `served` on tool calls: a call follows its schema, and the same request gets it again."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from lockstep.errors import CheckError, pip_install
 from lockstep.serve.client import post
 from lockstep.serve.service import Service
 
-# tokens of a request with a tool, and of its answer
-_ROOM = 768
-_TOKENS = 256
+_CONTEXT = 768  # tokens of the prompt with the tool, and of the answer
+_TOKENS = 256  # of the answer
 _NO_GRAMMARS = pip_install("grammar")  # in the error where llguidance is missing
 _CITIES = ["Paris", "Berlin"]
 _SCHEMA = {
@@ -24,15 +23,15 @@ _TOOL = {"name": "weather", "description": "Tell the weather of a city.", "param
 
 
 def calls_tools(service: Service) -> bool:
-    """Return whether the model has a format of calls and room for one, and its reasoning can be ended."""
+    """Return whether the model has a format of calls and context for one, and its reasoning can be cut off."""
     reasoning = service.reasoning_format
     has_format = service.tool_format is not None and service.chat.fault is None
     can_end = reasoning is None or service.tokenizer.token_id(reasoning.end) is not None
-    return has_format and can_end and service.ready.max_seq_len >= _ROOM
+    return has_format and can_end and service.ready.max_seq_len >= _CONTEXT
 
 
 async def tool_call(service: Service, socket: Path) -> tuple[int, str | None]:
-    """Ask twice for a call; return how many answers came, and what is wrong with them, if anything is."""
+    """Request a call twice; return the number of answers, and a line about their fault, if any."""
     body = {
         "model": service.name,
         "messages": [{"role": "user", "content": "How is the weather in Paris?"}],
@@ -48,12 +47,15 @@ async def tool_call(service: Service, socket: Path) -> tuple[int, str | None]:
         for _ in range(2):
             answers += (await post(socket, "/v1/chat/completions", body, "served"))["choices"]
     except CheckError as error:
-        # Without llguidance the engine's Python cannot hold an answer to a schema.
-        return len(answers), None if _NO_GRAMMARS in str(error) else f"tool call: {error}"
+        if _NO_GRAMMARS in str(error):
+            return len(answers), None
+        return len(answers), f"tool call: {error}"
     first, second = answers
     functions = [call["function"] for call in first["message"].get("tool_calls", ())]
     expected = [[{"name": _TOOL["name"], "arguments": {"city": city}}] for city in _CITIES]
-    if [{**each, "arguments": json.loads(each["arguments"])} for each in functions] not in expected:
-        said = json.dumps(first["message"])[:200]
-        return 2, f"tool call: expected one of weather with a city of its schema, found {said}"
-    return 2, None if first == second else f"tool call: expected one answer, found {json.dumps(answers)[:300]}"
+    if [{**function, "arguments": json.loads(function["arguments"])} for function in functions] not in expected:
+        message = json.dumps(first["message"])[:200]
+        return 2, f"tool call: expected one of weather with a city of its schema, found {message}"
+    if first != second:
+        return 2, f"tool call: expected one answer, found {json.dumps(answers)[:300]}"
+    return 2, None

@@ -1,4 +1,4 @@
-"""A client for the server's own checks: completions and chats over a Unix socket."""
+"""A client for the check `served`: completions and chats over a Unix socket."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ async def get(path: Path, url: str) -> Any:
 
 
 async def post(path: Path, url: str, body: Mapping[str, Any], request_id: str) -> Any:
-    """Return the JSON that a body is answered with. Raises CheckError for another status than 200."""
+    """Return the JSON answer to a body. Raises CheckError for another status than 200."""
     return await _json(path, url, _post(url, body, f"X-Request-Id: {request_id}"))
 
 
 async def _json(path: Path, url: str, request: bytes) -> Any:
-    async with _asked(path, request) as reader:
+    async with _connect(path, request) as reader:
         return json.loads(b"".join([part async for part in _body(reader, url)]))
 
 
 async def complete(path: Path, body: Mapping[str, Any], leave_after: int | None = None) -> AsyncIterator[Answer]:
-    """Send one completion of one choice; yield the answer so far at each event, `leave_after` at most.
+    """Send a completion of one choice; yield the answer so far at each event, and disconnect after `leave_after`.
 
     Raises CheckError.
     """
     answer = Answer()
     if leave_after == 0:
-        async with _asked(path, _post("/v1/completions", _streamed(body))):
+        async with _connect(path, _post("/v1/completions", _streamed(body))):
             return
     pieces = 0
     async with contextlib.aclosing(_events(path, "/v1/completions", body)) as events:
@@ -51,13 +51,15 @@ async def complete(path: Path, body: Mapping[str, Any], leave_after: int | None 
 async def answers(path: Path, url: str, body: Mapping[str, Any], stream: bool) -> tuple[list[Answer], Any]:
     """Send a completion or a chat; return the answer of each choice, and the usage. Raises CheckError."""
     if not stream:
-        whole = await post(path, url, {**body, "return_token_ids": True}, "answers")
-        choices = whole["choices"]
-        usage = whole["usage"]
+        answer = await post(path, url, {**body, "return_token_ids": True}, "answers")
+        choices = answer["choices"]
+        usage = answer["usage"]
     else:
-        events = [event async for event in _events(path, url, body)]
-        choices = [choice for event in events for choice in event["choices"]]
-        usage = next((event["usage"] for event in events if event.get("usage")), None)
+        choices = []
+        usage = None
+        async for event in _events(path, url, body):
+            choices += event["choices"]
+            usage = usage or event.get("usage")
     by_index: dict[int, Answer] = {}
     for choice in choices:
         _add(by_index.setdefault(choice["index"], Answer()), choice)
@@ -76,10 +78,10 @@ def _post(url: str, body: Mapping[str, Any], *headers: str) -> bytes:
 
 async def _events(path: Path, url: str, body: Mapping[str, Any]) -> AsyncGenerator[Any]:
     """Yield the events of a stream. Raises CheckError for an error, and for a stream without its end."""
-    rest = b""
-    async with _asked(path, _post(url, _streamed(body))) as reader:
+    buffer = b""
+    async with _connect(path, _post(url, _streamed(body))) as reader:
         async for part in _body(reader, url):
-            *events, rest = (rest + part).split(b"\n\n")
+            *events, buffer = (buffer + part).split(b"\n\n")
             for event in events:
                 if event == b"data: [DONE]":
                     return
@@ -108,7 +110,7 @@ def _add(answer: Answer, choice: Mapping[str, Any]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _asked(path: Path, request: bytes) -> AsyncIterator[asyncio.StreamReader]:
+async def _connect(path: Path, request: bytes) -> AsyncIterator[asyncio.StreamReader]:
     reader, writer = await asyncio.open_unix_connection(str(path))
     try:
         writer.write(request)

@@ -1,4 +1,4 @@
-"""What is known of a request for tokens when it has ended, for the request log and for traces."""
+"""Requests for tokens that have ended, for the request log and for traces."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lockstep.serve.stream import FINISH_REASONS, Stream, StreamError
 
-CLIENT_GONE = 499  # status of a request whose client left before there was one, as proxies log it
-_NOTES = "lockstep.request"  # in the scope of a request: what its handler knows of it
+CLIENT_GONE = 499  # as proxies log a request whose client left before it had a status
+_NOTES = "lockstep.request"  # key in a request's ASGI scope: what `note` wrote
 
 
-def note(scope: Scope, **known: Any) -> None:
-    """Note what is known of an HTTP request: `id`, `stream`, `in_chunks`, or its `error`."""
-    scope.setdefault(_NOTES, {}).update(known)
+def note(scope: Scope, **fields: Any) -> None:
+    """Note fields of an HTTP request for its `EndedRequest`: `id`, `stream`, `in_chunks`, `error`."""
+    scope.setdefault(_NOTES, {}).update(fields)
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class EndedRequest:
     """A request that has ended, or was refused.
 
     began: by `time.monotonic`. endpoint: method and path, of gRPC the method. headers: those of HTTP, or gRPC's
-    metadata. stream: of what made tokens for it. in_chunks: whether its answer came in chunks.
+    metadata. stream: None if no tokens were generated. in_chunks: whether the answer was streamed.
     """
 
     began: float
@@ -40,8 +40,10 @@ class EndedRequest:
 
     @property
     def error_code(self) -> str | None:
-        error = self.error or (self.stream.error if self.stream else None)
-        return error.code if error else None
+        error = self.error
+        if error is None and self.stream is not None:
+            error = self.stream.error
+        return None if error is None else error.code
 
     def figures(self) -> dict[str, Any]:
         """Return tokens, reasons and times of its answers; times are from when it was queued, as in /metrics."""
@@ -52,13 +54,17 @@ class EndedRequest:
         unfinished = "error" if stream.error else "abort"
         admitted = min((prompt.admitted for prompt in stream.prompts if prompt.admitted is not None), default=None)
         reasons = [choice.finish and FINISH_REASONS.get(choice.finish, choice.finish) for choice in stream.choices]
+
+        def seconds_until(event: float | None) -> float | None:
+            return event and round(event - stream.began, 6)
+
         return {
             "prompt_tokens": stream.num_prompt_tokens,
             "completion_tokens": stream.num_answer_tokens,
             "n": stream.prompts[0].request.n,
             "finish_reasons": [reason or unfinished for reason in reasons],
-            "queue_seconds": None if admitted is None else round(admitted - stream.began, 6),
-            "ttft_seconds": None if stream.first_token is None else round(stream.first_token - stream.began, 6),
+            "queue_seconds": seconds_until(admitted),
+            "ttft_seconds": seconds_until(stream.first_token),
         }
 
 
@@ -66,7 +72,9 @@ Observer = Callable[[EndedRequest], None]
 
 
 def observed(app: ASGIApp, observers: Sequence[Observer]) -> ASGIApp:
-    """Return the application that tells observers of each request with a `note`, when it has ended."""
+    """Return the application, which calls observers with each request with a `note` when it has ended."""
+    if not observers:
+        return app
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         began = time.monotonic()
@@ -87,4 +95,4 @@ def observed(app: ASGIApp, observers: Sequence[Observer]) -> ASGIApp:
                 for observe in observers:
                     observe(ended)
 
-    return call if observers else app
+    return call

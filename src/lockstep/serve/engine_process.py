@@ -1,10 +1,10 @@
-"""The engine in a process of its own.
+"""The engine process.
 
-`python -m lockstep.serve.engine_process FD`: FD is the number of a socket to the API process. It opens what its first
-frame names, and then steps while there are requests.
+`python -m lockstep.serve.engine_process FD`: FD is the number of a socket to the API process. It opens the engines that
+its first frame names, and then steps while there are requests.
 
-It keeps nothing that could be lost: the API process knows the requests and the tokens that were given out, and brings
-them to another engine. Without the API process it ends.
+Nothing is lost if it dies: the API process has the requests and their tokens, and sends them to a new engine. Without
+the API process it ends.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from lockstep.serve.settings import EngineOptions
 from lockstep.step.sampling import Logprobs
 
 TICK = 1.0  # seconds between the signs of life of an idle engine
-_SOON = 0.005  # seconds between looks at what is being read
+_POLL_S = 0.005  # while an adapter is being read
 _ERRORS = {error.__name__: error for error in (InputError, CheckError)}
 
 
 def main() -> None:
     """Serve until the API process has closed its end."""
-    # The API process ends this one: a Ctrl-C at the terminal that both hang on is its business, and so is SIGTERM.
+    # The API process drains first and then ends this one; Ctrl-C at their terminal sends signals to both.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=int(sys.argv[1])) as end, contextlib.suppress(EOFError):
@@ -72,7 +72,8 @@ def _serve(connection: Connection) -> None:
     engine, adapters, ready = _open(options)
     processes.freeze_heap()
     connection.send({"type": "ready", "ready": asdict(ready)})
-    _Loop(connection, engine, AdapterLoader(adapters, options.checkpoint) if adapters else None).run(frames)
+    loader = AdapterLoader(adapters, options.checkpoint) if adapters else None
+    _Loop(connection, engine, loader).run(frames)
 
 
 def _open(options: EngineOptions) -> tuple[Engine, Adapters | None, Ready]:
@@ -90,11 +91,10 @@ def _open(options: EngineOptions) -> tuple[Engine, Adapters | None, Ready]:
         chunk_size=options.chunk_size,
         adapters_json=options.adapters,
     )
-    lost = _load_again(model, options)
-    asked = options.speculative
+    lost = _reload_adapters(model, options)
     speculation = None
-    if asked is not None:
-        speculation = open_speculation(model, Speculative(**asked), options.threads)
+    if options.speculative is not None:
+        speculation = open_speculation(model, Speculative(**options.speculative), options.threads)
     model.warm_up()
     grammars = Compiler(options.assembly, model.vocab_size, model.eos_token_ids, options.grammar_seconds)
     engine = Engine(
@@ -110,6 +110,9 @@ def _open(options: EngineOptions) -> tuple[Engine, Adapters | None, Ready]:
         pass
     pool = model.tables.pool
     scheduler = engine.scheduler
+    adapters = {}
+    if model.adapters:
+        adapters = {name: adapter.sha256 for name, adapter in model.adapters.known.items()}
     ready = Ready(
         identity=root_key(model).hex(),
         backend=model.engines.manifest.backend,
@@ -126,19 +129,19 @@ def _open(options: EngineOptions) -> tuple[Engine, Adapters | None, Ready]:
         num_pages=pool.num_pages,
         prompt_logprobs=model.gives_all_logits,
         verifies_drafts=model.verifies_drafts,
-        adapters={name: adapter.sha256 for name, adapter in model.adapters.known.items()} if model.adapters else {},
+        adapters=adapters,
         lost_adapters=lost,
         kv_cache_dtype=model.engines.assembly.kv_cache_dtype,
     )
     return engine, model.adapters, ready
 
 
-def _load_again(model: Model, options: EngineOptions) -> dict[str, str]:
-    """Load the adapters that the engine before this one had; return why, of those that cannot be loaded."""
+def _reload_adapters(model: Model, options: EngineOptions) -> dict[str, str]:
+    """Load the adapters that the previous engine had loaded; return errors, by name."""
     lost = {}
     for name, folder, digest in options.loaded:
         try:
-            assert model.adapters is not None  # whose graphs took them
+            assert model.adapters is not None  # the same model loaded them before
             adapter = AdapterLoader(model.adapters, options.checkpoint).read(name, folder)
             if adapter.sha256 != digest:
                 raise InputError(f"adapter {name!r}: {folder}: expected sha256 {digest}, found {adapter.sha256}")
@@ -149,44 +152,50 @@ def _load_again(model: Model, options: EngineOptions) -> dict[str, str]:
 
 
 class _Loop:
-    """The loop of the process: frames, and steps between them."""
+    """The loop of the process: handle frames, and step."""
 
     def __init__(self, connection: Connection, engine: Engine, loader: AdapterLoader | None):
         self._connection = connection
         self._engine = engine
         self._loader = loader
-        self._said_failure = False
+        self._has_warned = False
 
     def run(self, frames: list[Frame]) -> None:
         engine = self._engine
         connection = self._connection
-        said = 0.0
+        last_sent = 0.0
         while True:
             for frame in frames:
-                self._take(frame)
+                self._handle(frame)
             if engine.has_work:
-                made = engine.step()
-                self._say_failure()
+                tokens = engine.step()
+                self._warn_of_speculation()
                 for number, message in engine.refused:
                     self._refuse(number, message, message.partition(":")[0])
-                prompts = [[number, first, list(map(_packed, each))] for number, first, each in engine.prompt_logprobs]
-                if made or engine.admitted or prompts or time.monotonic() - said >= TICK:
-                    said = time.monotonic()
-                    step = {"type": "step", "tokens": [_entry(token) for token in made], "admitted": engine.admitted}
-                    connection.send({**step, **({"prompts": prompts} if prompts else {}), **self._counters()})
-            elif time.monotonic() - said >= TICK:
-                said = time.monotonic()
+                prompts = [[number, first, list(map(_pack, row))] for number, first, row in engine.prompt_logprobs]
+                if tokens or engine.admitted or prompts or time.monotonic() - last_sent >= TICK:
+                    last_sent = time.monotonic()
+                    step = {"type": "step", "tokens": list(map(_entry, tokens)), "admitted": engine.admitted}
+                    if prompts:
+                        step["prompts"] = prompts
+                    connection.send(step | self._counters())
+            elif time.monotonic() - last_sent >= TICK:
+                last_sent = time.monotonic()
                 connection.send({"type": "tick", **self._counters()})
-            loads = self._loader is not None and self._loader.under_way
-            idle = _SOON if loads else TICK
-            frames = connection.receive(0.0 if engine.has_work else idle)
-            if loads:
-                self._take_loaded()
+            is_loading = self._loader is not None and self._loader.under_way
+            wait = TICK
+            if engine.has_work:
+                wait = 0.0
+            elif is_loading:
+                wait = _POLL_S
+            frames = connection.receive(wait)
+            if is_loading:
+                self._add_loaded()
 
-    def _take(self, frame: Frame) -> None:
+    def _handle(self, frame: Frame) -> None:
         id = frame["id"]
         if frame["type"] in ("load", "unload"):
-            assert self._loader is not None  # nobody asks where graphs take none
+            assert self._loader is not None  # the API process refuses adapters where the graphs take none
             if frame["type"] == "load":
                 self._loader.start(id, frame["name"], frame["folder"])
             else:
@@ -200,24 +209,24 @@ class _Loop:
         except InputError as error:
             self._refuse(id, str(error))
 
-    def _take_loaded(self) -> None:
-        """Add the adapters that were read meanwhile, and answer their frames."""
+    def _add_loaded(self) -> None:
+        """Add the adapters that have been read, and answer their frames."""
         assert self._loader is not None
         for id, adapter in self._loader.poll():
             try:
                 if isinstance(adapter, str):
                     raise InputError(adapter)
                 self._loader.adapters.add(adapter)
-                said = {"type": "loaded", "id": id, "sha256": adapter.sha256}
+                reply = {"type": "loaded", "id": id, "sha256": adapter.sha256}
             except InputError as error:
-                said = {"type": "not_loaded", "id": id, "message": str(error)}
-            self._connection.send(said)
+                reply = {"type": "not_loaded", "id": id, "message": str(error)}
+            self._connection.send(reply)
 
-    def _say_failure(self) -> None:
-        """Say once that nothing is drafted any more."""
+    def _warn_of_speculation(self) -> None:
+        """Log once that speculation is disabled."""
         speculation = self._engine.speculation
-        if speculation is not None and speculation.failure and not self._said_failure:
-            self._said_failure = True
+        if speculation is not None and speculation.failure and not self._has_warned:
+            self._has_warned = True
             say(speculation.failure)
 
     def _refuse(self, id: int, message: str, param: str | None = None) -> None:
@@ -227,7 +236,7 @@ class _Loop:
         engine = self._engine
         scheduler = self._engine.scheduler
         pool = scheduler.tables.pool
-        return {
+        counters: dict[str, Any] = {
             "running": scheduler.num_running,
             "waiting": scheduler.num_waiting,
             "free_pages": pool.num_available,
@@ -235,16 +244,20 @@ class _Loop:
             "swaps": scheduler.num_swaps,
             "prefix_queries": engine.prefix_queries,
             "prefix_hits": engine.prefix_hits,
-            **({"speculative": engine.speculation.counts()} if engine.speculation else {}),
         }
+        if engine.speculation:
+            counters["speculative"] = engine.speculation.counts()
+        return counters
 
 
 def _entry(token: Token) -> list[Any]:
-    logprobs = [] if token.logprobs is None else _packed(token.logprobs)
-    return [token.request, token.choice, token.token, token.finish, *logprobs]
+    entry = [token.request, token.choice, token.token, token.finish]
+    if token.logprobs is not None:
+        entry += _pack(token.logprobs)
+    return entry
 
 
-def _packed(logprobs: Logprobs) -> list[Any]:
+def _pack(logprobs: Logprobs) -> list[Any]:
     return [finite(logprobs.chosen), [(token, finite(value)) for token, value in logprobs.top]]
 
 

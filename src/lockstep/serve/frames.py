@@ -1,12 +1,12 @@
 """The frames between API process and engine process, over a socket.
 
-Each is a length (4 bytes, big-endian) and a JSON object in UTF-8. Standard library alone: the engine's Python may have
-no more.
+Each is a length (4 bytes, big-endian) and a JSON object in UTF-8. Standard library only: the engine's Python may have
+nothing else.
 
 To the engine: "open" (first), "add", "abort", "load" and "unload" (an adapter). From it: "ready" or "failed" (first),
 then "step" (tokens of one step, and the log-probabilities of prompts whose requests have them) and "tick" (an idle
-engine, each second), both with its counters, "refused" for a request that it cannot take, with "param" where one field
-of the request's body is why, and "loaded" or "not_loaded" after a "load".
+engine, each second), both with its counters, "refused" for an invalid request, with "param" for the field at fault, and
+"loaded" or "not_loaded" after a "load".
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lockstep.step.sampling import Sampling
 
 Frame = dict[str, Any]
 HEADER = struct.Struct("!I")
-LARGEST = 1 << 28  # bytes: of a frame that is none, its length would be any number
+LARGEST = 1 << 28  # bytes: the length of a corrupt frame may be any number
 _BUFFER = 1 << 22
 _DEFAULTS = asdict(Sampling())
 
@@ -64,7 +64,7 @@ def packed(frame: Mapping[str, Any]) -> bytes:
 
 def split(data: bytearray) -> list[bytes]:
     """Take all whole frames off the front of `data`, and return them. Raises InputError for one too long."""
-    found = []
+    frames = []
     at = 0
     while len(data) - at >= HEADER.size:
         (size,) = HEADER.unpack_from(data, at)
@@ -73,15 +73,17 @@ def split(data: bytearray) -> list[bytes]:
         end = at + HEADER.size + size
         if len(data) < end:
             break
-        found.append(bytes(memoryview(data)[at + HEADER.size : end]))
+        frames.append(bytes(memoryview(data)[at + HEADER.size : end]))
         at = end
     del data[:at]
-    return found
+    return frames
 
 
 def packed_add(number: int, request: Request) -> bytes:
     """Return the frame "add" of request `number`."""
     sampling = request.sampling
+    # Not by asdict, which copies all values: an HTTP request may have 256 prompts.
+    changed = {name: getattr(sampling, name) for name in _DEFAULTS if getattr(sampling, name) != _DEFAULTS[name]}
     return packed(
         {
             "type": "add",
@@ -89,33 +91,32 @@ def packed_add(number: int, request: Request) -> bytes:
             "prompt_ids": [int(token) for token in request.prompt_ids],
             "max_new_tokens": request.max_new_tokens,
             "stop_ids": sorted(request.stop_ids),
-            # Not by asdict, which copies all values: a request may be of 256 prompts.
-            "sampling": {name: value for name in _DEFAULTS if (value := getattr(sampling, name)) != _DEFAULTS[name]},
+            "sampling": changed,
             "n": request.n,
             "choice": request.choice,
             "priority": request.priority,
             "cache_salt": request.cache_salt,
             "answer_ids": list(request.answer_ids),
-            **({} if request.adapter is None else {"adapter": request.adapter}),
-            **({} if request.prompt_logprobs is None else {"prompt_logprobs": request.prompt_logprobs}),
-            **({} if request.grammar is None else {"grammar": asdict(request.grammar)}),
+            "adapter": request.adapter,
+            "prompt_logprobs": request.prompt_logprobs,
+            "grammar": request.grammar and asdict(request.grammar),
         }
     )
 
 
 def request_of(frame: Frame) -> Request:
     """Return the request of a frame "add"."""
-    taken = {field.name: frame[field.name] for field in fields(Request) if field.name in frame}
+    values = {field.name: frame[field.name] for field in fields(Request) if field.name in frame}
     sampling = dict(frame["sampling"])
     if "logit_bias" in sampling:
         sampling["logit_bias"] = {int(token): bias for token, bias in sampling["logit_bias"].items()}
-    if "bad_words" in sampling:
+    if "bad_words" in sampling:  # texts, or lists of tokens
         words = sampling["bad_words"]
         sampling["bad_words"] = tuple(word if isinstance(word, str) else tuple(word) for word in words)
-    taken["stop_ids"] = frozenset(frame["stop_ids"])
-    if "grammar" in taken:
-        taken["grammar"] = Grammar(**taken["grammar"])
-    return Request(**{**taken, "sampling": Sampling(**sampling)})
+    values["stop_ids"] = frozenset(frame["stop_ids"])
+    if values.get("grammar") is not None:
+        values["grammar"] = Grammar(**values["grammar"])
+    return Request(**{**values, "sampling": Sampling(**sampling)})
 
 
 def finite(logprob: float) -> float:
@@ -124,7 +125,7 @@ def finite(logprob: float) -> float:
 
 
 class Connection:
-    """The engine's end of the socket, which never waits for a reader: what does not go out now goes out later."""
+    """The engine's end of the socket. It never blocks on its reader: what cannot be sent now is sent later."""
 
     def __init__(self, end: socket.socket):
         end.setblocking(False)
@@ -132,16 +133,16 @@ class Connection:
         self._end = end
         self._in = bytearray()
         self._out = bytearray()
-        self._poll = select.poll()  # which `select.select` is not for descriptors from 1,024 on
+        self._poll = select.poll()  # `select.select` cannot watch descriptors above 1,023
         self._poll.register(end, 0)
 
     def send(self, frame: Mapping[str, Any]) -> None:
-        """Send a frame, as far as it goes. Raises EOFError where the other end is closed."""
+        """Send a frame, as far as possible without blocking. Raises EOFError where the other end is closed."""
         self._out += packed(frame)
         self.flush()
 
     def flush(self) -> None:
-        """Send what is left, as far as it goes."""
+        """Send what is left, as far as possible without blocking."""
         try:
             while self._out:
                 del self._out[: self._end.send(self._out)]
@@ -157,17 +158,20 @@ class Connection:
 
     def receive(self, seconds: float) -> list[Frame]:
         """Return all frames, after up to `seconds` for the first. Raises EOFError."""
-        come = self._wait(select.POLLIN | (select.POLLOUT if self._out else 0), seconds)
-        if come & select.POLLOUT:
+        events = select.POLLIN
+        if self._out:
+            events |= select.POLLOUT
+        ready = self._wait(events, seconds)
+        if ready & select.POLLOUT:
             self.flush()
-        if come & ~select.POLLOUT:  # or the other end is closed
+        if ready & ~select.POLLOUT:  # data, or the end of the other side
             self._fill()
         return [json.loads(frame) for frame in split(self._in)]
 
     def _wait(self, events: int, seconds: float) -> int:
-        """Return those of some events that come within `seconds`, as bits; an end or an error in any case."""
+        """Return which of the events, errors and ends occur within `seconds`, as bits."""
         self._poll.modify(self._end, events)
-        return sum(come for _, come in self._poll.poll(math.ceil(seconds * 1000)))
+        return sum(ready for _, ready in self._poll.poll(math.ceil(seconds * 1000)))
 
     def _fill(self) -> None:
         try:

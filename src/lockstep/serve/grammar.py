@@ -1,4 +1,4 @@
-"""The grammar of an answer, from the fields that OpenAI's and vLLM's APIs have."""
+"""The grammar of an answer, from the fields of OpenAI's and vLLM's APIs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ from lockstep.runtime.grammar import Grammar, Kind
 from lockstep.serve.bodies import BadRequest
 
 FIELDS = ("response_format", "guided_json", "guided_regex", "guided_grammar", "guided_choice", "structured_outputs")
-_LONGEST = 1 << 18  # characters: all other requests wait while an engine reads a frame
-_STRUCTURED = ("json", "json_object", "regex", "grammar", "choice")
-_HARMLESS = ("disable_fallback",)  # there is no other backend to fall back to
+_MAX_CHARACTERS = 1 << 18  # all other requests wait while an engine reads a frame
+_KINDS: dict[str, Kind] = {
+    "json": "json_schema",
+    "json_object": "json_object",
+    "regex": "regex",
+    "grammar": "lark",
+    "choice": "lark",
+}
+_IGNORED = ("disable_fallback",)  # there is no other backend to fall back to
 
 
 def grammar_of(body: Any) -> Grammar | None:
-    """Return the grammar in a body's fields `FIELDS`; None without any. Raises BadRequest for a bad one, or two."""
-    found: list[Grammar] = []
+    """Return the grammar in a body's `FIELDS`, None without one. Raises BadRequest for an invalid one, and for two."""
+    grammars: list[Grammar] = []
     for name in FIELDS:
         value = getattr(body, name, None)
         if value is None:
@@ -26,13 +32,15 @@ def grammar_of(body: Any) -> Grammar | None:
         elif name == "structured_outputs":
             grammar = _structured_outputs(value)
         else:
-            grammar = _made(name.removeprefix("guided_"), value, name)
+            grammar = _grammar(name.removeprefix("guided_"), value, name)
         if grammar is not None:
-            found.append(grammar)
-    if len(found) > 1:
-        names = " and ".join(grammar.name for grammar in found)
-        raise BadRequest(f"{found[1].name}: expected one form of the answer, found {names}", found[1].name)
-    return found[0] if found else None
+            grammars.append(grammar)
+    if not grammars:
+        return None
+    if len(grammars) > 1:
+        names = " and ".join(grammar.name for grammar in grammars)
+        raise BadRequest(f"{grammars[1].name}: expected one form of the answer, found {names}", grammars[1].name)
+    return grammars[0]
 
 
 def _response_format(value: Any) -> Grammar | None:
@@ -42,42 +50,42 @@ def _response_format(value: Any) -> Grammar | None:
         return None
     if kind == "json_object":
         if value.get("json_schema") is not None:
-            raise BadRequest(f"{name}: expected type json_schema beside json_schema, found json_object", name)
-        schema = value.get("schema")
-        return Grammar("json_object", name=name) if schema is None else _made("json", schema, name)
+            raise BadRequest(f"{name}: expected type json_schema with json_schema, found json_object", name)
+        if value.get("schema") is None:
+            return Grammar("json_object", name=name)
+        return _grammar("json", value["schema"], name)
     if kind == "json_schema":
-        given = value.get("json_schema")
-        if not isinstance(given, dict) or "schema" not in given:
+        schema_field = value.get("json_schema")
+        if not isinstance(schema_field, dict) or "schema" not in schema_field:
             raise BadRequest(f"{name}: expected a schema in json_schema.schema, found none", name)
-        return _made("json", given["schema"], name)
-    found = "none" if kind is None else repr(str(kind)[:60])
-    raise BadRequest(f"{name}: expected type text, json_object or json_schema, found {found}", name)
+        return _grammar("json", schema_field["schema"], name)
+    shown = "none"
+    if kind is not None:
+        shown = repr(str(kind)[:60])
+    raise BadRequest(f"{name}: expected type text, json_object or json_schema, found {shown}", name)
 
 
 def _structured_outputs(value: Any) -> Grammar | None:
     name = "structured_outputs"
     if not isinstance(value, dict):
         raise BadRequest(f"{name}: expected an object, found another value", name)
-    given = {key: each for key, each in value.items() if each is not None and each is not False}
-    known = [key for key in _STRUCTURED if key in given]
-    if len(known) > 1 or given.keys() - {*_STRUCTURED, *_HARMLESS}:
-        raise BadRequest(
-            f"{name}: expected one of {', '.join(_STRUCTURED)}, found {', '.join(sorted(given))[:80]}", name
-        )
-    return _made(known[0], given[known[0]], name) if known else None
+    set_keys = {key for key, setting in value.items() if setting is not None and setting is not False}
+    keys = [key for key in _KINDS if key in set_keys]
+    if len(keys) > 1 or set_keys - {*_KINDS, *_IGNORED}:
+        raise BadRequest(f"{name}: expected one of {', '.join(_KINDS)}, found {', '.join(sorted(set_keys))[:80]}", name)
+    return None if not keys else _grammar(keys[0], value[keys[0]], name)
 
 
-def _made(key: str, value: Any, name: str) -> Grammar:
-    """Return the grammar of the field `name`; key: as vLLM calls what `value` is."""
+def _grammar(key: str, value: Any, name: str) -> Grammar:
+    """Return the grammar of the field `name`; key: vLLM's name of its kind."""
     if key == "json_object":
         return Grammar("json_object", name=name)
-    kinds: dict[str, Kind] = {"json": "json_schema", "regex": "regex", "grammar": "lark", "choice": "lark"}
     if key == "json":
         text = _schema(value, name)
     elif key == "choice":
-        if not isinstance(value, list) or not value or not all(isinstance(each, str) and each for each in value):
+        if not isinstance(value, list) or not value or not all(isinstance(text, str) and text for text in value):
             raise BadRequest(f"{name}: expected a list of texts, found another value", name)
-        text = "start: " + " | ".join(json.dumps(each, ensure_ascii=False) for each in value)
+        text = "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in value)
     elif isinstance(value, str) and value:
         text = value
     else:
@@ -86,17 +94,18 @@ def _made(key: str, value: Any, name: str) -> Grammar:
         text.encode()
     except UnicodeEncodeError:
         raise BadRequest(f"{name}: expected text in UTF-8, found half a surrogate pair", name) from None
-    if len(text) > _LONGEST:
-        raise BadRequest(f"{name}: expected at most {_LONGEST} characters, found {len(text)}", name)
-    return Grammar(kinds[key], text, name)
+    if len(text) > _MAX_CHARACTERS:
+        raise BadRequest(f"{name}: expected at most {_MAX_CHARACTERS} characters, found {len(text)}", name)
+    return Grammar(_KINDS[key], text, name)
 
 
 def _schema(value: Any, name: str) -> str:
     try:
-        value = json.loads(value) if isinstance(value, str) else value
+        if isinstance(value, str):
+            value = json.loads(value)
         if isinstance(value, dict | bool):
             return json.dumps(value)
-        found = "another value"
+        fault = "another value"
     except (ValueError, RecursionError) as error:
-        found = str(error)
-    raise BadRequest(f"{name}: expected a JSON schema, found {found}", name)
+        fault = str(error)
+    raise BadRequest(f"{name}: expected a JSON schema, found {fault}", name)

@@ -1,8 +1,7 @@
 """The messages of the KServe v2 gRPC protocol, package "inference".
 
-With the numbers that the public protocol and Triton's model configuration give their fields. Made from the table below
-when this module is imported, in a pool of their own: no generated code, whose version would have to fit the installed
-protobuf, and no clash with a client's.
+Field numbers are those of the public protocol and of Triton's model configuration. The classes are built from the table
+below, not generated: generated code must match the installed protobuf. A separate pool avoids clashes with a client's.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 SERVICE = "inference.GRPCInferenceService"
 # A message a line: its name, then fields as NAME:TYPE:NUMBER. TYPE[]: repeated; {TYPE}: a map from strings; TYPE|: one
-# of the message's only oneof. A name with a dot lies inside the message before the dot. An enum is a line too: its
+# of the message's only oneof. A name with a dot is nested in the message before the dot. An enum is a line too: its
 # values are numbered from 0.
 _TABLE = """
 ServerLiveRequest
@@ -88,7 +87,7 @@ _SCALARS = {
 
 def _classes() -> dict[str, Any]:
     file = descriptor_pb2.FileDescriptorProto(name="lockstep/inference.proto", package="inference", syntax="proto3")
-    made: dict[str, Any] = {}
+    messages: dict[str, Any] = {}
     for line in _TABLE.splitlines():
         if line:
             path, *fields = line.split()
@@ -101,13 +100,14 @@ def _classes() -> dict[str, Any]:
                 )
                 continue
             outer, _, inner = path.rpartition(".")
-            message = made[path] = made[outer].nested_type.add() if outer else file.message_type.add()
-            message.name = inner
+            siblings = messages[outer].nested_type if outer else file.message_type
+            message = siblings.add(name=inner)
+            messages[path] = message
             for field in fields:
                 _add_field(message, path, *field.split(":"))
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
-    return {path: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"inference.{path}")) for path in made}
+    return {path: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"inference.{path}")) for path in messages}
 
 
 def _add_field(message: Any, path: str, name: str, kind: str, number: str) -> None:
@@ -129,8 +129,10 @@ def _add_field(message: Any, path: str, name: str, kind: str, number: str) -> No
         field.label = _Field.LABEL_REPEATED
     if kind in _SCALARS:
         field.type = _SCALARS[kind]
+    elif kind.startswith("."):  # nested in this message
+        field.type_name = f".inference.{path}{kind}"
     else:  # a message or an enum: the pool knows which
-        field.type_name = f".inference.{path}{kind}" if kind.startswith(".") else f".inference.{kind}"
+        field.type_name = f".inference.{kind}"
 
 
 MESSAGES = _classes()

@@ -14,7 +14,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from lockstep.errors import InputError
-from lockstep.serve.app import check_key
+from lockstep.serve.access import check_key
 from lockstep.serve.bodies import Access, BadRequest
 from lockstep.serve.ended_requests import CLIENT_GONE, EndedRequest
 from lockstep.serve.grpc_messages import MESSAGES, SERVICE
@@ -34,7 +34,7 @@ _CODES = {
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     503: grpc.StatusCode.UNAVAILABLE,
 }
-_CONTENTS = {  # where a tensor's values stand that are not raw
+_CONTENTS = {  # fields of a tensor's values that are not raw
     "BOOL": "bool_contents",
     **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
     "INT64": "int64_contents",
@@ -49,7 +49,7 @@ _Method = Callable[[Any, _Notes], Awaitable[Any]]
 
 
 class GrpcServer:
-    """A gRPC server before a service. port: where it listens."""
+    """A gRPC server in front of a service. port: it listens there."""
 
     def __init__(self, triton: Triton, access: Access, host: str, port: int):
         """Bind the address, in an event loop; `start` takes requests. Raises InputError for one that is taken."""
@@ -59,15 +59,15 @@ class GrpcServer:
         slow_reader_ms = math.ceil(self._service.limits.slow_reader * 1000)
         options = [
             ("grpc.max_receive_message_length", access.max_body),
-            ("grpc.so_reuseport", 0),  # else two servers could listen at the same port and share its requests
-            # A client that reads nothing is ended, of whole answers too. One that reads on answers a ping when it has
-            # read what was sent before: no more than a window, 64 KiB at first.
+            ("grpc.so_reuseport", 0),  # two servers must not share the port's requests
+            # Disconnect a client that does not read, also of unary answers: it answers a ping only after it has read
+            # what was sent before, at most a window, 64 KiB at first.
             ("grpc.keepalive_time_ms", slow_reader_ms),
             ("grpc.keepalive_timeout_ms", slow_reader_ms),
-            ("grpc.http2.max_pings_without_data", 0),  # as many as it takes
+            ("grpc.http2.max_pings_without_data", 0),  # no limit
         ]
         self._server = grpc.aio.server(options=options)
-        handlers = {name: self._unary(name, self._answering(name, fields)) for name, fields in self._methods().items()}
+        handlers = {name: self._unary(name, _method(name, fields)) for name, fields in self._methods().items()}
         handlers["ModelInfer"] = self._unary("ModelInfer", self._model_infer)
         handlers["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
             self._model_stream_infer,
@@ -75,8 +75,11 @@ class GrpcServer:
             MESSAGES["ModelStreamInferResponse"].SerializeToString,
         )
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        address = f"{host}:{port}"
+        if ":" in host:  # IPv6
+            address = f"[{host}]:{port}"
         try:
-            self.port = self._server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+            self.port = self._server.add_insecure_port(address)
         except RuntimeError:
             raise InputError(
                 f"--host, --grpc-port: expected an address that is free, found {host}:{port}; name another"
@@ -86,11 +89,11 @@ class GrpcServer:
         await self._server.start()
 
     async def stop(self, grace: float) -> None:
-        """Take no more requests; running ones have `grace` seconds."""
+        """Accept no more requests; running ones have `grace` seconds."""
         await self._server.stop(grace)
 
     def _methods(self) -> dict[str, Callable[[Any], dict[str, Any]]]:
-        """Return what answers the methods that wait for nothing, as the fields of their responses."""
+        """Return the methods that answer at once: functions from a request to the fields of its response."""
         service = self._service
         triton = self._triton
 
@@ -100,6 +103,11 @@ class GrpcServer:
         def model(request: Any) -> Model:
             return model_of(request.name, request.version)
 
+        def statistics(request: Any) -> dict[str, Any]:
+            if not request.name:
+                return triton.statistics.of()
+            return triton.statistics.of(model(request).name)
+
         return {
             "ServerLive": lambda request: {"live": service.is_live},
             "ServerReady": lambda request: {"ready": ready()},
@@ -107,15 +115,9 @@ class GrpcServer:
             "ModelReady": lambda request: {"ready": bool(model(request)) and ready()},
             "ModelMetadata": lambda request: metadata(model(request)),
             "ModelConfig": lambda request: {"config": config(model(request), service.ready.max_batch_size)},
-            "ModelStatistics": lambda request: triton.statistics.of(model(request).name if request.name else None),
+            "ModelStatistics": statistics,
             "RepositoryIndex": lambda request: {"models": repository_index(service.is_ready)},
         }
-
-    def _answering(self, name: str, fields: Callable[[Any], dict[str, Any]]) -> _Method:
-        async def answer(request: Any, notes: _Notes) -> Any:
-            return MESSAGES[f"{name}Response"](**fields(request))
-
-        return answer
 
     def _unary(self, name: str, method: _Method) -> Any:
         async def call(request: Any, context: Any) -> Any:
@@ -134,7 +136,7 @@ class GrpcServer:
 
     @contextlib.contextmanager
     def _observed(self, name: str, context: Any) -> Iterator[_Notes]:
-        """Tell observers of a request that made notes, or is refused."""
+        """Call observers with a request that made notes, or was refused."""
         began = time.monotonic()
         status = CLIENT_GONE
         notes = _Notes()
@@ -152,21 +154,23 @@ class GrpcServer:
                     observe(ended)
 
     def _authorize(self, context: Any) -> None:
-        given = dict(context.invocation_metadata() or ()).get("authorization", "")
-        check_key(given if isinstance(given, str) else "", self._keys)
+        authorization = dict(context.invocation_metadata() or ()).get("authorization")
+        if not isinstance(authorization, str):
+            authorization = ""
+        check_key(authorization, self._keys)
 
     async def _model_infer(self, request: Any, notes: _Notes) -> Any:
-        asked = infer_request(request)
-        notes["id"] = asked.id
-        inference = await self._triton.infer(asked)
+        infer = infer_request(request)
+        notes["id"] = infer.id
+        inference = await self._triton.infer(infer)
         notes["stream"] = inference.stream
         try:
-            return infer_response(asked, await inference.whole())
+            return infer_response(infer, await inference.full_response())
         finally:
-            inference.close()  # where the client has gone, this is a cancelled task
+            inference.close()  # if the client is gone, this task was cancelled
 
     async def _model_stream_infer(self, requests: AsyncIterator[Any], context: Any) -> None:
-        """Run the requests of a stream side by side; responses carry their ids."""
+        """Run the requests of a stream concurrently; responses carry their ids."""
         try:
             with self._observed("ModelStreamInfer", context):
                 self._authorize(context)
@@ -194,28 +198,35 @@ class GrpcServer:
                 task.cancel()
 
     async def _respond(self, request: Any, context: Any, send: Callable[[Any, Stream | None], Awaitable[None]]) -> None:
-        made = MESSAGES["ModelStreamInferResponse"]
+        response_class = MESSAGES["ModelStreamInferResponse"]
         try:
             with self._observed("ModelStreamInfer", context) as notes:
                 if isinstance(request, BadRequest):
                     raise request
-                asked = infer_request(request)
-                notes["id"] = asked.id
-                inference = await self._triton.infer(asked)
+                infer = infer_request(request)
+                notes["id"] = infer.id
+                inference = await self._triton.infer(infer)
                 notes.update(stream=inference.stream, in_chunks=inference.in_tokens)
                 try:
                     async for response in inference.parts(inference.in_tokens):
-                        answer = infer_response(asked, response)
+                        answer = infer_response(infer, response)
                         answer.parameters["triton_final_response"].bool_param = response.final
-                        await send(made(infer_response=answer), inference.stream)
+                        await send(response_class(infer_response=answer), inference.stream)
                 finally:
                     inference.close()
-        except StreamError as error:  # of one request: the others of the stream go on
+        except StreamError as error:  # fails this request; the others of the stream go on
             await send(_failed(request, error.message), None)
-        except Exception as error:  # whoever waits for this answer is told; where the client has gone, nobody is there
+        except Exception as error:  # the client must not wait for ever; if it is gone, sending fails
             say(f"ModelStreamInfer: {fault_of(error)}")
             with contextlib.suppress(Exception):
                 await send(_failed(request, "the server failed; its log says why"), None)
+
+
+def _method(name: str, fields: Callable[[Any], dict[str, Any]]) -> _Method:
+    async def answer(request: Any, notes: _Notes) -> Any:
+        return MESSAGES[f"{name}Response"](**fields(request))
+
+    return answer
 
 
 def _failed(request: Any, message: str) -> Any:
@@ -224,34 +235,38 @@ def _failed(request: Any, message: str) -> Any:
 
 
 def _parser(name: str) -> Callable[[bytes], Any]:
-    """Return a parser of messages, which returns a BadRequest for other bytes: gRPC logs what is raised."""
+    """Return a parser of messages. It returns a BadRequest for invalid bytes: gRPC would log an exception."""
 
-    def parsed(data: bytes) -> Any:
+    def parse(data: bytes) -> Any:
         try:
             return MESSAGES[name].FromString(data)
         except DecodeError:
             return BadRequest(f"message: expected a {name}, found {len(data)} bytes that are none")
 
-    return parsed
+    return parse
 
 
 async def _abort(context: Any, error: StreamError) -> None:
-    again = error.retry_after
-    trailing = () if again is None else (("retry-after", str(again)),)
-    await context.abort(_CODES.get(error.status, grpc.StatusCode.INTERNAL), error.message, trailing)
+    trailing = []
+    if error.retry_after is not None:
+        trailing.append(("retry-after", str(error.retry_after)))
+    await context.abort(_CODES.get(error.status, grpc.StatusCode.INTERNAL), error.message, tuple(trailing))
 
 
 def infer_request(message: Any) -> InferRequest:
-    """Return a ModelInferRequest as the models take it. Raises BadRequest."""
+    """Return a ModelInferRequest as an `InferRequest`. Raises BadRequest."""
     model = model_of(message.model_name, message.model_version)
     raw = message.raw_input_contents
-    if raw and (len(raw) != len(message.inputs) or any(each.HasField("contents") for each in message.inputs)):
+    if raw and (len(raw) != len(message.inputs) or any(tensor.HasField("contents") for tensor in message.inputs)):
         raise BadRequest(f"raw_input_contents: expected one for each of {len(message.inputs)} inputs, found {len(raw)}")
     inputs: dict[str, Tensor] = {}
-    for number, each in enumerate(message.inputs):
-        if each.name in inputs:
-            raise BadRequest(f"{each.name[:80]}: expected each input once, found it twice")
-        inputs[each.name] = _tensor(each, raw[number] if raw else None)
+    for number, tensor in enumerate(message.inputs):
+        if tensor.name in inputs:
+            raise BadRequest(f"{tensor.name[:80]}: expected each input once, found it twice")
+        if raw:
+            inputs[tensor.name] = _raw_tensor(tensor, raw[number])
+        else:
+            inputs[tensor.name] = _tensor(tensor)
     parameters = {
         name: getattr(value, value.WhichOneof("parameter_choice") or "", None)
         for name, value in message.parameters.items()
@@ -260,29 +275,35 @@ def infer_request(message: Any) -> InferRequest:
     return InferRequest(model, message.id, inputs, names, parameters)
 
 
-def _tensor(given: Any, raw: bytes | None) -> Tensor:
-    name = given.name[:80]
-    datatype = given.datatype
-    shape = list(given.shape)
-    check_parameters(name, {each: each in given.parameters for each in given.parameters})
-    if raw is not None:
-        return from_bytes(name, datatype, shape, raw)
+def _raw_tensor(message: Any, data: bytes) -> Tensor:
+    check_parameters(message.name, dict.fromkeys(message.parameters, True))
+    return from_bytes(message.name[:80], message.datatype, list(message.shape), data)
+
+
+def _tensor(message: Any) -> Tensor:
+    name = message.name[:80]
+    datatype = message.datatype
+    shape = list(message.shape)
+    check_parameters(name, dict.fromkeys(message.parameters, True))
     count = check_declaration(name, datatype, shape)
-    values = list(getattr(given.contents, _CONTENTS[datatype])) if datatype in _CONTENTS else []
+    values = []
+    if datatype in _CONTENTS:
+        values = list(getattr(message.contents, _CONTENTS[datatype]))
     if datatype != "BYTES":
         return from_list(name, datatype, shape, values)
     if len(values) != count:
         raise BadRequest(f"{name}: contents: expected {count} elements for shape {shape}, found {len(values)}")
-    return of(name, datatype, values, *shape) if shape else of(name, datatype, values)
+    return of(name, datatype, values, *shape)
 
 
-def infer_response(asked: InferRequest, response: InferResponse) -> Any:
+def infer_response(request: InferRequest, response: InferResponse) -> Any:
     """Return the ModelInferResponse of a response."""
-    made = MESSAGES["ModelInferResponse"](model_name=asked.model.name, model_version=VERSION, id=asked.id)
-    if asked.model.name == "ensemble":
+    message = MESSAGES["ModelInferResponse"](model_name=request.model.name, model_version=VERSION, id=request.id)
+    if request.model.name == "ensemble":
         for name, value in SEQUENCE.items():
-            setattr(made.parameters[name], "bool_param" if isinstance(value, bool) else "int64_param", value)
+            field = "bool_param" if isinstance(value, bool) else "int64_param"
+            setattr(message.parameters[name], field, value)
     for tensor in response.outputs:
-        made.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
-        made.raw_output_contents.append(to_bytes(tensor))
-    return made
+        message.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+        message.raw_output_contents.append(to_bytes(tensor))
+    return message

@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 import lockstep
-from lockstep.serve.bodies import Access, BadRequest, decoded, error_response, json_response, read_body
+from lockstep.serve.bodies import Access, BadRequest, decode_body, error_response, json_response, read_body
+from lockstep.serve.openapi import Endpoint
 from lockstep.serve.response import TokenResponse
 from lockstep.serve.stream import StreamError
 from lockstep.serve.tensors import Tensor, check_parameters, from_bytes, from_list, to_bytes, to_list
@@ -50,13 +50,12 @@ class _Body(msgspec.Struct):
     outputs: list[_Output] = []
 
 
-def refused(error: StreamError) -> Response:
-    """Return the response to a request that is refused, as Triton words it."""
-    like = error_response(error)
-    headers = {
-        name: like.headers[name] for name in ("Retry-After", "Connection", "WWW-Authenticate") if name in like.headers
-    }
-    return Response(error_json(error.message), like.status_code, headers, "application/json")
+def triton_error(error: StreamError) -> Response:
+    """Return the response to a request that failed before any answer, with Triton's body and OpenAI's headers."""
+    response = error_response(error)
+    response.body = error_json(error.message)
+    response.headers["content-length"] = str(len(response.body))
+    return response
 
 
 def error_json(message: str) -> bytes:
@@ -64,9 +63,9 @@ def error_json(message: str) -> bytes:
 
 
 class InferAnswer(TokenResponse):
-    """The response of an inference. encode: gives the body and the headers of a response."""
+    """The answer to an inference. encode: returns the body and the headers of a response."""
 
-    refuse = staticmethod(refused)
+    error_response = staticmethod(triton_error)
 
     def __init__(
         self,
@@ -79,8 +78,8 @@ class InferAnswer(TokenResponse):
         self._encode = encode
         self._events = events
 
-    async def whole(self) -> Response:
-        body, headers = self._encode(await self._inference.whole())
+    async def full_response(self) -> Response:
+        body, headers = self._encode(await self._inference.full_response())
         return Response(body, headers=dict(headers))
 
     def events(self) -> AsyncIterator[bytes]:
@@ -91,77 +90,96 @@ class InferAnswer(TokenResponse):
         self._inference.close()
 
 
-def model_routes(route: Callable[..., Route], action: str, handler: Handler, method: str) -> list[Route]:
-    """Return the routes to an action on a model, with and without a version."""
+def model_endpoints(action: str, handler: Handler, method: str = "GET") -> list[Endpoint]:
+    """Return the endpoints of an action on a model, with and without a version."""
     paths = ("/v2/models/{name}", "/v2/models/{name}/versions/{version}")
-    return [route(path + action, handler, method, refuse=refused) for path in paths]
+    return [Endpoint(path + action, handler, method, error_response=triton_error) for path in paths]
 
 
-def asked_model(request: Request) -> Model:
-    """Return the model of a request's path."""
+def path_model(request: Request) -> Model:
+    """Return the model that a request's path names."""
     return model_of(request.path_params["name"], request.path_params.get("version", ""))
 
 
-def kserve_routes(route: Callable[..., Route], triton: Triton, access: Access) -> list[Route]:
-    """Return the protocol's routes; route: makes one of path, handler, method and `refuse`, which words errors."""
-    service = triton.service
+def kserve_endpoints(triton: Triton, access: Access) -> list[Endpoint]:
+    """Return the protocol's endpoints."""
+    return _Kserve(triton, access).endpoints()
 
-    def state(holds: bool) -> Response:
-        return Response(status_code=200 if holds else 503)
 
-    def telling(answer: Callable[[Request], Any]) -> Handler:
-        async def handle(request: Request) -> Any:
-            return json_response(answer(request))
+class _Kserve:
+    """The handlers of the protocol. They raise StreamError."""
 
-        return handle
+    def __init__(self, triton: Triton, access: Access):
+        self._triton = triton
+        self._service = triton.service
+        self._access = access
 
-    async def live(request: Request) -> Any:
-        return state(service.is_live)
+    def endpoints(self) -> list[Endpoint]:
+        return [
+            Endpoint("/v2", self._server_metadata, error_response=triton_error),
+            Endpoint("/v2/health/live", self._live, error_response=triton_error),
+            Endpoint("/v2/health/ready", self._ready, error_response=triton_error),
+            Endpoint("/v2/repository/index", self._index, "POST", error_response=triton_error),
+            Endpoint("/v2/models/stats", self._all_statistics, error_response=triton_error),  # before a model "stats"
+            *model_endpoints("/stats", self._statistics),
+            *model_endpoints("", self._metadata),
+            *model_endpoints("/ready", self._model_ready),
+            *model_endpoints("/config", self._config),
+            *model_endpoints("/infer", self._infer, "POST"),
+            *model_endpoints("/infer_stream", self._infer_stream, "POST"),
+        ]
 
-    async def ready(request: Request) -> Any:
-        if "name" in request.path_params:
-            asked_model(request)
-        return state(service.is_ready and service.is_live)
+    async def _server_metadata(self, request: Request) -> Any:
+        return json_response(server_metadata())
 
-    def counted(request: Request) -> dict[str, Any]:
-        return triton.statistics.of(asked_model(request).name if "name" in request.path_params else None)
+    async def _live(self, request: Request) -> Any:
+        return _state(self._service.is_live)
 
-    statistics = telling(counted)
-    configuration = telling(lambda request: config(asked_model(request), service.ready.max_batch_size))
+    async def _ready(self, request: Request) -> Any:
+        return _state(self._service.is_ready and self._service.is_live)
 
-    async def index(request: Request) -> Any:
-        await read_body(request, access)
-        return json_response(repository_index(service.is_ready))
+    async def _index(self, request: Request) -> Any:
+        await read_body(request, self._access)
+        return json_response(repository_index(self._service.is_ready))
 
-    async def infer(request: Request) -> Any:
-        asked, in_binary = await _request_of(request, access)
-        return InferAnswer(await triton.infer(asked), lambda response: _encoded(asked, response, in_binary))
+    async def _all_statistics(self, request: Request) -> Any:
+        return json_response(self._triton.statistics.of())
 
-    async def infer_stream(request: Request) -> Any:
-        asked, _ = await _request_of(request, access)
-        asked = replace(asked, outputs=None, complete=True)
-        inference = await triton.infer(asked)
+    async def _statistics(self, request: Request) -> Any:
+        return json_response(self._triton.statistics.of(path_model(request).name))
 
-        def encode(response: InferResponse) -> bytes:
-            """Return the JSON of a response, of which the last one is marked as in gRPC."""
-            return _encoded(asked, response, parameters={"triton_final_response": response.final})[0]
+    async def _metadata(self, request: Request) -> Any:
+        return json_response(metadata(path_model(request)))
 
-        events = events_of(inference, inference.in_tokens, encode)
-        return InferAnswer(inference, lambda response: _encoded(asked, response), events)
+    async def _model_ready(self, request: Request) -> Any:
+        path_model(request)
+        return await self._ready(request)
 
-    return [
-        route("/v2", telling(lambda request: server_metadata()), refuse=refused),
-        route("/v2/health/live", live, refuse=refused),
-        route("/v2/health/ready", ready, refuse=refused),
-        route("/v2/repository/index", index, "POST", refuse=refused),
-        route("/v2/models/stats", statistics, refuse=refused),  # before a model of this name
-        *model_routes(route, "/stats", statistics, "GET"),
-        *model_routes(route, "", telling(lambda request: metadata(asked_model(request))), "GET"),
-        *model_routes(route, "/ready", ready, "GET"),
-        *model_routes(route, "/config", configuration, "GET"),
-        *model_routes(route, "/infer", infer, "POST"),
-        *model_routes(route, "/infer_stream", infer_stream, "POST"),
-    ]
+    async def _config(self, request: Request) -> Any:
+        return json_response(config(path_model(request), self._service.ready.max_batch_size))
+
+    async def _infer(self, request: Request) -> Any:
+        infer_request, is_binary = await _infer_request(request, self._access)
+        inference = await self._triton.infer(infer_request)
+        return InferAnswer(inference, lambda response: _encode(infer_request, response, is_binary))
+
+    async def _infer_stream(self, request: Request) -> Any:
+        infer_request, _ = await _infer_request(request, self._access)
+        infer_request = replace(infer_request, outputs=None, complete=True)
+        inference = await self._triton.infer(infer_request)
+
+        def encode_event(response: InferResponse) -> bytes:
+            # The last response is marked as in gRPC.
+            return _encode(infer_request, response, parameters={"triton_final_response": response.final})[0]
+
+        events = events_of(inference, inference.in_tokens, encode_event)
+        return InferAnswer(inference, lambda response: _encode(infer_request, response), events)
+
+
+def _state(is_ok: bool) -> Response:
+    if is_ok:
+        return Response()
+    return Response(status_code=503)
 
 
 def server_metadata() -> dict[str, Any]:
@@ -171,58 +189,61 @@ def server_metadata() -> dict[str, Any]:
 
 def repository_index(is_ready: bool) -> list[dict[str, str]]:
     """Return the models, and whether they take requests."""
-    given = {"state": "READY"} if is_ready else {"state": "UNAVAILABLE", "reason": "the server starts or ends"}
-    return [{"name": name, "version": VERSION, **given} for name in MODELS]
+    state = {"state": "READY"}
+    if not is_ready:
+        state = {"state": "UNAVAILABLE", "reason": "the server starts or ends"}
+    return [{"name": name, "version": VERSION, **state} for name in MODELS]
 
 
-async def _request_of(request: Request, access: Access) -> tuple[InferRequest, Callable[[str], bool]]:
+async def _infer_request(request: Request, access: Access) -> tuple[InferRequest, Callable[[str], bool]]:
     """Return the inference request, and which of its outputs are to be binary."""
-    model = asked_model(request)
+    model = path_model(request)
     data = await read_body(request, access)
-    given = request.headers.get(_HEADER_LENGTH)
+    header = request.headers.get(_HEADER_LENGTH)
     length = len(data)
-    if given is not None:
-        length = int(given) if given.isdecimal() and len(given) < 12 else -1
-    if not 0 <= length <= len(data):
-        raise BadRequest(f"{_HEADER_LENGTH}: expected 0 to {len(data)}, the bytes of the body, found {given}")
-    body = await decoded(data[:length], _Body)
-    inputs, rest = _inputs(body.inputs, memoryview(data)[length:])
-    if rest:
-        raise BadRequest(f"body: expected its end behind the data of the last input, found {len(rest)} bytes more")
+    if header is not None:
+        is_number = header.isdecimal() and len(header) < 12
+        if not is_number or int(header) > length:
+            raise BadRequest(f"{_HEADER_LENGTH}: expected 0 to {len(data)}, the bytes of the body, found {header}")
+        length = int(header)
+    body = await decode_body(data[:length], _Body)
+    inputs, unread = _inputs(body.inputs, memoryview(data)[length:])
+    if unread:
+        raise BadRequest(f"body: expected its end after the data of the last input, found {len(unread)} bytes more")
     for output in body.outputs:
         check_parameters(output.name, output.parameters)
     binary = {output.name: output.parameters.get("binary_data") for output in body.outputs}
     default = body.parameters.get("binary_data_output", False)
-    names = tuple(binary) or None
 
-    def in_binary(name: str) -> bool:
-        chosen = binary.get(name)
-        return bool(default if chosen is None else chosen)
+    def is_binary(name: str) -> bool:
+        choice = binary.get(name)
+        return bool(default) if choice is None else bool(choice)
 
-    return InferRequest(model, body.id, inputs, names, body.parameters), in_binary
+    return InferRequest(model, body.id, inputs, tuple(binary) or None, body.parameters), is_binary
 
 
-def _inputs(given: Sequence[_Input], rest: memoryview) -> tuple[dict[str, Tensor], memoryview]:
+def _inputs(entries: Sequence[_Input], data: memoryview) -> tuple[dict[str, Tensor], memoryview]:
     """Return the tensors by name, and the binary data that belongs to none."""
-    found: dict[str, Tensor] = {}
-    for each in given:
-        name = each.name[:80]
-        check_parameters(name, each.parameters)
-        if each.name in found:
+    tensors: dict[str, Tensor] = {}
+    for entry in entries:
+        name = entry.name[:80]
+        check_parameters(name, entry.parameters)
+        if entry.name in tensors:
             raise BadRequest(f"{name}: expected each input once, found it twice", name)
-        size = each.parameters.get("binary_data_size")
+        size = entry.parameters.get("binary_data_size")
         if size is None:
-            found[each.name] = from_list(each.name, each.datatype, each.shape, [] if each.data is None else each.data)
+            values = [] if entry.data is None else entry.data
+            tensors[entry.name] = from_list(entry.name, entry.datatype, entry.shape, values)
             continue
-        if type(size) is not int or not 0 <= size <= len(rest) or each.data is not None:
+        if type(size) is not int or not 0 <= size <= len(data) or entry.data is not None:
             raise BadRequest(
-                f"{name}: binary_data_size: expected 0 to {len(rest)}, the bytes that are left, and no data, "
+                f"{name}: binary_data_size: expected 0 to {len(data)}, the bytes that are left, and no data, "
                 f"found {str(size)[:20]}",
                 name,
             )
-        found[each.name] = from_bytes(each.name, each.datatype, each.shape, bytes(rest[:size]))
-        rest = rest[size:]
-    return found, rest
+        tensors[entry.name] = from_bytes(entry.name, entry.datatype, entry.shape, bytes(data[:size]))
+        data = data[size:]
+    return tensors, data
 
 
 async def events_of(
@@ -236,28 +257,33 @@ async def events_of(
         yield b"data: " + error_json(error.message) + b"\n\n"
 
 
-def _encoded(
+def _encode(
     request: InferRequest,
     response: InferResponse,
-    in_binary: Callable[[str], bool] = lambda name: False,
+    is_binary: Callable[[str], bool] = lambda name: False,
     parameters: Mapping[str, Any] = {},
 ) -> tuple[bytes, Mapping[str, str]]:
+    """Return a response's body and headers; binary tensors come after the JSON."""
     outputs: list[dict[str, Any]] = []
-    behind = bytearray()
+    binary = bytearray()
     for tensor in response.outputs:
         entry: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
-        if in_binary(tensor.name):
+        if is_binary(tensor.name):
             data = to_bytes(tensor)
             entry["parameters"] = {"binary_data_size": len(data)}
-            behind += data
+            binary += data
         else:
             entry["data"] = to_list(tensor)
         outputs.append(entry)
-    body: dict[str, Any] = {"id": request.id} if request.id else {}
+    body: dict[str, Any] = {}
+    if request.id:
+        body["id"] = request.id
     body |= {"model_name": request.model.name, "model_version": VERSION}
-    if said := {**(SEQUENCE if request.model.name == "ensemble" else {}), **parameters}:
-        body["parameters"] = said
+    if request.model.name == "ensemble":
+        parameters = {**SEQUENCE, **parameters}
+    if parameters:
+        body["parameters"] = parameters
     head = msgspec.json.encode({**body, "outputs": outputs})
-    if not behind:
+    if not binary:
         return head, {"content-type": "application/json"}
-    return head + behind, {"content-type": "application/octet-stream", _HEADER_LENGTH: str(len(head))}
+    return head + binary, {"content-type": "application/octet-stream", _HEADER_LENGTH: str(len(head))}

@@ -23,15 +23,15 @@ _decode = msgspec.json.Decoder().decode
 
 
 class EngineLink(asyncio.Protocol):
-    """One engine process; its frames go to the `take` of `run` as they come: a task between would cost more."""
+    """One engine process. Its frames go straight to the handler of `run`: another task would cost each step time."""
 
     def __init__(self, process: asyncio.subprocess.Process):
         self._process = process
         self._transport: asyncio.WriteTransport
         self.last_frame = time.monotonic()
-        self._early: asyncio.Queue[Frame | None] = asyncio.Queue()  # until there is a `take`; None: the process ended
+        self._early: asyncio.Queue[Frame | None] = asyncio.Queue()  # before `run`; None: the process ended
         self._ended: asyncio.Future[Frame | None] = asyncio.get_running_loop().create_future()
-        self._take: Callable[[Frame], None] = self._early.put_nowait
+        self._handle: Callable[[Frame], None] = self._early.put_nowait
         self._in = bytearray()
 
     @classmethod
@@ -74,7 +74,7 @@ class EngineLink(asyncio.Protocol):
             raise error_of(frame)
         return link, Ready(**frame["ready"])
 
-    # what asyncio calls
+    # -- called by asyncio
 
     def data_received(self, data: bytes) -> None:
         self._in += data
@@ -96,38 +96,39 @@ class EngineLink(asyncio.Protocol):
                 self._early.put_nowait(frame)
                 self._ended.set_result(frame)
             else:
-                self._take(frame)
-        except Exception as error:  # whoever waits for the end is told
+                self._handle(frame)
+        except Exception as error:  # `run` raises it
             self._ended.set_exception(error)
 
-    # what the service calls
+    # -- called by the service
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def add(self, number: int, request: Request) -> None:
-        """Send a request. One to a process that is gone is brought to the next one."""
+        """Send a request. If the engine has died, the service resubmits it to the next one."""
         self._transport.write(packed_add(number, request))
 
     def load(self, number: int, name: str, folder: str) -> None:
-        """Have an adapter added; "loaded" or "not_loaded" comes under this number."""
+        """Load an adapter; the frame "loaded" or "not_loaded" has this number."""
         self._transport.write(packed({"type": "load", "id": number, "name": name, "folder": folder}))
 
     def unload(self, name: str) -> None:
-        """Have an adapter unloaded, which no request that was sent uses."""
+        """Unload an adapter, which no request may use."""
         self._transport.write(packed({"type": "unload", "id": -1, "name": name}))
 
     def abort(self, number: int, choice: int | None = None) -> None:
-        """End a request, or one choice of it."""
-        self._transport.write(packed({"type": "abort", "id": number, **({} if choice is None else {"choice": choice})}))
+        """Abort a request, or one choice of it."""
+        self._transport.write(packed({"type": "abort", "id": number, "choice": choice}))
 
-    async def run(self, take: Callable[[Frame], None]) -> Frame | None:
-        """Give all frames to `take` until the process ends; return its last one if "failed", else None."""
+    async def run(self, handle: Callable[[Frame], None]) -> Frame | None:
+        """Call `handle` with all frames until the process ends; return its last one if "failed", else None."""
         while not self._early.empty():
-            if (frame := self._early.get_nowait()) is not None and frame["type"] != "failed":
-                take(frame)
-        self._take = take
+            frame = self._early.get_nowait()
+            if frame is not None and frame["type"] != "failed":
+                handle(frame)
+        self._handle = handle
         return await self._ended
 
     def kill(self) -> None:
@@ -136,7 +137,7 @@ class EngineLink(asyncio.Protocol):
             self._process.kill()
 
     async def stop(self) -> int:
-        """End the process, by its socket's end or else by a signal. Returns its exit code."""
+        """End the process by closing its socket, then by a signal. Returns its exit code."""
         self._transport.close()
         try:
             return await asyncio.wait_for(self._process.wait(), 2)

@@ -34,74 +34,69 @@ _COUNTERS = {
 }
 
 
-class _EngineCounters(Collector):
-    """Counters that are read when the metrics are."""
-
-    def __init__(self, model: str, read: Mapping[str, Callable[[], float]], prefix: str):
-        self._model = model
-        self._read = read
-        self._prefix = prefix
-
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        for name, text in _COUNTERS.items():
-            family = CounterMetricFamily(f"{self._prefix}:{name}", text, labels=["model_name"])
-            family.add_metric([self._model], self._read[name]())
-            yield family
-
-
-class _Drafts(Collector):
-    """Counters of speculation, where there is any."""
-
-    def __init__(self, model: str, read: Callable[[], Sequence[int]], prefix: str):
-        self._model = model
-        self._read = read
-        self._prefix = f"{prefix}:spec_decode_num"
-
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        if not (found := self._read()):
-            return
-        drafts, tokens, *accepted = found
-        for name, text, value in (
-            ("drafts", "Drafts that were verified.", drafts),
-            ("draft_tokens", "Tokens of drafts that were verified.", tokens),
-            ("accepted_tokens", "Tokens of drafts that were right.", sum(accepted)),
-        ):
-            family = CounterMetricFamily(f"{self._prefix}_{name}", text, labels=["model_name"])
-            family.add_metric([self._model], value)
-            yield family
-        text = "Tokens of drafts that were right, by their position in the draft."
-        family = CounterMetricFamily(f"{self._prefix}_accepted_tokens_per_pos", text, labels=["model_name", "position"])
-        for position, value in enumerate(accepted):
-            family.add_metric([self._model, str(position)], value)
-        yield family
-
-
+_DRAFT_COUNTERS = {
+    "drafts": "Drafts that were verified.",
+    "draft_tokens": "Tokens of drafts that were verified.",
+    "accepted_tokens": "Tokens of drafts that were right.",
+}
+_ACCEPTED_PER_POSITION = "Tokens of drafts that were right, by their position in the draft."
 _INFOS = {
     "cache_config_info": "Tokens of a block of the KV cache, and how many blocks there are.",
     "lora_requests_info": "Adapters whose requests run or wait; the value is the time in seconds since 1970.",
 }
 
 
-class _Infos(Collector):
-    """Series whose labels tell something, as schedulers in front of servers read them."""
+class _EngineSeries(Collector):
+    """Series that are read at each scrape: the engine's counters, those of speculation, and labels with information."""
 
-    def __init__(self, model: str, infos: Infos, prefix: str):
+    def __init__(
+        self,
+        model: str,
+        read: Mapping[str, Callable[[], float]],
+        infos: Infos,
+        drafts: Callable[[], Sequence[int]],
+        prefix: str,
+    ):
         self._model = model
+        self._read = read
         self._infos = infos
+        self._drafts = drafts
         self._prefix = prefix
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        for name, text in _COUNTERS.items():
+            yield self._counter(name, text, self._read[name]())
+        yield from self._speculation()
         for name, text in _INFOS.items():
-            if (found := self._infos[name]()) is not None:
-                labels = {"model_name": self._model, **found[0]}
-                value = found[1]
-                family = GaugeMetricFamily(f"{self._prefix}:{name}", text, labels=list(labels))
-                family.add_metric(list(labels.values()), value)
-                yield family
+            info = self._infos[name]()
+            if info is not None:
+                info_labels, value = info
+                labels = {"model_name": self._model, **info_labels}
+                gauge = GaugeMetricFamily(f"{self._prefix}:{name}", text, labels=list(labels))
+                gauge.add_metric(list(labels.values()), value)
+                yield gauge
+
+    def _speculation(self) -> Iterator[CounterMetricFamily]:
+        counts = self._drafts()
+        if not counts:
+            return
+        drafts, tokens, *accepted = counts
+        for (name, text), value in zip(_DRAFT_COUNTERS.items(), (drafts, tokens, sum(accepted))):
+            yield self._counter(f"spec_decode_num_{name}", text, value)
+        name = f"{self._prefix}:spec_decode_num_accepted_tokens_per_pos"
+        family = CounterMetricFamily(name, _ACCEPTED_PER_POSITION, labels=["model_name", "position"])
+        for position, value in enumerate(accepted):
+            family.add_metric([self._model, str(position)], value)
+        yield family
+
+    def _counter(self, name: str, text: str, value: float) -> CounterMetricFamily:
+        family = CounterMetricFamily(f"{self._prefix}:{name}", text, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family
 
 
 class _TokenTimes(Collector):
-    """A histogram of each token's seconds: prometheus_client's has a lock for each of its numbers."""
+    """A histogram of each token's seconds, as prometheus_client's takes a lock for each of its numbers."""
 
     def __init__(self, model: str, name: str, text: str):
         self._model = model
@@ -127,8 +122,8 @@ class _TokenTimes(Collector):
 class Metrics:
     """The series of one server.
 
-    read: by name gauges and the engine's counters, read when the metrics are. infos: by name labels and a value, or
-    None where there is nothing to tell. drafts: `Service.drafts`.
+    read: gauges and the engine's counters by name, read at each scrape. infos: labels and a value by name, or None.
+    drafts: `Service.drafts`.
     """
 
     def __init__(
@@ -156,13 +151,11 @@ class Metrics:
         for name, text in _GAUGES.items():
             self._make(Gauge, name, text).set_function(read[name])
         self._registry.register(self._itl)
-        self._registry.register(_EngineCounters(model, read, prefix))
-        self._registry.register(_Drafts(model, drafts, prefix))
-        self._registry.register(_Infos(model, infos, prefix))
+        self._registry.register(_EngineSeries(model, read, infos, drafts, prefix))
 
     def _make(self, kind, name, text, labels=(), **options):  # type: ignore[no-untyped-def]  # as prometheus_client does
-        made = kind(f"{self._prefix}:{name}", text, ["model_name", *labels], registry=self._registry, **options)
-        return made if labels else made.labels(self._model)
+        series = kind(f"{self._prefix}:{name}", text, ["model_name", *labels], registry=self._registry, **options)
+        return series if labels else series.labels(self._model)
 
     def _histogram(self, name: str, text: str) -> Any:
         return self._make(Histogram, name, text, buckets=_SECONDS)
@@ -170,11 +163,11 @@ class Metrics:
     def token(self, now: float, prompt: PromptRequest) -> None:
         if prompt.last_token is None:
             self._ttft.observe(now - prompt.arrived)
-        elif len(prompt.choices) == 1:  # of several choices, tokens come together
+        elif len(prompt.choices) == 1:  # tokens of several choices come together
             self._itl.observe(now - prompt.last_token)
 
     def called(self, num_calls: int, num_malformed: int) -> None:
-        """Count the tool calls of an answer, and what began like some and was none."""
+        """Count the tool calls of an answer, and what only began like one."""
         self._tool_calls.inc(num_calls)
         self._malformed_tool_calls.inc(num_malformed)
 

@@ -12,7 +12,7 @@ from lockstep.serve.grpc_messages import MESSAGES
 
 
 def read_config(path: Path) -> Any:
-    """Return the ModelConfig of a file, without fields that its table does not have. Raises InputError."""
+    """Return the ModelConfig of a file, without unknown fields. Raises InputError."""
     try:
         text = path.read_text(encoding="utf-8")
         if "${" in text:
@@ -20,9 +20,11 @@ def read_config(path: Path) -> Any:
             raise InputError(f"{path}, line {line}: expected a value, found a '${{' that was not filled in; fill it in")
         return text_format.Parse(text, MESSAGES["ModelConfig"](), allow_unknown_field=True)
     except text_format.ParseError as error:
-        where = f"{path}, line {error.GetLine()}" if error.GetLine() else path  # of an unknown field there is none
-        found = (str(error).partition(" : ")[2] or str(error)).rstrip(".")
-        raise InputError(f"{where}: expected protobuf's text format, found {found}; correct it") from None
+        where = str(path)
+        if error.GetLine():  # an unknown field has none
+            where = f"{path}, line {error.GetLine()}"
+        fault = (str(error).partition(" : ")[2] or str(error)).rstrip(".")
+        raise InputError(f"{where}: expected protobuf's text format, found {fault}; correct it") from None
     except RecursionError:
         raise InputError(f"{path}: expected a model's configuration, found too many braces; correct it") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -30,7 +32,7 @@ def read_config(path: Path) -> Any:
 
 
 def parameters_of(config: Any) -> dict[str, str]:
-    """Return the parameters of a ModelConfig that have a value: none is empty, or the word."""
+    """Return the parameters of a ModelConfig that have a value, which "" and "none" are not."""
     values = {name: value.string_value for name, value in config.parameters.items()}
     return {name: value for name, value in values.items() if value not in ("", "none")}
 

@@ -37,7 +37,7 @@ class AnswerFormat(TokenResponse):
         self._common = {
             "id": self.id,
             "created": int(time.time()),
-            "model": service.name if body.model is None else body.model,
+            "model": body.model or service.name,
             "system_fingerprint": service.ready.identity[:12],
         }
 
@@ -60,7 +60,7 @@ class AnswerFormat(TokenResponse):
         """Return the repeated prompt, as the first part of a streamed answer; None for none."""
         return None
 
-    async def whole(self) -> Response:
+    async def full_response(self) -> Response:
         async for _ in self._stream:
             pass
         choices = [await self.choice(index, choice) for index, choice in enumerate(self._stream.choices)]
@@ -68,7 +68,7 @@ class AnswerFormat(TokenResponse):
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield server-sent events: chunks of what came meanwhile, the usage if requested, the end or an error."""
-        silent = set(range(len(self._stream.choices)))  # answers of which nothing is out
+        silent = set(range(len(self._stream.choices)))  # answers of which nothing was sent
         try:
             if opening := [self._event(choice) for choice in self.opening()]:
                 yield b"".join(opening)
@@ -90,16 +90,18 @@ class AnswerFormat(TokenResponse):
 
     @functools.cached_property
     def _head(self) -> bytes:
-        """Return what all chunks begin with, up to their choices: it is encoded once."""
+        """Return what all chunks begin with, up to their choices, encoded only once."""
         value = {**self._common, "object": self.CHUNK, "choices": []}
         return b"data: " + msgspec.json.encode(value).removesuffix(b"]}")
 
     def _event(self, choice: dict[str, Any]) -> bytes:
-        usage = _usage(self._counts_of(choice["index"])) if self._continuous else b""
+        usage = b""
+        if self._continuous:
+            usage = _usage(self._counts_of(choice["index"]))
         return self._head + msgspec.json.encode(choice) + b"]" + usage + b"}\n\n"
 
     def _counts(self) -> dict[str, Any]:
-        """Return the numbers of tokens of all answers, and what is known of them."""
+        """Return the numbers of tokens of all answers, with details."""
         stream = self._stream
         return {
             **_counts(stream.num_prompt_tokens, stream.num_answer_tokens),
@@ -109,7 +111,7 @@ class AnswerFormat(TokenResponse):
 
     def _counts_of(self, index: int) -> dict[str, int]:
         """Return the numbers of tokens of one answer so far, and of its prompt."""
-        prompt = next(each for each in reversed(self._stream.prompts) if each.first <= index)
+        prompt = next(prompt for prompt in reversed(self._stream.prompts) if prompt.first <= index)
         completion = prompt.collector.completion
         return _counts(completion.num_prompt_tokens, len(completion.choices[index - prompt.first].token_ids))
 
@@ -124,4 +126,4 @@ def _usage(counts: dict[str, Any]) -> bytes:
 
 def reason(finish: str | None) -> str | None:
     """Return why an answer ended, as OpenAI's `finish_reason`."""
-    return None if finish is None else FINISH_REASONS.get(finish, finish)
+    return finish and FINISH_REASONS.get(finish, finish)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from lockstep.runtime.completion import Choice
-from lockstep.serve.answer_reader import AnswerPlan, AnswerReader, Part, joined
+from lockstep.serve.answer_reader import AnswerPlan, AnswerReader, Part, join_parts
 from lockstep.serve.bodies import BadRequest, Unsupported
 from lockstep.serve.frames import finite
 from lockstep.serve.messages import chat_text
@@ -16,7 +16,7 @@ from lockstep.serve.openai_parameters import Parameters, longest_prompt, prompt_
 from lockstep.serve.prompts import encode_texts
 from lockstep.serve.service import Service
 from lockstep.serve.stream import AnswerDelta, PromptRequest, Stream
-from lockstep.serve.tool_grammar import BUDGET, held_grammar
+from lockstep.serve.tool_grammar import BUDGET, answer_grammar
 from lockstep.serve.tools import Tools, calling_format, tools_of
 from lockstep.step.sampling import MAX_LOGPROBS, Logprobs
 
@@ -52,67 +52,68 @@ class ChatBody(Parameters, kw_only=True):
 
     @property
     def num_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
+        if not self.logprobs:
+            return None
+        return self.top_logprobs or 0
 
 
 async def chat_prompt(body: ChatBody, service: Service) -> tuple[Tools | None, str, list[int]]:
     """Return the tools of a body, its prompt's text and that's token ids. Raises BadRequest."""
-    await service.adapters.bring(body.lora)
-    service.adapters.named(body.model, body.lora)
+    await service.adapters.ensure_loaded(body.lora)
+    service.adapters.resolve(body.model, body.lora)
     tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
     format = service.tool_format
     if tools is not None and format is None:
-        said = "expected none, for the model's chat template tells no known format of tool calls; start the server"
-        raise BadRequest(f"tools: {said} with --tool-call-parser NAME (json: plain JSON)", "tools")
+        raise BadRequest(
+            "tools: expected none, for the model's chat template tells no known format of tool calls; start the server "
+            "with --tool-call-parser NAME (json: plain JSON)",
+            "tools",
+        )
     continues = bool(body.continue_final_message)
     variables = _variables(body)
+    declared = () if tools is None else tools.declared
+    instructs = tools is not None and format is not None and format.instructs
     text = await chat_text(
-        service,
-        body.messages,
-        body.add_generation_prompt,
-        continues,
-        variables,
-        tools.given if tools else (),
-        tools is not None and format is not None and format.instructs,
+        service, body.messages, body.add_generation_prompt, continues, variables, declared, instructs
     )
-    # Without the tokens that the tokenizer puts before a text: the template has written them.
-    special = bool(body.add_special_tokens)
+    special = bool(body.add_special_tokens)  # False by default: the template writes them
     (ids,) = await encode_texts([text], service.tokenizer, "messages", longest_prompt(service), special)
     return tools, text, ids
 
 
 async def chat_requests(body: ChatBody, service: Service) -> list[PromptRequest]:
     """Return the prompt of a body. Raises BadRequest."""
-    # 0 without logprobs asks for nothing.
     if body.top_logprobs and not (body.logprobs and 0 <= body.top_logprobs <= MAX_LOGPROBS):
-        found = f"{body.top_logprobs} with logprobs {str(bool(body.logprobs)).lower()}"
-        said = f"top_logprobs: expected 0 to {MAX_LOGPROBS} with logprobs true, found {found}"
-        raise BadRequest(said, "top_logprobs")
+        fault = f"{body.top_logprobs} with logprobs {str(bool(body.logprobs)).lower()}"
+        message = f"top_logprobs: expected 0 to {MAX_LOGPROBS} with logprobs true, found {fault}"
+        raise BadRequest(message, "top_logprobs")
     tools, text, ids = await chat_prompt(body, service)
     requests = prompt_requests(body, [ids], "messages", service)
     plan = _plan(tools, service, text, body.messages)
     tokenizer = service.tokenizer
     if (budget := body.thinking_token_budget) is not None and budget < -1:
         raise BadRequest(f"{BUDGET}: expected 0 or more tokens, or -1 for any number, found {budget}", BUDGET)
-    for prompt in requests:
-        is_held = budget is not None and 0 <= budget < prompt.request.max_new_tokens
-        grammar = held_grammar(tools, plan, prompt.request.grammar, budget if is_held else None, tokenizer)
-        prompt.request = replace(prompt.request, grammar=grammar)
-        prompt.plan = plan
-        prompt.shown = tokenizer.silent(plan.marks)
+    (prompt,) = requests
+    if budget is not None and not 0 <= budget < prompt.request.max_new_tokens:
+        budget = None  # the answer ends before the budget does
+    grammar = answer_grammar(tools, plan, prompt.request.grammar, budget, tokenizer)
+    prompt.request = replace(prompt.request, grammar=grammar)
+    prompt.plan = plan
+    prompt.shown = tokenizer.silent(plan.marks)
     return requests
 
 
 def _variables(body: ChatBody) -> dict[str, Any]:
-    """Return the template's variables. `reasoning_effort` "none" is what templates know as `enable_thinking` false."""
+    """Return the template's variables; templates know `reasoning_effort` "none" as `enable_thinking` false."""
     if body.reasoning_effort is None:
         return body.chat_template_kwargs or {}
     if body.reasoning_effort not in _EFFORTS:
-        found = ascii(body.reasoning_effort)[:60]
-        raise BadRequest(f"reasoning_effort: expected {', '.join(_EFFORTS)}; found {found}", "reasoning_effort")
-    given = {"reasoning_effort": body.reasoning_effort}
-    thinks = {"enable_thinking": False} if body.reasoning_effort == "none" else {}
-    return {**given, **thinks, **(body.chat_template_kwargs or {})}
+        effort = ascii(body.reasoning_effort)[:60]
+        raise BadRequest(f"reasoning_effort: expected {', '.join(_EFFORTS)}; found {effort}", "reasoning_effort")
+    variables: dict[str, Any] = {"reasoning_effort": body.reasoning_effort}
+    if body.reasoning_effort == "none":
+        variables["enable_thinking"] = False
+    return variables | (body.chat_template_kwargs or {})
 
 
 def _plan(tools: Tools | None, service: Service, prompt: str, messages: Sequence[Mapping[str, Any]]) -> AnswerPlan:
@@ -121,7 +122,9 @@ def _plan(tools: Tools | None, service: Service, prompt: str, messages: Sequence
     format = service.tool_format
     opened = reasoning is not None and prompt.rstrip().endswith(reasoning.begin)
     if tools is None or tools.choice == "none" or format is None:
-        return AnswerPlan(reasoning, opened, format if format and format.answer else None)
+        if format is not None and not format.answer:
+            format = None
+        return AnswerPlan(reasoning, opened, format)
     format = calling_format(format, tools)
     earlier = sum(len(message.get("tool_calls") or ()) for message in messages)
     return AnswerPlan(reasoning, opened, format, tools.schemas, tools.single, tools.must_call, earlier)
@@ -142,7 +145,7 @@ class ChatFormat(AnswerFormat):
 
     async def choice(self, index: int, choice: Choice) -> dict[str, Any]:
         reader = self._plan.reader()
-        answer = joined([*reader.push(choice.text), *reader.finish()])
+        answer = join_parts([*reader.push(choice.text), *reader.finish()])
         message: dict[str, Any] = {"role": "assistant", "content": answer.content}
         if self._plan.reasoning is not None:
             message |= _reasoning(answer.reasoning or None)
@@ -156,9 +159,9 @@ class ChatFormat(AnswerFormat):
                 }
                 for number, (name, text) in enumerate(answer.calls)
             ]
-        found = self._token_logprobs(choice.token_ids, choice.logprobs)
+        logprobs = self._token_logprobs(choice.token_ids, choice.logprobs)
         finish = self._finish(reader, choice.finish)
-        return {"index": index, "message": message, "logprobs": found, "finish_reason": finish}
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish}
 
     def _call_id(self, index: int, number: int, name: str) -> str:
         return self._plan.call_id(f"{self._request_id}/{index}", number, name)
@@ -166,8 +169,10 @@ class ChatFormat(AnswerFormat):
     def _finish(self, reader: AnswerReader, finish: str | None) -> str | None:
         """Return why an answer ended, and count its calls."""
         self._service.metrics.called(reader.num_calls, reader.num_malformed)
-        found = reason(finish)
-        return "tool_calls" if found == "stop" and reader.num_calls else found
+        finish_reason = reason(finish)
+        if finish_reason == "stop" and reader.num_calls:
+            return "tool_calls"
+        return finish_reason
 
     def opening(self) -> Iterator[dict[str, Any]]:
         for index in range(len(self._stream.choices)):
@@ -175,13 +180,15 @@ class ChatFormat(AnswerFormat):
 
     def chunks(self, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
         reader = self._readers[delta.index]
-        parts = reader.push(delta.text) + (reader.finish() if delta.finish else [])
+        parts = reader.push(delta.text)
+        if delta.finish:
+            parts += reader.finish()
         deltas = [self._delta(delta.index, part) for part in parts]
         logprobs = self._token_logprobs(delta.token_ids, delta.logprobs)
         if delta.logprobs and not deltas:
             deltas = [{"content": ""}]
-        for each in deltas:
-            yield _chunk(delta.index, each, logprobs=logprobs)
+        for part_delta in deltas:
+            yield _chunk(delta.index, part_delta, logprobs=logprobs)
             logprobs = None
         if delta.finish:
             yield _chunk(delta.index, {}, self._finish(reader, delta.finish))
@@ -202,9 +209,9 @@ class ChatFormat(AnswerFormat):
         if not self._logprobs:
             return None
         content = []
-        for token, each in zip(tokens, logprobs):
-            top = [self._entry(other, value) for other, value in each.top]
-            content.append({**self._entry(token, each.chosen), "top_logprobs": top})
+        for token, entry in zip(tokens, logprobs):
+            top = [self._entry(other, value) for other, value in entry.top]
+            content.append({**self._entry(token, entry.chosen), "top_logprobs": top})
         return {"content": content}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
@@ -214,7 +221,7 @@ class ChatFormat(AnswerFormat):
 
 
 def _reasoning(text: str | None) -> dict[str, Any]:
-    """Return the fields of reasoning: vLLM's, and its older name."""
+    """Return the reasoning under vLLM's current name and its older one."""
     return {"reasoning": text, "reasoning_content": text}
 
 

@@ -1,4 +1,4 @@
-"""The parameters that completions and chat completions share, to prompts."""
+"""The parameters of completions and chat completions, and the prompts that they make."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lockstep.serve.words import check_words
 from lockstep.step.sampling import Sampling
 
 _ID = re.compile("[!-~]{1,128}")
-_TOKEN = re.compile("[0-9]{1,20}")  # an id, and no number that takes long to read
+_TOKEN = re.compile("[0-9]{1,20}")  # int() of a longer one could take long
 # Fields of `Sampling` that a body has as they are.
 _SAMPLING = "temperature top_p min_p presence_penalty frequency_penalty repetition_penalty min_tokens seed".split()
 _UNSUPPORTED: Unsupported = {
@@ -44,7 +44,7 @@ _UNSUPPORTED: Unsupported = {
 
 
 class StreamOptions(msgspec.Struct):
-    """What a stream has beside its text; continuous_usage_stats, as vLLM's: each chunk has numbers so far."""
+    """Options of a stream; continuous_usage_stats, as in vLLM: each chunk has the usage so far."""
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
@@ -90,15 +90,17 @@ class Parameters(msgspec.Struct, kw_only=True):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Return how many likeliest tokens are listed; None: no log-probability at all. Each body derives it."""
+        """Return how many of the likeliest tokens are listed; None: no log-probabilities. Each body derives it."""
         raise NotImplementedError
 
     @property
-    def most_tokens(self) -> int | None:
+    def max_new_tokens(self) -> int | None:
         """Return how many tokens an answer may have; None for as many as fit."""
-        most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        if most != -1:
-            return most
+        limit = self.max_completion_tokens
+        if limit is None:
+            limit = self.max_tokens
+        if limit != -1:
+            return limit
         say_once("max_tokens -1 is taken as null: as many tokens as fit")
         return None
 
@@ -114,7 +116,7 @@ class Parameters(msgspec.Struct, kw_only=True):
 
 
 def request_id(body: Parameters, header: str | None) -> str:
-    """Return what the answer's id ends in: of the header, the body, or random. Raises BadRequest for the body's."""
+    """Return the id of a request, from the header or the body, else a random one. Raises BadRequest for the body's."""
     if body.request_id is not None and not _ID.fullmatch(body.request_id):
         raise BadRequest("request_id: expected 1 to 128 visible ASCII characters, found others", "request_id")
     if header is not None and _ID.fullmatch(header):
@@ -132,39 +134,45 @@ def prompt_requests(
 ) -> list[PromptRequest]:
     """Return what the engine computes for each prompt of the field `param`. Raises BadRequest."""
     ready = service.ready
-    most = body.most_tokens
-    least = int(prompt_logprobs is None)
-    name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    stop_ids = frozenset(body.stop_token_ids or ()) | frozenset(() if body.ignore_eos else ready.eos_token_ids)
-    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    # A prompt whose log-probabilities are asked for may fill the context: no token needs to follow.
+    longest = ready.max_seq_len - int(prompt_logprobs is None)
+    name = "max_completion_tokens" if body.max_completion_tokens is not None else "max_tokens"
+    stop_ids = frozenset(body.stop_token_ids or ())
+    if not body.ignore_eos:
+        stop_ids |= frozenset(ready.eos_token_ids)
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if not all(stop):
         raise BadRequest("stop: expected strings that are not empty, found an empty one", "stop")
     check_words("stop", stop)
     check_words("bad_words", body.bad_words or ())
-    adapter = service.adapters.named(body.model, body.lora)
+    adapter = service.adapters.resolve(body.model, body.lora)
     grammar = grammar_of(body)
     salt = body.cache_salt or ""
+    n = 1 if body.n is None else body.n
     requests = []
     try:
         expect_tokens("stop_token_ids", body.stop_token_ids or (), ready.vocab_size)
         expect("cache_salt", len(salt), 0, 256, "characters")
         sampling = _sampling(body)
         for number, prompt in enumerate(prompts):
+            max_new_tokens = body.max_new_tokens
+            if max_new_tokens is None:
+                max_new_tokens = ready.max_seq_len - len(prompt)
             request = Request(
                 prompt,
-                ready.max_seq_len - len(prompt) if most is None else most,
+                max_new_tokens,
                 stop_ids=stop_ids,
                 sampling=replace(sampling, seed=(sampling.seed + number) % (1 << 64)),
-                n=1 if body.n is None else body.n,
+                n=n,
                 priority=body.priority or 0,
                 grammar=grammar,
                 prompt_logprobs=prompt_logprobs,
                 cache_salt=salt,
                 adapter=adapter,
             )
-            check_ranges(request, ready, min(ready.max_input_len, ready.max_seq_len - least), ready.max_seq_len)
+            check_ranges(request, ready, min(ready.max_input_len, longest), ready.max_seq_len)
             expect("min_tokens", sampling.min_tokens, 0, request.max_new_tokens)
-            requests.append(PromptRequest(request, stop, min_stop_tokens=sampling.min_tokens))
+            requests.append(PromptRequest(request, tuple(stop), min_stop_tokens=sampling.min_tokens))
     except InputError as error:
         raise bad_request(error, {"prompt_ids": param, "max_new_tokens": name}) from None
     return requests
@@ -172,14 +180,15 @@ def prompt_requests(
 
 def _sampling(body: Parameters) -> Sampling:
     """Return how tokens are chosen. Raises InputError."""
-    given: dict[str, Any] = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
-    given |= {"top_k": max(0, body.top_k or 0), "logprobs": body.num_logprobs}  # top_k: -1 is all too
-    given["bad_words"] = tuple(body.bad_words or ())
-    given.setdefault("temperature", 1.0)
-    if given.get("seed") == -1:
+    values: dict[str, Any] = {name: getattr(body, name) for name in _SAMPLING if getattr(body, name) is not None}
+    values["top_k"] = max(0, body.top_k or 0)  # clients send -1 for all tokens
+    values["logprobs"] = body.num_logprobs
+    values["bad_words"] = tuple(body.bad_words or ())
+    values.setdefault("temperature", 1.0)
+    if values.get("seed") == -1:
         say_once("seed -1 is taken as null: one is drawn")
-        del given["seed"]
-    given.setdefault("seed", secrets.randbits(63))
+        del values["seed"]
+    values.setdefault("seed", secrets.randbits(63))
     bias = body.logit_bias or {}
     if not all(map(_TOKEN.fullmatch, bias)):
         raise InputError("logit_bias: expected token ids 0 to the last one, found another name")
@@ -187,4 +196,4 @@ def _sampling(body: Parameters) -> Sampling:
     if len(biases) < len(bias):
         twice = next(token for token in bias if token != str(int(token)))
         raise InputError(f"logit_bias: expected each token once, found {int(twice)} also as {twice!r}")
-    return Sampling(**given, logit_bias=biases)
+    return Sampling(**values, logit_bias=biases)

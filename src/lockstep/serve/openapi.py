@@ -1,15 +1,18 @@
-"""The routes of the application, and the types that read their bodies, to an OpenAPI document."""
+"""The endpoints of the server, and their OpenAPI document."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from starlette.routing import BaseRoute, Route
+from starlette.requests import Request
+from starlette.responses import Response
 
 import lockstep
+from lockstep.serve.bodies import error_response
 
 _ERROR = {
     "type": "object",
@@ -29,24 +32,36 @@ _ERROR = {
 }
 
 
-def openapi(routes: Sequence[BaseRoute], bodies: Mapping[str, type], has_keys: bool) -> dict[str, Any]:
-    """Return the document; bodies: of requests, by path. has_keys: requests must bring a key."""
-    _, schemas = msgspec.json.schema_components(bodies.values(), ref_template="#/components/schemas/{name}")
+@dataclass(frozen=True)
+class Endpoint:
+    """A path of the server. body: the type that reads a request's body. error_response: words what a handler raises."""
+
+    path: str
+    handler: Callable[[Request], Awaitable[Any]]
+    methods: str = "GET"
+    body: type | None = None
+    error_response: Callable[[Any], Response] = error_response
+
+
+def openapi(endpoints: Sequence[Endpoint], has_keys: bool) -> dict[str, Any]:
+    """Return the document; has_keys: requests need an API key."""
+    bodies = {endpoint.body: None for endpoint in endpoints if endpoint.body is not None}
+    _, schemas = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
     paths: dict[str, Any] = {}
-    for route in routes:
-        assert isinstance(route, Route)
-        path = re.sub(r"{(\w+):\w+}", r"{\1}", route.path)
-        for method in sorted((route.methods or set()) - {"HEAD"}):
-            operation = _operation(method, path, bodies.get(route.path))
-            paths.setdefault(path, {})[method.lower()] = operation
-    security = {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}} if has_keys else {}
-    return {
+    for endpoint in endpoints:
+        path = re.sub(r"{(\w+):\w+}", r"{\1}", endpoint.path)
+        for method in endpoint.methods.split():
+            paths.setdefault(path, {})[method.lower()] = _operation(method, path, endpoint.body)
+    document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "Lockstep", "version": lockstep.__version__},
         "paths": paths,
-        "components": {"schemas": {**schemas, "Error": _ERROR}, **security},
-        **({"security": [{"key": []}]} if has_keys else {}),
+        "components": {"schemas": {**schemas, "Error": _ERROR}},
     }
+    if has_keys:
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"key": []}]
+    return document
 
 
 def _operation(method: str, path: str, body: type | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1, with limits on the head of a request, and on how long an answer may wait for its reader."""
+"""uvicorn's HTTP/1.1 with limits on the head of a request, and on how long an answer may wait for its reader."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 _HEAD_BYTES = 1 << 16
 _HEAD_SECONDS = 60.0
-_LINGER_SECONDS = 2.0  # that a client may still send when it has its answer
-_LOOKS = 8  # at what a reader has taken, in the time that it may take nothing
+_LINGER_SECONDS = 2.0  # in which a client may still send its body after it got its answer
+_POLLS = 8  # of what a reader has taken, while it may be slow
 
 
 class _CountingTransport:
-    """A transport that knows how much its client has taken."""
+    """A transport that counts the bytes that its client has taken."""
 
     def __init__(self, transport: Any):
         self._transport = transport
@@ -33,9 +33,9 @@ class _CountingTransport:
         self._transport.write(data)
 
     def num_taken(self) -> int:
-        """Return how many bytes have come to the client's kernel.
+        """Return how many bytes have reached the client's kernel.
 
-        Those that wait in ours are not among them: it takes megabytes, and no more before a third of them has left.
+        Ours queues megabytes, and accepts no more until a third of them has left: `write` alone says too little.
         """
         queued = b"\0" * 4
         with contextlib.suppress(OSError):
@@ -44,15 +44,15 @@ class _CountingTransport:
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """A protocol with limits of heads (bytes, seconds, one host), and of bodies that are answered early.
+    """A protocol with limits on heads (bytes, seconds, one host), and on bodies that are answered early.
 
     slow_reader: seconds in which a client must take something of an answer that waits for it.
     """
 
-    def __init__(self, *given: Any, slow_reader: float, **named: Any):
-        super().__init__(*given, **named)
+    def __init__(self, *args: Any, slow_reader: float, **kwargs: Any):
+        super().__init__(*args, **kwargs)
         self._slow_reader = slow_reader
-        self._look: asyncio.TimerHandle | None = None
+        self._poll: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         self._counting_transport = _CountingTransport(transport)
@@ -61,12 +61,12 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_head = True
         self._deadline = self.loop.call_later(_HEAD_SECONDS, transport.abort)
         self._refusal: str | None = None
-        self._is_over = False  # the last answer of the connection is out
+        self._is_over = False  # the connection's last answer was sent
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._deadline.cancel()
-        if self._look is not None:
-            self._look.cancel()
+        if self._poll is not None:
+            self._poll.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -95,16 +95,16 @@ class LimitedProtocol(HttpToolsProtocol):
         raise ValueError(reason)
 
     def _watch_reader(self) -> None:
-        """Look, from now on, at what the client takes, until nothing waits for it."""
-        if self._look is None:
-            self._look_later(self._counting_transport.num_taken(), self.loop.time())
+        """Poll what the client takes, until nothing waits for it."""
+        if self._poll is None:
+            self._poll_later(self._counting_transport.num_taken(), self.loop.time())
 
-    def _look_later(self, num_taken: int, since: float) -> None:
-        self._look = self.loop.call_later(self._slow_reader / _LOOKS, self._look_at_reader, num_taken, since)
+    def _poll_later(self, num_taken: int, since: float) -> None:
+        self._poll = self.loop.call_later(self._slow_reader / _POLLS, self._poll_reader, num_taken, since)
 
-    def _look_at_reader(self, num_taken_before: int, since: float) -> None:
-        """End a connection whose client has taken nothing since then."""
-        self._look = None
+    def _poll_reader(self, num_taken_before: int, since: float) -> None:
+        """Close a connection whose client has taken nothing since then."""
+        self._poll = None
         if not self.transport.get_write_buffer_size():
             return
         now = self.loop.time()
@@ -114,7 +114,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if now - since >= self._slow_reader:
             self.transport.abort()  # `close` would wait for the reader
         else:
-            self._look_later(num_taken, since)
+            self._poll_later(num_taken, since)
 
     def send_400_response(self, msg: str) -> None:
         self._watch_reader()
@@ -126,7 +126,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if hosts > 1 or (not hosts and version not in ("0.9", "1.0")):
             self._refuse(f"host: expected one line of the head, found {hosts or 'none'}")
         self._in_head = False
-        self._deadline.cancel()  # a body has its own, and uvicorn has one for a connection that is kept
+        self._deadline.cancel()  # bodies have `Access.body_timeout`, idle connections uvicorn's timeout_keep_alive
         super().on_headers_complete()
         self.cycle.send = self._sender(self.cycle, self.cycle.send, version)  # type: ignore[method-assign]
 
@@ -136,15 +136,16 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _sender(self, cycle: RequestResponseCycle, send: Callable[[Any], Awaitable[None]], version: str) -> Any:
-        """Return the answer's `send`; a client that still sends a body may go on, for a reset would take the answer."""
-        is_raw = lingers = False
+        """Return the answer's `send`. A client may finish sending its body: a reset could destroy the answer."""
+        is_raw = False
+        lingers = False
 
         async def sent(message: Any) -> None:
             nonlocal is_raw, lingers
             if message["type"] == "http.response.start":
                 headers = list(message.get("headers", ()))
                 if version == "1.0" and not any(name.lower() == b"content-length" for name, _ in headers):
-                    # the end of the connection is that of the answer
+                    # The end of the connection ends the answer.
                     is_raw = True
                     cycle.chunked_encoding = False
                 lingers = cycle.more_body
@@ -155,7 +156,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._watch_reader()
             await send(message)
             if lingers:
-                cycle.keep_alive = True  # not closed by uvicorn
+                cycle.keep_alive = True  # or uvicorn would close it
                 if cycle.response_complete and not self.transport.is_closing():
                     self._is_over = True
                     self._deadline = self.loop.call_later(_LINGER_SECONDS, self.transport.close)

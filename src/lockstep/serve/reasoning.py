@@ -15,7 +15,7 @@ AnyFormat = TypeVar("AnyFormat")
 class ReasoningFormat:
     """name: of --reasoning-parser. begin, end: the marks of the reasoning, which comes before the answer.
 
-    then: what parts it from the answer; where there is such, the end mark is one of other texts too.
+    then: a mark between the reasoning and the answer. A format with one uses its end mark for other texts too.
     """
 
     name: str
@@ -29,8 +29,8 @@ class ReasoningFormat:
 
 
 FORMATS = {
-    each.name: each
-    for each in (
+    format.name: format
+    for format in (
         ReasoningFormat("think", "<think>", "</think>"),  # Qwen 3, DeepSeek R1, GLM 4.5, SmolLM3 and most others
         ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
         ReasoningFormat("seed", "<seed:think>", "</seed:think>"),
@@ -41,17 +41,17 @@ FORMATS = {
 
 
 def named_format(option: str, named: str, formats: Mapping[str, AnyFormat]) -> AnyFormat | None:
-    """Return the format of a name that an option gives; None for "none". Raises InputError for an unknown name."""
+    """Return the format that an option names; None for "none". Raises InputError for an unknown name."""
     if named != "none" and named not in formats:
         raise InputError(f"{option}: expected none or one of {', '.join(sorted(formats))}; found {named!r}")
     return formats.get(named)
 
 
 def reasoning_format(named: str | None, template: str | None) -> ReasoningFormat | None:
-    """Return the format of a name, else the one whose marks a chat template has; None for neither, or for "none".
+    """Return the named format, else the one that a chat template uses; None for neither, and for "none".
 
     Raises InputError for an unknown name.
     """
     if named is not None:
         return named_format("--reasoning-parser", named, FORMATS)
-    return next((each for each in FORMATS.values() if each.is_told_by(template or "")), None)
+    return next((format for format in FORMATS.values() if format.is_told_by(template or "")), None)

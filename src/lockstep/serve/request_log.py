@@ -1,4 +1,4 @@
-"""The log of requests: a JSON line, without texts and keys, for each that has ended, written by a thread."""
+"""The request log: a JSON line, without texts and keys, for each request that has ended, written by a thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.errors import InputError
 from lockstep.serve.ended_requests import EndedRequest
 from lockstep.serve.say import say
 
-_MOST = 1 << 14  # lines that may wait for the disk
+_MAX_LINES = 1 << 14  # that may wait for the disk
 _SECONDS = 2.0  # that the last lines may take when the server ends
 
 
@@ -27,14 +27,16 @@ class RequestLog:
         self._path = path
         self._model = model
         try:
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-            self._end = sys.stderr.fileno() if str(path) == "-" else os.open(path, flags, 0o640)
+            if str(path) == "-":
+                self._file = sys.stderr.fileno()
+            else:
+                self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
         except OSError as error:
             raise InputError(
                 f"--request-log: expected a file that can be written, found {path}: {error.strerror}"
             ) from None
-        self._lines: queue.Queue[bytes | None] = queue.Queue(_MOST)
-        self._is_said = False  # that lines are lost
+        self._lines: queue.Queue[bytes | None] = queue.Queue(_MAX_LINES)
+        self._has_warned = False  # that lines are lost
         self._thread = threading.Thread(target=self._write_all, name="request-log", daemon=True)
         self._thread.start()
 
@@ -42,7 +44,7 @@ class RequestLog:
         """Add the line of an ended request."""
         line = {
             "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
-            "id": ended.id[:80] if ended.id else None,
+            "id": ended.id and ended.id[:80],
             "endpoint": ended.endpoint,
             "status": ended.status,
             "model": self._model,
@@ -54,10 +56,10 @@ class RequestLog:
         try:
             self._lines.put_nowait(json.dumps(line).encode() + b"\n")
         except queue.Full:
-            self._lost("the disk is too slow")
+            self._warn("the disk is too slow")
 
     def close(self) -> None:
-        """Write what is left, if that takes no longer than a moment."""
+        """Write the waiting lines, as far as `_SECONDS` allow."""
         try:
             self._lines.put(None, timeout=_SECONDS)
         except queue.Full:
@@ -65,17 +67,20 @@ class RequestLog:
         self._thread.join(_SECONDS)
 
     def _write_all(self) -> None:
-        begun = b""  # ends a line of which a part was written
+        prefix = b""  # ends a line of which a part was written
         while (line := self._lines.get()) is not None:
+            data = prefix + line
             try:
-                written = os.write(self._end, begun + line)
-                begun = b"" if written == len(begun) + len(line) else b"\n"
-                if begun:
-                    self._lost("the disk took a part of a line")
+                num_written = os.write(self._file, data)
             except OSError as error:
-                self._lost(error.strerror or str(error))
+                self._warn(error.strerror or str(error))
+                continue
+            prefix = b""
+            if num_written < len(data):
+                prefix = b"\n"
+                self._warn("the disk took a part of a line")
 
-    def _lost(self, why: str) -> None:
-        if not self._is_said:
-            self._is_said = True
-            say(f"{self._path}: request log: lines are lost: {why}")
+    def _warn(self, reason: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            say(f"{self._path}: request log: lines are lost: {reason}")

@@ -1,4 +1,4 @@
-"""The response to a request for tokens, whole or as server-sent events, of OpenAI's API and of Triton's."""
+"""The response to a request for tokens, in one piece or as server-sent events, for all APIs."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _HEADERS = [
 
 
 class TokenResponse:
-    """A response whose client may go at any time; each front end derives `whole`, `events` and `close`."""
+    """A response whose client may go at any time; each API derives `full_response`, `events` and `close`."""
 
-    refuse: Callable[[Any], Response] = staticmethod(error_response)  # words an error
+    error_response: Callable[[Any], Response] = staticmethod(error_response)
 
     def __init__(self, id: str, stream: Stream | None, in_chunks: bool):
         self.id = id
         self._stream = stream
         self._in_chunks = in_chunks
 
-    async def whole(self) -> Response:
+    async def full_response(self) -> Response:
         """Return the answer when all of it is there. Raises StreamError."""
         raise NotImplementedError
 
@@ -50,7 +50,7 @@ class TokenResponse:
             await asyncio.wait((gone, work), return_when=asyncio.FIRST_COMPLETED)
             if work.done():
                 await work
-        except asyncio.CancelledError:  # the server ends, and the client does not read: it gets no more
+        except asyncio.CancelledError:  # the server ends while the client does not read
             pass
         finally:
             for task in (gone, work):
@@ -63,9 +63,9 @@ class TokenResponse:
             if stream is not None:
                 await stream.admission()
             if not self._in_chunks:
-                return await (await self.whole())(scope, receive, send)
+                return await (await self.full_response())(scope, receive, send)
         except StreamError as error:
-            return await self.refuse(error)(scope, receive, send)
+            return await self.error_response(error)(scope, receive, send)
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         async for event in self.events():
             await send({"type": "http.response.body", "body": event, "more_body": True})

@@ -1,6 +1,6 @@
 """OpenAI's Responses API without state, as an adapter to chats: bodies in; items out, whole or as typed events.
 
-What Codex sends is taken: tools that a provider runs are left out, and the answer's metadata says so.
+Codex works with it: tools that a provider would run are left out, and the answer's metadata says so.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from lockstep.serve.blocks import Block, BlockAnswer, BlockEvent, chat_form, renamed
+from lockstep.serve.blocks import Block, BlockAnswer, BlockEvent, chat_form, rename_param
 from lockstep.serve.bodies import BadRequest, Unsupported, error_response
 from lockstep.serve.openai_chat import ChatBody
 from lockstep.serve.say import say_once
@@ -25,7 +25,7 @@ _STATE: Mapping[str, tuple] = {
     "background": (None, False),
     "prompt": (None,),
 }
-_INCLUDE = ("reasoning.encrypted_content",)  # of a server that keeps nothing, the reasoning itself
+_INCLUDE = ("reasoning.encrypted_content",)  # the reasoning itself, as this server stores nothing
 _ROLES = ("user", "assistant", "system", "developer")
 
 
@@ -67,12 +67,12 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
 
 
 def responses_chat(body: ResponsesBody) -> ChatBody:
-    """Return a body as that of a chat. Raises BadRequest, also for state that is asked for."""
+    """Return a body as that of a chat. Raises BadRequest, also for fields that need stored state."""
     for name, harmless in _STATE.items():
         if getattr(body, name) not in harmless:
-            said = "expected none, for this server keeps nothing between requests; send all of the input with each"
-            raise BadRequest(f"{name}: {said}", name)
-    if unknown := [each for each in body.include or () if each not in _INCLUDE]:
+            reason = "expected none, for this server keeps nothing between requests; send all of the input with each"
+            raise BadRequest(f"{name}: {reason}", name)
+    if unknown := [name for name in body.include or () if name not in _INCLUDE]:
         raise BadRequest(f"include: expected {_INCLUDE[0]} alone, found {unknown[0][:60]!r}", "include")
     if body.store:
         say_once("store true is taken, and answered as not stored: nothing is kept between requests")
@@ -80,15 +80,20 @@ def responses_chat(body: ResponsesBody) -> ChatBody:
         say_once("truncation is taken as disabled: an input that is too long is refused")
     tools = [tool for tool in body.tools or () if tool.get("type") == "function"]
     messages = _messages(body.input)
+    if body.instructions is not None:
+        messages = _with_instructions(body.instructions, messages)
+    choice = None
+    if tools or body.tool_choice != "auto":
+        choice = _choice(body.tool_choice)
     return ChatBody(
-        messages=messages if body.instructions is None else _instructed(body.instructions, messages),
+        messages=messages,
         model=body.model,
         max_completion_tokens=body.max_output_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
         stream=body.stream,
         tools=[_tool(tool) for tool in tools],
-        tool_choice=_choice(body.tool_choice) if tools or body.tool_choice not in (None, "auto") else None,
+        tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=chat_form((body.text or {}).get("format")),
         reasoning_effort=(body.reasoning or {}).get("effort"),
@@ -108,14 +113,16 @@ def _warning(body: ResponsesBody) -> dict[str, str]:
     return {"warning": f"tools of these types are left out, for this server runs none: {', '.join(kinds)}"[:512]}
 
 
-def _instructed(instructions: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages after one system message: of the instructions, and of what developers say before all others."""
+def _with_instructions(instructions: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages after one system message: templates take only one, so leading developer messages join it."""
     parts: list[Any] = [{"type": "text", "text": instructions}]
     for number, message in enumerate(messages):
         content = message.get("content")
         if message["role"] not in ("system", "developer") or not isinstance(content, str | list):
             return [{"role": "system", "content": parts}, *messages[number:]]
-        parts += [content] if isinstance(content, str) else content
+        if isinstance(content, str):
+            content = [content]
+        parts += content
     return [{"role": "system", "content": parts}]
 
 
@@ -126,7 +133,7 @@ def _choice(value: Any) -> Any:
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
-    """Return the messages of a chat: what an assistant said, thought and called together is one."""
+    """Return the messages of a chat: an assistant's text, reasoning and calls of one turn become one message."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list):
@@ -152,7 +159,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
                 messages.append({"role": "assistant"})
             messages[-1].setdefault("tool_calls", []).append(call)
         elif kind == "reasoning":
-            parts = [*(item.get("content") or ()), *(() if item.get("content") else item.get("summary") or ())]
+            parts = item.get("content") or item.get("summary") or ()
             text = "\n".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
             messages.append({"role": "assistant", "reasoning_content": text})
         else:
@@ -163,7 +170,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
 
 
 def _is_begun(messages: list[dict[str, Any]]) -> bool:
-    """Return whether the last message is an assistant's, which what follows may belong to."""
+    """Return whether the last message is an assistant's, whose turn may go on."""
     return bool(messages) and messages[-1]["role"] == "assistant"
 
 
@@ -174,7 +181,7 @@ class ResponsesAnswer(BlockAnswer):
 
     def __init__(self, body: ResponsesBody, chat: ChatBody, service: Service, stream: Stream, request_id: str):
         super().__init__(chat, service, stream, request_id)
-        self.refuse = lambda error: error_response(renamed(error, body.NAMES))
+        self.error_response = lambda error: error_response(rename_param(error, body.NAMES))
         self._body = body
         self._created = int(time.time())
         self._number = 0
@@ -182,13 +189,16 @@ class ResponsesAnswer(BlockAnswer):
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         body = self._body
         stream = self._stream
-        usage = {
+        incomplete_details = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        usage: dict[str, Any] | None = {
             "input_tokens": stream.num_prompt_tokens,
             "input_tokens_details": {"cached_tokens": stream.num_cached_tokens, "cache_write_tokens": 0},
             "output_tokens": stream.num_answer_tokens,
             "output_tokens_details": {"reasoning_tokens": stream.num_reasoning_tokens},
             "total_tokens": stream.num_prompt_tokens + stream.num_answer_tokens,
         }
+        if status == "in_progress":
+            usage = None
         return {
             "id": self.id,
             "object": "response",
@@ -196,7 +206,7 @@ class ResponsesAnswer(BlockAnswer):
             "status": status,
             "background": False,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": incomplete_details,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": {**(body.metadata or {}), **_warning(body)},
@@ -212,7 +222,7 @@ class ResponsesAnswer(BlockAnswer):
             "tools": body.tools or [],
             "top_p": body.top_p,
             "truncation": "disabled",
-            "usage": None if status == "in_progress" else usage,
+            "usage": usage,
         }
 
     def _status(self) -> str:
@@ -227,9 +237,11 @@ class ResponsesAnswer(BlockAnswer):
         return f"{begins}_{self._request_id}_{block.number}"
 
     def _item(self, block: Block, begins: bool = False) -> dict[str, Any]:
-        status = self._status() if block is self.blocks[-1] else "completed"
+        status = "completed"
         if begins:
             status = "in_progress"
+        elif block is self.blocks[-1]:
+            status = self._status()
         common = {"id": self._item_id(block), "status": status}
         if block.kind == "call":
             call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}

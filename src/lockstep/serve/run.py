@@ -1,4 +1,4 @@
-"""The life of a server: an engine that is warm, a line that says so, requests, and a drain on SIGTERM."""
+"""Server lifecycle: start the engine, announce readiness, serve, drain on SIGTERM."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Address:
-    """The address to listen at. port 0: any that is free; None: at no port."""
+    """The address to listen at. port 0: a free one; None: no TCP port."""
 
     host: str = "127.0.0.1"
     port: int | None = 8000
@@ -43,30 +43,29 @@ class _Server(uvicorn.Server):
     """uvicorn's server without its signal handlers (`serve` drains first), awake once a second, not ten times."""
 
     def __init__(self, app: ASGIApp, slow_reader: float):
-        # Once all requests are through, connections that are kept alive are closed; what is left has a moment more.
         config = uvicorn.Config(
             app,
             http=cast(Any, functools.partial(LimitedProtocol, slow_reader=slow_reader)),
-            log_level="error",  # below it uvicorn has a line for each request that is no HTTP
+            log_level="error",  # uvicorn logs a warning for each request that is not HTTP
             ws="none",
-            timeout_keep_alive=75,  # longer than proxies keep one, which else meet one that has just been closed
+            timeout_keep_alive=75,  # longer than proxies', so that they never reuse a connection that is being closed
             access_log=False,
             lifespan="off",
-            timeout_graceful_shutdown=1,
+            timeout_graceful_shutdown=1,  # when it is called, requests have been drained
             server_header=False,
             proxy_headers=False,
         )
         super().__init__(config)
         self._ending = asyncio.Event()
 
-    async def start(self, ends: list[socket.socket]) -> None:
-        """Serve at these sockets, as the task `serving`; return when connections are taken."""
-        self.serving = asyncio.create_task(self.serve(sockets=ends))
+    async def start(self, sockets: list[socket.socket]) -> None:
+        """Serve at these sockets, as the task `serving`; return when connections are accepted."""
+        self.serving = asyncio.create_task(self.serve(sockets=sockets))
         while not (self.started or self.serving.done()):
             await asyncio.sleep(0.005)
 
     async def end(self) -> None:
-        """Take no more connections, and close those that are there."""
+        """Accept no more connections, and close the open ones."""
         self.should_exit = True
         self._ending.set()
         await self.serving
@@ -93,95 +92,122 @@ def serve(
 ) -> None:
     """Serve until SIGTERM, SIGHUP or Ctrl-C; a second one ends at once.
 
-    drain: seconds that running requests have then. say: gets the line of a server that is ready. grpc_port: where gRPC
-    is served too, 0 for any that is free; None: nowhere. triton: of the service, with options of its own. unix: a Unix
-    socket that HTTP is served at too, or alone if the address has no port. Raises InputError for an address that cannot
-    be had, and LockstepError where the engine does not start, or the service ends by a fault of its own.
+    drain: seconds in which running requests may then finish. say: gets the line of a server that is ready. grpc_port:
+    serves gRPC too, 0 at a free port. triton: the service's, if it has options. unix: a Unix socket for HTTP, the only
+    one if the address has no port. Raises InputError for an address that cannot be bound, and LockstepError where the
+    engine does not start or the service fails.
     """
+    triton = triton or Triton(service)
     with contextlib.ExitStack() as stack:
-        ends = [] if address.port is None else [stack.enter_context(contextlib.closing(_bound(address)))]
+        sockets = []
+        if address.port is not None:
+            sockets.append(stack.enter_context(contextlib.closing(_tcp_socket(address))))
         if unix is not None:
-            ends.append(stack.enter_context(unix_socket(unix)))
-        uvloop.run(_serve(service, ends, address.host, access, drain, say, grpc_port, triton or Triton(service)))
+            sockets.append(stack.enter_context(unix_socket(unix)))
+        is_local = all(end.family == socket.AF_UNIX or ip_address(end.getsockname()[0]).is_loopback for end in sockets)
+        if is_local:
+            access = replace(access, loopback_host=address.host)
+        uvloop.run(_Lifecycle(service, access, address.host, triton).run(sockets, grpc_port, drain, say))
 
 
 @contextlib.asynccontextmanager
 async def listening(service: Service, path: Path) -> AsyncIterator[None]:
     """Start a service and serve it on a Unix socket, until the context ends. Raises LockstepError."""
-    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as end:
-        end.bind(str(path))
+    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as listener:
+        listener.bind(str(path))
         server = _Server(application(service), service.limits.slow_reader)
         await service.start()
         try:
-            await server.start([end])
+            await server.start([listener])
             yield
         finally:
             await service.stop()
             await server.end()
 
 
-async def _serve(
-    service: Service,
-    ends: list[socket.socket],
-    host: str,
-    access: Access,
-    drain: float,
-    say: Callable[[str], None],
-    grpc_port: int | None,
-    triton: Triton,
-) -> None:
-    inside = all(end.family == socket.AF_UNIX or ip_address(end.getsockname()[0]).is_loopback for end in ends)
-    access = replace(access, own_name=host if inside else None)
-    server = _Server(application(service, access, triton), service.limits.slow_reader)
+class _Lifecycle:
+    """One run of a server, from the start of its engine to the end."""
+
+    def __init__(self, service: Service, access: Access, host: str, triton: Triton):
+        self._service = service
+        self._access = access
+        self._host = host
+        self._triton = triton
+
+    async def run(
+        self, sockets: list[socket.socket], grpc_port: int | None, drain: float, say: Callable[[str], None]
+    ) -> None:
+        service = self._service
+        http = _Server(application(service, self._access, self._triton), service.limits.slow_reader)
+        grpc = None
+        if grpc_port is not None:
+            grpc = _grpc_server(self._triton, self._access, self._host, grpc_port)
+        signals = _watch_signals()
+        stop_requested = asyncio.create_task(signals.get())
+        starting = asyncio.create_task(service.start())
+        try:
+            await asyncio.wait((starting, stop_requested), return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():
+                starting.cancel()
+                return
+            await starting
+            await http.start(sockets)
+            if grpc is not None:
+                await grpc.start()
+            processes.freeze_heap()
+            say(self._ready_line(sockets, grpc))
+            failed = asyncio.create_task(service.ended.wait())
+            await asyncio.wait((http.serving, stop_requested, failed), return_when=asyncio.FIRST_COMPLETED)
+            failed.cancel()
+            if stop_requested.done():
+                await self._drain(drain, signals)
+            await service.stop()
+            await http.end()
+            service.check()
+        finally:
+            stop_requested.cancel()
+            await service.stop()
+            if grpc is not None:
+                await grpc.stop(1)
+
+    async def _drain(self, seconds: float, signals: asyncio.Queue[int]) -> None:
+        """Let running requests finish, until another signal comes."""
+        draining = asyncio.create_task(self._service.drain(seconds))
+        second_signal = asyncio.create_task(signals.get())
+        await asyncio.wait((draining, second_signal), return_when=asyncio.FIRST_COMPLETED)
+        draining.cancel()
+        second_signal.cancel()
+
+    def _ready_line(self, sockets: list[socket.socket], grpc: GrpcServer | None) -> str:
+        ready = self._service.ready
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        urls = []
+        for listener in sockets:
+            if listener.family == socket.AF_UNIX:
+                urls.append(f"unix:{listener.getsockname()}")
+            else:
+                urls.append(f"http://{host}:{listener.getsockname()[1]}")
+        line = (
+            f"ready: {' and '.join(urls)} serves {self._service.name} "
+            f"({ready.backend}, identity {ready.identity[:12]}): up to {ready.max_batch_size} requests of "
+            f"{ready.max_seq_len} tokens at a time, a KV cache of {ready.num_pages * PAGE_SIZE:,} tokens"
+        )
+        if ready.kv_cache_dtype:
+            line += f" in {ready.kv_cache_dtype}"
+        if grpc is not None:
+            line += f"; gRPC at {host}:{grpc.port}"
+        return line
+
+
+def _watch_signals() -> asyncio.Queue[int]:
+    """Return the queue of the signals that end the server."""
     signals = asyncio.Queue[int]()
     loop = asyncio.get_running_loop()
-    grpc = None if grpc_port is None else _grpc_server(triton, access, host, grpc_port)
     for number in (signal.SIGINT, *ENDING):
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as of `nohup`
+        is_nohup = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+        if not is_nohup:
             loop.add_signal_handler(number, signals.put_nowait, number)
-    asked = asyncio.create_task(signals.get())
-    starting = asyncio.create_task(service.start())
-    try:
-        await asyncio.wait((starting, asked), return_when=asyncio.FIRST_COMPLETED)
-        if not starting.done():
-            starting.cancel()
-            return
-        await starting
-        await server.start(ends)
-        if grpc is not None:
-            await grpc.start()
-        processes.freeze_heap()
-        ready = service.ready
-        shown = f"[{host}]" if ":" in host else host
-        places = [
-            f"unix:{end.getsockname()}" if end.family == socket.AF_UNIX else f"http://{shown}:{end.getsockname()[1]}"
-            for end in ends
-        ]
-        say(
-            f"ready: {' and '.join(places)} serves {service.name} "
-            f"({ready.backend}, identity {ready.identity[:12]}): up to {ready.max_batch_size} requests of "
-            f"{ready.max_seq_len} tokens at a time, a KV cache of "
-            f"{ready.num_pages * PAGE_SIZE:,} tokens"
-            + (f" in {ready.kv_cache_dtype}" if ready.kv_cache_dtype else "")
-            + (f"; gRPC at {shown}:{grpc.port}" if grpc is not None else "")
-        )
-        failed = asyncio.create_task(service.ended.wait())
-        await asyncio.wait((server.serving, asked, failed), return_when=asyncio.FIRST_COMPLETED)
-        failed.cancel()
-        if asked.done():
-            draining = asyncio.create_task(service.drain(drain))
-            again = asyncio.create_task(signals.get())
-            await asyncio.wait((draining, again), return_when=asyncio.FIRST_COMPLETED)
-            draining.cancel()
-            again.cancel()
-        await service.stop()
-        await server.end()
-        service.check()
-    finally:
-        asked.cancel()
-        await service.stop()
-        if grpc is not None:
-            await grpc.stop(1)
+    return signals
 
 
 def _grpc_server(triton: Triton, access: Access, host: str, port: int) -> GrpcServer:
@@ -190,7 +216,7 @@ def _grpc_server(triton: Triton, access: Access, host: str, port: int) -> GrpcSe
     return GrpcServer(triton, access, host, port)
 
 
-def _bound(address: Address) -> socket.socket:
+def _tcp_socket(address: Address) -> socket.socket:
     assert address.port is not None
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)

@@ -1,4 +1,4 @@
-"""The settings of a server. Standard library alone: the engine's Python may have no more."""
+"""The settings of a server. Standard library only: the engine's Python may have nothing else."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, Literal
 class EngineOptions:
     """The options of an engine process, which the frame "open" carries.
 
-    engines, assembly, weights, adapters, checkpoint: paths of manifests; adapters is None for a model without any, and
-    checkpoint for one whose adapters cannot be loaded later. layers: a layer count, or "all". limits: max_batch_size,
-    max_seq_len, max_num_tokens, max_input_len. loaded: name, folder and SHA-256 of each adapter that an earlier engine
-    process had loaded. threads: CPU threads, None for the default. kv_bytes: of the KV cache, a fraction below 1 of the
-    free memory, or None for the default. chunk_size, long_prefill_token_threshold: in tokens, None for the default.
-    grammar_seconds: that a grammar may take to compile. speculative: the fields of `Speculative`, None for no drafts.
+    engines, assembly, weights, adapters, checkpoint: paths of manifests; adapters: None without any, checkpoint: None
+    where no adapter can be loaded later. layers: a layer count, or "all". limits: max_batch_size, max_seq_len,
+    max_num_tokens, max_input_len. loaded: name, folder and SHA-256 of each adapter that an earlier engine process had
+    loaded. threads: of the CPU. kv_bytes: of the KV cache, or a fraction below 1 of the free memory. chunk_size,
+    long_prefill_token_threshold: in tokens. grammar_seconds: that a grammar may take to compile. speculative: the
+    fields of `Speculative`, None for no drafts. None elsewhere: the default.
     """
 
     engines: str

@@ -1,4 +1,4 @@
-"""The stream of one HTTP request: deltas, each with all that came since its reader took the one before."""
+"""The stream of one HTTP request: deltas, each with all tokens since the last one was read."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.serve.answer_reader import AnswerPlan
 from lockstep.step.sampling import Logprobs
 
-# Whose request it is that this task is at: prefixes are shared with nobody else.
+# Tenant of the current request; prefixes are never shared across tenants.
 TENANT: ContextVar[str] = ContextVar("tenant", default="")
-# Why an answer ended, as OpenAI's API and vLLM's metrics call it.
+# The finish reasons of OpenAI's API and vLLM's metrics.
 FINISH_REASONS = {
     "stop_id": "stop",
     "stop_string": "stop",
@@ -29,11 +29,11 @@ FINISH_REASONS = {
 
 @dataclass(eq=False)
 class PromptRequest:
-    """A prompt of an HTTP request, from its front end to the end of its answers.
+    """A prompt of an HTTP request, until its answers have ended.
 
-    request: what the engine computes. stop: the strings that end its text. echo: the text that the answer begins with,
-    where the prompt is to be repeated. min_stop_tokens, shown: as of `Collector`. plan: how a chat's answers are read.
-    The rest is there once it is submitted.
+    request: what the engine computes. stop: the strings that end its text. echo: the prompt's text, if answers repeat
+    it. min_stop_tokens, shown: see `Collector`. plan: how a chat's answers are read. `Stream` sets the fields without a
+    default.
     """
 
     request: Request
@@ -47,18 +47,18 @@ class PromptRequest:
     arrived: float = field(init=False)
     first: int = field(init=False)  # index of its first answer
     choices: set[int] = field(init=False)  # those that have not ended
-    number: int = -1  # as the engine process knows it
+    number: int = -1  # in the engine process
     admitted: float | None = None
-    num_cached_tokens: int = 0  # of its prompt, found again as a prefix
+    num_cached_tokens: int = 0  # of its prompt, from the prefix cache
     last_token: float | None = None
-    deaths: int = 0  # engine processes that died while it was theirs
+    num_crashes: int = 0  # of engine processes that ran it
     prompt_logprobs: list[Logprobs] = field(default_factory=list)  # of its tokens but the first
-    resumed: dict[int, int] = field(default_factory=dict)  # numbers of its choices in the engine process after one
+    resumed: dict[int, int] = field(default_factory=dict)  # after a crash: number in the engine process by choice
 
 
 @dataclass
 class AnswerDelta:
-    """New text of an answer, and its tokens, whose text may come later; index: its number, prompt by prompt."""
+    """New text of an answer, and its tokens, whose text may come later; index: of the answer, over all prompts."""
 
     index: int
     text: str
@@ -68,7 +68,7 @@ class AnswerDelta:
 
 
 class StreamError(Exception):
-    """The error of a stream without an answer; status: of HTTP. param: the field of the body that is why."""
+    """The error of a stream without an answer; status: of HTTP. param: the field of the body that caused it."""
 
     def __init__(
         self,
@@ -87,12 +87,12 @@ class StreamError(Exception):
 
 
 class Stream:
-    """The answers of one request, as lists of deltas that came together. Raises StreamError at a bad end."""
+    """The answers of one request, as an iterator of lists of deltas. Raises StreamError where they fail."""
 
     def __init__(self, prompts: Sequence[PromptRequest], tokenizer: Tokenizer):
         self.began = time.monotonic()
-        self.sending_since: float | None = None  # a delta waits for the reader since
-        self.first_token: float | None = None  # when it came
+        self.sending_since: float | None = None  # time since which a delta waits for the client
+        self.first_token: float | None = None  # its time
         self.num_prompt_tokens = sum(len(prompt.request.prompt_ids) for prompt in prompts)
         self.prompts = prompts
         self._tokenizer = tokenizer
@@ -110,12 +110,15 @@ class Stream:
         self._pending: dict[int, AnswerDelta] = {}
         self._waiter: asyncio.Future[None] | None = None  # of the one task that takes the deltas
         self.error: StreamError | None = None  # why it ended without an answer, if it did
-        self._open = first
+        self._num_open = first
 
     @property
     def choices(self) -> list[Choice]:
         """Return all answers, in order."""
-        return [choice for prompt in self.prompts for choice in prompt.collector.completion.choices]
+        answers: list[Choice] = []
+        for prompt in self.prompts:
+            answers += prompt.collector.completion.choices
+        return answers
 
     @property
     def num_cached_tokens(self) -> int:
@@ -128,13 +131,16 @@ class Stream:
     @property
     def num_reasoning_tokens(self) -> int:
         """Return how many of the answers' tokens are reasoning, with its marks."""
-        each = ((choice, prompt.plan) for prompt in self.prompts for choice in prompt.collector.completion.choices)
-        return sum(plan.num_reasoning_tokens(choice.token_ids, choice.text, self._tokenizer) for choice, plan in each)
+        count = 0
+        for prompt in self.prompts:
+            for choice in prompt.collector.completion.choices:
+                count += prompt.plan.num_reasoning_tokens(choice.token_ids, choice.text, self._tokenizer)
+        return count
 
     @property
     def done(self) -> bool:
         """Return whether nothing more comes."""
-        return self.error is not None or not self._open
+        return self.error is not None or self._num_open == 0
 
     @property
     def is_admitted(self) -> bool:
@@ -144,7 +150,8 @@ class Stream:
         """Add to an answer. token: None for text without a new token; finish: why the answer ends, if it does."""
         delta = self._pending.get(index)
         if delta is None:
-            delta = self._pending[index] = AnswerDelta(index, "", [], [], None)
+            delta = AnswerDelta(index, "", [], [], None)
+            self._pending[index] = delta
         delta.text += text
         if token is not None:
             delta.token_ids.append(token)
@@ -152,7 +159,7 @@ class Stream:
             delta.logprobs.append(logprobs)
         if finish:
             delta.finish = finish
-            self._open -= 1
+            self._num_open -= 1
         if self._waiter is not None:
             self.wake()
 
@@ -170,7 +177,7 @@ class Stream:
             waiter.set_result(None)
 
     async def admission(self) -> None:
-        """Wait until the engine has admitted it, or anything came. Raises StreamError."""
+        """Wait until the engine has admitted a prompt. Raises StreamError."""
         while not (self.is_admitted or self._pending or self.error):
             await self._woken()
         if self.error and not self._pending:
@@ -183,7 +190,7 @@ class Stream:
         while not self._pending:
             if self.error:
                 raise self.error
-            if not self._open:
+            if self._num_open == 0:
                 raise StopAsyncIteration
             await self._woken()
         deltas = list(self._pending.values())

@@ -2,13 +2,13 @@
 
 `python -m lockstep.serve.template_process`, frames on stdin and stdout.
 
-A template is a program of whoever published the checkpoint. Jinja's sandbox keeps it from Python's attributes, and
-nothing keeps it from loops without an end, or from a number or text that fills the memory; one expression may hold the
-interpreter for ever, so that no thread could be ended. A process can be: the kernel ends this one after `CPU_SECONDS`
-of processor time for a frame, and its memory and the files that it may write are limited.
+A template is a program by whoever published the checkpoint. Jinja's sandbox hides Python's attributes, but does not
+stop endless loops, or numbers and texts that fill the memory, and one expression may hold the interpreter for ever: no
+thread could be stopped. A process can: the kernel kills this one after `CPU_SECONDS` of CPU time for a frame, and its
+memory and the files that it may write are limited.
 
-A frame is a length (big-endian, 32 bits) and JSON. The first brings the template, each one after it messages; each is
-answered with {"text"} or {"error"}, the latter one line.
+A frame is a length (big-endian, 32 bits) and JSON: first the template, then messages. The answer to each is {"text"} or
+{"error"}, a line.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from jinja2.utils import Namespace
 HEADER = struct.Struct(">I")
 CPU_SECONDS = 2.0
 MEMORY = 512 << 20  # bytes of address space beyond those at the start
-_ROOM = 1 << 20  # characters that a prompt may have beyond twice those of its frame
-_LONGEST_ERROR = 300
-_MARK = "<|the final message ends here|> "  # with a space: whether it is left tells whether the template trims
+_EXTRA_CHARACTERS = 1 << 20  # of a prompt, beyond twice those of its frame
+_MAX_ERROR = 300  # characters
+_MARK = "<|the final message ends here|> "  # a template that trims messages removes the space
 
 
 class TooLong(Exception):
@@ -43,7 +43,7 @@ class TooLong(Exception):
 
 
 class _Generation(Extension):
-    """The tag `{% generation %}`, a scope alone: it marks what the assistant said for those who train on it."""
+    """The tag `{% generation %}`, which marks the assistant's text for training, and is only a scope here."""
 
     tags = {"generation"}
 
@@ -53,7 +53,7 @@ class _Generation(Extension):
 
 
 class _PlainNamespace(Namespace):
-    """Jinja's `namespace`, whose attributes cannot have the names of Python's own."""
+    """Jinja's `namespace` without attributes that begin with "_": Python's own do."""
 
     def __init__(self, /, *args: Any, **kwargs: Any) -> None:
         values = dict(*args, **kwargs)
@@ -69,15 +69,15 @@ class _PlainNamespace(Namespace):
 
 def environment() -> jinja2.Environment:
     """Return Jinja's environment as transformers makes it: white space, extensions, filters, functions."""
-    found = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    found.filters["tojson"] = _to_json
-    found.tests["none"] = _is_none
-    found.globals |= {
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    env.filters["tojson"] = _to_json
+    env.tests["none"] = _is_none
+    env.globals |= {
         "raise_exception": _refuse,
         "strftime_now": lambda form: datetime.now().strftime(form),
         "namespace": _PlainNamespace,
     }
-    return found
+    return env
 
 
 def _is_none(value: Any) -> bool:
@@ -93,41 +93,46 @@ def _to_json(
 ) -> str:
     """Return JSON without the escapes of HTML that Jinja's own filter makes."""
 
-    def null(other: Any) -> Any:
-        return None if isinstance(other, _Null) else json.JSONEncoder().default(other)
+    def default(other: Any) -> Any:
+        if isinstance(other, _Null):
+            return None
+        return json.JSONEncoder().default(other)
 
     return json.dumps(
-        value, default=null, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        value, default=default, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
-def rendered(template: jinja2.Template, tokens: Mapping[str, str], asked: Mapping[str, Any], most: int) -> str:
-    """Return the prompt of a chat. Raises what the template raises, TemplateError, and TooLong (over `most`)."""
-    messages = [_with_null(_with_arguments(_with_reasoning(message))) for message in asked["messages"]]
-    final = messages[-1]["content"] if asked["continues"] else ""
-    if asked["continues"]:
+def rendered(template: jinja2.Template, tokens: Mapping[str, str], chat: Mapping[str, Any], limit: int) -> str:
+    """Return the prompt of a chat. Raises what the template raises, TemplateError, and TooLong above `limit`."""
+    messages = [_with_null(_with_arguments(_with_reasoning(message))) for message in chat["messages"]]
+    final = ""
+    if chat["continues"]:
+        final = messages[-1]["content"]
         messages[-1] = {**messages[-1], "content": final + _MARK}
-    variables = {"tools": None, "documents": None, **tokens, **asked["variables"], "messages": messages}
+    variables = {"tools": None, "documents": None, **tokens, **chat["variables"], "messages": messages}
     pieces = []
     length = 0
-    for piece in template.generate(**variables, add_generation_prompt=asked["add_generation_prompt"]):
+    for piece in template.generate(**variables, add_generation_prompt=chat["add_generation_prompt"]):
         length += len(piece)
-        if length > most:
+        if length > limit:
             raise TooLong
         pieces.append(piece)
     text = "".join(pieces)
-    return _opened(text, final) if asked["continues"] else text
+    return _cut_at_mark(text, final) if chat["continues"] else text
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a message with its reasoning under both names that templates know."""
     names = ("reasoning_content", "thinking", "reasoning")
-    found = next((message[name] for name in names if message.get(name) is not None), None)
-    return message if found is None else {"thinking": found, **message, "reasoning_content": found}
+    reasoning = next((message[name] for name in names if message.get(name) is not None), None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 class _Null(jinja2.Undefined):
-    """A content of null: none where a template asks for that, else left out, as transformers 5 does."""
+    """A content of null: a template's `is none` holds, and its text is empty, as in transformers 5."""
 
     def __eq__(self, other: Any) -> bool:
         return other is None or super().__eq__(other)
@@ -137,11 +142,13 @@ class _Null(jinja2.Undefined):
 
 def _with_null(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a message with `_Null` as content where that is null."""
-    return {**message, "content": _Null(name="content")} if message.get("content", "") is None else message
+    if message.get("content", "") is not None:
+        return message
+    return {**message, "content": _Null(name="content")}
 
 
 class _Arguments(dict):
-    """Arguments of a tool call: an object for templates with `tojson`, the client's text where one writes it."""
+    """Arguments of a tool call: an object for templates with `tojson`, the client's text for those that print it."""
 
     def __init__(self, value: Mapping[str, Any], text: str) -> None:
         super().__init__(value)
@@ -160,7 +167,9 @@ class _Arguments(dict):
 def _with_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a message with `_Arguments` in its tool calls, where a client sent a text."""
     calls = message.get("tool_calls")
-    return message if not calls else {**message, "tool_calls": [_with_object(call) for call in calls]}
+    if not calls:
+        return message
+    return {**message, "tool_calls": [_with_object(call) for call in calls]}
 
 
 def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -171,47 +180,51 @@ def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**call, "function": {**function, "arguments": _Arguments(json.loads(text), text)}}
 
 
-def _opened(text: str, final: str) -> str:
-    """Return `text` up to its final message's end, trimmed as the template does. Raises TemplateError."""
+def _cut_at_mark(text: str, final: str) -> str:
+    """Return `text` up to its final message's end, trimmed if the template trims. Raises TemplateError."""
     before, mark, after = text.rpartition(_MARK.strip())
     if not mark or final.strip() not in before:
         raise TemplateError("the chat template leaves out the final message, or changes it: it cannot be continued")
-    return before if after.startswith(" ") else before.rstrip()
+    if not after.startswith(" "):
+        before = before.rstrip()
+    return before
 
 
-def _answer(state: dict[str, Any], asked: Mapping[str, Any], most: int) -> dict[str, str]:
+def _answer(state: dict[str, Any], frame: Mapping[str, Any], limit: int) -> dict[str, str]:
     try:
-        if "template" in asked:
-            state["tokens"] = asked["special_tokens"]
-            state["template"] = environment().from_string(asked["template"])
+        if "template" in frame:
+            state["tokens"] = frame["special_tokens"]
+            state["template"] = environment().from_string(frame["template"])
             return {"text": ""}
-        return {"text": rendered(state["template"], state["tokens"], asked, most)}
+        return {"text": rendered(state["template"], state["tokens"], frame, limit)}
     except TemplateSyntaxError as error:
         return {"error": _line(f"line {error.lineno}: {error.message}")}
     except TooLong:
-        return {"error": f"a prompt of more than {most} characters"}
+        return {"error": f"a prompt of more than {limit} characters"}
     except MemoryError:
         return {"error": f"more than {MEMORY >> 20} MiB of memory"}
     except TemplateError as error:
         return {"error": _line(str(error))}
-    except Exception as error:  # whatever an expression of the template runs into
+    except Exception as error:  # any error of an expression of the template
         return {"error": _line(f"{type(error).__name__}: {error}")}
 
 
 def _line(message: str) -> str:
     line = " ".join(message.split())
-    return line if len(line) <= _LONGEST_ERROR else f"{line[: _LONGEST_ERROR - 3]}..."
+    if len(line) > _MAX_ERROR:
+        line = f"{line[: _MAX_ERROR - 3]}..."
+    return line
 
 
 def _limit() -> None:
     used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-    for kind, most in ((resource.RLIMIT_AS, used + MEMORY), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
-        resource.setrlimit(kind, (most, most))
+    for kind, limit in ((resource.RLIMIT_AS, used + MEMORY), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
+        resource.setrlimit(kind, (limit, limit))
 
 
 def main() -> None:
     """Answer frames until stdin ends."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # for the API process, which ends this one
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the API process ends this one
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     _limit()
@@ -219,7 +232,7 @@ def main() -> None:
     while head := sys.stdin.buffer.read(HEADER.size):
         data = sys.stdin.buffer.read(HEADER.unpack(head)[0])
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-        answer = json.dumps(_answer(state, json.loads(data), 2 * len(data) + _ROOM)).encode()
+        answer = json.dumps(_answer(state, json.loads(data), 2 * len(data) + _EXTRA_CHARACTERS)).encode()
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.buffer.write(HEADER.pack(len(answer)) + answer)
         sys.stdout.buffer.flush()

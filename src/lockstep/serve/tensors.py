@@ -1,10 +1,10 @@
 """The tensors of the KServe v2 protocol, as requests and answers carry them.
 
-JSON lists, or bytes (Triton's binary tensor data extension, and gRPC's raw contents: little-endian, row by row; a BYTES
-element is its length in 4 bytes, then it).
+JSON lists, or bytes (Triton's binary tensor data extension, and gRPC's raw contents: little-endian, row-major; a BYTES
+element is its length in 4 bytes, then its bytes).
 
-In: names, datatypes, shapes and data that anybody may have sent. Out: NumPy arrays of exactly that type and shape, or
-BadRequest, which names the tensor.
+In: untrusted names, datatypes, shapes and data. Out: NumPy arrays of exactly that type and shape, or BadRequest, which
+names the tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 from lockstep.serve.bodies import BadRequest
 
-_LARGEST = 1 << 31  # elements: more than any body has bytes
+_MAX_ELEMENTS = 1 << 31  # more than any body has bytes
 _LENGTH = struct.Struct("<I")
 DATATYPES: dict[str, np.dtype] = {
     "BOOL": np.dtype(bool),
@@ -53,8 +53,8 @@ class Tensor:
 
 def of(name: str, datatype: str, values: Any, *shape: int) -> Tensor:
     """Return a tensor of an answer. values: numbers, or bytes."""
-    array = np.empty(len(values) if datatype == "BYTES" else 0, object)
     if datatype == "BYTES":
+        array = np.empty(len(values), object)
         array[:] = values
     else:
         array = np.asarray(values, DATATYPES[datatype])
@@ -65,24 +65,24 @@ def check_declaration(name: str, datatype: str, shape: Sequence[int]) -> int:
     """Return the number of elements of a tensor. Raises BadRequest."""
     if datatype not in DATATYPES:
         raise BadRequest(f"{name}: datatype: expected one of {', '.join(DATATYPES)}, found {datatype[:20]!r}", name)
-    sizes = [max(1, size) for size in shape]  # of an empty tensor NumPy multiplies the others
-    if len(shape) > 8 or min(shape, default=0) < 0 or math.prod(sizes) >= _LARGEST:
+    sizes = [max(1, size) for size in shape]  # NumPy also limits the other sizes of an empty tensor
+    if len(shape) > 8 or min(shape, default=0) < 0 or math.prod(sizes) >= _MAX_ELEMENTS:
         raise BadRequest(f"{name}: shape: expected up to 8 sizes from 0 on, found {str(list(shape))[:60]}", name)
     return math.prod(shape)
 
 
 def check_parameters(name: str, parameters: Mapping[str, Any]) -> None:
-    """Raise BadRequest for a tensor's parameter that asks for what this server has not."""
-    for each in ("shared_memory_region", "classification"):
-        if parameters.get(each):
-            raise BadRequest(f"{name[:80]}: {each}: not supported by this server; leave it out", name)
+    """Raise BadRequest for a tensor's parameter that this server does not support."""
+    for key in ("shared_memory_region", "classification"):
+        if parameters.get(key):
+            raise BadRequest(f"{name[:80]}: {key}: not supported by this server; leave it out", name)
 
 
 def from_list(name: str, datatype: str, shape: Sequence[int], data: Any) -> Tensor:
-    """Return a tensor of JSON's values, flat or nested, row by row."""
+    """Return a tensor of JSON values, flat or nested, row-major."""
     count = check_declaration(name, datatype, shape)
     flat: list[Any] = []
-    _flatten(data if isinstance(data, list) else [data], flat, 0)
+    _flatten([data], flat, depth=-1)
     if len(flat) != count:
         raise BadRequest(f"{name}: data: expected {count} elements for shape {list(shape)}, found {len(flat)}", name)
     return Tensor(name, datatype, values_array(name, datatype, flat).reshape(shape))
@@ -101,16 +101,18 @@ def values_array(name: str, datatype: str, values: list[Any]) -> np.ndarray:
     dtype = DATATYPES[datatype]
     if datatype == "BYTES":
         return of(name, datatype, [_bytes(name, value) for value in values]).array
-    kinds: tuple[type, ...] = (bool,) if datatype == "BOOL" else (int,)
-    lowest, highest = (0, 1) if datatype == "BOOL" else (-math.inf, math.inf)
+    types: tuple[type, ...] = (bool,)
+    lowest: float = 0
+    highest: float = 1
     if dtype.kind in "iu":
+        types = (int,)
         lowest = np.iinfo(dtype).min
         highest = np.iinfo(dtype).max
     elif dtype.kind == "f":
-        kinds = (int, float)
+        types = (int, float)
         highest = float(np.finfo(dtype).max)
         lowest = -highest
-    bad = next((value for value in values if type(value) not in kinds or not lowest <= value <= highest), None)
+    bad = next((value for value in values if type(value) not in types or not lowest <= value <= highest), None)
     if bad is not None or None in values:
         raise BadRequest(f"{name}: expected a value of {datatype}, found {str(bad)[:40]!r}", name)
     return np.array(values, dtype)
@@ -144,23 +146,25 @@ def from_bytes(name: str, datatype: str, shape: Sequence[int], data: bytes) -> T
 
 
 def _elements(name: str, count: int, data: bytes) -> list[bytes]:
-    found: list[bytes] = []
+    elements: list[bytes] = []
     at = 0
-    while at < len(data) and len(found) < count:
+    while at < len(data) and len(elements) < count:
         if at + _LENGTH.size > len(data):
             break
         (length,) = _LENGTH.unpack_from(data, at)
         at += _LENGTH.size + length
         if at > len(data):
             raise BadRequest(f"{name}: expected an element of {length} bytes, found the end of the data before", name)
-        found.append(data[at - length : at])
-    if len(found) != count or at != len(data):
-        raise BadRequest(f"{name}: expected {count} BYTES elements and no more, found {len(found)} and the rest", name)
-    return found
+        elements.append(data[at - length : at])
+    if len(elements) != count or at != len(data):
+        raise BadRequest(
+            f"{name}: expected {count} BYTES elements and no more, found {len(elements)} and the rest", name
+        )
+    return elements
 
 
 def to_list(tensor: Tensor) -> list[Any]:
-    """Return a tensor's values as JSON has them, row by row; BYTES as text."""
+    """Return a tensor's values for JSON, row-major; BYTES as text."""
     if tensor.datatype == "BYTES":
         return [value.decode(errors="replace") for value in tensor.array.ravel()]
     return tensor.array.ravel().tolist()

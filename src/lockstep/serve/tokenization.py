@@ -38,12 +38,13 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
     tokens: list[int]
 
 
-async def tokenized(body: TokenizeBody, service: Service) -> bytes:
+async def tokenize(body: TokenizeBody, service: Service) -> bytes:
     """Return the tokens of a text or a chat, as JSON. Raises BadRequest, StreamError."""
-    service.adapters.named(body.model)
-    if (body.prompt is None) == (body.messages is None):
-        found = "neither" if body.prompt is None else "both"
-        raise BadRequest(f"prompt: expected either prompt or messages, found {found}", "prompt")
+    service.adapters.resolve(body.model)
+    if body.prompt is None and body.messages is None:
+        raise BadRequest("prompt: expected either prompt or messages, found neither", "prompt")
+    if body.prompt is not None and body.messages is not None:
+        raise BadRequest("prompt: expected either prompt or messages, found both", "prompt")
     if body.prompt is not None:
         param = "prompt"
         text = body.prompt
@@ -54,22 +55,24 @@ async def tokenized(body: TokenizeBody, service: Service) -> bytes:
         text = await chat_text(service, body.messages, body.add_generation_prompt, continues, variables)
         param = "messages"
         special = bool(body.add_special_tokens)
-    (tokens,) = await encode_texts([text], service.tokenizer, param, _most_tokens(service), special, _TURNS)
+    (tokens,) = await encode_texts([text], service.tokenizer, param, _max_tokens(service), special, _TURNS)
 
     def answer() -> bytes:
         names = service.tokenizer.names(tokens) if body.return_token_strs else None
-        most = service.ready.max_seq_len
-        return msgspec.json.encode({"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": names})
+        limit = service.ready.max_seq_len
+        return msgspec.json.encode(
+            {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": names}
+        )
 
     return await _TURNS.run(answer, len(tokens))
 
 
-async def detokenized(body: DetokenizeBody, service: Service) -> bytes:
+async def detokenize(body: DetokenizeBody, service: Service) -> bytes:
     """Return the JSON of the text of token ids, special ones too. Raises BadRequest, StreamError."""
-    service.adapters.named(body.model)
-    most = 3 * _most_tokens(service)  # of which `encode_texts` gives fewer
+    service.adapters.resolve(body.model)
+    limit = 3 * _max_tokens(service)  # more than `encode_texts` returns
     try:
-        expect("tokens", len(body.tokens), 0, most, "tokens")
+        expect("tokens", len(body.tokens), 0, limit, "tokens")
         expect_tokens("tokens", body.tokens, service.ready.vocab_size)
     except InputError as error:
         raise bad_request(error) from None
@@ -80,17 +83,21 @@ async def detokenized(body: DetokenizeBody, service: Service) -> bytes:
     return await _TURNS.run(answer, len(body.tokens))
 
 
-def _most_tokens(service: Service) -> int:
+def _max_tokens(service: Service) -> int:
     return max(service.ready.max_seq_len, LONG)
 
 
 def tokenizer_info(service: Service) -> dict[str, Any]:
-    """Return what clients read of tokenizer_config.json; without a template, the tokenizer's own tokens."""
+    """Return the fields of tokenizer_config.json that clients read."""
     tokenizer = service.tokenizer
     template = service.chat.template
     ends = tokenizer.names(service.ready.eos_token_ids)
     begins = tokenizer.names(tokenizer.encode("").tolist()[:1])
-    special = dict(template.special_tokens) if template else {"bos_token": next(iter(begins), None)}
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": service.ready.max_seq_len}
-    about |= {"eos_token": next(iter(ends), None), **special}
-    return {**about, "chat_template": template.template if template else None}
+    info: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": service.ready.max_seq_len,
+        "eos_token": next(iter(ends), None),
+    }
+    if template is None:
+        return info | {"bos_token": next(iter(begins), None), "chat_template": None}
+    return info | dict(template.special_tokens) | {"chat_template": template.template}

@@ -1,4 +1,4 @@
-"""The grammar of an answer: its calls, or the form that was asked for, after reasoning of so many tokens."""
+"""The grammar of an answer: tool calls or a response format, after reasoning within a budget."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from lockstep.serve.tool_formats.arguments import branches, choices, kinds, prop
 from lockstep.serve.tool_formats.base import ARGUMENTS, KEY, NAME, NUMBER, VALUE, ToolFormat
 from lockstep.serve.tools import Tools
 
-_MOST_CALLS = 32  # of an answer
+_MAX_CALLS = 32  # of an answer
 _TEXT = r"/(.|\n)*/"
 _ANY_KEY = r"/[^<>\n]{1,64}/"
 _ANY_NUMBER = "/[0-9]{1,3}/"
 _ANYTHING = "<[*]>*"
 BUDGET = "thinking_token_budget"  # the field
-_MARKS = re.compile(r"(<\|[^<>|]{1,40}\|>)")  # in longer ones
+_MARKS = re.compile(r"(<\|[^<>|]{1,40}\|>)")  # special tokens within a longer mark
 
 
-def held_grammar(
+def answer_grammar(
     tools: Tools | None, plan: AnswerPlan, grammar: Grammar | None, budget: int | None, tokenizer: Tokenizer
 ) -> Grammar | None:
-    """Return the grammar of an answer: of calls, of the form that was asked for, both of them after the reasoning.
+    """Return the grammar of an answer: reasoning, then calls or the response format; None if nothing constrains it.
 
-    plan: how the answer is read. grammar: of the form, None where none was asked for. budget: most tokens of the
-    reasoning, None for any number. Raises BadRequest where `strict` asks for what the format cannot be held to, and
-    for a budget of reasoning whose marks are no tokens.
+    plan: how the answer is read. grammar: of the response format. budget: maximum tokens of the reasoning, None for any
+    number. Raises BadRequest where `strict` needs a format that has a grammar, and for a budget of reasoning whose
+    marks are no tokens.
     """
     lark = _Lark(tokenizer)
     format = plan.format
@@ -42,15 +42,20 @@ def held_grammar(
     if tools is not None and tools.choice == "none":
         tools = None
     if tools is not None and format is not None and tools.must_call:
-        names = [tools.choice] if tools.named else list(tools.schemas)
-        answer = lark.calls(format, {name: tools.schemas[name] for name in names}, tools.single or tools.named)
+        schemas = dict(tools.schemas)
+        if tools.named:
+            schemas = {tools.choice: schemas[tools.choice]}
+        answer = lark.calls(format, schemas, tools.single or tools.named)
         grammar = None
     elif tools is not None and format is not None and (tools.strict or grammar is not None):
         if not format.call:
-            said = f"expected a tool_choice that requires a call, for {format.name} is read and not held to a schema"
-            raise BadRequest(f"tools: strict: {said}; or leave out strict and response_format", "tools")
-        anything = {"type": "object"}
-        schemas = {name: schema if name in tools.strict else anything for name, schema in tools.schemas.items()}
+            raise BadRequest(
+                f"tools: strict: expected a tool_choice that requires a call, for {format.name} is read and not held "
+                "to a schema; or leave out strict and response_format",
+                "tools",
+            )
+        schemas = dict.fromkeys(tools.schemas, {"type": "object"})
+        schemas |= {name: tools.schemas[name] for name in tools.strict}
         answer = lark.calls_or(format, schemas, tools.single, grammar is not None)
     elif grammar is not None:
         answer = lark.answer(format, "@answer")
@@ -60,13 +65,18 @@ def held_grammar(
         return None
     if reasoning is None and answer == "@answer":
         return grammar
-    name = BUDGET if answer is None else "tools"
+    name = "tools"
     if reasoning is not None:
         thinking = lark.reasoning(reasoning, plan.opened, budget)
-        if answer is None:
-            answer = f"{thinking} {_ANYTHING}" if plan.opened else lark.any_answer(reasoning, thinking)
+        if answer is not None and plan.opened:
+            answer = f"{thinking} ({answer})"
+        elif answer is not None:
+            answer = f"(SPACE {thinking})? ({answer})"
         else:
-            answer = f"{thinking if plan.opened else f'(SPACE {thinking})?'} ({answer})"
+            name = BUDGET
+            answer = f"{thinking} {_ANYTHING}"
+            if not plan.opened:
+                answer = lark.any_answer(reasoning, thinking)
     around = "\n".join([f"start: {answer}", *lark.rules])
     if grammar is None:
         return Grammar("lark", around, name)
@@ -94,19 +104,23 @@ class _Lark:
         self.rules: list[str] = []
 
     def _mark(self, text: str) -> str:
-        """Return a mark: where it is one token, that token, as llguidance takes its text for another thing."""
+        """Return a mark: where it is a special token, by its id, as its text means something else to llguidance."""
         token = self._tokenizer.token_id(text)
         if token is not None:
             return f"<[{token}]>"
         parts = [part for part in _MARKS.split(text) if part]
-        return _quoted(text) if len(parts) < 2 else " ".join(map(self._mark, parts))
+        if len(parts) < 2:
+            return _quoted(text)
+        return " ".join(map(self._mark, parts))
 
     def _parts(self, format: ToolFormat, parts: Sequence[str], values: Mapping[str, str] = {}) -> str:
-        """Return parts of a format; values: expressions for the variable ones."""
-        return " ".join(values[part] if part[0] == "\0" else self._part(format, part) for part in parts)
+        """Return parts of a format; values: expressions for the placeholders."""
+        return " ".join(values.get(part) or self._part(format, part) for part in parts)
 
     def _part(self, format: ToolFormat, part: str) -> str:
-        return self._mark(part) if part in format.marks else _quoted(part)
+        if part in format.marks:
+            return self._mark(part)
+        return _quoted(part)
 
     def _rule(self, expression: str) -> str:
         """Add a rule and return its name."""
@@ -117,7 +131,7 @@ class _Lark:
     def _until(self, mark: str) -> str:
         """Return any text up to the first mark, and the mark."""
         number = len(self.rules)
-        if self._tokenizer.token_id(mark) is not None:  # no text has it
+        if self._tokenizer.token_id(mark) is not None:  # which no text contains
             self.rules.append(f"ANY_{number}: {_TEXT}")
             return f"ANY_{number} {self._mark(mark)}"
         self.rules.append(rf"any_{number}[lazy]: /(.|\n)*{_escaped(mark)}/")
@@ -127,24 +141,29 @@ class _Lark:
         if not format.argument:
             return _json({"type": "object", **schema})
         inner = properties(schema)
-        if inner is None:  # nothing is known of them
+        if inner is None:  # the schema names none
             return f"({self._argument(format, _ANY_KEY, None)})*"
-        found = []
+        arguments = []
         for key, value in inner.items():
             argument = self._argument(format, _quoted(key), self._inner(value, schema))
-            found.append(argument if key in schema.get("required", ()) else f"({argument})?")
-        return " ".join(found) or '""'
+            if key not in schema.get("required", ()):
+                argument = f"({argument})?"
+            arguments.append(argument)
+        return " ".join(arguments) or '""'
 
     def _argument(self, format: ToolFormat, key: str, value: str | None) -> str:
         """Return an argument; value: an expression, None for any text."""
         at = format.argument.index(VALUE)
-        end, *rest = format.argument[at + 1 :]
-        parts = [self._until(end) if value is None else f"{value} {self._part(format, end)}"]
+        end, *closing = format.argument[at + 1 :]
+        if value is None:
+            value = self._until(end)
+        else:
+            value = f"{value} {self._part(format, end)}"
         head = self._parts(format, format.argument[:at], {KEY: key})
-        return " ".join([head, *parts, *(self._part(format, part) for part in rest)])
+        return " ".join([head, value, *(self._part(format, part) for part in closing)])
 
     def _inner(self, schema: Any, function: Mapping[str, Any]) -> str | None:
-        """Return a value: JSON, or one of the schema's texts as it is; None for any text."""
+        """Return a value: JSON, or one of the schema's texts without quotes; None for any text."""
         shared = {name: function[name] for name in ("$defs", "definitions") if name in function}
         expressions = []
         for branch in branches(schema, function):
@@ -166,20 +185,25 @@ class _Lark:
         for number, (name, schema) in enumerate(schemas.items()):
             self.rules.append(f"arguments_{number}: {self._arguments(format, schema)}")
             values.append({NAME: json.dumps(name), ARGUMENTS: f"arguments_{number}", NUMBER: _ANY_NUMBER})
-        call = self._rule(" | ".join(self._parts(format, format.call, each) for each in values))
+        call = self._rule(" | ".join(self._parts(format, format.call, call_values) for call_values in values))
         first = call
         if headless and not begin:
-            first = self._rule(" | ".join(self._parts(format, format.call[1:], each) for each in values))
-        more = "" if single or format.answer else f"({self._parts(format, between)} {call}){{0,{_MOST_CALLS - 1}}}"
-        head = self._parts(format, begin[1:] if headless else begin)
-        return f"{head} {first} {more} {self._parts(format, end)}".strip()
+            first = self._rule(" | ".join(self._parts(format, format.call[1:], call_values) for call_values in values))
+        elif headless:
+            begin = begin[1:]
+        repeats = ""
+        if not single and not format.answer:
+            repeats = f"({self._parts(format, between)} {call}){{0,{_MAX_CALLS - 1}}}"
+        return f"{self._parts(format, begin)} {first} {repeats} {self._parts(format, end)}".strip()
 
     def calls_or(
-        self, format: ToolFormat, schemas: Mapping[str, Mapping[str, Any]], single: bool, has_form: bool
+        self, format: ToolFormat, schemas: Mapping[str, Mapping[str, Any]], single: bool, has_response_format: bool
     ) -> str:
-        """Return calls, or text without any; has_form: instead of text, what the client asked for."""
-        if has_form or format.answer:
-            return f"{self.calls(format, schemas, single)} | {self.answer(format, '@answer' if has_form else _TEXT)}"
+        """Return calls, or an answer without any: text, or the response format."""
+        if has_response_format:
+            return f"{self.calls(format, schemas, single)} | {self.answer(format, '@answer')}"
+        if format.answer:
+            return f"{self.calls(format, schemas, single)} | {self.answer(format, _TEXT)}"
         if format.opening:
             self.rules.append(rf"OTHER: /([^\s{re.escape(format.opening)}](.|\n)*)?/")
             return f"{self.calls(format, schemas, single)} | OTHER"
@@ -188,9 +212,10 @@ class _Lark:
         if self._tokenizer.token_id(start) is not None:
             text = _TEXT  # which has no such token
         self.rules.append(f"TEXT: {text}")
-        # Where each call has a mark of its own, one is looked for again after each call.
+        # Without a mark around all calls, each call begins with its own, after any text.
         calls = self.calls(format, schemas, single or not format.around[0], headless=True)
-        return f"TEXT | ({self._until(start)} {calls}){{1,{1 if single else _MOST_CALLS}}} TEXT"
+        repeats = 1 if single else _MAX_CALLS
+        return f"TEXT | ({self._until(start)} {calls}){{1,{repeats}}} TEXT"
 
     def answer(self, format: ToolFormat | None, text: str) -> str:
         """Return an answer without a call; text: an expression."""
@@ -204,12 +229,17 @@ class _Lark:
     def reasoning(self, format: ReasoningFormat, opened: bool, budget: int | None) -> str:
         """Return the reasoning, which ends at the first end mark; opened: the prompt has its beginning."""
         self.rules.append(r"SPACE: /\s{0,16}/")
-        inside = self._until(format.end) if budget is None else self._within(budget, format.end)
-        inside = f"{inside} SPACE {self._mark(format.then) if format.then else ''}".rstrip()
+        if budget is None:
+            inside = self._until(format.end)
+        else:
+            inside = self._within(budget, format.end)
+        inside = f"{inside} SPACE"
+        if format.then:
+            inside = f"{inside} {self._mark(format.then)}"
         return inside if opened else f"{self._mark(format.begin)} {inside}"
 
     def _within(self, budget: int, mark: str) -> str:
-        """Return up to so many tokens, and a mark."""
+        """Return at most `budget` tokens, and a mark."""
         if self._tokenizer.token_id(mark) is None:
             expected = f"a tokenizer that has {mark} as one token"
             raise BadRequest(f"{BUDGET}: expected {expected}, found none in it; leave it out", BUDGET)
@@ -219,12 +249,12 @@ class _Lark:
         return f"thought {self._mark(mark)}"
 
     def any_answer(self, format: ReasoningFormat, thinking: str) -> str:
-        """Return any answer, with or without reasoning that is held to `thinking`."""
-        first, *rest = [part for part in _MARKS.split(format.begin) if part]
+        """Return any answer; reasoning in it follows `thinking`."""
+        first, *tail = [part for part in _MARKS.split(format.begin) if part]
         token = self._tokenizer.token_id(first)
         if token is None:
             raise BadRequest(f"{BUDGET}: expected a tokenizer that has {first} as one token, found none in it", BUDGET)
-        if not rest:
+        if not tail:
             return f"(<[^{token}]>)* ({thinking} {_ANYTHING})?"
-        self.rules.append(rf"OTHERWISE: /[^{re.escape(rest[0][0])}](.|\n)*/")
+        self.rules.append(rf"OTHERWISE: /[^{re.escape(tail[0][0])}](.|\n)*/")
         return f"{thinking} {_ANYTHING} | <[{token}]> OTHERWISE {_ANYTHING}"

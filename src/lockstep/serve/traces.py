@@ -1,7 +1,6 @@
-"""OpenTelemetry traces: a span for each request for tokens, sent over OTLP/HTTP to the endpoint that was asked for.
+"""OpenTelemetry traces: a span for each request for tokens, sent over OTLP/HTTP.
 
-Attributes are those of OpenTelemetry's conventions for generative AI; the times that these lack have vLLM's names. No
-texts.
+Attributes are those of OpenTelemetry's conventions for generative AI; times beyond these have vLLM's names. No texts.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ _SECONDS = 2.0  # that the last spans may take when the server ends
 _CHATS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
 
 
-class _SaidOnce(logging.Handler):
-    """Says the exporter's first warning in one line: it has one, or a traceback, for every batch."""
+class _FirstWarning(logging.Handler):
+    """Prints the exporter's first warning in one line: it logs one, or a traceback, for every batch."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._is_said = False
+        self._has_warned = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not self._is_said:
-            self._is_said = True
+        if not self._has_warned:
+            self._has_warned = True
             say(f"traces: spans are lost: {' '.join(record.getMessage().split())[:300]}")
 
 
@@ -53,19 +52,20 @@ class Traces:
                 f"--otlp-traces-endpoint: expected a URL such as http://localhost:4318, found {endpoint!r}"
             )
         logger = logging.getLogger("opentelemetry")
-        logger.handlers = [_SaidOnce()]
+        logger.handlers = [_FirstWarning()]
         logger.propagate = False
-        url = endpoint.rstrip("/")
-        own = Resource({"service.name": "lockstep", "service.version": lockstep.__version__})
-        # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES go first.
-        self._provider = TracerProvider(resource=own.merge(OTELResourceDetector().detect()), shutdown_on_exit=False)
-        exporter = OTLPSpanExporter(endpoint=url if url.endswith(_PATH) else url + _PATH)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        url = endpoint.rstrip("/").removesuffix(_PATH) + _PATH
+        resource = Resource({"service.name": "lockstep", "service.version": lockstep.__version__})
+        # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES take precedence.
+        self._provider = TracerProvider(
+            resource=resource.merge(OTELResourceDetector().detect()), shutdown_on_exit=False
+        )
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url)))
         self._tracer = self._provider.get_tracer("lockstep", lockstep.__version__)
         self._model = model
 
     def add(self, ended: EndedRequest) -> None:
-        """Add the span of a request that asked for tokens, below the one that its `traceparent` names."""
+        """Add the span of a request for tokens, a child of the one in its `traceparent` header."""
         path = ended.endpoint.rpartition(" ")[2]
         if ended.stream is None and path not in (*_CHATS, "/v1/completions"):
             return
@@ -87,9 +87,11 @@ class Traces:
 
     def _attributes(self, ended: EndedRequest) -> dict[str, Any]:
         figures = ended.figures()
-        request = ended.stream.prompts[0].request if ended.stream else None
-        adapter = request.adapter if request else None
-        model = f"{self._model}:{adapter}" if adapter else self._model
+        request = ended.stream and ended.stream.prompts[0].request
+        model = self._model
+        if request and request.adapter:
+            model = f"{model}:{request.adapter}"
+        first_chunk_seconds = figures["ttft_seconds"] if ended.in_chunks else None
         return {
             "gen_ai.provider.name": "lockstep",
             "gen_ai.request.model": model,
@@ -101,7 +103,7 @@ class Traces:
             "gen_ai.response.id": ended.id or None,
             "gen_ai.response.model": request and model,
             "gen_ai.response.finish_reasons": figures["finish_reasons"] or None,
-            "gen_ai.response.time_to_first_chunk": figures["ttft_seconds"] if ended.in_chunks else None,
+            "gen_ai.response.time_to_first_chunk": first_chunk_seconds,
             "gen_ai.usage.input_tokens": figures["prompt_tokens"],
             "gen_ai.usage.output_tokens": figures["completion_tokens"],
             "gen_ai.usage.cache_read.input_tokens": ended.stream and ended.stream.num_cached_tokens,
@@ -112,7 +114,7 @@ class Traces:
         }
 
     def close(self) -> None:
-        """Send what is left, if that takes no longer than a moment."""
+        """Send the waiting spans, as far as `_SECONDS` allow."""
         ending = threading.Thread(target=self._provider.shutdown, daemon=True)
         ending.start()
         ending.join(_SECONDS)

@@ -8,47 +8,44 @@ list.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.routing import Route
 
-from lockstep.serve.bodies import Access, BadRequest, decoded, read_body
-from lockstep.serve.kserve import SEQUENCE, InferAnswer, asked_model, events_of, model_routes
+from lockstep.serve.bodies import Access, BadRequest, decode_body, read_body
+from lockstep.serve.kserve import SEQUENCE, InferAnswer, events_of, model_endpoints, path_model
+from lockstep.serve.openapi import Endpoint
 from lockstep.serve.tensors import Tensor, to_list, values_array
 from lockstep.serve.triton_infer import InferResponse, Triton
 from lockstep.serve.triton_inputs import InferRequest
 from lockstep.serve.triton_models import VERSION, Spec
 
-
-def generate_routes(route: Callable[..., Route], triton: Triton, access: Access) -> list[Route]:
-    """Return the routes of the extension. route: as for `kserve_routes`."""
-
-    async def generate(request: Request) -> Any:
-        asked = await _request_of(request, access)
-        return InferAnswer(await triton.infer(asked), lambda response: (_answer(asked, response), _JSON))
-
-    async def generate_stream(request: Request) -> Any:
-        asked = await _request_of(request, access)
-        inference = await triton.infer(asked)
-        # Tokens, unless the body says that it wants none: upstream gives one event where `stream` is left out.
-        in_tokens = inference.in_tokens or not {"stream", "streaming"} & asked.inputs.keys()
-        events = events_of(inference, in_tokens, lambda response: _answer(asked, response))
-        return InferAnswer(inference, lambda response: (_answer(asked, response), _JSON), events)
-
-    whole = (route, "/generate", generate, "POST")
-    streamed = (route, "/generate_stream", generate_stream, "POST")
-    return model_routes(*whole) + model_routes(*streamed)
-
-
 _JSON = {"content-type": "application/json"}
 
 
-async def _request_of(request: Request, access: Access) -> InferRequest:
-    model = asked_model(request)
-    body = await decoded(await read_body(request, access), dict[str, Any])
+def generate_endpoints(triton: Triton, access: Access) -> list[Endpoint]:
+    """Return the endpoints of the extension."""
+
+    async def generate(request: Request) -> Any:
+        infer_request = await _infer_request(request, access)
+        inference = await triton.infer(infer_request)
+        return InferAnswer(inference, lambda response: (_answer(infer_request, response), _JSON))
+
+    async def generate_stream(request: Request) -> Any:
+        infer_request = await _infer_request(request, access)
+        inference = await triton.infer(infer_request)
+        # Tokens, unless the body says that it wants none: upstream gives one event where `stream` is left out.
+        in_tokens = inference.in_tokens or not {"stream", "streaming"} & infer_request.inputs.keys()
+        events = events_of(inference, in_tokens, lambda response: _answer(infer_request, response))
+        return InferAnswer(inference, lambda response: (_answer(infer_request, response), _JSON), events)
+
+    return model_endpoints("/generate", generate, "POST") + model_endpoints("/generate_stream", generate_stream, "POST")
+
+
+async def _infer_request(request: Request, access: Access) -> InferRequest:
+    model = path_model(request)
+    body = await decode_body(await read_body(request, access), dict[str, Any])
     id = body.pop("id", "")
     if not isinstance(id, str):
         raise BadRequest(f"id: expected a string, found {str(id)[:40]}", "id")
@@ -69,21 +66,26 @@ async def _request_of(request: Request, access: Access) -> InferRequest:
 
 def _tensor(name: str, spec: Spec, value: Any) -> Tensor:
     """Return a value as a tensor of a batch of one; the innermost free dimension takes the values, others 1."""
-    array = values_array(name, spec.datatype, value if isinstance(value, list) else [value])
+    if not isinstance(value, list):
+        value = [value]
+    array = values_array(name, spec.datatype, value)
     free = [place for place, size in enumerate(spec.dims) if size == -1]
     shape = [max(1, size) for size in spec.dims]
     fixed = math.prod(shape)
-    if free and len(array) % fixed == 0:
+    expected = f"{fixed} values"
+    if free:
+        expected = f"a multiple of {expected}"
         shape[free[-1]] = len(array) // fixed
     if math.prod(shape) != len(array):
-        raise BadRequest(f"{name}: expected {'a multiple of ' if free else ''}{fixed} values, found {len(array)}", name)
+        raise BadRequest(f"{name}: expected {expected}, found {len(array)}", name)
     return Tensor(name, spec.datatype, array.reshape(1, *shape))
 
 
-def _answer(asked: InferRequest, response: InferResponse) -> bytes:
-    values: Mapping[str, Any] = {tensor.name: to_list(tensor) for tensor in response.outputs}
-    flat = {name: value[0] if len(value) == 1 else value for name, value in values.items()}
-    given: dict[str, Any] = {"id": asked.id} if asked.id else {}
-    return msgspec.json.encode(
-        {**given, "model_name": asked.model.name, "model_version": VERSION, **SEQUENCE, **flat}, order="sorted"
-    )
+def _answer(request: InferRequest, response: InferResponse) -> bytes:
+    answer: dict[str, Any] = {"model_name": request.model.name, "model_version": VERSION, **SEQUENCE}
+    if request.id:
+        answer["id"] = request.id
+    for tensor in response.outputs:
+        values = to_list(tensor)
+        answer[tensor.name] = values[0] if len(values) == 1 else values
+    return msgspec.json.encode(answer, order="sorted")

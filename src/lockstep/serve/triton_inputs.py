@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,20 +23,20 @@ from lockstep.serve.triton_models import NEVER_MADE, Model, Spec
 from lockstep.serve.words import check_words, spellings, word_ids
 from lockstep.step.sampling import Sampling
 
-# Names that the model tensorrt_llm has for the same as the others.
+# The other models' names of tensorrt_llm's inputs.
 _COMMON = {
     "runtime_top_k": "top_k",
     "runtime_top_p": "top_p",
     "request_output_len": "max_tokens",
     "streaming": "stream",
 }
-# Names of its inputs for what `Request` and `Sampling` call otherwise.
+# Inputs' names of the fields of `Request` and `Sampling`.
 _NAMES = {"n": "num_return_sequences", "max_new_tokens": "max_tokens", "logit_bias": "bias"}
 
 
 @dataclass(frozen=True)
 class InferRequest:
-    """An inference request; outputs: None: all. complete: each answer responds, with all of config.pbtxt."""
+    """An inference request; outputs: None for all. complete: a response for each answer, with all of config.pbtxt."""
 
     model: Model
     id: str
@@ -47,7 +48,7 @@ class InferRequest:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One element of a batch; end_ids end it and are not given out, sequences of stop_ids end it and are."""
+    """One element of a batch. end_ids end it and are not sent; the sequences stop_ids end it and are sent."""
 
     prompt_request: PromptRequest
     end_ids: frozenset[int]
@@ -57,7 +58,7 @@ class Prompt:
 
     @property
     def repeated_ids(self) -> list[int]:
-        """Return the prompt's tokens that the answer begins with: all, or none."""
+        """Return the prompt's tokens that the answer repeats: all, or none."""
         return [] if self.exclude_input else list(self.prompt_request.request.prompt_ids)
 
 
@@ -68,16 +69,18 @@ class Batch:
         """Check the inputs. Raises BadRequest for names, datatypes, shapes and values that the model does not take."""
         self._tensors: dict[str, np.ndarray] = {}
         sizes: dict[str, int] = {}
-        for given, tensor in inputs.items():
-            spec = model.inputs.get(given)
+        for input_name, tensor in inputs.items():
+            spec = model.inputs.get(input_name)
             if spec is None:
-                raise BadRequest(f"{given[:80]}: expected an input of the model {model.name}, found no such one", given)
-            _check(given, spec, tensor)
+                raise BadRequest(
+                    f"{input_name[:80]}: expected an input of the model {model.name}, found no such one", input_name
+                )
+            _check(input_name, spec, tensor)
             name = _COMMON.get(spec.name, spec.name)
             if name in self._tensors:
-                raise BadRequest(f"{given}: expected once, found it and {spec.name}; leave one out", given)
+                raise BadRequest(f"{input_name}: expected once, found it and {spec.name}; leave one out", input_name)
             self._tensors[name] = tensor.array
-            sizes[given] = tensor.array.shape[0]
+            sizes[input_name] = tensor.array.shape[0]
         for spec in model.listed:
             if spec.use == "required" and _COMMON.get(spec.name, spec.name) not in self._tensors:
                 raise BadRequest(f"{spec.name}: expected this input of the model {model.name}, found none", spec.name)
@@ -93,29 +96,29 @@ class Batch:
 
     def values(self, name: str, number: int) -> np.ndarray:
         """Return a prompt's tensor without the batch dimension; empty where it has none."""
-        return self._tensors[name][number] if name in self._tensors else np.empty(0)
+        return np.empty(0) if name not in self._tensors else self._tensors[name][number]
 
     def value(self, name: str, number: int, default: Any = None) -> Any:
         """Return the only value of a prompt's tensor."""
-        return self._tensors[name][number].item() if name in self._tensors else default
+        return default if name not in self._tensors else self._tensors[name][number].item()
 
     def texts(self, name: str, number: int) -> list[str]:
-        """Return a prompt's strings without empty ones, which stand for none. Raises BadRequest for no UTF-8."""
+        """Return a prompt's strings without empty ones, which mean none. Raises BadRequest for other than UTF-8."""
         try:
             return [value.decode() for value in self.values(name, number).ravel() if value]
         except UnicodeDecodeError as error:
             raise BadRequest(f"{name}: expected text in UTF-8, found {error}", name) from None
 
 
-def _check(given: str, spec: Spec, tensor: Tensor) -> None:
+def _check(input_name: str, spec: Spec, tensor: Tensor) -> None:
     if tensor.datatype != spec.datatype:
-        raise BadRequest(f"{given}: datatype: expected {spec.datatype}, found {tensor.datatype}", given)
+        raise BadRequest(f"{input_name}: datatype: expected {spec.datatype}, found {tensor.datatype}", input_name)
     shape = tensor.shape
     fits = len(shape) == 1 + len(spec.dims) and all(dim in (-1, size) for dim, size in zip(spec.dims, shape[1:]))
     if not fits:
-        raise BadRequest(f"{given}: shape: expected {[-1, *spec.dims]} (-1: any), found {shape}", given)
+        raise BadRequest(f"{input_name}: shape: expected {[-1, *spec.dims]} (-1: any), found {shape}", input_name)
     if spec.use == "refused" and tensor.array.any():
-        raise BadRequest(f"{given}: not supported by this server; leave it out", given)
+        raise BadRequest(f"{input_name}: not supported by this server; leave it out", input_name)
 
 
 def check_outputs(request: InferRequest) -> None:
@@ -140,7 +143,7 @@ async def prompts_of(batch: Batch, service: Service, fold_ids: bool, lora: Any =
 
 
 def _adapter(batch: Batch, number: int, service: Service, lora: Any) -> str | None:
-    """Return a prompt's adapter, by name or `lora_task_id`, its place among names from 1 on; None for none."""
+    """Return a prompt's adapter, by name or `lora_task_id`: its position among the names from 1 on; None for none."""
     task = batch.value("lora_task_id", number, 0)
     names = service.adapters.names
     if not 0 <= task <= len(names):
@@ -152,12 +155,14 @@ def _adapter(batch: Batch, number: int, service: Service, lora: Any) -> str | No
         )
     if lora is not None and not isinstance(lora, str):
         raise BadRequest(f"lora: expected the name of an adapter, found {str(lora)[:40]}", "lora")
-    named = names[task - 1] if task else None
-    return service.adapters.named(service.name if named is None else f"{service.name}:{named}", lora or None)
+    model = service.name
+    if task:
+        model = f"{model}:{names[task - 1]}"
+    return service.adapters.resolve(model, lora or None)
 
 
 def _prompt(batch: Batch, number: int, service: Service, fold_ids: bool, lora: Any, ids: list[int]) -> Prompt:
-    """Return what prompt `number` asks for; ids: of its text, where it is one."""
+    """Return prompt `number` of a batch; ids: of its text, where it is one."""
     ready = service.ready
     tokenizer = service.tokenizer
     vocab_size = ready.vocab_size
@@ -169,7 +174,9 @@ def _prompt(batch: Batch, number: int, service: Service, fold_ids: bool, lora: A
         ids = batch.values("input_ids", number).tolist()
         if not 1 <= length <= len(ids):
             raise BadRequest(f"input_lengths: expected 1 to {len(ids)}, found {length}", "input_lengths")
-        ids = [token % vocab_size for token in ids[:length]] if fold_ids else ids[:length]
+        ids = ids[:length]
+        if fold_ids:
+            ids = [token % vocab_size for token in ids]
         stop: tuple[str, ...] = ()
         stop_ids = word_ids("stop_words_list", batch.values("stop_words_list", number))
         bad_words: Sequence[str | tuple[int, ...]] = word_ids("bad_words_list", batch.values("bad_words_list", number))
@@ -182,21 +189,21 @@ def _prompt(batch: Batch, number: int, service: Service, fold_ids: bool, lora: A
         bad_words = batch.texts("bad_words", number)
         check_words("bad_words", bad_words)
         bias = word_biases(batch, "embedding_bias_words", "embedding_bias_weights", number, tokenizer)
-    end_id = batch.value("end_id", number)
-    # -1, or another that is no token: the end never comes.
-    end_ids = frozenset(token for token in (ready.eos_token_ids if end_id is None else [end_id]))
-    end_ids = frozenset(token for token in end_ids if 0 <= token < vocab_size)
+    end_ids = frozenset(ready.eos_token_ids)
+    if "end_id" in batch:
+        end_ids = frozenset([batch.value("end_id", number)])
+    end_ids = frozenset(token for token in end_ids if 0 <= token < vocab_size)  # an end_id of -1: it never ends
     log_probs = batch.value("return_log_probs", number, False)
     ends = end_ids | {tokens[0] for tokens in stop_ids if len(tokens) == 1}
-    # As upstream: what does not fit after the prompt is not made, and is no error.
-    wanted = min(batch.value("max_tokens", number), max(1, ready.max_seq_len - len(ids)))
+    # As upstream, more tokens than fit after the prompt are no error.
+    max_new_tokens = min(batch.value("max_tokens", number), max(1, ready.max_seq_len - len(ids)))
     n = batch.value("num_return_sequences", number, 1) or 1
     adapter = _adapter(batch, number, service, lora)
     try:
         sampling = _sampling(batch, number, bias, bad_words, log_probs)
-        request = Request(ids, wanted, None, frozenset(ends), sampling, n, adapter=adapter)
+        request = Request(ids, max_new_tokens, None, frozenset(ends), sampling, n, adapter=adapter)
         check_ranges(request, ready, min(ready.max_input_len, ready.max_seq_len - 1))
-        expect_tokens("stop_words", [token for tokens in stop_ids for token in tokens], vocab_size)
+        expect_tokens("stop_words", list(itertools.chain.from_iterable(stop_ids)), vocab_size)
     except InputError as error:
         raise bad_request(error, {**_NAMES, "prompt_ids": field_name}) from None
     exclude = batch.value("exclude_input_in_output", number, False)
@@ -210,18 +217,20 @@ def _sampling(
     top_k = batch.value("top_k", number, 0)
     top_p = batch.value("top_p", number, 0.0)
     temperature = batch.value("temperature", number, 1.0)
-    if top_k == 1 or (top_k == 0 and top_p <= 0):
-        temperature = 0.0 if temperature >= 0 else temperature
+    if temperature >= 0 and (top_k == 1 or (top_k == 0 and top_p <= 0)):
+        temperature = 0.0
+    if top_p <= 0:
+        top_p = 1.0
     names = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "seed")
-    given = {name: batch.value(name, number) for name in names if name in batch}
+    values = {name: batch.value(name, number) for name in names if name in batch}
     return Sampling(
         temperature=temperature,
         top_k=top_k,
-        top_p=1.0 if top_p <= 0 else top_p,
+        top_p=top_p,
         logit_bias=bias,
         bad_words=tuple(bad_words),
         logprobs=0 if log_probs else None,
-        **given,
+        **values,
     )
 
 
@@ -234,7 +243,7 @@ def word_biases(
     if len(raw) != len(weights):
         raise BadRequest(f"{weights_name}: expected {len(raw)}, one for each word, found {len(weights)}", weights_name)
     check_words(words_name, list(raw))
-    found: dict[int, float] = {}
+    biases: dict[int, float] = {}
     for word, weight in zip(raw, weights.tolist()):
         if word:
             text = word.decode(errors="replace")
@@ -242,8 +251,8 @@ def word_biases(
             for tokens in spellings(words_name, [text], tokenizer):
                 counts |= Counter(tokens)
             for token, count in counts.items():
-                found[token] = found.get(token, 0.0) + count * weight
-    return found
+                biases[token] = biases.get(token, 0.0) + count * weight
+    return biases
 
 
 def _biases(values: np.ndarray) -> dict[int, float]:

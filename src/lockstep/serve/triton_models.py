@@ -154,7 +154,7 @@ _OUTPUTS = {
 """,
     "postprocessing": "OUTPUT BYTES -1",
 }
-# Outputs of that backend that this server never makes: a client that lists them gets the others, as there.
+# Outputs of that backend that this server never sends: a client that lists them gets the others, as there.
 NEVER_MADE = set(
     """
     context_logits generation_logits kv_cache_alloc_new_blocks kv_cache_reused_blocks kv_cache_alloc_total_blocks
@@ -166,7 +166,7 @@ NEVER_MADE = set(
 
 @dataclass(frozen=True)
 class Spec:
-    """A tensor; dims: without the batch, -1: any. use: required, taken, ignored, refused. value: ensemble's name."""
+    """A tensor; dims: without the batch, -1: any. use: required, taken, ignored or refused. value: ensemble's name."""
 
     name: str
     datatype: str
@@ -185,7 +185,7 @@ class Model:
 
     @property
     def generates(self) -> bool:
-        """Return whether the model makes tokens, and is decoupled: may answer by a stream."""
+        """Return whether the model generates tokens, and is decoupled: it may answer with a stream."""
         return "beam_width" in self.inputs
 
     @property
@@ -195,13 +195,13 @@ class Model:
 
 
 def _specs(table: str) -> dict[str, Spec]:
-    found = {}
+    specs = {}
     for line in filter(None, map(str.strip, table.splitlines())):
         names, datatype, dims, *use = line.split()
         name = names.partition("=")[0]
         spec = Spec(name, datatype, tuple(map(int, dims.split(","))), *use)
-        found.update(dict.fromkeys(names.split("="), spec))
-    return found
+        specs.update(dict.fromkeys(names.split("="), spec))
+    return specs
 
 
 MODELS = {name: Model(name, _specs(_INPUTS[name]), _specs(_OUTPUTS[name])) for name in _INPUTS}
@@ -235,8 +235,10 @@ def config(model: Model, max_batch_size: int) -> dict[str, Any]:
     """Return the answer of GET /v2/models/NAME/config, as far as there is one."""
 
     def tensor(spec: Spec) -> dict[str, Any]:
-        kind = "STRING" if spec.datatype == "BYTES" else spec.datatype
-        return {"name": spec.name, "data_type": f"TYPE_{kind}", "dims": list(spec.dims)}
+        data_type = f"TYPE_{spec.datatype}"
+        if spec.datatype == "BYTES":
+            data_type = "TYPE_STRING"
+        return {"name": spec.name, "data_type": data_type, "dims": list(spec.dims)}
 
     return {
         "name": model.name,

@@ -25,7 +25,7 @@ class Statistics:
         self._inferences[model] += batch
         self._last[model] = time.time_ns() // 1_000_000
         times = {"success": seconds, "queue": queued, "compute_infer": seconds - queued}
-        # perf_analyzer ends where these are not counted as often as the others.
+        # perf_analyzer fails where these are not counted as often as the others.
         times |= {"compute_input": 0.0, "compute_output": 0.0}
         for name, value in times.items():
             self._add(model, name, value)
@@ -38,9 +38,9 @@ class Statistics:
         self._counts[model][name] += 1
         self._times[model][name] += max(0, round(seconds * 1e9))
 
-    def of(self, name: str | None = None) -> dict[str, Any]:
-        """Return what Triton says of a model, or of all; times that nobody took are 0."""
-        return {"model_stats": [self._of(each) for each in ([name] if name else MODELS)]}
+    def of(self, *models: str) -> dict[str, Any]:
+        """Return Triton's statistics of models, by default of all."""
+        return {"model_stats": [self._of(model) for model in models or MODELS]}
 
     def _of(self, model: str) -> dict[str, Any]:
         counts = self._counts[model]

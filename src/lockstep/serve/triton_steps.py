@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -21,26 +23,25 @@ async def preprocess(batch: Batch, service: Service) -> list[Tensor]:
     tokenizer = service.tokenizer
     count = range(batch.size)
     ends = service.ready.eos_token_ids
-    end = batch_values(batch, "END_ID", ends[0] if ends else -1)
-    pad = batch_values(batch, "PAD_ID", ends[0] if ends else 0)
+    end = batch_values(batch, "END_ID", next(iter(ends), -1))
+    pad = batch_values(batch, "PAD_ID", next(iter(ends), 0))
     texts = [next(iter(batch.texts("QUERY", number)), "") for number in count]
     ids = await encode_texts(texts, tokenizer, "QUERY", service.ready.max_seq_len)
     longest = max(map(len, ids))
     padded = [tokens + [fill] * (longest - len(tokens)) for tokens, fill in zip(ids, pad)]
-    bad, stop = (
-        [spellings(name, batch.texts(name, each), tokenizer) for each in count]
-        for name in ("BAD_WORDS_DICT", "STOP_WORDS_DICT")
-    )
+    bad = [spellings("BAD_WORDS_DICT", batch.texts("BAD_WORDS_DICT", number), tokenizer) for number in count]
+    stop = [spellings("STOP_WORDS_DICT", batch.texts("STOP_WORDS_DICT", number), tokenizer) for number in count]
     biases = [
         word_biases(batch, "EMBEDDING_BIAS_WORDS", "EMBEDDING_BIAS_WEIGHTS", number, tokenizer) for number in count
     ]
-    bias = np.zeros((batch.size, service.ready.vocab_size if any(biases) else 0), np.float32)
-    for row, found in zip(bias, biases):
+    bias_length = service.ready.vocab_size if any(biases) else 0
+    bias = np.zeros((batch.size, bias_length), np.float32)
+    for row, weights in zip(bias, biases):
         try:
-            expect_tokens("EMBEDDING_BIAS_WORDS", found, service.ready.vocab_size)
+            expect_tokens("EMBEDDING_BIAS_WORDS", weights, service.ready.vocab_size)
         except InputError as error:
             raise bad_request(error) from None
-        for token, weight in found.items():
+        for token, weight in weights.items():
             row[token] = weight
 
     def column(name: str, values: Sequence[int]) -> Tensor:
@@ -67,22 +68,22 @@ def batch_values(batch: Batch, name: str, default: int) -> list[int]:
 
 def _word_lists(name: str, lists: Sequence[Sequence[Sequence[int]]]) -> Tensor:
     """Return words in the format of `word_ids`: [batch, 2, length], length 0 for none."""
-    length = max(sum(map(len, each)) for each in lists)
+    length = max(sum(map(len, words)) for words in lists)
     rows = np.zeros((len(lists), 2, length), np.int32)
     rows[:, 1] = -1
-    for row, each in zip(rows, lists):
-        flat = [token for tokens in each for token in tokens]
+    for row, words in zip(rows, lists):
+        flat = list(itertools.chain.from_iterable(words))
         row[0, : len(flat)] = flat
-        row[1, : len(each)] = np.cumsum([len(tokens) for tokens in each])
+        row[1, : len(words)] = np.cumsum([len(tokens) for tokens in words])
     return of(name, "INT32", rows, *rows.shape)
 
 
 def postprocess(batch: Batch, service: Service) -> list[Tensor]:
     """Return the texts of tokens [batch, beams, length].
 
-    Of each as many tokens as SEQUENCE_LENGTH [batch, beams] says. Raises BadRequest. With CONTEXT_IDS [batch, beams,
-    any], filled up with -1, the tokens are a part of a stream and come after those: spaces at its start are kept, and
-    a character that is cut off at its end comes with the next part, unless IS_LAST.
+    SEQUENCE_LENGTH [batch, beams]: how many of them count. CONTEXT_IDS [batch, beams, any length], padded with -1: the
+    tokens before those, if they are a piece of a stream: its leading spaces are kept, and an incomplete character at
+    its end comes with the next piece, unless IS_LAST. Raises BadRequest.
     """
     texts = []
     for number in range(batch.size):
@@ -90,7 +91,9 @@ def postprocess(batch: Batch, service: Service) -> list[Tensor]:
         lengths = batch.values("SEQUENCE_LENGTH", number).tolist()
         if len(lengths) != len(beams):
             raise BadRequest(f"SEQUENCE_LENGTH: expected {len(beams)} lengths, found {len(lengths)}", "SEQUENCE_LENGTH")
-        contexts = batch.values("CONTEXT_IDS", number) if "CONTEXT_IDS" in batch else [None] * len(beams)
+        contexts: Any = [None] * len(beams)
+        if "CONTEXT_IDS" in batch:
+            contexts = batch.values("CONTEXT_IDS", number)
         if len(contexts) != len(beams):
             raise BadRequest(f"CONTEXT_IDS: expected {len(beams)} rows, found {len(contexts)}", "CONTEXT_IDS")
         for tokens, length, context in zip(beams, lengths, contexts):
@@ -98,11 +101,13 @@ def postprocess(batch: Batch, service: Service) -> list[Tensor]:
                 raise BadRequest(f"SEQUENCE_LENGTH: expected 0 to {len(tokens)}, found {length}", "SEQUENCE_LENGTH")
             if (tokens[:length] < 0).any():
                 raise BadRequest("TOKENS_BATCH: expected tokens from 0 on, found a negative one", "TOKENS_BATCH")
+            context_ids = () if context is None else context[context >= 0]
             try:
-                stream = service.tokenizer.stream(() if context is None else context[context >= 0], owed=True)
+                stream = service.tokenizer.stream(context_ids, owed=True)
                 text = "".join(map(stream.push, tokens[:length].tolist()))
-                last = context is None or batch.value("IS_LAST", number, True)
-                texts.append((text + (stream.finish() if last else "")).encode())
+                if context is None or batch.value("IS_LAST", number, True):
+                    text += stream.finish()
+                texts.append(text.encode())
             except InputError as error:
                 raise BadRequest(str(error), "TOKENS_BATCH") from None
     return [of("OUTPUT", "BYTES", texts, len(texts))]

@@ -1,4 +1,4 @@
-"""A Unix socket of mode 0600, in the place of one that nobody listens at."""
+"""A Unix socket of mode 0600, which replaces a socket file that no server uses."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ _LONGEST = 107  # bytes of sockaddr_un.sun_path, without its zero
 def unix_socket(path: Path) -> Iterator[socket.socket]:
     """Bind a socket to `path`; its file is removed when the context ends.
 
-    PATH.lock, held meanwhile, keeps two servers that start at once from taking each other's file away. Raises
-    InputError where a server listens there already, where another kind of file lies there, and for a path that cannot
-    be had.
+    PATH.lock is held until then: without it, two servers that start at once could remove each other's file. Raises
+    InputError where a server listens already, for another kind of file, and for a path that cannot be bound.
     """
     if len(os.fsencode(path)) > _LONGEST:
         raise InputError(f"--unix: expected a path of at most {_LONGEST} bytes, found {path}; choose a shorter one")
@@ -34,7 +33,7 @@ def unix_socket(path: Path) -> Iterator[socket.socket]:
     try:
         _take(lock, path)
         with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as end:
-            # The mode holds from the first moment on: no other user can connect before a chmod.
+            # By umask, not chmod: no other user can connect in between.
             before = os.umask(0o177)
             try:
                 end.bind(str(path))
@@ -57,10 +56,10 @@ def _take(lock: int, path: Path) -> None:
     except OSError:
         raise InputError(f"--unix: expected a path that is free, found {path}: another server has it") from None
     try:
-        found = path.lstat()
+        status = path.lstat()
     except FileNotFoundError:
         return
-    if not stat.S_ISSOCK(found.st_mode):
+    if not stat.S_ISSOCK(status.st_mode):
         raise InputError(f"--unix: expected a path that is free, found another file at {path}; it is left as it is")
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
         try:

@@ -1,4 +1,4 @@
-"""Words that end an answer or must not come: their limits, and their tokens."""
+"""Stop words and bad words: their limits, and their tokens."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ from lockstep.errors import InputError
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.serve.bodies import BadRequest, bad_request
 
-_MOST_WORDS = 64
-_MOST_CHARACTERS = 4096  # or tokens, where words are tokens
+# Each new token is searched for all of them.
+_MAX_WORDS = 64
+_MAX_LENGTH = 4096  # of all words together, in characters or tokens
 
 
-def check_words(name: str, given: Sequence[Sized], unit: str = "characters") -> None:
-    """Raise BadRequest for more or longer words than each token is searched for; unit: of the lengths."""
-    total = sum(map(len, given))
-    if len(given) > _MOST_WORDS or total > _MOST_CHARACTERS:
-        found = f"{len(given)}, of {total} in all"
-        raise BadRequest(
-            f"{name}: expected at most {_MOST_WORDS}, of {_MOST_CHARACTERS} {unit} in all, found {found}", name
-        )
+def check_words(name: str, words: Sequence[Sized], unit: str = "characters") -> None:
+    """Raise BadRequest for too many or too long words; unit: of their lengths."""
+    total = sum(map(len, words))
+    if len(words) > _MAX_WORDS or total > _MAX_LENGTH:
+        expected = f"at most {_MAX_WORDS}, of {_MAX_LENGTH} {unit} in all"
+        raise BadRequest(f"{name}: expected {expected}, found {len(words)}, of {total} in all", name)
 
 
 def spellings(name: str, texts: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Return words as sequences of tokens, each in the ways in which the tokenizer splits it. Raises BadRequest."""
+    """Return the token sequences by which the tokenizer may write the words, each once. Raises BadRequest."""
     check_words(name, texts)
+    sequences: dict[tuple[int, ...], None] = {}
     try:
-        return tuple(dict.fromkeys(tokens for text in texts for tokens in tokenizer.spellings(text)))
+        for text in texts:
+            sequences |= dict.fromkeys(tokenizer.spellings(text))
     except InputError as error:
         raise bad_request(error, {"prompt": name}) from None
+    return tuple(sequences)
 
 
 def word_ids(name: str, rows: np.ndarray) -> tuple[tuple[int, ...], ...]:
@@ -38,7 +40,7 @@ def word_ids(name: str, rows: np.ndarray) -> tuple[tuple[int, ...], ...]:
     if not rows.size:
         return ()
     tokens = rows[0].tolist()
-    found = []
+    words = []
     start = 0
     for end in rows[1].tolist():
         if end == -1:
@@ -46,7 +48,7 @@ def word_ids(name: str, rows: np.ndarray) -> tuple[tuple[int, ...], ...]:
         if not start <= end <= len(tokens):
             raise BadRequest(f"{name}: expected ends of words from {start} to {len(tokens)}, or -1, found {end}", name)
         if end > start:
-            found.append(tuple(tokens[start:end]))
+            words.append(tuple(tokens[start:end]))
         start = end
-    check_words(name, found, "tokens")
-    return tuple(found)
+    check_words(name, words, "tokens")
+    return tuple(words)

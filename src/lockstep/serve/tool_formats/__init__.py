@@ -14,18 +14,20 @@ from lockstep.serve.tool_formats.plain_json import JSON, LLAMA3
 from lockstep.serve.tool_formats.pythonic import PYTHONIC
 from lockstep.serve.tool_formats.tagged import GLM, QWEN3_CODER, SEED
 
-# In the order in which a template is looked at: what tells more comes first.
+# In the order in which they are tried on a template: more specific ones first.
 _OF_MARKS = (MISTRAL_ARGS, MISTRAL, DEEPSEEK_V3, DEEPSEEK_V31, KIMI, HARMONY, GLM, SEED, QWEN3_CODER, GRANITE, HERMES)
 _ALL = (*_OF_MARKS, PYTHONIC, LLAMA3, JSON)
-FORMATS = {each.name: each for each in _ALL}
+FORMATS = {format.name: format for format in _ALL}
 
 
 def tool_format(named: str | None, template: str | None) -> ToolFormat | None:
-    """Return the format of a name, else the one that a chat template tells; None where it tells none, or for "none".
+    """Return the named format, else the one that a chat template uses; None for neither, and for "none".
 
     Raises InputError for an unknown name.
     """
     if named is not None:
         return named_format("--tool-call-parser", named, FORMATS)
-    known = (each for each in _ALL if each.template)
-    return next((each for each in known if all(text in (template or "") for text in each.template)), None)
+    for format in _ALL:
+        if format.template and all(text in (template or "") for text in format.template):
+            return format
+    return None

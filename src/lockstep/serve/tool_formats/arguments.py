@@ -120,7 +120,7 @@ def _without(schema: Schema, keyword: str) -> dict[str, Any]:
 def coerced(text: str, function: Schema, name: str) -> Any:
     """Return the argument that a text means: the first of its readings that the schema allows, else the text.
 
-    Where a string is allowed, what has none of the other types is that text, to the character.
+    Where a string is allowed, a text that has none of the other types stays as it is.
     """
     schema = (properties(function) or {}).get(name, function.get("additionalProperties"))
     allowed = kinds(schema, function)
@@ -134,20 +134,23 @@ def coerced(text: str, function: Schema, name: str) -> Any:
         if allowed is None:
             return value
         if _has_kind(value, allowed):
-            return int(value) if isinstance(value, float) and "number" not in allowed else value
+            if isinstance(value, float) and "number" not in allowed:
+                return int(value)
+            return value
     return text
 
 
 def written(value: Any) -> str:
-    """Return how a model writes a value: a string as it is, another one as JSON."""
+    """Return how a model writes a value: a string without quotes, another one as JSON."""
     return value if isinstance(value, str) else dumped(value)
 
 
 def dumped(value: Any) -> str:
-    """Return a value as JSON, with escapes where there are halves of surrogate pairs, which UTF-8 cannot have."""
+    """Return a value as JSON; lone surrogates, which UTF-8 cannot encode, become escapes."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    has_surrogates = not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text)
-    return json.dumps(value) if has_surrogates else text
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        return json.dumps(value)
+    return text
 
 
 def _readings(text: str) -> Iterator[Any]:

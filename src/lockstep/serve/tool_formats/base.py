@@ -1,7 +1,7 @@
-"""What a format of tool calls is, and how it reads: generators that wait where more of the answer must come.
+"""Formats of tool calls: readers as generators, which wait for more of the answer.
 
-A reader is given the text from a call's first character on. It yields None where it needs more text, and `Event`s; it
-raises `Malformed` at the first character that no call has, so that the text can still be given out as content.
+A reader gets the text from a call's first character on. It yields `Event`s, and None where it needs more text. It
+raises `Malformed` at the first character that is not part of a call, so that the text becomes content.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-_DEEPEST = 64  # levels of JSON
-_OUTSIDE = re.compile(r"[\s:,\w.+-]*")  # of strings and brackets, in JSON
+_MAX_DEPTH = 64  # of JSON
+_OUTSIDE = re.compile(r"[\s:,\w.+-]*")  # JSON outside of strings and brackets
 _INSIDE = re.compile(r'(?:[^"\\]|\\.)*', re.DOTALL)  # of a string
 _SCALAR = re.compile(r"[\w.+-]*")
 _Value = TypeVar("_Value")
-# of `ToolFormat.call`
+# Placeholders of `ToolFormat.call`.
 NAME = "\0name"
 ARGUMENTS = "\0arguments"
 NUMBER = "\0number"
-# of `ToolFormat.argument`
+# Placeholders of `ToolFormat.argument`.
 KEY = "\0key"
 VALUE = "\0value"
 
 
 class Malformed(Exception):
-    """The error of text that began like a call and is none; end: where what is known to be none ends."""
+    """The error of text that only began like a call; end: index up to which it is content."""
 
     def __init__(self, end: int | None = None) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Malformed(Exception):
 
 @dataclass(frozen=True)
 class Event:
-    """A call's name, which begins it, or the next piece of its arguments, a JSON text; or text beside calls."""
+    """A call's name, which begins it; the next piece of its arguments, a JSON text; or text outside of calls."""
 
     kind: Literal["name", "arguments", "reasoning", "content"]
     text: str
@@ -47,14 +47,14 @@ Reading = Generator[Event | None, None, _Value]
 
 @dataclass
 class Source:
-    """An answer as far as it has come; at: where it is read; tools: schemas of functions by name."""
+    """The text of an answer so far. at: index of the reader. tools: schemas of functions by name."""
 
     tools: Mapping[str, Mapping[str, Any]]
     text: str = ""
     at: int = 0
     ended: bool = False
 
-    def more(self) -> Reading[None]:
+    def wait(self) -> Reading[None]:
         """Wait for more text. Raises Malformed where none comes."""
         if self.ended:
             raise Malformed
@@ -72,16 +72,16 @@ class Source:
     def follows(self, expected: str) -> Reading[bool]:
         """Read a text if it comes next; return whether it did."""
         while True:
-            found = self.text[self.at : self.at + len(expected)]
-            if found == expected:
+            text = self.text[self.at : self.at + len(expected)]
+            if text == expected:
                 self.at += len(expected)
                 return True
-            if self.ended or not expected.startswith(found):
+            if self.ended or not expected.startswith(text):
                 return False
             yield None
 
     def expect(self, expected: str) -> Reading[None]:
-        """Read a text, after white space. Raises Malformed where another stands."""
+        """Read a text, after white space. Raises Malformed for another text."""
         yield from self.space()
         if not (yield from self.follows(expected)):
             raise Malformed
@@ -93,68 +93,76 @@ class Source:
             yield from self.expect(mark)
 
     def until(self, *marks: str) -> Reading[str]:
-        """Read up to the first of some marks, which is not read."""
+        """Read up to the first of some marks, but not the mark."""
         start = self.at
-        looked = self.at
+        pattern = re.compile("|".join(map(re.escape, marks)))
         longest = max(map(len, marks))
+        searched = start
         while True:
-            places = [place for mark in marks if (place := self.text.find(mark, looked)) >= 0]
-            if places:
-                self.at = min(places)
+            match = pattern.search(self.text, searched)
+            if match:
+                self.at = match.start()
                 return self.text[start : self.at]
-            looked = max(start, len(self.text) - longest + 1)
-            yield from self.more()
+            searched = max(start, len(self.text) - longest + 1)
+            yield from self.wait()
 
     def passage(self, kind: Literal["reasoning", "content"] | None, *marks: str) -> Reading[None]:
-        """Read text up to the first of some marks or the answer's end; kind: of the events for it, None for none."""
+        """Read text up to the first of some marks or the answer's end; kind: of its events, None for no events."""
+        pattern = re.compile("|".join(map(re.escape, marks)))
         longest = max(map(len, marks))
         while True:
-            places = [place for mark in marks if (place := self.text.find(mark, self.at)) >= 0]
-            at = len(self.text) if self.ended else max(self.at, len(self.text) - longest + 1)
+            match = pattern.search(self.text, self.at)
             start = self.at
-            self.at = min(places, default=at)
+            if match:
+                self.at = match.start()
+            elif self.ended:
+                self.at = len(self.text)
+            else:  # the last characters may begin a mark
+                self.at = max(self.at, len(self.text) - longest + 1)
             if kind is not None and self.at > start:
                 yield Event(kind, self.text[start : self.at])
-            if places or self.ended:
+            if match or self.ended:
                 return
             yield None
 
     def finish(self) -> Reading[None]:
-        """Read the answer's end. Raises Malformed where more than white space stands before it."""
+        """Read the answer's end. Raises Malformed for more than white space before it."""
         yield from self.space()
         if self.at < len(self.text):
             raise Malformed
 
-    def known(self, name: str) -> str:
-        """Return a function's name. Raises Malformed for one that is not among the tools."""
+    def call_name(self, name: str) -> Event:
+        """Return the event of a call's name. Raises Malformed for one that is not among the tools."""
         if name not in self.tools:
             raise Malformed
-        return name
+        return Event("name", name)
 
     def json(self, opening: str, sends: bool = False) -> Reading[str]:
         """Read JSON that begins with `opening`: {, [ or ". sends: its pieces are arguments of the call."""
         yield from self.space()
-        start = sent = self.at
+        start = self.at
+        sent = self.at
         depth = 0
         inside = False
         if not (yield from self.follows(opening)):
             raise Malformed
         self.at = start
         while True:
-            found = (_INSIDE if inside else _OUTSIDE).match(self.text, self.at)
-            assert found is not None
-            self.at = found.end()
+            pattern = _INSIDE if inside else _OUTSIDE
+            match = pattern.match(self.text, self.at)
+            assert match is not None
+            self.at = match.end()
             character = self.text[self.at : self.at + 1]
             if not character or (character == "\\" and self.at + 1 == len(self.text)):
                 if sends and self.at > sent:
                     yield Event("arguments", self.text[sent : self.at])
                     sent = self.at
-                yield from self.more()
+                yield from self.wait()
                 continue
             self.at += 1
             if character == '"':
                 inside = not inside
-            elif character in "{[" and depth < _DEEPEST:
+            elif character in "{[" and depth < _MAX_DEPTH:
                 depth += 1
             elif character in "}]":
                 depth -= 1
@@ -171,17 +179,17 @@ class Source:
         """Read any value of JSON."""
         yield from self.space()
         while self.at == len(self.text):
-            yield from self.more()
+            yield from self.wait()
         if (opening := self.text[self.at]) in '{["':
             return decoded((yield from self.json(opening)))
         start = self.at
         while True:
-            found = _SCALAR.match(self.text, self.at)
-            assert found is not None
-            self.at = found.end()
+            match = _SCALAR.match(self.text, self.at)
+            assert match is not None
+            self.at = match.end()
             if self.at < len(self.text):
                 return decoded(self.text[start : self.at])
-            yield from self.more()
+            yield from self.wait()
 
     def call_object(self) -> Reading[None]:
         """Read {"name": ..., "arguments": {...}}, in either order; `parameters` is another name of the latter."""
@@ -193,8 +201,8 @@ class Source:
             key = decoded((yield from self.json('"')))
             yield from self.expect(":")
             if key == "name" and name is None:
-                name = self.known(str(decoded((yield from self.json('"')))))
-                yield Event("name", name)
+                name = str(decoded((yield from self.json('"'))))
+                yield self.call_name(name)
                 if waiting is not None:
                     yield Event("arguments", waiting)
             elif key in ("arguments", "parameters") and not has_arguments:
@@ -214,7 +222,7 @@ class Source:
     def _arguments(self, sends: bool) -> Reading[str]:
         yield from self.space()
         while self.at == len(self.text):
-            yield from self.more()
+            yield from self.wait()
         if self.text[self.at] != '"':
             return (yield from self.json("{", sends))
         text = decoded((yield from self.json('"')))  # some models write the JSON as a string
@@ -228,8 +236,11 @@ class Source:
         """Read one `call_object`, or a list of them."""
         yield from self.space()
         while self.at == len(self.text):
-            yield from self.more()
-        yield from self.call_list() if self.text[self.at] == "[" else self.call_object()
+            yield from self.wait()
+        if self.text[self.at] == "[":
+            yield from self.call_list()
+        else:
+            yield from self.call_object()
 
     def call_list(self) -> Reading[None]:
         """Read a list of `call_object`."""
@@ -243,16 +254,16 @@ class Source:
         yield from self.expect("]")
 
     def section(
-        self, marks: tuple[str, str], each: tuple[str, str], call: Callable[[Source], Reading[None]]
+        self, marks: tuple[str, str], call_marks: tuple[str, str], call: Callable[[Source], Reading[None]]
     ) -> Reading[None]:
         """Read calls one after another, each between marks, in a section between marks."""
         yield from self.expect(marks[0])
-        yield from self.expect(each[0])
+        yield from self.expect(call_marks[0])
         while True:
             yield from call(self)
-            yield from self.close(each[1])
+            yield from self.close(call_marks[1])
             yield from self.space()
-            if not (yield from self.follows(each[0])):
+            if not (yield from self.follows(call_marks[0])):
                 break
         yield from self.close(marks[1])
 
@@ -273,17 +284,16 @@ def _refuse(constant: str) -> None:
 class ToolFormat:
     """How a family of models writes tool calls.
 
-    name: of --tool-call-parser. template: texts of a chat template, all of which tell that its model writes so;
-    none: the format is only used where it is named. starts: what begins calls, anywhere in an answer. opening:
-    characters that begin them at the answer's own beginning; "" for none. read: reads the calls that begin
-    together. ends_reasoning: what begins calls inside of reasoning too, which the model did not end. marks: of
-    `call`, those that a tokenizer may have as one token. call: the parts of one call as the model is trained to
-    write it, with NAME and ARGUMENTS, for grammars; none: a grammar holds the model to the plain JSON convention.
-    around: what begins and ends several calls, and what parts them. argument: the parts of one argument, with KEY
-    and VALUE, where arguments are no JSON object; what follows VALUE ends a text. id_length: characters of a call's
-    id. id: its form, with {name} and {number}, of those in the chat. instructs: the chat template knows no tools,
-    so that a system message describes them. answer: what begins an answer's text where all of it is in this format,
-    with tools or without, and ends with a call.
+    name: of --tool-call-parser. template: texts that are all in the chat template of such a model; none: the format
+    must be named. starts: what begins calls, anywhere in an answer. opening: characters that begin them only at the
+    answer's start. read: reads calls from the start of the first. ends_reasoning: calls that begin with this also end
+    reasoning whose end mark is missing. marks: texts of `call` that a tokenizer may have as one token. call: the parts
+    of a call as the model is trained to write it, with NAME and ARGUMENTS, for grammars; none: forced calls are plain
+    JSON. around: what is before, between and after several calls. argument: the parts of an argument, with KEY and
+    VALUE, where arguments are no JSON object; the text after VALUE ends it. id_length: characters of a call's id. id:
+    its template, with {name} and {number}, which counts the chat's calls. instructs: the chat template has no tools, so
+    a system message describes them. answer: what begins the text of an answer in a format that marks answers too; a
+    call then ends the answer.
     """
 
     name: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.serve.tool_formats.base import ARGUMENTS, NAME, Event, Reading, Source, ToolFormat
+from lockstep.serve.tool_formats.base import ARGUMENTS, NAME, Reading, Source, ToolFormat
 
 _CALLS = "<｜tool▁calls▁begin｜>"
 _CALLS_END = "<｜tool▁calls▁end｜>"
@@ -22,12 +22,12 @@ def _read_call(source: Source) -> Reading[None]:
     yield from source.follows(_SEPARATOR)
     if head.strip() == "function":  # V3 and R1: the name, then JSON in a fence
         name = yield from source.until("\n")
-        yield Event("name", source.known(name.strip()))
+        yield source.call_name(name.strip())
         yield from source.expect(f"{_FENCE}json")
         yield from source.json("{", sends=True)
         yield from source.expect(_FENCE)
     else:
-        yield Event("name", source.known(head.strip()))
+        yield source.call_name(head.strip())
         yield from source.json("{", sends=True)
 
 

@@ -7,8 +7,9 @@ is to nobody. The prompt ends with the first head's `<|start|>assistant`; a call
 from __future__ import annotations
 
 import re
+from typing import Literal
 
-from lockstep.serve.tool_formats.base import ARGUMENTS, NAME, Event, Malformed, Reading, Source, ToolFormat
+from lockstep.serve.tool_formats.base import ARGUMENTS, NAME, Malformed, Reading, Source, ToolFormat
 
 _START = "<|start|>"
 _CHANNEL = "<|channel|>"
@@ -23,11 +24,13 @@ def _read(source: Source) -> Reading[None]:
     yield from source.follows(_MESSAGE)
     recipient = _RECIPIENT.search(head)
     if recipient is None:
-        is_reasoning = f"{_CHANNEL}analysis" in head
-        yield from source.passage("reasoning" if is_reasoning else "content", *_ENDS, _START)
+        kind: Literal["reasoning", "content"] = "content"
+        if f"{_CHANNEL}analysis" in head:
+            kind = "reasoning"
+        yield from source.passage(kind, *_ENDS, _START)
     else:
         try:
-            yield Event("name", source.known(recipient[1]))
+            yield source.call_name(recipient[1])
             yield from source.json("{", sends=True)
         except Malformed:
             yield from source.passage(None, *_ENDS, _START)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.serve.tool_formats.base import ARGUMENTS, NAME, NUMBER, Event, Reading, Source, ToolFormat
+from lockstep.serve.tool_formats.base import ARGUMENTS, NAME, NUMBER, Reading, Source, ToolFormat
 
 _CALLS = "<|tool_calls_section_begin|>"
 _CALLS_END = "<|tool_calls_section_end|>"
@@ -18,7 +18,7 @@ def _read(source: Source) -> Reading[None]:
 def _read_call(source: Source) -> Reading[None]:
     id = yield from source.until(_ARGUMENTS)
     yield from source.follows(_ARGUMENTS)
-    yield Event("name", source.known(id.strip().removeprefix("functions.").rpartition(":")[0]))
+    yield source.call_name(id.strip().removeprefix("functions.").rpartition(":")[0])
     yield from source.json("{", sends=True)
 
 

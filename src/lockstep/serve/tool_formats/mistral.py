@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.serve.tool_formats.base import ARGUMENTS, NAME, Event, Reading, Source, ToolFormat
+from lockstep.serve.tool_formats.base import ARGUMENTS, NAME, Reading, Source, ToolFormat
 
 _BEGIN = "[TOOL_CALLS]"
 _ARGS = "[ARGS]"
@@ -13,11 +13,11 @@ def _read(source: Source) -> Reading[None]:
     yield from source.expect(_BEGIN)
     yield from source.space()
     while source.at == len(source.text):
-        yield from source.more()
+        yield from source.wait()
     if source.text[source.at] == "[":
         return (yield from source.call_list())
     name = yield from source.until("{", _ARGS, _ID)
-    yield Event("name", source.known(name.strip()))
+    yield source.call_name(name.strip())
     if (yield from source.follows(_ID)):
         yield from source.until(_ARGS)
     yield from source.follows(_ARGS)

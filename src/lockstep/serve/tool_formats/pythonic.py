@@ -16,8 +16,9 @@ _BEGIN = "<|python_start|>"
 _END = "<|python_end|>"
 _HEAD = re.compile(r"\[\s*[A-Za-z_][\w.]*\(")
 _HALF_HEAD = re.compile(r"\[\s*(?:[A-Za-z_][\w.]*)?")
-_PART = re.compile(r"""[^"'()\[\]{}]*""")
-_STRING = {quote: re.compile(rf"(?:[^{quote}\\]|\\.)*", re.DOTALL) for quote in "\"'"}
+# Text up to a quote or a bracket, and within a string up to its quote.
+_TEXT = {quote: re.compile(rf"(?:[^{quote}\\]|\\.)*", re.DOTALL) for quote in "\"'"}
+_TEXT[""] = re.compile(r"""[^"'()\[\]{}]*""")
 _DEEPEST = 64
 _WORDS = {"true": True, "false": False, "null": None}
 
@@ -28,11 +29,11 @@ def _read(source: Source) -> Reading[None]:
     while _HEAD.match(source.text, source.at) is None:
         if _HALF_HEAD.fullmatch(source.text, source.at) is None:
             raise Malformed
-        yield from source.more()
+        yield from source.wait()
     start = source.at
     yield from _skip(source)
     for name, arguments in _calls(source.text[start : source.at]):
-        yield Event("name", source.known(name))
+        yield source.call_name(name)
         yield Event("arguments", arguments)
     if marked:
         yield from source.close(_END)
@@ -43,22 +44,26 @@ def _skip(source: Source) -> Reading[None]:
     depth = 0
     quote = ""
     while True:
-        found = (_STRING[quote] if quote else _PART).match(source.text, source.at)
-        assert found is not None
-        source.at = found.end()
+        match = _TEXT[quote].match(source.text, source.at)
+        assert match is not None
+        source.at = match.end()
         character = source.text[source.at : source.at + 1]
         if not character or (quote and character == "\\"):
-            yield from source.more()
+            yield from source.wait()
             continue
         source.at += 1
-        if character in "\"'":
-            quote = "" if quote else character
+        if quote:
+            quote = ""
+        elif character in "\"'":
+            quote = character
+        elif character in "([{":
+            depth += 1
         else:
-            depth += 1 if character in "([{" else -1
-            if depth == 0:
-                return
-            if depth > _DEEPEST:
-                raise Malformed
+            depth -= 1
+        if depth == 0:
+            return
+        if depth > _DEEPEST:
+            raise Malformed
 
 
 def _calls(text: str) -> list[tuple[str, str]]:
@@ -73,18 +78,23 @@ def _calls(text: str) -> list[tuple[str, str]]:
 
 
 def _one_line(text: str) -> str:
-    """Return Python whose line ends in strings are escapes, and those outside of them spaces."""
+    """Return Python without line ends: in strings they become escapes, elsewhere spaces."""
     parts = []
     quote = ""
     at = 0
     while at < len(text):
-        found = (_STRING[quote] if quote else _PART).match(text, at)
-        assert found is not None
-        end = found.end() + 1
-        part = text[at:end].replace("\r", "\\r" if quote else " ")
-        parts.append(part.replace("\n", "\\n" if quote else " "))
-        if text[end - 1 : end] in ("'", '"'):
-            quote = "" if quote else text[end - 1 : end]
+        match = _TEXT[quote].match(text, at)
+        assert match is not None
+        end = match.end() + 1
+        part = text[at:end]
+        character = text[end - 1 : end]
+        if quote:
+            parts.append(part.replace("\r", "\\r").replace("\n", "\\n"))
+            quote = ""
+        else:
+            parts.append(part.replace("\r", " ").replace("\n", " "))
+            if character in ("'", '"'):
+                quote = character
         at = end
     return "".join(parts)
 
@@ -93,7 +103,9 @@ class _Words(ast.NodeTransformer):
     """JSON's constants as Python's."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.copy_location(ast.Constant(_WORDS[node.id]), node) if node.id in _WORDS else node
+        if node.id not in _WORDS:
+            return node
+        return ast.copy_location(ast.Constant(_WORDS[node.id]), node)
 
 
 def _call(node: ast.expr) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""GLM 4.5, Qwen3-Coder and Seed-OSS: calls whose arguments stand each between tags of its own."""
+"""GLM 4.5, Qwen3-Coder and Seed-OSS: calls with a pair of tags around each argument."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SEED_END = "</seed:tool_call>"
 def _read_glm(source: Source) -> Reading[None]:
     yield from source.expect(_BEGIN)
     name = yield from source.until(_KEY, _END)
-    yield Event("name", source.known(name.strip()))
+    yield source.call_name(name.strip())
     arguments: dict[str, Any] = {}
     while (yield from source.follows(_KEY)):
         key = yield from source.until(_KEY_END)
@@ -53,7 +53,7 @@ def _read_functions(source: Source, begin: str, end: str) -> Reading[None]:
     try:
         yield from _read_function(source)
     except Malformed:
-        raise Malformed(head) from None  # else the name would begin another call
+        raise Malformed(head) from None  # so that the name does not begin another call
     if is_marked:
         yield from source.close(end)
     else:
@@ -63,7 +63,7 @@ def _read_functions(source: Source, begin: str, end: str) -> Reading[None]:
 
 def _read_function(source: Source) -> Reading[None]:
     name = yield from source.until(">")
-    yield Event("name", source.known(name.strip()))
+    yield source.call_name(name.strip())
     yield from source.expect(">")
     arguments: dict[str, Any] = {}
     yield from source.space()

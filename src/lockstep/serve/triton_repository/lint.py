@@ -1,4 +1,4 @@
-"""The lint of a model repository: what differs from what would be written with its settings."""
+"""The lint of a model repository: differences from what `lockstep triton` would write with its settings."""
 
 from __future__ import annotations
 
@@ -36,32 +36,35 @@ def check_repository(folder: Path) -> list[str]:
         socket = Path(parameters_of(core).get("lockstep_socket", "none"))
         faults += _differences(config_of(name, Repository((), socket, core.max_batch_size)), config, where)
         faults += _sources(folder, name)
-        faults += _command(parameters_of(config), where) if name == "tensorrt_llm" else ()
+        if name == "tensorrt_llm":
+            faults += _command(parameters_of(config), where)
     return faults
 
 
-def _differences(expected: Any, found: Any, where: str) -> Iterator[str]:
-    wanted = _fields(expected)
-    given = _fields(found)
-    optional = {f"input {each.name}" for each in expected.input if each.optional}
-    optional |= {key for key in wanted if ", input_map " in key}  # Triton says which of them a step needs
-    for key in [*wanted, *sorted(given.keys() - wanted.keys())]:
-        if wanted.get(key) != given.get(key) and (key in given or key not in optional):
-            yield f"{where}: {key}: expected {wanted.get(key, 'none')}, found {given.get(key, 'none')}; correct it"
+def _differences(expected: Any, config: Any, where: str) -> Iterator[str]:
+    expected_fields = _fields(expected)
+    fields = _fields(config)
+    optional = {f"input {tensor.name}" for tensor in expected.input if tensor.optional}
+    optional |= {key for key in expected_fields if ", input_map " in key}  # Triton checks those that a step needs
+    for key in [*expected_fields, *sorted(fields.keys() - expected_fields.keys())]:
+        expected_field = expected_fields.get(key, "none")
+        field = fields.get(key, "none")
+        if field != expected_field and (key in fields or key not in optional):
+            yield f"{where}: {key}: expected {expected_field}, found {field}; correct it"
 
 
 def _fields(config: Any) -> dict[str, str]:
-    """Return what must be as it is written, by name; what else there is, a user may set."""
-    found = {name: str(getattr(config, name)) or "none" for name in ("name", "platform", "backend", "max_batch_size")}
-    found["lockstep_socket"] = parameters_of(config).get("lockstep_socket", "none")
+    """Return the fields that no user may change, by name."""
+    fields = {name: str(getattr(config, name)) or "none" for name in ("name", "platform", "backend", "max_batch_size")}
+    fields["lockstep_socket"] = parameters_of(config).get("lockstep_socket", "none")
     for kind, tensors in (("input", config.input), ("output", config.output)):
         for tensor in tensors:
             shown = MESSAGES["ModelOutput"](data_type=tensor.data_type, dims=tensor.dims)
-            found[f"{kind} {tensor.name}"] = text_of(shown, in_one_line=True)
+            fields[f"{kind} {tensor.name}"] = text_of(shown, in_one_line=True)
     for step in config.ensemble_scheduling.step:
         for kind, names in (("input_map", step.input_map), ("output_map", step.output_map)):
-            found |= {f"step {step.model_name}, {kind} {name}": value for name, value in names.items()}
-    return found
+            fields |= {f"step {step.model_name}, {kind} {name}": value for name, value in names.items()}
+    return fields
 
 
 def _sources(folder: Path, name: str) -> Iterator[str]:
@@ -71,19 +74,21 @@ def _sources(folder: Path, name: str) -> Iterator[str]:
     for path, data in sources_of(name).items():
         file = folder / path
         if not file.is_file() or file.read_bytes() != data:
-            found = "another" if file.is_file() else "none"
-            yield f"{file}: expected what this version of Lockstep writes, found {found}; write the repository again"
+            fault = "another" if file.is_file() else "none"
+            yield f"{file}: expected what this version of Lockstep writes, found {fault}; write the repository again"
 
 
-def _command(given: Mapping[str, str], where: str) -> Iterator[str]:
-    if missing := sorted(OWN - given.keys()):
+def _command(parameters: Mapping[str, str], where: str) -> Iterator[str]:
+    missing = sorted(OWN - parameters.keys())
+    if missing:
         yield f"{where}: parameters: expected {', '.join(missing)}, found none; write the repository again"
         return
+    socket = parameters["lockstep_socket"]
     try:
-        program, *rest = shlex.split(given["lockstep_command"])
+        program, *arguments = shlex.split(parameters["lockstep_command"])
         if shutil.which(program) is None:
             yield f"{where}: lockstep_command: expected a program, found {program!r}; correct its path"
-        if given["lockstep_socket"] not in rest:
-            yield f"{where}: lockstep_command: expected --unix {given['lockstep_socket']}, found it nowhere; correct it"
+        if socket not in arguments:
+            yield f"{where}: lockstep_command: expected --unix {socket}, found it nowhere; correct it"
     except ValueError as error:
         yield f"{where}: lockstep_command: expected a command line, found {error}; correct it"

@@ -1,7 +1,7 @@
 """The options of tensorrt_llm/config.pbtxt, which users of the TensorRT-LLM backend set, as those of `lockstep serve`.
 
-Some are taken. Others have one meaning here: a value that asks for it, or for nothing, is accepted, and any other is
-refused. What only says how that backend does its work is ignored. A name that is in no table is refused.
+TAKEN ones have an option here. ACCEPTED ones have only the listed values. IGNORED ones only say how that backend works.
+Other values and other names are refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TAKEN = {
     "stats_check_period_ms": "1000",
 }
 _POLICIES = {"guaranteed_no_evict": "guaranteed", "max_utilization": "optimistic"}
-# NAME=VALUE,...: the values that are accepted beside none.
+# NAME=VALUE,...: the values that are accepted; no value always is.
 _ACCEPTED = """
     gpt_model_type=inflight_fused_batching,inflight_batching decoding_mode=auto,top_k,top_p,top_k_top_p
     max_beam_width=1 num_nodes=1 gpu_device_ids=0 sink_token_length=0 kv_cache_host_memory_bytes=0
@@ -40,7 +40,7 @@ _IGNORED = """
     max_queue_delay_microseconds max_num_sequences recv_poll_period_ms iter_stats_max_iterations
     request_stats_max_iterations
 """
-ACCEPTED = {name: values.split(",") for name, _, values in (each.partition("=") for each in _ACCEPTED.split())}
+ACCEPTED = {entry.partition("=")[0]: entry.partition("=")[2].split(",") for entry in _ACCEPTED.split()}
 IGNORED = frozenset(_IGNORED.split())
 OWN = frozenset(("lockstep_socket", "lockstep_command", "lockstep_start_seconds"))
 _SWITCHES = dict.fromkeys(("enable_kv_cache_reuse", "exclude_input_in_output"), ("true", "false"))
@@ -54,7 +54,8 @@ def serve_options(repository: Path) -> dict[str, Any]:
     """Return the options of `lockstep serve` that a repository sets, by name. Raises InputError for one refused."""
     where = repository / "tensorrt_llm" / "config.pbtxt"
     config = read_config(where)
-    if unknown := sorted(config.parameters.keys() - _CHOICES.keys() - _BELOW.keys() - IGNORED - OWN):
+    unknown = sorted(config.parameters.keys() - _CHOICES.keys() - _BELOW.keys() - IGNORED - OWN)
+    if unknown:
         raise InputError(f"{where}: expected parameters that this server knows, found {unknown[0]!r}; leave it out")
     values = TAKEN | parameters_of(config)
     for name, value in values.items():
@@ -65,11 +66,12 @@ def serve_options(repository: Path) -> dict[str, Any]:
         else:
             continue
         raise InputError(f"{where}: {name}: expected {expected}, found {value!r}; correct it or leave it out")
-    found: dict[str, Any] = {"no_prefix_caching": values["enable_kv_cache_reuse"].lower() == "false"}
-    found["admission"] = _POLICIES[values["batch_scheduler_policy"].lower()]
+    options: dict[str, Any] = {"no_prefix_caching": values["enable_kv_cache_reuse"].lower() == "false"}
+    options["admission"] = _POLICIES[values["batch_scheduler_policy"].lower()]
     share = values["kv_cache_free_gpu_mem_fraction"]
-    if share != TAKEN["kv_cache_free_gpu_mem_fraction"]:  # by itself, a CPU takes less
-        found["kv_bytes"] = float(share)
-    if size := config.dynamic_batching.default_queue_policy.max_queue_size:  # 0 is no limit of Triton's own
-        found["max_queue"] = size
-    return found
+    if share != TAKEN["kv_cache_free_gpu_mem_fraction"]:  # the server's default is less on a CPU
+        options["kv_bytes"] = float(share)
+    max_queue = config.dynamic_batching.default_queue_policy.max_queue_size
+    if max_queue:  # 0: Triton has no limit
+        options["max_queue"] = max_queue
+    return options

@@ -1,4 +1,4 @@
-"""HTTP to `lockstep serve --unix`: requests of Triton's out, their responses in. NumPy and the standard library."""
+"""An HTTP client of `lockstep serve --unix` for Triton's requests. NumPy and the standard library only."""
 
 import contextlib
 import http.client
@@ -13,7 +13,7 @@ _CODES = {400: "INVALID_ARG", 404: "NOT_FOUND", 413: "INVALID_ARG", 429: "UNAVAI
 
 
 class ServerError(Exception):
-    """The error of a request that the server refused, or could not take. status: of HTTP."""
+    """The error of a request that the server refused, or that did not reach it. status: of HTTP."""
 
     def __init__(self, status, message):
         super().__init__(message)
@@ -40,11 +40,13 @@ class Connection(http.client.HTTPConnection):
     def ask(self, method, url, body=None):
         """Return the JSON of an answer, None of an empty one. Raises ServerError.
 
-        A server that ended, or closed a connection that was idle, is asked again: to do it twice changes nothing.
+        Tries twice, as the server may have closed an idle connection: requests are idempotent.
         """
+        if body is not None:
+            body = json.dumps(body)
         for is_last in (False, True):
             try:
-                self.request(method, url, None if body is None else json.dumps(body))
+                self.request(method, url, body)
                 return json.loads(_checked(self.getresponse()).read() or "null")
             except (ConnectionError, http.client.HTTPException):
                 self.close()
@@ -53,7 +55,7 @@ class Connection(http.client.HTTPConnection):
 
 
 class Stream(Connection):
-    """A POST that is answered with events. `cancel`, from any thread, ends it: the server sees its client go."""
+    """A POST that is answered with events. `cancel`, from any thread, closes it, which aborts it in the server."""
 
     def __init__(self, path, url, body):
         super().__init__(path)
@@ -63,7 +65,7 @@ class Stream(Connection):
 
     def __iter__(self):
         for line in _checked(self.getresponse()):
-            if self.is_cancelled:  # what came before it is still to be read
+            if self.is_cancelled:  # events that came before are still buffered
                 return
             if line.startswith(b"data: "):
                 event = json.loads(line[6:])
@@ -90,28 +92,34 @@ def infer_body(request, excludes_input):
     if excludes_input and "exclude_input_in_output" not in inputs:
         inputs["exclude_input_in_output"] = np.ones((len(next(iter(inputs.values()))), 1), bool)
     parameters = {**json.loads(request.parameters() or "{}"), "binary_data_output": False}
-    found = [_input(name, array) for name, array in inputs.items()]
-    return {"id": request.request_id(), "inputs": found, "parameters": parameters}
+    tensors = [_input(name, array) for name, array in inputs.items()]
+    return {"id": request.request_id(), "inputs": tensors, "parameters": parameters}
 
 
 def _input(name, array):
-    kind = _KINDS[array.dtype.kind] + (str(8 * array.dtype.itemsize) if array.dtype.kind in "iuf" else "")
-    try:
-        data = [value.decode() if isinstance(value, bytes) else value for value in array.ravel().tolist()]
-    except UnicodeDecodeError as error:
-        raise ServerError(400, f"{name}: expected text in UTF-8, found {error}") from None
+    kind = _KINDS[array.dtype.kind]
+    if array.dtype.kind in "iuf":
+        kind += str(8 * array.dtype.itemsize)
+    data = array.ravel().tolist()
+    if kind == "BYTES":
+        try:
+            data = [value.decode() if isinstance(value, bytes) else value for value in data]
+        except UnicodeDecodeError as error:
+            raise ServerError(400, f"{name}: expected text in UTF-8, found {error}") from None
     return {"name": name, "datatype": kind, "shape": array.shape, "data": data}
 
 
 def infer_response(answer, types):
     """Return the response for an answer of /infer. types: of NumPy, by name, of the outputs in config.pbtxt."""
-    made = []
+    tensors = []
     for output in answer["outputs"]:
         if output["name"] in types:
-            data = [value.encode() for value in output["data"]] if output["datatype"] == "BYTES" else output["data"]
+            data = output["data"]
+            if output["datatype"] == "BYTES":
+                data = [value.encode() for value in data]
             array = np.array(data, types[output["name"]]).reshape(output["shape"])
-            made.append(pb_utils.Tensor(output["name"], array))
-    return pb_utils.InferenceResponse(made)
+            tensors.append(pb_utils.Tensor(output["name"], array))
+    return pb_utils.InferenceResponse(tensors)
 
 
 def error_response(error):

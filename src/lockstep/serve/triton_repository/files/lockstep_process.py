@@ -1,4 +1,4 @@
-"""The process of `lockstep serve --unix`, started where no server listens. The model that started it ends it."""
+"""The process of `lockstep serve --unix`, started if no server listens. The model that started it ends it."""
 
 import contextlib
 import shlex
@@ -11,21 +11,21 @@ from lockstep_watchdog import Every
 
 
 class Process:
-    """The process of a server, and Triton's metrics of it. given: the parameters of config.pbtxt."""
+    """The process of a server, and Triton's metrics of it. parameters: of config.pbtxt."""
 
-    def __init__(self, given, watchdog):
-        self._path = given["lockstep_socket"]
-        self._command = shlex.split(given["lockstep_command"])
-        self._seconds = float(given["lockstep_start_seconds"])
+    def __init__(self, parameters, watchdog):
+        self._path = parameters["lockstep_socket"]
+        self._command = shlex.split(parameters["lockstep_command"])
+        self._seconds = float(parameters["lockstep_start_seconds"])
         self._watchdog = watchdog
         self._process = None
         self._is_closed = False
         self._ensure()
-        # Kept: a metric is of no use once its family is deleted.
+        # A reference, as metrics stop working once their family is deleted.
         self._family = pb_utils.MetricFamily("lockstep_requests", "Requests, by state.", pb_utils.MetricFamily.GAUGE)
         self._gauges = {state: self._family.Metric(labels={"state": state}) for state in ("running", "waiting")}
         # The only thread that touches metrics: several kill Triton's stub process.
-        self._reporter = Every(float(given.get("stats_check_period_ms", 1000)) / 1000, self._report)
+        self._reporter = Every(float(parameters.get("stats_check_period_ms", 1000)) / 1000, self._report)
 
     def close(self):
         """End the server, where it was started here."""
@@ -39,8 +39,8 @@ class Process:
         """Start the server where none answers, and wait until it is ready. Raises ServerError."""
         with contextlib.suppress(Exception):
             return self._ask("/health/ready")
-        # A session of its own: Ctrl-C is Triton's, which lets requests finish first. What it says goes to Triton's log.
-        # The pipe's end is there as long as this process: killed, it cannot end the server, which then ends by itself.
+        # A new session, so that Ctrl-C reaches Triton alone, which lets requests finish first. The server logs to
+        # Triton's stderr. Its stdin closes with this process, even if that is killed, and then the server ends.
         command = [*self._command, "--until-stdin-ends"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, start_new_session=True)
         end = time.monotonic() + self._seconds

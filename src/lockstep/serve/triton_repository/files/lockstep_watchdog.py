@@ -1,4 +1,4 @@
-"""Threads that look at something from time to time, as at whether Triton was killed. The standard library."""
+"""Threads that poll, for instance whether Triton was killed. Standard library only."""
 
 import faulthandler
 import os
@@ -9,11 +9,11 @@ _STUCK_SECONDS = 60
 
 
 class Every:
-    """A thread that calls `look` every `seconds`, until it is closed."""
+    """A thread that calls `poll` every `seconds`, until it is closed."""
 
-    def __init__(self, seconds, look):
+    def __init__(self, seconds, poll):
         self._seconds = seconds
-        self._look = look
+        self._poll = poll
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -24,20 +24,20 @@ class Every:
 
     def _run(self):
         while not self._ended.wait(self._seconds):
-            self._look()
+            self._poll()
 
 
 class Watchdog:
-    """The end of a model's process where Triton, its parent, was killed.
+    """Ends a model's process when Triton, its parent, was killed.
 
-    A call that then waits for Triton (to take a response, to set a metric) keeps the interpreter's lock and never
-    returns: no thread of Python runs, and Triton's own stub cannot end either. faulthandler's timer needs no lock: it
-    ends a process where it was not set again for so long.
+    A call that waits for a killed Triton (to take a response, to set a metric) holds the GIL and never returns: no
+    Python thread runs, and Triton's stub process cannot end. faulthandler's timer needs no GIL: it ends a process that
+    has not reset it in time.
     """
 
     def __init__(self):
         self._parent = os.getppid()
-        self.check()  # a call that comes before the thread's first turn may be one that never returns
+        self.check()  # a call before the thread's first turn may never return
         self._thread = Every(_PERIOD_SECONDS, self.check)
 
     def check(self):

@@ -1,4 +1,4 @@
-"""A model of a repository that `lockstep triton` wrote: it asks the server, which tensorrt_llm starts if needed."""
+"""A model of a repository that `lockstep triton` wrote: a client of the server, which tensorrt_llm starts if needed."""
 
 import json
 import threading
@@ -15,28 +15,32 @@ class TritonPythonModel:
     def initialize(self, args):
         config = json.loads(args["model_config"])
         name = args["model_name"]
-        given = {key: value["string_value"] for key, value in config["parameters"].items()}
-        given = {key: value for key, value in given.items() if value not in ("", "none")}
-        self._types = {each["name"]: pb_utils.triton_string_to_numpy(each["data_type"]) for each in config["output"]}
-        self._excludes_input = given.get("exclude_input_in_output", "").lower() == "true"
+        parameters = {key: value["string_value"] for key, value in config["parameters"].items()}
+        parameters = {key: value for key, value in parameters.items() if value not in ("", "none")}
+        self._types = {}
+        for output in config["output"]:
+            self._types[output["name"]] = pb_utils.triton_string_to_numpy(output["data_type"])
+        self._excludes_input = parameters.get("exclude_input_in_output", "").lower() == "true"
         self._is_decoupled = config["model_transaction_policy"]["decoupled"]
-        self._path = given["lockstep_socket"]
+        self._path = parameters["lockstep_socket"]
         self._url = f"/v2/models/{name}/infer"
-        # One thread and one connection: responses of a stream leave postprocessing in the order in which they came.
-        self._connection = http.Connection(self._path, 60 if name in ("preprocessing", "postprocessing") else None)
+        # One thread and one connection, so that postprocessing keeps the order of a stream's responses.
+        timeout = 60 if name in ("preprocessing", "postprocessing") else None
+        self._connection = http.Connection(self._path, timeout)
         self._watchdog = lockstep_watchdog.Watchdog()
-        self._process = lockstep_process.Process(given, self._watchdog) if "lockstep_command" in given else None
-        # senders of responses, by stream
-        self._running = {}
+        self._process = None
+        if "lockstep_command" in parameters:
+            self._process = lockstep_process.Process(parameters, self._watchdog)
+        self._running = {}  # senders of responses, by stream
         self._lock = threading.Lock()
-        period = float(given.get("cancellation_check_period_ms", 100)) / 1000
+        period = float(parameters.get("cancellation_check_period_ms", 100)) / 1000
         self._watcher = lockstep_watchdog.Every(period, self._end_cancelled)
 
     def execute(self, requests):
         """Return a response for each request; None where the model is decoupled: they come later."""
         if not self._is_decoupled:
-            return [self._whole(request) for request in requests]
-        for request in requests:  # inputs may be read until `execute` returns, and not after it
+            return [self._infer(request) for request in requests]
+        for request in requests:  # their inputs must be read before `execute` returns
             sender = request.get_response_sender()
             try:
                 body = http.infer_body(request, self._excludes_input)
@@ -55,7 +59,7 @@ class TritonPythonModel:
         self._connection.close()
         self._watchdog.close()
 
-    def _whole(self, request):
+    def _infer(self, request):
         try:
             body = http.infer_body(request, self._excludes_input)
             return http.infer_response(self._connection.ask("POST", self._url, body), self._types)
@@ -72,7 +76,7 @@ class TritonPythonModel:
             with self._lock:
                 self._running[stream] = sender
             for event in stream:
-                if event["outputs"]:  # a request to stop another one has none
+                if event["outputs"]:  # a request that stops another one has none
                     response = http.infer_response(event, self._types)
                     is_final = event["parameters"]["triton_final_response"]
                     if is_final:
@@ -80,7 +84,7 @@ class TritonPythonModel:
                     sender.send(response, _FINAL if is_final else 0)
         except Exception as error:
             if not is_final and (stream is None or not stream.is_cancelled):
-                # With its error: a final flag that follows an error does not end the request of an ensemble.
+                # One response with both: a final flag after an error does not end an ensemble's request.
                 is_final = True
                 self._forget(stream)
                 sender.send(http.error_response(error), _FINAL)
@@ -96,8 +100,8 @@ class TritonPythonModel:
             self._running.pop(stream, None)
 
     def _end_cancelled(self):
-        """End the streams whose requests are cancelled, also those that wait, or of which a prompt is read."""
-        with self._lock:  # a sender is not asked any more once its last response may be out
+        """Close the streams of cancelled requests, also of those that wait for their first token."""
+        with self._lock:  # a sender must not be used after its last response
             for stream, sender in self._running.items():
                 if not stream.is_cancelled and sender.is_cancelled():
                     stream.cancel()
