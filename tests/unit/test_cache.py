@@ -20,7 +20,7 @@ from lockstep import backends
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.provenance import run as stage
 from lockstep.provenance.cache.store import Cache, cache_folder
-from lockstep.provenance.cache.upkeep import IN_THE_MAKING, bytes_text, look, prune, verify
+from lockstep.provenance.cache.upkeep import IN_THE_MAKING, bytes_text, prune, scan, verify
 from lockstep.provenance.record import read_record
 from lockstep.provenance.slsa import provenance_path, wrong_provenance
 from lockstep.stages import Job
@@ -38,14 +38,14 @@ def test_what_one_made_another_takes_with_the_same_bytes(tmp_path: Path, cache: 
     ) == capsys.readouterr().err
     assert contents(tmp_path / "one" / "fp32") == contents(tmp_path / "other" / "fp32"), "the record too"
     assert read_record(out).key.sha256 == key
-    assert verify(cache) == [] and not look(cache).temporary
+    assert verify(cache) == [] and not scan(cache).temporary
 
 
 def test_other_inputs_another_key(tmp_path: Path, cache: Cache) -> None:
     for seed in (0, 1):
         convert(checkpoint(tmp_path / str(seed), seed), tmp_path / str(seed) / "fp32", cache.folder)
     convert(tmp_path / "0" / "checkpoint.json", tmp_path / "fp16", cache.folder, "fp16")
-    assert len(look(cache).entries) == 3
+    assert len(scan(cache).entries) == 3
 
 
 def test_what_names_files_elsewhere_is_made_where_it_is_right(tmp_path: Path, cache: Cache) -> None:
@@ -203,16 +203,16 @@ def filled(tmp_path: Path, cache: Cache) -> Cache:
 
 def test_a_blob_that_another_machine_has_just_touched_stays(tmp_path: Path, filled: Cache) -> None:
     """It has made the same, of something else, and writes its entry after the blobs."""
-    oldest = look(filled).entries[-1].entry
+    oldest = scan(filled).entries[-1].entry
     (sha256, *_) = oldest.outputs.values()
     source = tmp_path / "same"
     source.write_bytes(filled.blob_path(sha256).read_bytes())
     filled.add(source, sha256)
     prune(filled, max_size=0)
-    assert look(filled).blobs.keys() == {sha256} and not keys(filled)
+    assert scan(filled).blobs.keys() == {sha256} and not keys(filled)
     age(filled.blob_path(sha256), IN_THE_MAKING + 60)
     prune(filled)
-    assert not look(filled).blobs, "nobody came"
+    assert not scan(filled).blobs, "nobody came"
 
 
 def age(path: Path, seconds: float) -> None:
@@ -221,13 +221,13 @@ def age(path: Path, seconds: float) -> None:
 
 def keys(cache: Cache) -> list[str]:
     """Of all entries, those used last first."""
-    return [used.entry.key.sha256 for used in look(cache).entries]
+    return [used.entry.key.sha256 for used in scan(cache).entries]
 
 
 def test_those_used_longest_ago_go_first(filled: Cache) -> None:
     last, middle, _ = keys(filled)
     prune(filled, max_size=1.1e6)
-    assert keys(filled) == [last, middle] and look(filled).size <= 1.1e6 and len(look(filled).blobs) == 4
+    assert keys(filled) == [last, middle] and scan(filled).size <= 1.1e6 and len(scan(filled).blobs) == 4
     prune(filled, older_than=36 * 3600)
     assert keys(filled) == [last]
     pruned = prune(filled, max_size=0)
@@ -241,11 +241,11 @@ def test_taking_is_a_use(tmp_path: Path, filled: Cache) -> None:
 
 
 def test_a_blob_of_two_entries_stays_with_one_of_them(tmp_path: Path, filled: Cache) -> None:
-    last, middle, oldest = (used.entry for used in look(filled).entries)
+    last, middle, oldest = (used.entry for used in scan(filled).entries)
     shared = replace(oldest, key=replace(oldest.key, options={"other": 1}))
     filled.write(shared)
     prune(filled, older_than=86400 / 2)
-    assert keys(filled) == [shared.key.sha256] and look(filled).blobs.keys() == {*oldest.outputs.values()}
+    assert keys(filled) == [shared.key.sha256] and scan(filled).blobs.keys() == {*oldest.outputs.values()}
 
 
 def test_what_is_in_the_making_is_left_alone_for_an_hour(tmp_path: Path, filled: Cache) -> None:
@@ -278,8 +278,8 @@ def lockstep(*arguments: object, **environment: str) -> subprocess.CompletedProc
 
 
 def test_the_commands(tmp_path: Path, filled: Cache) -> None:
-    sizes = [bytes_text(filled.size(used.entry)) for used in look(filled).entries]
-    total = bytes_text(look(filled).size)
+    sizes = [bytes_text(filled.size(used.entry)) for used in scan(filled).entries]
+    total = bytes_text(scan(filled).size)
     listed = lockstep("ls", "--cache", filled.folder).stdout.splitlines()
     assert re.fullmatch(r"stage +of +build key +files +size +last use \(UTC\)", listed[0])
     assert [line.split()[:6] for line in listed[1:-1]] == [

@@ -19,7 +19,7 @@ from shared_cache import MB, checkpoint, contents, convert, never, run, start
 
 from lockstep.artifacts.files import write_json
 from lockstep.provenance.cache.store import Cache
-from lockstep.provenance.cache.upkeep import IN_THE_MAKING, look, prune, verify
+from lockstep.provenance.cache.upkeep import IN_THE_MAKING, prune, scan, verify
 from some import some
 
 
@@ -80,7 +80,7 @@ def test_killed_while_it_puts(tmp_path: Path, cache: Cache, moments: int) -> Non
         time.sleep(pause)
         process.kill()
         process.communicate()
-        killed += not look(cache).entries
+        killed += not scan(cache).entries
         assert verify(cache) == [], "a half file has no name that is used"
         assert contents(tmp_path / "killed") == undisturbed, "what was made is there and recorded before it is put"
         code, said = run(manifest, tmp_path / "next", cache.folder)
@@ -90,7 +90,7 @@ def test_killed_while_it_puts(tmp_path: Path, cache: Cache, moments: int) -> Non
     for path in cache.folder.rglob("*.tmp"):
         os.utime(path, (time.time() - IN_THE_MAKING - 60,) * 2)
     prune(cache)
-    assert not list(cache.folder.rglob("*.tmp")) and len(look(cache).entries) == 1
+    assert not list(cache.folder.rglob("*.tmp")) and len(scan(cache).entries) == 1
 
 
 def test_killed_while_it_takes(tmp_path: Path, cache: Cache) -> None:
@@ -200,7 +200,7 @@ ALWAYS += [("entry", name) for name in ("no mapping", "another key", "a file out
 def test_garbage_is_never_used(tmp_path: Path, cache: Cache, capsys, kind: str, name: str) -> None:
     manifest = checkpoint(tmp_path)
     undisturbed = contents(convert(manifest, tmp_path / "undisturbed", cache.folder).parent)
-    (used,) = look(cache).entries
+    (used,) = scan(cache).entries
     blobs = {name: cache.blob_path(sha256) for name, sha256 in used.entry.outputs.items()}
     path = {
         "entry": cache.entry_path(used.entry.key.sha256),
@@ -218,7 +218,7 @@ def test_garbage_is_never_used(tmp_path: Path, cache: Cache, capsys, kind: str, 
     assert len(said) == (1 if (kind, name) == ("entry", "gone") else 2) and all(
         line.startswith("cache: ") for line in said
     )
-    assert len(said) == 1 or str(path) in said[0] and said[0].endswith("; convert m/fp32 is made anew")
+    assert len(said) == 1 or str(path) in said[0] and said[0].endswith("; convert m/fp32 is made again")
     if name in STAYS:
         line = said[-1].removeprefix(f"cache: convert m/fp32 is not put into {cache.folder}: ")
         assert line.endswith(
@@ -252,7 +252,7 @@ def test_a_full_disk_costs_the_cache_and_nothing_else(tmp_path: Path) -> None:
         assert said == (
             f"cache: {disk / 'cache'} cannot be written (No space left on device): convert m/fp32 is not put into it\n"
         )
-        assert not look(Cache(disk / "cache")).entries and not look(Cache(disk / "cache")).temporary
+        assert not scan(Cache(disk / "cache")).entries and not scan(Cache(disk / "cache")).temporary
         assert verify(Cache(disk / "cache")) == []
 
 
@@ -277,7 +277,7 @@ def test_a_cache_that_cannot_be_written_is_read(tmp_path: Path) -> None:
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
         code, said = run(manifest, tmp_path / "anew", cache.folder)
         assert code == 0 and contents(tmp_path / "anew") == undisturbed
-        assert ("the file is damaged; convert m/fp32 is made anew") in said and (
+        assert ("the file is damaged; convert m/fp32 is made again") in said and (
             "cannot be written (Read-only file system)"
         ) in said
         assert contents(cache.folder).keys() == before.keys()

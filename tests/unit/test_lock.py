@@ -235,7 +235,7 @@ def test_a_manifest_without_its_record_is_not_read(copy: Results) -> None:
     before = read_json(made.output)
     with pytest.raises(
         InputError,
-        match=r"assembly.json: expected its record assembly.build.json beside it, found none: .*; make it again",
+        match=r"assembly.json: expected its record assembly.build.json in the same folder, found none: .*; make it",
     ):
         stage.run(made, lambda: pytest.fail("it was read"))
     assert read_json(made.output) == before and read_record(made.output)

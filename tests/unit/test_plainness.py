@@ -14,6 +14,7 @@ PLAIN = (
     "export",
     "gpu",
     "manifests",
+    "provenance",
     "publish",
     "serve",
     "stages",

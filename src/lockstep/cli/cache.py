@@ -53,10 +53,10 @@ def cache() -> None:
 @CONFIG
 def ls(folder: str | None, config_file: Path | None, as_json: bool) -> None:
     """List the entries: stage, build key, size, last use."""
-    from lockstep.provenance.cache.upkeep import bytes_text, look, summary
+    from lockstep.provenance.cache.upkeep import bytes_text, scan, summary
 
     opened = _opened(folder, config_file)
-    contents = look(opened)
+    contents = scan(opened)
     if as_json:
         return echo_json(
             {"folder": str(opened.folder), "entries": [_entry(opened, used) for used in contents.entries]}
@@ -95,15 +95,15 @@ def prune(
     max_size: float | None, older_than: float | None, folder: str | None, config_file: Path | None, as_json: bool
 ) -> None:
     """Drop entries that are unused or damaged, and files that no entry names."""
-    from lockstep.provenance.cache.upkeep import bytes_text, look, summary
+    from lockstep.provenance.cache.upkeep import bytes_text, scan, summary
     from lockstep.provenance.cache.upkeep import prune as drop
 
     opened = _opened(folder, config_file)
     dropped = drop(opened, max_size, older_than)
     if as_json:
-        return echo_json({"dropped": asdict(dropped), "left": _contents(look(opened))})
+        return echo_json({"dropped": asdict(dropped), "left": _contents(scan(opened))})
     click.echo(f"dropped: {dropped.entries} entries, {dropped.files} files of {bytes_text(dropped.size)}")
-    click.echo(f"left: {summary(look(opened))}")
+    click.echo(f"left: {summary(scan(opened))}")
 
 
 @cache.command()
@@ -115,18 +115,18 @@ def verify(folder: str | None, config_file: Path | None, as_json: bool) -> None:
 
     Exit code 0 if it is whole, else 1.
     """
-    from lockstep.provenance.cache.upkeep import look, summary
+    from lockstep.provenance.cache.upkeep import scan, summary
     from lockstep.provenance.cache.upkeep import verify as check
 
     opened = _opened(folder, config_file)
     with working(f"verify {opened.folder}"):
         lines = check(opened)
     if as_json:
-        echo_json({"folder": str(opened.folder), "wrong": lines} | _contents(look(opened)))
+        echo_json({"folder": str(opened.folder), "wrong": lines} | _contents(scan(opened)))
     else:
         for line in lines:
             click.echo(line)
-        click.echo(summary(look(opened)))
+        click.echo(summary(scan(opened)))
     if lines:
         raise CheckError(
             f"{opened.folder}: expected a whole cache, found {len(lines)} files that are not as "

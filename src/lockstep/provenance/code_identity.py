@@ -33,7 +33,7 @@ def stage_key(entry: str, backend: str | None = None) -> dict[str, str]:
 def code_digests(entry: str, backend: str | None = None) -> dict[str, str]:
     """Return by folder of this package the hex sha256 over names and bytes of the modules that a job may load.
 
-    Of files beside the package's folders it is by file.
+    Files outside of the package's folders have one each.
     """
     digests: dict[str, hashlib._Hash] = {}
     for path in with_data(reach(entry, backend)):
@@ -71,11 +71,11 @@ def untested() -> str | None:
 
     Graphs and references are of what it traces and computes.
     """
-    found = versions(["transformers"]).get("transformers")
+    installed = versions(["transformers"]).get("transformers")
     tested = read_pins()["transformers"]
-    if found in (None, tested):
+    if installed in (None, tested):
         return None
-    return f"transformers {found} is installed, {tested} is tested: what it exports may differ, or be refused"
+    return f"transformers {installed} is installed, {tested} is tested: what it exports may differ, or be refused"
 
 
 def read_pins(path: str | os.PathLike = _PINS) -> dict[str, str]:

@@ -101,19 +101,23 @@ def with_data(files: Iterable[Path]) -> list[Path]:
 
 @functools.cache
 def _data(folder: Path) -> tuple[Path, ...]:
-    below = [path for path in folder.iterdir() if path.is_dir() and not any(path.glob("*.py"))]
-    return tuple(path for place in (folder, *below) for path in place.iterdir() if path.suffix in _DATA)
+    data_folders = [path for path in folder.iterdir() if path.is_dir() and not any(path.glob("*.py"))]
+    files: list[Path] = []
+    for place in (folder, *data_folders):
+        files += [path for path in place.iterdir() if path.suffix in _DATA]
+    return tuple(files)
 
 
 def third_party(files: Iterable[Path]) -> set[str]:
     """Return the names of the packages that modules import, and what these load when used."""
-    roots = {name.partition(".")[0] for path in files for name in imports(path)}
+    imported = set().union(*map(imports, files))
+    roots = {name.partition(".")[0] for name in imported}
     outside = roots - {"lockstep"} - set(sys.stdlib_module_names)
     names = {re.sub(r"[-_.]+", "-", _DISTRIBUTIONS.get(root, root)).lower() for root in outside}
-    return names | {name for owner in names for name in _LOADS.get(owner, ())}
+    return names.union(*(_LOADS.get(owner, ()) for owner in names))
 
 
 @functools.cache
 def _backend_of(module: str) -> str | None:
-    found = re.match(r"lockstep\.backends\.(\w+)", module)
-    return found[1] if found and (SOURCES / "backends" / found[1]).is_dir() else None
+    match = re.match(r"lockstep\.backends\.(\w+)", module)
+    return match[1] if match and (SOURCES / "backends" / match[1]).is_dir() else None

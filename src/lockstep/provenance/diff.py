@@ -14,19 +14,19 @@ _DIGEST = 64
 _DEEPEST = 50  # lists and objects in each other; what is locked or recorded has 6
 
 
-def changes(one: Any, other: Any) -> Iterator[tuple[tuple[str, ...], str]]:
+def changes(before: Any, after: Any) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield (place, "before -> after") of each value that differs, sorted by name."""
-    for where, before, after in differences(one, other):
-        yield where, change(before, after)
+    for where, old, new in differences(before, after):
+        yield where, change(old, new)
 
 
-def differences(one: Any, other: Any, where: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+def differences(before: Any, after: Any, where: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
     """Yield (place, before, after) of each value that differs, sorted by name. ABSENT is one that is not there."""
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        for name in sorted({*one, *other}):
-            yield from differences(one.get(name, ABSENT), other.get(name, ABSENT), (*where, str(name)))
-    elif one != other:
-        yield where, one, other
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        for name in sorted({*before, *after}):
+            yield from differences(before.get(name, ABSENT), after.get(name, ABSENT), (*where, str(name)))
+    elif before != after:
+        yield where, before, after
 
 
 def change(before: Any, after: Any) -> str:
@@ -40,11 +40,12 @@ def change(before: Any, after: Any) -> str:
 
 def check_depth(value: Any) -> None:
     """Raise ValidationError for JSON of more lists and objects in each other than what compares it can follow."""
-    inner = [value]
+    level = [value]
     for _ in range(_DEEPEST):
-        items = (item.values() if isinstance(item, dict) else item for item in inner if isinstance(item, (dict, list)))
-        inner = list(itertools.chain.from_iterable(items))
-    if any(isinstance(item, (dict, list)) for item in inner):
+        mappings = [item.values() for item in level if isinstance(item, dict)]
+        lists = [item for item in level if isinstance(item, list)]
+        level = list(itertools.chain(*mappings, *lists))
+    if any(isinstance(item, (dict, list)) for item in level):
         raise ValidationError("", f"at most {_DEEPEST} lists and objects in each other", value)
 
 
@@ -76,6 +77,7 @@ def cause(recorded: BuildKey, now: BuildKey) -> list[str]:
 
 def lines(*parts: tuple[str, Any, Any]) -> list[str]:
     """Return a line for each value that differs. parts: (what it is, before, after)."""
-    return [
-        f"{what}{'.'.join(where)} {change}" for what, before, after in parts for where, change in changes(before, after)
-    ]
+    texts: list[str] = []
+    for what, before, after in parts:
+        texts += [f"{what}{'.'.join(where)} {change}" for where, change in changes(before, after)]
+    return texts

@@ -76,14 +76,14 @@ def _explain(step: Job, again: Mapping[Path, str], sources: Sources) -> Explaine
 def _key_now(step: Job, recorded: BuildKey, again: Mapping[Path, str]) -> BuildKey:
     """Return the build key as a run would have it now.
 
-    Inputs that are made again first stay as recorded; so do packages and the backend where the library or its device is
-    not here, and nothing can be said.
+    Inputs that are made again first stay as recorded. So do packages and the backend where the library or its device is
+    missing on this machine.
     """
     inputs = {name: content(path) for name, path in step.inputs.items() if path not in again and path.is_file()}
-    kept = {name: value for name, value in recorded.inputs.items() if step.inputs.get(name) in again}
+    recorded_inputs = {name: value for name, value in recorded.inputs.items() if step.inputs.get(name) in again}
     module = STAGES[step.stage].module
     code = code_identity.code_digests(module, step.backend)
-    key = replace(recorded, inputs={**kept, **inputs}, options=dict(step.options), code=code)
+    key = replace(recorded, inputs={**recorded_inputs, **inputs}, options=dict(step.options), code=code)
     with contextlib.suppress(LockstepError):
         key = replace(key, environment=code_identity.pinned_packages(module, step.backend))
         if key.backend is not None:

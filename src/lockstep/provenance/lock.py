@@ -54,7 +54,7 @@ class Published(JsonObject):
 
 @dataclass(frozen=True)
 class Comparison:
-    """An artefact beside a lock.
+    """An artefact compared with a lock.
 
     is_locked: the lock has its place. changes: (name, "locked -> found") of what differs.
     """
@@ -110,7 +110,7 @@ class Lock(JsonObject):
         return {split(where)[-1]: items for where, items in self.entries.items() if kind_of(where) == kind}
 
     def compare(self, where: Place, items: Items) -> Comparison:
-        """Compare an artefact with what is locked at its place. All that is held to a lock is judged here."""
+        """Compare an artefact with what is locked at its place. Every comparison with a lock is this one."""
         locked = self.entries.get(where)
         if locked is None:
             return Comparison(False)
@@ -145,8 +145,8 @@ def diff(first: Path, second: Path) -> list[tuple[tuple[str, ...], str]]:
     Raises InputError for a file that is no lock.
     """
     files = [Lock.load(path).to_json() for path in (first, second)]
-    one, other = ({**file.pop(LOCKED), **file} for file in files)
-    return list(changes(one, other))
+    before, after = ({**file.pop(LOCKED), **file} for file in files)
+    return list(changes(before, after))
 
 
 def lock_path(folder: Path, model: str) -> Path:

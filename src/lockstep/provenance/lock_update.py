@@ -54,9 +54,9 @@ def updated_lock(results: Path, model: str, out: Path) -> LockUpdate:
             looser.append(f"dropped {where}")
             changes.append(looser[-1])
         else:
-            for at, one, other in differences(without_places(old), without_places(new)):
-                line = f"changed {where}: {'.'.join(at)} {change(one, other)}"
-                if _is_of_check(where) and is_looser(at, one, other):
+            for at, old_value, new_value in differences(without_places(old), without_places(new)):
+                line = f"changed {where}: {'.'.join(at)} {change(old_value, new_value)}"
+                if _is_of_check(where) and is_looser(at, old_value, new_value):
                     line += ", which is looser"
                     looser.append(line)
                 changes.append(line)
@@ -85,27 +85,27 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_of_check(where: Place) -> bool:
-    """Return whether a place holds parameters of a check, or the tokens that it holds engines to."""
+    """Return whether a place holds parameters of a check, or the tokens that engines must give."""
     kind = split(where)[0]
     return kind == TERMS or (kind in STAGES and STAGES[kind].is_check)
 
 
 def _with_kept(before: Lock, lock: Lock, not_run: Collection[str]) -> Lock:
-    """Return `lock` with what it keeps of `before`, as long as that is of the same graphs.
+    """Return `lock` with the entries of `before` that this machine does not make, as long as graphs are the same.
 
-    Engines of other devices; and what is not made here, for engines are not run here (`Config.not_run`): these engines
-    where they are not built either, their golden tokens, parameters of checks and what made them.
+    These are engines of other devices, and, where engines are not run here (`Config.not_run`), their golden tokens and
+    parameters of checks, what made them, and the engines where they are not built either.
     """
-    here = {kind_of(where) for where in lock.entries if split(where)[0] == ENGINES}
-    same = _same_graphs(before, lock)
-    kept = {
+    built = {kind_of(where) for where in lock.entries if split(where)[0] == ENGINES}
+    precisions = _same_graphs(before, lock)
+    old_entries = {
         where: items
         for where, items in before.entries.items()
-        if same.intersection(split(where)) and (kind_of(where) in here or is_absent(where, not_run))
+        if precisions.intersection(split(where)) and (kind_of(where) in built or is_absent(where, not_run))
     }
     ends = tuple(f"/{name.rpartition('/')[2]}" for name in not_run)
     made_with = {name: record for name, record in before.made_with.items() if name.endswith(ends)}
-    return replace(lock, entries={**kept, **lock.entries}, made_with={**made_with, **lock.made_with})
+    return replace(lock, entries={**old_entries, **lock.entries}, made_with={**made_with, **lock.made_with})
 
 
 def _same_graphs(before: Lock, lock: Lock) -> set[str]:

@@ -62,14 +62,14 @@ def find_lock(model: str, folders: Sequence[Path]) -> Path:
 def check_project(lock_file: Path, steps: Sequence[Job], checkpoint: Sequence[Path] | None) -> None:
     """Check before a run that nothing differs, or will differ, from the lock.
 
-    steps: of the targets of the lock's model. checkpoint: the model's files where they lie in a folder, None where a
-    job brings them. Raises CheckError for the first thing that is, or will be, another.
+    steps: of the targets of the lock's model. checkpoint: the model's files in a local folder, None where a job fetches
+    or makes them. Raises CheckError for the first difference.
     """
     lock = Lock.load(lock_file)
     if checkpoint is not None:
-        found = {path.name: digest(path) for path in checkpoint}
+        digests = {path.name: digest(path) for path in checkpoint}
         expected = {name: value for name, value in without_places(lock.checkpoint).items() if name != "commit"}
-        for (name, *_), change in changes(expected, found):
+        for (name, *_), change in changes(expected, digests):
             refuse(f"resolve: {name} differs: {change}", lock_file)
     for step in steps:
         if other := _other_terms(lock, step):
@@ -78,23 +78,23 @@ def check_project(lock_file: Path, steps: Sequence[Job], checkpoint: Sequence[Pa
             refuse(f"{step}: its engines are not in the lock", lock_file)
         if not (step.output.is_file() and record_path(step.output).is_file()):
             continue
-        made = entries_at(step.output)
-        for entry in made:
+        entries = entries_at(step.output)
+        for entry in entries:
             if entry.where not in lock.entries:  # to make it again would not help
                 refuse(f"{step}: {entry.where} is not in the lock", lock_file)
-        if other := _other_result(step, lock, made):
-            # A fetch that is not held to the lock stays at its commit.
+        if other := _other_result(step, lock, entries):
+            # Without the lock a fetch stays at its commit.
             advice = f"make it again without locked: lockstep run -- --forcerun {step.stage} -- {step.output}"
             if _is_source(step):
                 advice = f"delete {step.output.parent} and run again"
             raise CheckError(f"{other}, which is not what {lock_file} says; {advice}")
 
 
-def _other_result(step: Job, lock: Lock, made: Sequence[LockEntry]) -> str | None:
-    """Return the first difference of what a job has made from the lock; every file that it names is hashed."""
+def _other_result(step: Job, lock: Lock, entries: Sequence[LockEntry]) -> str | None:
+    """Return the first difference between a job's artefact and the lock. Hash every file that the artefact names."""
     if _is_source(step) and (line := other_commit(lock, Fetched.load(step.output).commit)):
         return line
-    if line := _first_difference(made, lock):
+    if line := _first_difference(entries, lock):
         return line
     for file in named_files(step.output):
         if size_of(file.path) is None or digest(file.path) != file.sha256:
@@ -107,7 +107,7 @@ def _is_source(step: Job) -> bool:
 
 
 def fetch_terms(config: Config, model: str, lock_file: Path | None, newest: bool = False) -> dict[str, Any]:
-    """Return what `hub.fetch` is held to, by its parameters.
+    """Return the parameters by which `hub.fetch` keeps to a lock.
 
     check: of a folder of small files and its commit, before weights are downloaded: does the model fit the config, and
     is its commit the locked one? commit: the locked one, where the lock is of this source; it stays, wherever its
@@ -120,8 +120,10 @@ def fetch_terms(config: Config, model: str, lock_file: Path | None, newest: bool
         if lock and lock_file and (line := other_commit(lock, commit)):
             refuse(line, lock_file)
 
-    held = lock if lock and not newest and lock.checkpoint["source"] == config.models[model].source else None
-    return {"check": check, "commit": held.commit if held else None}
+    commit = None
+    if lock and not newest and lock.checkpoint["source"] == config.models[model].source:
+        commit = lock.commit
+    return {"check": check, "commit": commit}
 
 
 def check_step(step: Job, key: BuildKey, lock_file: Path) -> None:
@@ -140,11 +142,11 @@ def check_step(step: Job, key: BuildKey, lock_file: Path) -> None:
     if line := _other_terms(lock, step):
         refuse(line, lock_file)
     if STAGES[step.stage].builds_engines and key.backend:
-        *_, here = engines_place(step.names, key.backend)
+        *_, device = engines_place(step.names, key.backend)
         devices = lock.devices(step.names["precision"], step.names["backend"])
-        if here not in devices:
+        if device not in devices:
             locked = " or ".join(sorted(devices)) or "none"
-            refuse(f"{step.stage}: expected the device {locked}, found {here}, which is not in the lock", lock_file)
+            refuse(f"{step.stage}: expected the device {locked}, found {device}, which is not in the lock", lock_file)
 
 
 def reject(output: Path, lock_file: Path) -> str | None:
@@ -159,9 +161,9 @@ def reject(output: Path, lock_file: Path) -> str | None:
     return line
 
 
-def _first_difference(made: Sequence[LockEntry], lock: Lock) -> str | None:
-    """Return the first difference of an artefact from a lock; None where it is as locked. made: its entries."""
-    return next((line for entry in made if (line := difference(lock, entry))), None)
+def _first_difference(entries: Sequence[LockEntry], lock: Lock) -> str | None:
+    """Return the first difference between an artefact's entries and a lock; None where it is as locked."""
+    return next((line for entry in entries if (line := difference(lock, entry))), None)
 
 
 def _other_terms(lock: Lock, step: Job) -> str | None:

@@ -1,9 +1,8 @@
 """The lock of a finished results tree, and the artefacts of a tree as a lock holds them.
 
-The file is sorted, and to be committed. A lock is made of entries: what each artefact must be, by name, and on what
-terms each check was passed. An entry comes from the manifest of the artefact and from the record of how it was made.
-Beside the entries stands, by stage, what made them (code, packages, library): it decides nothing, and names the cause
-where an artefact differs.
+The file is sorted, and is committed. Its entries say what each artefact must be, by name, and with which parameters
+each check was passed. An entry comes from the manifest of the artefact and from its build record. The lock also says,
+by stage, what made the entries (code, packages, library): this decides nothing, and names the cause of a difference.
 """
 
 from __future__ import annotations
@@ -59,9 +58,9 @@ def collect(results: Path, model: str) -> Lock:
             f"{results / model}: expected a model of {tree.config()}, found no engines of one; run its config first"
         )
     pinned = list(lock_entries(results, model))
-    made = {entry.stage for entry in pinned}
+    pinned_stages = {entry.stage for entry in pinned}
     for stage in dict.fromkeys(job.stage for job in jobs(config, results, built)):
-        if STAGES[stage].is_locked and stage not in made:
+        if STAGES[stage].is_locked and stage not in pinned_stages:
             raise InputError(
                 f"{results / model}: expected a finished model, found nothing of {stage}; run `lockstep run` first"
             )
@@ -70,7 +69,7 @@ def collect(results: Path, model: str) -> Lock:
 
 def config_of(results: Path) -> Config:
     """Return the config that a results tree was made with."""
-    from lockstep.config.load import load  # loads pydantic, which verify does without
+    from lockstep.config.load import load  # loads pydantic, which verify must not need
 
     path = Results(results).config()
     return load(read_json(path), where=str(path))
@@ -99,7 +98,7 @@ def made_with(key: BuildKey) -> MadeWith:
 
 
 def terms_place(stage: str, names: Mapping[str, Any]) -> Place:
-    """Return where the terms of a check stand in the lock of its model.
+    """Return the place of a check's parameters in the lock of its model.
 
     names: precision, layers and backend, those that the stage has.
     """
@@ -131,11 +130,11 @@ def lock_entries(results: Path, model: str) -> Iterator[LockEntry]:
 
 def readable_entries(folder: Path) -> dict[Place, LockEntry]:
     """Return the entries below a model's folder by place, in order, without those that are damaged or being made."""
-    there: dict[Place, LockEntry] = {}
+    entries: dict[Place, LockEntry] = {}
     for path in records(folder):
         with contextlib.suppress(LockstepError, OSError):
-            there |= {entry.where: entry for entry in entries_of(path)}
-    return dict(sorted(there.items()))
+            entries |= {entry.where: entry for entry in entries_of(path)}
+    return dict(sorted(entries.items()))
 
 
 def compared(folder: Path, lock: Lock) -> dict[Place, Comparison]:

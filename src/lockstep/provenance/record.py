@@ -1,10 +1,8 @@
 """The build key of an artefact, and its record `<manifest>.build.json`.
 
-A step of the workflow in; the record beside its manifest out, which says what it was made of.
-
-A record holds the digests of the inputs, the options, the code of the stage, the versions of its packages, for what a
-backend makes its version and device, and the digest of each file that came out. It holds no time and no place: two
-machines with one key write one record.
+A record is written next to the manifest of a step's output, and says what it was made of: the digests of the inputs,
+the options, the code of the stage, the versions of its packages, for what a backend makes its version and device, and
+the digest of each file that came out. It holds no time and no place: two machines with one key write the same record.
 """
 
 from __future__ import annotations
@@ -32,15 +30,16 @@ def build_key(step: Job) -> BuildKey:
     """Return the build key of `step`: all that decides what it makes."""
     stage = STAGES[step.stage]
     backend = step.backend
+    identity_of_backend = backend_identity(step) if backend else None
     return BuildKey(
         stage=step.stage,
-        # The results are the same under any name of the model, unless they speak of it.
+        # Results do not depend on the model's name, except for reports, which contain it.
         names={name: str(value) for name, value in step.names.items() if name != "model" or stage.is_judged},
         inputs={name: content(path) for name, path in step.inputs.items()},
         options=dict(step.options),
         code=code_identity.code_digests(stage.module, backend),
         environment=code_identity.installed_packages(stage.module, backend),
-        backend=backend_identity(step) if backend else None,
+        backend=identity_of_backend,
     )
 
 
@@ -60,13 +59,13 @@ def _check_device(step: Job, device: Mapping[str, str]) -> None:
     name = step.names["backend"]
     remedy = "start it where that is, or correct the config"
     try:
-        found = identity.hardware(device["backend"], builds=STAGES[step.stage].builds_engines)
+        hardware: str | None = identity.hardware(device["backend"], builds=STAGES[step.stage].builds_engines)
     except InputError as error:
-        found = "none"
+        hardware = "none"
         remedy = f"{remedy} ({error})"
-    if found is not None and found != device["hardware"]:
+    if hardware is not None and hardware != device["hardware"]:
         raise InputError(
-            f"{step}: expected {device['hardware']!r}, the device {name} of the config, found {found!r} on "
+            f"{step}: expected {device['hardware']!r}, the device {name} of the config, found {hardware!r} on "
             f"{platform.node()}; {remedy}"
         )
 

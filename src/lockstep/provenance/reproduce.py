@@ -1,7 +1,7 @@
 """Reproduce: a target is built again in an empty folder, by fresh processes, and compared with a lock.
 
-A config, a checkpoint and a lock in; for each artefact the first difference out. Of a finished target what it is itself
-stands in the place of the lock.
+A config, a checkpoint and a lock in; for each artefact the first difference out. For a finished target its own
+results take the place of the lock.
 
 A round resolves, converts, exports, builds and checks in an empty results tree, from the checkpoint's files where they
 lie. Of a finished target the reference, which comes from transformers and not from us, is taken as it is, and so is the
@@ -63,10 +63,10 @@ def reproduce(
     same_rounds = 0
     for number in range(1, rounds + 1):
         tell(f"round {number} of {rounds}")
-        made = rebuild(config, checkpoint, target, lock, tell, results)
-        for comparison in made:
+        rebuilt = rebuild(config, checkpoint, target, lock, tell, results)
+        for comparison in rebuilt:
             artefacts[comparison.where] = artefacts.get(comparison.where) or comparison.differs
-        same_rounds += not any(comparison.differs for comparison in made)
+        same_rounds += not any(comparison.differs for comparison in rebuilt)
     record = Reproduction(
         target=target,
         engine_digest=engines.digest,
@@ -82,10 +82,10 @@ def reproduce(
 
 @dataclass(frozen=True)
 class LockComparison:
-    """An artefact beside a lock.
+    """An artefact compared with a lock.
 
     where: its place there. differs: the first difference; None where it is the same. is_locked: whether the lock has
-    it; engines of another device than those that it holds it has not. items: what was made, by name.
+    it; engines of another device than those that it holds it has not. items: what was rebuilt, by name.
     """
 
     where: str
@@ -137,7 +137,7 @@ def make_again(
     stages: Sequence[str],
     tell: Callable[[str], None],
 ) -> str | None:
-    """Run `stages` of the target in `folder`/results, each in a process of its own.
+    """Run `stages` of the target in `folder`/results, each in its own process.
 
     checkpoint: its files. Returns the golden check's line where it did not pass, None where it did.
     """
@@ -165,15 +165,16 @@ def _config(config: Mapping[str, Any], checkpoint: Path, target: Target) -> dict
     """Return the config with this target only, and the checkpoint where it lies."""
     model = config["models"][target.model]
 
-    def kept(prompt: Mapping[str, Any]) -> dict[str, Any]:
-        texts = prompt.get("expected", {}).items()
-        return {**prompt, "expected": {layers: text for layers, text in texts if layers == str(target.layers)}}
+    def with_own_prompts(settings: Mapping[str, Any]) -> dict[str, Any]:
+        prompts = []
+        for prompt in settings["prompts"]:
+            texts = prompt.get("expected", {}).items()
+            expected = {layers: text for layers, text in texts if layers == str(target.layers)}
+            prompts.append({**prompt, "expected": expected})
+        return {**settings, "prompts": prompts}
 
-    golden = {**model["golden"], "prompts": [kept(prompt) for prompt in model["golden"]["prompts"]]}
-    adapters = {
-        name: {**adapter, "prompts": [kept(prompt) for prompt in adapter["prompts"]]}
-        for name, adapter in model.get("adapters", {}).items()
-    }
+    golden = with_own_prompts(model["golden"])
+    adapters = {name: with_own_prompts(adapter) for name, adapter in model.get("adapters", {}).items()}
     only = {
         "layers": [target.layers],
         "precisions": [target.precision],

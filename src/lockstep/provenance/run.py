@@ -1,7 +1,4 @@
-"""Run a job: its artefact, and its record beside it.
-
-Where a lock holds the artefact, nothing else than what is locked is made.
-"""
+"""Run a job: make its artefact and write its build record. With a lock, nothing but what is locked is made."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from lockstep.stages import STAGES, Job
 
 
 def run(job: Job, make: Callable[[], object] | None = None, lock_file: Path | None = None, cache: str = "") -> Path:
-    """Make the artefact of a job, record it beside it, and return its path.
+    """Make the artefact of a job, write its record, and return its path.
 
     make: instead of the stage's own work. lock_file: raises CheckError for anything else than what it locks. cache: the
     shared cache that the config names; what it has, and is locked, is taken from there. Raises InputError for an input
@@ -43,20 +40,22 @@ def run(job: Job, make: Callable[[], object] | None = None, lock_file: Path | No
     try:
         if stage.rule.updates and not _is_recorded(job.output):
             job.output.unlink(missing_ok=True)
-        if taken := take(shared, job, key):
+        is_taken = take(shared, job, key)
+        if is_taken:
             record = write_record(job, key)
             if lock_file is not None and (line := locked.reject(job.output, lock_file)):
-                said = f"cache: {line} in what was taken, which is not what {lock_file} says; {job} is made again"
-                print(said, file=sys.stderr)
-                taken = False
-        if not taken:
+                reason = f"{line} in what was taken, which is not what {lock_file} says"
+                print(f"cache: {reason}; {job} is made again", file=sys.stderr)
+                is_taken = False
+        if not is_taken:
             with _reported(job):
                 make() if make else stage.run(job)
             if stage.builds_engines:  # before the record: where there is one, there is the other
                 write_provenance(job, key, started)
             record = write_record(job, key)
     except BaseException:
-        if not _is_recorded(job.output):  # what has no record is not gone on with
+        # An output without a record would not be read, but Snakemake would take it for done.
+        if not _is_recorded(job.output):
             for path in (job.output, record_path(job.output), provenance_path(job.output)):
                 path.unlink(missing_ok=True)
         raise
@@ -64,7 +63,7 @@ def run(job: Job, make: Callable[[], object] | None = None, lock_file: Path | No
         remove_leftovers(path)
     if lock_file is not None and (line := locked.reject(job.output, lock_file)):
         locked.refuse(line, lock_file)
-    if not taken:
+    if not is_taken:
         put(shared, job, record)
     return job.output
 
@@ -145,14 +144,14 @@ def check_input(path: Path) -> None:
         return  # an absent one is named by whoever reads it
     if not record.is_file():
         raise InputError(
-            f"{path}: expected its record {record.name} beside it, found none: nothing says how "
+            f"{path}: expected its record {record.name} in the same folder, found none: nothing says how "
             f"it was made; make it again, by its stage or snakemake"
         )
     recorded = checked_record(record)
     expected = recorded.outputs.get(path.name)
-    found = digest(path)
-    if found != expected:
+    actual = digest(path)
+    if actual != expected:
         raise InputError(
-            f"{path}: expected sha256 {expected} as {record.name} says, found {found}: it was "
+            f"{path}: expected sha256 {expected} as {record.name} says, found {actual}: it was "
             f"changed after it was made; delete it and run again"
         )

@@ -1,7 +1,7 @@
-"""Statements of who made what of what: `provenance.json` beside engines.json, and those of rebuilds.
+"""Statements of who made what of what: `provenance.json` in the folder of engines.json, and those of rebuilds.
 
 An in-toto Statement v1 (https://in-toto.io/Statement/v1) with a SLSA provenance v1 predicate
-(https://slsa.dev/provenance/v1), as plain JSON; docs/statements.md says what its fields hold. Only here do times stand:
+(https://slsa.dev/provenance/v1), as plain JSON; docs/statements.md says what its fields hold. Times stand here only:
 a statement is no input of any stage and no part of a record or a lock. The predicate's extension field
 `lockstep_sealed_sha256` in provenance.json is the digest of all the rest.
 """
@@ -155,7 +155,7 @@ def _checkpoint_files(step: Job) -> Iterator[dict[str, Any]]:
     results = Results(step.inputs["assembly"].parents[3])
     manifest = results.architecture(step.names["model"])
     if not manifest.is_file():
-        return  # graphs that were brought here without their checkpoint
+        return  # graphs that were copied here without their checkpoint
     value = CheckpointManifest.load(manifest)
     origin = purl(value.source, results.source(step.names["model"]))
     for file in value.files:
@@ -182,20 +182,20 @@ def _seal(provenance: Mapping[str, Any]) -> str:
 
 
 def wrong_provenance(path: Path) -> str | None:
-    """Return why the provenance at `path` is not that of the engine set beside it. None when it is."""
+    """Return why the provenance at `path` is not that of the engine set in its folder; None when it is."""
     again = "`lockstep stage build` makes it again"
     try:
         data = path.read_bytes()
         provenance = json.loads(data)
-        whole = provenance["predicate"][SEAL] == _seal(provenance) and data == dump_json(provenance).encode()
+        is_whole = provenance["predicate"][SEAL] == _seal(provenance) and data == dump_json(provenance).encode()
         subjects = {subject["name"]: subject["digest"]["sha256"] for subject in provenance["subject"]}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return f"expected an in-toto statement, found something else; {again}"
-    if not whole:
+    if not is_whole:
         return f"the file is damaged; {again}"
     engines = path.with_name("engines.json")
     with contextlib.suppress(InputError):  # a damaged manifest, with which nothing can be compared
-        found = outputs_of(engines) if engines.is_file() else {}
-        if differing := sorted({name for name, _ in subjects.items() ^ found.items()}):
+        outputs = outputs_of(engines) if engines.is_file() else {}
+        if differing := sorted({name for name, _ in subjects.items() ^ outputs.items()}):
             return f"it is of another engine set: {differing[0]} differs; {again}"
     return None

@@ -58,7 +58,11 @@ def changed_files(step: Job, sources: Sources) -> list[str]:
     """
     read = STAGES[step.stage].rule.files.values()
     changed = {"sides": _changed_checkpoint, "path": _changed_source, "folders": _changed_adapters}
-    return [line for files, lines in changed.items() if files in read for line in lines(step, sources)]
+    lines: list[str] = []
+    for files, changes in changed.items():
+        if files in read:
+            lines += changes(step, sources)
+    return lines
 
 
 def _changed_checkpoint(step: Job, sources: Sources) -> Iterator[str]:
@@ -82,12 +86,12 @@ def _changed_source(step: Job, sources: Sources) -> Iterator[str]:
     if gguf := Fetched.load(step.output).gguf:
         yield from _differences(place.parent, {place.name: gguf}, {place.name: place})
         return
-    made = folder_of(step.output)
+    checkpoint = folder_of(step.output)
     tokenizer = place.with_name("tokenizer.json")
-    if _json(place) != _json(made / "config.json"):  # which is written in its own form
+    if _json(place) != _json(checkpoint / "config.json"):  # which is written in its own form
         yield f"{place} changed"
     if tokenizer.is_file():
-        written = made / tokenizer.name
+        written = checkpoint / tokenizer.name
         recorded = {tokenizer.name: digest(written)} if written.is_file() else {}
         yield from _differences(tokenizer.parent, recorded, {tokenizer.name: tokenizer})
 
@@ -95,17 +99,20 @@ def _changed_source(step: Job, sources: Sources) -> Iterator[str]:
 def _changed_adapters(step: Job, sources: Sources) -> Iterator[str]:
     for name, adapter in AdaptersManifest.load(step.output).adapters.items():
         if folder := sources.adapters.get(name):
-            there = {file.path: folder / file.path for file in adapter.files if (folder / file.path).is_file()}
-            yield from _differences(folder, {file.path: file.sha256 for file in adapter.files}, there)
+            recorded = {file.path: file.sha256 for file in adapter.files}
+            present = {name: folder / name for name in recorded if (folder / name).is_file()}
+            yield from _differences(folder, recorded, present)
 
 
-def _differences(folder: Path, recorded: Mapping[str, str], there: Mapping[str, Path]) -> Iterator[str]:
-    yield from (f"{folder / name} is gone" for name in sorted(recorded.keys() - there.keys()))
-    for name, path in sorted(there.items()):
+def _differences(folder: Path, recorded: Mapping[str, str], present: Mapping[str, Path]) -> Iterator[str]:
+    yield from (f"{folder / name} is gone" for name in sorted(recorded.keys() - present.keys()))
+    for name, path in sorted(present.items()):
         if name not in recorded:
             yield f"{path} is new"
-        elif (found := digest(path)) != recorded[name]:
-            yield f"{path} changed: sha256 {words(recorded[name])} -> {words(found)}"
+            continue
+        sha256 = digest(path)
+        if sha256 != recorded[name]:
+            yield f"{path} changed: sha256 {words(recorded[name])} -> {words(sha256)}"
 
 
 def _json(path: Path) -> Any:

@@ -76,10 +76,10 @@ def verify(
     return findings
 
 
-def _files(results: Path, recorded: list[Path], there: list[Path], deep: bool) -> list[Finding]:
+def _files(results: Path, recorded: list[Path], present: list[Path], deep: bool) -> list[Finding]:
     """Return findings on every file of a model.
 
-    Those that its records and manifests name, sealed manifests, and those of `there` that nothing names.
+    Those that its records and manifests name, sealed manifests, and those of `present` that nothing names.
     """
     expected: dict[str, str] = {}
     findings: list[Finding] = []
@@ -96,7 +96,7 @@ def _files(results: Path, recorded: list[Path], there: list[Path], deep: bool) -
         provenance = provenance_path(path)
         if path.name == f"engines{SUFFIX}" and not provenance.is_file():
             findings.append(Finding(MISSING, _name(provenance, results), "`lockstep stage build` makes it again"))
-    findings += [_alone(path, results) for path in there if os.path.normpath(path) not in named]
+    findings += [_alone(path, results) for path in present if os.path.normpath(path) not in named]
     return sorted(findings, key=lambda finding: finding.name)
 
 
@@ -154,25 +154,25 @@ def _locked(folder: Path, lock_file: Path) -> list[Finding]:
         lock = Lock.load(lock_file)
     except InputError as error:
         return [Finding(DIFFERENT, str(lock_file), _reason(error))]
-    there = compared(folder, lock)  # what is damaged is named above, as files
-    # a tree holds the engines of one device, a lock those of several
-    built = {kind_of(where) for where in there if where.startswith(f"{ENGINES}/")}
+    comparisons = compared(folder, lock)  # damaged artefacts have a finding already, as files
+    # A tree holds the engines of one device, a lock those of several.
+    built = {kind_of(where) for where in comparisons if where.startswith(f"{ENGINES}/")}
     absent = _not_run(folder.parent)
     lost = [
         where
         for where in lock.entries
-        if where not in there and kind_of(where) not in built and not is_absent(where, absent)
+        if where not in comparisons and kind_of(where) not in built and not is_absent(where, absent)
     ]
     findings = [
         Finding(MISSING, where, "locked, and not there, or in another version's format; run `lockstep run`")
         for where in lost
     ]
-    for where, comparison in there.items():
+    for where, comparison in comparisons.items():
         if not comparison.is_locked:
             findings.append(Finding(UNKNOWN, where, "not in the lock"))
         else:
-            differing = "; ".join(f"{'.'.join(at)} {change}" for at, change in comparison.changes)
-            findings.append(Finding(DIFFERENT if differing else SAME, where, differing))
+            reason = "; ".join(f"{'.'.join(at)} {change}" for at, change in comparison.changes)
+            findings.append(Finding(DIFFERENT if reason else SAME, where, reason))
     named = [replace(finding, name=f"{folder.name}: {finding.name}") for finding in findings]
     return sorted(named, key=lambda finding: finding.name)
 

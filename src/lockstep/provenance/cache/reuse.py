@@ -39,7 +39,7 @@ def cache_for(step: Job, configured: str) -> Cache | None:
 def take(cache: Cache | None, step: Job, key: BuildKey) -> bool:
     """Restore the artefact with this build key to the output of `step`.
 
-    Returns whether the cache has it whole; False: it is to be made.
+    Returns whether the cache has all of it; False: it must be made.
     """
     if cache is None:
         return False
@@ -51,10 +51,10 @@ def take(cache: Cache | None, step: Job, key: BuildKey) -> bool:
         _restore(cache, step, entry)
     except LockstepError as error:
         delete(cache.entry_path(name))
-        _say(f"{error}; {step} is made anew")
+        _say(f"{error}; {step} is made again")
         return False
     except OSError as error:
-        _say(f"{cache.folder}: expected to take {step} from it, found: {error}; it is made anew")
+        _say(f"{cache.folder}: expected to take {step} from it, found: {error}; it is made again")
         return False
     touch(cache.entry_path(name))
     _say(f"{step} is taken from {cache.folder}, build key {name[:12]}: nothing was computed")
@@ -70,7 +70,7 @@ def put(cache: Cache | None, step: Job, record: BuildRecord) -> None:
         return
     try:
         _check_unchanged(step, record.key)
-        outputs = {**record.outputs, **{path.name: sha256_file(path) for path in _beside(step)}}
+        outputs = {**record.outputs, **{path.name: sha256_file(path) for path in _unrecorded_files(step)}}
         for name, sha256 in sorted(outputs.items()):
             cache.add(step.output.parent / name, sha256)
         cache.write(replace(record, outputs=outputs))
@@ -85,32 +85,33 @@ def put(cache: Cache | None, step: Job, record: BuildRecord) -> None:
 def _restore(cache: Cache, step: Job, entry: BuildRecord) -> None:
     """Copy an artefact out of the cache.
 
-    The manifest is looked at first and appears last: a run that is killed in between leaves none.
+    The manifest is checked first and written last, so no manifest is there after a run that was killed.
     """
     folder = step.output.parent
     output = step.output
     outputs = entry.outputs
-    others = f"{cache.entry_path(entry.key.sha256)}: expected all files of {output.name}, found others"
+    incomplete = f"{cache.entry_path(entry.key.sha256)}: expected all files of {output.name}, found others"
     for name in outputs:
         remove_leftovers(folder / name)
-    if not {output.name, *(path.name for path in _beside(step))} <= outputs.keys():
-        raise InputError(others)
+    if not {output.name, *(path.name for path in _unrecorded_files(step))} <= outputs.keys():
+        raise InputError(incomplete)
     with atomic_path(output) as manifest:
         cache.take(outputs[output.name], manifest)
         if not _is_whole(manifest, outputs):
-            raise InputError(others)
+            raise InputError(incomplete)
         for path in (output, record_path(output)):
             path.unlink(missing_ok=True)
         for name in outputs.keys() - {output.name}:
             with atomic_path(folder / name) as temporary:
                 cache.take(outputs[name], temporary)
             remember(folder / name, outputs[name])
-    if "{" not in Path(STAGES[step.stage].output).name:  # in a folder of its own
-        clear_unnamed(output, lambda path: path.suffix in _SUFFIXES)  # of an earlier artefact
+    # Where no other artefact shares the folder, files of an earlier one are deleted.
+    if "{" not in Path(STAGES[step.stage].output).name:
+        clear_unnamed(output, lambda path: path.suffix in _SUFFIXES)
 
 
-def _beside(step: Job) -> list[Path]:
-    """Return the files kept with an artefact that are no part of its record. Who built an engine set, and when."""
+def _unrecorded_files(step: Job) -> list[Path]:
+    """Return the files kept with an artefact that its record does not list: who built an engine set, and when."""
     return [provenance_path(step.output)] if STAGES[step.stage].builds_engines else []
 
 
@@ -122,14 +123,14 @@ def _is_whole(manifest: Path, outputs: Mapping[str, str]) -> bool:
 
 
 def _check_unchanged(step: Job, key: BuildKey) -> None:
-    """Raise InputError when inputs or code are not those that the key is of.
+    """Raise InputError when inputs or code changed since the key was computed.
 
-    Others may have been read when the artefact was made.
+    The artefact may then have been made of others.
     """
-    found = {path: (content(path), key.inputs[name]) for name, path in step.inputs.items()}
+    inputs = {path: (content(path), key.inputs[name]) for name, path in step.inputs.items()}
     code = code_identity.code_digests(STAGES[step.stage].module, step.backend)
     parts = {Path(part): (digest, key.code.get(part)) for part, digest in code.items()}
-    for path, (now, before) in {**found, **parts}.items():
+    for path, (now, before) in {**inputs, **parts}.items():
         if now != before:
             raise InputError(f"{path} changed while it was made")
 

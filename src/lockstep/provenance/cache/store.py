@@ -36,10 +36,10 @@ def cache_folder(configured: str = "") -> Path | None:
     if not text:
         return None
     folder = Path(os.path.expanduser(text))
-    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
-    if not there.is_dir():
+    existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not existing.is_dir():
         raise InputError(
-            f"{where}: expected a folder, or a path where one can be made, found that {there} "
+            f"{where}: expected a folder, or a path where one can be made, found that {existing} "
             f"is a file; name another place or move the file away"
         )
     return folder
@@ -86,9 +86,10 @@ class Cache:
         """
         source = self.blob_path(sha256)
         shutil.copyfile(source, target)
-        if (found := sha256_file(target)) != sha256:
+        actual = sha256_file(target)
+        if actual != sha256:
             delete(source)
-            raise InputError(f"{source}: expected sha256 {sha256}, found {found}: the file is damaged")
+            raise InputError(f"{source}: expected sha256 {sha256}, found {actual}: the file is damaged")
 
     def add(self, source: Path, sha256: str) -> None:
         """Put the file `source` in, unless it is there, whole. Raises InputError when it is not of this sha256."""
@@ -97,8 +98,9 @@ class Cache:
             return touch(path)  # young again: nobody drops it before its entry is written
         with atomic_path(path, secrets.token_hex(8)) as temporary:
             shutil.copyfile(source, temporary)
-            if (found := sha256_file(temporary)) != sha256:
-                raise InputError(f"{source}: expected sha256 {sha256}, found {found}: the file has changed")
+            actual = sha256_file(temporary)
+            if actual != sha256:
+                raise InputError(f"{source}: expected sha256 {sha256}, found {actual}: the file has changed")
 
     def write(self, entry: BuildRecord) -> None:
         with atomic_path(self.entry_path(entry.key.sha256), secrets.token_hex(8)) as temporary:

@@ -1,7 +1,7 @@
 """Upkeep of a cache: listing it, verifying it, and pruning it.
 
-It is safe while others use the cache. An entry that is dropped is a miss for whoever comes next, and no more. What is
-in the making, blobs without an entry yet and temporary files, is left alone for an hour.
+It is safe while others use the cache: an entry that is dropped is a miss for the next one who asks. Blobs without an
+entry yet and temporary files are being written, and stay for an hour.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Used:
 class Contents:
     """The contents of a cache. Entries are by stage, in each those used last first.
 
-    damaged: lines by path of what is worth nothing. blobs: size by sha256 of the files there. temporary: files in the
+    damaged: a line for each path that is of no use. blobs: size by sha256 of the files there. temporary: files in the
     making or left over.
     """
 
@@ -50,7 +50,7 @@ class Contents:
 
     @property
     def named(self) -> set[str]:
-        return {sha256 for used in self.entries for sha256 in used.blobs}
+        return set().union(*(used.blobs for used in self.entries))
 
     @property
     def size(self) -> int:
@@ -66,7 +66,7 @@ class Pruned:
     size: int = 0
 
 
-def look(cache: Cache) -> Contents:
+def scan(cache: Cache) -> Contents:
     """Return what is in the cache, by name and size. Raises InputError where there is no folder."""
     if not cache.folder.is_dir():
         raise InputError(
@@ -94,20 +94,21 @@ def look(cache: Cache) -> Contents:
 
 def verify(cache: Cache) -> list[str]:
     """Hash all blobs; return a line for each that is damaged, and each entry that is damaged or incomplete."""
-    contents = look(cache)
+    contents = scan(cache)
     with ThreadPoolExecutor(THREADS) as pool:
-        lines = pool.map(lambda sha256: _damage(cache.blob_path(sha256)), contents.blobs)
-    return [line for line in lines if line] + [
-        line if str(path) in line else f"{path}: {line}" for path, line in contents.damaged.items()
-    ]
+        damages = pool.map(lambda sha256: _damage(cache.blob_path(sha256)), contents.blobs)
+    lines = [line for line in damages if line]
+    for path, line in contents.damaged.items():
+        lines.append(line if str(path) in line else f"{path}: {line}")
+    return lines
 
 
 def _damage(path: Path) -> str | None:
     try:
-        found = sha256_file(path)
+        actual = sha256_file(path)
     except FileNotFoundError:
         return None  # another machine prunes
-    return None if found == path.name else f"{path}: expected sha256 {path.name}, found {found}"
+    return None if actual == path.name else f"{path}: expected sha256 {path.name}, found {actual}"
 
 
 def prune(cache: Cache, max_size: float | None = None, older_than: float | None = None) -> Pruned:
@@ -116,19 +117,19 @@ def prune(cache: Cache, max_size: float | None = None, older_than: float | None 
     Old entries were not used for `older_than` seconds; the blobs of the others take `max_size` bytes at most. Damaged
     entries, blobs that no entry names, and temporary files that were left over are dropped too.
     """
-    contents = look(cache)
+    contents = scan(cache)
     now = time.time()
     pruned = Pruned()
-    kept: set[str] = set()
+    kept_blobs: set[str] = set()
     dropped: dict[str, float] = {}  # blobs, and the last use of their entries
     size = 0
     is_over = False
     for used in sorted(contents.entries, key=lambda used: (-used.last_use, used.entry.key.sha256)):
-        size += sum(contents.blobs.get(sha256, 0) for sha256 in used.blobs - kept)
+        size += sum(contents.blobs.get(sha256, 0) for sha256 in used.blobs - kept_blobs)
         is_old = older_than is not None and now - used.last_use > older_than
         is_over = is_over or is_old or (max_size is not None and size > max_size)
         if not is_over:
-            kept.update(used.blobs)
+            kept_blobs.update(used.blobs)
         else:
             dropped |= {sha256: max(used.last_use, dropped.get(sha256, 0)) for sha256 in used.blobs}
             path = cache.entry_path(used.entry.key.sha256)
@@ -137,30 +138,30 @@ def prune(cache: Cache, max_size: float | None = None, older_than: float | None 
     for path in contents.damaged:
         delete(path)
         pruned.entries += not path.exists()
-    named = look(cache).named  # with what others have put meanwhile
+    named = scan(cache).named  # with what others have put meanwhile
     for path in [*map(cache.blob_path, contents.blobs.keys() - named), *contents.temporary]:
         try:
-            found = path.stat()
+            stat = path.stat()
             # Younger than the last use of its entries: another machine has touched it, and writes its own entry soon.
-            is_unused = found.st_mtime <= dropped.get(path.name, -math.inf)
-            if is_unused or now - found.st_mtime > IN_THE_MAKING:
+            is_unused = stat.st_mtime <= dropped.get(path.name, -math.inf)
+            if is_unused or now - stat.st_mtime > IN_THE_MAKING:
                 path.unlink()
                 pruned.files = pruned.files + 1
-                pruned.size = pruned.size + found.st_size
+                pruned.size = pruned.size + stat.st_size
         except FileNotFoundError:
             continue  # another machine prunes
     return pruned
 
 
 def summary(contents: Contents) -> str:
-    rest = {
+    unused = {
         "damaged": contents.damaged,
         "that no entry names": contents.blobs.keys() - contents.named,
         "temporary": contents.temporary,
     }
-    more = [f"{len(paths)} {what}" for what, paths in rest.items() if paths]
+    unused_counts = [f"{len(paths)} {what}" for what, paths in unused.items() if paths]
     entries = f"{len(contents.entries)} {'entry' if len(contents.entries) == 1 else 'entries'}"
-    return ", ".join([entries, f"{len(contents.blobs)} files of {bytes_text(contents.size)}", *more])
+    return ", ".join([entries, f"{len(contents.blobs)} files of {bytes_text(contents.size)}", *unused_counts])
 
 
 def bytes_text(size: float) -> str:
