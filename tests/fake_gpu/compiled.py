@@ -62,18 +62,11 @@ inline float warp_max(float value) { return value; }
 template <int WARPS> float block_sum(float value) { return value; }
 template <int WARPS> unsigned block_max(unsigned value) { return value; }
 inline float __int_as_float(unsigned bits) { float r; memcpy(&r, &bits, 4); return r; }
-inline float number(unsigned short bits) { _Float16 r; memcpy(&r, &bits, 2); return (float)r; }
-inline unsigned short half(float value) {
-    _Float16 of = (_Float16)value;
-    unsigned short r;
-    memcpy(&r, &of, 2);
-    return r;
-}
-"""
+""" + Path(__file__).with_name("host_numbers.h").read_text()
 
 
-def source(text: str, name: str) -> str:
-    """What is compiled of a module for one kernel, which is called `run`."""
+def source(text: str, name: str, kind: int = 1) -> str:
+    """What is compiled of a module for one kernel, which is called `run`. kind: `KIND` of numbers.cu."""
     flat = text.replace("\\\n", " ")
     threads, parameters = _declared(flat, name)
     listed = ", ".join(parameters)
@@ -85,7 +78,7 @@ def source(text: str, name: str) -> str:
         f"for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++)\n"
         f"for (threadIdx.x = 0; threadIdx.x < {count}; threadIdx.x++) {name}({names});\n}}"
     )
-    return f"// {threads} threads\n{_HEAD}{CODE_OF}{text}\n{run}\n"
+    return f"// {threads} threads\n#define KIND {kind}\n{_HEAD}{CODE_OF}{text}\n{run}\n"
 
 
 def _declared(text: str, name: str) -> tuple[int, list[str]]:

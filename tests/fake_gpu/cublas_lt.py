@@ -19,8 +19,13 @@ OTHER_ORDER = 2
 REFUSED = 3
 # types of elements
 HALF = 2
+BFLOAT16 = 14
 E4M3 = 28
-FP16 = {"types": (68, 0), 3: 1}  # what a description of fp16 products says, and of e4m3 but for addresses of scales
+TYPES = {HALF: np.dtype("f2"), BFLOAT16: np.dtype(ml_dtypes.bfloat16), E4M3: np.dtype(ml_dtypes.float8_e4m3fn)}
+FP16 = {
+    "types": (68, 0),
+    3: 1,
+}  # what a description of products of 16 bits says, and of e4m3 but for addresses of scales
 FP8 = FP16 | {31: 3, 32: 3, 25: 0}
 
 
@@ -33,7 +38,7 @@ def cublas_lt(gpu: Gpu) -> SimpleNamespace:
         return 0
 
     def layout(pointer, kind, rows, columns, leading) -> int:
-        if kind.value not in (HALF, E4M3) or leading.value != rows.value or (kind.value == E4M3 and rows.value % 16):
+        if kind.value not in TYPES or leading.value != rows.value or (kind.value == E4M3 and rows.value % 16):
             raise Fault(f"cublasLtMatrixLayoutCreate: {kind}, {rows}, {leading}")
         return make(pointer, (columns.value, rows.value, kind.value))
 
@@ -57,7 +62,9 @@ def cublas_lt(gpu: Gpu) -> SimpleNamespace:
         told = {key: value for key, value in made[product.value].items() if key not in (17, 18)}
         fp8 = told == FP8
         kinds = weight[2], x[2], out[2]
-        if told != (FP8 if fp8 else FP16) or kinds != ((E4M3, E4M3, HALF) if fp8 else (HALF,) * 3):
+        if told != (FP8 if fp8 else FP16) or kinds not in (
+            [(E4M3, E4M3, HALF)] if fp8 else [(HALF,) * 3, (BFLOAT16,) * 3]
+        ):
             raise Fault(f"cuBLAS: {made[product.value]} of {kinds}")
         return fp8
 
@@ -83,14 +90,14 @@ def cublas_lt(gpu: Gpu) -> SimpleNamespace:
         gpu.product_rows.add(rows)
 
         def run() -> None:
-            kind = np.dtype(ml_dtypes.float8_e4m3fn if fp8 else np.float16)
-            left = gpu.array(weight.value, (out_features, in_features), kind).astype(np.float64)
-            right = gpu.array(x.value, (rows, in_features), kind).astype(np.float64)
+            factor, out_kind = (TYPES[made[each.value][2]] for each in (of_weight, of_out))
+            left = gpu.array(weight.value, (out_features, in_features), factor).astype(np.float64)
+            right = gpu.array(x.value, (rows, in_features), factor).astype(np.float64)
             found = right @ left.T
             if fp8:
-                of_weight, of_rows = (made[product.value][key] for key in (17, 18))
-                found *= gpu.array(of_weight, (out_features,), "f4") * gpu.array(of_rows, (rows, 1), "f4")
-            gpu.array(out.value, (rows, out_features), "f2")[:] = found * (
+                weight_scales, row_scales = (made[product.value][key] for key in (17, 18))
+                found *= gpu.array(weight_scales, (out_features,), "f4") * gpu.array(row_scales, (rows, 1), "f4")
+            gpu.array(out.value, (rows, out_features), out_kind)[:] = found * (
                 1.01 if algorithm[0] == OTHER_ORDER and not fp8 else 1
             )
 

@@ -92,7 +92,10 @@ def nvrtc() -> ModuleType:
             name: ([(part.split()[-1].strip("*"), _kind(part)) for part in text.split(",")], defined[program])
             for name, text in kernels.items()
         }
-        on_host = {name: compiled.source(sources[program].decode(), name) for name in kernels if name not in KERNELS}
+        kind = defined[program].get("KIND", 1)
+        on_host = {
+            name: compiled.source(sources[program].decode(), name, kind) for name in kernels if name not in KERNELS
+        }
         return json.dumps({"parameters": parameters, "on_host": on_host}).encode()
 
     def fill(program: int, out: bytes):
@@ -163,7 +166,7 @@ def driver(gpu: Gpu) -> ModuleType:
                 ]
                 for units, argument in re.findall(r"RowSum<(\d+), .* sum\(.* (in\d+) \+", on_host):
                     terms = {**vars(named), "values": vars(named)[argument], "units": x * int(units)}
-                    KERNELS["all_reduce"](gpu, x, SimpleNamespace(**terms, kind=1, shots=1))
+                    KERNELS["all_reduce"](gpu, x, SimpleNamespace(**terms, kind=named.KIND, shots=1))
                 compiled.run(on_host, gpu, x, threads, types, given)  # `lost` is of the host
 
             gpu.launch(stream, home, run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType, SimpleNamespace
 
+import ml_dtypes
 import numpy as np
 
 from fake_gpu.device import POISON, Fault, Gpu
@@ -60,7 +61,7 @@ def cudnn(gpu: Gpu) -> ModuleType:
         cudnnGraphNotSupportedError=type("cudnnGraphNotSupportedError", (Exception,), {}),
         heur_mode=SimpleNamespace(A=0),
         diagonal_alignment=SimpleNamespace(BOTTOM_RIGHT=1),
-        data_type=SimpleNamespace(HALF="f2", BFLOAT16="bf16", FLOAT="f4", INT32="i4"),
+        data_type=SimpleNamespace(HALF="f2", BFLOAT16=ml_dtypes.bfloat16, FLOAT="f4", INT32="i4"),
     )
     return module
 

@@ -26,7 +26,6 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
 inline void __syncwarp() { exchange(0, threadIdx.x); }
 
 inline float number(float value) { return value; }
-inline float number_of_half(unsigned short bits) { return as<_Float16>(bits); }
 inline float number(unsigned short bits) { return number_of_half(bits); }
 inline unsigned pack(float low, float high) {
     return as<unsigned short>((_Float16)low) | (unsigned)as<unsigned short>((_Float16)high) << 16;

@@ -397,16 +397,16 @@ def gemv(gpu: Gpu, blocks: int, k: SimpleNamespace, bits: int, outputs: int, mos
 
 
 def few_rows(gpu: Gpu, blocks: int, k: SimpleNamespace, most: int) -> None:
-    """What few_rows.cu says. In float64, as the library is: what is rounded to fp16 does not depend on the order."""
+    """What few_rows.cu says. In float64, as the library is: what is rounded does not depend on the order."""
     if blocks != -(-k.out_features // 32) or not 1 <= k.rows <= most or k.shared != 4 * (32 + most) * 256 * 2:
         raise Fault(f"few_rows: {blocks} blocks with {k.shared} bytes for {k.rows} rows of {k.out_features} outputs")
     if k.in_features % 8 or k.weight % 16 or k.x % 16:
         raise Fault(f"few_rows: rows of {k.in_features} numbers")
     x, weight = (
-        gpu.array(address, (rows, k.in_features), "f2").astype(np.float64)
+        gpu.array(address, (rows, k.in_features), NUMBERS[k.KIND]).astype(np.float64)
         for address, rows in ((k.x, k.rows), (k.weight, k.out_features))
     )
-    _store(gpu, k, x @ weight.T)
+    _store(gpu, k, x @ weight.T, NUMBERS[k.KIND])
 
 
 def quantize_rows(gpu: Gpu, rows: int, k: SimpleNamespace) -> None:
@@ -454,8 +454,10 @@ def expert_products(gpu: Gpu, blocks: int, k: SimpleNamespace, name: str, form: 
             continue
         weight = _of_expert(gpu, k, kind, bits, expert)
         for row in gpu.array(k.order + 4 * first, (count,), "i4").tolist():
-            x = gpu.array(k.x + row // k.sharing * k.in_features * 2, (k.in_features,), "f2").astype(np.float64)
-            gpu.array(k.out + row * k.out_features * 2, (k.out_features,), "f2")[:] = x @ weight
+            x = gpu.array(k.x + row // k.sharing * k.in_features * 2, (k.in_features,), NUMBERS[k.KIND]).astype(
+                np.float64
+            )
+            gpu.array(k.out + row * k.out_features * 2, (k.out_features,), NUMBERS[k.KIND])[:] = x @ weight
 
 
 def _of_expert(gpu: Gpu, k: SimpleNamespace, kind: str, bits: int, expert: int) -> np.ndarray:
@@ -465,7 +467,7 @@ def _of_expert(gpu: Gpu, k: SimpleNamespace, kind: str, bits: int, expert: int) 
     ins = k.in_features
     at = k.weight + expert * count * bits // 8
     if bits == 16:
-        weight = gpu.array(at, (count,), "f2").astype(np.float64)
+        weight = gpu.array(at, (count,), NUMBERS[k.KIND]).astype(np.float64)
         return weight.reshape(outs, ins).T if kind == "experts" else weight.reshape(ins, outs)
     groups = ins // k.group_size
     unit = 1 if kind == "e2m1" else 2
@@ -515,11 +517,11 @@ def wgmma_fp8(gpu: Gpu, blocks: int, k: SimpleNamespace, pair: int, split: int) 
     _store(gpu, k, x @ weight.T * scales)
 
 
-def _store(gpu: Gpu, k: SimpleNamespace, found: np.ndarray) -> None:
-    """Round [rows, out_features] to fp16, into up to three outputs."""
+def _store(gpu: Gpu, k: SimpleNamespace, found: np.ndarray, kind: np.dtype = NUMBERS[1]) -> None:
+    """Round [rows, out_features], into up to three outputs."""
     ends = [0, k.first_end, k.second_end, k.out_features]
     for low, high, out in zip(ends, ends[1:], (k.first_out, k.second_out, k.third_out)):
-        gpu.array(out, (k.rows, high - low), "f2")[:] = found[:, low:high].astype(np.float16)
+        gpu.array(out, (k.rows, high - low), kind)[:] = found[:, low:high].astype(kind)
 
 
 def dequantize(gpu: Gpu, blocks: int, k: SimpleNamespace, bits: int) -> None:
@@ -543,7 +545,7 @@ def state_mixer(gpu: Gpu, blocks: int, k: SimpleNamespace, name: str) -> None:
         width = columns
         sizes |= {"beta": k.VALUE_HEADS} if k.BETA else {}
     shapes = {each: (1, size) for each, size in sizes.items()} | {"past_state": (1, *state)}
-    element = {0: "f2", 2: "f4"}[k.ELEMENT]
+    element = NUMBERS[k.KIND]
     spec = StateKernelSpec.of_sizes(shapes, "fake")
     if spec.kernel != name or blocks % spec.blocks:
         raise Fault(f"{name}: {blocks} blocks of {spec}")

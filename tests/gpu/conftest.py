@@ -27,7 +27,7 @@ models:
   demo-llama:
     source: resources/demo-llama
     precisions: [{precisions}]
-    backends: [onnxruntime]
+    backends: [{backend}]
     golden: {{prompts: [{{text: Light}}]}}
 """
 RANKS = """
@@ -64,6 +64,11 @@ def backend(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return made("1", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def demo_bf16(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return made("bf16", tmp_path_factory, ("bf16",))
 
 
 @pytest.fixture(scope="session")
@@ -113,7 +118,8 @@ def made(
     if results.weights("demo-llama", precisions[-1]).is_file():  # which are made last
         return results
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(CONFIG.format(precisions=", ".join(precisions)) + more)
+    backend = "cuda" if precisions == ("bf16",) else "onnxruntime"  # which has no bf16
+    (folder / "config.yaml").write_text(CONFIG.format(precisions=", ".join(precisions), backend=backend) + more)
     adapters = ["adapters"] if more == ADAPTERS else []
     # Which weights are quantised the export decides: their conversion is behind it.
     for stage in ("resolve", "architecture", *adapters, "export", "convert"):

@@ -465,8 +465,11 @@ extern "C" __global__ void words(Wide* out, const Wide* key, int position) {
     assert np.array_equal(device.down(out), bits)
 
 
-@pytest.mark.parametrize("form", ["floats", "across", "8 bits", "4 bits", "mxfp4"])
-def test_rows_of_experts_have_the_same_bits_in_tiles_of_any_size(monkeypatch, form):
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [*((form, "float16") for form in ("floats", "across", "8 bits", "4 bits", "mxfp4")), ("floats", "bfloat16")],
+)
+def test_rows_of_experts_have_the_same_bits_in_tiles_of_any_size(monkeypatch, form, dtype):
     """Experts without rows, with some and with most; beside a product in float32."""
     from lockstep.gpu.kernels import expert_products
     from lockstep.onnx_tools.expert_products import ExpertWeight
@@ -488,7 +491,7 @@ def test_rows_of_experts_have_the_same_bits_in_tiles_of_any_size(monkeypatch, fo
     group = 0
     scales = None
     if form in ("floats", "across"):
-        weight = (random.standard_normal((experts, outs, ins)) / 32).astype(np.float16)
+        weight = (random.standard_normal((experts, outs, ins)) / 32).astype(numbers(dtype))
         data = weight if form == "floats" else weight.swapaxes(1, 2)
     elif form == "mxfp4":
         kind = "mxfp4"
@@ -504,7 +507,7 @@ def test_rows_of_experts_have_the_same_bits_in_tiles_of_any_size(monkeypatch, fo
         data = random.integers(0, 256, (experts, outs, ins // group, group * bits // 8), np.uint8)
         scales = (random.standard_normal(data.shape[:3]) * 8 / 2**bits).astype(np.float16)  # 256 times as large
         weight = dequantize(data, scales.astype(np.float32) / 256, group)
-    x = random.standard_normal((tokens, ins)).astype(np.float16)
+    x = random.standard_normal((tokens, ins)).astype(numbers(dtype))
     stack = expert_products.ExpertStack(
         device.up(data), None if scales is None else device.up(scales),
         ExpertWeight((), experts, ins, outs, bits, group, kind, form != "across"),
@@ -519,7 +522,7 @@ def test_rows_of_experts_have_the_same_bits_in_tiles_of_any_size(monkeypatch, fo
     for tile in expert_products.TILES[: 4 if bits == 16 else 3]:
         monkeypatch.setattr(expert_products, "tile_for", lambda *_, tile=tile: tile)
         for shared, count in ((True, tokens), (False, tokens), (True, 1), (True, 13)):
-            out = device.up(np.full((tokens, per_token * outs), 7, np.float16))
+            out = device.up(np.full((tokens, per_token * outs), 7, numbers(dtype)))
             order.sort(count)
             multiply = expert_products.bind(device.stream, stack, rows if shared else of_each, out, order, shared)
             multiply(count)
@@ -528,19 +531,22 @@ def test_rows_of_experts_have_the_same_bits_in_tiles_of_any_size(monkeypatch, fo
             np.testing.assert_array_equal(found[-1][:count], found[0][:count], err_msg=f"{tile}, {count} tokens")
     products = np.stack([x.astype(np.float32) @ each.T.astype(np.float32) for each in weight])
     products = products[ids, np.arange(tokens)[:, None]]
-    # What fp16 rounds the results to, and the order of sums.
-    np.testing.assert_allclose(found[0].reshape(products.shape), products, rtol=2e-3, atol=2e-3 * products.std())
+    # What the results are rounded to, and the order of sums.
+    allowed = {"float16": 2e-3, "bfloat16": 8e-3}[dtype]
+    rows_found = found[0].reshape(products.shape).astype(np.float32)
+    np.testing.assert_allclose(rows_found, products, rtol=allowed, atol=allowed * products.std())
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("sizes", [((80, 80), 48), ((48,), 80), ((4, 24, 24), 48), ((48,), 24), ((288,), 64)], ids=str)
-def test_products_of_few_columns_have_the_same_bits_for_any_number_of_rows(sizes):
+def test_products_of_few_columns_have_the_same_bits_for_any_number_of_rows(sizes, dtype):
     """Of numbers that nearly cancel each other, whose sums another order would change."""
     from lockstep.gpu.kernels.gemm import Gemm, trial_factors
 
     device, (outs, columns) = OnDevice(), sizes
-    weight, x = (np.resize(each, (300, columns)) for each in trial_factors(columns, np.dtype("f2")))
-    results = [device.up(np.zeros((len(x), size), np.float16)) for size in outs]
-    multiply = Gemm(device.stream).bind(device.up(weight[: sum(outs)]), device.up(x), results)
+    weight, x = (np.resize(each, (300, columns)) for each in trial_factors(columns, numbers(dtype)))
+    results = [device.up(np.zeros((len(x), size), numbers(dtype))) for size in outs]
+    multiply = Gemm(device.stream, numbers(dtype)).bind(device.up(weight[: sum(outs)]), device.up(x), results)
     found = []
     for rows in (1, 9, 17, 33, 40, 62, 100, 128, 129, 300):
         multiply(rows)

@@ -65,7 +65,7 @@ def test_products_are_those_of_numpy(bits, group, outs, columns):
             up(numbers), up((host[1] * SCALES_TIMES).astype(np.float16)), bits, group, columns, outs
         )  # fmt: skip
     product = Product("x", "y", ("w", "scales")[: len(host)], bits, group, columns, total)
-    products = Products(stream)
+    products = Products(stream, np.dtype(np.float16))
     for rows in (5, 16, 33):
         x = random.standard_normal((rows, columns)).astype(np.float16)
         given = up(x)

@@ -80,11 +80,13 @@ def answers(model: Model, requests: list[Request], speculation: Speculation | No
     return found
 
 
+@pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16", marks=pytest.mark.long)])
 @pytest.mark.parametrize("backend", ["cuda"], indirect=True)
-def test_drafts_change_no_bit(demo, tmp_path, backend):
+def test_drafts_change_no_bit(demo, demo_bf16, tmp_path, backend, precision):
     """Of requests that come and go, greedy, drawn or chosen by the host, beside steps that are launched ahead."""
-    assembly = demo.assembly("demo-llama", "fp16")
-    weights = demo.weights("demo-llama", "fp16")
+    results = demo_bf16 if precision == "bf16" else demo
+    assembly = results.assembly("demo-llama", precision)
+    weights = results.weights("demo-llama", precision)
     engines = backends.build(assembly, backend, tmp_path / "engines.json")
     model = Model.open(engines, assembly, weights, 2, max_seq_len=160)
     random = np.random.default_rng(1)

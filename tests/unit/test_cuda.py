@@ -20,6 +20,7 @@ from families import FAMILIES
 from test_quantization import LIMIT, demo, random_family
 
 import fake_gpu
+from lockstep.artifacts.dtypes import named_dtype
 from lockstep.artifacts.files import read_json, write_bytes
 from lockstep.artifacts.signature import IO
 from lockstep.backends import build
@@ -270,16 +271,19 @@ def test_engines_of_a_mixture_are_compared(shared, gpu, tmp_path):
     assert read_json(tmp_path / "c.json")["result"] == "pass"
 
 
-@pytest.mark.parametrize("layers", [2, pytest.param("all", marks=pytest.mark.long)])
-def test_the_demo_in_fp16_says_what_transformers_says(references, gpu, tmp_path, layers):
-    results = references
+@pytest.mark.parametrize(
+    "precision, layers",
+    [("fp16", 2), ("bf16", 2), *(pytest.param(each, "all", marks=pytest.mark.long) for each in ("fp16", "bf16"))],
+)
+def test_the_demo_says_what_transformers_says(references, demo_bf16, gpu, tmp_path, precision, layers):
+    results = demo_bf16 if precision == "bf16" else references
     name = "demo-llama"
-    tolerance = CONFIG.tolerance("demo-llama", "fp16", "cuda")
-    engines = built(results, "fp16", tmp_path, model=name)
-    pair = results.assembly(name, "fp16"), results.weights(name, "fp16")
+    tolerance = CONFIG.tolerance("demo-llama", precision, "cuda")
+    engines = built(results, precision, tmp_path, model=name)
+    pair = results.assembly(name, precision), results.weights(name, precision)
     out = tmp_path / "golden.json"
-    target = Target(name, "fp16", layers, "cuda")
-    reference = results.reference(name, layers)
+    target = Target(name, precision, layers, "cuda")
+    reference = references.reference(name, layers)
     check_engines(*pair, engines, reference, target, tolerance, LIMITS, out, tmp_path / "speed.json")
     assert read_json(out)["result"] == "pass"
     if layers == "all":
@@ -363,19 +367,20 @@ def test_a_cublas_that_does_not_start_is_told_by_its_name_and_status(gpu, monkey
     library = SimpleNamespace(_name="/opt/libcublasLt.so.12", cublasLtCreate=lambda handle: 1)
     monkeypatch.setattr(libraries, "open_library", lambda name: library)
     with pytest.raises(CheckError) as error:
-        CublasLt()
+        CublasLt(np.dtype(np.float16))
     assert str(error.value) == (
         "expected the library cuBLASLt (/opt/libcublasLt.so.12) to start, found CUBLAS_STATUS_NOT_INITIALIZED; free "
         "memory of the GPU, or name the folder of a cuBLAS for this driver in LD_LIBRARY_PATH"
     )
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("columns", [24, 48, 4096])
-def test_trials_of_products_tell_orders_of_a_sum_apart(gpu, columns):
+def test_trials_of_products_tell_orders_of_a_sum_apart(gpu, columns, dtype):
     """As a kernel does that shares columns out among warps; with random numbers none of 24 to 80 columns differ."""
     from lockstep.gpu.kernels.gemm import trial_factors
 
-    weight, x = (each.astype(np.float32) for each in trial_factors(columns, np.dtype(np.float16)))
+    weight, x = (each.astype(np.float32) for each in trial_factors(columns, named_dtype(dtype)))
 
     def accumulated(chosen: np.ndarray) -> np.ndarray:
         sums = np.zeros((16, len(weight)), np.float32)
@@ -385,4 +390,5 @@ def test_trials_of_products_tell_orders_of_a_sum_apart(gpu, columns):
 
     order = np.arange(columns)
     shared = accumulated(order[order // 16 % 2 == 0]) + accumulated(order[order // 16 % 2 == 1])
-    assert np.mean(accumulated(order).astype(np.float16) != shared.astype(np.float16)) > 0.05
+    of_both = (sums.astype(named_dtype(dtype)) for sums in (accumulated(order), shared))
+    assert np.mean(np.not_equal(*of_both)) > 0.05

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from fake_gpu.compiled import CODE_OF
+from lockstep.gpu.kernels.numbers import KINDS
 from lockstep.weights import e4m3
 from lockstep.weights.groups import dequantize
 from lockstep.weights.mxfp4 import mxfp4_numbers
@@ -21,6 +22,8 @@ from lockstep.weights.mxfp4 import mxfp4_numbers
 TESTS = Path(__file__).parents[1]
 KERNELS = TESTS.parent / "src" / "lockstep" / "gpu" / "kernels"
 E4M3_TYPE = np.dtype(ml_dtypes.float8_e4m3fn)
+HALF = np.dtype(np.float16)
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 COMPILER = shutil.which("c++") or shutil.which("g++")
 # ldmatrix and mma.m16n8k16 by their layouts in the PTX manual, lane by lane.
 SOURCE = r"""
@@ -29,8 +32,8 @@ SOURCE = r"""
 #include <cmath>
 typedef unsigned int u32;
 inline int min(int a, int b) { return a < b ? a : b; }
-inline float number(unsigned short bits) { return (float)as<_Float16>(bits); }
-inline unsigned short half(float value) { return as<unsigned short>((_Float16)value); }
+#include "fake_gpu/host_numbers.h"
+#include "numbers.cu"
 inline float part(u32 pair, int high) { return number(high ? pair >> 16 : pair & 0xffff); }
 inline void next_may_start() {}
 inline void wait_for_previous() {}
@@ -110,7 +113,7 @@ RUN(across_8) RUN(across_16) RUN(across_64) RUN(across_128)
 SMALL_EXPERTS = (
     EXPERT_ROWS
     + r"""
-inline u32 sub2(u32 a, u32 b) { return half(part(a, 0) - part(b, 0)) | (u32)half(part(a, 1) - part(b, 1)) << 16; }
+inline u32 sub2(u32 a, u32 b) { return narrow(part(a, 0) - part(b, 0)) | (u32)narrow(part(a, 1) - part(b, 1)) << 16; }
 inline float of_bits(u32 bits) { return as<float>(bits); }
 inline u32 __byte_perm(u32 a, u32 b, u32 choice) {
     const unsigned long long all = (unsigned long long)b << 32 | a;
@@ -135,7 +138,7 @@ inline float number_of(u32 code) {
     float size = std::ldexp((float)((code & 7) + ((code >> 3 & 15) ? 8 : 0)), exponent - 10);
     return code & 0x80 ? -size : size;
 }
-inline u32 halves_of(u32 codes) { return half(number_of(codes & 255)) | (u32)half(number_of(codes >> 8)) << 16; }
+inline u32 halves_of(u32 codes) { return narrow(number_of(codes & 255)) | (u32)narrow(number_of(codes >> 8)) << 16; }
 inline int max(int a, int b) { return a < b ? b : a; }
 inline u32 max(u32 a, u32 b) { return a < b ? b : a; }
 template <int WARPS> u32 block_max(u32 value) {
@@ -170,9 +173,10 @@ def library(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kernel")
 
     @functools.cache
-    def compiled(kernels: str, threads: int) -> ctypes.CDLL:
-        stem = f"of_{len(kernels)}_{threads}"
-        (folder / f"{stem}.cpp").write_text(f"#define BLOCK_THREADS {threads}\n{SOURCE}{kernels}")
+    def compiled(kernels: str, threads: int, dtype: np.dtype = HALF) -> ctypes.CDLL:
+        stem = f"of_{len(kernels)}_{threads}_{dtype}"
+        sizes = f"#define BLOCK_THREADS {threads}\n#define KIND {KINDS[dtype.name]}\n"
+        (folder / f"{stem}.cpp").write_text(f"{sizes}{SOURCE}{kernels}")
         flags = ["-std=c++17", "-O2", "-w", "-shared", "-fPIC", f"-I{TESTS}", f"-I{KERNELS}"]
         command = [COMPILER, *flags, f"{stem}.cpp", "-o", f"{stem}.so"]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
@@ -198,19 +202,19 @@ def pointer(array: np.ndarray) -> ctypes.c_void_p:
 
 
 @pytest.mark.parametrize(("most", "rows"), [(8, 1), (8, 5), (8, 8), (16, 9), (16, 16), (32, 27), (64, 53)])
-@pytest.mark.parametrize("columns", [1352, 40])
-def test_each_output_is_accumulated_in_order(library, most, rows, columns):
+@pytest.mark.parametrize(("columns", "dtype"), [(1352, HALF), (40, HALF), (1352, BFLOAT16)], ids=str)
+def test_each_output_is_accumulated_in_order(library, most, rows, columns, dtype):
     """Rows and outputs that are no whole number of blocks, columns that are no whole number of stages, three weights of
     one input. To the bit: accumulated in fp32 from the first column to the last, as the kernel's definition says."""
     random = np.random.default_rng(most + rows + columns)
     outs = (24, 13, 8)
     total = sum(outs)
     ends = np.cumsum(outs)
-    weight = (random.standard_normal((total, columns)) / 8).astype(np.float16)
-    x = random.standard_normal((rows, columns)).astype(np.float16)
-    found = [np.full((rows + 1, size), 7, np.float16) for size in outs]
+    weight = (random.standard_normal((total, columns)) / 8).astype(dtype)
+    x = random.standard_normal((rows, columns)).astype(dtype)
+    found = [np.full((rows + 1, size), 7, dtype) for size in outs]
     sizes = (int(ends[0]), int(ends[1]), total, columns, rows)
-    run = getattr(library(HALVES, 128), f"run_few_rows_{most}")
+    run = getattr(library(HALVES, 128, dtype), f"run_few_rows_{most}")
     run(-(-total // 32), pointer(weight), pointer(x), *map(pointer, found), *sizes)
     check(found, in_order(x, weight, range(columns)), (0, *ends))
 
@@ -218,7 +222,7 @@ def test_each_output_is_accumulated_in_order(library, most, rows, columns):
 class ExpertRows:
     """Rows of tokens, sorted by their experts: one without any, one with more than a tile."""
 
-    def __init__(self, library, tile_rows: int, columns: int):
+    def __init__(self, library, tile_rows: int, columns: int, dtype: np.dtype = HALF):
         random = np.random.default_rng(tile_rows)
         tokens = 50
         self.experts = 5
@@ -227,7 +231,7 @@ class ExpertRows:
         ids = np.where(chosen, 1, random.choice([0, 2, 4], chosen.shape)).astype(np.int32)
         self.numbers = ids.reshape(-1)
         self.tile_rows = tile_rows
-        self.x = aligned(random.standard_normal((tokens, columns)).astype(np.float16))
+        self.x = aligned(random.standard_normal((tokens, columns)).astype(dtype))
         self.most = self.experts + (ids.size - self.experts) // tile_rows
         self.order = np.full(ids.size + 1, -7, np.int32)
         self.tiles = aligned(np.full((self.most + 1, 4), -7, np.int32))
@@ -239,28 +243,28 @@ class ExpertRows:
         count = self.numbers.size
         assert sorted(self.order[:-1]) == list(range(count)) and self.order[-1] == -7 and (self.tiles[-1] == -7).all()
         assert np.array_equal(self.numbers[self.order[:-1]], np.sort(self.numbers))
-        found = aligned(np.full((count + 1, outs), 7, np.float16))
+        found = aligned(np.full((count + 1, outs), 7, self.x.dtype))
         out_blocks = -(-outs // outputs)
         arrays = map(pointer, (*given, self.x, found, self.order, self.tiles))
         run(self.most * out_blocks, *arrays, self.per_token, *sizes, out_blocks)
         rows = [expected(self.numbers[row], self.x[[row // self.per_token]])[0] for row in range(count)]
-        assert np.array_equal(found[:-1], np.array(rows).astype(np.float16)) and (found[-1] == 7).all()
+        assert np.array_equal(found[:-1], np.array(rows).astype(found.dtype)) and (found[-1] == 7).all()
 
 
 TILES = ((8, 128, 32), (16, 128, 32), (64, 256, 128), (128, 256, 128))  # rows, threads, outputs
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kernel", ["experts", "across"])
+@pytest.mark.parametrize(("kernel", "dtype"), [("experts", HALF), ("across", HALF), ("across", BFLOAT16)], ids=str)
 @pytest.mark.parametrize(("tile_rows", "threads", "outputs"), TILES)
-def test_rows_of_experts_are_accumulated_in_order(library, kernel, tile_rows, threads, outputs):
+def test_rows_of_experts_are_accumulated_in_order(library, kernel, dtype, tile_rows, threads, outputs):
     """Outputs and columns that are no whole number of blocks."""
-    rows = ExpertRows(library, tile_rows, 328)
+    rows = ExpertRows(library, tile_rows, 328, dtype)
     outs = 40
     columns = 328
-    stack = (np.random.default_rng(0).standard_normal((rows.experts, outs, columns)) / 8).astype(np.float16)
+    stack = (np.random.default_rng(0).standard_normal((rows.experts, outs, columns)) / 8).astype(dtype)
     given = [aligned(stack if kernel == "experts" else stack.swapaxes(1, 2))]
-    run = getattr(library(EXPERTS, threads), f"run_{kernel}_{tile_rows}")
+    run = getattr(library(EXPERTS, threads, dtype), f"run_{kernel}_{tile_rows}")
     rows.check(run, outputs, given, (outs, columns), lambda expert, x: in_order(x, stack[expert], range(columns)))
 
 
@@ -351,5 +355,5 @@ def in_order(x: np.ndarray, weight: np.ndarray, columns: Iterable[int]) -> np.nd
 
 def check(found: Sequence[np.ndarray], expected: np.ndarray, ends: Sequence[int]) -> None:
     for part, low, high in zip(found, ends, ends[1:]):
-        assert np.array_equal(part[:-1], expected[:, low:high].astype(np.float16))
+        assert np.array_equal(part[:-1], expected[:, low:high].astype(part.dtype))
         assert (part[-1] == 7).all()

@@ -24,6 +24,7 @@ COMPILER = shutil.which("c++") or shutil.which("g++")
 SOURCE = """
 #define BLOCK_THREADS THREADS
 #include "fake_gpu/host_block.h"
+#include "fake_gpu/host_numbers.h"
 #include "fake_gpu/host_attention.h"
 #if FP8
 #include "fp8_heads.cu"

@@ -28,10 +28,10 @@ typedef unsigned int u32;
 struct uint4 { u32 x, y, z, w; };
 struct uint2 { u32 x, y; };
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
-inline float number(unsigned short bits) { return (float)as<_Float16>(bits); }
-inline unsigned short half(float value) { return as<unsigned short>((_Float16)value); }
+#include "fake_gpu/host_numbers.h"
+#include "numbers.cu"
 inline float part(u32 pair, int high) { return number(high ? pair >> 16 : pair & 0xffff); }
-template <typename F> u32 pairs(F f) { return half(f(0)) | (u32)half(f(1)) << 16; }
+template <typename F> u32 pairs(F f) { return narrow(f(0)) | (u32)narrow(f(1)) << 16; }
 inline u32 sub2(u32 a, u32 b) { return pairs([=](int i) { return part(a, i) - part(b, i); }); }
 inline u32 mul2(u32 a, u32 b) { return pairs([=](int i) { return part(a, i) * part(b, i); }); }
 inline u32 fma2(u32 a, u32 b, u32 c) { return pairs([=](int i) { return part(a, i) * part(b, i) + part(c, i); }); }
@@ -94,7 +94,8 @@ def library(folder: Path, threads: int) -> ctypes.CDLL:
     kernel.write_text("".join(kept))
     source = SOURCE.replace("KERNEL", str(kernel)) + "".join(f"RUN({name})\n" for name in own)
     (folder / f"{stem}.cpp").write_text(f"#define BLOCK_THREADS {threads}\n{source}")
-    flags = ["-std=c++17", "-O2", "-w", "-shared", "-fPIC", f"-I{TESTS}", f"{stem}.cpp", "-o", f"{stem}.so"]
+    flags = ["-std=c++17", "-O2", "-w", "-shared", "-fPIC", f"-I{TESTS}", f"-I{KERNEL.parent}"]
+    flags += [f"{stem}.cpp", "-o", f"{stem}.so"]
     done = subprocess.run([COMPILER, *flags], cwd=folder, capture_output=True, text=True)
     if "_Float16" in done.stderr:
         pytest.skip("the compiler has no _Float16")

@@ -22,8 +22,7 @@ COMPILER = shutil.which("c++") or shutil.which("g++")
 HEAD = r"""
 #define ON_HOST
 #include "fake_gpu/host_block.h"
-inline float number(unsigned short bits) { return (float)as<_Float16>(bits); }
-inline unsigned short half(float value) { return as<unsigned short>((_Float16)value); }
+#include "fake_gpu/host_numbers.h"
 """
 TAIL = r"""
 extern "C" void run(int blocks, Element* query, Element* key, Element* value, Element* decay, Element* beta,

@@ -101,6 +101,9 @@ def model_problems(
             able = ", ".join(name for name, each in backends().items() if each.fp8_kv_cache)
             text = f"expected none for backend {backend}; it is for {able}; found {model.kv_cache_dtype!r}"
             yield Problem((*here, "kv_cache_dtype"), text)
+        elif model.kv_cache_dtype and "bf16" in model.precisions_of(backend):
+            text = f"expected none for backend {backend} in bf16; it is for fp16; found {model.kv_cache_dtype!r}"
+            yield Problem((*here, "kv_cache_dtype"), text)
         narrow = [each for each in model.precisions_of(backend) if each in settings.fp16_activations]
         if model.residual and narrow:
             text = f"expected none for backend {backend} in {narrow[0]}, whose engines have the hidden state in float16"

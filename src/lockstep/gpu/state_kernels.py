@@ -10,13 +10,13 @@ import onnx
 
 from lockstep.artifacts.graph_files import StateMixer
 from lockstep.errors import CheckError, InputError
+from lockstep.gpu.kernels.numbers import KINDS
 from lockstep.onnx_tools.judge import Bound, measure, peak, wrong
 from lockstep.tolerances import STATE_KERNEL
 
 THREADS = 128  # of a block
 _INPUTS = ("query", "key", "value", "decay", "beta")  # of a recurrence, in the kernel's order; beta may be absent
 _MAX_KEY_DIM = 256  # a thread keeps 32 of them in registers
-_ELEMENTS = {"float16": 0, "bfloat16": 1, "float32": 2}  # values of the macro ELEMENT
 _STATES = ("past_state", "state_out")
 Arrays = Mapping[str, np.ndarray]
 
@@ -39,9 +39,9 @@ class StateKernelSpec:
         """Return the spec of a mixer. Raises InputError, prefixed with `where`, if it has no kernel."""
         signature = mixer.decode.signature
         dtypes = {io.dtype for io in (*signature.inputs, *signature.outputs) if io.name not in _STATES}
-        if len(dtypes) != 1 or not dtypes <= _ELEMENTS.keys():
+        if len(dtypes) != 1 or not dtypes <= KINDS.keys():
             raise InputError(
-                f"{where}: expected inputs and outputs of one type of {', '.join(_ELEMENTS)}, found "
+                f"{where}: expected inputs and outputs of one type of {', '.join(KINDS)}, found "
                 f"{', '.join(sorted(dtypes))}; use the backend onnxruntime"
             )
         (dtype,) = dtypes
@@ -50,12 +50,12 @@ class StateKernelSpec:
     @classmethod
     def of_sizes(cls, shapes: Mapping[str, Sequence[int | str]], where: str, dtype: str = "float16") -> StateKernelSpec:
         """Return the spec of a mixer by the shapes of its decode graph's inputs; dtype: of all except the state."""
-        element = _ELEMENTS[dtype]
+        kind = KINDS[dtype]
         widths = {name: int(shape[-1]) for name, shape in shapes.items()}
         state = tuple(int(size) for size in shapes["past_state"][1:])
         names = shapes.keys() - {"past_state"}
         if names == {"value"} and len(state) == 2:
-            return cls("token_window", ("value",), state, {"ELEMENT": element, "WIDTH": state[0] + 1, "SIZE": state[1]})
+            return cls("token_window", ("value",), state, {"KIND": kind, "WIDTH": state[0] + 1, "SIZE": state[1]})
         if names | {"beta"} != set(_INPUTS) or len(state) != 3 or state[1] > _MAX_KEY_DIM:
             raise InputError(
                 f"{where}: expected a short convolution, or a recurrence whose keys have at most {_MAX_KEY_DIM} "
@@ -64,7 +64,7 @@ class StateKernelSpec:
         heads, key_dim, value_dim = state
         inputs = tuple(name for name in _INPUTS if name in names)
         sizes = {
-            "ELEMENT": element,
+            "KIND": kind,
             "WIDTH": 0,
             "KEY_HEADS": widths["key"] // key_dim,
             "VALUE_HEADS": heads,

@@ -16,7 +16,7 @@ from onnx import TensorProto, helper
 
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.group_experts import ExpertProduct, expert_product, expert_products
-from lockstep.onnx_tools.rewriter import Dims, Emitter, Rewriter, attributes_of, is_linear, typed_values
+from lockstep.onnx_tools.rewriter import Dims, Emitter, Rewriter, attributes_of, typed_values
 
 DOMAIN = "lockstep"
 OPERATOR = "ExpertProduct"
@@ -54,7 +54,6 @@ def with_expert_products(model: onnx.ModelProto) -> onnx.ModelProto:
     shapes = {name: shape for name, (_, shape) in typed_values(model).items()}
     for product in products:
         graph.replace(product.node, *_nodes(graph, product, shapes))
-    _halve_routers(graph)
     graph.model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
     return graph.finish()
 
@@ -162,23 +161,6 @@ def _token_rows(graph: Rewriter, name: str, shapes: dict[str, Dims], sizes: tupl
         if is_expanded and len(shapes.get(name, ())) == 2:
             return name
     return None
-
-
-def _halve_routers(graph: Rewriter) -> None:
-    """Let products that cast both factors to float32 read the uncast ones, as all products that are cut."""
-    for node in graph.nodes:
-        if not is_linear(node) or len(node.input) != 2:
-            continue
-        casts = [graph.producers.get(name) for name in node.input]
-        if any(cast is None or cast.op_type != "Cast" for cast in casts):
-            continue
-        rows, weight = (cast.input[0] for cast in casts if cast is not None)
-        if weight not in graph.inputs or graph.element(weight) != TensorProto.FLOAT16:
-            continue
-        half = f"{node.output[0]}/half"
-        product = helper.make_node("Gemm", [rows, weight], [half], node.name, transB=1)
-        cast = helper.make_node("Cast", [half], node.output, to=TensorProto.FLOAT)
-        graph.replace(node, product, cast)
 
 
 def is_expert_product(node: onnx.NodeProto) -> bool:

@@ -10,6 +10,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
+from lockstep.onnx_tools.rewriter import Rewriter, typed_values
+
 
 def widened(model: onnx.ModelProto, narrow: int = TensorProto.BFLOAT16) -> onnx.ModelProto:
     """Return the same graph with float32 wherever it has the type `narrow`; `model` itself where it has none."""
@@ -19,6 +21,22 @@ def widened(model: onnx.ModelProto, narrow: int = TensorProto.BFLOAT16) -> onnx.
     for function in wide.functions:
         changes += sum(_widen_node(node, narrow) for node in function.node)
     return wide if changes else model
+
+
+def in_float32(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a graph with float32 for float16 and bfloat16, and without the casts that are none then."""
+    graph = Rewriter(widened(widened(model, TensorProto.FLOAT16)))
+    types = typed_values(graph.model)
+    sources: dict[str, str] = {}
+    for node in graph.nodes:
+        node.input[:] = [sources.get(name, name) for name in node.input]
+        if node.op_type != "Cast" or node.output[0] in graph.outputs:
+            continue
+        kinds = {types[name][0] if name in types else TensorProto.UNDEFINED for name in (*node.input, *node.output)}
+        if kinds == {TensorProto.FLOAT}:
+            sources[node.output[0]] = node.input[0]
+            graph.replace(node)
+    return graph.finish()
 
 
 def widened_dtype(dtype: str) -> str:

@@ -14,7 +14,11 @@ _STATES = ("past_state", "state_out")
 
 
 def with_activations(assembly: Assembly, dtype: str) -> Assembly:
-    """Return the assembly with the float32 inputs and outputs of all graphs as `dtype`, except weights and states."""
+    """Return the assembly with the float32 inputs and outputs of all graphs as `dtype`, except weights and states.
+
+    An assembly of 16 bits keeps its own dtype, which its float32 inputs and outputs get too.
+    """
+    dtype = dtype if assembly.dtype == "float32" else assembly.dtype
 
     def cast_io(io: IO) -> IO:
         if io.dtype != "float32" or io.name in _STATES:

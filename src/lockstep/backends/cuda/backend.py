@@ -31,11 +31,11 @@ from lockstep.targets import Limits
 
 _KERNELS = ".kernels"
 _GRAPH = ".onnx"
-REVISION = 1  # of the kernels and of what runs them: engines are for exactly this one
+REVISION = 2  # of the kernels and of what runs them: engines are for exactly this one
 
 
 class CudaBackend(PortableGpuBackend):
-    """Kernels of our own and cuBLAS; activations are float16, quantised weights dequantised in products."""
+    """Kernels of our own and cuBLAS; activations have 16 bits, quantised weights are dequantised in products."""
 
     name = "cuda"
     gpus = "NVIDIA GPUs of compute capability 8.0 and higher"
@@ -53,8 +53,8 @@ class CudaBackend(PortableGpuBackend):
         return str(REVISION)
 
     def is_batch_invariant(self, assembly: Assembly) -> bool:
-        """Return whether it is fp16: products with quantised weights have another order for few rows than for many."""
-        return assembly.precision == "fp16"
+        """Return whether weights have 16 bits: products with quantised ones differ between few rows and many."""
+        return assembly.precision in ("fp16", "bf16")
 
     def why_not(self) -> str | None:
         return why_not()
@@ -72,12 +72,16 @@ class CudaBackend(PortableGpuBackend):
         if assembly.adapters is not None and assembly.quantization is not None:
             raise InputError(
                 f"backend cuda: expected no adapters in {assembly.precision}, found room for "
-                f"{assembly.adapters.max_adapters}; export without, or in fp16"
+                f"{assembly.adapters.max_adapters}; export without, or in fp16 or bf16"
             )
         if assembly.residual is not None:
             raise InputError(
-                f"backend cuda: residual: expected none, for its hidden state is float16, found {assembly.residual}; "
+                f"backend cuda: residual: expected none, for its hidden state has 16 bits, found {assembly.residual}; "
                 "use the backend tensorrt"
+            )
+        if assembly.kv_cache_dtype is not None and assembly.dtype == "bfloat16":
+            raise InputError(
+                f"backend cuda: kv_cache_dtype: expected none in bf16, found {assembly.kv_cache_dtype}; take fp16"
             )
         run = with_activations(assembly, "float16")
         for name, variant in run.variants.items():

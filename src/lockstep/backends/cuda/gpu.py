@@ -5,7 +5,7 @@ from __future__ import annotations
 from lockstep.backends.gpu import compute_capability, needs_gpu
 from lockstep.errors import is_installed, pip_install
 
-PRECISIONS = ("fp16", "w8a16", "w4a16", "w8a8-fp8")
+PRECISIONS = ("fp16", "bf16", "w8a16", "w4a16", "w8a8-fp8")
 _PACKAGES = {"cuda.bindings": "cuda-bindings", "cudnn": "nvidia-cudnn-frontend"}
 
 

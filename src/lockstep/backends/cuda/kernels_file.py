@@ -1,9 +1,9 @@
 """The engine file of a block: its kernels and its products, in the order in which they run.
 
-In: a float16 graph, or a float32 graph of quantised products. Out: JSON. It has `inputs` and `outputs` {name: [dtype,
-shape]} of all but weights, `inner` {name: shape} of what lies between two steps (float16), and `steps`: a kernel
-(`gpu.kernels.row_kernels`), or products of one input (`onnx_tools.cut_products`). The same graph gives the same bytes
-anywhere.
+In: a graph of float16 or bfloat16, or a float32 graph of quantised products, whose activations become float16. Out:
+JSON. It has `inputs` and `outputs` {name: [dtype, shape]} of all but weights, `inner` {name: shape} of what lies
+between two steps (of `dtype`), and `steps`: a kernel (`gpu.kernels.row_kernels`), or products of one input
+(`onnx_tools.cut_products`). The same graph gives the same bytes anywhere.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -26,11 +26,11 @@ from lockstep.gpu.kernels.row_kernels import RowKernel
 from lockstep.gpu.kernels.row_operators import row_kernel
 from lockstep.onnx_tools.cut_products import CutGraph, Experts, Product, cut_products, run_cut
 from lockstep.onnx_tools.expert_products import with_few_experts
-from lockstep.onnx_tools.half_activations import halve_activations
 from lockstep.onnx_tools.judge import Bound, measure, peak, wrong
 from lockstep.onnx_tools.prepare import random_inputs
 from lockstep.onnx_tools.sessions import compute, open_session
 from lockstep.onnx_tools.signature import signature_of
+from lockstep.onnx_tools.widened import in_float32, widened
 from lockstep.tolerances import KERNELS
 from lockstep.weights import e4m3
 from lockstep.weights.groups import dequantize
@@ -56,7 +56,7 @@ class KernelsFile(Document):
     """A block's kernels and products.
 
     inputs, outputs: {name: (dtype, shape)} of all but weights; a dimension is a number or a name. inner: {name: shape}
-    of what lies between two steps.
+    of what lies between two steps. dtype: of all these that are no integers, and of weights as products read them.
     """
 
     FORMAT: ClassVar[str] = formats.KERNELS
@@ -64,6 +64,7 @@ class KernelsFile(Document):
     outputs: Mapping[str, tuple[str, Shape]]
     inner: Mapping[str, Shape]
     steps: tuple[BlockStep, ...]
+    dtype: str = "float16"
 
     def to_bytes(self) -> bytes:
         """Return the engine's bytes, which have no seal: their digest is the manifest's."""
@@ -88,9 +89,10 @@ def compile_block(model: onnx.ModelProto) -> KernelsFile:
     where kernels and products give something else than the graph does.
     """
     name = model.graph.name
+    dtype = "float16" if widened(model) is model else "bfloat16"
+    wide = in_float32(model)  # as kernels compute
     try:
-        cut = cut_products(model)
-        cut = replace(cut, pieces=tuple(map(halve_activations, cut.pieces)))
+        cut = cut_products(wide)
         quantized = {product.input for product in _products(cut) if product.is_fp8}
         kernels = [row_kernel(piece, f"piece_{number}", quantized) for number, piece in enumerate(cut.pieces)]
     except CheckError as error:
@@ -111,13 +113,19 @@ def compile_block(model: onnx.ModelProto) -> KernelsFile:
                 f"graph {name}: expected quantised weights whose zero points are the middle, found "
                 f"{product.slots[2]!r}; this backend takes no zero points, use the backend onnxruntime"
             )
-    _check_same(model, cut)
+        if product.experts is not None and product.experts.weight.kind != "floats" and dtype == "bfloat16":
+            raise CheckError(
+                f"graph {name}: expected weights of experts of 16 bits in bf16, found {product.experts.weight.kind}; "
+                "use fp16"
+            )
+    _check_same(wide, cut)
     signature = signature_of(model.graph, {slot for product in _products(cut) for slot in product.slots})
     steps = tuple(
         BlockStep(kernel=kernels[step]) if isinstance(step, int) else BlockStep(products=tuple(step))
         for step in cut.steps
     )
-    return KernelsFile(_told(filter(_is_given, signature.inputs)), _told(signature.outputs), cut.inner, steps)
+    inputs = _told(filter(_is_given, signature.inputs), dtype)
+    return KernelsFile(inputs, _told(signature.outputs, dtype), cut.inner, steps, dtype)
 
 
 def _products(cut: CutGraph) -> list[Product]:
@@ -131,11 +139,12 @@ def _is_given(io: IO) -> bool:
     return io.name.endswith(B_SUFFIX) or not all(isinstance(size, int) for size in io.shape)
 
 
-def _told(ios: Iterable[IO]) -> dict[str, tuple[str, Shape]]:
-    return {io.name: ("float16" if io.dtype == "float32" else io.dtype, io.shape) for io in ios}
+def _told(ios: Iterable[IO], dtype: str) -> dict[str, tuple[str, Shape]]:
+    return {io.name: (dtype if io.dtype == "float32" else io.dtype, io.shape) for io in ios}
 
 
 def _check_same(model: onnx.ModelProto, cut: CutGraph) -> None:
+    """Run a float32 graph and its pieces and products, which round nothing here, on the same random numbers."""
     choices = {product.experts.ids for product in _products(cut) if product.experts is not None}
     model = with_few_experts(model, _EXPERTS_TRIED) if choices else model
     feeds = random_inputs(model)
@@ -151,13 +160,10 @@ def _check_same(model: onnx.ModelProto, cut: CutGraph) -> None:
     def run_piece(number: int, values: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         own = sessions[number]
         given = {value.name: values[value.name] for value in own.get_inputs()}
-        given = {
-            name: array.astype(np.float16) if array.dtype == np.float32 else array for name, array in given.items()
-        }
         return dict(zip([value.name for value in own.get_outputs()], own.run(None, given)))
 
     found = run_cut(cut.steps, feeds, run_piece, multiply)
-    bound = Bound(KERNELS["fp8" if any(product.is_fp8 for product in _products(cut)) else "fp16"])
+    bound = Bound(KERNELS["fp8" if any(product.is_fp8 for product in _products(cut)) else "*"])
     # Scores that are nearly equal are rounded to another order now and then: such a row has other experts.
     same = np.ones(len(next(iter(found[name] for name in expected))), np.bool_)
     for name in choices:
@@ -173,21 +179,21 @@ def _check_same(model: onnx.ModelProto, cut: CutGraph) -> None:
 
 
 def multiply(product: Product, values: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return a product of float16 rows, in float16, in NumPy; values: by name."""
-    rows = _as_half(values[product.input])
+    """Return a product in float32, in NumPy; values: by name."""
+    rows = values[product.input].astype(np.float32)
     parts = [values[slot] for slot in product.slots]
     if product.is_fp8:
         codes, steps = e4m3.rounded(rows)
-        return (codes @ parts[0].astype(np.float32).T * steps * parts[1]).astype(np.float16)
+        return codes @ parts[0].astype(np.float32).T * steps * parts[1]
     if product.experts is not None:
         return _of_experts(rows, parts, values[product.experts.ids], product.experts)
     weight = parts[0] if product.bits == 16 else dequantize(parts[0], parts[1], product.group_size, *parts[2:])
-    exact = _as_half(rows @ (_as_half(weight) if product.transposed else _as_half(weight).T))
+    result = rows @ (weight if product.transposed else weight.T).astype(np.float32)
     if (lora := product.lora) is not None:
         ids = values[IDS][values[lora.rows]] if lora.rows else values[IDS]
         own = np.arange(lora.columns) // lora.rank == ids[:, None]
-        exact += np.where(own, _as_half(rows @ _as_half(values[lora.a])), 0) @ _as_half(values[lora.b])
-    return exact.astype(np.float16)
+        result += np.where(own, rows @ values[lora.a], 0) @ values[lora.b]
+    return result
 
 
 def _of_experts(rows: np.ndarray, parts: Sequence[np.ndarray], ids: np.ndarray, experts: Experts) -> np.ndarray:
@@ -195,18 +201,13 @@ def _of_experts(rows: np.ndarray, parts: Sequence[np.ndarray], ids: np.ndarray, 
     weight = experts.weight
     given = rows.reshape(len(rows), 1 if experts.shared else experts.per_token, -1)
     given = np.broadcast_to(given, (*ids.shape, given.shape[-1]))
-    results = np.zeros((*ids.shape, weight.out_features), np.float16)
+    results = np.zeros((*ids.shape, weight.out_features), np.float32)
     ids = ids % len(parts[0])  # of which a trial has few
     for number in np.unique(ids):
         data, *scales = (part[number] for part in parts)
         if weight.kind == "mxfp4":
             data = mxfp4_numbers(data, *scales)
         elif scales:
-            data = _as_half(dequantize(data, scales[0].reshape(data.shape[:2]), weight.group_size))
+            data = dequantize(data, scales[0].reshape(data.shape[:2]), weight.group_size)
         results[ids == number] = given[ids == number] @ (data.T if weight.transposed else data).astype(np.float32)
     return results.reshape(len(rows), -1)
-
-
-def _as_half(array: np.ndarray) -> np.ndarray:
-    """Return numbers rounded to float16, as float32."""
-    return array.astype(np.float16).astype(np.float32)

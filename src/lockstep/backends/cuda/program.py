@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.artifacts.adapters import IDS
+from lockstep.artifacts.dtypes import named_dtype
 from lockstep.artifacts.signature import IO, concrete_shape
 from lockstep.backends.cuda.kernels_file import Group, KernelsFile, Shape
 from lockstep.errors import InputError
@@ -21,6 +22,7 @@ from lockstep.gpu.kernels.expert_products import ExpertOrder, ExpertStack, large
 from lockstep.gpu.kernels.expert_products import bind as bind_experts
 from lockstep.gpu.kernels.fp8_gemm import Rows
 from lockstep.gpu.kernels.gemm import ALIGNED
+from lockstep.gpu.kernels.numbers import kind_options
 from lockstep.gpu.kernels.products import Adapters, Products, SmallWeight, StridedView
 from lockstep.gpu.kernels.row_kernels import (
     CHOICES,
@@ -43,11 +45,9 @@ from lockstep.onnx_tools.cut_products import Experts, Product
 from lockstep.step.executable import Run
 from lockstep.weights import Tensors, check_bound_slots, check_inputs
 
-_HALF = np.dtype(np.float16)
 _CHOICE = np.dtype(np.int32)
 _FP8 = (8, 9)  # the compute capability that has e4m3
-_AS_HALF = WeightCast(_HALF)
-_AS_SCALES = WeightCast(_HALF, SCALES_TIMES)
+_AS_SCALES = WeightCast(np.dtype(np.float16), SCALES_TIMES)
 Sizes = Mapping[str, int]  # of dimensions, by name
 GroupWeights = Mapping[Group, SmallWeight]
 
@@ -55,21 +55,21 @@ GroupWeights = Mapping[Group, SmallWeight]
 class _Shared:
     """Products and buffers of a device's blocks for decode steps (`own`) or prompts, until their last call goes."""
 
-    _instances: weakref.WeakValueDictionary[tuple[int, bool], _Shared] = weakref.WeakValueDictionary()
+    _instances: weakref.WeakValueDictionary[tuple[int, bool, np.dtype], _Shared] = weakref.WeakValueDictionary()
 
-    def __init__(self, device: Device):
-        self.products = Products(device.stream)
+    def __init__(self, device: Device, dtype: np.dtype):
+        self.products = Products(device.stream, dtype)
         self._buffers: dict[tuple, cuda.Array] = {}
 
     @classmethod
-    def of(cls, device: Device, own: bool) -> _Shared:
-        key = id(device), own
+    def of(cls, device: Device, own: bool, dtype: np.dtype) -> _Shared:
+        key = id(device), own, dtype
         shared = cls._instances.get(key)
         if shared is None:
-            shared = cls._instances[key] = cls(device)
+            shared = cls._instances[key] = cls(device, dtype)
         return shared
 
-    def buffer(self, number: int, rows: int, width: Sequence[int], dtype: np.dtype = _HALF) -> cuda.Array:
+    def buffer(self, number: int, rows: int, width: Sequence[int], dtype: np.dtype) -> cuda.Array:
         """Return [rows, *width], the `number`th buffer of its width and type; earlier ones stay valid."""
         key = dtype, number, *width
         array = self._buffers.get(key)
@@ -99,6 +99,7 @@ class KernelsProgram(GpuProgram):
                 f"{path}: expected a GPU of compute capability {_FP8[0]}.{_FP8[1]} or higher for w8a8-fp8, found "
                 f"{capability[0]}.{capability[1]}; choose w8a16, or fp16"
             )
+        self.dtype = named_dtype(block.dtype)
         self.functions = self._compiled()
         tensors = {name: _tensor(name, True, *told) for name, told in block.inputs.items()}
         self.tensors = tensors | {name: _tensor(name, False, *told) for name, told in block.outputs.items()}
@@ -108,7 +109,8 @@ class KernelsProgram(GpuProgram):
         if not self.kernels:
             return {}
         self.device.use()
-        module = cuda.compile_kernels(self._prelude + "".join(kernel.source for kernel in self.kernels))
+        source = self._prelude + "".join(kernel.source for kernel in self.kernels)
+        module = cuda.compile_kernels(source, kind_options(self.block.dtype))
         return {kernel.name: module[kernel.name] for kernel in self.kernels}
 
     @property
@@ -120,7 +122,8 @@ class KernelsProgram(GpuProgram):
         source = kernel.summing(name, math.prod(int(size) for size in self.declared(name)[1:]))
         if source is None:
             return None
-        return cuda.compile_kernels(self._prelude + SUMS + source, exchange.options)[kernel.name]
+        options = *exchange.options, *kind_options(self.block.dtype)
+        return cuda.compile_kernels(self._prelude + SUMS + source, options)[kernel.name]
 
     def lies_beside(self, group: Group) -> bool:
         """Return whether a group's results may lie beside each other in one buffer: where kernels alone read them."""
@@ -178,7 +181,7 @@ def _kinds(product: Product) -> Iterator[tuple[str, str]]:
 
 
 def _tensor(name: str, is_input: bool, dtype: str, shape: Shape) -> Tensor:
-    return Tensor(name, is_input, np.dtype(dtype), tuple(-1 if isinstance(size, str) else size for size in shape))
+    return Tensor(name, is_input, named_dtype(dtype), tuple(-1 if isinstance(size, str) else size for size in shape))
 
 
 class _Store:
@@ -194,7 +197,7 @@ class _Store:
         self.uploads = store.uploads
 
     def plain(self, slot: str, kind: str) -> cuda.Array:
-        """Return a weight that kernels read, in fp16 or, of a quantised one, as products read it."""
+        """Return a weight that kernels read, in the block's type or, of a quantised one, as products read it."""
         cast = {INTEGERS: None, SCALES: _AS_SCALES}.get(kind, self._cast(slot))
         return self._put([slot], self._program.slots[slot][0], cast)
 
@@ -213,7 +216,7 @@ class _Store:
             return SmallWeight(data, scales, first.bits, first.group_size, deep, together)
         cast = self._cast(first.slots[0])
         if first.transposed:
-            cast = replace(cast or _AS_HALF, transposed=True)
+            cast = replace(cast or WeightCast(self._program.dtype), transposed=True)
         data = self._part(group, 0, (whole + more, deep), cast, room=bool(more))
         at = whole
         for name, count in columns.items():
@@ -237,7 +240,8 @@ class _Store:
         return self._store.put(self._weights, names, tuple(shape), dtype, where, room=room, cast=cast)
 
     def _cast(self, slot: str) -> WeightCast | None:
-        return _AS_HALF if self._program.slots[slot][1] != _HALF else None
+        dtype = self._program.dtype
+        return WeightCast(dtype) if self._program.slots[slot][1] != dtype else None
 
 
 class KernelsExecutable(GpuExecutable):
@@ -294,7 +298,7 @@ class _Call:
         self._run = run
         self._program = run.program
         block = run.program.block
-        self._shared = _Shared.of(run.program.device, own)
+        self._shared = _Shared.of(run.program.device, own, run.program.dtype)
         self._largest = run.program.sizes({name: array.shape for name, array in given.items()})
         self._given = given
         self._counts = dict[tuple[int, ...], int]()
@@ -305,7 +309,7 @@ class _Call:
         choices = {product.experts.ids for product in run.program.of_experts if product.experts is not None}
         for name, shape in block.inner.items():
             if name not in self._values:
-                dtype = _CHOICE if name in choices else _HALF
+                dtype = _CHOICE if name in choices else None
                 buffer = self._buffer(str(shape[0]), *(int(size) for size in shape[1:]), dtype=dtype)
                 self._values[name] = StridedView.of(buffer)
         self._orders: dict[str, ExpertOrder] = {}
@@ -319,9 +323,10 @@ class _Call:
         for step in block.steps:
             self.steps += self._group(step.products) if step.kernel is None else [self.kernel(step.kernel)]
 
-    def _buffer(self, rows: str, *width: int, dtype: np.dtype = _HALF) -> cuda.Array:
+    def _buffer(self, rows: str, *width: int, dtype: np.dtype | None = None) -> cuda.Array:
+        """Return a new buffer; None: of the block's type."""
         self._counts[width] = self._counts.get(width, 0) + 1
-        return self._shared.buffer(self._counts[width], self._largest[rows], width, dtype)
+        return self._shared.buffer(self._counts[width], self._largest[rows], width, dtype or self._program.dtype)
 
     def _put_beside(self, group: Group) -> None:
         """Give a group's results one buffer."""

@@ -7,13 +7,13 @@ from lockstep.config.backends import BackendSettings
 
 SETTINGS = BackendSettings(
     precisions=PRECISIONS,
-    lacks="its kernels compute with float16 activations",
+    lacks="its kernels have activations of 16 bits",
     takes_limits=True,
     runs_ranks=True,
-    runs_adapters=("fp16",),
+    runs_adapters=("fp16", "bf16"),
     zero_points=False,
     mxfp4=True,
-    fp16_activations=PRECISIONS,
+    fp16_activations=tuple(precision for precision in PRECISIONS if precision != "bf16"),
     fp8_kv_cache=True,
     gpus=1,
     unpinned=("cuda", "cudnn"),

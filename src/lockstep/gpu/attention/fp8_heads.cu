@@ -6,13 +6,6 @@
 typedef unsigned char Code;
 struct __align__(8) EightCodes { unsigned w[2]; };
 
-#ifndef ON_HOST  // where the test has its own
-__device__ __forceinline__ float number_of_half(unsigned short bits) {
-    float result;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(bits));
-    return result;
-}
-#endif
 constexpr __host__ __device__ int head_bytes(int dim) { return PAGE * (dim + 1); }
 
 // most: the bits of the largest magnitude. The exponent of the scale 2^(exponent - 15), by which numbers over 256 are e4m3's over 256.

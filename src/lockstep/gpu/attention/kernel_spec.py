@@ -8,13 +8,15 @@ from pathlib import Path
 import numpy as np
 
 from lockstep.gpu.cuda import Array
-from lockstep.gpu.kernels.step_kernels import NUMBERS
+from lockstep.gpu.kernels.numbers import KINDS, NUMBERS
 
 PAGE = 64  # tokens of a page of the cache
 THREADS = 128  # of a block
 SPLITS = 16  # of a row's keys at most, as in paged_decode.cu
 # CUDA C++ that all kernels start with, with the macros of `AttentionKernelSpec.options`.
-WORDS = r"""
+WORDS = (
+    NUMBERS
+    + r"""
 typedef unsigned short Bits;  // a number of KIND
 struct __align__(16) Vec8 { unsigned w[4]; };  // 8 numbers of KIND
 struct __align__(16) Four { float w[4]; };
@@ -22,22 +24,10 @@ struct __align__(16) Four { float w[4]; };
 #if GIVEN == 0
 typedef float Given;
 #else
-typedef unsigned short Given;
+typedef unsigned short Given;  // as Bits
 #endif
 
 __device__ __forceinline__ float number(float given) { return given; }
-__device__ __forceinline__ float number(unsigned short given) {
-    float result;
-    if (GIVEN == 1) asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(given));
-    else result = __uint_as_float((unsigned)given << 16);
-    return result;
-}
-
-#if KIND == 1
-#define TYPE "f16"
-#else
-#define TYPE "bf16"
-#endif
 __device__ __forceinline__ unsigned pack(float low, float high) {
     unsigned result;
     asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
@@ -47,6 +37,7 @@ __device__ __forceinline__ unsigned pack(float low, float high) {
 // RoPE of one element, by intrinsics that leave the compiler no choice of roundings, so that all kernels cache the same numbers.
 __device__ __forceinline__ float rope(float x, float own, float y, float other) { return __fmaf_rn(y, other, __fmul_rn(x, own)); }
 """  # noqa: E501
+)
 
 
 FP8_WORDS = Path(__file__).with_name("fp8_heads.cu").read_text(encoding="utf-8")
@@ -136,8 +127,8 @@ class AttentionKernelSpec:
     @property
     def options(self) -> tuple[str, ...]:
         values = {
-            "KIND": NUMBERS[self.dtype],
-            "GIVEN": NUMBERS[self.query_dtype],
+            "KIND": KINDS[self.dtype],
+            "GIVEN": KINDS[self.query_dtype],
             "WIDE": int(self.wide),
             "KV_HEADS": self.kv_heads,
             "GROUP": self.heads // self.kv_heads,

@@ -1,18 +1,19 @@
-"""cuBLASLt GEMM of fp16 or e4m3 matrices through ctypes, by algorithms without split-K."""
+"""cuBLASLt GEMM of fp16, bf16 or e4m3 matrices through ctypes, by algorithms without split-K."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
 
+import numpy as np
+
 from lockstep.errors import CheckError
 from lockstep.gpu import cuda
 from lockstep.gpu.libraries import require_cublas
 
 # Values of cublasLt.h and library_types.h.
-_FP16 = 2
 _FP32 = 0
-_E4M3 = 28
+_TYPES = {"float16": 2, "bfloat16": 14, "float8_e4m3fn": 28}
 _SUMS_FP32 = 68
 _TRANSPOSE_FIRST = 3  # an attribute of a description, as those of e4m3
 _SCALES = (17, 18)
@@ -43,10 +44,10 @@ class _HeuristicResult(ctypes.Structure):
 class CublasLt:
     """cuBLASLt on the current device, by algorithms that need no workspace.
 
-    fp8: weights and rows are e4m3, with a scale per output and per row; the outputs are fp16.
+    dtype: of weights, rows and outputs. e4m3 has a scale per output and per row, and outputs are fp16.
     """
 
-    def __init__(self, fp8: bool = False) -> None:
+    def __init__(self, dtype: np.dtype) -> None:
         self._library = require_cublas()
         self._handle = ctypes.c_void_p()
         status = self._library.cublasLtCreate(ctypes.byref(self._handle))
@@ -56,13 +57,15 @@ class CublasLt:
                 "of the GPU, or name the folder of a cuBLAS for this driver in LD_LIBRARY_PATH"
             )
         cuda.destroy_with(self, self._library.cublasLtDestroy, self._handle)
-        self._fp8 = fp8
+        self._type = _TYPES[dtype.name]
+        self._fp8 = dtype.name == "float8_e4m3fn"
+        self._out_type = _TYPES["float16"] if self._fp8 else self._type
         # Of e4m3 any addresses of scales will do to ask for algorithms.
         self._product = self._description(self._handle.value or 0, self._handle.value or 0)
         self._preference = self._create("cublasLtMatmulPreferenceCreate")
         self._set("cublasLtMatmulPreferenceSetAttribute", self._preference, _WORKSPACE, ctypes.c_size_t(0))
         self._set("cublasLtMatmulPreferenceSetAttribute", self._preference, _REDUCTIONS, ctypes.c_uint32(0))
-        self._layouts: dict[tuple[int, int, bool], ctypes.c_void_p] = {}
+        self._layouts: dict[tuple[int, int, int], ctypes.c_void_p] = {}
         self._one = ctypes.c_float(1)
         self._zero = ctypes.c_float(0)
 
@@ -70,9 +73,9 @@ class CublasLt:
         """Yield the algorithms without split-K that cuBLAS has for a size, the fastest by its heuristic first."""
         results = (_HeuristicResult * _MAX_ALGORITHMS)()
         count = ctypes.c_int()
-        weight = self._layout(in_features, out_features, self._fp8)
-        x = self._layout(in_features, rows, self._fp8)
-        out = self._layout(out_features, rows)
+        weight = self._layout(in_features, out_features, self._type)
+        x = self._layout(in_features, rows, self._type)
+        out = self._layout(out_features, rows, self._out_type)
         status = self._library.cublasLtMatmulAlgoGetHeuristic(
             self._handle, self._product, weight, x, out, out, self._preference, _MAX_ALGORITHMS, results,
             ctypes.byref(count),
@@ -103,18 +106,17 @@ class CublasLt:
         one = ctypes.byref(self._one)
         zero = ctypes.byref(self._zero)
         a, b, c = (ctypes.c_void_p(array.address) for array in (weight, x, out))
-        weight_layout = self._layout(in_features, out_features, self._fp8)
+        weight_layout = self._layout(in_features, out_features, self._type)
         layout = self._layout
-        fp8 = self._fp8
-        product = self._description(*(array.address for array in scales)) if fp8 else self._product
+        product = self._description(*(array.address for array in scales)) if self._fp8 else self._product
         matmul = self._library.cublasLtMatmul
         no_workspace = ctypes.c_size_t(0)
         stream_handle = ctypes.c_void_p(stream.handle)
 
         def multiply(rows: int, algorithm: Algorithm, arrays: object = (weight, x, out, *scales)) -> None:
             """Multiply `rows` rows; `arrays` keeps the memory alive."""
-            out_layout = layout(out_features, rows)
-            x_layout = layout(in_features, rows, fp8)
+            out_layout = layout(out_features, rows, self._out_type)
+            x_layout = layout(in_features, rows, self._type)
             status = matmul(
                 self._handle, product, one, a, weight_layout, b, x_layout, zero, c, out_layout, c, out_layout,
                 algorithm, None, no_workspace, stream_handle,
@@ -139,13 +141,12 @@ class CublasLt:
             self._set("cublasLtMatmulDescSetAttribute", description, attribute, value)
         return description
 
-    def _layout(self, height: int, width: int, e4m3: bool = False) -> ctypes.c_void_p:
-        """Return the layout of an fp16 or e4m3 array [width, height], whose rows are cuBLAS's columns."""
-        layout = self._layouts.get((height, width, e4m3))
+    def _layout(self, height: int, width: int, kind: int) -> ctypes.c_void_p:
+        """Return the layout of an array [width, height], whose rows are cuBLAS's columns; kind: one of `_TYPES`."""
+        layout = self._layouts.get((height, width, kind))
         if layout is None:
-            kind = ctypes.c_int(_E4M3 if e4m3 else _FP16)
-            sizes = kind, ctypes.c_uint64(height), ctypes.c_uint64(width), ctypes.c_int64(height)
-            layout = self._layouts[height, width, e4m3] = self._create("cublasLtMatrixLayoutCreate", *sizes)
+            sizes = ctypes.c_int(kind), ctypes.c_uint64(height), ctypes.c_uint64(width), ctypes.c_int64(height)
+            layout = self._layouts[height, width, kind] = self._create("cublasLtMatrixLayoutCreate", *sizes)
         return layout
 
     def _create(self, name: str, *arguments: object) -> ctypes.c_void_p:

@@ -1,4 +1,4 @@
-// Products of tokens' rows with the weights of their experts, each [out_features, in_features] or the other way round, fp16.
+// Products of tokens' rows with the weights of their experts, each [out_features, in_features] or the other way round, of KIND.
 //
 // Each output is accumulated by one warp from the first column to the last, 16 at a time (mma.m16n8k16, fp32), whatever the
 // size of tiles: a row has the same bits beside any others, as in few_rows.cu.

@@ -1,7 +1,7 @@
 """Grouped GEMMs with the weights of experts on a device.
 
-Weights are fp16 (expert_products.cu), integers or MXFP4 (expert_small_weights.cu). The rows of a step are sorted by
-expert first (expert_rows.cu).
+Weights are of 16 bits (expert_products.cu), integers or MXFP4 (expert_small_weights.cu). The rows of a step are sorted
+by expert first (expert_rows.cu).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from lockstep.gpu import cuda
 from lockstep.gpu.kernels.gemm import FEW_ROWS
+from lockstep.gpu.kernels.numbers import kind_options
 from lockstep.onnx_tools.expert_products import ExpertWeight
 
 _ROWS = Path(__file__).with_name("expert_rows.cu").read_text(encoding="utf-8")
@@ -29,7 +30,7 @@ class Tile:
 
     Attributes:
         rows, outputs, threads: Of a block.
-        columns, stages: Of fp16 weights, and of quantized ones.
+        columns, stages: Of weights of 16 bits, and of quantized ones.
         max_rows: Average rows per expert up to which this tile is used.
     """
 
@@ -53,7 +54,7 @@ class Tile:
         return used_experts + (rows - used_experts) // self.rows
 
 
-# A row has the same bits with any of them. The last one is for fp16 only: dequantizing needs more registers.
+# A row has the same bits with any of them. The last one is for 16 bits only: dequantizing needs more registers.
 TILES = (
     Tile(8, 32, 128, (256, 256), (4, 4), 4),
     Tile(16, 32, 128, (256, 256), (4, 4), 12),
@@ -70,8 +71,8 @@ def tile_for(rows: int, experts: int, largest: Tile) -> Tile:
 class ExpertStack:
     """The stacked weights of all experts on a device.
 
-    data: fp16 [count, ...], or uint8. scales: fp16 [count, out_features, num_groups], times `SCALES_TIMES`, or uint8
-    exponents (MXFP4); None for fp16.
+    data: fp16 or bf16 [count, ...], or uint8. scales: fp16 [count, out_features, num_groups], times `SCALES_TIMES`, or
+    uint8 exponents (MXFP4); None for 16 bits.
     """
 
     data: cuda.Array
@@ -129,7 +130,7 @@ def bind(
     """
     form = stack.form
     weights = "floats" if stack.scales is None else "small"
-    module = cuda.compile_kernels(SOURCES[weights])
+    module = cuda.compile_kernels(SOURCES[weights], kind_options(x.dtype.name))
 
     @functools.cache
     def launch(tile: Tile) -> tuple[cuda.Launch, int]:

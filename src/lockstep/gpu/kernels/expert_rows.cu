@@ -68,7 +68,7 @@ __device__ __forceinline__ void store(float (*sums)[PARTS][4], int across, int b
 #pragma unroll
         for (int n = 0; n < TILES * PARTS * 4; n++) {
             int i = n % 4, part = n / 4 % PARTS, tile = n / 4 / PARTS, row = (beside * PARTS + part) * 8 + lane % 4 * 2 + i % 2;
-            results[row * WIDE + (across * TILES + tile) * 16 + lane / 4 + i / 2 * 8] = half(sums[tile][part][i]);
+            results[row * WIDE + (across * TILES + tile) * 16 + lane / 4 + i / 2 * 8] = narrow(sums[tile][part][i]);
         }
     __syncthreads();
     for (int n = threadIdx.x; n < count * (OUTS / 8); n += BLOCK) {

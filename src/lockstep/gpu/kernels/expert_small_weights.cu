@@ -17,25 +17,25 @@ __device__ __forceinline__ float of_bits(u32 bits) { return __uint_as_float(bits
 
 // The numbers of a lane's eight columns as pairs of fp16. Four bits: (0, 4), (1, 5), (2, 6), (3, 7). Exact: 1024 + q has all
 // integers, and fp16 all numbers of e2m1 times 2^-14.
-template <int KIND> __device__ __forceinline__ void unpack(const u32* words, u32* pairs) {
+template <int FORM> __device__ __forceinline__ void unpack(const u32* words, u32* pairs) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        u32 word = KIND == 8 ? words[i / 2] >> i % 2 * 16 : words[0] >> i * 4;
-        if (KIND == 8) pairs[i] = sub2((word & 0xff) | (word & 0xff00) << 8 | 0x64006400u, 0x64806480u);
-        else if (KIND == 4) pairs[i] = sub2((word & 0x000f000fu) | 0x64006400u, 0x64086408u);
+        u32 word = FORM == 8 ? words[i / 2] >> i % 2 * 16 : words[0] >> i * 4;
+        if (FORM == 8) pairs[i] = sub2((word & 0xff) | (word & 0xff00) << 8 | 0x64006400u, 0x64806480u);
+        else if (FORM == 4) pairs[i] = sub2((word & 0x000f000fu) | 0x64006400u, 0x64086408u);
         else pairs[i] = (word & 0x00070007u) << 9 | (word & 0x00080008u) << 12;
     }
 }
-template <int KIND> __device__ __forceinline__ float factor(const void* scales, long long at) {
-    if (KIND == E2M1) return of_bits((((const unsigned char*)scales)[at] + 14) << 23);
-    return number(((const unsigned short*)scales)[at]) * 0.00390625f;
+template <int FORM> __device__ __forceinline__ float factor(const void* scales, long long at) {
+    if (FORM == E2M1) return of_bits((((const unsigned char*)scales)[at] + 14) << 23);
+    return number_of_half(((const unsigned short*)scales)[at]) * 0.00390625f;
 }
 
-template <int KIND, int ROWS, int OUTS, int COLUMNS, int DEPTH, int ACROSS, int BESIDE, int BLOCK>
+template <int FORM, int ROWS, int OUTS, int COLUMNS, int DEPTH, int ACROSS, int BESIDE, int BLOCK>
 __device__ __forceinline__ void small_experts(const unsigned char* weight, const void* scales, const unsigned short* x,
                                               unsigned short* out, const int* order, const Tile* tiles, int sharing,
                                               int out_features, int in_features, int group_size, int out_blocks) {
-    constexpr int BITS = KIND == 8 ? 8 : 4, WORDS = BITS / 4, ROW_BYTES = COLUMNS * 2, WEIGHT_BYTES = COLUMNS * BITS / 8;
+    constexpr int BITS = FORM == 8 ? 8 : 4, WORDS = BITS / 4, ROW_BYTES = COLUMNS * 2, WEIGHT_BYTES = COLUMNS * BITS / 8;
     constexpr int WEIGHT = OUTS * WEIGHT_BYTES, STAGE = WEIGHT + ROWS * ROW_BYTES;
     constexpr int TILES = OUTS / ACROSS / 16, PARTS = ROWS / BESIDE / 8;  // of 16 outputs and of 8 rows, of a warp
     constexpr int ROW_PIECES = ROW_BYTES / 16, WEIGHT_PIECES = WEIGHT_BYTES / 16;
@@ -92,7 +92,7 @@ __device__ __forceinline__ void small_experts(const unsigned char* weight, const
 #pragma unroll
                 for (int i = 0; i < TILES * 2; i++) {
                     int output = min(first + (across * TILES + i / 2) * 16 + lane / 4 + i % 2 * 8, out_features - 1);
-                    scale[i / 2][i % 2] = factor<KIND>(scales, (rows_before + output) * groups + column / group_size);
+                    scale[i / 2][i % 2] = factor<FORM>(scales, (rows_before + output) * groups + column / group_size);
                 }
             u32 pairs[TILES][2][4];
 #pragma unroll
@@ -102,7 +102,7 @@ __device__ __forceinline__ void small_experts(const unsigned char* weight, const
                 u32 words[WORDS];
 #pragma unroll
                 for (int word = 0; word < WORDS; word++) words[word] = ((const u32*)at)[word];
-                unpack<KIND>(words, pairs[i / 2][i % 2]);
+                unpack<FORM>(words, pairs[i / 2][i % 2]);
             }
 #pragma unroll
             for (int p = 0; p < PARTS; p++) {
@@ -130,11 +130,11 @@ __device__ __forceinline__ void small_experts(const unsigned char* weight, const
     store<TILES, PARTS, OUTS, BLOCK>(sums, across, beside, beside < BESIDE, out + first, order + tile.first, tile.count, out_features, out_features - first);
 }
 
-#define EXPERTS(NAME, KIND, ROWS, OUTS, COLUMNS, DEPTH, ACROSS, BESIDE, BLOCK) \
+#define EXPERTS(NAME, FORM, ROWS, OUTS, COLUMNS, DEPTH, ACROSS, BESIDE, BLOCK) \
 extern "C" __global__ void __launch_bounds__(BLOCK) NAME( \
     const unsigned char* weight, const void* scales, const unsigned short* x, unsigned short* out, const int* order, \
     const Tile* tiles, int sharing, int out_features, int in_features, int group_size, int out_blocks) { \
-    small_experts<KIND, ROWS, OUTS, COLUMNS, DEPTH, ACROSS, BESIDE, BLOCK>(weight, scales, x, out, order, tiles, sharing, \
+    small_experts<FORM, ROWS, OUTS, COLUMNS, DEPTH, ACROSS, BESIDE, BLOCK>(weight, scales, x, out, order, tiles, sharing, \
                                                                            out_features, in_features, group_size, out_blocks); }
 // small_BITS_ROWS and e2m1_ROWS.
 EXPERTS(small_8_8, 8, 8, 32, 256, 4, 2, 1, 128)

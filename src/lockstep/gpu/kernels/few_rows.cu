@@ -1,4 +1,4 @@
-// Products of up to 64 rows of activations with a weight [out_features, in_features] of fp16.
+// Products of up to 64 rows of activations with a weight [out_features, in_features] of KIND.
 //
 // Each output is accumulated by one warp from the first column to the last, 16 at a time (mma.m16n8k16, fp32): the order
 // in which kernels of cuBLAS accumulate that do not split the columns, so that a row has the same bits by either, beside
@@ -82,7 +82,7 @@ __device__ __forceinline__ void few_rows(const unsigned short* weight, const uns
     for (int i = 0; i < TILES * 4; i++) {
         int out = first + across * 16 + lane / 4 + i % 4 / 2 * 8, request = i / 4 * 16 + beside * 8 + lane % 4 * 2 + i % 2;
         if (out >= out_features || request >= rows) continue;
-        unsigned short result = half(sums[i / 4][i % 4]);
+        unsigned short result = narrow(sums[i / 4][i % 4]);
         if (out < first_end) first_out[(long long)request * first_end + out] = result;
         else if (out < second_end) second_out[(long long)request * (second_end - first_end) + out - first_end] = result;
         else third_out[(long long)request * (out_features - second_end) + out - second_end] = result;

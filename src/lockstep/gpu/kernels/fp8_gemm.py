@@ -39,6 +39,7 @@ SOURCE = FEW_ROWS + "".join(
     Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("e4m3.cu", "fp8_products.cu")
 )
 TILES = Path(__file__).with_name("fp8_wgmma.cu").read_text(encoding="utf-8")
+_E4M3 = named_dtype("float8_e4m3fn")
 _TILE_THREADS = 288  # as in fp8_wgmma.cu
 _ROW_THREADS = 512  # as in fp8_products.cu
 # As in fp8_wgmma.cu: outputs and columns of a tile, and its rows.
@@ -216,7 +217,7 @@ class _Shapes:
     def __init__(self) -> None:
         self.library: CublasLt | None = None
         with contextlib.suppress(CheckError):
-            self.library = CublasLt(fp8=True)
+            self.library = CublasLt(_E4M3)
         self._chosen: dict[tuple[int, int], Mapping[int, Algorithm]] = {}
 
     def __getitem__(self, shape: tuple[int, int]) -> Mapping[int, Algorithm]:
@@ -230,7 +231,7 @@ class _Shapes:
 
     @staticmethod
     def _choose(library: CublasLt, out_features: int, in_features: int) -> Mapping[int, Algorithm]:
-        trial = Trial(out_features, in_features, TIMED, named_dtype("float8_e4m3fn"))
+        trial = Trial(out_features, in_features, TIMED, _E4M3, np.dtype(np.float16))
         scales = cuda.empty((out_features,), "f4")
         steps = cuda.empty((TIMED,), "f4")
         for array in (scales, steps):

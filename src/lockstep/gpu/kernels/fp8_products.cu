@@ -116,7 +116,7 @@ __device__ __forceinline__ void few_rows_fp8(const unsigned char* weight, const 
     for (int i = 0; i < 4; i++) {
         int out = first + across * 16 + lane / 4 + i / 2 * 8, request = beside * 8 + lane % 4 * 2 + i % 2;
         if (out >= out_features || request >= rows) continue;
-        unsigned short result = half(sums[i] * steps[request] * scales[out]);
+        unsigned short result = narrow(sums[i] * steps[request] * scales[out]);
         if (out < first_end) first_out[(long long)request * first_end + out] = result;
         else if (out < second_end) second_out[(long long)request * (second_end - first_end) + out - first_end] = result;
         else third_out[(long long)request * (out_features - second_end) + out - second_end] = result;

@@ -164,7 +164,7 @@ __device__ __forceinline__ void wgmma_fp8(const TensorMap& weight, const TensorM
             }
             float step = steps[request];
             float4 scale = *(const float4*)(scales + out);
-            struct alignas(8) { unsigned short v[4]; } made = {half(sum.x * step * scale.x), half(sum.y * step * scale.y), half(sum.z * step * scale.z), half(sum.w * step * scale.w)};
+            struct alignas(8) { unsigned short v[4]; } made = {narrow(sum.x * step * scale.x), narrow(sum.y * step * scale.y), narrow(sum.z * step * scale.z), narrow(sum.w * step * scale.w)};
             unsigned short* target = out < first_end ? first_out + (long long)request * first_end + out
                 : out < second_end ? second_out + (long long)request * (second_end - first_end) + out - first_end
                 : third_out + (long long)request * (out_features - second_end) + out - second_end;

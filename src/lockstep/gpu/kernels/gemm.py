@@ -1,4 +1,4 @@
-"""Batch-invariant fp16 GEMM: its bits don't depend on the number of rows.
+"""Batch-invariant GEMM of fp16 or bf16: its bits don't depend on the number of rows.
 
 Each output accumulates the columns in order, 16 at a time, in fp32: by our kernel (few_rows.cu) up to 16 rows, or up to
 64 where it is faster, and by cuBLASLt beyond. On Hopper both give the same bits. To make that hold on any GPU, each
@@ -21,6 +21,7 @@ import numpy as np
 from lockstep.errors import CheckError
 from lockstep.gpu import cuda
 from lockstep.gpu.kernels.cublas_lt import Algorithm, CublasLt
+from lockstep.gpu.kernels.numbers import kind_options
 from lockstep.gpu.kernels.row_kernels import COMMON
 
 FEW_ROWS = COMMON + Path(__file__).with_name("tensor_cores.cu").read_text(encoding="utf-8")
@@ -42,18 +43,17 @@ _MAX_TRIAL_OUTPUTS = 1 << 27  # a GEMM with more, such as lm_head's, has only a 
 _DEPTHS = (4096, 8192)  # columns of GEMMs whose algorithms also run with more columns, though cuBLAS doesn't offer them
 _CACHE = 128 << 20  # bytes: more than any GPU's L2 cache
 _COPIES = 4  # of a weight in a trial, at most
-ALIGNED = 8  # fp16 columns in 16 bytes
+ALIGNED = 8  # columns in 16 bytes
 _BLOCK = 64  # random rows of a trial, which repeat
-_HALF = np.dtype(np.float16)
 T = TypeVar("T")
 
 
 class Gemm:
-    """Products of fp16 arrays on a stream."""
+    """Products of arrays of fp16 or bf16 (`dtype`) on a stream."""
 
-    def __init__(self, stream: cuda.Stream):
+    def __init__(self, stream: cuda.Stream, dtype: np.dtype):
         self._stream = stream
-        self._shapes = _shapes(cuda.current_device())
+        self._shapes = _shapes(cuda.current_device(), dtype)
 
     def bind(self, weight: cuda.Array, x: cuda.Array, outs: Sequence[cuda.Array]) -> Callable[[int], None]:
         """Return a call that computes outs[i] = x @ weight[i].T for a number of rows.
@@ -116,8 +116,8 @@ def size_for(rows: int, sizes: Sequence[int]) -> int:
 
 
 @functools.cache
-def _shapes(device: int) -> _Shapes:
-    return _Shapes()
+def _shapes(device: int, dtype: np.dtype) -> _Shapes:
+    return _Shapes(dtype)
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,10 @@ class _Shape:
 class _Shapes:
     """How to multiply with weights of each shape, [out_features, in_features], on a device: chosen once per shape."""
 
-    def __init__(self) -> None:
-        self.library = CublasLt()
-        self._module = cuda.compile_kernels(_SOURCE)
+    def __init__(self, dtype: np.dtype) -> None:
+        self.library = CublasLt(dtype)
+        self._dtype = dtype
+        self._module = cuda.compile_kernels(_SOURCE, kind_options(dtype.name))
         self._chosen: dict[tuple[int, int], _Shape] = {}
         self._kernel_rows: dict[tuple[tuple[int, ...], int], int] = {}
 
@@ -160,10 +161,10 @@ class _Shapes:
         return self._kernel_rows[key]
 
     def _time_kernel(self, part_sizes: Sequence[int], in_features: int) -> int:
-        trial = Trial(sum(part_sizes), in_features, _MORE[-1])
+        trial = Trial(sum(part_sizes), in_features, _MORE[-1], self._dtype, self._dtype)
         kernel_rows = FEW[-1]
         ends = [0, *itertools.accumulate(part_sizes)]
-        outs = [cuda.empty((_MORE[-1], size), "f2", "trying products out") for size in part_sizes]
+        outs = [cuda.empty((_MORE[-1], size), self._dtype, "trying products out") for size in part_sizes]
         for rows in _MORE:
             by_kernel = list[Callable[[], None]]()
             by_cublas = list[Callable[[], None]]()
@@ -186,7 +187,7 @@ class _Shapes:
 
     def _choose(self, out_features: int, in_features: int) -> _Shape:
         rows = MANY[-1] if MANY[-1] * out_features <= _MAX_TRIAL_OUTPUTS else TIMED
-        trial = Trial(out_features, in_features, rows)
+        trial = Trial(out_features, in_features, rows, self._dtype, self._dtype)
         calls = [self.library.bind(trial.stream, weight, trial.x, trial.out) for weight in trial.weights]
         offered = {size: list(self._offered(out_features, in_features, size)) for size in MANY}
         bits_of = dict[Algorithm, bytes]()
@@ -195,8 +196,8 @@ class _Shapes:
                 bits_of[algorithm] = trial.bits(functools.partial(calls[0], FEW[-1], algorithm))
         if not bits_of:
             raise CheckError(
-                f"cuBLAS: expected a product [{out_features}, {in_features}] of fp16 whose columns are not split, "
-                "found none; install another cuBLAS"
+                f"cuBLAS: expected a product [{out_features}, {in_features}] of {self._dtype} whose columns are not "
+                "split, found none; install another cuBLAS"
             )
         # Keep the algorithms with the kernel's bits, or else those with the bits of the first algorithm.
         expected = next(iter(bits_of.values()))
@@ -237,26 +238,28 @@ def _call_all(calls: Sequence[Callable[[], None]]) -> None:
 def trial_factors(columns: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
     """Return random rows of a weight and of activations, [_BLOCK, columns] each.
 
-    In fp16 each product has another one in the row that nearly cancels it. The sums are far smaller than the partial
-    sums, so that another order of accumulation gives other bits even after rounding to fp16, and with few columns.
+    Of 16 bits, most products have another one in the row that cancels them, and the others are small. The sums are far
+    smaller than the partial sums, so that another order of accumulation gives other bits even after rounding to 16
+    bits, and with few columns.
     """
     random = np.random.default_rng(0)
     weight = random.standard_normal((_BLOCK, columns), "f4")
     x = random.standard_normal((_BLOCK, columns), "f4")
-    if dtype == _HALF:
-        weight = (weight * 16).astype(dtype)
-        x = (x * 64).astype(dtype)
+    if dtype.itemsize == 2:
+        weight *= 16
+        x *= 64
         order = random.permutation(columns)
-        half = columns // 2
-        weight[:, order[half : half * 2]] = weight[:, order[:half]]
-        x[:, order[half : half * 2]] = x[:, order[half : half * 2]] / dtype.type(1024) - x[:, order[:half]]
+        pairs = columns * 7 // 16
+        weight[:, order[pairs : pairs * 2]] = weight[:, order[:pairs]]
+        x[:, order[pairs : pairs * 2]] = -x[:, order[:pairs]]
+        x[:, order[pairs * 2 :]] /= 8192
     return weight.astype(dtype), x.astype(dtype)
 
 
 class Trial:
     """Random weights and rows of a shape, on a separate stream: a trial doesn't wait for other work."""
 
-    def __init__(self, out_features: int, in_features: int, rows: int, dtype: np.dtype = _HALF):
+    def __init__(self, out_features: int, in_features: int, rows: int, dtype: np.dtype, out_dtype: np.dtype):
         self.stream = cuda.Stream()
         nbytes = out_features * in_features * dtype.itemsize
         purpose = "trying products out"
@@ -264,7 +267,7 @@ class Trial:
         copies = min(_COPIES, -(-_CACHE // nbytes))
         self.weights = [cuda.empty((out_features, in_features), dtype, purpose) for _ in range(copies)]
         self.x = cuda.empty((rows, in_features), dtype, purpose)
-        self.out = cuda.empty((rows, out_features), "f2", purpose)
+        self.out = cuda.empty((rows, out_features), out_dtype, purpose)
         weight, x = trial_factors(in_features, dtype)
         self._host = weight, x  # the stream reads them later
         for array, host in ((self.weights[0], weight), (self.x, x)):
@@ -275,7 +278,7 @@ class Trial:
 
     def bits(self, multiply: Callable[[], None]) -> bytes:
         """Return the bits of the first rows of a product with the first weight."""
-        host = np.empty((FEW[-1], self.out.shape[1]), np.float16)
+        host = np.empty((FEW[-1], self.out.shape[1]), self.out.dtype)
         multiply()
         self.stream.download(host, self.out[: len(host)])
         self.stream.synchronize()

@@ -87,7 +87,7 @@ __device__ __forceinline__ void expand(const unsigned short* y, int y_step, cons
         if (first + i >= rows) continue;
         unsigned short* at = out + (first + i) * width + own;
         if (VEC == 8) store8(at, sums[i]);
-        else at[0] = half(sums[i][0]);
+        else at[0] = narrow(sums[i][0]);
     }
 }
 

@@ -1,6 +1,6 @@
 """GEMMs of activations and weights on a device, and the LoRA terms that adapters add.
 
-fp16 weights go through `gemm.Gemm`, e4m3 weights through `fp8_gemm.Fp8Gemm`. Up to 32 rows are multiplied with an
+Weights of 16 bits go through `gemm.Gemm`, e4m3 weights through `fp8_gemm.Fp8Gemm`. Up to 32 rows are multiplied with an
 integer weight by a kernel that reads it as it is stored (small_weights.cu), 16 rows at a time. For more rows, and for
 shapes that the kernel doesn't support, the weight is dequantized to fp16 and multiplied by `Gemm`; all weights share
 the memory for that.
@@ -14,9 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from lockstep.gpu import cuda
 from lockstep.gpu.kernels.fp8_gemm import Fp8Gemm, Rows
 from lockstep.gpu.kernels.gemm import MAX_OUTPUTS, Gemm, output_arguments, size_for
+from lockstep.gpu.kernels.numbers import kind_options
 from lockstep.gpu.kernels.row_kernels import COMMON, PRELUDE
 
 SOURCE = COMMON + Path(__file__).with_name("small_weights.cu").read_text(encoding="utf-8")
@@ -67,11 +70,11 @@ class Adapters:
 
 @dataclass(frozen=True)
 class SmallWeight:
-    """Concatenated weights [out_features[i], in_features], quantized or fp16.
+    """Concatenated weights [out_features[i], in_features], quantized or of 16 bits.
 
     Attributes:
-        data: uint8 [sum of out_features, in_features * bits / 8], or fp16 if bits is 16.
-        scales: fp16 [sum of out_features, num_groups], times `SCALES_TIMES`; None for fp16.
+        data: uint8 [sum of out_features, in_features * bits / 8], or the activations' dtype if bits is 16.
+        scales: fp16 [sum of out_features, num_groups], times `SCALES_TIMES`; None for 16 bits.
         group_size: 0 with 8 bits: data is e4m3, scales float32 [sum of out_features].
     """
 
@@ -93,10 +96,12 @@ class SmallWeight:
 class Products:
     """GEMMs on one stream, and the scratch memory that they share, because they run one after another."""
 
-    def __init__(self, stream: cuda.Stream):
+    def __init__(self, stream: cuda.Stream, dtype: np.dtype):
+        """Compile the kernels; dtype: of activations, fp16 or bf16. Those of quantized weights are fp16."""
         self._stream = stream
-        self._module = cuda.compile_kernels(SOURCE)
-        self._gemm = Gemm(stream)
+        self._options = kind_options(dtype.name)
+        self._small = functools.cache(lambda: cuda.compile_kernels(SOURCE))
+        self._gemm = Gemm(stream, dtype)
         self._fp8 = functools.cache(lambda: Fp8Gemm(stream))  # not every GPU supports it
         # Buffers for a weight as fp16: the last is the largest; captured graphs may use the others.
         self._scratch = [cuda.empty((1,), "f2")]
@@ -145,7 +150,7 @@ class Products:
         total = sum(weight.out_features)
         outputs, warps = _TILES[weight.bits, max_rows][sum(total >= width for width in _WIDTHS)]
         out_arguments = output_arguments([out[first:] for out in outs])
-        kernel = self._module[f"gemv_{weight.bits}_{outputs}_{warps}_{max_rows}"]
+        kernel = self._small()[f"gemv_{weight.bits}_{outputs}_{warps}_{max_rows}"]
         arguments: tuple[cuda.Array | int, ...] = (
             weight.data, weight.scales, x[first:], *out_arguments, total, weight.in_features, weight.group_size,
             max_rows,
@@ -158,7 +163,7 @@ class Products:
         total = sum(weight.out_features)
         fp16_weight = self._scratch_memory().reshape(total, weight.in_features)
         product = self._gemm.bind(fp16_weight, x, outs)
-        kernel = self._module[f"dequantize_{weight.bits}"]
+        kernel = self._small()[f"dequantize_{weight.bits}"]
         arguments = weight.data, weight.scales, fp16_weight, weight.in_features, weight.group_size, total
         dequantize = cuda.Launch(kernel, self._stream, _DEQUANTIZE_THREADS, *arguments)
         blocks = -(-total * weight.in_features // 8 // _DEQUANTIZE_THREADS)
@@ -185,7 +190,7 @@ class Products:
             matrices: B of each GEMM, [columns, out_features], or None.
             outs: outs[i] becomes the result i of `base` plus its LoRA term.
         """
-        module = cuda.compile_kernels(LORA_SOURCE)
+        module = cuda.compile_kernels(LORA_SOURCE, self._options)
         calls = list[tuple[dict[int, cuda.Launch], int]]()
         starts = [0]  # of each output in a row of `base`
         columns = list[int]()  # where the product with A of each output starts in `shrunk`; -1: it has none

@@ -14,20 +14,14 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.gpu.kernels.numbers import NUMBERS
+
 # The start of kernels for `cuda.Launch.overlaps`: a kernel may be scheduled while the previous one runs, so it must not
 # touch what that one writes or reads before `wait_for_previous`.
-COMMON = r"""
+COMMON = (
+    NUMBERS
+    + r"""
 #ifndef ON_HOST  // where the test has its own
-__device__ __forceinline__ float number(unsigned short half) {
-    float r;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(half));
-    return r;
-}
-__device__ __forceinline__ unsigned short half(float value) {
-    unsigned short r;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(value));
-    return r;
-}
 __device__ __forceinline__ void next_may_start() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
@@ -40,6 +34,7 @@ __device__ __forceinline__ void wait_for_previous() {
 }
 #endif
 """
+)
 PRELUDE = (
     COMMON
     + r"""
@@ -80,7 +75,7 @@ __device__ __forceinline__ void load8(const unsigned short* __restrict__ from, f
 __device__ __forceinline__ void store8(unsigned short* to, const float* from) {
     Eight held;
 #pragma unroll
-    for (int j = 0; j < 8; j++) held.v[j] = half(from[j]);
+    for (int j = 0; j < 8; j++) held.v[j] = narrow(from[j]);
     *(Eight*)to = held;
 }
 __device__ __forceinline__ long long integer(const void* values, int wide, long long i) {
@@ -98,7 +93,7 @@ INTEGERS = "integers"
 SCALES = "scales"
 OF_WEIGHTS = (WEIGHT, INTEGERS, SCALES)
 SCALES_TIMES = 256.0  # kernels expect scales of quantized weights times this, to keep them out of fp16's subnormals
-_WIDE = 8  # fp16 elements in 16 bytes
+_WIDE = 8  # elements in 16 bytes
 WAIT = "wait_for_previous();"
 
 
@@ -108,10 +103,10 @@ class RowKernel:
 
     Attributes:
         arguments: (name, kind) of each input, in order. By kind the kernel takes
-            ROWS: an fp16 array [rows, ...], and the elements from one row to the next;
+            ROWS: an array [rows, ...] of 16 bits, and the elements from one row to the next;
             INDEX: integers [rows], and whether they are 64 bits wide;
             CHOICES: int32 [rows, ...], and the elements from one row to the next;
-            WEIGHT: an fp16 array;
+            WEIGHT: an array of 16 bits;
             INTEGERS, SCALES: those of a quantized weight, as GEMMs read them.
         outputs: Names of the outputs, which follow as ROWS, or as CHOICES if they are integers.
         rows: The name of the dimension that is the number of rows.

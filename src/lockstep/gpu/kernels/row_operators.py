@@ -78,7 +78,9 @@ _REDUCTIONS = {
 
 
 def row_kernel(piece: onnx.ModelProto, name: str, quantized: Collection[str] = ()) -> RowKernel:
-    """Return the kernel of a piece with fp16 inputs and outputs; quantized: outputs to quantize to e4m3 as well.
+    """Return the kernel of a piece, whose inputs and outputs become numbers of 16 bits.
+
+    quantized: outputs to quantize to e4m3 as well.
 
     Raises CheckError for an operator without a rule, or in a form that its rule does not take.
     """
@@ -277,7 +279,7 @@ def _dequantized(w: Writer, node: onnx.NodeProto, name: str, index: Index, row: 
     count = WIDE if index.unit else 1  # within one group: group sizes are multiples of it
     w.lines += [
         f"long long {element} = {at} * {width} + {index.base};",
-        f"float {scale} = number(in{factors}[{element} / {sizes['block_size']}]) * {1 / SCALES_TIMES}f;",
+        f"float {scale} = number_of_half(in{factors}[{element} / {sizes['block_size']}]) * {1 / SCALES_TIMES}f;",
         f"float {numbers}[{count}];",
         "#pragma unroll",
         f"for (int j = 0; j < {count}; j++) {numbers}[j] = ({number} - {1 << sizes['bits'] - 1}) * {scale};",
@@ -463,7 +465,7 @@ def _in_parts(model: onnx.ModelProto) -> onnx.ModelProto:
             x, gain, *bias = node.input
             off = emit("Sub", x, emit("ReduceMean", x, [-1]))
             variance = emit("ReduceMean", emit("Mul", off, off), [-1])
-            # float32 in a float16 graph, because epsilon may be too small for fp16: so `finish` must not check types.
+            # float32 even in a float16 graph, because epsilon may be too small: so `finish` must not check types.
             epsilon = np.array(attributes.get("epsilon", 1e-5), np.float32)
             scaled = emit("Div", off, emit("Sqrt", emit("Add", variance, epsilon)))
             weighted = emit("Mul", scaled, gain, result="" if bias else node.output[0])

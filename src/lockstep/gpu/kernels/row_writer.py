@@ -22,7 +22,7 @@ from lockstep.gpu.kernels.row_kernels import CHOICES, INDEX, INTEGERS, ROWS, SCA
 from lockstep.onnx_tools.rewriter import Dims, attributes_of, dims_of, with_types
 
 WIDE = 8  # elements of 16 bits in 16 bytes
-STORED = (TensorProto.FLOAT16,)  # types of the floats that kernels load and store
+STORED = (TensorProto.FLOAT, TensorProto.FLOAT16)  # types of the floats that kernels load and store
 _THREADS = 256
 _MAX_THREADS = 1024
 _MAX_SHARED = 40 << 10  # bytes of shared memory
@@ -347,7 +347,7 @@ class Writer:
                 else:
                     self.lines.append(f"*({at}) = (int){text};")
             elif not index.unit:
-                self.lines.append(f"*({at}) = half({text});")
+                self.lines.append(f"*({at}) = narrow({text});")
             else:
                 if not vector:
                     text = self._vector(text)

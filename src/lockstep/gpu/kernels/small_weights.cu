@@ -158,7 +158,7 @@ __device__ __forceinline__ void gemv(const uint4* weight, const unsigned short* 
         float sum = 0;
 #pragma unroll
         for (int other = 0; other < DEEP; other++) sum += sums[other][of][request];
-        unsigned short result = half(sum * UNSCALE);
+        unsigned short result = narrow(sum * UNSCALE);
         if (out < first_end) first_out[(long long)request * first_end + out] = result;
         else if (out < second_end) second_out[(long long)request * (second_end - first_end) + out - first_end] = result;
         else third_out[(long long)request * (out_features - second_end) + out - second_end] = result;
@@ -190,17 +190,17 @@ __device__ __forceinline__ void dequantize(const unsigned char* weight, const un
                                            int group_size, long long count) {
     long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= count) return;
-    float scale = number(scales[i * 8 / group_size]) * UNSCALE;  // rows are whole groups
+    float scale = number_of_half(scales[i * 8 / group_size]) * UNSCALE;  // rows are whole groups
     union { unsigned short numbers[8]; uint4 all; } found;
     if (BITS == 8) {
         uint2 held = *(const uint2*)(weight + i * 8);
         for (int j = 0; j < 8; j++) {
             int q = (j < 4 ? held.x >> 8 * j : held.y >> 8 * (j - 4)) & 255;
-            found.numbers[j] = half((q - 128) * scale);
+            found.numbers[j] = narrow((q - 128) * scale);
         }
     } else {
         u32 held = *(const u32*)(weight + i * 4);
-        for (int j = 0; j < 8; j++) found.numbers[j] = half(((int)(held >> 4 * j & 15) - 8) * scale);
+        for (int j = 0; j < 8; j++) found.numbers[j] = narrow(((int)(held >> 4 * j & 15) - 8) * scale);
     }
     out[i] = found.all;
 }

@@ -1,28 +1,14 @@
 // Token mixers with a state, float32, that lies in the row of a request. Compiled behind row_kernels.PRELUDE, with the sizes of a mixer as macros. A block takes
 // some columns of a request's new tokens, one token after another: so a request has the same bits in every cut, and beside any others.
-// ELEMENT: the type of what blocks give and take, 0 for fp16, 1 for bf16, 2 for fp32.
-#if ELEMENT == 0
+// KIND: the type of what blocks give and take, 0 for fp32 (numbers.cu).
+#if KIND
 typedef unsigned short Element;
 __device__ __forceinline__ float wide(Element value) { return number(value); }
-__device__ __forceinline__ Element narrow(float value) { return half(value); }
-#elif ELEMENT == 1
-typedef unsigned short Element;
-union Word { float number; unsigned bits; };
-__device__ __forceinline__ float wide(Element value) {
-    Word word;
-    word.bits = (unsigned)value << 16;
-    return word.number;
-}
-__device__ __forceinline__ Element narrow(float value) {  // to the nearest, ties to even; NaN stays NaN
-    Word word;
-    word.number = value;
-    if (value != value) return (Element)(word.bits >> 16 | 64);
-    return (Element)((word.bits + 0x7fff + (word.bits >> 16 & 1)) >> 16);
-}
+__device__ __forceinline__ Element stored(float value) { return narrow(value); }
 #else
 typedef float Element;
 __device__ __forceinline__ float wide(Element value) { return value; }
-__device__ __forceinline__ Element narrow(float value) { return value; }
+__device__ __forceinline__ Element stored(float value) { return value; }
 #endif
 
 struct Span { int first, last, row, goes_on; };  // tokens of a request, the row of its state, whether it has one yet
@@ -48,7 +34,7 @@ token_window(const Element* value, Element* out, float* states, const int* bound
     float* state = states + (long long)span.row * (WIDTH - 1) * SIZE + column;
     Element held[WIDTH];
 #pragma unroll
-    for (int i = 0; i < WIDTH - 1; ++i) held[i] = narrow(span.goes_on ? state[i * SIZE] : 0);
+    for (int i = 0; i < WIDTH - 1; ++i) held[i] = stored(span.goes_on ? state[i * SIZE] : 0);
     for (int token = span.first; token < span.last; ++token) {
         held[WIDTH - 1] = value[(long long)token * SIZE + column];
 #pragma unroll
@@ -65,7 +51,7 @@ token_window(const Element* value, Element* out, float* states, const int* bound
 constexpr int PART = (KEY_DIM + LANES - 1) / LANES;
 
 __device__ __forceinline__ void load_part(float (&to)[PART], const Element* head, int lane) {
-#if ELEMENT == 0
+#if KIND
     if (KEY_DIM % (8 * LANES) == 0) {
 #pragma unroll
         for (int e = 0; e < PART / 8 * 8; e += 8) load8(head + lane * PART + e, to + e);
@@ -114,7 +100,7 @@ recurrence(const Element* query, const Element* key, const Element* value, const
             sum += q[e] * state[e];
         }
         sum = sum_of_lanes(sum);
-        if (lane == 0 && place < COLUMNS) out[(long long)token * COLUMNS + column] = narrow(sum);
+        if (lane == 0 && place < COLUMNS) out[(long long)token * COLUMNS + column] = stored(sum);
     }
 #pragma unroll
     for (int e = 0; e < PART; ++e)

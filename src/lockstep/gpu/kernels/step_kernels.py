@@ -6,6 +6,7 @@ from pathlib import Path
 
 from lockstep.errors import CheckError
 from lockstep.gpu.cuda import Array, Kernel, Stream, compile_kernels
+from lockstep.gpu.kernels.numbers import KINDS
 
 _SOURCE = r"""
 __device__ long long integer(const void* values, int wide, long long i) {
@@ -53,8 +54,6 @@ WRITE(write_cache_16, uint4)
 SOURCE = _SOURCE + Path(__file__).with_name("next_token.cu").read_text(encoding="utf-8")
 _MAX_VOCAB_SIZE = 1 << 20  # ID_BITS in next_token.cu
 _THREADS = 1024  # THREADS in next_token.cu
-# How kernels are told the dtype of an array.
-NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 
 class Kernels:
@@ -73,7 +72,7 @@ class Kernels:
         """Write a mask [num_tokens, max_adapters * rank]: 1 in the columns of a token's adapter (ids), else 0."""
         tokens, columns = mask.shape
         self._adapter_mask.launch(
-            stream, tokens, min(128, columns), ids, self.wide, mask, NUMBERS[mask.dtype.name], columns, rank
+            stream, tokens, min(128, columns), ids, self.wide, mask, KINDS[mask.dtype.name], columns, rank
         )
 
     def write_cache(
@@ -122,7 +121,7 @@ class Kernels:
                 f"vocab_size: expected at most {_MAX_VOCAB_SIZE} for the kernel that samples, found {size}; use the "
                 "backend onnxruntime"
             )
-        arguments = logits, NUMBERS[logits.dtype.name], size, slots, positions, limit, samplings
+        arguments = logits, KINDS[logits.dtype.name], size, slots, positions, limit, samplings
         self._advance.launch(stream, count, _THREADS, *arguments, *out, self.wide)
 
     def largest(self, stream: Stream, shard: Array, first: int, slots: Array, rank_argmax: Array) -> None:
@@ -134,7 +133,7 @@ class Kernels:
             rank_argmax: [num_requests, 2]: the logit float32 (infinity for NaN), and the token's id int32 as bits.
         """
         count, columns = shard.shape
-        dtype = NUMBERS[shard.dtype.name]
+        dtype = KINDS[shard.dtype.name]
         self._largest.launch(stream, count, _THREADS, shard, dtype, columns, first, slots, rank_argmax)
 
     def choose(

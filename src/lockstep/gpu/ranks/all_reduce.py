@@ -17,8 +17,8 @@ import numpy as np
 from lockstep.errors import CheckError
 from lockstep.gpu import cuda
 from lockstep.gpu.device import Device
+from lockstep.gpu.kernels.numbers import KINDS
 from lockstep.gpu.kernels.row_kernels import COMMON
-from lockstep.gpu.kernels.step_kernels import NUMBERS
 
 SUMS = Path(__file__).with_name("sums.cu").read_text(encoding="utf-8")
 _KERNELS = Path(__file__).with_name("all_reduce.cu").read_text(encoding="utf-8")
@@ -93,7 +93,7 @@ class Exchange:
         key = values.address, values.dtype, shots, threads
         launch = self._sums.get(key)
         if launch is None:
-            arguments = values, *self.group, NUMBERS[values.dtype.name], shots, units
+            arguments = values, *self.group, KINDS[values.dtype.name], shots, units
             # Large all-reduces were slower if the next kernel occupies the device while they wait.
             overlaps = self.is_small(values)
             launch = cuda.Launch(self._reduce, self.device.stream, threads, *arguments, overlaps=overlaps)

@@ -76,11 +76,6 @@ __device__ bool is_lost(const Group& group, int other, unsigned spins, long long
     return true;
 }
 
-__device__ unsigned to_bfloat16(float value) {
-    unsigned bits = __float_as_uint(value);
-    return value != value ? 0x7fffu : (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
-}
-
 // kind: 0 float32, 1 float16, 2 bfloat16
 __device__ void add(float* sums, uint4 values, int kind) {
     unsigned words[4] = {values.x, values.y, values.z, values.w};
@@ -88,8 +83,8 @@ __device__ void add(float* sums, uint4 values, int kind) {
         if (kind == 0) {
             sums[i] += __uint_as_float(words[i]);
         } else if (kind == 1) {
-            sums[2 * i] += number(words[i] & 0xffff);
-            sums[2 * i + 1] += number(words[i] >> 16);
+            sums[2 * i] += number_of_half(words[i] & 0xffff);
+            sums[2 * i + 1] += number_of_half(words[i] >> 16);
         } else {
             sums[2 * i] += __uint_as_float(words[i] << 16);
             sums[2 * i + 1] += __uint_as_float(words[i] & 0xffff0000u);
@@ -101,8 +96,8 @@ __device__ uint4 rounded(const float* sums, int kind) {
     unsigned words[4];
     for (int i = 0; i < 4; ++i) {
         if (kind == 0) words[i] = __float_as_uint(sums[i]);
-        else if (kind == 1) words[i] = half(sums[2 * i]) | half(sums[2 * i + 1]) << 16;
-        else words[i] = to_bfloat16(sums[2 * i]) | to_bfloat16(sums[2 * i + 1]) << 16;
+        else if (kind == 1) words[i] = half_of(sums[2 * i]) | half_of(sums[2 * i + 1]) << 16;
+        else words[i] = bfloat16_of(sums[2 * i]) | bfloat16_of(sums[2 * i + 1]) << 16;
     }
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
@@ -142,7 +137,7 @@ __device__ uint4 sum_of_terms(const Group& group, unsigned launch, uint4 own, in
     return rounded(sums, kind);
 }
 
-// A row of fp16 with so many units, replaced by the sum, by a block that goes on with it in shared memory. The launch ends where the object does.
+// A row of KIND with so many units, replaced by the sum, by a block that goes on with it in shared memory. The launch ends where the object does.
 template <int UNITS, int THREADS> struct RowSum {
     const Group group;
     const unsigned launch;
@@ -159,7 +154,7 @@ template <int UNITS, int THREADS> struct RowSum {
         group.empty_all(launch, row * THREADS + threadIdx.x, gridDim.x * THREADS);
 #pragma unroll
         for (int turn = 0, i = threadIdx.x; turn < TURNS; ++turn, i += THREADS)
-            if (i < UNITS) sums[i] = mine[i] = sum_of_terms(group, launch, own[turn], row * UNITS + i, 1);
+            if (i < UNITS) sums[i] = mine[i] = sum_of_terms(group, launch, own[turn], row * UNITS + i, KIND);
         __syncthreads();
         last = threadIdx.x == 0 && group.is_last();
         numbers = (const unsigned short*)sums;

@@ -95,7 +95,7 @@ class Pair:
         self._run_graph = NoisyRun(self._model, self._weights, threads)
         built = engines.tensors(name, tensors)
         self._executable = engines.load(name, threads).bind(source if built else None, built)
-        self._is_narrow = engines.backend.activations not in (None, engines.assembly.dtype)
+        self._is_narrow = engines.backend.activations is not None and engines.assembly.dtype == "float32"
         self.failures: list[str] = []
 
     def compare(self, tolerance: Tolerances, seconds: float) -> ComparedEngine:
