@@ -14,7 +14,7 @@ from lockstep.cli.guarded import SETTINGS, GuardedGroup
 
 COMMANDS = (
     *("export", "models", "decode", "cpu-peers", "adapters", "throughput"),
-    *("speculation", "serving", "soak"),
+    *("speculation", "serving", "grammars", "soak"),
     *("gpu", "batches", "invariance", "speculation-gpu", "ranks", "serving-gpu", "families-gpu"),  # on GPUs
 )
 

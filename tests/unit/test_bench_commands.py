@@ -130,6 +130,12 @@ def _(here: Here) -> Sequence[Any]:
     return "--target", "demo-llama/fp32/all", "--results", tree, *sizes, *ONE_ROUND
 
 
+@starts("grammars", "beside median")
+def _(here: Here) -> Sequence[Any]:
+    tree = make_tree(here.folder / "results", here.request.getfixturevalue("demo"))
+    return "--target", "demo-llama/fp32/all/onnxruntime", "--results", tree, "--schemas", 1, "--kilobytes", 1
+
+
 @starts("speculation", "targets demo-llama/fp32/all tasks edit speed_of_drafts_relative_to plain")
 def _(here: Here) -> Sequence[Any]:
     tree = make_tree(here.folder / "results", here.request.getfixturevalue("demo"))

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import queue
 import re
+import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -184,6 +186,49 @@ def test_a_client_that_reads_nothing_is_ended_and_one_that_reads_slowly_is_not(d
             while server.num_sockets() > num_sockets:
                 assert time.monotonic() < end
                 time.sleep(0.05)
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    """A frame of HTTP/2."""
+    return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
+
+
+def withholding(port: int, name: str, request: Any) -> socket.socket:
+    """A client that asks for one answer, whose flow-control window is 0."""
+    fields = (":method", "POST"), (":scheme", "http"), (":path", f"/{SERVICE}/{name}"), (":authority", "a")
+    fields += ("content-type", "application/grpc"), ("te", "trailers")
+    head = b"".join(b"\0" + b"".join(bytes([len(text)]) + text.encode() for text in field) for field in fields)
+    message = request.SerializeToString()
+    end = socket.create_connection(("127.0.0.1", port))
+    end.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, struct.pack(">HI", 4, 0)))
+    end.sendall(frame(1, 4, 1, head) + frame(0, 1, 1, b"\0" + struct.pack(">I", len(message)) + message))
+    return end
+
+
+def test_clients_that_answer_pings_and_take_no_whole_answer_are_ended(demo: Results, tmp_path: Path) -> None:
+    tree = make_tree(tmp_path / "results", demo)
+    asked = {"ModelInfer": core(5, 6, 7), "ServerLive": MESSAGES["ServerLiveRequest"]()}  # the latter without a key
+    with RealServer(tree, "--grpc-port", 0, "--slow-reader", 1) as server, contextlib.ExitStack() as stack:
+        ends = [stack.enter_context(withholding(grpc_port(server), *call)) for call in asked.items()]
+        num_pings = 0
+        open_ends = set(ends)
+        until = time.monotonic() + 30
+        while open_ends:
+            assert time.monotonic() < until
+            for end in select.select(list(open_ends), [], [], 1)[0]:
+                data = end.recv(1 << 16)
+                if not data:
+                    open_ends.discard(end)
+                while len(data) >= 9:
+                    length = int.from_bytes(data[:3], "big")
+                    if data[3] == 6 and not data[4]:
+                        num_pings += 1
+                        with contextlib.suppress(OSError):
+                            end.sendall(frame(6, 1, 0, data[9 : 9 + length]))
+                    data = data[9 + length :]
+        assert num_pings > len(ends)
+        with Caller(server) as caller:
+            assert caller.call("ServerLive", asked["ServerLive"]).live
 
 
 def damaged() -> Iterator[tuple[str, Any, str, str]]:

@@ -18,6 +18,7 @@ from lockstep.serve.access import check_key
 from lockstep.serve.bodies import Access, BadRequest
 from lockstep.serve.ended_requests import CLIENT_GONE, EndedRequest
 from lockstep.serve.grpc_messages import MESSAGES, SERVICE
+from lockstep.serve.grpc_reader import write
 from lockstep.serve.kserve import SEQUENCE, repository_index, server_metadata
 from lockstep.serve.say import fault_of, say
 from lockstep.serve.stream import Stream, StreamError
@@ -60,8 +61,8 @@ class GrpcServer:
         options = [
             ("grpc.max_receive_message_length", access.max_body),
             ("grpc.so_reuseport", 0),  # two servers must not share the port's requests
-            # Disconnect a client that does not read, also of unary answers: it answers a ping only after it has read
-            # what was sent before, at most a window, 64 KiB at first.
+            # Disconnect a client that answers no ping: one that reads on answers after it has read what was sent
+            # before, at most a window, 64 KiB at first. `write` disconnects one that answers, and reads nothing.
             ("grpc.keepalive_time_ms", slow_reader_ms),
             ("grpc.keepalive_timeout_ms", slow_reader_ms),
             ("grpc.http2.max_pings_without_data", 0),  # no limit
@@ -120,19 +121,21 @@ class GrpcServer:
         }
 
     def _unary(self, name: str, method: _Method) -> Any:
-        async def call(request: Any, context: Any) -> Any:
+        async def call(request: Any, context: Any) -> None:
             try:
                 with self._observed(name, context) as notes:
                     if name not in _OPEN:
                         self._authorize(context)
                     if isinstance(request, BadRequest):
                         raise request
-                    return await method(request, notes)
+                    answer = await method(request, notes)
             except StreamError as error:
                 await _abort(context, error)
+            await write(context, answer, self._service.limits.slow_reader)
 
+        # A stream of one answer is the same to clients, and tells when it has left.
         serialize = MESSAGES[f"{name}Response"].SerializeToString
-        return grpc.unary_unary_rpc_method_handler(call, _parser(f"{name}Request"), serialize)
+        return grpc.unary_stream_rpc_method_handler(call, _parser(f"{name}Request"), serialize)
 
     @contextlib.contextmanager
     def _observed(self, name: str, context: Any) -> Iterator[_Notes]:
@@ -183,7 +186,7 @@ class GrpcServer:
             async with lock:
                 if stream is not None:
                     stream.sending_since = time.monotonic()
-                await context.write(response)
+                await write(context, response, self._service.limits.slow_reader)
                 if stream is not None:
                     stream.sending_since = None
 

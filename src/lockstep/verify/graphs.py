@@ -188,13 +188,7 @@ class Graphs(GraphRunner):
         graph = self._by_name[name]
         return graph.run(_declared(graph, inputs), weights)
 
-    def run_block(self, part: BoundBlock, env: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        outputs = super().run_block(part, env)
-        self.weights.drop_pages()
-        return outputs
-
     def weights_of(self, name: str, slots: Mapping[str, Sequence[str]]) -> dict[str, np.ndarray]:
-        self.weights.drop_pages()  # of the block before
         return {slot.name: self.slot_array(slots[slot.name], slot) for slot in self._by_name[name].slots}
 
     def feeds(
@@ -240,7 +234,9 @@ class Graphs(GraphRunner):
 
     def slot_array(self, tensors: Sequence[str], slot: IO) -> np.ndarray:
         """Return the weights of a slot, in the dtype that it is computed in."""
-        return slot_array(self.weights, tensors, slot.sizes).astype(widened_dtype(slot.dtype), copy=False)
+        array = slot_array(self.weights, tensors, slot.sizes).astype(widened_dtype(slot.dtype), copy=False)
+        self.weights.drop_pages()  # of the block before, and of what was joined here
+        return array
 
     def forward_inputs(self) -> list[IO]:
         """Return what a whole forward takes: hidden, position_ids, logit_rows."""
@@ -258,11 +254,8 @@ class Graphs(GraphRunner):
     def uncut_weights(self, uncut: Graph) -> dict[str, np.ndarray]:
         """Return all weights, by slot of the uncut graph."""
         assert self.assembly.batchful is not None  # it is open
-        weights = {}
-        for slot in uncut.slots:
-            weights[slot.name] = self.slot_array(self.assembly.batchful.tensors[slot.name], slot)
-            self.weights.drop_pages()
-        return weights
+        tensors = self.assembly.batchful.tensors
+        return {slot.name: self.slot_array(tensors[slot.name], slot) for slot in uncut.slots}
 
 
 def _declared(graph: Graph, env: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lockstep.artifacts.dtypes import base_precision
@@ -22,6 +23,8 @@ from lockstep.export.quiet import quiet
 from lockstep.export.torch_model import cut_config, is_within, load_tensors
 from lockstep.export.tracer import DTYPES
 from lockstep.weights import Weights
+
+_JOINS = {torch.ops.aten.cat.default, torch.ops.aten.stack.default}
 
 
 def mapped_model(config: Mapping[str, Any], weights: Weights, layers: int | str, attention: str) -> PreTrainedModel:
@@ -31,13 +34,27 @@ def mapped_model(config: Mapping[str, Any], weights: Weights, layers: int | str,
     """
     tensors = {name: _mapped(array) for name, array in weights.dequantized() if is_within(name, layers)}
     dtype = DTYPES[base_precision(weights.precision)]
-    stored = load_tensors(tensors, cut_config(config, layers), attention, str(weights.manifest_path), dtype)
+    with _PagesDropped(weights):
+        stored = load_tensors(tensors, cut_config(config, layers), attention, str(weights.manifest_path), dtype)
     model = _without_parameters(cut_config(config, layers), stored, attention)
     for name, parameter in stored.named_parameters(remove_duplicate=False):
         owner, _, key = name.rpartition(".")
         model.get_submodule(owner)._parameters[key] = parameter
-    weights.drop_pages()  # of what was put together
     return model
+
+
+class _PagesDropped(TorchDispatchMode):
+    """Drop the files' pages after each tensor that is put together of others: all of them stand beside the copies."""
+
+    def __init__(self, weights: Weights):
+        super().__init__()
+        self._weights = weights
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = operator(*args, **(kwargs or {}))
+        if operator in _JOINS:
+            self._weights.drop_pages()
+        return output
 
 
 def _mapped(array: np.ndarray) -> torch.Tensor:
