@@ -28,7 +28,7 @@ EDGES = (1, 16, 32, 64, 128, 192, 256, 320, 448, 512, 640, 1024, 1536)  # and on
 NEW = 32  # tokens of an answer
 OPTIONS = (
     options.Option("--shape", "A shape that comes with the benchmark, or a config.json.", "llama-2-7b"),
-    options.choice("--precision", "fp16", "w8a16", "w4a16", help="Small weights in groups of 128."),
+    options.choice("--precision", "fp16", "bf16", "w8a16", "w4a16", help="Small weights in groups of 128."),
     options.number("--positions", 100_000, "Positions to compare.", most=10_000_000),
     options.number("--layers", 4, "Layers of the shape.", most=200),
     options.number("--tensor-parallel", 1, "Ranks, each on a GPU of its own.", most=16),
