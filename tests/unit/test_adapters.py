@@ -612,7 +612,7 @@ def config(**changes: Any) -> dict[str, Any]:
     ({"backends": ["tensorrt_rtx"]},
         "adapters: expected none for backend tensorrt_rtx; adapters run on cuda, onnxruntime, tensorrt; found 2"),
     ({"backends": ["cuda"], "precisions": ["w8a16"]},
-        "adapters: expected none for backend cuda in w8a16; there they run in fp16; found 2"),
+        "adapters: expected none for backend cuda in w8a16; there they run in fp16, bf16; found 2"),
     ({"max_lora_rank": 12}, "models.demo-lora.max_lora_rank"),
     ({"max_adapters": 0}, "models.demo-lora.max_adapters"),
     ({"adapters": {"a:b": {"source": "x"}}}, "models.demo-lora.adapters"),
