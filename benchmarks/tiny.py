@@ -45,7 +45,7 @@ _LONG_OF_EXPERTS = 100  # of a mixture: a step gathers the weights of each token
 _CHUNK = 97
 _DECODE_STEPS = 4
 _NAME = "tiny"
-_GPU_LIMITS = {"max_batch_size": 5, "max_input_len": 320, "max_seq_len": 320, "max_num_tokens": 640}
+_GPU_LIMITS = {"max_batch_size": 5, "max_seq_len": 320, "max_num_tokens": 640}
 
 
 def try_type(model_type: str, folder: Path) -> dict[str, Any]:

@@ -159,7 +159,7 @@ def _filled(w: Writer, node: onnx.NodeProto, name: str, index: Index, row: str) 
 def _transpose(w: Writer, node: onnx.NodeProto, name: str, index: Index, row: str) -> Operand:
     source = w.value(node.input[0])
     order = attributes_of(node).get("perm") or reversed(range(len(source.sizes)))
-    return w.seen(node.input[0], w.value(name), [source.strides[axis] for axis in order], 0, index, row)
+    return w.view(node.input[0], w.value(name), [source.strides[axis] for axis in order], 0, index, row)
 
 
 def _split(w: Writer, node: onnx.NodeProto, name: str, index: Index, row: str) -> Operand:
@@ -167,7 +167,7 @@ def _split(w: Writer, node: onnx.NodeProto, name: str, index: Index, row: str) -
     axis = w.axis_of(attributes_of(node).get("axis", 0), node.input[0], node)
     before = list(node.output)[: list(node.output).index(name)]
     first = sum(w.value(out).sizes[axis] for out in before) * source.strides[axis]
-    return w.seen(node.input[0], w.value(name), source.strides, first, index, row)
+    return w.view(node.input[0], w.value(name), source.strides, first, index, row)
 
 
 def _slice(w: Writer, node: onnx.NodeProto, name: str, index: Index, row: str) -> Operand:
@@ -175,8 +175,8 @@ def _slice(w: Writer, node: onnx.NodeProto, name: str, index: Index, row: str) -
     reject_if(
         any(operand and operand not in w.constants for operand in node.input[1:]), f"Slice {name} with computed ends"
     )
-    given: list[Any] = [w.constants[operand].tolist() if operand else None for operand in node.input[1:]]
-    starts, ends, axes, steps = given + [None] * (4 - len(given))
+    numbers: list[Any] = [w.constants[operand].tolist() if operand else None for operand in node.input[1:]]
+    starts, ends, axes, steps = numbers + [None] * (4 - len(numbers))
     axes = axes or range(len(starts))
     steps = steps or [1] * len(starts)
     strides = list(source.strides)
@@ -188,7 +188,7 @@ def _slice(w: Writer, node: onnx.NodeProto, name: str, index: Index, row: str) -
             continue
         first += range(source.sizes[axis])[start:end:step][0] * source.strides[axis]
         strides[axis] *= step
-    return w.seen(node.input[0], w.value(name), strides, first, index, row)
+    return w.view(node.input[0], w.value(name), strides, first, index, row)
 
 
 def _concat(w: Writer, node: onnx.NodeProto, name: str, index: Index, row: str) -> Operand:
@@ -208,9 +208,9 @@ def _concat(w: Writer, node: onnx.NodeProto, name: str, index: Index, row: str) 
     for number, (operand, size) in enumerate(zip(node.input, sizes, strict=True)):
         last = size - (WIDE if index.unit else 1)
         clamped = f"{place} < {first} ? 0 : {place} < {first + size} ? {place} - {first} : {last}"
-        own = w.new()
-        w.lines.append(f"int {own} = ({index.base}) / {full} * {size} + ({clamped});")
-        operands.append(w.number(operand, Index(own, index.unit), row))
+        at_operand = w.new()
+        w.lines.append(f"int {at_operand} = ({index.base}) / {full} * {size} + ({clamped});")
+        operands.append(w.number(operand, Index(at_operand, index.unit), row))
         first += size
         form += f"{place} < {first} ? {{{number}}} : " if number < len(sizes) - 1 else f"{{{number}}}"
     return w.combine(form, operands, value.c_type)
@@ -243,8 +243,8 @@ def _chosen(
     inner = source.strides[axis]
     if index.unit and (inner % WIDE or per_inner):
         return w.one_by_one(lambda at: w.number(name, at, row), index, w.value(name).c_type)
-    whole = source.sizes[axis] * inner
-    outer = f"({index.base}) / {count * inner} * {whole} + " if source.width > whole else ""
+    source_size = source.sizes[axis] * inner
+    outer = f"({index.base}) / {count * inner} * {source_size} + " if source.width > source_size else ""
     which = index.base
     if not per_inner:  # the same integers for all that lies outside of the axis
         which = f"({index.base}) / {inner} % {count}" if count > 1 else "0"
@@ -293,11 +293,11 @@ def _dequantized(w: Writer, node: onnx.NodeProto, name: str, index: Index, row: 
 def _axes(w: Writer, node: onnx.NodeProto) -> list[int]:
     """Return the axes that a node accumulates over."""
     attributes = attributes_of(node)
-    given = attributes.get("axes") or []
-    if not given and len(node.input) > 1:
+    axes = attributes.get("axes") or []
+    if not axes and len(node.input) > 1:
         reject_if(node.input[1] not in w.constants, f"{node.op_type} {node.output[0]} over computed axes")
-        given = w.constants[node.input[1]].tolist()
-    return sorted(w.axis_of(axis, node.input[0], node) for axis in given or range(len(w.value(node.input[0]).sizes)))
+        axes = w.constants[node.input[1]].tolist()
+    return sorted(w.axis_of(axis, node.input[0], node) for axis in axes or range(len(w.value(node.input[0]).sizes)))
 
 
 def _is_short(w: Writer, node: onnx.NodeProto) -> bool:
@@ -311,10 +311,12 @@ def _is_short(w: Writer, node: onnx.NodeProto) -> bool:
 def _short_sum(w: Writer, node: onnx.NodeProto, name: str, index: Index, row: str) -> Operand:
     source = w.value(node.input[0])
     (axis,) = _axes(w, node)
-    kept = Value(source.sizes[:axis] + source.sizes[axis + 1 :], None, source.element)
+    terms_value = Value(source.sizes[:axis] + source.sizes[axis + 1 :], None, source.element)
     strides = source.strides[:axis] + source.strides[axis + 1 :]
     count = source.sizes[axis]
-    terms = [w.seen(node.input[0], kept, strides, tap * source.strides[axis], index, row) for tap in range(count)]
+    terms = [
+        w.view(node.input[0], terms_value, strides, tap * source.strides[axis], index, row) for tap in range(count)
+    ]
     form = " + ".join(f"{{{tap}}}" for tap in range(count))
     return w.combine(f"({form}) / {count}.0f" if node.op_type == "ReduceMean" else form, terms)
 
@@ -326,18 +328,18 @@ def _reduce(w: Writer, node: onnx.NodeProto) -> bool:
     source = w.value(node.input[0])
     (name,) = node.output
     reduced = _axes(w, node)
-    kept = [axis for axis in range(len(source.sizes)) if axis not in reduced]
-    order = [*kept, *reduced]
+    kept_axes = [axis for axis in range(len(source.sizes)) if axis not in reduced]
+    order = [*kept_axes, *reduced]
     turned = Value(tuple(source.sizes[axis] for axis in order), None, source.element)
     strides = [source.strides[axis] for axis in order]
-    groups = math.prod(source.sizes[axis] for axis in kept)
+    groups = math.prod(source.sizes[axis] for axis in kept_axes)
     size = math.prod(source.sizes[axis] for axis in reduced)
     start, form, join = _REDUCTIONS[node.op_type]
     total = w.new()
     scale = f" * {np.float32(1 / size):.9e}f" if node.op_type == "ReduceMean" else ""
 
     def add(index: Index) -> None:
-        text, vector = w.seen(node.input[0], turned, strides, 0, index, "row")
+        text, vector = w.view(node.input[0], turned, strides, 0, index, "row")
         if vector:
             w.lines += [
                 "#pragma unroll",
@@ -412,17 +414,17 @@ def _scatter_elements(w: Writer, node: onnx.NodeProto) -> bool:
     reject_if(attributes_of(node).get("reduction", b"none") != b"none", f"ScatterElements {name} that accumulates")
     axis = w.axis_of(attributes_of(node).get("axis", 0), source, node)
     inner = w.value(name).strides[axis]
-    whole = w.value(name).sizes[axis] * inner
-    some = w.value(ids).sizes[axis] * inner
+    size = w.value(name).sizes[axis] * inner
+    update_size = w.value(ids).sizes[axis] * inner
 
     array = w.store_array(name, source)
 
     def update(index: Index) -> None:
         number, _ = w.number(ids, index, "row")
         text, _ = w.number(values, index, "row")
-        w.lines.append(f"{array}[v / {some} * {whole} + (int){number} * {inner} + v % {inner}] = {text};")
+        w.lines.append(f"{array}[v / {update_size} * {size} + (int){number} * {inner} + v % {inner}] = {text};")
 
-    w.each(w.value(ids).width, update)
+    w.loop_over_all(w.value(ids).width, update)
     return True
 
 

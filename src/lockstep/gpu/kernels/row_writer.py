@@ -37,9 +37,9 @@ class Unsupported(Exception):
     """An operator has no rule, or none for its form: says which."""
 
 
-def reject_if(is_unsupported: object, found: str) -> None:
+def reject_if(is_unsupported: object, actual: str) -> None:
     if is_unsupported:
-        raise Unsupported(found)
+        raise Unsupported(actual)
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,10 @@ def mapped(sizes: Sequence[int], strides: Sequence[int], offset: int, index: Ind
     unit = index.unit
     if unit:
         size, stride = axes[-1]
-        others = [stride for _, stride in axes[:-1]]
+        outer_strides = [stride for _, stride in axes[:-1]]
         if stride > 1 or (len(axes) > 1 and size % WIDE):
             return None
-        if stride == 1 and any(number % WIDE for number in (offset, *others)):
+        if stride == 1 and any(number % WIDE for number in (offset, *outer_strides)):
             return None
         unit = stride == 1
     if axes == [(math.prod(sizes), 1)]:
@@ -216,9 +216,9 @@ class Writer:
 
     def _row_dim(self, output: onnx.ValueInfoProto) -> str:
         value = self.value(output.name)
-        found = f"output {output.name} {list(value.sizes)}"
-        reject_if(value.axis is None or math.prod(value.sizes[: value.axis + 1]) > 1, f"{found} that is not of rows")
-        reject_if(value.element not in (*STORED, TensorProto.INT64), f"{found} of another type")
+        actual = f"output {output.name} {list(value.sizes)}"
+        reject_if(value.axis is None or math.prod(value.sizes[: value.axis + 1]) > 1, f"{actual} that is not of rows")
+        reject_if(value.element not in (*STORED, TensorProto.INT64), f"{actual} of another type")
         assert value.axis is not None
         return str(dims_of(output)[value.axis])
 
@@ -287,7 +287,7 @@ class Writer:
         self.lines.append("}")
         self._memo = {}
 
-    def each(self, count: int, body: Callable[[Index], None]) -> None:
+    def loop_over_all(self, count: int, body: Callable[[Index], None]) -> None:
         """Write a loop of all threads over elements one by one, and wait for its end."""
         self._longest = max(self._longest, count)
         self._memo = {}
@@ -300,7 +300,9 @@ class Writer:
         """Write a loop that puts the elements of `source` into shared memory, as those of a value; return the array."""
         width = self.value(source).width
         array = self.shared(width)
-        self.each(width, lambda index: self.lines.append(f"{array}[v] = {self.number(source, index, 'row')[0]};"))
+        self.loop_over_all(
+            width, lambda index: self.lines.append(f"{array}[v] = {self.number(source, index, 'row')[0]};")
+        )
         self.store(name, array + "[{}]")
         return array
 
@@ -393,13 +395,13 @@ class Writer:
             raise Unsupported(node.op_type)
         return rule(self, node, name, index, row)
 
-    def seen(self, name: str, value: Value, strides: Sequence[int], offset: int, index: Index, row: str) -> Operand:
+    def view(self, name: str, value: Value, strides: Sequence[int], offset: int, index: Index, row: str) -> Operand:
         """Return the element of operand `name` that is at `index` of a value: see `mapped`."""
         at = mapped(value.sizes, strides, offset, index)
         if at is not None:
             return self.number(name, at, row)
         return self.one_by_one(
-            lambda one: self.seen(name, value, strides, offset, one, row), index, self.value(name).c_type
+            lambda at_one: self.view(name, value, strides, offset, at_one, row), index, self.value(name).c_type
         )
 
     def broadcast(self, name: str, value: Value, index: Index, row: str) -> Operand:
@@ -409,7 +411,7 @@ class Writer:
         strides = [0] * missing + [
             stride if size > 1 else 0 for size, stride in zip(operand.sizes, operand.strides, strict=True)
         ]
-        return self.seen(name, value, strides, 0, index, row)
+        return self.view(name, value, strides, 0, index, row)
 
     def _constant(self, name: str, index: Index) -> Operand:
         array = self.constants[name]
@@ -459,15 +461,16 @@ StoredRule = Callable[[Writer, onnx.NodeProto], bool]
 
 def _values_of_a_row(piece: onnx.ModelProto) -> dict[str, Value | str]:
     """Return the values that do not differ but by rows, by name; of another value why it has no rows."""
-    one, several = (_shapes(piece, rows) for rows in (1, _TRIED_ROWS))
+    of_a_row = _shapes(piece, 1)
+    of_several = _shapes(piece, _TRIED_ROWS)
     values: dict[str, Value | str] = {}
-    for name, (element, dims) in one.items():
-        other_dims = several[name][1] if name in several else ()
+    for name, (element, dims) in of_a_row.items():
+        other_dims = of_several[name][1] if name in of_several else ()
         sizes = tuple(size for size in dims if isinstance(size, int))
         other = tuple(size for size in other_dims if isinstance(size, int))
         if not len(sizes) == len(dims) == len(other) == len(other_dims):
             continue
-        axes = [axis for axis, (size, more) in enumerate(zip(sizes, other)) if size != more]
+        axes = [axis for axis, (size, size_of_several) in enumerate(zip(sizes, other)) if size != size_of_several]
         if len(axes) > 1 or any(other[axis] != _TRIED_ROWS * sizes[axis] for axis in axes):
             values[name] = f"of {list(sizes)} numbers for a row, and {list(other)} for {_TRIED_ROWS}"
         else:
