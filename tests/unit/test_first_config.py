@@ -21,6 +21,7 @@ from lockstep.config import first
 from lockstep.config.backends import backends
 from lockstep.config.load import load
 from lockstep.config.packing import Packing
+from lockstep.stages.rules import collected_targets
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "resources" / "demo-llama"
@@ -130,7 +131,9 @@ def test_doctor_and_a_run_say_where_tensorrt_is_that_it_needs_a_gpu_to_build(mon
         assert facts["backends"]["tensorrt"]["not_built"] == facts["backends"]["tensorrt"]["not_run"] == reason
         assert facts["versions"]["tensorrt"] == "10.6.0"
         config = load(ROOT / "config" / "gpu-tensorrt-smollm2.yaml")
-        assert config.built_elsewhere() == ({"tensorrt": reason} if reason else {})
+        assert config.not_built() == config.not_run() == ({"tensorrt": reason} if reason else {})
+        targets = collected_targets(config)
+        assert len(targets["all"]) == 4 and bool(targets["built"]) == bool(targets["run"]) == (reason is None)
 
 
 def test_doctor_takes_a_module_without_a_file_as_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""TensorRT targets without a GPU: the DAG is planned, and the build says in one line what is missing."""
+"""TensorRT targets without a GPU: a device's are planned, others are neither built nor run."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ def with_tensorrt(config: dict[str, Any]) -> None:
     config["models"]["demo-llama"] |= {"backends": ["onnxruntime", "tensorrt"]}
 
 
+def with_device(config: dict[str, Any]) -> None:
+    config["devices"] = {"h200": {"backend": "tensorrt", "gpu": "NVIDIA H200"}}
+    config["models"]["demo-llama"] |= {"backends": ["onnxruntime", "h200"]}
+
+
 @pytest.fixture
 def installed(demo: Checkout) -> Checkout:
     """Return the finished run where a package `tensorrt` is installed, as on a cluster's login node without a GPU."""
@@ -23,11 +28,14 @@ def installed(demo: Checkout) -> Checkout:
     (package / "__init__.py").write_text('raise ImportError("a plan imports no TensorRT")\n')
     path = f"{demo.folder / 'src'}:{package.parent}"
     installed = Checkout(demo.folder, {"PYTHONPATH": path})
-    installed.edit_config(with_tensorrt)
     return installed
 
 
 def test_the_dag_is_planned_without_a_gpu(installed: Checkout) -> None:
+    installed.edit_config(with_tensorrt)
+    jobs = installed.would_run()
+    assert "build" not in jobs and "golden" not in jobs
+    installed.edit_config(with_device)
     jobs = installed.would_run()
     assert jobs["build"] == 1 and jobs["compare"] == 1 and jobs["golden"] == 2 and "export" not in jobs
     assert "validate" not in jobs
@@ -55,13 +63,14 @@ with SnakemakeApi(OutputSettings(quiet=["all"])) as api:
 def test_jobs_of_several_ranks_ask_for_as_many_gpus(installed: Checkout, limits: str, scope: str, asked: str) -> None:
     """Those that run the model; engines are built and compared on one. On a machine where one such job runs at a time
     it takes what there is."""
+    installed.edit_config(with_device)
     installed.edit_config(lambda config: config["models"]["demo-llama"].update(tensor_parallel=2))
     command = [sys.executable, "-c", RESOURCES, limits, scope]
     done = subprocess.run(
         command, cwd=installed.folder, env=installed.environment(), text=True, capture_output=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    jobs = {(rule, gpu) for rule, backend, gpu in map(str.split, done.stdout.splitlines()) if backend == "tensorrt"}
+    jobs = {(rule, gpu) for rule, backend, gpu in map(str.split, done.stdout.splitlines()) if backend == "h200"}
     assert jobs == {("build", "1"), ("compare", "1"), ("golden", asked), ("served", asked)}
 
 

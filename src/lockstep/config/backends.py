@@ -42,10 +42,10 @@ class BackendSettings:
     fp8_kv_cache: keys and values as e4m3 numbers.
     missing: why its engines cannot be built in this Python, with the command that installs what lacks; None where they
     can.
-    cannot_build: why they cannot be built on this machine, which is told, no more: a cluster's jobs run elsewhere.
+    cannot_build: why they cannot be built on this machine; None where they can.
     cannot_run: given the options of a build, why its engines cannot run here, though they can be built; None where they
     can. lacks_here: why the processor here does not compute in one of `precisions`, None where it does; asked when the
-    config is read. None of these loads the library. The last two say "needs WHAT of which kind, found what", of which
+    config is read. None of these loads the library. The last three say "needs WHAT of which kind, found what", of which
     the summary's headline has WHAT.
     """
 

@@ -165,28 +165,27 @@ class Config(Section):
         return backends()[self.backend_of(name)]
 
     def cannot_run(self, backend: str) -> str | None:
-        """Return why engines of a backend cannot run here, though they can be built.
+        """Return why engines of a backend cannot run here.
 
         None where they can, and for a device: its jobs run where it is.
         """
-        return None if backend in self.devices else self._settings(backend).cannot_run(self.build_options(backend))
+        if backend in self.devices:
+            return None
+        return self._cannot_build(backend) or self._settings(backend).cannot_run(self.build_options(backend))
 
-    def built_elsewhere(self) -> dict[str, str]:
-        """Return by backend why engines of its targets cannot be built on this machine; a cluster's jobs run on others.
-
-        A device's are built there.
-        """
-        used = sorted({one.backend for one in self.targets()} - set(self.devices))
-        reasons = {backend: self._settings(backend).cannot_build() for backend in used}
-        return {backend: reason for backend, reason in reasons.items() if reason}
+    def _cannot_build(self, backend: str) -> str | None:
+        """Return why engines of a backend cannot be built here; None where they can, and for a device."""
+        return None if backend in self.devices else self._settings(backend).cannot_build()
 
     def not_built(self) -> dict[str, str]:
-        """Return why engines are not built here (`skip_missing_precisions`).
+        """Return why engines are not built here.
 
-        By `<precision>/<backend>` of the targets.
+        By backend of the targets, and by `<precision>/<backend>` where a precision is the reason
+        (`skip_missing_precisions`).
         """
         pairs = sorted({(one.precision, one.backend) for one in self.targets()})
         reasons = {f"{precision}/{backend}": self._lacking(precision, backend) for precision, backend in pairs}
+        reasons |= {backend: self._cannot_build(backend) for _, backend in pairs}
         return {name: reason for name, reason in reasons.items() if reason}
 
     def not_run(self) -> dict[str, str]:
@@ -229,7 +228,7 @@ class Config(Section):
 
     def why_not_built(self, target: Target) -> str | None:
         """Return why a target's engines are not built here; None where they are. See `skip_missing_precisions`."""
-        return self._lacking(target.precision, target.backend)
+        return self._lacking(target.precision, target.backend) or self._cannot_build(target.backend)
 
     def is_run(self, target: Target) -> bool:
         """Return whether a target's engines run here. Else they are built, and no more, or not even that."""

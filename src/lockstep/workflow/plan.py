@@ -73,7 +73,7 @@ def make_plan(question: Mapping[str, Any]) -> dict[str, Any]:
         "gpus": {name: _gpus(config, name) for name in _backends_of(targets["all"])},
         "gpu_models": {name: entry.gpu_model for name, entry in config.devices.items() if entry.gpu_model},
         "notes": _notes(config) if question["starts"] else [],
-        "warnings": _warnings(config) if question["starts"] else [],
+        "warnings": [line] if question["starts"] and (line := untested()) else [],
     }
 
 
@@ -131,15 +131,3 @@ def _notes(config: Config) -> list[str]:
         what = "Neither built nor run" if name in not_built else "Built, not run"
         lines.append(f"{what}: the targets of {name}, which {reason}")
     return lines
-
-
-def _warnings(config: Config) -> list[str]:
-    line = untested()
-    elsewhere = config.built_elsewhere().items()
-    return [
-        *([line] if line else []),
-        *(
-            f"Builds of {backend} fail on this machine: it {reason} (with --keep-going the rest is made)"
-            for backend, reason in elsewhere
-        ),
-    ]
