@@ -151,11 +151,12 @@ def _build(backend: object, real: Callable, graph: Path, out: Path, options: dic
     from lockstep.backends.base import Built
     from lockstep.backends.profiles import LIMITS
     from lockstep.backends.tensorrt.layers import ChosenLayer
-    from lockstep.onnx_tools.dequantized import dequantize_products
+    from lockstep.onnx_tools.dequantized import DequantizeProducts
+    from lockstep.onnx_tools.toolkit import run_passes
 
     if out.suffix != ".engine":
         return real(backend, graph, out, options)
-    model = dequantize_products(onnx.load(graph), str(out))
+    model = run_passes(onnx.load(graph), DequantizeProducts(str(out)))
     model.metadata_props.add(key="limits", value=json.dumps({name: options[name] for name in LIMITS}))
     write_bytes(out, model.SerializeToString())
     if not hasattr(backend, "_tactics"):  # TensorRT-RTX chooses none

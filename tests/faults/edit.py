@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from lockstep.onnx_tools.rewriter import typed_values
+from lockstep.onnx_tools.types import typed_values
 
 LAST = 2**62  # the end of a slice
 Value = str  # the name of a value in a graph

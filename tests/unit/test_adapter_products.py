@@ -9,7 +9,8 @@ import pytest
 from onnx import TensorProto, helper
 
 from lockstep.backends.onnxruntime import backend
-from lockstep.backends.onnxruntime.adapter_products import PIECE, keep_order
+from lockstep.backends.onnxruntime.adapter_products import PIECE, KeepOrder
+from lockstep.onnx_tools.toolkit import run_passes
 
 
 def products(size: int, columns: int, out: int, element: int = TensorProto.FLOAT) -> onnx.ModelProto:
@@ -35,7 +36,7 @@ def session(model: onnx.ModelProto) -> ort.InferenceSession:
 
 @pytest.mark.parametrize(("size", "columns", "out"), [(144, 64, 80), (400, 64, 144), (1024, 128, 2048), (4096, 16, 96)])
 def test_a_row_has_the_same_bits_among_any_number_of_rows(size: int, columns: int, out: int) -> None:
-    run = session(keep_order(products(size, columns, out)))
+    run = session(run_passes(products(size, columns, out), KeepOrder()))
     random = np.random.default_rng(0)
     x, a, b = (
         random.standard_normal(shape, np.float32) / np.float32(shape[-1] ** 0.5)
@@ -54,7 +55,7 @@ def test_the_place_of_an_adapter_changes_no_bit() -> None:
     rank = 32
     places = 8
     out = 240
-    run = session(keep_order(products(8, rank * places, out)))
+    run = session(run_passes(products(8, rank * places, out), KeepOrder()))
     random = np.random.default_rng(0)
     x, own_a, own_b = (random.standard_normal(shape, np.float32) for shape in ((5, 8), (8, rank), (rank, out)))
     found = []
@@ -69,7 +70,7 @@ def test_the_place_of_an_adapter_changes_no_bit() -> None:
 
 
 def test_half_precision_is_summed_in_float32() -> None:
-    run = session(keep_order(products(512, 16, 8, TensorProto.FLOAT16)))
+    run = session(run_passes(products(512, 16, 8, TensorProto.FLOAT16), KeepOrder()))
     x = np.full((1, 512), 32, np.float16)
     a = np.full((512, 16), 32, np.float16)
     b = np.ones((16, 8), np.float16)
@@ -84,4 +85,4 @@ def test_graphs_without_adapters_stay_as_they_are() -> None:
     graph = helper.make_graph([node], "g", inputs, [value("y", TensorProto.FLOAT, ["num_tokens", 4])])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)])
     before = model.SerializeToString()
-    assert keep_order(model) is model and model.SerializeToString() == before
+    assert run_passes(model, KeepOrder()) is model and model.SerializeToString() == before

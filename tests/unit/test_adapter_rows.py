@@ -10,9 +10,10 @@ from families import FAMILIES
 from lockstep.artifacts.adapters import A_SUFFIX, IDS, rows_of
 from lockstep.errors import CheckError
 from lockstep.export.lora import with_adapters
-from lockstep.onnx_tools import adapted_graphs, prepare
-from lockstep.onnx_tools.adapted_graphs import without_adapters
+from lockstep.onnx_tools import prepare
+from lockstep.onnx_tools.adapted_graphs import WithoutAdapters
 from lockstep.onnx_tools.sessions import open_session
+from lockstep.onnx_tools.toolkit import run_passes
 from shared import Shared
 
 ROOM = {"max_adapters": 2, "max_lora_rank": 8}
@@ -50,7 +51,8 @@ def test_the_rewritten_graph_computes_the_same(shared: Shared, family: str, prec
 
 def test_rows_in_another_order_are_found(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
     files, assembly = with_adapters(*shared.assembled(dict(FAMILIES["llama"].config), "fp32"), ROOM)
-    rows = lambda feeds, parts, slot: adapted_graphs.slot_rows(feeds, parts, slot)[::-1]
+    slot_rows = prepare.slot_rows
+    rows = lambda feeds, parts, slot: slot_rows(feeds, parts, slot)[::-1]
     monkeypatch.setattr(prepare, "slot_rows", rows)
     graph = assembly.classes["middle"]
     with pytest.raises(CheckError, match="the rewritten graph is another"):
@@ -63,7 +65,7 @@ def test_a_graph_without_room_is_that_of_the_model_without_adapters(shared: Shar
     files, assembly = with_adapters(before, plain, ROOM)
     assert assembly.adapters is not None
     for name in assembly.adapters.classes:
-        made = without_adapters(onnx.load_from_string(files[assembly.classes[name].file]))
+        made = run_passes(onnx.load_from_string(files[assembly.classes[name].file]), WithoutAdapters())
         original = onnx.load_from_string(before[plain.classes[name].file])
         assert [value.name for value in made.graph.input] == [value.name for value in original.graph.input]
         assert [node.op_type for node in made.graph.node] == [node.op_type for node in original.graph.node]

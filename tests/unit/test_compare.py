@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from demo_model import CONFIG, TOLERANCES
 from onnx import helper, numpy_helper
@@ -27,7 +28,6 @@ from lockstep.config import load
 from lockstep.errors import CheckError, InputError
 from lockstep.gpu.attention.rope_tables import read_rope_tables
 from lockstep.onnx_tools import rope
-from lockstep.onnx_tools.rewriter import Rewriter
 from lockstep.stages import jobs
 from lockstep.targets import Limits
 from lockstep.verify.compare import inputs, run
@@ -385,7 +385,7 @@ def test_a_rotary_encoding_of_another_form_fails_the_build(gpu, demo, tmp_path) 
     dim = assembly["kinds"]["attention"]["head_dim"]
     model.graph.initializer.append(numpy_helper.from_array(np.roll(np.arange(dim), 1), "order"))
     variant = Assembly.load(graphs / "assembly.json").variants["attention"]
-    rotated = [rope._rotated_query(Rewriter(model), variant, None)[0], "key_out"]
+    rotated = [rope.rotated_query(ir.from_proto(model).graph, variant, None)[0].name, "key_out"]
     for value in rotated:
         at, maker = next((at, node) for at, node in enumerate(model.graph.node) if value in node.output)
         maker.output[:] = [f"{value}/first"]

@@ -24,10 +24,11 @@ from lockstep.artifacts.experts import expert_slot
 from lockstep.artifacts.files import read_json, write_json
 from lockstep.backends.base import get_backend
 from lockstep.export.torch_model import cut_config, float32_tensor, load_tensors
-from lockstep.onnx_tools.group_experts import group_experts
+from lockstep.onnx_tools.group_experts import GroupExperts
 from lockstep.onnx_tools.prepare import random_inputs
 from lockstep.onnx_tools.sessions import compute
 from lockstep.onnx_tools.signature import signature_of
+from lockstep.onnx_tools.toolkit import run_passes
 from lockstep.verify.rounded import round_activations
 from lockstep.weights import Weights, slot_array
 from some import some
@@ -186,7 +187,7 @@ def test_weights_with_rows_for_inputs_are_grouped_too(tmp_path):
 
 def test_no_value_grows_with_tokens_times_weights():
     """Sizes by ONNX's shape inference: what a step of many tokens holds besides weights are rows of numbers."""
-    grouped = group_experts(mixture())
+    grouped = run_passes(mixture(), GroupExperts())
     assert expert_slot("up", EXPERTS - 1) in {value.name for value in grouped.graph.input}
     inferred = onnx.shape_inference.infer_shapes(grouped, strict_mode=True, data_prop=True).graph
     sizes = {value.name: [dim.dim_value for dim in value.type.tensor_type.shape.dim] for value in inferred.value_info}
@@ -206,7 +207,7 @@ def test_the_blocks_of_a_family_are_grouped_and_compute_the_same(shared, config)
     grouped = 0
     for graph in assembly.classes.values():
         model = onnx.ModelProto.FromString(files[graph.file])
-        other = group_experts(model, stacked=True)
+        other = run_passes(model, GroupExperts(stacked=True))
         if other is model:
             continue
         grouped += 1

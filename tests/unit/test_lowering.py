@@ -9,11 +9,12 @@ import onnx
 import pytest
 
 from lockstep.errors import CheckError, InputError
-from lockstep.onnx_tools.fuse_projections import fuse
-from lockstep.onnx_tools.lower_opset import lower
+from lockstep.onnx_tools.fuse_projections import FuseProjections
+from lockstep.onnx_tools.lower_opset import Lower
 from lockstep.onnx_tools.prepare import Prepared, check_same
 from lockstep.onnx_tools.sessions import compute
 from lockstep.onnx_tools.show import layer_table, show
+from lockstep.onnx_tools.toolkit import run_passes
 from some import some
 
 pytestmark = pytest.mark.exports
@@ -39,6 +40,15 @@ def graphs(shared):
         return [(file, onnx.load_from_string(data)) for file, data in sorted(files.items())]
 
     return made
+
+
+def lower(model):
+    return run_passes(model, Lower())
+
+
+def fuse(model, slots):
+    fusion = FuseProjections(slots)
+    return run_passes(model, fusion), fusion.parts
 
 
 def inputs_of(model, seed=0):

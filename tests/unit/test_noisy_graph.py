@@ -5,12 +5,13 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 
-from lockstep.onnx_tools.int8_rounding import rounding
+from lockstep.onnx_tools.int8_rounding import rounded
 from lockstep.onnx_tools.judge import Spread, measure, wrong
-from lockstep.onnx_tools.rewriter import Rewriter
 from lockstep.onnx_tools.sessions import compute
+from lockstep.onnx_tools.toolkit import to_proto
 from lockstep.onnx_tools.widened import widened
 from lockstep.tolerances import Tolerances
 from lockstep.verify.noisy_graph import NoisyGraph, beside_graph
@@ -54,14 +55,12 @@ def test_what_is_made_of_positions_alone_is_as_exact_as_in_an_engine() -> None:
 
 
 def test_activations_of_8_bits_become_the_same_integers() -> None:
-    model = onnx.parser.parse_model(PRODUCT)
-    graph = Rewriter(model)
-    nodes = rounding(graph, "hidden", 64, 16)
-    graph.nodes[0].input[0] = nodes[-1].output[0]
-    graph.prepend(*nodes)
+    model = ir.from_proto(onnx.parser.parse_model(PRODUCT))
+    product = model.graph[0]
+    product.replace_input_with(0, rounded(model.graph, product, product.inputs[0], 64, 16))
     hidden = HIDDEN.astype(ml_dtypes.bfloat16).astype(np.float32)
-    rounded = noise(graph.finish(), {"hidden": hidden, "weight": WEIGHT}, ("weight",))
-    assert rounded.largest.max() <= 2**-11, "the product alone is rounded"
+    of_product = noise(to_proto(model), {"hidden": hidden, "weight": WEIGHT}, ("weight",))
+    assert of_product.largest.max() <= 2**-11, "the product alone is rounded"
 
 
 def test_an_output_that_is_rounded_passes_and_one_that_is_a_little_wrong_does_not() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from checkpoints import error_of
@@ -40,13 +41,12 @@ from lockstep.config.model_config import linear_rows
 from lockstep.errors import CheckError, InputError
 from lockstep.export import export
 from lockstep.export.quantize import quantize
-from lockstep.onnx_tools import fp8_products
-from lockstep.onnx_tools.int8_products import int8_products
-from lockstep.onnx_tools.int8_rounding import rounding
+from lockstep.onnx_tools import fp8_products, int8_rounding
+from lockstep.onnx_tools.int8_products import Int8Products
 from lockstep.onnx_tools.prepare import random_inputs
-from lockstep.onnx_tools.rewriter import Emitter, Rewriter
 from lockstep.onnx_tools.sessions import compute, open_session
 from lockstep.onnx_tools.signature import io_of
+from lockstep.onnx_tools.toolkit import GraphWriter, run_passes, to_proto
 from lockstep.targets import Limits, Results, Target
 from lockstep.verify import validate
 from lockstep.verify.golden.check import check_engines
@@ -287,7 +287,7 @@ def test_the_engine_multiplies_activations_of_16_bits(bits, rows):
     scales = scales_of(numbers, bits)
     data = pack(integers_of(numbers, scales, bits), bits).reshape(out, columns // GROUP, -1)
     scales = scales.reshape(out, columns // GROUP)
-    graph = int8_products(product(data, scales, columns, bits))
+    graph = run_passes(product(data, scales, columns, bits), Int8Products())
     hidden = random.standard_normal((rows, columns), np.float32) * 10.0 ** random.integers(-6, 6, (rows, 1))
     hidden[0, :GROUP] = 0
     found = run(graph, hidden.astype(np.float32))
@@ -310,13 +310,11 @@ def test_the_engine_rounds_activations_as_the_reference_does(bits, group):
     scales = scales_of(numbers, bits)
     data = pack(integers_of(numbers, scales, bits), bits).reshape(out, columns // group, -1)
     scales = scales.reshape(out, columns // group)
-    plain = Rewriter(product(data, scales, columns, bits, group))
-    (node,) = plain.nodes
-    nodes = rounding(plain, "x", columns, group)
-    node.input[0] = nodes[-1].output[0]
-    plain.replace(node, *nodes, node)
-    graph = plain.finish()
-    engine = int8_products(graph)
+    plain = ir.from_proto(product(data, scales, columns, bits, group))
+    (node,) = plain.graph
+    node.replace_input_with(0, int8_rounding.rounded(plain.graph, node, node.inputs[0], columns, group))
+    graph = to_proto(plain)
+    engine = run_passes(graph, Int8Products())
     assert [node.op_type for node in engine.graph.node] == ["MatMulNBits"]
     hidden = random.standard_normal((64, columns), np.float32) * 10.0 ** random.integers(-6, 6, (64, 1))
     hidden = hidden.astype(np.float32)
@@ -374,11 +372,18 @@ def fp8_graph(columns: int, out: int) -> onnx.ModelProto:
     ]  # fmt: skip
     node = onnx.helper.make_node("Gemm", ["x", "w"], ["y"], "product", transB=1)
     model = onnx.helper.make_graph([node], "fp8", ios[:3], ios[3:])
-    graph = Rewriter(onnx.helper.make_model(model, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10))
-    emit = Emitter(graph, "y")
-    fp8_products.product(emit, "x", "w", "s", "y", "product")
-    graph.replace(graph.nodes[0], *fp8_products.rounding(graph, "x"), *emit.nodes)
-    return graph.finish()
+    model = ir.from_proto(
+        onnx.helper.make_model(model, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10)
+    )
+    (node,) = model.graph
+    x, weight, scales = model.graph.inputs
+    rows = fp8_products.rounded(model.graph, node, x)
+    writer = GraphWriter(model.graph, "y", before=node)
+    fp8_products.product(writer, rows, weight, scales, "product", replaces=node.outputs[0])
+    model.graph.remove(node)
+    rows.values.type, rows.values.shape = model.graph.outputs[1].type, model.graph.outputs[1].shape
+    model.graph.outputs[1] = rows.values
+    return to_proto(model)
 
 
 class Arrays(dict[str, np.ndarray]):

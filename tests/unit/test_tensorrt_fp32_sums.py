@@ -7,10 +7,11 @@ import onnx
 import onnx.parser
 import pytest
 
-from lockstep.backends.tensorrt.fp32_sums import with_fp32_sums
+from lockstep.backends.tensorrt.fp32_sums import Fp32Sums
 from lockstep.onnx_tools.prepare import random_inputs
-from lockstep.onnx_tools.rewriter import typed_values
 from lockstep.onnx_tools.sessions import compute
+from lockstep.onnx_tools.toolkit import run_passes
+from lockstep.onnx_tools.types import typed_values
 
 GRAPH = """<ir_version: 8, opset_import: ["": 20]>
 g (TYPE[num_tokens, 512] hidden, TYPE[32, 512] weight, TYPE[32] bias, TYPE[32, 8] other) => (TYPE[num_tokens, 8] out, TYPE[num_tokens, 32] both)
@@ -22,7 +23,7 @@ def graph(dtype: str) -> onnx.ModelProto:
 
 
 def test_products_are_in_fp32_and_all_that_the_graph_names_is_in_fp16() -> None:
-    model = with_fp32_sums(graph("float16"))
+    model = run_passes(graph("float16"), Fp32Sums())
     types = {name: element for name, (element, _) in typed_values(model).items()}
     products = [node for node in model.graph.node if node.op_type in ("Gemm", "MatMul")]
     assert [node.op_type for node in products] == ["Gemm", "MatMul"]
@@ -35,7 +36,7 @@ def test_products_are_in_fp32_and_all_that_the_graph_names_is_in_fp16() -> None:
 def test_results_are_fp32_sums_that_are_rounded() -> None:
     model = graph("float16")
     feeds = random_inputs(model)
-    found = compute(with_fp32_sums(model), feeds)
+    found = compute(run_passes(model, Fp32Sums()), feeds)
     hidden, weight, bias = (feeds[name].astype(np.float64) for name in ("hidden", "weight", "bias"))
     exact = hidden @ weight.T + bias
     assert np.abs(found["both"] - exact).max() <= np.abs(exact).max() * 2**-11  # half a unit of the last place
@@ -46,4 +47,4 @@ def test_results_are_fp32_sums_that_are_rounded() -> None:
 def test_other_precisions_are_left_as_they_are(dtype: str) -> None:
     """TensorRT has no kernels that accumulate in bf16."""
     model = graph(dtype)
-    assert with_fp32_sums(model) is model
+    assert run_passes(model, Fp32Sums()) is model

@@ -34,6 +34,7 @@ from lockstep.backends import EngineSet, build
 from lockstep.backends.profiles import built_limits, profiles
 from lockstep.backends.tensorrt import compat
 from lockstep.backends.tensorrt.compat import GraphRefusedError
+from lockstep.backends.tensorrt.program import sign_of
 from lockstep.backends.tensorrt_rtx import compiler, gpu, library
 from lockstep.backends.tensorrt_rtx.compiler import Compiler
 from lockstep.backends.tensorrt_rtx.library import TENSORRT_RTX
@@ -41,9 +42,10 @@ from lockstep.backends.tensorrt_rtx.monotonic_heap import shared_object
 from lockstep.config.load import load
 from lockstep.errors import CheckError, InputError
 from lockstep.export.quantize import quantize
-from lockstep.onnx_tools.dequantized import dequantize_products, sign_of
+from lockstep.onnx_tools.dequantized import DequantizeProducts
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.onnx_tools.signature import dtype_name
+from lockstep.onnx_tools.toolkit import run_passes
 from lockstep.provenance import reproduce as reproducing
 from lockstep.provenance.lock import Lock
 from lockstep.provenance.reproduce import LockComparison, make_again, rebuild, reproduce
@@ -160,7 +162,7 @@ def test_the_form_for_this_library_says_what_matmulnbits_says(bits):
     model = helper.make_model(helper.make_graph([node], "g", inputs, out), opset_imports=opsets, ir_version=10)
     given = {"x": random.standard_normal((3, columns)).astype(np.float32), "s": scales}
     expected = open_session(model.SerializeToString()).run(None, {**given, "w": data})[0]
-    model = dequantize_products(model, "here")
+    model = run_passes(model, DequantizeProducts("here"))
     weight = next(value for value in model.graph.input if value.name == "w")
     kind = dtype_name(weight.type.tensor_type.elem_type)
     signed = (data ^ np.uint8(sign_of(kind, "uint8"))).tobytes()
@@ -176,7 +178,7 @@ def test_the_form_for_this_library_says_what_matmulnbits_says(bits):
     with pytest.raises(
         CheckError, match="here: expected quantised weights whose zero points are the middle, found 'z'"
     ):
-        dequantize_products(refused, "here")
+        run_passes(refused, DequantizeProducts("here"))
 
 
 @pytest.mark.long  # the committed lock has the bytes of some

@@ -24,11 +24,12 @@ from lockstep.backends.base import Backend, Built, get_backend
 from lockstep.backends.graphs import BaseGraph, RopeGraph, RowsGraph, graph_file
 from lockstep.errors import InputError
 from lockstep.manifests.own_files import replacing, stale_files
-from lockstep.onnx_tools.adapted_graphs import without_adapters
+from lockstep.onnx_tools.adapted_graphs import WithoutAdapters
 from lockstep.onnx_tools.cut_products import has_quantized_products
 from lockstep.onnx_tools.prepare import prepare
 from lockstep.onnx_tools.rope import rotary
 from lockstep.onnx_tools.signature import signature_of
+from lockstep.onnx_tools.toolkit import run_passes
 
 COSTS = "build.costs.json"  # of the last build: seconds and memory are never the same twice
 
@@ -148,7 +149,7 @@ def _build_one(
     canonical = onnx.load(graph_path)
     graph.signature.check(signature_of(canonical.graph), str(graph_path), "export again")
     cut = rotary(canonical, graph.variant) if isinstance(graph, RopeGraph) else None
-    base = without_adapters(canonical) if isinstance(graph, BaseGraph) else None
+    base = run_passes(canonical, WithoutAdapters()) if isinstance(graph, BaseGraph) else None
     rows = isinstance(graph, RowsGraph)
     # A graph with quantised products, which opset 17 has not, is brought into form by the backend itself.
     as_it_is = cut or has_quantized_products(canonical) or library.takes_canonical

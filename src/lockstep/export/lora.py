@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import torch
-from onnx import helper
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -28,10 +28,21 @@ from lockstep.artifacts import quantized
 from lockstep.artifacts.adapters import A_SUFFIX, B_SUFFIX, IDS, LoraSlot, LoraSlots
 from lockstep.artifacts.assembly import Assembly
 from lockstep.errors import InputError
-from lockstep.export.canonical import Graph, canonical_proto
+from lockstep.export.canonical import Graph, canonical
 from lockstep.export.cut import INPUT_ORDER
 from lockstep.export.tracer import meta_model
-from lockstep.onnx_tools.rewriter import Emitter, Rewriter, attributes_of, typed_values
+from lockstep.onnx_tools.toolkit import (
+    GraphWriter,
+    Pass,
+    PassResult,
+    add_input,
+    attribute,
+    dtype_of,
+    infer_types,
+    required,
+    shape_of,
+    sizes_of,
+)
 
 _LAYER_SLOT_PREFIXES = ("previous", "current.")  # of slots of a decoder layer's weights
 _ROWS = "logit_rows"
@@ -70,7 +81,7 @@ def with_adapters(
             for slot in file.signature.slots:
                 if _is_linear(assembly, name, slot.name, linears):
                     modules[name][slot.name] = module_of(slot.name)
-        products[name] = _products(Rewriter(onnx.ModelProto.FromString(files[file.file])), modules[name])
+        products[name] = _products(ir.from_proto(onnx.ModelProto.FromString(files[file.file])), modules[name])
     available: set[str] = set()
     for name, slots in products.items():
         available.update(modules[name][slot] for slot in slots)
@@ -130,70 +141,80 @@ def add_lora(
 
     Returns the new graph, and the slots of A and B by weight slot; a graph without these layers is returned unchanged.
     """
-    rewriter = Rewriter(graph.proto)
-    columns = max_adapters * max_lora_rank
-    products = _products(rewriter, slots)
-    if not products:
+    adapt = AddLora(slots, max_adapters, max_lora_rank)
+    result = adapt(ir.from_proto(graph.proto))
+    if not result.modified:
         return graph, {}
-    element = rewriter.element(next(iter(products)))
-    owner = np.repeat(np.arange(max_adapters, dtype=np.int64), max_lora_rank)
-    rewriter.constant("lora/owner", owner[None])
-    rewriter.constant("lora/axis", np.array([1], np.int64))
-    rewriter.constants["lora/zero"] = helper.make_tensor("lora/zero", element, [], [0.0])
-    inputs = [rewriter.input(IDS, onnx.TensorProto.INT64, ["num_tokens"])]
-    for rows in dict.fromkeys(rows for _, rows in products.values()):
-        rewriter.prepend(*_mask(rows))
-    lora = {}
-    for weight, (node, rows) in products.items():
-        out_features, in_features = (
-            rewriter.shape(weight) if attributes_of(node).get("transB") else rewriter.shape(weight)[::-1]
-        )
-        lora[weight] = slot = LoraSlot(weight + A_SUFFIX, weight + B_SUFFIX, in_features, out_features)
-        inputs.append(rewriter.input(slot.a, element, [in_features, columns]))
-        inputs.append(rewriter.input(slot.b, element, [columns, out_features]))
-        (output,) = node.output
-        node.output[0] = f"{output}/base"
-        emit = Emitter(rewriter, f"{output}/lora")
-        adapted = emit("Where", f"lora/{rows}", emit("Gemm", node.input[0], slot.a), "lora/zero")
-        emit("Add", node.output[0], emit("Gemm", adapted, slot.b), result=output)
-        rewriter.replace(node, node, *emit.nodes)
+    changed = result.model.graph
     carried = [io.name for io in graph.signature.inputs if io.name not in INPUT_ORDER]
-    proto = rewriter.finish().graph
     weights = {slot.name: slot.name for slot in graph.signature.slots}
-    return canonical_proto(proto, proto.name, [*INPUT_ORDER, *carried, *inputs], weights), lora
+    return canonical(changed, str(changed.name), [*INPUT_ORDER, *carried, *adapt.inputs], weights), adapt.lora
 
 
-Products = dict[str, tuple[onnx.NodeProto, str]]  # {weight slot: (its Gemm, num_tokens or num_requests)}
+class AddLora(Pass):
+    """Add adapters to the linear layers with these weight slots.
+
+    inputs: the names of those that are added. lora: {weight slot: its slots of A and B}.
+    """
+
+    def __init__(self, slots: Collection[str], max_adapters: int, max_lora_rank: int):
+        self._slots = slots
+        self._owner = np.repeat(np.arange(max_adapters, dtype=np.int64), max_lora_rank)[None]
+        self.inputs: list[str] = []
+        self.lora: dict[str, LoraSlot] = {}
+
+    def call(self, model: ir.Model) -> PassResult:
+        graph = model.graph
+        products = _products(model, self._slots)
+        if not products:
+            return PassResult(model, False)
+        logit_rows = next((value for value in graph.inputs if value.name == _ROWS), None)
+        ids = self._add(graph, IDS, ir.DataType.INT64, ["num_tokens"])
+        start = GraphWriter(graph, "lora", before=next(iter(graph)))
+        masks = {}
+        for rows in dict.fromkeys(rows for _, rows in products.values()):
+            own_ids = ids if rows == "num_tokens" else start.op("Gather", ids, logit_rows, axis=0)
+            masks[rows] = start.op("Equal", start.op("Unsqueeze", own_ids, [1]), self._owner)
+        columns = self._owner.size
+        for name, (node, rows) in products.items():
+            weight = required(node.inputs[1])
+            dtype = dtype_of(weight)
+            (out,) = node.outputs
+            out_features, in_features = sizes_of(weight) if attribute(node, "transB", 0) else sizes_of(weight)[::-1]
+            self.lora[name] = slot = LoraSlot(name + A_SUFFIX, name + B_SUFFIX, in_features, out_features)
+            a = self._add(graph, slot.a, dtype, [in_features, columns])
+            b = self._add(graph, slot.b, dtype, [columns, out_features])
+            writer = GraphWriter(graph, f"{out.name}/lora", before=node)
+            base = writer.copy(node, *node.inputs)
+            shrunk = writer.op("Gemm", node.inputs[0], a)
+            masked = writer.op("Where", masks[rows], shrunk, np.zeros((), dtype.numpy()))
+            writer.op("Add", base, writer.op("Gemm", masked, b), replaces=out)
+        return PassResult(model, True)
+
+    def _add(self, graph: ir.Graph, name: str, dtype: ir.DataType, shape: list[int | str]) -> ir.Value:
+        self.inputs.append(name)
+        return add_input(graph, name, dtype, shape)
 
 
-def _products(graph: Rewriter, slots: Collection[str]) -> Products:
+Products = dict[str, tuple[ir.Node, str]]  # {weight slot: (its Gemm, num_tokens or num_requests)}
+
+
+def _products(model: ir.Model, slots: Collection[str]) -> Products:
     """Return the products of weight slots whose rows are tokens or requests."""
-    types = typed_values(graph.model)
+    infer_types(model)
     products = {}
-    of_requests = {_ROWS}
-    for node in graph.nodes:
-        if of_requests & set(node.input):
-            of_requests |= set(node.output)
-        if node.op_type == "Gemm" and node.input[1] in slots:
-            rows, *_ = types[node.input[0]][1]
-            if isinstance(rows, str) and rows not in _ROW_DIMS:  # after a Reshape, as of state mixers
-                rows = "num_requests" if node.input[0] in of_requests else "num_tokens"
+    of_requests = {value for value in model.graph.inputs if value.name == _ROWS}
+    for node in model.graph:
+        if not of_requests.isdisjoint(node.inputs):
+            of_requests.update(node.outputs)
+        if node.op_type == "Gemm" and (slot := required(node.inputs[1]).name) in slots:
+            first = shape_of(node.inputs[0])[0]
+            rows = "" if isinstance(first, int) else first.value or "?"
+            if rows and rows not in _ROW_DIMS:  # after a Reshape, as of state mixers
+                rows = "num_requests" if node.inputs[0] in of_requests else "num_tokens"
             if rows in _ROW_DIMS:
-                products[node.input[1]] = (node, str(rows))
+                products[str(slot)] = (node, rows)
     return products
-
-
-def _mask(rows: str) -> list[onnx.NodeProto]:
-    """Return nodes that make the mask [rows, n*R] of each row's adapter; rows: num_tokens or num_requests."""
-    name = f"lora/{rows}"
-    nodes = []
-    ids = IDS
-    if rows == "num_requests":
-        ids = f"lora/{rows}/ids"
-        nodes.append(helper.make_node("Gather", [IDS, _ROWS], [ids], axis=0))
-    nodes.append(helper.make_node("Unsqueeze", [ids, "lora/axis"], [f"{name}/column"]))
-    nodes.append(helper.make_node("Equal", [f"{name}/column", "lora/owner"], [name]))
-    return nodes
 
 
 def linear_layers(model: PreTrainedModel) -> set[str]:

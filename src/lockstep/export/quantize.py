@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import helper
+import onnx_ir as ir
 
 from lockstep.artifacts.adapters import LoraSlot, LoraSlots
 from lockstep.artifacts.assembly import Assembly, BoundBlock, GraphFile, Layer, Uncut
@@ -39,10 +39,20 @@ from lockstep.artifacts.quantized import QuantizedTensors, data_name, order_name
 from lockstep.artifacts.tensor_parallel import Shard, ShardedClass, TensorParallel
 from lockstep.config.packing import MXFP4_GROUP
 from lockstep.errors import InputError, note
-from lockstep.onnx_tools import fp8_products
-from lockstep.onnx_tools.int8_rounding import rounding
-from lockstep.onnx_tools.rewriter import Emitter, Rewriter, attributes_of, is_linear, is_transposed
+from lockstep.onnx_tools import fp8_products, int8_rounding
 from lockstep.onnx_tools.signature import signature_of
+from lockstep.onnx_tools.toolkit import (
+    GraphWriter,
+    Pass,
+    PassResult,
+    add_input,
+    attribute,
+    is_linear,
+    is_transposed,
+    required,
+    run_passes,
+    sizes_of,
+)
 from lockstep.weights.mxfp4 import e2m1_pairs, e8m0
 
 _DOMAIN = "com.microsoft"
@@ -346,19 +356,19 @@ def _slot_uses(
     """
     for name, graph in assembly.classes.items():
         columns = {slot.name: slot.sizes[-1] for slot in graph.signature.slots}
-        rewriter = Rewriter(onnx.ModelProto.FromString(files[graph.file]))
-        gathered = {node.input[0] for node in rewriter.nodes if node.op_type == "GatherND"}
+        model = ir.from_proto(onnx.ModelProto.FromString(files[graph.file])).graph
+        gathered = {required(node.inputs[0]).name for node in model if node.op_type == "GatherND"}
         stacks = {slot.name for slot in graph.signature.slots if slot.name in gathered and len(slot.shape) == 3}
-        expert_stacks = _expert_stacks(rewriter, columns, is_mxfp4)
+        expert_stacks = _expert_stacks(model, columns, is_mxfp4)
         if is_mxfp4:
-            columns |= {slot: rewriter.shape(slot)[1] for slot in expert_stacks}
-        products = _linear_products(rewriter, columns)
+            columns |= {slot: sizes_of(gather.inputs[0])[1] for slot, gather in expert_stacks.items()}
+        products = _linear_products(model, columns)
         transposed = {slot for slot, nodes in products.items() if is_transposed(nodes[0])}
-        columns |= {slot: rewriter.shape(slot)[0] for slot in transposed}
-        quantizable = set(products) - _router_slots(rewriter, columns)
+        columns |= {slot: sizes_of(products[slot][0].inputs[1])[0] for slot in transposed}
+        quantizable = set(products) - _router_slots(model, products)
         if not is_fp8(precision):
             quantizable |= set(expert_stacks)
-        embeddings = () if keeps_embeddings else _embeddings(rewriter, columns)
+        embeddings = () if keeps_embeddings else _embeddings(model, columns)
         for slots in _slots_of_class(assembly, name):
             for slot, tensors in slots.items():
                 if slot in embeddings:
@@ -400,61 +410,63 @@ def _bind_slots(slots: Slots, quantized: QuantizedTensors) -> dict[str, list[str
     return bound
 
 
-def _only_readers(graph: Rewriter, slots: Collection[str], op_type: str, position: int) -> dict[str, onnx.NodeProto]:
+def _only_readers(graph: ir.Graph, slots: Collection[str], op_type: str, position: int) -> dict[str, ir.Node]:
     """Return {slot: node} of slots whose only reader is a node of this operator, as its input `position`."""
     nodes = {}
-    for slot in slots:
-        readers = graph.consumers.get(slot, ())
-        if len(readers) == 1 and readers[0].op_type == op_type and readers[0].input[position] == slot:
-            nodes[slot] = readers[0]
+    for slot in _inputs(graph, slots):
+        uses = [*slot.uses()]
+        if len(uses) == 1 and uses[0].node.op_type == op_type and uses[0].idx == position:
+            nodes[str(slot.name)] = uses[0].node
     return nodes
 
 
-def _linear_products(graph: Rewriter, slots: Collection[str]) -> dict[str, list[onnx.NodeProto]]:
+def _inputs(graph: ir.Graph, names: Collection[str]) -> list[ir.Value]:
+    return [value for value in graph.inputs if value.name in names]
+
+
+def _linear_products(graph: ir.Graph, slots: Collection[str]) -> dict[str, list[ir.Node]]:
     """Return {slot: its products} of matrices that only plain Gemms of one orientation read.
 
     The uncut graph has several of a slot where blocks compute the same.
     """
     products = {}
-    for slot in slots:
-        nodes = graph.consumers.get(slot, [])
+    for slot in _inputs(graph, slots):
+        uses = [*slot.uses()]
         for is_plain in (is_linear, is_transposed):
-            if nodes and all(is_plain(node) and node.input[1] == slot for node in nodes):
-                products[slot] = nodes
+            if uses and all(is_plain(node) and index == 1 for node, index in uses):
+                products[str(slot.name)] = [node for node, _ in uses]
     return products
 
 
-def _router_slots(graph: Rewriter, slots: Collection[str]) -> set[str]:
+def _router_slots(graph: ir.Graph, products: Mapping[str, Sequence[ir.Node]]) -> set[str]:
     """Return the slots of products whose results choose experts, without another product in between."""
-    choosing = {node.input[0] for node in graph.nodes if node.op_type in ("ArgMax", "TopK")}
-    for node in reversed(graph.nodes):
-        if not choosing.isdisjoint(node.output) and node.op_type not in ("Gemm", "MatMul"):
-            choosing.update(node.input)
+    choosing = {node.inputs[0] for node in graph if node.op_type in ("ArgMax", "TopK")}
+    for node in reversed(graph):
+        if not choosing.isdisjoint(node.outputs) and node.op_type not in ("Gemm", "MatMul"):
+            choosing.update(node.inputs)
     routers = set()
-    for slot, nodes in _linear_products(graph, slots).items():
-        if any(node.output[0] in choosing for node in nodes):
+    for slot, nodes in products.items():
+        if any(node.outputs[0] in choosing for node in nodes):
             routers.add(slot)
     return routers
 
 
-def _expert_stacks(graph: Rewriter, slots: Collection[str], transposed: bool) -> dict[str, onnx.NodeProto]:
+def _expert_stacks(graph: ir.Graph, slots: Collection[str], transposed: bool) -> dict[str, ir.Node]:
     """Return {slot: its GatherND} of stacks of which each row takes a matrix. transposed: [in, out] features."""
     gathers = {}
     for slot, gather in _only_readers(graph, slots, "GatherND", 0).items():
-        readers = graph.consumers.get(gather.output[0], [])
-        if len(readers) != 1 or readers[0].op_type != "MatMul":
-            continue
-        is_weight = readers[0].input[int(transposed)] == gather.output[0]
-        if is_weight and len(graph.shape(slot)) == 3 and not attributes_of(gather).get("batch_dims", 0):
+        uses = [*gather.outputs[0].uses()]
+        is_weight = len(uses) == 1 and uses[0].node.op_type == "MatMul" and uses[0].idx == int(transposed)
+        if is_weight and len(sizes_of(gather.inputs[0])) == 3 and not attribute(gather, "batch_dims", 0):
             gathers[slot] = gather
     return gathers
 
 
-def _embeddings(graph: Rewriter, slots: Collection[str]) -> dict[str, onnx.NodeProto]:
+def _embeddings(graph: ir.Graph, slots: Collection[str]) -> dict[str, ir.Node]:
     """Return {slot: its Gather} of weights `[vocab_size, hidden_size]` whose only reader is a Gather of rows."""
     gathers = {}
     for slot, gather in _only_readers(graph, slots, "Gather", 0).items():
-        if not attributes_of(gather).get("axis", 0) and len(graph.shape(slot)) == 2:
+        if not attribute(gather, "axis", 0) and len(sizes_of(gather.inputs[0])) == 2:
             gathers[slot] = gather
     return gathers
 
@@ -465,50 +477,7 @@ def _rewrite_graph(
     """Return a graph with quantised weights, and its bytes. rounds_activations: to 8 bits, before products."""
     if not bits:
         return graph, data
-    rewriter = Rewriter(onnx.ModelProto.FromString(data))
-    size = quantized.group_size
-    products = _linear_products(rewriter, bits)
-    embeddings = _embeddings(rewriter, bits)
-    stacks = _expert_stacks(rewriter, bits, quantized.mxfp4)
-    slot_of_node = {id(node): slot for slot, node in {**stacks, **embeddings}.items()}
-    for slot, nodes in products.items():
-        slot_of_node.update((id(node), slot) for node in nodes)
-    shapes = {slot: rewriter.shape(slot) for slot in slot_of_node.values()}
-    rounded: dict[str, str] = {}  # {activation: the value that its products read}
-    for node in rewriter.nodes:
-        slot = slot_of_node.get(id(node), "")
-        if not slot:
-            continue
-        *rows, columns = shapes[slot]
-        if quantized.mxfp4 or is_transposed(node):
-            *rows, columns = [*rows[:-1], columns, rows[-1]]
-        parts = quantized.parts(slot)
-        types = _part_types(rows, columns, bits[slot], quantized)
-        inputs = [helper.make_tensor_value_info(part, *type_) for part, type_ in zip(parts, types, strict=True)]
-        rewriter.replace_input(slot, *inputs)
-        sizes: dict[str, Any] = {"bits": bits[slot], "block_size": size}
-        if slot in products:
-            activation = node.input[0]
-            rounding_nodes: list[onnx.NodeProto] = []
-            if rounds_activations and activation not in rounded:
-                if size == ROW:
-                    rounding_nodes = fp8_products.rounding(rewriter, activation)
-                    rounded[activation] = activation  # the products derive the names of the rounded one from it
-                else:
-                    rounding_nodes = rounding(rewriter, activation, columns, size)
-                    rounded[activation] = rounding_nodes[-1].output[0]
-            node.input[0] = rounded.get(activation, activation)
-            product_nodes = _product(rewriter, node, parts, {**sizes, "K": columns, "N": rows[0]})
-            rewriter.replace(node, *rounding_nodes, *product_nodes)
-        elif quantized.mxfp4:
-            rewriter.replace(node, *_mxfp4_stack(rewriter, node, parts, [rows[-1], columns]))
-        elif slot in stacks:
-            rewriter.replace(node, *_stack(rewriter, node, parts, sizes, [*rows, columns * bits[slot] // 8]))
-        else:
-            rewriter.replace(node, *_embedding(rewriter, node, parts, sizes, columns))
-    if size != ROW:
-        rewriter.model.opset_import.append(helper.make_opsetid(_DOMAIN, 1))
-    model = rewriter.finish()
+    model = run_passes(onnx.ModelProto.FromString(data), QuantizeWeights(bits, quantized, rounds_activations))
     serialized = model.SerializeToString(deterministic=True)
     names = {slot.name for slot in graph.signature.slots} - set(bits)
     for slot in bits:
@@ -517,16 +486,89 @@ def _rewrite_graph(
     return GraphFile(graph.file, hashlib.sha256(serialized).hexdigest(), signature), serialized
 
 
+class QuantizeWeights(Pass):
+    """Read quantised weights. bits: {slot: of its numbers}. rounds_activations: to 8 bits, before products."""
+
+    def __init__(self, bits: Mapping[str, int], quantized: QuantizedTensors, rounds_activations: bool):
+        self._bits = bits
+        self._quantized = quantized
+        self._rounds_activations = rounds_activations
+        self._rounded: dict[ir.Value, Any] = {}  # {activation: what its products read}
+
+    def call(self, model: ir.Model) -> PassResult:
+        graph = model.graph
+        products = _linear_products(graph, self._bits)
+        stacks = _expert_stacks(graph, self._bits, self._quantized.mxfp4)
+        readers = {**_embeddings(graph, self._bits), **stacks}
+        slot_of_node = {node: slot for slot, node in readers.items()}
+        for slot, nodes in products.items():
+            slot_of_node.update((node, slot) for node in nodes)
+        parts: dict[str, list[ir.Value]] = {}
+        for node in [*graph]:
+            slot = slot_of_node.get(node, "")
+            if not slot:
+                continue
+            weight = required(node.inputs[1 if slot in products else 0])
+            *rows, columns = sizes_of(weight)
+            if self._quantized.mxfp4 or is_transposed(node):
+                *rows, columns = [*rows[:-1], columns, rows[-1]]
+            if slot not in parts:
+                parts[slot] = self._add_parts(graph, weight, rows, columns)
+            sizes = {"bits": self._bits[slot], "block_size": self._quantized.group_size}
+            writer = GraphWriter(graph, str(node.outputs[0].name), before=node)
+            if slot in products:
+                self._product(writer, node, parts[slot], {**sizes, "K": columns, "N": rows[0]})
+            elif self._quantized.mxfp4:
+                _mxfp4_stack(writer, node, parts[slot], [rows[-1], columns])
+            elif slot in stacks:
+                _stack(writer, node, parts[slot], sizes, [*rows, columns * self._bits[slot] // 8])
+            else:
+                _embedding(writer, node, parts[slot], sizes, columns)
+        if self._quantized.group_size != ROW:
+            model.opset_imports[_DOMAIN] = 1
+        return PassResult(model, True)
+
+    def _add_parts(self, graph: ir.Graph, weight: ir.Value, rows: Sequence[int], columns: int) -> list[ir.Value]:
+        """Add the inputs that replace a weight."""
+        slot = str(weight.name)
+        names = self._quantized.parts(slot)
+        types = _part_types(rows, columns, self._bits[slot], self._quantized)
+        return [add_input(graph, name, *type_, before=weight) for name, type_ in zip(names, types, strict=True)]
+
+    def _product(self, writer: GraphWriter, node: ir.Node, parts: Sequence[ir.Value], sizes: Mapping[str, Any]) -> None:
+        (out,) = node.outputs
+        activation, _, *bias = map(required, node.inputs)
+        settings: dict[str, Any] = {"result": f"{out.name}/product"} if bias else {"replaces": out}
+        size = sizes["block_size"]
+        if size == ROW:
+            if activation not in self._rounded:
+                self._rounded[activation] = fp8_products.rounded(writer.graph, node, activation)
+            data, scales = parts
+            product = fp8_products.product(writer, self._rounded[activation], data, scales, node.name, **settings)
+        else:
+            if self._rounds_activations:
+                if activation not in self._rounded:
+                    rounded = int8_rounding.rounded(writer.graph, node, activation, sizes["K"], size)
+                    self._rounded[activation] = rounded
+                activation = self._rounded[activation]
+            if str(parts[-1].name).endswith(order_name("")):
+                *parts, order = parts
+                activation = writer.op("Gather", activation, order, axis=1)
+            product = writer.op("MatMulNBits", activation, *parts, name=node.name, domain=_DOMAIN, **sizes, **settings)
+        if bias:
+            writer.op("Add", product, *bias, replaces=out)
+
+
 def _part_types(
     rows: Sequence[int], columns: int, bits: int, quantized: QuantizedTensors
-) -> list[tuple[int, list[int]]]:
+) -> list[tuple[ir.DataType, list[int]]]:
     """Return element types and shapes of the slots that replace a weight's, in the order of `quantized.parts`."""
-    element = onnx.TensorProto
+    element = ir.DataType
     size = quantized.group_size
     if size == ROW:
         return [(element.FLOAT8E4M3FN, [*rows, columns]), (element.FLOAT, [*rows])]
     groups = columns // size
-    types: list[tuple[int, list[int]]] = [(element.UINT8, [*rows, groups, size * bits // 8])]
+    types: list[tuple[ir.DataType, list[int]]] = [(element.UINT8, [*rows, groups, size * bits // 8])]
     types.append((element.UINT8 if quantized.mxfp4 else element.FLOAT, [*rows, groups]))
     if quantized.zero_points:
         types.append((element.UINT8, [*rows, (groups * bits + 7) // 8]))
@@ -535,68 +577,38 @@ def _part_types(
     return types
 
 
-def _product(
-    graph: Rewriter, node: onnx.NodeProto, parts: Sequence[str], sizes: Mapping[str, Any]
-) -> list[onnx.NodeProto]:
-    (out,) = node.output
-    activation, _, *bias = node.input
-    emit = Emitter(graph, out)
-    product = f"{out}/product" if bias else out
-    if sizes["block_size"] == ROW:
-        data, scales = parts
-        fp8_products.product(emit, activation, data, scales, product, node.name)
-    else:
-        if parts[-1].endswith(order_name("")):
-            *parts, order = parts
-            activation = emit("Gather", activation, order, axis=1)
-        emit("MatMulNBits", activation, *parts, result=product, name=node.name, domain=_DOMAIN, **sizes)
-    if bias:
-        emit("Add", product, *bias, result=out)
-    return emit.nodes
-
-
-_GATHERED_ROWS: dict[str, Any] = {"gather_axis": 0, "quantize_axis": 2}
+_GATHERED_ROWS: dict[str, Any] = {"gather_axis": 0, "quantize_axis": 2, "domain": _DOMAIN}
 
 
 def _stack(
-    graph: Rewriter, node: onnx.NodeProto, parts: Sequence[str], sizes: Mapping[str, Any], shape: Sequence[int]
-) -> list[onnx.NodeProto]:
-    """Return the nodes that gather each row's expert; shape: of the integers, in bytes, without groups."""
-    (out,) = node.output
+    writer: GraphWriter, node: ir.Node, parts: Sequence[ir.Value], sizes: Mapping[str, Any], shape: Sequence[int]
+) -> None:
+    """Gather each row's expert; shape: of the integers, in bytes, without groups."""
     data, *scales = parts
-    emit = Emitter(graph, out)
-    inputs = emit("Reshape", data, shape), emit("Reshape", node.input[1], [-1]), *scales
-    emit("GatherBlockQuantized", *inputs, result=out, name=node.name, domain=_DOMAIN, **_GATHERED_ROWS, **sizes)
-    return emit.nodes
+    inputs = writer.op("Reshape", data, shape), writer.op("Reshape", node.inputs[1], [-1]), *scales
+    settings = {**_GATHERED_ROWS, **sizes, "name": node.name, "replaces": node.outputs[0]}
+    writer.op("GatherBlockQuantized", *inputs, **settings)
 
 
-def _mxfp4_stack(
-    graph: Rewriter, node: onnx.NodeProto, parts: Sequence[str], shape: Sequence[int]
-) -> list[onnx.NodeProto]:
-    """Return the nodes that gather experts and turn codes into numbers; shape: [out_features, in_features]."""
-    (out,) = node.output
+def _mxfp4_stack(writer: GraphWriter, node: ir.Node, parts: Sequence[ir.Value], shape: Sequence[int]) -> None:
+    """Gather experts and turn codes into numbers; shape: [out_features, in_features]."""
     data, scales = parts
     rows, columns = shape
-    emit = Emitter(graph, out)
 
-    def look_up(table: np.ndarray, slot: str) -> str:
-        codes = emit("Cast", emit("GatherND", slot, node.input[1]), to=onnx.TensorProto.INT32)
-        return emit("Gather", table, codes)
+    def look_up(table: np.ndarray, slot: ir.Value) -> ir.Value:
+        codes = writer.op("Cast", writer.op("GatherND", slot, node.inputs[1]), to=ir.DataType.INT32)
+        return writer.op("Gather", table, codes)
 
-    numbers = emit("Reshape", look_up(e2m1_pairs(), data), [-1, rows, columns // MXFP4_GROUP, MXFP4_GROUP])
-    factors = emit("Unsqueeze", look_up(e8m0(), scales), [-1])
-    weight = emit("Reshape", emit("Mul", numbers, factors), [-1, rows, columns])
-    emit("Transpose", weight, result=out, name=node.name, perm=[0, 2, 1])
-    return emit.nodes
+    numbers = writer.op("Reshape", look_up(e2m1_pairs(), data), [-1, rows, columns // MXFP4_GROUP, MXFP4_GROUP])
+    factors = writer.op("Unsqueeze", look_up(e8m0(), scales), [-1])
+    weight = writer.op("Reshape", writer.op("Mul", numbers, factors), [-1, rows, columns])
+    writer.op("Transpose", weight, name=node.name, perm=[0, 2, 1], replaces=node.outputs[0])
 
 
 def _embedding(
-    graph: Rewriter, node: onnx.NodeProto, parts: Sequence[str], sizes: Mapping[str, Any], columns: int
-) -> list[onnx.NodeProto]:
-    (out,) = node.output
+    writer: GraphWriter, node: ir.Node, parts: Sequence[ir.Value], sizes: Mapping[str, Any], columns: int
+) -> None:
     data, scales = parts
-    emit = Emitter(graph, out)
-    inputs = data, node.input[1], emit("Unsqueeze", scales, [-1])
-    groups = emit("GatherBlockQuantized", *inputs, name=node.name, domain=_DOMAIN, **_GATHERED_ROWS, **sizes)
-    emit("Reshape", groups, [-1, columns], result=out)
-    return emit.nodes
+    inputs = data, node.inputs[1], writer.op("Unsqueeze", scales, [-1])
+    groups = writer.op("GatherBlockQuantized", *inputs, name=node.name, **_GATHERED_ROWS, **sizes)
+    writer.op("Reshape", groups, [-1, columns], replaces=node.outputs[0])

@@ -121,7 +121,7 @@ class GpuExecutable:
         self, inputs: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray], profile: int | None = None
     ) -> dict[str, np.ndarray]:
         """Return the outputs for host arrays, in the shapes and dtypes of `like`: see `DeviceExecutable`."""
-        from lockstep.onnx_tools.adapted_graphs import mask_of  # a runtime doesn't install onnx
+        from lockstep.onnx_tools.prepare import mask_of  # a runtime doesn't install onnx
 
         self.uploads.wait()
         program = self.program

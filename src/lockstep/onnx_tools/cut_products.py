@@ -4,30 +4,47 @@ In: a graph. Out: its products, and the pieces between them.
 
 A product is a `MatMulNBits`, one of e4m3 numbers (fp8_products.py), or a `Gemm` whose second factor is a weight; its
 bias is added after it. Adapters of a layer are part of the product. Products with the weights of experts count too
-(expert_products.py). The pieces between are graphs in the dtype of the whole: one
-for each level, which is the largest number of products before a value, and one more where experts are chosen. Products
+(expert_products.py). The pieces between are graphs in the dtype of the whole: one for each level, which is the largest number of products before a value, and one more where experts are chosen. Products
 of one input are one step. A backend runs the steps in order: pieces as engines or kernels, products by kernels that
 read the weights in their stored form.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper
+import onnx_ir as ir
 
 from lockstep.artifacts.adapters import IDS
 from lockstep.artifacts.document import Mark
 from lockstep.artifacts.dtypes import ROW
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.adapted_graphs import adapter_columns, is_expand
-from lockstep.onnx_tools.expert_products import SHAPING, ExpertWeight, is_expert_product, with_expert_products
+from lockstep.onnx_tools.expert_products import SHAPING, ExpertProducts, ExpertWeight, is_expert_product
 from lockstep.onnx_tools.fp8_products import product_of
-from lockstep.onnx_tools.rewriter import Rewriter, attributes_of, is_linear, is_transposed, typed_values, upstream
+from lockstep.onnx_tools.toolkit import (
+    GraphWriter,
+    Pass,
+    PassResult,
+    add_input,
+    attribute,
+    infer_types,
+    is_linear,
+    is_transposed,
+    maker,
+    remove_unused,
+    replace,
+    required,
+    run_passes,
+    sizes_of,
+    to_proto,
+    upstream,
+)
 
 _ROW_DIMS = ("num_tokens", "num_requests")  # names of the dimension of rows of values that cross a cut
 _VIEWS = (*SHAPING, "Transpose", "Expand")
@@ -104,41 +121,46 @@ class CutGraph:
 
 def has_quantized_products(model: onnx.ModelProto) -> bool:
     """Return whether there is a product with a quantised weight, or an embedding that reads rows of one."""
-    for node in model.graph.node:
+    for node in ir.from_proto(model).graph:
         if node.op_type in ("MatMulNBits", "GatherBlockQuantized"):
             return True
-        if node.op_type == "Cast" and attributes_of(node)["to"] == TensorProto.FLOAT8E4M3FN:
+        if node.op_type == "Cast" and attribute(node, "to") == ir.DataType.FLOAT8E4M3FN:
             return True
     return False
 
 
 def cut_products(model: onnx.ModelProto) -> CutGraph:
     """Cut a graph at its products with weights. Raises CheckError for an unknown shape between two steps."""
-    graph = Rewriter(with_expert_products(_add_biases_after(model)))
+    joined = ir.from_proto(run_passes(model, AddBiasesAfter(), ExpertProducts()))
     products = {}
-    for node in graph.nodes:
-        product = _product(graph, node)
+    for node in joined.graph:
+        product = _product(node)
         if product is not None:
-            products[node.output[0]] = product
-    for base, product in _with_lora(graph, products).items():
+            products[product.output] = product
+    for base, product in _with_lora(joined.graph, products).items():
         del products[base]
         products[product.output] = product
-    return _Cut(graph, products).cut()
+    return _Cut(joined, products).cut()
 
 
 class _Cut:
-    def __init__(self, graph: Rewriter, products: Mapping[str, Product]):
-        self._graph = graph
+    """A graph that is being cut. Values are known by their names: each piece is a copy of the graph."""
+
+    def __init__(self, model: ir.Model, products: Mapping[str, Product]):
+        self._model = model
+        self._graph = model.graph
         self._products = products
-        weights = {name for name in graph.inputs if all(graph.shape(name))}
-        self._level = {name: 0 for name in graph.inputs if name not in weights}  # of what depends on activations
-        for node in graph.nodes:
-            product = products.get(node.output[0])
-            inputs = node.input if product is None else _activations(product)
+        self._inputs = [str(value.name) for value in self._graph.inputs]
+        self._outputs = [str(value.name) for value in self._graph.outputs]
+        self._values = _values(self._graph)
+        self._level = {str(value.name): 0 for value in self._graph.inputs if not all(sizes_of(value))}
+        for node in self._graph:  # what depends on activations
+            product = products.get(str(node.outputs[0].name))
+            inputs = _names(node.inputs) if product is None else _activations(product)
             levels = [self._level[name] for name in inputs if name in self._level]
             if levels:
-                self._level.update(dict.fromkeys(node.output, max(levels) + (product is not None)))
-        self._types = typed_values(_without_quantized(graph))
+                self._level.update(dict.fromkeys(_names(node.outputs), max(levels) + (product is not None)))
+        self._types = self._inferred()
         self._remade = self._remade_values()
 
     def _all_activations(self) -> list[str]:
@@ -153,19 +175,19 @@ class _Cut:
         They are others in another shape, or follow from integers alone, such as angles of RoPE; around products of
         experts also the gathers of their weights.
         """
-        ends = {*self._graph.outputs, *self._all_activations()}
         views = [*_VIEWS]
         if any(product.experts for product in self._products.values()):
             views.append("GatherND")
-        from_integers = {name for name in self._graph.inputs if self._graph.element(name) == TensorProto.INT64}
+        from_integers = {value for value in self._graph.inputs if value.dtype == ir.DataType.INT64}
         remade = set[str]()
-        for node in self._graph.nodes:
-            if from_integers.issuperset(name for name in node.input if name not in self._graph.constants):
-                from_integers.update(node.output)
-                remade.update(node.output)
+        for node in self._graph:
+            operands = [value for value in node.inputs if value is not None and not value.is_initializer()]
+            if from_integers.issuperset(operands):
+                from_integers.update(node.outputs)
+                remade.update(_names(node.outputs))
             elif node.op_type in views:
-                remade.add(node.output[0])
-        return (remade & self._level.keys()) - ends
+                remade.add(str(node.outputs[0].name))
+        return remade.intersection(self._level) - {*self._outputs, *self._all_activations()}
 
     def cut(self) -> CutGraph:
         pieces: list[onnx.ModelProto] = []
@@ -183,74 +205,138 @@ class _Cut:
         crossing = {*self._all_activations(), *(product.output for product in self._products.values())}
         for piece in pieces:
             crossing.update(value.name for value in (*piece.graph.input, *piece.graph.output))
-        ends = {*self._graph.outputs, *self._graph.inputs}
-        shapes = {name: self._shape(name) for name in sorted(crossing - ends)}
+        shapes = {name: self._shape(name) for name in sorted(crossing.difference(self._outputs, self._inputs))}
         inner = {name: shape[[*map(type, shape)].index(str) :] for name, shape in shapes.items()}
         return CutGraph(tuple(pieces), tuple(steps), inner)
 
-    def _outputs(self, level: int) -> list[str]:
+    def _upstream(self, names: Sequence[str], stops: set[str]) -> set[str]:
+        values = upstream([self._values[name] for name in names], {self._values[name] for name in stops})
+        return {str(value.name) for value in values}
+
+    def _outputs_of_level(self, level: int) -> list[str]:
         """Return the values of a level, without products and inputs, that other steps or the outputs need."""
-        needed = [*self._all_activations(), *self._graph.outputs]
-        between = upstream(self._graph.nodes, needed, self._products)
-        for node in reversed(self._graph.nodes):  # those that are no part of a product
-            if between.isdisjoint(node.output) or node.output[0] in self._products:
+        needed = [*self._all_activations(), *self._outputs]
+        between = self._upstream(needed, set(self._products))
+        for node in reversed(self._graph):  # those that are no part of a product
+            name = str(node.outputs[0].name)
+            if between.isdisjoint(_names(node.outputs)) or name in self._products:
                 continue
-            is_elsewhere = self._level.get(node.output[0], level) != level
-            if is_elsewhere or (node.output[0] in self._remade and node.output[0] in needed):
-                needed += node.input
-        excluded = self._products.keys() | self._graph.inputs | self._remade
+            is_elsewhere = self._level.get(name, level) != level
+            if is_elsewhere or (name in self._remade and name in needed):
+                needed += _names(node.inputs)
+        excluded = {*self._products, *self._inputs, *self._remade}
         return list(dict.fromkeys(name for name in needed if self._level.get(name) == level and name not in excluded))
 
     def _outputs_of_pieces(self, level: int) -> list[list[str]]:
         """Return the outputs of a level's pieces; values that depend on a choice of experts get a piece."""
-        outputs = self._outputs(level)
-        ends = {*self._graph.inputs, *self._products, *(name for name in self._level if self._level[name] < level)}
+        outputs = self._outputs_of_level(level)
+        ends = self._ends(level - 1)
         choices: set[str] = set()
-        for node in self._graph.nodes:
+        for node in self._graph:
             if node.op_type == "TopK":
-                choices.update(node.output)
+                choices.update(_names(node.outputs))
         chosen = []
         for name in outputs:
-            if choices & (upstream(self._graph.nodes, [name], ends - self._remade) - ends):
+            if choices & (self._upstream([name], ends - self._remade) - ends):
                 chosen.append(name)
         independent = [name for name in outputs if name not in chosen]
         return [names for names in (chosen, independent) if names]
 
+    def _ends(self, level: int) -> set[str]:
+        """Return inputs, products and the values of this level and those before it."""
+        return {*self._inputs, *self._products, *(name for name, other in self._level.items() if other <= level)}
+
     def _piece(self, outputs: Sequence[str], level: int, number: int) -> onnx.ModelProto:
         """Return the graph of `outputs`; values that depend on no activation are computed in every piece."""
-        piece = Rewriter(self._graph.model)
-        order = [*piece.inputs, *piece.producers]
-        ends = {*piece.inputs, *self._products, *(name for name in order if self._level.get(name, level) < level)}
-        ends -= self._remade
-        read = upstream(piece.nodes, outputs, ends) & ends
-        piece.inputs = {name: self._value(name) for name in sorted(read, key=order.index)}
-        piece.outputs = {name: self._value(name) for name in sorted(outputs, key=order.index)}
-        piece.model.graph.name = f"{piece.model.graph.name}.{number}"
-        if not any(node.op_type == "GatherBlockQuantized" for node in piece.nodes):
-            opsets = {entry.domain: entry.version for entry in piece.model.opset_import}
-            piece.set_opset(opsets[""] if "" in opsets else opsets["ai.onnx"])
-        return piece.finish()
+        ends = self._ends(level - 1) - self._remade
+        read = self._upstream(outputs, ends) & ends
+        piece = self._model.clone()
+        graph = piece.graph
+        values = _values(graph)
+        order = [*values]
+        inputs = []
+        for name in sorted(read, key=order.index):
+            if name not in self._inputs:
+                value = ir.Value(name=name)
+                values[name].replace_all_uses_with(value, replace_graph_outputs=True)
+                values[name] = value
+            inputs.append(self._declared(values[name]))
+        graph.inputs.clear()
+        graph.inputs.extend(inputs)
+        graph.outputs.clear()
+        graph.outputs.extend(self._declared(values[name]) for name in sorted(outputs, key=order.index))
+        graph.name = f"{graph.name}.{number}"
+        if not any(node.op_type == "GatherBlockQuantized" for node in graph):
+            version = piece.opset_imports.get("", piece.opset_imports.get("ai.onnx", 0))
+            piece.opset_imports.clear()
+            piece.opset_imports[""] = version
+        remove_unused(graph)
+        proto = to_proto(piece)
+        onnx.checker.check_model(proto, full_check=True)
+        return proto
 
-    def _value(self, name: str) -> onnx.ValueInfoProto:
-        if name in self._graph.inputs:
-            return self._graph.inputs[name]
-        shape = self._shape(name)  # of a value without one there is no type either
-        return helper.make_tensor_value_info(name, self._types[name][0], shape)
+    def _declared(self, value: ir.Value) -> ir.Value:
+        """Give a value that crosses a cut its type and shape."""
+        name = str(value.name)
+        if name not in self._inputs:
+            value.shape = ir.Shape(self._shape(name))
+            value.type = self._types[name].type
+        return value
 
     def _shape(self, name: str) -> tuple[int | str, ...]:
         """Return the shape of a value that crosses a cut. Raises CheckError for one that is not of rows."""
-        shape = self._types[name][1] if name in self._types else ()
-        rows = [axis for axis, size in enumerate(shape) if not isinstance(size, int)]
-        if len(rows) != 1 or len(shape) < 2 or 0 in shape or any(size != 1 for size in shape[: rows[0]]):
+        shape = self._types[name].shape if name in self._types else None
+        dims = [] if shape is None else [size if isinstance(size, int) else size.value or "?" for size in shape]
+        rows = [axis for axis, size in enumerate(dims) if not isinstance(size, int)]
+        if len(rows) != 1 or len(dims) < 2 or 0 in dims or any(size != 1 for size in dims[: rows[0]]):
             raise CheckError(
-                f"graph {self._graph.model.graph.name}: value {name}: expected rows [{' or '.join(_ROW_DIMS)}, sizes "
-                f"...] between two products, found {list(shape)}"
+                f"graph {self._graph.name}: value {name}: expected rows [{' or '.join(_ROW_DIMS)}, sizes ...] between "
+                f"two products, found {dims}"
             )
-        (axis,) = rows
-        row_dim = shape[axis]
-        if row_dim not in _ROW_DIMS:  # lost in a reshape: an exit computes one row of each request
-            row_dim = _ROW_DIMS["logit_rows" in self._graph.inputs]
-        return (*shape[:axis], row_dim, *shape[axis + 1 :])
+        if dims[rows[0]] not in _ROW_DIMS:  # lost in a reshape: an exit computes one row of each request
+            dims[rows[0]] = _ROW_DIMS["logit_rows" in self._inputs]
+        return tuple(dims)
+
+    def _inferred(self) -> Mapping[str, ir.Value]:
+        """Return values by name, with their types and shapes.
+
+        ONNX's inference cannot handle `MatMulNBits` and products of experts: there is a Gemm in their place.
+        """
+        copy = self._model.clone()
+        graph = copy.graph
+        for node in [*graph]:
+            product = self._products.get(str(node.outputs[0].name))
+            if node.op_type != "MatMulNBits" and not is_expert_product(node):
+                continue
+            product = product or required(_product(node))
+            experts = product.experts
+            shape = [product.out_features, product.in_features]
+            dtype = ir.DataType.FLOAT
+            if experts is not None:
+                shape[0] *= experts.per_token
+                shape[1] *= 1 if experts.shared else experts.per_token
+            if product.bits == 16:
+                dtype = required(self._values[product.slots[0]].dtype)
+            (out,) = node.outputs
+            weight = add_input(graph, f"{out.name}/weight", dtype, shape)
+            GraphWriter(graph, before=node).op("Gemm", node.inputs[0], weight, transB=1, replaces=out)
+        remove_unused(graph)
+        infer_types(copy)
+        return _values(graph)
+
+
+def _values(graph: ir.Graph) -> dict[str, ir.Value]:
+    """Return inputs and computed values by name, in order."""
+    values = [*graph.inputs]
+    for node in graph:
+        values += node.outputs
+    return {str(value.name): value for value in values if value.name} | {
+        str(value.name): value for value in graph.initializers.values()
+    }
+
+
+def _names(values: Sequence[ir.Value | None]) -> list[str]:
+    return [str(value.name) for value in values if value is not None]
 
 
 def _activations(product: Product) -> list[str]:
@@ -258,100 +344,86 @@ def _activations(product: Product) -> list[str]:
     return [product.input] if product.experts is None else [product.input, product.experts.ids]
 
 
-def _without_quantized(graph: Rewriter) -> onnx.ModelProto:
-    """Return a copy with a Gemm for each `MatMulNBits` and product of experts, which ONNX's inference cannot handle."""
-    copy = Rewriter(graph.model)
-    for node in copy.nodes:
-        if node.op_type == "MatMulNBits":
-            sizes = attributes_of(node)
-            weight = copy.input(f"{node.output[0]}/weight", TensorProto.FLOAT, [sizes["N"], sizes["K"]])
-            copy.replace(node, helper.make_node("Gemm", [node.input[0], weight], node.output, node.name, transB=1))
-        elif is_expert_product(node):
-            product = _product(copy, node)
-            if product is None or product.experts is None:
-                continue
-            count = product.experts.per_token
-            input_copies = 1 if product.experts.shared else count
-            shape = [count * product.out_features, product.in_features * input_copies]
-            element = TensorProto.FLOAT if product.bits < 16 else copy.element(product.slots[0])
-            weight = copy.input(f"{node.output[0]}/weight", element, shape)
-            copy.replace(node, helper.make_node("Gemm", [product.input, weight], node.output, node.name, transB=1))
-    return copy.finish()
-
-
-def _product(graph: Rewriter, node: onnx.NodeProto) -> Product | None:
+def _product(node: ir.Node) -> Product | None:
+    out = str(node.outputs[0].name)
+    names = _names(node.inputs)
     if is_expert_product(node):
-        rows, ids, *slots = node.input
-        settings = attributes_of(node)
+        rows, ids, *slots = names
+        settings = {name: setting.value for name, setting in node.attributes.items()}
         per_token = settings.pop("per_token")
         shared = bool(settings.pop("shared"))
-        kind = settings.pop("kind").decode()
         transposed = bool(settings.pop("transposed"))
-        weight = ExpertWeight(tuple(slots), **settings, kind=kind, transposed=transposed)
+        weight = ExpertWeight(tuple(slots), **settings, transposed=transposed)
         experts = Experts(ids, per_token, shared, weight)
         numbers = weight.bits, weight.group_size, weight.in_features, weight.out_features
-        return Product(rows, node.output[0], tuple(slots), *numbers, experts=experts)
+        return Product(rows, out, tuple(slots), *numbers, experts=experts)
     if node.op_type == "MatMulNBits":
-        sizes = attributes_of(node)
-        numbers = sizes["bits"], sizes["block_size"], sizes["K"], sizes["N"]
-        return Product(node.input[0], node.output[0], tuple(node.input[1:]), *numbers)
-    fp8_product = product_of(graph, node) if node.op_type == "Mul" else None
+        bits, group_size, in_features, out_features = (
+            attribute(node, name) for name in ("bits", "block_size", "K", "N")
+        )
+        return Product(names[0], out, tuple(names[1:]), bits, group_size, in_features, out_features)
+    fp8_product = product_of(node)
     if fp8_product is not None:
         activation, *fp8_slots = fp8_product
-        out_features, in_features = graph.shape(fp8_slots[0])
-        return Product(activation, node.output[0], tuple(fp8_slots), 8, ROW, in_features, out_features)
+        out_features, in_features = sizes_of(fp8_slots[0])
+        return Product(str(activation.name), out, tuple(_names(fp8_slots)), 8, ROW, in_features, out_features)
     transposed = is_transposed(node)
-    if not (transposed or is_linear(node)) or len(node.input) > 2:  # see _add_biases_after
+    if not (transposed or is_linear(node)) or len(node.inputs) > 2:  # see AddBiasesAfter
         return None
-    slot = node.input[1]
-    if slot not in graph.inputs or not all(graph.shape(slot)) or len(graph.consumers[slot]) > 1:
+    slot = required(node.inputs[1])
+    if not slot.is_graph_input() or not all(sizes_of(slot)) or len(slot.uses()) > 1:
         return None
-    in_features, out_features = graph.shape(slot) if transposed else reversed(graph.shape(slot))
-    return Product(node.input[0], node.output[0], (slot,), 16, 0, in_features, out_features, transposed=transposed)
+    in_features, out_features = sizes_of(slot) if transposed else reversed(sizes_of(slot))
+    return Product(names[0], out, (names[1],), 16, 0, in_features, out_features, transposed=transposed)
 
 
-def _add_biases_after(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy in which a bias is added after its Gemm, and after the adapters' sum."""
-    graph = Rewriter(model)
-    for node in graph.nodes:
-        if node.op_type != "Gemm" or len(node.input) != 3 or not node.input[2]:
-            continue
-        bias = node.input.pop()
-        last = node
-        readers = graph.consumers.get(node.output[0], [])
-        if len(readers) == 1 and readers[0].op_type == "Add":
-            makers = [graph.producers[name] for name in readers[0].input if name in graph.producers]
-            if any(map(is_expand, makers)):
-                last = readers[0]
-        (result,) = last.output
-        last.output[0] = f"{result}/without bias"
-        graph.replace(last, last, helper.make_node("Add", [last.output[0], bias], [result], name=f"{result}/bias"))
-    return graph.finish()
+class AddBiasesAfter(Pass):
+    """Add a bias after its Gemm, and after the adapters' sum."""
+
+    def call(self, model: ir.Model) -> PassResult:
+        graph = model.graph
+        biased = [node for node in graph if node.op_type == "Gemm" and len(node.inputs) == 3]
+        for node in biased:
+            *factors, bias = node.inputs
+            (out,) = node.outputs
+            product = GraphWriter(graph, before=node).copy(node, *factors, replaces=out)
+            last = product
+            readers = product.consumers()
+            if len(readers) == 1 and readers[0].op_type == "Add":
+                if any(is_expand(value.producer()) for value in readers[0].inputs if value is not None):
+                    last = readers[0].outputs[0]
+            writer = GraphWriter(graph, after=required(last.producer()))
+            total = writer.op("Add", last, bias, name=f"{last.name}/bias")
+            replace(last, total, keep=total.producer())
+        return PassResult(model, bool(biased))
 
 
-def _with_lora(graph: Rewriter, products: Mapping[str, Product]) -> dict[str, Product]:
+def _with_lora(graph: ir.Graph, products: Mapping[str, Product]) -> dict[str, Product]:
     """Return {output of the base product: product with its adapters}, for base + where(mask, x A, 0) B."""
     adapted: dict[str, Product] = {}
-    maker = graph.producers
-    for node in graph.nodes:
-        expands = [maker[name] for name in node.input if name in maker and is_expand(maker[name])]
-        bases = [name for name in node.input if name in products]
+    for node in graph:
+        makers = [value.producer() for value in node.inputs if value is not None]
+        expands = [expand for expand in makers if expand is not None and is_expand(expand)]
+        bases = [name for name in _names(node.inputs) if name in products]
         if node.op_type != "Add" or len(expands) != 1 or len(bases) != 1:
             continue
-        expand = expands[0]
-        product = products[bases[0]]
-        choice = maker[expand.input[0]]
-        shrink = maker[choice.input[1]]
-        equal = maker[choice.input[0]]
-        if (choice.op_type, equal.op_type, shrink.op_type) != ("Where", "Equal", "Gemm"):
+        choice = maker(expands[0].inputs[0], "Where")
+        if choice is None:
             continue
-        source = maker[equal.input[0]].input[0]
+        equal = maker(choice.inputs[0], "Equal")
+        shrink = maker(choice.inputs[1], "Gemm")
+        if equal is None or shrink is None:
+            continue
+        product = products[bases[0]]
+        source = required(required(required(equal.inputs[0]).producer()).inputs[0])
         rows = ""
-        if source in maker:  # the ids of the requests' rows
-            source, rows = maker[source].input[:2]
-        if shrink.input[0] == product.input and source == IDS:
-            lora = Lora(shrink.input[1], expand.input[1], *adapter_columns(graph, equal), rows)
-            adapted[bases[0]] = replace(product, output=node.output[0], lora=lora)
+        if (gather := source.producer()) is not None:  # the ids of the requests' rows
+            source = required(gather.inputs[0])
+            rows = _names(gather.inputs)[1]
+        if _names(shrink.inputs)[0] == product.input and source.name == IDS:
+            a, b = _names(shrink.inputs)[1], _names(expands[0].inputs)[1]
+            lora = Lora(a, b, *adapter_columns(equal), rows)
+            adapted[bases[0]] = dataclasses.replace(product, output=str(node.outputs[0].name), lora=lora)
     return adapted
 
 

@@ -11,93 +11,88 @@ which `SIGN` flips.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-import onnx
-from onnx import TensorProto, helper
+import onnx_ir as ir
 
 from lockstep.errors import CheckError
-from lockstep.onnx_tools.rewriter import Rewriter, attributes_of
+from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, add_input, attribute, required, sizes_of
 
 OPSET = 21  # DequantizeLinear in blocks, and int4
-_TYPES = {4: TensorProto.INT4, 8: TensorProto.INT8}
-# {dtype of the input: mask that is XORed with the bytes that MatMulNBits reads}
-SIGN = {"int4": 0x88, "int8": 0x80}
+_TYPES = {4: ir.DataType.INT4, 8: ir.DataType.INT8}
 
 
 @dataclass(frozen=True)
 class IntegerWeight:
-    """A quantised weight [rows, columns] of two slots."""
+    """A quantised weight [rows, columns] of two inputs."""
 
-    data: str
-    scales: str
+    data: ir.Value
+    scales: ir.Value
     rows: int
     columns: int
     group_size: int
     bits: int
 
 
-def embedding_of(graph: Rewriter, node: onnx.NodeProto) -> IntegerWeight | None:
+def embedding_of(node: ir.Node) -> IntegerWeight | None:
     """Return the weight that a `GatherBlockQuantized` reads; None for another operator, and for experts."""
-    if node.op_type != "GatherBlockQuantized" or node.input[0] not in graph.inputs:
+    if node.op_type != "GatherBlockQuantized" or not required(node.inputs[0]).is_graph_input():
         return None
-    data, _, scales = node.input
-    sizes = attributes_of(node)
-    rows, groups, _ = graph.shape(data)
-    size = sizes["block_size"]
-    return IntegerWeight(data, graph.producers[scales].input[0], rows, groups * size, size, sizes["bits"])
+    data, _, scales = map(required, node.inputs)
+    rows, groups, _ = sizes_of(data)
+    size = attribute(node, "block_size")
+    stored = required(required(scales.producer()).inputs[0])
+    return IntegerWeight(data, stored, rows, groups * size, size, attribute(node, "bits"))
 
 
-def sign_of(dtype: str, stored: str) -> int:
-    """Return the XOR mask that turns integers stored as `stored` into an input of `dtype`."""
-    return SIGN.get(dtype, 0) if stored == "uint8" else 0
+def factor_of(node: ir.Node) -> IntegerWeight:
+    """Return the weight of a `MatMulNBits` without zero points."""
+    rows, columns, size, bits = (attribute(node, name) for name in ("N", "K", "block_size", "bits"))
+    return IntegerWeight(required(node.inputs[1]), required(node.inputs[2]), rows, columns, size, bits)
 
 
-def dequantize_products(model: onnx.ModelProto, where: str) -> onnx.ModelProto:
-    """Return a graph without quantised weights; `model` itself if it has none.
+class DequantizeProducts(Pass):
+    """Dequantise weights before products and embeddings. where: the file, for messages.
 
     Raises CheckError for zero points: no library accepts them as inputs.
     """
-    graph = Rewriter(model)
-    is_changed = False
-    for node in graph.nodes:
-        if node.op_type != "GatherBlockQuantized":
-            continue
-        embedding = embedding_of(graph, node)
-        if embedding is None:
-            raise CheckError(
-                f"{where}: expected no experts with quantised weights, found {node.name}; this backend does not take "
-                "them, use the backend onnxruntime, or fp16"
-            )
-        dequantize = _dequantize(graph, node, embedding)
-        gather = helper.make_node("Gather", [dequantize.output[0], node.input[1]], node.output, node.name)
-        graph.replace(node, dequantize, gather)
-        is_changed = True
-    for node in graph.nodes:
-        if node.op_type != "MatMulNBits":
-            continue
-        if len(node.input) > 3:
-            raise CheckError(
-                f"{where}: expected quantised weights whose zero points are the middle, found {node.input[3]!r}; this "
-                f"backend takes no zero points as inputs, use the backend onnxruntime"
-            )
-        sizes = attributes_of(node)
-        activation, data, scales = node.input
-        weight = IntegerWeight(data, scales, sizes["N"], sizes["K"], sizes["block_size"], sizes["bits"])
-        dequantize = _dequantize(graph, node, weight)
-        gemm = helper.make_node("Gemm", [activation, dequantize.output[0]], node.output, node.name, transB=1)
-        graph.replace(node, dequantize, gemm)
-        is_changed = True
-    if not is_changed:
-        return model
-    graph.set_opset(OPSET)
-    return graph.finish()
+
+    def __init__(self, where: str):
+        self._where = where
+
+    def call(self, model: ir.Model) -> PassResult:
+        graph = model.graph
+        quantized = [node for node in graph if node.op_type in ("GatherBlockQuantized", "MatMulNBits")]
+        for node in quantized:
+            (out,) = node.outputs
+            writer = GraphWriter(graph, f"{out.name}/dequantized", before=node)
+            if node.op_type == "GatherBlockQuantized":
+                embedding = embedding_of(node)
+                if embedding is None:
+                    raise CheckError(
+                        f"{self._where}: expected no experts with quantised weights, found {node.name}; this backend "
+                        "does not take them, use the backend onnxruntime, or fp16"
+                    )
+                writer.op("Gather", _dequantize(writer, node, embedding), node.inputs[1], name=node.name, replaces=out)
+                continue
+            if len(node.inputs) > 3:
+                raise CheckError(
+                    f"{self._where}: expected quantised weights whose zero points are the middle, found "
+                    f"{required(node.inputs[3]).name!r}; this backend takes no zero points as inputs, use the backend "
+                    "onnxruntime"
+                )
+            weight = _dequantize(writer, node, factor_of(node))
+            writer.op("Gemm", node.inputs[0], weight, name=node.name, transB=1, replaces=out)
+        if quantized:
+            model.opset_imports.clear()
+            model.opset_imports[""] = OPSET
+        return PassResult(model, bool(quantized))
 
 
-def _dequantize(graph: Rewriter, node: onnx.NodeProto, weight: IntegerWeight) -> onnx.NodeProto:
-    """Make the weight an input of signed integers; return the node that dequantises it."""
+def _dequantize(writer: GraphWriter, node: ir.Node, weight: IntegerWeight) -> ir.Value:
+    """Make the weight an input of signed integers; return it dequantised."""
     shape = [weight.rows, weight.columns]
-    graph.replace_input(weight.data, helper.make_tensor_value_info(weight.data, _TYPES[weight.bits], shape))
-    inputs = [weight.data, weight.scales]
-    out = f"{node.output[0]}/weight"
-    name = f"{node.name}/dequantize"
-    return helper.make_node("DequantizeLinear", inputs, [out], name, axis=1, block_size=weight.group_size)
+    data = add_input(writer.graph, str(weight.data.name), _TYPES[weight.bits], shape, before=weight.data)
+    result = f"{node.outputs[0].name}/weight"
+    settings: dict[str, Any] = {"axis": 1, "block_size": weight.group_size}
+    return writer.op("DequantizeLinear", data, weight.scales, result=result, name=f"{node.name}/dequantize", **settings)

@@ -8,15 +8,27 @@ out_features]`. cut_products.py takes them out of a graph: no library runs them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper
+import onnx_ir as ir
 
 from lockstep.errors import CheckError
-from lockstep.onnx_tools.group_experts import ExpertProduct, expert_product, expert_products
-from lockstep.onnx_tools.rewriter import Dims, Emitter, Rewriter, attributes_of, typed_values
+from lockstep.onnx_tools.group_experts import ExpertProduct, expert_products
+from lockstep.onnx_tools.toolkit import (
+    GraphWriter,
+    Pass,
+    PassResult,
+    array_of,
+    attribute,
+    infer_types,
+    maker,
+    required,
+    run_passes,
+    sizes_of,
+)
 
 DOMAIN = "lockstep"
 OPERATOR = "ExpertProduct"
@@ -43,125 +55,146 @@ class ExpertWeight:
     transposed: bool
 
 
-def with_expert_products(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy of a graph with a node for each product with experts' weights; the graph itself if it has none."""
-    if not any(node.op_type in ("GatherND", "GatherBlockQuantized", "TopK") for node in model.graph.node):
-        return model
-    graph = Rewriter(model)
-    products = expert_products(graph)
-    if not products:
-        return model
-    shapes = {name: shape for name, (_, shape) in typed_values(model).items()}
-    for product in products:
-        graph.replace(product.node, *_nodes(graph, product, shapes))
-    graph.model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
-    return graph.finish()
+class ExpertProducts(Pass):
+    """Make a node of each product with experts' weights. Raises CheckError for weights of an unknown form."""
+
+    def call(self, model: ir.Model) -> PassResult:
+        graph = model.graph
+        products = expert_products(graph)
+        if products:
+            infer_types(model)
+            model.opset_imports[DOMAIN] = 1
+        for product in products:
+            _write(graph, product)
+        return PassResult(model, bool(products))
 
 
-def with_few_experts(model: onnx.ModelProto, count: int) -> onnx.ModelProto:
-    """Return a copy whose products have at most `count` experts; the chosen ids are taken modulo `count`.
+class FewExperts(Pass):
+    """Give products at most `count` experts; the chosen ids are taken modulo `count`.
 
     The chosen experts become outputs, under the names by which products read them.
     """
-    graph = Rewriter(model)
-    shapes = {name: shape for name, (_, shape) in typed_values(model).items()}
-    reduced_ids: dict[str, str] = {}  # {ids: ids modulo count}
-    for node in graph.nodes:
-        product = expert_product(graph, node)
-        if product is None:
-            continue
-        if product.ids not in reduced_ids:
-            reduced_ids[product.ids] = f"{product.ids}/few"
-            number = graph.constant(f"{product.ids}/count", np.array(count, np.int64))
-            mod = helper.make_node("Mod", [product.ids, number], [reduced_ids[product.ids]])
-            maker = graph.producers[product.ids]
-            graph.replace(maker, maker, mod)
-            name, per_token = _ids(graph, product, shapes)
-            graph.outputs[name] = helper.make_tensor_value_info(name, TensorProto.INT64, [None, per_token])
-        for gather in product.gathers:
-            reader = graph.producers[gather.input[1]] if product.is_quantized else gather
-            reader.input[reader.input[:].index(product.ids)] = reduced_ids[product.ids]
-        if product.is_quantized:
-            target = graph.producers[product.gathers[0].input[0]].input[1]
-            sizes = graph.array(target)
-            assert sizes is not None  # `expert_product` checked it
-            graph.constant(target, np.array([min(count, graph.shape(product.stacks[0])[0]), *sizes[1:]], np.int64))
-        for stack in product.stacks:
-            experts, *matrix_shape = graph.shape(stack)
-            value = helper.make_tensor_value_info(stack, graph.element(stack), [min(count, experts), *matrix_shape])
-            graph.replace_input(stack, value)
-    return graph.finish()
+
+    def __init__(self, count: int):
+        self._count = count
+
+    def call(self, model: ir.Model) -> PassResult:
+        graph = model.graph
+        infer_types(model)
+        products = expert_products(graph)
+        for ids in dict.fromkeys(product.ids for product in products):
+            product = next(product for product in products if product.ids is ids)
+            chosen, per_token = _ids(graph, product)
+            readers = [
+                (node, index)
+                for node, index in ids.uses()
+                if any(ids is other.ids and node in _id_readers(other) for other in products)
+            ]
+            writer = GraphWriter(graph, f"{ids.name}/few", after=required(ids.producer()))
+            few = writer.op("Mod", ids, np.array(self._count, np.int64))
+            for node, index in readers:
+                node.replace_input_with(index, few)
+            if not chosen.is_graph_output():
+                chosen.type = ir.TensorType(ir.DataType.INT64)
+                chosen.shape = ir.Shape([None, per_token])
+                graph.outputs.append(chosen)
+        for product in products:
+            for stack in product.stacks:
+                experts, *matrix_shape = sizes_of(stack)
+                stack.shape = ir.Shape([min(self._count, experts), *matrix_shape])
+            if product.is_quantized:
+                reshape = required(required(product.gathers[0].inputs[0]).producer())
+                sizes = array_of(reshape.inputs[1])
+                assert sizes is not None  # `expert_product` checked it
+                count = sizes_of(product.stacks[0])[0]
+                writer = GraphWriter(graph)
+                reshape.replace_input_with(1, writer.constant(np.array([count, *sizes[1:]], np.int64)))
+        return PassResult(model, bool(products))
 
 
-def _nodes(graph: Rewriter, product: ExpertProduct, shapes: dict[str, Dims]) -> list[onnx.NodeProto]:
-    (out,) = product.node.output
-    weight = _weight(graph, product)
-    ids, per_token = _ids(graph, product, shapes)
-    is_first = product.node.input[1] == product.rows  # [rows, in_features, 1]
-    emit = Emitter(graph, out)
-    rows = _token_rows(graph, product.rows, shapes, (per_token, weight.in_features))
+def with_few_experts(model: onnx.ModelProto, count: int) -> onnx.ModelProto:
+    return run_passes(model, FewExperts(count))
+
+
+def _id_readers(product: ExpertProduct) -> list[ir.Node]:
+    """Return the nodes of a product that read its ids."""
+    if not product.is_quantized:
+        return [*product.gathers]
+    return [required(required(product.gathers[0].inputs[1]).producer())]
+
+
+def _write(graph: ir.Graph, product: ExpertProduct) -> None:
+    (out,) = product.node.outputs
+    weight, slots = _weight(graph, product)
+    ids, per_token = _ids(graph, product)
+    writer = GraphWriter(graph, f"{out.name}/experts", before=product.node)
+    rows = _token_rows(product.rows, (per_token, weight.in_features))
     settings = {"per_token": per_token, "shared": int(rows is not None)} | asdict(weight)
-    settings.pop("slots")
+    del settings["slots"]
+    settings["transposed"] = int(weight.transposed)
     if rows is None:
-        rows = emit("Reshape", product.rows, [-1, per_token * weight.in_features])
-    flat = emit(OPERATOR, rows, ids, *weight.slots, result=f"{out}/flat", domain=DOMAIN, **settings)
-    shape = [-1, weight.out_features, 1] if is_first else [-1, 1, weight.out_features]
-    emit("Reshape", flat, shape, result=out, name=product.node.name)
-    return emit.nodes
+        rows = writer.op("Reshape", product.rows, [-1, per_token * weight.in_features])
+    flat = writer.op(OPERATOR, rows, ids, *slots, result=f"{out.name}/flat", domain=DOMAIN, **settings)
+    shape = [-1, weight.out_features, 1] if product.is_first else [-1, 1, weight.out_features]
+    writer.op("Reshape", flat, shape, name=product.node.name, replaces=out)
 
 
-def _weight(graph: Rewriter, product: ExpertProduct) -> ExpertWeight:
-    """Return the weights of a product. Raises CheckError for an unknown form."""
-    experts, rows, columns = graph.shape(product.stacks[0])[:3]
+def _weight(graph: ir.Graph, product: ExpertProduct) -> tuple[ExpertWeight, Sequence[ir.Value]]:
+    """Return the weights of a product, and the inputs that they are. Raises CheckError for an unknown form."""
+    experts, rows, columns = sizes_of(product.stacks[0])[:3]
+    slots = product.stacks
     if product.is_quantized:
-        sizes = attributes_of(product.gathers[0])
-        bits = sizes["bits"]
-        group_size = sizes["block_size"]
-        return ExpertWeight(product.stacks, experts, columns * group_size, rows, bits, group_size, "integers", True)
+        bits, group_size = (attribute(product.gathers[0], name) for name in ("bits", "block_size"))
+        return ExpertWeight(
+            _names(slots), experts, columns * group_size, rows, bits, group_size, "integers", True
+        ), slots
     if not product.decode:
         in_features, out_features = (columns, rows) if product.transposed else (rows, columns)
-        return ExpertWeight(product.stacks, experts, in_features, out_features, 16, 0, "floats", product.transposed)
-    decoded_shape = graph.array(product.decode[-1].input[1])
-    slots = tuple(sorted(product.stacks, key=lambda slot: -len(graph.shape(slot))))  # codes, exponents
+        names = _names(slots)
+        return ExpertWeight(names, experts, in_features, out_features, 16, 0, "floats", product.transposed), slots
+    decoded_shape = array_of(product.decode[-1].inputs[1])
+    slots = tuple(sorted(slots, key=lambda slot: -len(sizes_of(slot))))  # codes, exponents
     is_mxfp4 = sorted(node.op_type for node in product.decode) == _MXFP4 and product.transposed and len(slots) == 2
     if decoded_shape is None or not is_mxfp4:
         raise CheckError(
-            f"graph {graph.model.graph.name}: expected experts of integers or MXFP4, found {product.stacks[0]} in "
-            "another form"
+            f"graph {graph.name}: expected experts of integers or MXFP4, found {product.stacks[0].name} in another form"
         )
     out_features, in_features = (int(size) for size in decoded_shape[1:])
-    group_size = in_features // graph.shape(slots[1])[2]
-    return ExpertWeight(slots, experts, in_features, out_features, 4, group_size, "mxfp4", True)
+    group_size = in_features // sizes_of(slots[1])[2]
+    return ExpertWeight(_names(slots), experts, in_features, out_features, 4, group_size, "mxfp4", True), slots
 
 
-def _ids(graph: Rewriter, product: ExpertProduct, shapes: dict[str, Dims]) -> tuple[str, int]:
+def _names(slots: Sequence[ir.Value]) -> tuple[str, ...]:
+    return tuple(str(slot.name) for slot in slots)
+
+
+def _ids(graph: ir.Graph, product: ExpertProduct) -> tuple[ir.Value, int]:
     """Return the value [num_tokens, per_token] with the experts of tokens, and per_token."""
-    name = product.ids
-    while name in graph.producers and graph.producers[name].op_type in SHAPING:
-        name = graph.producers[name].input[0]
-    shape = shapes.get(name, ())
+    value = product.ids
+    while (shaping := maker(value, *SHAPING)) is not None:
+        value = required(shaping.inputs[0])
+    shape = [] if value.shape is None else [*value.shape]
     if len(shape) != 2 or not isinstance(shape[1], int):
         raise CheckError(
-            f"graph {graph.model.graph.name}: value {name}: expected the experts of tokens, [num_tokens, experts of a "
-            f"token], found {list(shape)}"
+            f"graph {graph.name}: value {value.name}: expected the experts of tokens, [num_tokens, experts of a "
+            f"token], found {shape}"
         )
-    return name, shape[1]
+    return value, shape[1]
 
 
-def _token_rows(graph: Rewriter, name: str, shapes: dict[str, Dims], sizes: tuple[int, int]) -> str | None:
+def _token_rows(value: ir.Value, sizes: tuple[int, int]) -> ir.Value | None:
     """Return the value [num_tokens, in_features] whose rows are repeated for a token's experts; None without one."""
     is_expanded = False
-    while name in graph.producers:
-        node = graph.producers[name]
+    while (node := value.producer()) is not None:
         if node.op_type == "Expand":
-            is_expanded = shapes.get(node.output[0], ())[1:] == sizes
+            is_expanded = value.shape is not None and tuple(value.shape)[1:] == sizes
         elif node.op_type not in SHAPING:
             return None
-        name = node.input[0]
-        if is_expanded and len(shapes.get(name, ())) == 2:
-            return name
+        value = required(node.inputs[0])
+        if is_expanded and value.shape is not None and len(value.shape) == 2:
+            return value
     return None
 
 
-def is_expert_product(node: onnx.NodeProto) -> bool:
+def is_expert_product(node: ir.Node) -> bool:
     return node.op_type == OPERATOR and node.domain == DOMAIN

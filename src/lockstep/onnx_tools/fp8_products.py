@@ -7,49 +7,59 @@ are multiplied with the row's step and with the weight's scale.
 
 from __future__ import annotations
 
-import numpy as np
-import onnx
-from onnx import TensorProto
+from typing import Any, NamedTuple
 
-from lockstep.onnx_tools.rewriter import Emitter, Rewriter
+import numpy as np
+import onnx_ir as ir
+
+from lockstep.onnx_tools.toolkit import GraphWriter, maker, required
 
 LARGEST = 448.0
 TINY = 1e-30  # the step of a row of zeros
-_CHAIN = ["Mul", "Mul", "Gemm", "Cast", "Cast", "Div"]  # from a product's result back to the rounding of its rows
+_CHAIN = ("Mul", "Gemm", "Cast", "Cast", "Div")  # from the scaled sums of a product back to the rounding of its rows
 
 
-def rounding(graph: Rewriter, activation: str) -> list[onnx.NodeProto]:
-    """Return nodes that round an activation [rows, columns]; `product` derives the names of their results from it."""
-    prefix = f"{activation}/fp8"
-    emit = Emitter(graph, prefix)
-    largest = emit("ReduceMax", emit("Abs", activation), [-1], keepdims=1)
-    step = emit("Max", emit("Div", largest, np.float32(LARGEST)), np.float32(TINY), result=f"{prefix}/step")
-    codes = emit("Cast", emit("Div", activation, step), to=TensorProto.FLOAT8E4M3FN)
-    emit("Cast", codes, to=TensorProto.FLOAT, result=f"{prefix}/rounded")
-    return emit.nodes
+class Rounded(NamedTuple):
+    """An activation [rows, columns] in e4m3 numbers: values in float32, which are to be multiplied with `step`."""
+
+    values: ir.Value
+    step: ir.Value
 
 
-def product(emit: Emitter, activation: str, data: str, scales: str, out: str, name: str) -> None:
-    """Emit the product with a weight of an activation that `rounding` rounds."""
-    prefix = f"{activation}/fp8"
-    weight = emit("Cast", data, to=TensorProto.FLOAT)
-    sums = emit("Gemm", f"{prefix}/rounded", weight, name=name, transB=1)
-    emit("Mul", emit("Mul", sums, f"{prefix}/step"), scales, result=out)
+def rounded(graph: ir.Graph, before: ir.Node, activation: ir.Value) -> Rounded:
+    """Round an activation before a node."""
+    prefix = f"{activation.name}/fp8"
+    writer = GraphWriter(graph, prefix, before)
+    largest = writer.op("ReduceMax", writer.op("Abs", activation), [-1], keepdims=1)
+    step = writer.op("Div", largest, np.float32(LARGEST))
+    step = writer.op("Max", step, np.float32(TINY), result=f"{prefix}/step")
+    codes = writer.op("Cast", writer.op("Div", activation, step), to=ir.DataType.FLOAT8E4M3FN)
+    return Rounded(writer.op("Cast", codes, to=ir.DataType.FLOAT, result=f"{prefix}/rounded"), step)
 
 
-def product_of(graph: Rewriter, node: onnx.NodeProto) -> tuple[str, str, str] | None:
+def product(
+    writer: GraphWriter, rows: Rounded, data: ir.Value, scales: ir.Value, name: str | None, **settings: Any
+) -> ir.Value:
+    """Write the product of rounded rows with a weight. name: of its Gemm. settings: of the result, as of `op`."""
+    weight = writer.op("Cast", data, to=ir.DataType.FLOAT)
+    sums = writer.op("Gemm", rows.values, weight, name=name, transB=1)
+    return writer.op("Mul", writer.op("Mul", sums, rows.step), scales, **settings)
+
+
+def product_of(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value] | None:
     """Return (activation, data, scales) of a product by its last node; None for another node."""
-    chain = [node]
-    while len(chain) < len(_CHAIN):
-        before = graph.producers.get(chain[-1].input[0])
-        if before is None:
+    if node.op_type != "Mul":
+        return None
+    weight = None
+    activation = node.inputs[0]
+    for operator in _CHAIN:
+        link = maker(activation, operator)
+        if link is None:
             return None
-        chain.append(before)
-    if [link.op_type for link in chain] != _CHAIN:
+        if operator == "Gemm":
+            weight = maker(link.inputs[1], "Cast")
+        activation = link.inputs[0]
+    data = None if weight is None else weight.inputs[0]
+    if data is None or not data.is_graph_input() or data.dtype != ir.DataType.FLOAT8E4M3FN:
         return None
-    weight = graph.producers.get(chain[2].input[1])
-    if weight is None or weight.op_type != "Cast" or weight.input[0] not in graph.inputs:
-        return None
-    if graph.element(weight.input[0]) != TensorProto.FLOAT8E4M3FN:
-        return None
-    return chain[-1].input[0], weight.input[0], node.input[1]
+    return required(activation), data, required(node.inputs[1])

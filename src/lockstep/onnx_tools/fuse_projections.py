@@ -9,47 +9,59 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-import numpy as np
-import onnx
-from onnx import helper
+import onnx_ir as ir
 
-from lockstep.onnx_tools.rewriter import Rewriter, is_linear
-
-
-def fuse(model: onnx.ModelProto, slots: Collection[str]) -> tuple[onnx.ModelProto, dict[str, list[str]]]:
-    """Return a copy with fused projections, and its slots {slot: [slots of `model`]}."""
-    graph = Rewriter(model)
-    mapping = {name: [name] for name in graph.inputs if name in slots}
-    for group in _groups(graph, set(slots)):
-        first = group[0]
-        names: list[str] = []
-        rows: list[int] = []
-        for parts in zip(*(node.input[1:] for node in group), strict=True):  # the weights, then the biases
-            shapes = [graph.shape(part) for part in parts]
-            rows = [shape[0] for shape in shapes]
-            name = graph.input(" + ".join(parts), graph.element(parts[0]), [sum(rows), *shapes[0][1:]])
-            names.append(name)
-            mapping = {slot: sources for slot, sources in mapping.items() if slot not in parts}
-            mapping[name] = list(parts)
-        fused = f"{first.name}/fused"
-        sizes = graph.constant(f"{first.name}/rows", np.array(rows, np.int64))
-        outputs = [node.output[0] for node in group]
-        graph.replace(
-            first,
-            helper.make_node("Gemm", [first.input[0], *names], [fused], name=fused, transB=1),
-            helper.make_node("Split", [fused, sizes], outputs, name=f"{first.name}/parts", axis=1),
-        )
-        for node in group[1:]:
-            graph.replace(node)
-    return graph.finish(), mapping
+from lockstep.onnx_tools.toolkit import (
+    GraphWriter,
+    Pass,
+    PassResult,
+    add_input,
+    dtype_of,
+    is_linear,
+    replace,
+    required,
+    sizes_of,
+)
 
 
-def _groups(graph: Rewriter, slots: set[str]) -> list[list[onnx.NodeProto]]:
-    """Return groups of two or more products of one value with weights that nothing else reads."""
-    groups: dict[tuple[str, int], list[onnx.NodeProto]] = {}
-    for node in filter(is_linear, graph.nodes):
-        weight, *bias = node.input[1:]
-        is_only_reader = all(name in slots and len(graph.consumers[name]) == 1 for name in (weight, *bias))
-        if is_only_reader and all(len(graph.shape(name)) == 1 for name in bias):
-            groups.setdefault((node.input[0], len(bias)), []).append(node)
-    return [group for group in groups.values() if len(group) > 1]
+class FuseProjections(Pass):
+    """Fuse the projections of one value. slots: of the graph; parts: {slot of the new graph: [slots that it joins]}."""
+
+    def __init__(self, slots: Collection[str]):
+        self._slots = set(slots)
+        self.parts: dict[str, list[str]] = {}
+
+    def call(self, model: ir.Model) -> PassResult:
+        graph = model.graph
+        self.parts = {str(value.name): [str(value.name)] for value in graph.inputs if value.name in self._slots}
+        groups = self._groups(graph)
+        for group in groups:
+            first = group[0]
+            operands = []
+            rows: list[int] = []
+            for parts in zip(*(node.inputs[1:] for node in group), strict=True):  # the weights, then the biases
+                shapes = [sizes_of(part) for part in parts]
+                rows = [shape[0] for shape in shapes]
+                names = [str(required(part).name) for part in parts]
+                dtype = dtype_of(required(parts[0]))
+                operands.append(add_input(graph, " + ".join(names), dtype, [sum(rows), *shapes[0][1:]]))
+                for name in names:
+                    del self.parts[name]
+                self.parts[" + ".join(names)] = names
+            writer = GraphWriter(graph, f"{first.name}/fused", before=first)
+            product = writer.op("Gemm", first.inputs[0], *operands, transB=1)
+            results = [f"{node.outputs[0].name}/part" for node in group]
+            outputs = writer.several("Split", product, rows, results=results, axis=1)
+            for node, output in zip(group, outputs, strict=True):
+                replace(node.outputs[0], output)
+        return PassResult(model, bool(groups))
+
+    def _groups(self, graph: ir.Graph) -> list[list[ir.Node]]:
+        """Return groups of two or more products of one value with weights that nothing else reads."""
+        groups: dict[tuple[ir.Value | None, int], list[ir.Node]] = {}
+        for node in filter(is_linear, graph):
+            weight, *bias = map(required, node.inputs[1:])
+            is_only_reader = all(value.name in self._slots and len(value.uses()) == 1 for value in (weight, *bias))
+            if is_only_reader and all(len(sizes_of(value)) == 1 for value in bias):
+                groups.setdefault((node.inputs[0], len(bias)), []).append(node)
+        return [group for group in groups.values() if len(group) > 1]

@@ -13,20 +13,29 @@ of a token's experts are added in the order of the router.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import onnx
-from onnx import helper, numpy_helper
+import onnx_ir as ir
 
 from lockstep.artifacts.experts import expert_slot
-from lockstep.onnx_tools.rewriter import Emitter, Rewriter, attributes_of
+from lockstep.onnx_tools.toolkit import (
+    GraphWriter,
+    Pass,
+    PassResult,
+    add_input,
+    array_of,
+    attribute,
+    dtype_of,
+    maker,
+    required,
+    sizes_of,
+)
 
 _CONTRIB = "com.microsoft"
 _QUANTIZED = "GatherBlockQuantized"
-GATHERS = re.compile(rb"GatherND|GatherBlockQuantized")  # in the bytes of a graph that may have experts
 
 
 @dataclass(frozen=True)
@@ -38,79 +47,75 @@ class ExpertProduct:
     that turn gathered codes into `weight`, [rows, ...]; none where the weight itself is gathered.
     """
 
-    node: onnx.NodeProto
-    gathers: tuple[onnx.NodeProto, ...]
-    stacks: tuple[str, ...]
-    ids: str
-    rows: str
+    node: ir.Node
+    gathers: tuple[ir.Node, ...]
+    stacks: tuple[ir.Value, ...]
+    ids: ir.Value
+    rows: ir.Value
     transposed: bool
-    weight: str = ""
-    decode: tuple[onnx.NodeProto, ...] = ()
+    weight: ir.Value
+    decode: tuple[ir.Node, ...] = ()
 
     @property
     def is_quantized(self) -> bool:
         return self.gathers[0].op_type == _QUANTIZED
 
+    @property
+    def is_first(self) -> bool:
+        """Return whether the weights are the first factor, and rows [rows, in_features, 1]."""
+        return self.node.inputs[1] is self.rows
 
-def group_experts(model: onnx.ModelProto, stacked: bool = False) -> onnx.ModelProto:
-    """Return a model with a product for each expert; the model itself if it has none.
+
+class GroupExperts(Pass):
+    """Make a product for each expert.
 
     stacked: keep stacks as inputs, and products that all rows go through.
     """
-    if not any(node.op_type in ("GatherND", _QUANTIZED, "MatMul") for node in model.graph.node):
-        return model
-    graph = Rewriter(model)
-    products = expert_products(graph)
-    batched = []
-    if not stacked:
-        batched = [node for node in graph.nodes if node.op_type == "MatMul" and _is_weight(graph, node.input[1], 3)]
-    for node in batched:
-        graph.replace(node, *_by_expert(graph, node))
-    if not products:
-        return graph.finish() if batched else model
-    orders: dict[str, _Order] = {}
-    for number, product in enumerate(products):
-        experts = graph.shape(product.stacks[0])[0]
-        is_new = product.ids not in orders
-        if is_new:
-            orders[product.ids] = _Order(graph, product.ids, experts, len(orders))
-        order = orders[product.ids]
-        nodes = _grouped_product(graph, product, order, number, stacked)
-        if is_new:
-            nodes = [*order.nodes, *nodes]
-        graph.replace(product.node, *nodes)
-        for gather in product.gathers:
-            graph.replace(gather)
-    _add_in_order(graph)
-    domains = {entry.domain for entry in graph.model.opset_import}
-    if _CONTRIB not in domains and any(product.is_quantized for product in products):
-        graph.model.opset_import.append(helper.make_opsetid(_CONTRIB, 1))
-    return graph.finish()
+
+    def __init__(self, stacked: bool = False):
+        self._stacked = stacked
+
+    def call(self, model: ir.Model) -> PassResult:
+        graph = model.graph
+        products = expert_products(graph)
+        batched = []
+        if not self._stacked:
+            batched = [node for node in graph if node.op_type == "MatMul" and _is_weight(required(node.inputs[1]), 3)]
+        for node in batched:
+            _by_expert(graph, node)
+        orders: dict[ir.Value, _Order] = {}
+        for number, product in enumerate(products):
+            if product.ids not in orders:
+                orders[product.ids] = _Order(graph, product, len(orders))
+            _GroupedProduct(graph, product, orders[product.ids], number, self._stacked).write()
+        if products:
+            _add_in_order(graph)
+        if any(product.is_quantized for product in products):
+            model.opset_imports.setdefault(_CONTRIB, 1)
+        return PassResult(model, bool(products or batched))
 
 
-def _by_expert(graph: Rewriter, node: onnx.NodeProto) -> list[onnx.NodeProto]:
-    """Return nodes for rows [num_experts, rows, in_features] times a stack, as a product for each expert.
+def _by_expert(graph: ir.Graph, node: ir.Node) -> None:
+    """Write rows [num_experts, rows, in_features] times a stack as a product for each expert.
 
     ONNX Runtime packs a stack at each call, in pieces whose size depends on the number of rows; a weight once.
     """
-    rows, stack = node.input
-    (out,) = node.output
-    emit = Emitter(graph, f"{out}/experts")
-    experts = graph.shape(stack)[0]
-    slots = _replace_stack(graph, stack)
-    names = [f"{out}/rows/{expert}" for expert in range(experts)]
-    rows_of_experts = emit.several("Split", rows, [1] * experts, results=names, axis=0)
-    products = [emit("MatMul", expert_rows, slot) for expert_rows, slot in zip(rows_of_experts, slots)]
-    emit("Concat", *products, result=out, axis=0)
-    return emit.nodes
+    rows, stack = map(required, node.inputs)
+    (out,) = node.outputs
+    writer = GraphWriter(graph, f"{out.name}/experts", before=node)
+    slots = _split_stack(graph, stack)
+    names = [f"{out.name}/rows/{expert}" for expert in range(len(slots))]
+    rows_of_experts = writer.several("Split", rows, [1] * len(slots), results=names, axis=0)
+    products = [writer.op("MatMul", expert_rows, slot) for expert_rows, slot in zip(rows_of_experts, slots)]
+    writer.op("Concat", *products, axis=0, replaces=out)
 
 
-def expert_products(graph: Rewriter) -> list[ExpertProduct]:
-    products = (expert_product(graph, node) for node in graph.nodes)
+def expert_products(graph: ir.Graph) -> list[ExpertProduct]:
+    products = (expert_product(node) for node in graph)
     return [product for product in products if product is not None]
 
 
-def expert_product(graph: Rewriter, node: onnx.NodeProto) -> ExpertProduct | None:
+def expert_product(node: ir.Node) -> ExpertProduct | None:
     """Return a MatMul with gathered weights as a product of experts; None for any other node.
 
     The weights are `[rows, out_features, in_features]` as its first factor, `[rows, in_features, out_features]` as its
@@ -118,207 +123,212 @@ def expert_product(graph: Rewriter, node: onnx.NodeProto) -> ExpertProduct | Non
     """
     if node.op_type != "MatMul":
         return None
-    for position, name in enumerate(node.input):
-        gather = graph.producers.get(name)
-        if gather is None or len(graph.consumers[name]) > 1 or name in graph.outputs:
+    for position, factor in enumerate(map(required, node.inputs)):
+        gather = factor.producer()
+        if gather is None or not _is_inner(factor):
             continue
+        weight = factor
         transposed = position == 0
-        if gather.op_type == "Transpose" and attributes_of(gather).get("perm") == [0, 2, 1]:
-            name = gather.input[0]
+        if gather.op_type == "Transpose" and attribute(gather, "perm") == (0, 2, 1):
+            weight = required(gather.inputs[0])
             transposed = not transposed
-        gathers, decode = _gathers_and_decoding(graph, name)
+        rows = required(node.inputs[1 - position])
+        gathers, decode = _gathers_and_decoding(weight)
         if gathers:
-            is_product = _is_reshape(graph, decode[-1]) if decode else _is_weight(graph, gathers[0].input[0], 3)
+            is_product = _is_reshape(decode[-1]) if decode else _is_weight(required(gathers[0].inputs[0]), 3)
             if is_product:
-                stacks = tuple(gather.input[0] for gather in gathers)
-                ids = gathers[0].input[1]
-                rows = node.input[1 - position]
-                return ExpertProduct(node, tuple(gathers), stacks, ids, rows, transposed, name, tuple(decode))
+                stacks = tuple(required(gather.inputs[0]) for gather in gathers)
+                ids = required(gathers[0].inputs[1])
+                return ExpertProduct(node, tuple(gathers), stacks, ids, rows, transposed, weight, tuple(decode))
         if gather.op_type == _QUANTIZED and position == 0:
             # Both reshaped, to [num_experts, out_features, bytes] and [rows].
-            data_reshape = graph.producers.get(gather.input[0])
-            ids_reshape = graph.producers.get(gather.input[1])
+            data_reshape, ids_reshape = (required(value).producer() for value in gather.inputs[:2])
             if data_reshape is None or ids_reshape is None:
                 continue
-            stacks = (data_reshape.input[0], *gather.input[2:])
-            if all(_is_weight(graph, stack) for stack in stacks):
-                return ExpertProduct(node, (gather,), stacks, ids_reshape.input[0], node.input[1], True)
+            stacks = (required(data_reshape.inputs[0]), *map(required, gather.inputs[2:]))
+            if all(map(_is_weight, stacks)):
+                return ExpertProduct(node, (gather,), stacks, required(ids_reshape.inputs[0]), rows, True, weight)
     return None
 
 
-def _is_reshape(graph: Rewriter, node: onnx.NodeProto) -> bool:
-    target = graph.array(node.input[1]) if node.op_type == "Reshape" else None
+def _is_inner(value: ir.Value) -> bool:
+    return len(value.uses()) == 1 and not value.is_graph_output()
+
+
+def _is_reshape(node: ir.Node) -> bool:
+    target = array_of(node.inputs[1]) if node.op_type == "Reshape" else None
     return target is not None and len(target) == 3
 
 
-def _gathers_and_decoding(graph: Rewriter, name: str) -> tuple[list[onnx.NodeProto], list[onnx.NodeProto]]:
+def _gathers_and_decoding(value: ir.Value) -> tuple[list[ir.Node], list[ir.Node]]:
     """Return the gathers of stacks, by the same ids, that a value depends on, and the nodes in between."""
-    gathers: list[onnx.NodeProto] = []
-    between: list[onnx.NodeProto] = []
-    names = [name]
-    while names:
-        name = names.pop(0)
-        node = graph.producers.get(name)
-        if name in graph.constants:
+    gathers: list[ir.Node] = []
+    between: list[ir.Node] = []
+    values = [value]
+    while values:
+        value = values.pop(0)
+        node = value.producer()
+        if value.is_initializer():
             continue
-        if node is None or len(graph.consumers[name]) > 1 or name in graph.outputs:
+        if node is None or not _is_inner(value):
             return [], []
         if node.op_type != "GatherND":
             between.insert(0, node)
-            names += node.input
-        elif attributes_of(node).get("batch_dims", 0) or not _is_weight(graph, node.input[0]):
+            values += map(required, node.inputs)
+        elif attribute(node, "batch_dims", 0) or not _is_weight(required(node.inputs[0])):
             return [], []
         else:
             gathers.append(node)
-    if len({gather.input[1] for gather in gathers}) != 1:
+    if len({gather.inputs[1] for gather in gathers}) != 1:
         return [], []
     return gathers, between
 
 
-def _is_weight(graph: Rewriter, name: str, rank: int | None = None) -> bool:
-    if name not in graph.inputs or len(graph.consumers[name]) > 1:
+def _is_weight(value: ir.Value, rank: int | None = None) -> bool:
+    if not value.is_graph_input() or len(value.uses()) > 1:
         return False
-    shape = graph.shape(name)
+    shape = sizes_of(value)
     return all(shape) and rank in (None, len(shape))
 
 
 class _Order:
     """The rows of a step sorted by expert: their order, the number of rows of each expert, and the inverse order."""
 
-    def __init__(self, graph: Rewriter, ids: str, experts: int, number: int):
+    def __init__(self, graph: ir.Graph, product: ExpertProduct, number: int):
+        """Write them before the first product with these ids."""
         prefix = f"experts_{number}"
-        emit = Emitter(graph, prefix)
-        zeros = [0] * experts
-        flat = emit("Reshape", ids, [-1])
-        size = emit("Shape", flat)
+        writer = GraphWriter(graph, prefix, before=product.node)
+        zeros = [0] * sizes_of(product.stacks[0])[0]
+        flat = writer.op("Reshape", product.ids, [-1])
+        size = writer.op("Shape", flat)
         results = [f"{prefix}/sorted", f"{prefix}/order"]
-        _, self.order = emit.several("TopK", flat, size, results=results, axis=0, largest=0)
-        one_per_row = emit("Expand", np.int64(1), size)
-        self.counts = emit("ScatterElements", zeros, flat, one_per_row, result=f"{prefix}/counts", reduction="add")
-        self.has_rows = emit("Greater", self.counts, zeros)
-        numbers = emit("Range", np.int64(0), emit("Squeeze", size), np.int64(1))
-        self.back = emit("ScatterElements", self.order, self.order, numbers)
-        self.nodes = emit.nodes
+        _, self.order = writer.several("TopK", flat, size, results=results, axis=0, largest=0)
+        one_per_row = writer.op("Expand", np.int64(1), size)
+        self.counts = writer.op("ScatterElements", zeros, flat, one_per_row, reduction="add")
+        self.has_rows = writer.op("Greater", self.counts, zeros)
+        numbers = writer.op("Range", np.int64(0), writer.op("Squeeze", size), np.int64(1))
+        self.back = writer.op("ScatterElements", self.order, self.order, numbers)
 
 
-def _grouped_product(
-    graph: Rewriter, product: ExpertProduct, order: _Order, number: int, stacked: bool
-) -> list[onnx.NodeProto]:
-    """Return the nodes of a product, of [rows, in_features, 1] or [rows, 1, in_features] and of its result's shape."""
-    prefix = f"experts/product_{number}"
-    sizes = attributes_of(product.gathers[0])
-    experts, rows, columns = graph.shape(product.stacks[0])[:3]
-    if product.is_quantized:
-        columns *= sizes["block_size"]
-    if product.decode:
-        decoded_shape = graph.array(product.decode[-1].input[1])
-        assert decoded_shape is not None
-        rows, columns = map(int, decoded_shape[1:])
-    in_features, out_features = (columns, rows) if product.transposed else (rows, columns)
-    is_first = product.node.input[1] == product.rows
-    emit = Emitter(graph, prefix)
-    slots_of_stacks = _expert_slots(graph, emit, product, stacked)
-    ordered = emit("Gather", emit("Reshape", product.rows, [-1, in_features]), order.order, axis=0)
-    rows_of_experts = [f"{prefix}/rows_{expert}" for expert in range(experts)]
-    emit.several("Split", ordered, order.counts, results=rows_of_experts, axis=0)
-    products = []
-    for expert, expert_rows in enumerate(rows_of_experts):
-        slots = [names[expert] for names in slots_of_stacks]
-        out = f"{prefix}/product_{expert}"
+class _GroupedProduct:
+    """A product, of [rows, in_features, 1] or [rows, 1, in_features], that becomes one for each expert."""
+
+    def __init__(self, graph: ir.Graph, product: ExpertProduct, order: _Order, number: int, stacked: bool):
+        self._graph = graph
+        self._product = product
+        self._order = order
+        self._stacked = stacked
+        self._prefix = f"experts/product_{number}"
+        self._writer = GraphWriter(graph, self._prefix, before=product.node)
+
+    def write(self) -> None:
+        product = self._product
+        writer = self._writer
+        sizes = {name: attribute(product.gathers[0], name, 0) for name in ("bits", "block_size")}
+        experts, rows, columns = sizes_of(product.stacks[0])[:3]
         if product.is_quantized:
-            settings = {"K": in_features, "N": out_features, "bits": sizes["bits"], "block_size": sizes["block_size"]}
-            products.append(emit("MatMulNBits", expert_rows, *slots, result=out, domain=_CONTRIB, **settings))
-        elif product.decode:
-            has_rows = emit("Gather", order.has_rows, np.int64(expert))
-            products.append(_decoded_product(graph, emit, product, expert_rows, slots, has_rows, out, out_features))
-        else:
-            products.append(emit("Gemm", expert_rows, *slots, result=out, transB=int(product.transposed)))
-    unordered = emit("Gather", emit("Concat", *products, axis=0), order.back, axis=0)
-    shape = [-1, out_features, 1] if is_first else [-1, 1, out_features]
-    emit("Reshape", unordered, shape, result=product.node.output[0], name=product.node.name)
-    return emit.nodes
+            columns *= sizes["block_size"]
+        if product.decode:
+            decoded_shape = array_of(product.decode[-1].inputs[1])
+            assert decoded_shape is not None
+            rows, columns = map(int, decoded_shape[1:])
+        in_features, out_features = (columns, rows) if product.transposed else (rows, columns)
+        slots_of_stacks = [self._expert_slots(stack) for stack in product.stacks]
+        ordered = writer.op("Gather", writer.op("Reshape", product.rows, [-1, in_features]), self._order.order, axis=0)
+        names = [f"{self._prefix}/rows_{expert}" for expert in range(experts)]
+        rows_of_experts = writer.several("Split", ordered, self._order.counts, results=names, axis=0)
+        products = []
+        for expert, expert_rows in enumerate(rows_of_experts):
+            slots = [slots[expert] for slots in slots_of_stacks]
+            out = f"{self._prefix}/product_{expert}"
+            if product.is_quantized:
+                settings = {"K": in_features, "N": out_features, **sizes}
+                products.append(writer.op("MatMulNBits", expert_rows, *slots, result=out, domain=_CONTRIB, **settings))
+            elif product.decode:
+                has_rows = writer.op("Gather", self._order.has_rows, np.int64(expert))
+                branches = self._branches(expert_rows, slots, out, out_features)
+                products.append(writer.op("If", has_rows, result=out, **branches))
+            else:
+                products.append(writer.op("Gemm", expert_rows, *slots, result=out, transB=int(product.transposed)))
+        unordered = writer.op("Gather", writer.op("Concat", *products, axis=0), self._order.back, axis=0)
+        shape = [-1, out_features, 1] if product.is_first else [-1, 1, out_features]
+        writer.op("Reshape", unordered, shape, name=product.node.name, replaces=product.node.outputs[0])
+
+    def _branches(self, rows: ir.Value, slots: Sequence[ir.Value], out: str, out_features: int) -> Mapping[str, Any]:
+        """Return an expert's rows times its weight, which is decoded only if there are rows, and an empty result.
+
+        The product is halved and doubled: for plain products ONNX Runtime has another kernel for a single row, with
+        other bits.
+        """
+        product = self._product
+        then = _Branch(self._graph, f"{out}/then")
+        values: dict[ir.Value | None, Any] = {}
+        for gather, slot in zip(product.gathers, slots, strict=True):
+            values[gather.outputs[0]] = then.op("Unsqueeze", slot, [0])
+        for node in product.decode:
+            values[node.outputs[0]] = then.copy(node, *(values.get(value, value) for value in node.inputs))
+        weight = then.op("Squeeze", values[product.weight], [0])
+        half = then.op("Gemm", rows, weight, alpha=0.5, transB=int(product.transposed))
+        otherwise = _Branch(self._graph, f"{out}/else")
+        no_rows = ir.tensor(np.zeros((0, out_features), np.float32))
+        return {
+            "then_branch": then.giving(then.op("Mul", half, np.float32(2)), out_features),
+            "else_branch": otherwise.giving(otherwise.op("Constant", value=no_rows), out_features),
+        }
+
+    def _expert_slots(self, stack: ir.Value) -> Sequence[ir.Value]:
+        """Return a stack's experts: inputs, or values that are split off the stack."""
+        if not self._stacked:
+            return _split_stack(self._graph, stack)
+        experts, *shape = sizes_of(stack)
+        names = [expert_slot(str(stack.name), expert) for expert in range(experts)]
+        results = [f"{name}/cut" for name in names]
+        parts = self._writer.several("Split", stack, [1] * experts, results=results, axis=0)
+        return [self._writer.op("Reshape", part, shape, result=name) for part, name in zip(parts, names)]
 
 
-def _decoded_product(
-    graph: Rewriter,
-    emit: Emitter,
-    product: ExpertProduct,
-    rows: str,
-    slots: Sequence[str],
-    has_rows: str,
-    out: str,
-    out_features: int,
-) -> str:
-    """Emit an expert's rows times its weight, which is decoded only if there are rows.
+class _Branch(GraphWriter):
+    """The writer of a branch of an `If`, whose constants are those of the graph."""
 
-    The product is halved and doubled: for plain products ONNX Runtime has another kernel for a single row, with other
-    bits.
-    """
-    then = Emitter(graph, f"{out}/then")
-    names = {}
-    for gather, slot in zip(product.gathers, slots, strict=True):
-        names[gather.output[0]] = then("Unsqueeze", slot, [0])
-    for node in product.decode:
-        inputs = [names.get(name, name) for name in node.input]
-        names[node.output[0]] = then(node.op_type, *inputs, domain=node.domain, **attributes_of(node))
-    weight = then("Squeeze", names[product.weight], [0])
-    half = then("Gemm", rows, weight, alpha=0.5, transB=int(product.transposed))
-    result = then("Mul", half, np.float32(2))
-    no_rows = numpy_helper.from_array(np.zeros((0, out_features), np.float32))
-    empty = helper.make_node("Constant", [], [f"{out}/none"], value=no_rows)
-    then_branch = _branch(then.nodes, result, out_features)
-    else_branch = _branch([empty], f"{out}/none", out_features)
-    return emit("If", has_rows, result=out, then_branch=then_branch, else_branch=else_branch)
+    def __init__(self, graph: ir.Graph, prefix: str):
+        super().__init__(ir.Graph([], [], nodes=[], name=prefix), prefix)
+        self._outer = GraphWriter(graph)
+
+    def constant(self, array: np.ndarray | np.generic, name: str | None = None) -> ir.Value:
+        return self._outer.constant(array, name)
+
+    def giving(self, value: ir.Value, out_features: int) -> ir.Graph:
+        """Return the branch, whose result is `value`, [rows, out_features]."""
+        value.type = ir.TensorType(ir.DataType.FLOAT)
+        value.shape = ir.Shape([None, out_features])
+        self.graph.outputs.append(value)
+        return self.graph
 
 
-def _branch(nodes: Sequence[onnx.NodeProto], name: str, out_features: int) -> onnx.GraphProto:
-    output = helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [None, out_features])
-    return helper.make_graph(nodes, name, [], [output])
+def _split_stack(graph: ir.Graph, stack: ir.Value) -> list[ir.Value]:
+    """Add an input for each expert of a stack, and return them."""
+    experts, *shape = sizes_of(stack)
+    names = [expert_slot(str(stack.name), expert) for expert in range(experts)]
+    return [add_input(graph, name, dtype_of(stack), shape, before=stack) for name in names]
 
 
-def _expert_slots(graph: Rewriter, emit: Emitter, product: ExpertProduct, stacked: bool) -> list[list[str]]:
-    """Return the names of each stack's experts: inputs, or values that are split off the stack."""
-    names = []
-    for stack in product.stacks:
-        experts, *shape = graph.shape(stack)
-        if not stacked:
-            names.append(_replace_stack(graph, stack))
-            continue
-        slots = [expert_slot(stack, expert) for expert in range(experts)]
-        names.append(slots)
-        parts = emit.several("Split", stack, [1] * experts, results=[f"{slot}/cut" for slot in slots], axis=0)
-        for part, slot in zip(parts, slots, strict=True):
-            emit("Reshape", part, shape, result=slot)
-    return names
-
-
-def _replace_stack(graph: Rewriter, stack: str) -> list[str]:
-    """Replace a stack by an input for each expert, and return their names."""
-    experts, *shape = graph.shape(stack)
-    element = graph.element(stack)
-    slots = [expert_slot(stack, expert) for expert in range(experts)]
-    graph.replace_input(stack, *(helper.make_tensor_value_info(slot, element, shape) for slot in slots))
-    return slots
-
-
-def _add_in_order(graph: Rewriter) -> None:
+def _add_in_order(graph: ir.Graph) -> None:
     """Add the results of a token's experts one after another: a library orders a sum by the number of tokens."""
-    for node in graph.nodes:
-        if node.op_type != "ReduceSum" or len(node.input) < 2 or attributes_of(node).get("keepdims", 1):
+    for node in graph:
+        if node.op_type != "ReduceSum" or len(node.inputs) < 2 or attribute(node, "keepdims", 1):
             continue
-        axes = graph.array(node.input[1])
-        reshape = graph.producers.get(node.input[0])
-        if axes is None or axes.tolist() != [1] or reshape is None or reshape.op_type != "Reshape":
+        axes = array_of(node.inputs[1])
+        reshape = maker(node.inputs[0], "Reshape")
+        if axes is None or axes.tolist() != [1] or reshape is None:
             continue
-        shape = graph.array(reshape.input[1])
+        shape = array_of(reshape.inputs[1])
         if shape is None or len(shape) != 3 or shape[1] < 3:  # two are the same in both orders
             continue
-        (out,) = node.output
+        (out,) = node.outputs
         count = int(shape[1])
-        emit = Emitter(graph, out)
-        parts = [f"{out}/part_{number}" for number in range(count)]
-        total, *addends = emit.several("Split", node.input[0], [1] * count, results=parts, axis=1)
+        writer = GraphWriter(graph, f"{out.name}/in_order", before=node)
+        names = [f"{out.name}/part_{number}" for number in range(count)]
+        total, *addends = writer.several("Split", node.inputs[0], [1] * count, results=names, axis=1)
         for addend in addends:
-            total = emit("Add", total, addend)
-        emit("Squeeze", total, [1], result=out, name=node.name)
-        graph.replace(node, *emit.nodes)
+            total = writer.op("Add", total, addend)
+        writer.op("Squeeze", total, [1], name=node.name, replaces=out)

@@ -14,78 +14,72 @@ OpenVINO's products are derived from these: a change here changes the engines of
 from __future__ import annotations
 
 import numpy as np
-import onnx
-from onnx import helper
+import onnx_ir as ir
 
 from lockstep.onnx_tools.int8_rounding import before_rounding, nearest_multiples
-from lockstep.onnx_tools.rewriter import Emitter, Rewriter, attributes_of
+from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, attribute, maker, replace, required
 
 
-def int8_products(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a model with its products with quantised weights rewritten; itself where it has none."""
-    graph = Rewriter(model)
-    products = [node for node in graph.nodes if node.op_type == "MatMulNBits"]
-    parts: dict[tuple[str, int], str] = {}  # {(activation, group size): its high rows, then its low rows}
-    for node in products:
-        sizes = attributes_of(node)
-        activation = node.input[0]
-        (out,) = node.output
-        node.attribute.append(helper.make_attribute("accuracy_level", 4))
-        expert_split = graph.producers.get(activation)
-        if expert_split is not None and expert_split.op_type == "Split":
-            if expert_split.input[1] not in graph.constants:  # by expert, so by counts of rows
-                if expert_split.output[0] == activation:
+class Int8Products(Pass):
+    """Rewrite products with quantised weights."""
+
+    def call(self, model: ir.Model) -> PassResult:
+        graph = model.graph
+        products = [node for node in graph if node.op_type == "MatMulNBits"]
+        parts: dict[tuple[ir.Value, int], ir.Value] = {}  # {(activation, group size): its high rows, then its low rows}
+        for node in products:
+            activation = required(node.inputs[0])
+            (out,) = node.outputs
+            node.attributes.add(ir.AttrInt64("accuracy_level", 4))
+            expert_split = maker(activation, "Split")
+            if expert_split is not None and not required(expert_split.inputs[1]).is_initializer():
+                # by expert, so by counts of rows
+                if expert_split.outputs[0] is activation:
                     _split_expert_rows(graph, expert_split, node)
                 continue
-        source = before_rounding(graph, activation)
-        if source is not None:
-            node.input[0] = source
-            continue
-        key = (activation, sizes["block_size"])
-        split: list[onnx.NodeProto] = []
-        if key not in parts:
-            split = _split(graph, activation, sizes["K"], sizes["block_size"])
-            parts[key] = split[-1].output[0]
-        node.input[0] = parts[key]
-        node.output[0] = f"{out}/parts"
-        graph.replace(node, *split, node, *_add_halves(f"{out}/parts", out, 0))
-    return graph.finish() if products else model
+            source = before_rounding(activation)
+            if source is not None:
+                node.replace_input_with(0, source)
+                continue
+            group_size = attribute(node, "block_size")
+            key = (activation, group_size)
+            if key not in parts:
+                parts[key] = _split(graph, node, activation, attribute(node, "K"), group_size)
+            writer = GraphWriter(graph, f"{out.name}/parts", before=node)
+            product = writer.copy(node, parts[key], *node.inputs[1:])
+            replace(out, _add_halves(writer, product, 0))
+        return PassResult(model, bool(products))
 
 
-def _split_expert_rows(graph: Rewriter, expert_split: onnx.NodeProto, first: onnx.NodeProto) -> None:
+def _split_expert_rows(graph: ir.Graph, expert_split: ir.Node, first: ir.Node) -> None:
     """Split rows before they are divided by expert, and add both parts where the experts' rows are joined again.
 
     first: the product of the first expert.
     """
-    sizes = attributes_of(first)
-    rows, counts = expert_split.input
-    (join,) = graph.consumers[first.output[0]]
-    (out,) = join.output
-    split = _split(graph, rows, sizes["K"], sizes["block_size"], by_row=True)
-    doubled = Emitter(graph, f"{rows}/counts")
-    reshaped = Emitter(graph, f"{out}/beside")
-    expert_split.input[:] = [split[-1].output[0], doubled("Mul", counts, np.int64(2))]
-    join.output[0] = f"{out}/parts"
-    graph.replace(expert_split, *split, *doubled.nodes, expert_split)
-    row = reshaped("Reshape", join.output[0], [-1, 2 * sizes["N"]])
-    graph.replace(join, join, *reshaped.nodes, *_add_halves(row, out, 1))
+    rows, counts = map(required, expert_split.inputs)
+    (join,) = first.outputs[0].consumers()
+    (out,) = join.outputs
+    group_size = attribute(first, "block_size")
+    split = _split(graph, expert_split, rows, attribute(first, "K"), group_size, by_row=True)
+    doubled = GraphWriter(graph, f"{rows.name}/counts", before=expert_split).op("Mul", counts, np.int64(2))
+    expert_split.replace_input_with(0, split)
+    expert_split.replace_input_with(1, doubled)
+    writer = GraphWriter(graph, f"{out.name}/parts", after=join)
+    beside = writer.op("Reshape", out, [-1, 2 * attribute(first, "N")])
+    replace(out, _add_halves(writer, beside, 1), keep=beside.producer())
 
 
-def _add_halves(parts: str, out: str, axis: int) -> list[onnx.NodeProto]:
-    """Return nodes that add the halves of `parts` along an axis; ReduceSum takes twice their time."""
-    halves = [f"{out}/of_high", f"{out}/of_low"]
-    return [
-        helper.make_node("Split", [parts], halves, axis=axis, num_outputs=2),
-        helper.make_node("Add", halves, [out]),
-    ]
+def _add_halves(writer: GraphWriter, parts: ir.Value, axis: int) -> ir.Value:
+    """Add the halves of `parts` along an axis; ReduceSum takes twice their time."""
+    names = [f"{parts.name}/high", f"{parts.name}/low"]
+    return writer.op("Add", *writer.several("Split", parts, results=names, axis=axis, num_outputs=2))
 
 
 def _split(
-    graph: Rewriter, activation: str, columns: int, group_size: int, by_row: bool = False
-) -> list[onnx.NodeProto]:
-    """Return nodes that split an activation: all rows of `high` first, then `low`; by_row: both parts of each row."""
-    emit = Emitter(graph, f"{activation}/{group_size}")
-    groups, high = nearest_multiples(emit, activation, columns, group_size)
-    joined = emit("Concat", high, emit("Sub", groups, high), axis=int(by_row))
-    emit("Reshape", joined, [-1, columns])
-    return emit.nodes
+    graph: ir.Graph, before: ir.Node, activation: ir.Value, columns: int, group_size: int, by_row: bool = False
+) -> ir.Value:
+    """Split an activation: all rows of `high` first, then `low`; by_row: both parts of each row."""
+    writer = GraphWriter(graph, f"{activation.name}/{group_size}", before)
+    groups, high = nearest_multiples(writer, activation, columns, group_size)
+    joined = writer.op("Concat", high, writer.op("Sub", groups, high), axis=int(by_row))
+    return writer.op("Reshape", joined, [-1, columns])

@@ -12,7 +12,6 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from lockstep.onnx_tools.rewriter import upstream
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.onnx_tools.widened import widened
 
@@ -87,5 +86,14 @@ def find_overflow(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> Ov
     for name, array in zip(names, arrays, strict=True):
         largest = float(np.abs(array).max(initial=0))
         if largest > LARGEST:
-            return Overflow(name, largest, makers[name] in PRODUCTS, name in upstream(model.graph.node, ["hidden_out"]))
+            return Overflow(name, largest, makers[name] in PRODUCTS, _reaches(model, name, "hidden_out"))
     return None
+
+
+def _reaches(model: onnx.ModelProto, name: str, output: str) -> bool:
+    """Return whether an output depends on a value."""
+    dependent = {name}
+    for node in model.graph.node:
+        if not dependent.isdisjoint(node.input):
+            dependent.update(node.output)
+    return output in dependent

@@ -16,14 +16,15 @@ from typing import Any
 import numpy as np
 import onnx
 
-from lockstep.artifacts.adapters import IDS, mask_rank
+from lockstep.artifacts.adapters import IDS, mask_rank, rows_of
 from lockstep.artifacts.signature import IO
 from lockstep.errors import CheckError
-from lockstep.onnx_tools.adapted_graphs import ids_as_mask, mask_of, shrink_in_rows, slot_rows
-from lockstep.onnx_tools.fuse_projections import fuse
+from lockstep.onnx_tools.adapted_graphs import IdsAsMask, ShrinkInRows
+from lockstep.onnx_tools.fuse_projections import FuseProjections
 from lockstep.onnx_tools.judge import Bound, measure, peak, wrong
-from lockstep.onnx_tools.lower_opset import lower
+from lockstep.onnx_tools.lower_opset import Lower
 from lockstep.onnx_tools.signature import io_of
+from lockstep.onnx_tools.toolkit import run_passes
 from lockstep.onnx_tools.widened import widened
 from lockstep.tolerances import REWRITE
 
@@ -56,12 +57,18 @@ def prepare(
     Raises InputError for an unsupported opset or an operator that it lacks, CheckError when the rewritten graph
     computes something else.
     """
-    rewritten = model if options.get("opset") is None else lower(model, options["opset"])
+    rewritten = model
     parts = {slot.name: [slot.name] for slot in slots}
+    if options.get("opset") is not None:
+        rewritten = run_passes(rewritten, Lower(options["opset"]))
     if options.get("fuse_projections"):
-        rewritten, parts = fuse(rewritten, {slot.name for slot in slots})
+        fusion = FuseProjections(parts)
+        rewritten = run_passes(rewritten, fusion)
+        parts = fusion.parts
     if adapter_rows:
-        rewritten, parts = shrink_in_rows(ids_as_mask(rewritten), parts)
+        shrinking = ShrinkInRows(parts)
+        rewritten = run_passes(rewritten, IdsAsMask(), shrinking)
+        parts = shrinking.parts
     if rewritten is model:
         return None
     declared = {value.name: value for value in rewritten.graph.input}
@@ -89,6 +96,17 @@ def check_same(model: onnx.ModelProto, prepared: Prepared) -> None:
             raise CheckError(
                 f"graph {model.graph.name}: {difference}: the rewritten graph is another; please report it"
             )
+
+
+def mask_of(ids: np.ndarray, columns: int, rank: int, dtype: np.dtype) -> np.ndarray:
+    """Return the mask [num_tokens, columns] of adapter ids [num_tokens]."""
+    return (ids[:, None] == np.arange(columns) // rank).astype(dtype)
+
+
+def slot_rows(feeds: Mapping[str, np.ndarray], parts: list[str], slot: str) -> np.ndarray:
+    """Return a slot's array: its parts, one after another, with the A among its rows transposed."""
+    rows = rows_of(slot)
+    return np.concatenate([feeds[part].T if part in rows else feeds[part] for part in parts])
 
 
 def _feed(value: onnx.ValueInfoProto, feeds: Mapping[str, np.ndarray]) -> np.ndarray:

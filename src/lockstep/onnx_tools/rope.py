@@ -13,12 +13,12 @@ import math
 
 import numpy as np
 import onnx
-from onnx import helper
+import onnx_ir as ir
 
 from lockstep.artifacts.assembly import AttentionVariant
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.judge import Bound, measure, peak, wrong
-from lockstep.onnx_tools.rewriter import Rewriter
+from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, array_of, required, run_passes, shape_of
 from lockstep.onnx_tools.widened import widened
 from lockstep.tolerances import REWRITE
 
@@ -29,53 +29,67 @@ _BF16 = 2**-7  # its eps
 def rotary(decode: onnx.ModelProto, variant: AttentionVariant) -> onnx.ModelProto:
     """Cut RoPE out of a decode graph. Raises CheckError where the graph is not RoPE and then attention."""
     wide = widened(decode)
-    graph = Rewriter(wide)
-    query, scale = _rotated_query(graph, variant, None if wide is decode else _BF16)
-    graph.append(helper.make_node("Identity", [query], ["query_out"], name="query_out"))
-    for value in graph.inputs.values():
-        value.type.tensor_type.shape.dim[0].dim_param = "num_tokens"
-    element = graph.outputs["key_out"].type.tensor_type.elem_type  # queries and keys may come in float32
-    outputs = {}
-    for name, heads in (("query_out", variant.num_heads), ("key_out", variant.num_kv_heads)):
-        outputs[name] = helper.make_tensor_value_info(name, element, ["num_tokens", heads, variant.head_dim])
-    graph.outputs = outputs
-    graph.model.graph.name = "rotary"
-    cut = graph.finish()
-    _check(wide, cut, dataclasses.replace(variant, scale=scale))
+    cut_rope = CutRope(variant, None if wide is decode else _BF16)
+    cut = run_passes(wide, cut_rope)
+    _check(wide, cut, dataclasses.replace(variant, scale=cut_rope.scale))
     return cut
 
 
-def _rotated_query(graph: Rewriter, variant: AttentionVariant, eps: float | None) -> tuple[str, float]:
-    """Return the name of the value that attention scales, and the scale in the graph, rounded to its type.
+class CutRope(Pass):
+    """Cut RoPE out of a decode graph: rotated queries and keys become its outputs.
 
-    The value is multiplied with the variant's scale, and the product is reshaped to groups of heads. eps: of the
-    scale's type if not the graph's. Raises CheckError where there is no such product, or more than one.
+    eps: of the scale's type if not the graph's. scale: in the graph, rounded to its type. Raises CheckError where the
+    graph is not RoPE and then attention.
+    """
+
+    def __init__(self, variant: AttentionVariant, eps: float | None):
+        self._variant = variant
+        self._eps = eps
+        self.scale = variant.scale
+
+    def call(self, model: ir.Model) -> PassResult:
+        graph = model.graph
+        variant = self._variant
+        query, self.scale = rotated_query(graph, variant, self._eps)
+        for value in graph.inputs:
+            value.shape = ir.Shape(["num_tokens", *shape_of(value)[1:]])
+        query = GraphWriter(graph).op("Identity", query, result="query_out", name="query_out")
+        key = next(value for value in graph.outputs if value.name == "key_out")
+        graph.outputs.clear()
+        for value, heads in ((query, variant.num_heads), (key, variant.num_kv_heads)):
+            value.type = key.type  # queries and keys may come in float32
+            value.shape = ir.Shape(["num_tokens", heads, variant.head_dim])
+            graph.outputs.append(value)
+        graph.name = "rotary"
+        return PassResult(model, True)
+
+
+def rotated_query(graph: ir.Graph, variant: AttentionVariant, eps: float | None) -> tuple[ir.Value, float]:
+    """Return the value that attention scales, and the scale in the graph. eps: of the scale's type if not the graph's.
+
+    The value is multiplied with the variant's scale, and the product is reshaped to groups of heads. Raises
+    CheckError where there is no such product, or more than one.
     """
     groups = [-1, variant.num_kv_heads, variant.num_heads // variant.num_kv_heads, variant.head_dim]
     scaled = []
-    for node in graph.nodes:
-        readers = graph.consumers.get(node.output[0], [])
+    for node in graph:
+        readers = node.outputs[0].consumers()
         if node.op_type != "Mul" or len(readers) != 1 or readers[0].op_type != "Reshape":
             continue
-        scales = []
-        values = []
-        for name in node.input:
-            array = graph.array(name)
-            if array is not None and not array.shape:
-                scales.append(array)
-            else:
-                values.append(name)
+        arrays = [array_of(value) for value in node.inputs]
+        scales = [array for array in arrays if array is not None and not array.shape]
+        values = [value for value, array in zip(node.inputs, arrays) if array is None or array.shape]
         if len(scales) != 1:
             continue
-        shape = graph.array(readers[0].input[1])
+        shape = array_of(readers[0].inputs[1])
         rounding = (eps or np.finfo(scales[0].dtype).eps) / 2
         is_scale = math.isclose(float(scales[0]), variant.scale, rel_tol=rounding)
         if shape is not None and shape.tolist() == groups and is_scale:
-            scaled.append((values[0], float(scales[0])))
+            scaled.append((required(values[0]), float(scales[0])))
     if len(scaled) != 1:
         raise CheckError(
-            f"graph {graph.model.graph.name}: expected one product of the query with the scale "
-            f"{variant.scale}, found {len(scaled)}; build with attention: traced"
+            f"graph {graph.name}: expected one product of the query with the scale {variant.scale}, found "
+            f"{len(scaled)}; build with attention: traced"
         )
     return scaled[0]
 

@@ -11,15 +11,17 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import onnx
-from onnx import TensorProto, helper
+import onnx_ir as ir
+from onnx import TensorProto
 
-from lockstep.onnx_tools.rewriter import Rewriter, attributes_of, reads, typed_values
 from lockstep.onnx_tools.sessions import open_session
+from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, attribute, maker, reads, replace, run_passes
+from lockstep.onnx_tools.types import typed_values
 from lockstep.onnx_tools.widened import widened
 
 UNITS = 8.0  # a rounding of bf16 in roundings of fp16
 _NARROW = {TensorProto.FLOAT16, TensorProto.BFLOAT16}
-_STEP_OPERATORS = {"ReduceMax", "Max", "Mul", "Div"}  # make the step of 8-bit activations, after Abs
+_STEP_OPERATORS = ("ReduceMax", "Max", "Mul", "Div")  # make the step of 8-bit activations, after Abs
 
 
 def exact_and_rounded(model: onnx.ModelProto, weights: Collection[str]) -> tuple[onnx.ModelProto, onnx.ModelProto]:
@@ -29,21 +31,7 @@ def exact_and_rounded(model: onnx.ModelProto, weights: Collection[str]) -> tuple
         values = _floats(exact)
     else:
         values = {name for name, (element, _) in typed_values(model).items() if element in _NARROW}
-    values -= _eight_bit_steps(exact)
-    graph = Rewriter(exact)
-    activations = {name for name in graph.inputs.keys() - weights if graph.element(name) == TensorProto.FLOAT}
-    for node in graph.nodes:
-        if activations.isdisjoint(reads(node)):
-            continue
-        activations.update(filter(None, node.output))
-        casts = []
-        for name in values.intersection(node.output):
-            narrow = f"{name}/bf16"
-            casts.append(helper.make_node("Cast", [f"{name}/exact"], [narrow], name=narrow, to=TensorProto.BFLOAT16))
-            casts.append(helper.make_node("Cast", [narrow], [name], name=f"{name}/rounded", to=TensorProto.FLOAT))
-        node.output[:] = [f"{name}/exact" if name in values else name for name in node.output]
-        graph.replace(node, node, *casts)
-    return exact, graph.finish(check=False)
+    return exact, run_passes(exact, RoundValues(values, weights), check=False)
 
 
 def _floats(model: onnx.ModelProto) -> set[str]:
@@ -58,23 +46,56 @@ def _floats(model: onnx.ModelProto) -> set[str]:
     return {value.name for value in open_session(exposed.SerializeToString()).get_outputs() if "(float)" in value.type}
 
 
-def _eight_bit_steps(model: onnx.ModelProto) -> set[str]:
+class RoundValues(Pass):
+    """Round values that depend on activations to bf16. weights: inputs that are no activations."""
+
+    def __init__(self, values: Collection[str], weights: Collection[str]):
+        self._values = values
+        self._weights = weights
+
+    def call(self, model: ir.Model) -> PassResult:
+        graph = model.graph
+        steps = _eight_bit_steps(graph)
+        activations: set[ir.Value | None] = set()
+        for value in graph.inputs:
+            if value.dtype == ir.DataType.FLOAT and value.name not in self._weights:
+                activations.add(value)
+        is_rounded = False
+        for node in graph:
+            if activations.isdisjoint(reads(node)):
+                continue
+            activations.update(node.outputs)
+            for value in node.outputs:
+                if value.name in self._values and value not in steps:
+                    activations.add(_round(graph, node, value))
+                    is_rounded = True
+        return PassResult(model, is_rounded)
+
+
+def _round(graph: ir.Graph, node: ir.Node, value: ir.Value) -> ir.Value:
+    writer = GraphWriter(graph, f"{value.name}/rounded", after=node)
+    narrow = writer.op("Cast", value, to=ir.DataType.BFLOAT16)
+    rounded = writer.op("Cast", narrow, to=ir.DataType.FLOAT)
+    replace(value, rounded, keep=narrow.producer())
+    return rounded
+
+
+def _eight_bit_steps(graph: ir.Graph) -> set[ir.Value]:
     """Return the values by which activations become integers or e4m3 numbers."""
-    graph = Rewriter(model)
-    steps: set[str] = set()
-    for node in graph.nodes:
-        is_e4m3 = node.op_type == "Cast" and attributes_of(node)["to"] == TensorProto.FLOAT8E4M3FN
-        division = graph.producers.get(node.input[0]) if is_e4m3 or node.op_type == "Round" else None
-        if division is None or division.op_type != "Div":
+    steps: set[ir.Value] = set()
+    for node in graph:
+        is_e4m3 = node.op_type == "Cast" and attribute(node, "to") == ir.DataType.FLOAT8E4M3FN
+        division = maker(node.inputs[0], "Div") if is_e4m3 or node.op_type == "Round" else None
+        if division is None:
             continue
-        steps.add(division.output[0])
-        for reader in graph.consumers[node.output[0]]:
-            steps.add(reader.output[0])
-            for reshape in graph.consumers.get(reader.output[0], []):
+        steps.add(division.outputs[0])
+        for reader in node.outputs[0].consumers():
+            steps.add(reader.outputs[0])
+            for reshape in reader.outputs[0].consumers():
                 if reshape.op_type == "Reshape":
-                    steps.add(reshape.output[0])
-        step = graph.producers.get(division.input[1])
-        while step is not None and step.op_type in _STEP_OPERATORS:
-            steps.add(step.output[0])
-            step = graph.producers.get(step.input[0])
+                    steps.add(reshape.outputs[0])
+        step = maker(division.inputs[1], *_STEP_OPERATORS)
+        while step is not None:
+            steps.add(step.outputs[0])
+            step = maker(step.inputs[0], *_STEP_OPERATORS)
     return steps

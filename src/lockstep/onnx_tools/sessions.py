@@ -5,6 +5,7 @@ In: a model. Out: a session that computes it unoptimised; the rows of an expert 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ import onnx
 import onnxruntime as ort
 
 from lockstep.errors import CheckError
-from lockstep.onnx_tools.group_experts import GATHERS, group_experts
 
+_GATHERS = re.compile(rb"GatherND|GatherBlockQuantized")  # in the bytes of a graph that may have experts
 E4M3 = "float8_e4m3fn"
 
 
@@ -47,8 +48,12 @@ def open_session(model: Path | bytes, threads: int | None = None) -> ort.Inferen
     settings.log_severity_level = 3
     data = model if isinstance(model, bytes) else model.read_bytes()
     source = model if isinstance(model, bytes) else str(model)
-    if GATHERS.search(data):
-        source = group_experts(onnx.ModelProto.FromString(data), stacked=True).SerializeToString()
+    if _GATHERS.search(data):
+        # Lazy: engines run without the toolkit.
+        from lockstep.onnx_tools.group_experts import GroupExperts
+        from lockstep.onnx_tools.toolkit import run_passes
+
+        source = run_passes(onnx.ModelProto.FromString(data), GroupExperts(stacked=True)).SerializeToString()
 
     def start() -> ort.InferenceSession:
         return _Session(source, settings, providers=["CPUExecutionProvider"], enable_fallback=0)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 from onnx import TensorProto, numpy_helper
 
-from lockstep.onnx_tools.rewriter import Rewriter, typed_values
+from lockstep.onnx_tools.toolkit import Pass, PassResult, infer_types, required, run_passes
 
 
 def widened(model: onnx.ModelProto, narrow: int = TensorProto.BFLOAT16) -> onnx.ModelProto:
@@ -25,18 +26,24 @@ def widened(model: onnx.ModelProto, narrow: int = TensorProto.BFLOAT16) -> onnx.
 
 def in_float32(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a graph with float32 for float16 and bfloat16, and without the casts that are none then."""
-    graph = Rewriter(widened(widened(model, TensorProto.FLOAT16)))
-    types = typed_values(graph.model)
-    sources: dict[str, str] = {}
-    for node in graph.nodes:
-        node.input[:] = [sources.get(name, name) for name in node.input]
-        if node.op_type != "Cast" or node.output[0] in graph.outputs:
-            continue
-        kinds = {types[name][0] if name in types else TensorProto.UNDEFINED for name in (*node.input, *node.output)}
-        if kinds == {TensorProto.FLOAT}:
-            sources[node.output[0]] = node.input[0]
-            graph.replace(node)
-    return graph.finish()
+    return run_passes(widened(widened(model, TensorProto.FLOAT16)), DropCasts())
+
+
+class DropCasts(Pass):
+    """Drop casts of float32 values to float32."""
+
+    def call(self, model: ir.Model) -> PassResult:
+        infer_types(model)
+        is_changed = False
+        for node in model.graph:
+            out = node.outputs[0]
+            if node.op_type != "Cast" or out.is_graph_output():
+                continue
+            source = required(node.inputs[0])
+            if source.dtype == out.dtype == ir.DataType.FLOAT:
+                out.replace_all_uses_with(source)
+                is_changed = True
+        return PassResult(model, is_changed)
 
 
 def widened_dtype(dtype: str) -> str:

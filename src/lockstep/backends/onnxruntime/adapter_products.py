@@ -11,53 +11,54 @@ those of others are zero.
 
 from __future__ import annotations
 
-import numpy as np
-import onnx
-from onnx import TensorProto, helper
+import onnx_ir as ir
 
 from lockstep.artifacts.adapters import A_SUFFIX, B_SUFFIX
-from lockstep.onnx_tools.rewriter import Rewriter
+from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, required, sizes_of
 
 PIECE = 128  # the least numbers that ONNX Runtime accumulates without a cut
 
 _CONTRIB = "com.microsoft"
 
 
-def keep_order(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a model with its products with adapters' matrices rewritten; itself where it has none."""
-    graph = Rewriter(model)
-    products = [node for node in graph.nodes if node.op_type == "Gemm"]
-    shrinks = [node for node in products if node.input[1].endswith(A_SUFFIX)]
-    for node in products:
-        if node.input[1].endswith(B_SUFFIX):
-            node.attribute.append(helper.make_attribute("alpha", 2.0))
-    for node in shrinks:
-        graph.replace(node, *_in_pieces(graph, node))
-    if not shrinks:
-        return model
-    if _CONTRIB not in {entry.domain for entry in graph.model.opset_import}:
-        graph.model.opset_import.append(helper.make_opsetid(_CONTRIB, 1))
-    return graph.finish()
+class KeepOrder(Pass):
+    """Rewrite products with adapters' matrices."""
+
+    def call(self, model: ir.Model) -> PassResult:
+        products = [node for node in model.graph if node.op_type == "Gemm"]
+        shrinks = [node for node in products if _is_factor(node, A_SUFFIX)]
+        for node in products:
+            if _is_factor(node, B_SUFFIX):
+                (out,) = node.outputs
+                writer = GraphWriter(model.graph, before=node)
+                writer.copy(node, *node.inputs, alpha=2.0, replaces=out)
+        for node in shrinks:
+            _in_pieces(model.graph, node)
+        if shrinks:
+            model.opset_imports.setdefault(_CONTRIB, 1)
+        return PassResult(model, bool(shrinks))
 
 
-def _in_pieces(graph: Rewriter, node: onnx.NodeProto) -> list[onnx.NodeProto]:
-    """Return nodes for half the product of rows [rows, size] and a matrix [size, columns], in float32."""
-    (x, a), (out,) = node.input, node.output
-    (size, columns), element = graph.shape(a), graph.element(a)
+def _is_factor(node: ir.Node, suffix: str) -> bool:
+    return str(required(node.inputs[1]).name).endswith(suffix)
+
+
+def _in_pieces(graph: ir.Graph, node: ir.Node) -> None:
+    """Write half the product of rows [rows, size] and a matrix [size, columns], in float32."""
+    x, a = map(required, node.inputs)
+    (out,) = node.outputs
+    size, columns = sizes_of(a)
     piece = max(number for number in range(1, PIECE + 1) if size % number == 0)
-    is_half = element != TensorProto.FLOAT
-    wide_x, wide_a, total = (f"{out}/x", f"{out}/a", f"{out}/total") if is_half else (x, a, out)
-    casts = [(x, wide_x, TensorProto.FLOAT), (a, wide_a, TensorProto.FLOAT), (total, out, element)]
-    nodes = [helper.make_node("Cast", [name], [to], to=dtype) for name, to, dtype in casts] if is_half else []
-    shapes = {"rows": [-1, size // piece, piece], "pieces": [size // piece, piece, columns], "axis": [0]}
-    for label, shape in shapes.items():
-        graph.constant(f"{out}/{label}", np.array(shape, np.int64))
-    return [
-        *nodes[:2],
-        helper.make_node("Reshape", [wide_x, f"{out}/rows"], [f"{out}/x3"]),
-        helper.make_node("Transpose", [f"{out}/x3"], [f"{out}/xt"], perm=[1, 0, 2]),
-        helper.make_node("Reshape", [wide_a, f"{out}/pieces"], [f"{out}/a3"]),
-        helper.make_node("FusedMatMul", [f"{out}/xt", f"{out}/a3"], [f"{out}/parts"], domain=_CONTRIB, alpha=0.5),
-        helper.make_node("ReduceSum", [f"{out}/parts", f"{out}/axis"], [total], keepdims=0),
-        *nodes[2:],
-    ]
+    dtype = a.dtype
+    is_half = dtype != ir.DataType.FLOAT
+    writer = GraphWriter(graph, f"{out.name}/pieces", before=node)
+    if is_half:
+        x = writer.op("Cast", x, to=ir.DataType.FLOAT)
+        a = writer.op("Cast", a, to=ir.DataType.FLOAT)
+    rows = writer.op("Reshape", x, [-1, size // piece, piece])
+    parts = writer.op("Reshape", a, [size // piece, piece, columns])
+    rows = writer.op("Transpose", rows, perm=[1, 0, 2])
+    sums = writer.op("FusedMatMul", rows, parts, domain=_CONTRIB, alpha=0.5)
+    total = writer.op("ReduceSum", sums, [0], keepdims=0, replaces=None if is_half else out)
+    if is_half:
+        writer.op("Cast", total, to=dtype, replaces=out)

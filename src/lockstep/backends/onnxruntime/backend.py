@@ -31,16 +31,9 @@ from lockstep.backends.base import Built
 from lockstep.backends.cpu import thread_count
 from lockstep.backends.host import Declared, HostBackend
 from lockstep.backends.onnxruntime import heap
-from lockstep.backends.onnxruntime.adapter_products import keep_order
-from lockstep.backends.onnxruntime.decode_layers import Part, stitch
-from lockstep.backends.onnxruntime.fixed_sums import fix_sums
-from lockstep.backends.onnxruntime.grouped_attention import grouped_attention, past_of
-from lockstep.backends.onnxruntime.norms import fuse_norms
+from lockstep.backends.onnxruntime.decode_layers import Part, past_of, stitch
 from lockstep.backends.onnxruntime.row_bits import decoded_rows_keep_their_bits, rows_keep_their_bits
-from lockstep.backends.onnxruntime.whole_vectors import pad_angles
 from lockstep.errors import CheckError, InputError
-from lockstep.onnx_tools.group_experts import group_experts
-from lockstep.onnx_tools.int8_products import int8_products
 from lockstep.onnx_tools.sessions import E4M3, e4m3_value
 from lockstep.step.executable import Run, check_bound
 from lockstep.step.network import Network
@@ -97,6 +90,8 @@ class OnnxRuntimeBackend(HostBackend):
         return {"optimization_level": "all", "opset": None, "fuse_projections": False}
 
     def build(self, graph_path: Path, out_path: Path, options: Mapping[str, Any]) -> Built:
+        from lockstep.backends.onnxruntime.passes import rewrite  # the toolkit is needed only where engines are built
+
         level = options["optimization_level"]
         if level not in _LEVELS:
             raise InputError(f"optimization_level: expected one of {', '.join(sorted(_LEVELS))}, found {level!r}")
@@ -106,8 +101,7 @@ class OnnxRuntimeBackend(HostBackend):
             saved = Path(folder) / "optimized.onnx"
             settings.optimized_model_filepath = str(saved)
             model = onnx.load(graph_path, load_external_data=False)
-            rewritten = int8_products(keep_order(fix_sums(pad_angles(group_experts(model)))))
-            rewritten = grouped_attention(fuse_norms(rewritten))
+            rewritten = rewrite(model)
             source = str(graph_path) if rewritten is model else rewritten.SerializeToString()
             try:
                 _session(source, settings, f"{graph_path}: ONNX Runtime {ort.__version__} cannot build this graph")

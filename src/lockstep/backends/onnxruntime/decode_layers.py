@@ -13,9 +13,14 @@ from typing import NamedTuple, TypeVar
 import onnx
 from onnx import helper
 
-from lockstep.onnx_tools.rewriter import Rewriter
-
+PRESENT = {"present_key": "past_key", "present_value": "past_value"}  # {output: the input that it is bound to}
 _Named = TypeVar("_Named", onnx.NodeProto, onnx.TensorProto, onnx.ValueInfoProto)
+
+
+def past_of(output: str) -> str | None:
+    """Return the input that an output is to be bound to, of an engine or of several in one graph; None for others."""
+    *prefix, name = output.split(".")
+    return ".".join([*prefix, PRESENT[name]]) if name in PRESENT else None
 
 
 class Part(NamedTuple):
@@ -61,11 +66,28 @@ def stitch(parts: Sequence[Part], ends: Sequence[str]) -> onnx.ModelProto:
             nodes.append(_renamed(node, ""))
             for side in (nodes[-1].input, nodes[-1].output):
                 side[:] = [names[name] for name in side]
+    nodes, read = _needed(nodes, [value.name for value in outputs])
     domains = {entry.domain: entry.version for part in parts for entry in part.model.opset_import}
+    graph = helper.make_graph(
+        nodes,
+        "decode_layers",
+        [value for name, value in inputs.items() if name in read],
+        outputs,
+        [tensor for tensor in constants.values() if tensor.name in read],
+    )
     opsets = [helper.make_opsetid(*entry) for entry in domains.items()]
-    graph = helper.make_graph(nodes, "decode_layers", [*inputs.values()], outputs, [*constants.values()])
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=parts[0].model.ir_version)
-    return Rewriter(model).finish(check=False)  # without what no part reads
+    return helper.make_model(graph, opset_imports=opsets, ir_version=parts[0].model.ir_version)
+
+
+def _needed(nodes: Sequence[onnx.NodeProto], names: Sequence[str]) -> tuple[list[onnx.NodeProto], set[str]]:
+    """Return the nodes that these values depend on, and all that they read."""
+    read = {*names}
+    needed: list[onnx.NodeProto] = []
+    for node in reversed(nodes):
+        if not read.isdisjoint(node.output):
+            needed.insert(0, node)
+            read.update(node.input)
+    return needed, read
 
 
 def _renamed(message: _Named, name: str) -> _Named:

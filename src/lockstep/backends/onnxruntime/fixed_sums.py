@@ -12,60 +12,65 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import onnx
-from onnx import TensorProto, helper
+import onnx_ir as ir
 
 from lockstep.backends.onnxruntime.whole_vectors import VECTOR
-from lockstep.onnx_tools.rewriter import Emitter, Rewriter, attributes_of, typed_values
+from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, array_of, attribute, infer_types
 
-_FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE)
+_FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.DOUBLE)
 _IN_TURN = 5  # numbers along another axis than the last that are added one after another
 
 
-def fix_sums(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a model whose sums and means are in one order; itself where all of them are already."""
-    graph = Rewriter(model)
-    nodes = [node for node in graph.nodes if node.op_type in ("ReduceSum", "ReduceMean")]
-    types = typed_values(model) if nodes else {}
-    fixed = False
-    for node in nodes:
-        element_type, shape = types.get(node.input[0], (TensorProto.UNDEFINED, ()))
-        axes = _axes(graph, node, len(shape))
-        sizes = [shape[axis] for axis in axes]
-        is_static = all(isinstance(size, int) for size in sizes)
-        # Tokens lie along axis 0, which is never summed.
-        if element_type not in _FLOATS or not axes or 0 in axes or not is_static:
-            continue
-        size = math.prod(map(int, sizes))
-        rest = [axis for axis in range(len(shape)) if axis not in axes]
-        is_last = axes[0] == len(rest)
-        if is_last and (size <= VECTOR or size % VECTOR == 0):
-            continue
-        if not is_last and size <= _IN_TURN:
-            continue
-        emit = Emitter(graph, f"{node.output[0]}/sum")
-        value = node.input[0]
-        if not is_last:
-            value = emit("Transpose", value, perm=[*rest, *axes])
-        if len(axes) > 1:
-            value = emit("Reshape", value, [*[0] * len(rest), size])
-        if size % VECTOR:
-            value = emit("Pad", value, [*[0] * (2 * len(rest) + 1), -size % VECTOR])
-        keeps_axes = attributes_of(node).get("keepdims", 1)
-        is_mean = node.op_type == "ReduceMean"
-        last = {} if keeps_axes else {"result": node.output[0]}
-        value = emit("ReduceSum", value, [-1], keepdims=0, **({} if is_mean else last))
-        if is_mean:
-            divisor = np.array(size, helper.tensor_dtype_to_np_dtype(element_type))
-            value = emit("Div", value, divisor, **last)
-        if keeps_axes:
-            emit("Unsqueeze", value, axes, result=node.output[0])
-        graph.replace(node, *emit.nodes)
-        fixed = True
-    return graph.finish() if fixed else model
+class FixSums(Pass):
+    """Make sums and means in one order."""
+
+    def call(self, model: ir.Model) -> PassResult:
+        nodes = [node for node in model.graph if node.op_type in ("ReduceSum", "ReduceMean")]
+        if nodes:
+            infer_types(model)
+        fixed = [node for node in nodes if _fix(model.graph, node)]
+        return PassResult(model, bool(fixed))
 
 
-def _axes(graph: Rewriter, node: onnx.NodeProto, rank: int) -> list[int]:
+def _fix(graph: ir.Graph, node: ir.Node) -> bool:
+    """Write a sum in one order; return whether it was not already."""
+    value = node.inputs[0]
+    (out,) = node.outputs
+    if value is None or value.shape is None or value.dtype not in _FLOATS:
+        return False
+    shape = [*value.shape]
+    axes = _axes(node, len(shape))
+    sizes = [shape[axis] for axis in axes]
+    # Tokens lie along axis 0, which is never summed.
+    if not axes or 0 in axes or not all(isinstance(size, int) for size in sizes):
+        return False
+    size = math.prod(map(int, sizes))
+    rest = [axis for axis in range(len(shape)) if axis not in axes]
+    is_last = axes[0] == len(rest)
+    if is_last and (size <= VECTOR or size % VECTOR == 0):
+        return False
+    if not is_last and size <= _IN_TURN:
+        return False
+    writer = GraphWriter(graph, f"{out.name}/sum", before=node)
+    total = value
+    if not is_last:
+        total = writer.op("Transpose", total, perm=[*rest, *axes])
+    if len(axes) > 1:
+        total = writer.op("Reshape", total, [*[0] * len(rest), size])
+    if size % VECTOR:
+        total = writer.op("Pad", total, [*[0] * (2 * len(rest) + 1), -size % VECTOR])
+    keeps_axes = attribute(node, "keepdims", 1)
+    is_mean = node.op_type == "ReduceMean"
+    last = None if keeps_axes else out
+    total = writer.op("ReduceSum", total, [-1], keepdims=0, replaces=None if is_mean else last)
+    if is_mean:
+        total = writer.op("Div", total, np.array(size, value.dtype.numpy()), replaces=last)
+    if keeps_axes:
+        writer.op("Unsqueeze", total, axes, replaces=out)
+    return True
+
+
+def _axes(node: ir.Node, rank: int) -> list[int]:
     """Return the axes that are summed, sorted; none where the graph does not say them."""
-    given = graph.array(node.input[1]) if len(node.input) > 1 else attributes_of(node).get("axes")
-    return [] if given is None or not rank else sorted(int(axis) % rank for axis in np.ravel(given))
+    axes = array_of(node.inputs[1]) if len(node.inputs) > 1 else attribute(node, "axes")
+    return [] if axes is None or not rank else sorted(int(axis) % rank for axis in np.ravel(axes))

@@ -17,16 +17,27 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper
+import onnx_ir as ir
 
+from lockstep.backends.onnxruntime.decode_layers import PRESENT
 from lockstep.onnx_tools.judge import Bound, measure, peak, wrong
-from lockstep.onnx_tools.rewriter import Rewriter, dims_of, upstream
 from lockstep.onnx_tools.sessions import compute
+from lockstep.onnx_tools.toolkit import (
+    GraphWriter,
+    Pass,
+    PassResult,
+    array_of,
+    maker,
+    remove_unused,
+    required,
+    sizes_of,
+    to_proto,
+    upstream,
+)
 from lockstep.tolerances import REWRITE
 
 _DOMAIN = "com.microsoft"
 _VECTOR = 8  # the operator takes heads of a multiple of it
-PRESENT = {"present_key": "past_key", "present_value": "past_value"}
 # what export/attention.py has behind RoPE in float32; others have a window, a cap or sinks
 _DECODE = [
     *("Add", "Concat", "Gather", "Less", "MatMul", "MatMul", "MatMul", "Mul", "Mul", "Range", "Reshape", "Reshape"),
@@ -41,143 +52,127 @@ _PREFILL = [
 _NO_SINK = -3e38
 
 
-def past_of(output: str) -> str | None:
-    """Return the input that an output is to be bound to, of an engine or of several in one graph; None for others."""
-    *prefix, name = output.split(".")
-    return ".".join([*prefix, PRESENT[name]]) if name in PRESENT else None
+class GroupedAttention(Pass):
+    """Put plain float32 attention over a cache into one node."""
+
+    def call(self, model: ir.Model) -> PassResult:
+        for with_rope in (True, False):
+            fused = model.clone()
+            if not _fuse(fused, with_rope):
+                continue
+            remove_unused(fused.graph)
+            if _is_same(to_proto(model), to_proto(fused)):
+                return PassResult(model, _fuse(model, with_rope))
+        return PassResult(model, False)
 
 
-def grouped_attention(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a graph of plain float32 attention over a cache with it in one node; any other model itself."""
-    for with_rope in (True, False):
-        fused = _fused(model, with_rope)
-        if fused is not None and _is_same(model, fused):
-            return fused
-    return model
-
-
-def _fused(model: onnx.ModelProto, with_rope: bool) -> onnx.ModelProto | None:
-    graph = Rewriter(model)
-    if not {*PRESENT.values()} <= graph.inputs.keys() or graph.element("past_key") != TensorProto.FLOAT:
-        return None
-    requests, kv_heads, _, dim = graph.shape("past_key")
-    if graph.shape("past_value")[3] != dim or dim % _VECTOR:
-        return None
+def _fuse(model: ir.Model, with_rope: bool) -> bool:
+    """Put attention into one node; return whether it is of the form that the node has."""
+    graph = model.graph
+    inputs = {value.name: value for value in graph.inputs}
+    outputs = {value.name: value for value in graph.outputs}
+    if not {*PRESENT.values()} <= inputs.keys() or inputs["past_key"].dtype != ir.DataType.FLOAT:
+        return False
+    requests, kv_heads, _, dim = sizes_of(inputs["past_key"])
+    if sizes_of(inputs["past_value"])[3] != dim or dim % _VECTOR:
+        return False
     decodes = not requests  # a prompt's is one request's
     scaled = _scaled_query(graph, [-1, kv_heads, dim])
     if scaled is None:
-        return None
+        return False
     query, group, scale = scaled
-    kept = upstream(graph.nodes, ("key_out", "value_out", query))
-    replaced = [node for node in graph.nodes if not kept.intersection(node.output)]
-    if sorted(node.op_type for node in replaced) != (_DECODE if decodes else _PREFILL):
-        return None
+    key_out = outputs["key_out"]
+    kept = upstream((key_out, outputs["value_out"], query))
+    replaced = sorted(node.op_type for node in graph if kept.isdisjoint(node.outputs))
+    if replaced != (_DECODE if decodes else _PREFILL):
+        return False
     heads = group * kv_heads
-
-    def constant(name: str, *values: int) -> str:
-        return graph.constant(f"grouped/{name}", np.array(values, np.int64))
-
-    tables = _tables(graph, query) if with_rope and decodes else None
-    if with_rope and (tables is None or tables != _tables(graph, "key_out")):
-        return None
-    one = graph.constant("grouped/one", np.array(1, np.int32))
+    tables = _tables(query) if with_rope and decodes else None
+    if with_rope and (tables is None or tables != _tables(key_out)):
+        return False
+    writer = GraphWriter(graph, "grouped")
+    one = np.array(1, np.int32)
     tokens = [-1, 1] if decodes else [1, -1]  # [batch, tokens]
-    given = []
-    for name, rotated, count in (
-        ("query", query, heads),
-        ("key", "key_out", kv_heads),
-        ("value", "value_out", kv_heads),
-    ):
-        source = rotated if tables is None else name
-        shape = constant(f"{name}_shape", *tokens, count * dim)
-        graph.append(helper.make_node("Reshape", [source, shape], [f"grouped/{name}"]))
-        given.append(f"grouped/{name}")
+    sources = [query, key_out, outputs["value_out"]]
     if tables is not None:
-        given[:2] = _rotate(graph, given[:2], *tables)
-        graph.replace(graph.producers["key_out"])
-        graph.append(helper.make_node("Reshape", [given[1], constant("key_heads", -1, kv_heads, dim)], ["key_out"]))
-    graph.append(helper.make_node("Cast", ["past_lengths"], ["grouped/lengths"], to=TensorProto.INT32))
-    if decodes:
-        last = "grouped/lengths"
-        sinks = []
-        pasts = [*PRESENT.values()]
-        present = [*PRESENT]
-        for name, past in PRESENT.items():
-            graph.outputs[name] = helper.make_tensor_value_info(name, TensorProto.FLOAT, dims_of(graph.inputs[past]))
-    else:
-        last = "grouped/last"
-        pasts = [f"grouped/{past}" for past in PRESENT.values()]
+        sources = [inputs["query"], inputs["key"], inputs["value"]]
+    counts = (heads, kv_heads, kv_heads)
+    rows = [writer.op("Reshape", source, [*tokens, count * dim]) for source, count in zip(sources, counts)]
+    if tables is not None:
+        rows[:2] = _rotate(writer, inputs["position_ids"], rows[:2], *tables)
+        writer.op("Reshape", rows[1], [-1, kv_heads, dim], replaces=key_out)
+    last = writer.op("Cast", inputs["past_lengths"], to=ir.DataType.INT32)
+    present: list[str] = [*PRESENT]
+    pasts = [inputs[past] for past in PRESENT.values()]
+    sinks: list[np.ndarray | None] = []
+    if not decodes:
+        count = writer.op("Cast", writer.op("Shape", rows[1], start=1, end=2), to=ir.DataType.INT32)
+        last = writer.op("Add", last, writer.op("Sub", count, one))
+        pasts = [writer.op("Slice", past, [0], inputs["past_lengths"], [2]) for past in pasts]
         present = [f"grouped/{name}" for name in PRESENT]
-        sinks = [*[""] * 4, graph.constant("grouped/sinks", np.full(heads, _NO_SINK, np.float32))]
-        graph.append(
-            helper.make_node("Shape", ["grouped/key"], ["grouped/shape"], start=1, end=2),
-            helper.make_node("Cast", ["grouped/shape"], ["grouped/count"], to=TensorProto.INT32),
-            helper.make_node("Sub", ["grouped/count", one], ["grouped/before_last"]),
-            helper.make_node("Add", ["grouped/lengths", "grouped/before_last"], [last]),
-        )
-        ends = constant("zero", 0), "past_lengths", constant("axis", 2)
-        for name in PRESENT.values():
-            graph.append(helper.make_node("Slice", [name, *ends], [f"grouped/{name}"]))
-    graph.append(
-        helper.make_node("ReduceMax", [last], ["grouped/longest"], keepdims=0),
-        helper.make_node("Add", ["grouped/longest", one], ["grouped/total"]),
-        helper.make_node(
-            "GroupQueryAttention",
-            [*given, *pasts, last, "grouped/total", *sinks],
-            ["grouped/attention", *present], domain=_DOMAIN, num_heads=heads, kv_num_heads=kv_heads, scale=scale,
-        ),
-        helper.make_node("Reshape", ["grouped/attention", constant("flat", -1, heads * dim)], ["attention"]),
-    )  # fmt: skip
-    for old in replaced:
-        graph.replace(old)
-    graph.model.opset_import.append(helper.make_opsetid(_DOMAIN, 1))  # a graph of plain attention has none
-    fused = graph.finish()
-    del fused.graph.input[:]
-    fused.graph.input.extend(model.graph.input)  # without RoPE only the mask reads positions
-    return fused
+        sinks = [*[None] * 4, np.full(heads, _NO_SINK, np.float32)]
+    total = writer.op("Add", writer.op("ReduceMax", last, keepdims=0), one)
+    attention, *present_values = writer.several(
+        "GroupQueryAttention",
+        *(*rows, *pasts, last, total, *sinks),
+        results=["grouped/attention", *present],
+        domain=_DOMAIN,
+        num_heads=heads,
+        kv_num_heads=kv_heads,
+        scale=scale,
+    )
+    writer.op("Reshape", attention, [-1, heads * dim], replaces=outputs["attention"])
+    if decodes:
+        for value, past in zip(present_values, pasts, strict=True):
+            value.type = past.type
+            value.shape = past.shape
+            graph.outputs.append(value)
+    model.opset_imports[_DOMAIN] = 1  # a graph of plain attention has none
+    return True
 
 
-def _rotate(graph: Rewriter, values: list[str], cosines: str, sines: str, twice: str) -> list[str]:
+_Tables = tuple[ir.Value, ir.Value, ir.Node]
+
+
+def _rotate(
+    writer: GraphWriter, positions: ir.Value, values: list[ir.Value], cosines: ir.Value, sines: ir.Value, twice: ir.Node
+) -> list[ir.Value]:
     """Add a node for the RoPE of each value, [num_requests, 1, heads * dim]; return the results.
 
     The rest is what `_tables` gives.
     """
-    (concat,) = (node for node in graph.nodes if node.output[0] == twice)
-    graph.replace(concat, helper.make_node("Identity", concat.input[:1], [twice]))  # each angle stands there once
-    numbers = {"zero": np.array(0), "one": np.array(1), "axis": np.array([1])}
-    zero, one, axis = (graph.constant(f"rope/{name}", number) for name, number in numbers.items())
-    graph.append(
-        helper.make_node("Size", ["position_ids"], ["rope/count"]),
-        helper.make_node("Range", [zero, "rope/count", one], ["rope/range"]),
-        helper.make_node("Unsqueeze", ["rope/range", axis], ["rope/rows"]),  # each request has its row of the tables
-        *(
-            helper.make_node(
-                "RotaryEmbedding", [value, "rope/rows", cosines, sines], [f"{value}/turned"], domain=_DOMAIN
-            )
-            for value in values
-        ),
-    )
-    return [f"{value}/turned" for value in values]
+    # Each angle stands there once.
+    GraphWriter(writer.graph, before=twice).op("Identity", twice.inputs[0], replaces=twice.outputs[0])
+    count = writer.op("Size", positions)
+    numbers = writer.op("Range", np.array(0), count, np.array(1))
+    rows = writer.op("Unsqueeze", numbers, [1])  # each request has its row of the tables
+    return [writer.op("RotaryEmbedding", value, rows, cosines, sines, domain=_DOMAIN) for value in values]
 
 
-def _tables(graph: Rewriter, rotated: str) -> tuple[str, str, str] | None:
-    """Return the cosines and sines of a rotated value, and their angles; None without any."""
-    total = graph.producers.get(graph.producers[rotated].input[0])  # before it is transposed
-    products = [graph.producers.get(name) for name in total.input] if total is not None else []
-    tables: dict[str, tuple[str, str]] = {}
-    for name in (name for product in products if product is not None for name in product.input):
-        table = graph.producers.get(name)
-        if table is None or table.op_type != "Unsqueeze":
-            continue
-        values = upstream(graph.nodes, table.input[:1])
-        made = [node for node in graph.nodes if values.intersection(node.output)]
-        twice = [node.output[0] for node in made if node.op_type == "Concat" and node.input[0] == node.input[-1]]
-        functions = [node.op_type for node in made if node.op_type in ("Cos", "Sin")]
-        if len(functions) == len(twice) == 1:
-            tables[functions[0]] = table.input[0], twice[0]
-    if len(tables) < 2 or tables["Cos"][1] != tables["Sin"][1]:
+def _tables(rotated: ir.Value) -> _Tables | None:
+    """Return the cosines and sines of a rotated value, and the node that repeats their angles; None without any."""
+    transpose = required(rotated.producer())
+    total = required(transpose.inputs[0]).producer()  # before it is transposed
+    products = [] if total is None else [value.producer() for value in total.inputs if value is not None]
+    tables: dict[str, tuple[ir.Value, ir.Node]] = {}
+    for product in products:
+        for value in () if product is None else product.inputs:
+            table = maker(value, "Unsqueeze")
+            if table is None:
+                continue
+            source = required(table.inputs[0])
+            nodes = {step.producer() for step in upstream([source])}
+            twice = [node for node in nodes if node is not None and _repeats(node)]
+            functions = [node.op_type for node in nodes if node is not None and node.op_type in ("Cos", "Sin")]
+            if len(functions) == len(twice) == 1:
+                tables[functions[0]] = source, twice[0]
+    if len(tables) < 2 or tables["Cos"][1] is not tables["Sin"][1]:
         return None
     return tables["Cos"][0], tables["Sin"][0], tables["Cos"][1]
+
+
+def _repeats(node: ir.Node) -> bool:
+    return node.op_type == "Concat" and node.inputs[0] is node.inputs[-1]
 
 
 def _is_same(model: onnx.ModelProto, fused: onnx.ModelProto) -> bool:
@@ -187,22 +182,22 @@ def _is_same(model: onnx.ModelProto, fused: onnx.ModelProto) -> bool:
     decodes = fused.graph.output[-1].name in PRESENT
     feeds = decode_inputs(model, np.array([0, 3, 6]), 7) if decodes else random_inputs(model)
     expected = compute(model, feeds)
-    found = compute(fused, feeds)
+    outputs = compute(fused, feeds)
     bound = Bound(REWRITE["float32"])
-    return not any(wrong(name, measure(array, found[name], bound, peak(array))) for name, array in expected.items())
+    return not any(wrong(name, measure(array, outputs[name], bound, peak(array))) for name, array in expected.items())
 
 
-def _scaled_query(graph: Rewriter, groups: list[int]) -> tuple[str, int, float] | None:
+def _scaled_query(graph: ir.Graph, groups: list[int]) -> tuple[ir.Value, int, float] | None:
     """Return the rotated query, which is scaled and put into `groups`, the size of a group, and the scale.
 
     groups: [-1, kv_heads, dim] of [-1, kv_heads, group, dim].
     """
-    for node in graph.nodes:
-        shape = graph.array(node.input[1]) if node.op_type == "Reshape" else None
-        product = graph.producers.get(node.input[0])
-        if shape is None or len(shape) != 4 or [*shape[:2], shape[3]] != groups or product is None:
+    for node in graph:
+        shape = array_of(node.inputs[1]) if node.op_type == "Reshape" else None
+        if shape is None or len(shape) != 4 or [*shape[:2], shape[3]] != groups:
             continue
-        scale = graph.array(product.input[1]) if product.op_type == "Mul" else None
-        if scale is not None and scale.size == 1:
-            return product.input[0], int(shape[2]), float(scale)
+        product = maker(node.inputs[0], "Mul")
+        scale = None if product is None else array_of(product.inputs[1])
+        if product is not None and scale is not None and scale.size == 1:
+            return required(product.inputs[0]), int(shape[2]), float(scale)
     return None

@@ -8,50 +8,53 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import onnx
-from onnx import TensorProto, helper
+import onnx_ir as ir
 
-from lockstep.onnx_tools.rewriter import Rewriter, attributes_of, typed_values
+from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, array_of, attribute, infer_types, required
 
 _CHAIN = ("Reciprocal", "Sqrt", "Add", "ReduceMean", "Pow")  # from its end
 
 
-def fuse_norms(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a model with its float32 RMS norms fused; itself where it has none."""
-    graph = Rewriter(model)
-    norms = list(_norms(graph))
-    types = typed_values(model) if norms else {}
-    fused = False
-    for value, epsilon, weight, last in norms:
-        (kind, _), (_, shape) = (types.get(name, (TensorProto.UNDEFINED, ())) for name in (value, weight))
-        if kind == TensorProto.FLOAT and len(shape) == 1:
-            norm = helper.make_node("SimplifiedLayerNormalization", [value, weight], last.output, epsilon=epsilon)
-            graph.replace(last, norm)
-            fused = True
-    # ONNX's checker does not know the operator
-    return graph.finish(check=False) if fused else model
+class FuseNorms(Pass):
+    """Fuse float32 RMS norms. ONNX's checker does not know the operator."""
+
+    def call(self, model: ir.Model) -> PassResult:
+        norms = [*_norms(model.graph)]
+        if norms:
+            infer_types(model)
+        is_fused = False
+        for value, epsilon, weight, last in norms:
+            if value.dtype == ir.DataType.FLOAT and weight.shape is not None and len(weight.shape) == 1:
+                writer = GraphWriter(model.graph, before=last)
+                (out,) = last.outputs
+                writer.op("SimplifiedLayerNormalization", value, weight, epsilon=epsilon, replaces=out)
+                is_fused = True
+        return PassResult(model, is_fused)
 
 
-def _norms(graph: Rewriter) -> Iterator[tuple[str, float, str, onnx.NodeProto]]:
+def _norms(graph: ir.Graph) -> Iterator[tuple[ir.Value, float, ir.Value, ir.Node]]:
     """Yield what is normed along the last axis, the epsilon, the weight, and the product with it, of each norm."""
-    for reciprocal in (node for node in graph.nodes if node.op_type == _CHAIN[0]):
+    for reciprocal in graph:
+        if reciprocal.op_type != _CHAIN[0]:
+            continue
         chain = [reciprocal]
-        while len(chain) < len(_CHAIN) and (before := graph.producers.get(chain[-1].input[0])) is not None:
+        while len(chain) < len(_CHAIN) and (before := required(chain[-1].inputs[0]).producer()) is not None:
             chain.append(before)
-        inner = [node.output[0] for node in chain]
-        if tuple(node.op_type for node in chain) != _CHAIN or any(len(graph.consumers[name]) > 1 for name in inner):
+        is_read_once = all(len(node.outputs[0].uses()) == 1 for node in chain)
+        if tuple(node.op_type for node in chain) != _CHAIN or not is_read_once:
             continue
         _, _, add, mean, power = chain
-        if len(mean.input) == 1:  # opset 17, whose axes are an attribute
+        if len(mean.inputs) == 1:  # opset 17, whose axes are an attribute
             continue
-        constants = [graph.array(node.input[1]) for node in (add, mean, power)]
-        if any(array is None or array.size != 1 for array in constants) or not attributes_of(mean).get("keepdims", 1):
+        constants = [array_of(node.inputs[1]) for node in (add, mean, power)]
+        if any(array is None or array.size != 1 for array in constants) or not attribute(mean, "keepdims", 1):
             continue
         epsilon, axis, exponent = (array.item() for array in constants if array is not None)
-        (normed,) = graph.consumers[reciprocal.output[0]]
-        scaled = graph.consumers[normed.output[0]]
-        if (axis, exponent) != (-1, 2) or normed.op_type != "Mul" or power.input[0] not in normed.input:
+        value = required(power.inputs[0])
+        (normed,) = reciprocal.outputs[0].consumers()
+        scaled = normed.outputs[0].consumers()
+        if (axis, exponent) != (-1, 2) or normed.op_type != "Mul" or value not in normed.inputs:
             continue
         if len(scaled) == 1 and scaled[0].op_type == "Mul":
-            (weight,) = (name for name in scaled[0].input if name != normed.output[0])
-            yield power.input[0], epsilon, weight, scaled[0]
+            (weight,) = (factor for factor in scaled[0].inputs if factor is not normed.outputs[0])
+            yield value, epsilon, required(weight), scaled[0]

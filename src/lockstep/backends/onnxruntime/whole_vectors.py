@@ -9,47 +9,40 @@ Exp, Sigmoid, Tanh, Erf, Sqrt, Reciprocal and Softmax.
 
 from __future__ import annotations
 
-import numpy as np
-import onnx
-from onnx import helper
+import onnx_ir as ir
 
-from lockstep.onnx_tools.rewriter import Rewriter, typed_values
+from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, infer_types, shape_of
 
 _OPERATORS = ("Cos", "Sin", "Log", "Softplus", "Mish", "Atan")
 VECTOR = 4  # float32 numbers, as ONNX Runtime is compiled for x86-64 and AArch64, whatever the CPU has
 
 
-def pad_angles(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a model whose inputs of these operators are padded; itself where all rows are whole vectors already."""
-    graph = Rewriter(model)
-    padded = dict[str, str]()
-    nodes = [node for node in graph.nodes if node.op_type in _OPERATORS]
-    types = typed_values(model) if nodes else {}
-    for node in nodes:
-        (angles,), (out,), shape = node.input, node.output, types[node.input[0]][1]
-        before: list[onnx.NodeProto] = []
-        behind: list[onnx.NodeProto] = []
-        if len(shape) == 1 and not isinstance(shape[0], int):  # a number of each token: rows of one
-            axis = graph.constant(f"{out}/axis", np.array([-1], np.int64))
-            before = [helper.make_node("Unsqueeze", [angles, axis], [f"{out}/rows"])]
-            behind = [helper.make_node("Squeeze", [f"{out}/row", axis], [out])]
-            angles = f"{out}/rows"
-            out = f"{out}/row"
-            shape = (*shape, 1)
-        size = shape[-1] if shape else 0
-        if not isinstance(size, int) or size % VECTOR == 0:
-            continue
-        pad: list[onnx.NodeProto] = []
-        if angles not in padded:
-            padded[angles] = f"{angles}/padded"
-            pads = np.zeros(2 * len(shape), np.int64)
-            pads[-1] = -size % VECTOR
-            pad = [helper.make_node("Pad", [angles, graph.constant(f"{angles}/pads", pads)], [padded[angles]])]
-            for name, value in (("first", 0), ("size", size), ("axis", -1)):
-                graph.constant(f"{angles}/{name}", np.array([value], np.int64))
-        node.input[0] = padded[angles]
-        node.output[0] = f"{out}/padded"
-        cut = [f"{angles}/first", f"{angles}/size", f"{angles}/axis"]
-        slice = helper.make_node("Slice", [node.output[0], *cut], [out])
-        graph.replace(node, *before, *pad, node, slice, *behind)
-    return graph.finish() if padded else model
+class PadAngles(Pass):
+    """Pad the inputs of these operators to whole vectors."""
+
+    def call(self, model: ir.Model) -> PassResult:
+        graph = model.graph
+        nodes = [node for node in graph if node.op_type in _OPERATORS]
+        if nodes:
+            infer_types(model)
+        padded: dict[ir.Value | None, ir.Value] = {}
+        for node in nodes:
+            (angles,) = node.inputs
+            (out,) = node.outputs
+            shape = [*shape_of(angles)]
+            is_vector = len(shape) == 1 and not isinstance(shape[0], int)  # a number of each token: rows of one
+            if is_vector:
+                shape.append(1)
+            size = shape[-1] if shape else 0
+            if not isinstance(size, int) or size % VECTOR == 0:
+                continue
+            writer = GraphWriter(graph, f"{out.name}/vectors", before=node)
+            if angles not in padded:
+                rows = writer.op("Unsqueeze", angles, [-1]) if is_vector else angles
+                padded[angles] = writer.op("Pad", rows, [*[0] * (2 * len(shape) - 1), -size % VECTOR])
+            whole = writer.copy(node, padded[angles])
+            if is_vector:
+                writer.op("Squeeze", writer.op("Slice", whole, [0], [size], [-1]), [-1], replaces=out)
+            else:
+                writer.op("Slice", whole, [0], [size], [-1], replaces=out)
+        return PassResult(model, bool(padded))

@@ -15,13 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-from onnx import helper
 
 from lockstep.backends.openvino.library import CORE, VERSION, one_line, openvino, replace
-from lockstep.backends.openvino.quantized import compress, expand
+from lockstep.backends.openvino.quantized import compress
 from lockstep.errors import CheckError
-from lockstep.onnx_tools.group_experts import group_experts
-from lockstep.onnx_tools.rewriter import Rewriter, attributes_of
 
 XML = "model.xml"
 BIN = "model.bin"
@@ -31,9 +28,10 @@ _opset = openvino.opset13
 
 def convert(graph: onnx.ModelProto, where: str) -> Any:
     """Return the graph as a model of OpenVINO. Raises CheckError where it is refused."""
+    from lockstep.backends.openvino.passes import rewrite  # the toolkit is needed only where engines are built
+
     try:
-        expanded, weights = expand(group_experts(graph), where)
-        graph = _plain_products(expanded)
+        graph, weights = rewrite(graph, where)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise CheckError(
             f"{where}: OpenVINO {VERSION} is not given a graph that is not valid: {one_line(error)}"
@@ -71,25 +69,6 @@ def from_file(path: Path) -> Any:
         raise CheckError(
             f"{path}: expected an engine of OpenVINO {VERSION}, found none ({one_line(error)}); build the engines again"
         ) from error
-
-
-def _plain_products(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Write each Gemm as MatMul, Transpose and Add: OpenVINO reads factors and absent biases as nodes, too."""
-    graph = Rewriter(model)
-    for node in graph.nodes:
-        settings = {"alpha": 1.0, "beta": 1.0, "transA": 0, "transB": 0, **attributes_of(node)}
-        if node.op_type != "Gemm" or (settings["alpha"], settings["beta"], settings["transA"]) != (1.0, 1.0, 0):
-            continue
-        (x, weight, *bias), (out,) = node.input, node.output
-        transposed = f"{out}/transposed" if settings["transB"] else weight
-        product = f"{out}/product" if bias else out
-        graph.replace(
-            node,
-            *([helper.make_node("Transpose", [weight], [transposed], perm=[1, 0])] if settings["transB"] else []),
-            helper.make_node("MatMul", [x, transposed], [product]),
-            *([helper.make_node("Add", [product, *bias], [out])] if bias else []),
-        )
-    return graph.finish()
 
 
 def _name_outputs(model: Any, names: Sequence[str]) -> None:

@@ -27,7 +27,6 @@ from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
 from lockstep.backends.profiles import LIMITS, built_limits, profiles
 from lockstep.backends.tensorrt.compat import TENSORRT
 from lockstep.backends.tensorrt.contract import check_contract, tensor_types
-from lockstep.backends.tensorrt.fp32_sums import with_fp32_sums
 from lockstep.backends.tensorrt.layers import Layer, check_precision, fingerprint, fp16_sums, read_layers
 from lockstep.backends.tensorrt.memory import PeakMemory
 from lockstep.backends.tensorrt.tactics import CACHE, Tactics
@@ -161,12 +160,16 @@ class TensorRTBackend(GpuBackend):
         self, model: onnx.ModelProto, level: int, options: Mapping[str, Any], tactics: Tactics, where: str
     ) -> tuple[Any, bytes, list[Layer]]:
         """Return configuration (with the timing cache), plan and layers of an engine held to the graph."""
+        # The toolkit is needed only where engines are built.
+        from lockstep.backends.tensorrt.fp32_sums import Fp32Sums
+        from lockstep.onnx_tools.toolkit import run_passes
+
         if self._builder is None:
             self._builder = TENSORRT.create_builder()
         types = tensor_types(model)
         bounds = profiles(model, built_limits(options))
         network = TENSORRT.create_network(self._builder)
-        parsed = with_fp32_sums(model).SerializeToString()
+        parsed = run_passes(model, Fp32Sums()).SerializeToString()
         parser = TENSORRT.parse(network, parsed, where)  # noqa: F841  it owns what the network reads
         config = TENSORRT.create_config(self._builder, options["workspace_mb"] << 20, level, options["tactic_sources"])
         for profile in bounds:

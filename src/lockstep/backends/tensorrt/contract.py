@@ -10,8 +10,8 @@ from lockstep.backends.profiles import Profile
 from lockstep.backends.tensorrt.compat import GraphRefusedError
 from lockstep.errors import CheckError
 from lockstep.gpu.tensor import Tensor
-from lockstep.onnx_tools.rewriter import typed_values
 from lockstep.onnx_tools.signature import dtype_name
+from lockstep.onnx_tools.types import typed_values
 
 
 def check_contract(tensors: Sequence[Tensor], model: onnx.ModelProto, profiles: Sequence[Profile], where: str) -> None:

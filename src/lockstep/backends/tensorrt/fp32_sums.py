@@ -9,34 +9,33 @@ product and cast TensorRT 10.6 takes a kernel on fp32 factors.
 
 from __future__ import annotations
 
-import onnx
-import onnx.inliner
-from onnx import TensorProto
+import onnx_ir as ir
 
-from lockstep.onnx_tools.rewriter import Emitter, Rewriter, typed_values
+from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, infer_types
 
 _PRODUCTS = ("MatMul", "Gemm")
 
 
-def with_fp32_sums(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a graph whose fp16 products are in fp32 between casts; `model` itself where it has none."""
-    inlined = onnx.inliner.inline_local_functions(model) if model.functions else model
-    elements = {name: element for name, (element, _) in typed_values(inlined).items()}
-    graph = Rewriter(inlined)
-    products = [
-        node for node in graph.nodes if node.op_type in _PRODUCTS and elements.get(node.input[0]) == TensorProto.FLOAT16
-    ]
-    if not products:
-        return model
-    for node in products:
-        out = node.output[0]
-        bias = node.input[2] if len(node.input) > 2 else ""
-        casts = Emitter(graph, f"{out}/fp32")
-        node.input[:] = [casts("Cast", name, to=TensorProto.FLOAT) for name in node.input[:2]]
-        node.output[:] = [f"{out}/sum"]
-        result = Emitter(graph, f"{out}/fp16")
-        rounded = result("Cast", f"{out}/sum", result="" if bias else out, to=TensorProto.FLOAT16)
-        if bias:
-            result("Add", rounded, bias, result=out)
-        graph.replace(node, *casts.nodes, node, *result.nodes)
-    return graph.finish()
+class Fp32Sums(Pass):
+    """Put fp16 products in fp32 between casts."""
+
+    def call(self, model: ir.Model) -> PassResult:
+        graph = model.graph
+        infer_types(model)
+        products = [
+            node
+            for node in graph
+            if node.op_type in _PRODUCTS and node.inputs[0] is not None and node.inputs[0].dtype == ir.DataType.FLOAT16
+        ]
+        for node in products:
+            (out,) = node.outputs
+            first, second, *bias = node.inputs
+            casts = GraphWriter(graph, f"{out.name}/fp32", before=node)
+            factors = [casts.op("Cast", factor, to=ir.DataType.FLOAT) for factor in (first, second)]
+            product = casts.copy(node, *factors, result=f"{out.name}/sum")
+            result = GraphWriter(graph, f"{out.name}/fp16", before=node)
+            if bias:
+                result.op("Add", result.op("Cast", product, to=ir.DataType.FLOAT16), *bias, replaces=out)
+            else:
+                result.op("Cast", product, to=ir.DataType.FLOAT16, replaces=out)
+        return PassResult(model, bool(products))

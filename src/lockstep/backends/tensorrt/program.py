@@ -20,8 +20,15 @@ from lockstep.gpu import cuda
 from lockstep.gpu.device import Device
 from lockstep.gpu.program import Arrays, Bound, GpuExecutable, GpuProgram, Shapes
 from lockstep.gpu.weights import DeviceWeights, Uploads
-from lockstep.onnx_tools.dequantized import sign_of
 from lockstep.weights import Tensors, check_bound_slots, check_inputs
+
+# {dtype of an input of weights: mask that is XORed with the bytes that MatMulNBits reads}
+SIGN = {"int4": 0x88, "int8": 0x80}
+
+
+def sign_of(dtype: str, stored: str) -> int:
+    """Return the XOR mask that turns integers stored as `stored` into an input of `dtype`."""
+    return SIGN.get(dtype, 0) if stored == "uint8" else 0
 
 
 @dataclass(eq=False, slots=True)

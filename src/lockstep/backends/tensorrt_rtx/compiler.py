@@ -31,7 +31,6 @@ from lockstep.backends.tensorrt.contract import check_contract, check_types, ten
 from lockstep.backends.tensorrt_rtx.library import TENSORRT_RTX, RTXLibrary
 from lockstep.backends.tensorrt_rtx.monotonic_heap import FIRST, LAST, shared_object
 from lockstep.errors import CheckError, InputError, LockstepError
-from lockstep.onnx_tools.dequantized import dequantize_products
 
 _WORKSPACE = 4 << 30  # bytes that a kernel may use while it runs
 _LEVEL = 3  # TensorRT's default
@@ -120,8 +119,12 @@ def build(library: RTXLibrary, graph: Path, out: Path, options: Mapping[str, Any
     Products with quantised weights are rewritten as of `onnx_tools.dequantized`. What the library is given is held to
     the graph before: names, types, sizes and profiles of inputs and outputs, and the type of each value.
     """
+    # The toolkit is needed only where engines are built.
+    from lockstep.onnx_tools.dequantized import DequantizeProducts
+    from lockstep.onnx_tools.toolkit import run_passes
+
     where = str(out)
-    model = dequantize_products(onnx.load(graph), where)
+    model = run_passes(onnx.load(graph), DequantizeProducts(where))
     builder = library.create_builder()
     library.use_one_thread(builder)
     types = tensor_types(model)

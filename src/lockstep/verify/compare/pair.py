@@ -27,11 +27,12 @@ from lockstep.backends.graphs import BaseGraph, graph_file
 from lockstep.backends.profiles import profiles
 from lockstep.errors import CheckError
 from lockstep.onnx_tools import judge
-from lockstep.onnx_tools.adapted_graphs import without_adapters
+from lockstep.onnx_tools.adapted_graphs import WithoutAdapters
 from lockstep.onnx_tools.comparator import metadata, one_line, quiet
 from lockstep.onnx_tools.judge import rows_of
 from lockstep.onnx_tools.overflow import LARGEST, find_overflow
 from lockstep.onnx_tools.signature import signature_of
+from lockstep.onnx_tools.toolkit import run_passes
 from lockstep.onnx_tools.widened import widened
 from lockstep.step.executable import Executable, run_once
 from lockstep.targets import Limits
@@ -72,7 +73,7 @@ class Pair:
         self._model = onnx.load(graph_file(folder, graph))
         block = name
         if isinstance(graph, BaseGraph):
-            self._model = without_adapters(self._model)
+            self._model = run_passes(self._model, WithoutAdapters())
             block = graph.block
         slots = graph.signature.slots
         layer = None

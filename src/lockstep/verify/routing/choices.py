@@ -12,12 +12,23 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx
-from onnx import NodeProto, TensorProto, helper
+import onnx_ir as ir
 
-from lockstep.onnx_tools.rewriter import Dims, Emitter, Rewriter, attributes_of, typed_values
+from lockstep.onnx_tools.toolkit import (
+    GraphWriter,
+    Pass,
+    PassResult,
+    add_input,
+    array_of,
+    attribute,
+    infer_types,
+    replace,
+    required,
+    run_passes,
+)
 
 _COMPARISONS = ("Greater", "GreaterOrEqual", "Less", "LessOrEqual")
-_FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+_FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _FORCE = 1e6  # added to a score that is to be the largest: beyond all scores, and float32 still tells the others apart
 _MOST_TIED = 6  # scores of a row, the nearest ones, that are chosen in every way
 
@@ -118,66 +129,74 @@ def _mask(places: tuple[int, ...], width: int) -> np.ndarray:
 def with_choices(model: onnx.ModelProto, forced: bool = False) -> tuple[onnx.ModelProto, tuple[Choice, ...]]:
     """Return a copy with the scores of each choice among its outputs, and the choices in the graph's order.
 
-    A choice takes the largest of some scores of each row (TopK, ArgMax), or compares each with a limit. The model
-    itself where there is none. forced: with an input for each, zeros for what the scores choose.
+    The model itself where there is none. forced: with an input for each, zeros for what the scores choose.
     """
-    graph = Rewriter(model)
-    types = typed_values(model)
-    choices = []
-    for node in graph.nodes:
-        if (choice := _choice(graph, types, node)) is None:
-            continue
-        choices.append(choice)
-        emit = Emitter(graph, f"{choice.name}/choice")
-        element = types[node.input[0]][0]
-        scores = node.input[0] if choice.count else emit("Sub", *node.input)
-        as_float = emit("Cast", scores, to=TensorProto.FLOAT, result=choice.scores)
-        graph.outputs[choice.scores] = helper.make_tensor_value_info(
-            choice.scores, TensorProto.FLOAT, [None, choice.width]
-        )
-        if not forced:
-            graph.replace(node, *emit.nodes, node)
-            continue
-        graph.input(choice.forced, TensorProto.FLOAT, ["rows", choice.width])
-        moved = emit("Add", as_float, choice.forced)
-        graph.replace(node, *_forced_nodes(node, emit, moved, emit("Cast", moved, to=element)))
-    return (graph.finish(), tuple(choices)) if choices else (model, ())
+    expose = ExposeChoices(forced)
+    return run_passes(model, expose), tuple(expose.choices)
 
 
-def _choice(graph: Rewriter, types: dict[str, tuple[int, Dims]], node: NodeProto) -> Choice | None:
+class ExposeChoices(Pass):
+    """Make the scores of each choice an output. forced: and what forces it an input.
+
+    A choice takes the largest of some scores of each row (TopK, ArgMax), or compares each with a limit.
+    """
+
+    def __init__(self, forced: bool):
+        self._forced = forced
+        self.choices: list[Choice] = []
+
+    def call(self, model: ir.Model) -> PassResult:
+        graph = model.graph
+        infer_types(model)
+        for node in [*graph]:
+            choice = _choice(node)
+            if choice is None:
+                continue
+            self.choices.append(choice)
+            writer = GraphWriter(graph, f"{choice.name}/choice", before=node)
+            scores = required(node.inputs[0])
+            if not choice.count:
+                scores = writer.op("Sub", *node.inputs)
+            as_float = writer.op("Cast", scores, to=ir.DataType.FLOAT, result=choice.scores)
+            as_float.type = ir.TensorType(ir.DataType.FLOAT)
+            as_float.shape = ir.Shape([None, choice.width])
+            graph.outputs.append(as_float)
+            if self._forced:
+                force = add_input(graph, choice.forced, ir.DataType.FLOAT, ["rows", choice.width])
+                _force(writer, node, writer.op("Add", as_float, force))
+        return PassResult(model, bool(self.choices))
+
+
+def _choice(node: ir.Node) -> Choice | None:
     """Return what a node chooses of each row; None for nodes that choose nothing."""
     if node.op_type not in ("TopK", "ArgMax", *_COMPARISONS):
         return None
-    element, shape = types.get(node.input[0], (0, ()))
-    if element not in _FLOATS or len(shape) != 2 or not isinstance(shape[1], int):
+    scores = required(node.inputs[0])
+    shape = [] if scores.shape is None else [*scores.shape]
+    if scores.dtype not in _FLOATS or len(shape) != 2 or not isinstance(shape[1], int):
         return None
-    settings = attributes_of(node)
     width = shape[1]
     if node.op_type in _COMPARISONS:
-        return Choice(node.output[0], 0, width, node.op_type.startswith("Greater"))
-    axis = settings.get("axis", -1 if node.op_type == "TopK" else 0)
+        return Choice(str(node.outputs[0].name), 0, width, node.op_type.startswith("Greater"))
+    axis = attribute(node, "axis", -1 if node.op_type == "TopK" else 0)
     if axis not in (1, -1):
         return None
     if node.op_type == "ArgMax":
-        return Choice(node.output[0], 1, width) if width > 1 else None
-    count = graph.array(node.input[1])
-    if count is None or int(count[0]) >= width or node.output[1] not in graph.consumers:
+        return Choice(str(node.outputs[0].name), 1, width) if width > 1 else None
+    count = array_of(node.inputs[1])
+    if count is None or int(count[0]) >= width or not node.outputs[1].uses():
         return None  # what is read of all, or of values alone, is no choice
-    return Choice(node.output[1], int(count[0]), width, bool(settings.get("largest", 1)))
+    return Choice(str(node.outputs[1].name), int(count[0]), width, bool(attribute(node, "largest", 1)))
 
 
-def _forced_nodes(node: NodeProto, emit: Emitter, moved: str, as_before: str) -> list[NodeProto]:
-    """Return the nodes of a forced choice: it is made of moved scores, and what is read is the scores as they are."""
-    own = NodeProto()
-    own.CopyFrom(node)
+def _force(writer: GraphWriter, node: ir.Node, moved: ir.Value) -> None:
+    """Let a node choose by moved scores, and what reads it read the scores as they are."""
     if node.op_type in _COMPARISONS:
-        own.input[:] = [moved, emit(
-            "Constant", value=helper.make_tensor("zero", TensorProto.FLOAT, [1], [0.0])
-        )]  # fmt: skip
-    else:
-        own.input[0] = as_before
-    nodes = [*emit.nodes, own]
+        writer.copy(node, moved, np.zeros(1, np.float32), replaces=node.outputs[0])
+        return
+    scores = required(node.inputs[0])
+    node.replace_input_with(0, writer.op("Cast", moved, to=scores.dtype))
     if node.op_type == "TopK":
-        own.output[0] = f"{node.output[1]}/moved"
-        nodes.append(helper.make_node("GatherElements", [node.input[0], node.output[1]], [node.output[0]], axis=-1))
-    return nodes
+        values, places = node.outputs
+        after = GraphWriter(writer.graph, f"{values.name}/chosen", after=node)
+        replace(values, after.op("GatherElements", scores, places, axis=-1))

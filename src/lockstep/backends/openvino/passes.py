@@ -1,0 +1,108 @@
+"""The passes over a graph before OpenVINO reads it.
+
+In: a graph. Out: one of plain products, whose weights are full ones, and the quantised weights that they stand for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import onnx
+import onnx_ir as ir
+
+from lockstep.errors import CheckError
+from lockstep.onnx_tools.dequantized import IntegerWeight, embedding_of, factor_of
+from lockstep.onnx_tools.group_experts import GroupExperts
+from lockstep.onnx_tools.int8_products import Int8Products
+from lockstep.onnx_tools.toolkit import (
+    GraphWriter,
+    Pass,
+    PassResult,
+    add_input,
+    attribute,
+    is_linear,
+    is_transposed,
+    required,
+    run_passes,
+    sizes_of,
+)
+
+
+def rewrite(model: onnx.ModelProto, where: str) -> tuple[onnx.ModelProto, list[Weight]]:
+    """Return the graph that OpenVINO is given, and its quantised weights. where: the file, for messages."""
+    expand = ExpandWeights(where)
+    return run_passes(model, GroupExperts(), Int8Products(), expand, PlainProducts()), expand.weights
+
+
+@dataclass(frozen=True)
+class Weight(IntegerWeight):
+    """full: the input that stands for the weight until `compress`. is_mxfp4: it is codes and shared exponents."""
+
+    full: str
+    is_mxfp4: bool = False
+
+
+class ExpandWeights(Pass):
+    """Let products and embeddings read full weights, as inputs. where: the file, for messages.
+
+    weights: the quantised ones, after the pass. Raises CheckError for others.
+    """
+
+    def __init__(self, where: str):
+        self._where = where
+        self.weights = list[Weight]()
+
+    def call(self, model: ir.Model) -> PassResult:
+        graph = model.graph
+        for node in graph:
+            writer = GraphWriter(graph, f"{node.outputs[0].name}/full", before=node)
+            if (embedding := embedding_of(node)) is not None:
+                full = self._full(graph, embedding)
+                writer.op("Gather", full, node.inputs[1], axis=0, replaces=node.outputs[0])
+            elif node.op_type == "If":
+                branch = [*node.attributes["then_branch"].as_graph()]
+                rows = next(inner.inputs[0] for inner in branch if inner.op_type == "Gemm")
+                full = self._full(graph, _decoded(branch), is_mxfp4=True)
+                writer.op("Gemm", rows, full, transB=1, replaces=node.outputs[0])
+            elif node.op_type == "MatMulNBits":
+                x, *slots = map(required, node.inputs)
+                if len(slots) != 2 or not all(slot.is_graph_input() for slot in slots):
+                    raise CheckError(
+                        f"{self._where}: {node.name or 'MatMulNBits'}: expected integers and scales that are inputs, "
+                        f"and no zero points, found {', '.join(str(slot.name) for slot in slots)}; export again"
+                    )
+                writer.op("Gemm", x, self._full(graph, factor_of(node)), transB=1, replaces=node.outputs[0])
+        return PassResult(model, bool(self.weights))
+
+    def _full(self, graph: ir.Graph, weight: IntegerWeight, is_mxfp4: bool = False) -> ir.Value:
+        """Add an input for the full weight."""
+        name = f"{weight.data.name}/full"
+        self.weights.append(Weight(**vars(weight), full=name, is_mxfp4=is_mxfp4))
+        return add_input(graph, name, ir.DataType.FLOAT, [weight.rows, weight.columns])
+
+
+def _decoded(branch: list[ir.Node]) -> IntegerWeight:
+    """Return the weight that a product of `group_experts` decodes, from codes [rows, num_groups, 16]."""
+    inputs = [value for inner in branch for value in inner.inputs if value is not None and value.is_graph_input()]
+    data, scales = sorted(inputs, key=lambda value: -len(sizes_of(value)))
+    rows, groups, size = sizes_of(data)
+    return IntegerWeight(data, scales, rows, groups * size * 2, size * 2, 4)
+
+
+class PlainProducts(Pass):
+    """Write each Gemm as MatMul, Transpose and Add: OpenVINO reads factors and absent biases as nodes, too."""
+
+    def call(self, model: ir.Model) -> PassResult:
+        graph = model.graph
+        products = [node for node in graph if is_linear(node) or is_transposed(node)]
+        for node in products:
+            x, weight, *bias = node.inputs
+            (out,) = node.outputs
+            writer = GraphWriter(graph, f"{out.name}/plain", before=node)
+            if attribute(node, "transB", 0):
+                weight = writer.op("Transpose", weight, perm=[1, 0])
+            if bias:
+                writer.op("Add", writer.op("MatMul", x, weight), *bias, replaces=out)
+            else:
+                writer.op("MatMul", x, weight, replaces=out)
+        return PassResult(model, bool(products))

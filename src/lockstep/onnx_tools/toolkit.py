@@ -1,0 +1,314 @@
+"""The toolkit of graph passes: run them, and read and write the graphs that they change.
+
+A pass is a class of onnx_ir's form: `call` changes a model in place and returns a PassResult that says whether it did;
+`requires` and `ensures` may check the model before and after. Nodes are not edited: a pass writes new ones and lets a
+value take the place of another; what nothing reads any more is removed after each pass.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from lockstep.errors import InputError
+from lockstep.onnx_tools.types import with_types
+
+T = TypeVar("T")
+Pass = ir.passes.InPlacePass
+PassResult = ir.passes.PassResult
+Dims = Iterable[int | ir.SymbolicDim | str | None] | None
+Operand = ir.Value | Sequence[int] | np.ndarray | np.generic
+
+
+def run_passes(model: onnx.ModelProto, *passes: Pass, check: bool = True, keep_inputs: bool = False) -> onnx.ModelProto:
+    """Return a copy of a model after passes; the model itself where none changes it.
+
+    keep_inputs: those that nothing reads, too.
+
+    Raises onnx.checker.ValidationError or onnx.shape_inference.InferenceError for an invalid graph, unless `check` is
+    False.
+    """
+    graph_model = ir.from_proto(model)
+    is_modified = False
+    for graph_pass in passes:
+        if graph_pass(graph_model).modified:
+            is_modified = True
+            remove_unused(graph_model.graph, keep_inputs)
+    if not is_modified:
+        return model
+    changed = to_proto(graph_model)
+    if check:
+        onnx.checker.check_model(changed, full_check=True)
+    return changed
+
+
+def to_proto(model: ir.Model) -> onnx.ModelProto:
+    """Return a model in ONNX's form, without the types and shapes of inner values."""
+    proto = ir.to_proto(model)
+    del proto.graph.value_info[:]
+    return proto
+
+
+def remove_unused(graph: ir.Graph, keep_inputs: bool = False) -> None:
+    """Remove the nodes, constants and, unless they are kept, inputs that nothing reads."""
+    for node in reversed(graph):
+        if not any(map(is_read, node.outputs)):
+            graph.remove(node, safe=True)
+    for value in [value for value in graph.initializers.values() if not is_read(value)]:
+        del graph.initializers[str(value.name)]
+    for value in [value for value in graph.inputs if not keep_inputs and not is_read(value)]:
+        graph.inputs.remove(value)
+
+
+def is_read(value: ir.Value) -> bool:
+    return bool(value.uses()) or value.is_graph_output()
+
+
+def infer_types(model: ir.Model) -> None:
+    """Give all values the types and shapes that ONNX infers; those of values that it cannot infer become None."""
+    values = {}
+    for node in model.graph:
+        for value in node.outputs:
+            values[value.name] = value
+            if not value.is_graph_output():
+                value.type = None
+                value.shape = None
+    for info in with_types(to_proto(model)).graph.value_info:
+        if info.name in values:
+            ir.serde.deserialize_value_info_proto(info, values[info.name])
+
+
+def replace(value: ir.Value, new: ir.Value, keep: ir.Node | None = None) -> None:
+    """Let a new value take the name and the place of a value at its readers, except one, and in the graph's outputs."""
+    new.name = value.name
+    new.type = value.type
+    new.shape = value.shape
+    if keep is not None:
+        value.name = f"{value.name}/before"
+    places = [index for index, read in enumerate([] if keep is None else keep.inputs) if read is value]
+    value.replace_all_uses_with(new, replace_graph_outputs=True)
+    for index in places:
+        required(keep).replace_input_with(index, value)
+
+
+def add_input(graph: ir.Graph, name: str, dtype: ir.DataType, shape: Dims, before: ir.Value | None = None) -> ir.Value:
+    """Add an input, last or before another one."""
+    value = ir.Value(name=name, type=ir.TensorType(dtype), shape=None if shape is None else ir.Shape(shape))
+    place = len(graph.inputs) if before is None else graph.inputs.index(before)
+    graph.inputs.insert(place, value)
+    return value
+
+
+class GraphWriter:
+    """Adds operators to a graph, whose operands are values or constants: arrays and lists of integers.
+
+    prefix: of the names of nodes and values; None: ONNX IR names them. before, after: the node that they precede or
+    follow; None: the end of the graph.
+    """
+
+    def __init__(
+        self, graph: ir.Graph, prefix: str | None = None, before: ir.Node | None = None, after: ir.Node | None = None
+    ):
+        self.graph = graph
+        self._prefix = prefix
+        self._before = before
+        self._after = after
+        self._count = 0
+
+    def op(
+        self,
+        op_type: str,
+        *inputs: Operand | None,
+        shape: Dims = None,
+        dtype: ir.DataType | None = None,
+        replaces: ir.Value | None = None,
+        result: str | None = None,
+        name: str | None = None,
+        domain: str = "",
+        **attributes: Any,
+    ) -> ir.Value:
+        """Add an operator with one output, and return that.
+
+        replaces: the value whose name and place the output takes; else `result` is its name. name: of the node.
+        """
+        (value,) = self.several(
+            op_type, *inputs, results=[result or self._name()], name=name, domain=domain, **attributes
+        )
+        if shape is not None:
+            value.shape = ir.Shape(shape)
+        if dtype is not None:
+            value.type = ir.TensorType(dtype)
+        if replaces is not None:
+            replace(replaces, value)
+        return value
+
+    def several(
+        self,
+        op_type: str,
+        *inputs: Operand | None,
+        results: Sequence[str | None],
+        name: str | None = None,
+        domain: str = "",
+        **attributes: Any,
+    ) -> Sequence[ir.Value]:
+        """Add an operator with several outputs of these names, and return them."""
+        values = [self._value(operand) for operand in inputs]
+        settings = [
+            setting if isinstance(setting, ir.Attr) else ir.convenience.convert_attribute(key, setting)
+            for key, setting in sorted(attributes.items())
+        ]
+        if name is None:
+            name = self._name() or ""
+        node = ir.Node(domain, op_type, values, settings, num_outputs=len(results), name=name)
+        for value, value_name in zip(node.outputs, results, strict=True):
+            value.name = value_name
+        self._insert(node)
+        return node.outputs
+
+    def copy(self, node: ir.Node, *inputs: Operand | None, **settings: Any) -> ir.Value:
+        """Add a node again with other inputs, and return its one output. settings: of `op`, and other attributes."""
+        return self.op(
+            node.op_type, *inputs, **{"name": node.name, "domain": node.domain, **node.attributes, **settings}
+        )
+
+    def constant(self, array: np.ndarray | np.generic, name: str | None = None) -> ir.Value:
+        """Return a constant of the graph; without a name, equal ones are one."""
+        array = np.asarray(array)
+        if name is None:
+            content = hashlib.sha256(f"{array.dtype.name} {array.shape}".encode() + array.tobytes())
+            name = f"constant/{content.hexdigest()[:16]}"
+        if name not in self.graph.initializers:
+            self.graph.register_initializer(constant(name, array))
+        return self.graph.initializers[name]
+
+    def _value(self, operand: Operand | None) -> ir.Value | None:
+        if operand is None or isinstance(operand, ir.Value):
+            return operand
+        return self.constant(np.asarray(operand))
+
+    def _name(self) -> str | None:
+        return None if self._prefix is None else f"{self._prefix}/{self._count}"
+
+    def _insert(self, node: ir.Node) -> None:
+        self._count += 1
+        if self._before is not None:
+            self.graph.insert_before(self._before, node)
+        elif self._after is not None:
+            self.graph.insert_after(self._after, node)
+            self._after = node
+        else:
+            self.graph.append(node)
+
+
+def constant(name: str, array: np.ndarray) -> ir.Value:
+    """Return an initializer, not yet registered in a graph."""
+    dtype = ir.DataType.from_numpy(array.dtype)
+    tensor = ir.tensor(array, name=name)
+    return ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(dtype), const_value=tensor)
+
+
+def node_of(
+    op_type: str, inputs: Sequence[ir.Value], shape: Dims, dtype: ir.DataType | None, attributes: Sequence[ir.Attr] = ()
+) -> ir.Node:
+    """Return a node with one output of this shape and type, not yet in a graph."""
+    node = ir.Node("", op_type, inputs, attributes, num_outputs=1)
+    if shape is not None:
+        node.outputs[0].shape = ir.Shape(shape)
+    if dtype is not None:
+        node.outputs[0].type = ir.TensorType(dtype)
+    return node
+
+
+def required(item: T | None) -> T:
+    """Return an input that its operator requires, or a node that is known to be there."""
+    assert item is not None
+    return item
+
+
+def shape_of(value: ir.Value | None) -> ir.Shape:
+    assert value is not None and value.shape is not None
+    return value.shape
+
+
+def sizes_of(value: ir.Value | None) -> list[int]:
+    """Return the shape of an input, with 0 for a dynamic dimension."""
+    return [size if isinstance(size, int) else 0 for size in shape_of(value)]
+
+
+def dtype_of(value: ir.Value) -> ir.DataType:
+    assert value.dtype is not None
+    return value.dtype
+
+
+def number(dim: int | ir.SymbolicDim) -> int:
+    """Return a dimension of fixed size. Raises InputError for one that depends on the step."""
+    if not isinstance(dim, int):
+        raise InputError(f"cannot be split: expected a dimension of one size, found {dim}")
+    return dim
+
+
+def attribute(node: ir.Node, name: str, default: Any = None) -> Any:
+    return node.attributes[name].value if name in node.attributes else default
+
+
+def axis_of(node: ir.Node, default: int) -> int:
+    return attribute(node, "axis", default)
+
+
+def array_of(value: ir.Value | None) -> np.ndarray | None:
+    """Return the array of an initializer or a Constant node; None for any other value."""
+    if value is None:
+        return None
+    tensor = ir.convenience.get_const_tensor(value)
+    return None if tensor is None else tensor.numpy()
+
+
+def maker(value: ir.Value | None, *op_types: str) -> ir.Node | None:
+    """Return the node that computes a value; None for another operator's, an input or a constant."""
+    node = None if value is None else value.producer()
+    return node if node is not None and node.op_type in op_types else None
+
+
+def is_linear(node: ir.Node) -> bool:
+    """Return whether a node is x W^T, or x W^T + b: a plain `Gemm(transB=1)`."""
+    return _is_gemm(node, 1)
+
+
+def is_transposed(node: ir.Node) -> bool:
+    """Return whether a node is x W, or x W + b, as GPT-2 has its linear layers: a plain `Gemm(transB=0)`."""
+    return _is_gemm(node, 0)
+
+
+def _is_gemm(node: ir.Node, trans_b: int) -> bool:
+    defaults = {"transA": 0, "transB": 0, "alpha": 1.0, "beta": 1.0}
+    settings = {name: attribute(node, name, default) for name, default in defaults.items()}
+    return node.op_type == "Gemm" and settings == {**defaults, "transB": trans_b}
+
+
+def upstream(values: Iterable[ir.Value], stops: Collection[ir.Value | ir.Node] = ()) -> set[ir.Value]:
+    """Return `values` and everything they depend on, up to values in `stops` and outputs of nodes in `stops`."""
+    reached: set[ir.Value] = set()
+    stack: list[ir.Value | None] = [*values]
+    while stack:
+        value = stack.pop()
+        if value is None or value in reached or value.producer() in stops:
+            continue
+        reached.add(value)
+        node = value.producer()
+        if node is not None and value not in stops:
+            stack.extend(reads(node))
+    return reached
+
+
+def reads(node: ir.Node) -> Iterator[ir.Value | None]:
+    """Yield the inputs of a node, and of the nodes of its branches."""
+    yield from node.inputs
+    for branch in node.attributes.values():
+        if branch.type == ir.AttributeType.GRAPH:
+            for inner in branch.as_graph():
+                yield from reads(inner)
