@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from lockstep.export.canonical import Graph, canonical
 from lockstep.export.cut import BatchlessGraph
-from lockstep.export.ir_tools import GraphWriter, dtype_of, shape_of
+from lockstep.onnx_tools.toolkit import GraphWriter, dtype_of, shape_of
 
 _LOWEST = np.float32(-3.0e38)  # finite, so that a row without any allowed key gives no NaN
 # The position of an unused cache row, later than all queries; fits int32 too, which some backends use.
@@ -87,7 +87,7 @@ class _Builder(GraphWriter):
     """A copy of a batchless graph to which attention is appended, operator by operator."""
 
     def __init__(self, batchless: BatchlessGraph, tokens: str = "num_tokens"):
-        super().__init__(batchless.graph.clone(), "attention")
+        super().__init__(batchless.graph.clone())
         self.batchless = batchless
         self.tokens = tokens
         self.group = batchless.num_heads // batchless.num_kv_heads

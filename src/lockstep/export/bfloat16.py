@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import onnx
 import onnx_ir as ir
 
-from lockstep.export.ir_tools import node_of
+from lockstep.onnx_tools.toolkit import node_of
 
 _TYPE = "tensor(bfloat16)"
 

@@ -20,10 +20,10 @@ from lockstep.errors import InputError
 from lockstep.export.axes import ELEMENTWISE
 from lockstep.export.canonical import Graph, canonical
 from lockstep.export.flow import Flow, layout_of
-from lockstep.export.ir_tools import GraphWriter, Operand, dtype_of, node_of, number, required, shape_of, upstream
 from lockstep.export.markers import DOMAIN
 from lockstep.export.movement import merge_movement
 from lockstep.export.state_mixer import Recurrence, StateGraph, TokenWindow
+from lockstep.onnx_tools.toolkit import GraphWriter, Operand, dtype_of, node_of, number, required, shape_of, upstream
 
 _ROLES = ("query", "key", "value")
 # The inputs of each token mixer, in the order of its marker.
@@ -115,7 +115,7 @@ def _flatten_attention(graph: ir.Graph) -> None:
         tokens = shape_of(out)[0]
         heads = number(shape_of(out)[1])
         width = number(shape_of(out)[2])
-        writer = GraphWriter(graph, f"{out.name}/heads", marker)
+        writer = GraphWriter(graph, after=marker)
         split = writer.op("Reshape", out, [-1, heads, width], shape=out.shape, dtype=out.dtype)
         out.shape = ir.Shape([tokens, heads * width])
         for node, index in [use for use in out.uses() if use.node is not split.producer()]:
@@ -235,10 +235,10 @@ class _TokenWriter(GraphWriter):
     """Adds nodes after the one that makes a value; their values depend on tokens."""
 
     def __init__(self, graph: ir.Graph, flow: Flow, value: ir.Value):
-        super().__init__(graph, f"{value.name}/cut", value.producer())
+        super().__init__(graph, after=value.producer())
         self._flow = flow
 
-    def op(self, op_type: str, *inputs: Operand, **options: Any) -> ir.Value:
+    def op(self, op_type: str, *inputs: Operand | None, **options: Any) -> ir.Value:
         value = super().op(op_type, *inputs, **options)
         self._flow.tokens.add(value)
         return value

@@ -10,8 +10,8 @@ from collections.abc import Collection
 
 import onnx_ir as ir
 
-from lockstep.export.ir_tools import dtype_of, number, shape_of
 from lockstep.export.markers import DOMAIN
+from lockstep.onnx_tools.toolkit import dtype_of, number, shape_of
 
 _MOVEMENT = frozenset("Cast Concat Expand Identity Neg Reshape Slice Split Squeeze Transpose Unsqueeze".split())
 

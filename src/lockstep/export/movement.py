@@ -15,7 +15,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from lockstep.export.axes import ELEMENTWISE
-from lockstep.export.ir_tools import GraphWriter, array_of, axis_of, node_of, number, required, shape_of
+from lockstep.onnx_tools.toolkit import GraphWriter, array_of, axis_of, node_of, number, required, shape_of
 
 
 def merge_movement(graph: ir.Graph, keep: Collection[ir.Value] = ()) -> None:
@@ -153,7 +153,7 @@ def _unfold(graph: ir.Graph, reshape: ir.Node) -> bool:
     out = reshape.outputs[0]
     rows, size = shape_of(tokens)
     width = number(shape_of(factor)[1])
-    op = GraphWriter(graph, f"{out.name}/apart", product).op
+    op = GraphWriter(graph, after=product).op
     dtype = out.dtype
     by_copy = op("Unsqueeze", tokens, [0], shape=[1, rows, size], dtype=dtype)
     unfolded = op("Reshape", factor, [copies, -1, width], shape=[copies, rows, width], dtype=dtype)

@@ -16,9 +16,9 @@ import numpy as np
 import onnx_ir as ir
 
 from lockstep.export.flow import Flow
-from lockstep.export.ir_tools import constant, node_of
 from lockstep.export.markers import DOMAIN
 from lockstep.onnx_tools.overflow import PRODUCTS
+from lockstep.onnx_tools.toolkit import constant, node_of
 
 _WIDE = ir.DataType.FLOAT
 _HALF = ir.DataType.FLOAT16

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import onnx
+import onnx_ir as ir
 
 from lockstep.errors import InputError
 from lockstep.export.axes import ELEMENTWISE
@@ -28,10 +28,10 @@ from lockstep.export.shard_parts import (
     even_shard,
     merge_shards,
 )
-from lockstep.onnx_tools.rewriter import Rewriter, attributes_of, typed_values
+from lockstep.onnx_tools.toolkit import attribute, infer_types, maker, required, shape_of
 
 _LINEAR_MOVES = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Neg"}
-ValueShards = Mapping[str, ShardIndices]
+NamedShards = Mapping[str, ShardIndices]  # of inputs and outputs
 
 
 @dataclass
@@ -42,20 +42,20 @@ class Sharding:
     reduced: those of them that are all-reduced.
     """
 
-    values: dict[str, ShardIndices] = field(default_factory=dict)
-    weights: dict[str, ShardIndices] = field(default_factory=dict)
-    first_rank_slots: set[str] = field(default_factory=set)
-    partial: set[str] = field(default_factory=set)
-    reduced: list[str] = field(default_factory=list)
+    values: dict[ir.Value, ShardIndices] = field(default_factory=dict)
+    weights: dict[ir.Value, ShardIndices] = field(default_factory=dict)
+    first_rank_slots: set[ir.Value] = field(default_factory=set)
+    partial: set[ir.Value] = field(default_factory=set)
+    reduced: list[ir.Value] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class _Product:
     """A product value x weight: the axes that its sum runs over, and the axis of result and weight that is the same."""
 
-    value: str
+    value: ir.Value
     value_axis: int
-    weight: str
+    weight: ir.Value
     weight_axis: int
     result_axis: int
     weight_result_axis: int
@@ -69,109 +69,107 @@ class ShardingFinder:
     """
 
     def __init__(
-        self, graph: Rewriter, slots: Collection[str], input_shards: ValueShards, output_shards: ValueShards, ranks: int
+        self, model: ir.Model, slots: Collection[str], input_shards: NamedShards, output_shards: NamedShards, ranks: int
     ):
-        self.graph = graph
-        self.slots = slots
-        self.input_shards = input_shards
-        self.output_shards = output_shards
+        self.graph = model.graph
+        self.slots = {value for value in model.graph.inputs if value.name in slots}
+        self.input_shards = _of_values(model.graph.inputs, input_shards)
+        self.output_shards = _of_values(model.graph.outputs, output_shards)
         self.ranks = ranks
-        self.shapes = {name: shape for name, (_, shape) in typed_values(graph.model).items()}
-        for name, node in graph.producers.items():
-            if name not in self.shapes:
-                raise InputError(f"tensor_parallel: the shape of {name} ({node.op_type}) is not known")
-        self.rules = ShardRules(self.shapes, graph.arrays, ranks)
-        self.stacks = {}  # {matrices of the experts that each token chose: the slot of all experts}
-        for node in graph.nodes:
-            if node.op_type == "GatherND" and node.input[0] in slots:
-                self.stacks[node.output[0]] = node.input[0]
-        self.products = {}
-        for node in graph.nodes:
+        infer_types(model)
+        for node in model.graph:
+            for value in node.outputs:
+                if value.shape is None:
+                    raise InputError(f"tensor_parallel: the shape of {value.name} ({node.op_type}) is not known")
+        self.rules = ShardRules(ranks)
+        self.stacks: dict[ir.Value, ir.Value] = {}  # {matrices that each token chose: the slot of all experts}
+        for node in model.graph:
+            if node.op_type == "GatherND" and node.inputs[0] in self.slots:
+                self.stacks[node.outputs[0]] = required(node.inputs[0])
+        self.products: dict[ir.Value, _Product] = {}
+        for node in model.graph:
             product = self._product(node)
             if product is not None:
-                self.products[node.output[0]] = product
+                self.products[node.outputs[0]] = product
         self.sharding = Sharding()
-        self.whole_reasons: dict[str, str] = {}  # of values that should be split and are not
+        self.whole_reasons: dict[ir.Value, str] = {}  # of values that should be split and are not
 
     def find(self) -> Sharding:
         """Return the sharding. Raises SplitError where an input that is split cannot be used."""
         for group in self._groups():
             self._split(group)
-        for name in self.input_shards:
-            if name not in self.sharding.values:
-                raise SplitError(self.whole_reasons.get(name, f"{name} is read as a whole"))
+        for value in self.input_shards:
+            if value not in self.sharding.values:
+                raise SplitError(self.whole_reasons.get(value, f"{value.name} is read as a whole"))
         self._find_partial_sums()
         return self.sharding
 
     # -- groups of values that are split together, or not at all
 
-    def _product(self, node: onnx.NodeProto) -> _Product | None:
-        if node.op_type == "Gemm" and node.input[1] in self.slots:
-            settings = {"transA": 0, "alpha": 1.0, "beta": 1.0, **attributes_of(node)}
-            if (settings["transA"], settings["alpha"], settings["beta"]) != (0, 1.0, 1.0):
+    def _product(self, node: ir.Node) -> _Product | None:
+        if node.op_type == "Gemm" and node.inputs[1] in self.slots:
+            settings = [attribute(node, name, default) for name, default in (("transA", 0), ("alpha", 1), ("beta", 1))]
+            if settings != [0, 1, 1]:
                 return None
-            inner, outer = (1, 0) if settings.get("transB") else (0, 1)
-            return _Product(node.input[0], 1, node.input[1], inner, 1, outer)
+            inner, outer = (1, 0) if attribute(node, "transB", 0) else (0, 1)
+            return _Product(required(node.inputs[0]), 1, required(node.inputs[1]), inner, 1, outer)
         if node.op_type == "MatMul":
-            lhs, rhs = node.input
-            rank = len(self.shapes[node.output[0]])
+            lhs, rhs = map(required, node.inputs)
+            rank = len(shape_of(node.outputs[0]))
             if lhs in self.stacks and rhs not in self.stacks:
                 return _Product(rhs, rank - 2, lhs, rank - 1, rank - 2, rank - 2)
             if rhs in self.stacks or rhs in self.slots:
-                last = len(self.shapes[rhs])
+                last = len(shape_of(rhs))
                 return _Product(lhs, rank - 1, rhs, last - 2, rank - 1, last - 1)
         return None
 
-    def _groups(self) -> list[set[str]]:
+    def _groups(self) -> list[set[ir.Value]]:
         """Return values that operators other than products link, in the order of their first values."""
-        parent: dict[str, str] = {}  # union-find
+        parent: dict[ir.Value, ir.Value] = {}  # union-find
 
-        def root(name: str) -> str:
-            while parent.setdefault(name, name) != name:
-                name = parent[name]
-            return name
+        def root(value: ir.Value) -> ir.Value:
+            while parent.setdefault(value, value) is not value:
+                value = parent[value]
+            return value
 
-        for name in (*self.graph.inputs, *self.graph.outputs):
-            if name not in self.slots:
-                root(name)
-        for node in self.graph.nodes:
-            results = [name for name in node.output if name]
-            linked: list[str] = []
-            if results[0] not in self.products and results[0] not in self.stacks:
-                operands = node.input[:1] if node.op_type in ("Gather", "GatherND") else filter(None, node.input)
-                linked = [name for name in operands if self._is_value(name) and self._is_worth_splitting(name, node)]
-                linked += results
-            first = root(results[0])
-            for name in results:
-                root(name)
-            for name in linked:
-                parent[root(name)] = first
-        groups: dict[str, set[str]] = defaultdict(set)
-        for name in parent:
-            if self._is_value(name):
-                groups[root(name)].add(name)
+        for value in (*self.graph.inputs, *self.graph.outputs):
+            if value not in self.slots:
+                root(value)
+        for node in self.graph:
+            linked: list[ir.Value] = []
+            if node.outputs[0] not in self.products and node.outputs[0] not in self.stacks:
+                operands = node.inputs[:1] if node.op_type in ("Gather", "GatherND") else node.inputs
+                for operand in operands:
+                    if operand is not None and self._is_value(operand) and _is_worth_splitting(operand, node):
+                        linked.append(operand)
+                linked += node.outputs
+            first = root(node.outputs[0])
+            for value in node.outputs:
+                root(value)
+            for value in linked:
+                parent[root(value)] = first
+        groups: dict[ir.Value, set[ir.Value]] = defaultdict(set)
+        for value in parent:
+            if self._is_value(value):
+                groups[root(value)].add(value)
         return list(groups.values())
 
-    def _is_value(self, name: str) -> bool:
-        return name not in self.slots and name not in self.graph.constants and name not in self.stacks
+    def _is_value(self, value: ir.Value) -> bool:
+        return not self._is_fixed(value) and value not in self.stacks
 
-    def _is_worth_splitting(self, name: str, node: onnx.NodeProto) -> bool:
-        """Return False for a single number that an element-wise operator broadcasts."""
-        return node.op_type not in ELEMENTWISE or self._fixed_size(name) > 1 or self._fixed_size(node.output[0]) == 1
+    def _is_fixed(self, value: ir.Value | None) -> bool:
+        return value is not None and (value in self.slots or value.is_initializer())
 
-    def _fixed_size(self, name: str) -> int:
-        return math.prod(size for size in self.shapes[name] if isinstance(size, int))
-
-    def _split(self, members: set[str]) -> None:
-        reads = {name: product for name, product in self.products.items() if product.value in members}
-        outputs = [name for name in self.graph.outputs if name in members and name in self.output_shards]
-        inputs = [name for name in self.graph.inputs if name in members and name in self.input_shards]
-        if not (reads or outputs):
+    def _split(self, members: set[ir.Value]) -> None:
+        products = {value: product for value, product in self.products.items() if product.value in members}
+        outputs = [value for value in self.output_shards if value in members]
+        inputs = [value for value in self.input_shards if value in members]
+        if not (products or outputs):
             return
-        if not (outputs or inputs) and not all(map(self._reaches_residual, reads)):
+        if not (outputs or inputs) and not all(map(self._reaches_residual, products)):
             return
         try:
-            values, weights = self._propagate(members, reads)
+            values, weights = self._propagate(members, products)
         except UnevenSplitError:
             raise
         except SplitError as reason:
@@ -180,103 +178,102 @@ class ShardingFinder:
         self.sharding.values |= values
         self.sharding.weights |= weights
 
-    def _reaches_residual(self, result: str) -> bool:
+    def _reaches_residual(self, result: ir.Value) -> bool:
         """Return whether a product is added to the residual stream: otherwise an all-reduce would buy little."""
-        visited: set[str] = set()
+        visited: set[ir.Value] = set()
         stack = [result]
         while stack:
-            name = stack.pop()
-            if name in visited:
+            value = stack.pop()
+            if value in visited:
                 continue
-            visited.add(name)
-            if name in self.graph.outputs and name not in self.output_shards:
+            visited.add(value)
+            if value.is_graph_output() and value not in self.output_shards:
                 return True
-            for node in self.graph.consumers.get(name, ()):
-                if node.op_type == "Add" and not any(self._is_fixed(operand) for operand in node.input):
+            for node in value.consumers():
+                if node.op_type == "Add" and not any(map(self._is_fixed, node.inputs)):
                     return True
                 if node.op_type in _LINEAR_MOVES | {"Mul", "Div", "ReduceSum", "Add"}:
-                    stack += node.output
+                    stack += node.outputs
         return False
 
-    def _is_fixed(self, name: str) -> bool:
-        return name in self.slots or name in self.graph.constants
-
     def _propagate(
-        self, members: set[str], reads: Mapping[str, _Product]
-    ) -> tuple[dict[str, ShardIndices], dict[str, ShardIndices]]:
+        self, members: set[ir.Value], products: Mapping[ir.Value, _Product]
+    ) -> tuple[dict[ir.Value, ShardIndices], dict[ir.Value, ShardIndices]]:
         """Return the shards of a group's values and of the weights that make them, going from outputs to inputs.
 
-        reads: {result: product} of the products that read the group.
+        products: {result: product} of the products that read the group.
         """
-        reader_shards: dict[str, list[ShardIndices]] = defaultdict(list)
-        for name in self.graph.outputs:
-            if name in members:
-                if name not in self.output_shards:
-                    raise SplitError(f"{name} is needed whole")
-                reader_shards[name].append(self.output_shards[name])
-        values: dict[str, ShardIndices] = {}
-        weights: dict[str, ShardIndices] = {}
+        reader_shards: dict[ir.Value, list[ShardIndices]] = defaultdict(list)
+        for value in self.graph.outputs:
+            if value in members:
+                if value not in self.output_shards:
+                    raise SplitError(f"{value.name} is needed whole")
+                reader_shards[value].append(self.output_shards[value])
+        values: dict[ir.Value, ShardIndices] = {}
+        weights: dict[ir.Value, ShardIndices] = {}
         uneven: UnevenSplitError | None = None  # raised last: other reasons say more
-        for node in reversed(self.graph.nodes):
-            product = reads.get(node.output[0])
+        for node in reversed(self.graph):
+            product = products.get(node.outputs[0])
             if product is not None:
                 size = self.rules.size(product.value, product.value_axis)
                 input_shard = self._input_shard(product.value, members)
                 shard = input_shard or even_shard(product.value_axis, size, self.ranks)
                 if shard is None or (input_shard is None and shard.indices.size != size):
-                    uneven = UnevenSplitError(f"{product.weight}: {size} inputs do not divide by {self.ranks} ranks")
+                    uneven = UnevenSplitError(
+                        f"{product.weight.name}: {size} inputs do not divide by {self.ranks} ranks"
+                    )
                     shard = ShardIndices(product.value_axis, np.tile(np.arange(size), (self.ranks, 1)))
                 reader_shards[product.value].append(shard)
-            for name in node.output:
-                if name in members and name in reader_shards:
-                    values[name] = merge_shards(name, reader_shards[name])
-            output_shards = {name: values[name] for name in node.output if name in values}
+            for value in node.outputs:
+                if value in members and value in reader_shards:
+                    values[value] = merge_shards(value, reader_shards[value])
+            output_shards = {value: values[value] for value in node.outputs if value in values}
             if not output_shards:  # whole: each rank computes it, such as the angles of RoPE
                 continue
-            for name, shard in self._input_shards(node, output_shards):
-                if name in self.slots or name in self.stacks:
-                    weight = self.stacks.get(name, name)
+            for value, shard in self._input_shards(node, output_shards):
+                if value in self.slots or value in self.stacks:
+                    weight = self.stacks.get(value, value)
                     if weights.setdefault(weight, shard) != shard:
-                        raise SplitError(f"{weight} is needed in two ways")
-                elif name in members:
-                    reader_shards[name].append(shard)
-        for name in self.graph.inputs:
-            if name not in members:
+                        raise SplitError(f"{weight.name} is needed in two ways")
+                elif value in members:
+                    reader_shards[value].append(shard)
+        for value in self.graph.inputs:
+            if value not in members:
                 continue
-            if name in reader_shards:
-                values[name] = merge_shards(name, reader_shards[name])
-            if name not in self.input_shards or name not in values:
-                raise SplitError(f"{name} comes whole")
-            if values[name] != self.input_shards[name]:
-                raise SplitError(f"{name} is needed in other parts than those that ranks hold")
-        for name in values:
-            for reader in self.graph.consumers.get(name, ()):
-                if reader.output[0] not in values and reader.output[0] not in reads:
-                    raise SplitError(f"{name} is read as a whole by {reader.op_type}")
+            if value in reader_shards:
+                values[value] = merge_shards(value, reader_shards[value])
+            if value not in self.input_shards or value not in values:
+                raise SplitError(f"{value.name} comes whole")
+            if values[value] != self.input_shards[value]:
+                raise SplitError(f"{value.name} is needed in other parts than those that ranks hold")
+        for value in values:
+            for reader in value.consumers():
+                if reader.outputs[0] not in values and reader.outputs[0] not in products:
+                    raise SplitError(f"{value.name} is read as a whole by {reader.op_type}")
         if uneven is not None:
             raise uneven
         return values, weights
 
-    def _input_shard(self, name: str, members: set[str]) -> ShardIndices | None:
+    def _input_shard(self, value: ir.Value, members: set[ir.Value]) -> ShardIndices | None:
         """Return the shards of a split input that a product reads, directly or as gathered rows."""
-        node = self.graph.producers.get(name)
-        source = node.input[0] if node is not None and node.op_type == "Gather" else name
-        for value in (name, source):
-            if value in self.input_shards and value in members:
-                return self.input_shards[value]
+        gather = maker(value, "Gather")
+        for source in (value, value if gather is None else gather.inputs[0]):
+            if source in self.input_shards and source in members:
+                return self.input_shards[source]
         return None
 
-    def _input_shards(self, node: onnx.NodeProto, output_shards: ValueShards) -> InputShards:
-        product = self.products.get(node.output[0])
+    def _input_shards(self, node: ir.Node, output_shards: Mapping[ir.Value, ShardIndices]) -> InputShards:
+        product = self.products.get(node.outputs[0])
         if product is None:
             return self.rules.input_shards(node, output_shards)
         (shard,) = output_shards.values()
         if shard.axis != product.result_axis:
-            raise SplitError(f"{node.output[0]} is needed along axis {shard.axis}")
+            raise SplitError(f"{node.outputs[0].name} is needed along axis {shard.axis}")
         shards = [(product.weight, shard.on_axis(product.weight_result_axis))]
         if node.op_type == "Gemm":
-            for bias in filter(None, node.input[2:]):
-                shards.append((bias, shard.on_axis(len(self.shapes[bias]) - 1)))
+            for bias in node.inputs[2:]:
+                if bias is not None:
+                    shards.append((bias, shard.on_axis(len(shape_of(bias)) - 1)))
         return shards
 
     # -- partial sums
@@ -284,44 +281,56 @@ class ShardingFinder:
     def _find_partial_sums(self) -> None:
         """Find the partial sums; they are all-reduced where what reads them is whole or not linear."""
         sharding = self.sharding
-        nodes = self.graph.nodes
-        row_products = {name: product for name, product in self.products.items() if product.value in sharding.values}
+        row_products = {value: product for value, product in self.products.items() if product.value in sharding.values}
         for product in row_products.values():
             weight = self.stacks.get(product.weight, product.weight)
             if weight in sharding.weights:
-                raise SplitError(f"{weight} would be split twice")
+                raise SplitError(f"{weight.name} would be split twice")
             sharding.weights[weight] = sharding.values[product.value].on_axis(product.weight_axis)
-        reduced: set[str] = set()
+        reduced: set[ir.Value] = set()
         # What follows an all-reduce is no partial sum, which can make further values need one: repeat until stable.
         while True:
-            partial: set[str] = set()
-            for node in nodes:
-                if node.output[0] in row_products or self._keeps_partial(node, partial - reduced):
-                    partial.add(node.output[0])
-            ends = {name for name in partial if self._ends_partial(name, partial)}
+            partial: set[ir.Value] = set()
+            for node in self.graph:
+                if node.outputs[0] in row_products or self._keeps_partial(node, partial - reduced):
+                    partial.add(node.outputs[0])
+            ends = {value for value in partial if _ends_partial(value, partial)}
             if ends <= reduced:
                 break
             reduced |= ends
         sharding.partial = partial
-        for node in nodes:
-            sharding.reduced += [name for name in node.output if name in reduced & partial]
-            is_product = node.output[0] in row_products
-            if node.output[0] in partial and (is_product or node.op_type == "Add"):
-                addends = node.input[2:] if is_product else node.input
-                sharding.first_rank_slots.update(name for name in addends if name in self.slots)
+        for node in self.graph:
+            sharding.reduced += [value for value in node.outputs if value in reduced & partial]
+            is_product = node.outputs[0] in row_products
+            if node.outputs[0] in partial and (is_product or node.op_type == "Add"):
+                addends = node.inputs[2:] if is_product else node.inputs
+                sharding.first_rank_slots.update(self.slots.intersection(map(required, addends)))
 
-    def _ends_partial(self, name: str, partial: Collection[str]) -> bool:
-        """Return whether a partial sum leaves the graph or is read by a node whose result is not partial."""
-        readers = self.graph.consumers.get(name, ())
-        return name in self.graph.outputs or any(reader.output[0] not in partial for reader in readers)
-
-    def _keeps_partial(self, node: onnx.NodeProto, partial: Collection[str]) -> bool:
+    def _keeps_partial(self, node: ir.Node, partial: Collection[ir.Value]) -> bool:
         """Return whether a node may be applied before the all-reduce, as linear operators may."""
-        operands = [name for name in node.input if name in partial]
+        operands = [value for value in node.inputs if value in partial]
         if not operands:
             return False
         if node.op_type in ("ReduceSum", "Div"):
-            return operands == [node.input[0]]
+            return operands == [node.inputs[0]]
         if node.op_type == "Add":
-            return all(name in partial or name in self.slots for name in node.input)
+            return all(value in partial or value in self.slots for value in node.inputs)
         return node.op_type in _LINEAR_MOVES or (node.op_type == "Mul" and len(operands) == 1)
+
+
+def _of_values(values: Sequence[ir.Value], shards: NamedShards) -> dict[ir.Value, ShardIndices]:
+    return {value: shards[str(value.name)] for value in values if value.name in shards}
+
+
+def _is_worth_splitting(value: ir.Value, node: ir.Node) -> bool:
+    """Return False for a single number that an element-wise operator broadcasts."""
+    return node.op_type not in ELEMENTWISE or _fixed_size(value) > 1 or _fixed_size(node.outputs[0]) == 1
+
+
+def _fixed_size(value: ir.Value) -> int:
+    return math.prod(size for size in shape_of(value) if isinstance(size, int))
+
+
+def _ends_partial(value: ir.Value, partial: Collection[ir.Value]) -> bool:
+    """Return whether a partial sum leaves the graph or is read by a node whose result is not partial."""
+    return value.is_graph_output() or any(reader.outputs[0] not in partial for reader in value.consumers())

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import onnx
+import onnx_ir as ir
 
 from lockstep.artifacts.tensor_parallel import Shard
 from lockstep.export.axes import ELEMENTWISE, REDUCTIONS, Operator, axes_of_inputs
-from lockstep.onnx_tools.rewriter import Dims, attributes_of
+from lockstep.onnx_tools.toolkit import array_of, required, shape_of
 
 # Operators for which `shards` can cut constants to a rank's sizes.
 _SPLIT = ELEMENTWISE.union(
@@ -63,7 +63,7 @@ def even_shard(axis: int, size: int, ranks: int) -> ShardIndices | None:
     return ShardIndices.from_shard(Shard.even(axis, size, ranks))
 
 
-InputShards = list[tuple[str, ShardIndices]]
+InputShards = list[tuple[ir.Value, ShardIndices]]
 
 
 class SplitError(Exception):
@@ -74,7 +74,7 @@ class UnevenSplitError(SplitError):
     """Raised for a size that does not divide by the ranks; left whole, each rank would do all the work."""
 
 
-def merge_shards(name: str, shards: Sequence[ShardIndices]) -> ShardIndices:
+def merge_shards(value: ir.Value, shards: Sequence[ShardIndices]) -> ShardIndices:
     """Return the shards that suit all readers of a value: theirs if equal, else their sections side by side.
 
     Raises SplitError where the readers' shards overlap or have different axes.
@@ -82,7 +82,7 @@ def merge_shards(name: str, shards: Sequence[ShardIndices]) -> ShardIndices:
     if all(shard == shards[0] for shard in shards):
         return shards[0]
     if len({shard.axis for shard in shards}) > 1:
-        raise SplitError(f"{name} is read along different axes")
+        raise SplitError(f"{value.name} is read along different axes")
     distinct: list[ShardIndices] = []
     for shard in shards:
         if not any(shard == other for other in distinct):
@@ -90,14 +90,15 @@ def merge_shards(name: str, shards: Sequence[ShardIndices]) -> ShardIndices:
     ordered = sorted(distinct, key=lambda shard: int(shard.indices.min()))
     for section, next_section in zip(ordered, ordered[1:]):
         if section.indices.max() >= next_section.indices.min():
-            raise SplitError(f"{name} is read in parts that overlap")
+            raise SplitError(f"{value.name} is read in parts that overlap")
     return ShardIndices(ordered[0].axis, np.concatenate([shard.indices for shard in ordered], axis=1))
 
 
+Dim = int | ir.SymbolicDim
 _NUM_TOKENS = 3  # the size of dimensions without a fixed one
 
 
-def reshape_shards(before: Dims, after: Dims, shard: ShardIndices) -> ShardIndices:
+def reshape_shards(before: Sequence[Dim], after: Sequence[Dim], shard: ShardIndices) -> ShardIndices:
     """Return the shards of a value after a reshape from `before` to `after`.
 
     Found by reshaping the numbers of elements. Raises SplitError where they are no shards along one axis.
@@ -129,19 +130,17 @@ def _unique_in_order(values: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class ShardRules:
-    """How the operators of one graph pass shards on; shapes: of its values; constants: its initializers."""
+    """How the operators of one graph pass shards on."""
 
-    shapes: Mapping[str, Dims]
-    constants: Mapping[str, np.ndarray]
     ranks: int
 
-    def input_shards(self, node: onnx.NodeProto, output_shards: Mapping[str, ShardIndices]) -> InputShards:
+    def input_shards(self, node: ir.Node, output_shards: Mapping[ir.Value, ShardIndices]) -> InputShards:
         """Return (input, shards) of each input that must be split for these outputs. Raises SplitError."""
-        name, shard = next(iter(output_shards.items()))
-        value = node.input[0]
-        operator = self._operator(node)
+        result, shard = next(iter(output_shards.items()))
+        value = required(node.inputs[0])
+        operator = Operator.of(node)
         if node.op_type == "Reshape":
-            return [(value, reshape_shards(self.shapes[name], self.shapes[value], shard))]
+            return [(value, reshape_shards(tuple(shape_of(result)), tuple(shape_of(value)), shard))]
         if node.op_type == "Split":
             return [(value, self._before_split(node, output_shards, operator.axis(0)))]
         if node.op_type == "Slice":
@@ -154,70 +153,50 @@ class ShardRules:
         if axes is None:
             raise SplitError(f"{node.op_type} is not known to be split")
         shards = []
-        for operand, axis in zip(node.input, axes, strict=True):
-            if axis is None or self._is_broadcast(node, operand, axis) or self._is_constant(operand, axis, shard):
+        for operand, axis in zip(node.inputs, axes, strict=True):
+            if operand is None or axis is None:
+                continue
+            if _is_broadcast(node, operand, axis) or _is_constant(operand, axis, shard):
                 continue
             shards.append((operand, shard.on_axis(axis)))
         if node.op_type not in ELEMENTWISE | {"Concat"} and [operand for operand, _ in shards] != [value]:
             raise SplitError(f"{node.op_type} goes over all of what would be split")
         return shards
 
-    def size(self, name: str, axis: int) -> int:
-        size = self.shapes[name][axis]
+    def size(self, value: ir.Value, axis: int) -> int:
+        size = shape_of(value)[axis]
         if not isinstance(size, int):
-            raise SplitError(f"{name} has no fixed size along axis {axis}")
+            raise SplitError(f"{value.name} has no fixed size along axis {axis}")
         return size
 
-    def _operator(self, node: onnx.NodeProto) -> Operator:
-        constants = self.constants
-        return Operator(
-            node.op_type,
-            attributes_of(node),
-            [self.shapes.get(name, ()) for name in node.input],
-            [self.shapes.get(name, ()) for name in node.output],
-            lambda position: constants.get(node.input[position]),
-        )
-
-    def _is_broadcast(self, node: onnx.NodeProto, name: str, axis: int) -> bool:
-        return node.op_type in ELEMENTWISE and len(node.input) > 1 and self.shapes[name][axis] == 1
-
-    def _is_constant(self, name: str, axis: int, shard: ShardIndices) -> bool:
-        """Return whether an input is a constant. Raises SplitError if its values differ by rank: engines are shared."""
-        if name not in self.constants:
-            return False
-        selected = [np.take(self.constants[name], indices, axis) for indices in shard.indices]
-        if any(not np.array_equal(array, selected[0]) for array in selected):
-            raise SplitError(f"a constant of {self.constants[name].shape} differs between the ranks' parts")
-        return True
-
-    def _slice_begin(self, node: onnx.NodeProto, shard_axis: int) -> int | None:
+    def _slice_begin(self, node: ir.Node, shard_axis: int) -> int | None:
         """Return where a slice of an axis begins; None where the axis is not sliced."""
-        value = node.input[0]
-        starts, _, axes, *steps = (self.constants[name].tolist() for name in node.input[1:5])
+        value = required(node.inputs[0])
+        starts, _, axes, *steps = (required(array_of(number)).tolist() for number in node.inputs[1:5])
         for number, (start, axis) in enumerate(zip(starts, axes, strict=True)):
-            if axis % len(self.shapes[value]) != shard_axis:
+            if axis % len(shape_of(value)) != shard_axis:
                 continue
             if steps and steps[0][number] != 1:
                 raise SplitError("every other number of what would be split is taken")
             return start if start >= 0 else start + self.size(value, shard_axis)
         return None
 
-    def _before_split(self, node: onnx.NodeProto, output_shards: Mapping[str, ShardIndices], axis: int) -> ShardIndices:
+    def _before_split(self, node: ir.Node, output_shards: Mapping[ir.Value, ShardIndices], axis: int) -> ShardIndices:
         shards = []
         offset = 0
-        for name in node.output:
-            if name not in output_shards:
-                raise SplitError(f"{name} is not read")
-            shard = output_shards[name]
+        for output in node.outputs:
+            if output not in output_shards:
+                raise SplitError(f"{output.name} is not read")
+            shard = output_shards[output]
             shards.append(shard.with_offset(offset) if shard.axis == axis else shard)
-            offset += self.size(name, axis)
-        return merge_shards(node.input[0], shards)
+            offset += self.size(output, axis)
+        return merge_shards(required(node.inputs[0]), shards)
 
-    def _before_concat(self, node: onnx.NodeProto, shard: ShardIndices) -> InputShards:
+    def _before_concat(self, node: ir.Node, shard: ShardIndices) -> InputShards:
         """Return the shards of values that are concatenated along the axis of `shard`."""
         shards = []
         offset = 0
-        for value in node.input:
+        for value in map(required, node.inputs):
             size = self.size(value, shard.axis)
             is_inside = (shard.indices >= offset) & (shard.indices < offset + size)
             counts = is_inside.sum(axis=1)
@@ -227,3 +206,18 @@ class ShardRules:
             shards.append((value, ShardIndices(shard.axis, indices)))
             offset += size
         return shards
+
+
+def _is_broadcast(node: ir.Node, value: ir.Value, axis: int) -> bool:
+    return node.op_type in ELEMENTWISE and len(node.inputs) > 1 and shape_of(value)[axis] == 1
+
+
+def _is_constant(value: ir.Value, axis: int, shard: ShardIndices) -> bool:
+    """Return whether a value is a constant. Raises SplitError if its values differ by rank: engines are shared."""
+    array = array_of(value)
+    if array is None:
+        return False
+    selected = [np.take(array, indices, axis) for indices in shard.indices]
+    if any(not np.array_equal(part, selected[0]) for part in selected):
+        raise SplitError(f"a constant of {array.shape} differs between the ranks' parts")
+    return True

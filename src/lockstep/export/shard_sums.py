@@ -7,50 +7,55 @@ each being reduced alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-import onnx
-from onnx import helper
+import onnx_ir as ir
 
 from lockstep.export.shard_flow import Sharding
-from lockstep.onnx_tools.rewriter import Rewriter
+from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, required
 
 
-def join_sums(graph: Rewriter, sharding: Sharding) -> onnx.ModelProto | None:
-    """Return the block with its chains of additions reordered to need the fewest all-reduces; None if unchanged."""
-    additions = {}
-    for node in graph.nodes:
-        if node.op_type == "Add" and node.output[0] not in sharding.partial:
-            additions[node.output[0]] = node
+class JoinSums(Pass):
+    """Reorder a block's chains of additions to need the fewest all-reduces."""
 
-    def is_read_once(name: str) -> bool:
-        return len(graph.consumers.get(name, ())) + (name in graph.outputs) == 1
+    def __init__(self, sharding: Sharding):
+        self._sharding = sharding
 
-    inner_sums: set[str] = set()  # additions whose sum only another addition reads
-    for addition in additions.values():
-        inner_sums.update(name for name in addition.input if name in additions and is_read_once(name))
+    def call(self, model: ir.Model) -> PassResult:
+        graph = model.graph
+        additions = {
+            node.outputs[0]: node
+            for node in graph
+            if node.op_type == "Add" and node.outputs[0] not in self._sharding.partial
+        }
+        inner_sums: set[ir.Value] = set()  # additions whose sum only another addition reads
+        for addition in additions.values():
+            inner_sums.update(value for value in map(required, addition.inputs) if _is_inner(value, additions))
 
-    def addends(name: str) -> list[str]:
-        """Return what a chain of additions adds, from the left."""
-        names: list[str] = []
-        for operand in additions[name].input:
-            names += addends(operand) if operand in inner_sums else [operand]
-        return names
+        def addends(value: ir.Value) -> list[ir.Value]:
+            """Return what a chain of additions adds, from the left."""
+            values: list[ir.Value] = []
+            for operand in map(required, additions[value].inputs):
+                values += addends(operand) if operand in inner_sums else [operand]
+            return values
 
-    is_joined = False
-    for name in additions.keys() - inner_sums:
-        operands = addends(name)
-        partial = [operand for operand in operands if operand in sharding.reduced and is_read_once(operand)]
-        if len(partial) > 1:
-            ordered = partial + [operand for operand in operands if operand not in partial]
-            graph.replace(additions[name], *_addition_chain(name, ordered))
-            is_joined = True
-    return graph.finish() if is_joined else None
+        is_joined = False
+        for value, addition in additions.items():
+            if value in inner_sums:
+                continue
+            operands = addends(value)
+            partial = [operand for operand in operands if operand in self._sharding.reduced and _is_read_once(operand)]
+            if len(partial) > 1:
+                first, *others = partial + [operand for operand in operands if operand not in partial]
+                writer = GraphWriter(graph, before=addition)
+                for operand in others[:-1]:
+                    first = writer.op("Add", first, operand)
+                writer.op("Add", first, others[-1], replaces=value)
+                is_joined = True
+        return PassResult(model, is_joined)
 
 
-def _addition_chain(result: str, operands: list[str]) -> Iterable[onnx.NodeProto]:
-    total = operands[0]
-    for number, operand in enumerate(operands[1:], 1):
-        name = result if number == len(operands) - 1 else f"{result}/{number}"
-        yield helper.make_node("Add", [total, operand], [name], name=name)
-        total = name
+def _is_inner(value: ir.Value, additions: dict[ir.Value, ir.Node]) -> bool:
+    return value in additions and _is_read_once(value)
+
+
+def _is_read_once(value: ir.Value) -> bool:
+    return len(value.uses()) + value.is_graph_output() == 1

@@ -15,8 +15,8 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from lockstep.export.axes import ELEMENTWISE, REDUCTIONS, Operator, axes_of_inputs
-from lockstep.export.ir_tools import array_of, axis_of, constant, node_of, required, shape_of
 from lockstep.export.movement import merge_movement, same_shape
+from lockstep.onnx_tools.toolkit import array_of, axis_of, constant, node_of, required, shape_of
 
 _ALONG_AXES = ELEMENTWISE.union(
     REDUCTIONS, "Concat LayerNormalization LogSoftmax MatMul RMSNormalization Slice Softmax Split Transpose".split()

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from lockstep.export.canonical import Graph, canonical
-from lockstep.export.ir_tools import GraphWriter, Operand
+from lockstep.onnx_tools.toolkit import GraphWriter, Operand
 
 _END = 2**31 - 1
 _SPAN = 64  # tokens of a prompt that a recurrence computes by products: as many as transformers does
@@ -237,7 +237,7 @@ class Builder(GraphWriter):
         self.requests = requests
         self.inputs = {name: _value(name, [tokens, size], dtype) for name, (size, dtype) in mixer.sizes.items()}
         graph = ir.Graph(list(self.inputs.values()), [], nodes=[], opset_imports={"": 20}, name="mixer")
-        super().__init__(graph, "mixer")
+        super().__init__(graph)
         if requests is None:
             self.state = self.op("Expand", np.float32(0), [1, *mixer.state])
         else:
@@ -254,10 +254,10 @@ class Builder(GraphWriter):
         }
         build.state = _value("span_state", list(state), ir.DataType.FLOAT)
         graph = ir.Graph([build.state, *build.inputs.values()], [], nodes=[], name="span")
-        GraphWriter.__init__(build, graph, "span")
+        GraphWriter.__init__(build, graph)
         return build
 
-    def op(self, op_type: str, *inputs: Operand, **attributes: Any) -> ir.Value:
+    def op(self, op_type: str, *inputs: Operand | None, **attributes: Any) -> ir.Value:
         value = super().op(op_type, *inputs, **attributes)
         value.name = f"{self.graph.name}_{len(self.graph)}"
         return value

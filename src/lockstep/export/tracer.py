@@ -34,7 +34,6 @@ from lockstep.export.attention_hook import HOOK, unpacked
 from lockstep.export.bfloat16 import widen_unsupported
 from lockstep.export.embedding import at_entry, is_changed
 from lockstep.export.float64_constants import float64_constants
-from lockstep.export.ir_tools import shape_of
 from lockstep.export.language import build_config, per_layer_settings, refused_in_one_line, root_cause
 from lockstep.export.markers import DOMAIN
 from lockstep.export.quiet import quiet
@@ -42,6 +41,7 @@ from lockstep.export.refusals import known_reason
 from lockstep.export.rope import freeze_ropes
 from lockstep.export.state_hook import state_markers
 from lockstep.export.torch_operators import OPSET, torch_operators
+from lockstep.onnx_tools.toolkit import shape_of
 
 DTYPES: dict[str, torch.dtype] = {precision: getattr(torch, name) for precision, name in PRECISION_NAMES.items()}
 _WEIGHT_PREFIX = "model_under_trace."

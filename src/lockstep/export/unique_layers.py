@@ -22,7 +22,6 @@ from lockstep.export.canonical import Graph, canonical
 from lockstep.export.checkpoint_layout import checkpoint_layout
 from lockstep.export.cut import INPUT_ORDER, Batchless, Cut, bind_slot, cut
 from lockstep.export.independence import check_independence
-from lockstep.export.ir_tools import shape_of
 from lockstep.export.language import per_layer_settings
 from lockstep.export.markers import DOMAIN
 from lockstep.export.movement import put_tokens_first, unfold_copies
@@ -30,6 +29,7 @@ from lockstep.export.refusals import known_reason
 from lockstep.export.residual import widen_residual
 from lockstep.export.simplify import pack
 from lockstep.export.tracer import layer_list, trace
+from lockstep.onnx_tools.toolkit import shape_of
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Change an ONNX graph: the class that all passes over exported graphs use."""
+"""Change an ONNX graph in protobuf: what the row kernels of GPUs still use. Passes are written with toolkit.py."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
+from onnx import ModelProto, NodeProto, ValueInfoProto, helper, numpy_helper
 
-Dims = tuple[int | str, ...]  # of a shape: sizes and names, "?" for an unknown one
+from lockstep.onnx_tools.types import Dims, dims_of, typed_values, with_types
+
+__all__ = ["Dims", "Emitter", "Rewriter", "attributes_of", "dims_of", "typed_values", "with_types"]
 
 
 class Rewriter:
@@ -163,57 +165,3 @@ def reads(node: NodeProto) -> list[str]:
 
 def attributes_of(node: NodeProto) -> dict[str, Any]:
     return {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
-
-
-def is_linear(node: NodeProto) -> bool:
-    """Return whether a node is x W^T, or x W^T + b: a plain `Gemm(transB=1)`."""
-    return _is_gemm(node, 1)
-
-
-def is_transposed(node: NodeProto) -> bool:
-    """Return whether a node is x W, or x W + b, as GPT-2 has its linear layers: a plain `Gemm(transB=0)`."""
-    return _is_gemm(node, 0)
-
-
-def _is_gemm(node: NodeProto, trans_b: int) -> bool:
-    defaults = {"transA": 0, "transB": 0, "alpha": 1.0, "beta": 1.0}
-    return node.op_type == "Gemm" and {**defaults, **attributes_of(node)} == {**defaults, "transB": trans_b}
-
-
-def with_types(model: ModelProto) -> ModelProto:
-    """Return a copy with the types and shapes that ONNX infers, also after quantised embeddings."""
-    declared = ModelProto()
-    declared.CopyFrom(model)
-    graph = declared.graph
-    inputs = {value.name: value for value in graph.input}
-    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
-    reshapes = {name: node for node in graph.node for name in node.output}
-    for node in graph.node:
-        if node.op_type == "GatherBlockQuantized":  # unknown to ONNX: its result has a row for each id
-            data, ids = node.input[:2]
-            if data in reshapes:
-                stored = constants[reshapes[data].input[1]].tolist()
-            else:
-                stored = dims_of(inputs[data])
-            rows = dims_of(inputs[ids]) if ids in inputs else [None]
-            columns = int(stored[-1]) * 8 // attributes_of(node)["bits"]
-            shape = [*rows, *stored[1:-1], columns]
-            graph.value_info.append(helper.make_tensor_value_info(node.output[0], TensorProto.FLOAT, shape))
-    return onnx.shape_inference.infer_shapes(declared, strict_mode=True, data_prop=True)
-
-
-def typed_values(model: ModelProto) -> dict[str, tuple[int, Dims]]:
-    """Return {name: (element type, shape)} of all values that ONNX can infer, constants too."""
-    graph = with_types(model).graph
-    values: dict[str, tuple[int, Dims]] = {}
-    for value in (*graph.input, *graph.value_info, *graph.output):
-        values[value.name] = (value.type.tensor_type.elem_type, dims_of(value))
-    for tensor in graph.initializer:
-        values[tensor.name] = (tensor.data_type, tuple(tensor.dims))
-    return values
-
-
-def dims_of(value: ValueInfoProto) -> Dims:
-    return tuple(
-        dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?" for dim in value.type.tensor_type.shape.dim
-    )

@@ -62,7 +62,7 @@ class OnnxRuntimeBackend(HostBackend):
     name = "onnxruntime"
     polygraphy = "--onnxrt"
     suffixes = (".onnx",)
-    revision = 7
+    revision = 8
     portable = True  # kernels are chosen when an engine is loaded
     precisions = ("fp32", "fp16", "w8a16", "w4a16", "w8a8", "w4a8", "w8a8-fp8")
     batch_invariant = True
