@@ -37,6 +37,7 @@ from lockstep.onnx_tools.toolkit import (
     PassResult,
     add_input,
     attribute,
+    change,
     dtype_of,
     infer_types,
     required,
@@ -142,13 +143,12 @@ def add_lora(
     Returns the new graph, and the slots of A and B by weight slot; a graph without these layers is returned unchanged.
     """
     adapt = AddLora(slots, max_adapters, max_lora_rank)
-    result = adapt(ir.from_proto(graph.proto))
-    if not result.modified:
+    model = ir.from_proto(graph.proto)
+    if not change(model, adapt):
         return graph, {}
-    changed = result.model.graph
     carried = [io.name for io in graph.signature.inputs if io.name not in INPUT_ORDER]
     weights = {slot.name: slot.name for slot in graph.signature.slots}
-    return canonical(changed, str(changed.name), [*INPUT_ORDER, *carried, *adapt.inputs], weights), adapt.lora
+    return canonical(model.graph, str(model.graph.name), [*INPUT_ORDER, *carried, *adapt.inputs], weights), adapt.lora
 
 
 class AddLora(Pass):

@@ -21,16 +21,7 @@ from lockstep.export.cut import INPUT_ORDER, BatchlessGraph
 from lockstep.export.shard_flow import Sharding, ShardingFinder
 from lockstep.export.shard_parts import ShardIndices, SplitError, even_shard
 from lockstep.export.shard_sums import JoinSums
-from lockstep.onnx_tools.toolkit import (
-    GraphWriter,
-    array_of,
-    attribute,
-    number,
-    remove_unused,
-    required,
-    shape_of,
-    upstream,
-)
+from lockstep.onnx_tools.toolkit import GraphWriter, array_of, attribute, change, number, required, shape_of, upstream
 
 
 @dataclass(frozen=True)
@@ -92,8 +83,7 @@ def shard_block(block: Graph, before: AttentionVariant | None, after: AttentionV
     model = ir.from_proto(block.proto)
     try:
         sharding = ShardingFinder(model, slots, input_shards, output_shards, ranks).find()
-        if JoinSums(sharding)(model).modified:
-            remove_unused(model.graph)
+        if change(model, JoinSums(sharding)):
             sharding = ShardingFinder(model, slots, input_shards, output_shards, ranks).find()
         pieces = _PieceCutter(model.graph, slots, sharding).pieces()
     except SplitError as reason:

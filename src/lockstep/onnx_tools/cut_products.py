@@ -4,9 +4,9 @@ In: a graph. Out: its products, and the pieces between them.
 
 A product is a `MatMulNBits`, one of e4m3 numbers (fp8_products.py), or a `Gemm` whose second factor is a weight; its
 bias is added after it. Adapters of a layer are part of the product. Products with the weights of experts count too
-(expert_products.py). The pieces between are graphs in the dtype of the whole: one for each level, which is the largest number of products before a value, and one more where experts are chosen. Products
-of one input are one step. A backend runs the steps in order: pieces as engines or kernels, products by kernels that
-read the weights in their stored form.
+(expert_products.py). The pieces between are graphs in the dtype of the whole: one for each level, which is the largest
+number of products before a value, and one more where experts are chosen. Products of one input are one step. A backend
+runs the steps in order: pieces as engines or kernels, products by kernels that read the weights in their stored form.
 """
 
 from __future__ import annotations

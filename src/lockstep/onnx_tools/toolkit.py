@@ -34,17 +34,22 @@ def run_passes(model: onnx.ModelProto, *passes: Pass, check: bool = True, keep_i
     False.
     """
     graph_model = ir.from_proto(model)
-    is_modified = False
-    for graph_pass in passes:
-        if graph_pass(graph_model).modified:
-            is_modified = True
-            remove_unused(graph_model.graph, keep_inputs)
-    if not is_modified:
+    if not change(graph_model, *passes, keep_inputs=keep_inputs):
         return model
     changed = to_proto(graph_model)
     if check:
         onnx.checker.check_model(changed, full_check=True)
     return changed
+
+
+def change(model: ir.Model, *passes: Pass, keep_inputs: bool = False) -> bool:
+    """Change a model by passes, after each of which what nothing reads is removed; return whether one changed it."""
+    is_modified = False
+    for graph_pass in passes:
+        if graph_pass(model).modified:
+            is_modified = True
+            remove_unused(model.graph, keep_inputs)
+    return is_modified
 
 
 def to_proto(model: ir.Model) -> onnx.ModelProto:

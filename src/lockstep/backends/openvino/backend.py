@@ -30,7 +30,7 @@ class OpenVINOBackend(HostBackend):
 
     name = "openvino"
     suffixes = (".zip",)
-    revision = 2
+    revision = 3
     portable = True
     precisions = ("fp32", "bf16", "w8a16", "w4a16", "w8a8", "w4a8")
 
