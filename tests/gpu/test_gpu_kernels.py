@@ -472,7 +472,7 @@ extern "C" __global__ void words(Wide* out, const Wide* key, int position) {
 def test_rows_of_experts_have_the_same_bits_in_tiles_of_any_size(monkeypatch, form, dtype):
     """Experts without rows, with some and with most; beside a product in float32."""
     from lockstep.gpu.kernels import expert_products
-    from lockstep.onnx_tools.expert_products import ExpertWeight
+    from lockstep.onnx_tools.products import ExpertWeight
     from lockstep.weights.groups import dequantize
     from lockstep.weights.mxfp4 import mxfp4_numbers
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from lockstep import backends
-from lockstep.backends.cuda.kernels_file import multiply
-from lockstep.onnx_tools.cut_products import Product
+from lockstep.backends.cuda.compiler import multiply
+from lockstep.onnx_tools.products import Product
 from lockstep.runtime import Advance, Model
 from lockstep.targets import Limits
 from lockstep.tolerances import Tolerances

@@ -25,8 +25,9 @@ from lockstep.artifacts.files import read_json, write_bytes
 from lockstep.artifacts.signature import IO
 from lockstep.backends import build
 from lockstep.backends import gpu as driver
-from lockstep.backends.cuda import kernels_file
+from lockstep.backends.cuda import compiler
 from lockstep.backends.cuda.backend import CudaBackend
+from lockstep.backends.cuda.kernels_file import KernelsFile
 from lockstep.errors import CheckError, InputError
 from lockstep.export.quantize import quantize
 from lockstep.gpu import libraries
@@ -150,9 +151,9 @@ def test_a_block_that_computes_something_else_is_refused(shared, monkeypatch):
         swapped = replace(gate, slots=up.slots), replace(up, slots=gate.slots)
         return CutGraph(cut.pieces, (*cut.steps[:at], swapped, *cut.steps[at + 1 :]), cut.inner)
 
-    monkeypatch.setattr(kernels_file, "cut_products", wrong)
+    monkeypatch.setattr(compiler, "cut_products", wrong)
     with pytest.raises(CheckError, match="graph middle: output hidden_out: expected .* compute something else"):
-        kernels_file.compile_block(middle(shared))
+        compiler.compile_block(middle(shared))
 
 
 @pytest.mark.parametrize("damage, found", [
@@ -166,7 +167,7 @@ def test_a_damaged_engine_file_is_named(shared, tmp_path, damage, found):
     file = engines.parent / "middle.kernels"
     file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(CheckError, match=rf"middle.kernels: {found}.*; build it again$"):
-        kernels_file.KernelsFile.load(file)
+        KernelsFile.load(file)
 
 
 def test_a_build_needs_no_gpu_and_no_library_of_one(shared, tmp_path):
@@ -203,13 +204,13 @@ def test_what_has_no_kernel_is_named_with_the_backend_that_has_it(shared):
     for node in model.graph.node:
         node.op_type = "HardSwish" if node.op_type == "Sigmoid" else node.op_type
     with pytest.raises(CheckError, match="graph middle.*: expected .*, found HardSwish; use the backend tensorrt"):
-        kernels_file.compile_block(model)
+        compiler.compile_block(model)
     files, assembly = quantize(*shared.assembled(dict(FAMILIES["mixtral"].config), "fp32"), "w8a16", 16)
     model = onnx.load_model_from_string(files[assembly.classes["middle"].file])
     with pytest.raises(
         CheckError, match="graph middle: expected experts in groups of a multiple of 32 .*, found .* 16"
     ):
-        kernels_file.compile_block(model)
+        compiler.compile_block(model)
 
 
 class Arrays(UserDict):
@@ -236,7 +237,7 @@ def test_rows_of_experts_have_the_bits_that_they_have_alone(shared, gpu, tmp_pat
     path = tmp_path / "block.kernels"
     feeds = random_inputs(model)
     random = np.random.default_rng(0)
-    write_bytes(path, kernels_file.compile_block(model).to_bytes())
+    write_bytes(path, compiler.compile_block(model).to_bytes())
     weights = {slot.name: feeds[slot.name] for slot in engine_class.signature.slots}
     inputs = [io for io in engine_class.signature.inputs if io.name not in weights]
     rows = {io.name: random.standard_normal((70, *feeds[io.name].shape[1:])).astype(io.dtype) for io in inputs}
@@ -259,7 +260,7 @@ def test_rows_of_experts_have_the_bits_that_they_have_alone(shared, gpu, tmp_pat
             np.testing.assert_array_equal(values, together[name][low:high], err_msg=name)
     for name, values in compute(model, {**given(0, 70), **weights}).items():
         error = np.abs(together[name] - values.astype(np.float32)).max(axis=1) / np.abs(values).max()
-        assert np.mean(error <= 1e-2) >= 0.95, name  # as `kernels_file` allows
+        assert np.mean(error <= 1e-2) >= 0.95, name  # as `compiler` allows
 
 
 @pytest.mark.long

@@ -104,7 +104,7 @@ def test_what_runs_engines_loads_no_torch() -> None:
 def test_engines_run_without_the_toolkit_of_graph_passes() -> None:
     """onnx_ir imports sympy: half a second and 40 MB of each process."""
     modules = ("runtime", "bundle.opened", "serve.engine_process")
-    backends = ("onnxruntime", "openvino", "tensorrt_rtx")
+    backends = ("onnxruntime", "openvino", "cuda", "tensorrt_rtx")
     names = [*(f"lockstep.{module}" for module in modules), *(f"lockstep.backends.{name}.backend" for name in backends)]
     assert not loaded_by(f"import {', '.join(names)}") & {"onnx_ir", "sympy"}
 

@@ -304,7 +304,7 @@ def test_kernels_that_accumulate_in_fp16_are_found_by_their_names():
     ("casts", []),
 ])  # fmt: skip
 def test_tensorrt_10_6_accumulates_products_between_casts_in_fp32(form, accumulated_in_fp16):
-    """The demo's middle block in fp16, as exported and by `with_fp32_sums`: four products in each of two profiles.
+    """The demo's middle block in fp16, as exported and by `Fp32Sums`: four products in each of two profiles.
 
     The profile of one row has kernels that are generated, and do not tell (`__myl_MulSum`).
     """

@@ -71,6 +71,7 @@ ELSEWHERE = {
     "GroupExperts": "test_experts.py",
     "GroupedAttention": "test_fused_nodes.py",
     "IdsAsMask": "test_adapter_rows.py",
+    "InParts": "test_row_kernels.py",
     "Int8Products": "test_quantization.py",
     "JoinSums": "test_tensor_parallel.py",
     "PlainProducts": "test_openvino.py",

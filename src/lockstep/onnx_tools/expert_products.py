@@ -9,7 +9,7 @@ out_features]`. cut_products.py takes them out of a graph: no library runs them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import numpy as np
 import onnx
@@ -17,6 +17,7 @@ import onnx_ir as ir
 
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.group_experts import ExpertProduct, expert_products
+from lockstep.onnx_tools.products import ExpertWeight
 from lockstep.onnx_tools.toolkit import (
     GraphWriter,
     Pass,
@@ -35,24 +36,6 @@ OPERATOR = "ExpertProduct"
 SHAPING = ("Reshape", "Squeeze", "Unsqueeze")
 # The operators that decode MXFP4 weights.
 _MXFP4 = sorted(["Cast", "Gather", "Reshape", "Cast", "Gather", "Unsqueeze", "Mul", "Reshape"])
-
-
-@dataclass(frozen=True)
-class ExpertWeight:
-    """The weights of experts: [count, out_features, in_features] if `transposed`, else with the last two swapped.
-
-    slots: the weight itself for the kind "floats"; data and scales for "integers" and "mxfp4", of `bits` bits, in
-    groups.
-    """
-
-    slots: tuple[str, ...]
-    count: int
-    in_features: int
-    out_features: int
-    bits: int
-    group_size: int
-    kind: str
-    transposed: bool
 
 
 class ExpertProducts(Pass):

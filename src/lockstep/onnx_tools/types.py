@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import onnx
 from onnx import ModelProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 Dims = tuple[int | str, ...]  # of a shape: sizes and names, "?" for an unknown one
+
+
+def attributes_of(node: onnx.NodeProto) -> dict[str, Any]:
+    return {item.name: helper.get_attribute_value(item) for item in node.attribute}
 
 
 def with_types(model: ModelProto) -> ModelProto:
@@ -24,8 +30,7 @@ def with_types(model: ModelProto) -> ModelProto:
             else:
                 stored = dims_of(inputs[data])
             rows = dims_of(inputs[ids]) if ids in inputs else [None]
-            bits = next(helper.get_attribute_value(item) for item in node.attribute if item.name == "bits")
-            shape = [*rows, *stored[1:-1], int(stored[-1]) * 8 // bits]
+            shape = [*rows, *stored[1:-1], int(stored[-1]) * 8 // attributes_of(node)["bits"]]
             graph.value_info.append(helper.make_tensor_value_info(node.output[0], TensorProto.FLOAT, shape))
     return onnx.shape_inference.infer_shapes(declared, strict_mode=True, data_prop=True)
 

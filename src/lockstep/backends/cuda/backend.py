@@ -18,7 +18,6 @@ from lockstep.artifacts.files import write_bytes
 from lockstep.artifacts.signature import IO
 from lockstep.backends.base import Built, Program
 from lockstep.backends.cuda.gpu import PRECISIONS, why_not
-from lockstep.backends.cuda.kernels_file import compile_block
 from lockstep.backends.gpu_backend import PortableGpuBackend, build_host_graph, check_state_mixers, with_fused_attention
 from lockstep.backends.graphs import base_graphs
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
@@ -101,6 +100,8 @@ class CudaBackend(PortableGpuBackend):
         if out_path.suffix == _GRAPH:
             build_host_graph(graph_path, out_path, options["max_seq_len"])
         else:
+            from lockstep.backends.cuda.compiler import compile_block  # the toolkit is needed only where it compiles
+
             write_bytes(out_path, compile_block(onnx.load(graph_path)).to_bytes())
         return Built()
 

@@ -41,7 +41,7 @@ from lockstep.gpu.program import Arrays, Bound, GpuExecutable, GpuProgram, Shape
 from lockstep.gpu.ranks.all_reduce import SUMS, Exchange
 from lockstep.gpu.tensor import Tensor
 from lockstep.gpu.weights import DeviceWeights, Uploads, WeightCast
-from lockstep.onnx_tools.cut_products import Experts, Product
+from lockstep.onnx_tools.products import Experts, Product
 from lockstep.step.executable import Run
 from lockstep.weights import Tensors, check_bound_slots, check_inputs
 

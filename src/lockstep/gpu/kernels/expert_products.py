@@ -14,7 +14,7 @@ from pathlib import Path
 from lockstep.gpu import cuda
 from lockstep.gpu.kernels.gemm import FEW_ROWS
 from lockstep.gpu.kernels.numbers import kind_options
-from lockstep.onnx_tools.expert_products import ExpertWeight
+from lockstep.onnx_tools.products import ExpertWeight
 
 _ROWS = Path(__file__).with_name("expert_rows.cu").read_text(encoding="utf-8")
 _FLOATS = Path(__file__).with_name("expert_products.cu").read_text(encoding="utf-8")

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 from onnx import numpy_helper
 
 from lockstep.errors import CheckError
@@ -30,7 +31,8 @@ from lockstep.gpu.kernels.row_writer import (
     constant_of,
     reject_if,
 )
-from lockstep.onnx_tools.rewriter import Emitter, Rewriter, attributes_of
+from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, attribute, required, run_passes
+from lockstep.onnx_tools.types import attributes_of
 
 _MAX_TERMS = 32  # of a sum that is unrolled: over the taps of a short convolution, or over a token's experts
 _EXPRESSIONS = {
@@ -85,7 +87,7 @@ def row_kernel(piece: onnx.ModelProto, name: str, quantized: Collection[str] = (
     Raises CheckError for an operator without a rule, or in a form that its rule does not take.
     """
     try:
-        return Writer(_in_parts(piece), name, _RULES, _STORED_RULES).written(quantized)
+        return Writer(run_passes(piece, InParts(), check=False), name, _RULES, _STORED_RULES).written(quantized)
     except Unsupported as error:
         raise CheckError(
             f"graph {piece.graph.name}: expected operators that have a CUDA kernel, found {error}"
@@ -452,28 +454,36 @@ _STORED_RULES: Mapping[str, StoredRule] = {
 }
 
 
-def _in_parts(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a copy with norms and softmaxes over one axis as the operators that they are made of."""
-    graph = Rewriter(model)
-    for node in graph.nodes:
-        emit = Emitter(graph, f"{node.output[0]}/part")
-        attributes = attributes_of(node)
-        if node.op_type == "Softmax":
-            axis = [attributes.get("axis", -1)]
-            below = emit("Sub", node.input[0], emit("ReduceMax", node.input[0], axis))
-            numbers = emit("Exp", below)
-            emit("Div", numbers, emit("ReduceSum", numbers, axis), result=node.output[0])
-        elif node.op_type == "LayerNormalization" and len(node.output) == 1 and attributes.get("axis", -1) == -1:
-            x, gain, *bias = node.input
-            off = emit("Sub", x, emit("ReduceMean", x, [-1]))
-            variance = emit("ReduceMean", emit("Mul", off, off), [-1])
-            # float32 even in a float16 graph, because epsilon may be too small: so `finish` must not check types.
-            epsilon = np.array(attributes.get("epsilon", 1e-5), np.float32)
-            scaled = emit("Div", off, emit("Sqrt", emit("Add", variance, epsilon)))
-            weighted = emit("Mul", scaled, gain, result="" if bias else node.output[0])
-            if bias:
-                emit("Add", weighted, *bias, result=node.output[0])
-        else:
-            continue
-        graph.replace(node, *emit.nodes)
-    return graph.finish(check=False)
+class InParts(Pass):
+    """Write norms and softmaxes over one axis as the operators that they are made of."""
+
+    def call(self, model: ir.Model) -> PassResult:
+        graph = model.graph
+        is_changed = False
+        for node in [*graph]:
+            (out, *others) = node.outputs
+            axis = attribute(node, "axis", -1)
+            writer = GraphWriter(graph, f"{out.name}/part", before=node)
+            if node.op_type == "Softmax":
+                scores = required(node.inputs[0])
+                below = writer.op("Sub", scores, writer.op("ReduceMax", scores, [axis]))
+                numbers = writer.op("Exp", below)
+                writer.op("Div", numbers, writer.op("ReduceSum", numbers, [axis]), replaces=out)
+                is_changed = True
+            elif node.op_type == "LayerNormalization" and not others and axis == -1:
+                _norm(writer, node)
+                is_changed = True
+        return PassResult(model, is_changed)
+
+
+def _norm(writer: GraphWriter, node: ir.Node) -> None:
+    x, gain, *bias = map(required, node.inputs)
+    off = writer.op("Sub", x, writer.op("ReduceMean", x, [-1]))
+    variance = writer.op("ReduceMean", writer.op("Mul", off, off), [-1])
+    # float32 even in a float16 graph, because epsilon may be too small: so types are not checked.
+    epsilon = np.array(attribute(node, "epsilon", 1e-5), np.float32)
+    scaled = writer.op("Div", off, writer.op("Sqrt", writer.op("Add", variance, epsilon)))
+    if bias:
+        writer.op("Add", writer.op("Mul", scaled, gain), *bias, replaces=node.outputs[0])
+    else:
+        writer.op("Mul", scaled, gain, replaces=node.outputs[0])

@@ -19,7 +19,7 @@ import onnx
 from onnx import TensorProto, numpy_helper
 
 from lockstep.gpu.kernels.row_kernels import CHOICES, INDEX, INTEGERS, ROWS, SCALES, WAIT, WEIGHT, RowKernel
-from lockstep.onnx_tools.rewriter import Dims, attributes_of, dims_of, with_types
+from lockstep.onnx_tools.types import Dims, attributes_of, dims_of, with_types
 
 WIDE = 8  # elements of 16 bits in 16 bytes
 STORED = (TensorProto.FLOAT, TensorProto.FLOAT16)  # types of the floats that kernels load and store

@@ -1,0 +1,165 @@
+"""Compile a block: cut its graph at its products, and write a kernel for each piece between them.
+
+In: a graph of float16 or bfloat16, or a float32 graph of quantised products, whose activations become float16. Out: the
+kernels and products, which are run beside the graph, in float32, before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import onnx
+
+from lockstep.artifacts.adapters import A_SUFFIX, B_SUFFIX, IDS
+from lockstep.artifacts.signature import IO
+from lockstep.backends.cuda.kernels_file import BlockStep, KernelsFile, Shape
+from lockstep.errors import CheckError
+from lockstep.gpu.kernels.row_operators import row_kernel
+from lockstep.onnx_tools.cut_products import CutGraph, cut_products, run_cut
+from lockstep.onnx_tools.expert_products import with_few_experts
+from lockstep.onnx_tools.judge import Bound, measure, peak, wrong
+from lockstep.onnx_tools.prepare import random_inputs
+from lockstep.onnx_tools.products import Experts, Product
+from lockstep.onnx_tools.sessions import compute, open_session
+from lockstep.onnx_tools.signature import signature_of
+from lockstep.onnx_tools.widened import in_float32, widened
+from lockstep.tolerances import KERNELS
+from lockstep.weights import e4m3
+from lockstep.weights.groups import dequantize
+from lockstep.weights.mxfp4 import mxfp4_numbers
+
+_EXPERT_GROUPS = 32  # columns that a kernel takes at once
+_EXPERTS_TRIED = 8  # whose weights are made: all of them are gigabytes
+_FP8_ALIGNED = 16  # columns that start where 16 bytes do
+
+
+def compile_block(model: onnx.ModelProto) -> KernelsFile:
+    """Return the kernels and products of a graph.
+
+    Raises CheckError for an operator without a kernel, for zero points of their own, which the kernels do not read, and
+    where kernels and products give something else than the graph does.
+    """
+    name = model.graph.name
+    dtype = "float16" if widened(model) is model else "bfloat16"
+    wide = in_float32(model)  # as kernels compute
+    try:
+        cut = cut_products(wide)
+        quantized = {product.input for product in _products(cut) if product.is_fp8}
+        kernels = [row_kernel(piece, f"piece_{number}", quantized) for number, piece in enumerate(cut.pieces)]
+    except CheckError as error:
+        raise CheckError(f"{error}; use the backend tensorrt, which compiles any operator") from None
+    for product in _products(cut):
+        if product.is_fp8 and product.in_features % _FP8_ALIGNED:
+            raise CheckError(
+                f"graph {name}: expected rows of weights of a multiple of {_FP8_ALIGNED} numbers in w8a8-fp8, "
+                f"found {product.in_features}; use the backend onnxruntime, or fp16"
+            )
+        if product.experts is not None and product.group_size % _EXPERT_GROUPS:
+            raise CheckError(
+                f"graph {name}: expected experts in groups of a multiple of {_EXPERT_GROUPS} numbers, found groups of "
+                f"{product.group_size}; choose another group_size, the backend onnxruntime, or fp16"
+            )
+        if len(product.slots) > 2:
+            raise CheckError(
+                f"graph {name}: expected quantised weights whose zero points are the middle, found "
+                f"{product.slots[2]!r}; this backend takes no zero points, use the backend onnxruntime"
+            )
+        if product.experts is not None and product.experts.weight.kind != "floats" and dtype == "bfloat16":
+            raise CheckError(
+                f"graph {name}: expected weights of experts of 16 bits in bf16, found {product.experts.weight.kind}; "
+                "use fp16"
+            )
+    _check_same(wide, cut)
+    signature = signature_of(model.graph, {slot for product in _products(cut) for slot in product.slots})
+    steps = tuple(
+        BlockStep(kernel=kernels[step]) if isinstance(step, int) else BlockStep(products=tuple(step))
+        for step in cut.steps
+    )
+    inputs = _told(filter(_is_given, signature.inputs), dtype)
+    return KernelsFile(inputs, _told(signature.outputs, dtype), cut.inner, steps, dtype)
+
+
+def _products(cut: CutGraph) -> list[Product]:
+    return [product for step in cut.steps if not isinstance(step, int) for product in step]
+
+
+def _is_given(io: IO) -> bool:
+    """Return whether an input is no weight; A of adapters is rows of one."""
+    if io.name.endswith(A_SUFFIX):
+        return False
+    return io.name.endswith(B_SUFFIX) or not all(isinstance(size, int) for size in io.shape)
+
+
+def _told(ios: Iterable[IO], dtype: str) -> dict[str, tuple[str, Shape]]:
+    return {io.name: (dtype if io.dtype == "float32" else io.dtype, io.shape) for io in ios}
+
+
+def _check_same(model: onnx.ModelProto, cut: CutGraph) -> None:
+    """Run a float32 graph and its pieces and products, which round nothing here, on the same random numbers."""
+    choices = {product.experts.ids for product in _products(cut) if product.experts is not None}
+    model = with_few_experts(model, _EXPERTS_TRIED) if choices else model
+    feeds = random_inputs(model)
+    for product in _products(cut):
+        if product.experts is not None and product.experts.weight.kind == "mxfp4":  # exponents of numbers below 1
+            feeds[product.slots[1]] = feeds[product.slots[1]] % 4 + 118
+        elif product.bits < 16 and not product.is_fp8:  # weights as large as of full precision
+            scales = feeds[product.slots[1]]
+            feeds[product.slots[1]] = scales * np.float32(product.group_size**-0.5 / (1 << product.bits - 1))
+    expected = compute(model, feeds)
+    sessions = [open_session(piece.SerializeToString()) for piece in cut.pieces]
+
+    def run_piece(number: int, values: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        own = sessions[number]
+        given = {value.name: values[value.name] for value in own.get_inputs()}
+        return dict(zip([value.name for value in own.get_outputs()], own.run(None, given)))
+
+    found = run_cut(cut.steps, feeds, run_piece, multiply)
+    bound = Bound(KERNELS["fp8" if any(product.is_fp8 for product in _products(cut)) else "*"])
+    # Scores that are nearly equal are rounded to another order now and then: such a row has other experts.
+    same = np.ones(len(next(iter(found[name] for name in expected))), np.bool_)
+    for name in choices:
+        same &= (np.sort(expected.pop(name)) == np.sort(found[name])).all(axis=1)
+    if not same.any():
+        raise CheckError(f"graph {model.graph.name}: expected the experts that the graph chooses, found others")
+    for name in expected:
+        error = measure(expected[name][same], found[name][same], bound, peak(expected[name]))
+        if line := wrong(f"output {name}", error):
+            raise CheckError(
+                f"graph {model.graph.name}: {line}: the kernels and products compute something else; please report it"
+            )
+
+
+def multiply(product: Product, values: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return a product in float32, in NumPy; values: by name."""
+    rows = values[product.input].astype(np.float32)
+    parts = [values[slot] for slot in product.slots]
+    if product.is_fp8:
+        codes, steps = e4m3.rounded(rows)
+        return codes @ parts[0].astype(np.float32).T * steps * parts[1]
+    if product.experts is not None:
+        return _of_experts(rows, parts, values[product.experts.ids], product.experts)
+    weight = parts[0] if product.bits == 16 else dequantize(parts[0], parts[1], product.group_size, *parts[2:])
+    result = rows @ (weight if product.transposed else weight.T).astype(np.float32)
+    if (lora := product.lora) is not None:
+        ids = values[IDS][values[lora.rows]] if lora.rows else values[IDS]
+        own = np.arange(lora.columns) // lora.rank == ids[:, None]
+        result += np.where(own, rows @ values[lora.a], 0) @ values[lora.b]
+    return result
+
+
+def _of_experts(rows: np.ndarray, parts: Sequence[np.ndarray], ids: np.ndarray, experts: Experts) -> np.ndarray:
+    """Return the products of each token with the weights of its experts, one behind the other."""
+    weight = experts.weight
+    given = rows.reshape(len(rows), 1 if experts.shared else experts.per_token, -1)
+    given = np.broadcast_to(given, (*ids.shape, given.shape[-1]))
+    results = np.zeros((*ids.shape, weight.out_features), np.float32)
+    ids = ids % len(parts[0])  # of which a trial has few
+    for number in np.unique(ids):
+        data, *scales = (part[number] for part in parts)
+        if weight.kind == "mxfp4":
+            data = mxfp4_numbers(data, *scales)
+        elif scales:
+            data = dequantize(data, scales[0].reshape(data.shape[:2]), weight.group_size)
+        results[ids == number] = given[ids == number] @ (data.T if weight.transposed else data).astype(np.float32)
+    return results.reshape(len(rows), -1)
