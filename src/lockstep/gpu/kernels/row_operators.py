@@ -35,7 +35,7 @@ from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, attribute
 from lockstep.onnx_tools.types import attributes_of
 
 _MAX_TERMS = 32  # of a sum that is unrolled: over the taps of a short convolution, or over a token's experts
-_EXPRESSIONS = {
+EXPRESSIONS = {
     "Add": "{} + {}",
     "Sub": "{} - {}",
     "Mul": "{} * {}",
@@ -99,7 +99,7 @@ def row_kernel(piece: onnx.ModelProto, name: str, quantized: Collection[str] = (
 
 def _elementwise(w: Writer, node: onnx.NodeProto, name: str, index: Index, row: str) -> Operand:
     value = w.value(name)
-    form = _EXPRESSIONS.get(node.op_type)
+    form = EXPRESSIONS.get(node.op_type)
     names = list(node.input)
     if node.op_type == "Clip":
         form = _clipped(w, node)
@@ -431,7 +431,7 @@ def _scatter_elements(w: Writer, node: onnx.NodeProto) -> bool:
 
 
 _RULES: Mapping[str, Rule] = {
-    **dict.fromkeys([*_EXPRESSIONS, "Clip", "Gelu", "Pow"], _elementwise),
+    **dict.fromkeys([*EXPRESSIONS, "Clip", "Gelu", "Pow"], _elementwise),
     **dict.fromkeys(["Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten"], _same_element),
     "Cast": _cast,
     "Concat": _concat,
