@@ -21,18 +21,8 @@ from lockstep.onnx_tools.cut_products import AddBiasesAfter
 from lockstep.onnx_tools.lower_opset import Lower
 from lockstep.onnx_tools.prepare import random_inputs
 from lockstep.onnx_tools.sessions import compute
-from lockstep.onnx_tools.toolkit import (
-    GraphWriter,
-    Pass,
-    add_input,
-    infer_types,
-    is_linear,
-    maker,
-    replace,
-    run_passes,
-    shape_of,
-    upstream,
-)
+from lockstep.onnx_tools.toolkit import GraphWriter, Pass, add_input, infer_types, replace, run_passes
+from lockstep.onnx_tools.values import is_linear, maker, shape_of, upstream
 
 TESTS = Path(__file__).parent
 CONTRIBUTING = TESTS.parents[1] / "CONTRIBUTING.md"

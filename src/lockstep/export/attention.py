@@ -16,7 +16,8 @@ import onnx_ir as ir
 
 from lockstep.export.canonical import Graph, canonical
 from lockstep.export.cut import BatchlessGraph
-from lockstep.onnx_tools.toolkit import GraphWriter, dtype_of, shape_of
+from lockstep.onnx_tools.toolkit import GraphWriter
+from lockstep.onnx_tools.values import dtype_of, shape_of
 
 _LOWEST = np.float32(-3.0e38)  # finite, so that a row without any allowed key gives no NaN
 # The position of an unused cache row, later than all queries; fits int32 too, which some backends use.

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from lockstep.onnx_tools.toolkit import array_of
+from lockstep.onnx_tools.values import array_of
 
 ELEMENTWISE = frozenset(
     "Abs Add And Atanh Cast Ceil Clip Cos Div Elu Equal Erf Exp Floor Gelu Greater GreaterOrEqual HardSigmoid "

@@ -23,7 +23,8 @@ from lockstep.export.flow import Flow, layout_of
 from lockstep.export.markers import DOMAIN
 from lockstep.export.movement import merge_movement
 from lockstep.export.state_mixer import Recurrence, StateGraph, TokenWindow
-from lockstep.onnx_tools.toolkit import GraphWriter, Operand, dtype_of, node_of, number, required, shape_of, upstream
+from lockstep.onnx_tools.toolkit import GraphWriter, Operand, node_of
+from lockstep.onnx_tools.values import dtype_of, number, required, shape_of, upstream
 
 _ROLES = ("query", "key", "value")
 # The inputs of each token mixer, in the order of its marker.

@@ -11,7 +11,7 @@ from collections.abc import Collection
 import onnx_ir as ir
 
 from lockstep.export.markers import DOMAIN
-from lockstep.onnx_tools.toolkit import dtype_of, number, shape_of
+from lockstep.onnx_tools.values import dtype_of, number, shape_of
 
 _MOVEMENT = frozenset("Cast Concat Expand Identity Neg Reshape Slice Split Squeeze Transpose Unsqueeze".split())
 

@@ -31,19 +31,8 @@ from lockstep.errors import InputError
 from lockstep.export.canonical import Graph, canonical
 from lockstep.export.cut import INPUT_ORDER
 from lockstep.export.tracer import meta_model
-from lockstep.onnx_tools.toolkit import (
-    GraphWriter,
-    Pass,
-    PassResult,
-    add_input,
-    attribute,
-    change,
-    dtype_of,
-    infer_types,
-    required,
-    shape_of,
-    sizes_of,
-)
+from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, add_input, change, infer_types
+from lockstep.onnx_tools.values import attribute, dtype_of, required, shape_of, sizes_of
 
 _LAYER_SLOT_PREFIXES = ("previous", "current.")  # of slots of a decoder layer's weights
 _ROWS = "logit_rows"

@@ -15,7 +15,8 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from lockstep.export.axes import ELEMENTWISE
-from lockstep.onnx_tools.toolkit import GraphWriter, array_of, axis_of, node_of, number, required, shape_of
+from lockstep.onnx_tools.toolkit import GraphWriter, node_of
+from lockstep.onnx_tools.values import array_of, axis_of, number, required, shape_of
 
 
 def merge_movement(graph: ir.Graph, keep: Collection[ir.Value] = ()) -> None:

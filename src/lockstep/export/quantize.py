@@ -41,18 +41,8 @@ from lockstep.config.packing import MXFP4_GROUP
 from lockstep.errors import InputError, note
 from lockstep.onnx_tools import fp8_products, int8_rounding
 from lockstep.onnx_tools.signature import signature_of
-from lockstep.onnx_tools.toolkit import (
-    GraphWriter,
-    Pass,
-    PassResult,
-    add_input,
-    attribute,
-    is_linear,
-    is_transposed,
-    required,
-    run_passes,
-    sizes_of,
-)
+from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, add_input, run_passes
+from lockstep.onnx_tools.values import attribute, is_linear, is_transposed, required, sizes_of
 from lockstep.weights.mxfp4 import e2m1_pairs, e8m0
 
 _DOMAIN = "com.microsoft"

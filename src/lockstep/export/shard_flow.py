@@ -28,7 +28,8 @@ from lockstep.export.shard_parts import (
     even_shard,
     merge_shards,
 )
-from lockstep.onnx_tools.toolkit import attribute, infer_types, maker, required, shape_of
+from lockstep.onnx_tools.toolkit import infer_types
+from lockstep.onnx_tools.values import attribute, maker, required, shape_of
 
 _LINEAR_MOVES = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Neg"}
 NamedShards = Mapping[str, ShardIndices]  # of inputs and outputs

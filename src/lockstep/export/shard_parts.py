@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from lockstep.artifacts.tensor_parallel import Shard
 from lockstep.export.axes import ELEMENTWISE, REDUCTIONS, Operator, axes_of_inputs
-from lockstep.onnx_tools.toolkit import array_of, required, shape_of
+from lockstep.onnx_tools.values import array_of, required, shape_of
 
 # Operators for which `shards` can cut constants to a rank's sizes.
 _SPLIT = ELEMENTWISE.union(

@@ -10,7 +10,8 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from lockstep.export.shard_flow import Sharding
-from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, required
+from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult
+from lockstep.onnx_tools.values import required
 
 
 class JoinSums(Pass):

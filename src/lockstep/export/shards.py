@@ -21,7 +21,8 @@ from lockstep.export.cut import INPUT_ORDER, BatchlessGraph
 from lockstep.export.shard_flow import Sharding, ShardingFinder
 from lockstep.export.shard_parts import ShardIndices, SplitError, even_shard
 from lockstep.export.shard_sums import JoinSums
-from lockstep.onnx_tools.toolkit import GraphWriter, array_of, attribute, change, number, required, shape_of, upstream
+from lockstep.onnx_tools.toolkit import GraphWriter, change
+from lockstep.onnx_tools.values import array_of, attribute, number, required, shape_of, upstream
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ import onnx_ir.passes.common as passes
 
 from lockstep.export.axes import ELEMENTWISE, REDUCTIONS, Operator, axes_of_inputs
 from lockstep.export.movement import merge_movement, same_shape
-from lockstep.onnx_tools.toolkit import array_of, axis_of, constant, node_of, required, shape_of
+from lockstep.onnx_tools.toolkit import constant, node_of
+from lockstep.onnx_tools.values import array_of, axis_of, required, shape_of
 
 _ALONG_AXES = ELEMENTWISE.union(
     REDUCTIONS, "Concat LayerNormalization LogSoftmax MatMul RMSNormalization Slice Softmax Split Transpose".split()

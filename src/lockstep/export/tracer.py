@@ -41,7 +41,7 @@ from lockstep.export.refusals import known_reason
 from lockstep.export.rope import freeze_ropes
 from lockstep.export.state_hook import state_markers
 from lockstep.export.torch_operators import OPSET, torch_operators
-from lockstep.onnx_tools.toolkit import shape_of
+from lockstep.onnx_tools.values import shape_of
 
 DTYPES: dict[str, torch.dtype] = {precision: getattr(torch, name) for precision, name in PRECISION_NAMES.items()}
 _WEIGHT_PREFIX = "model_under_trace."

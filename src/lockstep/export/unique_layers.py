@@ -29,7 +29,7 @@ from lockstep.export.refusals import known_reason
 from lockstep.export.residual import widen_residual
 from lockstep.export.simplify import pack
 from lockstep.export.tracer import layer_list, trace
-from lockstep.onnx_tools.toolkit import shape_of
+from lockstep.onnx_tools.values import shape_of
 
 
 @dataclass(frozen=True)

@@ -11,19 +11,8 @@ import numpy as np
 import onnx_ir as ir
 
 from lockstep.artifacts.adapters import A_SUFFIX, B_SUFFIX, BETWEEN, IDS, mask_name
-from lockstep.onnx_tools.toolkit import (
-    GraphWriter,
-    Pass,
-    PassResult,
-    add_input,
-    array_of,
-    attribute,
-    dtype_of,
-    maker,
-    replace,
-    required,
-    sizes_of,
-)
+from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, add_input, replace
+from lockstep.onnx_tools.values import array_of, attribute, dtype_of, maker, required, sizes_of
 
 
 class IdsAsMask(Pass):

@@ -31,19 +31,13 @@ from lockstep.onnx_tools.toolkit import (
     Pass,
     PassResult,
     add_input,
-    attribute,
     infer_types,
-    is_linear,
-    is_transposed,
-    maker,
     remove_unused,
     replace,
-    required,
     run_passes,
-    sizes_of,
     to_proto,
-    upstream,
 )
+from lockstep.onnx_tools.values import attribute, is_linear, is_transposed, maker, required, sizes_of, upstream
 
 _ROW_DIMS = ("num_tokens", "num_requests")  # names of the dimension of rows of values that cross a cut
 _VIEWS = (*SHAPING, "Transpose", "Expand")

@@ -16,7 +16,8 @@ from typing import Any
 import onnx_ir as ir
 
 from lockstep.errors import CheckError
-from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, add_input, attribute, required, sizes_of
+from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, add_input
+from lockstep.onnx_tools.values import attribute, required, sizes_of
 
 OPSET = 21  # DequantizeLinear in blocks, and int4
 _TYPES = {4: ir.DataType.INT4, 8: ir.DataType.INT8}

@@ -18,18 +18,8 @@ import onnx_ir as ir
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.group_experts import ExpertProduct, expert_products
 from lockstep.onnx_tools.products import ExpertWeight
-from lockstep.onnx_tools.toolkit import (
-    GraphWriter,
-    Pass,
-    PassResult,
-    array_of,
-    attribute,
-    infer_types,
-    maker,
-    required,
-    run_passes,
-    sizes_of,
-)
+from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, infer_types, run_passes
+from lockstep.onnx_tools.values import array_of, attribute, maker, required, sizes_of
 
 DOMAIN = "lockstep"
 OPERATOR = "ExpertProduct"

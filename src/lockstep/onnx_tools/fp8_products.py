@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from lockstep.onnx_tools.toolkit import GraphWriter, maker, required
+from lockstep.onnx_tools.toolkit import GraphWriter
+from lockstep.onnx_tools.values import maker, required
 
 LARGEST = 448.0
 TINY = 1e-30  # the step of a row of zeros

@@ -11,17 +11,8 @@ from collections.abc import Collection
 
 import onnx_ir as ir
 
-from lockstep.onnx_tools.toolkit import (
-    GraphWriter,
-    Pass,
-    PassResult,
-    add_input,
-    dtype_of,
-    is_linear,
-    replace,
-    required,
-    sizes_of,
-)
+from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, add_input, replace
+from lockstep.onnx_tools.values import dtype_of, is_linear, required, sizes_of
 
 
 class FuseProjections(Pass):

@@ -17,7 +17,8 @@ import numpy as np
 import onnx_ir as ir
 
 from lockstep.onnx_tools.int8_rounding import before_rounding, nearest_multiples
-from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, attribute, maker, replace, required
+from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, replace
+from lockstep.onnx_tools.values import attribute, maker, required
 
 
 class Int8Products(Pass):

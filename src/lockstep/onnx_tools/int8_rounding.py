@@ -10,7 +10,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from lockstep.onnx_tools.toolkit import GraphWriter, maker
+from lockstep.onnx_tools.toolkit import GraphWriter
+from lockstep.onnx_tools.values import maker
 
 _LEVELS = 127.0  # of int8, on each side of zero
 _TINY = 1e-30  # the step of a group of zeros

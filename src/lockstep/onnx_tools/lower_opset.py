@@ -15,7 +15,8 @@ import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
 from lockstep.errors import InputError
-from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, array_of, attribute, infer_types, required
+from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, infer_types
+from lockstep.onnx_tools.values import array_of, attribute, required
 
 OPSET = 17
 _REDUCTIONS = (

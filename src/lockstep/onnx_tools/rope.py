@@ -18,7 +18,8 @@ import onnx_ir as ir
 from lockstep.artifacts.assembly import AttentionVariant
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.judge import Bound, measure, peak, wrong
-from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, array_of, required, run_passes, shape_of
+from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, run_passes
+from lockstep.onnx_tools.values import array_of, required, shape_of
 from lockstep.onnx_tools.widened import widened
 from lockstep.tolerances import REWRITE
 

@@ -15,8 +15,9 @@ import onnx_ir as ir
 from onnx import TensorProto
 
 from lockstep.onnx_tools.sessions import open_session
-from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, attribute, maker, reads, replace, run_passes
+from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, replace, run_passes
 from lockstep.onnx_tools.types import typed_values
+from lockstep.onnx_tools.values import attribute, maker, reads
 from lockstep.onnx_tools.widened import widened
 
 UNITS = 8.0  # a rounding of bf16 in roundings of fp16

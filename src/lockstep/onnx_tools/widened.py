@@ -11,7 +11,8 @@ import onnx
 import onnx_ir as ir
 from onnx import TensorProto, numpy_helper
 
-from lockstep.onnx_tools.toolkit import Pass, PassResult, infer_types, required, run_passes
+from lockstep.onnx_tools.toolkit import Pass, PassResult, infer_types, run_passes
+from lockstep.onnx_tools.values import required
 
 
 def widened(model: onnx.ModelProto, narrow: int = TensorProto.BFLOAT16) -> onnx.ModelProto:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from lockstep.artifacts.adapters import A_SUFFIX, B_SUFFIX
-from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, required, sizes_of
+from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult
+from lockstep.onnx_tools.values import required, sizes_of
 
 PIECE = 128  # the least numbers that ONNX Runtime accumulates without a cut
 

@@ -15,7 +15,8 @@ import numpy as np
 import onnx_ir as ir
 
 from lockstep.backends.onnxruntime.whole_vectors import VECTOR
-from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, array_of, attribute, infer_types
+from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, infer_types
+from lockstep.onnx_tools.values import array_of, attribute
 
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.DOUBLE)
 _IN_TURN = 5  # numbers along another axis than the last that are added one after another

@@ -22,18 +22,8 @@ import onnx_ir as ir
 from lockstep.backends.onnxruntime.decode_layers import PRESENT
 from lockstep.onnx_tools.judge import Bound, measure, peak, wrong
 from lockstep.onnx_tools.sessions import compute
-from lockstep.onnx_tools.toolkit import (
-    GraphWriter,
-    Pass,
-    PassResult,
-    array_of,
-    maker,
-    remove_unused,
-    required,
-    sizes_of,
-    to_proto,
-    upstream,
-)
+from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, remove_unused, to_proto
+from lockstep.onnx_tools.values import array_of, maker, required, sizes_of, upstream
 from lockstep.tolerances import REWRITE
 
 _DOMAIN = "com.microsoft"

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
-from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, array_of, attribute, infer_types, required
+from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, infer_types
+from lockstep.onnx_tools.values import array_of, attribute, required
 
 _CHAIN = ("Reciprocal", "Sqrt", "Add", "ReduceMean", "Pow")  # from its end
 

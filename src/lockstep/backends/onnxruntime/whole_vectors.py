@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, infer_types, shape_of
+from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, infer_types
+from lockstep.onnx_tools.values import shape_of
 
 _OPERATORS = ("Cos", "Sin", "Log", "Softplus", "Mish", "Atan")
 VECTOR = 4  # float32 numbers, as ONNX Runtime is compiled for x86-64 and AArch64, whatever the CPU has

@@ -14,18 +14,8 @@ from lockstep.errors import CheckError
 from lockstep.onnx_tools.dequantized import IntegerWeight, embedding_of, factor_of
 from lockstep.onnx_tools.group_experts import GroupExperts
 from lockstep.onnx_tools.int8_products import Int8Products
-from lockstep.onnx_tools.toolkit import (
-    GraphWriter,
-    Pass,
-    PassResult,
-    add_input,
-    attribute,
-    is_linear,
-    is_transposed,
-    required,
-    run_passes,
-    sizes_of,
-)
+from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, add_input, run_passes
+from lockstep.onnx_tools.values import attribute, is_linear, is_transposed, required, sizes_of
 
 
 def rewrite(model: onnx.ModelProto, where: str) -> tuple[onnx.ModelProto, list[Weight]]:

@@ -31,8 +31,9 @@ from lockstep.gpu.kernels.row_writer import (
     constant_of,
     reject_if,
 )
-from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, attribute, required, run_passes
+from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, run_passes
 from lockstep.onnx_tools.types import attributes_of
+from lockstep.onnx_tools.values import attribute, required
 
 _MAX_TERMS = 32  # of a sum that is unrolled: over the taps of a short convolution, or over a token's experts
 EXPRESSIONS = {

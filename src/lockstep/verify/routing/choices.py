@@ -14,18 +14,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from lockstep.onnx_tools.toolkit import (
-    GraphWriter,
-    Pass,
-    PassResult,
-    add_input,
-    array_of,
-    attribute,
-    infer_types,
-    replace,
-    required,
-    run_passes,
-)
+from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult, add_input, infer_types, replace, run_passes
+from lockstep.onnx_tools.values import array_of, attribute, required
 
 _COMPARISONS = ("Greater", "GreaterOrEqual", "Less", "LessOrEqual")
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
