@@ -19,7 +19,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from lockstep.artifacts.adapters import IDS
+from lockstep.artifacts.adapters import A_SUFFIX, B_SUFFIX, IDS
 from lockstep.artifacts.dtypes import ROW
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.adapted_graphs import adapter_columns, is_expand
@@ -309,6 +309,8 @@ def _product(node: ir.Node) -> Product | None:
         return None
     slot = required(node.inputs[1])
     if not slot.is_graph_input() or not all(sizes_of(slot)) or len(slot.uses()) > 1:
+        return None
+    if names[1].endswith((A_SUFFIX, B_SUFFIX)):  # of adapters, which are terms of a product
         return None
     in_features, out_features = sizes_of(slot) if transposed else reversed(sizes_of(slot))
     return Product(names[0], out, (names[1],), 16, 0, in_features, out_features, transposed=transposed)
