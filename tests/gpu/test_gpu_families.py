@@ -1,4 +1,4 @@
-"""Tiny models of families that need kernels of their own: a request's logits, whatever runs beside it."""
+"""Tiny models of families that differ in what their kernels compute: a request's logits, whatever runs beside it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ LIMITS = {"max_batch_size": 4, "max_num_tokens": 64, "max_seq_len": 128}
 # Sinks, with windows and without; short convolutions; behind them the gated delta rule, and Mamba-2; experts, chosen by
 # a softmax, by a sigmoid with a bias in groups, with weights the other way round and biases of their own.
 FAMILIES = ("granite_swa", "lfm2", "qwen3_5_text", "bamba", "qwen3_moe", "dots1", "gpt_oss")
+# Soft caps; norms of turned heads; weights [in, out]; parallel branches of one product; learned positions; norms of
+# parts of heads; Mamba-2 beside attention; cosines in a block; latent attention; layers without a mixer.
+FAMILIES += ("gemma2", "gemma3_text", "gpt2", "gpt_neox", "opt", "phi", "stablelm", "falcon_h1", "hunyuan_v1_dense")
+FAMILIES += ("deepseek_v3", "nemotron_h")
 
 
 def ids(count: int, seed: int) -> np.ndarray:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from families import FAMILIES
+from families import FAMILIES, in_eights
 
 from lockstep.backends import build
 from lockstep.checkpoint import resolve, resolve_architecture
@@ -26,11 +26,12 @@ def built_family(shared: Shared, family: str, precision: str = "fp32") -> Path:
 
 
 def build_family(root: Path, family: str, precision: str, **settings: Any) -> None:
-    """Make what is in the folder; the tests on a GPU ask for it in the Python that has torch.
+    """Make what is in the folder; the tests on a GPU ask for it in the Python that has torch, and in fp16.
 
     settings: of the checkpoint's config.json.
     """
-    (root / "shape.json").write_text(json.dumps({**FAMILIES[family].config, **settings}))
+    config = {**FAMILIES[family].config, **settings}
+    (root / "shape.json").write_text(json.dumps(in_eights(config) if precision == "fp16" else config))
     folder = make(root / "shape.json", 0, root / "checkpoint")
     # Some types' own tokenizer classes ask for tokens that the byte tokenizer does not have.
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))

@@ -329,6 +329,17 @@ FAMILIES = {
 }
 
 
+def in_eights(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config of the same family with heads in steps of 8, which fused attention takes."""
+    if (
+        config["model_type"] == "phi3" and "rope_parameters" in config
+    ):  # with a factor for each pair of a head's numbers
+        return config
+    heads = {"head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    sizes = heads if "head_dim" in config else heads | {"hidden_size": 64, "n_embd": 64}
+    return config | {key: size for key, size in sizes.items() if key in config}
+
+
 # Layers with a state, which several ranks and TensorRT refuse by name (test_state_layers.py).
 WITH_STATES = ("lfm2", "qwen3_5_text", "bamba", "falcon_h1", "nemotron_h")
 # Attention with sinks, which several ranks refuse by name (test_sinks.py).
