@@ -149,7 +149,7 @@ class Writer:
         self._values = _values_of_a_row(piece)
         self._arguments: dict[str, None] = {}  # in order of first use
         self._stored: dict[str, str] = {}  # by value that is computed already: an element, with `{}` for its index
-        self._tables: list[str] = []
+        self._tables: dict[str, tuple[str, str]] = {}  # by constant array: its C++ name and declaration
         self._shared: list[str] = []
         self._shared_nbytes = 0
         self.lines: list[str] = []
@@ -183,7 +183,7 @@ class Writer:
         body = "\n".join("    " + line for line in [*head, *self._shared, *self.lines])
         signature = f"{self._name}({self._parameters(outputs, codes)})"
         source = f'extern "C" __global__ void __launch_bounds__({threads}) {signature} {{\n{body}\n}}\n'
-        source = "".join(self._tables) + source
+        source = "".join(declaration for _, declaration in self._tables.values()) + source
         return RowKernel(self._name, source, arguments, tuple(outputs), rows.pop(), blocks, threads, codes)
 
     # Values.
@@ -419,17 +419,14 @@ class Writer:
         texts = [constant_of(float(number)) if is_float else str(int(number)) for number in array.reshape(-1)]
         if len(texts) == 1:
             return texts[0], False
-        if name not in self._stored_tables():
-            table = f"{self._name}_table{len(self._tables)}"
+        if name not in self._tables:
             c_type = self.value(name).c_type
-            self._tables.append(f"static __device__ const {c_type} {table}[] = {{{', '.join(texts)}}};  // {name}\n")
-        table = f"{self._name}_table{self._stored_tables().index(name)}"
+            table = f"{self._name}_table{len(self._tables)}"
+            self._tables[name] = table, f"static __device__ const {c_type} {table}[] = {{{', '.join(texts)}}};\n"
+        table, _ = self._tables[name]
         if index.unit:
             return f"({table} + {index.base})", True
         return f"{table}[{index.base}]", False
-
-    def _stored_tables(self) -> list[str]:
-        return [line.rpartition("// ")[2].strip() for line in self._tables]
 
     def _load(self, name: str, index: Index, row: str) -> Operand:
         value = self.value(name)
