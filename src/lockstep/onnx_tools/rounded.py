@@ -62,7 +62,7 @@ class RoundValues(Pass):
             if value.dtype == ir.DataType.FLOAT and value.name not in self._weights:
                 activations.add(value)
         is_rounded = False
-        for node in graph:
+        for node in list(graph):  # the casts that are added take their values' names
             if activations.isdisjoint(reads(node)):
                 continue
             activations.update(node.outputs)
