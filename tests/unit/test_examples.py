@@ -101,3 +101,18 @@ def test_the_compose_file_names_what_is_there() -> None:
     assert source["url"] == "http://prometheus:9090" and source["type"] == "prometheus"
     (provider,) = yaml.safe_load((EXAMPLES / "monitoring" / "dashboards.yaml").read_text())["providers"]
     assert ["../resources/grafana", provider["options"]["path"]] in mounts
+
+
+def test_workflows_for_ci_run_what_this_one_runs() -> None:
+    """`.ci/demo` runs the commands of the one for a CPU; the files that the other names are there."""
+    here = (ROOT / ".ci" / "demo").read_text()
+    commands = {}
+    for path in (EXAMPLES / "ci").glob("*.yml"):
+        (job,) = yaml.safe_load(path.read_text())["jobs"].values()
+        commands[path.stem] = [step["run"] for step in job["steps"] if "run" in step]
+    assert commands["cpu"][0] == commands["gpu"][0] == "make setup"
+    assert all(command in here for command in commands["cpu"][1:]) and len(commands["cpu"]) == 3
+    files = [
+        word for command in commands["gpu"] for word in command.split() if "/" in word and not word.startswith(".")
+    ]
+    assert len(files) == 2 and all((ROOT / file).is_file() for file in files)

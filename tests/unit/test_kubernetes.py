@@ -147,12 +147,13 @@ def test_images_and_actions_are_named_by_digest() -> None:
     stages = re.findall(r"^FROM (\S+) AS (\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     assert [name for _, name in stages][-2:] == ["cuda", "cpu"], "the last one is built without --target"
     assert {origin for origin, _ in stages} == {"${BASE}", "builder", "runtime"}
-    uses = [
-        line
-        for path in (ROOT / ".github" / "workflows").glob("*.yml")
-        for line in re.findall(r"uses: (.+)$", path.read_text(), re.MULTILINE)
-    ]
+    workflows = [*(ROOT / ".github" / "workflows").glob("*.yml"), *(ROOT / "examples" / "ci").glob("*.yml")]
+    uses = [line for path in workflows for line in re.findall(r"uses: (.+)$", path.read_text(), re.MULTILINE)]
     assert uses and all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line) for line in uses)
+    for path in workflows:
+        jobs = yaml.safe_load(path.read_text())["jobs"].values()
+        steps = [step for job in jobs for step in job["steps"] if "actions/checkout" in step.get("uses", "")]
+        assert all(step["with"]["persist-credentials"] is False for step in steps), path
 
 
 def test_the_user_is_the_image_s() -> None:

@@ -21,7 +21,7 @@ from lockstep.manifests.manifest_files import failed_path, record_path
 from lockstep.report import summary
 from lockstep.report.about import about
 from lockstep.report.checks import CHECKS
-from lockstep.report.verdict import headline
+from lockstep.report.verdict import advice, headline
 from lockstep.stages import STAGES
 from lockstep.targets import Results, Target
 
@@ -135,6 +135,22 @@ def rows_of(verdicts: list[str], here: Results) -> Summary:
 )  # fmt: skip
 def test_the_verdict_is_one_sentence(verdicts: list[str], said: str, tmp_path: Path) -> None:
     assert headline(rows_of(verdicts, Results(tmp_path))) == said
+
+
+def test_the_fastest_target_whose_quality_passes_is_to_be_served(tmp_path: Path) -> None:
+    """A faster one is named, with the reason; one cut to fewer layers is no model to serve."""
+    targets = [Target("m", precision, "all", "onnxruntime") for precision in ("fp32", "w8a16", "w4a16")]
+    rows = summary.collect(Results(tmp_path), [Target("m", "fp16", 2, "onnxruntime"), *targets], {}).targets
+    speeds = (400.0, 100.0, 150.0, 200.0)
+    made = [replace(row, verdict="pass", decode_tokens_per_s=speed) for row, speed in zip(rows, speeds)]
+    *_, serve, faster = advice(Summary(tuple(made), {}))
+    assert serve == "Serve: lockstep serve m/fp32/all/onnxruntime"
+    assert faster.endswith("m/w4a16/all/onnxruntime, 2.00 times, whose perplexity was not measured")
+    made[2:] = [replace(row, drift_perplexity=change) for row, change in zip(made[2:], (-0.005, 0.515))]
+    meaning, serve, faster = advice(Summary(tuple(made), {}))
+    assert "what their weights say" in meaning and serve.endswith("m/w8a16/all/onnxruntime")
+    assert "1.33 times, whose perplexity is +51.5 % (at most +1 %)".replace(" %", "%") in faster
+    assert advice(Summary(tuple(replace(row, verdict="fail") for row in made), {})) == []
 
 
 def test_another_gpu_is_said_to_be_needed_where_there_is_one(tmp_path: Path) -> None:

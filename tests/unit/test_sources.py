@@ -204,6 +204,32 @@ def test_the_shape_is_read_under_other_models_names_for_it(tmp_path):
     assert read_shape(with_images) == CheckpointShape(34, 131072)
 
 
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"hidden_size": 640, "vocab_size": 262144, "intermediate_size": 2048, "num_hidden_layers": 18,
+          "tie_word_embeddings": True}, 268_098_176),
+        ({"hidden_size": 2048, "vocab_size": 151936, "intermediate_size": 6144, "num_hidden_layers": 48,
+          "num_experts": 128, "moe_intermediate_size": 768}, 30_532_122_624),
+    ],
+    ids=["gemma-3-270m", "qwen3-30b-a3b"],
+)  # fmt: skip
+def test_parameters_are_about_those_of_the_published_model(tmp_path, config, expected):
+    """Experts, and a table that is embedding and head at once, counted."""
+    found = read_shape(write_checkpoint(tmp_path / "m", config)).num_parameters
+    assert abs(found / expected - 1) < 0.02
+
+
+def test_heads_that_do_not_divide_by_the_ranks(tmp_path):
+    """Said when the config is read, not after the export."""
+    folder = write_checkpoint(
+        tmp_path / "checkpoint", {"num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2}
+    )
+    on_gpus = {"backends": ["cuda"], "precisions": ["fp16"]}
+    expected = "models.m.tensor_parallel: expected a divisor of 4 heads"
+    assert expected in error_of(folder, tensor_parallel=3, **on_gpus)
+
+
 def test_more_layers_than_the_model_has(checkpoint):
     assert error_of(checkpoint, layers=[2, 7, 8]) == (
         f"config/config.yaml: models.m.layers[1]: expected at most 6 (num_hidden_layers in "

@@ -32,6 +32,15 @@ from lockstep.targets import Results
 from real_server import RealServer, make_tree
 from triton_stand_in import Request
 
+# As the pages of TensorRT-LLM's backend have it.
+TEMPLATE = (
+    "triton_backend:tensorrtllm,triton_max_batch_size:4,decoupled_mode:False,max_beam_width:1,engine_dir:/engines,"
+    "tokenizer_dir:/tokenizer,max_tokens_in_paged_kv_cache:,max_attention_window_size:,"
+    "kv_cache_free_gpu_mem_fraction:0.5,exclude_input_in_output:True,enable_kv_cache_reuse:False,"
+    "batching_strategy:inflight_fused_batching,max_queue_delay_microseconds:0,max_queue_size:9,"
+    "encoder_input_features_data_type:TYPE_FP16,logits_datatype:TYPE_FP32,preprocessing_instance_count:1,"
+    "postprocessing_instance_count:1,bls_instance_count:1,accumulate_tokens:False"
+)
 SHARED = ("lockstep_http", "lockstep_process", "lockstep_watchdog")
 PROMPT = "What is machine learning?"
 
@@ -59,8 +68,12 @@ def test_the_command_writes_a_repository_without_a_fault(demo: Results, tmp_path
     run = lambda *given: subprocess.run(
         [sys.executable, "-m", "lockstep", "triton", *map(str, given)], capture_output=True
     )
-    done = run("demo-llama/fp16/all", out, "--results", tree)
+    refused = run("demo-llama/fp16/all", out, "--results", tree, "--set", "max_beam_width:2")
+    assert b"max_beam_width: expected 1" in refused.stderr and not out.exists(), "nothing is left behind"
+    done = run("demo-llama/fp16/all", out, "--results", tree, "--set", TEMPLATE)
     assert done.returncode == 0, done.stderr
+    core = (out / "tensorrt_llm" / "config.pbtxt").read_text()
+    assert "max_queue_size: 9" in core and "decoupled" not in core and serve_options(out)["kv_bytes"] == 0.5
     assert sorted(path.name for path in out.iterdir()) == sorted(MODELS)
     assert "${" not in "".join(path.read_text() for path in out.rglob("*.pbtxt"))
     assert run("--check", out).stdout.decode().endswith("no fault found\n")

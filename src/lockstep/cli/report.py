@@ -36,17 +36,15 @@ def print_summary(tree: Results) -> None:
     Raises InputError where nothing has run.
     """
     from lockstep.report import summary as stage
-    from lockstep.report.verdict import PASS
+    from lockstep.report.verdict import advice
 
     found = _collect(tree)
     stage.print_table(found)
     stage.print_verdict(found)
     if tree.report_page().is_file():
         click.echo(f"Report: {tree.report_page()}")
-    passed = [row.target for row in found.targets if row.verdict == PASS]
-    if passed:
-        target = next((target for target in passed if target.layers == "all"), passed[0])
-        click.echo(f"Serve: lockstep serve {target}")
+    for line in advice(found):
+        click.echo(line)
 
 
 def _collect(tree: Results) -> Summary:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import tempfile
 from pathlib import Path
 
 import click
@@ -33,7 +34,7 @@ from lockstep.serve.settings import ServiceLimits
 )
 @click.option("--max-queue", type=AT_LEAST_1, default=ServiceLimits.max_queue, help="max_queue_size.")
 @click.option("--decoupled/--not-decoupled", default=True, help="Not: one response a request, no streams.")
-@click.option("--set", "options", multiple=True, metavar="NAME=VALUE", help="A parameter of tensorrt_llm's config.")
+@click.option("--set", "options", multiple=True, metavar="NAME=VALUE", help="A key of fill_template.py.")
 @JSON
 @RESULTS
 def triton(
@@ -54,6 +55,7 @@ def triton(
     repository are this machine's.
     """
     from lockstep.serve.triton_repository.lint import check_repository
+    from lockstep.serve.triton_repository.options import template_values
     from lockstep.serve.triton_repository.write import Repository, write_repository
 
     if (check is None) == (target is None) or (target is None) != (out is None):
@@ -77,10 +79,14 @@ def triton(
     place = (socket or folder / "lockstep.sock").absolute()
     command = [sys.executable, "-m", "lockstep", "serve", served, "--results", str(results.absolute())]
     command += ["--unix", str(place), "--triton-repository", str(folder), *shlex.split(serve_options)]
-    pairs = dict(each.partition("=")[::2] for each in options)
-    write_repository(Repository(command, place, max_batch_size, max_queue, decoupled, pairs), folder)
-    if faults := check_repository(folder):
-        raise InputError(faults[0])
+    parameters, settings = template_values(options, max_batch_size)
+    settings = {"max_queue": max_queue, "decoupled": decoupled, **settings, "options": parameters}
+    repository = Repository(command, place, max_batch_size, **settings)
+    with tempfile.TemporaryDirectory() as trial:  # what is refused leaves nothing behind
+        write_repository(repository, Path(trial))
+        if faults := check_repository(Path(trial)):
+            raise InputError(faults[0].replace(trial, str(folder)))
+    write_repository(repository, folder)
     if as_json:
         return echo_json({"repository": str(folder), "faults": []})
     click.echo(folder)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.artifacts.dtypes import GROUP_SIZE, QUANTIZATIONS, is_fp8
+from lockstep.artifacts.tensor_parallel import heads_divide
 from lockstep.config.backends import BackendSettings, backends
 from lockstep.config.messages import Problem, describe, repeated
 from lockstep.config.packing import MXFP4, Packing, largest_group, precision_of
@@ -204,6 +205,11 @@ def shape_problems(
             yield Problem(
                 where, f"expected each target once; found {layers}, which is all of this model's layers, beside all"
             )
+    heads, kv_heads = shape.num_heads
+    ranks = model.tensor_parallel
+    if type(heads) is int and not heads_divide(heads, kv_heads if type(kv_heads) is int and kv_heads else heads, ranks):
+        text = f"expected a divisor of {heads} heads, and a divisor or multiple of those of keys, in {path}"
+        yield Problem(("models", name, "tensor_parallel"), f"{text}; found {ranks}")
     if any(map(is_quantized, model.all_precisions())):
         yield from _group_problems(name, model, shape, path, settings_of)
     if positions is not None and limits.max_seq_len > positions:

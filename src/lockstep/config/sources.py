@@ -208,13 +208,16 @@ def places_of(path: str, folders: Sequence[str | os.PathLike] | None) -> list[Pa
     return list(dict.fromkeys(Path(os.path.normpath(base / path)) for base in bases))
 
 
+_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+
 @dataclass(frozen=True)
 class CheckpointShape:
     """The facts of a model that the config is compared with.
 
     The model's depth, and how many positions it knows (None: it does not say), with the key that says so; how weights
-    that stay quantised are packed; about how many parameters it has (None: it does not say), experts not counted; and
-    how long rows of linear layers are, by what says so.
+    that stay quantised are packed; about how many parameters it has (None: it does not say); how long rows of linear
+    layers are, by what says so; and how many heads queries have, and keys (None: it does not say).
     """
 
     num_hidden_layers: int
@@ -223,14 +226,27 @@ class CheckpointShape:
     packing: Packing | None = None
     num_parameters: int | None = None
     linear_rows: Mapping[str, int] = field(default_factory=dict, compare=False)
+    num_heads: tuple[Any, ...] = field(default=(None, None), compare=False)
 
 
-def num_parameters(depth: int, hidden: int | None, vocabulary: int | None) -> int | None:
-    """Return about how many parameters a model has.
+def num_parameters(config: Mapping[str, Any], depth: int) -> int | None:
+    """Return about how many parameters a model of a config.json has; None where it does not say.
 
-    Attention has 4 squares of the hidden size a layer, an MLP 8; then embedding and head.
+    Attention has 4 squares of the hidden size a layer, an MLP 8 where its size is not told; each expert is an MLP; then
+    embedding and head, which may be one.
     """
-    return None if hidden is None or vocabulary is None else hidden * (12 * hidden * depth + 2 * vocabulary)
+    hidden = model_config.setting(config, ("hidden_size",))
+    vocabulary = model_config.setting(config, ("vocab_size",))
+    if not isinstance(hidden, int) or not isinstance(vocabulary, int):
+        return None
+    feed_forward = model_config.setting(config, ("intermediate_size",))
+    mlp = 3 * hidden * feed_forward if isinstance(feed_forward, int) else 8 * hidden * hidden
+    experts = model_config.setting(config, _NUM_EXPERTS)
+    if isinstance(experts, int) and experts > 1:
+        size = model_config.setting(config, ("moe_intermediate_size", "intermediate_size"))
+        mlp = experts * 3 * hidden * size if isinstance(size, int) else experts * mlp
+    tables = 1 if model_config.setting(config, ("tie_word_embeddings",)) else 2
+    return depth * (4 * hidden * hidden + mlp) + tables * vocabulary * hidden
 
 
 def read_shape(path: Path) -> CheckpointShape:
@@ -247,9 +263,6 @@ def read_shape(path: Path) -> CheckpointShape:
         raise InputError(f"expected num_hidden_layers in {path}; found none")
     packing = packing_of(value)
     packing = packing if packing and packing.stays else None
-    hidden = value.get("hidden_size")
-    hidden = hidden if isinstance(hidden, int) else None
-    parameters = num_parameters(depth, hidden, model_config.setting(value, ("vocab_size",)))
     positions = model_config.setting(value, model_config.POSITION_KEYS)
     first = _first_frequencies(value)
     limits = [limit for part in model_config.parts(value) for limit in model_config.first_chunk(part)]
@@ -261,7 +274,10 @@ def read_shape(path: Path) -> CheckpointShape:
         limited_by = reason
     else:
         limited_by = "max_position_embeddings"
-    return CheckpointShape(depth, positions, limited_by, packing, parameters, model_config.linear_rows(value))
+    parameters = num_parameters(value, depth)
+    heads = tuple(model_config.setting(value, (key,)) for key in ("num_attention_heads", "num_key_value_heads"))
+    rows = model_config.linear_rows(value)
+    return CheckpointShape(depth, positions, limited_by, packing, parameters, rows, heads)
 
 
 def _gguf_shape(path: Path) -> CheckpointShape:
@@ -274,9 +290,12 @@ def _gguf_shape(path: Path) -> CheckpointShape:
             raise InputError(f"expected {key}, a positive integer, in {path}; found {size}")
         sizes[name] = size
     limit = f"{file.architecture}.context_length"
-    parameters = sum(math.prod(tensor.shape) for tensor in file.tensors if "_exps." not in tensor.name)
+    parameters = sum(math.prod(tensor.shape) for tensor in file.tensors)
     rows = {f"{file.architecture}.embedding_length": sizes["embedding_length"]}
-    return CheckpointShape(sizes["block_count"], sizes["context_length"], limit, None, parameters, rows)
+    heads = tuple(
+        file.metadata.get(f"{file.architecture}.attention.{name}") for name in ("head_count", "head_count_kv")
+    )
+    return CheckpointShape(sizes["block_count"], sizes["context_length"], limit, None, parameters, rows, heads)
 
 
 def _first_frequencies(value: dict[str, Any]) -> int | None:

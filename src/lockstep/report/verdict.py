@@ -8,9 +8,10 @@ from collections.abc import Iterable, Sequence
 
 from lockstep.artifacts.reports import FAIL, PASS
 from lockstep.artifacts.summary import Summary, SummaryRow
-from lockstep.targets import Target
+from lockstep.targets import Target, is_quantized
 
 NOT_RUN = "not run"
+_MAX_PERPLEXITY = 0.01  # of quantized weights, beside the checkpoint's: fp16 and bf16 cost up to a tenth of that
 _WORDS = {FAIL: ("fails", "fail"), NOT_RUN: ("has not run", "have not run")}
 
 
@@ -49,6 +50,46 @@ def headline(summary: Summary) -> str:
     if needs:
         clauses.append(", ".join(f"{count} {_agree(words, count)}" for words, count in sorted(needs.items())))
     return f"{'; '.join(clauses)}."
+
+
+def advice(summary: Summary) -> list[str]:
+    """Say of each model which target to serve, and which would be faster: lines for the end of a run.
+
+    The fastest whole target that passes, and whose weights cost no quality that was seen.
+    """
+    lines = []
+    quantized = [row for row in summary.targets if is_quantized(row.precision) and row.verdict == PASS]
+    if quantized:
+        lines.append("Pass: engines compute what their weights say; what quantizing those costs is beside it.")
+    for model in dict.fromkeys(row.model for row in summary.targets):
+        passed = [row for row in summary.targets if row.model == model and row.verdict == PASS]
+        rows = [row for row in passed if row.layers == "all"] or passed
+        good = [row for row in rows if not _quality_lost(row)] or rows
+        if not good:
+            continue
+        best = max(good, key=_speed)
+        faster = [row for row in rows if _speed(row) > _speed(best)]
+        lines.append(f"Serve: lockstep serve {best.target}")
+        if faster:
+            fastest = max(faster, key=_speed)
+            times = _speed(fastest) / _speed(best)
+            lines.append(f"Faster, not taken: {fastest.target}, {times:.2f} times, {_quality_lost(fastest)}")
+    return lines
+
+
+def _speed(row: SummaryRow) -> float:
+    return row.decode_tokens_per_s or 0.0
+
+
+def _quality_lost(row: SummaryRow) -> str:
+    """Say what a row's weights cost; empty where that is little, or nothing."""
+    if not is_quantized(row.precision):
+        return ""
+    if row.drift_perplexity is None:
+        return "whose perplexity was not measured"
+    if row.drift_perplexity <= _MAX_PERPLEXITY:
+        return ""
+    return f"whose perplexity is {row.drift_perplexity:+.1%} (at most {_MAX_PERPLEXITY:+.0%})"
 
 
 def _runnable_clause(verdicts: Counter[str], some_cannot_run: bool) -> str:
