@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import onnx
 import pytest
 
-from lockstep.backends.cuda import kernels_file
+from lockstep.backends.cuda.compiler import compile_block
 from lockstep.gpu.kernels.numbers import kind_options
 from lockstep.gpu.kernels.row_kernels import COMMON, E4M3, PRELUDE
 from lockstep.gpu.state_kernels import StateKernelSpec
@@ -22,7 +22,7 @@ Source = tuple[str, tuple[str, ...]]  # with its options
 
 def generated(results: Results, precision: str) -> Source:
     graph = results.assembly("demo-llama", precision).with_name("middle.onnx")
-    block = kernels_file.compile_block(onnx.load(graph))
+    block = compile_block(onnx.load(graph))
     kernels = [step.kernel.source for step in block.steps if step.kernel is not None]
     return PRELUDE + E4M3 + "".join(kernels), kind_options(block.dtype)
 
