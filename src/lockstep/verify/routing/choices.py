@@ -190,3 +190,4 @@ def _force(writer: GraphWriter, node: ir.Node, moved: ir.Value) -> None:
         values, places = node.outputs
         after = GraphWriter(writer.graph, f"{values.name}/chosen", after=node)
         replace(values, after.op("GatherElements", scores, places, axis=-1))
+        values.name = f"{places.name}/moved"
