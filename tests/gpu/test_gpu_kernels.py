@@ -467,7 +467,11 @@ extern "C" __global__ void words(Wide* out, const Wide* key, int position) {
 
 @pytest.mark.parametrize(
     ("form", "dtype"),
-    [*((form, "float16") for form in ("floats", "across", "8 bits", "4 bits", "mxfp4")), ("floats", "bfloat16")],
+    [
+        *((form, "float16") for form in ("floats", "across", "8 bits", "4 bits", "mxfp4")),
+        ("floats", "bfloat16"),
+        ("mxfp4", "bfloat16"),
+    ],
 )
 def test_rows_of_experts_have_the_same_bits_in_tiles_of_any_size(monkeypatch, form, dtype):
     """Experts without rows, with some and with most; beside a product in float32."""

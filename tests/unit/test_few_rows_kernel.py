@@ -269,14 +269,16 @@ def test_rows_of_experts_are_accumulated_in_order(library, kernel, dtype, tile_r
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kernel", ["small_8", "small_4", "e2m1"])
+@pytest.mark.parametrize(
+    ("kernel", "dtype"), [("small_8", HALF), ("small_4", HALF), ("e2m1", HALF), ("e2m1", BFLOAT16)], ids=str
+)
 @pytest.mark.parametrize(("tile_rows", "threads", "outputs"), TILES[:3])
-def test_rows_of_experts_are_accumulated_in_groups(library, kernel, tile_rows, threads, outputs):
+def test_rows_of_experts_are_accumulated_in_groups(library, kernel, dtype, tile_rows, threads, outputs):
     """Of 32 columns as two of 16, of which each lane has some that lie beside each other; then times the scale."""
     outs = 40
     columns = 320
     group = 32 if kernel == "e2m1" else 64
-    rows = ExpertRows(library, tile_rows, columns)
+    rows = ExpertRows(library, tile_rows, columns, dtype)
     random = np.random.default_rng(0)
     bits = 8 if kernel == "small_8" else 4
     shape = rows.experts, outs, columns // group
@@ -300,7 +302,7 @@ def test_rows_of_experts_are_accumulated_in_groups(library, kernel, tile_rows, t
             sums = (part * factors[expert, :, at].astype(np.float64) + sums).astype(np.float32)
         return sums
 
-    run = getattr(library(SMALL_EXPERTS, threads), f"run_{kernel}_{tile_rows}")
+    run = getattr(library(SMALL_EXPERTS, threads, dtype), f"run_{kernel}_{tile_rows}")
     rows.check(run, outputs, (data, scales), (outs, columns, group), expected)
 
 

@@ -41,6 +41,7 @@ def sources(dtype: str, capability: tuple[int, int]) -> Iterator[Source]:
     options = kind_options(dtype)
     yield gemm._SOURCE, options
     yield expert_products.SOURCES["floats"], options
+    yield expert_products.SOURCES["small"], options
     yield products.LORA_SOURCE, options
     yield COMMON + all_reduce.SUMS + all_reduce._KERNELS, ("-DWORLD=2", "-DROOM=64", *options)
     for shapes in (WINDOW, {**RULE, "past_state": (1, 4, 16, 20)}):
@@ -55,7 +56,6 @@ def sources(dtype: str, capability: tuple[int, int]) -> Iterator[Source]:
         yield WORDS + FP8_WORDS + DECODE, (*spec.options, "-DBY_ROW=0")
         yield FP8_PAGES, spec.options
         yield products.SOURCE, ()
-        yield expert_products.SOURCES["small"], options
         yield step_kernels.SOURCE, ()
     if dtype == "float16" and capability == HOPPER:
         yield fp8_gemm.SOURCE + fp8_gemm.TILES, ()

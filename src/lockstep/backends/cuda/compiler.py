@@ -65,11 +65,6 @@ def compile_block(model: onnx.ModelProto) -> KernelsFile:
                 f"graph {name}: expected quantised weights whose zero points are the middle, found "
                 f"{product.slots[2]!r}; this backend takes no zero points, use the backend onnxruntime"
             )
-        if product.experts is not None and product.experts.weight.kind != "floats" and dtype == "bfloat16":
-            raise CheckError(
-                f"graph {name}: expected weights of experts of 16 bits in bf16, found {product.experts.weight.kind}; "
-                "use fp16"
-            )
     _check_same(wide, cut)
     signature = signature_of(model.graph, {slot for product in _products(cut) for slot in product.slots})
     steps = tuple(

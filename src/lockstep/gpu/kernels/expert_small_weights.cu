@@ -18,6 +18,21 @@ __device__ __forceinline__ float of_bits(u32 bits) { return __uint_as_float(bits
 // The numbers of a lane's eight columns as pairs of fp16. Four bits: (0, 4), (1, 5), (2, 6), (3, 7). Exact: 1024 + q has all
 // integers, and fp16 all numbers of e2m1 times 2^-14.
 template <int FORM> __device__ __forceinline__ void unpack(const u32* words, u32* pairs) {
+#if KIND == 2  // bf16 has e2m1's numbers themselves, by a table of high and of low bytes; integers come with fp16 alone
+    u32 bytes[2][2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        u32 codes = words[0] >> i * 16 & 0x7777u;
+        bytes[i][0] = __byte_perm(0xc0800000u, 0xc0804000u, codes);
+        bytes[i][1] = __byte_perm(0x3f3f3f00u, 0x40404040u, codes);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        u32 order = i * 0x1111u + 0x4040u, low = __byte_perm(bytes[0][0], bytes[0][1], order), high = __byte_perm(bytes[1][0], bytes[1][1], order);
+        pairs[i] = __byte_perm(low, high, 0x5410u) | (words[0] >> i * 4 & 0x00080008u) << 12;
+    }
+    return;
+#endif
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         u32 word = FORM == 8 ? words[i / 2] >> i % 2 * 16 : words[0] >> i * 4;
@@ -27,7 +42,7 @@ template <int FORM> __device__ __forceinline__ void unpack(const u32* words, u32
     }
 }
 template <int FORM> __device__ __forceinline__ float factor(const void* scales, long long at) {
-    if (FORM == E2M1) return of_bits((((const unsigned char*)scales)[at] + 14) << 23);
+    if (FORM == E2M1) return of_bits((((const unsigned char*)scales)[at] + (KIND == 1 ? 14 : 0)) << 23);
     return number_of_half(((const unsigned short*)scales)[at]) * 0.00390625f;
 }
 
