@@ -38,18 +38,14 @@ class Graph:
 
 
 def canonical(graph: ir.Graph, name: str, order: Sequence[str], slots: Mapping[str, str]) -> Graph:
-    """Bring `graph` into canonical form; its weights, which are initializers, become inputs."""
-    for weight in [weight for weight in graph.initializers if weight in slots]:
-        graph.inputs.append(graph.initializers.pop(weight))
-    return canonical_proto(ir.to_proto(ir.Model(graph, ir_version=IR_VERSION)).graph, name, order, slots)
-
-
-def canonical_proto(proto: onnx.GraphProto, name: str, order: Sequence[str], slots: Mapping[str, str]) -> Graph:
-    """Bring a graph whose weights are inputs into canonical form.
+    """Bring `graph` into canonical form; its weights, which may be initializers, become inputs.
 
     order: names of the inputs that are not weights, in the order of the result (missing and unused ones are dropped);
     slots: {name: slot name} of the weights, which become inputs in order of first use.
     """
+    for weight in [weight for weight in graph.initializers if weight in slots]:
+        graph.inputs.append(graph.initializers.pop(weight))
+    proto = ir.to_proto(ir.Model(graph, ir_version=IR_VERSION)).graph
     nodes = _structural_order(proto)
     outputs = {value.name: value for value in proto.output}
     used: list[str] = []
