@@ -455,7 +455,7 @@ def test_an_explanation_ends_in_time_and_hides_nothing(copied, right):
         "engines agree with their graphs as far as 0 s took (embedding at layer None)"
     )
     copied.engines("demo-llama", "fp32", "onnxruntime").unlink()
-    assert explained(copied, right).startswith("bisect cannot run the engines beside their graphs: ")
+    assert explained(copied, right).startswith("bisect cannot run the engines with their graphs: ")
 
 
 def test_a_fault_of_the_runtime_is_told_from_one_of_graphs_and_engines(copied, right, monkeypatch):

@@ -89,7 +89,7 @@ NAMED = {
     "a number of layers that it lacks": ("bundle.json", ("target", "layers"), 7,
         "layers: expected 1 to 6 or 'all', found 7"),
     "an engine that lies elsewhere": ("engines/engines.json", ("engines", "entry", "file"), "../x",
-        "engines.entry.file: expected the name of a file beside it, found '../x'"),
+        "engines.entry.file: expected the name of a file in its folder, found '../x'"),
     "a slot of another block": ("graphs/assembly.json", ("layers", 0, "block", "class"), "exit",
         "layers[0].block.slots: expected"),
     "a size that the graphs have not": ("graphs/assembly.json", ("vocab_size",), 769,

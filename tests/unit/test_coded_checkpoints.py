@@ -1,4 +1,4 @@
-"""Checkpoints in fp8, nvfp4 and bitsandbytes' layouts: weights are the numbers that they stand for, engines say what
+"""Checkpoints in fp8, nvfp4 and bitsandbytes' layouts: weights are the numbers that they encode, engines say what
 these say, and what cannot be read is said in one line."""
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def test_a_config_may_ask_for_any_precision_and_a_line_says_how_weights_are_read
     load.load({"models": {"m": {**model, "golden": {"prompts": [{"text": "a"}]}}}}).check_sources()
     resolve_architecture(str(folder), folder, tmp_path / "architecture.json")
     assert capsys.readouterr().err.startswith(
-        f"lockstep: note: {folder}: weights packed as fp8 are read as the numbers that they stand for; activations, "
+        f"lockstep: note: {folder}: weights packed as fp8 are read as the numbers that they encode; activations, "
         "which config.json asks for, are not quantised; w8a8-fp8 keeps weights, and quantises activations\n"
     )
 

@@ -62,10 +62,10 @@ def test_a_right_engine_set_gives_the_same_bits_wherever_state_lies(references: 
 
 
 WORDS = {
-    "copy-key": "prompt of 6 tokens, choice 1 of 3 copies, beside alone: expected",
-    "copy-layer": "choice 1 of 3 copies, beside alone: expected",
-    "swap-values": "swapped out and back, beside alone: expected",
-    "swap-late": "swapped out and back, beside alone: expected",
+    "copy-key": "prompt of 6 tokens, choice 1 of 3 copies, compared with alone: expected",
+    "copy-layer": "choice 1 of 3 copies, compared with alone: expected",
+    "swap-values": "swapped out and back, compared with alone: expected",
+    "swap-late": "swapped out and back, compared with alone: expected",
     "prefix-values": "on the prefix that was left: expected a logit error of at most",
     "prefix-late": "on the prefix that was left: expected a logit error of at most",
     "slot-sampling": "step 0, in the slot of a cancelled request: expected token",

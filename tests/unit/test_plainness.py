@@ -9,8 +9,11 @@ from plainness import per_1000_lines
 SOURCES = Path(__file__).parents[2] / "src"
 # Packages whose sentences and names are the field's. The others follow: add one when it is done.
 PLAIN = (
+    "artifacts",
     "bundle",
     "checkpoint",
+    "cli",
+    "config",
     "export",
     "gpu",
     "manifests",
@@ -19,12 +22,13 @@ PLAIN = (
     "serve",
     "stages",
     "step",
+    "verify",
     "weights",
     "workflow",
 )
 LIMITS = {"tuple assignment": 1, "nested condition": 1.6, "heavy comprehension": 1.5, "name": 1.5, "dialect": 2.5}
 # All of `src`: lower these with each package.
-LIMITS_OF_ALL = {"tuple assignment": 1, "nested condition": 2, "heavy comprehension": 2.2, "name": 8, "dialect": 5.5}
+LIMITS_OF_ALL = {"tuple assignment": 1, "nested condition": 1.6, "heavy comprehension": 1.3, "name": 3, "dialect": 2.2}
 
 
 @pytest.mark.parametrize("package", PLAIN)

@@ -157,7 +157,7 @@ def test_a_random_source_names_a_config_that_can_spell_prompts(tmp_path):
     assert error_of(shape, source="random:shape/config.json") == (
         f"config/config.yaml: models.m.source: expected a vocab_size of 256 or more in {shape}/config.json, "
         f"a token for each byte, "
-        "or a tokenizer.json beside it; found 255"
+        "or a tokenizer.json next to it; found 255"
     )
     (shape / "tokenizer.json").touch()
     assert "models.m.layers[0]: expected at most 3" in error_of(shape, source="random:shape/config.json", layers=[4])

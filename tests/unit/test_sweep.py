@@ -103,7 +103,7 @@ def test_rows_repeat_twice_thrice_and_all(least: int, most: int) -> None:
     counts = {what: {np.unique(rows, return_counts=True)[1].max() for rows in each} for what, each in by_name(steps)}
     if most == 512:
         assert counts["2 rows the same"] == {2} and counts["3 rows the same"] == {3}
-        (beside,) = (rows for what, rows in steps if what == "22 rows beside each other")
+        (beside,) = (rows for what, rows in steps if what == "22 rows next to each other")
         assert len(set(zip(beside.tolist(), beside[1:].tolist()))) == 22 * 22 - 1
 
 

@@ -463,8 +463,8 @@ def test_serve_takes_the_number_of_ranks_that_a_target_was_exported_for(shared: 
     ended = subprocess.run([*command, "--tensor-parallel", "4"], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (
         2,
-        "lockstep: error: --tensor-parallel: expected 2, for demo-llama/fp32/all/onnxruntime was exported for so many, "
-        "found 4; set tensor_parallel: 4 for demo-llama in the config and run `lockstep run`\n",
+        "lockstep: error: --tensor-parallel: expected 2, for demo-llama/fp32/all/onnxruntime was exported for that "
+        "many, found 4; set tensor_parallel: 4 for demo-llama in the config and run `lockstep run`\n",
     )
 
 

@@ -157,7 +157,7 @@ class Bounded(JsonObject):
     COMPUTED: ClassVar[Mapping[str, str]] = {"count": "count"}
     kind: Annotated[Literal["a", "b"], Key("class")]
     place: Annotated[Place, Mark.INLINED]
-    names: Annotated[Sequence[Annotated[str, matching("[a-z]+", "a name")]], length(2, least=1)]
+    names: Annotated[Sequence[Annotated[str, matching("[a-z]+", "a name")]], length(2, minimum=1)]
     bits: Mapping[Annotated[str, matching("[a-z]+", "a name")], Annotated[int, one_of(4, 8)]]
     size: Annotated[int, integers(1, 9)] | Annotated[str, one_of("any")]
     device: Annotated[Mapping[str, Any], like(Sizes)]

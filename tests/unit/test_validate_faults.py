@@ -127,7 +127,7 @@ def test_a_swapped_norm_behind_the_last_attention_is_caught_in_the_last_layer(de
     slots = assembly["layers"][1]["exit"]["slots"]
     slots["model.norm.weight"] = ["model.layers.0.input_layernorm.weight"]
     write_json(folder / "assembly.json", assembly)
-    with pytest.raises(CheckError, match=r"^layer 1 \(block exit, behind the last attention\): logits: "):
+    with pytest.raises(CheckError, match=r"^layer 1 \(block exit, after the last attention\): logits: "):
         run(demo, copy, layers=2)
 
 

@@ -23,7 +23,7 @@ A_SUFFIX = ".lora_A"
 B_SUFFIX = ".lora_B"
 BETWEEN = " + "  # the parts of an engine's slot, in its name
 MOST_ADAPTERS = 256  # resident together
-# Parts of 128: sums over the ranks of all slots may be cut at multiples of it, and an adapter shall lie in one piece.
+# Parts of 128: sums over the ranks of all slots may be cut at multiples of it, and an adapter must be in one piece.
 RANKS = (8, 16, 32, 64, 128)
 
 
@@ -143,8 +143,8 @@ class Adapter:
     def sha256(self) -> str:
         """Return the hex sha256 of all that decides what the adapter computes."""
         tensors = next(file.sha256 for file in self.files if file.path == WEIGHTS)
-        own = {"scales": dict(self.scales)} if self.scales else {}
-        return sha256_json({"tensors": tensors, "scale": self.scale, **own})
+        scales = {"scales": dict(self.scales)} if self.scales else {}
+        return sha256_json({"tensors": tensors, "scale": self.scale, **scales})
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def agrees(assembly: Assembly, num_layers: Any) -> None:
     """Raise ValidationError where the assembly does not fit together. num_layers: what its file says."""
     _same("num_layers", num_layers, assembly.num_layers)
     if not assembly.layers[-1].exits:
-        raise ValidationError(f"layers[{len(assembly.layers) - 1}].exit", "an exit behind the last layer", None)
+        raise ValidationError(f"layers[{len(assembly.layers) - 1}].exit", "an exit after the last layer", None)
     _same("dtype", COMPUTE_NAMES[assembly.precision], assembly.dtype)
     _same("quantization", assembly.quantization is not None, assembly.precision in QUANTIZATIONS)
     if assembly.quantization is not None:
@@ -51,7 +51,8 @@ def agrees(assembly: Assembly, num_layers: Any) -> None:
         _mix(f"layers[{index}].kind", _named(assembly.mixers, layer.variant, f"layers[{index}].kind"), values)
         for number, exit in enumerate(layer.exits):
             at_end = dict(values)
-            _run(assembly, f"layers[{index}]." + (f"later_exits[{number - 1}]" if number else "exit"), exit, at_end)
+            place = f"later_exits[{number - 1}]" if number else "exit"
+            _run(assembly, f"layers[{index}].{place}", exit, at_end)
             _same("vocab_size", at_end.get("logits", ("", [None]))[1], ["num_requests", assembly.vocab_size])
     if assembly.tensor_parallel is not None:
         _check_ranks(assembly, assembly.tensor_parallel)
@@ -109,15 +110,15 @@ def _mix(where: str, mixer: TokenMixer, values: Values) -> None:
 def _check_state_mixer(where: str, mixer: StateMixer) -> None:
     for phase, tokens, rows in (("prefill", "num_tokens", 1), ("decode", "num_requests", "num_requests")):
         signature = mixer.phases()[phase].signature
-        here = f"{where}.{phase}"
-        _unique(here, signature)
-        _same(f"{here}.inputs", [io.name for io in signature.inputs], [*mixer.inputs, "past_state"])
-        _same(f"{here}.outputs", [io.name for io in signature.outputs], ["attention", "state_out"])
+        place = f"{where}.{phase}"
+        _unique(place, signature)
+        _same(f"{place}.inputs", [io.name for io in signature.inputs], [*mixer.inputs, "past_state"])
+        _same(f"{place}.outputs", [io.name for io in signature.outputs], ["attention", "state_out"])
         for io in (*signature.inputs, *signature.outputs):
             state = io.name in ("past_state", "state_out")
             shape = [rows, *mixer.state] if state else [tokens, *io.shape[1:]]
-            _same(f"{here}: {io.name}", list(io.shape), shape)
-            _same(f"{here}: {io.name}", io.dtype, "float32" if state else io.dtype)
+            _same(f"{place}: {io.name}", list(io.shape), shape)
+            _same(f"{place}: {io.name}", io.dtype, "float32" if state else io.dtype)
 
 
 def _check_variant(where: str, variant: AttentionVariant, dtype: str) -> None:
@@ -150,51 +151,53 @@ def _check_variant(where: str, variant: AttentionVariant, dtype: str) -> None:
 
 
 def _check_ranks(assembly: Assembly, ranks: TensorParallel) -> None:
-    here = "tensor_parallel"
-    _same(f"{here}.classes", sorted(ranks.classes), sorted(assembly.classes.keys() - {assembly.embedding.graph}))
-    _same(f"{here}.kinds", sorted(ranks.variants), sorted(assembly.variants))
-    for name, own in ranks.variants.items():
-        whole = assembly.variants[name]
-        where = f"{here}.kinds.{name}"
-        if not heads_divide(whole.num_heads, whole.num_kv_heads, ranks.degree):
+    place = "tensor_parallel"
+    _same(f"{place}.classes", sorted(ranks.classes), sorted(assembly.classes.keys() - {assembly.embedding.graph}))
+    _same(f"{place}.kinds", sorted(ranks.variants), sorted(assembly.variants))
+    for name, sharded_variant in ranks.variants.items():
+        variant = assembly.variants[name]
+        where = f"{place}.kinds.{name}"
+        if not heads_divide(variant.num_heads, variant.num_kv_heads, ranks.degree):
             raise ValidationError(
-                where, f"heads that {ranks.degree} ranks can share", f"{whole.num_heads}, {whole.num_kv_heads}"
+                where, f"heads that {ranks.degree} ranks can share", f"{variant.num_heads}, {variant.num_kv_heads}"
             )
-        _check_variant(where, own, assembly.dtype)
-        _same(f"{where}.num_heads", own.num_heads, whole.num_heads // ranks.degree)
-        _same(f"{where}.num_kv_heads", own.num_kv_heads, max(1, whole.num_kv_heads // ranks.degree))
+        _check_variant(where, sharded_variant, assembly.dtype)
+        _same(f"{where}.num_heads", sharded_variant.num_heads, variant.num_heads // ranks.degree)
+        _same(f"{where}.num_kv_heads", sharded_variant.num_kv_heads, max(1, variant.num_kv_heads // ranks.degree))
         for key in ("head_dim", "value_head_dim", "scale", "softcap", "window", "sinks"):
-            _same(f"{where}.{key}", getattr(own, key), getattr(whole, key))
+            _same(f"{where}.{key}", getattr(sharded_variant, key), getattr(variant, key))
     for name, sharded in ranks.classes.items():
-        _check_pieces(f"{here}.classes.{name}", sharded, assembly.classes[name].signature, ranks)
+        _check_pieces(f"{place}.classes.{name}", sharded, assembly.classes[name].signature, ranks)
 
 
-def _check_pieces(where: str, sharded: ShardedClass, whole: Signature, ranks: TensorParallel) -> None:
-    """Check that a rank's parts lie within the whole, and that pieces read what stands before them."""
-    ios = {io.name: io for io in (*whole.inputs, *whole.outputs)}
-    slots = {slot.name: slot for slot in whole.slots}
-    for label, shards, known in (("values", sharded.values, ios), ("weights", sharded.weights, slots)):
+def _check_pieces(where: str, sharded: ShardedClass, signature_of_class: Signature, ranks: TensorParallel) -> None:
+    """Check that a rank's parts are within the whole, and that pieces read the outputs of earlier ones."""
+    ios = {io.name: io for io in (*signature_of_class.inputs, *signature_of_class.outputs)}
+    slots = {slot.name: slot for slot in signature_of_class.slots}
+    for label, shards, declared in (("values", sharded.values, ios), ("weights", sharded.weights, slots)):
         for name, shard in shards.items():
-            _check_shard(f"{where}.{label}.{name}", shard, _named(known, name, f"{where}.{label}").shape, ranks.degree)
+            _check_shard(
+                f"{where}.{label}.{name}", shard, _named(declared, name, f"{where}.{label}").shape, ranks.degree
+            )
     for name in sharded.first:
         _named(slots, name, f"{where}.first")
         _same(f"{where}.weights.{name}", name in sharded.weights, False)
-    values: Values = {io.name: _type(io, sharded.values) for io in whole.inputs}
-    taken: list[str] = []
+    values: Values = {io.name: _type(io, sharded.values) for io in signature_of_class.inputs}
+    pieces: list[str] = []
     for piece in sharded.pieces:
         signature = _named(ranks.graphs, piece.graph, f"{where}.pieces").signature
         at = f"tensor_parallel.graphs.{piece.graph}"
         _unique(at, signature)
         for slot in signature.slots:
             _same(f"{at}: {slot.name}", _type(slot), _type(_named(slots, slot.name, at), sharded.weights))
-        taken += [slot.name for slot in signature.slots]
+        pieces += [slot.name for slot in signature.slots]
         for io in signature.inputs:
             _same(f"{at}: {io.name}", _type(io), values.get(io.name))
         values |= {io.name: _type(io) for io in signature.outputs}
         for partial, total in piece.sums.items():
             values[total] = _named(values, partial, f"{where}.pieces: sums")
-    _same(f"{where}.pieces: slots", sorted(set(taken)), sorted(slots))
-    for io in whole.outputs:
+    _same(f"{where}.pieces: slots", sorted(set(pieces)), sorted(slots))
+    for io in signature_of_class.outputs:
         _same(f"{where}: {io.name}", values.get(io.name), _type(io, sharded.values))
 
 
@@ -262,9 +265,9 @@ def _named(entries: Mapping[str, Any], name: str, where: str) -> Any:
     return entries[name]
 
 
-def _same(where: str, found: Any, expected: Any) -> None:
-    if found != expected:
-        raise ValidationError(where, "nothing of this name" if expected is None else _words(expected), found)
+def _same(where: str, actual: Any, expected: Any) -> None:
+    if actual != expected:
+        raise ValidationError(where, "nothing of this name" if expected is None else _words(expected), actual)
 
 
 def _words(value: Any) -> str:

@@ -94,7 +94,7 @@ class Assembly(Document):
     classes: Mapping[FileName, GraphFile]
     variants: Annotated[Mapping[FileName, AttentionVariant], Key("kinds")]
     embedding: BoundBlock
-    layers: Annotated[tuple[Layer, ...], length(10_000, least=1)]  # the deepest models have some hundred
+    layers: Annotated[tuple[Layer, ...], length(10_000, minimum=1)]  # the deepest models have some hundred
     eos_token_ids: Annotated[Annotated[tuple[Count, ...], length(10_000)], Mark.ALWAYS] = ()
     batchful: Uncut | None = None
     model_type: str = ""
@@ -129,7 +129,7 @@ class Assembly(Document):
         )
 
     def exit_of(self, layers: Sequence[Layer]) -> BoundBlock:
-        """Return the exit behind the last of `layers`, which are whole decoder layers."""
+        """Return the exit after the last of `layers`, which are whole decoder layers."""
         return layers[-1].exits[-1]  # as `agrees` has found
 
     @property

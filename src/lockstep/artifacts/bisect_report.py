@@ -32,7 +32,7 @@ class StageName:
 class MeasuredOutput(StageName):
     """How far an output of a stage is off.
 
-    against: "pytorch" (the graph's error), "graph" (the engine's) or "reference". Two more parts stand for the logits
+    against: "pytorch" (the graph's error), "graph" (the engine's) or "reference". Two more parts are the logits
     of all steps: "runtime", of lockstep.runtime against the graphs, and "weights", of PyTorch on the target's weights
     against the reference. position: of the first token whose row is over tolerance, of the row with the largest error
     where none is.
@@ -62,7 +62,7 @@ class FoundFault(StageName):
 
     @property
     def decoder_layer(self) -> int | None:
-        """Return the layer that the fault lies in: what leaves a block as `hidden_out` is of the layer before."""
+        """Return the faulty layer: a block's `hidden_out` belongs to the layer before."""
         ends_layer = self.part == "block" and self.measured.tensor == "hidden_out"
         return self.layer - 1 if self.layer and ends_layer else self.layer
 

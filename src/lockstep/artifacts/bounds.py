@@ -20,9 +20,11 @@ Count = Annotated[int, integers(0, LARGEST)]
 Bytes = Annotated[int, integers(0, 2**62)]
 Digest = Annotated[str, matching("[0-9a-f]{64}", "a sha256 in hexadecimal digits")]
 Name = Annotated[str, matching(r"[^\x00-\x1f\x7f\ud800-\udfff]{1,1000}", "a name")]
-FileName = Annotated[str, matching(r"(?!\.)[^/\\:\x00-\x1f\x7f\ud800-\udfff]{1,255}", "the name of a file beside it")]
+FileName = Annotated[
+    str, matching(r"(?!\.)[^/\\:\x00-\x1f\x7f\ud800-\udfff]{1,255}", "the name of a file in its folder")
+]
 PlainPath = Annotated[str, Bound("a plain path inside its folder", lambda path: _is_plain(path))]
-Names = Annotated[Sequence[Name], length(10_000, least=1)]
+Names = Annotated[Sequence[Name], length(10_000, minimum=1)]
 Precision = Annotated[str, one_of(*COMPUTE_NAMES)]
 GroupSize = Annotated[int, one_of(ROW, *GROUP_SIZES)]
 

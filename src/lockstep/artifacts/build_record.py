@@ -1,4 +1,4 @@
-"""The record of how an artefact was made, which lies beside its manifest."""
+"""The record of how an artefact was made, a file next to its manifest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Backend:
 class BuildKey(JsonObject):
     """The build key of a step: all that decides what it makes.
 
-    names: the stage's wildcards. inputs: by name what stands for each, mostly its sha256. options: plain JSON. code:
+    names: the stage's wildcards. inputs: by name a value for each, mostly its sha256. options: plain JSON. code:
     digest of each module by its path. environment: version of each package. backend: its library and device, None of a
     stage without one.
     """

@@ -1,6 +1,6 @@
 """The chat template of a model, which renders messages to the text of a prompt.
 
-`graphs/chat_template.json` in and out, beside the tokenizer. The template is Jinja, as transformers has it; whoever
+`graphs/chat_template.json` in and out, next to the tokenizer. The template is Jinja, as transformers has it; whoever
 renders it treats it as hostile, for it comes from whoever published the checkpoint.
 """
 
@@ -45,6 +45,6 @@ class ChatTemplate(Document):
             return None
         path = Path(assembly_json).parent / entry.file
         template = cls.load(path)
-        if (found := sha256_file(path)) != entry.sha256:
-            raise CheckError(f"{path}: sha256: expected {entry.sha256}, found {found}; export again")
+        if (digest := sha256_file(path)) != entry.sha256:
+            raise CheckError(f"{path}: sha256: expected {entry.sha256}, found {digest}; export again")
         return template

@@ -41,12 +41,12 @@ AnyDocument = TypeVar("AnyDocument", bound="Document")
 class ValidationError(InputError):
     """An entry that is not what it must be. where: `layers[2].block`; "" for the whole. expected: in words."""
 
-    def __init__(self, where: str, expected: str, found: Any) -> None:
+    def __init__(self, where: str, expected: str, actual: Any) -> None:
         self.where = where.removeprefix(".")
         self.expected = expected
-        self.found = found
+        self.found = actual
         place = f"{_short(self.where)}: " if where else ""
-        super().__init__(f"{place}expected {_short(expected)}, found {_short(_shown(found))}")
+        super().__init__(f"{place}expected {_short(expected)}, found {_short(_shown(actual))}")
 
     def inside(self, place: str) -> ValidationError:
         """Return the error of the document that this one's is an entry of. place: such as `layers` or `[2]`."""
@@ -54,9 +54,9 @@ class ValidationError(InputError):
         return ValidationError(f"{place}{dot}{self.where}", self.expected, self.found)
 
 
-def _shown(found: Any) -> str:
+def _shown(value: Any) -> str:
     try:
-        return ascii(found)
+        return ascii(value)
     except RecursionError:
         return "lists or objects nested too deeply"
 
@@ -87,8 +87,8 @@ def one_of(*choices: str | int) -> Bound:
     return Bound(f"one of {', '.join(map(str, choices))}", frozenset(choices).__contains__)
 
 
-def length(most: int, least: int = 0) -> Bound:
-    return Bound(f"a list of {least} to {most}", lambda value: least <= len(value) <= most)
+def length(maximum: int, minimum: int = 0) -> Bound:
+    return Bound(f"a list of {minimum} to {maximum}", lambda value: minimum <= len(value) <= maximum)
 
 
 def like(kind: type) -> Bound:
@@ -104,9 +104,9 @@ class Key:
 
 
 class Mark(enum.Enum):
-    """How a field stands in the file.
+    """How a field is written to the file.
 
-    ALWAYS: whatever its value, and it must be there. INLINED: a dataclass's fields, beside those of its owner. OTHERS:
+    ALWAYS: whatever its value, and it must be there. INLINED: a dataclass's fields, among those of its owner. OTHERS:
     {key: JSON}, all entries that no field names.
     """
 
@@ -122,7 +122,7 @@ class JsonObject:
 
     @classmethod
     def from_json(cls: type[AnyObject], value: Any) -> AnyObject:
-        """Return what the JSON `value` stands for. Raises ValidationError for another value."""
+        """Return the field's value for the JSON `value`. Raises ValidationError for another value."""
         return cast(AnyObject, reader(cast(Any, cls))(value))
 
     def to_json(self) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class JsonObject:
 
 
 class Document(JsonObject):
-    """A file of JSON, sealed with its digest. FORMAT stands in the file; REMEDY: what to do with a damaged one."""
+    """A file of JSON, sealed with its digest. FORMAT is in the file; REMEDY: what to do with a damaged one."""
 
     FORMAT: ClassVar[str]
     REMEDY: ClassVar[str] = "the file is damaged or of another version: delete it and run again"
@@ -316,7 +316,7 @@ def _mapping_reader(key_kind: Any, item_kind: Any) -> Read:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A field as it stands in the file. default: with which it is left out; MISSING: never."""
+    """A field of the file. default: with which it is left out; MISSING: never."""
 
     name: str
     key: str
@@ -341,12 +341,12 @@ def _entries(kind: Any) -> tuple[_Entry, ...]:
 
 def _object_reader(kind: type) -> Read:
     entries = _entries(kind)
-    own = [entry for entry in entries if not _is_spread(entry)]
-    required = {entry.key for entry in own if entry.default is MISSING}
-    plain = [(entry.name, entry.key, reader(entry.kind)) for entry in own]
+    named_entries = [entry for entry in entries if not _is_spread(entry)]
+    required = {entry.key for entry in named_entries if entry.default is MISSING}
+    plain = [(entry.name, entry.key, reader(entry.kind)) for entry in named_entries]
     inner = [(entry.name, reader(entry.kind)) for entry in entries if entry.mark is Mark.INLINED]
-    rest = [entry.name for entry in entries if entry.mark is Mark.OTHERS]
-    known = _keys(kind)
+    other_names = [entry.name for entry in entries if entry.mark is Mark.OTHERS]
+    keys = _keys(kind)
     # Most have nothing to validate: the base's own method does nothing.
     validate = getattr(kind, "validate", JsonObject.validate)
 
@@ -355,22 +355,22 @@ def _object_reader(kind: type) -> Read:
             raise ValidationError("", "an object", value)
         if not required <= value.keys():
             raise ValidationError("", f"an object with {', '.join(sorted(required - value.keys()))}", sorted(value))
-        found = {}
+        values = {}
         key = ""
         try:
             for name, key, read_item in plain:
                 if key in value:
-                    found[name] = read_item(value[key])
+                    values[name] = read_item(value[key])
         except ValidationError as error:
             raise error.inside(key) from None
         for name, read_item in inner:
-            found[name] = read_item(value)
-        for name in rest:
-            found[name] = {key: item for key, item in value.items() if key not in known}
-        made = kind(**found)
+            values[name] = read_item(value)
+        for name in other_names:
+            values[name] = {key: item for key, item in value.items() if key not in keys}
+        instance = kind(**values)
         if validate is not JsonObject.validate:
-            validate(made, value)
-        return made
+            validate(instance, value)
+        return instance
 
     return read
 
@@ -406,7 +406,7 @@ def _writer(kind: Any) -> Read:
     if origin is tuple and arguments[-1] is not Ellipsis:
         row = tuple(map(_writer, arguments))
         return lambda value: [write_item(item) for write_item, item in zip(row, value)]
-    item_kind = arguments[1 if origin is Mapping else 0]
+    item_kind = arguments[1] if origin is Mapping else arguments[0]
     write_item = _writer(item_kind)
     if origin is Mapping:
         return dict if _is_json(item_kind) else lambda value: {key: write_item(item) for key, item in value.items()}
@@ -425,21 +425,21 @@ def _object_writer(kind: type) -> Read:
     entries = _entries(kind)
     plain = [(entry.name, entry.key, entry.default, _writer(entry.kind)) for entry in entries if not _is_spread(entry)]
     inner = [(entry.name, _writer(entry.kind)) for entry in entries if entry.mark is Mark.INLINED]
-    rest = [entry.name for entry in entries if entry.mark is Mark.OTHERS]
+    other_names = [entry.name for entry in entries if entry.mark is Mark.OTHERS]
     computed = tuple(getattr(kind, "COMPUTED", {}).items())
 
     def write(value: Any) -> dict[str, Any]:
-        made: dict[str, Any] = {}
-        for name in rest:
-            made.update(getattr(value, name))
+        document: dict[str, Any] = {}
+        for name in other_names:
+            document.update(getattr(value, name))
         for name, write_item in inner:
-            made.update(write_item(getattr(value, name)))
+            document.update(write_item(getattr(value, name)))
         for name, key, default, write_item in plain:
             item = getattr(value, name)
             if default is MISSING or item != default:
-                made[key] = write_item(item)
+                document[key] = write_item(item)
         for key, name in computed:
-            made[key] = getattr(value, name)
-        return made
+            document[key] = getattr(value, name)
+        return document
 
     return write

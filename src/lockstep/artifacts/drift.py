@@ -1,6 +1,6 @@
 """The drift of quantised weights: how far their answers are from the checkpoint's.
 
-`reference/<layers>.drift.json` in and out, beside the reference of the quantised weights.
+`reference/<layers>.drift.json` in and out, next to the reference of the quantised weights.
 """
 
 from __future__ import annotations

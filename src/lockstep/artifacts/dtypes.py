@@ -1,7 +1,7 @@
 """The one table of element types: their names and sizes in each library.
 
 What safetensors, NumPy, PyTorch, graphs and ONNX call them, and which of them a precision of Lockstep is. NumPy is
-imported where a type of its own is asked for: documents are also read where nothing is computed.
+imported only for its types: documents are also read where nothing is computed.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class _Options:
 
 @dataclass(frozen=True)
 class EngineFile:
-    """An engine of a set: its file beside engines.json, with digests.
+    """An engine of a set: its file in the folder of engines.json, with digests.
 
     sha256: of the file. graph_sha256: of its graph. slots, parts: the weight slots and {slot: slots of the graph} where
     the build made others than the graph's, else None. details: JSON of what the backend says of the engine besides.

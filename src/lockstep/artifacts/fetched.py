@@ -1,6 +1,6 @@
 """The manifest of a checkpoint that was fetched or made, `source.json`.
 
-The folder `checkpoint/` beside it holds its files. It says what was taken from where, each file with size and sha256,
+The folder `checkpoint/` next to it holds its files. It says what was taken from where, each file with size and sha256,
 so that a change is seen and a moving branch stays where it was found.
 """
 
@@ -59,15 +59,15 @@ def folder_of(manifest: Path) -> Path:
     return manifest.with_name(FOLDER)
 
 
-def known(manifest: Path, source: str) -> Fetched | None:
+def load_if_same_source(manifest: Path, source: str) -> Fetched | None:
     """Return what `manifest` says, if it is there and of this very `source`."""
     if not manifest.is_file():
         return None
-    found = Fetched.load(manifest)
-    return found if found.source == source else None
+    fetched = Fetched.load(manifest)
+    return fetched if fetched.source == source else None
 
 
-def write_fetched(manifest: Path, source: str, sha256: Mapping[str, str], **more: Any) -> Path:
+def write_fetched(manifest: Path, source: str, sha256: Mapping[str, str], **fields: Any) -> Path:
     """Write the manifest of the files of `folder_of(manifest)`. more: other fields of `Fetched`, such as the commit."""
     folder = folder_of(manifest)
     files = (
@@ -75,5 +75,5 @@ def write_fetched(manifest: Path, source: str, sha256: Mapping[str, str], **more
         for name, digest in sorted(sha256.items())
     )
     remove_leftovers(manifest)
-    Fetched(source, tuple(files), **more).save(manifest)
+    Fetched(source, tuple(files), **fields).save(manifest)
     return manifest

@@ -24,7 +24,7 @@ SEAL = "sealed_sha256"
 def atomic_path(path: str | os.PathLike, writer: str | None = None) -> Iterator[Path]:
     """Give a temporary path that becomes `path` on success, and is removed otherwise.
 
-    It lies in the folder of `path`; on success it is flushed to disk and renamed.
+    It is in the folder of `path`; on success it is flushed to disk and renamed.
 
     writer: what tells this writer's temporary file from others'; by default the process number, which is enough on one
     machine.
@@ -64,7 +64,7 @@ def check_place(path: Path) -> None:
         raise InputError(
             f"{path}: expected to write a file here, found a folder; remove or rename it, or choose another place"
         )
-    if path.is_char_device() or path.is_block_device():  # renaming would put a file in its place: a root's /dev/null
+    if path.is_char_device() or path.is_block_device():  # renaming would replace it by a file: a root's /dev/null
         raise InputError(f"{path}: expected to write a file here, found a device; choose another place")
     above = next((folder for folder in path.parents if folder.exists()), None)
     if above is not None and not above.is_dir():
@@ -141,9 +141,10 @@ def read_json(path: str | os.PathLike, format: str | None = None, absent: str = 
     try:
         check_file(path)
         data = Path(path).read_bytes()
-        value = json.loads(data, parse_constant=_no_number if format else None)
-        found = value.get("format") if isinstance(value, dict) else None
-        seal = value.pop(SEAL, None) if isinstance(found, str) else None
+        parse_constant = _no_number if format else None
+        value = json.loads(data, parse_constant=parse_constant)
+        file_format = value.get("format") if isinstance(value, dict) else None
+        seal = value.pop(SEAL, None) if isinstance(file_format, str) else None
         content = _sealed_digest(data, value, seal) if seal is not None else None  # fails for half a character
     except FileNotFoundError:
         raise InputError(f"{path}: expected a file, found none; {absent}") from None
@@ -151,11 +152,11 @@ def read_json(path: str | os.PathLike, format: str | None = None, absent: str = 
         raise InputError(f"{path}: expected JSON, found lists or objects nested too deeply; {damaged}") from None
     except ValueError as error:  # numbers of thousands of digits and text that is no Unicode are no JSONDecodeError
         raise InputError(f"{path}: expected JSON, found {' '.join(str(error).split())}; {damaged}") from None
-    if format is not None and found != format:
-        other_version = isinstance(found, str) and found.partition("/")[0] == format.partition("/")[0]
+    if format is not None and file_format != format:
+        other_version = isinstance(file_format, str) and file_format.partition("/")[0] == format.partition("/")[0]
         if other_version and damaged == DAMAGED:
             damaged = f"{OTHER_VERSION}, or delete it where no target needs it"
-        raise InputError(f"{path}: expected format {format!r}, found {found!r}; {damaged}")
+        raise InputError(f"{path}: expected format {format!r}, found {file_format!r}; {damaged}")
     if seal != content:
         raise InputError(f"{path}: expected content of sha256 {seal}, found {content}: the file is damaged; {damaged}")
     return value
@@ -178,9 +179,9 @@ def _no_number(name: str) -> None:
 def check_file(path: str | os.PathLike) -> os.stat_result:
     """Return what `os.stat` says of a file. Raises InputError for what is none: reading a pipe would wait."""
     try:
-        found = os.stat(path)
-        if stat.S_ISREG(found.st_mode):
-            return found
+        status = os.stat(path)
+        if stat.S_ISREG(status.st_mode):
+            return status
     except (OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno not in (errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG):
             raise

@@ -24,7 +24,7 @@ class AttentionVariant:
     """An attention of the model, its sizes and its two graphs.
 
     Layers with the same numbers share it. scale: of the scores. softcap: of the scores, 0 for none. window: how many
-    tokens a token sees, 0 for all. sinks: whether each head has a logit beside its scores, which comes behind its
+    tokens a token sees, 0 for all. sinks: whether each head has a logit after its scores, which comes after its
     numbers in the query.
     """
 
@@ -53,8 +53,8 @@ class AttentionVariant:
 class StateMixer:
     """A token mixer with a state: the sizes of a request's, float32, and names of what it takes of a token."""
 
-    state: Annotated[tuple[Size, ...], length(4, least=1)]
-    inputs: Annotated[tuple[Name, ...], length(8, least=1)]
+    state: Annotated[tuple[Size, ...], length(4, minimum=1)]
+    inputs: Annotated[tuple[Name, ...], length(8, minimum=1)]
     prefill: GraphFile
     decode: GraphFile
 

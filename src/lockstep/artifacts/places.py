@@ -14,7 +14,7 @@ MAX_FILES = 100_000
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file beside the manifest, and its sha256."""
+    """A file in the manifest's folder, and its sha256."""
 
     file: FileName
     sha256: Digest

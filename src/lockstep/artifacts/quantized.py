@@ -37,7 +37,7 @@ _ORDER = ".order"
 class QuantizedTensors:
     """The tensors of a checkpoint that are quantised.
 
-    bits: of each of them, by name. zero_points: whether each has some of its own. ordered: whether each has an order.
+    bits: of each of them, by name. zero_points: whether each has some. ordered: whether each has an order.
     mxfp4: whether they are stacks of MXFP4. transposed: which the checkpoint holds as [in_features, out_features].
     """
 
@@ -50,9 +50,9 @@ class QuantizedTensors:
 
     def parts(self, name: str) -> list[str]:
         """Return the names of the tensors that a quantised tensor or slot is kept as."""
-        own = [zero_points_name(name)] if self.zero_points else []
+        zero_points = [zero_points_name(name)] if self.zero_points else []
         order = [order_name(name)] if self.ordered else []
-        return [data_name(name), scales_name(name), *own, *order]
+        return [data_name(name), scales_name(name), *zero_points, *order]
 
 
 def data_name(name: str) -> str:

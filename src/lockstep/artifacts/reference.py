@@ -1,8 +1,8 @@
 """The manifest of a reference: transformers' answers to the golden prompts.
 
-`reference/<layers>.json` in and out. Logits lie in a safetensors file beside it: `logits.<number of the prompt>`
+`reference/<layers>.json` in and out. Logits are in a safetensors file next to it: `logits.<number of the prompt>`
 [len(tokens), vocab_size], and those of the long prompt, `long.prompt` [len(counts), vocab_size] and `long.logits`
-[len(tokens), vocab_size]; all float32. Beside them lies what fp16 costs of them, the largest and the rms error of each
+[len(tokens), vocab_size]; all float32. With them comes their noise in fp16, the largest and the rms error of each
 row: `noise.<number of the prompt>` [len(tokens), 2], `long.noise` [len(counts) + len(tokens), 2], float32. Of a model
 that chooses inside, as a router does, there are 4 numbers a row: last the same two where what is chosen stays chosen.
 """
@@ -20,7 +20,7 @@ from lockstep.artifacts.places import FileEntry
 
 @dataclass(frozen=True)
 class ReferencePrompt:
-    """A prompt and what follows it. new_text: the tokens as text. adapter: "" for none, beside others with one."""
+    """A prompt and what follows it. new_text: the tokens as text. adapter: "" for none, among others with one."""
 
     text: str
     prompt_ids: tuple[int, ...]

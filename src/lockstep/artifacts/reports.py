@@ -1,6 +1,6 @@
 """The reports of checks: validate, compare, golden, served, and golden's speeds.
 
-JSON in and out. A report of a check that passed lies where its stage says; one that failed lies beside it
+JSON in and out. A report of a check that passed is where its stage says; one that failed is next to it
 (`failed_path`). An error of None is not finite: NaN or infinity.
 """
 
@@ -28,7 +28,7 @@ class Report(Document):
 
 @dataclass(frozen=True)
 class TensorError:
-    """The errors of a tensor, beside what the precision itself costs of it.
+    """The errors of a tensor, and its noise in the precision.
 
     relative_error, rms_error: relative to the size of each row (`verify.noise.spread`). noise, rms_noise: the same of
     the precision. tolerance, rms_tolerance: the largest that pass; None: any.
@@ -46,7 +46,7 @@ class TensorError:
 
 @dataclass(frozen=True)
 class BlockErrors:
-    """The errors of a block's outputs and of the attention behind it, by tensor.
+    """The errors of a block's outputs and of the attention after the block, by tensor.
 
     layer: the decoder layer that the block ends in. variant: of that layer's attention. None where there is none.
     """
@@ -59,7 +59,7 @@ class BlockErrors:
 
 @dataclass(frozen=True)
 class CacheError:
-    """The largest error of the layers behind a cache of `num_past` tokens, beside the noise and bound of its tensor."""
+    """The largest error of the layers after a cache of `num_past` tokens, with the noise and bound of its tensor."""
 
     num_past: int
     relative_error: float | None
@@ -242,7 +242,7 @@ class GoldenPrompt:
 
 @dataclass(frozen=True)
 class GoldenLongPrompt:
-    """The logit errors of the long prompt: in one piece, in pieces, token by token, beside others.
+    """The logit errors of the long prompt: in one piece, in pieces, token by token, among others.
 
     decoded_positions: of its `positions`, with its answer, how many came as a single token, as decoding brings them.
     """
@@ -267,7 +267,7 @@ class GoldenLongPrompt:
 
 @dataclass(frozen=True)
 class MovedState:
-    """Requests whose keys and values were moved, beside the same requests alone.
+    """Requests whose keys and values were moved, compared with the same requests alone.
 
     max_logit_difference: of any of them. not_run: why none was run, for example what this backend cannot do.
     """
@@ -313,8 +313,8 @@ class GoldenReport(Report):
 class ServedPhase:
     """The requests of the served check in one way of asking.
 
-    Requests that were compared, others beside them, how many of these were cancelled, and the first differing token of
-    each that has one.
+    Requests that were compared, other requests of the load, how many of these were cancelled, and the first differing
+    token of each that has one.
     """
 
     requests: int
@@ -329,7 +329,7 @@ class SampledCase:
 
     answers: whole and streamed ones. tokens: of those that differ. decided: of these tokens, those that would be others
     without what the requests show. near: those that are not the second sampler's, but as good. max_logprob_error: None
-    where none were asked for.
+    where none were requested.
     """
 
     answers: int
@@ -343,7 +343,7 @@ class SampledCase:
 class ServedReport(Report):
     """The answers of a server to the golden prompts, and to requests that choose tokens in other ways (`sampling`).
 
-    batch_invariant: its tokens must be the golden check's, whatever runs beside; else some may differ where the
+    batch_invariant: its tokens must be the golden check's, whatever runs in the batch; else some may differ where the
     reference holds two for equally likely. prefix_hit_tokens: of prompts, not computed again. restarts: of the engine,
     which was killed as often.
     """

@@ -66,14 +66,14 @@ class Signature(JsonObject):
     def validate(self, stored: Mapping[str, Any]) -> None:
         check_slots(self.slots)
 
-    def check(self, found: Signature, where: str, remedy: str) -> None:
+    def check(self, actual: Signature, where: str, remedy: str) -> None:
         """Raise CheckError where `found` takes or gives something else.
 
         Its slots may stand among its inputs. where, remedy: how the message begins and ends.
         """
         for role, declared, other in (
-            ("input", (*self.inputs, *self.slots), (*found.inputs, *found.slots)),
-            ("output", self.outputs, found.outputs),
+            ("input", (*self.inputs, *self.slots), (*actual.inputs, *actual.slots)),
+            ("output", self.outputs, actual.outputs),
         ):
             check_names(where, role, [io.name for io in declared], [io.name for io in other], remedy)
             types = {io.name: io.type for io in other}
@@ -91,10 +91,10 @@ def check_slots(slots: Sequence[IO]) -> None:
             raise ValidationError(f"slots: {slot.name}", f"one of {', '.join(_WEIGHTS)}, and sizes", slot.type)
 
 
-def check_names(where: str, role: str, declared: Sequence[str], found: Sequence[str], remedy: str = "") -> None:
+def check_names(where: str, role: str, declared: Sequence[str], actual: Sequence[str], remedy: str = "") -> None:
     """Raise CheckError where the names of inputs or outputs are not those declared, in any order."""
-    missing = sorted(set(declared) - set(found))
-    extra = sorted(set(found) - set(declared))
+    missing = sorted(set(declared) - set(actual))
+    extra = sorted(set(actual) - set(declared))
     if missing or extra:
         parts = [f"{word} {few(names)}" for word, names in (("no", missing), ("unexpected", extra)) if names]
         end = f"; {remedy}" if remedy else ""
@@ -122,8 +122,8 @@ def check_arrays(
             sizes.setdefault(want, size) if isinstance(want, str) else want for want, size in zip(shape, array.shape)
         ]
         if array.dtype.name != io.dtype or array.ndim != len(shape) or list(array.shape) != expected:
-            wanted = [f"{dim}={sizes[dim]}" if isinstance(dim, str) and dim in sizes else dim for dim in shape]
-            expected_type = IO(io.name, io.dtype, tuple(wanted))
-            found = IO(io.name, array.dtype.name, array.shape)
-            raise CheckError(f"{where}: {role} {io.name!r}: expected {expected_type.type}, found {found.type}")
+            sizes_of_dims = tuple(f"{dim}={sizes[dim]}" if dim in sizes else dim for dim in shape)
+            expected_type = IO(io.name, io.dtype, sizes_of_dims)
+            actual = IO(io.name, array.dtype.name, array.shape)
+            raise CheckError(f"{where}: {role} {io.name!r}: expected {expected_type.type}, found {actual.type}")
     return sizes

@@ -20,8 +20,8 @@ class SummaryRow:
     in how many of the rounds it came out the same, "-" where it was not tried. reason: why the verdict is no pass.
     drift: of quantised weights, in words. logit_noise: the error of a logit that the precision itself costs.
     drift_logit_error: rms, in units of the logits. drift_tokens_differing: of the likeliest tokens of the golden
-    answers. drift_perplexity: relative to the checkpoint's, less 1. max_logprob_error: of the server's, beside those of
-    a second sampler; None where it gave none.
+    answers. drift_perplexity: relative to the checkpoint's, less 1. max_logprob_error: of the server's, compared with
+    those of a second sampler; None where it gave none.
     """
 
     model: str

@@ -18,7 +18,7 @@ from lockstep.targets import MOST_RANKS
 if TYPE_CHECKING:
     import numpy as np
 
-_Rank = Annotated[tuple[tuple[Count, Count], ...], length(10_000, least=1)]
+_Rank = Annotated[tuple[tuple[Count, Count], ...], length(10_000, minimum=1)]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Shard(JsonObject):
     """Each rank's part of a tensor along `axis`: [start, end) one after another."""
 
     axis: Annotated[int, integers(0, 7)]
-    ranges: Annotated[tuple[_Rank, ...], length(MOST_RANKS, least=2)]
+    ranges: Annotated[tuple[_Rank, ...], length(MOST_RANKS, minimum=2)]
 
     @classmethod
     def even(cls, axis: int, size: int, degree: int) -> Shard:
@@ -46,11 +46,11 @@ class Shard(JsonObject):
         """Return the size of a rank's part along the axis; it is the same for all ranks."""
         return sum(high - low for low, high in self.ranges[0])
 
-    def shape(self, whole: tuple[int | str, ...]) -> tuple[int | str, ...]:
-        return (*whole[: self.axis], self.count, *whole[self.axis + 1 :])
+    def shape(self, shape: tuple[int | str, ...]) -> tuple[int | str, ...]:
+        return (*shape[: self.axis], self.count, *shape[self.axis + 1 :])
 
     def take(self, array: np.ndarray, rank: int) -> np.ndarray:
-        """Return a rank's part of a whole tensor: a view where it lies in one range."""
+        """Return a rank's part of a whole tensor: a view where it is one range."""
         before = (slice(None),) * self.axis
         parts = [array[(*before, slice(low, high))] for low, high in self.ranges[rank]]
         import numpy as np
@@ -86,7 +86,7 @@ class ShardedClass:
     partial sums.
     """
 
-    pieces: Annotated[tuple[ShardEntry, ...], length(100, least=1)]
+    pieces: Annotated[tuple[ShardEntry, ...], length(100, minimum=1)]
     values: Mapping[Name, Shard]
     weights: Mapping[Name, Shard]
     first: Annotated[tuple[Name, ...], length(10_000)]
@@ -123,15 +123,15 @@ class TensorParallel:
                 yield f"{name}.{phase}", self.variants[name].phases()[phase]
 
 
-def attention_shards(whole: AttentionVariant, degree: int) -> dict[str, Shard]:
+def attention_shards(variant: AttentionVariant, degree: int) -> dict[str, Shard]:
     """Return what ranks hold of the inputs and outputs of an attention: its heads."""
-    heads = Shard.even(1, whole.num_heads, degree)
-    kv_heads = Shard.even(1, whole.num_kv_heads, degree)
+    heads = Shard.even(1, variant.num_heads, degree)
+    kv_heads = Shard.even(1, variant.num_kv_heads, degree)
     return {
-        "query": heads.scaled(whole.head_dim),
-        "key": kv_heads.scaled(whole.head_dim),
-        "value": kv_heads.scaled(whole.value_head_dim),
-        "attention": heads.scaled(whole.value_head_dim),
+        "query": heads.scaled(variant.head_dim),
+        "key": kv_heads.scaled(variant.head_dim),
+        "value": kv_heads.scaled(variant.value_head_dim),
+        "attention": heads.scaled(variant.value_head_dim),
         **dict.fromkeys(("past_key", "past_value", "key_out", "value_out"), kv_heads),
     }
 

@@ -36,10 +36,10 @@ class _Amount(click.ParamType):
         self.example = example
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        found = re.fullmatch(rf"([0-9]+(?:\.[0-9]+)?) *({'|'.join(self.units)}){self.end}", str(value), re.IGNORECASE)
-        if not found:
+        match = re.fullmatch(rf"([0-9]+(?:\.[0-9]+)?) *({'|'.join(self.units)}){self.end}", str(value), re.IGNORECASE)
+        if not match:
             self.fail(f"expected a number and a unit, such as {self.example}; found {value!r}", param, ctx)
-        return float(found[1]) * self.units[found[2].lower()]
+        return float(match[1]) * self.units[match[2].lower()]
 
 
 @click.group()
@@ -71,10 +71,9 @@ def ls(folder: str | None, config_file: Path | None, as_json: bool) -> None:
         )
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:
-        stage, of, key, files, size, when = (
-            text.rjust(width) if column in (3, 4) else text.ljust(width)
-            for column, (text, width) in enumerate(zip(row, widths))
-        )
+        stage, of, key, files, size, when = map(str.ljust, row, widths)
+        files = files.strip().rjust(widths[3])
+        size = size.strip().rjust(widths[4])
         click.echo(f"{stage}  {of}  {key}  {files}  {size}  {when}".rstrip())
     click.echo(summary(contents))
 
@@ -144,8 +143,13 @@ def _entry(cache: Cache, used: Used) -> dict[str, Any]:
 
 def _contents(contents: Contents) -> dict[str, Any]:
     """Return how much the cache holds, as JSON. size: bytes of all files."""
-    rest = {name: sorted(map(str, getattr(contents, name))) for name in ("damaged", "temporary")}
-    return {"num_entries": len(contents.entries), "num_files": len(contents.blobs), "size": contents.size, **rest}
+    other_files = {name: sorted(map(str, getattr(contents, name))) for name in ("damaged", "temporary")}
+    return {
+        "num_entries": len(contents.entries),
+        "num_files": len(contents.blobs),
+        "size": contents.size,
+        **other_files,
+    }
 
 
 def _opened(folder: str | None, config_file: Path | None) -> Cache:
@@ -158,9 +162,9 @@ def _opened(folder: str | None, config_file: Path | None) -> Cache:
         from lockstep.config.load import load_given
 
         configured = load_given(config_file).cache
-    found = cache_folder(configured)
-    if found is None:
+    existing = cache_folder(configured)
+    if existing is None:
         raise InputError(
             f"cache: expected a folder, found none: give it with --cache, {VARIABLE} or `cache` in the config"
         )
-    return Cache(found)
+    return Cache(existing)

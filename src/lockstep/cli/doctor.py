@@ -24,7 +24,7 @@ _VERSIONS = ("snakemake", "torch", "transformers", "onnx", "onnxruntime", "openv
 _TENSORRT = ("tensorrt", "tensorrt-cu12", "tensorrt-cu13", "tensorrt-cu12-bindings", "tensorrt-cu13-bindings")
 _GB = 1e9
 # Of the largest job of a model, as workflow/rules ask a cluster for it: bytes, and bytes for each byte of weights in 16
-# bits (docs/clusters.md). A quantised target's graphs are checked beside its weights in fp32.
+# bits (docs/clusters.md). A quantised target's graphs are checked with its weights in fp32.
 _JOB_BYTES = 2.5e9
 _JOB_PER_BYTE = 4.5
 _QUANTIZED_PER_BYTE = 8
@@ -91,37 +91,37 @@ def _backends() -> dict[str, dict[str, Any]]:
     """Return by backend why its engines are not built and not run here, None where they are, and its precisions."""
     from lockstep.config.backends import backends
 
-    found = {}
+    by_backend = {}
     for name, settings in backends().items():
         options = settings.build_options(settings.section() if settings.section else None, {})
-        lacking = {one: reason for one in settings.precisions if (reason := settings.lacks_here(one))}
+        lacking = {precision: reason for precision in settings.precisions if (reason := settings.lacks_here(precision))}
         not_built = settings.missing() or settings.cannot_build()
-        found[name] = {
-            "precisions": [one for one in settings.precisions if one not in lacking],
+        by_backend[name] = {
+            "precisions": [precision for precision in settings.precisions if precision not in lacking],
             "lacking": lacking,
             "not_built": not_built,
             "not_run": not_built or settings.cannot_run(options),
         }
-    return found
+    return by_backend
 
 
 def _models(config: Config) -> dict[str, dict[str, Any]]:
     """Return what each model of the config needs; without numbers where it must be fetched first."""
     from lockstep.config.sources import read_shape
 
-    found: dict[str, dict[str, Any]] = {}
+    by_model: dict[str, dict[str, Any]] = {}
     for name, place in config.check_sources().items():
         model = config.models[name]
         parameters = read_shape(place).num_parameters
         if parameters is None:
             continue
         factor = _QUANTIZED_PER_BYTE if any(map(is_quantized, model.all_precisions())) else _JOB_PER_BYTE
-        found[name] = {
+        by_model[name] = {
             "parameters": parameters,
             "memory_bytes": round(_JOB_BYTES + factor * 2 * parameters),
-            "disk_bytes": round(parameters * sum(_BYTES[one] for one in model.all_precisions())),
+            "disk_bytes": round(parameters * sum(_BYTES[precision] for precision in model.all_precisions())),
         }
-    return {name: found.get(name, {}) for name in config.models}
+    return {name: by_model.get(name, {}) for name in config.models}
 
 
 def _lines(facts: dict[str, Any]) -> list[str]:
@@ -134,12 +134,13 @@ def _lines(facts: dict[str, Any]) -> list[str]:
         f"{'backend':<13} builds  runs  precisions",
     ]
     notes = []
-    for name, one in facts["backends"].items():
-        builds, runs = ("no" if one[key] else "yes" for key in ("not_built", "not_run"))
-        lines.append(f"{name:<13} {builds:<7} {runs:<5} {', '.join(one['precisions'])}")
-        if reason := one["not_built"] or one["not_run"]:
+    for name, entry in facts["backends"].items():
+        builds = "no" if entry["not_built"] else "yes"
+        runs = "no" if entry["not_run"] else "yes"
+        lines.append(f"{name:<13} {builds:<7} {runs:<5} {', '.join(entry['precisions'])}")
+        if reason := entry["not_built"] or entry["not_run"]:
             notes.append(f"{name}: {reason}")
-        notes += [f"{name}: no {precision}: {reason}" for precision, reason in one["lacking"].items()]
+        notes += [f"{name}: no {precision}: {reason}" for precision, reason in entry["lacking"].items()]
     lines += ["", *notes]
     for extra, modules in sorted(facts["missing_extras"].items()):
         lines.append(f"{extra}: {', '.join(modules)} not installed: {pip_install(extra)}")

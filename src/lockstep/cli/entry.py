@@ -1,6 +1,6 @@
 """The `lockstep` program, as it is started.
 
-In: the command line. `main` loads the commands and runs the one that is asked for. Loading takes a third of a second;
+In: the command line. `main` loads the commands and runs the named one. Loading takes a third of a second;
 Ctrl-C in it is one line, as it is later, for little is imported before the guard.
 """
 

@@ -55,8 +55,8 @@ def missing_package(command: str | None, error: ModuleNotFoundError) -> InputErr
     module = error.name or ""
     if module.partition(".")[0] in ("", "lockstep"):
         return None
-    found = [name for name in EXTRAS if f"{module}.".startswith(f"{name}.") or f"{name}.".startswith(f"{module}.")]
-    install = pip_install(EXTRAS[found[0]]) if found else "install it"
+    packages = [name for name in EXTRAS if f"{module}.".startswith(f"{name}.") or f"{name}.".startswith(f"{module}.")]
+    install = pip_install(EXTRAS[packages[0]]) if packages else "install it"
     return InputError(
         f"{command or 'lockstep'}: needs the Python package {module!r}, which is not installed here; {install}"
     )

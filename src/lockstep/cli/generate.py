@@ -29,7 +29,7 @@ class _Generate(GroupedCommand):
 @click.option("--output", "out", type=PATH, help="For --input: the file of completions.")
 @click.option("--max-new-tokens", type=AT_LEAST_1, default=64)
 @click.option("--temperature", type=float, default=0.0, help="0 takes the most likely token.")
-@click.option("--top-k", type=int, default=0, help="Draw from so many most likely tokens; 0: from all.")
+@click.option("--top-k", type=int, default=0, help="Draw from this many of the likeliest tokens; 0: from all.")
 @click.option(
     "--top-p", type=float, default=1.0, help="Draw from the most likely tokens that make up this probability."
 )
@@ -80,9 +80,9 @@ def generate(
     if as_json and prompt is None:
         raise InputError("generate: expected --json with --prompt, found it with --input; its --output is JSON already")
     with runnable(target, weights, results) as place:
-        asked: dict[str, Any] = {"prompt": prompt, "as_json": as_json}
+        request: dict[str, Any] = {"prompt": prompt, "as_json": as_json}
         if source is not None:
-            asked = {"source": str(source), "out": str(out)}
+            request = {"source": str(source), "out": str(out)}
         run = command.generate if source is None else command.generate_file
         run(
             assembly=str(place.assembly),
@@ -90,7 +90,7 @@ def generate(
             engines=str(place.engines),
             layers=place.target.layers,
             limits=asdict(place.limits),
-            **asked,
+            **request,
             max_new_tokens=max_new_tokens,
             sampling=sampling,
             stop=list(stop),

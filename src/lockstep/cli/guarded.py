@@ -16,7 +16,7 @@ SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 120, "sh
 class GroupedCommand(click.Command):
     """A command whose help has its options below titles.
 
-    groups: a group's title to the options that stand in it, without dashes; others stand below "Options".
+    groups: a group's title to its options, without dashes; others are below "Options".
     """
 
     groups: Mapping[str, str] = {}
@@ -44,9 +44,9 @@ class GuardedGroup(click.Group):
         super().__init__(*arguments, **options)
         self.sections: dict[str, tuple[click.Command, ...]] = {}
 
-    def make_context(self, *arguments: Any, **more: Any) -> click.Context:
+    def make_context(self, *arguments: Any, **options: Any) -> click.Context:
         with guard():  # `--help` is printed here, and the disk may be full
-            return super().make_context(*arguments, **more)
+            return super().make_context(*arguments, **options)
 
     def invoke(self, ctx: click.Context) -> Any:
         with guard():
@@ -58,7 +58,7 @@ class GuardedGroup(click.Group):
                 raise missing from None
 
     def add_section(self, title: str, commands: Iterable[click.Command]) -> None:
-        """Add commands that stand in the help below a title of their own, in this order."""
+        """Add commands, which the help lists below `title` in this order."""
         added = tuple(commands)
         self.sections[title] = added
         for command in added:

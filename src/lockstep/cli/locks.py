@@ -72,7 +72,7 @@ def lock(models: tuple[str, ...], accept: bool, as_json: bool, locks: Path, resu
 @click.option(
     "--rebuilders",
     type=AT_LEAST_1,
-    help="Ask for so many signed statements, by --key, of others who made the same bytes.",
+    help="Require this many signed statements, by --key, of others who made the same bytes.",
 )
 @JSON
 @LOCKS
@@ -104,35 +104,44 @@ def verify(
     from lockstep.provenance.verify import SAME
     from lockstep.provenance.verify import verify as check
 
-    known = {path.name.removesuffix(".lock.json"): path for path in sorted(locks.glob("*.lock.json"))}
+    locks_by_model = {path.name.removesuffix(".lock.json"): path for path in sorted(locks.glob("*.lock.json"))}
     for model in models:
-        if model not in known and not (results / model).is_dir():
+        if model not in locks_by_model and not (results / model).is_dir():
             raise InputError(
                 f"{results / model}: expected results of a model, or a lock in {locks}, found "
                 f"neither; run `lockstep run` first, or correct the name"
             )
     with working(f"verify {results}"):
         findings = check(
-            results, {model: path for model, path in known.items() if not models or model in models}, models, deep
+            results,
+            {model: path for model, path in locks_by_model.items() if not models or model in models},
+            models,
+            deep,
         )
     if not findings:
         raise InputError(f"{results}: expected results to verify, found none; run `lockstep run` first")
     wrong = [finding for finding in findings if finding.status != SAME]
     if as_json:
         entries = [asdict(finding) for finding in findings]
-        echo_json({"locks": sorted(known), "same": len(findings) - len(wrong), "findings": entries})
+        echo_json({"locks": sorted(locks_by_model), "same": len(findings) - len(wrong), "findings": entries})
     else:
         for finding in findings if verbose else wrong:
             click.echo(finding)
-        held = f", with {len(known)} lock{'s' * (len(known) != 1)}" if known else ", without a lock"
-        click.echo(f"{len(findings) - len(wrong)} of {len(findings)} the same{held}")
+        with_locks = (
+            f", with {len(locks_by_model)} lock{'s' * (len(locks_by_model) != 1)}"
+            if locks_by_model
+            else ", without a lock"
+        )
+        click.echo(f"{len(findings) - len(wrong)} of {len(findings)} the same{with_locks}")
     if wrong:
         raise CheckError(
             f"{len(wrong)} of {len(findings)} artefacts are not what was recorded: "
             f"{wrong[0].name}{' and others' * (len(wrong) > 1)}"
         )
     if rebuilders is not None:
-        _verify_rebuilds([path for model, path in known.items() if not models or model in models], keys, rebuilders)
+        _verify_rebuilds(
+            [path for model, path in locks_by_model.items() if not models or model in models], keys, rebuilders
+        )
 
 
 def _verify_bundles(
@@ -145,18 +154,18 @@ def _verify_bundles(
         raise InputError("--key, --identity: expected them with --signature, found none; add it")
     if signature and not keys and not identity:
         raise InputError("--signature: expected who may have signed, found none; name a public key by --key")
-    found = []
+    checked = []
     for bundle in bundles:
         with working(f"verify {bundle}"):
             if signature:
                 signer = check(bundle, keys, Identity(*identity) if identity else None)
             else:
                 check_contents(bundle)
-        found.append({**file_json(bundle), **({"signer": signer} if signature else {})})
+        checked.append({**file_json(bundle), **({"signer": signer} if signature else {})})
         if not as_json:
             click.echo(f"{bundle}: as it was packed{f', signed by {signer}' if signature else ''}")
     if as_json:
-        echo_json({"bundles": found})
+        echo_json({"bundles": checked})
 
 
 def _verify_rebuilds(locks: list[Path], keys: tuple[Path, ...], at_least: int) -> None:
@@ -179,11 +188,11 @@ def diff(first: Path, second: Path, as_json: bool) -> None:
     """
     from lockstep.provenance.lock import diff as differences
 
-    found = differences(first, second)
+    changes = differences(first, second)
     if as_json:
-        echo_json({"differences": [{"where": where, "change": change} for where, change in found]})
+        echo_json({"differences": [{"where": where, "change": change} for where, change in changes]})
     else:
-        for where, change in found:
+        for where, change in changes:
             click.echo(f"{' / '.join(where)}: {change}")
-    if found:
+    if changes:
         raise SystemExit(1)

@@ -1,6 +1,6 @@
 """The `lockstep` command: its subcommands, put together.
 
-Each stage is the function that its rule calls, on the same paths below `results/`, without Snakemake. Imports stand in
+Each stage is the function that its rule calls, on the same paths below `results/`, without Snakemake. Imports are in
 the commands: the program explains itself without loading what only one of them needs.
 """
 

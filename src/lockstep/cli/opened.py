@@ -95,7 +95,7 @@ def runnable(name: str, weights: Path | None, results: Path) -> Iterator[Opened]
             yield place
         return
     if weights is not None:
-        raise InputError(f"--weights: expected a bundle ({BUNDLE_SUFFIX}) beside it, found {name}; leave it out")
+        raise InputError(f"--weights: expected a bundle ({BUNDLE_SUFFIX}) with it, found {name}; leave it out")
     yield _of_target(name, Results(results))
 
 
@@ -132,25 +132,22 @@ def speculative(text: str | None, results: Path) -> dict[str, Any] | None:
 
     if text is None:
         return None
-    asked = parse(text)
+    options = parse(text)
     tree = Results(results)
-    if asked.target is None:
-        return asdict(asked)
-    # The first layers of a target need no check of their own: what they draft is verified.
-    model, _, rest = asked.target.partition("/")
-    precision, _, rest = rest.partition("/")
-    layers, _, backend = rest.partition("/")
+    if options.target is None:
+        return asdict(options)
+    # The first layers of a target need no check: what they draft is verified.
+    model, _, tail = options.target.partition("/")
+    precision, _, tail = tail.partition("/")
+    layers, _, backend = tail.partition("/")
     cut = int(layers) if layers.isdecimal() else None
-    name = asked.target if cut is None else "/".join(filter(None, (model, precision, "all", backend)))
+    name = options.target if cut is None else "/".join(filter(None, (model, precision, "all", backend)))
     place = _of_target(name, tree)
-    found = replace(
-        asked,
-        engines=str(place.engines),
-        assembly=str(place.assembly),
-        weights=str(place.weights),
-        layers=place.target.layers if cut is None else cut,
+    cut_layers = place.target.layers if cut is None else cut
+    resolved = replace(
+        options, engines=str(place.engines), assembly=str(place.assembly), weights=str(place.weights), layers=cut_layers
     )
-    return asdict(found)
+    return asdict(resolved)
 
 
 def _check_recorded(tree: Results, place: Opened) -> None:
@@ -165,6 +162,6 @@ def _check_recorded(tree: Results, place: Opened) -> None:
     for path in (place.assembly, place.weights, place.engines):
         if path.is_file() and read_record(path) is None:
             raise InputError(
-                f"{path}: expected beside it {record_path(path).name}, the record of how it was made, found none or "
+                f"{path}: expected next to it {record_path(path).name}, the record of how it was made, found none or "
                 "that of another file; run `lockstep run` again"
             )

@@ -38,12 +38,12 @@ def print_summary(tree: Results) -> None:
     from lockstep.report import summary as stage
     from lockstep.report.verdict import advice
 
-    found = _collect(tree)
-    stage.print_table(found)
-    stage.print_verdict(found)
+    reports = _collect(tree)
+    stage.print_table(reports)
+    stage.print_verdict(reports)
     if tree.report_page().is_file():
         click.echo(f"Report: {tree.report_page()}")
-    for line in advice(found):
+    for line in advice(reports):
         click.echo(line)
 
 

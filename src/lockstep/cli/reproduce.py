@@ -34,17 +34,21 @@ def explain(target: str, as_json: bool, config_file: Path | None, results: Path)
     adapters = project.config.adapter_folders(chosen.model, results=project.results)
     sources = Sources.of(project.config, chosen.model, project.results, project.sources.get(chosen.model), adapters)
     steps = reasons(project.config, project.results, chosen, sources)
-    found = [step for step in steps if step.rebuilt]
+    rebuilt_steps = [step for step in steps if step.rebuilt]
     if as_json:
         entries = [
-            {"stage": each.step.stage, "names": each.step.names, "output": str(each.step.output)}
-            | {"unknown": each.unknown, "reasons": each.reasons}
-            for each in found
+            {
+                "stage": rebuilt_step.step.stage,
+                "names": rebuilt_step.step.names,
+                "output": str(rebuilt_step.step.output),
+            }
+            | {"unknown": rebuilt_step.unknown, "reasons": rebuilt_step.reasons}
+            for rebuilt_step in rebuilt_steps
         ]
         return echo_json({"target": str(chosen), "steps": entries})
-    for step in found:
+    for step in rebuilt_steps:
         click.echo(step)
-    if not found:
+    if not rebuilt_steps:
         click.echo(f"{chosen}: nothing would be made again")
 
 
@@ -62,7 +66,7 @@ def explain(target: str, as_json: bool, config_file: Path | None, results: Path)
     "--sign",
     metavar="KEY",
     type=FILE,
-    help="With --against, where all is the same: leave a statement beside the lock, signed with this private key.",
+    help="With --against, where all is the same: write a statement next to the lock, signed with this private key.",
 )
 @CONFIG
 @JSON
@@ -126,18 +130,18 @@ def _compare_with_lock(
     folder = project.checkpoint_folder(target.model)
     if folder is None:
         raise InputError(f"{target.model}: expected its checkpoint here, found none; run `lockstep stage fetch` first")
-    made = rebuild(project.config.dump(), folder, target, Lock.load(lock), _tell)
+    rebuilt = rebuild(project.config.dump(), folder, target, Lock.load(lock), _tell)
     if as_json:
-        echo_json({"target": str(target), "lock": str(lock), "artefacts": [asdict(entry) for entry in made]})
+        echo_json({"target": str(target), "lock": str(lock), "artefacts": [asdict(entry) for entry in rebuilt]})
     else:
-        for entry in made:
+        for entry in rebuilt:
             if entry.is_locked:
                 _echo_artefact("different" if entry.differs else "same", entry.where, entry.differs)
             else:
                 _echo_artefact("not locked", entry.where, None)
-    if wrong := [entry for entry in made if entry.differs]:
+    if wrong := [entry for entry in rebuilt if entry.differs]:
         raise CheckError(
-            f"{target}: {len(wrong)} of {len(made)} artefacts are not as in {lock}; the first: {wrong[0].differs}"
+            f"{target}: {len(wrong)} of {len(rebuilt)} artefacts are not as in {lock}; the first: {wrong[0].differs}"
         )
     if sign is not None:
-        click.echo(rebuilds.write(lock, target, made, sign), err=as_json)
+        click.echo(rebuilds.write(lock, target, rebuilt, sign), err=as_json)

@@ -53,20 +53,20 @@ def _check_alone() -> None:
     """Raise InputError where Snakemake runs in this folder, whose advice is `--unlock`, which is for one that died."""
     if not any(Path(".snakemake/locks").glob("*")):
         return
-    here = os.path.realpath(".")
+    folder = os.path.realpath(".")
     for process in sorted(Path("/proc").glob("[0-9]*"), key=lambda process: int(process.name)):
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             words = (process / "cmdline").read_bytes().split(b"\0")
             is_snakemake = any(os.path.basename(word) == b"snakemake" for word in words)
-            if is_snakemake and os.path.realpath(process / "cwd") == here and int(process.name) != os.getpid():
+            if is_snakemake and os.path.realpath(process / "cwd") == folder and int(process.name) != os.getpid():
                 raise InputError(
-                    f"run: expected no other run in {here}, found process {process.name}; wait until it has ended, or "
-                    "run in another folder"
+                    f"run: expected no other run in {folder}, found process {process.name}; wait until it has ended, "
+                    "or run in another folder"
                 )
 
 
 def _prepare_environment() -> None:
-    """Give Snakemake what a user that no system file knows lacks, as in containers: a name, and a folder of its own.
+    """Set USER and a cache folder for users without a passwd entry, as in containers: Snakemake needs both.
 
     And a PATH, which it asks for too.
     """
@@ -91,11 +91,11 @@ def _prepare_environment() -> None:
 def _split(arguments: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
     """Return the config, which stands first, and Snakemake's own options.
 
-    Raises InputError where a checkpoint stands there.
+    Raises InputError where a checkpoint is there.
     """
-    first, *others = arguments or ("",)
+    first, *following = arguments or ("",)
     if first.endswith(_SUFFIXES) and Path(first).parts[:1] != ("results",):  # else a file that Snakemake makes
-        return first, tuple(others)
+        return first, tuple(following)
     if first.startswith("hf:") or first.endswith(".gguf") or (first and (Path(first) / "config.json").is_file()):
         raise InputError(f"run: expected a config, found the checkpoint {first}; write one: lockstep init {first}")
     return None, arguments
@@ -110,8 +110,8 @@ def _config_here() -> str | None:
 
     configs = configs_in(Path())
     if DEMO.is_file():
-        others = f", not {', '.join(map(str, configs))}" if configs else ""
-        note(f"Config: {DEMO}{others}")
+        instead_of = f", not {', '.join(map(str, configs))}" if configs else ""
+        note(f"Config: {DEMO}{instead_of}")
         return None
     if len(configs) > 1:
         raise InputError(

@@ -26,10 +26,10 @@ class _Seconds(click.FloatRange):
     """A finite number of seconds in a range."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        found = super().convert(value, param, ctx)
-        if not math.isfinite(found):
+        seconds = super().convert(value, param, ctx)
+        if not math.isfinite(seconds):
             self.fail(f"expected a finite number of seconds, found {value}", param, ctx)
-        return found
+        return seconds
 
 
 _SECONDS = _Seconds(min=0)
@@ -42,8 +42,8 @@ class _Bytes(click.ParamType):
     name = "bytes"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", str(value), re.IGNORECASE | re.ASCII)
-        if found is None or not (size := int(float(found[1]) * _UNITS[found[2].upper()])):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", str(value), re.IGNORECASE | re.ASCII)
+        if match is None or not (size := int(float(match[1]) * _UNITS[match[2].upper()])):
             self.fail(f"expected bytes, such as 1048576, 512M or 1.5G; found {value!r}", param, ctx)
         return size
 
@@ -112,7 +112,7 @@ class _Serve(GroupedCommand):
 @click.option(
     "--long-prefill-token-threshold",
     type=AT_LEAST_1,
-    help="Tokens of one prompt in a step beside requests that decode, at most.  [default: a chunk on a CPU, none on a "
+    help="Tokens of one prompt in a step with requests that decode, at most.  [default: a chunk on a CPU, none on a "
     "GPU]",
 )
 @click.option(
@@ -164,7 +164,7 @@ class _Serve(GroupedCommand):
     "--stall",
     type=_POSITIVE,
     default=ServiceLimits.stall,
-    help="Seconds without a sign of life after which the engine is started anew.",
+    help="Seconds without a sign of life after which the engine is restarted.",
 )
 @click.option(
     "--metrics-prefix",
@@ -180,7 +180,7 @@ class _Serve(GroupedCommand):
     "OTEL_EXPORTER_OTLP_ENDPOINT, else nowhere]",
 )
 @RESULTS
-def serve(target: str, weights: Path | None, results: Path, drafts: str | None, **given: Any) -> None:
+def serve(target: str, weights: Path | None, results: Path, drafts: str | None, **options: Any) -> None:
     """Serve a target, such as demo-llama/fp16, or a bundle, over HTTP.
 
     OpenAI's API, Triton's, health, metrics and a web page; Triton's over gRPC, too.
@@ -189,7 +189,7 @@ def serve(target: str, weights: Path | None, results: Path, drafts: str | None, 
     """
     try:
         with runnable(target, weights, results) as opened:
-            run_server(opened, SimpleNamespace(**given, speculative=speculative(drafts, results)))
+            run_server(opened, SimpleNamespace(**options, speculative=speculative(drafts, results)))
     except KeyboardInterrupt as error:  # once it takes requests, it handles signals itself
         what, number = (f"ended by {error}", error.number) if isinstance(error, Ended) else ("interrupted", SIGINT)
         click.echo(f"{PREFIX}{what} before the server was ready", err=True)

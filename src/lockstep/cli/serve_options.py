@@ -30,27 +30,27 @@ if TYPE_CHECKING:
     from lockstep.serve.traces import Traces
 
 
-def _check_ranks(place: Opened, asked: int | None) -> None:
+def _check_ranks(place: Opened, num_ranks: int | None) -> None:
     """Raise InputError unless the graphs are split over as many ranks as requested."""
     from lockstep.artifacts.assembly import Assembly
 
     ranks = Assembly.load(place.assembly).tensor_parallel
     degree = 1 if ranks is None else ranks.degree
-    if asked not in (None, degree):
+    if num_ranks not in (None, degree):
         raise InputError(
-            f"--tensor-parallel: expected {degree}, for {place.target} was exported for so many, found {asked}; set "
-            f"tensor_parallel: {asked} for {place.target.model} in the config and run `lockstep run`"
+            f"--tensor-parallel: expected {degree}, for {place.target} was exported for that many, found {num_ranks}; "
+            f"set tensor_parallel: {num_ranks} for {place.target.model} in the config and run `lockstep run`"
         )
 
 
 def _limits(checked: Limits, options: SimpleNamespace) -> Limits:
     """Return the sizes that are served. Raises InputError for larger ones than the target is checked to."""
-    asked = {
+    limits_given = {
         "max_seq_len": ("--max-model-len", options.max_model_len),
         "max_batch_size": ("--max-num-seqs", options.max_num_seqs),
     }
     limits = checked
-    for key, (option, value) in asked.items():
+    for key, (option, value) in limits_given.items():
         if value is None:
             continue
         if value > getattr(checked, key):
@@ -72,7 +72,7 @@ def run_server(place: Opened, options: SimpleNamespace) -> None:
     from lockstep.serve.triton_infer import Triton
 
     if options.grpc_port is not None:
-        # gRPC writes lines of its own to stderr, at its import and when the engine is forked off.
+        # gRPC writes to stderr, at its import and when the engine is forked off.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
         import lockstep.serve.grpc_server  # noqa: F401  # before the engine starts: it may not be installed
@@ -139,7 +139,7 @@ def run_server(place: Opened, options: SimpleNamespace) -> None:
 def _observers(options: SimpleNamespace, name: str) -> list[RequestLog | Traces]:
     observers: list[RequestLog | Traces] = []
     if options.otlp_traces_endpoint is not None:
-        from lockstep.serve.traces import Traces  # needs packages of its own
+        from lockstep.serve.traces import Traces  # needs optional packages
 
         observers.append(Traces(options.otlp_traces_endpoint, name))
     if options.request_log is not None:
@@ -157,8 +157,8 @@ def _named_options() -> Iterator[None]:
     except InputError as error:
         if "kv_bytes" not in str(error):
             raise
-        said = re.sub(r"^(kv_bytes|prompt \d+: request): ", "", str(error))  # the latter of the warm-up
-        raise InputError(f"--kv-bytes: {said.replace('kv_bytes', '--kv-bytes')}") from None
+        message = re.sub(r"^(kv_bytes|prompt \d+: request): ", "", str(error))  # the latter of the warm-up
+        raise InputError(f"--kv-bytes: {message.replace('kv_bytes', '--kv-bytes')}") from None
 
 
 def _check_adapter_loading(place: Opened) -> None:
@@ -211,8 +211,8 @@ def read_api_keys(path: Path | None) -> list[str]:
     for number, line in enumerate(map(str.strip, lines), start=1):
         if line and not line.startswith("#"):
             if not re.fullmatch("[!-~]+", line):  # not the line itself: it is a secret
-                found = "white space in it" if len(line.split()) > 1 else "another character"
-                raise InputError(f"{path}: line {number}: expected one API key, of visible ASCII, found {found}")
+                fault = "white space in it" if len(line.split()) > 1 else "another character"
+                raise InputError(f"{path}: line {number}: expected one API key, of visible ASCII, found {fault}")
             keys.append(line)
     if not keys:
         raise InputError(f"{path}: expected API keys, one a line, found none")

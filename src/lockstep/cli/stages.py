@@ -1,4 +1,4 @@
-"""Each stage as a command of its own, without Snakemake.
+"""Each stage as a command, without Snakemake.
 
 They call what the rules call, and work on the same paths below `results/`.
 """
@@ -100,22 +100,22 @@ def _command(name: str) -> click.Command:
     ) -> None:
         project = Project.open(config_file, results, **options)
 
-        def tell(names: Mapping[str, Any], made: Path) -> None:
+        def tell(names: Mapping[str, Any], output: Path) -> None:
             if as_json:
-                echo_json_line({"stage": name, "names": dict(names), "output": str(made)})
+                echo_json_line({"stage": name, "names": dict(names), "output": str(output)})
             else:
-                click.echo(made)
+                click.echo(output)
 
         if merge is not None or out is not None:
-            model, made = _merge(project, targets, merge, out)
-            return tell({"model": model, "adapter": merge}, made)
+            model, output = _merge(project, targets, merge, out)
+            return tell({"model": model, "adapter": merge}, output)
         chosen = chosen_jobs(project, targets, name)
         if "backend" not in entry.wildcards:
             _note_missing(project.config, {job.names["model"] for job in chosen})
         for number, job in enumerate(chosen, start=1):
             with working(f"step {number} of {len(chosen)}: {job}", line=len(chosen) > 1):
-                made = _run(project, job)
-            tell(job.names, made)
+                output = _run(project, job)
+            tell(job.names, output)
 
     if name == "fetch":
         newest = "Take the commit that a branch is at now, not the one it was found at."
@@ -146,9 +146,9 @@ def _merge(project: Project, targets: tuple[str, ...], name: str | None, out: Pa
 
     models = [job.names["model"] for job in chosen_jobs(project, targets, "adapters")]
     if name is None or out is None or len(models) != 1:
-        found = " ".join(f"{key} {value}" for key, value in (("--merge", name), ("--out", out)) if value) or "neither"
+        shown = " ".join(f"{key} {value}" for key, value in (("--merge", name), ("--out", out)) if value) or "neither"
         raise InputError(
-            f"convert: expected --merge NAME and --out FOLDER, and one model with adapters, found {found} and "
+            f"convert: expected --merge NAME and --out FOLDER, and one model with adapters, found {shown} and "
             f"{', '.join(models)}; name the model"
         )
     results = project.results
@@ -180,8 +180,8 @@ def chosen_jobs(project: Project, texts: tuple[str, ...], name: str) -> list[Job
         built = "; these engines can be built here, not run" if config.is_built(targets[0]) else ""
         raise InputError(f"{name}: {targets[0]}: {reason}{built}")
     if not chosen:
-        asked = ", ".join(texts) or "none of the config's"
-        raise InputError(f"{name}: expected a target that needs it, found {asked}; see `lockstep run -- -n`")
+        names = ", ".join(texts) or "none of the config's"
+        raise InputError(f"{name}: expected a target that needs it, found {names}; see `lockstep run -- -n`")
     return chosen
 
 
@@ -190,11 +190,11 @@ def _named(project: Project, text: str, wildcards: Sequence[str]) -> Sequence[Ta
 
     Or all of a model, or those of an artefact's name as a run prints it: `demo-llama/all` of a reference.
     """
-    names = {
-        target: "/".join(str(getattr(target, field)) for field in wildcards) for target in project.config.targets()
-    }
-    found = [target for target, name in names.items() if text in (target.model, name)]
-    return found or [project.config.parse_target(text, project.where)]
+    names = {}
+    for target in project.config.targets():
+        names[target] = "/".join(str(getattr(target, field)) for field in wildcards)
+    matches = [target for target, name in names.items() if text in (target.model, name)]
+    return matches or [project.config.parse_target(text, project.where)]
 
 
 def _run(project: Project, job: Job) -> Path:
@@ -233,5 +233,5 @@ class _Stages(click.Group):
 def stage() -> None:
     """Run one stage of a config's targets, as the workflow runs it.
 
-    Of all targets, or of those that are named: a target, a model, or what a run prints beside the stage.
+    Of all targets, or of those that are named: a target, a model, or what a run prints with the stage.
     """

@@ -40,20 +40,21 @@ def targets(config_file: Path | None, results: Path, verbose: bool, as_json: boo
             f"another target; run `lockstep run` first"
         )
     if as_json:
-        found = {"targets": [{"name": str(target), **asdict(target)} for target in chosen]}
+        listing = {"targets": [{"name": str(target), **asdict(target)} for target in chosen]}
         if verbose:
-            found["graphs"] = [
+            listing["graphs"] = [
                 {"model": model, "precision": precision, **(_layers(path) if path.is_file() else {"layers": None})}
                 for (model, precision), path in exported.items()
             ]
-        return echo_json(found)
+        return echo_json(listing)
     for target in chosen:
         click.echo(target)
     if verbose:
         from lockstep.onnx_tools.show import layer_table
 
         for (model, precision), path in exported.items():
-            click.echo(f"\n{model}/{precision}: " + (layer_table(path) if path.is_file() else "not exported yet"))
+            table = layer_table(path) if path.is_file() else "not exported yet"
+            click.echo(f"\n{model}/{precision}: {table}")
 
 
 def _layers(path: Path) -> dict[str, Any]:
@@ -63,11 +64,11 @@ def _layers(path: Path) -> dict[str, Any]:
     digests = {name: graph.sha256 for name, graph in assembly.classes.items()}
     for name, variant in assembly.mixers.items():
         digests |= {f"{name}.{phase}": graph.sha256 for phase, graph in variant.phases().items()}
-    layers = [
-        {"block": layer.block.graph, "attention": layer.variant, "exit": exit.graph if exit else None}
-        for layer in assembly.layers
-        for exit in layer.exits or [None]
-    ]
+    layers = []
+    for layer in assembly.layers:
+        for exit in layer.exits or [None]:
+            exit_class = exit and exit.graph
+            layers.append({"block": layer.block.graph, "attention": layer.variant, "exit": exit_class})
     return {"layers": layers, "sha256": digests}
 
 

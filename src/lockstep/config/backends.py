@@ -68,14 +68,14 @@ class BackendSettings:
 
     def build_options(self, section: Section | None, limits: Mapping[str, int]) -> dict[str, Any]:
         """Return what a build is given of the config, as plain JSON."""
-        own = section.model_dump(mode="json") if section is not None else {}
-        return {**own, **(limits if self.takes_limits else {})}
+        section_options = section.model_dump(mode="json") if section is not None else {}
+        return {**section_options, **(limits if self.takes_limits else {})}
 
 
 def not_installed(module: str, package: str, install: str) -> str | None:
     """Return why a backend is missing: its package, and how it is installed. None where it is there."""
-    there = is_installed(module)
-    return None if there else f"the Python package {package} is not installed for this Python: {install}"
+    is_present = is_installed(module)
+    return None if is_present else f"the Python package {package} is not installed for this Python: {install}"
 
 
 @functools.cache

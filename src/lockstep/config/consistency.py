@@ -19,7 +19,7 @@ from lockstep.config.sources import CheckpointShape, read_shape
 from lockstep.config.types import Device, Limits, ModelConfig, Prompt
 from lockstep.targets import is_quantized
 
-# Names beside the models' folders in the results tree (lockstep.targets), which no model may take.
+# Names next to the models' folders in the results tree (lockstep.targets), which no model may take.
 _RESERVED_NAMES = re.compile(r"config\.json|summary(\..*)?|reports?(\..*)?|logs?|benchmarks?", re.IGNORECASE)
 
 
@@ -56,8 +56,8 @@ def device_problems(devices: Mapping[str, Device]) -> Iterator[Problem]:
         key, other = ("gpu", "cpu") if backends()[device.backend].gpus else ("cpu", "gpu")
         if not getattr(device, key):
             yield Problem(("devices", name, key), f"expected its name, for {device.backend} runs on it; found nothing")
-        if found := getattr(device, other):
-            yield Problem(("devices", name, other), f"expected {key} with {device.backend}; found {found!r}")
+        if value := getattr(device, other):
+            yield Problem(("devices", name, other), f"expected {key} with {device.backend}; found {value!r}")
 
 
 def unknown_backends(name: str, model: ModelConfig, devices: Mapping[str, Device]) -> Iterator[Problem]:
@@ -72,83 +72,83 @@ def unknown_backends(name: str, model: ModelConfig, devices: Mapping[str, Device
 def model_problems(
     name: str, model: ModelConfig, limits: Limits, backend_of: Callable[[str], str]
 ) -> Iterator[Problem]:
-    here = ("models", name)
+    path = ("models", name)
     if _RESERVED_NAMES.fullmatch(name):
-        yield Problem(here, f"expected another name, for results/{name} is used for results; found {name!r}")
+        yield Problem(path, f"expected another name, for results/{name} is used for results; found {name!r}")
     for key in ("layers", "precisions", "backends"):
-        yield from repeated((*here, key), getattr(model, key))
+        yield from repeated((*path, key), getattr(model, key))
     for backend, precisions in model.backend_precisions.items():
         if backend not in model.backends:
             text = f"expected one of the model's backends ({', '.join(model.backends)}) as the key; found {backend!r}"
-            yield Problem((*here, "backend_precisions", backend), text)
-        yield from repeated((*here, "backend_precisions", backend), precisions)
+            yield Problem((*path, "backend_precisions", backend), text)
+        yield from repeated((*path, "backend_precisions", backend), precisions)
     for backend in model.backends:
         settings = backends()[backend_of(backend)]
         if model.tensor_parallel > 1 and not settings.runs_ranks:
-            able = ", ".join(name for name, each in backends().items() if each.runs_ranks)
+            able = ", ".join(name for name, item in backends().items() if item.runs_ranks)
             text = f"expected 1 for backend {backend}; several ranks run on {able}; found {model.tensor_parallel}"
-            yield Problem((*here, "tensor_parallel"), text)
+            yield Problem((*path, "tensor_parallel"), text)
         if model.adapters and not settings.runs_adapters:
-            able = ", ".join(name for name, each in backends().items() if each.runs_adapters)
+            able = ", ".join(name for name, item in backends().items() if item.runs_adapters)
             text = f"expected none for backend {backend}; adapters run on {able}; found {len(model.adapters)}"
-            yield Problem((*here, "adapters"), text)
+            yield Problem((*path, "adapters"), text)
         elif model.adapters:
-            other = [each for each in model.precisions_of(backend) if each not in settings.runs_adapters]
+            other = [item for item in model.precisions_of(backend) if item not in settings.runs_adapters]
             if other and other[0] in settings.precisions:
                 able = ", ".join(settings.runs_adapters)
                 text = f"expected none for backend {backend} in {other[0]}; there they run in {able}; found "
-                yield Problem((*here, "adapters"), f"{text}{len(model.adapters)}")
+                yield Problem((*path, "adapters"), f"{text}{len(model.adapters)}")
         if model.kv_cache_dtype and not settings.fp8_kv_cache:
-            able = ", ".join(name for name, each in backends().items() if each.fp8_kv_cache)
+            able = ", ".join(name for name, item in backends().items() if item.fp8_kv_cache)
             text = f"expected none for backend {backend}; it is for {able}; found {model.kv_cache_dtype!r}"
-            yield Problem((*here, "kv_cache_dtype"), text)
+            yield Problem((*path, "kv_cache_dtype"), text)
         elif model.kv_cache_dtype and "bf16" in model.precisions_of(backend):
             text = f"expected none for backend {backend} in bf16; it is for fp16; found {model.kv_cache_dtype!r}"
-            yield Problem((*here, "kv_cache_dtype"), text)
-        narrow = [each for each in model.precisions_of(backend) if each in settings.fp16_activations]
+            yield Problem((*path, "kv_cache_dtype"), text)
+        narrow = [item for item in model.precisions_of(backend) if item in settings.fp16_activations]
         if model.residual and narrow:
             text = f"expected none for backend {backend} in {narrow[0]}, whose engines have the hidden state in float16"
-            yield Problem((*here, "residual"), f"{text}; found {model.residual!r}")
+            yield Problem((*path, "residual"), f"{text}; found {model.residual!r}")
         for place, precision in model.placed_precisions(backend):
             if precision not in settings.precisions:
                 allowed = ", ".join(settings.precisions)
                 why = f" ({settings.lacks})" if settings.lacks else ""
                 text = f"expected one of {allowed} for backend {backend}{why}; found {precision!r}"
-                yield Problem((*here, *place), text)
+                yield Problem((*path, *place), text)
     if model.adapters and model.tensor_parallel > 1:
         text = (
             f"expected none for a model that is split over {model.tensor_parallel} ranks; found {len(model.adapters)}"
         )
-        yield Problem((*here, "adapters"), text)
+        yield Problem((*path, "adapters"), text)
     if model.tensor_parallel > 1 and any(map(is_fp8, model.all_precisions())):
         text = f"expected 1 in w8a8-fp8, whose activations have a scale a row; found {model.tensor_parallel}"
-        yield Problem((*here, "tensor_parallel"), text)
+        yield Problem((*path, "tensor_parallel"), text)
     for adapter, settled in model.adapters.items():
         for index, prompt in enumerate(settled.prompts):
-            yield from _expected_problems((*here, "adapters", adapter, "prompts", index), prompt, model)
+            yield from _expected_problems((*path, "adapters", adapter, "prompts", index), prompt, model)
     if model.golden.max_new_tokens >= limits.max_seq_len:
         text = (
             f"expected less than limits.max_seq_len ({limits.max_seq_len}), which counts the prompt too; "
             f"found {model.golden.max_new_tokens}"
         )
-        yield Problem((*here, "golden", "max_new_tokens"), text)
+        yield Problem((*path, "golden", "max_new_tokens"), text)
     elif (model.golden.long_prompt or 0) + model.golden.max_new_tokens > limits.max_seq_len:
         text = (
             f"expected at most limits.max_seq_len less max_new_tokens "
             f"({limits.max_seq_len - model.golden.max_new_tokens}); found {model.golden.long_prompt}"
         )
-        yield Problem((*here, "golden", "long_prompt"), text)
+        yield Problem((*path, "golden", "long_prompt"), text)
     for index, prompt in enumerate(model.golden.prompts):
-        yield from _expected_problems((*here, "golden", "prompts", index), prompt, model)
+        yield from _expected_problems((*path, "golden", "prompts", index), prompt, model)
 
 
-def _expected_problems(here: tuple[Any, ...], prompt: Prompt, model: ModelConfig) -> Iterator[Problem]:
+def _expected_problems(path: tuple[Any, ...], prompt: Prompt, model: ModelConfig) -> Iterator[Problem]:
     for count in prompt.expected:
         if count not in model.layers:
             text = (
                 f"expected one of the model's layers ({', '.join(map(str, model.layers))}) as the key; found {count!r}"
             )
-            yield Problem((*here, "expected", count), text)
+            yield Problem((*path, "expected", count), text)
 
 
 def _group_problems(
@@ -162,13 +162,13 @@ def _group_problems(
     packing = shape.packing
     already = largest_group(packing.group_size) if packing and packing.group_size else None
     quantized = filter(is_quantized, model.all_precisions())
-    found = model.group_size or already or (None if packing else GROUP_SIZE)
-    if already and found != already:
-        yield Problem(where, f"expected {already}, or none: {path} says how weights are quantised; found {found}")
-    elif found and not already and not all(map(is_fp8, quantized)):
+    group_size = model.group_size or already or (None if packing else GROUP_SIZE)
+    if already and group_size != already:
+        yield Problem(where, f"expected {already}, or none: {path} says how weights are quantised; found {group_size}")
+    elif group_size and not already and not all(map(is_fp8, quantized)):
         for row, size in shape.linear_rows.items():
-            if size % found:
-                yield Problem(where, f"expected a size that divides {row} ({size} in {path}); found {found}")
+            if size % group_size:
+                yield Problem(where, f"expected a size that divides {row} ({size} in {path}); found {group_size}")
                 break
     for backend in model.backends:
         for place, precision in model.placed_precisions(backend):
@@ -203,7 +203,7 @@ def shape_problems(
             yield Problem(where, f"expected at most {depth} (num_hidden_layers in {path}) or all; found {layers}")
         if layers == depth and "all" in model.layers:
             yield Problem(
-                where, f"expected each target once; found {layers}, which is all of this model's layers, beside all"
+                where, f"expected each target once; found {layers}, which is all of this model's layers, and all"
             )
     heads, kv_heads = shape.num_heads
     ranks = model.tensor_parallel

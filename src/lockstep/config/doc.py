@@ -76,7 +76,7 @@ With the first line in place, editors that have a YAML language server complete 
 
 A model gives one target for each combination of its layer counts, precisions and backends, named
 `<model>/<precision>/<layers>/<backend>`. Without `/<backend>` the name means the model's first backend.
-Some names are taken by what lies beside the models' folders in `results/`: `config.json`, `summary` and `report` with
+Some names are taken by what is next to the models' folders in `results/`: `config.json`, `summary` and `report` with
 or without an ending, `logs` and `benchmarks`.
 
 | backend | precisions |
@@ -109,8 +109,8 @@ def schema() -> Schema:
 
 def readme() -> str:
     """Return the text of `config/README.md`."""
-    whole = schema()
-    rows = [f"| `{key}` | {kind} | {default} | {meaning} |" for key, kind, default, meaning in _rows(whole, whole, "")]
+    root = schema()
+    rows = [f"| `{key}` | {kind} | {default} | {meaning} |" for key, kind, default, meaning in _rows(root, root, "")]
     keys = "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows])
     rows_of_backends = (f"| `{name}` | {', '.join(settings.precisions)} |" for name, settings in backends().items())
     return README.format(made_from=MADE_FROM, example=EXAMPLE, keys=keys, backends="\n".join(rows_of_backends))
@@ -122,8 +122,8 @@ def generated() -> dict[str, str]:
     return {"README.md": readme(), SCHEMA: f"# {MADE_FROM}.\n{listed}"}
 
 
-def catalogued(whole: Schema) -> Schema:
-    """Return the schema without references, and with what stands in lists and mappings under `properties` too.
+def catalogued(root: Schema) -> Schema:
+    """Return the schema without references, and with the contents of lists and mappings under `properties` too.
 
     The workflow catalogue follows nothing else, and puts what it finds into a Markdown table as it is. `properties` of
     a list hold for no list: they only show the keys, as a mapping's NAME does.
@@ -135,17 +135,17 @@ def catalogued(whole: Schema) -> Schema:
         if not isinstance(node, dict):
             return node
         if "$ref" in node:
-            return inlined({**_resolve(whole, node), **{key: value for key, value in node.items() if key != "$ref"}})
-        found = {key: inlined(value) for key, value in node.items() if key != "$defs"}
-        if found.get("type") == "array" and "properties" in found.get("items", {}):
-            found["properties"] = found["items"]["properties"]
-        if found.get("type") == "object" and "patternProperties" in found:
-            entry = next(iter(found["patternProperties"].values()))
+            return inlined({**_resolve(root, node), **{key: value for key, value in node.items() if key != "$ref"}})
+        entries = {key: inlined(value) for key, value in node.items() if key != "$defs"}
+        if entries.get("type") == "array" and "properties" in entries.get("items", {}):
+            entries["properties"] = entries["items"]["properties"]
+        if entries.get("type") == "object" and "patternProperties" in entries:
+            entry = next(iter(entries["patternProperties"].values()))
             if "properties" in entry:
-                found["properties"] = {"NAME": entry}
-        return found
+                entries["properties"] = {"NAME": entry}
+        return entries
 
-    return inlined(whole)
+    return inlined(root)
 
 
 def write(folder: Path) -> None:
@@ -165,11 +165,12 @@ def _closed(node: Any) -> Any:
     if not isinstance(node, dict):
         return node
     # Under "properties" the keys are the config's own, so that one named `title` would stay.
-    closed = {
-        key: {name: _closed(item) for name, item in value.items()} if key in ("properties", "$defs") else _closed(value)
-        for key, value in node.items()
-        if key not in ("title", "default")
-    }
+    closed: dict[str, Any] = {}
+    for key, value in node.items():
+        if key in ("properties", "$defs"):
+            closed[key] = {name: _closed(item) for name, item in value.items()}
+        elif key not in ("title", "default"):
+            closed[key] = _closed(value)
     if "default" in node:
         closed["default"] = node["default"]
     if isinstance(node.get("description"), str):
@@ -179,49 +180,49 @@ def _closed(node: Any) -> Any:
     return closed
 
 
-def _rows(whole: Schema, section: Schema, prefix: str) -> Iterator[tuple[str, str, str, str]]:
+def _rows(root: Schema, section: Schema, prefix: str) -> Iterator[tuple[str, str, str, str]]:
     """Yield (key, type, default, meaning) of each key under `section`, depth first."""
     for name, node in section["properties"].items():
         key = f"{prefix}{name}"
-        inner = _resolve(whole, node)
-        below, prefix_below = _below(whole, inner, key)
+        inner = _resolve(root, node)
+        below, prefix_below = _below(root, inner, key)
         shown = _default(node, optional=name not in section.get("required", ()), is_section="properties" in inner)
-        yield key, _kind(whole, inner), shown, node.get("description", inner.get("description", ""))
+        yield key, _kind(root, inner), shown, node.get("description", inner.get("description", ""))
         if below:
-            yield from _rows(whole, below, prefix_below)
+            yield from _rows(root, below, prefix_below)
 
 
-def _below(whole: Schema, node: Schema, key: str) -> tuple[Schema | None, str]:
+def _below(root: Schema, node: Schema, key: str) -> tuple[Schema | None, str]:
     """Return the section inside a key, and the prefix of its keys.
 
-    It stands there directly, in a list or by name; None where there is none.
+    It is there directly, in a list or by name; None where there is none.
     """
     if "properties" in node:
         return node, f"{key}."
     if "patternProperties" in node:
-        entry = _resolve(whole, next(iter(node["patternProperties"].values())))
+        entry = _resolve(root, next(iter(node["patternProperties"].values())))
         return (entry, f"{key}.<name>.") if "properties" in entry else (None, "")
-    entry = _resolve(whole, node.get("items", {}))
+    entry = _resolve(root, node.get("items", {}))
     return (entry, f"{key}[].") if "properties" in entry else (None, "")
 
 
-def _resolve(whole: Schema, node: Schema) -> Schema:
+def _resolve(root: Schema, node: Schema) -> Schema:
     reference = node.get("$ref")
-    return whole["$defs"][reference.rpartition("/")[2]] if reference else node
+    return root["$defs"][reference.rpartition("/")[2]] if reference else node
 
 
-def _kind(whole: Schema, node: Schema) -> str:
+def _kind(root: Schema, node: Schema) -> str:
     """Return a schema's type in words."""
-    node = _resolve(whole, node)
+    node = _resolve(root, node)
     if "anyOf" in node:
-        return " or ".join(_kind(whole, item) for item in node["anyOf"])
+        return " or ".join(_kind(root, item) for item in node["anyOf"])
     if "const" in node or "enum" in node:
         return ", ".join(f"`{word}`" for word in node.get("enum", [node.get("const")]))
     if node["type"] == "array":
-        return f"list of {_several(_kind(whole, node['items']))}"
+        return f"list of {_several(_kind(root, node['items']))}"
     if node["type"] == "object":
         named = node.get("patternProperties")
-        return f"mapping to {_several(_kind(whole, next(iter(named.values()))))}" if named else "mapping"
+        return f"mapping to {_several(_kind(root, next(iter(named.values()))))}" if named else "mapping"
     bounds = [f"≥ {node['minimum']}"] if "minimum" in node else []
     bounds += [f"> {node['exclusiveMinimum']:g}"] if "exclusiveMinimum" in node else []
     bounds += [f"≤ {node['maximum']}"] if node.get("maximum", INT32_MAX) != INT32_MAX else []

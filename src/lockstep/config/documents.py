@@ -25,8 +25,8 @@ from lockstep.errors import InputError, guard
 def read_document(path: str | os.PathLike) -> Any:
     """Return the value in a YAML file, or a JSON file if the name ends in `.json`.
 
-    An empty file gives None. Raises InputError (`file:line: ...`) when there is no such file, or it is not UTF-8, not
-    YAML or JSON, or repeats a key.
+    Returns None for an empty file. Raises InputError (`file:line: ...`) when there is no such file, or it is not UTF-8,
+    not YAML or JSON, or repeats a key.
     """
     path = Path(path)
     try:
@@ -63,8 +63,8 @@ def check_config(path: str | os.PathLike) -> None:
     """
     value = read_document(path)
     if not isinstance(value, dict):
-        found = "an empty file" if value is None else f"a {type(value).__name__}"
-        raise InputError(f"{path}: expected a mapping with keys such as models; found {found}")
+        kind = "an empty file" if value is None else f"a {type(value).__name__}"
+        raise InputError(f"{path}: expected a mapping with keys such as models; found {kind}")
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
@@ -80,8 +80,8 @@ def _read_yaml(path: Path, text: str) -> Any:
     try:
         return yaml.load(text, Loader=_StrictLoader)
     except yaml.reader.ReaderError as error:  # the one YAML error without a mark
-        found = f"character U+{error.character:04X}, which YAML does not allow"
-        raise InputError(f"{path}:{_line(text, error.position)}: expected YAML; found {found}") from None
+        fault = f"character U+{error.character:04X}, which YAML does not allow"
+        raise InputError(f"{path}:{_line(text, error.position)}: expected YAML; found {fault}") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise InputError(f"{path}:{mark.line + 1}: expected YAML; {_problem(error)}") from None
@@ -106,7 +106,7 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict:
         first_lines: dict[Any, int] = {}
         for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            # << and =: no value of their own
+            # << and = have no value
             special = key_node.tag in ("tag:yaml.org,2002:merge", "tag:yaml.org,2002:value")
             key = key_node.value if special else self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
@@ -130,11 +130,11 @@ class _StrictLoader(yaml.SafeLoader):
 
 def _read_json(path: Path, text: str) -> Any:
     def without_repeats(pairs: list[tuple[str, Any]]) -> dict:
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        values = dict(pairs)
+        if len(values) != len(pairs):
             (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
             raise InputError(f"{path}: expected each key once; found {twice!r} twice in one object")
-        return found
+        return values
 
     if not text.strip():
         return None

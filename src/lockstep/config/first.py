@@ -18,7 +18,7 @@ _BATCH = 16
 _STEP = 1024
 # What transformers computes twice on this CPU, in float32 and rounded: minutes for 4,096 tokens of a small model.
 _LONG_PROMPT = 1000
-# Below so many parameters fp32 is quick on a CPU; above, 8-bit weights read a quarter of the memory for each token.
+# Below this many parameters fp32 is quick on a CPU; above, 8-bit weights read a quarter of the memory for each token.
 _SMALL = 500_000_000
 
 
@@ -91,5 +91,5 @@ limits:
 
 
 def _scalar(text: str) -> str:
-    """Return a text as it stands in YAML: in quotes where it needs them."""
+    """Return a text for YAML: in quotes where it needs them."""
     return yaml.safe_dump(text, allow_unicode=True, width=1 << 20).splitlines()[0]

@@ -136,8 +136,8 @@ class _Reader:
             raise self._refused("a whole GGUF file", f"{len(self.data)} bytes, which end before its tensors do")
         return GgufFile(self.path, metadata, placed)
 
-    def _refused(self, expected: str, found: str) -> InputError:
-        return InputError(f"expected {expected} at {self.path}; found {found}")
+    def _refused(self, expected: str, fault: str) -> InputError:
+        return InputError(f"expected {expected} at {self.path}; found {fault}")
 
     def _take(self, code: str) -> Any:
         (value,) = struct.unpack_from(f"<{code}", self.data, self.at)

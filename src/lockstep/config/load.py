@@ -52,13 +52,13 @@ def given(path: Path | None, results: Results = Results()) -> Path:
     """
     if path is not None:
         return path
-    here, *others = (folder / DEMO for folder in source_folders())
-    own = configs_in(Path())
-    places = [here, *(own if len(own) == 1 else ()), results.config(), *others]
-    found = next((place for place in places if place.is_file()), None)
-    if found is None:
+    first_folder, *more_folders = (folder / DEMO for folder in source_folders())
+    local_configs = configs_in(Path())
+    places = [first_folder, *(local_configs if len(local_configs) == 1 else ()), results.config(), *more_folders]
+    existing = next((place for place in places if place.is_file()), None)
+    if existing is None:
         raise InputError(f"{DEMO}: expected a config, found none here; name one by --config, or start in the checkout")
-    return found
+    return existing
 
 
 def configs_in(folder: Path) -> list[Path]:
@@ -79,7 +79,7 @@ def load_merged(
     merged: Mapping[str, Any],
     files: Sequence[str | os.PathLike],
     options: Mapping[str, Any] | None = None,
-    others: Collection[str] = (),
+    merged_names: Collection[str] = (),
 ) -> Config:
     """Load Snakemake's merged config, and check the files it was merged from.
 
@@ -98,8 +98,8 @@ def load_merged(
         values = _merged(values, read) if isinstance(read, Mapping) else values
     values = _merged(values, options)
     config = _with_types(values if plain(values) == plain(merged) else merged, options)
-    is_one_file = len(files) == 1 and not options.keys() - set(others) and plain(values) == plain(merged)
-    ours = {key: value for key, value in config.items() if key not in others}
+    is_one_file = len(files) == 1 and not options.keys() - set(merged_names) and plain(values) == plain(merged)
+    ours = {key: value for key, value in config.items() if key not in merged_names}
     return load(ours, os.fspath(files[0]) if is_one_file else None)
 
 
@@ -109,7 +109,7 @@ def plain(value: Any) -> Any:
 
 
 def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the first mapping with what the second has in its place, as Snakemake merges its config files."""
+    """Return the first mapping overridden by the second, as Snakemake merges its config files."""
     values = dict(first)
     for key, value in second.items():
         is_inner = isinstance(value, Mapping) and isinstance(values.get(key), Mapping)

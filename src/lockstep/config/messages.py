@@ -72,14 +72,17 @@ def one_line(root: type[BaseModel], error: ValidationError) -> str:
     """
     details = [detail for detail in error.errors(include_url=False) if not _follows(detail)]
     details.sort(key=lambda detail: detail["type"] != "extra_forbidden")
-    return join(root, [problem for detail in details for problem in _problems(root, detail)])
+    problems: list[Problem] = []
+    for detail in details:
+        problems += _problems(root, detail)
+    return join(root, problems)
 
 
 def join(root: type[BaseModel], problems: list[Problem]) -> str:
     """Return `key: text`, and `(and N more)` when there are several problems."""
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    rest_of_them = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     where = key_path(root, problems[0].location)
-    return f"{where + ': ' if where else ''}{problems[0].text}{more}"
+    return f"{where + ': ' if where else ''}{problems[0].text}{rest_of_them}"
 
 
 def key_path(root: type[BaseModel], location: Location) -> str:
@@ -154,7 +157,7 @@ def _without_key_mark(root: type[BaseModel], detail: ErrorDetails) -> Location:
 def _text(root: type[BaseModel], detail: ErrorDetails) -> str:
     kind = detail["type"]
     location = detail["loc"]
-    found = detail["input"]
+    value = detail["input"]
     *_, container = (root, *_containers(root, location))
     if kind == "extra_forbidden":
         allowed = list(container.model_fields)
@@ -165,26 +168,26 @@ def _text(root: type[BaseModel], detail: ErrorDetails) -> str:
         return "expected this key; found nothing"
     if kind in ("model_type", "model_attributes_type"):
         section = unwrap(_inside(container, location[-1])) if location else root
-        return f"expected a mapping of {', '.join(section.model_fields)}; found {describe(found)}"
+        return f"expected a mapping of {', '.join(section.model_fields)}; found {describe(value)}"
     if kind == "literal_error":
         choices = get_args(unwrap(_inside(container, location[-1])))
-        return f"expected one of {', '.join(map(str, choices))}; found {describe(found)}"
+        return f"expected one of {', '.join(map(str, choices))}; found {describe(value)}"
     if kind in _EXPECTED:
         expected = _EXPECTED[kind].format(**detail.get("ctx", {}))
     else:
         expected = detail["msg"].removeprefix("Value error, ")
     if kind == "too_short":
-        return f"expected {expected}; found an empty {'mapping' if isinstance(found, dict) else 'list'}"
-    return f"expected {expected}; found {describe(found)}{_hint(kind, found)}"
+        return f"expected {expected}; found an empty {'mapping' if isinstance(value, dict) else 'list'}"
+    return f"expected {expected}; found {describe(value)}{_hint(kind, value)}"
 
 
-def _hint(kind: str, found: Any) -> str:
+def _hint(kind: str, value: Any) -> str:
     """Return what to do about the usual traps of YAML."""
-    if kind == "string_type" and isinstance(found, bool):
+    if kind == "string_type" and isinstance(value, bool):
         return " (YAML reads yes, no, on and off so: put the word in quotes)"
-    if kind in ("string_type", "invalid_key") and found is not None and not isinstance(found, (list, tuple, set, dict)):
+    if kind in ("string_type", "invalid_key") and value is not None and not isinstance(value, (list, tuple, set, dict)):
         return " (put it in quotes)"
-    if kind in ("int_type", "float_type") and isinstance(found, str) and found.strip().isdigit():
+    if kind in ("int_type", "float_type") and isinstance(value, str) and value.strip().isdigit():
         return " (leave the quotes away)"
     return ""
 

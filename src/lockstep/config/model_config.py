@@ -85,7 +85,7 @@ def first_chunk(settings: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
     `floor_scale` positions have a scale of one within the first.
     """
     if (chunk := chunk_size(settings.get)) is not None:
-        yield chunk, "attention_chunk_size: tokens behind it do not attend to those before"
+        yield chunk, "attention_chunk_size: tokens after it do not attend to those before"
     if scales_queries(settings.get) and settings["floor_scale"] > 1:
         yield settings["floor_scale"] - 1, "floor_scale: from there on queries are scaled"
 
@@ -143,8 +143,8 @@ def ties_head(config: Mapping[str, Any]) -> bool | None:
 
     Either part of a wrapper's config may say it.
     """
-    said = [part["tie_word_embeddings"] for part in parts(config) if part.get("tie_word_embeddings") is not None]
-    return any(said) if said else None
+    flags = [part["tie_word_embeddings"] for part in parts(config) if part.get("tie_word_embeddings") is not None]
+    return any(flags) if flags else None
 
 
 def without_packing(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,7 +192,8 @@ def _value_errors(path: str, key: str, value: Any) -> Iterator[ValidationError]:
             yield ValidationError(path, f"an integer from 1 to {MAX_POSITIONS}", value)
     elif key in _SIZES:
         # Some models have a list with the size of each layer.
-        if not all(_is_size(item, MAX_SIZE) for item in (value if isinstance(value, list) and value else [value])):
+        items = value if isinstance(value, list) and value else [value]
+        if not all(_is_size(item, MAX_SIZE) for item in items):
             yield ValidationError(path, "a positive integer", value)
     elif _EPSILON.fullmatch(key):
         if not _is_finite(value) or value < 0:
@@ -244,12 +245,12 @@ def _nested_errors(config: Mapping[str, Any]) -> Iterator[ValidationError]:
             if _NOT_FINITE in value:
                 yield ValidationError(path, "a finite value", value)
             for key, item in value.items():
-                here = f"{path}.{key}".removeprefix(".")
-                for pattern, most in _COUNTS.items():
-                    if type(item) is int and item > most and pattern.fullmatch(key):
-                        yield ValidationError(here, f"an integer of at most {most}", item)
+                full_path = f"{path}.{key}".removeprefix(".")
+                for pattern, limit in _COUNTS.items():
+                    if type(item) is int and item > limit and pattern.fullmatch(key):
+                        yield ValidationError(full_path, f"an integer of at most {limit}", item)
                 if not _MAY_BE_INFINITE.fullmatch(key):
-                    waiting.append((here, item))
+                    waiting.append((full_path, item))
 
 
 def _is_size(value: Any, largest: int) -> bool:

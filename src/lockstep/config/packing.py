@@ -9,14 +9,14 @@ each group of a row:
   [num_groups, out_features * bits / 32], `g_idx` int32 [in_features]. Numbers of a word count from its low bits. Zero
   points are stored one lower in format `gptq`, as they are in `gptq_v2`.
 - AWQ, version gemm: `qweight` int32 [in_features, out_features / 8], `qzeros` int32 [num_groups, out_features / 8],
-  `scales` [num_groups, out_features]; the eight numbers of a word stand in the order 0, 2, 4, 6, 1, 3, 5, 7.
+  `scales` [num_groups, out_features]; the eight numbers of a word are in the order 0, 2, 4, 6, 1, 3, 5, 7.
 - compressed-tensors: `weight_packed` int32 [out_features, in_features * bits / 32] (pack-quantized) or `weight` int8
   (int-quantized, naive-quantized), both signed, `weight_scale` [out_features, num_groups]; where they are not
   symmetric `weight_zero_point`, as signed: int32 [out_features * bits / 32 (rounded up), num_groups], or int8
   [out_features, num_groups].
 
 GPTQ with activation order (`desc_act`) has groups of columns that lie apart, as `g_idx` says. The others are codes, and
-read as the numbers that they stand for; those of mxfp4 are bound as they are in w4a16:
+read as the numbers that they encode; those of mxfp4 are bound as they are in w4a16:
 
 - fp8: `weight` e4m3 [out_features, in_features], times `weight_scale_inv` or `weight_scale`: one for the weight, for
   each row, or for each block of `weight_block_size` (`block_structure`).
@@ -80,12 +80,12 @@ class Packing:
 
     @property
     def stays(self) -> bool:
-        """Return whether graphs of w8a16 and w4a16 take what is stored; else weights are the numbers it stands for."""
+        """Return whether graphs of w8a16 and w4a16 take what is stored; else weights are the numbers it encodes."""
         return self.layout in (*INTEGERS, MXFP4)
 
     @property
     def beyond_integers(self) -> str:
-        """Return what graphs of quantised precisions take beside integers and scales; empty where that is all."""
+        """Return what graphs of quantised precisions take besides integers and scales; empty where that is all."""
         if self.layout == MXFP4:
             return "codes of MXFP4"
         if self.zero_points:
@@ -94,7 +94,7 @@ class Packing:
 
     def described(self) -> str:
         """Return what a user should know of how weights are read; empty where nothing is."""
-        how = "" if self.stays else f"weights packed as {self.layout} are read as the numbers that they stand for"
+        how = "" if self.stays else f"weights packed as {self.layout} are read as the numbers that they encode"
         ignored = f"{self.ignored}, which config.json asks for, are not quantised" if self.ignored else ""
         keeps = self.layout == "fp8" and self.block is None
         but = "w8a8-fp8 keeps weights, and quantises activations" if keeps else ""
@@ -126,8 +126,8 @@ def check_precision(quantized: QuantizedTensors, precision: str, group_size: int
 
 
 def precision_of(bits: int) -> str:
-    """Return the precision of weights of so many bits."""
-    return next(name for name, each in QUANTIZATIONS.items() if each.bits == bits)
+    """Return the precision of weights of `bits` bits."""
+    return next(name for name, quantization in QUANTIZATIONS.items() if quantization.bits == bits)
 
 
 def packing_of(config: Mapping[str, Any]) -> Packing | None:
@@ -178,20 +178,20 @@ def _gptq(settings: Mapping[str, Any]) -> Packing:
 
 def _auto_round(settings: Mapping[str, Any]) -> Packing:
     packed = settings.get("packing_format") or settings.get("backend") or "auto_round:auto_gptq"
-    known = {
+    allowed = {
         "auto_round:auto_gptq": _gptq,
         "auto_round:gptq": _gptq,
         "auto_round:auto_awq": _awq,
         "auto_round:awq": _awq,
     }
-    if packed not in known:
-        raise ValidationError(f"{KEY}.packing_format", " or ".join(known), packed)
-    others = settings.get("extra_config") or {}
-    layers = others.values() if isinstance(others, Mapping) else [others]
+    if packed not in allowed:
+        raise ValidationError(f"{KEY}.packing_format", " or ".join(allowed), packed)
+    extra_config = settings.get("extra_config") or {}
+    layers = extra_config.values() if isinstance(extra_config, Mapping) else [extra_config]
     same = (None, settings.get("bits"), 16, 32)
     if not all(isinstance(layer, Mapping) and layer.get("bits") in same for layer in layers):
-        raise ValidationError(f"{KEY}.extra_config", "layers of the same bits, or in floating point", others)
-    return known[packed]({**settings, "checkpoint_format": None, "format": None, "version": None})
+        raise ValidationError(f"{KEY}.extra_config", "layers of the same bits, or in floating point", extra_config)
+    return allowed[packed]({**settings, "checkpoint_format": None, "format": None, "version": None})
 
 
 def _fp8(settings: Mapping[str, Any]) -> Packing:
@@ -245,17 +245,17 @@ def _compressed(settings: Mapping[str, Any]) -> Packing:
     groups = settings.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise ValidationError(f"{KEY}.config_groups", "an object of groups", groups)
-    found = {name: _compressed_group(settings, name, group) for name, group in sorted(groups.items())}
-    first = next(iter(found.values()))
-    for name, packing in found.items():
+    group_packings = {name: _compressed_group(settings, name, group) for name, group in sorted(groups.items())}
+    first = next(iter(group_packings.values()))
+    for name, packing in group_packings.items():
         if packing != first:
             raise ValidationError(
                 f"{KEY}.config_groups.{name}", "groups of one format, of the same bits and group_size", packing
             )
-    asked = [_CACHE] if settings.get("kv_cache_scheme") else []
+    extra_keys = [_CACHE] if settings.get("kv_cache_scheme") else []
     if any(group.get("input_activations") for group in groups.values()):
-        asked.insert(0, _ACTIVATIONS)
-    return replace(first, ignored=" and ".join(asked))
+        extra_keys.insert(0, _ACTIVATIONS)
+    return replace(first, ignored=" and ".join(extra_keys))
 
 
 def _compressed_group(settings: Mapping[str, Any], name: str, group: Any) -> Packing:
@@ -273,12 +273,12 @@ def _compressed_group(settings: Mapping[str, Any], name: str, group: Any) -> Pac
     if style not in ("pack-quantized", *_PLAIN_INT8):
         known_styles = ("pack-quantized", *_PLAIN_INT8, "float-quantized", "nvfp4-pack-quantized")
         raise ValidationError(f"{KEY}.format", ", ".join(known_styles), style)
-    known: dict[str, tuple[Any, ...]] = {
+    allowed: dict[str, tuple[Any, ...]] = {
         "type": ("int", None),
         "symmetric": (True, False, None),
         "dynamic": (False, None),
     }
-    for key, choices in {**known, "actorder": (None, False, "weight", "static")}.items():
+    for key, choices in {**allowed, "actorder": (None, False, "weight", "static")}.items():
         if weights.get(key) not in choices:
             raise ValidationError(f"{KEY}.{where}.{key}", " or ".join(map(str, choices)), weights[key])
     strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "channel")
@@ -295,8 +295,8 @@ def _compressed_group(settings: Mapping[str, Any], name: str, group: Any) -> Pac
 def _compressed_floats(weights: Mapping[str, Any], where: str, style: str) -> Packing:
     """Return the layout of weights of type float: fp8, or nvfp4 in groups of 16."""
     bits, strategies, size = _FLOAT_STYLES[style]
-    asked = {"num_bits": (bits,), "strategy": strategies, "group_size": size, "symmetric": (True, None)}
-    for key, choices in asked.items():
+    allowed = {"num_bits": (bits,), "strategy": strategies, "group_size": size, "symmetric": (True, None)}
+    for key, choices in allowed.items():
         if weights.get(key) not in choices:
             raise ValidationError(f"{KEY}.{where}.{key}", " or ".join(map(str, choices)), weights.get(key))
     if bits == 4:

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from lockstep.artifacts.adapters import fetched_manifest
-from lockstep.artifacts.fetched import folder_of, known
+from lockstep.artifacts.fetched import folder_of, load_if_same_source
 from lockstep.config.backends import BackendSettings, backends
 from lockstep.config.consistency import (
     device_problems,
@@ -120,7 +120,7 @@ class Config(Section):
     def missing_backends(self, model: str | None = None) -> dict[str, str]:
         """Return by backend why its engines cannot be built here; a device's are built there. model: of this alone."""
         models = self.models.values() if model is None else [self.models[model]]
-        used = {backend for one in models for backend in one.backends if backend not in self.devices}
+        used = {backend for entry in models for backend in entry.backends if backend not in self.devices}
         missing = {backend: self._settings(backend).missing() for backend in sorted(used)}
         return {backend: reason for backend, reason in missing.items() if reason}
 
@@ -157,8 +157,8 @@ class Config(Section):
         Raises InputError where there is none.
         """
         if name is not None and name not in self.devices:
-            found = ", ".join(self.devices) or "none, for the config has no devices"
-            raise InputError(f"device: expected one of {found}; found {describe(name)}")
+            device_names = ", ".join(self.devices) or "none, for the config has no devices"
+            raise InputError(f"device: expected one of {device_names}; found {describe(name)}")
         return name
 
     def _settings(self, name: str) -> BackendSettings:
@@ -183,7 +183,7 @@ class Config(Section):
         By backend of the targets, and by `<precision>/<backend>` where a precision is the reason
         (`skip_missing_precisions`).
         """
-        pairs = sorted({(one.precision, one.backend) for one in self.targets()})
+        pairs = sorted({(target.precision, target.backend) for target in self.targets()})
         reasons = {f"{precision}/{backend}": self._lacking(precision, backend) for precision, backend in pairs}
         reasons |= {backend: self._cannot_build(backend) for _, backend in pairs}
         return {name: reason for name, reason in reasons.items() if reason}
@@ -193,7 +193,8 @@ class Config(Section):
 
         By backend of the targets, and as `not_built` where a precision is the reason.
         """
-        reasons = {backend: self.cannot_run(backend) for backend in sorted({one.backend for one in self.targets()})}
+        used = sorted({target.backend for target in self.targets()})
+        reasons = {backend: self.cannot_run(backend) for backend in used}
         return {backend: reason for backend, reason in reasons.items() if reason} | self.not_built()
 
     def check_backends(self) -> None:
@@ -207,18 +208,18 @@ class Config(Section):
         skipped, missing = (absent, {}) if self.skip_missing_backends else ({}, absent)
         for name, model in self.models.items():
             for index, backend in enumerate(model.backends):
-                here = ("models", name, "backends", index)
+                path = ("models", name, "backends", index)
                 if reason := missing.get(backend):
                     text = f"expected backends that are installed, or skip_missing_backends: true; {backend}: {reason}"
-                    problems.append(Problem(here, text))
+                    problems.append(Problem(path, text))
                 elif self.require_run and backend not in skipped:
                     reasons = [
                         self.cannot_run(backend),
-                        *(self._lacking(one, backend) for one in model.precisions_of(backend)),
+                        *(self._lacking(precision, backend) for precision in model.precisions_of(backend)),
                     ]
                     if why := next(filter(None, reasons), None):
                         text = f"expected to run its engines (require_run: true); {backend}: {why}"
-                        problems.append(Problem(here, text))
+                        problems.append(Problem(path, text))
         if problems:
             raise InputError(f"config: {join(Config, problems)}")
 
@@ -258,10 +259,10 @@ class Config(Section):
 
         Under "" are those that are run without. Where an adapter has none, they are the model's own texts.
         """
-        own = self.models[model].golden.prompts
-        texts = tuple(Prompt(text=prompt.text) for prompt in own)
-        found = {name: adapter.prompts or texts for name, adapter in sorted(self.models[model].adapters.items())}
-        return {"": texts, **found}
+        model_prompts = self.models[model].golden.prompts
+        texts = tuple(Prompt(text=prompt.text) for prompt in model_prompts)
+        by_adapter = {name: adapter.prompts or texts for name, adapter in sorted(self.models[model].adapters.items())}
+        return {"": texts, **by_adapter}
 
     def adapter_folders(
         self, model: str, folders: Sequence[str | os.PathLike] | None = None, results: Results = Results()
@@ -271,11 +272,11 @@ class Config(Section):
         It is looked up as `check_sources` does; of one on the hub it is where a job of `results` brings it. Raises
         InputError, which names every place looked at, where there is none.
         """
-        found = {}
+        by_adapter = {}
         problems = []
         for name, adapter in sorted(self.models[model].adapters.items()):
             if isinstance(parse_source(adapter.source), HubSource):
-                found[name] = folder_of(fetched_manifest(results.adapter_sources(model), name))
+                by_adapter[name] = folder_of(fetched_manifest(results.adapter_sources(model), name))
                 continue
             places = places_of(adapter.source, folders)
             place = next((place for place in places if os.path.isdir(place)), None)
@@ -284,10 +285,10 @@ class Config(Section):
                 text = f"expected the folder of an adapter, as PEFT saves it; found none at {looked}"
                 problems.append(Problem(("models", model, "adapters", name, "source"), text))
             else:
-                found[name] = place
+                by_adapter[name] = place
         if problems:
             raise InputError(f"config: {join(Config, problems)}")
-        return found
+        return by_adapter
 
     def parse_target(self, text: str, where: str = "") -> Target:
         """Return the target of a name, on the model's first backend where it names none.
@@ -313,16 +314,16 @@ class Config(Section):
                 )
         names = [str(target).rpartition("/")[0] for target in self.targets()]
         allowed = list(dict.fromkeys(names))
-        more = f" (and {len(allowed) - 20} more)" if len(allowed) > 20 else ""
+        num_more = f" (and {len(allowed) - 20} more)" if len(allowed) > 20 else ""
         elsewhere = [name for name in by_name if name.startswith(text.rpartition("/")[0] + "/")]  # on another backend
         guess = ((text.count("/") == 3 and nearest(text, elsewhere)) or nearest(text, by_name)).removeprefix(",")
         raise InputError(
-            f"target: expected one of {', '.join(allowed[:20])}{more}{', in ' + where if where else ''}; found "
+            f"target: expected one of {', '.join(allowed[:20])}{num_more}{', in ' + where if where else ''}; found "
             f"{describe(text)}{';' + guess if guess else ''}"
         )
 
     def is_folder(self, model: str) -> bool:
-        """Return whether the checkpoint of a model lies in a folder that the config names; else a job brings it."""
+        """Return whether the checkpoint of a model is in a folder that the config names; else a job fetches it."""
         return isinstance(parse_source(self.models[model].source), FolderSource)
 
     def check_sources(
@@ -335,19 +336,19 @@ class Config(Section):
         against what `results` has of it, and left out before that. Raises InputError when a folder is not there, or is
         a model with fewer layers or positions than asked.
         """
-        found: dict[str, Path] = {}
+        paths: dict[str, Path] = {}
         problems: list[Problem] = []
         for name, model in self.models.items():
             try:
                 place = _place(model.source, folders, results.source(name))
                 if place:
-                    found[name] = place
+                    paths[name] = place
                     problems += shape_problems(name, model, self.limits, place, self._settings)
             except InputError as error:
                 problems.append(Problem(("models", name, "source"), str(error)))
         if problems:
             raise InputError(f"{where}: {join(Config, problems)}")
-        return found
+        return paths
 
     def check_model(self, name: str, place: Path) -> None:
         """Check the config against one model, as `check_sources` does.
@@ -363,8 +364,8 @@ class Config(Section):
 
         Its own where it has one, else that of all models. backend: None gives those of graphs.
         """
-        own = getattr(self.models[model].tolerances, precision).model_dump(exclude_none=True)
-        settings = self.tolerances[precision].model_copy(update=own).model_dump()
+        overrides = getattr(self.models[model].tolerances, precision).model_dump(exclude_none=True)
+        settings = self.tolerances[precision].model_copy(update=overrides).model_dump()
         return PlainTolerances(precision, self.backend_of(backend) if backend else GRAPH, **settings)
 
     def build_options(self, backend: str) -> dict[str, Any]:
@@ -399,5 +400,5 @@ def _place(source: str, folders: Sequence[str | os.PathLike] | None, manifest: P
     kind = parse_source(source)
     if not isinstance(kind, HubSource):
         return resolve_here(kind, folders)
-    fetched = known(manifest, source)
+    fetched = load_if_same_source(manifest, source)
     return folder_of(manifest) if fetched and (folder_of(manifest) / "config.json").is_file() else None

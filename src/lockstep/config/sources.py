@@ -34,7 +34,7 @@ HUB_PREFIX = "hf:"
 RANDOM_PREFIX = "random:"
 BYTES = 256  # tokens that a random model needs, so that any prompt can be spelled
 _LONGROPE = ("longrope", "su")  # Phi-3's first name for it
-# The hub's own rules for names, and those of git for branches and tags as far as they can stand in a URL and a file
+# The hub's own rules for names, and those of git for branches and tags as far as they fit in a URL and a file
 # name.
 _REPOSITORY_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _REVISION = re.compile(r"[A-Za-z0-9][\w.+/-]{0,199}", re.ASCII)
@@ -138,8 +138,8 @@ def resolve_here(
     path = next((place for place in places if os.path.isfile(place)), None)
     if path is None:
         folder = next((place for place in places if os.path.isdir(place)), None)
-        found = f"a folder at {folder}: give the file in it" if folder else f"none at {' and '.join(map(str, places))}"
-        raise InputError(f"expected {what}; found {found}{_hint(text, hub=False)}")
+        fault = f"a folder at {folder}: give the file in it" if folder else f"none at {' and '.join(map(str, places))}"
+        raise InputError(f"expected {what}; found {fault}{_hint(text, hub=False)}")
     if isinstance(source, RandomSource):
         _check_random(path)
     return path
@@ -166,7 +166,7 @@ def _check_random(path: Path) -> None:
     if not path.with_name("tokenizer.json").is_file() and vocabulary is not None and vocabulary < BYTES:
         raise InputError(
             f"expected a vocab_size of {BYTES} or more in {path}, a token for each byte, or a "
-            f"tokenizer.json beside it; found {vocabulary}"
+            f"tokenizer.json next to it; found {vocabulary}"
         )
 
 
@@ -268,9 +268,9 @@ def read_shape(path: Path) -> CheckpointShape:
     limits = [limit for part in model_config.parts(value) for limit in model_config.first_chunk(part)]
     if first is not None:
         limits.append((first, "original_max_position_embeddings: beyond it longrope changes the keys of all positions"))
-    least, reason = min(limits, default=(None, ""))
-    if least is not None and (positions is None or least < positions):
-        positions = least
+    min_limit, reason = min(limits, default=(None, ""))
+    if min_limit is not None and (positions is None or min_limit < positions):
+        positions = min_limit
         limited_by = reason
     else:
         limited_by = "max_position_embeddings"
@@ -306,9 +306,9 @@ def _first_frequencies(value: dict[str, Any]) -> int | None:
     for part in model_config.parts(value):
         rope = part.get("rope_parameters") or part.get("rope_scaling")
         if isinstance(rope, dict) and (rope.get("rope_type") or rope.get("type")) in _LONGROPE:
-            # Beside the rope's own settings it counts first, as in transformers.
-            found = (place.get("original_max_position_embeddings") for place in (part, rope))
-            return next((length for length in found if length is not None), None)
+            # It takes precedence over the rope's own settings, as in transformers.
+            values = (place.get("original_max_position_embeddings") for place in (part, rope))
+            return next((length for length in values if length is not None), None)
     return None
 
 

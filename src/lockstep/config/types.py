@@ -29,7 +29,7 @@ PRECISIONS: tuple[str, ...] = get_args(Precision)
 _NAME = "^[a-z][a-z0-9_]*$"
 if TYPE_CHECKING:
     Backend: TypeAlias = str
-else:  # a literal of names that stand in a table is one at run time only
+else:  # a literal of names from a table is one at run time only
     Backend = Literal[tuple(backends())]
 # A backend, or a device of the config, which names one; which there are, the whole config says.
 BackendOrDevice = Annotated[
@@ -124,12 +124,12 @@ class Golden(Section):
         default=_PROMPTS,
         min_length=1,
         description="The golden prompts. They are run in one batch, alone, and in chunks "
-        "beside other requests; take different lengths.",
+        "among other requests; take different lengths.",
     )
     drift_text: str = Field(
         default="",
-        description="A text on which the perplexity of quantised weights is held beside that of the checkpoint. Empty: "
-        "the prompts, one after another.",
+        description="A text on which the perplexity of quantised weights is compared with that of the checkpoint. "
+        "Empty: the prompts, one after another.",
     )
     long_prompt: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
         default=None,
@@ -195,7 +195,7 @@ class ModelConfig(Section):
         default=("all",),
         min_length=1,
         json_schema_extra=UNIQUE,
-        description="Layer counts: the first so many layers of the model, or the word `all`.",
+        description="Layer counts: this many of the model's first layers, or the word `all`.",
     )
     precisions: Annotated[tuple[Precision, ...], AsTuple] = Field(
         default=("fp32",), min_length=1, json_schema_extra=UNIQUE, description="Precisions of weights and computation."
@@ -230,7 +230,7 @@ class ModelConfig(Section):
     kv_cache_dtype: Literal["fp8"] | None = Field(
         default=None,
         description="On the backend `cuda`: `fp8` keeps keys and values as e4m3 numbers, with a scale for each token "
-        "and head, in half the memory; its error stands beside the results. None: in the type of the activations.",
+        "and head, in half the memory; its error is among the results. None: in the type of the activations.",
     )
     tensor_parallel: Annotated[int, Field(ge=1, le=targets.MOST_RANKS)] = Field(
         default=1,
@@ -324,7 +324,7 @@ class Tolerance(Section):
     block: Error | None = Field(
         default=None,
         description="A number instead of that: the largest error of a block, an attention or a layer against torch in "
-        "fp32 on the same weights, relative to the size of the values; and of an engine beside its graph.",
+        "fp32 on the same weights, relative to the size of the values; and of an engine compared with its graph.",
     )
     logits: Error | None = Field(
         default=None,

@@ -124,11 +124,12 @@ def export(
     def entry(name: str) -> FileEntry:
         return FileEntry(name, hashlib.sha256(files[name]).hexdigest())
 
+    template_entry = entry(chat_template.FILE) if template else None
     assembly = replace(
         assembly,
         eos_token_ids=stops,
         tokenizer=entry("tokenizer.json"),
-        chat_template=entry(chat_template.FILE) if template else None,
+        chat_template=template_entry,
         kv_cache_dtype=kv_cache_dtype,
     )
     _write(files, assembly, out)

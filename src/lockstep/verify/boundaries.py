@@ -26,9 +26,11 @@ _LARGEST_WEIGHT = 8192
 
 def config_lengths(config: Mapping[str, Any]) -> set[int]:
     """Return the lengths in tokens that a config.json names: windows, chunks, what RoPE was scaled from."""
-    return {
-        length for key, value in _items(config) if _LENGTH_KEYS.search(key) for length in _numbers(value) if length > 0
-    }
+    lengths: set[int] = set()
+    for key, value in _items(config):
+        if _LENGTH_KEYS.search(key):
+            lengths |= {length for length in _numbers(value) if length > 0}
+    return lengths
 
 
 def _items(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -47,20 +49,21 @@ def _numbers(value: Any) -> Iterator[int]:
 
 def edges(longest: int, lengths: Iterable[int] = ()) -> list[int]:
     """Return the lengths at which something may change: powers of two, `lengths`, the last page, `longest`."""
-    found = {longest, *lengths}
+    lengths_at_edges = {longest, *lengths}
     capacity = PAGE
     while capacity < longest:
-        found.add(capacity)
+        lengths_at_edges.add(capacity)
         capacity *= 2
-    found.add((longest - 1) // PAGE * PAGE)  # the last page
-    return sorted(length for length in found if 1 <= length <= longest)
+    lengths_at_edges.add((longest - 1) // PAGE * PAGE)  # the last page
+    return sorted(length for length in lengths_at_edges if 1 <= length <= longest)
 
 
 def both_sides(longest: int, lengths: Iterable[int] = ()) -> list[int]:
     """Return the lengths from 1 to `longest` one below, at and one above each of `edges`."""
-    return sorted(
-        {near for edge in edges(longest, lengths) for near in (edge - 1, edge, edge + 1) if 1 <= near <= longest}
-    )
+    near: set[int] = set()
+    for edge in edges(longest, lengths):
+        near |= {edge - 1, edge, edge + 1}
+    return sorted(length for length in near if 1 <= length <= longest)
 
 
 def synthetic_past(

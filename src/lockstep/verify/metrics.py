@@ -33,7 +33,7 @@ def off(error: float | None, bound: float) -> str:
 def finish(out: str | os.PathLike, report: Report, failure: str | None) -> Path:
     """Write a check's report to `out` where `failure` is None, and give `out`.
 
-    Otherwise `out` is left alone, the report goes to `failed_path(out)`, and CheckError says `failure` and where the
+    Otherwise `out` is not touched, the report goes to `failed_path(out)`, and CheckError says `failure` and where the
     report lies: a result that exists is always one that passed.
     """
     out = Path(out)

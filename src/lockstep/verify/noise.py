@@ -1,4 +1,4 @@
-"""What a precision itself costs of logits, and which errors of them pass beside it. Needs no torch.
+"""The noise of logits in a precision, and the bounds of errors that follow from it. Needs no torch.
 
 In: errors that transformers makes in fp16 on the same weights and tokens (`verify.rounded`), its noise. Out: the errors
 that pass of each row. Of logits the rms is that of the median row: on a trained model single rows are so sensitive that
@@ -31,20 +31,20 @@ class LogitNoise:
     def rms(self, counts: Iterable[int]) -> float:
         """Return the rms of the median of these rows, of all rows where there it is larger.
 
-        Up to `_TAIL` times that where a row was thrown off: the rows behind it read what it left in the KV cache, and
+        Up to `_TAIL` times that where a row was thrown off: later rows read what it left in the KV cache, and
         so are all off where another draw throws it off further (an engine on a GPU: by 2.6 times).
         """
         every = [row.rms for row in self._rows.values()]
-        own = [self._rows[count].rms for count in counts if count in self._rows] or every
-        usual = max(float(np.median(own)), float(np.median(every)))
+        rms_values = [self._rows[count].rms for count in counts if count in self._rows] or every
+        usual = max(float(np.median(rms_values)), float(np.median(every)))
         return max(usual, min(max(every) / _THROWN_OFF, _TAIL * usual))
 
     def at(self, count: int) -> float:
         """Return the largest error that is to be expected of a row.
 
         Its own, or what other rows have where that is larger, up to `_TAIL` times the usual row: on a trained model a
-        row that one draw of roundings left alone another may throw off (an engine on a GPU was off by 12 times). Of a
-        row without noise of its own the largest.
+        row that one draw of roundings does not disturb another may (an engine on a GPU was off by 12 times). Of a
+        row without noise the largest.
         """
         if count not in self._rows:
             return self.largest

@@ -1,7 +1,7 @@
 """The noise of a precision in what a graph gives: how far rounding moves it on the inputs that it is run on.
 
 A graph, its weights and inputs in; of each row of each output the noise in units of fp16 out. It is measured in bf16,
-whose range is float32's. So an engine is held to the sensitivity of the very numbers that it computes: rows with
+whose range is float32's. So an engine is compared with the sensitivity of the very numbers that it computes: rows with
 outliers, sharp attention, large weights.
 """
 
@@ -56,7 +56,10 @@ class NoisyGraph:
     def noise(self, feeds: Arrays, outputs: Arrays) -> dict[str, Spread]:
         """Return the noise of each row of each output. feeds: inputs and weights. outputs: what the graph gave."""
         exact, rounded = self._sessions
-        wide = {name: array.astype(np.float32) if array.dtype in _NARROW else array for name, array in feeds.items()}
+        wide = dict(feeds)
+        for name, array in feeds.items():
+            if array.dtype in _NARROW:
+                wide[name] = array.astype(np.float32)
         right = outputs if exact is None else _run(exact, wide)
         return {name: row_noise(right[name], array) for name, array in _run(rounded, wide).items() if name in outputs}
 
@@ -70,7 +73,7 @@ def beside_graph(tolerances: Tolerances, noise: Spread) -> Bound:
 def row_noise(exact: np.ndarray, rounded: np.ndarray) -> Spread:
     """Return the noise of each row: its own, or what others have where that is larger, to 3 times the usual row.
 
-    A row that one draw of roundings left alone another may throw off. Numbers that are not finite, as scores that are
+    A row that one draw of roundings does not disturb another may. Numbers that are not finite, as scores that are
     masked, have none.
     """
     finite = np.isfinite(exact) & np.isfinite(rounded)
@@ -78,8 +81,8 @@ def row_noise(exact: np.ndarray, rounded: np.ndarray) -> Spread:
     relative = relative_errors(exact, rounded) / UNITS
     if not relative.size:
         return Spread(np.zeros(len(exact)), np.zeros(len(exact)))
-    own = relative.max(1), np.sqrt(np.mean(relative * relative, axis=1))
-    return Spread(*(np.maximum(rows, np.minimum(rows.max(), _TAIL * np.median(rows))) for rows in own))
+    row_values = relative.max(1), np.sqrt(np.mean(relative * relative, axis=1))
+    return Spread(*(np.maximum(rows, np.minimum(rows.max(), _TAIL * np.median(rows))) for rows in row_values))
 
 
 def _run(session: ort.InferenceSession, feeds: Arrays) -> dict[str, np.ndarray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -41,9 +42,9 @@ class LayerRecord:
         return replace(self, states=states, **moved)
 
 
-def interpolate(one: np.ndarray, other: np.ndarray, part: float) -> np.ndarray:
+def interpolate(first: np.ndarray, second: np.ndarray, part: float) -> np.ndarray:
     """Return the array that is a part of the way from one to the other."""
-    return one + (other - one) * np.float32(part)
+    return first + (second - first) * np.float32(part)
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Record:
     num_past: int = 0
 
     def is_finite(self) -> bool:
-        layers = (array for layer in self.layers for array in layer.arrays)
+        layers = itertools.chain.from_iterable(layer.arrays for layer in self.layers)
         return all(np.isfinite(array).all() for array in (self.embedded, self.logits, *layers))
 
     @property

@@ -11,26 +11,26 @@ import numpy as np
 _REPEATED = 4  # steps of each kind
 
 
-def repeated_rows(least: int, most: int, draw: random.Random) -> Iterator[tuple[str, np.ndarray]]:
+def repeated_rows(min_rows: int, max_rows: int, draw: random.Random) -> Iterator[tuple[str, np.ndarray]]:
     """Yield (what repeats, rows of 0 to `most`-1) of steps in which rows are the same.
 
-    In steps of drawn sizes, few or many, two, three, and all rows are one. Of a sample each stands beside each other.
+    In steps of drawn sizes, few or many, two, three, and all rows are one. In a sample, each pair is adjacent once.
     """
     for repeats in (2, 3, 0):
-        fewest = max(least, repeats, 2)
-        for _ in range(_REPEATED if most >= fewest else 0):
-            size = round(fewest * (most / fewest) ** draw.random())
-            rows = np.array(draw.sample(range(most), size), np.int64)
+        fewest = max(min_rows, repeats, 2)
+        for _ in range(_REPEATED if max_rows >= fewest else 0):
+            size = round(fewest * (max_rows / fewest) ** draw.random())
+            rows = np.array(draw.sample(range(max_rows), size), np.int64)
             same = draw.sample(range(size), repeats or size)
             rows[same] = rows[same[0]]
             yield f"{repeats or 'all'} rows the same", rows
-    beside = math.isqrt(most)
-    if beside * beside >= max(least, 4):
-        sample = np.array(draw.sample(range(most), beside), np.int64)
-        yield f"{beside} rows beside each other", sample[list(_each_beside_each(beside))]
+    sample_size = math.isqrt(max_rows)
+    if sample_size * sample_size >= max(min_rows, 4):
+        sample = np.array(draw.sample(range(max_rows), sample_size), np.int64)
+        yield f"{sample_size} rows next to each other", sample[list(_all_adjacent(sample_size))]
 
 
-def _each_beside_each(count: int) -> Iterator[int]:
+def _all_adjacent(count: int) -> Iterator[int]:
     """Yield numbers below `count` so that each follows each, itself too, once (a de Bruijn sequence of order 2)."""
     for number in range(count):
         yield number

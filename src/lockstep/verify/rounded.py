@@ -163,7 +163,9 @@ def round_activations(model: Any, weights: Weights, layers: int | str) -> None:
     if not has_8_bit_activations(weights.precision) or weights.quantization is None:
         return
     size = weights.quantization.group_size
-    parameters = {tensor: name for name, tensors in checkpoint_layout(model).items() for tensor in tensors}
+    parameters: dict[str, str] = {}
+    for name, tensors in checkpoint_layout(model).items():
+        parameters |= dict.fromkeys(tensors, name)
     # Checkpoints of a bare decoder leave out the first part of the name ("transformer.").
     parameters |= {tensor.partition(".")[2]: name for tensor, name in parameters.items()}
 
@@ -219,12 +221,12 @@ class RoundedCache(DynamicCache):
 
 
 def round_kv_cache(model: PreTrainedModel) -> RemovableHandle:
-    """Let a model of transformers keep rounded keys and values, also where it is asked for no cache."""
+    """Let a model of transformers keep rounded keys and values, also without `use_cache`."""
 
     def before(_: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        own = (
+        cache = (
             {} if kwargs.get("past_key_values") is not None else {"past_key_values": RoundedCache(config=model.config)}
         )
-        return args, {**kwargs, "use_cache": True, **own}
+        return args, {**kwargs, "use_cache": True, **cache}
 
     return model.register_forward_pre_hook(before, with_kwargs=True)

@@ -17,6 +17,7 @@ import numpy as np
 from lockstep.artifacts.adapters import IDS
 from lockstep.artifacts.assembly import BoundBlock
 from lockstep.onnx_tools.overflow import overflows
+from lockstep.verify.arrays import concatenate_rows
 from lockstep.verify.graphs import Graphs, stale_cache
 from lockstep.verify.records import LayerRecord, Record
 
@@ -45,7 +46,7 @@ class Stage:
 
     part: embedding, block, attention or exit. graph: a class, or `<variant>.prefill`, `<variant>.decode`.
 
-    phase: of an attention, prefill (a whole sequence in one piece), chunked (its second half behind the first, or all
+    phase: of an attention, prefill (a whole sequence in one piece), chunked (its second half after the first, or all
     of it behind a synthetic cache) or decode (one row a request). layer: the one whose attention this is or comes
     before; the last for the exit, None for the embedding. slots: {slot: tensors}. positions [rows]: of the token that
     each row of the outputs belongs to.
@@ -118,7 +119,7 @@ class Walk:
         if adapter_ids is not None:
             self._env[IDS] = adapter_ids
         if self._exact:
-            self._env["hidden"] = self._known(lambda record: record.embedded, graphs.hidden_dtype)
+            self._env["hidden"] = self._from_record(lambda record: record.embedded, graphs.hidden_dtype)
 
     def __iter__(self) -> Iterator[StageRun]:
         yield self.embedding()
@@ -148,23 +149,23 @@ class Walk:
             yield run
             self._env |= {io.key: run.outputs[io.name] for io in self.graphs.classes[layer.block.graph].outputs}
             if of and self._exact:
-                self._env["hidden"] = self._known(of, self.graphs.hidden_dtype)
+                self._env["hidden"] = self._from_record(of, self.graphs.hidden_dtype)
             yield from self._mixer(layer.variant, index)
             if self._exact:
-                self._env["attention"] = self._known(mixed, self.graphs.mixed_dtype(layer.variant))
+                self._env["attention"] = self._from_record(mixed, self.graphs.mixed_dtype(layer.variant))
 
     def exit(self) -> StageRun:
         return self._block("exit", self.graphs.exit, self.graphs.num_layers - 1, "logits", lambda record: record.logits)
 
     @np.errstate(over="ignore")
-    def _known(self, of: Callable[[Record], np.ndarray], dtype: np.dtype) -> np.ndarray:
+    def _from_record(self, of: Callable[[Record], np.ndarray], dtype: np.dtype) -> np.ndarray:
         """Return what PyTorch gave as the graphs take it: infinite where their type ends before."""
         return np.concatenate([of(record) for record in self._exact]).astype(dtype)
 
     def _block(
         self, part: str, block: BoundBlock, layer: int | None, output: str, of: Callable[[Record], np.ndarray] | None
     ) -> StageRun:
-        """Run a block. output, of: one that PyTorch has, and where it stands in a record; None: it has none."""
+        """Run a block. output, of: one that PyTorch has, and its place in a record; None: it has none."""
         env = {**self._env, **self.graphs.adapter_inputs(block, self._env)}
         signature = self.graphs.graph(block.graph).signature
         inputs = {io.name: env[io.name] for io in signature.inputs if io.name in env}
@@ -173,10 +174,12 @@ class Walk:
         outputs = {io.name: by_key[io.key] for io in signature.outputs}
         if self._instead:
             outputs = self._instead(stage, outputs)
-        exact, noisy = (
-            {output: np.concatenate([of(record) for record in side])} if side and of else {}
-            for side in (self._exact, self._noisy)
-        )
+        exact = {}
+        noisy = {}
+        if self._exact and of:
+            exact[output] = np.concatenate([of(record) for record in self._exact])
+        if self._noisy and of:
+            noisy[output] = np.concatenate([of(record) for record in self._noisy])
         return StageRun(stage, outputs, exact, noisy)
 
     def _mixer(self, variant: str, index: int) -> Iterator[StageRun]:
@@ -196,8 +199,10 @@ class Walk:
             if mixer:
                 states = [layers[owner][0].states[start] for owner, start in zip(owners, starts) if layers]
                 return {"past_state": np.concatenate(states or [np.zeros((1, *mixer.state), np.float32)])}
-            known = [pasts[owner] if owner < len(pasts) else graphs.no_past(variant) for owner in owners]
-            return stale_cache(known, [num_past + start for start in starts], graphs.dtype, self._capacity)
+            stored_pasts = []
+            for owner in owners:
+                stored_pasts.append(pasts[owner] if owner < len(pasts) else graphs.no_past(variant))
+            return stale_cache(stored_pasts, [num_past + start for start in starts], graphs.dtype, self._capacity)
 
         def expected(layer: LayerRecord, rows: np.ndarray) -> Arrays:
             if mixer:
@@ -212,11 +217,13 @@ class Walk:
         def run(phase: str, graph: str, owners: Sequence[int], rows: Sequence[np.ndarray]) -> StageRun:
             """Run a graph on the rows of some requests, by request; of a prefill graph there is one."""
             name = f"{variant}.{graph}"
-            tokens = np.concatenate([self._spans[owner].start + own for owner, own in zip(owners, rows)])
-            given = {key: array[tokens] for key, array in arrays.items()}
-            given |= before(owners, [int(own[0]) for own in rows])
+            tokens = np.concatenate(
+                [self._spans[owner].start + row_indices for owner, row_indices in zip(owners, rows)]
+            )
+            feeds = {key: array[tokens] for key, array in arrays.items()}
+            feeds |= before(owners, [int(row_indices[0]) for row_indices in rows])
             declared = {io.name for io in graphs.graph(name).signature.inputs}
-            inputs = {key: array for key, array in given.items() if key in declared}
+            inputs = {key: array for key, array in feeds.items() if key in declared}
             outputs = graphs.run_mixer(variant, graph, inputs)
             stage = Stage("attention", name, phase, index, {}, inputs, self._positions[tokens])
             if self._instead:
@@ -225,8 +232,8 @@ class Walk:
                 mixed.append((tokens, outputs["attention"]))
             sides: list[Arrays] = []  # what is expected, exact and in fp16
             for side in zip(*(layers[owner] for owner in owners if layers)):
-                pieces = [expected(layer, own) for layer, own in zip(side, rows)]
-                sides.append({key: np.concatenate([piece[key] for piece in pieces]) for key in pieces[0]})
+                pieces = [expected(layer, row_indices) for layer, row_indices in zip(side, rows)]
+                sides.append(concatenate_rows(pieces))
             return StageRun(stage, outputs, *(sides or ({}, {})))
 
         for owner, request in enumerate(self.requests):
@@ -235,13 +242,15 @@ class Walk:
             if num_past and not mixer:
                 yield run("chunked", "prefill", [owner], [rows])
                 continue
-            whole = run("prefill", "prefill", [owner], [rows])
-            yield whole
+            prefilled = run("prefill", "prefill", [owner], [rows])
+            yield prefilled
             if not mixer and not layers:
-                pasts.append((whole.outputs["key_out"], whole.outputs["value_out"]))
+                pasts.append((prefilled.outputs["key_out"], prefilled.outputs["value_out"]))
             if half and goes_on(owner, half):
                 yield run("chunked", "prefill", [owner], [rows[half:]])
-        decoded = [(owner, row) for owner in range(len(self.requests)) for row in self._decoded(owner)]
+        decoded: list[tuple[int, int]] = []
+        for owner in range(len(self.requests)):
+            decoded += [(owner, row) for row in self._decoded(owner)]
         pairs = [(owner, np.array([row])) for owner, row in decoded if goes_on(owner, row, row + 1)]
         for start in range(0, len(pairs), self._decode_rows):
             owners, decoded_rows = zip(*pairs[start : start + self._decode_rows])
@@ -266,12 +275,12 @@ class Walk:
         arrays = {name: self._env[name] for name in ("query", "key", "value", "position_ids")}
         if not self.num_past:
             return arrays
-        ((layer, _),), spec = layers, self.graphs.assembly.variants[variant]
+        ((layer, _),) = layers
+        spec = self.graphs.assembly.variants[variant]
         query_scale = np.full(arrays["query"].shape[1], layer.query_scale, np.float32)
         if spec.sinks:
             query_scale[spec.head_dim :: spec.query_dim] = 1  # what is no query's number
         scales = {"query": query_scale, "key": np.float32(layer.key_scale)}
-        return {
-            name: (array * scales[name]).astype(array.dtype) if name in scales else array
-            for name, array in arrays.items()
-        }
+        for name, scale in scales.items():
+            arrays[name] = (arrays[name] * scale).astype(arrays[name].dtype)
+        return arrays

@@ -21,7 +21,7 @@ import numpy as np
 from lockstep.artifacts.adapters import CONFIG, WEIGHTS, AdaptedModule, Adapter, AdaptersManifest
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.dtypes import FLOAT_DTYPES
-from lockstep.artifacts.fetched import FOLDER, known
+from lockstep.artifacts.fetched import FOLDER, load_if_same_source
 from lockstep.artifacts.files import sha256_file
 from lockstep.artifacts.places import StoredFile, TensorPlace
 from lockstep.checkpoint.language import language_name
@@ -96,7 +96,7 @@ def resolve_adapters(
         recorded = _recorded_folder(sources[name], folder, out)
         commit = ""
         if folder.name == FOLDER:
-            fetched = known(folder.with_name("source.json"), sources[name])
+            fetched = load_if_same_source(folder.with_name("source.json"), sources[name])
             commit = fetched.commit or "" if fetched else ""
         adapters[name] = replace(checked, source=sources[name], folder=recorded, commit=commit)
     AdaptersManifest(adapters).save(out)

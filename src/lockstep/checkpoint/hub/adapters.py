@@ -23,7 +23,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import disable_progress_bars
 
 from lockstep.artifacts.adapters import CONFIG, WEIGHTS, AdapterSource, AdapterSources, fetched_manifest
-from lockstep.artifacts.fetched import FOLDER, folder_of, known, write_fetched
+from lockstep.artifacts.fetched import FOLDER, folder_of, load_if_same_source, write_fetched
 from lockstep.artifacts.files import remove_leftovers, sha256_file
 from lockstep.artifacts.places import StoredFile
 from lockstep.checkpoint.fetched_files import link
@@ -63,7 +63,7 @@ def _fetch(source: str, manifest: Path) -> str:
     """Fetch an adapter's files and write its manifest; return their commit."""
     hub = parse_source(source)
     assert isinstance(hub, HubSource)  # the stage fetches no other
-    earlier = known(manifest, source)
+    earlier = load_if_same_source(manifest, source)
     if earlier and earlier.commit and not lost_files(manifest):
         return earlier.commit
     pinned = earlier.commit if earlier else None

@@ -28,7 +28,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
-from lockstep.artifacts.fetched import folder_of, known, write_fetched
+from lockstep.artifacts.fetched import folder_of, load_if_same_source, write_fetched
 from lockstep.artifacts.files import read_json, sha256_file
 from lockstep.checkpoint.fetched_files import link
 from lockstep.checkpoint.resolve import SIDE_FILES
@@ -60,7 +60,7 @@ def fetch(
     hub = parse_source(source)
     out = Path(out)
     assert isinstance(hub, HubSource)  # resolve fetches no other
-    earlier = None if newest else known(out, source)
+    earlier = None if newest else load_if_same_source(out, source)
     if earlier and earlier.commit and earlier.commit == (commit or earlier.commit) and not lost_files(out):
         check(folder_of(out), earlier.commit)
         os.utime(out)
@@ -134,7 +134,7 @@ def _check_digest(path: Path, source: str) -> None:
 
 def _pinned(out: Path, source: str) -> str | None:
     """Return the commit of an earlier run for the same source."""
-    earlier = known(out, source)
+    earlier = load_if_same_source(out, source)
     if earlier:
         return earlier.commit
     checkpoint = out.with_name("checkpoint.json")

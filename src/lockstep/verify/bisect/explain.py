@@ -54,7 +54,7 @@ def explain_failure(
         files = str(assembly_json), str(weights_json), str(engines_json)
         report = EngineReport.from_json(engine_report(*files, layers, asdict(tolerance), tokens, seconds))
     except (LockstepError, OSError, MemoryError) as error:
-        return f"bisect cannot run the engines beside their graphs: {' '.join(str(error).split())}; {further}"
+        return f"bisect cannot run the engines with their graphs: {' '.join(str(error).split())}; {further}"
     if report.fault:
         return f"{answer(report.fault)}; {report.fault.look_at}"
     if report.overflow:
@@ -134,13 +134,13 @@ def _served(model: Model, tokens: Tokens, expected: np.ndarray, tolerance: Toler
 
 
 def steps_error(
-    part: str, against: str, expected: np.ndarray, found: np.ndarray, positions: np.ndarray, tolerance: Tolerances
+    part: str, against: str, expected: np.ndarray, actual: np.ndarray, positions: np.ndarray, tolerance: Tolerances
 ) -> MeasuredOutput:
-    """Compare the logits behind the tokens at `positions`."""
-    if tolerance.logits is None:  # nothing was measured of this request: as of an engine beside its graph
+    """Compare the logits after the tokens at `positions`."""
+    if tolerance.logits is None:  # no noise of this request: compare as an engine with its graph
         noise = LOGITS * float(np.abs(expected).max())
         tolerance = replace(tolerance, logits=tolerance.noise * tolerance.rounding * noise)
-    return measure(Stage(part, "", "", None, {}, {}, positions), "logits", against, expected, found, tolerance)
+    return measure(Stage(part, "", "", None, {}, {}, positions), "logits", against, expected, actual, tolerance)
 
 
 def open_graphs(assembly_json: Path, weights_json: Path, layers: int | str, threads: int | None = None) -> Graphs:

@@ -50,7 +50,7 @@ def verdict(
             within,
         ]
     return f"nothing: no graph and no engine is off on these tokens; {within}", [
-        "another prompt (--prompt), or what this request cannot show: other requests beside it"
+        "another prompt (--prompt), or what this request cannot show: other requests in its batch"
     ]
 
 
@@ -60,17 +60,19 @@ def _off(row: MeasuredOutput) -> str:
 
 
 def _where(stage: StageName, decoder_layer: int | None) -> str:
-    """Say where a stage is. decoder_layer: that its fault lies in."""
+    """Describe a stage. decoder_layer: the faulty one."""
     layer = stage.layer
     graph = stage.graph
     if stage.part == "embedding":
         return f"embedding (class {graph})"
     if stage.part == "exit":
-        return f"layer {layer}, exit (class {graph}, behind the last attention)"
+        return f"layer {layer}, exit (class {graph}, after the last attention)"
     if stage.part == "attention":
         return f"layer {layer}, attention ({graph}, {stage.phase})"
-    both = f"the end of layer {layer - 1} and the beginning of layer {layer}" if layer else "the beginning of layer 0"
-    return f"layer {decoder_layer}, block {graph} ({both})"
+    boundary = "the beginning of layer 0"
+    if layer:
+        boundary = f"the end of layer {layer - 1} and the beginning of layer {layer}"
+    return f"layer {decoder_layer}, block {graph} ({boundary})"
 
 
 def text(report: BisectReport) -> str:
@@ -83,19 +85,24 @@ def _table(report: BisectReport) -> list[str]:
     """Write a line for each layer: the largest error of each part, of graphs and of engines."""
     lines: list[tuple[str, ...]] = [_HEADS]
     for label, rows in _by_layer(report.rows):
-        torch, engine = ([row for row in rows if row.against == against] for against in ("pytorch", "graph"))
+        torch = [row for row in rows if row.against == "pytorch"]
+        engine = [row for row in rows if row.against == "graph"]
         graph = next((row.graph for row in rows if row.part != "attention"), rows[0].graph)
-        tensors = [
-            _largest([row for row in torch if row.tensor in names])
-            for names in (("hidden", "hidden_out"), ("key_out",), ("value_out",), ("attention",), ("logits",))
-        ]
+        tensors = []
+        for names in (("hidden", "hidden_out"), ("key_out",), ("value_out",), ("attention",), ("logits",)):
+            tensors.append(_largest([row for row in torch if row.tensor in names]))
         parts = [
-            _largest([row for row in engine if (row.part == "attention") == attention]) for attention in (False, True)
+            _largest([row for row in engine if row.part != "attention"]),
+            _largest([row for row in engine if row.part == "attention"]),
         ]
         off = [row.position for row in rows if not row.passed]
         lines.append((label, graph, *tensors, *parts, str(min(off)) if off else ""))
     widths = [max(map(len, column)) for column in zip(*lines)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
+    aligned = []
+    for line in lines:
+        cells = [cell.ljust(width) for cell, width in zip(line, widths)]
+        aligned.append("  ".join(cells).rstrip())
+    return aligned
 
 
 def _by_layer(rows: Sequence[MeasuredOutput]) -> list[tuple[str, list[MeasuredOutput]]]:
@@ -111,7 +118,8 @@ def _largest(rows: Sequence[MeasuredOutput]) -> str:
     worst = max(
         rows, key=lambda row: (not row.passed, float("inf") if row.max_abs_error is None else row.max_abs_error)
     )
-    return _number(worst.max_abs_error) + ("" if worst.passed else " !")
+    number = _number(worst.max_abs_error)
+    return number if worst.passed else f"{number} !"
 
 
 def _number(error: float | None) -> str:

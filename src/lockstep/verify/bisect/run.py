@@ -123,10 +123,10 @@ def bisect(
     else:
         notes.append(f"no engines at {files['engines']}: only the graphs were looked at")
     order = {row.stage: number for number, row in reversed(list(enumerate(stages)))}
-    found = sorted(filter(None, faults), key=lambda fault: order.get(fault.measured.stage, len(order)))
+    ordered = sorted(filter(None, faults), key=lambda fault: order.get(fault.measured.stage, len(order)))
     if request.number is not None:
         rows += (_weights_error(results, target, request, right.record.logits, tolerance),)
-    line, look_at = verdict(found, rows, overflow, results.weights(target.model, target.precision))
+    line, look_at = verdict(ordered, rows, overflow, results.weights(target.model, target.precision))
     return BisectReport(
         target=str(target),
         prompt=request.text,
@@ -136,7 +136,7 @@ def bisect(
         wrong=line.partition(":")[0],
         answer=line,
         look_at=tuple(look_at),
-        faults=tuple(found),
+        faults=tuple(ordered),
         rows=rows,
         notes=tuple(notes),
     )

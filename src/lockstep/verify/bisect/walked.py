@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from lockstep.onnx_tools import judge
 from lockstep.onnx_tools.judge import Bound, relative_errors, spread, within
 from lockstep.step.executable import run_once
 from lockstep.tolerances import Tolerances
+from lockstep.verify.arrays import concatenate_rows
 from lockstep.verify.graphs import Graphs
 from lockstep.verify.metrics import largest
 from lockstep.verify.noisy_graph import beside_graph
@@ -52,27 +54,29 @@ class Engines:
             return None
         if stage.part == "attention":
             fits = self._max_tokens is None or len(stage.positions) <= self._max_tokens
-            # a walk's caches have spare rows behind the tokens
-            inputs = {
-                name: array[:, :, : self._max_cached] if name in ("past_key", "past_value") else array
-                for name, array in stage.inputs.items()
-            }
+            # a walk's caches have spare rows after the tokens
+            inputs = dict(stage.inputs)
+            for name in ("past_key", "past_value"):
+                if name in inputs:
+                    inputs[name] = inputs[name][:, :, : self._max_cached]
             return self._call(stage, inputs, like) if fits else None
         # Tokens do not see each other outside attention; each row of an exit is one token's.
         rows = stage.inputs.get("logit_rows")
         total = len(stage.positions)
-        most = min(filter(None, (self._max_tokens, self.max_rows if rows is not None else None)), default=total)
+        max_rows = min(filter(None, (self._max_tokens, self.max_rows if rows is not None else None)), default=total)
         signature = self.set.assembly.classes[stage.graph].signature
         by_token = {io.name for io in signature.inputs if io.shape[:1] == ("num_tokens",)}
         calls = []
-        for start in range(0, total, most):
-            piece = slice(start, start + most)
+        for start in range(0, total, max_rows):
+            piece = slice(start, start + max_rows)
             tokens = np.arange(total)[piece] if rows is None else rows[piece]
-            inputs = {name: array[tokens] if name in by_token else array for name, array in stage.inputs.items()}
+            inputs = dict(stage.inputs)
+            for name in by_token & inputs.keys():
+                inputs[name] = inputs[name][tokens]
             if rows is not None:
                 inputs["logit_rows"] = np.arange(len(tokens))
             calls.append(self._call(stage, inputs, {name: array[piece] for name, array in like.items()}))
-        return {name: np.concatenate([outputs[name] for outputs in calls]) for name in like}
+        return concatenate_rows(calls)
 
     def _call(self, stage: Stage, inputs: Mapping[str, np.ndarray], like: Mapping[str, np.ndarray]) -> Arrays:
         name = self.name(stage.graph)
@@ -82,7 +86,7 @@ class Engines:
         executable = self._programs[name].bind(self._weights if stage.slots else None, tensors)
         if name != stage.graph and (adapters := self.set.assembly.adapters):
             inputs = {key: array for key, array in inputs.items() if key not in {IDS, *adapters.names(stage.graph)}}
-        return run_once(executable, inputs, like)  # bf16 graphs are computed in fp32 beside engines of bf16
+        return run_once(executable, inputs, like)  # a bf16 graph runs in fp32 for engines of bf16
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,7 @@ class Walked:
 
     @property
     def rows(self) -> tuple[MeasuredOutput, ...]:
-        return tuple(row for _, rows in self.stages for row in rows)
+        return tuple(itertools.chain.from_iterable(rows for _, rows in self.stages))
 
     def first_off(self, against: str) -> FirstOff | None:
         earlier: list[MeasuredOutput] = []
@@ -137,7 +141,9 @@ def walk_stages(
 ) -> Walked:
     """Measure each stage. deadline: of time.monotonic(), looked at between stages."""
     walked = Walked()
-    rows = (engines.max_rows if engines else None) or 16
+    rows = 16
+    if engines and engines.max_rows:
+        rows = engines.max_rows
     for step in Walk(graphs, [tokens], decode_rows=rows):
         walked.overflow = step.overflow(graphs)
         if walked.overflow:
@@ -161,9 +167,11 @@ def _measured(step: StageRun, graphs: Graphs, engines: Engines | None, tolerance
     if outputs is not None:
         feeds = graphs.feeds(step.stage.graph, step.stage.inputs, step.stage.slots)
         noise = graphs.graph(step.stage.graph).noise(feeds, step.outputs)
-        own = tolerance if step.stage.slots else tolerance.of_attention
+        stage_tolerance = tolerance if step.stage.slots else tolerance.of_attention
         rows += [
-            _output(step.stage, name, "graph", step.outputs[name], outputs[name], beside_graph(own, noise[name]))
+            _output(
+                step.stage, name, "graph", step.outputs[name], outputs[name], beside_graph(stage_tolerance, noise[name])
+            )
             for name in outputs
         ]
     return rows
@@ -174,7 +182,7 @@ def measure(
     tensor: str,
     against: str,
     expected: np.ndarray,
-    found: np.ndarray,
+    actual: np.ndarray,
     tolerance: Tolerances,
     noisy: np.ndarray | None = None,
 ) -> MeasuredOutput:
@@ -185,8 +193,8 @@ def measure(
     """
     noise = judge.NOTHING if noisy is None else spread(expected, noisy)
     if tensor == "logits" and tolerance.logits is not None:
-        return _output(stage, tensor, against, expected, found, Bound(tolerance.logits), 1.0)
-    return _output(stage, tensor, against, expected, found, within(tolerance, noise))
+        return _output(stage, tensor, against, expected, actual, Bound(tolerance.logits), 1.0)
+    return _output(stage, tensor, against, expected, actual, within(tolerance, noise))
 
 
 def _output(
@@ -194,19 +202,20 @@ def _output(
     tensor: str,
     against: str,
     expected: np.ndarray,
-    found: np.ndarray,
+    actual: np.ndarray,
     bound: Bound,
     scale: float | None = None,
 ) -> MeasuredOutput:
     """Judge an output. Raises CheckError for one of another shape."""
-    if expected.shape != found.shape:
+    if expected.shape != actual.shape:
         raise CheckError(
             f"{stage.part} ({stage.graph}) of layer {stage.layer}: {tensor}: expected shape {list(expected.shape)}, "
-            f"found {list(found.shape)}; export and build again"
+            f"found {list(actual.shape)}; export and build again"
         )
-    error = judge.measure(expected, found, bound, scale)
-    rows = np.nan_to_num(relative_errors(expected, found, scale).max(-1), nan=np.inf)
+    error = judge.measure(expected, actual, bound, scale)
+    rows = np.nan_to_num(relative_errors(expected, actual, scale).max(-1), nan=np.inf)
     over = np.flatnonzero(rows > bound.largest)
-    position = int(stage.positions[over[0] if len(over) else rows.argmax()])
+    row = over[0] if len(over) else rows.argmax()
+    position = int(stage.positions[row])
     errors = error.max_abs_error, error.relative_error, error.tolerance
     return MeasuredOutput(*stage.name, tensor, against, *errors, judge.wrong(tensor, error) is None, position)

@@ -66,19 +66,21 @@ class Graph:
     def dims(self) -> dict[str, list[str]]:
         """Return the free dimensions of each input, "" for a fixed one."""
         inputs = self.model.graph.input
-        return {value.name: [dim.dim_param for dim in value.type.tensor_type.shape.dim] for value in inputs}
+        dims = {}
+        for value in inputs:
+            dims[value.name] = [dim.dim_param for dim in value.type.tensor_type.shape.dim]
+        return dims
 
     def bounds(self) -> list[dict[str, tuple[int, int]]]:
         dims = self.dims
-        return [
-            {
-                dim: (lower, upper)
-                for name, (low, _, high) in profile.items()
-                for dim, lower, upper in zip(dims[name], low, high)
-                if dim
-            }
-            for profile in profiles(self.model, self.limits)
-        ]
+        ranges: list[dict[str, tuple[int, int]]] = []
+        for profile in profiles(self.model, self.limits):
+            ranges.append({})
+            for name, (low, _, high) in profile.items():
+                for dim, lower, upper in zip(dims[name], low, high):
+                    if dim:
+                        ranges[-1][dim] = (lower, upper)
+        return ranges
 
 
 def cases(graph: Graph) -> list[Case]:
@@ -86,7 +88,7 @@ def cases(graph: Graph) -> list[Case]:
 
     At its smallest sizes and at up to 32 tokens; attention also over caches of the largest capacity. These
     end on both sides of each edge of page, window and capacity. Otherwise lengths stay below half the model's
-    positions, so that a past and the tokens behind it have valid positions.
+    positions, so that a past and its next tokens have valid positions.
     """
     modest = min(_MODEST, max(1, graph.positions // 2))
     chosen: list[Case] = []
@@ -109,10 +111,10 @@ def ranges(graph: Graph) -> dict[str, tuple[int, int]]:
 
 
 def takes(profile: Profile, shapes: Mapping[str, Sequence[int]]) -> bool:
-    return all(
-        all(lower <= size <= upper for lower, size, upper in zip(low, shapes[name], high))
-        for name, (low, _, high) in profile.items()
-    )
+    for name, (low, _, high) in profile.items():
+        if not all(lower <= size <= upper for lower, size, upper in zip(low, shapes[name], high)):
+            return False
+    return True
 
 
 def _short_lengths(sizes: Sizes) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
-"""Run a graph in ONNX Runtime beside what rounding makes of it.
+"""Run a graph in ONNX Runtime, exactly and rounded.
 
-A graph and its weights in; of inputs its outputs, and beside each the noise of its rows, out.
+In: a graph, its weights and inputs. Out: outputs, and the noise of each of their rows.
 """
 
 from __future__ import annotations

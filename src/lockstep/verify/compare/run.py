@@ -64,6 +64,8 @@ def run(
             compared[name] = pair.compare(tolerance, seconds)
             failures += pair.failures[:1]
     worst = max(compared.values(), key=judge.share, default=None)
+    worst_tolerance = worst.tolerance if worst else 0.0
+    relative_error = worst.relative_error if worst else 0.0
     report = ComparisonReport(
         result=PASS,
         backend=engines.backend.name,
@@ -75,12 +77,12 @@ def run(
             "polygraphy": polygraphy.__version__,
         },
         seed=seed,
-        tolerance=worst.tolerance if worst else 0.0,
+        tolerance=worst_tolerance,
         engines=compared,
-        relative_error=worst.relative_error if worst else 0.0,
+        relative_error=relative_error,
     )
-    more = f" ({len(failures) - 1} more of {len(compared)} engines differ)" if len(failures) > 1 else ""
-    return finish(out, report, failures[0] + more if failures else None)
+    others_failed = f" ({len(failures) - 1} more of {len(compared)} engines differ)" if len(failures) > 1 else ""
+    return finish(out, report, failures[0] + others_failed if failures else None)
 
 
 @contextlib.contextmanager

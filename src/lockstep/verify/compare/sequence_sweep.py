@@ -16,6 +16,7 @@ from dataclasses import replace
 import numpy as np
 import onnx
 
+from lockstep.verify.arrays import take_rows
 from lockstep.verify.boundaries import PAGE
 from lockstep.verify.compare import inputs
 from lockstep.verify.compare.inputs import Case, Graph
@@ -66,17 +67,18 @@ class AttentionSweep(Sweep):
         self._decodes = "num_requests" in ranges
         self._most = ranges["past_capacity"][1]
         if self._decodes:
-            self._requests, lengths = ranges["num_requests"][1], self._lengths()
+            self._requests = ranges["num_requests"][1]
+            lengths = self._lengths()
             self.trials = list(self._decode_trials(draw))
             slots = sum(map(len, lengths.values()))
             pairs = self._requests * len(lengths) + self._requests * slots + slots
-            self.known = pairs, self._requests * slots
+            self.totals = pairs, self._requests * slots
         else:
-            most = self._most
-            self.trials = list(self._prefill_trials(length, most, draw))
-            chunks = [(length - past, most - max(past, 1) + 1) for past in range(min(length, most + 1))]
+            max_length = self._most
+            self.trials = list(self._prefill_trials(length, max_length, draw))
+            chunks = [(length - past, max_length - max(past, 1) + 1) for past in range(min(length, max_length + 1))]
             rooms = sum(room for _, room in chunks)
-            self.known = sum(tokens for tokens, _ in chunks) + length * most + rooms, sum(map(math.prod, chunks))
+            self.totals = sum(tokens for tokens, _ in chunks) + length * max_length + rooms, sum(map(math.prod, chunks))
         self.trials += self._far_trials(draw)
 
     def points(self, trial: Trial) -> Iterator[Point]:
@@ -100,11 +102,11 @@ class AttentionSweep(Sweep):
             capacity = min(2 * capacity, self._most)
         return lengths
 
-    def _prefill_trials(self, length: int, most: int, draw: random.Random) -> list[Trial]:
+    def _prefill_trials(self, length: int, max_length: int, draw: random.Random) -> list[Trial]:
         trials = []
         for number, (past, count) in enumerate(_chunks(length, draw)):
-            room = max(1, past) if number < length else draw.randrange(max(1, past), max(most, past, 1) + 1)
-            if room <= most:
+            room = max(1, past) if number < length else draw.randrange(max(1, past), max(max_length, past, 1) + 1)
+            if room <= max_length:
                 trials.append(self._prefill_trial(past, count, room, False))
         return [*trials, self._prefill_trial(length // 2, length - length // 2, max(1, length // 2), True)]
 
@@ -153,8 +155,8 @@ class AttentionSweep(Sweep):
             length = draw.randrange(self._length, self._graph.positions)
             if self._decodes:
                 capacity = next(capacity for capacity, lengths in self._lengths().items() if length in lengths)
-                more = draw.choices(self._lengths()[capacity], k=draw.randint(0, self._rows(capacity) - 1))
-                lengths = [length, *more]
+                lengths = [length]
+                lengths += draw.choices(self._lengths()[capacity], k=draw.randint(0, self._rows(capacity) - 1))
                 yield self._decode_trial(capacity, draw.sample(lengths, len(lengths)), True)
             elif self._length <= (past := min(length, self._graph.positions - _FAR_TOKENS, self._most)):
                 yield replace(self._prefill_trial(past, _FAR_TOKENS, past, False), is_far=True)
@@ -164,7 +166,7 @@ class AttentionSweep(Sweep):
             return inputs.arrays(self._graph, trial.case)
         outputs = self._computed(trial.scaled)
         capacity = trial.case.sizes["past_capacity"]
-        whole = self._scaled if trial.scaled else self._whole
+        arrays = self._scaled if trial.scaled else self._whole
         feed: dict[str, np.ndarray] = {}
         for name in self._names:
             if name == "past_lengths":
@@ -177,11 +179,11 @@ class AttentionSweep(Sweep):
                     cache[row, :, :length] = rows[:, :length]
                 feed[name] = cache
             else:
-                feed[name] = whole[name][trial.rows]
+                feed[name] = arrays[name][trial.rows]
         return feed
 
     def _stale_rows(self, name: str, scaled: bool, like: np.ndarray) -> np.ndarray:
-        """Return what stands in a cache after a request's rows, as large as these: [heads, capacity, dim]."""
+        """Return garbage for a cache after a request's rows, of their magnitude: [heads, capacity, dim]."""
         if (name, scaled) not in self._stale:
             stale = self._random.standard_normal((len(like), self._most, like.shape[2]), np.float32)
             self._stale[name, scaled] = (stale * np.float32(like.std(dtype=np.float64))).astype(like.dtype)
@@ -190,7 +192,7 @@ class AttentionSweep(Sweep):
     def expected(self, trials: Sequence[Trial]) -> list[Arrays]:
         if trials[0].is_far:
             return [self._run_graph(self.feed(trial)) for trial in trials]
-        return [{name: array[trial.rows] for name, array in self._computed(trial.scaled).items()} for trial in trials]
+        return [take_rows(self._computed(trial.scaled), trial.rows) for trial in trials]
 
     def _computed(self, scaled: bool) -> Arrays:
         if scaled not in self._outputs:
@@ -198,23 +200,23 @@ class AttentionSweep(Sweep):
         return self._outputs[scaled]
 
 
-def _scaled(whole: Arrays, graph: Graph, largest: float) -> dict[str, np.ndarray]:
+def _scaled(arrays: Arrays, graph: Graph, largest: float) -> dict[str, np.ndarray]:
     """Return the inputs of attention with values and keys at the end of the precision.
 
     Queries are as much smaller as keys are larger, which keeps scores in range. What that does to a score is the
     graph's to say, which is run on these inputs: where keys are normalised they do not grow, and a sink, which is no
     factor of a score, stays as it is.
     """
-    end = min(float(np.finfo(whole["value"].dtype).max), largest)
+    end = min(float(np.finfo(arrays["value"].dtype).max), largest)
     up = min(2.0 ** (math.frexp(end)[1] - 3), LARGEST_SQUARED)  # standard normal values stay below 8
     assert graph.variant is not None  # of attention
-    query = whole["query"]
+    query = arrays["query"]
     factors = np.ones((graph.variant.num_heads, graph.variant.query_dim), query.dtype)
     factors[:, : graph.variant.head_dim] = 1 / _KEYS_UP
-    value = whole["value"]
-    key = whole["key"]
+    value = arrays["value"]
+    key = arrays["key"]
     return {
-        **whole,
+        **arrays,
         "query": query * factors.reshape(-1),
         "key": key * key.dtype.type(_KEYS_UP),
         "value": value * value.dtype.type(up),
@@ -225,9 +227,9 @@ class StateSweep(Sweep):
     """A prompt's tokens behind a state: each chunk, behind each number of tokens."""
 
     def __init__(self, graph: Graph, ranges: Ranges, draw: random.Random, run: Run):
-        ((dim, (_, most)),) = ranges.items()
+        ((dim, (_, max_tokens)),) = ranges.items()
         self._run = run
-        length = min(_SEQUENCE, graph.positions, most)
+        length = min(_SEQUENCE, graph.positions, max_tokens)
         self._whole = inputs.arrays(graph, Case(0, {dim: length}))
         self._states: dict[int, Arrays] = {0: {_STATE: np.zeros_like(self._whole.pop(PAST_STATE))}}
         self._outputs = dict[str, np.ndarray]()
@@ -242,20 +244,14 @@ class StateSweep(Sweep):
         if not self._outputs:
             outputs = self._run(self._rows(0, len(next(iter(self._whole.values())))))
             self._outputs = {name: array for name, array in outputs.items() if not name.endswith(_STATE)}
-        return [
-            {
-                **{name: array[trial.rows] for name, array in self._outputs.items()},
-                **self._state(int(trial.rows[-1]) + 1),
-            }
-            for trial in trials
-        ]
+        return [{**take_rows(self._outputs, trial.rows), **self._state(int(trial.rows[-1]) + 1)} for trial in trials]
 
     def _rows(self, first: int, end: int) -> dict[str, np.ndarray]:
         rows = {name: array[first:end] for name, array in self._whole.items()}
         return {**rows, PAST_STATE: self._state(first)[_STATE]}
 
     def _state(self, count: int) -> Arrays:
-        """Return the state behind the first `count` tokens, with its noise, computed from the last one that is kept."""
+        """Return the state after the first `count` tokens, with its noise, computed from the last stored one."""
         if count not in self._states:
             outputs = self._run(self._rows((count - 1) // _SPAN * _SPAN, count))
             self._states[count] = {name: array for name, array in outputs.items() if name.endswith(_STATE)}

@@ -2,7 +2,7 @@
 
 Rows do not depend on each other: what an engine gives for n tokens must be what its graph gives for the same tokens
 among others. So the graph runs once, on the largest input, and an engine at every size on a part of it; whichever of
-the two is wrong at one size only, they differ. Those on a sequence of tokens stand in `sequence_sweep`.
+the two is wrong at one size only, they differ. Those on a sequence of tokens are in `sequence_sweep`.
 
 In: a graph, the limits, a seed. Out: trials, each with its feed and what is expected.
 """
@@ -16,6 +16,7 @@ import numpy as np
 import onnx
 
 from lockstep.artifacts.adapters import IDS
+from lockstep.verify.arrays import concatenate_rows, take_rows
 from lockstep.verify.compare import inputs
 from lockstep.verify.compare.inputs import Case, Graph, Sizes
 from lockstep.verify.compare.sequence_sweep import LARGEST_SQUARED, PAST_STATE, AttentionSweep, StateSweep
@@ -32,7 +33,7 @@ _LEVELS = 8  # magnitudes from 4 to the end of the precision
 def sweep_of(
     graph: Graph, seed: int, run: Run, prefill: Callable[[], tuple[onnx.ModelProto, Run]], largest: float
 ) -> Sweep:
-    """Return the sweep of a graph; its trials lie in a seeded order in which small ones tend to come first.
+    """Return the sweep of a graph; its trials are in a seeded order in which small ones tend to come first.
 
     run: runs the graph. prefill: gives the prefill graph of the same attention. largest: number in the engine's
     activations, where its type is narrower than the graph's; else infinity.
@@ -59,19 +60,19 @@ class _TokenSweep(Sweep):
     is_row_wise = True
 
     def __init__(self, graph: Graph, ranges: Ranges, draw: random.Random, largest: float, run: Run):
-        ((self._dim, (fewest, most)),) = ranges.items() or ((("", (1, 1)),))
+        ((self._dim, (min_rows, max_rows)),) = ranges.items() or ((("", (1, 1)),))
         looks_up = "token_ids" in graph.dims
-        count = max(most, graph.assembly.vocab_size) if looks_up else most
+        count = max(max_rows, graph.assembly.vocab_size) if looks_up else max_rows
         self._whole, self._large = _rows(graph, {self._dim: count}, draw, largest)
         self._run = run
         self._count = count
-        self._most = most
+        self._most = max_rows
         self._pieces: dict[int, Arrays] = {}
-        starts = [(size, draw.randrange(most - size + 1)) for size in range(fewest, most + 1)]
-        starts += [(min(most, count - start), start) for start in range(0, count, most)] if looks_up else []
+        starts = [(size, draw.randrange(max_rows - size + 1)) for size in range(min_rows, max_rows + 1)]
+        starts += [(min(max_rows, count - start), start) for start in range(0, count, max_rows)] if looks_up else []
         self.trials = [self._trial(np.arange(start, start + size)) for size, start in starts]
         if self._dim:
-            self.trials += [self._trial(rows, repeats) for repeats, rows in repeated_rows(fewest, most, draw)]
+            self.trials += [self._trial(rows, repeats) for repeats, rows in repeated_rows(min_rows, max_rows, draw)]
 
     def _trial(self, rows: np.ndarray, repeats: str = "") -> Trial:
         return Trial(Case(0, {self._dim: len(rows)} if self._dim else {}, repeats=repeats), rows)
@@ -85,7 +86,7 @@ class _TokenSweep(Sweep):
             begin = int(trial.rows.min()) // _PIECE * _PIECE
             end = int(trial.rows.max()) + 1
             pieces = [self._piece(low) for low in range(begin, end, _PIECE)]
-            join = pieces[0] if len(pieces) == 1 else {n: np.concatenate([p[n] for p in pieces]) for n in pieces[0]}
+            join = pieces[0] if len(pieces) == 1 else concatenate_rows(pieces)
             span = trial.span
             rows = slice(span.start - begin, span.stop - begin) if isinstance(span, slice) else span - begin
             outputs.append({name: array[rows] for name, array in join.items()})
@@ -105,11 +106,14 @@ class _ExitSweep(Sweep):
     """An exit: each number of tokens and each of requests, in seeded pairs, and steps whose rows are the same."""
 
     def __init__(self, graph: Graph, ranges: Ranges, draw: random.Random, largest: float, run: Run):
-        (_, self._tokens), (_, requests) = ranges["num_tokens"], ranges["num_requests"]
+        _, self._tokens = ranges["num_tokens"]
+        _, requests = ranges["num_requests"]
         self._whole, self._large = _rows(graph, {"num_tokens": self._tokens, "num_requests": 1}, draw, largest)
         self._run = run
         rounds = range(-(-self._tokens // requests))
-        counts = [count for _ in rounds for count in draw.sample(range(1, requests + 1), requests)]
+        counts: list[int] = []
+        for _ in rounds:
+            counts += draw.sample(range(1, requests + 1), requests)
         self.trials = []
         for size, count in zip(range(1, self._tokens + 1), counts):
             count = min(size, count)
@@ -123,7 +127,7 @@ class _ExitSweep(Sweep):
             case = Case(0, {"num_requests": count, "num_tokens": len(step_rows)}, repeats=repeats)
             logit_rows = np.array(draw.sample(step_rows.tolist(), count), np.int64)
             self.trials.append(Trial(case, logit_rows, step_rows=step_rows))
-        self.known = (sum(min(size, requests) for size in range(1, self._tokens + 1)),)
+        self.totals = (sum(min(size, requests) for size in range(1, self._tokens + 1)),)
 
     def points(self, trial: Trial) -> list[Point]:
         return [(trial.case.sizes["num_tokens"], trial.case.sizes["num_requests"])]
@@ -142,15 +146,12 @@ class _ExitSweep(Sweep):
         feed = {name: array for name, (array, _) in self._whole.items()}
         outputs = self._run({**feed, "logit_rows": np.concatenate([trial.rows for trial in trials])})
         ends = np.cumsum([len(trial.rows) for trial in trials])
-        return [
-            {name: array[end - len(trial.rows) : end] for name, array in outputs.items()}
-            for trial, end in zip(trials, ends)
-        ]
+        return [take_rows(outputs, slice(end - len(trial.rows), end)) for trial, end in zip(trials, ends)]
 
 
-def _cut(whole: Whole, rows: np.ndarray | slice) -> dict[str, np.ndarray]:
+def _cut(inputs: Whole, rows: np.ndarray | slice) -> dict[str, np.ndarray]:
     """Return some rows of the whole input."""
-    return {name: array[rows] if has_rows else array for name, (array, has_rows) in whole.items()}
+    return {name: array[rows] if has_rows else array for name, (array, has_rows) in inputs.items()}
 
 
 def _rows(graph: Graph, sizes: Sizes, draw: random.Random, largest: float) -> tuple[Whole, np.ndarray]:
@@ -167,7 +168,7 @@ def _rows(graph: Graph, sizes: Sizes, draw: random.Random, largest: float) -> tu
     arrays.pop("logit_rows", None)
     count = sizes.get(dim, 1)
     number = np.arange(count)
-    whole: Whole = {}
+    tensors: Whole = {}
     for name, array in arrays.items():
         has_rows = dim in dims[name]
         if name == "token_ids":
@@ -178,8 +179,8 @@ def _rows(graph: Graph, sizes: Sizes, draw: random.Random, largest: float) -> tu
             array = np.where(number % 3 == 0, -1, np.resize(places, count))
         elif array.dtype.kind == "f" and has_rows:
             array = _activations(array, largest if name == "hidden" else None, draw)
-        whole[name] = array, has_rows
-    return whole, number % 4 == 3
+        tensors[name] = array, has_rows
+    return tensors, number % 4 == 3
 
 
 def _activations(array: np.ndarray, largest: float | None, draw: random.Random) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -52,7 +53,7 @@ class Sweep:
 
     trials: list[Trial]
     is_row_wise = False  # a row's outputs depend on that row alone
-    known: tuple[int, ...] = ()
+    totals: tuple[int, ...] = ()
     _large: np.ndarray | None = None
 
     def feed(self, trial: Trial) -> dict[str, np.ndarray]:
@@ -82,13 +83,12 @@ class Sweep:
 
     def tried(self, trials: Collection[Trial]) -> list[SizeCombinations]:
         """Return which share of pairs, and of triples, some trials have."""
-        points = {point for trial in trials for point in self.points(trial)}
+        points = set(itertools.chain.from_iterable(map(self.points, trials)))
         shares = []
-        for count, total in enumerate(self.known, start=2):
-            parts = {
-                (places, tuple(point[place] for place in places))
-                for point in points
-                for places in combinations(range(len(point)), count)
-            }
+        for count, total in enumerate(self.totals, start=2):
+            parts = set()
+            for point in points:
+                for places in combinations(range(len(point)), count):
+                    parts.add((places, tuple(point[place] for place in places)))
             shares.append(SizeCombinations(len(parts), total))
         return shares

@@ -4,13 +4,14 @@ Needs no torch.
 
 In: an engine set with its assembly, weights and adapters, and the reference with each adapter. Out: a report. All
 prompts with all adapters, and with none, go through the golden check; in the place of random chunks they are decoded in
-the opposite order, so that adapters lie in other slots. Where there are more adapters than slots, they take turns. Last
+the opposite order, so that adapters get other slots. Where there are more adapters than slots, they take turns. Last
 all slots are filled, with an adapter of the reference or another, so that each slot has it at some time and any two
 slots differ at some time (`_in_every_slot`), and each adapter comes under a name that another had before (`_renamed`).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from lockstep.verify.golden.check import GoldenCheck
 from lockstep.verify.golden.prompts import Decoded, Prompt
 from lockstep.weights.adapters import LoadedAdapter
 
-_FEW = 3  # tokens with an adapter in every slot: one behind the prompt, and decoding
+_NUM_TOKENS = 3  # with an adapter in every slot: one after the prompt, and decoding
 
 
 def check(
@@ -50,13 +51,13 @@ def check(
     """
     files = assembly_json, weights_json, engines_json, adapted_reference_json
     checked = _Check(*files, target, tolerance, limits, expected, threads, adapters_json)
-    known = checked.model.adapters
-    assert known is not None  # `open` refuses a model without
+    adapters = checked.model.adapters
+    assert adapters is not None  # `open` refuses a model without
     for name, sha256 in checked.reference.adapters.items():
         checked.model.check_adapter(name)
-        if known.digest(name) != sha256:
+        if adapters.digest(name) != sha256:
             raise InputError(
-                f"{adapted_reference_json}: adapter {name!r}: expected {known.digest(name)} as in {adapters_json}, "
+                f"{adapted_reference_json}: adapter {name!r}: expected {adapters.digest(name)} as in {adapters_json}, "
                 f"found {sha256}; make the reference again"
             )
     report, _ = checked.run()
@@ -66,9 +67,9 @@ def check(
     )
     adapted = AdaptedReport(
         **{**vars(report), "prompts": prompts},
-        adapters={name: known.known[name].sha256 for name in checked.names()},
-        places=known.residency.max_adapters,
-        loads=known.residency.loads,
+        adapters={name: adapters.known[name].sha256 for name in checked.names()},
+        places=adapters.residency.max_adapters,
+        loads=adapters.residency.loads,
     )
     return checked.finish(out, adapted)
 
@@ -76,26 +77,26 @@ def check(
 class _Check(GoldenCheck):
     def mixed(self, free: Sequence[Decoded]) -> list[float | None]:
         """Run all prompts with adapters in other slots, and then in every slot; return the largest error of each."""
-        backwards = self.decode([self.freely(prompt) for prompt in reversed(self.prompts)])[0][::-1]
+        backwards = self.decode([self.free_running(prompt) for prompt in reversed(self.prompts)])[0][::-1]
         errors = [
-            self.beside(prompt, "with adapters in other slots", *pair)[1]
+            self.compare_runs(prompt, "with adapters in other slots", *pair)[1]
             for prompt, *pair in zip(self.prompts, free, backwards)
         ]
-        for i, few in self._in_every_slot():
-            count = len(few.tokens)
+        for i, batch_part in self._in_every_slot():
+            count = len(batch_part.tokens)
             batch = Decoded(free[i].logits[:count], free[i].tokens[:count])
-            self.beside(self.prompts[i], "with an adapter in every slot", batch, few)
+            self.compare_runs(self.prompts[i], "with an adapter in every slot", batch, batch_part)
         for name in self.names():
             i = self._shortest(name)
-            batch = Decoded(free[i].logits[:_FEW], free[i].tokens[:_FEW])
-            self.beside(self.prompts[i], "loaded under the name of another", batch, self._renamed(name, i))
+            batch = Decoded(free[i].logits[:_NUM_TOKENS], free[i].tokens[:_NUM_TOKENS])
+            self.compare_runs(self.prompts[i], "loaded under the name of another", batch, self._renamed(name, i))
         return errors
 
     def names(self) -> list[str]:
         return sorted({prompt.adapter for prompt in self.prompts if prompt.adapter})
 
     def from_base(self, prompt: Prompt) -> float | None:
-        """Return how far the adapter moves the logits behind the prompt; None where that is not known."""
+        """Return how far the adapter moves the logits after the prompt; None where that is not known."""
         bases = [base for base in self.prompts if not base.adapter and base.text == prompt.text]
         if not prompt.adapter or not bases:
             return None
@@ -104,15 +105,16 @@ class _Check(GoldenCheck):
     def _in_every_slot(self) -> Iterator[tuple[int, Decoded]]:
         """Yield (number of a prompt, the first tokens of its answer) with an adapter in every slot.
 
-        An adapter of the reference lies in the slots whose number has a bit set, then in those where it is not, and in
-        all others one that computes something else; bit by bit. Beside each request comes one without an adapter.
+        An adapter of the reference is in the slots whose number has a bit set, then in those where it is not, and in
+        all others one that computes something else; bit by bit. Each batch also has a request without an adapter.
         """
         adapters = self.model.adapters
         assert adapters is not None  # `open` refuses a model without
         names = self.names()
         without = [self._shortest("")] if any(not prompt.adapter for prompt in self.prompts) else []
         places = range(adapters.residency.max_adapters)
-        rounds = [(bit, value) for bit in range(max(1, (len(places) - 1).bit_length())) for value in (1, 0)]
+        bits = range(max(1, (len(places) - 1).bit_length()))
+        rounds = list(itertools.product(bits, (1, 0)))
         for number, (bit, value) in enumerate(rounds):
             name = names[number % len(names)]
             adapter = adapters.known[name]
@@ -129,8 +131,12 @@ class _Check(GoldenCheck):
             adapters.residency.release(0)
             adapters.load()
             pairs = [(self._shortest(name), loaded[place].name) for place in chosen]
-            mixed = [pair for with_adapter in pairs for pair in (*((i, None) for i in without), with_adapter)]
-            requests = [replace(self.freely(self.prompts[i], _FEW), adapter=loaded_name) for i, loaded_name in mixed]
+            mixed: list[tuple[int, str | None]] = []
+            for with_adapter in pairs:
+                mixed += [*((i, None) for i in without), with_adapter]
+            requests = []
+            for i, loaded_name in mixed:
+                requests.append(replace(self.free_running(self.prompts[i], _NUM_TOKENS), adapter=loaded_name))
             yield from zip([i for i, _ in mixed], self.decode(requests)[0])
             for adapted in loaded:
                 adapters.remove(adapted.name)
@@ -142,7 +148,7 @@ class _Check(GoldenCheck):
         adapter = adapters.known[name]
         for loaded in (_negated(adapter), adapter):
             adapters.add(replace(loaded, name=f"{name} renamed"))
-            request = replace(self.freely(self.prompts[i], _FEW), adapter=f"{name} renamed")
+            request = replace(self.free_running(self.prompts[i], _NUM_TOKENS), adapter=f"{name} renamed")
             (decoded,), _ = self.decode([request])
             adapters.remove(f"{name} renamed")
         return decoded

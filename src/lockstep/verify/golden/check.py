@@ -5,8 +5,8 @@ Needs no torch.
 In: an engine set with its assembly and weights, and a reference. Out: a report, the same for the same engines, and
 speeds apart from it. The prompts are decoded freely in one batch, then along the reference's tokens, then each alone;
 as `lockstep generate` does, which leaves the choice of tokens to the device; with drafts, where these are verified; and
-in random chunks beside other requests, in all slots. A long prompt, which goes as far as the limits allow, comes whole,
-cut on both sides of each edge of cache, window and RoPE, and beside the others.
+in random chunks among other requests, in all slots. A long prompt, which goes as far as the limits allow, comes whole,
+cut on both sides of each edge of cache, window and RoPE, and among the others.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class GoldenCheck(DecodingCheck):
             return
         self.prompts, self.long, _ = read_reference(self.reference_json, self.expected, self.tolerance, follows=True)
         self._routes = Routes(router, known_rows([*self.prompts, *([self.long.prompt] if self.long else [])]))
-        requests = [self.along(prompt) for prompt in self.prompts]
+        requests = [self.teacher_forced(prompt) for prompt in self.prompts]
         with self._routes.observed(self.model):
             self.decode(requests)
         for prompt in self.prompts:
@@ -97,16 +97,16 @@ class GoldenCheck(DecodingCheck):
     def run(self) -> tuple[GoldenReport, SpeedReport]:
         if tuple(sorted(self.model.eos_token_ids)) != self.reference.eos_token_ids:
             expected = list(self.reference.eos_token_ids)
-            found = list(self.model.eos_token_ids)
-            self.failures.append(f"end-of-sequence tokens: expected {expected} as in transformers, found {found}")
+            end_ids = list(self.model.eos_token_ids)
+            self.failures.append(f"end-of-sequence tokens: expected {expected} as in transformers, found {end_ids}")
         if self._routes is None:
             self.judge_choices()
-        free, _ = self.decode([self.freely(prompt) for prompt in self.prompts])
-        forced, batch = self.decode([self.along(prompt) for prompt in self.prompts])
+        free, _ = self.decode([self.free_running(prompt) for prompt in self.prompts])
+        forced, batch = self.decode([self.teacher_forced(prompt) for prompt in self.prompts])
         judged = []
         alone = []
         for i, prompt in enumerate(self.prompts):
-            lone, speed = self.decode([self.freely(prompt)])
+            lone, speed = self.decode([self.free_running(prompt)])
             alone.append(speed)
             judged.append(self._judge(prompt, free[i], forced[i], lone[0]))
         entries = [
@@ -114,7 +114,7 @@ class GoldenCheck(DecodingCheck):
             for entry, differences in zip(judged, self.generate(self.prompts, free, self.stop_ids))
         ]
         for prompt in self.prompts:
-            if what := drafted.difference(self.model, self.freely(prompt), self.max_num_tokens):
+            if what := drafted.difference(self.model, self.free_running(prompt), self.max_num_tokens):
                 self.fail(prompt, what)
         long = self._long(self.long) if self.long else None
         moved = MovedCheck(self, self.long).run() if self.long else ()
@@ -127,7 +127,7 @@ class GoldenCheck(DecodingCheck):
             passed = id(self.long.prompt) not in self.wrong
             long = replace(long, mixed_max_logit_error=mixed[-1], passed=passed)
         every = [*self.prompts, *([self.long.prompt] if self.long else [])]
-        errors = [error for entry in entries for error in (entry.max_logit_error, entry.mixed_max_logit_error)]
+        errors = [entry.max_logit_error for entry in entries] + [entry.mixed_max_logit_error for entry in entries]
         report = GoldenReport(
             result=PASS,
             target=self.target,
@@ -146,15 +146,15 @@ class GoldenCheck(DecodingCheck):
 
     def _speed(self, batch: Speed, alone: Sequence[Speed]) -> SpeedReport:
         """Return speeds of the pass along the reference's tokens, behind a warm-up."""
-        one = Speed(*(sum(values) for values in zip(*map(astuple, alone))))
+        speed_alone = Speed(*(sum(values) for values in zip(*map(astuple, alone))))
         return SpeedReport(
             target=self.target,
             engine_digest=self.model.engines.digest(),
             batch_size=min(len(self.prompts), self.model.max_batch_size),
             prefill_tokens_per_s=batch.prefill_tokens_per_second,
             decode_tokens_per_s=batch.decode_tokens_per_second,
-            alone_prefill_tokens_per_s=one.prefill_tokens_per_second,
-            alone_decode_tokens_per_s=one.decode_tokens_per_second,
+            alone_prefill_tokens_per_s=speed_alone.prefill_tokens_per_second,
+            alone_decode_tokens_per_s=speed_alone.decode_tokens_per_second,
         )
 
     def _long(self, long: Long) -> GoldenLongPrompt:
@@ -168,16 +168,16 @@ class GoldenCheck(DecodingCheck):
         count = len(prompt.prompt_ids)
         answer = tuple(range(len(prompt.prompt_ids) + 1, prompt.total + 1))
         full = min(self.model.max_batch_size, self.max_num_tokens // count + 2)
-        whole = [prompt.forced((count, *answer), logits)] * full
+        requests = [prompt.forced((count, *answer), logits)] * full
         single = [prompt.forced(ends, logits) for ends in chunks_to_edges(long.edges)]
         decoded = set[int](answer).union(*(request.decoded() for request in single))
         drawn = drawn_positions(count, decoded, self.model.engines.digest())
         unknown = frozenset(drawn).difference(logits)
         cut = replace(prompt.forced((*sorted({*long.edges, *drawn}), *answer), logits), keep=unknown)
-        worst = [self._forced(prompt, "in one piece", whole), self._forced(prompt, "in pieces", [cut])]
+        worst = [self._forced(prompt, "in one piece", requests), self._forced(prompt, "in pieces", [cut])]
         if drawn:  # where the reference kept no logits, they are those of a piece that ends there
             ends = sorted({*drawn, *(position - 1 for position in drawn)})
-            single.append(prompt.forced(ends, {**cut.kept, **logits}))
+            single.append(prompt.forced(ends, {**cut.kept_logits, **logits}))
             decoded |= single[-1].decoded()
         worst.append(self._forced(prompt, "token by token", single))
         (differences,) = self.generate([prompt], [prompt], frozenset())
@@ -217,7 +217,7 @@ class GoldenCheck(DecodingCheck):
         worst = []
         for prompt in [*self.prompts, *([self.long.prompt] if self.long else [])]:
             of_prompt = [error for error, owner in zip(errors, owners) if owner is prompt]
-            worst.append(self._forced_error(prompt, "in pieces beside other requests", of_prompt))
+            worst.append(self._forced_error(prompt, "in pieces among other requests", of_prompt))
         return worst
 
     def _forced(self, prompt: Prompt, how: str, requests: Sequence[Forced]) -> float | None:
@@ -238,7 +238,7 @@ class GoldenCheck(DecodingCheck):
             self.fail(prompt, f"prompt ids: expected {list(prompt.prompt_ids)} as in transformers, found {prompt_ids}")
         differences = self.first_difference(prompt, "decoding freely", prompt, free)
         worst = self.logit_error(prompt, "along the reference's tokens", forced)
-        lone, drift = self.beside(prompt, "alone", free, alone)
+        lone, drift = self.compare_runs(prompt, "alone", free, alone)
         return GoldenPrompt(
             text=prompt.text,
             tokens=tuple(tokens),

@@ -105,15 +105,15 @@ class DecodingCheck:
         self.wrong.add(id(prompt))
         self.failures.append(f"{prompt}, {what}")
 
-    def along(self, prompt: Prompt) -> Request:
+    def teacher_forced(self, prompt: Prompt) -> Request:
         tokens = iter(prompt.tokens)
         return Request(
             prompt.prompt_ids, len(prompt.tokens), lambda logits: next(tokens), adapter=prompt.adapter or None
         )
 
-    def freely(self, prompt: Prompt, most: int | None = None) -> Request:
+    def free_running(self, prompt: Prompt, limit: int | None = None) -> Request:
         """Return a request that chooses by the logits of each step, whatever they are. most: tokens, if fewer."""
-        count = min(self.max_new_tokens, most or self.max_new_tokens)
+        count = min(self.max_new_tokens, limit or self.max_new_tokens)
         return Request(
             prompt.prompt_ids, count, lambda logits: int(logits.argmax()), self.stop_ids, adapter=prompt.adapter or None
         )
@@ -170,43 +170,43 @@ class DecodingCheck:
         ]
 
     def logit_error(
-        self, prompt: Prompt, how: str, found: Decoded, beside: Sequence[np.ndarray] | None = None
+        self, prompt: Prompt, how: str, decoded: Decoded, other_logits: Sequence[np.ndarray] | None = None
     ) -> float | None:
         """Return the largest error of the steps' logits. beside: another run's, which they are compared with instead.
 
         Along the engines' choices each run has its own.
         """
         errors = Errors(prompt.bounds)
-        compared = prompt.logits if beside is None else beside
-        expected = compared if found.expected is None else found.expected[: len(compared)]
-        for count, right, row in zip(prompt.counts, expected, found.logits):
+        compared = prompt.logits if other_logits is None else other_logits
+        expected = compared if decoded.expected is None else decoded.expected[: len(compared)]
+        for count, right, row in zip(prompt.counts, expected, decoded.logits):
             errors.add(count, right, row)
         if wrong := errors.wrong():
             self.fail(prompt, f"step {wrong[0] - prompt.count(0)}, {how}: {wrong[1]}")
         return errors.worst
 
-    def same_bits(self, prompt: Prompt, how: str, expected: Sequence[np.ndarray], found: Sequence[np.ndarray]) -> bool:
+    def same_bits(self, prompt: Prompt, how: str, expected: Sequence[np.ndarray], actual: Sequence[np.ndarray]) -> bool:
         """Return whether logits are the same bits, where the engines are batch invariant."""
         if not self.model.engines.batch_invariant:
             return True
-        differing = sum(not np.array_equal(*pair) for pair in zip(expected, found)) + abs(len(expected) - len(found))
+        differing = sum(not np.array_equal(*pair) for pair in zip(expected, actual)) + abs(len(expected) - len(actual))
         if differing:
             steps = f"{differing} of {len(expected)} steps"
             self.fail(prompt, f"{how}: expected the bits of all logits, found others in {steps}")
         return not differing
 
     def first_difference(
-        self, prompt: Prompt, how: str, expected: Prompt | Decoded, found: Decoded
+        self, prompt: Prompt, how: str, expected: Prompt | Decoded, decoded: Decoded
     ) -> tuple[TokenDifference, ...]:
         """Return the first differing token, one or none. expected: the reference, or another run."""
-        logits = expected.logits if found.expected is None else found.expected
-        difference, wrong = first_difference(prompt, expected.tokens, found.tokens, logits, self.tokenizer.decode)
+        logits = expected.logits if decoded.expected is None else decoded.expected
+        difference, wrong = first_difference(prompt, expected.tokens, decoded.tokens, logits, self.tokenizer.decode)
         if wrong is not None:
             step, what = wrong
             self.fail(prompt, f"step {step}, {how}: {what}")
         return () if difference is None else (difference,)
 
-    def beside(
+    def compare_runs(
         self, prompt: Prompt, how: str, batch: Decoded, other: Decoded
     ) -> tuple[tuple[TokenDifference, ...], float | None]:
         """Return the first differing token of another way of running, and the largest error of logits up to there."""

@@ -1,4 +1,4 @@
-"""Answers with drafts beside plain ones: where drafts are verified, tokens and logits are the same bits.
+"""Answers with and without drafts: where drafts are verified, tokens and logits are the same bits.
 
 The drafts are what plain decoding gives, with errors planted, so that drafts of all lengths are accepted and rejected.
 """
@@ -49,7 +49,9 @@ def difference(model: Model, request: Request, max_num_tokens: int) -> str | Non
     )
     requests = {"greedy": request, "drawn": drawn}
     plain = _answers(Engine(model, None, max_num_tokens, prefix_caching=False), requests.values())
-    recorded = {key: [token for token, _ in answer if token >= 0] for key, answer in plain.items()}
+    recorded = {}
+    for key, answer in plain.items():
+        recorded[key] = [token for token, _ in answer if token >= 0]
     speculation = Speculation(RecordedDrafter(recorded, _WRONG_EACH), _DRAFT_TOKENS)
     engine = Engine(model, None, max_num_tokens, prefix_caching=False, speculation=speculation)
     drafted = _answers(engine, requests.values())
@@ -72,7 +74,7 @@ def _answers(engine: Engine, requests: Iterable[Request]) -> dict[tuple[int, int
 
 
 def _differing(plain: Sequence[tuple[int, bytes]], drafted: Sequence[tuple[int, bytes]]) -> str:
-    tokens = [str(answer[0][0]) if answer else "none" for answer in (plain, drafted)]
+    tokens = [answer[0][0] if answer else "none" for answer in (plain, drafted)]
     if tokens[0] == tokens[1]:
         return "expected the logits of plain decoding to the bit, found others"
     return f"expected token {tokens[0]} as without, found {tokens[1]}"

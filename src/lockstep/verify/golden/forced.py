@@ -32,9 +32,9 @@ _PAUSE = 0.25  # how often a request sits a step out
 class Forced:
     """A request with its whole history.
 
-    tokens: prompt and answer, int64. expected: {number of tokens: logits [vocab_size] float32 behind so many}. bounds:
-    of their errors. ends: ascending numbers of tokens, each the end of a chunk; the request ends with the last. kept:
-    filled with the logits after each of `keep` tokens.
+    tokens: prompt and answer, int64. expected: {number of tokens: logits [vocab_size] float32 after them}. bounds: of
+    their errors. ends: ascending numbers of tokens, each the end of a chunk; the request ends with the last.
+    kept_logits: filled with the logits after each of `keep` tokens.
     """
 
     tokens: np.ndarray
@@ -42,7 +42,7 @@ class Forced:
     bounds: LogitBounds
     ends: tuple[int, ...]
     keep: frozenset[int] = frozenset()
-    kept: dict[int, np.ndarray] = field(default_factory=dict)
+    kept_logits: dict[int, np.ndarray] = field(default_factory=dict)
 
     def decoded(self) -> set[int]:
         """Return the numbers of tokens of which the last one came alone, as decoding brings it."""
@@ -62,8 +62,8 @@ class Errors:
     first: tuple[int, str] | None = None
     rms: dict[int, float] = field(default_factory=dict)
 
-    def add(self, count: int, expected: np.ndarray, found: np.ndarray) -> None:
-        error = measure(expected[None], found[None], Bound(self.bounds.at(count)), 1.0)
+    def add(self, count: int, expected: np.ndarray, actual: np.ndarray) -> None:
+        error = measure(expected[None], actual[None], Bound(self.bounds.at(count)), 1.0)
         if self.worst is not None and (error.max_abs_error is None or error.max_abs_error >= self.worst):
             self.worst = error.max_abs_error
         if self.first is None and wrong("logits", error):
@@ -75,19 +75,19 @@ class Errors:
         """Return where an error was too large first, or all together: (number of tokens, what is wrong)."""
         if self.first or len(self.rms) < _ENOUGH:
             return self.first
-        found = float(np.median(list(self.rms.values())))
+        median = float(np.median(list(self.rms.values())))
         bound = self.bounds.rms(self.rms)
-        if found <= bound:
+        if median <= bound:
             return None
         what = f"an rms error of at most {bound:.3g} of the logits of the median of {len(self.rms)} steps"
-        return max(self.rms), f"expected {what}, found {found:.3g}"
+        return max(self.rms), f"expected {what}, found {median:.3g}"
 
 
 @dataclass
 class _Running:
     request: Forced
     errors: Errors
-    held: int = 0
+    num_cached: int = 0
     ends: deque[int] = field(default_factory=deque)
     rows: dict[int, np.ndarray] = field(default_factory=dict)  # of logits that are not judged yet
 
@@ -98,7 +98,7 @@ class _Running:
 
 
 def random_chunks(prompt: int, total: int, random: np.random.Generator) -> tuple[int, ...]:
-    """Return the ends of random chunks of a prompt; each later token up to `total` is one of its own."""
+    """Return the ends of random chunks of a prompt; each later token up to `total` is a chunk."""
     ends = []
     at = 0
     while at < prompt:
@@ -115,9 +115,9 @@ def chunks_to_edges(edges: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 def drawn_positions(count: int, but: Collection[int], digest: str) -> list[int]:
     """Return lengths from 2 to `count` that a digest draws, but for those of `but`, and for neighbours, ascending."""
-    others = sorted(set(range(2, count + 1)).difference(but))
+    positions = sorted(set(range(2, count + 1)).difference(but))
     random = np.random.default_rng(int(digest[:16], 16))
-    drawn = set(random.permutation(others)[:_DRAWN].tolist())
+    drawn = set(random.permutation(positions)[:_DRAWN].tolist())
     return sorted(position for position in drawn if position - 1 not in drawn and position - 1 not in but)
 
 
@@ -147,13 +147,13 @@ def force(
             advances = list(_advances(slots, max_num_tokens, random if pauses else None))
             for advance, logits in zip(advances, model.step(advances)):
                 running = slots[advance.slot]
-                running.held += len(advance.tokens)
-                if running.held == running.ends[0]:
+                running.num_cached += len(advance.tokens)
+                if running.num_cached == running.ends[0]:
                     running.ends.popleft()
-                if running.held in running.request.keep:
-                    running.request.kept[running.held] = logits.copy()
-                if running.held in running.request.expected:
-                    running.rows[running.held] = logits
+                if running.num_cached in running.request.keep:
+                    running.request.kept_logits[running.num_cached] = logits.copy()
+                if running.num_cached in running.request.expected:
+                    running.rows[running.num_cached] = logits
                     if follow is None:
                         running.judge(running.request.expected)
                 if not running.ends:
@@ -174,7 +174,8 @@ def _advances(slots: Mapping[int, _Running], room: int, random: np.random.Genera
         random.shuffle(chosen)
     for slot in chosen:
         running = slots[slot]
-        count = min(running.ends[0] - running.held, room)
+        start = running.num_cached
+        count = min(running.ends[0] - start, room)
         if count:
             room -= count
-            yield Advance(slot, running.request.tokens[running.held : running.held + count], running.held)
+            yield Advance(slot, running.request.tokens[start : start + count], start)

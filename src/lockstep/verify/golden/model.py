@@ -48,7 +48,7 @@ def load_dequantized(config: Mapping[str, Any], weights: Weights, layers: int | 
 def adapted(model: PreTrainedModel, adapter: LoadedAdapter | None, layers: int | str = "all") -> Iterator[None]:
     """Have a model computed with an adapter, as PEFT defines LoRA.
 
-    A linear layer gives y + scale * (x A^T) B^T, computed in float32 beside the layer, not merged into its weights. A
+    A linear layer gives y + scale * (x A^T) B^T, computed in float32 next to the layer, not merged into its weights. A
     test holds this against PEFT's own numbers.
 
     layers: how many of the base's the model has; modules of others are left out. Raises InputError, of all layers, for

@@ -40,7 +40,7 @@ class _NotRunError(Exception):
 
 @dataclass(frozen=True)
 class _Along:
-    """A request along a sequence: a prompt of so many tokens, and an answer. choice: drawn instead, as this one."""
+    """A request along a sequence: a prompt of `prompt` tokens, and an answer. choice: drawn instead, as this one."""
 
     sequence: int
     prompt: int
@@ -101,17 +101,17 @@ class MovedCheck:
         self._expect(count > 1, "max_batch_size is 1: one request alone always has room")
         self._expect(tables.shares is not None, "this attention cannot be swapped out")
         full = 2 * PAGE_SIZE if len(self._tokens) >= 2 * PAGE_SIZE + _NEW else PAGE_SIZE
-        more = tables.pages_for(full + 1) - tables.pages_for(full)
-        self._expect(len(self._tokens) >= full + _NEW and more > 0, "no request has a second page")
+        extra_pages = tables.pages_for(full + 1) - tables.pages_for(full)
+        self._expect(len(self._tokens) >= full + _NEW and extra_pages > 0, "no request has a second page")
         requests = [_Along(number, full - 2 - number) for number in range(count)]
-        with self._pages_left(count * tables.pages_for(full) + more):
+        with self._pages_left(count * tables.pages_for(full) + extra_pages):
             engine = self._engine(admission="optimistic", lookahead=1)
             decoded = _decode(engine, map(self._request, requests))
         self._expect(engine.scheduler.num_swaps > 0, "steps of so few tokens end requests one after another")
         return self._judge_all(requests, "swapped out and back", decoded)
 
     def _prefix(self) -> list[float | None]:
-        """Run the long prompt twice, the second time beside one that goes on otherwise after the first chunk."""
+        """Run the long prompt twice, the second time with one that differs after the first chunk."""
         chunk_size = self._model.chunk_size
         engine = self._engine(prefix_caching=True)
         self._expect(engine.prefix_caching, "this attention, or a step of so few tokens, keeps no prefix")
@@ -119,9 +119,9 @@ class MovedCheck:
         length = max(chunk_size + 1, min(chunk_size + _BEFORE, len(self._tokens) - _NEW))
         branch = _Along(1, length, min(_NEW, len(self._tokens) - length))
         tokens = np.concatenate([self._tokens[:chunk_size], self._sequence(1)[chunk_size:]])
-        (left,) = _decode(engine, [self._request(self._whole)]).values()
-        self._judge_reference(self._whole, "leaving a prefix", left)
-        self._alone[self._whole] = left
+        (alone,) = _decode(engine, [self._request(self._whole)]).values()
+        self._judge_reference(self._whole, "leaving a prefix", alone)
+        self._alone[self._whole] = alone
         hits = engine.prefix_hits
         decoded = _decode(engine, [self._request(self._whole), self._request(branch, tokens)])
         if engine.prefix_hits == hits:
@@ -144,7 +144,9 @@ class MovedCheck:
         for number in range(count - len(stays)):
             drawn = self._sequence(1 + number)[: self._before_page(2) - number]
             engine.add(Request(drawn, 2 * _NEW, sampling=Sampling(_DRAWN.temperature, seed=number)))
-        tokens = [token for _ in range(_STEPS) for token in engine.step()]
+        tokens: list[Token] = []
+        for _ in range(_STEPS):
+            tokens += engine.step()
         for number in range(len(stays), count):
             engine.abort(number)
         new = min(_NEW, check.max_new_tokens)
@@ -158,21 +160,20 @@ class MovedCheck:
                 check.first_difference(prompt, how, replace(prompt, tokens=prompt.tokens[:new]), answer)
         judged = {count: follows, **dict(enumerate(stays))}
         return [
-            self._judge(along, "beside cancelled requests", decoded.get((number, 0)))
-            for number, along in judged.items()
+            self._judge(along, "with cancelled requests", decoded.get((number, 0))) for number, along in judged.items()
         ]
 
     def _last_pages(self) -> list[float | None]:
         """Run the long prompt in the last slot, and in a cache that is full with it."""
         tables = self._model.tables
-        others = self._model.max_batch_size - 1
-        ends = [*others * [1 + self._whole.new], self._whole.prompt + self._whole.new - 1]
+        num_others = self._model.max_batch_size - 1
+        ends = [*num_others * [1 + self._whole.new], self._whole.prompt + self._whole.new - 1]
         pages = sum(map(tables.pages_for, ends))
         self._expect(pages <= tables.pool.num_available, "the cache has no room for a request in each slot")
-        requests = [Request(self._sequence(number)[:1], self._whole.new + 1) for number in range(1, others + 1)]
+        requests = [Request(self._sequence(number)[:1], self._whole.new + 1) for number in range(1, num_others + 1)]
         with self._pages_left(pages):
             decoded = _decode(self._engine(), [*requests, self._request(self._whole)])
-        return [self._judge(self._whole, "in the last pages of the cache", decoded.get((others, 0)))]
+        return [self._judge(self._whole, "in the last pages of the cache", decoded.get((num_others, 0)))]
 
     def _before_page(self, number: int) -> int:
         """Return a length from which `_NEW` tokens fill page `number`, or go as far as the sequence does."""
@@ -202,16 +203,16 @@ class MovedCheck:
 
     @contextlib.contextmanager
     def _pages_left(self, count: int) -> Iterator[None]:
-        """Leave so many pages of the cache free, the last ones."""
+        """Leave only the last `count` pages of the cache free."""
         pool = self._model.tables.pool
         pool.forget()
         pages = sorted(pool.allocate(pool.num_available))
-        held = pages[: len(pages) - count]
-        pool.release(pages[len(held) :])
+        occupied = pages[: len(pages) - count]
+        pool.release(pages[len(occupied) :])
         try:
             yield
         finally:
-            pool.release(held)
+            pool.release(occupied)
 
     def _judge_all(self, requests: Sequence[_Along], how: str, decoded: Answers) -> list[float | None]:
         return [self._judge(along, how, decoded.get((number, 0))) for number, along in enumerate(requests)]
@@ -223,7 +224,7 @@ class MovedCheck:
         alone = self._alone[along]
         moved = moved or Decoded()
         self._judge_reference(along, how, moved)
-        where = f"prompt of {along.prompt} tokens, {how}, beside alone"
+        where = f"prompt of {along.prompt} tokens, {how}, compared with alone"
         if len(moved.logits) != len(alone.logits):
             self._check.fail(self._prompt, f"{where}: expected {len(alone.logits)} tokens, found {len(moved.logits)}")
             return None
@@ -232,8 +233,8 @@ class MovedCheck:
             raise _NotRunError("choices inside the model may be others in other company")
         errors = list[float | None]()
         bound = self._prompt.bounds.largest
-        for step, (expected, found) in enumerate(zip(alone.logits, moved.logits)):
-            error = measure(expected[None], found[None], Bound(bound), 1.0)
+        for step, (expected, actual) in enumerate(zip(alone.logits, moved.logits)):
+            error = measure(expected[None], actual[None], Bound(bound), 1.0)
             errors.append(error.max_abs_error)
             if wrong("logits", error):
                 self._check.fail(self._prompt, f"step {step}, {where}: {off(error.max_abs_error, bound)}")
@@ -243,11 +244,11 @@ class MovedCheck:
         self._check.same_bits(self._prompt, where, alone.logits, moved.logits)
         return largest(errors)
 
-    def _judge_reference(self, along: _Along, how: str, found: Decoded) -> None:
+    def _judge_reference(self, along: _Along, how: str, decoded: Decoded) -> None:
         """Judge logits by the reference, where it knows them, and engines make the same choices inside the model."""
         errors = Errors(self._prompt.bounds)
         if along.sequence == 0 and along.choice is None and self._check.routes is None:
-            for count, logits in enumerate(found.logits, along.prompt):
+            for count, logits in enumerate(decoded.logits, along.prompt):
                 if count in self._known:
                     errors.add(count, self._known[count], logits)
         if wrong := errors.wrong():
@@ -264,6 +265,7 @@ def _of_few_pages(check: DecodingCheck, longest: int) -> Model:
     if not model.engines.backend.on_host:
         return model
     pages = 2 * model.max_batch_size * model.tables.pages_for(model.max_seq_len)  # for requests, and for a prefix
+    chunk_size = model.chunk_size if longest > model.chunk_size else PAGE_SIZE
     return Model.open(
         model.engines.path,
         model.assembly_json,
@@ -274,7 +276,7 @@ def _of_few_pages(check: DecodingCheck, longest: int) -> Model:
         model.max_num_tokens,
         check.threads,
         kv_bytes=min(pages, pool.num_pages) * pool.page_nbytes,
-        chunk_size=model.chunk_size if longest > model.chunk_size else PAGE_SIZE,
+        chunk_size=chunk_size,
         cut_of=model,
     )
 

@@ -78,7 +78,7 @@ class Long:
     """The long prompt.
 
     prompt: as the others, with a name for its text. edges: numbers of tokens at which it is cut, the last is all of it.
-    logits: {number of tokens: logits [vocab_size] float32 behind so many of it}.
+    logits: {number of tokens: logits [vocab_size] float32 after them}.
     """
 
     prompt: Prompt
@@ -89,7 +89,7 @@ class Long:
 def read_reference(
     path: Path, expected: Sequence[str | None], tolerances: Tolerances, follows: bool = False
 ) -> tuple[list[Prompt], Long | None, ReferenceManifest]:
-    """Read a reference and the logits beside it.
+    """Read a reference and its logits.
 
     expected: the text that must follow each prompt. follows: whether logits are judged along the engines' choices, so
     that no noise is due to others.
@@ -117,8 +117,8 @@ def read_reference(
 def _read_logits(reference: Path, logits: FileEntry) -> dict[str, np.ndarray]:
     path = reference.parent / logits.file
     if not path.is_file() or sha256_file(path) != logits.sha256:
-        found = "other bytes" if path.is_file() else "no file"
-        raise InputError(f"{path}: expected the logits of the reference, found {found}; make the reference again")
+        fault = "other bytes" if path.is_file() else "no file"
+        raise InputError(f"{path}: expected the logits of the reference, found {fault}; make the reference again")
     data = np.fromfile(path, np.uint8)
     return {
         name: data[record.offset : record.offset + record.length].view(numpy_dtype(record.dtype)).reshape(record.shape)
@@ -127,7 +127,7 @@ def _read_logits(reference: Path, logits: FileEntry) -> dict[str, np.ndarray]:
 
 
 def _bounds(counts: Iterable[int], noise: np.ndarray, tolerances: Tolerances) -> LogitBounds:
-    """Return the bounds of logits behind so many tokens each. noise: of each, as it lies beside the reference."""
+    """Return the bounds of logits by number of tokens. noise: of each, from the reference."""
     return LogitBounds(LogitNoise(dict(zip(counts, noise.tolist(), strict=True))), tolerances)
 
 
@@ -143,22 +143,22 @@ def _read_long(entry: LongPrompt | None, logits: Mapping[str, np.ndarray], toler
 def first_difference(
     prompt: Prompt,
     expected: Sequence[int],
-    found: Sequence[int],
+    actual: Sequence[int],
     logits: Sequence[np.ndarray] | np.ndarray,
     decode: Callable[[Sequence[int]], str],
 ) -> tuple[TokenDifference | None, tuple[int, str] | None]:
     """Return the first differing token, and what is wrong with it. logits: of each step, which chose `expected`.
 
-    Both may be None; behind it the histories differ, and nothing can be compared. What is wrong is (step, text), where
+    Both may be None; after it the histories differ, and nothing can be compared. What is wrong is (step, text), where
     the token is not accepted.
 
     It is accepted where both tokens are equally likely: its logit is nearer to the largest than the error of a logit
     that passes there.
     """
-    step = next((i for i, (a, b) in enumerate(zip(expected, found)) if a != b), None)
-    if step is None and len(expected) != len(found):
-        step = min(len(expected), len(found))
-        wrong = f"expected {len(expected)} tokens, found {len(found)}"
+    step = next((i for i, (a, b) in enumerate(zip(expected, actual)) if a != b), None)
+    if step is None and len(expected) != len(actual):
+        step = min(len(expected), len(actual))
+        wrong = f"expected {len(expected)} tokens, found {len(actual)}"
         return TokenDifference(step, None, None, None, False), (step, wrong)
     if step is None:
         return None, None
@@ -166,25 +166,25 @@ def first_difference(
     tolerance = prompt.bounds.at(prompt.count(step))
     two = np.sort(row)[-2:]
     gap = float(two[1] - two[0])
-    accepted = float(two[1] - row[found[step]]) < tolerance
+    accepted = float(two[1] - row[actual[step]]) < tolerance
     wrong = (
-        f"expected token {expected[step]}, found {found[step]}; another one is accepted where the gap is below "
+        f"expected token {expected[step]}, found {actual[step]}; another one is accepted where the gap is below "
         f"{tolerance:.3g}, here it is {gap:.3g}"
     )
-    texts = _token_texts(prompt, expected, found, step, decode)
-    difference = TokenDifference(step, expected[step], found[step], gap, accepted, *texts)
+    texts = _token_texts(prompt, expected, actual, step, decode)
+    difference = TokenDifference(step, expected[step], actual[step], gap, accepted, *texts)
     return difference, None if accepted else (step, wrong)
 
 
 def _token_texts(
-    prompt: Prompt, expected: Sequence[int], found: Sequence[int], step: int, decode: Callable[[Sequence[int]], str]
+    prompt: Prompt, expected: Sequence[int], actual: Sequence[int], step: int, decode: Callable[[Sequence[int]], str]
 ) -> tuple[str, str, str]:
     """Return the text before the first differing token, and what the expected and the found one add."""
-    before, one, other = (
+    before, expected_text, actual_text = (
         new_text(decode, prompt.prompt_ids, tokens)
-        for tokens in (expected[:step], expected[: step + 1], found[: step + 1])
+        for tokens in (expected[:step], expected[: step + 1], actual[: step + 1])
     )
-    return before, one[len(before) :], other[len(before) :]
+    return before, expected_text[len(before) :], actual_text[len(before) :]
 
 
 def short(text: str) -> str:

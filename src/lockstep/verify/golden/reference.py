@@ -7,10 +7,10 @@ decoded tokens, and the logits of every step, computed in float32 with eager att
 serves all precisions and backends of a model and layer count, but those of quantised weights, which are held against
 transformers on the same weights, dequantised.
 
-Beside the prompts of the config stands a long one, of tokens from a hash, that goes as far as the limits allow: its
+After the prompts of the config comes a long one, of tokens from a hash, that goes as far as the limits allow: its
 logits are kept on both sides of each length at which a KV cache, a window or a RoPE setting has an edge.
 
-Beside all logits stands how far transformers' own fp16 is off them (`verify.noise`).
+All logits come with the error of transformers' own fp16 (`verify.noise`).
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from lockstep.weights import Weights
 from lockstep.weights.adapters import LoadedAdapter, open_adapters
 from lockstep.weights.source import open_source
 
-# logits of the long prompt that are kept beside those at edges
+# logits of the long prompt that are stored, besides those at edges
 _MOST_ROWS = 256
 _MOST_BYTES = 1 << 25
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What a model says: the parts of the manifest, and the arrays of the file beside it, by name."""
+    """A model's answers: the parts of the manifest, and the arrays of its file, by name."""
 
     prompts: tuple[ReferencePrompt, ...]
     eos_token_ids: tuple[int, ...]
@@ -73,12 +73,12 @@ def make_reference(
     adapters_json: Path | None = None,
     drift_text: str = "",
 ) -> Path:
-    """Write the reference of a model to `out`, its logits beside it; return `out`. Same inputs, same bytes.
+    """Write the reference of a model to `out`, and its logits; return `out`. Same inputs, same bytes.
 
-    layers: the model's first so many, or "all". weights_json: quantised weights of the checkpoint, which are computed
-    with, dequantised, in its place. adapters_json: those that `golden` names. Of quantised weights or a rounded KV
-    cache the drift stands beside it too, where no adapters are asked for; drift_text: whose perplexity it has, empty
-    for the prompts, one after another.
+    layers: how many of the model's first ones, or "all". weights_json: quantised weights of the checkpoint, dequantised
+    to compute with. adapters_json: those that `golden` names. Of quantised weights or a rounded KV cache the
+    quantization error is measured too, without adapters; drift_text: whose perplexity it has, empty for the prompts,
+    one after another.
 
     Raises CheckError for a weight that is off the checkpoint's by more than its rounding, InputError for inputs that do
     not fit together, and for an adapter of modules that the model does not have.
@@ -110,18 +110,18 @@ def make_reference(
             del model  # before another one is loaded
             model = load_checkpoint(checkpoint_json, layers)
         exact = logits_along(model, [(prompt.prompt_ids, prompt.tokens) for prompt in reference.prompts])
-        found = np.concatenate([reference.arrays[f"logits.{i}"] for i in range(len(reference.prompts))])
+        logits = np.concatenate([reference.arrays[f"logits.{i}"] for i in range(len(reference.prompts))])
         Drift(
             layers=layers,
             precision=weights.precision if weights else "fp32",
             group_size=(weights and weights.group_size) or 0,
             kv_cache_dtype=golden.kv_cache_dtype,
             max_weight_error=off,
-            max_logit_error=max_abs_error(exact, found),
-            rms_logit_error=_rms(found - exact),
+            max_logit_error=max_abs_error(exact, logits),
+            rms_logit_error=_rms(logits - exact),
             rms_logit=_rms(exact),
             tokens=len(exact),
-            tokens_differing=int((found.argmax(-1) != exact.argmax(-1)).sum()),
+            tokens_differing=int((logits.argmax(-1) != exact.argmax(-1)).sum()),
             perplexity_tokens=count,
             perplexity=rounded,
             full_perplexity=perplexity(model, text)[0],
@@ -166,8 +166,8 @@ def answer(
     limit = getattr(text_config, "max_position_embeddings", None)
     prompts: list[ReferencePrompt] = []
     arrays: dict[str, np.ndarray] = {}
-    asked: Mapping[Any, Sequence[str]] = golden.adapted or {None: golden.prompts}
-    for name, texts in asked.items():
+    prompts_by_adapter: Mapping[Any, Sequence[str]] = golden.adapted or {None: golden.prompts}
+    for name, texts in prompts_by_adapter.items():
         with adapted(model, adapters[name] if name else None, layers):
             for text in texts:
                 ids = tokens_of(tokenizer, text, rows)
@@ -188,8 +188,8 @@ def answer(
             f"golden.long_prompt: expected prompt and answer within {limit} tokens (max_position_embeddings), "
             f"found {golden.long_prompt} + {golden.max_new_tokens}; lower limits.max_seq_len or golden.long_prompt"
         )
-    long, more = _long(model, text_config.vocab_size, golden, config)
-    return Reference(tuple(prompts), ends, long, arrays | more)
+    long, long_arrays = _long(model, text_config.vocab_size, golden, config)
+    return Reference(tuple(prompts), ends, long, arrays | long_arrays)
 
 
 def _long(
@@ -208,9 +208,9 @@ def _long(
     edges = sorted({*(length for length in near if length < count), count})
     rows = min(count, _MOST_ROWS, max(1, _MOST_BYTES // (4 * vocab_size)))
     counts = sorted({*edges, *(count * (row + 1) // rows for row in range(rows))})
-    tokens, logits, kept, noise = follow(model, prompt_ids, counts, golden.max_new_tokens, ())
+    tokens, logits, edge_logits, noise = follow(model, prompt_ids, counts, golden.max_new_tokens, ())
     arrays = {
-        "long.prompt": np.stack([kept[length] for length in counts]),
+        "long.prompt": np.stack([edge_logits[length] for length in counts]),
         "long.logits": logits,
         # The last row of the prompt's is the first of the answer's.
         "long.noise": np.concatenate([noise[: len(counts)], noise[len(counts) - 1 :]]),
@@ -228,10 +228,10 @@ def follow(
     """Decode greedily until an end-of-sequence token, which is kept.
 
     counts: numbers of the prompt's tokens, that of all among them. Returns the tokens, the logits [steps, vocab_size]
-    float32 that they were chosen from, {count: logits behind so many}, and the noise of all these rows, [rows, 2].
+    float32 that they were chosen from, {count: logits after `count` tokens}, and the noise of all these rows [rows, 2].
     """
-    kept, cache = logits_behind(model, prompt_ids, counts)
-    rows = [kept[len(prompt_ids)]]
+    logits_by_count, cache = logits_behind(model, prompt_ids, counts)
+    rows = [logits_by_count[len(prompt_ids)]]
     tokens = [int(rows[-1].argmax())]
     with torch.no_grad():
         while len(tokens) < max_new_tokens and tokens[-1] not in eos_token_ids:
@@ -239,8 +239,8 @@ def follow(
             rows.append(row.float().numpy().copy())
             tokens.append(int(rows[-1].argmax()))
     ids = [*prompt_ids, *tokens[:-1]]
-    expected = {**kept, **dict(enumerate(rows, len(prompt_ids)))}
-    return tuple(tokens), np.stack(rows), kept, logit_noise(model, ids, expected)
+    expected = {**logits_by_count, **dict(enumerate(rows, len(prompt_ids)))}
+    return tuple(tokens), np.stack(rows), logits_by_count, logit_noise(model, ids, expected)
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

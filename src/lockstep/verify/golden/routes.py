@@ -23,11 +23,11 @@ from lockstep.verify.walk import Tokens
 class Routes:
     """The requests of a check, followed along the engines' choices. wrong: what is wrong with a block."""
 
-    def __init__(self, router: Router, known: Mapping[tuple[int, ...], np.ndarray]):
+    def __init__(self, router: Router, reference_rows: Mapping[tuple[int, ...], np.ndarray]):
         """known: the reference's logits by the tokens before them; they count up to the first choice that is tied."""
         self._router = router
         self._recorder = router.recorder()
-        self._known = known
+        self._known = reference_rows
         self._requests = self._tied = 0
         self.wrong: list[str] = []
 
@@ -74,13 +74,16 @@ class Routes:
         return along
 
     def _row(self, ids: Sequence[int], count: int, along: Along) -> np.ndarray:
-        known = self._known.get(tuple(ids[:count]))
+        reference_row = self._known.get(tuple(ids[:count]))
         is_free = along.first is None or count <= along.first
-        return known if known is not None and is_free else along.logits[count - 1]
+        return reference_row if reference_row is not None and is_free else along.logits[count - 1]
 
 
 def known_rows(prompts: Sequence[Prompt]) -> dict[tuple[int, ...], np.ndarray]:
     """Return the reference's logits by the tokens before them."""
-    return {
-        (*prompt.prompt_ids, *prompt.tokens[:step]): row for prompt in prompts for step, row in enumerate(prompt.logits)
-    }
+    rows: dict[tuple[int, ...], np.ndarray] = {}
+    for prompt in prompts:
+        for step, row in enumerate(prompt.logits):
+            ids = (*prompt.prompt_ids, *prompt.tokens[:step])
+            rows[ids] = row
+    return rows

@@ -36,13 +36,13 @@ def run_behind(model: torch.nn.Module, ids: Sequence[int], behind: Cached | None
     its tokens again.
     """
     before, cache = behind or Cached((), None)
-    whole = (*before, *ids)
+    all_ids = (*before, *ids)
     if not _has_attention(model.config):
-        return model(input_ids=torch.tensor([whole]), use_cache=False).logits[0, len(before) :], Cached(whole, None)
+        return model(input_ids=torch.tensor([all_ids]), use_cache=False).logits[0, len(before) :], Cached(all_ids, None)
     # positions, because some classes (Bamba) count new tokens from 0 whatever the cache holds
-    positions = torch.arange(len(before), len(whole))[None]
+    positions = torch.arange(len(before), len(all_ids))[None]
     output = model(input_ids=torch.tensor([list(ids)]), position_ids=positions, past_key_values=cache, use_cache=True)
-    return output.logits[0], Cached(whole, output.past_key_values)
+    return output.logits[0], Cached(all_ids, output.past_key_values)
 
 
 def _has_attention(config: Any) -> bool:
@@ -53,32 +53,32 @@ def _has_attention(config: Any) -> bool:
 def logits_behind(
     model: torch.nn.Module, ids: Sequence[int], counts: Collection[int]
 ) -> tuple[dict[int, np.ndarray], Cached | None]:
-    """Return {number of tokens: logits [vocab_size] float32 behind so many}, and the cache of all."""
-    kept: dict[int, np.ndarray] = {}
+    """Return {number of tokens: logits [vocab_size] float32 after them}, and the cache of all."""
+    logits: dict[int, np.ndarray] = {}
     cache = None
     with torch.no_grad():
         for start in range(0, len(ids), _CHUNK):
             rows, cache = run_behind(model, ids[start : start + _CHUNK], cache)
             for count in range(start + 1, start + len(rows) + 1):
                 if count in counts:
-                    kept[count] = rows[count - 1 - start].float().numpy().copy()
-    return kept, cache
+                    logits[count] = rows[count - 1 - start].float().numpy().copy()
+    return logits, cache
 
 
 def logit_noise(model: torch.nn.Module, ids: Sequence[int], expected: Mapping[int, np.ndarray]) -> np.ndarray:
     """Return the (largest, rms) error of each row of `expected` that transformers makes in fp16, [rows, 2] float32.
 
     Of a model that chooses inside [rows, 4]: last the same errors where what is chosen stays chosen. expected: {number
-    of tokens: logits in float32 behind so many of `ids`}. Raises InputError for a model whose logits are not finite in
+    of tokens: logits in float32 after them}. Raises InputError for a model whose logits are not finite in
     16 bits.
     """
     choices = _choices(model, ids)
     for dtype, rounding in NOISE_DTYPES:
         columns = []
-        for kept in (None, choices) if choices else (None,):
-            with kept.again() if kept else contextlib.nullcontext(), Rounded(dtype):
-                found, _ = logits_behind(model, ids, expected)
-            errors = [found[count].astype(np.float64) - row for count, row in expected.items()]
+        for fixed_choices in (None, choices) if choices else (None,):
+            with fixed_choices.again() if fixed_choices else contextlib.nullcontext(), Rounded(dtype):
+                logits, _ = logits_behind(model, ids, expected)
+            errors = [logits[count].astype(np.float64) - row for count, row in expected.items()]
             columns.append([(np.abs(error).max(), np.sqrt(np.mean(error * error))) for error in errors])
         rows = np.concatenate([np.array(pairs) for pairs in columns], axis=1)
         if np.isfinite(rows).all():
@@ -116,6 +116,6 @@ def logits_along(model: PreTrainedModel, answers: Iterable[tuple[Sequence[int], 
     rows: list[np.ndarray] = []
     for prompt_ids, tokens in answers:
         ids = [*prompt_ids, *tokens[:-1]]
-        kept, _ = logits_behind(model, ids, range(len(prompt_ids), len(ids) + 1))
-        rows += kept.values()
+        logits, _ = logits_behind(model, ids, range(len(prompt_ids), len(ids) + 1))
+        rows += logits.values()
     return np.stack(rows)

@@ -10,9 +10,9 @@ def new_text(decode: Callable[[list[int]], str], prompt_ids: Sequence[int], toke
 
     decode: gives the text of ids, without special tokens.
 
-    Decoded behind the prompt, since tokenizers drop a space at the start of a text. Where the new tokens change the
+    Decoded after the prompt, since tokenizers drop a space at the start of a text. Where the new tokens change the
     prompt's own text (a character begun there ends here), they are decoded alone.
     """
     before = decode(list(prompt_ids))
-    both = decode([*prompt_ids, *tokens])
-    return both[len(before) :] if both.startswith(before) else decode(list(tokens))
+    text = decode([*prompt_ids, *tokens])
+    return text[len(before) :] if text.startswith(before) else decode(list(tokens))

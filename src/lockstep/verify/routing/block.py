@@ -1,4 +1,4 @@
-"""A block that makes choices, beside an engine of it: which choices did the engine make, and does the rest follow?
+"""A block that makes choices, and its engine: which choices did the engine make, and does the rest follow?
 
 In: a graph with its weights, rows of its inputs and what an engine gave for them. Out: the choices, and what the graph
 gives along them. Rows are independent: a row may be computed several times in one call, each time along other choices.
@@ -16,6 +16,7 @@ from lockstep.artifacts.signature import IO
 from lockstep.onnx_tools.judge import relative_errors
 from lockstep.onnx_tools.rounded import exact_and_rounded
 from lockstep.onnx_tools.sessions import open_session
+from lockstep.verify.arrays import concatenate_rows, take_rows
 from lockstep.verify.graphs import Graph
 from lockstep.verify.routing.choices import Choice, with_choices
 
@@ -50,10 +51,9 @@ class ChoosingBlock:
         self._slots = graph.slots
         self._outputs = graph.outputs
         if self.choices:
-            self._exact, self._rounded = (
-                open_session(computed.SerializeToString(), threads)
-                for computed in exact_and_rounded(model, [io.name for io in graph.slots])
-            )
+            exact, rounded = exact_and_rounded(model, [io.name for io in graph.slots])
+            self._exact = open_session(exact.SerializeToString(), threads)
+            self._rounded = open_session(rounded.SerializeToString(), threads)
 
     def forces(self, chosen: Mapping[str, np.ndarray], positions: np.ndarray, count: int) -> Arrays:
         """Return what forces the choices of some of `count` rows; those of the others are free."""
@@ -66,32 +66,27 @@ class ChoosingBlock:
     def forced(self, inputs: Arrays, weights: Arrays, forces: Mapping[str, np.ndarray]) -> Arrays:
         """Return the outputs where choices are forced. forces: as of the method of that name."""
         pieces = [
-            self._run(self._exact, piece, weights, {name: array[rows] for name, array in forces.items()})
-            for rows, piece in self._pieces(inputs)
+            self._run(self._exact, piece, weights, take_rows(forces, rows)) for rows, piece in self._pieces(inputs)
         ]
-        return {io.name: np.concatenate([piece[io.name] for piece in pieces]) for io in self._outputs}
+        outputs = concatenate_rows(pieces)
+        return {io.name: outputs[io.name] for io in self._outputs}
 
-    def along(self, inputs: Arrays, weights: Arrays, found: Mapping[str, np.ndarray], times: float) -> Routed:
-        """Return what the graph gives along the choices of an engine, which gave `found` for these inputs.
+    def along(self, inputs: Arrays, weights: Arrays, engine_outputs: Arrays, times: float) -> Routed:
+        """Return the graph's outputs along an engine's choices, which follow from its outputs for these inputs.
 
-        times: how many times what bf16 costs of a score may a margin be that rounding decides.
+        times: rounding may decide a margin of up to this many times the noise of a score in bf16.
         """
-        parts = [
-            self._resolve(piece, weights, {name: array[rows] for name, array in found.items()}, times)
-            for rows, piece in self._pieces(inputs)
-        ]
-
-        def joined(arrays: Sequence[Mapping[str, np.ndarray]]) -> Arrays:
-            return {name: np.concatenate([array[name] for array in arrays]) for name in arrays[0]}
-
+        parts = []
+        for rows, piece in self._pieces(inputs):
+            parts.append(self._resolve(piece, weights, take_rows(engine_outputs, rows), times))
         return Routed(
-            joined([part.outputs for part in parts]),
-            joined([part.noisy for part in parts]),
-            joined([part.chosen for part in parts]),
+            concatenate_rows([part.outputs for part in parts]),
+            concatenate_rows([part.noisy for part in parts]),
+            concatenate_rows([part.chosen for part in parts]),
             np.concatenate([part.tied for part in parts]),
         )
 
-    def _resolve(self, inputs: Arrays, weights: Arrays, found: Arrays, times: float) -> Routed:
+    def _resolve(self, inputs: Arrays, weights: Arrays, engine_outputs: Arrays, times: float) -> Routed:
         """Follow the graph's own choices, but where others are as good: there those that the engine made."""
         exact = self._run(self._exact, inputs, weights, {})
         chosen = {choice.name: choice.chosen(exact[choice.scores]) for choice in self.choices}
@@ -103,40 +98,41 @@ class ChoosingBlock:
             tied |= choice.margins(exact[choice.scores]) <= near
         rows = np.flatnonzero(tied)
         if len(rows):
-            few = self._take(inputs, rows)
-            ways = self._ways(few, weights, {name: array[rows] for name, array in found.items()}, times)
+            unresolved = self._take(inputs, rows)
+            ways = self._ways(unresolved, weights, take_rows(engine_outputs, rows), times)
             tied[rows] = ways.tied
-            for side, own in ((exact, ways.outputs), (noisy, ways.noisy), (chosen, ways.chosen)):
-                for name, array in own.items():
+            for side, variants in ((exact, ways.outputs), (noisy, ways.noisy), (chosen, ways.chosen)):
+                for name, array in variants.items():
                     side[name][rows] = array
-        return Routed({name: exact[name] for name in found}, {name: noisy[name] for name in found}, chosen, tied)
+        return Routed(
+            {name: exact[name] for name in engine_outputs}, {name: noisy[name] for name in engine_outputs}, chosen, tied
+        )
 
-    def _ways(self, inputs: Arrays, weights: Arrays, found: Arrays, times: float) -> Routed:
+    def _ways(self, inputs: Arrays, weights: Arrays, engine_outputs: Arrays, times: float) -> Routed:
         """Try each row along all choices that are as good; keep those whose outputs are nearest to the engine's."""
         noise = self._score_noise(inputs, weights)
-        count = len(next(iter(found.values())))
+        count = len(next(iter(engine_outputs.values())))
         rows = np.arange(count)
         chosen = dict[str, np.ndarray]()
         for choice in self.choices:
             scores = self._run(self._exact, self._take(inputs, rows), weights, self._forces(chosen))[choice.scores]
-            ways = [
-                (number, way)
-                for number, row in enumerate(rows)
-                for way in choice.alternatives(scores[number], times * noise[choice.name][row])
-            ]
-            kept = _first_of_each(rows, ways)
-            earlier = np.array([number for number, _ in kept])
-            chosen = {name: array[earlier] for name, array in chosen.items()}
-            chosen[choice.name] = np.stack([way for _, way in kept])
+            ways = []
+            for number, row in enumerate(rows):
+                margin = times * noise[choice.name][row]
+                ways += [(number, way) for way in choice.alternatives(scores[number], margin)]
+            unique = _first_of_each(rows, ways)
+            earlier = np.array([number for number, _ in unique])
+            chosen = take_rows(chosen, earlier)
+            chosen[choice.name] = np.stack([way for _, way in unique])
             rows = rows[earlier]
         outputs = self._run(self._exact, self._take(inputs, rows), weights, self._forces(chosen))
-        errors = np.sum([_squared(outputs[name], array[rows]) for name, array in found.items()], axis=0)
+        errors = np.sum([_squared(outputs[name], array[rows]) for name, array in engine_outputs.items()], axis=0)
         best = np.array([int(np.flatnonzero(rows == row)[np.argmin(errors[rows == row])]) for row in range(count)])
-        chosen = {name: array[best] for name, array in chosen.items()}
+        chosen = take_rows(chosen, best)
         noisy = self._run(self._rounded, inputs, weights, self._forces(chosen))
         return Routed(
-            {name: outputs[name][best] for name in found},
-            {name: noisy[name] for name in found},
+            {name: outputs[name][best] for name in engine_outputs},
+            {name: noisy[name] for name in engine_outputs},
             chosen,
             np.bincount(rows, minlength=count) > 1,
         )
@@ -189,10 +185,10 @@ class ChoosingBlock:
 
     def _take(self, inputs: Arrays, rows: np.ndarray) -> Arrays:
         """Return the inputs of some rows; each row of logits is that of its token."""
-        taken = {io.name: np.ascontiguousarray(inputs[io.name][rows]) for io in self._inputs if is_of_tokens(io)}
+        selected = {io.name: np.ascontiguousarray(inputs[io.name][rows]) for io in self._inputs if is_of_tokens(io)}
         if any(io.name == "logit_rows" for io in self._inputs):
-            taken["logit_rows"] = np.arange(len(rows))
-        return taken
+            selected["logit_rows"] = np.arange(len(rows))
+        return selected
 
 
 def _error(exact: Arrays, noisy: Arrays, choice: Choice) -> np.ndarray:
@@ -211,19 +207,19 @@ def _as_declared(array: np.ndarray, kind: str) -> np.ndarray:
     return array.astype(np.float32) if kind == "tensor(float)" and array.dtype != np.float32 else array
 
 
-def _squared(expected: np.ndarray, found: np.ndarray) -> np.ndarray:
+def _squared(expected: np.ndarray, actual: np.ndarray) -> np.ndarray:
     """Return the mean square of each row's error, relative to the row."""
     with np.errstate(over="ignore"):
-        return np.nan_to_num(np.square(relative_errors(expected, found)).mean(axis=1), nan=np.inf)
+        return np.nan_to_num(np.square(relative_errors(expected, actual)).mean(axis=1), nan=np.inf)
 
 
 def _first_of_each(rows: np.ndarray, ways: Sequence[tuple[int, np.ndarray]]) -> list[tuple[int, np.ndarray]]:
     """Return the first `_WAYS` of each row."""
     counts: dict[int, int] = {}
-    kept = []
+    firsts = []
     for number, way in ways:
         row = int(rows[number])
         counts[row] = counts.get(row, 0) + 1
         if counts[row] <= _WAYS:
-            kept.append((number, way))
-    return kept
+            firsts.append((number, way))
+    return firsts

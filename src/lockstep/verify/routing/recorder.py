@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lockstep.step.packing import PackedTokens
+from lockstep.verify.arrays import concatenate_rows, take_rows
 
 Arrays = dict[str, np.ndarray]
 Place = tuple[str, int]  # part ("block" or "exit") and layer
@@ -27,15 +28,14 @@ class BlockRows:
     @classmethod
     def joined(cls, pieces: Sequence[BlockRows]) -> BlockRows:
         positions = np.concatenate([piece.positions for piece in pieces])
-        inputs, outputs = (
-            {name: np.concatenate([side[name] for side in sides]) for name in sides[0]}
-            for sides in ([piece.inputs for piece in pieces], [piece.outputs for piece in pieces])
-        )
+        inputs = concatenate_rows([piece.inputs for piece in pieces])
+        outputs = concatenate_rows([piece.outputs for piece in pieces])
         return cls(positions, inputs, outputs)
 
     def before(self, position: int) -> BlockRows:
         rows = self.positions < position
-        inputs, outputs = ({name: array[rows] for name, array in side.items()} for side in (self.inputs, self.outputs))
+        inputs = take_rows(self.inputs, rows)
+        outputs = take_rows(self.outputs, rows)
         return BlockRows(self.positions[rows], inputs, outputs)
 
 
@@ -85,15 +85,15 @@ class Recorder:
         if names is None:
             return
         assert self._tokens is not None  # a step begins with its tokens
-        given = np.arange(len(self._tokens.slots)) if part == "block" else inputs["logit_rows"]
-        slots = self._tokens.slots[given]
+        row_numbers = np.arange(len(self._tokens.slots)) if part == "block" else inputs["logit_rows"]
+        slots = self._tokens.slots[row_numbers]
         for slot in sorted(set(slots.tolist()) - {-1}):
-            own = np.flatnonzero(slots == slot)
-            rows = given[own]
+            slot_rows = np.flatnonzero(slots == slot)
+            rows = row_numbers[slot_rows]
             piece = BlockRows(
                 self._tokens.position_ids[rows],
                 {name: _in_float32(inputs[name][rows]) for name in names},
-                {name: _in_float32(array[own]) for name, array in outputs.items()},
+                {name: _in_float32(array[slot_rows]) for name, array in outputs.items()},
             )
             self._current[slot].pieces.setdefault((part, layer), []).append(piece)
 
@@ -102,19 +102,23 @@ class Recorder:
 
         The rows of a reused prefix are those of the request before, where it was the same.
         """
-        wanted = list(ids)
-        number = next((i for i, one in enumerate(self._requests) if one.ids == wanted[one.start :]), None)
-        if number is None:
+        request_ids = list(ids)
+        for number, request in enumerate(self._requests):
+            if request.ids == request_ids[request.start :]:
+                del self._requests[number]
+                break
+        else:
             return {}
-        request = self._requests.pop(number)
-        whole = self._whole
+        blocks = request.blocks()
+        previous = self._whole
         if not request.start:
             self._whole = request
-        elif whole is not None and whole.ids[: request.start] == wanted[: request.start]:
-            earlier = {place: rows.before(request.start) for place, rows in whole.blocks().items()}
-            own = request.blocks()
-            return {place: BlockRows.joined([rows, own[place]]) for place, rows in earlier.items() if place in own}
-        return request.blocks()
+        elif previous is not None and previous.ids[: request.start] == request_ids[: request.start]:
+            earlier = {place: rows.before(request.start) for place, rows in previous.blocks().items()}
+            return {
+                place: BlockRows.joined([rows, blocks[place]]) for place, rows in earlier.items() if place in blocks
+            }
+        return blocks
 
     def clear(self) -> None:
         """Forget requests that nobody took."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Answer:
-    """Token ids, text, why it ended (None: it has not), and the log-probabilities where they were asked for.
+    """Token ids, text, why it ended (None: it has not), and the log-probabilities if requested.
 
     logprobs, tokens, offsets, top: an entry for each token (of the prompt's too, where that is repeated): its
     log-probability, its text, where that begins in the answer's, and those of the likeliest by text. None: for the

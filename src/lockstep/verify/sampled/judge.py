@@ -1,6 +1,6 @@
-"""An answer of a server beside the second sampler: its tokens, why it ended, its text, its log-probabilities.
+"""A server's answer compared with the second sampler: its tokens, why it ended, its text, its log-probabilities.
 
-In: what was asked, the answer, and the logits behind the prompt and each token. Out: what is wrong, in lines, and how
+In: the request, the answer, and the logits after the prompt and each token. Out: what is wrong, in lines, and how
 many tokens hung on what was asked.
 """
 
@@ -72,24 +72,24 @@ class Verdict:
         return replace(self, answers=self.answers + other.answers, logprob_error=max(errors, default=None))
 
 
-def judge_tokens(asked: Asked, tokens: Sequence[int], logits: np.ndarray, texts: Texts, bounds: Bounds) -> Verdict:
-    """Judge the tokens of an answer. logits: [len(tokens), vocab_size] behind the prompt and all tokens but the last.
+def judge_tokens(request: Asked, tokens: Sequence[int], logits: np.ndarray, texts: Texts, bounds: Bounds) -> Verdict:
+    """Judge the tokens of an answer. logits: [len(tokens), vocab_size] after the prompt and all tokens but the last.
 
     Stops at the first wrong one.
     """
     verdict = Verdict(tokens=len(tokens))
-    noise = noises(asked.rules, asked.prompt, len(tokens), logits.shape[1], asked.choice)
-    plain_noise = noises(asked.plain, asked.prompt, len(tokens), logits.shape[1], 0) if asked.choice else noise
+    noise = noises(request.rules, request.prompt, len(tokens), logits.shape[1], request.choice)
+    plain_noise = noises(request.plain, request.prompt, len(tokens), logits.shape[1], 0) if request.choice else noise
     for step, (token, row) in enumerate(zip(tokens, logits)):
         before = tokens[:step]
-        chosen = _choose(asked, row, before, noise[step], texts, bounds)
-        plain = choose(asked.plain, row, asked.prompt, before, plain_noise[step])
+        chosen = _choose(request, row, before, noise[step], texts, bounds)
+        plain = choose(request.plain, row, request.prompt, before, plain_noise[step])
         verdict.decided += plain.token != chosen.token
         if token == chosen.token:
             continue
-        if not _is_allowed(asked, [*before, token], texts):
+        if not _is_allowed(request, [*before, token], texts):
             why = "which the request forbids"
-        elif chosen.may_be(token) or (asked.form and texts.decode([token]) == texts.decode([chosen.token])):
+        elif chosen.may_be(token) or (request.form and texts.decode([token]) == texts.decode([chosen.token])):
             verdict.near += 1
             continue
         else:
@@ -100,57 +100,59 @@ def judge_tokens(asked: Asked, tokens: Sequence[int], logits: np.ndarray, texts:
     return verdict
 
 
-def judge(asked: Asked, answer: Answer, logits: np.ndarray, texts: Texts, bounds: Bounds) -> Verdict:
+def judge(request: Asked, answer: Answer, logits: np.ndarray, texts: Texts, bounds: Bounds) -> Verdict:
     """Judge why an answer ended, its text and its log-probabilities. logits: as of `judge_tokens`.
 
     Where the prompt is repeated with log-probabilities, those behind each of its tokens too, before the others.
     """
     verdict = Verdict(answers=1)
-    verdict.wrong += [line for line in (_wrong_end(asked, answer, texts), _wrong_text(asked, answer, texts)) if line]
-    if asked.logprobs is not None:
-        before = asked.prompt if asked.echo is not None else ()
-        verdict.wrong += _wrong_logprobs(asked, [*before, *answer.token_ids], answer, logits, bounds, verdict)
+    verdict.wrong += [
+        line for line in (_wrong_end(request, answer, texts), _wrong_text(request, answer, texts)) if line
+    ]
+    if request.logprobs is not None:
+        before = request.prompt if request.echo is not None else ()
+        verdict.wrong += _wrong_logprobs(request, [*before, *answer.token_ids], answer, logits, bounds, verdict)
     return verdict
 
 
 def _choose(
-    asked: Asked, row: np.ndarray, before: Sequence[int], noise: np.ndarray | None, texts: Texts, bounds: Bounds
+    request: Asked, row: np.ndarray, before: Sequence[int], noise: np.ndarray | None, texts: Texts, bounds: Bounds
 ) -> Chosen:
     """Choose a token that completes no bad word, and keeps to the form."""
     banned: set[int] = set()
     allowed = None
-    if asked.form is not None:
-        letters, number = asked.form
-        allowed = texts.named(letters, number - len(texts.added(asked.prompt, before)))
+    if request.form is not None:
+        letters, number = request.form
+        allowed = texts.named(letters, number - len(texts.added(request.prompt, before)))
     while True:
-        chosen = choose(asked.rules, row, asked.prompt, before, noise, banned, allowed, bounds.largest)
-        if chosen.token in banned or _is_allowed(asked, [*before, chosen.token], texts):
+        chosen = choose(request.rules, row, request.prompt, before, noise, banned, allowed, bounds.largest)
+        if chosen.token in banned or _is_allowed(request, [*before, chosen.token], texts):
             return chosen
         banned.add(chosen.token)
 
 
-def _is_allowed(asked: Asked, tokens: Sequence[int], texts: Texts) -> bool:
+def _is_allowed(request: Asked, tokens: Sequence[int], texts: Texts) -> bool:
     """Return whether an answer may begin with tokens: its text without bad words, and of the form."""
-    if not asked.bad_words and asked.form is None:
+    if not request.bad_words and request.form is None:
         return True
-    text = texts.added(asked.prompt, tokens)
-    if _contains(text, asked.bad_words):
+    text = texts.added(request.prompt, tokens)
+    if _contains(text, request.bad_words):
         return False
-    if asked.form is None:
+    if request.form is None:
         return True
-    letters, number = asked.form
-    return text != texts.added(asked.prompt, tokens[:-1]) and bool(re.fullmatch(f"[{letters}]{{1,{number}}}", text))
+    letters, number = request.form
+    return text != texts.added(request.prompt, tokens[:-1]) and bool(re.fullmatch(f"[{letters}]{{1,{number}}}", text))
 
 
 def _contains(text: str, words: Sequence[str]) -> bool:
     return any(word in text for word in words)
 
 
-def _wrong_end(asked: Asked, answer: Answer, texts: Texts) -> str | None:
+def _wrong_end(request: Asked, answer: Answer, texts: Texts) -> str | None:
     """Return what is wrong with the number of tokens, or with why there are no more."""
     tokens = answer.token_ids
     for step in range(len(tokens)):
-        reason = _end(asked, tokens[: step + 1], texts)
+        reason = _end(request, tokens[: step + 1], texts)
         if reason is None:
             continue
         if step + 1 < len(tokens):
@@ -159,63 +161,63 @@ def _wrong_end(asked: Asked, answer: Answer, texts: Texts) -> str | None:
     return f"expected more than {len(tokens)} tokens, found the end ({answer.finish})"
 
 
-def _end(asked: Asked, tokens: Sequence[int], texts: Texts) -> str | None:
+def _end(request: Asked, tokens: Sequence[int], texts: Texts) -> str | None:
     """Return the finish_reason of an answer that these tokens end; None where more follow."""
-    text = texts.added(asked.prompt, tokens)
-    is_whole = asked.form is not None and len(text) == asked.form[1]
-    if tokens[-1] in asked.rules.stop_ids or _contains(text, asked.stop) or is_whole:
+    text = texts.added(request.prompt, tokens)
+    is_whole = request.form is not None and len(text) == request.form[1]
+    if tokens[-1] in request.rules.stop_ids or _contains(text, request.stop) or is_whole:
         return "stop"
-    return "length" if len(tokens) == asked.max_tokens else None
+    return "length" if len(tokens) == request.max_tokens else None
 
 
-def _text(asked: Asked, tokens: Sequence[int], texts: Texts) -> str:
+def _text(request: Asked, tokens: Sequence[int], texts: Texts) -> str:
     """Return the text of an answer: without the token that ended it, up to the first stop string."""
-    is_stopped = bool(tokens) and tokens[-1] in asked.rules.stop_ids
-    text = texts.added(asked.prompt, tokens[:-1] if is_stopped else tokens)
-    ends = [place for word in asked.stop if (place := text.find(word)) >= 0]
+    is_stopped = bool(tokens) and tokens[-1] in request.rules.stop_ids
+    text = texts.added(request.prompt, tokens[:-1] if is_stopped else tokens)
+    ends = [place for word in request.stop if (place := text.find(word)) >= 0]
     return text[: min(ends, default=len(text))]
 
 
-def _wrong_text(asked: Asked, answer: Answer, texts: Texts) -> str | None:
-    expected = (asked.echo or "") + _text(asked, answer.token_ids, texts)
+def _wrong_text(request: Asked, answer: Answer, texts: Texts) -> str | None:
+    expected = (request.echo or "") + _text(request, answer.token_ids, texts)
     return None if agree(expected, answer.text) else f"text: expected {expected!r}, found {answer.text!r}"
 
 
 def _wrong_logprobs(
-    asked: Asked, tokens: Sequence[int], answer: Answer, logits: np.ndarray, bounds: Bounds, verdict: Verdict
+    request: Asked, tokens: Sequence[int], answer: Answer, logits: np.ndarray, bounds: Bounds, verdict: Verdict
 ) -> Iterator[str]:
     """Yield what is wrong with the log-probabilities of tokens: the first of each kind."""
-    entries = (answer.logprobs, answer.top, answer.tokens, *(() if asked.is_chat else (answer.offsets,)))
+    entries = (answer.logprobs, answer.top, answer.tokens, *(() if request.is_chat else (answer.offsets,)))
     lengths = [len(entry) for entry in entries]
     if lengths != [len(tokens)] * len(lengths):
         yield f"logprobs: expected {len(tokens)} entries, found {lengths}"
         return
-    if asked.echo is not None and (answer.logprobs[0], answer.top[0]) != (None, None):
+    if request.echo is not None and (answer.logprobs[0], answer.top[0]) != (None, None):
         yield f"logprobs: expected none of the prompt's first token, found {answer.logprobs[0]}"
     errors = []
     bound = 2 * bounds.largest + _ROUNDING * max(1.0, float(np.abs(logits).max()))
-    first = len(tokens) - len(logits)  # 1 where the prompt is repeated: nothing stands before its first token
+    first = len(tokens) - len(logits)  # 1 where the prompt is repeated: its first token has no logits
     for number, row in enumerate(logits, first):
         token = tokens[number]
-        found = answer.logprobs[number]
+        logprob = answer.logprobs[number]
         top = answer.top[number]
         expected = _log_probabilities(row)
-        if found is None or top is None:
+        if logprob is None or top is None:
             yield f"logprobs: expected one of token {number}, found none"
             return
-        errors.append(abs(found - float(expected[token])))
-        if line := _wrong_top(asked, expected, token, answer.tokens[number], found, top, bound):
+        errors.append(abs(logprob - float(expected[token])))
+        if line := _wrong_top(request, expected, token, answer.tokens[number], logprob, top, bound):
             yield f"top_logprobs of token {number}: {line}"
             return
     verdict.logprob_error = max(errors, default=0.0)
     if verdict.logprob_error > bound:
         yield f"logprobs: expected an error of at most {bound:.3g}, found {verdict.logprob_error:.3g}"
     rms = float(np.sqrt(np.mean(np.square(errors))))
-    most = 2 * bounds.rms + bound - 2 * bounds.largest
-    if bounds.rms and len(errors) >= _ENOUGH and rms > most:
-        yield f"logprobs: expected an rms error of at most {most:.3g}, found {rms:.3g}"
-    if not asked.is_chat:
-        yield from _wrong_pieces(asked, answer)
+    bound_of_sum = 2 * bounds.rms + bound - 2 * bounds.largest
+    if bounds.rms and len(errors) >= _ENOUGH and rms > bound_of_sum:
+        yield f"logprobs: expected an rms error of at most {bound_of_sum:.3g}, found {rms:.3g}"
+    if not request.is_chat:
+        yield from _wrong_pieces(request, answer)
 
 
 def _log_probabilities(row: np.ndarray) -> np.ndarray:
@@ -224,19 +226,19 @@ def _log_probabilities(row: np.ndarray) -> np.ndarray:
 
 
 def _wrong_top(
-    asked: Asked, expected: np.ndarray, token: int, text: str, logprob: float, top: Mapping[str, float], bound: float
+    request: Asked, expected: np.ndarray, token: int, text: str, logprob: float, top: Mapping[str, float], bound: float
 ) -> str | None:
     """Return what is wrong with the list of the likeliest tokens. expected: log-probabilities of all tokens."""
-    count = min(asked.logprobs or 0, len(expected))
+    count = min(request.logprobs or 0, len(expected))
     largest = np.sort(expected)[len(expected) - count :][::-1]
     values = sorted(top.values(), reverse=True)
-    is_apart = not asked.is_chat and not (count and expected[token] >= largest[-1] - bound)
+    is_apart = not request.is_chat and not (count and expected[token] >= largest[-1] - bound)
     counts = {count + 1} if is_apart else {count}
-    if not asked.is_chat and not is_apart and expected[token] <= largest[-1] + bound:
+    if not request.is_chat and not is_apart and expected[token] <= largest[-1] + bound:
         counts.add(count + 1)  # as likely as the last: which of them is in the list is rounding
     if len(values) not in counts:
         return f"expected {min(counts)} entries, found {len(values)}"
-    if not asked.is_chat and top.get(text) != logprob:
+    if not request.is_chat and top.get(text) != logprob:
         return f"expected {logprob} of the chosen token {text!r}, found {top.get(text)}"
     off = np.abs(np.array(values[:count]) - largest)
     if count and off.max() > bound:
@@ -245,10 +247,10 @@ def _wrong_top(
     return None
 
 
-def _wrong_pieces(asked: Asked, answer: Answer) -> Iterator[str]:
+def _wrong_pieces(request: Asked, answer: Answer) -> Iterator[str]:
     """Yield what is wrong with the texts of tokens and with where they begin."""
     joined = "".join(answer.tokens)
-    is_cut = bool(asked.stop or asked.rules.stop_ids)  # the text ends before what ended it, the tokens do not
+    is_cut = bool(request.stop or request.rules.stop_ids)  # the text ends before what ended it, the tokens do not
     if joined != answer.text and not (is_cut and joined.startswith(answer.text)):
         yield f"tokens: expected the text {answer.text!r}, found {joined!r}"
     starts = np.cumsum([0, *map(len, answer.tokens)])[:-1].tolist()

@@ -6,6 +6,7 @@ NumPy's generator nor a device's is asked about itself.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,7 +27,7 @@ def exponential_noise(seed: int, choice: int, positions: Sequence[int], count: i
     places = np.repeat(np.array(positions, np.uint64), num_blocks)
     zeros = np.zeros_like(blocks)
     words = philox([blocks, places, zeros, zeros], (seed, choice))
-    halves = [half for word in words for half in (word & _LOW, word >> _HALF)]
+    halves = list(itertools.chain.from_iterable((word & _LOW, word >> _HALF) for word in words))
     bits = np.stack(halves, axis=1).reshape(len(positions), -1)[:, :count]
     uniform = (bits.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
     with np.errstate(divide="ignore"):  # bits that round to 1: infinite noise, with which no token wins

@@ -84,7 +84,7 @@ def choose(
 ) -> Chosen:
     """Choose the token that follows prompt and answer.
 
-    logits: [vocab_size] behind them. noise: of the tokens there, above a temperature of 0. banned: tokens that would
+    logits: [vocab_size] after them. noise: of the tokens there, above a temperature of 0. banned: tokens that would
     complete a bad word. allowed: those of a grammar; None: all. error: how far two runs of the same logits may be
     apart.
     """
@@ -97,14 +97,14 @@ def choose(
     rounding = _ROUNDING * max(1.0, float(np.abs(changed[np.isfinite(changed)]).max()) / rules.temperature)
     scores = weights - np.log(noise)
     ordered = np.sort(weights[weights > -np.inf])[::-1]
-    kept = np.where(weights >= _edge(rules, ordered, 0.0), scores, -np.inf)
+    masked = np.where(weights >= _edge(rules, ordered, 0.0), scores, -np.inf)
     sure = np.where(weights >= _edge(rules, ordered, -slack - rounding), scores, -np.inf)
     near = np.where(weights >= _edge(rules, ordered, slack + rounding), scores, -np.inf)
-    return Chosen(int(np.argmax(kept)), float(sure.max()), near, slack + rounding)
+    return Chosen(int(np.argmax(masked)), float(sure.max()), near, slack + rounding)
 
 
 def noises(rules: Rules, prompt: Sequence[int], count: int, vocab_size: int, choice: int) -> list[np.ndarray | None]:
-    """Return the noise behind each of an answer's `count` tokens but the last, and behind the prompt, in order."""
+    """Return the noise after the prompt and after each of an answer's `count` tokens but the last, in order."""
     if not rules.temperature:
         return [None] * count
     return [*exponential_noise(rules.seed, choice, range(len(prompt), len(prompt) + count), vocab_size)]
@@ -150,11 +150,11 @@ def _edge(rules: Rules, ordered: np.ndarray, slack: float) -> float:
         largest = largest[: rules.top_k]
     if rules.top_p < 1:
         parts = np.exp(largest)
-        rest = np.cumsum(parts[::-1])[::-1]
+        tail = np.cumsum(parts[::-1])[::-1]
         before = np.cumsum(parts) - parts
         # At the edge all before it may be smaller by the slack, and all others larger.
         shares = before * np.exp(-2 * slack) * (1 - rules.top_p)
-        count = int(np.sum(shares < rules.top_p * rest))
+        count = int(np.sum(shares < rules.top_p * tail))
         if slack >= 0:
             edge = max(edge, largest[count - 1] - slack)
         elif count < len(largest):

@@ -30,7 +30,7 @@ class Texts:
         return new_text(self.decode, prompt, tokens)
 
     def named(self, letters: str, longest: int) -> list[int]:
-        """Return the tokens that may stand for up to `longest` letters in ASCII, by their names in the vocabulary."""
+        """Return the tokens that may spell up to `longest` letters in ASCII, by their names in the vocabulary."""
         names = re.compile(f"[{letters}]{{1,{longest}}}")
         letter = re.compile(f"[{letters}]")
         return [
@@ -44,10 +44,10 @@ class Texts:
         return self._tokenizer.get_vocab()
 
 
-def agree(expected: str, found: str) -> bool:
+def agree(expected: str, actual: str) -> bool:
     """Return whether two texts are the same up to the first character that is none.
 
-    What stands for bytes that are no character depends on the decoder, and where a run of them ends.
+    The replacement of bytes that are no character depends on the decoder, and where a run of them ends.
     """
-    whole, undecoded, _ = expected.partition(UNDECODED)
-    return found.startswith(whole) if undecoded else found == expected
+    prefix, undecoded, _ = expected.partition(UNDECODED)
+    return actual.startswith(prefix) if undecoded else actual == expected

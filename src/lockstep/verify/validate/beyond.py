@@ -16,7 +16,7 @@ from lockstep.verify.records import Record
 from lockstep.verify.validate.parity import layer_errors, where, wrong_layers
 from lockstep.verify.validate.torch_trace import TorchModel
 
-# Parts of the precision's range that hidden states are brought to: the first that the model itself stays within counts.
+# Parts of the precision's range that hidden states are scaled to: the first that the model itself stays within counts.
 _PARTS = (0.9, 2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8)
 _LARGEST = 2.0**40  # of float32, in which norms accumulate squares
 # A value that is clipped, or overflows, is off by its own size. What rounding does to such numbers is not asked here.
@@ -31,18 +31,18 @@ def check_adapter_slots(
     if adapters is None:
         return
     tokens = [record.token_ids for record in records]
-    ends = np.cumsum([len(each) for each in tokens])
+    ends = np.cumsum([len(ids_) for ids_ in tokens])
     number = np.arange(ends[-1])
     owner = np.repeat(np.arange(adapters.max_adapters), adapters.max_lora_rank)
-    taken = np.cumsum(number % 3 != 0) - 1  # two of three tokens have an adapter
+    adapter_rows = np.cumsum(number % 3 != 0) - 1  # two of three tokens have an adapter
     modules = graphs.adapted_modules()
-    for first in range(0, adapters.max_adapters, int(taken[-1]) + 1):
-        ids = np.where(number % 3 == 0, -1, (first + taken) % adapters.max_adapters)
+    for first in range(0, adapters.max_adapters, int(adapter_rows[-1]) + 1):
+        ids = np.where(number % 3 == 0, -1, (first + adapter_rows) % adapters.max_adapters)
         adapted = []
-        for each, end in zip(tokens, ends):
-            own = ids[end - len(each) : end, None] == owner
-            with torch_model.adapted(modules, own):
-                record = torch_model.record(each)
+        for ids_, end in zip(tokens, ends):
+            is_own = ids[end - len(ids_) : end, None] == owner
+            with torch_model.adapted(modules, is_own):
+                record = torch_model.record(ids_)
                 adapted.append((record, torch_model.noisy(record)))
         errors, _ = layer_errors(graphs, adapted, tolerance, ids)
         for place, line in wrong_layers(errors):

@@ -46,9 +46,9 @@ def embedding_error(graphs: Graphs, embed: Embed, noisy: Embed, tolerances: Tole
     sample = np.array(draw.sample(range(size), min(size, _SAMPLE)), np.int64)
     steps += [sample[rows] for _, rows in repeated_rows(1, len(sample), draw)]
     for token_ids in steps:
-        found = graphs.run_block(graphs.embedding, {"token_ids": token_ids})["hidden"]
+        hidden = graphs.run_block(graphs.embedding, {"token_ids": token_ids})["hidden"]
         exact = embed(token_ids)
-        errors.append(measure(exact, found, Bound(1.0)))  # the bound follows, from the noise of all steps
+        errors.append(measure(exact, hidden, Bound(1.0)))  # the bound follows, from the noise of all steps
         noise |= spread(exact, noisy(token_ids))
     worst = max(errors, key=lambda error: math.inf if error.relative_error is None else error.relative_error)
     bound = within(tolerances, noise)
@@ -58,7 +58,7 @@ def embedding_error(graphs: Graphs, embed: Embed, noisy: Embed, tolerances: Tole
 
 def where(entry: BlockErrors) -> str:
     """Say which layer errors are of."""
-    return f"layer {entry.layer} (block {entry.block}, {entry.variant or 'behind the last attention'})"
+    return f"layer {entry.layer} (block {entry.block}, {entry.variant or 'after the last attention'})"
 
 
 def layer_errors(
@@ -128,15 +128,15 @@ def _add(sides: Sides, run: StageRun, names: Mapping[str, str]) -> None:
 def _measured(sides: Sides, tolerances: Tolerances) -> dict[str, TensorError]:
     """Return {"<phase>.<output>": errors}, in the order in which phases were added.
 
-    The first phase has all rows: where noise is larger there, a phase of some of them is held to that.
+    The first phase has all rows: where noise is larger there, a phase of some of them has that bound.
     """
     errors: dict[str, TensorError] = {}
     usual: dict[str, Spread] = {}
     for key, pieces in sides.items():
-        exact, found, noisy = (np.concatenate(side) for side in zip(*pieces))
+        exact, actual, noisy = (np.concatenate(side) for side in zip(*pieces))
         noise = spread(exact, noisy)
         usual.setdefault(key.rpartition(".")[2], noise)
-        errors[key] = beside_noise(key, exact, found, noise | usual[key.rpartition(".")[2]], tolerances)
+        errors[key] = beside_noise(key, exact, actual, noise | usual[key.rpartition(".")[2]], tolerances)
     return errors
 
 

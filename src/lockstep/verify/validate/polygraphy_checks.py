@@ -1,12 +1,12 @@
 """ONNX's checker and Polygraphy's checks on the assembly's graphs.
 
 In: graphs of an assembly, torch's model. Out: what goes into the report; CheckError for what fails. Polygraphy's lint
-is a command line tool with no function of its own: its class is run in this process. It needs onnx_graphsurgeon.
+is a command line tool without a function: its class is run in this process. It needs onnx_graphsurgeon.
 """
 
 from __future__ import annotations
 
-import math
+import itertools
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ from lockstep.artifacts.signature import IO
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.comparator import metadata, one_line, quiet
 from lockstep.onnx_tools.sessions import open_session
-from lockstep.verify.metrics import largest
+from lockstep.verify.metrics import finite, largest
 
 # Sizes that lint runs a graph with; it fills inputs with random numbers.
 _LINT_SIZES = {"num_tokens": 3, "num_requests": 2, "past_capacity": 4}
@@ -50,10 +50,10 @@ def lint(path: Path, file: Path, inputs: Sequence[IO]) -> Linted:
     Raises CheckError for a node that fails, and for an input or a node that does not affect an output: lint only warns
     of those, but an input without effect is how a dropped mask or a forgotten weight shows.
     """
-    shapes = [
-        f"{io.name}:[{','.join(str(_LINT_SIZES[dim] if isinstance(dim, str) else dim) for dim in io.shape)}]"
-        for io in inputs
-    ]
+    shapes = []
+    for io in inputs:
+        sizes = [_LINT_SIZES[dim] if isinstance(dim, str) else dim for dim in io.shape]
+        shapes.append(f"{io.name}:[{','.join(map(str, sizes))}]")
     # as indices too: every tensor that is indexed has two rows or more
     ranges = [f"{io.name}:[0,1]" for io in inputs]
     tool = Lint()
@@ -115,9 +115,9 @@ def compare(
 ) -> dict[str, ForwardError]:
     """Run all runners on all feeds with Polygraphy's Comparator.
 
-    Each is compared with the last, by largest absolute error; names and shapes are the graphs' own, which were held to
-    what is declared. Returns {runner: its error}; `passed` is Polygraphy's verdict, false for NaN. noise: what the
-    precision itself costs, for the report. Raises CheckError for a runner that fails.
+    Each is compared with the last, by largest absolute error; names and shapes are the graphs' own, checked before.
+    Returns {runner: its error}; `passed` is Polygraphy's verdict, false for NaN. noise: of the precision, for reports.
+    Raises CheckError for a runner that fails.
     """
     against = len(runners) - 1
     function = SimpleCompareFunc(atol=tolerance, rtol=0.0, check_error_stat="max")
@@ -128,10 +128,10 @@ def compare(
             (errors,) = Comparator.compare_accuracy(results, comparisons=pairs, compare_func=[function])
     except PolygraphyException as error:
         raise CheckError(f"Comparator: {one_line(error)}") from error
-    found: dict[str, ForwardError] = {}
+    errors_by_output: dict[str, ForwardError] = {}
     for pair, compared in errors.items():
-        every = [result for outputs in compared for result in outputs.values()]
-        worst = largest([result.max_absdiff if math.isfinite(result.max_absdiff) else None for result in every])
-        passed = bool(every) and all(bool(result) for result in every) and worst is not None
-        found[pair[0]] = ForwardError(worst, noise, tolerance, passed)
-    return found
+        outcomes = list(itertools.chain.from_iterable(outputs.values() for outputs in compared))
+        worst = largest([finite(result.max_absdiff) for result in outcomes])
+        passed = bool(outcomes) and all(map(bool, outcomes)) and worst is not None
+        errors_by_output[pair[0]] = ForwardError(worst, noise, tolerance, passed)
+    return errors_by_output

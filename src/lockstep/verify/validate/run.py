@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -84,24 +85,24 @@ def run(
     target = ValidatedGraphs(model or Path(checkpoint.source).name, assembly.precision, layers)
     if assembly.tensor_parallel is not None:  # a sum over ranks rounds each rank's part, and then all: twice as often
         tolerance = replace(tolerance, noise=math.sqrt(2) * tolerance.noise)
-    found: dict[str, Any] = {"first_failing_layer": None}
+    results: dict[str, Any] = {"first_failing_layer": None}
     failure = None
     try:
         graphs = Graphs(Path(assembly_json), assembly, Weights.open(weights_json), layers, threads)
-        _Validation(graphs, checkpoint.config, tolerance, found).check(layers, max_seq_len, threads)
+        _Validation(graphs, checkpoint.config, tolerance, results).check(layers, max_seq_len, threads)
     except CheckError as error:
         failure = str(error)
-    return finish(out, ValidationReport(result=PASS, target=target, **found), failure)
+    return finish(out, ValidationReport(result=PASS, target=target, **results), failure)
 
 
 class _Validation:
     """The checks of graphs. found: what the report is to say, as far as they come."""
 
-    def __init__(self, graphs: Graphs, config: Mapping[str, Any], tolerance: Tolerances, found: dict[str, Any]):
+    def __init__(self, graphs: Graphs, config: Mapping[str, Any], tolerance: Tolerances, results: dict[str, Any]):
         self._graphs = graphs
         self._config = config
         self._tolerance = tolerance
-        self._found = found
+        self._found = results
         variants = graphs.assembly.variants
         self._windows = {variants[layer.variant].window for layer in graphs.layers if layer.variant in variants} - {0}
 
@@ -137,7 +138,7 @@ class _Validation:
         assembly = self._graphs.assembly
         if assembly.tokenizer is None:
             raise InputError(
-                f"{self._graphs.path}: expected a tokenizer, found none; put tokenizer.json beside the checkpoint"
+                f"{self._graphs.path}: expected a tokenizer, found none; put tokenizer.json into the checkpoint"
             )
         tokenizer = tokenizers.Tokenizer.from_file(str(self._graphs.path.with_name(assembly.tokenizer.file)))
         text = [token for token in tokenizer.encode(_TEXT).ids if token < assembly.vocab_size]
@@ -145,8 +146,8 @@ class _Validation:
         random = np.random.default_rng(0)
         beyond = sorted({window + 3 for window in self._windows if window <= _WIDEST})
         lengths = dict.fromkeys(min(length, longest) for length in (1, 2, 7, 33, *beyond))
-        made = [random.integers(0, assembly.vocab_size, length) for length in lengths]
-        return [*made, *([np.array(text[:longest], np.int64)] if text else [])]
+        sequences = [random.integers(0, assembly.vocab_size, length) for length in lengths]
+        return [*sequences, *([np.array(text[:longest], np.int64)] if text else [])]
 
     def _check_layers(self, records: list[Record]) -> None:
         """Check the embedding on the whole vocabulary, and each layer, teacher-forced. Raises CheckError."""
@@ -209,9 +210,9 @@ class _Validation:
                 noise = self._torch.noisy(record, past)
                 capacity = max_seq_len if number % 2 else 0
                 errors, _ = layer_errors(self._graphs, [(record, noise)], self._tolerance, capacity=capacity)
-                # the error that is the largest beside what passes
+                # the error that is largest relative to its tolerance
                 worst = max(
-                    (error for entry in errors for error in entry.tensors.values()),
+                    itertools.chain.from_iterable(entry.tensors.values() for entry in errors),
                     key=lambda e: math.inf if e.relative_error is None else e.relative_error / e.tolerance,
                 )
                 caches.append(CacheError(num_past, worst.relative_error, worst.noise, worst.tolerance))
@@ -267,5 +268,10 @@ class _Validation:
 
 def _bound_tensors(assembly: Assembly) -> list[str]:
     """Return the tensors that the model's blocks take, at full depth."""
-    parts = [assembly.embedding, *(part for layer in assembly.layers for part in layer.parts)]
-    return [name for part in parts for names in part.slots.values() for name in names]
+    parts = [assembly.embedding]
+    for layer in assembly.layers:
+        parts += layer.parts
+    tensors: list[str] = []
+    for part in parts:
+        tensors += itertools.chain.from_iterable(part.slots.values())
+    return tensors

@@ -3,13 +3,13 @@
 An assembly's target weights and token sequences in; recorded arrays out.
 
 The weights are the target's (fp16 weights are upcast), the arithmetic is float32: so that a difference is the graph's
-own error, neither the rounding of the weights, which `convert` is asked for, nor that of torch's fp16, which is as
+own error, neither the rounding of the weights, which `convert` makes, nor that of torch's fp16, which is as
 large as ours.
 
-Beside each record stands one of the same model rounded to fp16 (`verify.rounded`), each layer on what float32 gave
+Each record comes with one of the same model rounded to fp16 (`verify.rounded`), each layer on what float32 gave
 before it: the difference is what the precision itself costs there.
 
-The recording is by transformers' `AttentionInterface`, so no model needs code of its own: the hook is called with
+The recording is by transformers' `AttentionInterface`, so no model needs special code: the hook is called with
 query, key (rotated) and value, and lets the model's own eager attention compute the rest, with the eager mask. In the
 same way the functions of recurrent layers are called, which transformers' models share by name.
 """
@@ -107,13 +107,13 @@ class TorchModel:
 
         past: of each mixer the keys [num_past, num_kv_heads, head_dim] (as if rotated) and values of a synthetic cache
         that the sequence comes behind, None of one with a state. Each layer's own queries and keys are then scaled to
-        scores that let every cache row take part. embedded: what stands for the embedded tokens, [num_tokens,
+        scores that let every cache row take part. embedded: instead of the embedded tokens, [num_tokens,
         hidden_size]. dtype: of the model. right: what each layer and each mixer is to go on with.
         """
         recording = _Recording(_caches(past, dtype), right=right)
         entered = dict[int, np.ndarray]()
         ids = torch.from_numpy(np.ascontiguousarray(token_ids))
-        given = {"input_ids": ids[None]} if embedded is None else {"inputs_embeds": _embeds(embedded, dtype)}
+        inputs = {"input_ids": ids[None]} if embedded is None else {"inputs_embeds": _embeds(embedded, dtype)}
         embedded = self.embed(token_ids, dtype) if embedded is None else embedded
         cache: dict[str, Any] = {"use_cache": False}
         if recording.past:
@@ -121,7 +121,7 @@ class TorchModel:
         with self._hooked(recording, dtype), _entering(self.model, right, entered):
             # Some classes (Bamba) count new tokens from 0 whatever the cache holds.
             positions = (recording.num_past + torch.arange(len(ids)))[None]
-            output = self.model(**given, position_ids=positions, output_hidden_states=right is None, **cache)
+            output = self.model(**inputs, position_ids=positions, output_hidden_states=right is None, **cache)
         hidden = entered if right else {index: _numpy(state[0]) for index, state in enumerate(output.hidden_states)}
         mixed = [call["layer"] for call in recording.calls]
         if mixed != sorted(mixed) or mixed[:1] != [0]:  # which layers have none, the graphs say
@@ -140,14 +140,17 @@ class TorchModel:
         of bf16, scaled. Raises InputError where these are not finite either.
         """
         for dtype, rounding in NOISE_DTYPES:
-            found = self.record(right.token_ids, past, dtype=dtype, right=right)
-            layers = tuple(exact.toward(other, 1 / rounding) for exact, other in zip(right.layers, found.layers))
-            embedded, logits = (
-                interpolate(getattr(right, name), getattr(found, name), 1 / rounding) for name in ("embedded", "logits")
+            rounded_record = self.record(right.token_ids, past, dtype=dtype, right=right)
+            layers = tuple(
+                exact.toward(other, 1 / rounding) for exact, other in zip(right.layers, rounded_record.layers)
             )
-            made = Record(right.token_ids, embedded, layers, logits, right.num_past)
-            if made.is_finite():
-                return made
+            embedded, logits = (
+                interpolate(getattr(right, name), getattr(rounded_record, name), 1 / rounding)
+                for name in ("embedded", "logits")
+            )
+            record = Record(right.token_ids, embedded, layers, logits, right.num_past)
+            if record.is_finite():
+                return record
         raise InputError(
             f"model type {self.model.config.model_type!r}: expected finite numbers of its weights rounded to bfloat16, "
             "found NaN or infinity; are these weights whole?"
@@ -196,15 +199,15 @@ def _entering(model: Any, right: Record | None, entered: dict[int, np.ndarray]) 
     exact = {layer.layer: layer.hidden for layer in right.layers} if right else {}
 
     def before(index: int, args: Sequence[Any], options: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-        found = args[0] if args else options["hidden_states"]
+        hidden_in = args[0] if args else options["hidden_states"]
         if index not in exact:  # without a token mixer
             return args, options
         hidden = torch.from_numpy(exact[index])[None]
-        if hidden.shape != found.shape:  # of several streams, of which transformers shows one
+        if hidden.shape != hidden_in.shape:  # of several streams, of which transformers shows one
             entered[index] = exact[index]
             return args, options
-        entered[index] = _numpy(found[0])
-        hidden = hidden.to(found.dtype)
+        entered[index] = _numpy(hidden_in[0])
+        hidden = hidden.to(hidden_in.dtype)
         return ((hidden, *args[1:]), options) if args else (args, {**options, "hidden_states": hidden})
 
     hooks = [
@@ -259,7 +262,8 @@ def _record_convolution(
     original: Any, hidden_states: torch.Tensor, weight: torch.Tensor, *arguments: Any, **options: Any
 ) -> torch.Tensor:
     """Compute a causal convolution, and record its windows. hidden_states: [1, size, num_tokens]."""
-    recording, (size, width) = _recording.get(), weight.shape
+    recording = _recording.get()
+    size, width = weight.shape
     right = recording.exact()
     tokens = hidden_states[0].t()
     rows = torch.cat([tokens.new_zeros(width - 1, size), tokens])
@@ -273,19 +277,19 @@ def _record_convolution(
 
 def _record_delta_rule(original: Any, *arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the gated delta rule for transformers, and record it; tensors are [1, num_tokens, heads, size]."""
-    taken = bound_arguments(original, arguments, options)
-    output, state = original(**{**taken, "output_final_state": True})
-    return _record_recurrence(delta_inputs(**taken), output), state
+    bound = bound_arguments(original, arguments, options)
+    output, state = original(**{**bound, "output_final_state": True})
+    return _record_recurrence(delta_inputs(**bound), output), state
 
 
 def _record_scan(original: Any, *arguments: Any, **options: Any) -> Any:
     """Compute Mamba-2's scan for transformers, and record it without what skips the state; as `_record_delta_rule`."""
-    taken = bound_arguments(original, arguments, options)
-    output, state = original(**{**taken, "D": None, "return_final_states": True})
-    output = _record_recurrence(scan_inputs(**taken), output)
-    if taken.get("D") is not None:
-        output = output + taken["D"][..., None] * taken["hidden_states"].float()
-    return (output, state) if taken.get("return_final_states") else output
+    bound = bound_arguments(original, arguments, options)
+    output, state = original(**{**bound, "D": None, "return_final_states": True})
+    output = _record_recurrence(scan_inputs(**bound), output)
+    if bound.get("D") is not None:
+        output = output + bound["D"][..., None] * bound["hidden_states"].float()
+    return (output, state) if bound.get("return_final_states") else output
 
 
 def _record_recurrence(inputs: Recurrent, output: torch.Tensor) -> torch.Tensor:
@@ -351,7 +355,13 @@ def _scaled(
 
 
 def _caches(past: Past, dtype: torch.dtype = torch.float32) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
-    return [None if pair is None else (_by_head(pair[0]).to(dtype), _by_head(pair[1]).to(dtype)) for pair in past]
+    pairs: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+    for pair in past:
+        if pair is None:
+            pairs.append(None)
+        else:
+            pairs.append((_by_head(pair[0]).to(dtype), _by_head(pair[1]).to(dtype)))
+    return pairs
 
 
 def _by_token(heads: torch.Tensor) -> np.ndarray:
