@@ -10,10 +10,12 @@ from demo_model import CONFIG, ROOT
 
 from lockstep.config.backends import backends
 from lockstep.provenance.lock import TERMS, Lock
+from lockstep.provenance.locked import not_in_config
 from lockstep.provenance.lockfile import terms, terms_place
 from lockstep.stages import STAGES, jobs
 
-LOCK = Lock.load(ROOT / "locks" / "demo-llama.lock.json")
+LOCK_FILE = ROOT / "locks" / "demo-llama.lock.json"
+LOCK = Lock.load(LOCK_FILE)
 
 
 def test_the_terms_of_each_check_are_what_is_locked() -> None:
@@ -39,3 +41,9 @@ def test_what_the_config_says_to_a_job_is_plain_json() -> None:
     """Else `explain` compares it with what stands in a record, and finds a list that was a tuple."""
     for job in jobs(CONFIG, Path(), CONFIG.targets()):
         assert job.options == json.loads(json.dumps(job.options)), job
+
+
+def test_targets_of_a_lock_that_a_config_lacks_are_named() -> None:
+    first, *others = targets = CONFIG.targets()
+    assert not_in_config(LOCK_FILE, targets) == []
+    assert not_in_config(LOCK_FILE, others) == [f"{first.precision}/{first.layers}/{first.backend}"]

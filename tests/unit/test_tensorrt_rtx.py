@@ -751,7 +751,7 @@ def held(made, monkeypatch, lock: Path) -> dict[str, LockComparison]:
     """What `lockstep reproduce --against` holds beside the lock, by its place there."""
     on(monkeypatch, None)
 
-    def take(config, checkpoint, target, folder, stages, tell):
+    def take(config, checkpoint, target, folder, stages, *_):
         assert not {"golden", "reference"} & set(stages)
         shutil.copytree(made / "results", folder / "results")
 

@@ -55,6 +55,11 @@ def explain(target: str, as_json: bool, config_file: Path | None, results: Path)
 @click.command()
 @TARGET
 @click.option("--rounds", type=AT_LEAST_1, default=3, help="How often to build again.")
+@click.option(
+    "--vary",
+    is_flag=True,
+    help="Each round in another folder, PATH, time zone, locale, umask, hash seed, date, user, number of threads.",
+)
 @click.option("--tokens-only", is_flag=True, help="Exit code 0 where the golden tokens are the same, whatever differs.")
 @click.option(
     "--against",
@@ -74,6 +79,7 @@ def explain(target: str, as_json: bool, config_file: Path | None, results: Path)
 def reproduce(
     target: str,
     rounds: int,
+    vary: bool,
     tokens_only: bool,
     against: Path | None,
     sign: Path | None,
@@ -94,7 +100,7 @@ def reproduce(
     tree = Results(results)
     config = used_config(tree)
     chosen = made_target(config, tree, target)
-    record = again(config.dump(), tree, chosen, rounds, _tell)
+    record = again(config.dump(), tree, chosen, rounds, _tell, vary)
     path = tree.reproduction(chosen.model, chosen.precision, chosen.layers, chosen.backend)
     if as_json:
         echo_json(record.to_json())

@@ -9,7 +9,7 @@ soon as it is made (`reject`). Other code and other packages are no difference w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from lockstep.provenance.record import record_path
 from lockstep.provenance.slsa import provenance_path
 from lockstep.stages import STAGES, Job
 from lockstep.stages.build import engines_place
-from lockstep.targets import Results
+from lockstep.targets import Results, Target
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
@@ -88,6 +88,14 @@ def check_project(lock_file: Path, steps: Sequence[Job], checkpoint: Sequence[Pa
             if _is_source(step):
                 advice = f"delete {step.output.parent} and run again"
             raise CheckError(f"{other}, which is not what {lock_file} says; {advice}")
+
+
+def not_in_config(lock_file: Path, targets: Collection[Target]) -> list[str]:
+    """Return what a lock holds the golden tokens of, `<precision>/<layers>/<backend>`, and no target is."""
+    names = {f"{target.precision}/{target.layers}/{target.backend}" for target in targets}
+    start = f"{TERMS}/golden/"
+    locked = [where.removeprefix(start) for where in Lock.load(lock_file).entries if where.startswith(start)]
+    return sorted(set(locked) - names)
 
 
 def _other_result(step: Job, lock: Lock, entries: Sequence[LockEntry]) -> str | None:

@@ -34,6 +34,7 @@ from lockstep.provenance.lock import TERMS, Lock
 from lockstep.provenance.locked import difference
 from lockstep.provenance.lockfile import lock_entries, lock_of, readable_entries
 from lockstep.provenance.record import SUFFIX
+from lockstep.provenance.varied import AS_HERE, Surroundings, surroundings
 from lockstep.stages import jobs
 from lockstep.targets import Results, Target, is_quantized
 
@@ -44,11 +45,13 @@ def reproduce(
     target: Target,
     rounds: int,
     tell: Callable[[str], None] = lambda line: None,
+    vary: bool = False,
 ) -> Reproduction:
     """Build `target` again `rounds` times, and return the record.
 
-    The record is written to `results.reproduction`. config: the one that the results were made with. Raises InputError
-    where the target is not finished, CheckError where it cannot be built again at all.
+    The record is written to `results.reproduction`. config: the one that the results were made with. vary:
+    each round has other surroundings. Raises InputError where the target is not finished, CheckError where it cannot be
+    built again at all.
     """
     engines_json = results.engines(target.model, target.precision, target.backend)
     engines = EngineSetManifest.load(engines_json)
@@ -63,7 +66,8 @@ def reproduce(
     same_rounds = 0
     for number in range(1, rounds + 1):
         tell(f"round {number} of {rounds}")
-        rebuilt = rebuild(config, checkpoint, target, lock, tell, results)
+        around = surroundings(number) if vary else AS_HERE
+        rebuilt = rebuild(config, checkpoint, target, lock, tell, results, around)
         for comparison in rebuilt:
             artefacts[comparison.where] = artefacts.get(comparison.where) or comparison.differs
         same_rounds += not any(comparison.differs for comparison in rebuilt)
@@ -101,6 +105,7 @@ def rebuild(
     lock: Lock,
     tell: Callable[[str], None],
     like: Results | None = None,
+    around: Surroundings = AS_HERE,
 ) -> list[LockComparison]:
     """Build and check `target` once in an empty folder, and compare each artefact with a lock.
 
@@ -114,13 +119,15 @@ def rebuild(
     is_run = typed.is_run(target)
     only = ("convert", "build", *(["golden"] if is_run else []))
     stages = [job.stage for job in jobs(typed, Path(), [target], only=only) if not (like and job.stage == "reference")]
-    with tempfile.TemporaryDirectory(prefix="lockstep-reproduce-") as folder:
-        tree = Results(Path(folder) / "results")
+    with tempfile.TemporaryDirectory(prefix="lockstep-reproduce-") as empty:
+        folder = Path(empty, around.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        tree = Results(folder / "results")
         if like and is_run and not is_quantized(target.precision):  # which have their own
             _take_reference(like, tree, target)
         if like:
             _take_tactics(like, tree, target)
-        failure = make_again(config, checkpoint, target, Path(folder), stages, tell)
+        failure = make_again(config, checkpoint, target, folder, stages, tell, around)
         compared = [
             LockComparison(entry.where, entry.where in lock.entries, difference(lock, entry), entry.items)
             for entry in lock_entries(tree.root, target.model)
@@ -136,6 +143,7 @@ def make_again(
     folder: Path,
     stages: Sequence[str],
     tell: Callable[[str], None],
+    around: Surroundings = AS_HERE,
 ) -> str | None:
     """Run `stages` of the target in `folder`/results, each in its own process.
 
@@ -148,11 +156,12 @@ def make_again(
         tell(stage)
         places = ["--config", str(config_file), "--results", str(tree.root)]
         command = [sys.executable, "-m", "lockstep", "stage", stage, str(target), *places]
-        environment = processes.environment()
+        environment = around.environment(processes.environment())
         environment.pop(VARIABLE, None)
         process = processes.run(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
+            command, env=environment, cwd=folder if around.variables else None, umask=around.umask,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
         if process.returncode:
             line = (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1].removeprefix(PREFIX)
             if stage == "golden" and process.returncode == CheckError.exit_code:

@@ -22,7 +22,7 @@ from lockstep.config.sources import REPOSITORY
 from lockstep.config.types import PRECISIONS
 from lockstep.provenance.cache.store import cache_folder
 from lockstep.provenance.code_identity import stage_key, untested
-from lockstep.provenance.locked import check_project, find_lock, is_locked
+from lockstep.provenance.locked import check_project, find_lock, is_locked, not_in_config
 from lockstep.stages import STAGES, jobs, params
 from lockstep.stages.rules import collected_targets
 from lockstep.targets import Results, Target
@@ -52,8 +52,9 @@ def make_plan(question: Mapping[str, Any]) -> dict[str, Any]:
         config.check_backends()
     cache_folder(config.cache)  # a place where no cache can be is said here, and not by each job
     device = config.check_device(merged.get("device"))
+    notes = _notes(config) if question["starts"] else []
     if is_locked(merged) and question["starts"]:
-        _check_locked(config, models, results)
+        notes += _check_locked(config, models, results)
     targets = collected_targets(config)
     return {
         "cache": config.cache,
@@ -72,7 +73,7 @@ def make_plan(question: Mapping[str, Any]) -> dict[str, Any]:
         "models": {model: {**asdict(files), **_of_jobs(config, model)} for model, files in models.items()},
         "gpus": {name: _gpus(config, name) for name in _backends_of(targets["all"])},
         "gpu_models": {name: entry.gpu_model for name, entry in config.devices.items() if entry.gpu_model},
-        "notes": _notes(config) if question["starts"] else [],
+        "notes": notes,
         "warnings": [line] if question["starts"] and (line := untested()) else [],
     }
 
@@ -83,12 +84,17 @@ def _check_folder() -> None:
     check_writable(Path(place), "make it writable, or name another by --directory")
 
 
-def _check_locked(config: Config, models: Mapping[str, ModelFiles], results: Results) -> None:
-    """Refuse what is or will be another thing than the locks say, before any job."""
+def _check_locked(config: Config, models: Mapping[str, ModelFiles], results: Results) -> list[str]:
+    """Refuse what is or will be another thing than the locks say, before any job. Return what they alone have."""
+    dropped = []
     for model, files in models.items():
         targets = [target for target in config.targets() if target.model == model]
         checkpoint = [*map(Path, [*files.sides, *files.weights])] if files.kind == "folder" else None
-        check_project(find_lock(model, [Path(), REPOSITORY]), jobs(config, results.root, targets), checkpoint)
+        lock_file = find_lock(model, [Path(), REPOSITORY])
+        check_project(lock_file, jobs(config, results.root, targets), checkpoint)
+        if names := not_in_config(lock_file, targets):
+            dropped.append(f"Locked, and no targets of the config: {', '.join(f'{model}/{name}' for name in names)}")
+    return dropped
 
 
 def _alternatives(names: Any) -> str:

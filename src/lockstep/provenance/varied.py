@@ -1,0 +1,44 @@
+"""Surroundings of a build that must not change its bytes, as reprotest varies them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lockstep.backends.cpu import THREADS_VARIABLE
+
+_FOLDERS = ("a", "a folder/with ü", "deeper/and/deeper/than/the/others")
+_VARIABLES = {
+    "TZ": ("UTC", "Asia/Kathmandu", "America/St_Johns"),
+    "LC_ALL": ("C", "C.UTF-8", "tr_TR.UTF-8"),
+    "PYTHONHASHSEED": ("0", "1", "4294967295"),
+    "SOURCE_DATE_EPOCH": ("0", "1000000000", "4000000000"),
+    "USER": ("root", "nobody", "ü"),
+    "HOME": ("/nonexistent", "/", "/tmp"),
+    THREADS_VARIABLE: ("1", "2", "3"),
+}
+_UMASKS = (0o022, 0o077, 0o002)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Of a round: a folder below an empty one, in which it works, and what processes there start with (-1: as here)."""
+
+    folder: str = "."
+    variables: Mapping[str, str] = field(default_factory=dict)
+    umask: int = -1
+
+    def environment(self, usual: Mapping[str, str]) -> dict[str, str]:
+        return {**usual, **self.variables}
+
+
+AS_HERE = Surroundings()
+
+
+def surroundings(number: int) -> Surroundings:
+    """Return what round `number`, from 1 on, differs in from the one before."""
+    place = number % len(_FOLDERS)
+    variables = {name: values[place] for name, values in _VARIABLES.items()}
+    variables["PATH"] = os.pathsep.join([f"/round/{number}", os.environ.get("PATH", os.defpath)])
+    return Surroundings(_FOLDERS[place], variables, _UMASKS[place])
