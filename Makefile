@@ -43,6 +43,8 @@ PINS := envs/requirements.txt
 # pip would compile all modules, three times as many as are imported: Python compiles those, where it may write what it compiles.
 COMPILE_LATER := $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 TORCH ?= $(shell sed -n '/^torch==/p' $(PINS))
+# Where nobody chose a build: the one without CUDA's libraries, if pip's index has it.
+TORCH_CPU := $(if $(filter file,$(origin TORCH)),$(TORCH)+cpu)
 # tests/conftest.py says how many processes `auto` are, and in which order they take files: all tests of a file in one, which makes its fixtures once.
 # Without compiled modules each of them would compile all tests, and each process that a test starts the package.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
@@ -147,12 +149,19 @@ setup-test: $(VENV)/.test
 $(VENV)/.pinned: $(PINS) envs/hashes.txt envs/openvino.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "make: expected Python 3.11 or newer, found $$($(PYTHON) --version 2>&1 | head -n 1) as '$(PYTHON)'; run: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 2; }
-	@echo "Installing the pins into $(VENV): 0.5 GB to download with PyTorch's CPU build, then two to three minutes"
 	@$(PYTHON) -m venv --clear $(VENV)
-	@$(PIP) install --quiet $(COMPILE_LATER) --no-deps $(TORCH) & torch=$$!; \
+	@torch=$(TORCH); \
+	  $(if $(TORCH_CPU),$(PIP) install --quiet --dry-run --no-deps $(TORCH_CPU) 2> /dev/null && torch=$(TORCH_CPU);) \
+	  case "$$torch" in \
+	    *+cpu) size="0.5 GB to download" ;; \
+	    *) size="0.5 GB to download where pip's index has a CPU build of PyTorch, else 3 GB, with CUDA's libraries (docs/install.md)" ;; \
+	  esac; \
+	  echo "Installing the pins into $(VENV), with $$torch: $$size, then two to three minutes"; \
+	  echo "$$torch" > $(VENV)/torch
+	@torch=$$(cat $(VENV)/torch); $(PIP) install --quiet $(COMPILE_LATER) --no-deps "$$torch" & torch=$$!; \
 	  $(PIP) install --quiet $(COMPILE_LATER) --no-deps --require-hashes -r envs/hashes.txt -r envs/openvino.txt; others=$$?; \
-	  wait $$torch || { echo "make: expected $(TORCH), pip found none; docs/install.md says which index has it" >&2; exit 2; }; exit $$others
-	@$(PIP) install --quiet $(COMPILE_LATER) $(TORCH) -r $(PINS)
+	  wait $$torch || { echo "make: expected $$(cat $(VENV)/torch), pip found none; docs/install.md says which index has it" >&2; exit 2; }; exit $$others
+	@$(PIP) install --quiet $(COMPILE_LATER) "$$(cat $(VENV)/torch)" -r $(PINS)
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.pinned pyproject.toml
