@@ -87,16 +87,17 @@ def quantized_demo(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 @pytest.fixture(scope="session")
-def family_results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Results]:
-    """Give a family's results, in fp16 and with the engines of ONNX Runtime, made once."""
+def family_results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Results]:
+    """Give a family's results in a precision of 16 bits, made once."""
 
     @functools.cache
-    def results_of(family: str) -> Results:
+    def results_of(family: str, precision: str) -> Results:
         given = os.environ.get("LOCKSTEP_DEMOS")
-        folder = Path(given) / family if given else tmp_path_factory.mktemp(family)
+        name = family if precision == "fp16" else f"{family}-{precision}"
+        folder = Path(given) / name if given else tmp_path_factory.mktemp(name)
         if not (folder / "results").exists():
             folder.mkdir(parents=True, exist_ok=True)
-            _run(str(ROOT / "tests/unit/built_family.py"), str(folder), family, "fp16")
+            _run(str(ROOT / "tests/unit/built_family.py"), str(folder), family, precision)
         return Results(folder / "results")
 
     return results_of

@@ -26,12 +26,12 @@ def built_family(shared: Shared, family: str, precision: str = "fp32") -> Path:
 
 
 def build_family(root: Path, family: str, precision: str, **settings: Any) -> None:
-    """Make what is in the folder; the tests on a GPU ask for it in the Python that has torch, and in fp16.
+    """Make what is in the folder; the tests on a GPU ask for it in the Python that has torch, and in 16 bits.
 
     settings: of the checkpoint's config.json.
     """
     config = {**FAMILIES[family].config, **settings}
-    (root / "shape.json").write_text(json.dumps(in_eights(config) if precision == "fp16" else config))
+    (root / "shape.json").write_text(json.dumps(in_eights(config) if precision in ("fp16", "bf16") else config))
     folder = make(root / "shape.json", 0, root / "checkpoint")
     # Some types' own tokenizer classes ask for tokens that the byte tokenizer does not have.
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
@@ -43,7 +43,8 @@ def build_family(root: Path, family: str, precision: str, **settings: Any) -> No
         precision,
         results.assembly(NAME, precision),
     )
-    build(results.assembly(NAME, precision), "onnxruntime", results.engines(NAME, precision, "onnxruntime"))
+    if precision != "bf16":  # which ONNX Runtime has not
+        build(results.assembly(NAME, precision), "onnxruntime", results.engines(NAME, precision, "onnxruntime"))
 
 
 if __name__ == "__main__":

@@ -45,8 +45,8 @@ def quantized_demo(shared: Shared) -> SimpleNamespace:
 
 
 @pytest.fixture
-def family_results(shared: Shared) -> Callable[[str], Results]:
-    return lambda family: Results(built_family(shared, family, "fp16") / "results")
+def family_results(shared: Shared) -> Callable[[str, str], Results]:
+    return lambda family, precision: Results(built_family(shared, family, precision) / "results")
 
 
 pytestmark = pytest.mark.long
