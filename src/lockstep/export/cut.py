@@ -368,12 +368,18 @@ def _name_crossing(
 
 
 def _residual_stream(graph: ir.Graph, hidden: ir.Value) -> set[ir.Value]:
-    """Return the residual stream: `hidden`, and its sums with other values."""
+    """Return the residual stream: `hidden`, its sums with other values, and its products with a number."""
     stream = {hidden}
     for node in graph:
-        if node.op_type in ("Add", "Cast") and not stream.isdisjoint(node.inputs):
+        is_scaled = node.op_type == "Mul" and any(_is_a_number(value) for value in node.inputs)
+        if (is_scaled or node.op_type in ("Add", "Cast")) and not stream.isdisjoint(node.inputs):
             stream.update(node.outputs)
     return stream
+
+
+def _is_a_number(value: ir.Value | None) -> bool:
+    constant = None if value is None else convenience.get_const_tensor(value)
+    return constant is not None and constant.size == 1
 
 
 def _reshape_where_read(graph: ir.Graph, stage: dict[ir.Value, int], level: Mapping[ir.Node, int]) -> None:
