@@ -176,28 +176,30 @@ def _child(name: str, send: Any) -> None:
 def write_page(report: dict[str, Any], path: Path) -> Path:
     """Write the report as a page for people."""
     versions = report["versions"]
+    types = ""
+    if report["models"]:
+        types = f", then every causal-LM type of transformers {versions['transformers']} with its default settings"
     lines = [
         "# Which models work",
         "",
         paragraph(
-            "The families of models that are downloaded most, with the settings of their published checkpoints, then "
-            f"every causal-LM type of transformers {versions['transformers']} with its default settings, each as a "
-            f"tiny model through all stages (ONNX Runtime {versions['onnxruntime']}): `python -m benchmarks models` "
-            "made this page. Weights are random, but activations are like those of trained models, where the class "
-            "lets them: a few channels of the hidden state are 50 to 500 times the others, the first token has most "
-            "of the attention, logits have a standard deviation of 5 (`tests.lifelike`; outlier and first "
-            f"token below). {_passes(report)}A model works when the logits of four requests (one of 300 tokens, of "
-            "mixtures at least 100), prefilled together and then decoded, and of the long one again, in chunks of 97 "
-            "tokens beside the others' decoding, equal those of each request alone and whole: they differ from "
-            f"transformers' eager forward by at most {report['tolerance']:.0e} of their standard deviation, or by at "
-            "most four times what "
+            "The families of models that are downloaded most, with the settings of their published "
+            f"checkpoints{types}, each as a tiny model through all stages (ONNX Runtime {versions['onnxruntime']}): "
+            "`python -m benchmarks models` made this page. Weights are random, but activations are like those of "
+            "trained models, where the class lets them: a few channels of the hidden state are 50 to 500 times the "
+            "others, the first token has most of the attention, logits have a standard deviation of 5 "
+            f"(`tests.lifelike`; outlier and first token below). {_passes(report)}A model works when the logits of "
+            "four requests (one of 300 tokens, of mixtures at least 100), prefilled together and then decoded, and of "
+            "the long one again, in chunks of 97 tokens beside the others' decoding, equal those of each request alone "
+            "and whole: they differ from transformers' eager forward by at most "
+            f"{report['tolerance']:.0e} of their standard deviation, or by at most four times what "
             "transformers in fp32 differs from itself in fp64 (the column behind; weights may make a model that "
             "sensitive). In fp16 it is held to four times what transformers in fp16 differs from itself in fp32; of a "
             "mixture but for one token of 20, for a router near a tie may choose another expert."
         ),
         "",
         *_families(report["families"]),
-        *_types(report["models"]),
+        *(_types(report["models"]) if report["models"] else ()),
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines).rstrip() + "\n")
@@ -226,7 +228,7 @@ def _families(families: Mapping[str, dict[str, Any]]) -> list[str]:
     for name in [name for name in FAMILIES if name in families]:  # not as a record has them, by their letters
         family = families[name]
         marks = family.get("quantized", "") + (" (not read)" if "not_read" in family else "")
-        cells = [name, family["example"], family["model_type"], marks, family["result"]]
+        cells = [name, FAMILIES[name].example, FAMILIES[name].config["model_type"], marks, family["result"]]
         if family["result"] == WORKS:
             found = family["activations"]
             first = family["activations"]["first"]
