@@ -24,6 +24,9 @@ INSIDE = {
     "serve.settings": "the same",
     "runtime.scheduler": "what the scheduler's share of a step takes",
     "step.pages": "a pool of pages for the scheduler alone",
+    # `grammars`
+    "runtime.grammar": "compiling a schema beside steps",
+    "runtime.grammar.compiler": "the same",
     # `decode` and `tiny`: exports of shapes and of tiny models, which are no checkpoints.
     "config.packing": "which checkpoints are packed",
     "artifacts.document": "what a document is refused with",

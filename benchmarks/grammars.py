@@ -14,9 +14,9 @@ import numpy as np
 import lockstep
 from benchmarks import options
 from benchmarks.measure import deliver, surroundings
+from lockstep import Results, Target
 from lockstep.runtime.grammar import Grammar
 from lockstep.runtime.grammar.compiler import Compiler
-from lockstep.targets import Results, Target
 
 OPTIONS = (
     options.Option("--target", "A target of a finished run, with its backend.", required=True),

@@ -170,7 +170,7 @@ def test_inputs_that_do_not_fit_are_named(demo, fused, engines, tmp_path) -> Non
     assert not list(tmp_path.glob("out*"))
 
 
-def test_every_precision_is_compared(tmp_path) -> None:
+def test_every_precision_is_compared(tmp_path, gpu) -> None:
     model = {
         "source": "a",
         "layers": [2],

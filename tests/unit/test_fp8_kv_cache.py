@@ -45,6 +45,7 @@ HEADS = 3
 SOURCE = """
 #define BLOCK_THREADS THREADS
 #include "fake_gpu/host_block.h"
+#include "fake_gpu/host_numbers.h"
 #include "fake_gpu/host_attention.h"
 #include "fp8_heads.cu"
 #include "fp8_pages.cu"

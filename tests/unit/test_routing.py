@@ -158,9 +158,9 @@ def test_routers_that_are_wrong_are_refused(check, family, fault):
 def test_choices_of_engines_on_a_gpu_are_followed_and_change_no_bits(planted, gpu):
     golden = GoldenCheck(*planted("mixtral", None, "tensorrt"), (), None)
     golden.judge_choices()
-    alone, _ = golden.decode([golden.along(prompt) for prompt in golden.prompts])
+    alone, _ = golden.decode([golden.teacher_forced(prompt) for prompt in golden.prompts])
     assert golden.follow_choices()
-    observed, _ = golden.decode([golden.along(prompt) for prompt in golden.prompts])
+    observed, _ = golden.decode([golden.teacher_forced(prompt) for prompt in golden.prompts])
     for prompt, one, other in zip(golden.prompts, observed, alone, strict=True):
         assert np.array_equal(one.logits, other.logits)
         golden.logit_error(prompt, "along the reference's tokens", one)

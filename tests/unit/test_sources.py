@@ -240,7 +240,7 @@ def test_more_layers_than_the_model_has(checkpoint):
 def test_the_full_depth_as_a_number_and_as_all(checkpoint):
     assert error_of(checkpoint, layers=["all", 6]) == (
         "config/config.yaml: models.m.layers[1]: expected each target once; found 6, which is all of this "
-        "model's layers, beside all"
+        "model's layers, and all"
     )
     only_number = {"models": {"m": {**CONFIG["models"]["m"], "layers": [6]}}}
     assert load(only_number).check_sources([checkpoint.parent])
