@@ -1,12 +1,10 @@
-"""`models`: which models work: the published families (published.py), then every causal-LM type of transformers.
+"""`models`: which of the published families (published.py) work, each as a tiny model through all stages in fp32.
 
-Each as a tiny model through all stages, whose activations are like those of trained ones: a family in fp32 with the
-settings of its published checkpoints, a type in fp32 and fp16 with the defaults of its config.
-
-In: names of families or types (default: all). Out: for each whether it works (with the error of its logits against
-transformers' eager forward, its activations, and the numbers of block classes and attention variants), is refused (with
-the reason), or why no tiny model could be made. Each has a process of its own. What is written goes beside the rows
-that the same code and packages wrote before, so that a run that was cut goes on; rows of another code are dropped.
+Activations are like those of trained models. In: names of families (default: all). Out: for each whether it works (with
+the error of its logits against transformers' eager forward, its activations, and the numbers of block classes and
+attention variants), is refused (with the reason), or why no tiny model could be made. Each has a process of its own.
+What is written goes beside the rows that the same code and packages wrote before, so that a run that was cut goes on;
+rows of another code are dropped.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from lockstep.provenance.code_identity import code_digests
 from lockstep.tolerances import EXPORT
 
 OPTIONS = (
-    options.Option("names", metavar="[FAMILY|TYPE]...", many=True),
+    options.Option("names", metavar="[FAMILY]...", many=True),
     options.number("--jobs", 1, "Models tried at a time."), options.WRITE,
 )  # fmt: skip
 PACKAGES = ("onnx", "onnxruntime", "onnxscript", "torch", "transformers")
@@ -46,11 +44,11 @@ BROKEN = "broken"
 RESULTS = {
     WORKS: "logits equal those of transformers",
     REFUSED: "the export says why",
-    NO_MODEL: "transformers makes no model of the type's default config, however small",
+    NO_MODEL: "transformers makes no model of the config, however small",
     WRONG: "passes the export's gates, and fails a later check or gives other logits than transformers",
     BROKEN: "ends in an error that is no refusal",
 }
-OWN_ERRORS = 4  # times what transformers in fp32 differs from itself in fp64, where that is more; fp16 from fp32
+OWN_ERRORS = 4  # times what transformers in fp32 differs from itself in fp64, where that is more
 STAGES = "resolve, architecture, export, convert, build, validate, compare, reference, golden, served"
 _CPU_SECONDS = 600
 _WALL_SECONDS = 3000  # for machines that do other work too
@@ -58,7 +56,7 @@ _MEMORY = 14 << 30
 
 
 def main(names: Sequence[str], jobs: int, write: Path | None) -> None:
-    """Try which published families work, and which causal-LM types of transformers, each as a tiny model.
+    """Try which published families work, each as a tiny model.
 
     Each goes through all stages.  [default: all]
     """
@@ -81,19 +79,13 @@ def main(names: Sequence[str], jobs: int, write: Path | None) -> None:
 def run(
     names: Iterable[str] | None = None, jobs: int = 1, progress: Callable[[str, dict[str, Any]], None] | None = None
 ) -> dict[str, Any]:
-    """Try families and types, `jobs` at a time.
+    """Try families, `jobs` at a time.
 
     `progress`, if given, is called with each name and record as it is made.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as known
-
-    chosen = [*FAMILIES, *sorted(known)] if names is None else list(names)
-    unknown = sorted(set(chosen) - set(known) - set(FAMILIES))
-    if unknown:
-        raise InputError(
-            f"expected families ({', '.join([*FAMILIES][:3])} ...) or causal-LM types of transformers, found"
-            f" {', '.join(unknown)}"
-        )
+    chosen = [*FAMILIES] if names is None else list(names)
+    if unknown := sorted(set(chosen) - set(FAMILIES)):
+        raise InputError(f"expected families ({', '.join([*FAMILIES][:3])} ...), found {', '.join(unknown)}")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.tiny"])
 
@@ -113,8 +105,7 @@ def _record(records: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         "tolerance": EXPORT,
         "stages": STAGES,
         "code": sha256_json(code_digests("cli.main")),
-        "families": {name: record for name, record in records.items() if name in FAMILIES},
-        "models": {name: record for name, record in records.items() if name not in FAMILIES},
+        "families": dict(records),
         **surroundings(*PACKAGES, threads=1),
     }
 
@@ -125,10 +116,7 @@ def _beside(record: dict[str, Any], path: Path) -> dict[str, Any]:
     if any(earlier.get(key) != record[key] for key in ("code", "stages", "versions")):
         return record
     families = {**earlier.get("families", {}), **record["families"]}
-    return record | {
-        "families": {name: families[name] for name in FAMILIES if name in families},
-        "models": dict(sorted({**earlier.get("models", {}), **record["models"]}.items())),
-    }
+    return record | {"families": {name: families[name] for name in FAMILIES if name in families}}
 
 
 def _in_a_process(context: Any, name: str) -> dict[str, Any]:
@@ -160,7 +148,7 @@ def _in_a_process(context: Any, name: str) -> dict[str, Any]:
 
 def _child(name: str, send: Any) -> None:
     """Runs in a process forked from one that has the imports."""
-    from benchmarks.tiny import try_family, try_type
+    from benchmarks.tiny import try_family
 
     in_use = (
         int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -170,21 +158,18 @@ def _child(name: str, send: Any) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (in_use + _MEMORY, in_use + _MEMORY))
     resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))
     with tempfile.TemporaryDirectory() as folder:
-        send.send((try_family if name in FAMILIES else try_type)(name, Path(folder)))
+        send.send(try_family(name, Path(folder)))
 
 
 def write_page(report: dict[str, Any], path: Path) -> Path:
     """Write the report as a page for people."""
     versions = report["versions"]
-    types = ""
-    if report["models"]:
-        types = f", then every causal-LM type of transformers {versions['transformers']} with its default settings"
     lines = [
         "# Which models work",
         "",
         paragraph(
             "The families of models that are downloaded most, with the settings of their published "
-            f"checkpoints{types}, each as a tiny model through all stages (ONNX Runtime {versions['onnxruntime']}): "
+            f"checkpoints, each as a tiny model through all stages (ONNX Runtime {versions['onnxruntime']}): "
             "`python -m benchmarks models` made this page. Weights are random, but activations are like those of "
             "trained models, where the class lets them: a few channels of the hidden state are 50 to 500 times the "
             "others, the first token has most of the attention, logits have a standard deviation of 5 "
@@ -192,14 +177,11 @@ def write_page(report: dict[str, Any], path: Path) -> Path:
             "four requests (one of 300 tokens, of mixtures at least 100), prefilled together and then decoded, and of "
             "the long one again, in chunks of 97 tokens beside the others' decoding, equal those of each request alone "
             "and whole: they differ from transformers' eager forward by at most "
-            f"{report['tolerance']:.0e} of their standard deviation, or by at most four times what "
-            "transformers in fp32 differs from itself in fp64 (the column behind; weights may make a model that "
-            "sensitive). In fp16 it is held to four times what transformers in fp16 differs from itself in fp32; of a "
-            "mixture but for one token of 20, for a router near a tie may choose another expert."
+            f"{report['tolerance']:.0e} of their standard deviation, or by at most four times what transformers in "
+            "fp32 differs from itself in fp64 (the column behind; weights may make a model that sensitive)."
         ),
         "",
         *_families(report["families"]),
-        *(_types(report["models"]) if report["models"] else ()),
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines).rstrip() + "\n")
@@ -237,49 +219,6 @@ def _families(families: Mapping[str, dict[str, Any]]) -> list[str]:
         lines.append(f"| {' | '.join(cells + [''] * (9 - len(cells)))} |")
         notes += [f"| {name} | {_cell(family[key])} |" for key in ("reason", "not_read") if key in family]
     return [*lines, "", "| family | reason |", "|---|---|", *notes, ""] if notes else [*lines, ""]
-
-
-def _types(models: Mapping[str, dict[str, Any]]) -> list[str]:
-    """Return the rows of transformers' types."""
-    counts = Counter(model["result"] for model in models.values())
-    lines = [
-        "## Types of transformers",
-        "",
-        "| result | types | meaning |",
-        "|---|---|---|",
-        *(f"| {result} | {counts[result]} | {meaning} |" for result, meaning in RESULTS.items() if result in counts),
-        "",
-        "### Works",
-        "",
-        "| type | logit error | of transformers itself | in fp16 | of transformers itself | outlier | first token | "
-        "block classes | attention variants |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {name} | {model['logit_error']:.1e} | {model['transformers_error']:.1e} | {_half(model)} | "
-        f"{model['classes']} | {model['kinds']} |"
-        for name, model in models.items()
-        if model["result"] == WORKS
-    ]
-    halves = [
-        f"| {name} | {_cell(model['fp16_refused'])} |" for name, model in models.items() if "fp16_refused" in model
-    ]
-    if halves:
-        lines += ["", "Refused in fp16:", "", "| type | reason |", "|---|---|", *halves]
-    for result in (REFUSED, NO_MODEL, WRONG, BROKEN):
-        rows = [f"| {name} | {_cell(model['reason'])} |" for name, model in models.items() if model["result"] == result]
-        if rows:
-            lines += ["", f"### {result.capitalize()}", "", "| type | reason |", "|---|---|", *rows]
-    return lines
-
-
-def _half(model: dict[str, Any]) -> str:
-    """Return the cells of errors in fp16, and of activations."""
-    found = model["activations"]
-    first = model["activations"]["first"]
-    share = "-" if first is None else f"{first:.0%}"
-    half = "refused" if "fp16_refused" in model else f"{model['fp16_error']:.1e}"
-    return f"{half} | {model['transformers_fp16_error']:.1e} | {found['outlier']:.0f} | {share}"
 
 
 def _cell(text: str) -> str:

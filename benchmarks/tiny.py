@@ -8,9 +8,8 @@ Used by `python -m benchmarks models`, in a process of its own.
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +47,10 @@ _NAME = "tiny"
 _GPU_LIMITS = {"max_batch_size": 5, "max_seq_len": 320, "max_num_tokens": 640}
 
 
-def try_type(model_type: str, folder: Path) -> dict[str, Any]:
-    """Try one type with its default config, in fp32 and fp16."""
-    return _try(lambda: default_config(model_type), folder, half=True)
-
-
 def try_family(name: str, folder: Path) -> dict[str, Any]:
     """Try one published family, in fp32."""
     family = FAMILIES[name]
-    record = _try(lambda: family.config, folder, half=False)
+    record = _try(family.config, folder)
     return {"example": family.example, "model_type": family.config["model_type"], **_packing(family)} | record
 
 
@@ -153,22 +147,21 @@ def _packing(family: Published) -> dict[str, Any]:
     return {"quantized": family.packing["quant_method"]}
 
 
-def _try(config_of: Callable[[], Mapping[str, Any]], folder: Path, half: bool) -> dict[str, Any]:
+def _try(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Try the small models of a config, with files in `folder`, and return what came of it.
 
     {"result", "reason" or "logit_error", "classes", "kinds"}.
     """
     try:
-        whole = config_of()
-        configs = tiny_configs(whole)
+        configs = tiny_configs(config)
     except InputError as error:  # the export's own words for a config that is none of its
         return {"result": REFUSED, "reason": _short(error, folder)}
-    except Exception as error:  # transformers' own code, on its own defaults
+    except Exception as error:  # transformers' own code
         return {"result": NO_MODEL, "reason": _one_line(error)}
     records = []
     # a class may take a config and fail when it runs: then the next one, closer to its default
-    for number, config in enumerate(configs):
-        records.append(try_config(config, folder / str(number), half))
+    for number, tiny_config in enumerate(configs):
+        records.append(try_config(tiny_config, folder / str(number)))
         if records[-1]["result"] not in (REFUSED, BROKEN):
             return records[-1]
     return records[0]
@@ -178,35 +171,28 @@ def _short(error: BaseException, folder: Path) -> str:
     return re.sub(r"model type '\w+' cannot be split: ", "", _one_line(error)).replace(f"{folder}/", "")
 
 
-def try_config(config: Mapping[str, Any], folder: Path, half: bool) -> dict[str, Any]:
+def try_config(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     try:
-        source, results, refusal = _export(config, folder, half)
+        source, results = _export(config, folder)
         found = dataclasses.asdict(lifelike.write(config, 0, source))
     except InputError as error:
         return {"result": REFUSED, "reason": _short(error, folder)}
     except Exception as error:  # what is no refusal is a fault of ours, and the table says so
         return {"result": BROKEN, "reason": f"export: {_one_line(error)}"}
     try:
-        error, own, error_16, own_16 = _logit_errors(config, source, results, half and not refusal)
+        error, own = _logit_errors(config, source, results)
     except Exception as error:
         return {"result": BROKEN, "reason": _one_line(error)}
     assembly = Assembly.load(results.assembly(_NAME, "fp32"))
     record = {
         "logit_error": _rounded(error),
         "transformers_error": _rounded(own),
-        **({"fp16_refused": refusal} if refusal else {"fp16_error": _rounded(error_16)} if half else {}),
-        **({"transformers_fp16_error": _rounded(own_16)} if half else {}),
         "activations": {name: value and _rounded(value) for name, value in found.items()},
         "classes": len(assembly.classes),
         "kinds": len(assembly.variants),
     }
     if error > max(EXPORT, OWN_ERRORS * own):  # weights may be so unlucky that fp32 itself is no better
         return {"result": WRONG, "reason": f"logits differ by {error:.1e} of their standard deviation", **record}
-    if half and not refusal and np.isfinite(own_16) and not error_16 <= OWN_ERRORS * own_16:
-        reason = (
-            f"in fp16 logits differ by {error_16:.1e} of their standard deviation, transformers' own by {own_16:.1e}"
-        )
-        return {"result": WRONG, "reason": reason, **record}
     lines = failures(results.root, str(source), {"onnxruntime": ["fp32"]}, max_seq_len=_positions(assembly))
     if lines:
         return {"result": WRONG, "reason": " ".join(lines[0].replace(f"{folder}/", "").split())[:400], **record}
@@ -224,13 +210,6 @@ def _positions(assembly: Assembly) -> int:
 
 def _rounded(value: float) -> float:
     return float(f"{value:.1e}")
-
-
-def default_config(model_type: str) -> dict[str, Any]:
-    """Return the default config of a type, as transformers saves it."""
-    with quiet():
-        default = json.loads(transformers.CONFIG_MAPPING[model_type]().to_json_string(use_diff=False))
-    return default | {"model_type": model_type} | _completed(default)
 
 
 def tiny_configs(default: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -263,95 +242,42 @@ def tiny_configs(default: Mapping[str, Any]) -> list[dict[str, Any]]:
     return taken[:_MAX_TRIES]
 
 
-def _completed(default: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config with settings that its default lacks.
-
-    Without them it is no causal LM (BERT's attends both ways) or no model at all (no number of experts, no head size).
-    """
-    completed: dict[str, Any] = {"is_decoder": True} if default.get("is_decoder") is False else {}
-    heads = default.get("num_attention_heads")
-    hidden = default.get("hidden_size")
-    if "head_dim" in default and default["head_dim"] is None and isinstance(heads, int) and isinstance(hidden, int):
-        completed["head_dim"] = hidden // heads
-    if "num_key_value_heads" in default and default["num_key_value_heads"] is None and isinstance(heads, int):
-        completed["num_key_value_heads"] = heads
-    if (
-        "layer_types" in default
-        and default["layer_types"] is None
-        and isinstance(default.get("num_hidden_layers"), int)
-    ):
-        completed["layer_types"] = ["full_attention"] * default["num_hidden_layers"]
-    if default.get("num_experts") == 1:  # a mixture of one is none
-        completed |= {"num_experts": 8} | ({"moe_topk": 2} if default.get("moe_topk") == 1 else {})
-    return completed | {
-        key: value for key, value in _NUMBERS_OF_EXPERTS.items() if key in default and default[key] is None
-    }
-
-
-_NUMBERS_OF_EXPERTS = {
-    "num_experts_per_tok": 2,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-}
-
-
 def _has_experts(config: Mapping[str, Any]) -> bool:
     return any("expert" in key and isinstance(value, int) and value > 1 for key, value in config.items())
 
 
-def _export(config: Mapping[str, Any], folder: Path, half: bool) -> tuple[Path, Results, str]:
-    """Make a checkpoint without weights, and what export makes of it; also why it refuses fp16, or ""."""
+def _export(config: Mapping[str, Any], folder: Path) -> tuple[Path, Results]:
+    """Write a checkpoint without weights, and export it."""
     source = folder / "checkpoint"
     results = Results(folder / "results")
     lifelike.write_without_weights(config, source)
     architecture = lockstep.resolve_architecture(str(source), source, results.architecture(_NAME))
     lockstep.export_graphs(architecture, "fp32", results.assembly(_NAME, "fp32"))
-    if not half:
-        return source, results, ""
-    try:
-        lockstep.export_graphs(architecture, "fp16", results.assembly(_NAME, "fp16"))
-    except InputError as error:
-        return source, results, _one_line(error)
-    return source, results, ""
+    return source, results
 
 
-def _logit_errors(
-    config: Mapping[str, Any], source: Path, results: Results, has_half: bool
-) -> tuple[float, float, float, float]:
-    """Return the largest difference of a logit from transformers in fp32, in fp32 and in fp16 (0 if it has none).
+def _logit_errors(config: Mapping[str, Any], source: Path, results: Results) -> tuple[float, float]:
+    """Return the largest difference of a logit from transformers in fp32, and of transformers from itself in fp64.
 
-    There each request runs alone and whole. Behind each that of transformers: in fp32 from itself in fp64, in fp16 from
-    itself in fp32. All over the logits' standard deviation. Of a mixture in fp16 one token is left out, that with the
-    largest: a router that is near a tie may choose another expert there. Requests: see `_logits_found`.
+    There each request runs alone and whole. Both over the logits' standard deviation. Requests: see `_logits_found`.
     """
     lockstep.resolve_checkpoint(str(source), source, results.checkpoint(_NAME))
     made = cut_config(config, "all")
     made._experts_implementation = "eager"  # the one that also runs in fp64
     reference = load_folder(source, made)
-    positions = Assembly.load(results.assembly(_NAME, "fp32")).max_position_embeddings or _LONG + _DECODE_STEPS
+    assembly = Assembly.load(results.assembly(_NAME, "fp32"))
+    positions = assembly.max_position_embeddings or _LONG + _DECODE_STEPS
     longest = _LONG_OF_EXPERTS if _has_experts(config) else _LONG
     prompts = (*_PROMPTS, min(longest, positions - _DECODE_STEPS))
     random = np.random.default_rng(1)
-    vocab_size = Assembly.load(results.assembly(_NAME, "fp32")).vocab_size
-    sequences = [random.integers(0, vocab_size, length + _DECODE_STEPS) for length in prompts]
+    sequences = [random.integers(0, assembly.vocab_size, length + _DECODE_STEPS) for length in prompts]
     for ids in sequences:
         ids[0] = lifelike.first_token(reference)
     expected, spread = _expected(reference, sequences, prompts)
     exact, _ = _expected(reference.double(), sequences, prompts)
-    half, _ = _expected(reference.float().half(), sequences, prompts) if has_half else (expected, spread)
-
-    def found(precision: str) -> np.ndarray:
-        """Return the differences of our logits; of the long prompt's, which come twice, the larger ones."""
-        # In one piece, and in chunks beside requests that decode.
-        difference = np.abs(_run(results, precision, sequences, prompts) - expected[:, [0, 1, 2, 3, 3]])
-        return np.concatenate([difference[:, :3], difference[:, 3:].max(axis=1, keepdims=True)], axis=1)
-
-    left_out = int(_has_experts(config))
-    error = _largest(found("fp32"), spread)
-    error_16 = _largest(found("fp16"), spread, left_out) if has_half else 0.0
-    return error, _largest(expected - exact, spread), error_16, _largest(half - expected, spread, left_out)
+    # The long prompt comes twice: in one piece, and in chunks beside requests that decode.
+    found = _run(results, "fp32", sequences, prompts)
+    return _largest(found - expected[:, [0, 1, 2, 3, 3]], spread), _largest(expected - exact, spread)
 
 
 def _largest(difference: np.ndarray, spread: float, left_out: int = 0) -> float:

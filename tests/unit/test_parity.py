@@ -8,7 +8,8 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from benchmarks.tiny import default_config, tiny_configs
+from benchmarks import published
+from benchmarks.tiny import tiny_configs
 from families import FAMILIES
 from graph_faults import change_input, is_window, mask_dropped, rename, replace_constant
 from onnx import numpy_helper
@@ -329,15 +330,15 @@ def test_large_shapes_become_small_and_keep_their_settings(config):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("model_type", ["deepseek_v2", "minimax_m3_vl_text"])
-def test_operators_that_fp16_has_other_names_for_do_not_refuse_a_model(model_type, tmp_path):
+@pytest.mark.parametrize("family", ["DeepSeek V2", "MiniMax-M2"])
+def test_operators_that_fp16_has_other_names_for_do_not_refuse_a_model(family, tmp_path):
     """A Reshape more, and Min for Clip."""
-    assert export_config(tiny_configs(default_config(model_type))[0], "fp16", tmp_path)
+    assert export_config(tiny_configs(published.FAMILIES[family].config)[0], "fp16", tmp_path)
 
 
 @pytest.mark.long
 def test_a_router_whose_weights_stay_in_float32_refuses_fp16_by_name(tmp_path):
-    config = tiny_configs(default_config("glm4_moe"))[0]
+    config = tiny_configs(published.FAMILIES["GLM-4.5, 4.6, 4.7"].config)[0]
     with pytest.raises(InputError, match="keeps model.layers.1.mlp.gate.e_score_correction_bias in float32; choose f"):
         export_config(config, "fp16", tmp_path)
 

@@ -19,7 +19,7 @@ _FIRST, _COUNT = map(int, os.environ.get("LOCKSTEP_VARIATIONS", "0:60").split(":
 @pytest.mark.parametrize("seed", range(_FIRST, _FIRST + _COUNT))
 def test_a_variation_works_or_is_refused(seed, tmp_path):
     config = variation(seed)
-    tried = try_config(config, tmp_path, half=False)
+    tried = try_config(config, tmp_path)
     print(seed, config["model_type"], tried["result"], tried.get("reason", ""))
     assert tried["result"] in (WORKS, REFUSED), (config, tried)
     assert "Traceback" not in tried.get("reason", "")
