@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks import options
 from benchmarks.measure import deliver, read_json, surroundings, write_json
-from benchmarks.models import BROKEN, PACKAGES
+from benchmarks.models import BROKEN, PACKAGES, ask_child
 from benchmarks.published import FAMILIES
 from lockstep import InputError
 from lockstep.artifacts.files import sha256_json
@@ -85,24 +85,12 @@ def _in_a_process(context: Any, name: str, backend: str, precision: str, deadlin
     """Return what came of a family; None if there was no time for it."""
     if time.monotonic() > deadline:
         return None
-    receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(name, backend, precision, send))
     began = time.monotonic()
-    process.start()
-    send.close()
-    record: dict[str, Any] | None = None
-    is_cut = not receive.poll(max(0.0, deadline - began))
-    if not is_cut:
-        try:
-            record = receive.recv()
-        except EOFError:
-            pass
-    if record is None:
-        process.kill()
-    process.join()
-    if is_cut:
+    arguments = (name, backend, precision)
+    record, exit_code, is_late = ask_child(context, _child, arguments, max(0.0, deadline - began))
+    if is_late:
         return None
-    record = record or {"result": BROKEN, "reason": f"the process ended with exit code {process.exitcode}"}
+    record = record or {"result": BROKEN, "reason": f"the process ended with exit code {exit_code}"}
     return record | {"seconds": round(time.monotonic() - began, 1)}
 
 

@@ -9,6 +9,7 @@ rows of another code are dropped.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import resource
@@ -120,30 +121,37 @@ def _beside(record: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _in_a_process(context: Any, name: str) -> dict[str, Any]:
-    receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(name, send))
     began = time.perf_counter()
-    process.start()
-    send.close()
-    record = None
-    if receive.poll(_WALL_SECONDS):
-        try:
-            record = receive.recv()
-        except EOFError:
-            pass
-    if record is None:
-        process.kill()
-    process.join()
+    record, exit_code, _ = ask_child(context, _child, (name,), _WALL_SECONDS)
     if record is None:
         what = {
             -signal.SIGXCPU: f"more than {_CPU_SECONDS} s of processor time",
             -signal.SIGKILL: f"more than {_WALL_SECONDS} s",
         }
-        record = {
-            "result": BROKEN,
-            "reason": what.get(process.exitcode, f"the process ended with exit code {process.exitcode}"),
-        }
+        record = {"result": BROKEN, "reason": what.get(exit_code, f"the process ended with exit code {exit_code}")}
     return record | {"seconds": round(time.perf_counter() - began, 1)}
+
+
+def ask_child(
+    context: Any, target: Callable[..., None], arguments: tuple[Any, ...], seconds: float
+) -> tuple[dict[str, Any] | None, int | None, bool]:
+    """Return what a child process sends, its exit code, and whether it was killed after `seconds`.
+
+    target: called with `arguments` and the pipe that it sends its record by. The record is None where it sends none.
+    """
+    receive, send = context.Pipe(duplex=False)
+    process = context.Process(target=target, args=(*arguments, send))
+    process.start()
+    send.close()
+    record = None
+    is_late = not receive.poll(seconds)
+    if not is_late:
+        with contextlib.suppress(EOFError):
+            record = receive.recv()
+    if record is None:
+        process.kill()
+    process.join()
+    return record, process.exitcode, is_late
 
 
 def _child(name: str, send: Any) -> None:

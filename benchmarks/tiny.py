@@ -103,16 +103,10 @@ def _errors_on_gpu(
 
     Of a mixture one token is left out, as in `_logit_errors`.
     """
-    made = cut_config(config, "all")
-    made._experts_implementation = "eager"
-    reference = load_folder(source, made)
     assembly = Assembly.load(results.assembly(_NAME, precision))
     positions = min(_GPU_LIMITS["max_seq_len"], assembly.max_position_embeddings or _LONG)
     prompts = (*_PROMPTS, min(_LONG, positions - _DECODE_STEPS))
-    random = np.random.default_rng(1)
-    sequences = [random.integers(0, assembly.vocab_size, length + _DECODE_STEPS) for length in prompts]
-    for ids in sequences:
-        ids[0] = lifelike.first_token(reference)
+    reference, sequences = _reference(config, source, assembly.vocab_size, prompts)
     expected, spread = _expected(reference, sequences, prompts)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}.get(precision, torch.float16)
     # A CPU takes minutes for what 16 bits cost, where PyTorch has no fast kernels of them.
@@ -262,22 +256,30 @@ def _logit_errors(config: Mapping[str, Any], source: Path, results: Results) -> 
     There each request runs alone and whole. Both over the logits' standard deviation. Requests: see `_logits_found`.
     """
     lockstep.resolve_checkpoint(str(source), source, results.checkpoint(_NAME))
-    made = cut_config(config, "all")
-    made._experts_implementation = "eager"  # the one that also runs in fp64
-    reference = load_folder(source, made)
     assembly = Assembly.load(results.assembly(_NAME, "fp32"))
     positions = assembly.max_position_embeddings or _LONG + _DECODE_STEPS
     longest = _LONG_OF_EXPERTS if _has_experts(config) else _LONG
     prompts = (*_PROMPTS, min(longest, positions - _DECODE_STEPS))
-    random = np.random.default_rng(1)
-    sequences = [random.integers(0, assembly.vocab_size, length + _DECODE_STEPS) for length in prompts]
-    for ids in sequences:
-        ids[0] = lifelike.first_token(reference)
+    reference, sequences = _reference(config, source, assembly.vocab_size, prompts)
     expected, spread = _expected(reference, sequences, prompts)
     exact, _ = _expected(reference.double(), sequences, prompts)
     # The long prompt comes twice: in one piece, and in chunks beside requests that decode.
     found = _run(results, "fp32", sequences, prompts)
     return _largest(found - expected[:, [0, 1, 2, 3, 3]], spread), _largest(expected - exact, spread)
+
+
+def _reference(
+    config: Mapping[str, Any], source: Path, vocab_size: int, prompts: Sequence[int]
+) -> tuple[torch.nn.Module, list[np.ndarray]]:
+    """Return transformers' model of a checkpoint, and random token ids of each prompt and its decoded tokens."""
+    whole = cut_config(config, "all")
+    whole._experts_implementation = "eager"  # the one that also runs in fp64
+    model = load_folder(source, whole)
+    random = np.random.default_rng(1)
+    sequences = [random.integers(0, vocab_size, length + _DECODE_STEPS) for length in prompts]
+    for ids in sequences:
+        ids[0] = lifelike.first_token(model)
+    return model, sequences
 
 
 def _largest(difference: np.ndarray, spread: float, left_out: int = 0) -> float:

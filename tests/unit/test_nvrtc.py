@@ -8,6 +8,7 @@ import onnx
 import pytest
 
 from lockstep.backends.cuda.compiler import compile_block
+from lockstep.errors import LockstepError
 from lockstep.gpu.kernels.numbers import kind_options
 from lockstep.gpu.kernels.row_kernels import COMMON, E4M3, PRELUDE
 from lockstep.gpu.state_kernels import StateKernelSpec
@@ -69,7 +70,7 @@ def check_compiles() -> Iterator[object]:
 
     try:
         require_nvrtc()
-    except Exception as error:
+    except LockstepError as error:
         pytest.skip(str(error))
     return lambda source, capability: cuda._compile(*source, capability)
 

@@ -67,26 +67,28 @@ def compile_block(model: onnx.ModelProto) -> KernelsFile:
             )
     _check_same(wide, cut)
     signature = signature_of(model.graph, {slot for product in _products(cut) for slot in product.slots})
-    steps = tuple(
-        BlockStep(kernel=kernels[step]) if isinstance(step, int) else BlockStep(products=tuple(step))
-        for step in cut.steps
-    )
-    inputs = _told(filter(_is_given, signature.inputs), dtype)
-    return KernelsFile(inputs, _told(signature.outputs, dtype), cut.inner, steps, dtype)
+    steps = []
+    for step in cut.steps:
+        if isinstance(step, int):
+            steps.append(BlockStep(kernel=kernels[step]))
+        else:
+            steps.append(BlockStep(products=tuple(step)))
+    inputs = _declared_types(filter(_is_activation, signature.inputs), dtype)
+    return KernelsFile(inputs, _declared_types(signature.outputs, dtype), cut.inner, tuple(steps), dtype)
 
 
 def _products(cut: CutGraph) -> list[Product]:
     return [product for step in cut.steps if not isinstance(step, int) for product in step]
 
 
-def _is_given(io: IO) -> bool:
+def _is_activation(io: IO) -> bool:
     """Return whether an input is no weight; A of adapters is rows of one."""
     if io.name.endswith(A_SUFFIX):
         return False
     return io.name.endswith(B_SUFFIX) or not all(isinstance(size, int) for size in io.shape)
 
 
-def _told(ios: Iterable[IO], dtype: str) -> dict[str, tuple[str, Shape]]:
+def _declared_types(ios: Iterable[IO], dtype: str) -> dict[str, tuple[str, Shape]]:
     return {io.name: (dtype if io.dtype == "float32" else io.dtype, io.shape) for io in ios}
 
 
@@ -105,20 +107,22 @@ def _check_same(model: onnx.ModelProto, cut: CutGraph) -> None:
     sessions = [open_session(piece.SerializeToString()) for piece in cut.pieces]
 
     def run_piece(number: int, values: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        own = sessions[number]
-        given = {value.name: values[value.name] for value in own.get_inputs()}
-        return dict(zip([value.name for value in own.get_outputs()], own.run(None, given)))
+        session = sessions[number]
+        inputs = {value.name: values[value.name] for value in session.get_inputs()}
+        return dict(zip([value.name for value in session.get_outputs()], session.run(None, inputs)))
 
-    found = run_cut(cut.steps, feeds, run_piece, multiply)
-    bound = Bound(KERNELS["fp8" if any(product.is_fp8 for product in _products(cut)) else "*"])
+    results = run_cut(cut.steps, feeds, run_piece, multiply)
+    kind = "fp8" if any(product.is_fp8 for product in _products(cut)) else "*"
+    bound = Bound(KERNELS[kind])
     # Scores that are nearly equal are rounded to another order now and then: such a row has other experts.
-    same = np.ones(len(next(iter(found[name] for name in expected))), np.bool_)
+    num_rows = len(results[next(iter(expected))])
+    same_experts = np.ones(num_rows, np.bool_)
     for name in choices:
-        same &= (np.sort(expected.pop(name)) == np.sort(found[name])).all(axis=1)
-    if not same.any():
+        same_experts &= (np.sort(expected.pop(name)) == np.sort(results[name])).all(axis=1)
+    if not same_experts.any():
         raise CheckError(f"graph {model.graph.name}: expected the experts that the graph chooses, found others")
     for name in expected:
-        error = measure(expected[name][same], found[name][same], bound, peak(expected[name]))
+        error = measure(expected[name][same_experts], results[name][same_experts], bound, peak(expected[name]))
         if line := wrong(f"output {name}", error):
             raise CheckError(
                 f"graph {model.graph.name}: {line}: the kernels and products compute something else; please report it"
@@ -138,16 +142,17 @@ def multiply(product: Product, values: Mapping[str, np.ndarray]) -> np.ndarray:
     result = rows @ (weight if product.transposed else weight.T).astype(np.float32)
     if (lora := product.lora) is not None:
         ids = values[IDS][values[lora.rows]] if lora.rows else values[IDS]
-        own = np.arange(lora.columns) // lora.rank == ids[:, None]
-        result += np.where(own, rows @ values[lora.a], 0) @ values[lora.b]
+        is_of_adapter = np.arange(lora.columns) // lora.rank == ids[:, None]
+        result += np.where(is_of_adapter, rows @ values[lora.a], 0) @ values[lora.b]
     return result
 
 
 def _of_experts(rows: np.ndarray, parts: Sequence[np.ndarray], ids: np.ndarray, experts: Experts) -> np.ndarray:
-    """Return the products of each token with the weights of its experts, one behind the other."""
+    """Return the products of each token with the weights of its experts, one after the other."""
     weight = experts.weight
-    given = rows.reshape(len(rows), 1 if experts.shared else experts.per_token, -1)
-    given = np.broadcast_to(given, (*ids.shape, given.shape[-1]))
+    inputs_per_token = 1 if experts.shared else experts.per_token
+    inputs = rows.reshape(len(rows), inputs_per_token, -1)
+    inputs = np.broadcast_to(inputs, (*ids.shape, inputs.shape[-1]))
     results = np.zeros((*ids.shape, weight.out_features), np.float32)
     ids = ids % len(parts[0])  # of which a trial has few
     for number in np.unique(ids):
@@ -156,5 +161,6 @@ def _of_experts(rows: np.ndarray, parts: Sequence[np.ndarray], ids: np.ndarray, 
             data = mxfp4_numbers(data, *scales)
         elif scales:
             data = dequantize(data, scales[0].reshape(data.shape[:2]), weight.group_size)
-        results[ids == number] = given[ids == number] @ (data.T if weight.transposed else data).astype(np.float32)
+        matrix = data.T if weight.transposed else data
+        results[ids == number] = inputs[ids == number] @ matrix.astype(np.float32)
     return results.reshape(len(rows), -1)
