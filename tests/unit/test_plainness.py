@@ -19,6 +19,7 @@ PLAIN = (
     "manifests",
     "provenance",
     "publish",
+    "runtime",
     "serve",
     "stages",
     "step",

@@ -139,7 +139,7 @@ def test_where_tokens_may_stand_for_any_text_nothing_is_known_of_its_length(tmp_
 def filtered(stop, pieces):
     found = StopFilter(stop)
     out = [found.push(piece) for piece in pieces]
-    return "".join(out) + found.rest(), found.found is not None
+    return "".join(out) + found.finish(), found.found is not None
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_a_request_that_could_never_fit_is_refused_with_both_numbers():
 def test_a_step_must_have_room_for_a_chunk_beside_all_others():
     with pytest.raises(InputError, match="max_num_tokens: expected at least max_batch_size .3., found 2"):
         make(max_num_tokens=2, chunk_size=1)
-    with pytest.raises(InputError, match="chunk_size: expected 1 to 98, .* beside 2 other requests, found 99"):
+    with pytest.raises(InputError, match="chunk_size: expected 1 to 98 .* of 2 other requests.*, found 99"):
         make(max_num_tokens=100, chunk_size=99)
 
 

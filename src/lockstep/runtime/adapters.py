@@ -53,8 +53,9 @@ class Adapters:
                 )
             return None
         adapters = cls(assembly, slots, lora_arrays(assembly, network), executor)
-        for adapter in (open_adapters(path) if path is not None else {}).values():
-            adapters.add(adapter)
+        if path is not None:
+            for adapter in open_adapters(path).values():
+                adapters.add(adapter)
         return adapters
 
     def add(self, adapter: LoadedAdapter) -> None:
@@ -125,7 +126,7 @@ class _HostWriter:
         """Do nothing: there is no copy."""
 
 
-def unknown_adapter(name: str, known: Mapping[str, object] | Sequence[str]) -> InputError:
+def unknown_adapter(name: str, available: Mapping[str, object] | Sequence[str]) -> InputError:
     """Return the error of a request for an unknown adapter."""
-    names = ", ".join(sorted(known)) or "none, for the model has no adapters"
+    names = ", ".join(sorted(available)) or "none, for the model has no adapters"
     return InputError(f"adapter: expected one of {names}; found {name!r}")

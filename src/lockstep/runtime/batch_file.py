@@ -2,12 +2,12 @@
 
 One record a line, as many at a time as the engine takes.
 
-In (JSON lines, OpenAI's and vLLM's names): `prompt` (text, or token ids); all else may be left out: `id`, `max_tokens`,
+In (JSON lines, OpenAI's and vLLM's names): `prompt` (text, or token ids); the rest is optional: `id`, `max_tokens`,
 `n`, `stop`, `ignore_eos`, `priority`, `bad_words` (texts), `lora` (an adapter's name), and the fields of `Sampling`.
-Out: `line` (from 1), `id`, `input` (of the line, to know it again), `choices` and `usage`, or `error`; in the order in
-which requests end.
+Out: `line` (from 1), `id`, `input` (digest of the line, to recognise it), `choices` and `usage`, or `error`; in the
+order in which requests end.
 
-A run that was interrupted goes on: lines that have a whole record are not computed again.
+A run that was interrupted can be resumed: lines with a complete record are not computed again.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _is_bias(value: Any) -> bool:
     )
 
 
-# What the fields of a line must be; `Sampling` checks the others of its own.
+# What the fields of a line must be. `Sampling` checks those that it has itself.
 _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "prompt": (
         "text or a list of token ids",
@@ -101,14 +101,15 @@ def generate_file(
     progress: Callable[[Done, Speed], None] | None = None,
     speculation: Speculation | None = None,
 ) -> Done:
-    """Complete all lines of `source` into `out`; progress: called behind each step. speculation: as of `Engine`.
+    """Complete all lines of `source` into `out`; progress: called after each step. speculation: see `Engine`.
 
     Raises InputError for a source that cannot be read, and an `out` that cannot be written, is of another source, or is
     the source or another run's; OSError, which names `out`, where it cannot be written any more: a full disk. A line
     that cannot be completed has an `error` in its record.
     """
     lines = _numbered_lines(source)
-    lines = itertools.chain([next(lines, (0, b""))], lines)  # a source that cannot be read is told before `out` is made
+    # Read the first line before `out` is created: the source may not be readable.
+    lines = itertools.chain([next(lines, (0, b""))], lines)
     with _expect_file(out):
         same = out.exists() and out.samefile(source)
     if same:
@@ -117,7 +118,7 @@ def generate_file(
     running = dict[int, tuple[dict[str, Any], Collector]]()
     engine = Engine(model, max_input_len, speculation=speculation)
     with _appended(out) as file, contextlib.closing(engine):
-        known = _records(out)
+        earlier_records = _records(out)
 
         def feed() -> bool:
             """Add lines while few requests wait. Return whether more may come."""
@@ -128,8 +129,8 @@ def generate_file(
                 if not line.strip():
                     continue
                 record: dict[str, Any] = {"line": number, "input": hashlib.sha256(line.strip()).hexdigest()[:16]}
-                if number in known:
-                    _count(done, known[number], record, out)
+                if number in earlier_records:
+                    _count(done, earlier_records[number], record, out)
                     continue
                 try:
                     entry = _entry(line.strip())
@@ -142,13 +143,13 @@ def generate_file(
             return True
 
         for tokens in engine.steps(feed):
-            for made in tokens:
-                record, collector = running[made.request]
-                collector.push(made)
-                if collector.stopped(made):
-                    engine.abort(made.request, made.choice)
+            for token in tokens:
+                record, collector = running[token.request]
+                collector.push(token)
+                if collector.stopped(token):
+                    engine.abort(token.request, token.choice)
                 if collector.completion.done:
-                    del running[made.request]
+                    del running[token.request]
                     _write(file, done, {**record, **_answer(collector.completion, f"{source}:{record['line']}")})
             if progress:
                 progress(done, engine.speed)
@@ -177,7 +178,7 @@ def _expect_file(out: Path) -> Iterator[None]:
 def _appended(out: Path) -> FileIO:
     """Open an output at its end, without a buffer, for this run alone.
 
-    The run before may still be at work, though who started it was killed.
+    A run before may still write to it, even if its parent process was killed.
     """
     with _expect_file(out):
         file = open(out, "ab", buffering=0)
@@ -198,48 +199,49 @@ def _appended(out: Path) -> FileIO:
 def _records(out: Path) -> dict[int, dict[str, Any]]:
     """Return the records of an earlier run, by line.
 
-    A last one that is not whole is cut off. A pipe or a device has none.
+    Truncates a partial last line. A pipe or a device has no records.
     """
     if not out.is_file():
         return {}
     with _expect_file(out):
         data = out.read_bytes()
-    *whole, rest = data.split(b"\n")
-    known = {}
-    for number, line in enumerate([*whole, rest], 1):
+    *complete_lines, partial_line = data.split(b"\n")
+    records = {}
+    for number, line in enumerate([*complete_lines, partial_line], 1):
         try:
-            if number > len(whole):
-                if not _RECORD.startswith(rest[: len(_RECORD)]):
+            if number > len(complete_lines):
+                if not _RECORD.startswith(partial_line[: len(_RECORD)]):
                     raise ValueError
                 break
             record = json.loads(line)
-            known[int(record["line"])] = {"input": record["input"], "error": record.get("error")}
+            records[int(record["line"])] = {"input": record["input"], "error": record.get("error")}
         except (ValueError, KeyError, TypeError):
             raise InputError(
                 f"{out}:{number}: expected a record of an earlier run, found {_start(line)}; give another --output"
             ) from None
-    if rest:
-        os.truncate(out, len(data) - len(rest))
-    return known
+    if partial_line:
+        os.truncate(out, len(data) - len(partial_line))
+    return records
 
 
-def _count(done: Done, known: Mapping[str, Any], record: Mapping[str, Any], out: Path) -> None:
-    if known["input"] != record["input"]:
+def _count(done: Done, earlier: Mapping[str, Any], record: Mapping[str, Any], out: Path) -> None:
+    """Count a line that an earlier run completed. Raises InputError if that run read another line there."""
+    if earlier["input"] != record["input"]:
         raise InputError(
             f"{out}: expected records of this input, found one of another for line {record['line']}; "
             "give another --output, or remove it"
         )
     done.lines += 1
-    if known["error"]:
+    if earlier["error"]:
         done.failed += 1
-        done.first_error = done.first_error or known["error"]
+        done.first_error = done.first_error or earlier["error"]
 
 
 def _write(file: FileIO, done: Done, record: Mapping[str, Any]) -> None:
-    # Half of a surrogate pair, which an `id` may have, becomes the escape that JSON has for it.
+    # An `id` may have half of a surrogate pair, which UTF-8 cannot encode: write its JSON escape.
     data = (json.dumps(record, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
     try:
-        while data:  # the disk may have room for a part only
+        while data:  # a write may be partial
             data = data[file.write(data) :]
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(file.name)) from None
@@ -273,23 +275,30 @@ def _request(
         if name in entry and not holds(entry[name]):
             raise InputError(f"{name}: expected {expected}, found {repr(entry[name])[:60]}")
     prompt = entry["prompt"]
+    if isinstance(prompt, str):
+        prompt = tokenizer.encode(prompt)
     n = entry.get("n", 1)
     stop = entry.get("stop", defaults.stop)
-    expect("n", n, 1, model.max_batch_size, CHOICES)  # before as many answers are made
+    if isinstance(stop, str):
+        stop = (stop,)
+    stop_ids = frozenset[int]()
+    if not entry.get("ignore_eos"):
+        stop_ids = frozenset(model.eos_token_ids)
+    expect("n", n, 1, model.max_batch_size, CHOICES)  # before n answers are allocated
     sampling: dict[str, Any] = {name: entry[name] for name in _SAMPLING if name in entry}
     sampling["logit_bias"] = {int(token): bias for token, bias in entry.get("logit_bias", {}).items()}
     sampling["bad_words"] = tuple(entry.get("bad_words", ()))
     request = Request(
-        tokenizer.encode(prompt) if isinstance(prompt, str) else prompt,
+        prompt,
         entry.get("max_tokens", defaults.max_tokens),
-        stop_ids=frozenset() if entry.get("ignore_eos") else frozenset(model.eos_token_ids),
+        stop_ids=stop_ids,
         sampling=dataclasses.replace(defaults.sampling, **sampling),
         n=n,
         priority=entry.get("priority", 0),
         adapter=entry.get("lora", defaults.adapter),
         cache_salt=entry.get("cache_salt", ""),
     )
-    return request, (stop,) if isinstance(stop, str) else tuple(stop)
+    return request, tuple(stop)
 
 
 def _answer(completion: Completion, where: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from lockstep.artifacts.assembly import Assembly, BoundBlock, Layer
 from lockstep.artifacts.dtypes import named_dtype
 from lockstep.artifacts.graph_files import StateMixer, TokenMixer
 from lockstep.artifacts.quantized import module_of
-from lockstep.artifacts.signature import Signature
+from lockstep.artifacts.signature import IO, Signature
 from lockstep.artifacts.tensor_parallel import ShardedClass, ShardEntry, TensorParallel, attention_shards
 from lockstep.backends import EngineSet
 from lockstep.backends.base import Program
@@ -40,7 +40,8 @@ def open_network(
 ) -> Network:
     """Bind the engine set to the weights, cut after `layers` layers (or "all").
 
-    shared: a network on the host of the same engines and weights, whose layers are taken as far as it has them.
+    shared: a network on the host of the same engines and weights, with whose layers this one begins.
+
     Raises InputError for a layer count that the model does not have, or a tensor that the weights lack or hold in
     another shape.
     """
@@ -51,8 +52,10 @@ def open_network(
     weights.check_precision(assembly.precision, "the assembly")
     chosen = assembly.first_layers(count)
     if ranks is not None and engines.backend.rank_devices:
-        first, *others = (_network_of_rank(engines, weights, chosen, ranks, rank) for rank in range(ranks.degree))
-        return replace(first, others=tuple(others))
+        first_rank, *other_ranks = (
+            _network_of_rank(engines, weights, chosen, ranks, rank) for rank in range(ranks.degree)
+        )
+        return replace(first_rank, others=tuple(other_ranks))
     load = functools.partial(engines.load, threads=threads, low_memory=low_memory)
     programs = {name: load(name) for name, _ in assembly.engine_graphs() if name in engine_blocks(assembly)}
 
@@ -66,22 +69,22 @@ def open_network(
         run = programs[part.graph].bind(weights, engines.tensors(part.graph, part.slots))
         rows = run.adapter_rows if isinstance(run, HasAdapterRows) else {}
         arrays = empty_arrays(assembly.adapters, part, named_dtype(assembly.dtype), engines.backend.empty, rows)
-        own = replace(signature, inputs=tuple(io for io in signature.inputs if io.name not in rows))
-        block = Block.whole(run, own, {**arrays, **rows})
+        unbound = replace(signature, inputs=tuple(io for io in signature.inputs if io.name not in rows))
+        block = Block.whole(run, unbound, {**arrays, **rows})
         if (base := base_engine(part.graph)) not in bases:
             return block
         plain = bases[base].bind(weights, engines.tensors(base, part.slots))
         return replace(block, base=Block.whole(plain, _without(signature, assembly.adapters, part.graph)))
 
-    if shared is not None and len(chosen) <= len(shared.layers):
-        exit = shared.exit if len(chosen) == len(shared.layers) else bound(assembly.exit_of(chosen))
-        return replace(shared, layers=shared.layers[: len(chosen)], exit=exit)
+    if shared is not None and len(chosen) == len(shared.layers):
+        return shared
+    if shared is not None and len(chosen) < len(shared.layers):
+        return replace(shared, layers=shared.layers[: len(chosen)], exit=bound(assembly.exit_of(chosen)))
     mixers = _layer_mixers(engines, assembly.mixers, chosen, load)
     if ranks is not None:
-        mixers = {
-            name: _heads_of_ranks(mixer, ranks, name) if isinstance(mixer, LayerAttention) else mixer
-            for name, mixer in mixers.items()
-        }
+        for name, mixer in mixers.items():
+            if isinstance(mixer, LayerAttention):
+                mixers[name] = _heads_of_ranks(mixer, ranks, name)
     network = _network(assembly, chosen, bound, mixers)
     weights.drop_pages()  # engines have copies, or map the files themselves
     return network
@@ -113,12 +116,12 @@ def _network(
 def _without(signature: Signature, adapters: LoraSlots | None, block: str) -> Signature:
     """Return a block's signature without room for adapters."""
     assert adapters is not None  # the block takes them
-    taken = {IDS, *adapters.names(block)}
-    return replace(signature, inputs=tuple(io for io in signature.inputs if io.name not in taken))
+    adapter_inputs = {IDS, *adapters.names(block)}
+    return replace(signature, inputs=tuple(io for io in signature.inputs if io.name not in adapter_inputs))
 
 
 def lora_arrays(assembly: Assembly, network: Network) -> list[LoraArrays]:
-    """Return where each linear layer's adapters go, of all blocks of a network."""
+    """Return the arrays of each linear layer's adapters, of all blocks of a network."""
     slots = assembly.adapters
     if slots is None:
         return []
@@ -133,26 +136,21 @@ def lora_arrays(assembly: Assembly, network: Network) -> list[LoraArrays]:
 
 
 def adapted_modules(assembly: Assembly) -> set[str]:
-    """Return the linear layers of the whole model that take adapters.
-
-    By their names in the checkpoint.
-    """
-    classes = assembly.adapters.classes if assembly.adapters else {}
-    return {
-        module_of(part.slots[weight][0])
-        for layer in assembly.layers
-        for part in layer.parts
-        for weight in classes.get(part.graph, {})
-    }
+    """Return the names in the checkpoint of the linear layers that take adapters, of the whole model."""
+    modules = set[str]()
+    if assembly.adapters is None:
+        return modules
+    for layer in assembly.layers:
+        for part in layer.parts:
+            weights = assembly.adapters.classes.get(part.graph, {})
+            modules.update(module_of(part.slots[weight][0]) for weight in weights)
+    return modules
 
 
 def _network_of_rank(
     engines: EngineSet, weights: Weights, chosen: Sequence[Layer], ranks: TensorParallel, rank: int
 ) -> Network:
-    """Return the network of one rank of several, on its own device.
-
-    It has the rank's heads, and engine calls with its part of the weights.
-    """
+    """Return the network of one rank, on its device: its heads, and its shard of the weights."""
     assembly = _as_run(engines)
     load = functools.partial(engines.load, rank=rank)
     programs = {name: load(name) for name in sorted(engine_blocks(assembly))}
@@ -165,9 +163,9 @@ def _network_of_rank(
             return Block.whole(programs[part.graph].bind(weights, engines.tensors(part.graph, part.slots)), signature)
         pieces = []
         for piece in sharded.pieces:
-            own = ranks.graphs[piece.graph].signature
+            piece_signature = ranks.graphs[piece.graph].signature
             run = _bind_piece(engines, weights, part, sharded, piece, programs, rank)
-            pieces.append(ShardCall(run, own, piece.sums))
+            pieces.append(ShardCall(run, piece_signature, piece.sums))
         return Block(tuple(pieces), _local(signature, sharded))
 
     return _network(assembly, chosen, bound, _layer_mixers(engines, ranks.variants, chosen, load))
@@ -175,14 +173,13 @@ def _network_of_rank(
 
 def _local(signature: Signature, sharded: ShardedClass) -> Signature:
     """Return a block's signature with the sizes that a rank holds."""
-    inputs, outputs = (
-        tuple(
-            replace(io, shape=sharded.values[io.name].shape(io.shape)) if io.name in sharded.values else io
-            for io in ios
-        )
-        for ios in (signature.inputs, signature.outputs)
-    )
-    return Signature(inputs, outputs)
+
+    def local(io: IO) -> IO:
+        if io.name not in sharded.values:
+            return io
+        return replace(io, shape=sharded.values[io.name].shape(io.shape))
+
+    return Signature(tuple(map(local, signature.inputs)), tuple(map(local, signature.outputs)))
 
 
 def _layer_mixers(
@@ -190,24 +187,26 @@ def _layer_mixers(
 ) -> dict[str, LayerAttention | LayerState]:
     """Return the token mixers of the chosen layers, by name, with their engines.
 
-    The engines are by phase: prefill and decode, or what the backend has instead.
+    The engines are by phase: prefill and decode, or those of the backend's own attention.
     """
-    found: dict[str, LayerAttention | LayerState] = {}
+    layer_mixers: dict[str, LayerAttention | LayerState] = {}
     for name in sorted({layer.variant for layer in chosen}):
         named = (engine for engine in engines.names() if engine.rpartition(".")[0] == name)
         by_phase = {engine.rpartition(".")[2]: load(engine).bind(None, {}) for engine in named}
         mixer = mixers[name]
-        found[name] = LayerState(by_phase, mixer) if isinstance(mixer, StateMixer) else LayerAttention(by_phase, mixer)
-    return found
+        if isinstance(mixer, StateMixer):
+            layer_mixers[name] = LayerState(by_phase, mixer)
+        else:
+            layer_mixers[name] = LayerAttention(by_phase, mixer)
+    return layer_mixers
 
 
 def engine_blocks(assembly: Assembly) -> set[str]:
-    """Return the names of the engines that take weights.
-
-    Those of blocks, or of several ranks the embedding and the pieces.
-    """
+    """Return the names of the engines that take weights: of blocks, or of the embedding and the shards' pieces."""
     ranks = assembly.tensor_parallel
-    return set(assembly.classes) if ranks is None else {assembly.embedding.graph, *ranks.graphs}
+    if ranks is None:
+        return set(assembly.classes)
+    return {assembly.embedding.graph, *ranks.graphs}
 
 
 def _of_ranks(
@@ -216,7 +215,7 @@ def _of_ranks(
     """Return a block of several ranks: each piece bound once for each rank."""
     ranks = engines.assembly.tensor_parallel
     assert ranks is not None
-    whole = engines.assembly.classes[part.graph].signature
+    unsharded = engines.assembly.classes[part.graph].signature
     signatures = [ranks.graphs[piece.graph].signature for piece in sharded.pieces]
     runs = []
     for piece, signature in zip(sharded.pieces, signatures, strict=True):
@@ -225,7 +224,7 @@ def _of_ranks(
         )
         for run in runs[-1]:
             check_engine(run, signature)
-    return RankBlock(sharded, whole, signatures, runs)
+    return RankBlock(sharded, unsharded, signatures, runs)
 
 
 def _bind_piece(
@@ -242,15 +241,18 @@ def _bind_piece(
     assert ranks is not None
     slots = ranks.graphs[piece.graph].signature.slots
     tensors = engines.tensors(piece.graph, {slot.name: [slot.name] for slot in slots})
-    own = RankWeights(weights, part.slots, engines.assembly.classes[part.graph].signature.slots, sharded, rank)
-    return programs[piece.graph].bind(own if tensors else None, tensors)
+    rank_weights = RankWeights(weights, part.slots, engines.assembly.classes[part.graph].signature.slots, sharded, rank)
+    program = programs[piece.graph]
+    if not tensors:
+        return program.bind(None, {})
+    return program.bind(rank_weights, tensors)
 
 
 def _heads_of_ranks(layer_attention: LayerAttention, ranks: TensorParallel, name: str) -> LayerAttention:
     shards = attention_shards(layer_attention.variant, ranks.degree)
-    own = ranks.variants[name].phases()
+    rank_graphs = ranks.variants[name].phases()
     for phase, run in layer_attention.engines.items():
-        check_engine(run, own[phase].signature)
+        check_engine(run, rank_graphs[phase].signature)
     graphs = layer_attention.variant.phases()
     engines = {
         phase: RankAttention(shards, graphs[phase].signature, run, ranks.degree)

@@ -75,7 +75,7 @@ class Collector:
     ):
         """Begin a completion without tokens.
 
-        min_stop_tokens: no stop string ends within the text of so many tokens, as vLLM's min_tokens. echo: the answers
+        min_stop_tokens: no stop string ends in the text of the first tokens, as vLLM's min_tokens. echo: the answers
         follow `Tokenizer.text` of the prompt, so they include all of a character that the prompt leaves unfinished.
         shown: see `TextStream`.
         """
@@ -103,12 +103,14 @@ class Collector:
         stop = self._filters[number]
         text = "" if finish == "stop_id" else stream.push(token)
         may_end = len(choice.token_ids) > self._min_stop_tokens
-        text = stop.push(text + stream.finish() if finish else text, may_end)
+        if finish:
+            text += stream.finish()
+        text = stop.push(text, may_end)
         if stop.found is not None:
             choice.finish = "stop_string"
             choice.stop = stop.found
         elif finish:
-            text += stop.rest()
+            text += stop.finish()
         choice.text += text
         return text
 
@@ -157,11 +159,13 @@ class StopFilter:
         self._buffer = buffer[len(buffer) - keep :]
         return buffer[: len(buffer) - keep]
 
-    def rest(self) -> str:
+    def finish(self) -> str:
         """Return the buffered text at the end of the answer."""
+        if self.found is not None:
+            return ""
         text = self._buffer
         self._buffer = ""
-        return text if self.found is None else ""
+        return text
 
 
 def _overlap(text: str, stop: str) -> int:

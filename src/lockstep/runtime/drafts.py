@@ -103,7 +103,8 @@ class _Pace:
         else:
             self.length = max(1, accepted)
         # A rejected draft costs most of a step on a CPU, and little on a GPU.
-        self.pause = min((1 << self.rejected) // (2 if on_host else 16), _MAX_PAUSE)
+        first_pause = 2 if on_host else 16
+        self.pause = min((1 << self.rejected) // first_pause, _MAX_PAUSE)
 
 
 class Speculation:
@@ -158,7 +159,9 @@ class Speculation:
             count = min(share, choice_room, pace.length)
             if count > 0:
                 # Powers of two: each number of tokens in a step is a layout with its own bound calls.
-                limits[choice] = count if count == self.num_tokens else 1 << count.bit_length() - 1
+                if count < self.num_tokens:
+                    count = 1 << count.bit_length() - 1
+                limits[choice] = count
         try:
             drafts = self._drafter.propose(limits) if limits else {}
         except Exception as error:

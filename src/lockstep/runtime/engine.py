@@ -110,7 +110,7 @@ class Engine:
         )
         self._max_prompt_len = model.max_seq_len if max_input_len is None else min(max_input_len, model.max_seq_len)
         # A cached prefix must have been computed in the chunks that it would be computed in now (for the same bits),
-        # and lie in pages that slots can share or copy.
+        # and be in pages that slots can share or copy.
         self.prefix_caching = (
             prefix_caching
             and model.tables.shares is not None
@@ -180,7 +180,7 @@ class Engine:
             choices[0].siblings = choices[1:]
         queued = choices[:1] if choices[0].siblings else choices
         for scheduled in queued:
-            self._scheduler.add(scheduled, held=request.grammar is not None)
+            self._scheduler.add(scheduled, is_held=request.grammar is not None)
         self._next_index = max(self._next_index, index + 1)
         token_ids = np.concatenate([prompt, np.array(generated, np.int64)])
         for number, (scheduled, word_filter) in enumerate(zip(choices, bad_words), request.choice):
@@ -521,9 +521,10 @@ class Engine:
             start = scheduled.num_computed
             if scheduled.in_prompt:
                 tokens = choice.prompt[start : start + count]
+            elif scheduled in unknown:
+                tokens = PREVIOUS_TOKEN
             else:
-                draft = step.drafts.get(scheduled, ())
-                tokens = PREVIOUS_TOKEN if scheduled in unknown else np.array([choice.answer[-1], *draft], np.int64)
+                tokens = np.array([choice.answer[-1], *step.drafts.get(scheduled, ())], np.int64)
             keeps_states = scheduled.in_prompt and scheduled.published < len(scheduled.prefix)
             advances.append(Advance(scheduled.slot, tokens, start, scheduled in step.drafts, keeps_states))
             # Parameters are needed at the end of the prompt, but changing them would disturb a step launched ahead.
@@ -606,9 +607,10 @@ class Engine:
         if sibling is None:
             return
         heir = self._choices[sibling]
-        choice.scheduled, heir.scheduled = sibling, choice.scheduled
-        self._choices[choice.scheduled] = choice
+        heir.scheduled = choice.scheduled
+        choice.scheduled = sibling
         self._choices[heir.scheduled] = heir
+        self._choices[choice.scheduled] = choice
         heir.prompt_logprobs = choice.prompt_logprobs
         heir.sampling_slot = -1
 

@@ -217,7 +217,7 @@ class Model:
         """Raise InputError unless `logits_behind` can be called."""
         if not self.gives_all_logits:
             raise InputError(
-                "prompt_logprobs: expected a backend that computes the logits behind all tokens of a prompt, such as "
+                "prompt_logprobs: expected a backend that computes the logits after all tokens of a prompt, such as "
                 f"onnxruntime, found {self.engines.manifest.backend}; leave them out"
             )
 

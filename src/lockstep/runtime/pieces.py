@@ -28,7 +28,7 @@ codecs.register_error(_ONE_EACH, _one_each)
 
 
 def _byte_characters() -> dict[str, int]:
-    """Return the byte that each character of a byte-level vocabulary stands for, as GPT-2 has them."""
+    """Return the byte of each character of a byte-level vocabulary (GPT-2's mapping)."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     substitutes = iter(range(256, 512))
     return {chr(byte if byte in printable else next(substitutes)): byte for byte in range(256)}
@@ -47,7 +47,9 @@ class Pieces:
     def __init__(self, library: Any):
         """Take a tokenizer of the tokenizers package."""
         self._library = library
-        kinds = set() if library.decoder is None else set(_kinds(json.loads(library.decoder.__getstate__())))
+        kinds = set[str]()
+        if library.decoder is not None:
+            kinds.update(_kinds(json.loads(library.decoder.__getstate__())))
         # This decoder adds a space after a word if another word follows.
         self._ends_words = "BPEDecoder" in kinds
         self._is_local = not kinds & {"BPEDecoder", "CTC"}
@@ -56,13 +58,15 @@ class Pieces:
         self._cache: dict[int, bytes] = {}
 
     def is_silent(self, token: int) -> bool:
-        """Return whether a token adds no text, wherever it stands."""
+        """Return whether a token never adds text."""
         return not self.after(token)
 
     def first(self, token: int) -> bytes:
         """Return what a token adds at the start of a text."""
         alone = self._decode([token])
-        return self.after(token) if _UNDECODED in alone else alone.encode()
+        if _UNDECODED in alone:
+            return self.after(token)
+        return alone.encode()
 
     def after(self, token: int, previous: int | None = None) -> bytes:
         """Return what a token adds after `previous`, by default after itself."""
@@ -90,7 +94,7 @@ class Pieces:
         alone = self._library.decode_batch([[token] for token in range(size)], skip_special_tokens=True)
         twice = self._library.decode_batch([[token, token] for token in range(size)], skip_special_tokens=True)
         if self._ends_words:
-            return [text[: len(text) - len(one)].encode() for one, text in zip(alone, twice)]
+            return [text[: len(text) - len(single)].encode() for single, text in zip(alone, twice)]
         return [self._bytes(token, *texts) for token, texts in enumerate(zip(alone, twice))]
 
     def unfinished(self, context: Sequence[int] | np.ndarray) -> bytes:

@@ -1,6 +1,6 @@
 """Keys of prompt prefixes: token ids in, one key for each whole chunk out.
 
-Equal keys stand for the same keys and values of the cache.
+Prefixes with equal keys have the same keys and values in the cache.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ Admission = Literal["guaranteed", "optimistic"]
 
 
 class Status(enum.Enum):
-    """Where a request stands.
+    """The state of a request.
 
     HELD: not to be admitted yet. FORKING: a further choice (n > 1) whose prompt is not fully computed.
     """
@@ -144,8 +144,8 @@ class Scheduler:
             raise InputError(f"max_num_tokens: expected at least max_batch_size ({num_slots}), found {max_num_tokens}")
         if not 1 <= chunk_size <= max_num_tokens - num_slots + 1:
             raise InputError(
-                f"chunk_size: expected 1 to {max_num_tokens - num_slots + 1}, which a step of {max_num_tokens} tokens "
-                f"(max_num_tokens) has room for beside {num_slots - 1} other requests, found {chunk_size}"
+                f"chunk_size: expected 1 to {max_num_tokens - num_slots + 1} (max_num_tokens {max_num_tokens}, and a "
+                f"token of each of {num_slots - 1} other requests), found {chunk_size}"
             )
         if long_prefill_token_threshold is not None and long_prefill_token_threshold < 1:
             raise InputError(
@@ -186,10 +186,10 @@ class Scheduler:
         """Return how many requests are queued or swapped out."""
         return self._num_waiting + len(self._swapped)
 
-    def add(self, request: Scheduled, held: bool = False) -> None:
+    def add(self, request: Scheduled, is_held: bool = False) -> None:
         """Queue a request.
 
-        held: it takes its place in the order, but is not admitted before `unhold`.
+        is_held: it takes its place in the order, but is not admitted before `unhold`.
 
         Raises InputError for a request that needs more pages or slots than there are.
         """
@@ -214,7 +214,7 @@ class Scheduler:
             sibling.status = Status.FORKING
         self._arrivals += 1
         self._num_waiting += 1
-        if held:
+        if is_held:
             request.status = Status.HELD
         else:
             self._wait(request)
@@ -343,7 +343,9 @@ class Scheduler:
         remaining = sum(
             request.num_prompt_tokens - request.num_computed for request in self._running if request.in_prompt
         )
-        return min(budget, limit) if remaining <= _PILE_FACTOR * limit else budget
+        if remaining > _PILE_FACTOR * limit:
+            return budget
+        return min(budget, limit)
 
     def computed(self, step: SchedulerOutput) -> list[tuple[Scheduled, int, list[int]]]:
         """Record that a step was computed, and publish the chunks that it completed for reuse.
@@ -383,7 +385,9 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert that no slot or page is lost. For tests and idle engines."""
-        used_slots = [slot for request in self._running for slot in request.slots]
+        used_slots = list[int]()
+        for request in self._running:
+            used_slots += request.slots
         assert sorted([*used_slots, *self._free_slots]) == list(range(self._num_slots))
         assert all(not self.tables[slot] for slot in self._free_slots)
         self.tables.pool.check()
@@ -391,8 +395,8 @@ class Scheduler:
     def _chunks(self, request: Scheduled, budget: int, decoding: bool) -> int:
         """Return how many tokens of a prompt this step computes: whole chunks, or up to the prompt's end.
 
-        A last chunk of one token always gets a step of its own. A single token is computed by the decode kernel and
-        several by the prefill kernel, and which of the two computes a token must not depend on other requests.
+        A last chunk of one token is always computed in a separate step. A single token is computed by the decode kernel
+        and several by the prefill kernel, and which of the two computes a token must not depend on other requests.
         """
         start = request.num_computed
         end = request.num_prompt_tokens
@@ -449,7 +453,9 @@ class Scheduler:
                     return
             heapq.heappop(self._waiting[request.adapter])
             self._num_waiting -= 1
-            request.published = len(prefix_pages) // self.tables.chunk_pages(self.chunk_size) if prefix_pages else 0
+            request.published = 0
+            if prefix_pages:
+                request.published = len(prefix_pages) // self.tables.chunk_pages(self.chunk_size)
             request.num_computed = request.published * self.chunk_size
             step.admitted.append((request, prefix_pages))
 

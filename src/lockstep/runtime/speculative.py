@@ -36,22 +36,24 @@ def parse(text: str) -> Speculative:
     return Speculative(int(count), target or None)
 
 
-def open_speculation(model: Model, asked: Speculative, threads: int | None = None) -> Speculation:
-    """Open what drafts for `model`.
+def open_speculation(model: Model, settings: Speculative, threads: int | None = None) -> Speculation:
+    """Open the drafter of `model`.
 
     Raises InputError for a model that verifies no drafts, a draft of another tokenizer, or one without room for drafts,
     and what `Model.open` raises of the draft target.
     """
     model.check_verifies_drafts()
-    expect("speculative", asked.num_tokens, 1, model.max_seq_len - 1, "tokens of a draft, which fit into max_seq_len")
-    if asked.target is None:
-        return Speculation(NgramDrafter(), asked.num_tokens)
-    _check_tokens(model, asked)
+    expect(
+        "speculative", settings.num_tokens, 1, model.max_seq_len - 1, "tokens of a draft, which fit into max_seq_len"
+    )
+    if settings.target is None:
+        return Speculation(NgramDrafter(), settings.num_tokens)
+    _check_tokens(model, settings)
     draft = Model.open(
-        asked.engines,
-        asked.assembly,
-        asked.weights,
-        asked.layers,
+        settings.engines,
+        settings.assembly,
+        settings.weights,
+        settings.layers,
         max_batch_size=model.max_batch_size,
         max_seq_len=model.max_seq_len,
         threads=threads,
@@ -59,19 +61,19 @@ def open_speculation(model: Model, asked: Speculative, threads: int | None = Non
     )
     if not draft.can_forget:
         raise InputError(
-            f"speculative: expected a draft target of layers that keep keys and values in pages, found {asked.target}"
+            f"speculative: expected a draft target whose layers all keep keys and values, found {settings.target}"
         )
-    return Speculation(ModelDrafter(draft), asked.num_tokens)
+    return Speculation(ModelDrafter(draft), settings.num_tokens)
 
 
-def _check_tokens(model: Model, asked: Speculative) -> None:
+def _check_tokens(model: Model, settings: Speculative) -> None:
     """Raise InputError for a draft target of another tokenizer."""
-    files = [Path(model.assembly_json), Path(asked.assembly)]
+    files = [Path(model.assembly_json), Path(settings.assembly)]
     entries = [TextFiles.load(path).tokenizer for path in files]
     if None not in entries and len({entry.sha256 for entry in entries if entry}) == 1:
         return
     if None in entries or Tokenizer.open(files[0]).vocabulary != Tokenizer.open(files[1]).vocabulary:
         raise InputError(
-            f"speculative: expected a draft target of the same tokenizer, found {asked.target} with another "
-            f"({asked.assembly}); give a cut of the target, or ngram:{asked.num_tokens}"
+            f"speculative: expected a draft target of the same tokenizer, found {settings.target} with another "
+            f"({settings.assembly}); give a cut of the target, or ngram:{settings.num_tokens}"
         )

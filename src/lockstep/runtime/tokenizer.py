@@ -98,7 +98,7 @@ def tokenizer_path(assembly_json: str | os.PathLike) -> Path:
     entry = TextFiles.load(assembly_json).tokenizer
     if entry is None:
         raise InputError(
-            f"{assembly_json}: expected a tokenizer, found none; put tokenizer.json beside "
+            f"{assembly_json}: expected a tokenizer, found none; put tokenizer.json next to "
             f"the checkpoint's weights and export again"
         )
     path = Path(assembly_json).parent / entry.file
@@ -125,7 +125,7 @@ class Tokenizer:
             ) from None
         if not Path(path).is_file():
             raise InputError(
-                f"{path}: expected a tokenizer, found no file; put tokenizer.json beside the "
+                f"{path}: expected a tokenizer, found no file; put tokenizer.json next to the "
                 f"checkpoint's weights and export again"
             )
         self._path = path

@@ -1,6 +1,6 @@
-"""Compile grammars in threads beside the loop that steps.
+"""Compile grammars in threads, while the engine steps.
 
-Grammars in; matchers out. Each grammar is first compiled on trial in a process of its own.
+Grammars in; matchers out. Each grammar is first compiled on trial in a child process.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from lockstep.runtime.tokenizer import tokenizer_path
 
 SECONDS = 5.0
 _WORKERS = 2  # grammars at a time
-_STACK = 16 << 20  # bytes, more than a trial's: what came through there comes through here
+_STACK = 16 << 20  # bytes, more than a trial's: a grammar that compiled there compiles here
 _NICE = 10  # of those threads: a step that runs meanwhile goes first
-_MAX_CACHED = 2 << 20  # characters of compiled grammars that are kept, 40 bytes of memory for each
+_MAX_CACHED = 2 << 20  # characters of compiled grammars in the cache, 40 bytes of memory for each
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Compiler:
         self._eos_token_ids = eos_token_ids
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._outcomes: collections.deque[tuple[int, Matcher | str]] = collections.deque()
-        self._open: set[int] = set()  # keys that an outcome is wanted of
+        self._open: set[int] = set()  # keys whose outcome is awaited
         self._came = threading.Event()
         self._lock = threading.Lock()
         self._text: str | None = None
@@ -69,7 +69,7 @@ class Compiler:
     def submit(self, key: int, grammar: Grammar, answer_ids: Sequence[int] = ()) -> None:
         """Compile a grammar; `poll` gives its outcome.
 
-        answer_ids: tokens that were given out already.
+        answer_ids: tokens that the answer has already.
         """
         self._open.add(key)
         self._jobs.put(_Job(key, grammar, answer_ids))
@@ -87,19 +87,19 @@ class Compiler:
     def poll(self) -> list[tuple[int, Matcher | str]]:
         """Return the outcomes that have come, by key.
 
-        Each is the matcher, behind its answer_ids, or one line that says why there is none.
+        Each is the matcher after its answer_ids, or one line that says why the grammar was rejected.
         """
         self._came.clear()
-        found = []
+        outcomes = []
         while self._outcomes:
             key, outcome = self._outcomes.popleft()
             if key in self._open:
                 self._open.discard(key)
-                found.append((key, outcome))
-        return found
+                outcomes.append((key, outcome))
+        return outcomes
 
     def wait(self, seconds: float) -> None:
-        """Wait until an outcome comes, for at most so many seconds."""
+        """Wait at most `seconds` for an outcome."""
         self._came.wait(seconds)
 
     def _work(self) -> None:
@@ -153,7 +153,7 @@ class Compiler:
         with self._lock:
             self._compiled.pop(grammar, None)
             self._compiled[grammar] = start
-            num_characters = sum(len(known.text) for known in self._compiled)
+            num_characters = sum(len(cached.text) for cached in self._compiled)
             while num_characters > _MAX_CACHED and len(self._compiled) > 1:
                 oldest = next(iter(self._compiled))
                 num_characters -= len(oldest.text)

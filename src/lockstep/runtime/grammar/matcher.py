@@ -29,7 +29,7 @@ class Matcher:
         self._coming: Future[bytes] | None = None
 
     def fork(self) -> Matcher:
-        """Return a matcher of another answer that stands where this one does."""
+        """Return a matcher of another answer, in the state of this one."""
         self._wait()
         other = object.__new__(Matcher)
         other._matcher = self._matcher.deep_copy()
@@ -54,7 +54,7 @@ class Matcher:
         if end_ids and not self._matcher.is_accepting():
             without_ends = allowed.copy()
             without_ends[[token for token in end_ids if token < self._vocab_size]] = False
-            if without_ends.any():  # else the grammar asks for one
+            if without_ends.any():  # else the grammar requires one
                 allowed = without_ends
         return allowed if allowed.any() else None
 
@@ -90,9 +90,9 @@ class GrammarCompiler(Protocol):
         ...
 
     def poll(self) -> list[tuple[int, Matcher | str]]:
-        """Return what is done, by key: the matcher, or why there is none."""
+        """Return the outcomes by key: the matcher, or why the grammar was rejected."""
         ...
 
     def wait(self, seconds: float) -> None:
-        """Wait until something is done, for at most so many seconds."""
+        """Wait at most `seconds` for an outcome."""
         ...

@@ -1,4 +1,4 @@
-"""Compile a grammar on trial, in a process of its own.
+"""Compile a grammar on trial, in a child process.
 
 The process may hang, need all memory or crash: the engine lives on.
 
@@ -32,7 +32,7 @@ _WHITE_SPACE = r"[ \n\r\t]{1,64}"  # between two parts of JSON: a new line, and 
 
 
 class Refusal(Exception):
-    """Why a grammar is not taken: one line that goes on "expected ..."."""
+    """Why a grammar was rejected: one line that continues "expected ..."."""
 
 
 class TrialProcess:
@@ -89,9 +89,9 @@ class TrialProcess:
                 "a grammar that compiles, found one that nests too deep, or needs more memory or time than it may; "
                 "simplify it"
             ) from None
-        found = json.loads(answer)
-        if found["error"]:
-            raise Refusal(found["error"])
+        reply = json.loads(answer)
+        if reply["error"]:
+            raise Refusal(reply["error"])
 
 
 def open_tokenizer(text: str, vocab_size: int, eos_token_ids: Sequence[int]) -> Any:
@@ -107,9 +107,9 @@ def open_tokenizer(text: str, vocab_size: int, eos_token_ids: Sequence[int]) -> 
         ) from None
     eos = list(eos_token_ids) or None
     try:
-        known = llguidance.LLTokenizer(text, eos_token=eos)
-        if known.vocab_size >= vocab_size:
-            return known
+        tokenizer = llguidance.LLTokenizer(text, eos_token=eos)
+        if tokenizer.vocab_size >= vocab_size:
+            return tokenizer
         return llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=eos)
     except ValueError as error:
         raise Refusal(f"a tokenizer.json that llguidance can read, found {_line(error)}") from None
@@ -121,11 +121,11 @@ def compiled(tokenizer: Any, kind: str, text: str, around: str = "") -> Any:
 
     try:
         if kind == "regex":
-            made = json.loads(llguidance.LLMatcher.grammar_from_regex(text))
-            program = json.dumps({"grammars": [{"lark_grammar": made["grammars"][0]["lark_grammar"]}]})
+            from_regex = json.loads(llguidance.LLMatcher.grammar_from_regex(text))
+            program = json.dumps({"grammars": [{"lark_grammar": from_regex["grammars"][0]["lark_grammar"]}]})
         elif kind == "lark":
             program = json.dumps({"grammars": [{"lark_grammar": text}]})
-        else:  # put together as text: llguidance's own way reads a schema while all other threads wait
+        else:  # concatenated as text: llguidance's own function parses a schema with the GIL held
             schema = bounded(text if kind == "json_schema" else '{"type": "object"}')
             program = f'{{"grammars": [{{"json_schema": {schema}}}]}}'
         if around:
@@ -139,16 +139,16 @@ def compiled(tokenizer: Any, kind: str, text: str, around: str = "") -> Any:
 
 
 def _inside(around: str, program: str) -> str:
-    """Return a program whose grammar stands as `@answer` in another one."""
-    first, _, rest = program.partition('{"grammars": [{')
-    assert not first, "a program is a list of grammars"
-    return f'{{"grammars": [{{"lark_grammar": {json.dumps(around)}}}, {{"name": "answer", {rest}'
+    """Return a program whose grammar is `@answer` in another one."""
+    opening = '{"grammars": [{'
+    assert program.startswith(opening), "a program is a list of grammars"
+    return f'{{"grammars": [{{"lark_grammar": {json.dumps(around)}}}, {{"name": "answer", {program[len(opening) :]}'
 
 
 def bounded(text: str, white_space: str = _WHITE_SPACE) -> str:
     """Return a schema that allows white space of a bounded length, unless it says itself what it allows.
 
-    Without an end, a model that has nothing to say would go on with white space for as long as it may.
+    Without a bound, a model may fill its answer with white space.
     """
     schema = json.loads(text)
     if isinstance(schema, bool):
@@ -166,26 +166,26 @@ def _line(error: object) -> str:
 def _main() -> None:
     tokenizer: Any = None
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         answer = {"error": ""}
         try:
             if tokenizer is None:
-                tokenizer = open_tokenizer(asked["tokenizer"], asked["vocab_size"], asked["eos_token_ids"])
+                tokenizer = open_tokenizer(request["tokenizer"], request["vocab_size"], request["eos_token_ids"])
                 _limit(resource.RLIMIT_AS, _address_space() + _MEMORY)
             else:
-                # Also where nobody is left to end this process.
+                # In case the parent dies, and cannot end this process.
                 used = resource.getrusage(resource.RUSAGE_SELF)
-                _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + asked["seconds"]) + 2)
-                _try(tokenizer, asked, answer)
+                _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + request["seconds"]) + 2)
+                _try(tokenizer, request, answer)
         except Refusal as refusal:
             answer["error"] = str(refusal)
         print(json.dumps(answer), flush=True)
 
 
-def _try(tokenizer: Any, asked: Mapping[str, Any], answer: dict[str, str]) -> None:
+def _try(tokenizer: Any, request: Mapping[str, Any], answer: dict[str, str]) -> None:
     def work() -> None:
         try:
-            matcher = compiled(tokenizer, asked["kind"], asked["text"], asked["around"])
+            matcher = compiled(tokenizer, request["kind"], request["text"], request["around"])
             matcher.deep_copy().compute_bitmask()
         except Refusal as refusal:
             answer["error"] = str(refusal)
@@ -195,9 +195,11 @@ def _try(tokenizer: Any, asked: Mapping[str, Any], answer: dict[str, str]) -> No
     thread.join()
 
 
-def _limit(kind: int, most: int) -> None:
+def _limit(kind: int, limit: int) -> None:
     _, hard = resource.getrlimit(kind)
-    resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(kind, (limit, hard))
 
 
 def _address_space() -> int:
