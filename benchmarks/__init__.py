@@ -3,7 +3,7 @@
 Comparisons run side by side in one process, in turn.
 
 What a user can do is measured through the public API, `import lockstep`. Below it only the modules of `INSIDE` are
-imported; tests/unit/test_api.py holds the list.
+imported; tests/unit/repository/test_api.py holds the list.
 """
 
 # Module of lockstep: why the public API does not do.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ UNIT = Path(__file__).parent / "unit"
 
 def unit_conftest() -> Any:
     """Return the module, whose fixtures make the demo."""
-    sys.path.insert(0, str(UNIT))
     spec = importlib.util.spec_from_file_location("unit_conftest", UNIT / "conftest.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -22,7 +22,7 @@ CHOICES = "lockstep_choices"
 CONTINUATIONS = "lockstep_continuations"
 PERPLEXITY = "lockstep_perplexity"
 # A token's log-probability: fp32 on both sides, with sums of some hundred products in another order, and logits up to
-# 20. As in tests/unit/test_prompt_logprobs.py.
+# 20. As in tests/unit/runtime/test_prompt_logprobs.py.
 TOLERANCE = 2e-4
 # Whose tokenizer it is: the demo's folder, or the server, which `auto` finds by itself.
 FOLDER = f"tokenizer={DEMO},tokenizer_backend=huggingface"

@@ -3,7 +3,7 @@
     pip install peft==0.21.2        (in an environment with envs/requirements.txt; it brings accelerate and psutil)
     python tests/data/make_peft.py
 
-tests/unit/test_adapters.py holds our definition of an adapter against these numbers, without PEFT.
+tests/unit/runtime/test_adapters.py holds our definition of an adapter against these numbers, without PEFT.
 """
 
 from pathlib import Path

@@ -9,7 +9,7 @@ from fp8_pages import heads_of, pages_of
 from lockstep.step.sampling import Sampling
 from next_token_cases import CASES, SAMPLING, check_draws, record, rows_of
 
-# Other types of the same code: `make test` runs these tests on a fake GPU (tests/unit/test_gpu_tests.py).
+# Other types of the same code: `make test` runs these tests on a fake GPU (tests/unit/gpu/test_gpu_tests.py).
 long = pytest.mark.long
 POSITIONS = 200
 HEADS = 4
@@ -413,7 +413,7 @@ class Drawing:
         return self.device.down(self._found)
 
 
-# tests/unit/test_next_token_kernel.py has all cases.
+# tests/unit/gpu/test_next_token_kernel.py has all cases.
 @pytest.mark.parametrize(
     "case", [pytest.param(case, id=case.name, marks=[long] * (n % 6 > 0)) for n, case in enumerate(CASES)]
 )

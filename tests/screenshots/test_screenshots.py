@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from reports import blocks, golden, golden_prompt, speed, validation
 
 from browser import Browser, find
 from lockstep.artifacts.drift import Drift
@@ -20,9 +20,6 @@ from lockstep.report import summary
 from lockstep.serve.page import page
 from lockstep.targets import Results, Target
 from scripted_server import ScriptedServer
-
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
-from reports import blocks, golden, golden_prompt, speed, validation
 
 PICTURES = Path(os.environ["LOCKSTEP_SCREENSHOTS"])
 SCREENS = [(width, height, dark) for width, height in ((390, 844), (1280, 800)) for dark in (False, True)]

@@ -1,7 +1,7 @@
 """The `lockstep` commands in blocks of the pages: each page's in order, by a shell, in a copy of the demo's run.
 
-`curl` lines are those of tests/unit/test_curl.py, load generators those of tests/clients, `make` and `snakemake` those
-of other tests here.
+`curl` lines are those of tests/unit/serve/test_curl.py, load generators those of tests/clients, `make` and
+`snakemake` those of other tests here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ELSEWHERE = {
     "config device=": "GPUs: tests/workflow/test_two_devices.py",
     "config/openvino.yaml": "a CPU with bf16 instructions: `make demo` has these targets",
     "tensorrt_rtx": "builds for an RTX GPU: tests/workflow/test_committed_lock.py",
-    "--rebuilders": "two rebuilders' keys: tests/unit/test_publish.py",
+    "--rebuilders": "two rebuilders' keys: tests/unit/publish/test_publish.py",
 }
 MY_MODEL = """\
 models:

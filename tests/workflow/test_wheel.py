@@ -210,7 +210,7 @@ def test_a_command_names_the_extra_that_it_needs(command: str, installed: Path, 
 
 
 def test_the_program_explains_itself_without_any_extra(installed: Path, tmp_path: Path) -> None:
-    """What a bundle generates without them is in tests/unit/test_bundle.py."""
+    """What a bundle generates without them is in tests/unit/bundle/test_bundle.py."""
     for arguments, text in (
         (("--help",), "generate"),
         (("--version",), "lockstep 0."),

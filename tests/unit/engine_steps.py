@@ -1,0 +1,41 @@
+"""The demo's engine, stepped until its requests end."""
+
+import numpy as np
+
+from lockstep.runtime import Model
+
+CHUNK = 64
+
+
+def open_model(demo, precision="fp32", **options):
+    paths = (
+        demo.engines("demo-llama", precision, "onnxruntime"),
+        demo.assembly("demo-llama", precision),
+        demo.weights("demo-llama", precision),
+    )
+    return Model.open(*paths, **({"max_batch_size": 4, "max_seq_len": 256, "chunk_size": CHUNK} | options))
+
+
+def ids(length, seed=0):
+    return np.random.default_rng(seed).integers(3, 500, length)
+
+
+def with_logits(engine, *requests, arrivals=None):
+    """Tokens and logits by request; request i is added before step `arrivals[i]`."""
+    waiting = list(enumerate(requests))
+    found = {}
+    count = 0
+    while waiting or engine.has_work:
+        while waiting and (arrivals is None or arrivals[waiting[0][0]] <= count):
+            engine.add(waiting.pop(0)[1])
+        for made in engine.step():
+            tokens, logits = found.setdefault(made.request, ([], []))
+            tokens.append(made.token)
+            logits.append(made.logits)
+        count += 1
+    engine.scheduler.check()
+    return found
+
+
+def argmax(logits):
+    return int(logits.argmax())

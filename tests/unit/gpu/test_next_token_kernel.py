@@ -1,0 +1,151 @@
+"""The kernel that chooses tokens, compiled for the host: the source that a GPU runs, beside step/sampling.py."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lockstep.step.greedy import largest, most_likely
+from lockstep.step.sampling import Sampling
+from next_token_cases import CASES, SAMPLING, check_draws, record, rows_of
+from some import some
+
+TESTS = Path(__file__).parents[2]
+KERNEL = TESTS.parent / "src" / "lockstep" / "gpu" / "kernels" / "next_token.cu"
+COMPILER = shutil.which("c++") or shutil.which("g++")
+SOURCE = """
+#include "fake_gpu/host_block.h"
+long long integer(const void* values, int wide, long long i) {
+    return wide ? ((const long long*)values)[i] : ((const int*)values)[i];
+}
+float number(const void* values, int kind, long long i) { return ((const float*)values)[i]; }
+#include "KERNEL"
+extern "C" void run(int rows, const void* logits, int size, const int* slots, const void* held, int limit,
+                    const void* samplings, int* found, void* tokens, void* positions, int wide) {
+    launch(rows, [=] { advance(logits, 0, size, slots, held, limit, (const Sampling*)samplings, found, tokens,
+                               positions, wide); });
+}
+extern "C" void tell(int rows, const void* part, int size, int first, const int* slots, void* told) {
+    launch(rows, [=] { largest(part, 0, size, first, slots, (Told*)told); });
+}
+extern "C" void decide(int rows, const void* told, int ranks, const int* slots, const void* held, int limit, int* found,
+                       void* tokens, void* positions, int wide) {
+    launch(rows, [=] { choose((const Told*)told, ranks, slots, held, limit, found, tokens, positions, wide); });
+}
+extern "C" void words(Wide* out, Wide block, Wide position, Wide seed, Wide choice) {
+    philox(*(Wide(*)[4])out, block, position, seed, choice);
+}
+"""
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kernel")
+    (folder / "kernel.cpp").write_text(SOURCE.replace("KERNEL", str(KERNEL)))
+    # -Bsymbolic: glibc has an `advance` too. Products and sums stay apart, as NumPy computes them.
+    command = [
+        COMPILER, "-std=c++17", "-O2", "-ffp-contract=off", "-shared", "-fPIC", "-Wl,-Bsymbolic", f"-I{TESTS}",
+        "kernel.cpp",
+    ]  # fmt: skip
+    subprocess.run([*command, "-o", "kernel.so"], cwd=folder, check=True)
+    return ctypes.CDLL(str(folder / "kernel.so"))
+
+
+def address(array: np.ndarray) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+def run(kernel, logits: np.ndarray, samplings: np.ndarray, positions: np.ndarray, wide: bool = False) -> np.ndarray:
+    """The token of each row, row i of slot i; what else is written is checked here."""
+    count, size = logits.shape
+    integer = np.int64 if wide else np.int32
+    slots = np.arange(count, dtype=np.int32)
+    held = (positions - 1).astype(integer)
+    limit = int(positions.max())
+    found = np.full(count, -7, np.int32)
+    tokens = np.zeros(count, integer)
+    nexts = np.zeros(count, integer)
+    logits = np.ascontiguousarray(logits, np.float32)
+    arrays = [address(array) for array in (slots, held)]
+    outs = [address(array) for array in (samplings, found, tokens, nexts)]
+    kernel.run(count, address(logits), size, *arrays, limit, *outs, int(wide))
+    assert tokens.tolist() == np.maximum(found, 0).tolist() and nexts.tolist() == (positions % limit).tolist()
+    return found
+
+
+OFTEN = [case for case in CASES if case.name in ("all-rules", "min-p", "top-k-more", "least-temperature")]
+
+
+@pytest.mark.parametrize("case", some(CASES, *OFTEN), ids=lambda case: case.name)
+def test_tokens_are_those_of_the_definition(kernel, case):
+    logits, samplings, choices, positions = rows_of(case, 12)
+    records = record(samplings, choices)
+    found = run(kernel, logits, records, positions)
+    check_draws(found, logits, samplings, choices, positions)
+    assert np.array_equal(found, run(kernel, logits, records, positions, wide=True))
+
+
+def test_bits_of_the_noise_are_numpys(kernel):
+    for block, position, seed, choice in ((1, 0, 0, 0), (7, 700, 2**64 - 1, 3), (16032, 2**31 - 1, 2**63 + 5, 255)):
+        words = np.zeros(4, np.uint64)
+        kernel.words(address(words), *map(ctypes.c_uint64, (block, position, seed, choice)))
+        counter = np.array([block - 1, position, 0, 0], np.uint64)
+        bits = np.random.Philox(key=np.array([seed, choice], np.uint64), counter=counter).random_raw(4)
+        assert words.tolist() == bits.tolist()
+
+
+def test_rows_that_do_not_sample_or_are_not_finite_stand_beside_those_that_do(kernel):
+    logits = np.random.default_rng(0).standard_normal((6, 1500)).astype(np.float32)
+    logits[1, [3, 900]] = 9
+    logits[2, 1] = np.nan
+    logits[3, 2] = np.inf
+    logits[4] = -np.inf
+    samplings = [Sampling(), Sampling(), Sampling(1.0), Sampling(1.0, top_p=0.5), Sampling(1.0), Sampling(1.0, top_k=1)]
+    found = run(kernel, logits, record(samplings, [0] * 6), np.arange(1, 7))
+    assert found.tolist() == [int(logits[0].argmax()), 3, -1, -1, -1, int(logits[5].argmax())]
+    assert SAMPLING.itemsize == 40  # struct Sampling
+
+
+@pytest.mark.parametrize("ranks", some([2, 3, 8], 3))
+@pytest.mark.parametrize("columns", [5, 1700])  # fewer than a block's threads, more
+def test_what_ranks_tell_of_their_logits_is_what_one_rank_finds(kernel, ranks, columns):
+    """Of equals the lowest id, within a rank and across; none for NaN and infinity; rows without a slot stay."""
+    random = np.random.default_rng(ranks)
+    logits = random.standard_normal((9, ranks * columns)).astype(np.float32)
+    logits[0, [3, columns + 1]] = 9  # of two ranks
+    logits[1, [-1, -3]] = 9  # of one
+    logits[2] = -3
+    logits[3, -2] = np.nan
+    logits[4, 1] = np.inf
+    logits[5] = -np.inf
+    logits[6, columns:] = -np.inf
+    slots = np.array([8, 0, 1, 2, 3, 4, 5, -1, 6], np.int32)
+    held = np.arange(9, dtype=np.int64)
+    told = np.full((9, ranks, 2), -7, np.int32)
+    for rank in range(ranks):
+        part = np.ascontiguousarray(logits[:, rank * columns : (rank + 1) * columns])
+        own = np.full((9, 2), -7, np.int32)
+        kernel.tell(9, address(part), columns, rank * columns, address(slots), address(own))
+        ids, values = largest(part, rank * columns)
+        assert own[:, 1].tolist() == [token if slot >= 0 else -7 for token, slot in zip(ids.tolist(), slots)]
+        assert np.array_equal(own[:, 0].view(np.float32)[slots >= 0], values[slots >= 0])
+        told[:, rank] = own
+    found = np.full(9, -5, np.int32)
+    tokens = np.full(9, -5, np.int64)
+    positions = np.full(9, -5, np.int64)
+    outs = [address(array) for array in (found, tokens, positions)]
+    kernel.decide(9, address(told), ranks, address(slots), address(held), 7, *outs, 1)
+    with np.errstate(invalid="ignore"):
+        best = most_likely(logits)
+    expected = np.full((3, 9), -5)
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            expected[:, slot] = best[row], max(best[row], 0), row + 1 if row + 1 < 7 else 0
+    assert np.array_equal([found, tokens, positions], expected)

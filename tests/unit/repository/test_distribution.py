@@ -1,0 +1,103 @@
+"""The distribution's name and version, wherever they stand: on the package index `lockstep` is another project."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import tomllib
+import yaml
+
+from lockstep import __version__
+
+REPOSITORY = Path(__file__).parents[3]
+FOLDERS = (".ci", ".github", "benchmarks", "config", "docs", "envs", "examples", "profiles", "records", "resources")
+FILES = [
+    path
+    for folder in (*FOLDERS, "src", "tests", "workflow")
+    for path in (REPOSITORY / folder).rglob("*")
+    if path.is_file() and path != Path(__file__) and "__pycache__" not in path.parts and path.stat().st_size < 1 << 20
+] + [path for path in REPOSITORY.iterdir() if path.is_file() and path.suffix != ".lock"]
+# An extra of `lockstep`, and an install of it or of its wheel by that name; of our own name too, while nobody has it.
+OTHER_PROJECT = re.compile(
+    r"(?<![\w./-])lockstep\[[a-z]"
+    r"|(?:pip|uv|pipx) (?:install|download)[^\n]*[\s'\"]lockstep(?:-engines)?(?:[\s'\"=\[]|$)"
+    r"|lockstep-\d+\.\d"
+)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "pip install 'lockstep[grammar]'",
+        "pip install lockstep",
+        "uv pip install lockstep==0.1",
+        "./lockstep-0.1.0.whl",
+        'pip install "lockstep-engines[serve]"',
+    ],
+)
+def test_the_pattern_sees_another_project(line: str) -> None:
+    assert OTHER_PROJECT.search(line)
+    assert not OTHER_PROJECT.search('pip install ".[serve]"') and not OTHER_PROJECT.search("./lockstep_engines-0.1.whl")
+
+
+def test_nothing_tells_a_user_to_install_another_project() -> None:
+    found = []
+    for path in FILES:
+        try:
+            lines = path.read_text().splitlines()
+        except UnicodeDecodeError:
+            continue
+        found += [f"{path.relative_to(REPOSITORY)}: {line.strip()}" for line in lines if OTHER_PROJECT.search(line)]
+    assert found == []
+
+
+def pins(name: str) -> dict[str, str]:
+    """Return what stands after each pin of a file in envs, by the pin with its package's canonical name."""
+    lines = (line.split(maxsplit=1) for line in (REPOSITORY / "envs" / name).read_text().splitlines())
+    found = {words[0].partition("=="): "".join(words[1:]) for words in lines if words and words[0][0] not in "#-"}
+    return {f"{re.sub(r'[-_.]+', '-', name).lower()}=={version}": rest for (name, _, version), rest in found.items()}
+
+
+def test_each_pin_that_is_installed_has_the_digests_of_its_files() -> None:
+    """`make hashes` writes them; torch's build is chosen by who installs it, for genai.txt too."""
+    assert set(pins("hashes.txt")) == {pin for pin in pins("requirements.txt") if not pin.startswith("torch==")}
+    files = {path.name for path in (REPOSITORY / "envs").glob("*.txt")} - {"requirements.txt", "genai.txt"}
+    without = [
+        (name, pin) for name in sorted(files) for pin, rest in pins(name).items() if "--hash=sha256:" not in rest
+    ]
+    assert len(files) > 15 and not without
+
+
+def test_what_is_installed_together_is_of_one_version() -> None:
+    """.venv has the pins of all of these."""
+    versions: dict[str, set[str]] = {}
+    for file in (
+        "requirements.txt",
+        "openvino.txt",
+        "tokenizers.txt",
+        "test.txt",
+        "publish.txt",
+        "otel.txt",
+        "kubernetes.txt",
+    ):
+        for pin in pins(file):
+            name, _, version = pin.partition("==")
+            versions.setdefault(name, set()).add(version)
+    assert not {name: found for name, found in versions.items() if len(found) > 1}
+
+
+def test_the_version_is_one() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
+    assert (project["name"], project["version"], citation["version"]) == ("lockstep-engines", __version__, __version__)
+    dated = f"\n## {__version__}, {citation['date-released']:%Y-%m-%d}\n"
+    assert dated in (REPOSITORY / "CHANGELOG.md").read_text()
+    images = {
+        (path, version)
+        for path in FILES
+        if path.suffix in (".md", ".yaml") or path.name == "Dockerfile"
+        for version in re.findall(r"\blockstep:(\d+\.\d+\.\d+)|newTag: (\S+)", path.read_text())
+    }
+    assert images and {found for _, versions in images for found in versions if found} == {__version__}
