@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, Literal, TypeVar
 
-from lockstep.artifacts import formats
 from lockstep.artifacts.adapted import AdaptedReport
 from lockstep.artifacts.files import read_json
 from lockstep.artifacts.reports import ComparisonReport, GoldenReport, Report, ServedReport, ValidationReport
 from lockstep.artifacts.summary import SummaryRow
 from lockstep.errors import InputError
 from lockstep.manifests.manifest_files import failed_path, record_path
+from lockstep.report.jobs import changed_input
 from lockstep.report.verdict import FAIL, NOT_RUN
 from lockstep.stages import STAGES, Stage
 from lockstep.targets import Results, Target
@@ -112,12 +112,10 @@ class Check(Generic[AnyReport]):
             if not record_path(out).is_file():
                 return Checked(NOT_RUN, f"no record says how {out} was made")
             report = self.kind.load(out)
-            recorded_inputs = read_json(record_path(out), formats.BUILD)["inputs"]
-            for name, pattern in self.stage.rule.reads(None, vars(target)).items():
-                path = results.root / pattern.format(**vars(target))
-                if name in recorded_inputs and (not path.is_file() or content(path) != recorded_inputs[name]):
-                    return Checked(NOT_RUN, f"{path} is another since")
-            return Checked(report.result, None, report)
+            reads = self.stage.rule.reads(None, vars(target)).items()
+            inputs = {name: results.root / pattern.format(**vars(target)) for name, pattern in reads}
+            changed = changed_input(out, inputs, content)
+            return Checked(NOT_RUN, f"{changed} is another since") if changed else Checked(report.result, None, report)
         except InputError as error:
             return Checked(NOT_RUN, " ".join(str(error).split()))
         except FileNotFoundError as error:

@@ -10,6 +10,8 @@ from lockstep.artifacts.drift import Drift
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.reports import GoldenReport, SpeedReport
 from lockstep.artifacts.summary import Reproduction
+from lockstep.artifacts.weights import WeightsManifest
+from lockstep.manifests.digest_cache import size_of
 from lockstep.manifests.manifest_files import content
 from lockstep.report.checks import CHECKS, Checked, loaded
 from lockstep.report.verdict import PASS
@@ -21,7 +23,8 @@ class Details:
     """The results of a target.
 
     checks: those that ran or should have, by name. digest: of the engines that were checked, or else of those built.
-    engines, speed, reproduction: None if missing, or of other engines. drift: the quantization error.
+    engines, speed, reproduction: None if missing, or of other engines. drift: the quantization error. weights_bytes,
+    engine_bytes: of all layers.
     """
 
     checks: Mapping[str, Checked]
@@ -30,6 +33,8 @@ class Details:
     speed: SpeedReport | None
     reproduction: Reproduction | None
     drift: Drift | None
+    weights_bytes: int | None
+    engine_bytes: int | None
 
 
 def details(
@@ -48,7 +53,9 @@ def details(
         if checked:
             checks[check.name] = checked
     golden = checks["golden"]
-    engines = loaded(EngineSetManifest.load, results.engines(model, precision, backend))
+    engines_json = results.engines(model, precision, backend)
+    engines = loaded(EngineSetManifest.load, engines_json)
+    weights = loaded(WeightsManifest.load, results.weights(model, precision))
     digest = engines.digest if engines else None
     if isinstance(golden.report, GoldenReport):
         digest = golden.report.engine_digest
@@ -62,4 +69,11 @@ def details(
         speed=loaded(SpeedReport.load, results.speed(*names)) if golden.result == PASS else None,
         reproduction=reproduction,
         drift=loaded(Drift.load, results.drift(model, precision, layers)),
+        weights_bytes=sum(place.length for place in weights.numbered.values()) if weights else None,
+        engine_bytes=_engine_bytes(engines_json, engines) if engines else None,
     )
+
+
+def _engine_bytes(engines_json: Path, engines: EngineSetManifest) -> int:
+    sizes = [size_of(engines_json.with_name(engine.file)) for engine in engines.engines.values()]
+    return sum(filter(None, sizes))

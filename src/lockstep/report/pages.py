@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.artifacts.engines import EngineFile
-from lockstep.artifacts.reports import BlockErrors, TensorError
 from lockstep.artifacts.summary import Summary, SummaryRow
 from lockstep.manifests.manifest_files import failed_path
 from lockstep.provenance.cache.upkeep import bytes_text
 from lockstep.report.about import about
 from lockstep.report.checks import CHECKS, COLUMNS, number
 from lockstep.report.details import Details
+from lockstep.report.jobs import JobState
+from lockstep.report.pictures import model_charts, target_charts, worst_of_layers
 from lockstep.report.prompts import answers, differences
 from lockstep.report.since_lock import Changes, meanings
 from lockstep.report.verdict import NOT_RUN, headline, overall, reasons, verdict
@@ -29,13 +30,20 @@ from lockstep.targets import Results, Target
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+    from markupsafe import Markup
 
 # HTML has no control characters: show their pictures.
 _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {127: 0x2421}
 
 
-def index(results: Results, summary: Summary, changes: Mapping[str, Changes]) -> bytes:
-    """Return the index page: the verdict, all targets, and what changed since the locks."""
+def index(
+    results: Results,
+    summary: Summary,
+    changes: Mapping[str, Changes],
+    details_of: Mapping[Target, Details],
+    jobs: Sequence[JobState],
+) -> bytes:
+    """Return the index page: the verdict, all targets, charts of each model, and what changed since the locks."""
     rows = summary.targets
     models = list(dict.fromkeys(row.model for row in rows))
     file_names = (results.summary(), results.summary().with_suffix(".csv"), results.config())
@@ -48,13 +56,19 @@ def index(results: Results, summary: Summary, changes: Mapping[str, Changes]) ->
         reasons=reasons(rows),
         about=about(results, models),
         models={model: _groups([row for row in rows if row.model == model]) for model in models},
+        charts={model: _charts(model, details_of, jobs) for model in models},
         changes=changes,
         page_of=results.target_page,
         files=[(path.name, path) for path in file_names],
     )
 
 
-def target(results: Results, name: Target, row: SummaryRow, known: Details) -> bytes:
+def _charts(model: str, details_of: Mapping[Target, Details], jobs: Sequence[JobState]) -> list[Markup]:
+    of_model = {target: known for target, known in details_of.items() if target.model == model}
+    return model_charts(of_model, [entry for entry in jobs if entry.job.names.get("model") == model])
+
+
+def target(results: Results, name: Target, row: SummaryRow, known: Details, jobs: Sequence[JobState]) -> bytes:
     """Return the page of one target. row: its row of the summary."""
     # Checks that many targets share come first.
     checks = sorted(CHECKS, key=lambda check: len(check.stage.wildcards))
@@ -74,7 +88,8 @@ def target(results: Results, name: Target, row: SummaryRow, known: Details) -> b
         known=known,
         first_page=results.report_page(),
         checks=[(check, known.checks[check.name]) for check in checks if check.name in known.checks],
-        worst=_worst(validation.blocks) if validation and validation.blocks else None,
+        charts=target_charts(name, known, jobs),
+        worst=worst_of_layers(validation.blocks) if validation and validation.blocks else None,
         reproduced=_reproduced(known),
         device=" ".join(_words(engines.device)) if engines else "",
         options=", ".join(f"{key}: {_option(value)}" for key, value in sorted(engines.options.items()))
@@ -132,20 +147,6 @@ def _groups(rows: Sequence[SummaryRow]) -> tuple[list[tuple[str, list[SummaryRow
 
 def _layers(row: SummaryRow) -> str:
     return "all layers" if row.layers == "all" else f"first {row.layers} layer{'s' * (row.layers != 1)}"
-
-
-def _worst(blocks: Sequence[BlockErrors]) -> list[tuple[int | None, str, TensorError]]:
-    """Return (layer, tensor name, errors) of the tensor of each layer whose error is largest beside its tolerance."""
-
-    def error_per_tolerance(entry: tuple[int | None, str, TensorError]) -> float:
-        tensor = entry[2]
-        return math.inf if tensor.relative_error is None else tensor.relative_error / max(tensor.tolerance, 1e-30)
-
-    layers: dict[int | None, list[tuple[int | None, str, TensorError]]] = {}
-    for block in blocks:
-        entries = [(block.layer, name, tensor) for name, tensor in block.tensors.items()]
-        layers.setdefault(block.layer, []).extend(entries)
-    return [max(entries, key=error_per_tolerance) for entries in layers.values()]
 
 
 def _words(device: Mapping[str, Any]) -> Iterable[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import functools
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from lockstep.manifests.manifest_files import content
 from lockstep.report import pages
 from lockstep.report.checks import CHECKS, COLUMNS, FIGURES, RESULTS, Checked, Column, loaded
 from lockstep.report.details import Details, details
+from lockstep.report.jobs import job_states
 from lockstep.report.since_lock import Changes
 from lockstep.report.verdict import FAIL, NOT_RUN, PASS, headline, overall, reasons, verdict, why_not_here
 from lockstep.targets import Results, Target
@@ -46,7 +47,9 @@ def write(
     since_lock: what differs from the lock, by model; models without a lock are left out. not_run: why engines do not
     run here, as `Config.not_run` gives it; None: as in the existing summary.
     """
-    details_of, summary = _collect(results, targets, not_run)
+    cached_content = functools.cache(content)
+    details_of, summary = _collect(results, targets, not_run, cached_content)
+    jobs = job_states(results, targets, cached_content)
     summary.save(results.summary())
     write_bytes(results.summary().with_suffix(".csv"), _csv(summary.targets).encode())
     current_pages = {results.report_page(), *map(results.target_page, targets)}
@@ -55,24 +58,26 @@ def write(
             # The page of a target that was removed from the config.
             if path not in current_pages:
                 path.unlink()
-    write_bytes(results.report_page(), pages.index(results, summary, since_lock or {}))
+    write_bytes(results.report_page(), pages.index(results, summary, since_lock or {}, details_of, jobs))
     for target, row in zip(targets, summary.targets):
-        write_bytes(results.target_page(target), pages.target(results, target, row, details_of[target]))
+        write_bytes(results.target_page(target), pages.target(results, target, row, details_of[target], jobs))
     return summary
 
 
 def collect(results: Results, targets: Sequence[Target], not_run: Mapping[str, str] | None = None) -> Summary:
     """Return the summary that `write` would write: a row for each target, in order."""
-    return _collect(results, targets, not_run)[1]
+    return _collect(results, targets, not_run, functools.cache(content))[1]
 
 
 def _collect(
-    results: Results, targets: Sequence[Target], not_run: Mapping[str, str] | None
+    results: Results,
+    targets: Sequence[Target],
+    not_run: Mapping[str, str] | None,
+    cached_content: Callable[[Path], str],
 ) -> tuple[dict[Target, Details], Summary]:
     if not_run is None:
         existing = loaded(Summary.load, results.summary())
         not_run = existing.not_run if existing else {}
-    cached_content = functools.cache(content)
     details_of = {}
     for target in targets:
         cannot_run = not_run.get(f"{target.precision}/{target.backend}") or not_run.get(target.backend)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -20,6 +21,7 @@ from lockstep.artifacts.summary import Summary
 from lockstep.manifests.manifest_files import failed_path, record_path
 from lockstep.report import summary
 from lockstep.report.about import about
+from lockstep.report.charts import _ticks
 from lockstep.report.checks import CHECKS
 from lockstep.report.verdict import advice, headline
 from lockstep.stages import STAGES
@@ -234,6 +236,35 @@ def test_errors_stand_beside_what_the_precision_costs_and_engines_with_what_buil
         "ab" * 32,
     ):
         assert words in page.text
+
+
+def test_charts_show_errors_sizes_speeds_and_jobs_with_their_states(results: Results) -> None:
+    """Without scripts; a value that is 0 or not finite is a gap of its line."""
+    failed_path(results.golden("m", "fp16", "all", "onnxruntime")).unlink()
+    fill(results, TARGETS[1], prompt())
+    fill(results, TARGETS[0], prompt(), failure="another token")
+    checked(results.validation("m", "fp16", 2), validation(TARGETS[0], blocks(0.0, 0.5, None, noise=0.01)))
+    model = {"source": "m", "precisions": ["fp16"], "layers": [2, "all"], "backends": ["onnxruntime"]}
+    write_json(results.config(), {"models": {"m": model}})
+    benchmark = results.root / "benchmarks" / "golden" / "m" / "fp16" / "onnxruntime" / "2.tsv"
+    benchmark.parent.mkdir(parents=True)
+    benchmark.write_text("s\th:m:s\tmax_rss\n4.25\t0:00:04\t100.00\n")
+    made = pages(results)
+    tooltips = {name: re.findall("<title>([^<]*)</title>", page) for name, page in made.items()}
+    target = tooltips["m-fp16-2-onnxruntime.html"]
+    assert {"Error by layer", "1: 0.5", "2: 0.01", "0: 0.06", "Memory, MB", "Time, s", "golden: 4.2"} <= {*target}
+    assert not {"0: 0.5", "0: 0", "2: 0.5"} & {*target}
+    assert {"engines: 0.0", "process at its peak: 104.9"} <= {*target}
+    index = tooltips["index.html"]
+    assert {"Quality and speed", "fp16 on onnxruntime: 99", "Quality and size"} <= {*index}
+    states = ("golden m/fp16/2/onnxruntime: fail", "golden m/fp16/all/onnxruntime: done", "convert m/fp16: not run")
+    assert {*states} <= {*index}
+
+
+def test_a_scale_encloses_its_values_in_few_ticks() -> None:
+    assert _ticks([0.3, 7]) == pytest.approx([0.2, 0.5, 1, 2, 5, 10])
+    assert _ticks([1e-9, 2]) == pytest.approx([1e-9, 1e-7, 1e-5, 1e-3, 0.1, 10])
+    assert _ticks([5]) == pytest.approx([5, 10])
 
 
 def test_every_text_is_escaped(results: Results) -> None:

@@ -1,0 +1,140 @@
+"""The charts of each page: what is known of targets and jobs in, a drawing for each question out.
+
+Errors are on logarithmic scales, with what the precision's own rounding costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+from markupsafe import Markup
+
+from lockstep.artifacts.reports import BlockErrors, GoldenReport, TensorError
+from lockstep.report import charts
+from lockstep.report.charts import Point
+from lockstep.report.details import Details
+from lockstep.report.jobs import STATES, JobState
+from lockstep.stages import STAGES
+from lockstep.targets import Target
+
+_MB = 1e6
+Worst = tuple[int | None, str, TensorError]  # the layer, a tensor's name, and its errors
+
+
+def model_charts(details_of: Mapping[Target, Details], jobs: Sequence[JobState]) -> list[Markup]:
+    """Return the charts of one model: targets side by side, its jobs with their states, and where the time went."""
+    deepest = {(target.precision, target.backend): target for target in sorted(details_of, key=_depth)}
+    speeds: dict[str, list[Point]] = {}
+    sizes: dict[str, list[Point]] = {}
+    for target in deepest.values():
+        known = details_of[target]
+        error = _error_from_checkpoint(known)
+        if error is None:
+            continue
+        name = f"{target.precision} on {target.backend}"
+        if known.speed:
+            point = Point(known.speed.decode_tokens_per_s, error, f"{name}: {known.speed.decode_tokens_per_s:.0f}")
+            speeds.setdefault(target.precision, []).append(point)
+        size = sum(_sizes(known).values())
+        sizes.setdefault(target.precision, []).append(Point(size, error, f"{name}: {size:.1f} MB"))
+    return _drawn(
+        charts.scatter("Quality and speed", "tokens/s, decoding", "logit error", speeds),
+        charts.scatter("Quality and size", "MB of weights and engines", "logit error", sizes),
+        _job_graph(list(details_of), jobs),
+        _stage_times(jobs),
+    )
+
+
+def target_charts(name: Target, known: Details, jobs: Sequence[JobState]) -> list[Markup]:
+    """Return the charts of one target."""
+    needed = [entry for entry in jobs if entry.is_for(name)]
+    sizes = _sizes(known)
+    golden_job = next((entry for entry in needed if entry.job.stage == "golden" and entry.memory), None)
+    if golden_job and golden_job.memory:
+        sizes["process at its peak"] = golden_job.memory / _MB
+    return _drawn(_errors_by_layer(known), charts.bars("Memory, MB", sizes, ",.1f"), _stage_times(needed))
+
+
+def worst_of_layers(blocks: Sequence[BlockErrors]) -> list[Worst]:
+    """Return the tensor of each layer whose error is largest in parts of its tolerance."""
+    layers: dict[int | None, list[Worst]] = {}
+    for block in blocks:
+        for name, tensor in block.tensors.items():
+            layers.setdefault(block.layer, []).append((block.layer, name, tensor))
+    return [max(tensors, key=_part_of_tolerance) for tensors in layers.values()]
+
+
+def _part_of_tolerance(entry: Worst) -> float:
+    tensor = entry[2]
+    if tensor.relative_error is None:
+        return float("inf")
+    return tensor.relative_error / max(tensor.tolerance, 1e-30)
+
+
+def _drawn(*drawings: Markup) -> list[Markup]:
+    return [drawing for drawing in drawings if drawing]
+
+
+def _depth(target: Target) -> float:
+    return float("inf") if target.layers == "all" else float(target.layers)
+
+
+def _error_from_checkpoint(known: Details) -> float | None:
+    """Return the largest error of a logit, compared with the checkpoint in float32.
+
+    Of quantized weights what quantizing costs, which is far more than the engines' error.
+    """
+    if known.drift:
+        return known.drift.max_logit_error
+    golden = known.checks["golden"].report
+    return golden.max_logit_error if isinstance(golden, GoldenReport) else None
+
+
+def _sizes(known: Details) -> dict[str, float]:
+    """Return megabytes of weights and of engines, those that are known."""
+    sizes = {"weights": known.weights_bytes, "engines": known.engine_bytes}
+    return {name: size / _MB for name, size in sizes.items() if size is not None}
+
+
+def _errors_by_layer(known: Details) -> Markup:
+    report = known.checks["validate"].report
+    worst = worst_of_layers(report.blocks) if report and report.blocks else []
+    tensors = [tensor for _, _, tensor in worst]
+    return charts.lines(
+        "Error by layer",
+        "layer",
+        [str(layer) for layer, _, _ in worst],
+        {
+            "largest error": [tensor.relative_error for tensor in tensors],
+            "rounding": [tensor.noise for tensor in tensors],
+            "passes": [tensor.tolerance for tensor in tensors],
+        },
+    )
+
+
+def _stage_times(jobs: Sequence[JobState]) -> Markup:
+    seconds = dict.fromkeys(STAGES, 0.0)
+    for entry in jobs:
+        seconds[entry.job.stage] += entry.seconds or 0.0
+    return charts.bars("Time, s", {stage: time for stage, time in seconds.items() if time}, ",.1f")
+
+
+def _job_graph(targets: Sequence[Target], jobs: Sequence[JobState]) -> Markup:
+    """Draw each job in the column of its stage, at the mean height of the targets that need it."""
+    heights = {target: float(len(targets) - 1 - number) for number, target in enumerate(targets)}
+    stages = [stage for stage in STAGES if any(entry.job.stage == stage for entry in jobs)]
+    points = {}
+    states: dict[str, list[Point]] = {state: [] for state in STATES}
+    for entry in jobs:
+        height = fmean(height for target, height in heights.items() if entry.is_for(target))
+        point = Point(stages.index(entry.job.stage), height, f"{entry.job}: {entry.state}")
+        points[entry.job.output] = point
+        states[entry.state].append(point)
+    rows: dict[str, list[float]] = {}
+    for target, height in heights.items():
+        rows.setdefault(f"{target.precision} {target.backend}", []).append(height)
+    edges = []
+    for entry in jobs:
+        edges += [(points[path], points[entry.job.output]) for path in entry.job.inputs.values() if path in points]
+    return charts.graph("Jobs", stages, {name: fmean(of_row) for name, of_row in rows.items()}, edges, states)
