@@ -28,6 +28,7 @@ from benchmarks.markdown import paragraph, table
 from benchmarks.measure import by_size, read_json, recorder, spread
 from benchmarks.shapes import config_of
 from lockstep import Advance, Assembly, CheckError, Engine, InputError, Model, Request, Sampling
+from lockstep.runtime import Sampler
 
 LIMITS = {"max_batch_size": 256, "max_num_tokens": 2048, "max_seq_len": 4096}
 BATCHES = (1, 4, 16, 64, 128, 256)
@@ -256,7 +257,7 @@ def seconds_of_a_step(model: Model, batch: int, sampling: Sampling) -> float:
     """Return the mean of STEPS steps after WARM, each request with a seed of its own."""
     tokens = begin(model, batch)
     for slot in range(batch):
-        model.set_sampling(slot, dataclasses.replace(sampling, seed=slot))
+        model.set_sampling(slot, Sampler(dataclasses.replace(sampling, seed=slot)))
     for number in range(WARM + STEPS):
         if number == WARM:
             began = time.perf_counter()

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lockstep.step.logits_pipeline import Sampler, candidates
+from lockstep.step.noise import Draw, exponential_noise
 from lockstep.step.sampling import PARAMETERS as SAMPLING
-from lockstep.step.sampling import Sampling, draw, exponential_noise, parameters, probabilities
+from lockstep.step.sampling import Sampling, parameters
 
-__all__ = ["CASES", "SAMPLING", "Case", "check_draws", "record", "rows_of"]
+__all__ = ["CASES", "SAMPLING", "Case", "check_draws", "noise_of", "probabilities", "record", "rows_of"]
 
 # How far the kernel's ratio of weight and noise may be from NumPy's: expf and log1pf have 2 units in the last place
 # each on the device, NumPy's 3 and 1; a product, a quotient and a sum half a one each: 10 units of 2^-23 and less.
@@ -80,6 +82,19 @@ def rows_of(case: Case, count: int) -> tuple[np.ndarray, list[Sampling], list[in
     return logits.astype(np.float32), samplings, [row % 3 for row in range(count)], 1 + 317 * np.arange(count)
 
 
+def noise_of(seed: int, choice: int, position: int, size: int) -> np.ndarray:
+    """Return the noise of all tokens of one draw."""
+    return exponential_noise([Draw(seed, choice, position, size)])[0]
+
+
+def probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
+    """Return the unnormalized probabilities of all tokens; 0 for those that are filtered out."""
+    ids, weights = candidates(logits, sampling)
+    whole = np.zeros(len(logits), np.float32)
+    whole[slice(None) if ids is None else ids] = weights
+    return whole
+
+
 def record(samplings: list[Sampling], choices: list[int]) -> np.ndarray:
     """Return what the device holds of the slots, [count] of dtype SAMPLING."""
     return np.array([parameters(sampling, choice) for sampling, choice in zip(samplings, choices)], SAMPLING)
@@ -96,12 +111,12 @@ def check_draws(
     """
     others = 0
     for token, row, sampling, choice, position in zip(found.tolist(), logits, samplings, choices, positions.tolist()):
-        expected = draw(row, sampling, choice, position)
+        expected = Sampler(sampling, choice=choice)(row, position).token
         if token == expected:
             continue
         others += 1
         weights = probabilities(row, sampling)
-        ratios = weights / exponential_noise(sampling.seed, choice, position, len(row))
+        ratios = weights / noise_of(sampling.seed, choice, position, len(row))
         least = weights[weights > 0].min()
         whole = probabilities(row, Sampling(sampling.temperature))
         at_edge = [abs(float(whole[each]) / float(least) - 1) < 1e-5 for each in (token, expected)]

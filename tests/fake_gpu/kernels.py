@@ -15,7 +15,8 @@ import fp8_pages
 from fake_gpu.device import Fault, Gpu, Waits
 from lockstep.gpu.state_kernels import StateKernelSpec
 from lockstep.step import greedy
-from lockstep.step.sampling import PARAMETERS, Sampling, draw
+from lockstep.step.logits_pipeline import Sampler
+from lockstep.step.sampling import PARAMETERS, Sampling
 from lockstep.weights import e4m3
 from lockstep.weights.groups import dequantize as dequantize_weight
 from lockstep.weights.mxfp4 import mxfp4_numbers
@@ -228,7 +229,8 @@ def advance(gpu: Gpu, count: int, k: SimpleNamespace) -> None:
         if found >= 0 and terms["temperature"] > 0:
             names = ("temperature", "top_k", "top_p", "min_p", "seed")
             sampling = Sampling(**{name: terms[name].item() for name in names})
-            found = draw(logits[row].astype(np.float32), sampling, int(terms["choice"]), int(held[row]) + 1)
+            sampler = Sampler(sampling, choice=int(terms["choice"]))
+            found = sampler(logits[row].astype(np.float32), int(held[row]) + 1).token
         _set_next(gpu, k, slot, found, int(held[row]))
 
 

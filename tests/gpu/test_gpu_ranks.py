@@ -13,7 +13,7 @@ from test_gpu_run import FORMS, PROMPTS, decode
 from lockstep import backends
 from lockstep.errors import CheckError
 from lockstep.runtime import Advance, Model, Sampling, Tokenizer
-from lockstep.step.sampling import draw
+from lockstep.step.logits_pipeline import Sampler
 from lockstep.targets import Results
 
 
@@ -173,13 +173,13 @@ def test_tokens_of_two_ranks_are_those_of_onnx_runtime(
             advances = [Advance(slot, tokens[slot : slot + 1], model.length(slot)) for slot in range(len(prompts))]
             tokens, logits = model.step_with_logits(advances, range(len(prompts)))
             assert tokens.tolist() == logits.argmax(axis=1).tolist()
-    sampling = Sampling(temperature=0.8, seed=3)
-    model.set_sampling(0, sampling)  # gathers in the graph
+    sampler = Sampler(Sampling(temperature=0.8, seed=3))
+    model.set_sampling(0, sampler)  # gathers in the graph
     for _ in range(4):
         advances = [Advance(slot, tokens[slot : slot + 1], model.length(slot)) for slot in range(len(prompts))]
         tokens, logits = model.step_with_logits(advances, range(len(prompts)))
         assert tokens[1:].tolist() == logits[1:].argmax(axis=1).tolist()
-        assert tokens[0] == draw(logits[0], sampling, 0, model.length(0))
+        assert tokens[0] == sampler(logits[0], model.length(0)).token
     model.release(0)
     model.step_tokens([Advance(0, prompts[0], 0)])
     assert {"sum", "gather"} < set(breakdown_prefill(executor))

@@ -8,7 +8,8 @@ import numpy as np
 
 from lockstep.gpu import cuda
 from lockstep.gpu.staging import Staging
-from lockstep.step.sampling import PARAMETERS, Sampling, parameters
+from lockstep.step.logits_pipeline import Sampler
+from lockstep.step.sampling import PARAMETERS, parameters
 
 _UNKNOWN = -1  # a token that is on the device only
 
@@ -46,9 +47,9 @@ class DecodeState:
         self._positions = np.zeros(slots, np.int64)
         self._rows = np.zeros(slots, np.int32)
 
-    def set_sampling(self, slot: int, sampling: Sampling, choice: int) -> bool:
+    def set_sampling(self, slot: int, sampler: Sampler) -> bool:
         """Set a slot's sampling parameters from the next `send_samplings` on; return whether they changed."""
-        fields = parameters(sampling, choice) if sampling.temperature else (0,) * 7
+        fields = parameters(sampler.sampling, sampler.choice) if sampler.sampling.temperature else (0,) * 7
         values = np.array(fields, PARAMETERS)
         if values == self._samplings[slot]:
             return False

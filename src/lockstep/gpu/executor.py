@@ -33,11 +33,11 @@ from lockstep.gpu.ranks.group import RankGroup
 from lockstep.gpu.ranks.rank import MAX_VERIFY_TOKENS, Rank, StepCalls
 from lockstep.gpu.resident_adapters import ResidentAdapters
 from lockstep.step.advance import PREVIOUS_TOKEN, Advance
+from lockstep.step.logits_pipeline import Sampler
 from lockstep.step.network import LayerAttention, Network
 from lockstep.step.observer import Observer
 from lockstep.step.packing import split
 from lockstep.step.pages import PAGE_SIZE
-from lockstep.step.sampling import Sampling
 from lockstep.weights.adapters import AdapterWriter, LoraArrays
 
 _MAX_CAPTURED_PASSES = 128
@@ -186,9 +186,9 @@ class GpuExecutor:
         self._observed = observer is not None
         rank.observe(observer)
 
-    def set_sampling(self, slot: int, sampling: Sampling, choice: int) -> None:
+    def set_sampling(self, slot: int, sampler: Sampler) -> None:
         """Set how a slot's tokens are chosen in later steps: see `Executor.set_sampling`."""
-        changed = [rank.state.set_sampling(slot, sampling, choice) for rank in self.ranks]
+        changed = [rank.state.set_sampling(slot, sampler) for rank in self.ranks]
         if changed[0]:
             self._drop_in_flight(slot)
 

@@ -13,7 +13,8 @@ from lockstep.runtime.model import Model
 from lockstep.runtime.request import Request, Speed, Token
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.step.advance import Advance
-from lockstep.step.sampling import Sampler, Sampling
+from lockstep.step.logits_pipeline import Sampler
+from lockstep.step.sampling import Sampling
 
 __all__ = [
     "Advance",

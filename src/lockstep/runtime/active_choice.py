@@ -15,7 +15,8 @@ from lockstep.runtime.bad_words import BadWordFilter
 from lockstep.runtime.grammar.matcher import Matcher
 from lockstep.runtime.request import Request, Token
 from lockstep.runtime.scheduler import Scheduled
-from lockstep.step.sampling import Sampled, Sampler
+from lockstep.step.logits_pipeline import Row, Sampler
+from lockstep.step.sampling import Sampled
 
 
 @dataclass(eq=False, slots=True)
@@ -50,10 +51,29 @@ class ActiveChoice:
         forks = bool(self.scheduled.siblings and request.sampling.temperature)
         return bool(request.choose or request.grammar or request.sampling.needs_logits or forks)
 
-    def choose(self, row: np.ndarray | int, max_seq_len: int, eos_token_ids: Collection[int]) -> Token | None:
-        """Choose the next token; None for one that was given out before.
+    def pipeline_row(self, row: np.ndarray | int, eos_token_ids: Collection[int]) -> Row | None:
+        """Return what the logits pipeline chooses the next token from.
 
-        With its `finish` the choice has ended. row: the choice's logits, or the token that the model chose.
+        None if the model or `Request.choose` chooses it, if it was given out before, or if the grammar allows none.
+        row: the choice's logits, or the token that the model chose.
+        """
+        request = self.request
+        if not isinstance(row, np.ndarray) or request.choose or self.replayed or not request.max_new_tokens:
+            return None
+        allowed = None
+        if self.matcher is not None:
+            allowed = self.matcher.allowed(request.stop_ids.intersection(eos_token_ids))
+            if allowed is None:
+                return None
+        forbidden = self.bad_words.tokens() if self.bad_words is not None else ()
+        return Row(self.sampler, row, self.scheduled.num_computed, allowed, forbidden)
+
+    def next_token(
+        self, row: np.ndarray | int, sampled: Sampled | None, max_seq_len: int, eos_token_ids: Collection[int]
+    ) -> Token | None:
+        """Append the next token; return None for one that was given out before.
+
+        With its `finish` the choice has ended. row: as for `pipeline_row`. sampled: what the pipeline chose.
         """
         request = self.request
         if not request.max_new_tokens:
@@ -61,7 +81,11 @@ class ActiveChoice:
         if self.replayed:
             self.answer.append(self.replayed.popleft())
             return None
-        sampled, finish = self._sample(row, eos_token_ids)
+        if not isinstance(row, np.ndarray):
+            sampled = Sampled(int(row))
+        elif request.choose is not None:
+            sampled = Sampled(int(request.choose(row)))
+        sampled, finish = self._consume(sampled)
         token = sampled.token
         self.answer.append(token)
         if token in request.stop_ids or (finish == "grammar_end" and token in eos_token_ids):
@@ -75,24 +99,13 @@ class ActiveChoice:
         logits = row if isinstance(row, np.ndarray) else None
         return Token(self.index, token, logits, finish, self.number, sampled.logprobs)
 
-    def _sample(self, row: np.ndarray | int, eos_token_ids: Collection[int]) -> tuple[Sampled, str | None]:
-        """Return the token that follows, and why none can follow it, as far as logits and grammar say."""
-        matcher = self.matcher
-        allowed = None
-        if not isinstance(row, np.ndarray):
-            sampled = Sampled(int(row))
-        elif self.request.choose is not None:
-            sampled = Sampled(int(self.request.choose(row)))
-        else:
-            if matcher is not None:
-                allowed = matcher.allowed(self.request.stop_ids.intersection(eos_token_ids))
-                if allowed is None:
-                    return Sampled(-1), "grammar_error"
-            forbidden = self.bad_words.tokens() if self.bad_words is not None else ()
-            sampled = self.sampler(row, self.scheduled.num_computed, allowed, forbidden)
+    def _consume(self, sampled: Sampled | None) -> tuple[Sampled, str | None]:
+        """Return the token, and why none can follow it, as far as logits and grammar say; None: none was allowed."""
+        if sampled is None:
+            return Sampled(-1), "grammar_error"
         if sampled.token < 0:
             return sampled, "error"
         if self.bad_words is not None:
             self.bad_words.push(sampled.token)
-        ended = matcher.consume(sampled.token) if matcher is not None else None
+        ended = self.matcher.consume(sampled.token) if self.matcher is not None else None
         return (Sampled(-1), ended) if ended == "grammar_error" else (sampled, ended)

@@ -14,6 +14,7 @@ import numpy as np
 from lockstep.runtime.active_choice import ActiveChoice
 from lockstep.runtime.model import Model
 from lockstep.step.advance import Advance
+from lockstep.step.logits_pipeline import Sampler
 from lockstep.step.sampling import Sampling
 
 
@@ -77,7 +78,7 @@ class ModelDrafter:
             draft = self._drafts[choice] = _Draft(self._free_slots.pop())
             sampling = choice.request.sampling
             if sampling.temperature and choice.request.choose is None:
-                model.set_sampling(draft.slot, _without_logits(sampling), choice.number)
+                model.set_sampling(draft.slot, Sampler(_without_logits(sampling), choice=choice.number))
         if proposed:
             tokens = [proposed[-1]]
             start = length + len(proposed) - 1

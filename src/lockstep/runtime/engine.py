@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -28,8 +29,9 @@ from lockstep.runtime.request import Request, Speed, Token
 from lockstep.runtime.scheduler import Admission, Scheduled, Scheduler, SchedulerOutput, Status
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.step.advance import PREVIOUS_TOKEN, Advance
+from lockstep.step.logits_pipeline import Sampler, choose, log_probabilities
 from lockstep.step.pages import PAGE_SIZE
-from lockstep.step.sampling import Logprobs, Sampler, Sampling, log_probabilities
+from lockstep.step.sampling import Logprobs, Sampling
 from lockstep.targets import Limits
 
 # Prefill tokens of a step in which other requests decode, on a GPU. Its GEMMs are compute-bound from about here on, so
@@ -347,41 +349,49 @@ class Engine:
 
         rows: what `_run_model` returned.
         """
-        tokens = []
+        first_rows: list[tuple[ActiveChoice, np.ndarray | int]] = []
+        drafted: list[tuple[ActiveChoice, Sequence[int], Sequence[np.ndarray | int]]] = []
         remaining_rows = iter(rows)
         for scheduled, _ in step.shares:
             row = next(remaining_rows)
             if not scheduled.in_prompt:
-                for choice in (scheduled, *self._fork(scheduled)):
-                    tokens.append(self._choose(self._choices[choice], row))
+                first_rows += [(self._choices[choice], row) for choice in (scheduled, *self._fork(scheduled))]
             if draft := step.drafts.get(scheduled):
-                tokens += self._verify(scheduled, draft, [next(remaining_rows) for _ in draft])
-        return [token for token in tokens if token is not None]
+                drafted.append((self._choices[scheduled], draft, [next(remaining_rows) for _ in draft]))
+        tokens = self._choose(first_rows)
+        if drafted:
+            tokens += self._verify(drafted)
+        return tokens
 
-    def _verify(
-        self, scheduled: Scheduled, draft: Sequence[int], rows: Sequence[np.ndarray | int]
-    ) -> Iterator[Token | None]:
+    def _verify(self, drafted: Sequence[tuple[ActiveChoice, Sequence[int], Sequence[np.ndarray | int]]]) -> list[Token]:
         """Choose the token after each draft token, for as long as the draft equals what was chosen.
 
-        rows: logits or token after each draft token. Afterwards the cache holds what plain decoding would have put
-        there.
+        drafted: choice, draft, logits or token after each token of it; none for a choice that ended with the token
+        before. Afterwards the cache holds what plain decoding would have put there.
         """
         assert self.speculation is not None
-        choice = self._choices.get(scheduled)
-        accepted = 0
-        # The choice ended with the token before the draft.
-        if choice is None:
-            return
-        for token, row in zip(draft, rows):
-            if scheduled not in self._choices or choice.answer[-1] != token:
+        tokens: list[Token] = []
+        accepted = Counter[ActiveChoice]()
+        drafted = [entry for entry in drafted if entry[0].scheduled in self._choices]
+        continued = drafted
+        for number in itertools.count():
+            continued = [
+                (choice, draft, rows)
+                for choice, draft, rows in continued
+                if number < len(draft) and choice.scheduled in self._choices and choice.answer[-1] == draft[number]
+            ]
+            if not continued:
                 break
-            scheduled.num_computed += 1
-            accepted += 1
-            yield self._choose(choice, row)
-        self.speed.decode_tokens += accepted
-        self.speculation.verified(choice, len(draft), accepted)
-        if scheduled in self._choices:
-            self._model.keep(scheduled.slot, scheduled.num_computed)
+            for choice, _, _ in continued:
+                choice.scheduled.num_computed += 1
+                accepted[choice] += 1
+            tokens += self._choose([(choice, rows[number]) for choice, _, rows in continued])
+        for choice, draft, _ in drafted:
+            self.speed.decode_tokens += accepted[choice]
+            self.speculation.verified(choice, len(draft), accepted[choice])
+            if choice.scheduled in self._choices:
+                self._model.keep(choice.scheduled.slot, choice.scheduled.num_computed)
+        return tokens
 
     def _admit_compiled(self) -> None:
         """Let the scheduler admit requests whose grammar is compiled; end those whose grammar failed to compile."""
@@ -535,7 +545,7 @@ class Engine:
     def _set_sampling(self, choice: ActiveChoice) -> None:
         slot = choice.scheduled.slot
         if choice.sampling_slot != slot and choice.request.sampling.temperature and not choice.needs_logits:
-            self._model.set_sampling(slot, choice.request.sampling, choice.number)
+            self._model.set_sampling(slot, choice.sampler)
             choice.sampling_slot = slot
 
     def _needing_logits(self, step: SchedulerOutput) -> list[int]:
@@ -595,11 +605,21 @@ class Engine:
             self._model.fork(scheduled.slot, sibling.slot)
         return siblings
 
-    def _choose(self, choice: ActiveChoice, row: np.ndarray | int) -> Token | None:
-        token = choice.choose(row, self._model.max_seq_len, self._model.eos_token_ids)
-        if token is not None and token.finish:
-            self._end(choice)
-        return token
+    def _choose(self, rows: Sequence[tuple[ActiveChoice, np.ndarray | int]]) -> list[Token]:
+        """Choose the next token of each choice from its logits, or take the one that the model chose."""
+        model = self._model
+        pipeline_rows = [choice.pipeline_row(row, model.eos_token_ids) for choice, row in rows]
+        sampled = iter(choose([row for row in pipeline_rows if row is not None]))
+        tokens = []
+        for (choice, row), pipeline_row in zip(rows, pipeline_rows):
+            from_logits = next(sampled) if pipeline_row is not None else None
+            token = choice.next_token(row, from_logits, model.max_seq_len, model.eos_token_ids)
+            if token is None:
+                continue
+            tokens.append(token)
+            if token.finish:
+                self._end(choice)
+        return tokens
 
     def _hand_over_prompt(self, choice: ActiveChoice) -> None:
         """Let the next sibling compute the prompt, which would otherwise end with this choice."""

@@ -22,13 +22,13 @@ from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.step import host_memory
 from lockstep.step.advance import Advance, Executor, check, then_decode
 from lockstep.step.host import HostExecutor
+from lockstep.step.logits_pipeline import Sampler
 from lockstep.step.network import layer_count
 from lockstep.step.observer import Observer
 from lockstep.step.pages import PAGE_SIZE, PageTables
-from lockstep.step.sampling import Sampling
 from lockstep.targets import Limits
 
-_GREEDY = Sampling()
+_GREEDY = Sampler()
 _Result = TypeVar("_Result")
 # Prompt tokens of one prefill chunk, unless a step has less room. Where the bits do not depend on the chunks (on GPUs),
 # small chunks fill steps better, and more of a prefix can be reused.
@@ -237,18 +237,17 @@ class Model:
         finally:
             self.executor.observe(None)
 
-    def set_sampling(self, slot: int, sampling: Sampling, choice: int = 0) -> None:
+    def set_sampling(self, slot: int, sampler: Sampler) -> None:
         """Set how `step_tokens` chooses a slot's tokens, until the slot is released.
 
-        choice: number of the request's choice, which seeds the noise. Raises InputError for a sampling that needs
-        logits (`Sampling.needs_logits`).
+        Raises InputError for a sampling that needs logits (`Sampling.needs_logits`).
         """
-        if sampling.needs_logits:
+        if sampler.sampling.needs_logits:
             raise InputError(
                 "sampling: expected temperature, top_k, top_p, min_p and seed alone, found what needs logits; take "
                 "steps that give logits, and sample with `Sampler`"
             )
-        self.executor.set_sampling(slot, sampling, choice)
+        self.executor.set_sampling(slot, sampler)
 
     def set_adapter(self, slot: int, adapter: str | None) -> None:
         """Compute a slot's tokens with an adapter, or None, until the slot is released.
@@ -319,7 +318,7 @@ class Model:
     def release(self, slot: int) -> None:
         """Clear a slot: its cache, sampling parameters and adapter. (A step at start 0 clears the cache too.)"""
         self.executor.reset(slot)
-        self.executor.set_sampling(slot, _GREEDY, 0)
+        self.executor.set_sampling(slot, _GREEDY)
         if self.adapters is not None:
             self.adapters.residency.release(slot)
 
@@ -343,7 +342,7 @@ class Model:
         The caller sets the sampling parameters of the other slot.
         """
         self.executor.move(slot, other)
-        self.executor.set_sampling(slot, _GREEDY, 0)
+        self.executor.set_sampling(slot, _GREEDY)
 
     def swap_out(self, slot: int) -> tuple[Any, int]:
         """Copy a slot's cache to host memory, clear the slot, and return what `swap_in` takes."""
@@ -352,7 +351,7 @@ class Model:
             self.release(slot)
             return None, 0
         swapped = self.executor.swap_out(slot)
-        self.executor.set_sampling(slot, _GREEDY, 0)
+        self.executor.set_sampling(slot, _GREEDY)
         if self.adapters is not None:
             self.adapters.residency.release(slot)
         return swapped, length

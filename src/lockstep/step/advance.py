@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from lockstep.errors import InputError
+from lockstep.step.logits_pipeline import Sampler
 from lockstep.step.pages import PageTables
-from lockstep.step.sampling import Sampling
 from lockstep.weights.adapters import AdapterWriter, LoraArrays
 
 if TYPE_CHECKING:
@@ -124,11 +124,10 @@ class Executor(Protocol):
         """Run a step; return what `tokens` does, and the logits of some rows, [len(logit_rows), vocab_size] float32."""
         ...
 
-    def set_sampling(self, slot: int, sampling: Sampling, choice: int) -> None:
-        """Set how a slot's tokens are chosen from now on: by `sampling.draw`, or greedily at temperature 0.
+    def set_sampling(self, slot: int, sampler: Sampler) -> None:
+        """Set how a slot's tokens are chosen from now on: drawn, or greedily at temperature 0.
 
-        choice: number of the choice within its request. Parameters that need logits on the host
-        (`Sampling.needs_logits`) are ignored.
+        Parameters that need logits on the host (`Sampling.needs_logits`) are ignored.
         """
         ...
 

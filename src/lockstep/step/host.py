@@ -13,11 +13,11 @@ from lockstep.step.executable import Executable, HostExecutable
 from lockstep.step.greedy import most_likely
 from lockstep.step.host_step import Chunk, HostStep, Layout, RowAttention, Rows, Verified
 from lockstep.step.kv_cache import CacheRow, KVCache
+from lockstep.step.logits_pipeline import Row, Sampler, choose
 from lockstep.step.network import Network
 from lockstep.step.observer import Observer
 from lockstep.step.packing import split
 from lockstep.step.pages import PAGE_SIZE, PagePool, PageTables
-from lockstep.step.sampling import Sampling, draw
 from lockstep.weights.adapters import LoraArrays
 
 _CACHED_STEPS = 16
@@ -77,7 +77,7 @@ class HostExecutor:
         self._steps: dict[Layout, HostStep] = {}
         self._row_attentions: dict[tuple[int, CacheRow], RowAttention] = {}  # by layer and row
         self._last_step: tuple[HostStep, Sequence[Advance]] | None = None
-        self._samplings: dict[int, tuple[Sampling, int]] = {}  # of slots that sample
+        self._samplers: dict[int, Sampler] = {}  # of slots that are not greedy
         self._adapters: np.ndarray | None = None  # the adapter slot of each request slot
 
     @property
@@ -120,7 +120,7 @@ class HostExecutor:
 
     def tokens(self, advances: Sequence[Advance], following: Sequence[Advance]) -> np.ndarray:
         step = self._take(advances)
-        if any(advance.slot in self._samplings for advance in advances):
+        if any(advance.slot in self._samplers for advance in advances):
             return self._choose(advances, step.logits().astype(np.float32))
         return step.most_likely()
 
@@ -147,27 +147,28 @@ class HostExecutor:
                 positions = np.arange(first, min(first + _ROWS, end), dtype=np.int64)
                 yield first, step.logits_behind(packed_zero + positions).astype(np.float32)
 
-    def set_sampling(self, slot: int, sampling: Sampling, choice: int) -> None:
-        if sampling.temperature:
-            self._samplings[slot] = sampling, choice
+    def set_sampling(self, slot: int, sampler: Sampler) -> None:
+        if sampler.sampling.temperature:
+            self._samplers[slot] = sampler
         else:
-            self._samplings.pop(slot, None)
+            self._samplers.pop(slot, None)
 
     def take_adapters(self, arrays: Sequence[LoraArrays], max_lora_rank: int, adapter_slots: np.ndarray) -> None:
         self._adapters = adapter_slots
 
     def _choose(self, advances: Sequence[Advance], logits: np.ndarray) -> np.ndarray:
         tokens = most_likely(logits)
+        rows = {}
         end = 0
         for advance in advances:
-            first = end
-            end = end + advance.num_rows
-            if advance.slot in self._samplings:
-                sampling, choice = self._samplings[advance.slot]
-                position = advance.start + len(advance.tokens) + 1 - advance.num_rows
-                for row in range(first, end):
-                    if tokens[row] >= 0:
-                        tokens[row] = draw(logits[row], sampling, choice, position + row - first)
+            end += advance.num_rows
+            sampler = self._samplers.get(advance.slot)
+            if sampler is not None:
+                length = advance.start + len(advance.tokens)
+                for before_end in range(advance.num_rows):
+                    row = end - 1 - before_end
+                    rows[row] = Row(sampler, logits[row], length - before_end)
+        tokens[list(rows)] = [sampled.token for sampled in choose(list(rows.values()))]
         return tokens
 
     def room(self, length: int) -> int:

@@ -22,7 +22,7 @@ from lockstep.backends import build
 from lockstep.errors import CheckError
 from lockstep.runtime import Advance, Engine, Model, Request, Sampling
 from lockstep.step.greedy import most_likely
-from lockstep.step.sampling import draw
+from lockstep.step.logits_pipeline import Sampler
 from lockstep.targets import Results, Target
 from lockstep.verify.golden.check import check_engines
 from shared import Shared
@@ -306,11 +306,11 @@ def test_logits_are_gathered_where_they_are_asked_for(open_model, form: Form) ->
         advances = [Advance(slot, tokens[slot : slot + 1], model.length(slot)) for slot in range(2)]
         tokens, logits = model.step_with_logits([*advances, Advance(2, np.arange(40), 0)], [0, 2])
         assert tokens[[0, 2]].tolist() == most_likely(logits).tolist()
-        sampling = Sampling(temperature=1.3, seed=6)
-        model.set_sampling(1, sampling)
+        sampler = Sampler(Sampling(temperature=1.3, seed=6))
+        model.set_sampling(1, sampler)
         advances = [Advance(slot, tokens[slot : slot + 1], model.length(slot)) for slot in range(2)]
         tokens, logits = model.step_with_logits(advances, [0, 1])
-        assert tokens.tolist() == [logits[0].argmax(), draw(logits[1], sampling, 0, model.length(1))]
+        assert tokens.tolist() == [logits[0].argmax(), sampler(logits[1], model.length(1)).token]
         clear()
         tokens = decoding(False)
         assert gathered()

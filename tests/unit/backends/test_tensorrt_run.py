@@ -30,7 +30,7 @@ from lockstep.backends.tensorrt.compat import TENSORRT
 from lockstep.errors import CheckError, InputError
 from lockstep.runtime import Advance, Decoding, Engine, Model, Request, Sampling, Tokenizer, generate, scheduler
 from lockstep.runtime import engine as engine_module
-from lockstep.step.sampling import Sampler
+from lockstep.step.logits_pipeline import Sampler
 from lockstep.targets import Target
 from lockstep.verify.bisect.explain import engine_report
 from lockstep.verify.golden.check import GoldenCheck, check_engines
@@ -292,7 +292,7 @@ def test_tokens_of_logits_that_are_not_finite_are_an_error(open_model, form, gpu
     gpu.array(gains.address, gains.shape, gains.dtype)[3] = np.nan
     # -1 is no token that a step could go on with
     assert model.step_tokens([Advance(0, np.array([token]), 5)], following=True).tolist() == [-1] and model.in_flight
-    model.set_sampling(1, Sampling(1.0))
+    model.set_sampling(1, Sampler(Sampling(1.0)))
     assert model.step_tokens([Advance(1, np.arange(5), 0)]).tolist() == [-1]
     for slot in range(2):
         model.release(slot)
@@ -940,7 +940,7 @@ def test_only_the_logits_of_requests_that_need_them_come_back(open_model, form, 
 def test_a_step_under_way_is_not_asked_for_in_a_slot_that_samples_in_another_way(open_model, form, gpu):
     model = open_model()
     tokens = model.step_tokens([Advance(slot, np.arange(2, 9), 0) for slot in range(2)], following=True)
-    model.set_sampling(1, Sampling(50.0, seed=3))  # hot: another token than the likeliest
+    model.set_sampling(1, Sampler(Sampling(50.0, seed=3)))  # hot: another token than the likeliest
     advances = [Advance(slot, tokens[slot : slot + 1], 7) for slot in range(2)]
     found, logits = model.step_with_logits(advances, [0, 1])
     assert found.tolist() == [logits[0].argmax(), Sampler(Sampling(50.0, seed=3))(logits[1], 8).token]

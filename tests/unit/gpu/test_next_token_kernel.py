@@ -1,4 +1,4 @@
-"""The kernel that chooses tokens, compiled for the host: the source that a GPU runs, beside step/sampling.py."""
+"""The kernel that chooses tokens, compiled for the host: the source that a GPU runs, beside step/logits_pipeline.py."""
 
 from __future__ import annotations
 

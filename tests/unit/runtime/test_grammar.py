@@ -26,7 +26,7 @@ from lockstep.runtime.grammar.trial import TrialProcess
 from lockstep.serve.bodies import BadRequest
 from lockstep.serve.grammar import grammar_of
 from lockstep.serve.openai import CompletionBody
-from lockstep.step.sampling import Sampler
+from lockstep.step.logits_pipeline import Sampler
 from lockstep.targets import Results
 from real_server import RealServer, make_tree
 

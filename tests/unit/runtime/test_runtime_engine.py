@@ -18,6 +18,7 @@ from lockstep.runtime import engine as engine_module
 from lockstep.runtime.grammar import Grammar
 from lockstep.runtime.prefix import root_key
 from lockstep.step.host import HostExecutor
+from lockstep.step.logits_pipeline import Sampler
 from lockstep.weights import convert
 from some import some
 
@@ -163,7 +164,7 @@ def test_the_executor_draws_what_the_sampler_draws(demo, monkeypatch):
     greedy = model.step_tokens([Advance(slot, ids(9), 0) for slot in range(4)])
     assert len(set(greedy.tolist())) == 1, "slots are greedy again once they are released"
     with pytest.raises(InputError, match="sampling: expected temperature, top_k, top_p, min_p and seed alone"):
-        model.set_sampling(0, Sampling(1.0, logprobs=2))
+        model.set_sampling(0, Sampler(Sampling(1.0, logprobs=2)))
 
 
 @pytest.mark.parametrize("given", [1, 7, 15])
@@ -334,7 +335,7 @@ class Free:
     def __init__(self):
         self.fork = lambda: self
         self.consume = lambda token: None
-        self.allowed = lambda: np.ones(768, bool)
+        self.allowed = lambda end_ids: np.ones(768, bool)
 
 
 def test_the_log_probabilities_of_a_prompt_come_though_its_first_choice_is_aborted(demo):

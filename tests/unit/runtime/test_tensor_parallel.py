@@ -35,7 +35,7 @@ from lockstep.export.run import assemble
 from lockstep.export.tracer import meta_model
 from lockstep.runtime import Advance, Model, Sampling
 from lockstep.step.greedy import largest, most_likely, most_likely_of_ranks
-from lockstep.step.sampling import draw
+from lockstep.step.logits_pipeline import Sampler
 from lockstep.targets import Results, Target
 from lockstep.tolerances import Tolerances
 from lockstep.verify import validate
@@ -353,10 +353,11 @@ def test_ranks_tell_their_own_tokens_and_gather_logits_where_they_are_asked_for(
     plan._parts[-1][1, 2] = np.nan  # of one rank, one request
     assert plan.most_likely().tolist() == [tokens[0], -1, tokens[2]]
     plan._logits[:] = -7
-    model.set_sampling(1, Sampling(temperature=0.9, seed=4))
+    sampler = Sampler(Sampling(temperature=0.9, seed=4))
+    model.set_sampling(1, sampler)
     drawn = model.step_tokens(advances())
     assert (plan._logits != -7).all()
-    assert drawn[1] == draw(plan._logits[1], Sampling(temperature=0.9, seed=4), 0, model.length(1))
+    assert drawn[1] == sampler(plan._logits[1], model.length(1)).token
 
 
 @given(st.lists(st.lists(st.sampled_from([-1.5, 0.0, 2.0, 2.5, np.inf, -np.inf, np.nan]), min_size=12, max_size=12)))

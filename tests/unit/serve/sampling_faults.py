@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,8 @@ import numpy as np
 
 from lockstep.runtime import active_choice, bad_words, completion, engine, text_stream
 from lockstep.runtime.grammar import matcher
-from lockstep.step import sampling
+from lockstep.step import logits_pipeline, sampling
+from lockstep.step.noise import Draw
 
 NAMED = "LOCKSTEP_TEST_FAULT"  # in the environment: a file that holds the name of the fault to plant, or nothing
 Fault = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -33,7 +35,7 @@ def _patch(target: Any, name: str, wrap: Callable[..., Any]) -> Fault:
 def _other_rules(change: Callable[[sampling.Sampling], dict[str, Any]]) -> Fault:
     """Have logits changed as other parameters say."""
 
-    def changed(right: Any, self: sampling.Sampler, *given: Any) -> np.ndarray:
+    def changed(right: Any, self: logits_pipeline.Sampler, *given: Any) -> np.ndarray:
         was = self.sampling
         self.sampling = replace(was, **change(was))
         try:
@@ -41,28 +43,24 @@ def _other_rules(change: Callable[[sampling.Sampling], dict[str, Any]]) -> Fault
         finally:
             self.sampling = was
 
-    return _patch(sampling.Sampler, "_adjust", changed)
+    return _patch(logits_pipeline.Sampler, "_adjust", changed)
 
 
-def _counting_the_prompt(right: Any, self: sampling.Sampler, *given: Any) -> np.ndarray:
-    answer = self._answer
+def _counting_the_prompt(right: Any, self: logits_pipeline.Sampler, *given: Any) -> np.ndarray:
+    prompt = self.prompt_ids.tolist()
     rules = self.sampling
-    self._answer = [*map(int, self._prompt), *answer]
-    self.sampling = replace(rules, min_tokens=rules.min_tokens and rules.min_tokens + len(self._prompt))
-    try:
+    more = {
+        "answer": [*prompt, *self.answer],
+        "counts": self.counts + Counter(prompt),
+        "sampling": replace(rules, min_tokens=rules.min_tokens and rules.min_tokens + len(prompt)),
+    }
+    with mock.patch.multiple(self, **more):
         return right(self, *given)
-    finally:
-        self._answer = answer
-        self.sampling = rules
 
 
-def _without_the_prompt(right: Any, self: sampling.Sampler, *given: Any) -> np.ndarray:
-    was = self._prompt
-    self._prompt = was[:0]
-    try:
+def _without_the_prompt(right: Any, self: logits_pipeline.Sampler, *given: Any) -> np.ndarray:
+    with mock.patch.object(self, "prompt_ids", self.prompt_ids[:0]):
         return right(self, *given)
-    finally:
-        self._prompt = was
 
 
 def _less_likely(right: Any, *given: Any) -> sampling.Logprobs:
@@ -71,46 +69,48 @@ def _less_likely(right: Any, *given: Any) -> sampling.Logprobs:
 
 
 def _noise(**change: Callable[[int], int]) -> Fault:
-    names = ("seed", "choice", "position")
+    def changed(draw: Draw) -> Draw:
+        return draw._replace(**{name: to(getattr(draw, name)) for name, to in change.items()})
 
-    def other(right: Any, seed: int, choice: int, position: int, count: int) -> np.ndarray:
-        values = dict(zip(names, (seed, choice, position)))
-        return right(**{**values, **{name: to(values[name]) for name, to in change.items()}}, count=count)
+    def other(right: Any, draws: Sequence[Draw]) -> list[np.ndarray]:
+        return right([changed(draw) for draw in draws])
 
-    return _patch(sampling, "exponential_noise", other)
+    return _patch(logits_pipeline, "exponential_noise", other)
 
 
 IN_ENGINE: dict[str, Fault] = {
-    "top-p keeps half the mass": _patch(sampling, "_nucleus", lambda right, weights, top_p: right(weights, top_p / 2)),
-    "temperature squared": _patch(sampling, "_temperature", lambda right, of: right(of) ** 2),
-    "min-p ignored": _patch(sampling, "probabilities", lambda right, row, of: right(row, replace(of, min_p=0.0))),
+    "top-p keeps half the mass": _patch(
+        logits_pipeline, "_nucleus", lambda right, weights, top_p: right(weights, top_p / 2)
+    ),
+    "temperature squared": _patch(logits_pipeline, "scaled_temperature", lambda right, of: right(of) ** 2),
+    "min-p ignored": _patch(logits_pipeline, "candidates", lambda right, row, of: right(row, replace(of, min_p=0.0))),
     "repetition penalty squared": _other_rules(lambda of: {"repetition_penalty": of.repetition_penalty**2}),
     "logit_bias of the other sign": _other_rules(
         lambda of: {"logit_bias": {token: -value for token, value in of.logit_bias.items()}}
     ),
     "min_tokens ignored": _other_rules(lambda of: {"min_tokens": 0}),
     "seed ignored": _noise(seed=lambda seed: 0),
-    "log-probabilities 0.1 off": _patch(sampling, "log_probabilities", _less_likely),
+    "log-probabilities 0.1 off": _patch(logits_pipeline, "log_probabilities", _less_likely),
     "presence for frequency": _other_rules(
         lambda of: {"presence_penalty": of.frequency_penalty, "frequency_penalty": of.presence_penalty}
     ),
-    "penalties count the prompt": _patch(sampling.Sampler, "_adjust", _counting_the_prompt),
-    "repetition leaves out the prompt": _patch(sampling.Sampler, "_adjust", _without_the_prompt),
-    "top-k one more": _patch(sampling, "probabilities", lambda right, row, of: right(row, _top_k(of, 1))),
-    "top-k one less": _patch(sampling, "probabilities", lambda right, row, of: right(row, _top_k(of, -1))),
-    "top-p before top-k": _patch(sampling, "probabilities", lambda right, row, of: _top_p_first(right, row, of)),
+    "penalties count the prompt": _patch(logits_pipeline.Sampler, "_adjust", _counting_the_prompt),
+    "repetition leaves out the prompt": _patch(logits_pipeline.Sampler, "_adjust", _without_the_prompt),
+    "top-k one more": _patch(logits_pipeline, "candidates", lambda right, row, of: right(row, _top_k(of, 1))),
+    "top-k one less": _patch(logits_pipeline, "candidates", lambda right, row, of: right(row, _top_k(of, -1))),
+    "top-p before top-k": _patch(logits_pipeline, "candidates", lambda right, row, of: _top_p_first(right, row, of)),
     "min_tokens one more": _other_rules(lambda of: {"min_tokens": of.min_tokens + bool(of.min_tokens)}),
     "bad words let through": _patch(bad_words.BadWordFilter, "tokens", lambda right, self: np.zeros(0, np.int64)),
     "copies all alike": _noise(choice=lambda choice: 0),
     "noise of the next position": _noise(position=lambda position: position + 1),
     "top_logprobs one short": _patch(
-        sampling, "log_probabilities", lambda right, row, token, count: right(row, token, max(0, count - 1))
+        logits_pipeline, "log_probabilities", lambda right, row, token, count: right(row, token, max(0, count - 1))
     ),
     "log-probabilities of changed logits": _patch(
-        sampling, "log_probabilities", lambda right, row, token, count: right(row / 2, token, count)
+        logits_pipeline, "log_probabilities", lambda right, row, token, count: right(row / 2, token, count)
     ),
     "log-probabilities of a prompt 0.1 off": _patch(engine, "log_probabilities", _less_likely),
-    "grammar ignored": _patch(matcher.Matcher, "allowed", lambda right, self: np.ones(self._vocab_size, bool)),
+    "grammar ignored": _patch(matcher.Matcher, "allowed", lambda right, self, ends: np.ones(self._vocab_size, bool)),
     "answers end early": _patch(active_choice.ActiveChoice, "choose", lambda right, *given: _ended(right(*given))),
 }
 
@@ -119,9 +119,12 @@ def _top_k(of: sampling.Sampling, more: int) -> sampling.Sampling:
     return replace(of, top_k=of.top_k + more) if of.top_k else of
 
 
-def _top_p_first(right: Any, row: np.ndarray, of: sampling.Sampling) -> np.ndarray:
-    kept = right(row, replace(of, top_k=0, min_p=0.0)) > 0
-    return np.where(kept, right(row, replace(of, top_p=1.0)), 0)
+def _top_p_first(right: Any, row: np.ndarray, of: sampling.Sampling) -> tuple[np.ndarray | None, np.ndarray]:
+    kept, _ = right(row, replace(of, top_k=0, min_p=0.0))
+    ids, weights = right(row, replace(of, top_p=1.0))
+    ids = np.arange(len(row)) if ids is None else ids
+    both = np.isin(ids, np.arange(len(row)) if kept is None else kept)
+    return ids[both], weights[both]
 
 
 def _ended(token: Any) -> Any:

@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from lockstep.errors import InputError
-from lockstep.step.sampling import Sampler, Sampling, exponential_noise, probabilities
+from lockstep.step.logits_pipeline import Row, Sampler, choose
+from lockstep.step.noise import Draw, exponential_noise
+from lockstep.step.sampling import Sampling
+from next_token_cases import noise_of, probabilities
 from some import some
 
 LOGITS = np.log(np.array([0.1, 0.4, 0.2, 0.25, 0.05], np.float32))
@@ -42,7 +45,7 @@ def test_frequencies_are_the_probabilities():
 
 
 def test_noise_is_exponential_in_the_tails_too():
-    noise = np.concatenate([exponential_noise(3, 0, position, 100_003) for position in range(40)])
+    noise = np.concatenate([noise_of(3, 0, position, 100_003) for position in range(40)])
     assert (noise > 0).all()
     for below in (1e-5, 1e-3, 0.1, 1.0, 5.0):  # of n draws n (1 - exp(-below)), within five standard deviations
         expected = len(noise) * -np.expm1(-below)
@@ -70,7 +73,7 @@ def test_noise_is_the_published_generator():
     words = [word for block in (1, 2, 3) for word in philox((block, position, 0, 0), (seed, choice))]
     halves = [half for word in words for half in (word & 0xFFFFFFFF, word >> 32)]
     expected = -np.log1p(-(np.array(halves[:21], np.float64) + 0.5) / 2**32)
-    np.testing.assert_allclose(exponential_noise(seed, choice, position, 21), expected, rtol=1e-5)
+    np.testing.assert_allclose(noise_of(seed, choice, position, 21), expected, rtol=1e-5)
 
 
 def test_temperature_sharpens_and_flattens():
@@ -128,6 +131,55 @@ def test_a_draw_depends_on_seed_choice_and_position_alone():
     assert tokens != draw(Sampling(1.0, seed=8), 50) != draw(Sampling(1.0, seed=2**64 - 1), 50)
 
 
+def test_noise_of_few_tokens_is_that_of_all():
+    random = np.random.default_rng(1)
+    few = [random.choice(5000, count, replace=False) for count in (1, 7, 300)]
+    draws = [Draw(2**64 - 1 - n, n, 2**40 + n, 5000, ids) for n, ids in enumerate(few)]
+    draws.insert(1, Draw(3, 1, 5, 5000, np.arange(4000)))
+    assert [draw.has_few for draw in draws] == [True, False, True, True]
+    for draw, noise in zip(draws, exponential_noise(draws)):
+        np.testing.assert_array_equal(noise, noise_of(*draw[:3], 5000)[draw.token_ids])
+
+
+# One request after another chose these, before rows were chosen together.
+TOKENS = [
+    [961, 2740, 2339, 1478, 101, 3, 971, 2567, 2785, 2548, 2552, 1311, 1517, 2901]
+    + [1371, 1544, 1125, 2640, 1702, 282, 2351, 1188, 972, 2536, 2321, 314, 1562, 1638],
+    [962, 2741, 2340, 1479, 102, 3, 972, 187, 2786, 1708, 906, 593, 2523, 171]
+    + [1372, 1545, 1126, 2641, 2022, 228, 2352, 308, 1690, 1753, 873, 2938, 2775, 2216],
+]
+
+
+def test_rows_are_chosen_together_as_each_alone_and_as_ever():
+    random = np.random.default_rng(64)
+    rules = [
+        {},
+        {"top_k": 7},
+        {"top_p": 0.8},
+        {"min_p": 0.05, "top_p": 0.95},
+        {"top_k": 700, "top_p": 0.9, "repetition_penalty": 1.3},
+        {"presence_penalty": 0.5, "frequency_penalty": 0.25, "logit_bias": {3: 4.0}},
+        {"bad_words": ((5,), (9, 11)), "min_tokens": 3},
+    ]
+    together = []
+    alone = []
+    logits = []
+    for number in range(28):
+        row = random.standard_normal(3000) * (0.5, 3, 9, 3)[number // 7]
+        logits.append(row.astype(np.float16).astype(np.float32))
+        sampling = Sampling(
+            (0.0, 0.7, 1.0, 4.0)[number // 7], seed=number << 40, **rules[number % 7], logprobs=number % 4
+        )
+        prompt = random.integers(0, 3000, 50)
+        for samplers in (together, alone):
+            samplers.append(Sampler(sampling, prompt, frozenset({4}), number % 3, 40))
+    for step, tokens in enumerate(TOKENS):
+        rows = [Row(sampler, np.roll(row, step), 50 + step) for sampler, row in zip(together, logits)]
+        sampled = choose(rows)
+        assert [each.token for each in sampled] == tokens
+        assert sampled == [sampler(row.logits, row.position) for sampler, row in zip(alone, rows)]
+
+
 def test_penalties_count_prompt_and_answer_as_vllm_does():
     flat = np.array([1.0, 1.0, -1.0, 1.0], np.float32)
     sampler = Sampler(Sampling(repetition_penalty=2.0), [0, 2])
@@ -163,15 +215,16 @@ def test_any_penalty_is_taken_without_a_warning(penalty):
 
 _ON_ANY_CPU = """
 import numpy as np
-from lockstep.step.sampling import Sampling, log_probabilities, probabilities
+from lockstep.step.logits_pipeline import candidates, log_probabilities
+from lockstep.step.sampling import Sampling
 random = np.random.default_rng(0)
 for size in range(2, 202):
     logits = random.normal(0, 3, size).astype(np.float32)
     order = np.argsort(-logits, kind="stable").tolist()
     for count in range(min(size, 20) + 1):
         assert [token for token, _ in log_probabilities(logits, 0, count).top] == order[:count], (size, count)
-    kept = probabilities(logits, Sampling(temperature=1.0, top_k=size // 2))
-    assert set(np.flatnonzero(kept)) == set(order[: size // 2] or order), size
+    kept, _ = candidates(logits, Sampling(temperature=1.0, top_k=size // 2))
+    assert set(kept) == set(order[: size // 2] or order), size
 """
 
 

@@ -9,10 +9,11 @@ import pytest
 
 from lockstep.provenance.code_imports import SOURCES as PACKAGE
 from lockstep.provenance.code_imports import file_of, imports
-from lockstep.step.sampling import Sampler, Sampling
-from lockstep.step.sampling import exponential_noise as product_noise
+from lockstep.step.logits_pipeline import Sampler
+from lockstep.step.sampling import Sampling
 from lockstep.verify.sampled.noise import exponential_noise, philox
 from lockstep.verify.sampled.rules import Rules, choose, noises
+from next_token_cases import noise_of
 
 ALONE = ("answer", "judge", "noise", "rules", "texts")
 ONES = (1 << 64) - 1
@@ -41,7 +42,7 @@ def test_the_generator_gives_its_authors_numbers(counter: list[int], key: list[i
 def test_noise_is_that_of_the_product(seed: int, choice: int, position: int, count: int) -> None:
     found = exponential_noise(seed, choice, [3, position], count)[1]
     # a logarithm in float32: half of its last bit
-    np.testing.assert_allclose(found, product_noise(seed, choice, position, count), rtol=2e-7)
+    np.testing.assert_allclose(found, noise_of(seed, choice, position, count), rtol=2e-7)
 
 
 def body(random: np.random.Generator, vocab_size: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-// The next token of each row of the logits: step/sampling.py on the device. Compiled behind `integer` and `number` of kernels.py.
+// The next token of each row of the logits: step/logits_pipeline.py on the device. Compiled behind `integer` and `number` of kernels.py.
 //
 // A block a row. A token's key is the bits of its weight exp((logit - largest) / temperature), which is positive, and below them its id from the other end: keys
 // are distinct, and in the order of weights, the lower id first of equals. What min-p, top-k and top-p leave is the tokens from one key on (`floor`), which is
@@ -131,7 +131,7 @@ __device__ Wide cut(const Row& row, Wide floor, Wide count, double share) {
     return prefix;
 }
 
-// sampling.exponential_noise: Philox4x64-10 (Salmon et al. 2011), here of a block of 8 tokens.
+// step/noise.py: Philox4x64-10 (Salmon et al. 2011), here of a block of 8 tokens.
 __device__ void philox(Wide (&words)[4], Wide block, Wide position, Wide seed, Wide choice) {
     words[0] = block;
     words[1] = position;
@@ -150,7 +150,7 @@ __device__ void philox(Wide (&words)[4], Wide block, Wide position, Wide seed, W
 
 __device__ float noise_of(unsigned bits) { return -log1pf(-(((float)bits + 0.5f) * 2.3283064365386963e-10f)); }  // 2^-32
 
-// sampling.draw. The noise of a token is computed where one of its 8 is kept.
+// A draw of logits_pipeline.choose. The noise of a token is computed where one of its 8 is kept.
 __device__ int draw(const Row& row, const Sampling& sampling, Wide position) {
     Wide floor = (Wide)1 << ID_BITS;  // weights above 0
     const Wide least = (Wide)__float_as_uint(sampling.min_p) << ID_BITS;

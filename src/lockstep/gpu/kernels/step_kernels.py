@@ -99,7 +99,7 @@ class Kernels:
     def advance(
         self, stream: Stream, logits: Array, slots: Array, positions: Array, limit: int, samplings: Array, *out: Array
     ) -> None:
-        """Choose the next token of each row of logits, greedily or as `sampling.draw` does.
+        """Choose the next token of each row of logits, greedily or as `logits_pipeline.choose` does.
 
         The weights and the noise of a draw are fp32 and within the last bits of NumPy's: the ratio of the two is within
         2^-19 of NumPy's. For the same reason the set that top-p keeps may have a token more or less.
