@@ -10,6 +10,8 @@ from lockstep.artifacts.reports import (
     ComparisonReport,
     GoldenPrompt,
     GoldenReport,
+    PositionError,
+    RequestsSpeed,
     SampledCase,
     ServedPhase,
     ServedReport,
@@ -43,6 +45,7 @@ def golden(target: Target, *prompts: GoldenPrompt, **found: Any) -> GoldenReport
         "logit_noise": 0.1,
         "max_logit_error": 0.0,
     }
+    passed["positions"] = (PositionError(3, 0.25, 0.1, 0.5), PositionError(7, None, 0.1, 0.5))
     return GoldenReport(target=target, prompts=prompts, long_prompt=None, **{**passed, **found})
 
 
@@ -56,7 +59,8 @@ def served(target: Target, **found: Any) -> ServedReport:
 
 
 def speed(target: Target, prefill: float, decode: float) -> SpeedReport:
-    return SpeedReport(target, DIGEST, 4, prefill, decode, prefill, decode)
+    by_requests = (RequestsSpeed(1, decode / 2 + 1), RequestsSpeed(4, decode + 1))
+    return SpeedReport(target, DIGEST, 4, prefill, decode, prefill, decode, by_requests)
 
 
 def blocks(*errors: float | None, noise: float = 0.1) -> tuple[BlockErrors, ...]:

@@ -290,11 +290,25 @@ class GoldenChoices:
     tied: int
 
 
+@dataclass(frozen=True)
+class PositionError:
+    """The largest error of the logits after `num_tokens` tokens, of all requests in all ways of running.
+
+    logit_noise: what the precision itself costs there. tolerance: the largest error that passes there.
+    """
+
+    num_tokens: int
+    logit_error: float | None
+    logit_noise: float
+    tolerance: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class GoldenReport(Report):
     """The answers of an engine set to the golden prompts.
 
     tolerance, logit_noise: the largest of its prompts. choices: None where the reference's own logits are judged by.
+    positions: ascending; of many the largest errors of neighbours.
     """
 
     FORMAT: ClassVar[str] = formats.GOLDEN
@@ -307,6 +321,7 @@ class GoldenReport(Report):
     long_prompt: GoldenLongPrompt | None
     moved: tuple[MovedState, ...] = ()
     choices: GoldenChoices | None = None
+    positions: tuple[PositionError, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -370,8 +385,19 @@ class ServedReport(Report):
 
 
 @dataclass(frozen=True)
+class RequestsSpeed:
+    """Tokens per second of `requests` that decode together, all of them counted."""
+
+    requests: int
+    decode_tokens_per_s: float
+
+
+@dataclass(frozen=True)
 class SpeedReport(Document):
-    """Tokens per second of the golden prompts. In a batch of `batch_size`, and each alone."""
+    """Tokens per second of the golden prompts. In a batch of `batch_size`, and each alone.
+
+    by_requests: of 1, 2, 4, 8 ... requests, as `lockstep generate` decodes.
+    """
 
     FORMAT: ClassVar[str] = formats.SPEED
     target: Target
@@ -381,3 +407,4 @@ class SpeedReport(Document):
     decode_tokens_per_s: float
     alone_prefill_tokens_per_s: float
     alone_decode_tokens_per_s: float
+    by_requests: tuple[RequestsSpeed, ...] = ()

@@ -18,6 +18,8 @@ from markupsafe import Markup
 if TYPE_CHECKING:
     from pygal.graph.graph import Graph
 
+_HEIGHT = 235
+_BELOW = 10  # the legend
 _WIDTH = 340  # points, a phone's page: text is as large there as `_FONT_SIZE` says
 _FONT_SIZE = 11
 _COLUMNS = 3  # of a legend
@@ -153,12 +155,13 @@ def _options(title: str, **options: Any) -> dict[str, Any]:
         "title": title,
         "classes": ("chart",),
         "width": _WIDTH,
-        "height": 230,
+        "height": _HEIGHT,
         "style": Style(title_font_size=13, **sizes),
         "css": (),
         "js": (),
         "margin": 4,
         "margin_right": 18,  # half of the last label
+        "margin_bottom": _BELOW,
         "spacing": 6,
         "legend_at_bottom": True,
         "legend_at_bottom_columns": _COLUMNS,
@@ -172,7 +175,7 @@ def _options(title: str, **options: Any) -> dict[str, Any]:
 def _room_for_legend(names: int) -> dict[str, Any]:
     """Return the height that a last row of names takes, which pygal counts where it is full."""
     missing = 17 if names % _COLUMNS else 0
-    return {"height": 230 + missing, "margin_bottom": 4 + missing}
+    return {"height": _HEIGHT + missing, "margin_bottom": _BELOW + missing, "show_legend": names > 1}
 
 
 def _is_above_zero(point: Point) -> bool:

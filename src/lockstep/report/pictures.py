@@ -53,7 +53,13 @@ def target_charts(name: Target, known: Details, jobs: Sequence[JobState]) -> lis
     golden_job = next((entry for entry in needed if entry.job.stage == "golden" and entry.memory), None)
     if golden_job and golden_job.memory:
         sizes["process at its peak"] = golden_job.memory / _MB
-    return _drawn(_errors_by_layer(known), charts.bars("Memory, MB", sizes, ",.1f"), _stage_times(needed))
+    return _drawn(
+        _errors_by_layer(known),
+        _errors_by_position(known),
+        _speed_by_requests(known),
+        charts.bars("Memory, MB", sizes, ",.1f"),
+        _stage_times(needed),
+    )
 
 
 def worst_of_layers(blocks: Sequence[BlockErrors]) -> list[Worst]:
@@ -111,6 +117,27 @@ def _errors_by_layer(known: Details) -> Markup:
             "passes": [tensor.tolerance for tensor in tensors],
         },
     )
+
+
+def _errors_by_position(known: Details) -> Markup:
+    golden = known.checks["golden"].report
+    positions = golden.positions if isinstance(golden, GoldenReport) else ()
+    return charts.curves(
+        "Logit error by position",
+        "tokens before",
+        {
+            "largest error": [Point(entry.num_tokens, entry.logit_error or 0.0) for entry in positions],
+            "rounding": [Point(entry.num_tokens, entry.logit_noise) for entry in positions],
+            "passes": [Point(entry.num_tokens, entry.tolerance) for entry in positions],
+        },
+        dots_size=1,
+    )
+
+
+def _speed_by_requests(known: Details) -> Markup:
+    speeds = known.speed.by_requests if known.speed else ()
+    points = [Point(speed.requests, speed.decode_tokens_per_s) for speed in speeds]
+    return charts.curves("Speed, tokens/s", "requests that decode together", {"decoding": points})
 
 
 def _stage_times(jobs: Sequence[JobState]) -> Markup:

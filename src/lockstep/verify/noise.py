@@ -66,10 +66,12 @@ class LogitBounds:
         fixed = self.tolerances.logits
         return self.tolerances.noise * self.cost if fixed is None else fixed
 
+    def cost_at(self, count: int) -> float:
+        return self.tolerances.rounding * self.noise.at(count)
+
     def at(self, count: int) -> float:
         fixed = self.tolerances.logits
-        times = self.tolerances.noise * self.tolerances.rounding
-        return times * self.noise.at(count) if fixed is None else fixed
+        return self.tolerances.noise * self.cost_at(count) if fixed is None else fixed
 
     def rms(self, counts: Iterable[int]) -> float:
         times = RMS * self.tolerances.noise * self.tolerances.rounding

@@ -58,6 +58,12 @@ def test_the_demos_engines_say_what_the_reference_says(references, tmp_path, pre
         assert entry["text_out"] == prompt.expected[layers] == entry["expected"]
     speed = read_json(tmp_path / "check.speed.json", "lockstep.speed/1")
     assert speed["prefill_tokens_per_s"] > 0 and speed["decode_tokens_per_s"] > 0 and speed["batch_size"] == 4
+    assert [entry["requests"] for entry in speed["by_requests"]] == [1, 2, 4]
+    assert all(entry["decode_tokens_per_s"] > 0 for entry in speed["by_requests"])
+    positions = report["positions"]
+    assert 32 < len(positions) <= 64 and positions[-1]["num_tokens"] > 240
+    assert max(entry["logit_error"] for entry in positions) == report["max_logit_error"]
+    assert all(entry["logit_error"] <= entry["tolerance"] for entry in positions)
 
 
 def test_a_device_that_chooses_other_tokens_than_its_logits_say_fails(references, tmp_path, monkeypatch):

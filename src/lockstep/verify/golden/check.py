@@ -11,24 +11,34 @@ cut on both sides of each edge of cache, window and RoPE, and among the others.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
 
 import numpy as np
 
-from lockstep.artifacts.reports import PASS, GoldenLongPrompt, GoldenPrompt, GoldenReport, SpeedReport
-from lockstep.runtime import Speed
+from lockstep.artifacts.reports import PASS, GoldenLongPrompt, GoldenPrompt, GoldenReport, RequestsSpeed, SpeedReport
+from lockstep.runtime import Decoding, Request, Speed
 from lockstep.targets import Limits, Target
 from lockstep.tolerances import Tolerances
 from lockstep.verify.golden import drafted
 from lockstep.verify.golden.decoding import DecodingCheck
-from lockstep.verify.golden.forced import Errors, Forced, chunks_to_edges, drawn_positions, random_chunks
+from lockstep.verify.golden.forced import (
+    Errors,
+    Forced,
+    chunks_to_edges,
+    drawn_positions,
+    largest_of_neighbours,
+    random_chunks,
+)
 from lockstep.verify.golden.moved import MovedCheck
 from lockstep.verify.golden.prompts import Decoded, Long, Prompt, read_reference
 from lockstep.verify.golden.routes import Routes, known_rows
 from lockstep.verify.metrics import largest
 from lockstep.verify.routing.along import Router
+
+_TIMED_TOKENS = 9  # of a prompt and of its answer, where speeds are timed: a first step, and eight that decode
 
 
 def check_engines(
@@ -58,7 +68,7 @@ def check_engines(
     if check.failures and check.follow_choices():
         report, _ = check.run()
     check.finish(out, report)
-    speed.save(speed_out)
+    replace(speed, by_requests=check.speeds()).save(speed_out)
     return Path(out)
 
 
@@ -91,6 +101,7 @@ class GoldenCheck(DecodingCheck):
             return False
         self.failures = []
         self.wrong = set()
+        self.positions = {}
         self.routes = self._routes
         return True
 
@@ -139,6 +150,7 @@ class GoldenCheck(DecodingCheck):
             long_prompt=long,
             moved=moved,
             choices=self.routes.report() if self.routes else None,
+            positions=largest_of_neighbours(self.positions),
         )
         if self.routes and self.routes.wrong:
             self.failures.insert(0, self.routes.wrong[0])
@@ -156,6 +168,19 @@ class GoldenCheck(DecodingCheck):
             alone_prefill_tokens_per_s=speed_alone.prefill_tokens_per_second,
             alone_decode_tokens_per_s=speed_alone.decode_tokens_per_second,
         )
+
+    def speeds(self) -> tuple[RequestsSpeed, ...]:
+        """Return the speed of decoding of 1, 2, 4, 8 ... requests, as many as there are slots."""
+        speeds = []
+        for requests in (2**power for power in range(self.model.max_batch_size.bit_length())):
+            prompts = itertools.islice(itertools.cycle(self.prompts), requests)
+            new_tokens = min(self.max_new_tokens, _TIMED_TOKENS)
+            timed = [Request(prompt.prompt_ids[:_TIMED_TOKENS], new_tokens) for prompt in prompts]
+            decoding = Decoding(self.model, timed, max_num_tokens=self.max_num_tokens)
+            for _ in decoding:
+                pass
+            speeds.append(RequestsSpeed(requests, decoding.speed.decode_tokens_per_second))
+        return tuple(speeds)
 
     def _long(self, long: Long) -> GoldenLongPrompt:
         """Return the long prompt's entry, without `mixed_max_logit_error`.

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep.artifacts.reports import Report, TokenDifference
+from lockstep.artifacts.reports import PositionError, Report, TokenDifference
 from lockstep.errors import CheckError, InputError
 from lockstep.runtime import Decoding, Model, Request, Speed
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.targets import Limits, Target
 from lockstep.tolerances import Tolerances
-from lockstep.verify.golden.forced import Errors, Forced, force
+from lockstep.verify.golden.forced import Errors, Forced, force, keep_largest
 from lockstep.verify.golden.prompts import Decoded, Prompt, first_difference, read_reference
 from lockstep.verify.golden.routes import Routes
 from lockstep.verify.golden.text import new_text
@@ -80,6 +80,7 @@ class DecodingCheck:
         self.tokenizer = Tokenizer.open(assembly_json)
         self.failures: list[str] = []
         self.wrong: set[int] = set()
+        self.positions: dict[int, PositionError] = {}
         self.routes: Routes | None = None  # of requests that are judged along the engines' own choices
 
     def _check_limits(self, limits: Limits) -> None:
@@ -144,7 +145,10 @@ class DecodingCheck:
         """Run requests along known tokens, and compare their logits; along the engines' choices where these count."""
         with self._observed():
             follow = self.routes.forced if self.routes else None
-            return force(self.model, requests, self.max_num_tokens, pauses, follow)
+            errors = force(self.model, requests, self.max_num_tokens, pauses, follow)
+        for of_request in errors:
+            keep_largest(self.positions, of_request.positions)
+        return errors
 
     def generate(
         self, prompts: Sequence[Prompt], expected: Sequence[Prompt | Decoded], stop_ids: frozenset[int]
@@ -181,6 +185,8 @@ class DecodingCheck:
         expected = compared if decoded.expected is None else decoded.expected[: len(compared)]
         for count, right, row in zip(prompt.counts, expected, decoded.logits):
             errors.add(count, right, row)
+        if other_logits is None:
+            keep_largest(self.positions, errors.positions)
         if wrong := errors.wrong():
             self.fail(prompt, f"step {wrong[0] - prompt.count(0)}, {how}: {wrong[1]}")
         return errors.worst

@@ -9,12 +9,14 @@ others, pauses, rows that come and go.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from lockstep.artifacts.reports import PositionError
 from lockstep.onnx_tools.judge import Bound, measure, wrong
 from lockstep.runtime import Advance, Model
 from lockstep.verify.boundaries import PAGE
@@ -25,6 +27,7 @@ _SEED = 0
 _LONGEST_CHUNK = 8  # tokens of a short prompt, when it comes in pieces
 _ENOUGH = 8  # rows whose median is no single draw of roundings
 _DRAWN = 64  # positions between the edges: a fault of one in twenty of them is seen 96 times of 100
+_POSITIONS = 64  # of a report
 _PAUSE = 0.25  # how often a request sits a step out
 
 
@@ -54,18 +57,23 @@ class Errors:
     """The errors of one request's logits.
 
     worst: the largest absolute error, None where one is NaN or infinite. first: (number of tokens, what is wrong) where
-    an error was too large first. rms: of the error of each row.
+    an error was too large first. rms: of the error of each row. positions: the largest errors by number
+    of tokens.
     """
 
     bounds: LogitBounds
     worst: float | None = 0.0
     first: tuple[int, str] | None = None
     rms: dict[int, float] = field(default_factory=dict)
+    positions: dict[int, PositionError] = field(default_factory=dict)
 
     def add(self, count: int, expected: np.ndarray, actual: np.ndarray) -> None:
         error = measure(expected[None], actual[None], Bound(self.bounds.at(count)), 1.0)
         if self.worst is not None and (error.max_abs_error is None or error.max_abs_error >= self.worst):
             self.worst = error.max_abs_error
+        noise = self.bounds.cost_at(count)
+        position = PositionError(count, error.max_abs_error, noise, error.tolerance)
+        keep_largest(self.positions, {count: position})
         if self.first is None and wrong("logits", error):
             self.first = count, off(error.max_abs_error, error.tolerance)
         if error.rms_error is not None:
@@ -81,6 +89,25 @@ class Errors:
             return None
         what = f"an rms error of at most {bound:.3g} of the logits of the median of {len(self.rms)} steps"
         return max(self.rms), f"expected {what}, found {median:.3g}"
+
+
+def keep_largest(kept: dict[int, PositionError], positions: Mapping[int, PositionError]) -> None:
+    """Add errors to those that are kept, where they are larger."""
+    for count, position in positions.items():
+        if count not in kept or _size(kept[count].logit_error) < _size(position.logit_error):
+            kept[count] = position
+
+
+def largest_of_neighbours(positions: Mapping[int, PositionError]) -> tuple[PositionError, ...]:
+    """Return at most `_POSITIONS` errors, ascending by position, each the largest of its neighbours'."""
+    ascending = [positions[count] for count in sorted(positions)]
+    step = -(-len(ascending) // _POSITIONS) or 1
+    neighbours = [ascending[start : start + step] for start in range(0, len(ascending), step)]
+    return tuple(max(errors, key=lambda position: _size(position.logit_error)) for errors in neighbours)
+
+
+def _size(error: float | None) -> float:
+    return math.inf if error is None else error
 
 
 @dataclass
