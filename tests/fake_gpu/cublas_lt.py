@@ -1,7 +1,7 @@
 """The library cuBLASLt over the fake device, as `gpu.kernels.cublas_lt` calls it: products in float64.
 
-It offers an algorithm that accumulates in order, one that splits the columns, which gives other bits, and one that does
-not run.
+It offers an algorithm that accumulates in order, one that does so for some numbers of rows alone, one that splits the
+columns, which gives other bits, and one that does not run. None runs for a single output, as of a gate.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from fake_gpu.device import Fault, Gpu
 IN_ORDER = 1
 OTHER_ORDER = 2
 REFUSED = 3
+SOME_ROWS = 4
 # types of elements
 HALF = 2
 BFLOAT16 = 14
@@ -50,11 +51,11 @@ def cublas_lt(gpu: Gpu) -> SimpleNamespace:
         if made[preference.value] != {1: 0, 3: 0}:
             raise Fault(f"cublasLtMatmulAlgoGetHeuristic: {made[preference.value]}")
         described(product, made[weight.value], made[x.value], made[out.value])
-        for place, number in enumerate((REFUSED, IN_ORDER, OTHER_ORDER)):
+        for place, number in enumerate((REFUSED, SOME_ROWS, IN_ORDER, OTHER_ORDER)):
             found[place].algorithm[0] = number
             found[place].state = 0
             found[place].workspace = 0
-        count._obj.value = 3
+        count._obj.value = 4
         return 0
 
     def described(product, weight, x, out) -> bool:
@@ -84,7 +85,7 @@ def cublas_lt(gpu: Gpu) -> SimpleNamespace:
         told = one._obj.value, zero._obj.value, work, size.value, same.value
         if told != (1.0, 0.0, None, 0, out.value) or columns != in_features or shape != (rows, out_features):
             raise Fault(f"cublasLtMatmul: {told}, {columns}, {in_features}, {shape}")
-        if algorithm[0] == REFUSED:
+        if algorithm[0] == REFUSED or (algorithm[0] == SOME_ROWS and rows % 16) or out_features == 1:
             return 15
         gpu.plain += not gpu.capturing(stream.value)
         gpu.product_rows.add(rows)

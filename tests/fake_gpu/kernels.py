@@ -400,7 +400,7 @@ def gemv(gpu: Gpu, blocks: int, k: SimpleNamespace, bits: int, outputs: int, mos
 
 def few_rows(gpu: Gpu, blocks: int, k: SimpleNamespace, most: int) -> None:
     """What few_rows.cu says. In float64, as the library is: what is rounded does not depend on the order."""
-    if blocks != -(-k.out_features // 32) or not 1 <= k.rows <= most or k.shared != 4 * (32 + most) * 256 * 2:
+    if blocks != -(-k.out_features // 32) * -(-k.rows // most) or k.shared != 4 * (32 + most) * 256 * 2:
         raise Fault(f"few_rows: {blocks} blocks with {k.shared} bytes for {k.rows} rows of {k.out_features} outputs")
     if k.in_features % 8 or k.weight % 16 or k.x % 16:
         raise Fault(f"few_rows: rows of {k.in_features} numbers")

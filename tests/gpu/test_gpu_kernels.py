@@ -542,7 +542,11 @@ def test_rows_of_experts_have_the_same_bits_in_tiles_of_any_size(monkeypatch, fo
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("sizes", [((80, 80), 48), ((48,), 80), ((4, 24, 24), 48), ((48,), 24), ((288,), 64)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [((80, 80), 48), ((48,), 80), ((4, 24, 24), 48), ((48,), 24), ((288,), 64), ((12, 1, 96, 96), 768)],
+    ids=str,
+)  # the last: a router and a gate beside an expert (Qwen3-Next)
 def test_products_of_few_columns_have_the_same_bits_for_any_number_of_rows(sizes, dtype):
     """Of numbers that nearly cancel each other, whose sums another order would change."""
     from lockstep.gpu.kernels.gemm import Gemm, trial_factors

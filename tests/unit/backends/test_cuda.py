@@ -375,6 +375,21 @@ def test_a_cublas_that_does_not_start_is_told_by_its_name_and_status(gpu, monkey
     )
 
 
+def test_a_product_that_cublas_refuses_is_told_by_its_sizes(gpu):
+    from lockstep.gpu import cuda
+    from lockstep.gpu.kernels.cublas_lt import CublasLt
+
+    weight = cuda.empty((1, 24), "f2")
+    x = cuda.empty((5, 24), "f2")
+    multiply = CublasLt(np.dtype(np.float16)).bind(cuda.Stream(), weight, x, cuda.empty((5, 1), "f2"))
+    with pytest.raises(CheckError) as error:
+        multiply(5, [bytes(64)])
+    assert "one of 1 algorithms to run, found CUBLAS_STATUS_NOT_SUPPORTED for float16, m 1, n 5, k 24, " in str(
+        error.value
+    )
+    assert "leading dimensions 24/24/1, alignment " in str(error.value)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("columns", [24, 48, 4096])
 def test_trials_of_products_tell_orders_of_a_sum_apart(gpu, columns, dtype):

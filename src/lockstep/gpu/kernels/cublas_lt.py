@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -25,6 +25,7 @@ _REDUCTIONS = 3
 _SPLIT_K = 2  # an attribute of an algorithm
 _STATUS = {1: "NOT_INITIALIZED", 3: "ALLOC_FAILED", 7: "INVALID_VALUE", 8: "ARCH_MISMATCH", 11: "MAPPING_ERROR",
            13: "EXECUTION_FAILED", 14: "INTERNAL_ERROR", 15: "NOT_SUPPORTED", 16: "LICENSE_ERROR"}  # fmt: skip
+_NOT_SUPPORTED = 15
 _MAX_ALGORITHMS = 16  # of one query
 Algorithm = bytes  # cublasLtMatmulAlgo_t, which is opaque
 
@@ -57,6 +58,7 @@ class CublasLt:
                 "of the GPU, or name the folder of a cuBLAS for this driver in LD_LIBRARY_PATH"
             )
         cuda.destroy_with(self, self._library.cublasLtDestroy, self._handle)
+        self._dtype = dtype.name
         self._type = _TYPES[dtype.name]
         self._fp8 = dtype.name == "float8_e4m3fn"
         self._out_type = _TYPES["float16"] if self._fp8 else self._type
@@ -91,8 +93,10 @@ class CublasLt:
 
     def bind(
         self, stream: cuda.Stream, weight: cuda.Array, x: cuda.Array, out: cuda.Array, *scales: cuda.Array
-    ) -> Callable[[int, Algorithm], None]:
-        """Return a call that computes out = x @ weight.T for the first rows, by an algorithm.
+    ) -> Callable[[int, Sequence[Algorithm]], None]:
+        """Return a call that computes out = x @ weight.T for the first rows, by the first algorithm that runs.
+
+        cuBLAS offers an algorithm for a number of rows; whether it runs for another one only a call tells.
 
         Args:
             weight: [out_features, in_features].
@@ -100,7 +104,7 @@ class CublasLt:
             out: [..., out_features].
             scales: Of e4m3: float32, the weight's [out_features], and the rows'.
 
-        The call raises CheckError if the algorithm doesn't run.
+        The call raises CheckError if none of the algorithms runs.
         """
         out_features, in_features = weight.shape
         one = ctypes.byref(self._one)
@@ -113,16 +117,26 @@ class CublasLt:
         no_workspace = ctypes.c_size_t(0)
         stream_handle = ctypes.c_void_p(stream.handle)
 
-        def multiply(rows: int, algorithm: Algorithm, arrays: object = (weight, x, out, *scales)) -> None:
+        def multiply(
+            rows: int, algorithms: Sequence[Algorithm], arrays: Sequence[cuda.Array] = (weight, x, out, *scales)
+        ) -> None:
             """Multiply `rows` rows; `arrays` keeps the memory alive."""
             out_layout = layout(out_features, rows, self._out_type)
             x_layout = layout(in_features, rows, self._type)
-            status = matmul(
-                self._handle, product, one, a, weight_layout, b, x_layout, zero, c, out_layout, c, out_layout,
-                algorithm, None, no_workspace, stream_handle,
-            )  # fmt: skip
-            if status:
-                raise CheckError(f"cuBLAS: cublasLtMatmul: {_name(status)}")
+            status = _NOT_SUPPORTED
+            for algorithm in algorithms:
+                status = matmul(
+                    self._handle, product, one, a, weight_layout, b, x_layout, zero, c, out_layout, c, out_layout,
+                    algorithm, None, no_workspace, stream_handle,
+                )  # fmt: skip
+                if not status:
+                    return
+            alignment = "/".join(str(array.address & -array.address) for array in arrays[:3])
+            raise CheckError(
+                f"cuBLAS: cublasLtMatmul: expected one of {len(algorithms)} algorithms to run, found {_name(status)} "
+                f"for {self._dtype}, m {out_features}, n {rows}, k {in_features}, leading dimensions "
+                f"{in_features}/{in_features}/{out_features}, alignment {alignment} bytes; please report it"
+            )
 
         return multiply
 

@@ -1,8 +1,9 @@
-// Products of up to 64 rows of activations with a weight [out_features, in_features] of KIND.
+// Products of rows of activations with a weight [out_features, in_features] of KIND.
 //
 // Each output is accumulated by one warp from the first column to the last, 16 at a time (mma.m16n8k16, fp32): the order
 // in which kernels of cuBLAS accumulate that do not split the columns, so that a row has the same bits by either, beside
-// any number of other rows. A block makes OUTPUTS outputs of ROWS rows. Weights and activations come through shared memory
+// any number of other rows. A block makes OUTPUTS outputs of ROWS rows; the blocks of all outputs of the first ROWS rows
+// come before those of the next. Weights and activations come through shared memory
 // in stages of COLUMNS columns; the first weights are asked for before the kernel in front has ended. A weight may be up
 // to three, one behind the other, each with an output of its own.
 //
@@ -16,7 +17,10 @@ __device__ __forceinline__ void few_rows(const unsigned short* weight, const uns
                                          int out_features, int in_features, int rows) {
     constexpr int STAGE = (OUTPUTS + ROWS) * COLUMNS * 2, K = COLUMNS / 16, TILES = (ROWS + 15) / 16;
     u32 base = shared_memory();
-    int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, first = blockIdx.x * OUTPUTS;
+    int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
+    int blocks = (out_features + OUTPUTS - 1) / OUTPUTS;  // of a row
+    int first = blockIdx.x % blocks * OUTPUTS, first_row = blockIdx.x / blocks * ROWS;
+    x += (long long)first_row * in_features;
     int across = warp % 2, beside = warp / 2;  // which 16 outputs, and 8 of each 16 rows, of the block's a warp makes
     int steps = (in_features + COLUMNS - 1) / COLUMNS;
     auto load_weight = [&](int step) {
@@ -35,7 +39,7 @@ __device__ __forceinline__ void few_rows(const unsigned short* weight, const uns
         for (int i = 0; i < ROWS * PIECES / THREADS; i++) {
             int n = i * THREADS + tid, row = n / PIECES, piece = n % PIECES;
             int column = step * COLUMNS + piece * 8;
-            bool in = column < in_features && row < rows;
+            bool in = column < in_features && first_row + row < rows;
             copy_async(to + place(row, piece), x + (in ? (long long)row * in_features + column : 0), in);
         }
     };
@@ -80,7 +84,7 @@ __device__ __forceinline__ void few_rows(const unsigned short* weight, const uns
     if (beside * 8 >= ROWS) return;
 #pragma unroll
     for (int i = 0; i < TILES * 4; i++) {
-        int out = first + across * 16 + lane / 4 + i % 4 / 2 * 8, request = i / 4 * 16 + beside * 8 + lane % 4 * 2 + i % 2;
+        int out = first + across * 16 + lane / 4 + i % 4 / 2 * 8, request = first_row + i / 4 * 16 + beside * 8 + lane % 4 * 2 + i % 2;
         if (out >= out_features || request >= rows) continue;
         unsigned short result = narrow(sums[i / 4][i % 4]);
         if (out < first_end) first_out[(long long)request * first_end + out] = result;

@@ -99,7 +99,7 @@ class Fp8Gemm:
         has_tiles = self._hopper and not any(size % _CUBLAS_ALIGNED for size in (depth, *ends))
 
         @functools.cache
-        def by_cublas() -> list[Callable[[int, Algorithm], None]] | None:
+        def by_cublas() -> list[Callable[[int, Sequence[Algorithm]], None]] | None:
             if not all(shapes[part.shape[0], depth] for part, _, _ in parts):
                 return None
             assert shapes.library is not None  # it has GEMMs of these shapes
@@ -218,10 +218,10 @@ class _Shapes:
         self.library: CublasLt | None = None
         with contextlib.suppress(CheckError):
             self.library = CublasLt(_E4M3)
-        self._chosen: dict[tuple[int, int], Mapping[int, Algorithm]] = {}
+        self._chosen: dict[tuple[int, int], Mapping[int, Sequence[Algorithm]]] = {}
 
-    def __getitem__(self, shape: tuple[int, int]) -> Mapping[int, Algorithm]:
-        """Return algorithms by the largest number of rows of each; none if cuBLAS has no such GEMM."""
+    def __getitem__(self, shape: tuple[int, int]) -> Mapping[int, Sequence[Algorithm]]:
+        """Return algorithms, the best first, by the largest number of rows; none if cuBLAS has no such GEMM."""
         if shape not in self._chosen:
             if self.library is None or any(size % _CUBLAS_ALIGNED for size in shape):
                 self._chosen[shape] = {}
@@ -230,7 +230,7 @@ class _Shapes:
         return self._chosen[shape]
 
     @staticmethod
-    def _choose(library: CublasLt, out_features: int, in_features: int) -> Mapping[int, Algorithm]:
+    def _choose(library: CublasLt, out_features: int, in_features: int) -> Mapping[int, Sequence[Algorithm]]:
         trial = Trial(out_features, in_features, TIMED, _E4M3, np.dtype(np.float16))
         scales = cuda.empty((out_features,), "f4")
         steps = cuda.empty((TIMED,), "f4")
@@ -242,18 +242,19 @@ class _Shapes:
         running = list[Algorithm]()
         for algorithm in dict.fromkeys(itertools.chain.from_iterable(offered.values())):
             with contextlib.suppress(CheckError):  # an offered algorithm may not run
-                calls[0](TIMED, algorithm)
+                calls[0](TIMED, [algorithm])
                 running.append(algorithm)
         trial.stream.synchronize()
         if not running:
             return {}
-        chosen = dict[int, Algorithm]()
+        chosen = dict[int, list[Algorithm]]()
         for size in MANY:
             if size <= TIMED:
                 timed = {}
                 for algorithm in running:
-                    timed[algorithm] = [functools.partial(call, size, algorithm) for call in calls]
-                chosen[size] = trial.fastest(timed)
+                    timed[algorithm] = [functools.partial(call, size, [algorithm]) for call in calls]
+                chosen[size] = trial.ranked(timed)
             else:
-                chosen[size] = next((algorithm for algorithm in offered[size] if algorithm in running), chosen[TIMED])
+                best = [algorithm for algorithm in offered[size] if algorithm in running]
+                chosen[size] = [*best, *chosen[TIMED]]
         return chosen

@@ -3,7 +3,8 @@
 Each output accumulates the columns in order, 16 at a time, in fp32: by our kernel (few_rows.cu) up to 16 rows, or up to
 64 where it is faster, and by cuBLASLt beyond. On Hopper both give the same bits. To make that hold on any GPU, each
 algorithm of cuBLAS is compared with the kernel before its first use, once per shape. Of the algorithms with the same
-bits the fastest on this GPU is used: the choice changes no result.
+bits the fastest on this GPU that runs is used: the choice changes no result. Where none runs, and for narrow weights,
+the kernel takes all rows.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ _FIRST = 6
 _MARGIN = 1.03  # of algorithms within this factor of the fastest, take the one that cuBLAS offers first
 _MAX_TRIAL_OUTPUTS = 1 << 27  # a GEMM with more, such as lm_head's, has only a few rows in a pass
 _DEPTHS = (4096, 8192)  # columns of GEMMs whose algorithms also run with more columns, though cuBLAS doesn't offer them
+_NARROW = OUTPUTS  # up to this many out_features the kernel alone is used: cuBLAS has few algorithms for one output
 _CACHE = 128 << 20  # bytes: more than any GPU's L2 cache
 _COPIES = 4  # of a weight in a trial, at most
 ALIGNED = 8  # columns in 16 bytes
@@ -63,32 +65,37 @@ class Gemm:
             x: [..., in_features].
             outs: Each [..., out_features[i]].
         """
-        shapes = self._shapes
-        total, depth = weight.shape
-        ends = list(itertools.accumulate(out.shape[-1] for out in outs))
-        parts = [weight[low:high] for low, high in zip([0, *ends[:-1]], ends, strict=True)]
-        part_sizes = tuple(part.shape[0] for part in parts)
-        by_cublas = [shapes.library.bind(self._stream, part, x, out) for part, out in zip(parts, outs, strict=True)]
+        calls = list[Callable[[int], None]]()
+        start = 0
+        for first in range(0, len(outs), MAX_OUTPUTS):
+            some = outs[first : first + MAX_OUTPUTS]
+            end = start + sum(out.shape[-1] for out in some)
+            calls.append(self._bind(weight[start:end], x, some))
+            start = end
 
-        @functools.cache
-        def algorithms(size: int) -> list[Algorithm]:
-            return [shapes[part_size, depth].algorithms[size] for part_size in part_sizes]
+        def multiply(rows: int) -> None:
+            for call in calls:
+                call(rows)
+
+        return multiply
+
+    def _bind(self, weight: cuda.Array, x: cuda.Array, outs: Sequence[cuda.Array]) -> Callable[[int], None]:
+        """As `bind`, of up to MAX_OUTPUTS outputs."""
+        shapes = self._shapes
+        depth = weight.shape[1]
+        part_sizes = tuple(out.shape[-1] for out in outs)
+        by_cublas = shapes.by_cublas(self._stream, weight, x, outs)
+        kernel_launch = functools.cache(functools.partial(shapes.launch, self._stream, weight, x, outs))
 
         @functools.cache
         def kernel_agrees() -> bool:
-            return len(outs) <= MAX_OUTPUTS and all(shapes[size, depth].kernel_agrees for size in part_sizes)
-
-        @functools.cache
-        def kernel_launch(max_rows: int) -> cuda.Launch:
-            return shapes.launch(self._stream, weight, x, outs, max_rows)
+            return all(shapes[size, depth].kernel_agrees for size in part_sizes)
 
         def multiply(rows: int) -> None:
             if kernel_agrees() and (rows <= FEW[-1] or rows <= shapes.kernel_rows(part_sizes, depth)):
-                launch = kernel_launch(size_for(rows, (*FEW, *_MORE)))
-                launch(-(-total // OUTPUTS), rows)
-                return
-            for call, algorithm in zip(by_cublas, algorithms(size_for(rows, MANY))):
-                call(rows, algorithm)
+                kernel_launch(size_for(rows, (*FEW, *_MORE)))(rows)
+            else:
+                by_cublas(rows)
 
         return multiply
 
@@ -124,11 +131,11 @@ def _shapes(device: int, dtype: np.dtype) -> _Shapes:
 class _Shape:
     """How to multiply with weights of a shape.
 
-    kernel_agrees: the kernel has the bits of all `algorithms`. algorithms: by the largest number of rows of each.
+    kernel_agrees: the kernel has the bits of all `algorithms`. algorithms: the best first, by their most rows.
     """
 
     kernel_agrees: bool
-    algorithms: Mapping[int, Algorithm]
+    algorithms: Mapping[int, Sequence[Algorithm]]
 
 
 class _Shapes:
@@ -148,10 +155,49 @@ class _Shapes:
 
     def launch(
         self, stream: cuda.Stream, weight: cuda.Array, x: cuda.Array, outs: Sequence[cuda.Array], max_rows: int
-    ) -> cuda.Launch:
-        """Return a launch of the kernel for up to `max_rows` rows."""
+    ) -> Callable[[int], None]:
+        """Return a launch of the kernel, by number of rows; a block takes up to `max_rows` of them."""
         arguments: tuple[cuda.Array | int, ...] = (weight, x, *output_arguments(outs), *weight.shape, max_rows)
-        return few_rows_launch(self._module[f"few_rows_{max_rows}"], stream, max_rows, *arguments)
+        launch = few_rows_launch(self._module[f"few_rows_{max_rows}"], stream, max_rows, *arguments)
+        blocks = -(-weight.shape[0] // OUTPUTS)
+        return lambda rows: launch(blocks * -(-rows // max_rows), rows)
+
+    def by_cublas(
+        self, stream: cuda.Stream, weight: cuda.Array, x: cuda.Array, outs: Sequence[cuda.Array]
+    ) -> Callable[[int], None]:
+        """Return a product of each output by cuBLAS, by number of rows; by the kernel where cuBLAS has none."""
+        calls = list[Callable[[int], None]]()
+        start = 0
+        for out in outs:
+            end = start + out.shape[-1]
+            calls.append(self._part_by_cublas(stream, weight[start:end], x, out))
+            start = end
+
+        def multiply(rows: int) -> None:
+            for call in calls:
+                call(rows)
+
+        return multiply
+
+    def _part_by_cublas(
+        self, stream: cuda.Stream, weight: cuda.Array, x: cuda.Array, out: cuda.Array
+    ) -> Callable[[int], None]:
+        out_features, in_features = weight.shape
+        call = self.library.bind(stream, weight, x, out)
+        kernel_launch = functools.cache(functools.partial(self.launch, stream, weight, x, [out], FEW[-1]))
+
+        def multiply(rows: int) -> None:
+            shape = self[out_features, in_features]
+            if shape.algorithms:
+                try:
+                    call(rows, shape.algorithms[size_for(rows, MANY)])
+                    return
+                except CheckError:
+                    if not shape.kernel_agrees:
+                        raise
+            kernel_launch()(rows)
+
+        return multiply
 
     def kernel_rows(self, part_sizes: tuple[int, ...], in_features: int) -> int:
         """Return the rows up to which the kernel is faster than cuBLAS; part_sizes: out_features of each weight."""
@@ -163,7 +209,6 @@ class _Shapes:
     def _time_kernel(self, part_sizes: Sequence[int], in_features: int) -> int:
         trial = Trial(sum(part_sizes), in_features, _MORE[-1], self._dtype, self._dtype)
         kernel_rows = FEW[-1]
-        ends = [0, *itertools.accumulate(part_sizes)]
         outs = [cuda.empty((_MORE[-1], size), self._dtype, "trying products out") for size in part_sizes]
         for rows in _MORE:
             by_kernel = list[Callable[[], None]]()
@@ -173,19 +218,17 @@ class _Shapes:
                     launch = self.launch(trial.stream, weight, trial.x, outs, rows)
                 except CheckError:  # more shared memory than this GPU has
                     return kernel_rows
-                by_kernel.append(functools.partial(launch, -(-weight.shape[0] // OUTPUTS), rows))
-                calls = list[Callable[[], None]]()
-                for low, high, out in zip(ends, ends[1:], outs):
-                    algorithm = self[high - low, in_features].algorithms[rows]
-                    call = self.library.bind(trial.stream, weight[low:high], trial.x, out)
-                    calls.append(functools.partial(call, rows, algorithm))
-                by_cublas.append(functools.partial(_call_all, calls))
-            if trial.fastest({"kernel": by_kernel, "cublas": by_cublas}) == "cublas":
+                by_kernel.append(functools.partial(launch, rows))
+                by_cublas.append(functools.partial(self.by_cublas(trial.stream, weight, trial.x, outs), rows))
+            if trial.ranked({"kernel": by_kernel, "cublas": by_cublas})[0] == "cublas":
                 break
             kernel_rows = rows
         return kernel_rows
 
     def _choose(self, out_features: int, in_features: int) -> _Shape:
+        has_kernel = in_features % ALIGNED == 0
+        if has_kernel and out_features <= _NARROW:
+            return _Shape(True, {})
         rows = MANY[-1] if MANY[-1] * out_features <= _MAX_TRIAL_OUTPUTS else TIMED
         trial = Trial(out_features, in_features, rows, self._dtype, self._dtype)
         calls = [self.library.bind(trial.stream, weight, trial.x, trial.out) for weight in trial.weights]
@@ -193,7 +236,9 @@ class _Shapes:
         bits_of = dict[Algorithm, bytes]()
         for algorithm in dict.fromkeys(itertools.chain.from_iterable(offered.values())):
             with contextlib.suppress(CheckError):  # an algorithm of a shorter GEMM may not run
-                bits_of[algorithm] = trial.bits(functools.partial(calls[0], FEW[-1], algorithm))
+                bits_of[algorithm] = trial.bits(functools.partial(calls[0], FEW[-1], [algorithm]))
+        if not bits_of and has_kernel:
+            return _Shape(True, {})
         if not bits_of:
             raise CheckError(
                 f"cuBLAS: expected a product [{out_features}, {in_features}] of {self._dtype} whose columns are not "
@@ -202,14 +247,14 @@ class _Shapes:
         # Keep the algorithms with the kernel's bits, or else those with the bits of the first algorithm.
         expected = next(iter(bits_of.values()))
         kernel_agrees = False
-        if in_features % ALIGNED == 0:
+        if has_kernel:
             launch = self.launch(trial.stream, trial.weights[0], trial.x, [trial.out], FEW[-1])
-            kernel_bits = trial.bits(lambda: launch(-(-out_features // OUTPUTS), FEW[-1]))
+            kernel_bits = trial.bits(functools.partial(launch, FEW[-1]))
             kernel_agrees = kernel_bits in bits_of.values()
             if kernel_agrees:
                 expected = kernel_bits
         equal = [algorithm for algorithm, bits in bits_of.items() if bits == expected]
-        algorithms = dict[int, Algorithm]()
+        algorithms = dict[int, list[Algorithm]]()
         for size in MANY:
             if size <= TIMED:
                 candidates = equal
@@ -217,22 +262,18 @@ class _Shapes:
             else:
                 candidates = [algorithm for algorithm in offered[size] if algorithm in equal][:_FIRST]
                 margin = _MARGIN
-            if size > rows:  # the trial has too few rows to time them
-                candidates = candidates[:1]
-            timed = {}
-            for algorithm in candidates:
-                timed[algorithm] = [functools.partial(call, size, algorithm) for call in calls]
-            algorithms[size] = trial.fastest(timed, margin) if timed else algorithms[TIMED]
+            if size <= rows:  # else the trial has too few rows to time them
+                timed = {}
+                for algorithm in candidates:
+                    timed[algorithm] = [functools.partial(call, size, [algorithm]) for call in calls]
+                candidates = trial.ranked(timed, margin)
+            # The others follow: fewer rows than `size` may need one of them.
+            algorithms[size] = list(dict.fromkeys([*candidates, *algorithms.get(TIMED, equal)]))
         return _Shape(kernel_agrees, algorithms)
 
     def _offered(self, out_features: int, in_features: int, rows: int) -> Iterator[Algorithm]:
         for depth in (in_features, *(depth for depth in _DEPTHS if depth < in_features)):
             yield from self.library.algorithms(out_features, depth, rows)
-
-
-def _call_all(calls: Sequence[Callable[[], None]]) -> None:
-    for call in calls:
-        call()
 
 
 def trial_factors(columns: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
@@ -284,14 +325,12 @@ class Trial:
         self.stream.synchronize()
         return host.tobytes()
 
-    def fastest(self, calls: Mapping[T, Sequence[Callable[[], None]]], margin: float = 1.0) -> T:
-        """Return the key of the fastest calls, or the first key within a factor `margin` of it.
+    def ranked(self, calls: Mapping[T, Sequence[Callable[[], None]]], margin: float = 1.0) -> list[T]:
+        """Return the keys of calls that run, the fastest first; those within a factor `margin` of it keep their order.
 
         calls: by key, a call for each of `weights`.
         """
-        if len(calls) == 1:
-            return next(iter(calls))
-        milliseconds = {}
+        milliseconds = dict[T, float]()
         for key, weight_calls in calls.items():
             begin = cuda.Event()
             end = cuda.Event()
@@ -303,5 +342,5 @@ class Trial:
                 end.record(self.stream)
                 end.wait()
                 milliseconds[key] = end.milliseconds_since(begin)
-        limit = margin * min(milliseconds.values())
-        return next(key for key, duration in milliseconds.items() if duration <= limit)
+        limit = margin * min(milliseconds.values(), default=0.0)
+        return sorted(milliseconds, key=lambda key: max(limit, milliseconds[key]))
