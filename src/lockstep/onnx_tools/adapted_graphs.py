@@ -31,7 +31,9 @@ class IdsAsMask(Pass):
             return PassResult(model, False)
         mask = None
         for node in graph:
-            equal = maker(node.inputs[0], "Equal") if node.op_type == "Where" else None
+            if node.op_type != "Where":
+                continue
+            equal = maker(node.inputs[0], "Equal")
             if equal is None:
                 continue
             columns, rank = adapter_columns(equal)

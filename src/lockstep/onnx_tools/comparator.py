@@ -18,7 +18,7 @@ from lockstep.artifacts.signature import IO
 
 
 class BoundRunner(OnnxrtRunner):
-    """Polygraphy's ONNX Runtime runner that adds weights to the inputs, which it holds while it is active."""
+    """Polygraphy's ONNX Runtime runner that adds weights to the inputs, and keeps them while it is active."""
 
     def __init__(self, name: str, inputs: Sequence[IO], session: Any, weights: Callable[[], Mapping[str, np.ndarray]]):
         super().__init__(session, name=name)
@@ -45,8 +45,14 @@ def metadata(inputs: Sequence[IO]) -> TensorMetadata:
     """Return declared inputs in Polygraphy's form; named dimensions are dynamic."""
     types = TensorMetadata()
     for io in inputs:
-        types.add(io.name, io.numpy_dtype, [None if isinstance(dim, str) else dim for dim in io.shape])
+        types.add(io.name, io.numpy_dtype, tuple(map(_static_size, io.shape)))
     return types
+
+
+def _static_size(dim: int | str) -> int | None:
+    if isinstance(dim, str):
+        return None
+    return dim
 
 
 @contextlib.contextmanager

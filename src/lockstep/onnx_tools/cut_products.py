@@ -222,8 +222,11 @@ class _Cut:
 
     def _shape(self, name: str) -> tuple[int | str, ...]:
         """Return the shape of a value that crosses a cut. Raises CheckError for one that is not of rows."""
-        shape = self._types[name].shape if name in self._types else None
-        dims = [] if shape is None else [size if isinstance(size, int) else size.value or "?" for size in shape]
+        dims = list[int | str]()
+        value = self._types.get(name)
+        if value is not None and value.shape is not None:
+            for size in value.shape:
+                dims.append(size if isinstance(size, int) else size.value or "?")
         rows = [axis for axis, size in enumerate(dims) if not isinstance(size, int)]
         if len(rows) != 1 or len(dims) < 2 or 0 in dims or any(size != 1 for size in dims[: rows[0]]):
             raise CheckError(
@@ -237,7 +240,7 @@ class _Cut:
     def _inferred(self) -> Mapping[str, ir.Value]:
         """Return values by name, with their types and shapes.
 
-        ONNX's inference cannot handle `MatMulNBits` and products of experts: there is a Gemm in their place.
+        ONNX's inference cannot handle `MatMulNBits` and products of experts, so a Gemm replaces each.
         """
         copy = self._model.clone()
         graph = copy.graph
@@ -251,7 +254,8 @@ class _Cut:
             dtype = ir.DataType.FLOAT
             if experts is not None:
                 shape[0] *= experts.per_token
-                shape[1] *= 1 if experts.shared else experts.per_token
+                if not experts.shared:
+                    shape[1] *= experts.per_token
             if product.bits == 16:
                 dtype = required(self._values[product.slots[0]].dtype)
             (out,) = node.outputs
@@ -278,7 +282,9 @@ def _names(values: Sequence[ir.Value | None]) -> list[str]:
 
 def _activations(product: Product) -> list[str]:
     """Return the inputs of a product other than its weight."""
-    return [product.input] if product.experts is None else [product.input, product.experts.ids]
+    if product.experts is None:
+        return [product.input]
+    return [product.input, product.experts.ids]
 
 
 def _product(node: ir.Node) -> Product | None:
@@ -360,7 +366,8 @@ def _with_lora(graph: ir.Graph, products: Mapping[str, Product]) -> dict[str, Pr
             source = required(gather.inputs[0])
             rows = _names(gather.inputs)[1]
         if _names(shrink.inputs)[0] == product.input and source.name == IDS:
-            a, b = _names(shrink.inputs)[1], _names(expands[0].inputs)[1]
+            a = _names(shrink.inputs)[1]
+            b = _names(expands[0].inputs)[1]
             lora = Lora(a, b, *adapter_columns(equal), rows)
             adapted[bases[0]] = dataclasses.replace(product, output=str(node.outputs[0].name), lora=lora)
     return adapted

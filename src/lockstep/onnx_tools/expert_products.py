@@ -58,15 +58,15 @@ class FewExperts(Pass):
         for ids in dict.fromkeys(product.ids for product in products):
             product = next(product for product in products if product.ids is ids)
             chosen, per_token = _ids(graph, product)
-            readers = [
-                (node, index)
-                for node, index in ids.uses()
-                if any(ids is other.ids and node in _id_readers(other) for other in products)
-            ]
+            id_readers = list[ir.Node]()
+            for other in products:
+                if other.ids is ids:
+                    id_readers += _id_readers(other)
+            uses = [(node, index) for node, index in ids.uses() if node in id_readers]
             writer = GraphWriter(graph, f"{ids.name}/few", after=required(ids.producer()))
-            few = writer.op("Mod", ids, np.array(self._count, np.int64))
-            for node, index in readers:
-                node.replace_input_with(index, few)
+            reduced_ids = writer.op("Mod", ids, np.array(self._count, np.int64))
+            for node, index in uses:
+                node.replace_input_with(index, reduced_ids)
             if not chosen.is_graph_output():
                 chosen.type = ir.TensorType(ir.DataType.INT64)
                 chosen.shape = ir.Shape([None, per_token])
@@ -122,9 +122,9 @@ def _weight(graph: ir.Graph, product: ExpertProduct) -> tuple[ExpertWeight, Sequ
             _names(slots), experts, columns * group_size, rows, bits, group_size, "integers", True
         ), slots
     if not product.decode:
-        in_features, out_features = (columns, rows) if product.transposed else (rows, columns)
-        names = _names(slots)
-        return ExpertWeight(names, experts, in_features, out_features, 16, 0, "floats", product.transposed), slots
+        if product.transposed:
+            rows, columns = columns, rows
+        return ExpertWeight(_names(slots), experts, rows, columns, 16, 0, "floats", product.transposed), slots
     decoded_shape = array_of(product.decode[-1].inputs[1])
     slots = tuple(sorted(slots, key=lambda slot: -len(sizes_of(slot))))  # codes, exponents
     is_mxfp4 = sorted(node.op_type for node in product.decode) == _MXFP4 and product.transposed and len(slots) == 2
@@ -146,7 +146,9 @@ def _ids(graph: ir.Graph, product: ExpertProduct) -> tuple[ir.Value, int]:
     value = product.ids
     while (shaping := maker(value, *SHAPING)) is not None:
         value = required(shaping.inputs[0])
-    shape = [] if value.shape is None else [*value.shape]
+    shape = list[int | ir.SymbolicDim]()
+    if value.shape is not None:
+        shape += value.shape
     if len(shape) != 2 or not isinstance(shape[1], int):
         raise CheckError(
             f"graph {graph.name}: value {value.name}: expected the experts of tokens, [num_tokens, experts of a "

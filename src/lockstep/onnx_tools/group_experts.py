@@ -146,7 +146,9 @@ def _is_inner(value: ir.Value) -> bool:
 
 
 def _is_reshape(node: ir.Node) -> bool:
-    target = array_of(node.inputs[1]) if node.op_type == "Reshape" else None
+    if node.op_type != "Reshape":
+        return False
+    target = array_of(node.inputs[1])
     return target is not None and len(target) == 3
 
 

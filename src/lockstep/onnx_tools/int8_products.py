@@ -66,8 +66,8 @@ def _split_expert_rows(graph: ir.Graph, expert_split: ir.Node, first: ir.Node) -
     expert_split.replace_input_with(0, split)
     expert_split.replace_input_with(1, doubled)
     writer = GraphWriter(graph, f"{out.name}/parts", after=join)
-    beside = writer.op("Reshape", out, [-1, 2 * attribute(first, "N")])
-    replace(out, _add_halves(writer, beside, 1), keep=beside.producer())
+    parts_in_a_row = writer.op("Reshape", out, [-1, 2 * attribute(first, "N")])
+    replace(out, _add_halves(writer, parts_in_a_row, 1), keep=parts_in_a_row.producer())
 
 
 def _add_halves(writer: GraphWriter, parts: ir.Value, axis: int) -> ir.Value:

@@ -21,7 +21,7 @@ from lockstep.tolerances import Tolerances
 # rms a quarter of that.
 _FLOOR = 2.0**-11
 _FLOOR_RMS = 2.0**-13
-_MOST = 0.9  # of the rows, which are held to their rms
+_ROWS_WITHIN_RMS = 0.9  # share of the rows whose rms must pass
 RMS = 1 / 3  # of `Tolerances.noise`: see above
 Number = Any  # a float, or an array of floats [rows]
 
@@ -47,8 +47,8 @@ NOTHING = Spread(0.0, 0.0)
 class Bound:
     """What passes: the largest error, and the rms of all numbers.
 
-    Where they are [rows] each row is held to its own, the rms of nine of ten rows: an activation that is nearest to
-    another integer than it should be spoils a row, and no more. noise: that the bound is made of, for reports.
+    Bounds may be [rows], one for each row; then the rms of nine of ten rows must pass: an activation that is rounded to
+    another integer spoils one row only. noise: from which the bound is derived, for reports.
     """
 
     largest: Number
@@ -57,7 +57,7 @@ class Bound:
 
 
 def within(tolerances: Tolerances, noise: Spread, units: tuple[float, float] | None = None) -> Bound:
-    """Return the bound of what is off by noise in fp16: a number of the config's, else so many times the noise.
+    """Return the bound of an error whose cause is noise in fp16: the config's number, else a multiple of the noise.
 
     units: of that noise, of the largest error and of the rms; by default those of the precision.
     """
@@ -70,19 +70,19 @@ def within(tolerances: Tolerances, noise: Spread, units: tuple[float, float] | N
 
 
 def beside_noise(
-    name: str, expected: np.ndarray, found: np.ndarray, noise: Spread, tolerances: Tolerances
+    name: str, expected: np.ndarray, actual: np.ndarray, noise: Spread, tolerances: Tolerances
 ) -> TensorError:
-    """Return the errors of an output beside what passes of it: see `within`. Logits are held to a number absolutely."""
+    """Return the errors of an output and its bound: see `within`. The config's bound of logits is absolute."""
     if name == "logits" and tolerances.logits is not None:
-        return measure(expected, found, Bound(tolerances.logits, noise=noise * tolerances.rounding), 1.0)
-    return measure(expected, found, within(tolerances, noise))
+        return measure(expected, actual, Bound(tolerances.logits, noise=noise * tolerances.rounding), 1.0)
+    return measure(expected, actual, within(tolerances, noise))
 
 
 def row_scale(expected: np.ndarray) -> np.ndarray:
     """Return what the error of each number of [rows, ...] is relative to, [rows, numbers]: max(|it|, rms of its row).
 
-    Floating point carries digits, not decimals; and a row (a token) of small numbers is held to its own size, whatever
-    stands in others. 1 in a row of zeros.
+    Floating point has relative precision; and each row (a token) is judged by its own magnitude, however large others
+    are. 1 in a row of zeros.
     """
     rows = rows_of(expected)
     rms = np.sqrt(np.mean(rows * rows, axis=1, keepdims=True))
@@ -94,67 +94,76 @@ def peak(expected: np.ndarray) -> float:
     return max(1.0, float(np.abs(expected).max(initial=0)))
 
 
-def max_abs_error(expected: np.ndarray, found: np.ndarray) -> float:
-    """Return the largest |found - expected|; 0 of empty arrays, infinity where a difference is NaN or infinite.
+def max_abs_error(expected: np.ndarray, actual: np.ndarray) -> float:
+    """Return the largest |actual - expected|; 0 of empty arrays, infinity where a difference is NaN or infinite.
 
     Raises ValueError for another shape: nothing is broadcast.
     """
-    if expected.shape != found.shape:
-        raise ValueError(f"expected shape {expected.shape}, found {found.shape}")
+    if expected.shape != actual.shape:
+        raise ValueError(f"expected shape {expected.shape}, found {actual.shape}")
     with np.errstate(invalid="ignore", over="ignore"):
-        largest = float(np.abs(expected - found).max(initial=0))
+        largest = float(np.abs(expected - actual).max(initial=0))
     return largest if np.isfinite(largest) else float("inf")
 
 
-def relative_errors(expected: np.ndarray, found: np.ndarray, scale: Number | None = None) -> np.ndarray:
+def relative_errors(expected: np.ndarray, actual: np.ndarray, scale: Number | None = None) -> np.ndarray:
     """Return the error of each number, [rows, numbers], relative to `scale` (default: `row_scale`)."""
     exact = rows_of(expected)
-    other = rows_of(found)
+    other = rows_of(actual)
+    if scale is None:
+        scale = row_scale(exact)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         error = np.abs(other - exact)
-        return np.where(error == 0, 0.0, error / (row_scale(exact) if scale is None else scale))
+        return np.where(error == 0, 0.0, error / scale)
 
 
-def spread(expected: np.ndarray, found: np.ndarray) -> Spread:
+def spread(expected: np.ndarray, actual: np.ndarray) -> Spread:
     """Return the error of an array [rows, ...], each number relative to `row_scale`."""
     if not expected.size:
         return NOTHING
-    relative = relative_errors(expected, found)
+    relative = relative_errors(expected, actual)
     with np.errstate(over="ignore"):
         return Spread(float(relative.max()), float(np.sqrt(np.mean(relative * relative))))
 
 
-def measure(expected: np.ndarray, found: np.ndarray, bound: Bound, scale: Number | None = None) -> TensorError:
-    """Return the errors of an array [rows, ...] beside what passes of it.
+def measure(expected: np.ndarray, actual: np.ndarray, bound: Bound, scale: Number | None = None) -> TensorError:
+    """Return the errors of an array [rows, ...] and their bounds.
 
     scale: what they are relative to; by default `row_scale`. Errors are None where the array has NaN or infinity, which
     no bound allows. Raises ValueError for another shape.
     """
     exact = np.asarray(expected, np.float64)
-    other = np.asarray(found, np.float64)
+    other = np.asarray(actual, np.float64)
     largest = max_abs_error(exact, other)
-    relative = relative_errors(exact, other, scale) if exact.size else np.zeros((1, 1))
-    count = len(relative)
-    bounds, rms_bounds, noise, rms_noise = (
-        np.broadcast_to(number if exact.size else np.max(number, initial=0.0), count)
-        for number in (bound.largest, bound.rms, bound.noise.largest, bound.noise.rms)
-    )
+    relative = np.zeros((1, 1))
+    if exact.size:
+        relative = relative_errors(exact, other, scale)
+
+    def per_row(numbers: Number) -> np.ndarray:
+        if not exact.size:
+            numbers = np.max(numbers, initial=0.0)
+        return np.broadcast_to(numbers, len(relative))
+
+    bounds = per_row(bound.largest)
+    rms_bounds = per_row(bound.rms)
+    noise = per_row(bound.noise.largest)
+    rms_noise = per_row(bound.noise.rms)
     if not math.isfinite(largest):
         row = int(np.argmin(np.isfinite(relative).all(1)))
         missing = float(noise[row]), _rms(rms_noise), float(bounds[row]), _finite(_rms(rms_bounds))
         return TensorError(None, None, None, None, *missing)
     with np.errstate(divide="ignore", invalid="ignore"):
-        row = int(np.argmax(np.nan_to_num(relative.max(1) / bounds)))  # the worst beside what passes of it
+        row = int(np.argmax(np.nan_to_num(relative.max(1) / bounds)))  # the worst relative to its bound
         shares = np.nan_to_num(np.sqrt(np.mean(relative * relative, axis=1)) / rms_bounds)
     rms_bound = _rms(rms_bounds)
     rms = _rms(relative)
     if math.isfinite(rms_bound) and np.ndim(bound.rms):
-        rms = float(np.quantile(shares, _MOST)) * rms_bound
+        rms = float(np.quantile(shares, _ROWS_WITHIN_RMS)) * rms_bound
     errors = largest, _finite(float(relative.max(1)[row])), _finite(rms), cosine(exact, other)
     return TensorError(*errors, float(noise[row]), _rms(rms_noise), float(bounds[row]), _finite(rms_bound))
 
 
-def cosine(expected: np.ndarray, found: np.ndarray) -> float:
+def cosine(expected: np.ndarray, actual: np.ndarray) -> float:
     """Return the cosine of the angle between two arrays, flattened, each row in units of its rms."""
     if not expected.size:
         return 1.0
@@ -162,40 +171,49 @@ def cosine(expected: np.ndarray, found: np.ndarray) -> float:
     rms = np.sqrt(np.mean(rows * rows, axis=1, keepdims=True))
     unit = np.where(rms > 0, rms, 1.0)
     a = rows / unit
-    b = rows_of(found) / unit
+    b = rows_of(actual) / unit
     norms = float(np.sqrt((a * a).sum() * (b * b).sum()))  # not by BLAS, whose threads cost more than these sums
-    return min(1.0, float((a * b).sum()) / norms) if norms else float(np.array_equal(a, b))
+    if not norms:
+        return float(np.array_equal(a, b))
+    return min(1.0, float((a * b).sum()) / norms)
 
 
 def share(error: TensorError | ComparedEngine) -> float:
-    """Return the largest error as a share of what passes; infinite where it is not finite."""
+    """Return the largest error as a share of its bound; infinite where it is not finite."""
     if error.relative_error is None:
         return math.inf
-    return error.relative_error / error.tolerance if error.relative_error else 0.0
+    if error.relative_error == 0:
+        return 0.0
+    return error.relative_error / error.tolerance
 
 
 def wrong(name: str, error: TensorError, of: str = "") -> str | None:
     """Say what is wrong with an output; None where its error passes. of: what errors are relative to, for the line."""
     if error.max_abs_error is None:
         return f"{name}: expected finite numbers, found NaN or infinity"
-    largest, rms = (math.inf if number is None else number for number in (error.relative_error, error.rms_error))
+    largest = _or_infinite(error.relative_error)
+    rms = _or_infinite(error.rms_error)
     if largest > error.tolerance:
-        more = f"largest absolute error {error.max_abs_error:.3g}, cosine {error.cosine:.6f}"
-        return f"{name}: expected an error of at most {error.tolerance:.3g}{of}, found {largest:.3g} ({more})"
+        details = f"largest absolute error {error.max_abs_error:.3g}, cosine {error.cosine:.6f}"
+        return f"{name}: expected an error of at most {error.tolerance:.3g}{of}, found {largest:.3g} ({details})"
     if error.rms_tolerance is not None and rms > error.rms_tolerance:
-        more = f"largest {largest:.3g}, cosine {error.cosine:.6f}"
-        return f"{name}: expected an rms error of at most {error.rms_tolerance:.3g}{of}, found {rms:.3g} ({more})"
+        details = f"largest {largest:.3g}, cosine {error.cosine:.6f}"
+        return f"{name}: expected an rms error of at most {error.rms_tolerance:.3g}{of}, found {rms:.3g} ({details})"
     return None
 
 
 def rows_of(array: np.ndarray) -> np.ndarray:
     """Return an array [rows, ...] as [rows, numbers] in float64."""
-    numbers = np.asarray(array, np.float64)
-    return numbers.reshape(len(numbers), math.prod(numbers.shape[1:])) if numbers.ndim else numbers.reshape(1, 1)
+    numbers = np.atleast_1d(np.asarray(array, np.float64))
+    return numbers.reshape(len(numbers), math.prod(numbers.shape[1:]))
 
 
 def _rms(array: np.ndarray) -> float:
     return float(np.sqrt(np.mean(array * array)))
+
+
+def _or_infinite(number: float | None) -> float:
+    return math.inf if number is None else number
 
 
 def _finite(number: float) -> float | None:

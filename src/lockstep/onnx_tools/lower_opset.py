@@ -96,8 +96,8 @@ def _gelu(writer: GraphWriter, node: ir.Node) -> None:
         inner = writer.op("Tanh", times(writer.op("Add", x, cubed), (2 / np.pi) ** 0.5))
     else:
         inner = writer.op("Erf", times(x, 0.5**0.5))
-    one = np.array(1.0, dtype)
-    writer.op("Mul", times(x, 0.5), writer.op("Add", inner, one), replaces=node.outputs[0])
+    constant_one = np.array(1.0, dtype)
+    writer.op("Mul", times(x, 0.5), writer.op("Add", inner, constant_one), replaces=node.outputs[0])
 
 
 def _check(node: ir.Node, source: int) -> None:

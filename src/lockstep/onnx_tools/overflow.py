@@ -41,7 +41,9 @@ class Overflow:
         """
         where = "the embedding"
         if layer is not None:
-            where = f"layer {layer - 1 if layer and self.ends_layer else layer}"
+            if layer and self.ends_layer:
+                layer -= 1
+            where = f"layer {layer}"
         name = "the hidden state" if self.name.startswith("hidden") else self.name
         advice = "take bf16 or fp32 instead of float16"
         if not residual and not self.is_product:
@@ -81,8 +83,11 @@ def find_overflow(model: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> Ov
     wide.graph.output.extend(
         helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in names if name not in outputs
     )
-    feeds = {name: array.astype(np.float32) if array.dtype == np.float16 else array for name, array in feeds.items()}
-    arrays = open_session(wide.SerializeToString()).run(names, feeds)
+    wide_feeds = dict(feeds)
+    for name, array in feeds.items():
+        if array.dtype == np.float16:
+            wide_feeds[name] = array.astype(np.float32)
+    arrays = open_session(wide.SerializeToString()).run(names, wide_feeds)
     for name, array in zip(names, arrays, strict=True):
         largest = float(np.abs(array).max(initial=0))
         if largest > LARGEST:

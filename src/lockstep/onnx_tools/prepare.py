@@ -94,7 +94,7 @@ def check_same(model: onnx.ModelProto, prepared: Prepared) -> None:
         difference = wrong(f"output {name}", measure(values, outputs[name], bound, peak(values)))
         if difference:
             raise CheckError(
-                f"graph {model.graph.name}: {difference}: the rewritten graph is another; please report it"
+                f"graph {model.graph.name}: {difference}: the rewritten graph is not equivalent; please report it"
             )
 
 
@@ -106,7 +106,11 @@ def mask_of(ids: np.ndarray, columns: int, rank: int, dtype: np.dtype) -> np.nda
 def slot_rows(feeds: Mapping[str, np.ndarray], parts: list[str], slot: str) -> np.ndarray:
     """Return a slot's array: its parts, one after another, with the A among its rows transposed."""
     rows = rows_of(slot)
-    return np.concatenate([feeds[part].T if part in rows else feeds[part] for part in parts])
+    arrays = []
+    for part in parts:
+        array = feeds[part]
+        arrays.append(array.T if part in rows else array)
+    return np.concatenate(arrays)
 
 
 def _feed(value: onnx.ValueInfoProto, feeds: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -151,5 +155,8 @@ def decode_inputs(model: onnx.ModelProto, lengths: np.ndarray, capacity: int) ->
     for value in model.graph.input:
         shape = [dim.dim_value or sizes[dim.dim_param] for dim in value.type.tensor_type.shape.dim]
         dtype = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
-        feeds[value.name] = lengths if dtype.kind == "i" else random.standard_normal(shape, np.float32).astype(dtype)
+        if dtype.kind == "i":
+            feeds[value.name] = lengths
+        else:
+            feeds[value.name] = random.standard_normal(shape, np.float32).astype(dtype)
     return feeds

@@ -86,7 +86,9 @@ def _eight_bit_steps(graph: ir.Graph) -> set[ir.Value]:
     steps: set[ir.Value] = set()
     for node in graph:
         is_e4m3 = node.op_type == "Cast" and attribute(node, "to") == ir.DataType.FLOAT8E4M3FN
-        division = maker(node.inputs[0], "Div") if is_e4m3 or node.op_type == "Round" else None
+        if node.op_type != "Round" and not is_e4m3:
+            continue
+        division = maker(node.inputs[0], "Div")
         if division is None:
             continue
         steps.add(division.outputs[0])

@@ -46,8 +46,14 @@ def open_session(model: Path | bytes, threads: int | None = None) -> ort.Inferen
     # pools of several sessions would fight for the cores
     settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
     settings.log_severity_level = 3
-    data = model if isinstance(model, bytes) else model.read_bytes()
-    source = model if isinstance(model, bytes) else str(model)
+    source: bytes | str
+    if isinstance(model, bytes):
+        source = data = model
+        where = ""
+    else:
+        data = model.read_bytes()
+        source = str(model)
+        where = f"{model}: "
     if _GATHERS.search(data):
         # Lazy: engines run without the toolkit.
         from lockstep.onnx_tools.group_experts import GroupExperts
@@ -69,7 +75,6 @@ def open_session(model: Path | bytes, threads: int | None = None) -> ort.Inferen
             return start()
         except Exception as error:
             failure = error
-    where = "" if isinstance(model, bytes) else f"{model}: "
     raise CheckError(
         f"{where}ONNX Runtime {ort.__version__} cannot load this graph: {' '.join(str(failure).split())}"
     ) from failure

@@ -15,6 +15,7 @@ from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.dtypes import NAME_PRECISIONS
 from lockstep.errors import InputError
 from lockstep.onnx_tools.signature import dtype_name
+from lockstep.onnx_tools.types import dims_of
 
 
 def show(path: str | os.PathLike) -> str:
@@ -98,8 +99,7 @@ def is_slot(value: onnx.ValueInfoProto) -> bool:
 
 def _type(value: onnx.ValueInfoProto) -> str:
     tensor = value.type.tensor_type
-    dims = [str(dim.dim_value) if dim.HasField("dim_value") else dim.dim_param or "?" for dim in tensor.shape.dim]
-    return f"{_short(tensor.elem_type)} [{', '.join(dims)}]"
+    return f"{_short(tensor.elem_type)} [{', '.join(map(str, dims_of(value)))}]"
 
 
 def _short(element: int) -> str:
@@ -133,6 +133,6 @@ def _constant(tensor: onnx.TensorProto) -> str:
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()

@@ -24,8 +24,10 @@ def signature_of(graph: onnx.GraphProto, slots: Collection[str] = ()) -> Signatu
 def io_of(value: onnx.ValueInfoProto) -> IO:
     """Return an input or output, with the names of its dynamic dimensions."""
     tensor = value.type.tensor_type
-    shape = tuple(dim.dim_param if dim.HasField("dim_param") else dim.dim_value for dim in tensor.shape.dim)
-    return IO(value.name, dtype_name(tensor.elem_type), shape)
+    shape = list[int | str]()
+    for dim in tensor.shape.dim:
+        shape.append(dim.dim_param if dim.HasField("dim_param") else dim.dim_value)
+    return IO(value.name, dtype_name(tensor.elem_type), tuple(shape))
 
 
 def dtype_name(element: int) -> str:

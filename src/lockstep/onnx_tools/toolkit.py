@@ -1,8 +1,8 @@
 """The toolkit of graph passes: run them, and write the graphs that they change; values.py reads them.
 
 A pass is a class of onnx_ir's form: `call` changes a model in place and returns a PassResult that says whether it did;
-`requires` and `ensures` may check the model before and after. Nodes are not edited: a pass writes new ones and lets a
-value take the place of another; what nothing reads any more is removed after each pass.
+`requires` and `ensures` may check the model before and after. Nodes are not edited: a pass writes new ones and replaces
+values; whatever is no longer read is removed after each pass.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import onnx
 import onnx_ir as ir
 
 from lockstep.onnx_tools.types import with_types
-from lockstep.onnx_tools.values import required
 
 Pass = ir.passes.InPlacePass
 PassResult = ir.passes.PassResult
@@ -94,17 +93,21 @@ def replace(value: ir.Value, new: ir.Value, keep: ir.Node | None = None) -> None
     new.shape = value.shape
     if keep is not None:
         value.name = f"{value.name}/before"
-    places = [index for index, read in enumerate([] if keep is None else keep.inputs) if read is value]
+    kept_uses = [(node, index) for node, index in value.uses() if node is keep]
     value.replace_all_uses_with(new, replace_graph_outputs=True)
-    for index in places:
-        required(keep).replace_input_with(index, value)
+    for node, index in kept_uses:
+        node.replace_input_with(index, value)
 
 
 def add_input(graph: ir.Graph, name: str, dtype: ir.DataType, shape: Dims, before: ir.Value | None = None) -> ir.Value:
     """Add an input, last or before another one."""
-    value = ir.Value(name=name, type=ir.TensorType(dtype), shape=None if shape is None else ir.Shape(shape))
-    place = len(graph.inputs) if before is None else graph.inputs.index(before)
-    graph.inputs.insert(place, value)
+    value = ir.Value(name=name, type=ir.TensorType(dtype))
+    if shape is not None:
+        value.shape = ir.Shape(shape)
+    position = len(graph.inputs)
+    if before is not None:
+        position = graph.inputs.index(before)
+    graph.inputs.insert(position, value)
     return value
 
 
@@ -162,10 +165,11 @@ class GraphWriter:
     ) -> Sequence[ir.Value]:
         """Add an operator with several outputs of these names, and return them."""
         values = [self._value(operand) for operand in inputs]
-        settings = [
-            setting if isinstance(setting, ir.Attr) else ir.convenience.convert_attribute(key, setting)
-            for key, setting in sorted(attributes.items())
-        ]
+        settings = list[ir.Attr]()
+        for key, setting in sorted(attributes.items()):
+            if not isinstance(setting, ir.Attr):
+                setting = ir.convenience.convert_attribute(key, setting)
+            settings.append(setting)
         if name is None:
             name = self._name() or ""
         node = ir.Node(domain, op_type, values, settings, num_outputs=len(results), name=name)

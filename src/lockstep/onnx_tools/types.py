@@ -21,12 +21,14 @@ def with_types(model: ModelProto) -> ModelProto:
     graph = declared.graph
     inputs = {value.name: value for value in graph.input}
     constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
-    reshapes = {name: node for node in graph.node for name in node.output}
+    makers = {}
+    for node in graph.node:
+        makers.update(dict.fromkeys(node.output, node))
     for node in graph.node:
         if node.op_type == "GatherBlockQuantized":  # unknown to ONNX: its result has a row for each id
             data, ids = node.input[:2]
-            if data in reshapes:
-                stored = constants[reshapes[data].input[1]].tolist()
+            if data in makers:  # a Reshape
+                stored = constants[makers[data].input[1]].tolist()
             else:
                 stored = dims_of(inputs[data])
             rows = dims_of(inputs[ids]) if ids in inputs else [None]
@@ -47,6 +49,7 @@ def typed_values(model: ModelProto) -> dict[str, tuple[int, Dims]]:
 
 
 def dims_of(value: ValueInfoProto) -> Dims:
-    return tuple(
-        dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?" for dim in value.type.tensor_type.shape.dim
-    )
+    dims = list[int | str]()
+    for dim in value.type.tensor_type.shape.dim:
+        dims.append(dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?")
+    return tuple(dims)

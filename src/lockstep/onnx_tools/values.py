@@ -60,7 +60,9 @@ def array_of(value: ir.Value | None) -> np.ndarray | None:
 def maker(value: ir.Value | None, *op_types: str) -> ir.Node | None:
     """Return the node that computes a value; None for another operator's, an input or a constant."""
     node = None if value is None else value.producer()
-    return node if node is not None and node.op_type in op_types else None
+    if node is None or node.op_type not in op_types:
+        return None
+    return node
 
 
 def is_linear(node: ir.Node) -> bool:

@@ -17,6 +17,7 @@ PLAIN = (
     "export",
     "gpu",
     "manifests",
+    "onnx_tools",
     "provenance",
     "publish",
     "runtime",
