@@ -9,7 +9,7 @@
 #   make test-unit                runs the unit tests that export no model and start no browser and no process with torch: a minute; ARGS as above
 #   make test-all                 runs the long ones too: every model family through every stage, whole sweeps, fuzz; CI does at night
 #   make triton-test              runs NVIDIA's Triton server on repositories of `lockstep triton` (tests/tritonserver); TRITON_ENV names the folder that it is installed in
-#   make clients-test             runs aiperf, perf_analyzer, lm-eval, bfcl-eval, tritonclient and libraries for agents on `lockstep serve` (tests/clients); CLIENTS_ENV names the folder that they are installed in
+#   make clients-test             runs aiperf, perf_analyzer, lm-eval, bfcl-eval, tritonclient and libraries for agents on `lockstep serve` (tests/clients), and snakedeploy on the workflow; CLIENTS_ENV names the folder that they are installed in
 #   make kubernetes-test          runs profiles/kubernetes against a stand-in for a cluster, and checks the manifests by Kubernetes' schemas (tests/pods)
 #   make slurm-test               runs the workflow on a Slurm cluster of this machine alone (tests/slurm), which it starts in a temporary folder: no root, no service;
 #                                 SLURM_ENV names the folder that Snakemake's plugin is installed in
@@ -56,7 +56,7 @@ export HF_HUB_DISABLE_TELEMETRY ?= 1
 .DEFAULT_GOAL := demo
 TRITON_ENV ?= .triton
 CLIENTS_ENV ?= .clients
-CLIENTS := agents aiperf bfcl lm-eval tritonclient
+CLIENTS := agents aiperf bfcl lm-eval snakedeploy tritonclient
 # Its wheel wants glibc 2.38; its test is skipped elsewhere.
 CLIENTS += $(if $(shell printf '%s\n' 2.38 "$$(ldd --version | sed -n '1s/.* //p')" | sort -CV && echo yes),perf-analyzer)
 KUBERNETES_ENV ?= .kubernetes
@@ -93,6 +93,7 @@ triton-test: setup-test $(TRITON_ENV)/.pinned
 
 clients-test: setup-test $(CLIENTS:%=$(CLIENTS_ENV)/%/.pinned)
 	LOCKSTEP_CLIENTS="$(abspath $(CLIENTS_ENV))" $(BIN)/python -m pytest -n 0 tests/clients $(ARGS)
+	LOCKSTEP_CLIENTS="$(abspath $(CLIENTS_ENV))" $(BIN)/python -m pytest -n 0 tests/workflow/test_module.py -k snakedeploy
 
 kubernetes-test: setup-test $(KUBERNETES_ENV)/.pinned
 	LOCKSTEP_KUBERNETES="$(abspath $(KUBERNETES_ENV))" $(BIN)/python -m pytest -n 0 tests/pods $(ARGS)

@@ -27,6 +27,7 @@ LISTS = {
     "docs": LINUX, "oldest": LINUX, "slurm": LINUX, "kubernetes": LINUX, "kubernetes-test": LINUX, "smollm2": LINUX,
     "cuda": ONE, "tensorrt": ONE, "tritonclient": LINUX, "triton": ONE, "lm-eval": ONE,
     "agents": ONE, "aiperf": ONE, "perf-analyzer": ONE, "bfcl": ONE, "llama-cpp": ONE,
+    "snakedeploy": ONE,
 }  # fmt: skip
 HEADER = """\
 # Files of the pins of requirements.txt, by sha256; made by `make hashes`, without torch, whose build TORCH chooses.

@@ -37,7 +37,7 @@ rule count:
         source=of_config("source"),
         stage=stage_of("count"),
     script:
-        "../scripts/stage.py"
+        SCRIPTS["stage"]
 """
 
 

@@ -17,7 +17,7 @@ rule fetch_adapters:
         hub_adapters=of_config("hub_adapters"),
         stage=stage_of("fetch_adapters"),
     script:
-        "../scripts/stage.py"
+        SCRIPTS["stage"]
 
 
 rule adapters:
@@ -43,7 +43,7 @@ rule adapters:
         stage=stage_of("adapters"),
         folders=files_of("folders"),
     script:
-        "../scripts/stage.py"
+        SCRIPTS["stage"]
 
 
 rule adapted_reference:
@@ -66,7 +66,7 @@ rule adapted_reference:
         adapted_golden=of_config("adapted_golden"),
         stage=stage_of("adapted_reference"),
     script:
-        "../scripts/stage.py"
+        SCRIPTS["stage"]
 
 
 rule quantized_adapted_reference:
@@ -90,7 +90,7 @@ rule quantized_adapted_reference:
         adapted_golden=of_config("adapted_golden"),
         stage=stage_of("quantized_adapted_reference"),
     script:
-        "../scripts/stage.py"
+        SCRIPTS["stage"]
 
 
 rule adapted:
@@ -125,4 +125,4 @@ rule adapted:
         device=of_config("device"),
         stage=stage_of("adapted"),
     script:
-        "../scripts/stage.py"
+        SCRIPTS["stage"]

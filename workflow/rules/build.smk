@@ -23,4 +23,4 @@ rule build:
         device=of_config("device"),
         stage=stage_of("build"),
     script:
-        "../scripts/stage.py"
+        SCRIPTS["stage"]

@@ -22,7 +22,7 @@ rule fetch:
         source=of_config("source"),
         stage=stage_of("fetch"),
     script:
-        "../scripts/fetch.py"
+        SCRIPTS["fetch"]
 
 
 rule make_checkpoint:
@@ -47,7 +47,7 @@ rule make_checkpoint:
         source=of_config("source"),
         stage=stage_of("make_checkpoint"),
     script:
-        "../scripts/stage.py"
+        SCRIPTS["stage"]
 
 
 rule resolve:
@@ -70,7 +70,7 @@ rule resolve:
         source=of_config("source"),
         stage=stage_of("resolve"),
     script:
-        "../scripts/stage.py"
+        SCRIPTS["stage"]
 
 
 rule architecture:
@@ -94,7 +94,7 @@ rule architecture:
         source=of_config("source"),
         stage=stage_of("architecture"),
     script:
-        "../scripts/stage.py"
+        SCRIPTS["stage"]
 
 
 rule convert:
@@ -116,4 +116,4 @@ rule convert:
     params:
         stage=stage_of("convert"),
     script:
-        "../scripts/stage.py"
+        SCRIPTS["stage"]

@@ -28,4 +28,4 @@ rule compare:
         device=of_config("device"),
         stage=stage_of("compare"),
     script:
-        "../scripts/stage.py"
+        SCRIPTS["stage"]

@@ -15,4 +15,4 @@ rule config:
         config=lambda wildcards: of_config("config")(wildcards),
         stage=lambda wildcards: stage_of("config")(wildcards),
     script:
-        "../scripts/stage.py"
+        SCRIPTS["stage"]

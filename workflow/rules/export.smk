@@ -25,7 +25,7 @@ rule export:
         kv_cache_dtype=of_config("kv_cache_dtype"),
         stage=stage_of("export"),
     script:
-        "../scripts/stage.py"
+        SCRIPTS["stage"]
 
 
 rule validate:
@@ -50,4 +50,4 @@ rule validate:
         max_seq_len=of_config("max_seq_len"),
         stage=stage_of("validate"),
     script:
-        "../scripts/stage.py"
+        SCRIPTS["stage"]

@@ -22,7 +22,7 @@ rule reference:
         drift_text=of_config("drift_text"),
         stage=stage_of("reference"),
     script:
-        "../scripts/stage.py"
+        SCRIPTS["stage"]
 
 
 rule quantized_reference:
@@ -48,7 +48,7 @@ rule quantized_reference:
         drift_text=of_config("drift_text"),
         stage=stage_of("quantized_reference"),
     script:
-        "../scripts/stage.py"
+        SCRIPTS["stage"]
 
 
 rule golden:
@@ -88,4 +88,4 @@ rule golden:
         device=of_config("device"),
         stage=stage_of("golden"),
     script:
-        "../scripts/stage.py"
+        SCRIPTS["stage"]

@@ -44,4 +44,4 @@ rule summary:
         not_run=lambda wildcards: plan()["not_run"],
         stage=stage_of("summary"),
     script:
-        "../scripts/summary.py"
+        SCRIPTS["summary"]

@@ -37,4 +37,4 @@ rule served:
         device=of_config("device"),
         stage=stage_of("served"),
     script:
-        "../scripts/stage.py"
+        SCRIPTS["stage"]

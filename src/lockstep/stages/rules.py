@@ -1,16 +1,16 @@
 """The rules of the workflow as `workflow/rules/*.smk` writes them, for those who ask without Snakemake.
 
-Text in; of each rule its inputs, outputs and the names of its parameters, out. A path is a text that opens with
-`<results>/`, or a `branch` between two such; what a function gives is left out, for only Snakemake calls it.
+Text in; of each rule of a stage its inputs, outputs and the names of its parameters, out. What stands below `input:` is
+the arguments of a call in Python, as which it is evaluated, with functions of the names that the rules call. A path
+opens with `<results>/`, or is a `branch` between two such; what another function gives is left out.
 """
 
 from __future__ import annotations
 
-import ast
 import functools
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lockstep.config.sources import REPOSITORY, kind_of
@@ -26,22 +26,25 @@ _RULE = re.compile(r"^rule (\w+):\n((?:[ \t]+.*\n|\n)+)", re.MULTILINE)
 _DIRECTIVE = re.compile(r"^    (\w+):[ \t]*((?:.*\n)(?:        .*\n|[ \t]*\n)*)", re.MULTILINE)
 _ROOT = "<results>/"
 _MANIFEST = re.compile(r"\{model\}/.*\.json")
-_MARKS = ("update", "ancient", "report", "directory")  # around a path
 
 Names = Mapping[str, Any]  # model, precision, layers and backend, those that a rule has
+Condition = Callable[[Any, Names], bool]  # of a config and names
 
 
 @dataclass(frozen=True)
 class Branch:
-    """A path that depends on a condition: `branch(is_quantized, then=..., otherwise=...)`; "" for none."""
+    """A path that depends on a condition; "" for none."""
 
-    condition: str
+    condition: Condition
     then: str = ""
     otherwise: str = ""
 
     def path(self, config: Config | None, names: Names) -> str:
-        is_then = not self.condition or _CONDITIONS[self.condition](config, names)
-        return self.then if is_then else self.otherwise
+        return self.then if self.condition(config, names) else self.otherwise
+
+
+class FilesOf(str):
+    """The word in `files_of("...")`."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +57,12 @@ class Rule:
     """
 
     name: str
-    inputs: Mapping[str, Branch] = field(default_factory=dict)
-    files: Mapping[str, str] = field(default_factory=dict)
-    outputs: tuple[str, ...] = ()
-    updates: bool = False
-    params: tuple[str, ...] = ()
-    kinds: tuple[str, ...] = ()
+    inputs: Mapping[str, Branch]
+    files: Mapping[str, str]
+    outputs: tuple[str, ...]
+    updates: bool
+    params: tuple[str, ...]
+    kinds: tuple[str, ...]
 
     @property
     def output(self) -> str:
@@ -79,15 +82,34 @@ class Rule:
         return not self.kinds or kind_of(config.models[names["model"]].source) in self.kinds
 
 
-def _is_brought(config: Config, names: Names) -> bool:
-    return kind_of(config.models[names["model"]].source) != "folder"
+def _branch(condition: Condition, then: str, otherwise: str = "") -> Branch:
+    paths = [path.removeprefix(_ROOT) if path.startswith(_ROOT) else "" for path in (then, otherwise)]
+    return Branch(condition, *paths)
 
 
-# What a `branch` asks; workflow/rules/common.smk has functions of these names.
-_CONDITIONS: Mapping[str, Any] = {
+def _always(config: Config | None, names: Names) -> bool:
+    return True
+
+
+def _arguments(*values: Any, **named: Any) -> list[tuple[str, Any]]:
+    """Return names and values of a directive; "" for those without a name, a `Branch` for each path."""
+    arguments = [*(("", value) for value in values), *named.items()]
+    return [(name, _branch(_always, value) if type(value) is str else value) for name, value in arguments]
+
+
+# What the rules of stages call; workflow/rules/common.smk has functions of these names.
+_FUNCTIONS: Mapping[str, Any] = {
+    "arguments": _arguments,
+    "ancient": str,
+    "update": str,
+    "branch": _branch,
     "is_quantized": lambda config, names: is_quantized(names["precision"]),
-    "is_brought": _is_brought,
+    "is_brought": lambda config, names: kind_of(config.models[names["model"]].source) != "folder",
     "is_any_adapter_on_the_hub": lambda config, names: bool(params.hub_adapters(config, names["model"])),
+    "files_of": FilesOf,
+    "of_kind": lambda *kinds: kinds,
+    "of_config": lambda name: None,
+    "stage_of": lambda name: None,
 }
 # The targets that have an artefact, as `collected` names them.
 _COLLECTED: Mapping[str, Any] = {
@@ -110,13 +132,15 @@ def collected_targets(config: Config) -> dict[str, list[Target]]:
 
 @functools.cache
 def rules() -> Mapping[str, Rule]:
-    """Return all rules by name. Raises InputError for one that cannot be read."""
+    """Return the rules of stages by name. Raises InputError for one that cannot be read."""
     bodies: dict[str, str] = {}
     for path in sorted(FOLDER.glob("*.smk")):
         bodies.update(_RULE.findall(path.read_text(encoding="utf-8")))
     if not bodies:
         raise InputError(f"{FOLDER}: expected the rules of the workflow, found none; install the wheel again")
-    return {name: _rule(name, dict(_DIRECTIVE.findall(body))) for name, body in bodies.items()}
+    bodies.pop("summary", None)  # of all targets: no stage
+    stages = {name: body for name, body in bodies.items() if f'stage_of("{name}")' in body}
+    return {name: _rule(name, dict(_DIRECTIVE.findall(body))) for name, body in stages.items()}
 
 
 @functools.cache
@@ -124,9 +148,8 @@ def ends() -> tuple[tuple[str, str], ...]:
     """Return what the summary collects: the pattern of a manifest, and the word for the targets that have it."""
     text = (FOLDER / "report.smk").read_text(encoding="utf-8")
     entries = re.findall(r'=collected\("<results>/([^"]+)", "(\w+)"\)', text)
-    return tuple(
-        (pattern, word) for pattern, word in entries if makers(pattern) and makers(pattern)[0].output == pattern
-    )
+    manifests = {rule.output for rule in rules().values()}
+    return tuple((pattern, word) for pattern, word in entries if pattern in manifests)
 
 
 def makers(pattern: str) -> list[Rule]:
@@ -135,58 +158,23 @@ def makers(pattern: str) -> list[Rule]:
 
 
 def _rule(name: str, directives: Mapping[str, str]) -> Rule:
-    inputs = _entries(name, directives.get("input", ""))
-    params = _entries(name, directives.get("params", ""))
-    branches = {key: _branch(value) for key, value in inputs}
-    files = {key: _files(value) for key, value in [*inputs, *params]}
-    outputs = [_branch(value) for _, value in _entries(name, directives.get("output", ""))]
-    kinds = re.findall(r'"(\w+)"', "".join(re.findall(r"of_kind\((.*)\)", directives.get("wildcard_constraints", ""))))
+    def entries(directive: str) -> list[tuple[str, Any]]:
+        try:
+            return eval(f"arguments({directives.get(directive, '')}\n)", dict(_FUNCTIONS))
+        except (SyntaxError, NameError, TypeError) as error:
+            raise InputError(
+                f"{FOLDER}: rule {name}: {directive}: expected paths, branch(...) and the functions of "
+                f"lockstep.stages.rules, found {error}"
+            ) from None
+
+    inputs = entries("input")
+    branches = {key: value for key, value in inputs if isinstance(value, Branch)}
     return Rule(
         name,
-        {key: value for key, value in branches.items() if value and _MANIFEST.fullmatch(value.then or value.otherwise)},
-        {key: value for key, value in files.items() if value},
-        tuple(branch.then for branch in outputs if branch),
-        "update(" in directives.get("output", ""),
-        tuple(key for key, _ in params),
-        tuple(kinds),
+        {key: branch for key, branch in branches.items() if _MANIFEST.fullmatch(branch.then or branch.otherwise)},
+        {key: str(value) for key, value in [*inputs, *entries("params")] if isinstance(value, FilesOf)},
+        tuple(branch.then for _, branch in entries("output")),
+        "update(" in directives["output"],
+        tuple(key for key, _ in entries("params")),
+        dict(entries("wildcard_constraints")).get("model", ()),
     )
-
-
-def _entries(rule: str, text: str) -> list[tuple[str, ast.expr]]:
-    """Return names and values of a directive; those without a name have ""."""
-    try:
-        call = ast.parse(f"f({text}\n)", mode="eval").body
-    except SyntaxError as error:
-        raise InputError(f"{FOLDER}: rule {rule}: expected arguments as Snakemake takes them, found {error}") from None
-    assert isinstance(call, ast.Call)
-    named = [(keyword.arg or "", keyword.value) for keyword in call.keywords]
-    return [*(("", value) for value in call.args), *named]
-
-
-def _branch(value: ast.expr) -> Branch | None:
-    """Return the path of an entry; None where it is none of a manifest below the results folder."""
-    if isinstance(value, ast.Call) and _called(value) in _MARKS:
-        return _branch(value.args[0])
-    if isinstance(value, ast.Call) and _called(value) == "branch":
-        paths = {keyword.arg: _path(keyword.value) for keyword in value.keywords}
-        return Branch(ast.unparse(value.args[0]), paths.get("then", ""), paths.get("otherwise", ""))
-    path = _path(value)
-    return Branch("", path) if path else None
-
-
-def _path(value: ast.expr) -> str:
-    text = str(_constant(value) or "")
-    return text.removeprefix(_ROOT) if text.startswith(_ROOT) else ""
-
-
-def _files(value: ast.expr) -> str:
-    """Return the argument of `files_of`; "" for another entry."""
-    return str(_constant(value.args[0])) if isinstance(value, ast.Call) and _called(value) == "files_of" else ""
-
-
-def _constant(value: ast.expr) -> Any:
-    return value.value if isinstance(value, ast.Constant) else None
-
-
-def _called(call: ast.Call) -> str:
-    return call.func.id if isinstance(call.func, ast.Name) else ""

@@ -104,7 +104,9 @@ def test_the_workflow_catalogue_shows_all_keys():
     keys -= set(backends())  # the table of precisions
     assert len(keys) > 80 and keys <= set(shown(yaml.safe_load(text)["properties"]))
     about = yaml.safe_load((REPOSITORY / ".snakemake-workflow-catalog.yml").read_text())["usage"]
-    assert about["report"] is True and about["software-stack-deployment"]["conda"] is True
+    deployment = about["software-stack-deployment"]
+    assert deployment["conda"] is True and deployment["apptainer"] is deployment["singularity"] is False
+    assert about["report"] is deployment["report"] is True, "of the first form, and of today's"
 
 
 def test_the_schema_that_editors_read_says_what_the_one_with_references_says():
