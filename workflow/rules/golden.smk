@@ -51,6 +51,24 @@ rule quantized_reference:
         SCRIPTS["stage"]
 
 
+rule quality:
+    input:
+        reference="<results>/{model}/{precision}/reference/{layers}.json",
+    output:
+        "<results>/{model}/{precision}/quality/{layers}.json",
+    log:
+        "<results>/logs/quality/{model}/{precision}/{layers}.log",
+    benchmark:
+        "<results>/benchmarks/quality/{model}/{precision}/{layers}.tsv"
+    conda:
+        "../../envs/report.yaml"
+    params:
+        max_perplexity_change=of_config("max_perplexity_change"),
+        stage=stage_of("quality"),
+    script:
+        "../scripts/stage.py"
+
+
 rule golden:
     input:
         assembly="<results>/{model}/{precision}/graphs/assembly.json",

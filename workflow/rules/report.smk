@@ -4,6 +4,7 @@
 CHECKED = dict(
     engines=collected("<results>/{model}/{precision}/engines/{backend}/engines.json", "built"),
     validated=collected("<results>/{model}/{precision}/validate/{layers}.json", "all"),
+    quality=collected("<results>/{model}/{precision}/quality/{layers}.json", "bounded"),
     compared=collected("<results>/{model}/{precision}/compare/{backend}.json", "run"),
     golden=collected("<results>/{model}/{precision}/golden/{backend}/{layers}.json", "run"),
     speeds=collected("<results>/{model}/{precision}/golden/{backend}/{layers}.speed.json", "run"),

@@ -38,6 +38,11 @@ class Drift(Document):
     full_perplexity: float
     kv_cache_dtype: str | None = None
 
+    @property
+    def perplexity_change(self) -> float:
+        """Return by which part the perplexity is above the checkpoint's."""
+        return self.perplexity / self.full_perplexity - 1
+
     def words(self) -> str:
         cache = f"KV cache in {self.kv_cache_dtype}: " if self.kv_cache_dtype else ""
         return (

@@ -131,6 +131,15 @@ class ValidationReport(Report):
     forward: Mapping[str, ForwardError] | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class QualityReport(Report):
+    """What quantizing costs, against the config's bound: in parts of the checkpoint's perplexity, less 1."""
+
+    FORMAT: ClassVar[str] = formats.QUALITY
+    perplexity_change: float
+    max_perplexity_change: float
+
+
 @dataclass(frozen=True)
 class ComparedRun:
     """An engine on one input. sizes: of the free dimensions. past_lengths: of attention's requests."""

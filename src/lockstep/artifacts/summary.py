@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from lockstep.artifacts import formats
 from lockstep.artifacts.document import Document
+from lockstep.artifacts.reports import FAIL
 from lockstep.targets import Target
 
 
@@ -18,6 +19,7 @@ class SummaryRow:
     verdict, validation, golden: "pass", "fail" or "not run"; served: None where no server was checked. engine_error: of
     the comparison of these engines. adapters: of the check of a model's adapters; None where it has none. reproduced:
     in how many of the rounds it came out the same, "-" where it was not tried. reason: why the verdict is no pass.
+    quality: of the config's bound of what quantizing costs; None where it has none.
     drift: of quantised weights, in words. logit_noise: the error of a logit that the precision itself costs.
     drift_logit_error: rms, in units of the logits. drift_tokens_differing: of the likeliest tokens of the golden
     answers. drift_perplexity: relative to the checkpoint's, less 1. max_logprob_error: of the server's, compared with
@@ -44,11 +46,19 @@ class SummaryRow:
     prefill_tokens_per_s: float | None
     decode_tokens_per_s: float | None
     adapters: str | None = None
+    quality: str | None = None
     drift: str | None = None
     drift_logit_error: float | None = None
     drift_tokens_differing: int | None = None
     drift_perplexity: float | None = None
     max_logprob_error: float | None = None
+
+    @property
+    def quality_in_words(self) -> str | None:
+        """Return what the weights cost, which no check of engines sees."""
+        if self.drift_perplexity is None:
+            return None
+        return f"perplexity {self.drift_perplexity:+.1%}{', too high' * (self.quality == FAIL)}"
 
     @property
     def target(self) -> Target:

@@ -131,6 +131,11 @@ class Golden(Section):
         description="A text on which the perplexity of quantised weights is compared with that of the checkpoint. "
         "Empty: the prompts, one after another.",
     )
+    max_perplexity_change: Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(_number)] | None = Field(
+        default=None,
+        description="The most by which that perplexity may be above the checkpoint's, 0.05 for 5 %; a run ends with an "
+        "error above it. None: any.",
+    )
     long_prompt: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
         default=None,
         description="Tokens of one more prompt, made of pseudo-random ids, that shows what happens far into "

@@ -14,7 +14,14 @@ from typing import Generic, Literal, TypeVar
 
 from lockstep.artifacts.adapted import AdaptedReport
 from lockstep.artifacts.files import read_json
-from lockstep.artifacts.reports import ComparisonReport, GoldenReport, Report, ServedReport, ValidationReport
+from lockstep.artifacts.reports import (
+    ComparisonReport,
+    GoldenReport,
+    QualityReport,
+    Report,
+    ServedReport,
+    ValidationReport,
+)
 from lockstep.artifacts.summary import SummaryRow
 from lockstep.errors import InputError
 from lockstep.manifests.manifest_files import failed_path, record_path
@@ -152,9 +159,17 @@ CHECKS: tuple[Check, ...] = (
         result=Column("golden"),
         figures={
             Column("max_logit_error", "logit error", ".1e"): lambda report: report.max_logit_error,
-            Column("logit_noise", "rounding error", ".1e", rank=1): lambda report: report.logit_noise,
+            Column("logit_noise", "rounding error", ".1e", rank=2): lambda report: report.logit_noise,
             Column("tokens_differing"): lambda report: sum(len(prompt.differences) for prompt in report.prompts),
         },
+    ),
+    Check(
+        "quality",
+        QualityReport,
+        "once run",
+        compares="the perplexity of quantized weights against the config's bound",
+        title="quality check",
+        result=Column("quality"),
     ),
     Check(
         "compare",
@@ -190,9 +205,9 @@ COLUMNS = (
     Column("target", "target"),
     Column("verdict", "result"),
     *(column for column in FIGURES if column.heading),
-    Column("drift_logit_error", "quantization error", ".1e", rank=2),
+    Column("quality_in_words", "quality", rank=1),
+    Column("drift_logit_error", "quantization error", ".1e", rank=4),
     Column("drift_tokens_differing", "tokens differing", "d", rank=5),
-    Column("drift_perplexity", "perplexity change", "+.1%", rank=4),
     Column("prefill_tokens_per_s", "prefill tokens/s", ".0f", rank=3),
     Column("decode_tokens_per_s", "decode tokens/s", ".0f"),
 )

@@ -160,7 +160,7 @@ def _row(target: Target, known: Details) -> SummaryRow:
         drift=drift.words() if drift else None,
         drift_logit_error=drift.rms_logit_error if drift else None,
         drift_tokens_differing=drift.tokens_differing if drift else None,
-        drift_perplexity=drift.perplexity / drift.full_perplexity - 1 if drift else None,
+        drift_perplexity=drift.perplexity_change if drift else None,
         **_check_values(known),
     )
 

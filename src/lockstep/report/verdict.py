@@ -82,8 +82,8 @@ def _speed(row: SummaryRow) -> float:
 
 
 def _quality_lost(row: SummaryRow) -> str:
-    """Say what a row's weights cost; empty where that is little, or nothing."""
-    if not is_quantized(row.precision):
+    """Say what a row's weights cost; empty where that is little, nothing, or within the config's bound."""
+    if not is_quantized(row.precision) or row.quality == PASS:
         return ""
     if row.drift_perplexity is None:
         return "whose perplexity was not measured"

@@ -131,6 +131,10 @@ def drift_text(config: Config, model: str, precision: str | None = None) -> Valu
     return settings.golden.drift_text if precision or settings.kv_cache_dtype else None
 
 
+def max_perplexity_change(config: Config, model: str) -> Value:
+    return config.models[model].golden.max_perplexity_change
+
+
 def expected(config: Config, model: str, precision: str, layers: int | str) -> Value:
     """Return the text that the config expects after each prompt."""
     return _expected(config, config.models[model].golden.prompts, model, precision, layers)

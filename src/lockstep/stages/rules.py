@@ -115,6 +115,9 @@ _FUNCTIONS: Mapping[str, Any] = {
 _COLLECTED: Mapping[str, Any] = {
     "all": lambda config, target: True,
     "built": lambda config, target: config.is_built(target),
+    "bounded": lambda config, target: (
+        is_quantized(target.precision) and config.models[target.model].golden.max_perplexity_change is not None
+    ),
     "run": lambda config, target: config.is_run(target),
     "served": lambda config, target: config.check_server and config.is_run(target),
     "adapted": lambda config, target: bool(config.models[target.model].adapters) and config.is_run(target),

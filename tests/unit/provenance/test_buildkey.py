@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 ENVIRONMENTS = {
     "fetch": "fetch", "make_checkpoint": "torch", "resolve": "checkpoint", "convert": "checkpoint", "export": "torch",
     "validate": "torch", "reference": "torch", "build": "engine", "compare": "engine", "golden": "engine",
-    "served": "serve", "summary": "report",
+    "quality": "report", "served": "serve", "summary": "report",
 }  # fmt: skip
 
 # What PyTorch's default build for Linux requires beside what each build does, for which it says the versions.

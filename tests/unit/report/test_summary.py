@@ -15,11 +15,12 @@ from reports import blocks, comparison, golden, golden_prompt, served, speed, va
 from lockstep.artifacts.drift import Drift
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import write_json
-from lockstep.artifacts.reports import Report, TokenDifference
+from lockstep.artifacts.reports import QualityReport, Report, TokenDifference
 from lockstep.artifacts.summary import Reproduction, Summary
 from lockstep.errors import CheckError
 from lockstep.manifests.manifest_files import content, record_path
 from lockstep.report import renew, summary
+from lockstep.stages import STAGES, Job
 from lockstep.targets import Results, Target
 from lockstep.verify.metrics import finish
 
@@ -81,19 +82,34 @@ def quantized(results: Results, model: str) -> Target:
     return Target(model, "w4a16", 2, "onnxruntime")
 
 
-def test_the_quantization_error_has_columns_where_a_target_has_any(
-    results: Results, capsys: pytest.CaptureFixture
-) -> None:
+def test_quality_has_columns_where_weights_are_quantized(results: Results, capsys: pytest.CaptureFixture) -> None:
     targets = [TARGETS[0], quantized(results, "m")]
     summary.print_table(summary.collect(results, targets))
     above, head, full, small, *_ = capsys.readouterr().out.splitlines()
-    assert above.split() == ["logit", "rounding", "quantization", "perplexity", "prefill", "decode"]
-    assert small.split()[-4:] == ["2.5e-01", "+10.0%", "-", "-"]
-    assert full.split()[-4:] == ["-", "-", "1234", "0"]
+    assert above.split() == ["logit", "rounding", "prefill", "decode"] and "quality" in head
+    assert small.split()[-4:] == ["perplexity", "+10.0%", "-", "-"]
+    assert full.split()[-3:] == ["-", "1234", "0"]
     summary.write(results, targets)
+    assert "perplexity +10.0%" in results.report_page().read_text()
     assert "quantization error" in results.report_page().read_text()
     summary.write(results, TARGETS)
     assert "quantization error" not in results.report_page().read_text()
+
+
+def test_quality_is_held_to_the_configs_bound(results: Results) -> None:
+    target = quantized(results, "m")
+    names = {"model": "m", "precision": "w4a16", "layers": "2"}
+    out = results.root / STAGES["quality"].output.format(**names)
+    reference = {"reference": results.quantized_reference("m", "w4a16", 2)}
+    recorded(out, QualityReport(result="pass", perplexity_change=0.1, max_perplexity_change=0.2))
+    STAGES["quality"].run(Job("quality", names, reference, {"max_perplexity_change": 0.2}, out))
+    (row,) = summary.collect(results, [target]).targets
+    assert (row.quality, row.quality_in_words) == ("pass", "perplexity +10.0%")
+    with pytest.raises(CheckError, match=r"at most \+5.0%.*max_perplexity_change.*found \+10.0% in w4a16; take"):
+        STAGES["quality"].run(Job("quality", names, reference, {"max_perplexity_change": 0.05}, out))
+    (row,) = summary.collect(results, [target]).targets
+    assert row.verdict == row.quality == "fail" and "quality: perplexity: expected at most" in str(row.reason)
+    assert row.quality_in_words == "perplexity +10.0%, too high"
 
 
 def test_columns_that_are_least_needed_are_left_out_of_a_table_of_100_columns(
@@ -101,8 +117,8 @@ def test_columns_that_are_least_needed_are_left_out_of_a_table_of_100_columns(
 ) -> None:
     targets = [TARGETS[0], quantized(results, "a-model-with-a-long-name")]
     summary.print_table(summary.collect(results, targets))
-    above, _, *rows = capsys.readouterr().out.splitlines()[:4]
-    assert above.split() == ["logit", "rounding", "quantization", "decode"]
+    above, head, *rows = capsys.readouterr().out.splitlines()[:4]
+    assert above.split() == ["logit", "decode"] and "quality" in head
     assert max(map(len, rows)) <= 100 and rows[1].startswith(f"{targets[1]} ")
     summary.write(results, targets)
     assert "prefill tokens/s" in results.report_page().read_text(), "the report has all"
