@@ -113,14 +113,14 @@ def each_model_is_traced_once(tmp_path_factory: pytest.TempPathFactory) -> Itera
     if unique_layers is None or find_spec("filelock") is None:  # the Python of the tests on a GPU may not have it
         yield
         return
-    own = unique_layers._trace_and_cut
+    own = unique_layers.trace_and_cut
     shared = Shared(shared_root(tmp_path_factory.getbasetemp()))
 
     def cut(meta, indices, wide_residual):
         kind = type(meta)
         if traces_anew or is_patched(kind.__module__):
             return own(meta, indices, wide_residual)
-        signature = unique_layers._layer_signature(meta, {})  # the module tree, its tensors and plain settings
+        signature = unique_layers.layer_signature(meta, {})  # the module tree, its tensors and plain settings
         config = json.loads(meta.config.to_json_string(False))
         content = [
             f"{kind.__module__}.{kind.__qualname__}",
@@ -133,9 +133,9 @@ def each_model_is_traced_once(tmp_path_factory: pytest.TempPathFactory) -> Itera
         make = lambda folder: (folder / "cut.pickle").write_bytes(pickle.dumps(own(meta, indices, wide_residual)))
         return pickle.loads((shared.folder(f"traces/{digest}", make) / "cut.pickle").read_bytes())
 
-    unique_layers._trace_and_cut = cut
+    unique_layers.trace_and_cut = cut
     yield
-    unique_layers._trace_and_cut = own
+    unique_layers.trace_and_cut = own
 
 
 import lockstep  # noqa: E402, F401  first: it switches off what other packages send when they are imported

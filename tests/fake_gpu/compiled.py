@@ -96,7 +96,7 @@ folders: Shared | None = None
 
 
 @functools.cache
-def _compiled(text: str) -> Any:
+def compiled_kernel(text: str) -> Any:
     if COMPILER is None:
         raise Fault("expected a C++ compiler, found none")
 
@@ -124,4 +124,4 @@ def run(text: str, gpu: Gpu, blocks: int, threads: int, types: Sequence[Any], va
             arguments.append(ctypes.c_void_p(held[-1].ctypes.data))
         else:
             arguments.append(kind(value))
-    _compiled(text)(ctypes.c_int(blocks), *arguments)
+    compiled_kernel(text)(ctypes.c_int(blocks), *arguments)

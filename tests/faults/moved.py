@@ -90,9 +90,9 @@ def prefix_of(spoil: Callable[[list[np.ndarray]], None]) -> Callable:
 
 def sampling_stays(right):
     def release(self, slot):
-        samplings = dict(self.executor._samplings)
+        samplers = dict(self.executor.samplers)
         right(self, slot)
-        self.executor._samplings.update(samplings)
+        self.executor.samplers.update(samplers)
 
     return release
 

@@ -48,7 +48,7 @@ def test_sums_are_those_of_numpy_to_the_bit(
 
     if 1 < devices < world:
         pytest.skip(f"{devices} GPUs")
-    monkeypatch.setattr(all_reduce, "_ONE_SHOT", one_shot)
+    monkeypatch.setattr(all_reduce, "ONE_SHOT_NBYTES", one_shot)
     kind = named_dtype(dtype)
     ranks = [Device.get(rank) for rank in range(world)]
     counts = (8, 4096, 24, 16 * 4096, 520, 300 * 1000)
@@ -126,8 +126,8 @@ def test_a_rank_that_does_not_come_is_named_and_holds_nobody(
 
     if 1 < devices < world:
         pytest.skip(f"{devices} GPUs")
-    monkeypatch.setattr(all_reduce, "_TIMEOUT_S", 2)
-    monkeypatch.setattr(all_reduce, "_ONE_SHOT", 0)
+    monkeypatch.setattr(all_reduce, "TIMEOUT_S", 2)
+    monkeypatch.setattr(all_reduce, "ONE_SHOT_NBYTES", 0)
     first, *others = all_reduce.connect([Device.get(rank) for rank in range(world)], 8192, 16)
     first.device.use()
     array = cuda.zeros((4096,), "f2")

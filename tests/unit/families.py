@@ -36,7 +36,7 @@ class Family:
     tolerance: float = 1e-4
 
 
-def _family(
+def tiny(
     model_type: str,
     *,
     sizes: dict[str, Any] = _SIZES,
@@ -56,10 +56,8 @@ def _rope(rope_type: str = "default", **settings: Any) -> dict[str, Any]:
 
 
 FAMILIES = {
-    "llama": _family(
-        "llama", attention_bias=True, mlp_bias=True, slots=("self_attn.o_proj.bias", "mlp.down_proj.bias")
-    ),
-    "llama, llama3 rope": _family(
+    "llama": tiny("llama", attention_bias=True, mlp_bias=True, slots=("self_attn.o_proj.bias", "mlp.down_proj.bias")),
+    "llama, llama3 rope": tiny(
         "llama",
         tie_word_embeddings=True,
         head_dim=16,
@@ -67,11 +65,9 @@ FAMILIES = {
             "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
         ),
     ),
-    "llama, yarn rope": _family(
-        "llama", rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=32)
-    ),
-    "mistral": _family("mistral", head_dim=16, sliding_window=WINDOW, windows=(WINDOW,)),
-    "qwen2": _family(
+    "llama, yarn rope": tiny("llama", rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=32)),
+    "mistral": tiny("mistral", head_dim=16, sliding_window=WINDOW, windows=(WINDOW,)),
+    "qwen2": tiny(
         "qwen2",
         use_sliding_window=True,
         sliding_window=WINDOW,
@@ -79,9 +75,9 @@ FAMILIES = {
         windows=(0, WINDOW),
         slots=("self_attn.q_proj.bias",),
     ),
-    "qwen3": _family("qwen3", head_dim=16, slots=("self_attn.q_norm.weight", "self_attn.k_norm.weight")),
-    "gemma": _family("gemma", head_dim=16, hidden_activation="gelu_pytorch_tanh"),
-    "gemma2": _family(
+    "qwen3": tiny("qwen3", head_dim=16, slots=("self_attn.q_norm.weight", "self_attn.k_norm.weight")),
+    "gemma": tiny("gemma", head_dim=16, hidden_activation="gelu_pytorch_tanh"),
+    "gemma2": tiny(
         "gemma2",
         head_dim=16,
         sliding_window=WINDOW,
@@ -92,7 +88,7 @@ FAMILIES = {
         windows=(WINDOW, 0),
         softcap=2.0,
     ),
-    "gemma3_text": _family(
+    "gemma3_text": tiny(
         "gemma3_text",
         head_dim=16,
         sliding_window=WINDOW,
@@ -101,13 +97,13 @@ FAMILIES = {
         slots=("self_attn.q_norm.weight",),
         rope_parameters={"full_attention": _rope("linear", factor=8.0), "sliding_attention": _rope(rope_theta=100.0)},
     ),
-    "phi": _family(
+    "phi": tiny(
         "phi", partial_rotary_factor=0.5, qk_layernorm=True, slots=("self_attn.q_layernorm.bias", "mlp.fc1.bias")
     ),
-    "phi3": _family(
+    "phi3": tiny(
         "phi3", sliding_window=WINDOW, windows=(WINDOW,), slots=("self_attn.qkv_proj.weight", "mlp.gate_up_proj.weight")
     ),
-    "gpt2": _family(
+    "gpt2": tiny(
         "gpt2",
         sizes={
             "vocab_size": 288,
@@ -120,31 +116,31 @@ FAMILIES = {
         },
         slots=("wpe.weight",),
     ),
-    "gpt_neox": _family(
+    "gpt_neox": tiny(
         "gpt_neox",
         sizes=_NO_GROUPS,
         rotary_pct=0.5,
         use_parallel_residual=True,
         slots=("attention.query_key_value.weight",),
     ),
-    "olmo2": _family("olmo2", slots=("self_attn.q_norm.weight", "post_feedforward_layernorm.weight")),
-    "smollm3": _family("smollm3", no_rope_layers=[1, 0, 1], windows=(0, 0)),
-    "starcoder2": _family(
+    "olmo2": tiny("olmo2", slots=("self_attn.q_norm.weight", "post_feedforward_layernorm.weight")),
+    "smollm3": tiny("smollm3", no_rope_layers=[1, 0, 1], windows=(0, 0)),
+    "starcoder2": tiny(
         "starcoder2", sliding_window=WINDOW, windows=(WINDOW,), use_bias=True, slots=("self_attn.k_proj.bias",)
     ),
-    "cohere": _family("cohere", use_qk_norm=True, logit_scale=0.25, slots=("self_attn.q_norm.weight",)),
-    "granite": _family(
+    "cohere": tiny("cohere", use_qk_norm=True, logit_scale=0.25, slots=("self_attn.q_norm.weight",)),
+    "granite": tiny(
         "granite", attention_multiplier=0.2, embedding_multiplier=5.0, residual_multiplier=0.4, logits_scaling=0.5
     ),
-    "stablelm": _family(
+    "stablelm": tiny(
         "stablelm",
         partial_rotary_factor=0.5,
         use_qkv_bias=True,
         qk_layernorm=True,
         slots=("self_attn.q_layernorm.norms.0.weight",),
     ),
-    "glm": _family("glm", head_dim=16, partial_rotary_factor=0.5, slots=("mlp.gate_up_proj.weight",)),
-    "opt": _family(
+    "glm": tiny("glm", head_dim=16, partial_rotary_factor=0.5, slots=("mlp.gate_up_proj.weight",)),
+    "opt": tiny(
         "opt",
         sizes=_NO_GROUPS,
         ffn_dim=80,
@@ -152,8 +148,8 @@ FAMILIES = {
         do_layer_norm_before=True,
         slots=("project_in.weight", "embed_positions.weight"),
     ),
-    "hunyuan_v1_dense": _family("hunyuan_v1_dense", head_dim=16, slots=("self_attn.query_layernorm.weight",)),
-    "mixtral": _family(
+    "hunyuan_v1_dense": tiny("hunyuan_v1_dense", head_dim=16, slots=("self_attn.query_layernorm.weight",)),
+    "mixtral": tiny(
         "mixtral",
         head_dim=16,
         num_local_experts=4,
@@ -162,7 +158,7 @@ FAMILIES = {
         windows=(WINDOW,),
         slots=("mlp.gate.weight",),
     ),
-    "gpt_oss": _family(
+    "gpt_oss": tiny(
         "gpt_oss",
         head_dim=16,
         num_local_experts=4,
@@ -174,7 +170,7 @@ FAMILIES = {
         slots=("self_attn.sinks", "self_attn.o_proj.bias", "mlp.experts.gate_up_proj_bias"),
         rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=32, truncate=False),
     ),
-    "granite_swa": _family(  # sinks in a dense model; fused attention takes heads in steps of 8
+    "granite_swa": tiny(  # sinks in a dense model; fused attention takes heads in steps of 8
         "granite_swa",
         sizes={**_SIZES, "hidden_size": 64},
         sliding_window=WINDOW,
@@ -182,8 +178,8 @@ FAMILIES = {
         windows=(WINDOW, 0),
         slots=("self_attn.sinks",),
     ),
-    "qwen3_moe": _family("qwen3_moe", head_dim=16, num_experts=4, mlp_only_layers=[0], classes=6, **_EXPERTS),
-    "deepseek_v3": _family(
+    "qwen3_moe": tiny("qwen3_moe", head_dim=16, num_experts=4, mlp_only_layers=[0], classes=6, **_EXPERTS),
+    "deepseek_v3": tiny(
         "deepseek_v3",
         sizes={**_SIZES, "num_key_value_heads": 4},
         q_lora_rank=24,
@@ -198,7 +194,7 @@ FAMILIES = {
         classes=6,
         **_EXPERTS,
     ),
-    "dots1": _family(  # the router of DeepSeek V3: a sigmoid, a bias, groups; beside plain attention
+    "dots1": tiny(  # the router of DeepSeek V3: a sigmoid, a bias, groups; beside plain attention
         "dots1",
         head_dim=16,
         n_routed_experts=8,
@@ -210,7 +206,7 @@ FAMILIES = {
         **_EXPERTS,
     ),
     # Residuals are scaled by the depth: cut to its first layers, it must keep the whole model's scale.
-    "minicpm3": _family(
+    "minicpm3": tiny(
         "minicpm3",
         sizes={**_SIZES, "num_key_value_heads": 4},
         q_lora_rank=24,
@@ -219,14 +215,14 @@ FAMILIES = {
         qk_nope_head_dim=12,
         v_head_dim=10,
     ),
-    "phi3, longrope": _family(
+    "phi3, longrope": tiny(
         "phi3",
         original_max_position_embeddings=64,
         rope_parameters=_rope(
             "longrope", short_factor=[1.0, 1.1, 1.2, 1.3, 1.4, 1.5], long_factor=[2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
         ),
     ),
-    "qwen2_moe": _family(  # its windows stand in the mask alone
+    "qwen2_moe": tiny(  # its windows stand in the mask alone
         "qwen2_moe",
         layer_types=_ALTERNATING,
         use_sliding_window=True,
@@ -236,7 +232,7 @@ FAMILIES = {
         shared_expert_intermediate_size=24,
         **_EXPERTS,
     ),
-    "lfm2": _family(  # a state of the last two tokens in most layers
+    "lfm2": tiny(  # a state of the last two tokens in most layers
         "lfm2",
         sizes={**_SIZES, "hidden_size": 64, "num_hidden_layers": 4},
         layer_types=["conv", "conv", "full_attention", "conv"],
@@ -246,7 +242,7 @@ FAMILIES = {
         classes=7,
         slots=("conv.conv.weight", "conv.conv.bias"),
     ),
-    "qwen3_5_text": _family(  # a short convolution and the gated delta rule in most layers
+    "qwen3_5_text": tiny(  # a short convolution and the gated delta rule in most layers
         "qwen3_5_text",
         head_dim=16,
         layer_types=["linear_attention", "linear_attention", "full_attention"],
@@ -259,7 +255,7 @@ FAMILIES = {
         tolerance=5e-4,  # transformers' own error is 3e-5: sums that happen to be small are normalised
         slots=("linear_attn.conv1d.weight", "linear_attn.dt_bias"),
     ),
-    "bamba": _family(  # Mamba-2
+    "bamba": tiny(  # Mamba-2
         "bamba",
         sizes={**_SIZES, "hidden_size": 64, "num_hidden_layers": 4},
         attn_layer_indices=[2],
@@ -272,7 +268,7 @@ FAMILIES = {
         classes=8,
         slots=("mamba.A_log", "mamba.D"),
     ),
-    "falcon_h1": _family(  # Mamba-2 and attention side by side; embeddings that are scaled outside their module
+    "falcon_h1": tiny(  # Mamba-2 and attention side by side; embeddings that are scaled outside their module
         "falcon_h1",
         head_dim=12,
         mamba_d_ssm=96,
@@ -295,7 +291,7 @@ FAMILIES = {
         classes=6,
         slots=("mamba.A_log", "self_attn.q_proj.weight"),
     ),
-    "nemotron_h": _family(  # Mamba-2, attention, an MLP or experts in a layer each: layers without a mixer
+    "nemotron_h": tiny(  # Mamba-2, attention, an MLP or experts in a layer each: layers without a mixer
         "nemotron_h",
         sizes={**_SIZES, "num_hidden_layers": 6},
         hybrid_override_pattern="M-M*-E",
@@ -312,7 +308,7 @@ FAMILIES = {
         classes=10,
         slots=("mixer.A_log", "mixer.D"),
     ),
-    "llama4_text": _family(  # attention in chunks, of which the first is computed; every fourth layer without RoPE
+    "llama4_text": tiny(  # attention in chunks, of which the first is computed; every fourth layer without RoPE
         "llama4_text",
         sizes={**_SIZES, "num_hidden_layers": 4},
         head_dim=12,
@@ -325,7 +321,7 @@ FAMILIES = {
         classes=6,
         slots=("feed_forward.experts.gate_up_proj", "feed_forward.router.weight"),
     ),
-    "phimoe": _family("phimoe", sliding_window=WINDOW, windows=(WINDOW,), num_local_experts=4, num_experts_per_tok=2),
+    "phimoe": tiny("phimoe", sliding_window=WINDOW, windows=(WINDOW,), num_local_experts=4, num_experts_per_tok=2),
 }
 
 

@@ -38,16 +38,16 @@ class EngineSet:
         manifest = EngineSetManifest.load(path)
         backend = get_backend(manifest.backend)
         rebuild = "build the engines again on this machine"
-        _same(path, f"{backend.name} version", manifest.backend_version, backend.version(), rebuild)
+        check_same(path, f"{backend.name} version", manifest.backend_version, backend.version(), rebuild)
         here = backend.device_key(backend.describe_device())
-        _same(path, "device", backend.device_key(manifest.device), here, rebuild)
-        _same(path, "precision", manifest.precision, assembly.precision, "open them with their own assembly")
+        check_same(path, "device", backend.device_key(manifest.device), here, rebuild)
+        check_same(path, "precision", manifest.precision, assembly.precision, "open them with their own assembly")
         graphs = dict(backend.graphs(assembly, manifest.options))
         build = f"build the engines of {assembly_json}"
-        _same(path, "engines", sorted(manifest.engines), sorted(graphs), build)
+        check_same(path, "engines", sorted(manifest.engines), sorted(graphs), build)
         for name, entry in manifest.engines.items():
             file = path.parent / entry.file
-            _same(path, f"graph of engine {name}", entry.graph_sha256, graphs[name].sha256, build)
+            check_same(path, f"graph of engine {name}", entry.graph_sha256, graphs[name].sha256, build)
             if file.name != backend.file(name):  # a set that an earlier version of this code made
                 raise CheckError(
                     f"{path}: engine {name}: expected the file {backend.file(name)}, found "
@@ -56,7 +56,7 @@ class EngineSet:
             if not file.is_file():
                 raise CheckError(f"{file}: expected the engine {name}, found no file; build the engines again")
             damaged = "the file is damaged: delete it and build the engines again"
-            _same(file, "sha256", entry.sha256, sha256_file(file), damaged)
+            check_same(file, "sha256", entry.sha256, sha256_file(file), damaged)
         return cls(path, manifest, assembly, backend)
 
     @functools.cached_property
@@ -103,7 +103,7 @@ class EngineSet:
         return {slot: [tensor for part in names for tensor in slots[part]] for slot, names in own.items()}
 
 
-def _same(where: Path, what: str, recorded: object, found: object, advice: str) -> None:
+def check_same(where: Path, what: str, recorded: object, found: object, advice: str) -> None:
     if recorded != found:
         raise CheckError(f"{where}: {what}: made for {_text(recorded)}, found {_text(found)}; {advice}")
 

@@ -33,7 +33,7 @@ def pack(results: Results, target: Target, limits: Limits, out: Path, with_weigh
     """
     entries = [*_engines(results, target), *_graphs(results, target), *_weights(results, target, with_weights)]
     if Assembly.load(results.assembly(target.model, target.precision)).adapters is not None:
-        entries += _adapters(results.adapters(target.model))
+        entries += adapter_entries(results.adapters(target.model))
     # What opens it knows backends, and not the names that this config has for devices.
     backend = EngineSetManifest.load(results.engines(target.model, target.precision, target.backend)).backend
     about = About(
@@ -83,7 +83,7 @@ def _weights(results: Results, target: Target, inside: bool) -> Iterator[Entry]:
             yield _file(f"{WEIGHTS}/{name}", path.parent / file.path, file.sha256)
 
 
-def _adapters(path: Path) -> Iterator[Entry]:
+def adapter_entries(path: Path) -> Iterator[Entry]:
     """Yield the manifest of the model's adapters and their files. In it each adapter has a folder by its number."""
     manifest = AdaptersManifest.load(path)
     moved = {}

@@ -11,19 +11,24 @@ import json
 import sys
 
 
+def is_tied(folder: str) -> bool:
+    """Return the answer for the checkpoint in `folder`. Raises whatever the config's class raises."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).get_text_config()
+    return bool(getattr(config, "tie_word_embeddings", False))
+
+
 def main(folder: str) -> int:
-    """Print the answer for the checkpoint in `folder`; return the exit code."""
+    """Print the answer; return the exit code."""
     if not getattr(sys.flags, "safe_path", False):
         del sys.path[0]  # the script's folder, whose modules would shadow others
     sys.modules["torch"] = None  # type: ignore[assignment]  # seconds to load, and no config needs it
-    from transformers import AutoConfig
-
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).get_text_config()
-    except Exception as error:  # its class may raise anything for damaged settings
+        print(json.dumps(is_tied(folder)))
+    except Exception as error:  # a config's class may raise anything for damaged settings
         print(" ".join(str(error).split())[:300])
         return 1
-    print(json.dumps(bool(getattr(config, "tie_word_embeddings", False))))
     return 0
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import tokenizers
 
 _MEMORY_BYTES = 8 << 30  # of address space: the largest tokenizer takes 1 GB, and is loaded three times
-_TEXTS = (
+SAMPLE_TEXTS = (
     "Hello world",
     " Hello",
     "  two  spaces ",
@@ -80,7 +80,7 @@ def load_auto(folder: Path) -> AutoTokenized:
     if difference is None:
         return AutoTokenized(None, eos)
     name = type(auto).__name__
-    for text in _TEXTS:
+    for text in SAMPLE_TEXTS:
         decoded = plain.decode(plain.encode(text, add_special_tokens=False).ids, skip_special_tokens=False)
         auto_decoded = _decode(auto, _encode(auto, text, False), skips=False)
         if _letters(decoded) == _letters(text) != _letters(auto_decoded):
@@ -121,7 +121,7 @@ def _without_limits(tokenizer: Any) -> Any:
 
 def _test_texts(tokens: Sequence[str]) -> Iterator[str]:
     """Yield texts whose ids distinguish tokenizers: each token alone, within a word, between spaces and lines."""
-    yield from _TEXTS
+    yield from SAMPLE_TEXTS
     for token in tokens:
         yield from (token, f"a{token}b", f"a {token} b {token}{token}\n{token}")
 

@@ -46,7 +46,7 @@ def check_loads(path: Path) -> None:
     panic, and where that package is missing.
     """
     try:
-        _run(probe.__file__, path, path)
+        run_script(probe.__file__, path, path)
     except _ScriptError as error:
         raise InputError(
             f"{path}: expected a tokenizer, found {cut(str(error))}; use the tokenizer.json that came with the model"
@@ -77,7 +77,7 @@ def load_as_transformers(folder: Path) -> TokenizerOfTransformers:
     # By its path, so that importing this module needs no transformers.
     script = Path(__file__).with_name("auto_tokenizer.py")
     try:
-        return TokenizerOfTransformers(**json.loads(_run(str(script), folder, folder / NAME)))
+        return TokenizerOfTransformers(**json.loads(run_script(str(script), folder, folder / NAME)))
     except _ScriptError as error:
         raise InputError(f"{folder}: expected a tokenizer that transformers splits texts with, {error}") from None
 
@@ -89,7 +89,7 @@ def ties_head(folder: Path) -> bool:
     """
     script = Path(__file__).with_name("auto_config.py")
     try:
-        return bool(json.loads(_run(str(script), folder, folder / "config.json")))
+        return bool(json.loads(run_script(str(script), folder, folder / "config.json")))
     except _ScriptError as error:
         raise InputError(
             f"{folder / 'config.json'}: expected a config that transformers loads, found one that it refuses: {error}; "
@@ -101,7 +101,7 @@ class _ScriptError(Exception):
     """Raised when a script fails, with its one-line reason."""
 
 
-def _run(script: str, argument: Path, path: Path) -> str:
+def run_script(script: str, argument: Path, path: Path) -> str:
     """Run a script on `argument` in another process; return the last line of its stdout.
 
     Libraries may print earlier lines. path: of the tokenizer, for the InputError after a timeout. Raises _ScriptError

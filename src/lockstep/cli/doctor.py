@@ -25,9 +25,9 @@ _TENSORRT = ("tensorrt", "tensorrt-cu12", "tensorrt-cu13", "tensorrt-cu12-bindin
 _GB = 1e9
 # Of the largest job of a model, as workflow/rules ask a cluster for it: bytes, and bytes for each byte of weights in 16
 # bits (docs/clusters.md). A quantised target's graphs are checked with its weights in fp32.
-_JOB_BYTES = 2.5e9
-_JOB_PER_BYTE = 4.5
-_QUANTIZED_PER_BYTE = 8
+JOB_NBYTES = 2.5e9
+JOB_PER_BYTE = 4.5
+QUANTIZED_PER_BYTE = 8
 _BYTES = {
     "fp32": 4.0,
     "fp16": 2.0,
@@ -115,10 +115,10 @@ def _models(config: Config) -> dict[str, dict[str, Any]]:
         parameters = read_shape(place).num_parameters
         if parameters is None:
             continue
-        factor = _QUANTIZED_PER_BYTE if any(map(is_quantized, model.all_precisions())) else _JOB_PER_BYTE
+        factor = QUANTIZED_PER_BYTE if any(map(is_quantized, model.all_precisions())) else JOB_PER_BYTE
         by_model[name] = {
             "parameters": parameters,
-            "memory_bytes": round(_JOB_BYTES + factor * 2 * parameters),
+            "memory_bytes": round(JOB_NBYTES + factor * 2 * parameters),
             "disk_bytes": round(parameters * sum(_BYTES[precision] for precision in model.all_precisions())),
         }
     return {name: by_model.get(name, {}) for name in config.models}

@@ -36,7 +36,7 @@ def run(cores: str, arguments: tuple[str, ...]) -> None:
         raise InputError(f"{snakefile}: expected the workflow, found none; install the wheel again")
     if importlib.util.find_spec("snakemake") is None:
         raise ModuleNotFoundError("no snakemake", name="snakemake")
-    config, options = _split(arguments)
+    config, options = split_arguments(arguments)
     if config is None and not any(option.partition("=")[0] in _CONFIG_OPTIONS for option in options):
         config = _config_here()
     # Before another option: it takes all words that follow, also the files that a user asks for.
@@ -88,7 +88,7 @@ def _prepare_environment() -> None:
     check_writable(cache, "set XDG_CACHE_HOME to one that can be written to")
 
 
-def _split(arguments: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
+def split_arguments(arguments: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
     """Return the config, which stands first, and Snakemake's own options.
 
     Raises InputError where a checkpoint is there.

@@ -33,7 +33,7 @@ def prefill(batchless: BatchlessGraph) -> Graph:
     filled -> attention [num_tokens, num_heads*head_dim], key_out (rotated), value_out [num_tokens, num_kv_heads,
     head_dim].
     """
-    build = _Builder(batchless)
+    build = AttentionBuilder(batchless)
     past_key, past_value, lengths = build.past("1")
     rows = build.op("Range", np.int64(0), build.capacity(past_key), np.int64(1))
     filled = build.op("Less", rows, lengths)
@@ -46,7 +46,7 @@ def prefill(batchless: BatchlessGraph) -> Graph:
 
 def without_cache(batchless: BatchlessGraph) -> Graph:
     """Build the attention of one whole sequence. As `prefill` with nothing in the cache; returns `attention` alone."""
-    build = _Builder(batchless)
+    build = AttentionBuilder(batchless)
     attention = build.attend(build.to_cache(build.key), build.to_cache(build.value), build.position_ids)
     return build.finish("attention", attention, cache_rows=False)
 
@@ -57,7 +57,7 @@ def decode(batchless: BatchlessGraph) -> Graph:
     As `prefill`, with num_requests for num_tokens and past_key, past_value [num_requests, num_kv_heads, past_capacity,
     head_dim], past_lengths [num_requests]. A new token's position is its request's past length.
     """
-    build = _Builder(batchless, tokens="num_requests")
+    build = AttentionBuilder(batchless, tokens="num_requests")
     group = build.group
     kv = batchless.num_kv_heads
     dim = batchless.head_dim
@@ -84,7 +84,7 @@ def decode(batchless: BatchlessGraph) -> Graph:
     return build.finish("decode", build.op("Reshape", attention, [-1, batchless.num_heads * vdim]))
 
 
-class _Builder(GraphWriter):
+class AttentionBuilder(GraphWriter):
     """A copy of a batchless graph to which attention is appended, operator by operator."""
 
     def __init__(self, batchless: BatchlessGraph, tokens: str = "num_tokens"):

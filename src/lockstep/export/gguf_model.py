@@ -35,7 +35,7 @@ def make(path: Path, folder: Path) -> Path:
     architecture, a setting, a tensor, a quantisation, a pre-tokenizer.
     """
     file = read_gguf(path)
-    sizes = _tensor_bytes(file)
+    sizes = tensor_nbytes(file)
     with open(path, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
         tensors = {tensor.name: tensor for tensor in file.tensors}
 
@@ -70,7 +70,7 @@ def make(path: Path, folder: Path) -> Path:
     return folder
 
 
-def _tensor_bytes(file: GgufFile) -> dict[str, int]:
+def tensor_nbytes(file: GgufFile) -> dict[str, int]:
     """Return the bytes of each tensor. Raises InputError for an unknown type, or one that ends beyond the file."""
     length = file.path.stat().st_size
     sizes = {}

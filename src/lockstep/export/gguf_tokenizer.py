@@ -20,7 +20,7 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 # {tokenizer.ggml.pre: regular expressions that split a text, applied one after the other}
-_SPLITS: dict[str, tuple[str, ...]] = {
+SPLITS: dict[str, tuple[str, ...]] = {
     "gpt-2": (_GPT2,),
     "smollm": (r"\p{N}", _GPT2),
     "llama-bpe": (rf"{_WORDS}|\p{{N}}{{1,3}}{_OTHERS}",),
@@ -101,13 +101,13 @@ def _byte_level(file: GgufFile, metadata: Mapping[str, Any]) -> tuple[Tokenizer,
     """Return a BPE over bytes, and whether a prompt opens with BOS."""
     name = metadata.get("pre", "none")
     pre = _ALIASES.get(name, name)
-    if pre not in _SPLITS:
-        supported = ", ".join(sorted([*_SPLITS, *_ALIASES]))
+    if pre not in SPLITS:
+        supported = ", ".join(sorted([*SPLITS, *_ALIASES]))
         raise InputError(f"{file.path}: expected a tokenizer.ggml.pre of {supported}; found {name!r}")
     merges = [tuple(merge.split(" ")) for merge in metadata.get("merges") or ()]
     vocabulary = {token: index for index, token in enumerate(metadata["tokens"])}
     tokenizer = Tokenizer(_bpe(file, vocabulary, merges, ignore_merges=pre in _IGNORE_MERGES))
-    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _SPLITS[pre]]
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in SPLITS[pre]]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )

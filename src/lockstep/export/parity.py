@@ -246,16 +246,16 @@ def measure(small: Small, draw: tuple[int, float] = DRAWS[0]) -> Measured:
         logits_far = [far_positions.split_logits(run, context) for context in filled]
     except Exception as error:  # ONNX Runtime's errors share no base class
         raise InputError(f"{refusal}its split form does not run: {' '.join(str(error).split())}") from error
-    near_error = _max_difference(logits, expected)
-    far_error = max(map(_max_difference, logits_far, expected_far), default=0.0)
-    reference_error = _max_difference(_forward(model.double(), sequences), expected)
+    near_error = max_difference(logits, expected)
+    far_error = max(map(max_difference, logits_far, expected_far), default=0.0)
+    reference_error = max_difference(_forward(model.double(), sequences), expected)
     if far_error > EXPORT:  # is it ours? Only then is transformers' own error worth its time
         exact = [far_positions.reference_logits(model, context) for context in filled]
-        reference_error = max(reference_error, *map(_max_difference, exact, expected_far))
+        reference_error = max(reference_error, *map(max_difference, exact, expected_far))
     return Measured(max(near_error, far_error), reference_error)
 
 
-def _max_difference(logits: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
+def max_difference(logits: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
     """Return the largest difference over the standard deviation of `expected`; infinity for non-finite logits."""
     scale = float(np.concatenate(expected).std())
     errors = []

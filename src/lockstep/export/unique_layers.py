@@ -69,7 +69,7 @@ def trace_unique_layers(meta: PreTrainedModel, wide_residual: bool = False) -> T
         indices = range(start, index + 1)
         key = tuple(names[number] for number in indices)
         if key not in traced:
-            traced[key] = _trace_and_cut(meta, indices, wide_residual)
+            traced[key] = trace_and_cut(meta, indices, wide_residual)
             if not traced[key].last_mixes:
                 without_mixer.add(names[index])
         return traced[key]
@@ -84,7 +84,7 @@ def trace_unique_layers(meta: PreTrainedModel, wide_residual: bool = False) -> T
         if name not in without_mixer:
             # The exit depends on the last layer alone: take that of the first equal layer, which is traced already.
             exit_trace = trace_at(next((later for later in range(1, len(names)) if names[later] == name), 0))
-        exit = (exit_trace.cut.exit, _bind(exit_trace.cut.exit, index + 1, prefix, layout))
+        exit = (exit_trace.cut.exit, bind_slots(exit_trace.cut.exit, index + 1, prefix, layout))
         if name in without_mixer:
             layers[-1] = replace(layers[-1], exits=(*layers[-1].exits, exit))
             continue
@@ -94,7 +94,7 @@ def trace_unique_layers(meta: PreTrainedModel, wide_residual: bool = False) -> T
         for number in mixers:
             block = cut.blocks[number]
             exits = (exit,) if number == mixers[-1] else ()
-            layers.append(Layer(block, _bind(block, index, prefix, layout), cut.batchless[number], exits))
+            layers.append(Layer(block, bind_slots(block, index, prefix, layout), cut.batchless[number], exits))
     embedding = {slot.name: layout[slot.name] for slot in first.embedding.signature.slots}
     return TracedModel(tuple(layers), first.embedding, embedding)
 
@@ -108,7 +108,7 @@ class _Traced:
     last_mixes: bool
 
 
-def _trace_and_cut(meta: PreTrainedModel, indices: Sequence[int], wide_residual: bool) -> _Traced:
+def trace_and_cut(meta: PreTrainedModel, indices: Sequence[int], wide_residual: bool) -> _Traced:
     traced = trace(meta, indices)
     body = pack(traced.graph)
     embedding = pack(traced.embedding)
@@ -135,7 +135,7 @@ def _trace_and_cut(meta: PreTrainedModel, indices: Sequence[int], wide_residual:
     )
 
 
-def _bind(graph: Graph, layer: int, prefix: str, layout: Mapping[str, list[str]]) -> dict[str, list[str]]:
+def bind_slots(graph: Graph, layer: int, prefix: str, layout: Mapping[str, list[str]]) -> dict[str, list[str]]:
     return {slot.name: layout[bind_slot(slot.name, layer, prefix)] for slot in graph.signature.slots}
 
 
@@ -144,12 +144,12 @@ def signatures(meta: PreTrainedModel) -> list[str]:
     _, layers = layer_list(meta)
     lists = per_layer_settings(meta.config.get_text_config(), len(layers))
     return [
-        _layer_signature(layer, {key: value[index] for key, value in lists.items()})
+        layer_signature(layer, {key: value[index] for key, value in lists.items()})
         for index, layer in enumerate(layers)
     ]
 
 
-def _layer_signature(layer: torch.nn.Module, settings: Mapping[str, Any]) -> str:
+def layer_signature(layer: torch.nn.Module, settings: Mapping[str, Any]) -> str:
     parts = [repr(layer), repr(sorted(settings.items(), key=lambda item: item[0]))]
     for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
         parts.append(f"{name} {tuple(tensor.shape)} {tensor.dtype}")

@@ -419,11 +419,11 @@ def compile_kernels(source: str, options: tuple[str, ...] = ()) -> _Module:
 @functools.cache
 def _load(source: str, options: tuple[str, ...], number: int, capability: tuple[int, int]) -> _Module:
     check(runtime.cudaFree(0))  # creates the context that modules are loaded into
-    return _Module(_compile(source, options, capability))
+    return _Module(compile_source(source, options, capability))
 
 
 @functools.cache
-def _compile(source: str, options: tuple[str, ...], capability: tuple[int, int]) -> bytes:
+def compile_source(source: str, options: tuple[str, ...], capability: tuple[int, int]) -> bytes:
     major, minor = capability
     program = check(nvrtc.nvrtcCreateProgram(source.encode(), b"kernels.cu", 0, [], []))
     suffix = "a" if major == _HOPPER else ""  # sm_90a has wgmma, which later architectures dropped

@@ -43,7 +43,7 @@ from lockstep.weights.adapters import AdapterWriter, LoraArrays
 _MAX_CAPTURED_PASSES = 128
 # A pass is captured whole when its layout has come this often: capturing costs the host as much as this many replays
 # save.
-_CAPTURED_AFTER = 16
+CAPTURED_AFTER = 16
 # Tokens: a shorter pass is bound by reading the weights (7B shape, H200, fp16).
 _WEIGHTS_BOUND = 192
 
@@ -592,7 +592,7 @@ class GpuExecutor:
         steps = self.group.run_pass(passes)
         if layout is not None:
             self._pass_counts[key] += 1
-            is_due = capture or self._pass_counts[key] == _CAPTURED_AFTER
+            is_due = capture or self._pass_counts[key] == CAPTURED_AFTER
             if is_due and len(self._captured) < _MAX_CAPTURED_PASSES:
                 self._captured[key] = steps
         return steps

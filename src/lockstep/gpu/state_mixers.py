@@ -19,7 +19,7 @@ from lockstep.gpu.staging import Staging
 from lockstep.gpu.state_kernels import THREADS, StateKernelSpec
 from lockstep.step.network import LayerState
 
-_SOURCE = PRELUDE + Path(__file__).with_name("kernels").joinpath("state_mixers.cu").read_text(encoding="utf-8")
+SOURCE = PRELUDE + Path(__file__).with_name("kernels").joinpath("state_mixers.cu").read_text(encoding="utf-8")
 
 
 class StateMixers(SlicedAttention):
@@ -37,7 +37,7 @@ class StateMixers(SlicedAttention):
         for index, spec in self._specs.items():
             values = {"WIDE": int(wide), "THREADS": THREADS, **spec.sizes}
             options = tuple(f"-D{name}={value}" for name, value in values.items())
-            self._kernels[index] = cuda.compile_kernels(_SOURCE, options)[spec.kernel]
+            self._kernels[index] = cuda.compile_kernels(SOURCE, options)[spec.kernel]
         self._states = {
             index: cuda.zeros((rows, *spec.state), "f4", "the states of requests")
             for index, spec in self._specs.items()

@@ -17,7 +17,7 @@ from lockstep.gpu import cuda
 from lockstep.gpu.device import Device
 from lockstep.weights import Tensors
 
-_PIECE = 32 << 20  # bytes; larger copies are no faster
+PIECE_NBYTES = 32 << 20  # bytes; larger copies are no faster
 _UPLOADERS = 4
 
 
@@ -54,7 +54,7 @@ class DeviceWeights:
     def __init__(self, device: Device):
         self.uploads = Uploads()
         self._arrays: weakref.WeakValueDictionary[tuple[Hashable, ...], cuda.Array] = weakref.WeakValueDictionary()
-        self._uploader = _Uploader(device)
+        self._uploader = Uploader(device)
 
     @classmethod
     def of(cls, weights: Tensors, device: Device) -> DeviceWeights:
@@ -110,7 +110,7 @@ class DeviceWeights:
         return array
 
 
-class _Uploader:
+class Uploader:
     """Threads that copy from mapped files through page-locked memory: one reads the disk while another sends."""
 
     def __init__(self, device: Device) -> None:
@@ -124,16 +124,16 @@ class _Uploader:
         start = 0
         for values in _pieces(tensor):
             end = start + values.size
-            copies.append(self._pool.submit(self._copy, array[start:end], values, sign, cast))
+            copies.append(self._pool.submit(self.copy_piece, array[start:end], values, sign, cast))
             start = end
         return copies
 
-    def _copy(self, array: cuda.Array, values: np.ndarray, sign: int, cast: WeightCast | None) -> None:
+    def copy_piece(self, array: cuda.Array, values: np.ndarray, sign: int, cast: WeightCast | None) -> None:
         local = self._local
         if not hasattr(local, "stream"):
             self._device.use()
             local.stream = cuda.Stream()
-            local.buffer = cuda.pinned((_PIECE,), np.uint8)
+            local.buffer = cuda.pinned((PIECE_NBYTES,), np.uint8)
         if cast is not None:
             with np.errstate(over="ignore"):  # an overflow becomes infinity, which the checks of logits report
                 values = (values * values.dtype.type(cast.times)).astype(cast.dtype)
@@ -146,16 +146,16 @@ class _Uploader:
 
 
 def _pieces(tensor: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield views of at most `_PIECE` bytes, in order; a rank's shard may not be contiguous."""
+    """Yield views of at most `PIECE_NBYTES` bytes, in order; a rank's shard may not be contiguous."""
     if tensor.flags.c_contiguous:
         values = tensor.reshape(-1)
-        step = _PIECE // tensor.itemsize
+        step = PIECE_NBYTES // tensor.itemsize
         for start in range(0, values.size, step):
             yield values[start : start + step]
-    elif len(tensor) == 1 or tensor[0].nbytes > _PIECE:
+    elif len(tensor) == 1 or tensor[0].nbytes > PIECE_NBYTES:
         for row in tensor:
             yield from _pieces(row)
     else:
-        step = _PIECE // tensor[0].nbytes
+        step = PIECE_NBYTES // tensor[0].nbytes
         for start in range(0, len(tensor), step):
             yield tensor[start : start + step]

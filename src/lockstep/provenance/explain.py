@@ -49,13 +49,13 @@ def explain(config: Config, results: Results, target: Target, sources: Sources =
     steps: list[Explained] = []
     again: dict[Path, str] = {}
     for step in jobs(config, results.root, [target]):
-        steps.append(_explain(step, again, sources))
+        steps.append(explain_job(step, again, sources))
         if steps[-1].rebuilt:
             again[step.output] = step.stage
     return steps
 
 
-def _explain(step: Job, again: Mapping[Path, str], sources: Sources) -> Explained:
+def explain_job(step: Job, again: Mapping[Path, str], sources: Sources) -> Explained:
     if not step.output.is_file():
         return Explained(step, (f"{step.output} is not there",))
     reasons = [f"{path} is gone or cut short" for path in lost_files(step.output)]

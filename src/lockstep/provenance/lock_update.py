@@ -42,7 +42,7 @@ def updated_lock(results: Path, model: str, out: Path) -> LockUpdate:
     if not out.is_file():
         return LockUpdate(lock)
     before = Lock.load(out)
-    lock = replace(_with_kept(before, lock, config_of(results).not_run()), published=before.published)
+    lock = replace(keep_not_run(before, lock, config_of(results).not_run()), published=before.published)
     changes: list[str] = []
     looser: list[str] = []
     for where in sorted(before.entries.keys() | lock.entries.keys()):
@@ -90,7 +90,7 @@ def _is_of_check(where: Place) -> bool:
     return kind == TERMS or (kind in STAGES and STAGES[kind].is_check)
 
 
-def _with_kept(before: Lock, lock: Lock, not_run: Collection[str]) -> Lock:
+def keep_not_run(before: Lock, lock: Lock, not_run: Collection[str]) -> Lock:
     """Return `lock` with the entries of `before` that this machine does not make, as long as graphs are the same.
 
     These are engines of other devices, and, where engines are not run here (`Config.not_run`), their golden tokens and

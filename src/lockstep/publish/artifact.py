@@ -33,7 +33,7 @@ WEIGHTS = f"{_MODEL}.weight.v1.raw"
 FILE_PATH = "org.cncf.model.filepath"
 _EMPTY = "application/vnd.oci.empty.v1+json"
 # The signed files next to a bundle: the artifact type under which each refers to it.
-_ATTACHED: dict[str, Callable[[Path], Path]] = {
+ATTACHED: dict[str, Callable[[Path], Path]] = {
     "application/vnd.dev.sigstore.bundle.v0.3+json": signature_path,
     PAYLOAD_TYPE: statement_path,
 }
@@ -64,7 +64,7 @@ def push(bundle: Path, reference: Reference, plain_http: bool = False) -> Pushed
         ]
     config = _put(repository, CONFIG, _config(archive, layers))
     subject, _ = repository.put_manifest(Manifest(ARTIFACT, config, layers), reference.tag)
-    for kind, path_of in _ATTACHED.items():
+    for kind, path_of in ATTACHED.items():
         if path_of(bundle).is_file():
             _attach(repository, subject, kind, path_of(bundle))
             uploaded.append(path_of(bundle).name)
@@ -145,7 +145,7 @@ def pull(reference: Reference, out: Path, plain_http: bool = False) -> str:
     attached = _attached(repository, digest)  # before a bundle is there
     out.parent.mkdir(parents=True, exist_ok=True)
     write_archive(out, listed.about, files)
-    for kind, path_of in _ATTACHED.items():
+    for kind, path_of in ATTACHED.items():
         if kind in attached:
             write_bytes(path_of(out), attached[kind])
         else:  # of an earlier bundle of this name
@@ -162,7 +162,7 @@ def _attached(repository: Repository, digest: str) -> dict[str, bytes]:
     contents = {}
     for entry in repository.get_referrers(digest):
         kind = entry.artifact_type
-        if kind not in _ATTACHED:
+        if kind not in ATTACHED:
             continue
         signed = repository.get_manifest(entry.digest, f"{kind} of one layer")
         if signed is None:

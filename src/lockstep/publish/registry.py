@@ -136,7 +136,7 @@ class Repository:
                 f"{self.reference}: expected the registry to lead to HTTPS, found {ascii(place[:120])}; refused"
             )
 
-    def _is_own(self, place: str) -> bool:
+    def is_own_domain(self, place: str) -> bool:
         """Return whether a URL is of the registry's domain, to which its login goes: gitlab.com, auth.docker.io."""
         ours, theirs = (urllib.parse.urlsplit(url).hostname or "" for url in (self._base, place))
         is_name = not theirs.replace(".", "").isdecimal()
@@ -237,7 +237,7 @@ class Repository:
         place = urllib.parse.urljoin(self._base, path)
         try:
             request = urllib.request.Request(place, data, dict(headers), method=method)
-            if self._authorization and self._is_own(place):  # a redirection to another host must not have it
+            if self._authorization and self.is_own_domain(place):  # a redirection to another host must not have it
                 request.add_unredirected_header("Authorization", self._authorization)
             return cast(HTTPResponse, self._opener.open(request, timeout=_TIMEOUT))
         except urllib.error.HTTPError as error:
@@ -271,7 +271,7 @@ class Repository:
         realm = parameters.pop("realm", "")
         self._check_place(realm)
         query = urllib.parse.urlencode({"scope": f"repository:{self.reference.repository}:pull,push"} | parameters)
-        login = {"Authorization": f"Basic {basic}"} if basic and self._is_own(realm) else {}
+        login = {"Authorization": f"Basic {basic}"} if basic and self.is_own_domain(realm) else {}
         request = urllib.request.Request(f"{realm}?{query}", headers=login)
         try:
             with cast(HTTPResponse, self._opener.open(request, timeout=_TIMEOUT)) as response:

@@ -59,7 +59,7 @@ def bill(results: Results, target: Target) -> str:
     bom = Bom(metadata=BomMetaData(component=model, tools=ToolRepository(components=[tool])))
     bom.components.add(origin)
     for kind, path in stages.items():
-        used = [_library(*library) for library in libraries(_key(path))]
+        used = [library_component(*library) for library in libraries(_key(path))]
         bom.components.update(used)
         for name, sha256 in _files(path):
             file = _file(f"{kind}/{name}", sha256)
@@ -108,7 +108,7 @@ def _file(name: str, sha256: str) -> Component:
     return Component(type=ComponentType.FILE, name=name, bom_ref=name, hashes=hashes)
 
 
-def _library(name: str, version: str, url: str) -> Component:
+def library_component(name: str, version: str, url: str) -> Component:
     """Return a package or library that computed, with what pip recorded of it where this version is installed."""
     component = Component(name=name, version=version, bom_ref=url, purl=PackageURL.from_string(url))
     try:

@@ -29,16 +29,16 @@ class Decoding:
         prefix_caching: bool = False,
         speculation: Speculation | None = None,
     ):
-        self._engine = Engine(model, max_input_len, max_num_tokens, prefix_caching, speculation=speculation)
-        self.speed = self._engine.speed
-        self._engine.add_all(requests)
+        self.engine = Engine(model, max_input_len, max_num_tokens, prefix_caching, speculation=speculation)
+        self.speed = self.engine.speed
+        self.engine.add_all(requests)
 
     def __iter__(self) -> Iterator[Token]:
-        for token in self._engine.run():
+        for token in self.engine.run():
             if token.finish == "error":
                 raise CheckError(f"prompt {token.request + 1}: {NOT_FINITE}")
             yield token
 
     def finish(self, index: int) -> None:
         """End a request early."""
-        self._engine.abort(index)
+        self.engine.abort(index)

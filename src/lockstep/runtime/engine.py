@@ -38,7 +38,7 @@ from lockstep.targets import Limits
 # a larger step finishes the prompts hardly sooner: records/cuda.md, "The server".
 _MAX_PREFILL_TOKENS = 512
 # The cache of root keys is bounded, since a client may send another salt with each request.
-_MAX_ROOT_KEYS = 1024
+MAX_ROOT_KEYS = 1024
 # How long a step waits for grammars to compile when it has nothing to compute.
 _GRAMMAR_POLL_S = 0.005
 
@@ -121,7 +121,7 @@ class Engine:
             and chunk_size % PAGE_SIZE == 0
         )
         # Keyed by the client's salt and the adapter's digest: another adapter may be loaded under the same name.
-        self._root_key = functools.lru_cache(_MAX_ROOT_KEYS)(functools.partial(root_key, model))
+        self._root_key = functools.lru_cache(MAX_ROOT_KEYS)(functools.partial(root_key, model))
         self._choices: dict[Scheduled, ActiveChoice] = {}
         self._swapped: dict[Scheduled, Any] = {}
         self._grammars = grammars

@@ -155,7 +155,7 @@ class Scheduler:
         self.long_prefill_token_threshold = long_prefill_token_threshold
         self.tables = tables
         self.max_num_tokens = max_num_tokens
-        self._residency = residency
+        self.residency = residency
         self.chunk_size = chunk_size
         self.admission = admission
         self._max_prefill_tokens = max_prefill_tokens
@@ -290,8 +290,8 @@ class Scheduler:
                 request.slot = heapq.heappop(self._free_slots)
                 heapq.heappush(self._free_slots, slot)
                 self.tables.move(slot, request.slot)
-                if self._residency is not None:
-                    self._residency.move(slot, request.slot)
+                if self.residency is not None:
+                    self.residency.move(slot, request.slot)
                 moved.append((request, slot))
         return moved
 
@@ -462,7 +462,7 @@ class Scheduler:
     def _must_wait_for_adapter(self, request: Scheduled, adapters_blocked: bool) -> bool:
         if adapters_blocked and request.adapter is not None:
             return True
-        return self._residency is not None and not self._residency.can_claim(self._free_slots[0], request.adapter)
+        return self.residency is not None and not self.residency.can_claim(self._free_slots[0], request.adapter)
 
     def _is_blocked_for_long(self, request: Scheduled) -> bool:
         """Record that only a slot for the request's adapter is missing; return whether it has been so for long."""
@@ -531,8 +531,8 @@ class Scheduler:
 
     def _claim_slot(self, request: Scheduled) -> None:
         request.slot = heapq.heappop(self._free_slots)
-        if self._residency is not None:
-            claimed = self._residency.claim(request.slot, request.adapter)
+        if self.residency is not None:
+            claimed = self.residency.claim(request.slot, request.adapter)
             assert claimed, "`_must_wait_for_adapter` was called for this request"
 
     def _publish(self, request: Scheduled) -> list[tuple[Scheduled, int, list[int]]]:
@@ -565,8 +565,8 @@ class Scheduler:
     def _leave(self, request: Scheduled) -> None:
         if request.slot >= 0:
             self.tables.release(request.slot)
-            if self._residency is not None:
-                self._residency.release(request.slot)
+            if self.residency is not None:
+                self.residency.release(request.slot)
             heapq.heappush(self._free_slots, request.slot)
             request.slot = -1
 

@@ -17,7 +17,7 @@ from lockstep.serve.say import say
 from lockstep.serve.stream import StreamError
 from lockstep.serve.template_process import CPU_SECONDS, HEADER
 
-_SECONDS = 60.0  # until a process counts as hung; its limit of CPU time ends one that computes sooner
+RENDER_TIMEOUT_S = 60.0  # until a process counts as hung; its limit of CPU time ends one that computes sooner
 _QUEUE_TIMEOUT_S = 30.0  # that a chat may wait for those before it
 
 
@@ -35,7 +35,7 @@ class Chat:
     def __init__(self, template: ChatTemplate | None):
         self._template = template
         self.fault: str | None = None if template else "the model has no chat template"
-        self._process: asyncio.subprocess.Process | None = None
+        self.process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
         self._rendering: asyncio.Task[str] | None = None  # the last one
 
@@ -114,10 +114,10 @@ class Chat:
             raise StreamError(f"the process of the chat template: {error}; try again", 500, "template_error") from None
 
     async def _started(self) -> asyncio.subprocess.Process:
-        if self._process is None:
+        if self.process is None:
             assert self._template is not None
             try:
-                self._process = await asyncio.create_subprocess_exec(
+                self.process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-m", "lockstep.serve.template_process"),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
@@ -128,19 +128,19 @@ class Chat:
                 raise _Lost(f"it does not start: {error.strerror}") from None
             first_frame = {"template": self._template.template, "special_tokens": dict(self._template.special_tokens)}
             try:
-                await self._ask(self._process, first_frame)
+                await self._ask(self.process, first_frame)
             except (ChatError, _Lost):
                 await self._end(0.0)
                 raise
-        return self._process
+        return self.process
 
     async def _ask(self, process: asyncio.subprocess.Process, frame: Mapping[str, Any]) -> str:
         data = json.dumps(frame).encode()
         try:
-            answer = await asyncio.wait_for(_exchange(process, data), _SECONDS)
+            answer = await asyncio.wait_for(_exchange(process, data), RENDER_TIMEOUT_S)
         except asyncio.TimeoutError:
             await self._end(0.0)
-            reason = f"the process of the chat template: no answer within {_SECONDS:g} s; try again"
+            reason = f"the process of the chat template: no answer within {RENDER_TIMEOUT_S:g} s; try again"
             raise StreamError(reason, 500, "template_error") from None
         except (asyncio.IncompleteReadError, ConnectionError, RuntimeError):  # uvloop raises the last for a closed pipe
             code = await self._end(5.0)
@@ -156,8 +156,8 @@ class Chat:
 
     async def _end(self, seconds: float) -> int | None:
         """End the process, within `seconds` or at once. Returns its exit code."""
-        process = self._process
-        self._process = None
+        process = self.process
+        self.process = None
         if process is None:
             return None
         assert process.stdin is not None

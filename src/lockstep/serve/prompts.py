@@ -18,7 +18,7 @@ LONG = 1 << 14  # characters of a request that would block the event loop
 # have _OVER times the limit: a cut adds a few tokens, but never doubles their number.
 _PIECE = 4
 _OVER = 2
-_MAX_WAITING = 64  # long texts of one `Turns`, running ones included
+MAX_WAITING = 64  # long texts of one `Turns`, running ones included
 _Result = TypeVar("_Result")
 
 
@@ -33,7 +33,7 @@ class Turns:
         """Return the result of `work`, in a thread if `size` is above `LONG`. Raises StreamError, 429, if many wait."""
         if size <= LONG:
             return work()
-        if self._count >= _MAX_WAITING:
+        if self._count >= MAX_WAITING:
             raise StreamError(
                 f"{self._count} long texts wait to be encoded or decoded; try again", 429, "queue_full", 1
             )

@@ -57,35 +57,35 @@ class HostExecutor:
         `Backend.decode_layers`.
         """
         _check_declared(network)
-        self._decode_layers = decode_layers
+        self.decode_layers = decode_layers
         self._observer: Observer | None = None
         self.num_slots = num_slots
         self.max_seq_len = max_seq_len
         self.chunk_size = chunk_size
         self.network = network
-        self._cache = KVCache(
+        self.cache = KVCache(
             [mixer.cache for _, mixer in network.layers], num_slots, max_seq_len, network.dtype, kv_bytes
         )
-        page_nbytes = PAGE_SIZE * self._cache.token_nbytes
+        page_nbytes = PAGE_SIZE * self.cache.token_nbytes
         self._stored: dict[int, list[np.ndarray]] = {}  # by page
         pool = PagePool(kv_bytes // page_nbytes, page_nbytes, self._drop_stored)
         state_pages = 0  # without attention, pages have no size to count states in
-        if self._cache.group_shapes():
-            state_pages = -(-self._cache.state_nbytes // page_nbytes)
+        if self.cache.group_shapes():
+            state_pages = -(-self.cache.state_nbytes // page_nbytes)
         self.tables = PageTables(pool, num_slots, self._pages_for, shares=False, state_pages=state_pages)
         self._room = [0] * num_slots  # the capacity of each slot's row, whose pages are reserved
         self._steps: dict[Layout, HostStep] = {}
         self._row_attentions: dict[tuple[int, CacheRow], RowAttention] = {}  # by layer and row
-        self._last_step: tuple[HostStep, Sequence[Advance]] | None = None
-        self._samplers: dict[int, Sampler] = {}  # of slots that are not greedy
+        self.last_step: tuple[HostStep, Sequence[Advance]] | None = None
+        self.samplers: dict[int, Sampler] = {}  # of slots that are not greedy
         self._adapters: np.ndarray | None = None  # the adapter slot of each request slot
 
     @property
     def lengths(self) -> np.ndarray:
-        return self._cache.lengths
+        return self.cache.lengths
 
     def _pages_for(self, length: int) -> int:
-        return -(-self._cache.capacity_for(length) // PAGE_SIZE)
+        return -(-self.cache.capacity_for(length) // PAGE_SIZE)
 
     def observe(self, observer: Observer | None) -> None:
         self._observer = observer
@@ -96,7 +96,7 @@ class HostExecutor:
 
     def reset(self, slot: int) -> None:
         """Clear a slot and release its pages."""
-        self._cache.reset(slot)
+        self.cache.reset(slot)
         self.tables.release(slot)
         self._room[slot] = 0
 
@@ -104,7 +104,7 @@ class HostExecutor:
         return self._take(advances).logits().astype(np.float32)
 
     def _take(self, advances: Sequence[Advance]) -> HostStep:
-        self._last_step = None  # free its buffers before others are allocated
+        self.last_step = None  # free its buffers before others are allocated
         lengths = {advance.slot: advance.start + len(advance.tokens) for advance in advances}
         grown = {slot: length for slot, length in lengths.items() if length > self._room[slot]}
         if grown:
@@ -115,12 +115,12 @@ class HostExecutor:
         decoded = self._pack(step, advances)
         step.run(decoded)
         step.write_decoded(decoded)
-        self._last_step = step, advances
+        self.last_step = step, advances
         return step
 
     def tokens(self, advances: Sequence[Advance], following: Sequence[Advance]) -> np.ndarray:
         step = self._take(advances)
-        if any(advance.slot in self._samplers for advance in advances):
+        if any(advance.slot in self.samplers for advance in advances):
             return self._choose(advances, step.logits().astype(np.float32))
         return step.most_likely()
 
@@ -136,8 +136,8 @@ class HostExecutor:
         Yields the position of the first token, and the logits [num_tokens, vocab_size] float32. The tokens of an item
         belong to one chunk, so that their bits depend on their request only.
         """
-        assert self._last_step is not None
-        step, advances = self._last_step
+        assert self.last_step is not None
+        step, advances = self.last_step
         advance = advances[number]
         row = sum(other.num_rows for other in advances[: number + 1]) - 1
         last_packed = int(step.logit_rows[row])
@@ -149,9 +149,9 @@ class HostExecutor:
 
     def set_sampling(self, slot: int, sampler: Sampler) -> None:
         if sampler.sampling.temperature:
-            self._samplers[slot] = sampler
+            self.samplers[slot] = sampler
         else:
-            self._samplers.pop(slot, None)
+            self.samplers.pop(slot, None)
 
     def take_adapters(self, arrays: Sequence[LoraArrays], max_lora_rank: int, adapter_slots: np.ndarray) -> None:
         self._adapters = adapter_slots
@@ -162,7 +162,7 @@ class HostExecutor:
         end = 0
         for advance in advances:
             end += advance.num_rows
-            sampler = self._samplers.get(advance.slot)
+            sampler = self.samplers.get(advance.slot)
             if sampler is not None:
                 length = advance.start + len(advance.tokens)
                 for before_end in range(advance.num_rows):
@@ -173,11 +173,11 @@ class HostExecutor:
 
     def room(self, length: int) -> int:
         """Return how many tokens fit after `length` tokens in the same row."""
-        return self._cache.capacity_for(length) - length
+        return self.cache.capacity_for(length) - length
 
     def keep(self, slot: int, length: int) -> None:
         """Truncate a slot to `length` tokens."""
-        self._cache.clear(slot, length, int(self.lengths[slot]))
+        self.cache.clear(slot, length, int(self.lengths[slot]))
         self.lengths[slot] = length
 
     def share(self, slot: int, pages: Sequence[int]) -> None:
@@ -187,20 +187,20 @@ class HostExecutor:
         length = len(token_pages) * PAGE_SIZE
         self._reserve_row(slot, length)
         for number, page in enumerate(token_pages):
-            self._cache.copy_in(slot, number * PAGE_SIZE, self._stored[page])
+            self.cache.copy_in(slot, number * PAGE_SIZE, self._stored[page])
         if self.tables.state_pages:
-            self._cache.states_in(slot, self._stored[pages[-1]])
-        self._cache.lengths[slot] = length
+            self.cache.states_in(slot, self._stored[pages[-1]])
+        self.cache.lengths[slot] = length
 
     def store(self, slot: int, start: int, pages: Sequence[int]) -> None:
         token_pages = len(pages) - self.tables.state_pages
         for number, page in enumerate(pages[:token_pages]):
             first = start + number * PAGE_SIZE
-            self._stored[page] = self._cache.copy_out(slot, first, first + PAGE_SIZE)
+            self._stored[page] = self.cache.copy_out(slot, first, first + PAGE_SIZE)
         if self.tables.state_pages:
-            assert self._last_step is not None  # stored prefixes are of the last step
-            step, _ = self._last_step
-            end = self._cache.row_of(slot), start + token_pages * PAGE_SIZE
+            assert self.last_step is not None  # stored prefixes are of the last step
+            step, _ = self.last_step
+            end = self.cache.row_of(slot), start + token_pages * PAGE_SIZE
             self._stored[pages[-1]] = step.kept_states.pop(end)
 
     def _drop_stored(self, pages: Sequence[int]) -> None:
@@ -222,28 +222,28 @@ class HostExecutor:
         self._put(slot, swapped)
 
     def _copy(self, slot: int) -> SlotContents:
-        length = int(self._cache.lengths[slot])
-        return SlotContents(length, self._cache.copy_out(slot, 0, length), self._cache.states_out(slot))
+        length = int(self.cache.lengths[slot])
+        return SlotContents(length, self.cache.copy_out(slot, 0, length), self.cache.states_out(slot))
 
     def _put(self, slot: int, contents: SlotContents) -> None:
         self.tables.reserve({slot: contents.length})
         self._reserve_row(slot, contents.length)
-        self._cache.copy_in(slot, 0, contents.arrays)
-        self._cache.states_in(slot, contents.states)
-        self._cache.lengths[slot] = contents.length
+        self.cache.copy_in(slot, 0, contents.arrays)
+        self.cache.states_in(slot, contents.states)
+        self.cache.lengths[slot] = contents.length
 
     def _reserve_row(self, slot: int, num_tokens: int) -> None:
-        if self._cache.reserve(slot, num_tokens):
+        if self.cache.reserve(slot, num_tokens):
             self._steps.clear()
             self._row_attentions.clear()
-        self._room[slot] = self._cache.row_of(slot).capacity
+        self._room[slot] = self.cache.row_of(slot).capacity
 
     def _lay_out(self, advances: Sequence[Advance]) -> Layout:
         """Return a step's layout: decoding requests by row, then the others in the order of `advances`."""
         rows: dict[int, list[int]] = {}
         chunks: list[Chunk | Verified] = []
         for advance in advances:
-            place = self._cache.row_of(advance.slot)
+            place = self.cache.row_of(advance.slot)
             if len(advance.tokens) == 1:
                 rows.setdefault(place.capacity, []).append(place.row)
             elif advance.verifies:
@@ -268,8 +268,8 @@ class HostExecutor:
         """Return the bound calls of a layout, from the cache if steps of this layout may recur."""
         step = self._steps.get(layout)
         if step is None:
-            layers = self._decode_layers if self._observer is None else None
-            step = HostStep(self.network, self._cache, layout, self._row_attentions, layers, self._observer)
+            layers = self.decode_layers if self._observer is None else None
+            step = HostStep(self.network, self.cache, layout, self._row_attentions, layers, self._observer)
             if layout.is_reusable:
                 while len(self._steps) >= _CACHED_STEPS:
                     del self._steps[next(iter(self._steps))]
@@ -285,14 +285,14 @@ class HostExecutor:
         decoding, chunks = split(advances)
         rows = []
         for advance in decoding:
-            place = self._cache.row_of(advance.slot)
+            place = self.cache.row_of(advance.slot)
             decoded[place.capacity].append(place.row)
             rows.append(offsets[place.capacity] + place.row)
         ranges = step.tokens.pack(decoding, rows, layout.num_decode, chunks)
         if len(decoding) < layout.num_decode:
             for part, packed in zip(layout.decoding, step.slices):
                 gaps = step.tokens.slots[packed] < 0
-                lengths = self._cache.held(part.capacity, part.low, part.high)
+                lengths = self.cache.held(part.capacity, part.low, part.high)
                 step.tokens.position_ids[packed][gaps] = lengths[gaps]
         # `ranges` are in the order of `decoding`, then of `chunks`; logits are in the order of `advances`.
         decode_ranges = iter(ranges[: len(decoding)])

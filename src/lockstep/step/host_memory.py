@@ -9,8 +9,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-_ROOT = Path("/sys/fs/cgroup")
-_GROUPS = Path("/proc/self/cgroup")
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+CGROUPS_OF_PROCESS = Path("/proc/self/cgroup")
 # Files of version 2 and of version 1: limit and usage; and the field of memory.stat that the kernel reclaims first.
 _V2 = ("memory.max", "memory.current", "inactive_file")
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -39,7 +39,7 @@ def _limits() -> Iterator[tuple[int, int]]:
 
 def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
     try:
-        lines = _GROUPS.read_text().splitlines()
+        lines = CGROUPS_OF_PROCESS.read_text().splitlines()
     except OSError:
         return
     for line in lines:
@@ -47,7 +47,7 @@ def _groups() -> Iterator[tuple[Path, tuple[str, str, str]]]:
         controllers, _, path = group_and_path.partition(":")
         if controllers and "memory" not in controllers.split(","):
             continue
-        root, names = (_ROOT / "memory", _V1) if controllers else (_ROOT, _V2)
+        root, names = (CGROUP_ROOT / "memory", _V1) if controllers else (CGROUP_ROOT, _V2)
         # In a container the path may be the host's while the container's own group is mounted at the root.
         group = root / path.lstrip("/")
         for folder in (group, *group.parents):

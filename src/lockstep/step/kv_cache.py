@@ -107,7 +107,7 @@ class KVCache:
         # By layer: its group, and its index in the group.
         self._layers = [(group_of[shape], layers[:index].count(shape)) for index, shape in enumerate(layers)]
         self._places: dict[int, CacheRow] = {}  # by slot
-        self._rows: dict[int, _Rows] = {}  # by capacity
+        self.rows: dict[int, _Rows] = {}  # by capacity
         self._kept_tokens = kept_nbytes // self.token_nbytes
 
     @property
@@ -149,7 +149,7 @@ class KVCache:
 
     def held(self, capacity: int, low: int, high: int) -> np.ndarray:
         """Return the number of tokens in each of rows `low:high`, int64."""
-        slots = self._rows[capacity].slots[low:high]
+        slots = self.rows[capacity].slots[low:high]
         return np.array([0 if slot is None else self.lengths[slot] for slot in slots], np.int64)
 
     def layer(self, index: int) -> tuple[int, int]:
@@ -163,7 +163,7 @@ class KVCache:
     def view(self, layer: int, capacity: int, low: int, high: int) -> tuple[np.ndarray, np.ndarray]:
         """Return contiguous views of a layer's keys and values, [high-low, num_kv_heads, capacity, head_dim]."""
         group, index = self._layers[layer]
-        rows = self._rows[capacity]
+        rows = self.rows[capacity]
         return rows.keys[group][index, low:high], rows.values[group][index, low:high]
 
     def write(self, layer: int, place: CacheRow, start: int, key: np.ndarray, value: np.ndarray) -> None:
@@ -176,7 +176,7 @@ class KVCache:
     def state(self, layer: int, capacity: int, low: int, high: int) -> np.ndarray:
         """Return a contiguous view of a layer's states of rows `low:high`, [high-low, *state]."""
         group, index = self._layers[layer]
-        return self._rows[capacity].states[group][index, low:high]
+        return self.rows[capacity].states[group][index, low:high]
 
     def states_out(self, slot: int) -> list[np.ndarray]:
         """Return copies of a slot's states: [layers, *state] for each shape."""
@@ -198,7 +198,7 @@ class KVCache:
 
         key, value: [layers, len(rows), num_kv_heads, head_dim].
         """
-        arrays = self._rows[capacity]
+        arrays = self.rows[capacity]
         arrays.keys[group][:, rows, :, starts] = key.swapaxes(0, 1)
         arrays.values[group][:, rows, :, starts] = value.swapaxes(0, 1)
 
@@ -235,24 +235,24 @@ class KVCache:
 
     def _row(self, place: CacheRow) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return views of a row's keys and values of each group, [layers, num_kv_heads, capacity, head_dim]."""
-        rows = self._rows[place.capacity]
+        rows = self.rows[place.capacity]
         return [(keys[:, place.row], values[:, place.row]) for keys, values in zip(rows.keys, rows.values)]
 
     def _states(self, place: CacheRow) -> list[np.ndarray]:
-        return [states[:, place.row] for states in self._rows[place.capacity].states]
+        return [states[:, place.row] for states in self.rows[place.capacity].states]
 
     def _take_row(self, slot: int, capacity: int) -> bool:
         """Give a slot the lowest free row of a capacity. Return True if arrays grew, or others were freed."""
-        rows = self._rows.get(capacity)
+        rows = self.rows.get(capacity)
         if rows is None:
-            rows = self._rows[capacity] = _Rows()
+            rows = self.rows[capacity] = _Rows()
         moved = None not in rows.slots
         if moved:
             # For all slots if possible: pages take memory only when written, while growing later means a copy.
             doubled = min(max(1, 2 * len(rows.slots)), self.num_slots)
             if not (self._grow(rows, capacity, self.num_slots) or self._grow(rows, capacity, doubled)):
                 if not rows.slots:
-                    del self._rows[capacity]
+                    del self.rows[capacity]
                 raise InputError(
                     f"{doubled} requests of {capacity} tokens: expected a KV cache that fits in memory, found "
                     f"{doubled * capacity * self.token_nbytes} bytes; lower the limits"
@@ -268,20 +268,20 @@ class KVCache:
     def _free_unused(self, needed_capacity: int) -> bool:
         """Free unused arrays of other capacities until the rest fits `kept_nbytes`. Return whether any were freed."""
         state = -(-self.state_nbytes // self.token_nbytes)  # in tokens
-        tokens = {capacity: (capacity + state) * rows.touched for capacity, rows in self._rows.items()}
+        tokens = {capacity: (capacity + state) * rows.touched for capacity, rows in self.rows.items()}
         total = sum(tokens.values())
         freed = False
-        for capacity, rows in [*self._rows.items()]:
+        for capacity, rows in [*self.rows.items()]:
             is_used = capacity == needed_capacity or any(slot is not None for slot in rows.slots)
             if total > self._kept_tokens and not is_used:
                 total -= tokens[capacity]
-                del self._rows[capacity]
+                del self.rows[capacity]
                 freed = True
         return freed
 
     def _drop_row(self, place: CacheRow) -> None:
         """Free a row and zero its memory: masked entries have weight 0, but 0 times a stale infinity is NaN."""
-        self._rows[place.capacity].slots[place.row] = None
+        self.rows[place.capacity].slots[place.row] = None
         for keys, values in self._row(place):
             keys[:] = 0
             values[:] = 0

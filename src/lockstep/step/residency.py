@@ -24,23 +24,23 @@ class Residency:
         self.adapter_slots = np.full(num_slots, -1, np.int64)
         self.loading: dict[int, str] = {}
         self.loads = 0
-        self._resident: OrderedDict[str, int] = OrderedDict()  # adapter slots by adapter, least recently used first
+        self.slot_of: OrderedDict[str, int] = OrderedDict()  # by adapter, least recently used first
 
     def claim(self, slot: int, adapter: str | None) -> bool:
         """Give a slot's request an adapter, or none. Return False, and change nothing, if no adapter slot is free."""
         if adapter is None:
             self.adapter_slots[slot] = -1
             return True
-        adapter_slot = self._resident.get(adapter)
+        adapter_slot = self.slot_of.get(adapter)
         if adapter_slot is None:
             adapter_slot = self._free_adapter_slot(slot)
             if adapter_slot is None:
                 return False
             self._evict(adapter_slot)
-            self._resident[adapter] = adapter_slot
+            self.slot_of[adapter] = adapter_slot
             self.loading[adapter_slot] = adapter
             self.loads += 1
-        self._resident.move_to_end(adapter)
+        self.slot_of.move_to_end(adapter)
         self.adapter_slots[slot] = adapter_slot
         return True
 
@@ -55,16 +55,16 @@ class Residency:
 
     def can_claim(self, slot: int, adapter: str | None) -> bool:
         """Return whether `claim` would succeed."""
-        return adapter is None or adapter in self._resident or self._free_adapter_slot(slot) is not None
+        return adapter is None or adapter in self.slot_of or self._free_adapter_slot(slot) is not None
 
     @property
     def resident(self) -> list[str]:
         """Return the resident adapters, the least recently used one first."""
-        return list(self._resident)
+        return list(self.slot_of)
 
     def drop(self, adapter: str) -> None:
         """Free the slot of an adapter that no request holds, if it has one."""
-        adapter_slot = self._resident.get(adapter)
+        adapter_slot = self.slot_of.get(adapter)
         if adapter_slot is not None:
             assert not (self.adapter_slots == adapter_slot).any()
             self.forget(adapter_slot)
@@ -76,16 +76,16 @@ class Residency:
         self.adapter_slots[self.adapter_slots == adapter_slot] = -1
 
     def _evict(self, adapter_slot: int) -> None:
-        for adapter, resident_slot in self._resident.items():
+        for adapter, resident_slot in self.slot_of.items():
             if resident_slot == adapter_slot:
-                del self._resident[adapter]
+                del self.slot_of[adapter]
                 return
 
     def _free_adapter_slot(self, slot: int) -> int | None:
         """Return a free adapter slot, or that of the least recently used adapter that no other slot's request holds."""
-        used = set(self._resident.values())
+        used = set(self.slot_of.values())
         for adapter_slot in range(self.max_adapters):
             if adapter_slot not in used:
                 return adapter_slot
         in_use = {int(adapter_slot) for other, adapter_slot in enumerate(self.adapter_slots) if other != slot}
-        return next((adapter_slot for adapter_slot in self._resident.values() if adapter_slot not in in_use), None)
+        return next((adapter_slot for adapter_slot in self.slot_of.values() if adapter_slot not in in_use), None)

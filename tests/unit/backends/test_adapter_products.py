@@ -30,7 +30,7 @@ def products(size: int, columns: int, out: int, element: int = TensorProto.FLOAT
 
 
 def session(model: onnx.ModelProto) -> ort.InferenceSession:
-    settings = backend._settings(ort.GraphOptimizationLevel.ORT_ENABLE_ALL)
+    settings = backend.session_options(ort.GraphOptimizationLevel.ORT_ENABLE_ALL)
     return ort.InferenceSession(model.SerializeToString(), settings, providers=["CPUExecutionProvider"])
 
 

@@ -320,7 +320,7 @@ def test_a_plan_for_another_gpu_is_told_with_both(tmp_path):
         "NVIDIA H200, compute_capability 8.9, driver 570.86; build"
     )
     with pytest.raises(CheckError, match=message):
-        engine_set._same(Path("x.json"), "device", gpu_key(made), gpu_key(here), "build")
+        engine_set.check_same(Path("x.json"), "device", gpu_key(made), gpu_key(here), "build")
 
 
 def test_a_precision_that_the_backend_lacks_is_refused(made, monkeypatch):

@@ -89,4 +89,4 @@ def test_layers_in_one_graph_have_the_bits_of_their_engines(tiny, monkeypatch):
     found = [*logits(whole)]
     expected = [*logits(cut)]
     assert all(np.array_equal(*pair) for pair in zip(found, expected, strict=True))
-    assert [len(model.executor._last_step[0]._calls) for model in (whole, cut)] == [3, 8]
+    assert [len(model.executor.last_step[0]._calls) for model in (whole, cut)] == [3, 8]

@@ -524,7 +524,7 @@ def test_a_lock_written_without_bf16_keeps_what_stood_in_it():
 
     def written(graph: str, *not_run: str) -> Lock:
         lock = Lock("m", {}, {"checkpoint": {"source": "m"}, "graphs/bf16": {"entry": graph}})
-        return lock_update._with_kept(before, lock, not_run)
+        return lock_update.keep_not_run(before, lock, not_run)
 
     absent = (f"bf16/{BACKEND}", "cuda")
     assert written("g", *absent).entries.keys() == {"checkpoint", "graphs/bf16", *kept}

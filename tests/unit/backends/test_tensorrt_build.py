@@ -434,7 +434,7 @@ def test_without_a_gpu_no_builder_is_started(monkeypatch):
 def test_a_refused_timing_cache_is_told_from_other_warnings(said, is_refusal):
     log = compat.Log()
     log.warnings.append(said)
-    assert bool(log.first(compat._REFUSED_CACHE)) == is_refusal and "\n" not in log.first_error()
+    assert bool(log.first(compat.REFUSED_CACHE)) == is_refusal and "\n" not in log.first_error()
 
 
 @pytest.mark.parametrize("said", [[], ["4: The timing cache will not be used!"]])

@@ -43,7 +43,7 @@ def guard_of(test: ast.expr) -> tuple[str, bool] | None:
 
 def versions_with(method: str) -> frozenset:
     assert method == "has_editable_cache"
-    return frozenset(version for version in VERSIONS if version >= compat._EDITABLE_CACHE)
+    return frozenset(version for version in VERSIONS if version >= compat.EDITABLE_CACHE)
 
 
 class Uses(ast.NodeVisitor):

@@ -66,7 +66,9 @@ def gpu(form: Form) -> Iterator[fake_gpu.Gpu]:
     with _installed(form[0]) as found, pytest.MonkeyPatch.context() as patch:
         from lockstep.gpu import weights as device_weights
 
-        patch.setattr(device_weights, "_PIECE", 1 << 12)  # several pieces of small weights, of rows and of columns
+        patch.setattr(
+            device_weights, "PIECE_NBYTES", 1 << 12
+        )  # several pieces of small weights, of rows and of columns
         found.devices = form[3]
         yield found
         assert not found.faults
@@ -205,7 +207,7 @@ def test_blocks_and_attention_of_passes_are_graphs(open_model, monkeypatch: pyte
     monkeypatch.setattr(ranks, "CAPTURED_TOKENS_OF_RANKS", 0)
     called = [logits for _, logits in steps(open_model())]
     monkeypatch.undo()
-    monkeypatch.setattr(executor, "_CAPTURED_AFTER", 3)
+    monkeypatch.setattr(executor, "CAPTURED_AFTER", 3)
     model = open_model()
     for _ in range(4):
         for (_, found), expected in zip(steps(model), called, strict=True):
@@ -213,10 +215,10 @@ def test_blocks_and_attention_of_passes_are_graphs(open_model, monkeypatch: pyte
         for slot in range(4):
             model.release(slot)
     for rank in model.executor.ranks:
-        assert all(rank._graphs.values())
+        assert all(rank.graphs.values())
         # of prompts of 45 and 8 tokens, of 100 beside a row, of 24 and 1 beside two: padded
-        assert {key[2] for key in rank._graphs if key[0] == "block"} == {64, 128, 32}
-        assert {key[0] for key in rank._graphs} == {"block", "decode", "prompts"}
+        assert {key[2] for key in rank.graphs if key[0] == "block"} == {64, 128, 32}
+        assert {key[0] for key in rank.graphs} == {"block", "decode", "prompts"}
     whole = model.executor._captured.values()
     assert len(whole) == 4 and all(step.graph is not None for steps in whole for step in steps)
 
@@ -271,7 +273,7 @@ def test_logits_are_gathered_where_they_are_asked_for(open_model, form: Form) ->
 
     def clear() -> None:
         for rank in model.executor.group.on_each_device():
-            for key, array in rank._logit_buffers.items():
+            for key, array in rank.logit_buffers.items():
                 if whole(key):
                     rank.stream.upload(array, np.full(array.shape, np.nan, array.dtype))
             rank.stream.synchronize()
@@ -279,7 +281,7 @@ def test_logits_are_gathered_where_they_are_asked_for(open_model, form: Form) ->
     def gathered() -> bool:
         found = []
         for rank in model.executor.group.on_each_device():
-            for key, array in rank._logit_buffers.items():
+            for key, array in rank.logit_buffers.items():
                 if whole(key):
                     found.append(np.empty(array.shape, array.dtype))
                     rank.stream.download(found[-1], array)
@@ -385,7 +387,7 @@ def test_a_step_that_a_rank_cannot_capture_can_be_asked_for_again(open_model, mo
 def test_a_rank_that_does_not_come_is_named(open_model) -> None:
     model = open_model()
     model.step([Advance(0, np.arange(6), 0)])
-    model.executor.ranks[0].exchange._host_lost[0] = 2  # as the kernel writes it
+    model.executor.ranks[0].exchange.host_lost[0] = 2  # as the kernel writes it
     with pytest.raises(CheckError, match=r"expected rank 1 \(GPU 1\) at a sum, found that rank 0 waited 30 s for it"):
         model.step([Advance(0, np.array([3]), 6)])
 
@@ -405,15 +407,15 @@ def test_a_device_that_hangs_ends_the_process_with_its_rank(open_model, monkeypa
         codes.append(code)
         released.set()
 
-    monkeypatch.setattr(rank_watch, "_GRACE", 0.2)
-    monkeypatch.setattr(rank_watch, "_POLL_S", 0.05)
+    monkeypatch.setattr(rank_watch, "GRACE_S", 0.2)
+    monkeypatch.setattr(rank_watch, "POLL_S", 0.05)
     monkeypatch.setattr(rank_watch.os, "_exit", end)
     model.step([Advance(0, np.arange(6), 0)])
     wait = cuda.Event.wait
 
     def hang(event: cuda.Event) -> None:
         wait(event)
-        model.executor.ranks[1].exchange._host_lost[0] = 1  # as the kernel writes it
+        model.executor.ranks[1].exchange.host_lost[0] = 1  # as the kernel writes it
         assert released.wait(20)
 
     monkeypatch.setattr(cuda.Event, "wait", hang)
@@ -432,11 +434,11 @@ def test_a_step_that_ended_is_no_device_that_hangs(open_model, monkeypatch, capf
     from lockstep.gpu.ranks import watch as rank_watch
 
     codes: list[int] = []
-    monkeypatch.setattr(rank_watch, "_GRACE", 0.1)
-    monkeypatch.setattr(rank_watch, "_POLL_S", 0.02)
+    monkeypatch.setattr(rank_watch, "GRACE_S", 0.1)
+    monkeypatch.setattr(rank_watch, "POLL_S", 0.02)
     monkeypatch.setattr(rank_watch.os, "_exit", codes.append)
     model = open_model()
-    model.executor.ranks[0].exchange._host_lost[0] = 2
+    model.executor.ranks[0].exchange.host_lost[0] = 2
     with pytest.raises(CheckError, match="expected rank 1"):
         model.step([Advance(0, np.arange(6), 0)])
     time.sleep(0.5)
@@ -502,7 +504,7 @@ def test_large_sums_are_made_in_two_shots(gpu, monkeypatch: pytest.MonkeyPatch) 
         hosts = [random.standard_normal(count).astype(np.float16) for _ in devices]
         found = []
         for limit in (1 << 20, 0):
-            monkeypatch.setattr(all_reduce, "_ONE_SHOT", limit)
+            monkeypatch.setattr(all_reduce, "ONE_SHOT_NBYTES", limit)
             exchanges = all_reduce.connect(devices, 2 * count, 16)
             arrays = []
             for device, host in zip(devices, hosts):

@@ -404,9 +404,9 @@ def test_a_graph_that_is_refused_is_one_line_and_leaves_nothing(
     with pytest.raises(error, match=said) as caught:
         built.build(model(tmp_path, nodes, inputs, outputs), tmp_path / "out" / "x.engine", OPTIONS)
     assert one_line(caught).startswith(f"{tmp_path}/out/x.engine: ") and not contents(tmp_path / "out")
-    process = built._process
+    process = built.process
     built.build(graph("entry"), tmp_path / "out" / "entry.engine", OPTIONS)
-    assert built._process is process is not None
+    assert built.process is process is not None
     assert contents(tmp_path / "out")["entry.engine"] == contents(engine_sets["fp16"].parent)["entry.engine"]
     built.end()
     assert process.returncode == 0

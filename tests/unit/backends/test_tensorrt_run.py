@@ -87,7 +87,7 @@ def tensorrt_version(form):
 def gpu(gpu, monkeypatch):
     from lockstep.gpu import weights as device_weights
 
-    monkeypatch.setattr(device_weights, "_PIECE", 1 << 15)  # several pieces of the demo's small weights
+    monkeypatch.setattr(device_weights, "PIECE_NBYTES", 1 << 15)  # several pieces of the demo's small weights
     return gpu
 
 
@@ -396,7 +396,7 @@ def test_decoding_goes_ahead_whatever_comes_and_goes_and_ends_with_nothing_under
     model = open_model()
     requests = [Request(np.arange(1, 6), count) for count in (4, 4, 4, 9, 12)]
     decoding = Decoding(model, requests)
-    moves = decoding._engine.scheduler  # a step behind which requests move to lower slots is waited for
+    moves = decoding.engine.scheduler  # a step behind which requests move to lower slots is waited for
     seen = [(made.request, model.in_flight or moves.is_spread) for made in decoding]
     assert len(seen) == 33 and not seen[-1][1] and all(ahead for _, ahead in seen[:-1])
 
@@ -656,7 +656,7 @@ def test_nothing_is_captured_or_planned_for_a_request_behind_the_warm_up(demo, o
     if form[2] == "fused":
         from lockstep.gpu.attention import prompt as prompt_attention
 
-        monkeypatch.setattr(prompt_attention, "_CudnnPlan", None)
+        monkeypatch.setattr(prompt_attention, "CudnnPlan", None)
     both.step(prompts=[(0, 8), (1, 5), (2, 3)])
     for _ in range(3):
         both.step(0, 1, 2)
@@ -677,22 +677,22 @@ def test_prompts_are_one_call_of_attention(demo, open_model, gpu, monkeypatch, c
     from lockstep.gpu.attention import prompt as prompt_attention
 
     made = []
-    init = prompt_attention._CudnnPlan.__init__
+    init = prompt_attention.CudnnPlan.__init__
 
     def plan(self, size, stream, packed):
         if refused and packed:
             raise CheckError("no attention for several")
         init(self, size, stream, packed)
 
-    monkeypatch.setattr(prompt_attention._CudnnPlan, "__init__", plan)
-    bind = prompt_attention._CudnnPlan.bind
+    monkeypatch.setattr(prompt_attention.CudnnPlan, "__init__", plan)
+    bind = prompt_attention.CudnnPlan.bind
 
     def bound(self, *given):
         made.append(given)
         return bind(self, *given)
 
-    monkeypatch.setattr(prompt_attention._CudnnPlan, "bind", bound)
-    prompt_attention._packed_plan.cache_clear()
+    monkeypatch.setattr(prompt_attention.CudnnPlan, "bind", bound)
+    prompt_attention.packed_plan.cache_clear()
     both = Both(demo, open_model, "fp16")
     both.step(prompts=[(0, 3), (1, 40), (2, 12), (3, 16)], tokens=False)
     assert len(made) == 2 * (4 if refused else 1)
@@ -701,20 +701,20 @@ def test_prompts_are_one_call_of_attention(demo, open_model, gpu, monkeypatch, c
     assert capsys.readouterr().err.count("has no attention of several prompts") == refused
     for _ in range(2):
         both.step(0, 1, 2, 3)
-    prompt_attention._packed_plan.cache_clear()
+    prompt_attention.packed_plan.cache_clear()
 
 
 @pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
 def test_attention_of_more_sizes_than_graphs_may_take_is_called_one_by_one(demo, open_model, form, monkeypatch):
     from lockstep.gpu.attention import prompt as prompt_attention
 
-    monkeypatch.setattr(prompt_attention, "_MAX_CAPTURED_SIZES", 2)
+    monkeypatch.setattr(prompt_attention, "MAX_CAPTURED_SIZES", 2)
     both = Both(demo, open_model, form[1])
     for counts in 3 * ((8, 5), (20, 3), (5,), (40, 3)):
         both.step(prompts=list(enumerate(counts)), tokens=False)
         for slot in range(len(counts)):
             both.release(slot)
-    graphs = both.found.executor.ranks[0]._graphs
+    graphs = both.found.executor.ranks[0].graphs
     assert {key[2:] for key in graphs if key[0] == "prompts"} == {(0, 2, 16), (0, 2, 32), (0, 0, 16)}
 
 
@@ -777,7 +777,7 @@ def test_a_cache_leaves_room_for_graphs(open_model, form, monkeypatch):
     from lockstep.gpu.attention import make
 
     network = open_model().executor.ranks[0].network
-    monkeypatch.setattr(make, "_OTHER_NBYTES", 1 << 20)
+    monkeypatch.setattr(make, "OTHER_NBYTES", 1 << 20)
     for free, share in ((100 << 20, 0.9), (5 << 20, 0.8), (1 << 20, 0.5)):
         pool = make.make_tables(network, 1000, 4096, None, free).pool
         assert 0 <= free * share - pool.num_pages * pool.page_nbytes < pool.page_nbytes
@@ -988,7 +988,7 @@ def test_the_parts_of_a_slot_lie_side_by_side_and_are_uploaded_once(demo, form, 
     names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
     rows = np.concatenate([weights[name] for name in names])
     dtype = weights[names[0]].dtype
-    assert rows.nbytes > 2 * device_weights._PIECE
+    assert rows.nbytes > 2 * device_weights.PIECE_NBYTES
     store = DeviceWeights.of(weights, device_weights.Device.get())
     array = store.put(weights, names, rows.shape, dtype, "slot")
     blocks = gpu.blocks
@@ -1010,8 +1010,8 @@ def test_an_upload_holds_the_memory_that_it_writes(demo, form, gpu, monkeypatch)
 
     weights = Weights.open(demo.weights(MODEL, form[1]))
     go_on = threading.Event()
-    copy = device_weights._Uploader._copy
-    monkeypatch.setattr(device_weights._Uploader, "_copy", lambda self, *piece: (go_on.wait(), copy(self, *piece)))
+    copy = device_weights.Uploader.copy_piece
+    monkeypatch.setattr(device_weights.Uploader, "copy_piece", lambda self, *piece: (go_on.wait(), copy(self, *piece)))
     store = device_weights.DeviceWeights.of(weights, device_weights.Device.get())
     weight = "lm_head.weight"
     array = store.put(weights, [weight], weights[weight].shape, weights[weight].dtype, "slot")
@@ -1027,7 +1027,7 @@ def test_a_failed_upload_stops_its_own_model_and_no_other(open_model, gpu, monke
         raise CheckError("CUDA: cudaErrorUnknown")
 
     with monkeypatch.context() as patch:
-        patch.setattr(device_weights._Uploader, "_copy", fail)
+        patch.setattr(device_weights.Uploader, "copy_piece", fail)
         failed = open_model()
     assert np.isfinite(open_model().step([Advance(0, np.arange(3), 0)])).all()
     for _ in range(2):

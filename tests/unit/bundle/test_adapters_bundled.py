@@ -63,7 +63,7 @@ def test_a_bundle_has_the_adapters(bundle: Path, results: Results, tmp_path: Pat
 def test_a_bundle_whose_adapters_lie_elsewhere_is_refused(
     results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entries = packing._adapters
+    entries = packing.adapter_entries
 
     def outside(path: Path) -> Iterator[Entry]:
         for entry in entries(path):
@@ -73,7 +73,7 @@ def test_a_bundle_whose_adapters_lie_elsewhere_is_refused(
                 entry = Entry.of_bytes(entry.name, dump_json({**bare, SEAL: sha256_json(bare)}).encode())
             yield entry
 
-    monkeypatch.setattr(packing, "_adapters", outside)
+    monkeypatch.setattr(packing, "adapter_entries", outside)
     made = generate(packing.pack(results, TARGET, LIMITS, tmp_path / "lora.tar", True))
     assert made.returncode == 2 and "adapter_config.json of sha256" in made.stderr and "found none" in made.stderr
 

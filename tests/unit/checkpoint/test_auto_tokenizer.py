@@ -176,7 +176,7 @@ def test_chat_tokens_and_all_ends_reach_graphs_and_reference(
 def test_what_a_library_prints_before_the_answer_is_no_part_of_it(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text('print(\'Ignored unknown kwarg option a\')\nprint(\'{"eos_token_id": 2, "note": ""}\')\n')
-    assert tokenizer_file._run(str(script), tmp_path, tmp_path) == '{"eos_token_id": 2, "note": ""}'
+    assert tokenizer_file.run_script(str(script), tmp_path, tmp_path) == '{"eos_token_id": 2, "note": ""}'
 
 
 def test_transformers_is_found_where_packages_come_by_pythonpath_alone() -> None:

@@ -211,5 +211,5 @@ def test_a_shell_completes_the_targets_of_the_last_run(project: Path) -> None:
 
 @pytest.mark.parametrize("name", ["results/m/fp32/engines/onnxruntime.json", "results/report/index.html"])
 def test_a_result_that_is_asked_for_is_no_config(name: str) -> None:
-    assert run._split((name, "-n")) == (None, (name, "-n"))
-    assert run._split(("my/config.json", name)) == ("my/config.json", (name,))
+    assert run.split_arguments((name, "-n")) == (None, (name, "-n"))
+    assert run.split_arguments(("my/config.json", name)) == ("my/config.json", (name,))

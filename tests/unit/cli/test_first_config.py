@@ -150,11 +150,11 @@ def test_doctor_sizes_a_model_as_the_rules_do() -> None:
     assert 0.5 < found["parameters"] / actual < 2
     rules = "".join(path.read_text() for path in (ROOT / "workflow" / "rules").glob("*.smk"))
     asked = [(float(base), float(factor)) for base, factor in re.findall(r"mem_mb=memory\((\d+), ([\d.]+)\)", rules)]
-    quantized = doctor_command._QUANTIZED_PER_BYTE
+    quantized = doctor_command.QUANTIZED_PER_BYTE
     assert max(factor for _, factor in asked) == quantized
-    assert sorted({factor for _, factor in asked})[-2] == doctor_command._JOB_PER_BYTE
-    assert {base for base, factor in asked if factor >= doctor_command._JOB_PER_BYTE} == {
-        doctor_command._JOB_BYTES / 1e6
+    assert sorted({factor for _, factor in asked})[-2] == doctor_command.JOB_PER_BYTE
+    assert {base for base, factor in asked if factor >= doctor_command.JOB_PER_BYTE} == {
+        doctor_command.JOB_NBYTES / 1e6
     }
 
 

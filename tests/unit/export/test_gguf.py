@@ -46,7 +46,7 @@ def test_ids_are_those_of_llama_cpp(tmp_path: Path, kind: str) -> None:
 
 
 def test_every_pre_tokenizer_is_in_the_table() -> None:
-    assert set(gguf_tokenizer._SPLITS) == {own["pre"] for own in gguf_models.KINDS.values()} - {"default"}
+    assert set(gguf_tokenizer.SPLITS) == {own["pre"] for own in gguf_models.KINDS.values()} - {"default"}
     assert set(TABLE["ids"]) == {*gguf_models.KINDS, "SmolLM2"}
     assert set(gguf_config.MODEL_TYPES) == {name.partition(",")[0] for name in TABLE["logits"]}
 
@@ -224,7 +224,7 @@ def test_no_damage_to_a_header_shows_a_traceback(tmp_path: Path) -> None:
         path.write_bytes(data)
         try:
             file = read_gguf(path)
-            gguf_model._tensor_bytes(file)
+            gguf_model.tensor_nbytes(file)
             gguf_config.config_of(file, lambda: np.ones(8, np.float32))
             gguf_tokenizer.tokenizer_of(file)
         except InputError as error:

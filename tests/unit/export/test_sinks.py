@@ -53,14 +53,14 @@ def of_another_head(build, *scores):
         build.sinks = sinks
 
 
-_weights = attention._Builder.weights
+_weights = attention.AttentionBuilder.weights
 
 
 @pytest.mark.long
 @pytest.mark.traces
 @pytest.mark.parametrize("fault", [forgotten, of_another_head])
 def test_sinks_that_are_wrong_are_caught_before_anything_is_written(fault, tmp_path, monkeypatch):
-    monkeypatch.setattr(attention._Builder, "weights", fault)
+    monkeypatch.setattr(attention.AttentionBuilder, "weights", fault)
     with pytest.raises(InputError, match="its split form differs from transformers by"):
         export_config(CONFIG, "fp32", tmp_path)
     assert not list(tmp_path.iterdir())

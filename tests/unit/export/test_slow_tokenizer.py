@@ -14,11 +14,11 @@ from real_tokenizers import SENTENCEPIECE, TEKKEN, model_file, sentencepiece, te
 from tokenizers import Tokenizer
 
 from lockstep.checkpoint import resolve, resolve_architecture
-from lockstep.checkpoint.auto_tokenizer import _TEXTS
+from lockstep.checkpoint.auto_tokenizer import SAMPLE_TEXTS
 from lockstep.export.slow_tokenizer import main
 from lockstep.verify.golden.reference import load_tokenizer
 
-TEXTS = (*_TEXTS, Path(__file__).read_text(encoding="utf-8"), " \n \n", "naïve ﬁ Ω≈ç√", "a</s>b")
+TEXTS = (*SAMPLE_TEXTS, Path(__file__).read_text(encoding="utf-8"), " \n \n", "naïve ﬁ Ω≈ç√", "a</s>b")
 
 
 def small_tekken(path: Path) -> None:

@@ -174,12 +174,12 @@ def traced_whole(meta) -> unique_layers.TracedModel:
     """Trace the model at each of its depths, each as a whole."""
     depth = len(unique_layers.signatures(meta))
     prefix = layer_list(meta)[0]
-    traced = [unique_layers._trace_and_cut(meta, range(n), False) for n in range(1, depth + 1)]
+    traced = [unique_layers.trace_and_cut(meta, range(n), False) for n in range(1, depth + 1)]
     layout = checkpoint_layout(meta)
     layers = []
     for index, (block, batchless) in enumerate(zip(traced[-1].cut.blocks, traced[-1].cut.batchless, strict=True)):
         exit = traced[index].cut.exit
-        slots = [unique_layers._bind(graph, index + n, prefix, layout) for n, graph in enumerate((block, exit))]
+        slots = [unique_layers.bind_slots(graph, index + n, prefix, layout) for n, graph in enumerate((block, exit))]
         layers.append(unique_layers.Layer(block, slots[0], batchless, ((exit, slots[1]),)))
     embedding = traced[-1].embedding
     return unique_layers.TracedModel(

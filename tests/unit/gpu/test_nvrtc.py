@@ -30,21 +30,21 @@ def generated(results: Results, precision: str) -> Source:
 
 def sources(dtype: str, capability: tuple[int, int]) -> Iterator[Source]:
     """Yield what the runtime compiles for activations of a type."""
-    from lockstep.gpu.attention.fp8_pages import _SOURCE as FP8_PAGES
+    from lockstep.gpu.attention.fp8_pages import SOURCE as FP8_PAGES
     from lockstep.gpu.attention.kernel_spec import FP8_WORDS, WORDS, AttentionKernelSpec
-    from lockstep.gpu.attention.paged_decode import _SOURCE as DECODE
-    from lockstep.gpu.attention.rope_kernel import _KERNEL as ROPE
+    from lockstep.gpu.attention.paged_decode import SOURCE as DECODE
+    from lockstep.gpu.attention.rope_kernel import SOURCE as ROPE
     from lockstep.gpu.kernels import expert_products, fp8_gemm, gemm, products, step_kernels
     from lockstep.gpu.ranks import all_reduce
-    from lockstep.gpu.state_mixers import _SOURCE as STATES
+    from lockstep.gpu.state_mixers import SOURCE as STATES
     from lockstep.gpu.state_mixers import THREADS
 
     options = kind_options(dtype)
-    yield gemm._SOURCE, options
+    yield gemm.SOURCE, options
     yield expert_products.SOURCES["floats"], options
     yield expert_products.SOURCES["small"], options
     yield products.LORA_SOURCE, options
-    yield COMMON + all_reduce.SUMS + all_reduce._KERNELS, ("-DWORLD=2", "-DROOM=64", *options)
+    yield COMMON + all_reduce.SUMS + all_reduce.SOURCE, ("-DWORLD=2", "-DROOM=64", *options)
     for shapes in (WINDOW, {**RULE, "past_state": (1, 4, 16, 20)}):
         sizes = {"WIDE": 0, "THREADS": THREADS, **StateKernelSpec.of_sizes(shapes, "here", dtype).sizes}
         yield STATES, tuple(f"-D{name}={size}" for name, size in sizes.items())
@@ -72,7 +72,7 @@ def check_compiles() -> Iterator[object]:
         require_nvrtc()
     except LockstepError as error:
         pytest.skip(str(error))
-    return lambda source, capability: cuda._compile(*source, capability)
+    return lambda source, capability: cuda.compile_source(*source, capability)
 
 
 @pytest.mark.parametrize("capability", [AMPERE, HOPPER])

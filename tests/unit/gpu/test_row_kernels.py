@@ -262,7 +262,7 @@ def run(kernel: RowKernel, feeds: dict[str, np.ndarray], outputs: dict[str, np.n
     for name in kernel.quantized:
         add(codes[name])
         add(steps[name])
-    compiled._compiled(text)(ctypes.c_int(rows * kernel.blocks), *arguments)
+    compiled.compiled_kernel(text)(ctypes.c_int(rows * kernel.blocks), *arguments)
     assert all((array[:, -16:] == 7).all() for array in made.values())
     found = {name: array[:, :-16].reshape(shapes[name]) for name, array in made.items()}
     for name in kernel.quantized:

@@ -286,7 +286,7 @@ def test_an_encoding_that_depends_on_the_length_is_refused(tmp_path, limit) -> N
 def test_rope_is_applied_in_pieces(tmp_path, monkeypatch) -> None:
     run = executable(handmade(), tmp_path)
     whole = read_rope_tables(run, POSITIONS, "here")
-    monkeypatch.setattr("lockstep.gpu.attention.rope_tables._BATCH_ELEMENTS", 7 * 12)
+    monkeypatch.setattr("lockstep.gpu.attention.rope_tables.BATCH_ELEMENTS", 7 * 12)
     check_rope_tables(run, POSITIONS, "here")
     for name, values in vars(read_rope_tables(run, POSITIONS, "here")).items():
         # sine of one number or of eight at a time: the last bit

@@ -133,13 +133,13 @@ def test_explain_says_what_it_can_where_the_backend_cannot_be_asked(
 ) -> None:
     """As on a machine without a GPU."""
     job = STAGES["build"].job(CONFIG, built.root, NAMES)
-    expected = explain._explain(job, {}, None)
+    expected = explain.explain_job(job, {}, None)
 
     def without_gpu(name: str, runs: bool = True) -> None:
         raise InputError(f"backend {name}: expected an NVIDIA GPU with its driver, found none")
 
     monkeypatch.setattr(identity, "identity", without_gpu)
-    assert explain._explain(job, {}, None) == expected
+    assert explain.explain_job(job, {}, None) == expected
 
 
 def test_an_untouched_tree_is_the_same(copy: Results) -> None:

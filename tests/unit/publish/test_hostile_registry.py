@@ -139,11 +139,11 @@ def test_a_login_goes_to_the_domain_of_its_registry(
     server.answers["GET", "/token"] = 200, {}, b'{"token": "t"}'
     refused(lambda: artifact.pull(place(server), tmp_path / "out.tar"))
     assert server.seen == ["", f"Basic {login}", "Bearer t"]
-    own = Repository(Reference.parse("registry.gitlab.com/a/b"))._is_own
+    own = Repository(Reference.parse("registry.gitlab.com/a/b")).is_own_domain
     assert own("https://gitlab.com/jwt") and own("https://registry.gitlab.com/x")
     assert not own("https://gitlab.com.evil.org/x") and not own("https://evil.org/gitlab.com")
-    assert not Repository(Reference.parse("10.0.0.1/a"))._is_own("https://9.9.0.1/x")
-    assert Repository(Reference.parse("docker.io/a/b"))._is_own("https://auth.docker.io/token")
+    assert not Repository(Reference.parse("10.0.0.1/a")).is_own_domain("https://9.9.0.1/x")
+    assert Repository(Reference.parse("docker.io/a/b")).is_own_domain("https://auth.docker.io/token")
 
 
 @pytest.mark.parametrize("where", ["file:///etc/passwd", "ftp://127.0.0.1/x", "http://localhost:1/x", "http://[/"])
@@ -206,7 +206,7 @@ def layer(**changes: Any) -> dict[str, Any]:
     return {"mediaType": KIND, "digest": "sha256:" + "0" * 64, "size": 1} | changes
 
 
-KIND = next(iter(artifact._ATTACHED))
+KIND = next(iter(artifact.ATTACHED))
 LISTS: dict[str, bytes] = {
     "no list": b'{"manifests": 3}',
     "no JSON": b"x",

@@ -319,7 +319,7 @@ def test_the_builder_of_an_engine_is_among_its_libraries() -> None:
 
 def test_a_library_of_another_version_has_no_digest() -> None:
     """The machine that made the target had another than this one."""
-    component = sbom._library("numpy", "1.0", "pkg:pypi/numpy@1.0")
+    component = sbom.library_component("numpy", "1.0", "pkg:pypi/numpy@1.0")
     assert not component.properties and not component.licenses
 
 

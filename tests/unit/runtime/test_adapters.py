@@ -104,7 +104,7 @@ def test_what_another_adapter_makes_infinite_is_not_seen(lora: Results) -> None:
     model = opened(lora, "fp16")
     (expected,) = logits_of(model, [(PEFT["ids"], "captain")])
     assert model.adapters is not None
-    adapter_slot = model.adapters.residency._resident["captain"]
+    adapter_slot = model.adapters.residency.slot_of["captain"]
     for each in model.adapters._arrays:
         each.a[:, (1 - adapter_slot) * 16 : (2 - adapter_slot) * 16] = 60000
     (found,) = logits_of(model, [(PEFT["ids"], "captain")])

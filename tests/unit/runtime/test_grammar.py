@@ -206,8 +206,8 @@ def end_trials(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(compiler, "TrialProcess", Noted)
     yield
     for started in trials:
-        if started._process is not None:
-            started._process.kill()  # the thread that waits for it does the rest
+        if started.process is not None:
+            started.process.kill()  # the thread that waits for it does the rest
 
 
 def test_a_grammar_is_compiled_once_and_steps_go_before_it(

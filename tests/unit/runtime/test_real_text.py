@@ -70,7 +70,7 @@ def check_random(tokenizer, size, count):
 
 
 def test_an_answers_text_is_what_its_tokens_add_to_the_prompts(tokenizer):
-    size = tokenizer._tokenizer.get_vocab_size()
+    size = len(tokenizer.vocabulary)
     check_random(tokenizer, size, 1000)
     for prompt in TEXTS:
         ids = tokenizer.encode(prompt).tolist()
@@ -80,11 +80,11 @@ def test_an_answers_text_is_what_its_tokens_add_to_the_prompts(tokenizer):
 
 
 def test_so_it_is_with_any_decoder(other):
-    check_random(other, other._tokenizer.get_vocab_size(), 300)
+    check_random(other, len(other.vocabulary), 300)
 
 
 def test_the_space_before_an_answers_first_word_is_its_own(sentencepiece):
-    the = sentencepiece._tokenizer.token_to_id("▁the")
+    the = sentencepiece.token_id("▁the")
     assert answer_text(sentencepiece, sentencepiece.encode("x"), [the]) == " the"
     assert answer_text(sentencepiece, sentencepiece.encode(""), [the]) == "the"  # the first word of all
     assert answer_text(sentencepiece, sentencepiece.encode("x"), [the], stop=[" th"]) == ""
@@ -113,7 +113,7 @@ def test_an_answer_does_not_repeat_what_the_prompt_has_shown_of_no_character(tok
 
 
 def byte_token(tokenizer, byte):
-    found = tokenizer._tokenizer.token_to_id(f"<0x{byte:02X}>")
+    found = tokenizer.token_id(f"<0x{byte:02X}>")
     return 1000 + byte if found is None else found  # of tekken: behind the special ones
 
 
@@ -129,7 +129,7 @@ def test_bytes_that_can_become_no_character_go_out_at_once(tokenizer):
 @pytest.mark.parametrize("what", ["bytes", "silent", "meant"])
 def test_a_token_costs_the_same_however_many_came_before(tokenizer, what):
     """8,000 tokens took half a minute: 4 ms each, 100 times as long as the first ones."""
-    silent = tokenizer._tokenizer.token_to_id("<s>") or 1
+    silent = tokenizer.token_id("<s>") or 1
     tokens = {"bytes": [byte_token(tokenizer, 0xF0)], "silent": [silent]}.get(what) or (
         tokenizer.encode("\ufffd" * 9, special=False).tolist()[-3:]
     )
@@ -141,8 +141,8 @@ def test_a_token_costs_the_same_however_many_came_before(tokenizer, what):
 
 
 def test_no_token_is_left_out_of_the_likeliest_and_all_together_are_the_text(tokenizer):
-    names = ("▁the", "the", "<0x41>", "A") if tokenizer._tokenizer.token_to_id("▁the") else ("Ġthe", "the", "A", "ĠA")
-    tokens = [tokenizer._tokenizer.token_to_id(name) for name in names] + [byte_token(tokenizer, 0xF0), 1]
+    names = ("▁the", "the", "<0x41>", "A") if tokenizer.token_id("▁the") else ("Ġthe", "the", "A", "ĠA")
+    tokens = [tokenizer.token_id(name) for name in names] + [byte_token(tokenizer, 0xF0), 1]
     answer = [*tokens, *tokenizer.encode(" 🙂 b", special=False).tolist()]
     prompt = tokenizer.encode("x").tolist()
     format = LogprobsFormat(tokenizer, prompt)
@@ -168,14 +168,14 @@ WORDS = ("true", " true", "日本", "🙂", "e", "ing the", "aaa", "\n", "A")
 
 @pytest.fixture(scope="module")
 def vocabulary(tokenizer):
-    return Vocabulary(tokenizer.pieces, tokenizer._tokenizer.get_vocab_size())
+    return Vocabulary(tokenizer.pieces, len(tokenizer.vocabulary))
 
 
 @pytest.mark.parametrize("word", some(WORDS))
 def test_a_bad_word_is_in_no_text_whichever_tokens_would_spell_it(tokenizer, vocabulary, word):
     """The tokens that are forbidden are just those behind which the text has the word, and all others are not."""
     numbers = random.Random(word)
-    size = tokenizer._tokenizer.get_vocab_size()
+    size = len(tokenizer.vocabulary)
     prompt = tokenizer.encode("x").tolist()
     parts = sorted({token for text in (word, f" {word}", f"\n{word}", f"x{word}y") for token in tokenizer.encode(text)})
     parts += [byte_token(tokenizer, byte) for byte in word.encode()]
@@ -195,7 +195,7 @@ def test_a_bad_word_is_in_no_text_whichever_tokens_would_spell_it(tokenizer, voc
 
 
 def test_a_word_that_the_prompt_begins_inside_a_character_is_found(tekken):
-    vocabulary = Vocabulary(tekken.pieces, tekken._tokenizer.get_vocab_size())
+    vocabulary = Vocabulary(tekken.pieces, len(tekken.vocabulary))
     prompt, rest = ([byte_token(tekken, byte) for byte in part] for part in ("é".encode()[:1], "é".encode()[1:]))
     assert rest[0] in BadWordFilter(vocabulary, ["é"], prompt).tokens()
     assert rest[0] not in BadWordFilter(vocabulary, ["é"]).tokens()

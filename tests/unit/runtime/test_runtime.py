@@ -176,7 +176,7 @@ def test_values_that_are_not_finite_do_not_outlive_their_request(tiny):
     model = open_model(tiny)
     expected = model.step([Advance(0, tokens(6), 0)]), model.step([Advance(0, tokens(1), 6)])
     model.step([Advance(0, tokens(40), 0)])
-    rows = model.executor._cache._rows[64]
+    rows = model.executor.cache.rows[64]
     for array in (*rows.keys, *rows.values):
         array[:, 0, :, :40] = np.nan
     np.testing.assert_array_equal(model.step([Advance(0, tokens(6), 0)]), expected[0])
@@ -193,11 +193,11 @@ def test_the_cache_grows_up_to_the_limit_and_shrinks_again(tiny):
     for i in range(60, 200):
         found = model.step([Advance(1, sequence[i : i + 1], i)])
         assert abs(found[0] - expected[i]).max() < TOLERANCE["fp32"], i
-        capacities.append(model.executor._cache.row_of(1).capacity)
+        capacities.append(model.executor.cache.row_of(1).capacity)
     assert sorted(set(capacities)) == [64, 128, 200]
     model.release(1)
     model.step([Advance(0, sequence[:5], 0)])
-    assert sorted(model.executor._cache._rows) == [64]
+    assert sorted(model.executor.cache.rows) == [64]
     with pytest.raises(InputError, match=r"at most 200 tokens \(max_seq_len\), found 201"):
         model.step([Advance(1, tokens(201), 0)])
 
@@ -206,13 +206,13 @@ def test_rows_are_kept_for_the_next_request_and_are_as_new(tiny):
     model = open_model(tiny, max_seq_len=200)
     sequence = tokens(190)
     expected = [model.step([Advance(slot, sequence, 0)]) for slot in (0, 1)]
-    cache = model.executor._cache
-    arrays = [cache._rows[200].keys[0], cache._rows[200].values[0]]
+    cache = model.executor.cache
+    arrays = [cache.rows[200].keys[0], cache.rows[200].values[0]]
     for slot in (0, 1):
         model.release(slot)
     assert not any(array.any() for array in arrays)
     found = [model.step([Advance(slot, sequence, 0)]) for slot in (0, 1)]
-    assert cache._rows[200].keys[0] is arrays[0]
+    assert cache.rows[200].keys[0] is arrays[0]
     np.testing.assert_array_equal(found, expected)
 
 

@@ -431,7 +431,7 @@ def test_a_prefix_that_cannot_be_copied_leaves_the_pool_whole(demo, method, monk
 
 
 def test_salts_that_come_once_are_not_kept_for_ever(model, monkeypatch):
-    monkeypatch.setattr(engine_module, "_MAX_ROOT_KEYS", 3)
+    monkeypatch.setattr(engine_module, "MAX_ROOT_KEYS", 3)
     engine = Engine(model)
     for number in range(9):
         list(engine.run([Request(ids(70), 1, cache_salt=str(number))]))

@@ -49,7 +49,7 @@ def test_a_token_has_the_text_that_it_has_behind_others(byte_level, byte_fallbac
     assert "".join(map(byte_level.token_text, ids)) == "San Francisco is a"
     assert byte_level.token_text(0) == "<eos>" and byte_level.decode([0]) == ""
     for token, text in (("\u2581city", " city"), ("\u2581", " "), ("th", "th"), ("</s>", "</s>"), ("<0xE4>", "\ufffd")):
-        assert byte_fallback.token_text(byte_fallback._tokenizer.token_to_id(token)) == text
+        assert byte_fallback.token_text(byte_fallback.token_id(token)) == text
 
 
 def streamed(tokenizer, ids):

@@ -532,7 +532,7 @@ def test_any_traffic_of_adapters_ends_and_nobody_waits_where_there_is_room(
     policy.LOOKAHEAD = 16
     policy.ADAPTER_WAIT_STEPS = patience
     scheduler = make(num_slots, pages, 512, shares, admission, adapter_slots=adapter_slots, compacts=shares)
-    residency = scheduler._residency
+    residency = scheduler.residency
     waiting = list(given_requests)
     aborts = {}
     added = []
@@ -558,13 +558,13 @@ def test_any_traffic_of_adapters_ends_and_nobody_waits_where_there_is_room(
         held = {request.adapter for request, _ in made.shares} - {None}
         assert len(held) <= adapter_slots
         for request, _ in made.shares:
-            there = residency._resident.get(request.adapter, -1)
+            there = residency.slot_of.get(request.adapter, -1)
             assert residency.adapter_slots[request.slot] == there and (there >= 0) == (request.adapter is not None)
         queued = [each for each in added if each.status is Status.WAITING]
         swapped = [each for each in added if each.status is Status.SWAPPED]
         there = {
             adapter
-            for adapter, adapter_slot in residency._resident.items()
+            for adapter, adapter_slot in residency.slot_of.items()
             if (residency.adapter_slots == adapter_slot).any()
         }
         first = next((each for each in queued if each.adapter is None or each.adapter in there), None)
@@ -605,5 +605,5 @@ def test_requests_move_to_low_slots_with_pages_and_adapters_where_none_waits():
     scheduler.finish(waiting)
     step(scheduler)
     assert [requests[5].slot, requests[7].slot] == [0, 1] and [list(scheduler.tables[slot]) for slot in (0, 1)] == pages
-    assert scheduler._residency.adapter_slots.tolist() == 2 * [1] + 6 * [-1]
+    assert scheduler.residency.adapter_slots.tolist() == 2 * [1] + 6 * [-1]
     scheduler.check()

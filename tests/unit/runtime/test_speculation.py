@@ -92,7 +92,7 @@ def test_an_answer_is_the_plain_one_to_the_bit(demo: Results, precision: str, er
 def test_the_cache_holds_what_plain_steps_leave_there(model: Model) -> None:
     """Whatever a rejected token has left; at the lengths where a row is full, and where it grows."""
     tokens = ids(200)
-    cache = model.executor._cache
+    cache = model.executor.cache
     model.step([Advance(0, tokens[:50], 0)])
     plain = [model.step([Advance(0, tokens[at : at + 1], at)])[0] for at in range(50, 200)]
     left = cache.copy_out(0, 0, 256)

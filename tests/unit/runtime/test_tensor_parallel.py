@@ -70,7 +70,7 @@ class Split:
         found = parity.step_through(
             ReferenceRunner(self.files, assembly, self.tensors, len(self.sequences), 24), self.sequences
         )
-        return parity._max_difference(found, self.expected)
+        return parity.max_difference(found, self.expected)
 
     @property
     def ranks(self) -> TensorParallel:
@@ -345,10 +345,10 @@ def test_ranks_tell_their_own_tokens_and_gather_logits_where_they_are_asked_for(
     assert found.tolist() == most_likely(expected).tolist()
     advances = lambda: [Advance(slot, found[slot : slot + 1], model.length(slot)) for slot in range(3)]
     model.step_tokens(advances())
-    plan = model.executor._last_step[0]
+    plan = model.executor.last_step[0]
     plan._logits[:] = -7
     tokens = model.step_tokens(advances())
-    assert plan is model.executor._last_step[0] and (plan._logits == -7).all()
+    assert plan is model.executor.last_step[0] and (plan._logits == -7).all()
     assert tokens.tolist() == most_likely(plan.logits()).tolist()
     plan._parts[-1][1, 2] = np.nan  # of one rank, one request
     assert plan.most_likely().tolist() == [tokens[0], -1, tokens[2]]

@@ -279,14 +279,14 @@ def test_who_leaves_takes_the_process_from_nobody() -> None:
             ChatTemplate(PLAIN + "{% for a in range(999) %}{% for b in range(999) %}{% endfor %}{% endfor %}", {})
         )
         await chat.start()
-        process = chat._process
+        process = chat.process
         leaving = [asyncio.create_task(chat.render(CHAT[2:])) for _ in range(3)]
         staying = [asyncio.create_task(chat.render(CHAT[:n])) for n in (1, 2)]
         await asyncio.sleep(0.02)
         for task in leaving:
             task.cancel()
         texts = await asyncio.gather(*staying)
-        same = chat._process is process
+        same = chat.process is process
         await chat.stop()
         assert all(task.cancelled() for task in leaving)
         return texts, same
@@ -303,15 +303,15 @@ def test_a_process_that_is_gone_is_started_again_and_one_that_hangs_is_no_mistak
     async def asked() -> tuple[str, StreamError]:
         chat = Chat(ChatTemplate(PLAIN, {}))
         await chat.start()
-        killed = chat._process
+        killed = chat.process
         assert killed is not None
         os.kill(killed.pid, signal.SIGKILL)
         await killed.wait()
         await asyncio.sleep(0.1)
         text = await chat.render(CHAT[:1])
-        assert chat._process is not None
-        os.kill(chat._process.pid, signal.SIGSTOP)
-        monkeypatch.setattr("lockstep.serve.chat._SECONDS", 0.5)
+        assert chat.process is not None
+        os.kill(chat.process.pid, signal.SIGSTOP)
+        monkeypatch.setattr("lockstep.serve.chat.RENDER_TIMEOUT_S", 0.5)
         with pytest.raises(StreamError, match="^the process of the chat template: no answer within 0.5 s") as caught:
             await chat.render(CHAT[:1])
         monkeypatch.undo()
@@ -333,7 +333,7 @@ def test_a_process_that_dies_at_a_chat_again_and_again_is_an_error_of_the_server
         killed: set[int] = set()
         while not asking.done():
             await asyncio.sleep(0.2)
-            if (process := chat._process) is not None and process.pid not in killed:
+            if (process := chat.process) is not None and process.pid not in killed:
                 killed.add(process.pid)
                 os.kill(process.pid, signal.SIGKILL)
         with pytest.raises(StreamError, match="it ended with code -9; try again") as caught:

@@ -56,7 +56,7 @@ def test_a_text_that_fits_is_encoded_whole_however_many_characters_it_has() -> N
 
 
 def test_few_are_encoded_at_a_time_and_few_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompts, "_MAX_WAITING", 5)
+    monkeypatch.setattr(prompts, "MAX_WAITING", 5)
     threads = Turns(2, "test")
     lock = threading.Lock()
     go = threading.Event()

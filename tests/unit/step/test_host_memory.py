@@ -53,8 +53,8 @@ def lay_out(root: Path, groups: str, files: dict[str, str], monkeypatch: pytest.
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n")
     (root / "cgroup").write_text(groups)
-    monkeypatch.setattr(host_memory, "_ROOT", root / "fs")
-    monkeypatch.setattr(host_memory, "_GROUPS", root / "cgroup")
+    monkeypatch.setattr(host_memory, "CGROUP_ROOT", root / "fs")
+    monkeypatch.setattr(host_memory, "CGROUPS_OF_PROCESS", root / "cgroup")
 
 
 @pytest.mark.parametrize(("groups", "files", "limit", "used"), CASES.values(), ids=CASES)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from demo_model import CONFIG, GOLDEN, LIMITS, TOLERANCES
-from families import _family
+from families import tiny
 from graph_faults import change_file, change_input, is_window, plant_in_engine, replace_constant
 from onnx import helper, numpy_helper
 
@@ -101,7 +101,7 @@ def test_a_graph_that_goes_wrong_behind_64_tokens_is_caught(demo, tmp_path, prec
 @pytest.fixture
 def windowed(shared, precision) -> Results:
     """A random Mistral whose layers have a window of 300 tokens, taken through all stages up to the engines."""
-    config = {**_family("mistral", sliding_window=WIDE).config, "max_position_embeddings": 512, "num_hidden_layers": 2}
+    config = {**tiny("mistral", sliding_window=WIDE).config, "max_position_embeddings": 512, "num_hidden_layers": 2}
 
     def run_stages(root: Path) -> None:
         write_json(root / "shape.json", config)

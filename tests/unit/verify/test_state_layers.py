@@ -98,7 +98,7 @@ def test_a_seen_prefix_goes_on_from_the_states_behind_it(root):
     engine = Engine(model)
     first = run(engine, requests[0])[0, 0]
     assert tables.pool.num_cached == 1 + tables.state_pages > 1
-    assert tables.state_pages * page >= model.executor._cache.state_nbytes
+    assert tables.state_pages * page >= model.executor.cache.state_nbytes
     found = run(engine, *requests[1:])
     assert engine.prefix_hits == 2 * 64
     for request, logits in zip(requests, [first, *found.values()], strict=True):

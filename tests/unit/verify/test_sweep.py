@@ -151,7 +151,7 @@ def test_lengths_beyond_the_sequence_are_drawn(
         here = edit.both(edit.op("Greater", longest, 129), edit.op("Less", longest, 191))
         edit.replace("attention", lambda value: edit.op("Where", here, edit.times(value, 1.05), value))
 
-    monkeypatch.setattr(sequence_sweep, "_SEQUENCE", 96)
+    monkeypatch.setattr(sequence_sweep, "SEQUENCE_TOKENS", 96)
     monkeypatch.setattr(inputs, "edges", lambda longest, lengths=(): [longest])
     monkeypatch.setattr(inputs, "both_sides", lambda longest, lengths=(): [longest])
     name = f"attention.{phase}"

@@ -6,6 +6,7 @@ core each. What is left runs at night.
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,10 @@ from typing import Any
 import pytest
 from families import FAMILIES
 
+from lockstep.checkpoint import own_head
+from lockstep.checkpoint.auto_config import is_tied
+from lockstep.checkpoint.auto_tokenizer import load_auto
+from lockstep.checkpoint.tokenizer_file import TokenizerOfTransformers
 from lockstep.config.backends import backends
 from lockstep.targets import is_quantized
 from shared import Shared
@@ -22,6 +27,19 @@ from whole_workflow import GROUP, failures, in_groups
 
 pytest.importorskip("openvino")
 BACKENDS = ("onnxruntime", "openvino")
+
+
+@pytest.fixture(autouse=True)
+def transformers_is_asked_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`resolve` asks it in a process of a second each, for damaged files that hang; here files are whole."""
+
+    def load(folder: Path) -> TokenizerOfTransformers:
+        tokenized = load_auto(folder)
+        return TokenizerOfTransformers(tokenized.eos_token_id, tokenized.note)
+
+    resolve = importlib.import_module("lockstep.checkpoint.resolve")  # the package has a function of that name too
+    monkeypatch.setattr(resolve, "load_as_transformers", load)
+    monkeypatch.setattr(own_head, "ties_head", lambda folder: is_tied(str(folder)))
 
 
 def offered(quantized: bool) -> dict[str, list[str]]:

@@ -69,7 +69,7 @@ class OnnxRuntimeBackend(HostBackend):
 
     def is_batch_invariant(self, assembly: Assembly) -> bool:
         def opened(model: bytes) -> ort.InferenceSession:
-            return _session(model, _settings(_LEVELS["basic"]), "a product")
+            return _session(model, session_options(_LEVELS["basic"]), "a product")
 
         quantized = assembly.quantization
         if quantized is not None and quantized.mxfp4:
@@ -95,7 +95,7 @@ class OnnxRuntimeBackend(HostBackend):
         level = options["optimization_level"]
         if level not in _LEVELS:
             raise InputError(f"optimization_level: expected one of {', '.join(sorted(_LEVELS))}, found {level!r}")
-        settings = _settings(_LEVELS[level])
+        settings = session_options(_LEVELS[level])
         out_path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out_path.parent, prefix=f".{out_path.name}.", suffix=".tmp") as folder:
             saved = Path(folder) / "optimized.onnx"
@@ -186,7 +186,7 @@ class OnnxRuntimeProgram:
         # Constant folding at load turns an fp16 block's weight casts into fp32 constants: twice as fast, twice the
         # weights' memory. What is decoded at each run would be numbers, too.
         level = "disabled" if self._low_memory or self._decodes or not slots else "basic"
-        settings = _settings(_LEVELS[level], self._low_memory)
+        settings = session_options(_LEVELS[level], self._low_memory)
         model = onnx.ModelProto()
         model.CopyFrom(self.model)
         held = {}
@@ -301,7 +301,7 @@ def _use_global_pool(threads: int | None) -> None:
         )
 
 
-def _settings(level: ort.GraphOptimizationLevel, low_memory: bool = False) -> ort.SessionOptions:
+def session_options(level: ort.GraphOptimizationLevel, low_memory: bool = False) -> ort.SessionOptions:
     _use_global_pool(None)
     settings = ort.SessionOptions()
     settings.use_per_session_threads = False

@@ -21,13 +21,13 @@ Version = tuple[int, int]
 # "The timing cache will not be used!", "The incoming cache will not be used!", "Timing cache ... mismatch", "Failed to
 # deserialize timing cache. Returning an empty timing cache.": only said, as an error or a warning, while the build goes
 # on.
-_REFUSED_CACHE = re.compile(
+REFUSED_CACHE = re.compile(
     r"timing cache.*(not be used|mismatch|corrupt|invalid|different|empty)"
     r"|(mismatch|corrupt|invalid|failed to deserialize).*timing cache|incoming cache.*not be used",
     re.IGNORECASE | re.DOTALL,
 )
 
-_EDITABLE_CACHE = (10, 8)  # the first version whose timing caches have entries that can be read
+EDITABLE_CACHE = (10, 8)  # the first version whose timing caches have entries that can be read
 
 
 class GraphRefusedError(CheckError):
@@ -239,11 +239,11 @@ class Library:
         """Return a timing cache, empty or of serialized bytes, for several configurations; None if refused."""
         self.log.clear()
         cache: trt.ITimingCache | None = config.create_timing_cache(data)
-        return None if self.log.first(_REFUSED_CACHE) else cache
+        return None if self.log.first(REFUSED_CACHE) else cache
 
     def has_editable_cache(self) -> bool:
         """Return whether entries of timing caches can be read: which tactic was chosen for what."""
-        return self.version() >= _EDITABLE_CACHE
+        return self.version() >= EDITABLE_CACHE
 
     def use_timing_cache(self, config: trt.IBuilderConfig, cache: trt.ITimingCache, replay: bool) -> bool:
         """Build with this cache, False where it is refused; replay: an entry that it lacks is an error."""
@@ -277,7 +277,7 @@ class Library:
         memory: trt.IHostMemory | None = builder.build_serialized_network(network, config)
         if memory is None:
             raise GraphRefusedError(f"{where}: {self.title} cannot build this graph: {self.log.first_error()}")
-        if said := self.log.first(_REFUSED_CACHE):
+        if said := self.log.first(REFUSED_CACHE):
             raise CheckError(
                 f"{where}: {self.title} refuses the timing cache: {said}; delete timing.cache and build again"
             )

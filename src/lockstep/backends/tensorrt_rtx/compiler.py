@@ -42,7 +42,7 @@ class Compiler:
     """A builder of engines in another process, which is started with the first engine and ends after some."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
+        self.process: subprocess.Popen[str] | None = None
         self._built = 0
 
     def build(self, graph: Path, out: Path, options: Mapping[str, Any]) -> None:
@@ -51,11 +51,11 @@ class Compiler:
         Raises CheckError where the library refuses the graph, or makes something else of it, and where it ends the
         process; OSError where the engine cannot be written.
         """
-        if self._process is None:
-            self._process = _start()
+        if self.process is None:
+            self.process = _start()
             self._built = 0
-            weakref.finalize(self, _end, self._process)
-        process = self._process
+            weakref.finalize(self, _end, self.process)
+        process = self.process
         request = {"graph": str(graph), "out": str(out), "options": dict(options)}
         assert process.stdin is not None and process.stdout is not None
         try:
@@ -80,9 +80,9 @@ class Compiler:
             raise _ERRORS[error[0]](*error[1:])
 
     def end(self) -> None:
-        if self._process is not None:
-            _end(self._process)
-            self._process = None
+        if self.process is not None:
+            _end(self.process)
+            self.process = None
 
 
 def _start() -> subprocess.Popen[str]:

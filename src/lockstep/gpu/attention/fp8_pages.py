@@ -7,7 +7,7 @@ from pathlib import Path
 from lockstep.gpu import cuda
 from lockstep.gpu.attention.kernel_spec import FP8_WORDS, THREADS, WORDS, AttentionKernelSpec, PagedTokens
 
-_SOURCE = WORDS + FP8_WORDS + Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
+SOURCE = WORDS + FP8_WORDS + Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
 _WARPS = THREADS // 32
 
 
@@ -16,7 +16,7 @@ class Fp8Pages:
 
     def __init__(self, spec: AttentionKernelSpec):
         self._kv_heads = spec.kv_heads
-        module = cuda.compile_kernels(_SOURCE, spec.options)
+        module = cuda.compile_kernels(SOURCE, spec.options)
         self._write = module["write_pages"]
         self._read = module["read_pages"]
 

@@ -16,7 +16,7 @@ from lockstep.step.pages import PAGE_SIZE, PagePool, PageTables
 
 # Bytes that a cache of default size leaves for CUDA graphs and libraries, up to half of the free memory: an 8B model
 # with 256 rows takes 1.1 GB of them.
-_OTHER_NBYTES = 5 << 28
+OTHER_NBYTES = 5 << 28
 
 
 def make_tables(network: Network, num_slots: int, max_seq_len: int, kv_bytes: float | None, free: int) -> PageTables:
@@ -26,7 +26,7 @@ def make_tables(network: Network, num_slots: int, max_seq_len: int, kv_bytes: fl
 
     Args:
         kv_bytes: Bytes of keys and values on each device; below 1: the share of the free memory. None: room for the
-            longest requests in all slots, but at most 0.9 of the free memory, less `_OTHER_NBYTES`.
+            longest requests in all slots, but at most 0.9 of the free memory, less `OTHER_NBYTES`.
         free: Free bytes of the device that has the least, before recurrent states are allocated.
 
     Raises CheckError if there is no room for a page.
@@ -40,7 +40,7 @@ def make_tables(network: Network, num_slots: int, max_seq_len: int, kv_bytes: fl
         return PageTables(PagePool(max_pages, page_nbytes), num_slots, shares=True)
     free -= num_slots * sum(mixer.cache.nbytes for mixer in mixers.recurrent.values())
     if kv_bytes is None:
-        kv_bytes = max(0.5, min(0.9, 1 - _OTHER_NBYTES / max(1, free)))
+        kv_bytes = max(0.5, min(0.9, 1 - OTHER_NBYTES / max(1, free)))
         budget = f"of {free} free on the GPU"
     else:
         budget = "kv_bytes"

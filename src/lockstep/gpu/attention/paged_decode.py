@@ -10,7 +10,7 @@ from lockstep.gpu import cuda
 from lockstep.gpu.attention.kernel_spec import FP8_WORDS, SPLITS, THREADS, WORDS, AttentionKernelSpec, PagedTokens
 
 # Compiled for each spec, after the shared source (`WORDS`).
-_SOURCE = Path(__file__).with_name("paged_decode.cu").read_text(encoding="utf-8")
+SOURCE = Path(__file__).with_name("paged_decode.cu").read_text(encoding="utf-8")
 
 
 class Scratch:
@@ -51,7 +51,7 @@ class DecodeAttention:
         self._spec = spec
         self._multiprocessors = cuda.multiprocessors(cuda.current_device())
         options = *spec.options, f"-DBY_ROW={int(by_row)}"
-        source = WORDS + FP8_WORDS + _SOURCE if spec.fp8 else WORDS + _SOURCE
+        source = WORDS + FP8_WORDS + SOURCE if spec.fp8 else WORDS + SOURCE
         self._kernel = cuda.compile_kernels(source, options)["decode_attention"]
 
     def launch(self, stream: cuda.Stream, tokens: PagedTokens, out: cuda.Array, scale: float, scratch: Scratch) -> None:

@@ -29,7 +29,7 @@ cudnn = require_cudnn()
 
 # Sizes of packed calls that are captured, each with a graph per layer. Warm-up captures 56 for prompts of 128k tokens.
 # Hundreds of prompts have thousands of sizes, and there is no memory for all.
-_MAX_CAPTURED_SIZES = 96
+MAX_CAPTURED_SIZES = 96
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class PromptCall:
     array contents; None: it can't be reused.
     """
 
-    plan: _CudnnPlan
+    plan: CudnnPlan
     tokens: slice
     arrays: Mapping[str, cuda.Array]
     key: tuple[int, ...] | None = None
@@ -167,7 +167,7 @@ class PromptAttention:
             size = _Size(spec, scale, batch.tokens, self._pages, self._table.shape[1], count)
             # A single prompt without decoding rows needs no offsets: two kernels fewer.
             is_alone = len(self._chunks) == 1 and not self._chunks[0][2]
-            plan = None if is_alone else _packed_plan(size, self._stream)
+            plan = None if is_alone else packed_plan(size, self._stream)
             if plan is not None:
                 chunk_offsets = slice(batch.offset, batch.offset + count + 1)
                 arrays = self._arrays(batch.first, batch.last)
@@ -188,7 +188,7 @@ class PromptAttention:
                 yield PromptCall(plan, slice(low, high), self._arrays(number, number + 1), key)
 
     def _key(self, *sizes: int) -> tuple[int, ...] | None:
-        if len(self._captured) < _MAX_CAPTURED_SIZES:
+        if len(self._captured) < MAX_CAPTURED_SIZES:
             self._captured.add(sizes)
         return sizes if sizes in self._captured else None
 
@@ -219,20 +219,20 @@ def _handle(stream: cuda.Stream) -> Any:
 
 
 @functools.cache
-def _plan(size: _Size, stream: cuda.Stream) -> _CudnnPlan:
-    return _CudnnPlan(size, stream, packed=False)
+def _plan(size: _Size, stream: cuda.Stream) -> CudnnPlan:
+    return CudnnPlan(size, stream, packed=False)
 
 
 @functools.cache
-def _packed_plan(size: _Size, stream: cuda.Stream) -> _CudnnPlan | None:
+def packed_plan(size: _Size, stream: cuda.Stream) -> CudnnPlan | None:
     """Return cuDNN's plan for packed chunks; None if it has none, and each chunk needs a call."""
     try:
-        return _CudnnPlan(size, stream, packed=True)
+        return CudnnPlan(size, stream, packed=True)
     except CheckError:
         return None
 
 
-class _CudnnPlan:
+class CudnnPlan:
     """cuDNN's plan for one size, with its workspace; packed: chunks have offsets, else there is one chunk."""
 
     _workspaces: dict[int, cuda.Array] = {}  # by stream: calls on one stream run one after another
@@ -319,11 +319,11 @@ class _CudnnPlan:
         self._graph = graph
         self._handle = handle
         nbytes = max(1, graph.get_workspace_size())
-        workspace = _CudnnPlan._workspaces.get(stream.handle)
+        workspace = CudnnPlan._workspaces.get(stream.handle)
         if workspace is None or workspace.nbytes < nbytes:
             # Plans with a smaller workspace keep it.
             workspace = cuda.empty((nbytes,), "u1", "attention to work in")
-            _CudnnPlan._workspaces[stream.handle] = workspace
+            CudnnPlan._workspaces[stream.handle] = workspace
         self._workspace = workspace
 
     def bind(self, call: PromptCall, query: cuda.Array, tokens: PagedTokens, out: cuda.Array) -> Call:

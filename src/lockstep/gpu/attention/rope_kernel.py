@@ -6,7 +6,7 @@ from lockstep.gpu import cuda
 from lockstep.gpu.attention.fp8_pages import Fp8Pages
 from lockstep.gpu.attention.kernel_spec import THREADS, WORDS, AttentionKernelSpec, PagedTokens
 
-_KERNEL = r"""
+SOURCE = r"""
 constexpr int QUERIES = KV_HEADS * GROUP * DIM / 8, KEYS = KV_HEADS * DIM / 8, VALUES = KV_HEADS * VALUE_DIM / 8;  // pieces of 8 numbers that a token has
 constexpr int PIECES = QUERIES + (FP8 ? 0 : KEYS + VALUES);  // fp8_pages.cu writes the cache of fp8
 
@@ -68,7 +68,7 @@ class RopeKernel:
         pieces = (spec.heads * spec.head_dim + spec.kv_heads * (spec.head_dim + spec.value_dim)) // 8
         self._pages = Fp8Pages(spec) if spec.fp8 else None
         self._slices = -(-pieces // (_PIECES * THREADS))
-        self._kernel = cuda.compile_kernels(WORDS + _KERNEL, spec.options)["apply_rope"]
+        self._kernel = cuda.compile_kernels(WORDS + SOURCE, spec.options)["apply_rope"]
 
     def launch(self, stream: cuda.Stream, tokens: PagedTokens, query_out: cuda.Array) -> None:
         """Enqueue RoPE and the writes to the paged cache.

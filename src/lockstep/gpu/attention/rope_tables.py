@@ -19,7 +19,7 @@ from lockstep.errors import CheckError
 from lockstep.step.executable import HostExecutable
 
 _PROBES = 12  # positions at which all pairs of elements are probed
-_BATCH_ELEMENTS = 1 << 17  # of queries and keys per run of the graph: they stay in the CPU's cache
+BATCH_ELEMENTS = 1 << 17  # of queries and keys per run of the graph: they stay in the CPU's cache
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class _RopeGraph:
         self.heads = int(query_out.shape[1]), int(key_out.shape[1])
         self.dim = int(query_out.shape[2])
         self.dtype = query_out.dtype
-        self.batch_size = max(1, _BATCH_ELEMENTS // (sum(self.heads) * self.dim))  # positions
+        self.batch_size = max(1, BATCH_ELEMENTS // (sum(self.heads) * self.dim))  # positions
         unknown = sorted(set(self._types) - {"query", "key", "position_ids"})
         if unknown:
             self.reject(f"one that depends on {', '.join(unknown)}")

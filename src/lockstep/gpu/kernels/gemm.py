@@ -26,7 +26,7 @@ from lockstep.gpu.kernels.numbers import kind_options
 from lockstep.gpu.kernels.row_kernels import COMMON
 
 FEW_ROWS = COMMON + Path(__file__).with_name("tensor_cores.cu").read_text(encoding="utf-8")
-_SOURCE = FEW_ROWS + Path(__file__).with_name("few_rows.cu").read_text(encoding="utf-8")
+SOURCE = FEW_ROWS + Path(__file__).with_name("few_rows.cu").read_text(encoding="utf-8")
 # As in tensor_cores.cu.
 OUTPUTS = 32
 _THREADS = 128
@@ -144,7 +144,7 @@ class _Shapes:
     def __init__(self, dtype: np.dtype) -> None:
         self.library = CublasLt(dtype)
         self._dtype = dtype
-        self._module = cuda.compile_kernels(_SOURCE, kind_options(dtype.name))
+        self._module = cuda.compile_kernels(SOURCE, kind_options(dtype.name))
         self._chosen: dict[tuple[int, int], _Shape] = {}
         self._kernel_rows: dict[tuple[tuple[int, ...], int], int] = {}
 

@@ -21,17 +21,17 @@ from lockstep.gpu.kernels.numbers import KINDS
 from lockstep.gpu.kernels.row_kernels import COMMON
 
 SUMS = Path(__file__).with_name("sums.cu").read_text(encoding="utf-8")
-_KERNELS = Path(__file__).with_name("all_reduce.cu").read_text(encoding="utf-8")
+SOURCE = Path(__file__).with_name("all_reduce.cu").read_text(encoding="utf-8")
 _BLOCKS = 128  # MOST_BLOCKS in sums.cu
 _UNIT = 16  # bytes
 _PEER_ARRAYS = "inbox", "flags", "values", "terms"  # in the order of sums.cu
 _GIVEN_UP = 0xFFFFFFFF
 # Seconds that a rank waits for another one: less than the server's --stall, so that the error names the rank.
-_TIMEOUT_S = 30
+TIMEOUT_S = 30
 # Bytes up to which every rank sums the whole array (one-shot). Above, each of more than two ranks reduces its shard and
 # sends it to all (two-shot): fewer bytes, one more wait. On four H200, 1 MB takes 11.7 us in one shot and 14.2 in two,
 # 2 MB 21.2 and 19.8.
-_ONE_SHOT = 1 << 20
+ONE_SHOT_NBYTES = 1 << 20
 
 
 class Exchange:
@@ -48,7 +48,7 @@ class Exchange:
         self._slot = slot
         device.use()
         self.options = f"-DWORLD={world}", f"-DROOM={room}"  # for compiling any source that includes `sums.cu`
-        module = cuda.compile_kernels(COMMON + SUMS + _KERNELS, self.options)
+        module = cuda.compile_kernels(COMMON + SUMS + SOURCE, self.options)
         self._reduce = module["all_reduce"]
         self._gather = module["all_gather"]
         what = "sums over ranks"
@@ -59,10 +59,10 @@ class Exchange:
         self._sums: dict[tuple, cuda.Launch] = {}
         self._state = cuda.zeros((4,), "u4")
         self._peers = cuda.empty((4 * world,), "u8")
-        self._host_lost = cuda.pinned((1,), "u4")
-        self._host_lost[0] = 0
+        self.host_lost = cuda.pinned((1,), "u4")
+        self.host_lost[0] = 0
         # Page-locked memory has the same address on the host and on all devices.
-        self._lost = cuda.Array(self._host_lost.ctypes.data, (1,), "u4", self._host_lost)
+        self._lost = cuda.Array(self.host_lost.ctypes.data, (1,), "u4", self.host_lost)
 
     def meet(self, exchanges: Sequence[Exchange]) -> None:
         """Upload the addresses of all ranks' memory to the device; exchanges: all ranks', in order."""
@@ -102,7 +102,7 @@ class Exchange:
 
     def is_small(self, values: cuda.Array) -> bool:
         """Return whether an all-reduce may be fused into the kernel that reads it."""
-        return values.nbytes <= _ONE_SHOT
+        return values.nbytes <= ONE_SHOT_NBYTES
 
     def gather(self, shard: cuda.Array, gathered: cuda.Array) -> None:
         """All-gather shards [rows, columns] into [rows, world * columns]; the shard's memory is padded to 16 bytes."""
@@ -117,21 +117,21 @@ class Exchange:
     @property
     def group(self) -> tuple[cuda.Array | int, ...]:
         """Return the kernel arguments of sums.cu's Group."""
-        return self._peers, self._state, self._lost, self.rank, self._slot, _TIMEOUT_S
+        return self._peers, self._state, self._lost, self.rank, self._slot, TIMEOUT_S
 
     def give_up(self) -> None:
         """Stop all waits: a step failed on one rank after others were enqueued."""
-        self._host_lost[0] = self._host_lost[0] or _GIVEN_UP
+        self.host_lost[0] = self.host_lost[0] or _GIVEN_UP
 
     def check(self) -> None:
         """Raise CheckError if a wait for another rank timed out: the results since then are garbage."""
-        lost = int(self._host_lost[0])
+        lost = int(self.host_lost[0])
         if lost == _GIVEN_UP:
             raise CheckError("tensor_parallel: expected whole steps, found one that ended half way; start again")
         if lost:
             raise CheckError(
                 f"tensor_parallel: expected rank {lost - 1} (GPU {self._device_numbers[lost - 1]}) at a sum, found "
-                f"that rank {self.rank} waited {_TIMEOUT_S} s for it; see what that GPU does (nvidia-smi), and start "
+                f"that rank {self.rank} waited {TIMEOUT_S} s for it; see what that GPU does (nvidia-smi), and start "
                 "again"
             )
 
@@ -143,7 +143,7 @@ def connect(devices: Sequence[Device], sum_nbytes: int, gather_nbytes: int) -> l
     room = units
     part = 0
     if shots_for(units, world) == 2:
-        room = min(units, _ONE_SHOT // _UNIT)
+        room = min(units, ONE_SHOT_NBYTES // _UNIT)
         part = -(-units // world)
     slot = max(part, -(-gather_nbytes // _UNIT))
     exchanges = [Exchange(device, rank, world, slot, room) for rank, device in enumerate(devices)]
@@ -154,7 +154,7 @@ def connect(devices: Sequence[Device], sum_nbytes: int, gather_nbytes: int) -> l
 
 def shots_for(units: int, world: int) -> int:
     """Return 1 or 2, the shots of an all-reduce of `units` units of 16 bytes: see all_reduce.cu."""
-    return 1 if world == 2 or units * _UNIT <= _ONE_SHOT else 2
+    return 1 if world == 2 or units * _UNIT <= ONE_SHOT_NBYTES else 2
 
 
 def _grid(units: int) -> tuple[int, int]:

@@ -122,7 +122,7 @@ class Rank:
         integer = engine_of(network.embedding).program.tensors["token_ids"].dtype
         self._kernels = Kernels(wide=integer.itemsize == 8)
         self._buffer = Buffers(self._largest_pass)
-        self._logit_buffers = dict[tuple[str, ...], cuda.Array]()
+        self.logit_buffers = dict[tuple[str, ...], cuda.Array]()
         self._tuned: dict[int, int] = {}  # results of `tuned_for`
         self.state = DecodeState(num_slots, max_seq_len, integer)
         self.verify_state = DecodeState(MAX_VERIFY_TOKENS, max_seq_len, integer)  # rows are tokens of any slots
@@ -141,7 +141,7 @@ class Rank:
         else:
             self.captured_tokens = CAPTURED_TOKENS if exchange is None else CAPTURED_TOKENS_OF_RANKS
         self._prompts = PromptInputs(self._largest_pass, num_slots, integer, self.captured_tokens, self.stream)
-        self._graphs: dict[tuple, cuda.Graph | None] = {}  # by the key of a part; None: it has run once
+        self.graphs: dict[tuple, cuda.Graph | None] = {}  # by the key of a part; None: it has run once
         sizes = num_slots, max_seq_len, MAX_VERIFY_TOKENS, self._largest_pass
         self._layer_attention = make_attention(network, tables, *sizes, self._kernels, self._buffer, self.stream)
         self.attentions = list(dict.fromkeys(self._layer_attention))
@@ -181,7 +181,7 @@ class Rank:
     def decode_logits(self, row: int, verifies: bool = False) -> cuda.Array:
         """Return a row's logits of the last decode step (or the last step that verifies), [1, vocab_size]."""
         kind = "verify" if verifies else "decode"
-        return self._logit_buffers[(kind,)][row : row + 1]
+        return self.logit_buffers[(kind,)][row : row + 1]
 
     def gather(self, step: StepCalls) -> None:
         """Gather the logits of the step that ran last from the ranks' shards."""
@@ -306,20 +306,20 @@ class Rank:
         ranks: those must be enqueued before. A library may allocate memory in its first call, which can't be captured.
         """
         key = part.key
-        if key is None or key not in self._graphs:
+        if key is None or key not in self.graphs:
             for _, call in part.make():
                 yield
                 call()
             if key is not None:
-                self._graphs[key] = None
+                self.graphs[key] = None
             return
-        graph = self._graphs[key]
+        graph = self.graphs[key]
         if graph is None:
             yield
             with self.stream.capture() as graph:
                 for _, call in part.make():
                     call()
-            self._graphs[key] = graph
+            self.graphs[key] = graph
             yield
         graph.launch(self.stream)
 
@@ -554,11 +554,11 @@ class Rank:
         """Return a buffer of logits, [num_requests, vocab_size], or of a rank's shard of them."""
         is_shard = shape[1] != self.network.vocab_size
         key = (kind, "part") if is_shard else (kind,)
-        if key not in self._logit_buffers:
+        if key not in self.logit_buffers:
             requests = MAX_VERIFY_TOKENS if kind == "verify" else self._num_slots
             rows = requests + is_shard  # gathers read on to a multiple of 16 bytes
-            self._logit_buffers[key] = cuda.empty((rows, *shape[1:]), dtype, "logits")
-        return self._logit_buffers[key][: shape[0]]
+            self.logit_buffers[key] = cuda.empty((rows, *shape[1:]), dtype, "logits")
+        return self.logit_buffers[key][: shape[0]]
 
     @property
     def _exchange(self) -> Exchange:

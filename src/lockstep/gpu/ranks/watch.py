@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from lockstep.errors import PREFIX, CheckError
 from lockstep.gpu.ranks.all_reduce import Exchange
 
-_GRACE = 5.0  # seconds that the host has to notice the record itself
-_POLL_S = 0.5
+GRACE_S = 5.0  # seconds that the host has to notice the record itself
+POLL_S = 0.5
 
 
 class RankWatch:
@@ -60,7 +60,7 @@ def _run(reference: weakref.ref[RankWatch]) -> None:
             since = None
         elif since is None:
             since = time.monotonic()
-        elif time.monotonic() - since > _GRACE:
+        elif time.monotonic() - since > GRACE_S:
             print(f"{PREFIX}{message}; it hangs still, so this process ends", file=sys.stderr, flush=True)
             os._exit(1)
-        time.sleep(_POLL_S)
+        time.sleep(POLL_S)

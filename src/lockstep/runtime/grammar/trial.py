@@ -40,12 +40,12 @@ class TrialProcess:
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: Sequence[int]):
         self._terms = {"tokenizer": tokenizer, "vocab_size": vocab_size, "eos_token_ids": list(eos_token_ids)}
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
 
     def check(self, kind: str, text: str, seconds: float, around: str = "") -> None:
         """Check that a grammar compiles within `seconds`. Raises Refusal."""
-        if self._process is None:
-            self._process = subprocess.Popen(
+        if self.process is None:
+            self.process = subprocess.Popen(
                 [sys.executable, __file__],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -61,25 +61,25 @@ class TrialProcess:
 
     def close(self) -> None:
         """End the process."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
-            self._process = None
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
+            self.process = None
 
     def _ask(self, question: Mapping[str, Any], seconds: float) -> None:
-        assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
+        assert self.process is not None and self.process.stdin is not None and self.process.stdout is not None
         end = time.monotonic() + seconds
         answer = b""
         try:
-            self._process.stdin.write(json.dumps(question).encode() + b"\n")
-            self._process.stdin.flush()
+            self.process.stdin.write(json.dumps(question).encode() + b"\n")
+            self.process.stdin.flush()
             poll = select.poll()  # `select.select` is not for descriptors from 1,024 on
-            poll.register(self._process.stdout, select.POLLIN)
+            poll.register(self.process.stdout, select.POLLIN)
             while not answer.endswith(b"\n"):
                 if not poll.poll(math.ceil(max(0.0, end - time.monotonic()) * 1000)):
                     self.close()
                     raise Refusal(f"a grammar that compiles within {seconds:g} s, found that it did not; simplify it")
-                part = os.read(self._process.stdout.fileno(), 1 << 16)
+                part = os.read(self.process.stdout.fileno(), 1 << 16)
                 if not part:
                     raise BrokenPipeError
                 answer += part

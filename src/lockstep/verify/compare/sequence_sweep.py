@@ -22,7 +22,7 @@ from lockstep.verify.compare import inputs
 from lockstep.verify.compare.inputs import Case, Graph
 from lockstep.verify.compare.trial import Arrays, Point, Ranges, Run, Sweep, Trial
 
-_SEQUENCE = 512  # tokens of the sequence that attention is run on; its scores take heads * 512^2 numbers
+SEQUENCE_TOKENS = 512  # tokens of the sequence that attention is run on; its scores take heads * 512^2 numbers
 _DESIGN = 640  # decode steps of which each has other lengths: of the demo all that there are
 _FAR = 16  # steps that decode at lengths beyond the sequence, and chunks there
 _FAR_TOKENS = 4  # of such a chunk
@@ -55,7 +55,7 @@ class AttentionSweep(Sweep):
     ):
         self._graph = graph
         self._run_graph = run_graph
-        self._length = length = min(_SEQUENCE, graph.positions, ranges.get("num_tokens", (1, _SEQUENCE))[1])
+        self._length = length = min(SEQUENCE_TOKENS, graph.positions, ranges.get("num_tokens", (1, SEQUENCE_TOKENS))[1])
         self._names = [value.name for value in graph.model.graph.input]
         self._stale = dict[tuple[str, bool], np.ndarray]()
         self._random = np.random.default_rng(draw.randrange(1 << 32))
@@ -229,7 +229,7 @@ class StateSweep(Sweep):
     def __init__(self, graph: Graph, ranges: Ranges, draw: random.Random, run: Run):
         ((dim, (_, max_tokens)),) = ranges.items()
         self._run = run
-        length = min(_SEQUENCE, graph.positions, max_tokens)
+        length = min(SEQUENCE_TOKENS, graph.positions, max_tokens)
         self._whole = inputs.arrays(graph, Case(0, {dim: length}))
         self._states: dict[int, Arrays] = {0: {_STATE: np.zeros_like(self._whole.pop(PAST_STATE))}}
         self._outputs = dict[str, np.ndarray]()
