@@ -26,7 +26,7 @@ _SWITCHES = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "-
 _START = (
     "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execvp(sys.argv[3], sys.argv[3:])"
 )
-PATIENCE = 30.0  # seconds: a browser that starts beside other tests has been seen to take 8
+PATIENCE = 30.0  # seconds: a browser that starts together with other tests has been seen to take 8
 
 
 def find() -> str:
@@ -36,10 +36,10 @@ def find() -> str:
     """
     command = next(filter(None, map(shutil.which, BROWSERS)), None)
     if command is None:
-        said = f"none of {', '.join(BROWSERS)} is installed"
+        message = f"none of {', '.join(BROWSERS)} is installed"
         if os.environ.get("CI") and not os.environ.get("LOCKSTEP_NO_BROWSER"):
-            pytest.fail(f"{said}, and CI is set: install one, or set LOCKSTEP_NO_BROWSER=1 to leave these tests out")
-        pytest.skip(said)
+            pytest.fail(f"{message}, and CI is set: install one, or set LOCKSTEP_NO_BROWSER=1 to leave these tests out")
+        pytest.skip(message)
     return command
 
 
@@ -177,4 +177,4 @@ class Browser:
         elif message.get("method") == "Runtime.exceptionThrown":
             self.said.append(str(parameters["exceptionDetails"].get("exception", {}).get("description")))
         elif message.get("method") == "Runtime.consoleAPICalled":
-            self.said.append(str([each.get("value") for each in parameters["args"]]))
+            self.said.append(str([parameter.get("value") for parameter in parameters["args"]]))

@@ -41,7 +41,7 @@ for number in (signal.SIGINT, signal.SIGHUP):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Return what `-n auto` stands for: a process for each core that may be used, and one.
+    """Return what `-n auto` means: a process for each core that may be used, and one.
 
     Tests wait for servers and jobs that they start: on 2 cores 3 processes take 6 % less time than 2.
     """
@@ -54,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     from hypothesis import settings
 
-    if settings.get_current_profile_name() in ("default", "ci"):  # and none was asked for
+    if settings.get_current_profile_name() in ("default", "ci"):  # and none was requested
         # `ci` has no limit of 200 ms for each, nor one for their making, which a busy machine does not keep.
         examples = 25 if "not long" in config.option.markexpr else 300
         settings.register_profile("tests", settings.get_profile("ci"), max_examples=examples)
@@ -106,7 +106,7 @@ NOT_TRACED = ("architectures", "dtype", "initializer_range", "bos_token_id", "eo
 def each_model_is_traced_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Trace each model once a test run, for each content.
 
-    A trace of layers takes seconds, and many tests export the same models. Tests marked `traces` trace anew. Of the
+    A trace of layers takes seconds, and many tests export the same models. Tests marked `traces` trace again. Of the
     processes that tests start, each traces by itself.
     """
     unique_layers = sys.modules.get("lockstep.export.unique_layers")  # where no test loads it, it loads torch

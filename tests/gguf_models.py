@@ -1,6 +1,6 @@
 """Small GGUF files as llama.cpp's converter writes them: each kind of vocabulary, a random model of each architecture.
 
-Needs NumPy and the package gguf alone: `tests/data/make_gguf.py` runs it beside llama.cpp.
+Needs NumPy and the package gguf alone: `tests/data/make_gguf.py` runs it with llama.cpp.
 """
 
 from __future__ import annotations

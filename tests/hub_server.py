@@ -52,10 +52,10 @@ class HubServer:
 
     Use as `with HubServer() as hub:`.
 
-    `drop_after`: a large file's connection is closed after so many bytes, and all later ones for large files at once.
+    `drop_after`: a large file's connection is closed after that many bytes, and all later ones for large files at once.
     `announce`: added to the sizes that HEAD gives of large files. `damage`: large files come with their last byte
     changed.
-    `pause_after`: so many bytes of a large file are sent, the rest once `resume` is set. `failing`: the status that
+    `pause_after`: that many bytes of a large file are sent, the rest once `resume` is set. `failing`: the status that
     every request gets.
     """
 
@@ -148,7 +148,7 @@ class _Handler(BaseHTTPRequestHandler):
                 "id": name,
                 "modelId": name,
                 "sha": commit,
-                "siblings": [{"rfilename": each} for each in sorted(files)],
+                "siblings": [{"rfilename": file} for file in sorted(files)],
             }
             return self._send(200, {"Content-Type": "application/json"}, json.dumps(info).encode())
         return self._file(commit, file.group(3), files)

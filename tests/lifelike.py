@@ -29,7 +29,7 @@ from lockstep.export.random_model import write_byte_tokenizer
 from lockstep.export.torch_model import cut_config, draw_weights
 
 _OUTLIERS = (60.0, -150.0)  # of all tokens, in units of the other channels
-_FIRST = 300.0  # of the first token alone, in a channel of its own
+_FIRST = 300.0  # of the first token alone, in its own channel
 _LOGITS = 5.0  # standard deviation
 _TOKENS = 24  # of the sequence that sizes are measured on
 _SHARPNESS = 1.0  # of the term that lets all queries meet the first token's key, in units of head_dim ** 0.25
@@ -39,7 +39,7 @@ _KEY = re.compile(r"(k_proj|key|k_lin|wk)$")
 
 @dataclass(frozen=True)
 class Statistics:
-    """What a model's activations look like on random tokens behind the first one.
+    """What a model's activations look like on random tokens after the first one.
 
     outlier: largest value of the residual stream over its median. first: mean share of the attention that later tokens
     give to the first, over the layers; None where the class does not tell. logits: standard deviation.

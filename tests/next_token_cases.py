@@ -103,11 +103,11 @@ def record(samplings: list[Sampling], choices: list[int]) -> np.ndarray:
 def check_draws(
     found: np.ndarray, logits: np.ndarray, samplings: list[Sampling], choices: list[int], positions: np.ndarray
 ) -> None:
-    """Each token is the definition's, or one that last bits put in its place.
+    """Each token is the definition's, or one that the last bits chose instead.
 
     Another token is right where its ratio is within RATIO of the best, or where it, or the definition's, is at the edge
     of what top-p keeps. The first comes once in 2^19 draws or so; the second where a token as likely as the error of
-    the mass (2^-20) wins, or one in so many draws. So more than one in a case of up to some thousands is a fault.
+    the mass (2^-20) wins, or one in that many draws. So more than one in a case of up to some thousands is a fault.
     """
     others = 0
     for token, row, sampling, choice, position in zip(found.tolist(), logits, samplings, choices, positions.tolist()):
@@ -119,7 +119,7 @@ def check_draws(
         ratios = weights / noise_of(sampling.seed, choice, position, len(row))
         least = weights[weights > 0].min()
         whole = probabilities(row, Sampling(sampling.temperature))
-        at_edge = [abs(float(whole[each]) / float(least) - 1) < 1e-5 for each in (token, expected)]
+        at_edge = [abs(float(whole[item]) / float(least) - 1) < 1e-5 for item in (token, expected)]
         near = ratios[token] >= ratios[expected] * (1 - RATIO)
         assert near or (sampling.top_p < 1 and any(at_edge)), (
             f"{token}, expected {expected}: {ratios[token]}, {sampling}"

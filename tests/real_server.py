@@ -1,4 +1,4 @@
-"""`lockstep serve` in a process of its own, and requests as any client makes them."""
+"""`lockstep serve` in its own process, and requests as any client makes them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ENDS = 20
 
 
 def make_tree(folder: Path, demo: Results, **limits: int) -> Path:
-    """Results of the demo that a server can be started on, with limits of its own."""
+    """Results of the demo that a server can be started on, with its own limits."""
     shutil.copytree(demo.root, folder, dirs_exist_ok=True, copy_function=os.link)
     config = CONFIG.model_copy(update={"limits": CONFIG.limits.model_copy(update=limits)})
     write_json(Results(folder).config(), config.dump())
@@ -62,13 +62,13 @@ class RealServer:
         assert self.process.stdout is not None
         readable, _, _ = select.select([self.process.stdout], [], [], STARTS)
         self.line = self.process.stdout.readline() if readable else ""
-        found = re.match(r"ready: (http://\S+:(\d+)) ", self.line)
-        if found is None:
+        match = re.match(r"ready: (http://\S+:(\d+)) ", self.line)
+        if match is None:
             self.process.kill()
             self.process.wait()
             raise AssertionError(f"the server did not start: {self.line!r} {self.stderr}")
-        self.url = found[1]
-        self.port = int(found[2])
+        self.url = match[1]
+        self.port = int(match[2])
 
     def __enter__(self) -> RealServer:
         return self
@@ -143,14 +143,14 @@ class RealServer:
 
     def complete(self, prompt: Any, max_tokens: int = 16, **body: Any) -> Any:
         """Return a completion of the demo model, greedy unless told otherwise."""
-        given = {"model": "demo-llama", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
-        return self.post("/v1/completions", **{**given, **body})
+        options = {"model": "demo-llama", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+        return self.post("/v1/completions", **{**options, **body})
 
     @contextmanager
     def opened(self, prompt: Any, max_tokens: int = 16, path: str = "/v1/completions", **body: Any) -> Iterator[Events]:
         """Open a stream that may be left before its end."""
-        given = {"model": "demo-llama", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
-        events = Events(self.port, path, {**given, **body})
+        options = {"model": "demo-llama", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
+        events = Events(self.port, path, {**options, **body})
         try:
             yield events
         finally:

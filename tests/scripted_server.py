@@ -1,7 +1,7 @@
 """A server of OpenAI's wire format that does what a test says.
 
 Wait, stall, refuse, break off. For what a client has to stand, which the real server cannot be made to do. Runs in a
-thread, on a port of its own.
+thread, on its own port.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PIECE = 0.002  # seconds between two pieces of the usual answer
 
 
 def words(body: dict[str, Any], number: int) -> Iterator[Step]:
-    """Return as many words as tokens are asked for, each a piece."""
+    """Return as many words as tokens are requested, each a piece."""
     for at in range(body["max_tokens"]):
         yield PIECE
         yield f"w{at} "
@@ -92,7 +92,7 @@ class ScriptedServer:
             while head := (await reader.readuntil(b"\r\n\r\n")).decode():
                 method, path, _ = head.split(" ", 2)
                 length = next(
-                    (int(each[15:]) for each in head.lower().split("\r\n") if each.startswith("content-length:")), 0
+                    (int(item[15:]) for item in head.lower().split("\r\n") if item.startswith("content-length:")), 0
                 )
                 body = await reader.readexactly(length)
                 if method == "POST":

@@ -94,6 +94,6 @@ class Shared:
 def shared_root(own: Path) -> Path:
     """Return the folder that all processes of a test run share.
 
-    `own` is the temporary folder of this process; those of a run's processes lie in one folder.
+    `own` is the temporary folder of this process; those of a run's processes are in one folder.
     """
     return (own.parent if WORKER in os.environ else own) / "shared"

@@ -53,7 +53,7 @@ class InferenceResponse:
 class MetricFamily:
     GAUGE = "gauge"
 
-    def __init__(self, *given: Any) -> None:
+    def __init__(self, *arguments: Any) -> None:
         self.metrics: list[MetricFamily] = []
 
     def Metric(self, labels: dict[str, str]) -> MetricFamily:

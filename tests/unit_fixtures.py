@@ -1,4 +1,4 @@
-"""The conftest of the unit tests, for tests of other programs that have environments of their own."""
+"""The conftest of the unit tests, for tests of other programs that have their own environments."""
 
 from __future__ import annotations
 

@@ -45,29 +45,29 @@ def run_openai(url: str) -> Checks:
         rain: bool
 
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-    given: Any = {"model": MODEL, "temperature": 0, "tools": [CHAT_TOOL]}
-    message = client.chat.completions.create(messages=ASK, **given).choices[0].message
+    options: Any = {"model": MODEL, "temperature": 0, "tools": [CHAT_TOOL]}
+    message = client.chat.completions.create(messages=ASK, **options).choices[0].message
     yield "calls", chat_calls(message)
-    with client.chat.completions.stream(messages=ASK, **given) as stream:
+    with client.chat.completions.stream(messages=ASK, **options) as stream:
         yield "calls of a stream", chat_calls(stream.get_final_completion().choices[0].message)
-    message = client.chat.completions.create(messages=chat_turns(message), **given).choices[0].message
+    message = client.chat.completions.create(messages=chat_turns(message), **options).choices[0].message
     yield "loop", message.content
     made = client.chat.completions.parse(messages=FORM, model=MODEL, temperature=0, response_format=Form)
     parsed = made.choices[0].message.parsed
     yield "form", parsed and parsed.model_dump()
 
     flat = [{"type": "function", **FUNCTION, "strict": True}]
-    given = {"model": MODEL, "temperature": 0, "tools": flat}
-    response = client.responses.create(input=ASK, **given)
+    options = {"model": MODEL, "temperature": 0, "tools": flat}
+    response = client.responses.create(input=ASK, **options)
     yield "calls of a response", response_calls(response.output)
-    with client.responses.stream(input=ASK, **given) as stream:
+    with client.responses.stream(input=ASK, **options) as stream:
         yield "calls of a streamed response", response_calls(stream.get_final_response().output)
     results = [
         {"type": "function_call_output", "call_id": item.call_id, "output": weather(**json.loads(item.arguments))}
         for item in response.output
         if item.type == "function_call"
     ]
-    yield "loop of responses", client.responses.create(input=[*ASK, *response.output, *results], **given).output_text
+    yield "loop of responses", client.responses.create(input=[*ASK, *response.output, *results], **options).output_text
     found = client.responses.parse(input=FORM, model=MODEL, temperature=0, text_format=Form).output_parsed
     yield "form of a response", found and found.model_dump()
 
@@ -85,11 +85,11 @@ def run_anthropic(url: str) -> Checks:
     client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
     tools = [{"name": "weather", "description": "Tell the weather.", "input_schema": PARAMETERS}]
     thinking = {"type": "enabled", "budget_tokens": 128}
-    given: Any = {"model": MODEL, "max_tokens": 200, "tools": tools, "thinking": thinking}
-    given["extra_body"] = {"temperature": 0}  # the package's own is said to be no more
-    message = client.messages.create(messages=ASK, **given)
+    options: Any = {"model": MODEL, "max_tokens": 200, "tools": tools, "thinking": thinking}
+    options["extra_body"] = {"temperature": 0}  # the package's own is said to be no more
+    message = client.messages.create(messages=ASK, **options)
     yield "calls", message_calls(message)
-    with client.messages.stream(messages=ASK, **given) as stream:
+    with client.messages.stream(messages=ASK, **options) as stream:
         yield "calls of a stream", message_calls(stream.get_final_message())
     results = [
         {"type": "tool_result", "tool_use_id": block.id, "content": weather(**block.input)}
@@ -97,7 +97,7 @@ def run_anthropic(url: str) -> Checks:
         if block.type == "tool_use"
     ]
     turns: Any = [*ASK, {"role": "assistant", "content": message.content}, {"role": "user", "content": results}]
-    (block,) = client.messages.create(messages=turns, **given).content
+    (block,) = client.messages.create(messages=turns, **options).content
     yield "loop", block.text
     runner = client.beta.messages.tool_runner(
         messages=ASK, model=MODEL, max_tokens=200, tools=[anthropic.beta_tool(weather)], extra_body={"temperature": 0}
@@ -125,16 +125,16 @@ def run_openai_agents(url: str) -> Checks:
     }
 
     async def run() -> dict[str, Any]:
-        found = {}
+        results = {}
         for name, model in models.items():
             tools = [agents.function_tool(weather)]
             agent = agents.Agent("weather", instructions="Tell it.", model=model, tools=tools, model_settings=settings)
-            found[f"loop of {name}"] = (await agents.Runner.run(agent, QUESTION)).final_output
+            results[f"loop of {name}"] = (await agents.Runner.run(agent, QUESTION)).final_output
             streamed = agents.Runner.run_streamed(agent, QUESTION)
             async for _ in streamed.stream_events():
                 pass
-            found[f"loop of streamed {name}"] = streamed.final_output
-        return found
+            results[f"loop of streamed {name}"] = streamed.final_output
+        return results
 
     yield from asyncio.run(run()).items()
 

@@ -1,4 +1,4 @@
-"""A client in an environment of its own."""
+"""A client in its own environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of clients that have environments of their own: `make clients-test` makes these and says where they are.
+"""Tests of clients that have their own environments: `make clients-test` makes these and says where they are.
 Nothing else collects them."""
 
 from __future__ import annotations

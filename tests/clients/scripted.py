@@ -46,7 +46,7 @@ def write(folder: Path, answers: Mapping[str, str], piece: int | None = None) ->
             ids = library.encode(answer).ids
         else:
             pieces = [answer[start : start + piece] for start in range(0, len(answer), piece)]
-            ids = [vocabulary.setdefault(level.pre_tokenize_str(each)[0][0], len(vocabulary)) for each in pieces]
+            ids = [vocabulary.setdefault(level.pre_tokenize_str(piece)[0][0], len(vocabulary)) for piece in pieces]
         for token in [*ids, vocabulary["<eos>"]]:
             script[at - 1] = token
             at += 1

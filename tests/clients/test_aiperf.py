@@ -108,5 +108,5 @@ def test_cancelled_requests_end_and_the_others_complete(server: RealServer, tmp_
 def aborted(server: RealServer) -> float:
     """Return the number of answers that ended early because the client left, from /metrics."""
     lines = server.request("GET", "/metrics")[2].decode().splitlines()
-    found = [line for line in lines if line.startswith("lockstep:request_success_total{") and '"abort"' in line]
-    return sum(float(line.rpartition(" ")[2]) for line in found)
+    results = [line for line in lines if line.startswith("lockstep:request_success_total{") and '"abort"' in line]
+    return sum(float(line.rpartition(" ")[2]) for line in results)

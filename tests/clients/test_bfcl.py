@@ -35,14 +35,14 @@ def lines(path: Path) -> list[Any]:
 
 def value(allowed: list[Any]) -> Any:
     """Return the first value that its judge takes."""
-    first = next(each for each in allowed if each != "")
+    first = next(item for item in allowed if item != "")
     if isinstance(first, dict):
         return arguments(first)
-    return [arguments(each) if isinstance(each, dict) else each for each in first] if isinstance(first, list) else first
+    return [arguments(item) if isinstance(item, dict) else item for item in first] if isinstance(first, list) else first
 
 
 def arguments(allowed: Mapping[str, list[Any]]) -> dict[str, Any]:
-    return {name: value(values) for name, values in allowed.items() if any(each != "" for each in values)}
+    return {name: value(values) for name, values in allowed.items() if any(value != "" for value in values)}
 
 
 def call(truth: Mapping[str, Mapping[str, list[Any]]]) -> str:
@@ -56,22 +56,22 @@ def cases() -> dict[str, list[tuple[str, str, str]]]:
     """Id, question and right answer, by category."""
     code = "import bfcl_eval, pathlib; print(pathlib.Path(bfcl_eval.__file__).parent)"
     data = Path(run_client("bfcl", "python", "-c", code, work=Path(), cwd=Path()).strip()) / "data"
-    found = {}
+    results = {}
     for category, number in CASES.items():
         asked = lines(data / f"BFCL_v4_{category}.json")[:number]
         truths = lines(data / "possible_answer" / f"BFCL_v4_{category}.json")[:number]
-        assert [each["id"] for each in asked] == [each["id"] for each in truths]
-        found[category] = [
-            (each["id"], each["question"][0][-1]["content"], "\n".join(map(call, truth["ground_truth"])))
-            for each, truth in zip(asked, truths)
+        assert [item["id"] for item in asked] == [truth["id"] for truth in truths]
+        results[category] = [
+            (item["id"], item["question"][0][-1]["content"], "\n".join(map(call, truth["ground_truth"])))
+            for item, truth in zip(asked, truths)
         ]
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
 def server(cases: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
     folder = tmp_path_factory.mktemp("bfcl")
-    answers = {question: answer for each in cases.values() for _, question, answer in each}
+    answers = {question: answer for case in cases.values() for _, question, answer in case}
     results: Results = scripted.write(folder, answers, PIECE)
     with RealServer(results.root, "--served-model-name", MODEL, target=scripted_model.TARGET) as server:
         yield server
@@ -80,12 +80,12 @@ def server(cases: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> I
 def generated(server: RealServer, cases: Mapping[str, Any], work: Path) -> dict[str, Any]:
     """Return what it takes for the answers of all cases, by id, of a run with four requests at a time."""
     work.mkdir()
-    ids = {category: [id for id, _, _ in each] for category, each in cases.items()}
+    ids = {category: [id for id, _, _ in case] for category, case in cases.items()}
     (work / "test_case_ids_to_generate.json").write_text(json.dumps(ids))
     options = ("generate", "--model", MODEL, "--run-ids", "--num-threads", 4, "--temperature", 0)
     bfcl(server, work, *options)
     (result,) = (work / "result").iterdir()
-    return {each["id"]: each["result"] for path in sorted(result.rglob("*.json")) for each in lines(path)}
+    return {line["id"]: line["result"] for path in sorted(result.rglob("*.json")) for line in lines(path)}
 
 
 def scores(server: RealServer, work: Path) -> dict[str, str]:
@@ -98,9 +98,9 @@ def scores(server: RealServer, work: Path) -> dict[str, str]:
 
 def count(server: RealServer, series: str) -> float:
     metrics = server.request("GET", "/metrics")[2].decode()
-    found = re.search(rf"^lockstep:{series}_total\S* (\S+)$", metrics, re.MULTILINE)
-    assert found is not None
-    return float(found[1])
+    match = re.search(rf"^lockstep:{series}_total\S* (\S+)$", metrics, re.MULTILINE)
+    assert match is not None
+    return float(match[1])
 
 
 def bfcl(server: RealServer, work: Path, *options: object) -> str:
@@ -110,7 +110,7 @@ def bfcl(server: RealServer, work: Path, *options: object) -> str:
 
 def test_no_call_is_lost_and_two_runs_are_equal(server: RealServer, cases: Any, tmp_path: Path) -> None:
     first = generated(server, cases, tmp_path / "first")
-    assert len(first) == sum(CASES.values()) and all(isinstance(each, list) for each in first.values())
+    assert len(first) == sum(CASES.values()) and all(isinstance(item, list) for item in first.values())
     assert first == generated(server, cases, tmp_path / "second")
     assert count(server, "malformed_tool_calls") == 0
     assert set(scores(server, tmp_path / "first").values()) == {"100.00%"}
@@ -120,7 +120,7 @@ def test_no_call_is_lost_and_two_runs_are_equal(server: RealServer, cases: Any, 
 def test_two_runs_of_a_trained_model_are_equal(cases: Any, tmp_path: Path) -> None:
     """With four requests at a time, on two servers."""
     number = int(os.environ.get("LOCKSTEP_BFCL_CASES", 20))
-    some = {category: each[: number * CASES[category] // sum(CASES.values())] for category, each in cases.items()}
+    some = {category: case[: number * CASES[category] // sum(CASES.values())] for category, case in cases.items()}
     runs = []
     for name in ("first", "second"):
         results = Path(os.environ["LOCKSTEP_REAL"], "results").absolute()

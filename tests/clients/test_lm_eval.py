@@ -130,8 +130,8 @@ def test_choices_have_the_log_probabilities_of_transformers(completions: Evaluat
     right = 0
     for sample, doc in zip(completions.samples[CHOICES], documents(CHOICES), strict=True):
         expected = [scores(doc["context"], choice) for choice in doc["choices"]]
-        found = [(float(value), greedy == "True") for value, greedy in sample["filtered_resps"]]
-        for (value, greedy), (sum_expected, greedy_expected, count) in zip(found, expected, strict=True):
+        actual = [(float(value), greedy == "True") for value, greedy in sample["filtered_resps"]]
+        for (value, greedy), (sum_expected, greedy_expected, count) in zip(actual, expected, strict=True):
             assert abs(value - sum_expected) < TOLERANCE * count
             assert greedy == greedy_expected
         best = max(range(len(expected)), key=lambda choice: expected[choice][0])
@@ -150,8 +150,8 @@ def test_bits_per_byte_are_those_of_transformers(completions: Evaluation) -> Non
         total = total - expected
         number = number + len(doc["text"].encode())
     # A byte has less than one token's error, as each token has a byte or more.
-    found = completions.results[PERPLEXITY]["bits_per_byte,none"]
-    assert abs(found - total / number / math.log(2)) < TOLERANCE / math.log(2)
+    actual = completions.results[PERPLEXITY]["bits_per_byte,none"]
+    assert abs(actual - total / number / math.log(2)) < TOLERANCE / math.log(2)
 
 
 def assert_continued(evaluation: Evaluation) -> None:

@@ -26,11 +26,11 @@ def server(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 @pytest.fixture(scope="module")
 def said(server: RealServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Return what triton_client.py got from the server, by protocol."""
-    found = re.search(r"gRPC at 127\.0\.0\.1:(\d+)$", server.line.strip())
-    assert found, server.line
+    match = re.search(r"gRPC at 127\.0\.0\.1:(\d+)$", server.line.strip())
+    assert match, server.line
     work = tmp_path_factory.mktemp("tritonclient")
     script = Path(__file__).with_name("triton_client.py")
-    return json.loads(run_client("tritonclient", "python", script, server.port, found[1], work=work, cwd=work))
+    return json.loads(run_client("tritonclient", "python", script, server.port, match[1], work=work, cwd=work))
 
 
 def test_both_protocols_say_the_same_of_the_server(said: dict[str, dict[str, Any]]) -> None:
@@ -40,10 +40,10 @@ def test_both_protocols_say_the_same_of_the_server(said: dict[str, dict[str, Any
         assert found["live"] and found["ready"] and found["model_ready"] == [True, True]
         assert found["refused"].partition(": ")[2].startswith("model: expected one of ensemble")
     assert http["server"] == rpc["server"] and http["index"] == rpc["index"]["models"]
-    assert [each["name"] for each in http["metadata"]["inputs"]] == [each["name"] for each in rpc["metadata"]["inputs"]]
+    assert [item["name"] for item in http["metadata"]["inputs"]] == [item["name"] for item in rpc["metadata"]["inputs"]]
     config = rpc["config"]["config"]
     assert config["max_batch_size"] == http["config"]["max_batch_size"]
-    assert [each["data_type"] for each in http["config"]["input"]] == [each["data_type"] for each in config["input"]]
+    assert [item["data_type"] for item in http["config"]["input"]] == [item["data_type"] for item in config["input"]]
     assert config["model_transaction_policy"]["decoupled"]
 
 

@@ -1,6 +1,6 @@
 """What tritonclient gets from a server.
 
-`python triton_client.py HTTP_PORT GRPC_PORT` prints it as JSON. It runs in an environment of its own
+`python triton_client.py HTTP_PORT GRPC_PORT` prints it as JSON. It runs in its own environment
 (envs/tritonclient.txt), as its pins and the project's cannot be had together.
 """
 
@@ -29,24 +29,24 @@ TEXT = {
 
 
 def tensors(module: Any, values: dict[str, np.ndarray]) -> list[Any]:
-    made = []
+    results = []
     for name, value in values.items():
         each = module.InferInput(name, value.shape, np_to_triton_dtype(value.dtype))
         each.set_data_from_numpy(value)
-        made.append(each)
-    return made
+        results.append(each)
+    return results
 
 
-def described(client: Any, **more: Any) -> dict[str, Any]:
+def described(client: Any, **options: Any) -> dict[str, Any]:
     """Return what both protocols say of the server."""
     return {
         "live": client.is_server_live(),
         "ready": client.is_server_ready(),
         "model_ready": [client.is_model_ready("ensemble"), client.is_model_ready("tensorrt_llm", "1")],
-        "server": client.get_server_metadata(**more),
-        "metadata": client.get_model_metadata("tensorrt_llm", **more),
-        "config": client.get_model_config("tensorrt_llm", **more),
-        "index": client.get_model_repository_index(**more),
+        "server": client.get_server_metadata(**options),
+        "metadata": client.get_model_metadata("tensorrt_llm", **options),
+        "config": client.get_model_config("tensorrt_llm", **options),
+        "index": client.get_model_repository_index(**options),
     }
 
 
@@ -65,7 +65,7 @@ def of_http(port: str) -> dict[str, Any]:
     texts = [client.infer("ensemble", inputs, outputs=[output]).as_numpy("text_output") for output in outputs]
     texts.append(client.infer("ensemble", inputs).as_numpy("text_output"))
     together = [client.async_infer("tensorrt_llm_bls", inputs, request_id=str(number)) for number in range(4)]
-    texts += [each.get_result().as_numpy("text_output") for each in together]
+    texts += [item.get_result().as_numpy("text_output") for item in together]
     return {
         **described(client),
         "texts": [text[0] if isinstance(text[0], str) else text[0].decode() for text in texts],
@@ -83,24 +83,24 @@ class Streamed:
 
     def rest_of(self, id: str) -> list[Any]:
         """Responses of a request up to its last."""
-        found = []
+        results = []
         while True:
             result, error = self.queue.get(timeout=30)
             if error is not None:
                 raise error
             response = result.get_response()
             if response.id == id:
-                found.append(result)
+                results.append(result)
                 if response.parameters["triton_final_response"].bool_param:
-                    return found
+                    return results
 
 
-def core(client: Any, num_tokens: int, **more: np.ndarray) -> dict[str, np.ndarray]:
+def core(client: Any, num_tokens: int, **options: np.ndarray) -> dict[str, np.ndarray]:
     """Return inputs of tensorrt_llm as the model before it makes them. So do clients that chain the models."""
     given = {"QUERY": TEXT["text_input"], "REQUEST_OUTPUT_LEN": np.array([[num_tokens]], np.int32)}
     made = client.infer("preprocessing", tensors(grpcclient, given))
     names = {"INPUT_ID": "input_ids", "REQUEST_INPUT_LEN": "input_lengths", "REQUEST_OUTPUT_LEN": "request_output_len"}
-    return {**{to: made.as_numpy(name) for name, to in names.items()}, "end_id": np.array([[-1]], np.int32), **more}
+    return {**{to: made.as_numpy(name) for name, to in names.items()}, "end_id": np.array([[-1]], np.int32), **options}
 
 
 def stop_inputs() -> list[Any]:

@@ -1,4 +1,4 @@
-"""Ask llama.cpp for what GGUF sources are held to: token ids of strings, and logits of small models. Writes gguf.json.
+"""Ask llama.cpp for token ids of strings and logits of small models, which GGUF sources must give. Writes gguf.json.
 
     python -m venv .llama && .llama/bin/pip install -r envs/llama-cpp.txt
     PYTHONPATH=tests .llama/bin/python tests/data/make_gguf.py [SMOLLM2.gguf]
@@ -75,7 +75,7 @@ def ids_of(path: Path, strings: list[str]) -> list[list[int]]:
 
 
 def logits_of(path: Path, prompt: list[int]) -> list[float]:
-    """Return the logits behind the last token, of a cache in fp32."""
+    """Return the logits after the last token, of a cache in fp32."""
     model = llama_cpp.Llama(
         str(path), n_ctx=64, n_batch=64, logits_all=True, type_k=0, type_v=0, n_threads=1, n_threads_batch=1,
         verbose=False,

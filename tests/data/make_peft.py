@@ -1,4 +1,4 @@
-"""What PEFT itself computes with the demo's adapters: writes peft.npz beside this file.
+"""What PEFT itself computes with the demo's adapters: writes peft.npz next to this file.
 
     pip install peft==0.21.2        (in an environment with envs/requirements.txt; it brings accelerate and psutil)
     python tests/data/make_peft.py
@@ -24,17 +24,17 @@ def base() -> torch.nn.Module:
 
 
 def main() -> None:
-    found = {}
+    results = {}
     with torch.no_grad():
         ids = torch.tensor([IDS])
-        found["none"] = base()(ids).logits[0, -2:].numpy()
+        results["none"] = base()(ids).logits[0, -2:].numpy()
         for name in ("captain", "shakespeare"):
             model = peft.PeftModel.from_pretrained(base(), RESOURCES / "demo-adapters" / name).eval()
-            found[name] = model(ids).logits[0, -2:].numpy()
+            results[name] = model(ids).logits[0, -2:].numpy()
             merged = model.merge_and_unload()
             layer = "model.layers.3.self_attn.q_proj.weight"
-            found[f"{name} merged"] = merged.state_dict()[layer][:4].numpy()
-    np.savez(HERE / "peft.npz", ids=np.array(IDS), **found)
+            results[f"{name} merged"] = merged.state_dict()[layer][:4].numpy()
+    np.savez(HERE / "peft.npz", ids=np.array(IDS), **results)
 
 
 if __name__ == "__main__":

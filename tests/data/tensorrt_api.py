@@ -1,9 +1,9 @@
 """Lists the Python API of TensorRT versions: which class, method and enum member is in which, and what each takes.
 
-    python tests/data/tensorrt_api.py FOLDER    fetches the wheels into FOLDER, writes tensorrt_api.txt beside this
+    python tests/data/tensorrt_api.py FOLDER    fetches the wheels into FOLDER, writes tensorrt_api.txt next to this
 
 `Class.method(1,2)` takes one or two arguments, positional. With the folder named in LOCKSTEP_TENSORRT_WHEELS a test
-holds the listing to the modules. A wheel's extension module is imported for its names alone, beside empty fakes of the
+holds the listing to the modules. A wheel's extension module is imported for its names alone, next to empty fakes of the
 libraries that it links: no GPU and no library is needed, but gcc and binutils.
 """
 
@@ -62,14 +62,14 @@ def names(wheel: Path) -> set[str]:
         module = Path(
             archive.extract(next(name for name in archive.namelist() if name.endswith("/tensorrt.so")), folder)
         )
-        said = lambda *command: subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        undefined = [line.split()[-1] for line in said("nm", "-D", "--undefined-only", str(module)).splitlines()]
+        output = lambda *command: subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        undefined = [line.split()[-1] for line in output("nm", "-D", "--undefined-only", str(module)).splitlines()]
         # not the C and C++ libraries'
         wanted = [name for name in undefined if re.search("nv|Nv|Infer|Plugin", name) and "@" not in name]
         code = Path(folder) / "fake.c"
         code.write_text("".join(f"void *{name}(void) {{ return 0; }}\n" for name in wanted))
-        for library in sorted(set(re.findall(r"\[(libnv\S+?)\]", said("readelf", "-d", str(module))))):
-            said("gcc", "-shared", "-fPIC", "-o", str(Path(folder) / library), str(code), f"-Wl,-soname,{library}")
+        for library in sorted(set(re.findall(r"\[(libnv\S+?)\]", output("readelf", "-d", str(module))))):
+            output("gcc", "-shared", "-fPIC", "-o", str(Path(folder) / library), str(code), f"-Wl,-soname,{library}")
         listed = subprocess.run(
             [sys.executable, "-c", _NAMES, str(module)],
             stdout=subprocess.PIPE,

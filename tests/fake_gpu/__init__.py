@@ -6,7 +6,7 @@ What is imitated, strictly:
 
 - Memory (`device`). Addresses lie outside of host memory, each access is held against the allocations, new and freed
   memory is full of NaN, and no address is given out twice. Page-locked host memory is read when a copy runs, other host
-  memory when the copy is asked for.
+  memory when the copy is requested.
 - Streams (`device`). They do nothing until the host waits for just them, so that whatever relies on an order which
   nothing holds is wrong. A captured graph replays the addresses that it was captured with, and asks that its contexts
   still live and have the shapes of then.
@@ -112,9 +112,11 @@ def bound() -> tuple[str, ...]:
     imports = {}
     for path in PACKAGE.rglob("*.py"):
         module = ".".join(("lockstep", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
-        found = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom) and node.module]
-        imports[module] = {node.module for node in found}
-        imports[module] |= {f"{node.module}.{alias.name}" for node in found for alias in node.names}
+        results = [
+            node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom) and node.module
+        ]
+        imports[module] = {node.module for node in results}
+        imports[module] |= {f"{node.module}.{alias.name}" for node in results for alias in node.names}
     reached: set[str] = set()
     while more := {module for module, names in imports.items() if names & {"lockstep.gpu.cuda", *reached}} - reached:
         reached |= more

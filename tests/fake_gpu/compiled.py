@@ -84,8 +84,8 @@ def source(text: str, name: str, kind: int = 1) -> str:
 def _declared(text: str, name: str) -> tuple[int, list[str]]:
     """Threads and parameters of a kernel."""
     form = r'extern "C" __global__ void\s+__launch_bounds__\((\w+)\)\s+(\w+)\(([^)]*)\)'
-    found = {kernel: (threads, parameters) for threads, kernel, parameters in re.findall(form, text)}
-    threads, parameters = found.get(name) or found["NAME"]
+    results = {kernel: (threads, parameters) for threads, kernel, parameters in re.findall(form, text)}
+    threads, parameters = results.get(name) or results["NAME"]
     if not threads.isdigit():
         (threads,) = re.findall(rf"#define {threads} (\d+)", text)
     return int(threads), [part.strip() for part in parameters.replace("__restrict__", "").split(",")]
@@ -103,9 +103,9 @@ def compiled_kernel(text: str) -> Any:
     def make(folder: Path) -> None:
         (folder / "kernel.cpp").write_text(text)
         command = [COMPILER, "-O1", "-std=c++17", "-w", "-shared", "-fPIC", "kernel.cpp", "-o", "kernel.so"]
-        made = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-        if made.returncode:
-            raise Fault(f"kernel: {made.stderr[:2000]}")
+        process = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        if process.returncode:
+            raise Fault(f"kernel: {process.stderr[:2000]}")
 
     assert folders is not None
     folder = folders.folder(f"kernels/{hashlib.sha256(text.encode()).hexdigest()}", make)

@@ -70,7 +70,7 @@ def nvrtc() -> ModuleType:
     sources: list[bytes] = []
     defined: dict[int, dict[str, int]] = {}
 
-    def create(source: bytes, *rest):
+    def create(source: bytes, *arguments):
         sources.append(source)
         return 0, len(sources) - 1
 
@@ -127,8 +127,8 @@ def _read(address: int, parameters: list[tuple[str, str]]) -> tuple[list[Any], l
     return [list(value) if isinstance(value, ctypes.Array) else value.value for value in values], types
 
 
-def _encode_map(kind, rank, address, sizes, strides, box, steps, *rest) -> tuple[int, SimpleNamespace]:
-    """cuTensorMapEncodeTiled: of arrays of bytes, in a form of its own."""
+def _encode_map(kind, rank, address, sizes, strides, box, steps, *arguments) -> tuple[int, SimpleNamespace]:
+    """cuTensorMapEncodeTiled: of arrays of bytes, in its own form."""
     if rank != 2 or address % 16 or strides != [sizes[0]] or sizes[0] % 16 or max(box) > 256 or steps != [1, 1]:
         raise Fault(f"cuTensorMapEncodeTiled: {sizes} numbers at {address}, boxes of {box}")
     return 0, SimpleNamespace(opaque=[address, *sizes, *box, *[0] * 11])
@@ -142,9 +142,9 @@ def driver(gpu: Gpu) -> ModuleType:
         "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR",
     )
 
-    def launch(function, x, y, z, threads, *rest):
+    def launch(function, x, y, z, threads, *arguments):
         name, parameters, defined, on_host, home = function
-        *_, stream, given, extra = rest
+        *_, stream, given, extra = arguments
         values, types = given if isinstance(given, tuple) else _read(given, parameters)
         if len(values) != len(parameters) or any(
             (type_ is ctypes.c_void_p) != (kind == "pointer")
@@ -153,7 +153,7 @@ def driver(gpu: Gpu) -> ModuleType:
             raise Fault(f"kernel {name}: expected {parameters}, found {types}")
         named = SimpleNamespace(
             grid=(x, y, z),
-            shared=rest[2],
+            shared=arguments[2],
             **defined,
             **{parameter: value for (parameter, _), value in zip(parameters, values)},
         )

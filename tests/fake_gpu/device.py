@@ -316,5 +316,5 @@ class Gpu:
         return (ERRORS.cudaSuccess,)
 
     def wait(self, event: list):
-        """What is behind it in its stream stays to be done."""
+        """What is after it in its stream stays to be done."""
         return self._work(event[0], lambda: event[1] is not None)

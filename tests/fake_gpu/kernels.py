@@ -320,7 +320,7 @@ def all_reduce(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
     kind = NUMBERS[k.kind]
     state = gpu.array(k.state, (4,), "u4")
     mine = gpu.bytes(k.values, k.units * 16).reshape(-1, 16)
-    others = [each for each in range(k.WORLD) if each != k.rank]
+    others = [item for item in range(k.WORLD) if item != k.rank]
     launch = int(state[0]) + 1
     part = -(-k.units // k.WORLD)
     if k.shots == 1:
@@ -534,7 +534,7 @@ def dequantize(gpu: Gpu, blocks: int, k: SimpleNamespace, bits: int) -> None:
 
 
 def state_mixer(gpu: Gpu, blocks: int, k: SimpleNamespace, name: str) -> None:
-    """What state_mixers.cu says, by the definition that graphs are held to when engines are built."""
+    """What state_mixers.cu says, by the definition that graphs are checked against when engines are built."""
     if k.WIDTH:
         sizes = {"value": k.SIZE}
         state = (k.WIDTH - 1, k.SIZE)

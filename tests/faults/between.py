@@ -24,7 +24,7 @@ _CLIPS = (5.5, 6.5), (50, 20000)
 
 
 def is_edge(size: int) -> bool:
-    """Return whether a size is a power of two, a limit, a prompt's length, or beside one."""
+    """Return whether a size is a power of two, a limit, a prompt's length, or next to one."""
     edges = {1 << power for power in range(12)} | set(LIMITS.values()) | {8, 24, 45}
     return any(abs(size - edge) <= 1 for edge in edges)
 

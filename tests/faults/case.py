@@ -210,7 +210,7 @@ def prepare(case: Case) -> None:
 def try_engines(case: Case) -> list[dict[str, Any]]:
     """Return a record for each place that the fault was planted in.
 
-    A graph with the engine built from it, and that engine beside the right graph; the assembly; or the runtime. Empty
+    A graph with the engine built from it, and that engine next to the right graph; the assembly; or the runtime. Empty
     where the backend builds no engine from what the fault changes (fused attention has its own).
     """
     fault = case.fault

@@ -60,7 +60,7 @@ class Fault:
 
 def change(function: Callable[..., Any]) -> Callable[..., Callable[[Any], Any]]:
     """Turn `function(thing, *settings)` into a function of the settings that gives the change of a thing."""
-    return lambda *settings, **more: lambda thing: function(thing, *settings, **more)
+    return lambda *settings, **options: lambda thing: function(thing, *settings, **options)
 
 
 @change

@@ -87,7 +87,7 @@ def from_nothing(requests: Requests) -> Iterator[np.ndarray]:
 
 
 def pieces(requests: Requests) -> Iterator[np.ndarray]:
-    """Bring prompts of many lengths, each in one piece and two tokens behind it, with every token of the vocabulary."""
+    """Bring prompts of many lengths, each in one piece and two tokens after it, with every token of the vocabulary."""
     most = requests.most
     lengths = {length + off for length in (*_AROUND, most - 1) for off in (-1, 0, 1) if 1 <= length + off <= most}
     for number, length in enumerate(sorted(lengths)):
@@ -115,7 +115,7 @@ def batch(requests: Requests) -> Iterator[np.ndarray]:
 
 
 def together(requests: Requests, count: int) -> Iterator[np.ndarray]:
-    """So many requests decode together, of one length and of several."""
+    """That many requests decode together, of one length and of several."""
     slots = requests.slots[:count]
     yield requests.step(*[(slot, 20 + 7 * slot) for slot in slots])
     yield from requests.decode(slots, 12)
@@ -161,7 +161,7 @@ SCENARIOS: Mapping[str, Scenario] = {
 
 
 def adapters(requests: Requests) -> Iterator[np.ndarray]:
-    """Fill all adapter slots, and bring requests with each of them beside requests with none."""
+    """Fill all adapter slots, and bring requests with each of them together with requests with none."""
     model = requests.model
     known = requests.model.adapters.known
     real = sorted(known)

@@ -122,7 +122,7 @@ def start(name: str, work: Path, checkpoint: Path | None = None) -> None:
     reference = results.reference(name, model.layers)
     lockstep.make_reference(results.checkpoint(name), model.layers, _terms(model), reference)
     if model.adapters:
-        folders = {each: _REPOSITORY / "resources" / "demo-adapters" / each for each in model.adapters}
+        folders = {adapter: _REPOSITORY / "resources" / "demo-adapters" / adapter for adapter in model.adapters}
         sources = {name: str(folder) for name, folder in folders.items()}
         out = results.adapters(name)
         lockstep.resolve_adapters(sources, folders, results.checkpoint(name), MAX_LORA_RANK, None, out)

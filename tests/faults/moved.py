@@ -131,11 +131,11 @@ def last_page_is_the_one_before(right):
 # Requests
 
 
-def along(tokens: Iterable[int], new: int, **more) -> Request:
-    """A request of a prompt and `new` tokens behind it, which are given."""
+def along(tokens: Iterable[int], new: int, **options) -> Request:
+    """A request of a prompt and `new` tokens after it, which are given."""
     tokens = np.asarray(tokens)
     following = iter(tokens[len(tokens) - new :].tolist())
-    return Request(tokens[: len(tokens) - new], new, lambda logits: next(following), **more)
+    return Request(tokens[: len(tokens) - new], new, lambda logits: next(following), **options)
 
 
 def answers(engine: Engine, requests: Iterable[Request]) -> Iterator[np.ndarray]:

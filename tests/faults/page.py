@@ -125,5 +125,5 @@ def _difference(rows: Sequence[Mapping[str, Any]]) -> str:
     run = [row for row in rows if not row["refused"]]
     if not run:
         return "not built"
-    found = [row["largest_logit_difference"] for row in run]
-    return "not finite" if None in found else f"{max(found):.2g}"
+    results = [row["largest_logit_difference"] for row in run]
+    return "not finite" if None in results else f"{max(results):.2g}"

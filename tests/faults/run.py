@@ -86,7 +86,7 @@ def plantings(
 ) -> list[Planting]:
     """Return where faults are planted, sorted.
 
-    draw: in so many of the pairs of precision and backend that each has, drawn by its name, or by its model's where
+    draw: in that many of the pairs of precision and backend that each has, drawn by its name, or by its model's where
     that is not the demo; 0 for all. with_checkpoint: one of ten of the demo's also in the checkpoint that is given.
     """
     offered = [
@@ -126,11 +126,11 @@ def run(
 ) -> dict[str, Any]:
     """Plant and try `faults` (`plantings`) on backends that run in this Python, or on another one alone.
 
-    `progress`, if given, is called with the whole record each time a fault has been tried. What stands in `earlier`, a
+    `progress`, if given, is called with the whole record each time a fault has been tried. What is in `earlier`, a
     record of the same code, draw and packages, is not tried again.
 
     options: of the build. work: a scratch folder.
-    loosen: so many times the default tolerances for the gates. checkpoint: of Llama's kind.
+    loosen: that many times the default tolerances for the gates. checkpoint: of Llama's kind.
     """
     here = set(backends) <= set(HOST)
     if not here and len(backends) > 1:
@@ -253,7 +253,7 @@ def _prepare(setting: Setting, name: str, precision: str, here: bool) -> None:
 def _try(setting: Setting, place: Planting, here: bool) -> tuple[Planting, list[dict[str, Any]]]:
     """Plant a fault and send it through the gates: validate alone where engines are built and run elsewhere.
 
-    No row for a fault of what a checkpoint has not, such as a head of its own.
+    No row for a fault of what a checkpoint has not, such as its own head.
     """
     case = Case(setting, place.model, place.precision, place.fault)
     if not here:

@@ -152,17 +152,17 @@ def last_layer_not_written(right):
 def first_wrong_draft_accepted(right):
     def verify(self, scheduled, draft, rows):
         choice = self._choices.get(scheduled)
-        made = []
+        results = []
         is_right = True
         for token, row in zip(draft, rows):
             if scheduled not in self._choices or not is_right:
                 break
             is_right = choice.answer[-1] == token
             scheduled.num_computed += 1
-            made.append(self._choose(choice, row))
+            results.append(self._choose(choice, row))
         if scheduled in self._choices:
             self._model.keep(scheduled.slot, scheduled.num_computed)
-        return made
+        return results
 
     return verify
 
@@ -201,12 +201,12 @@ def drafted(requests: Requests) -> Iterator[np.ndarray]:
     forced = Request(requests.sequences[0][:20], 60, lambda logits: next(given))
     drawn = Request(requests.sequences[2][:20], 60, sampling=Sampling(4.0, seed=1))
     answers = {(0, 0): requests.sequences[1][:60].tolist()}
-    answers[1, 0] = [made.token for made in Engine(model, prefix_caching=False).run([drawn])]
+    answers[1, 0] = [output.token for output in Engine(model, prefix_caching=False).run([drawn])]
     speculation = Speculation(RecordedDrafter(answers, 3), 4)
     logits = []
     tokens = []
-    for made in Engine(model, prefix_caching=False, speculation=speculation).run([forced, drawn]):
-        (tokens.append(made.token) if made.request else logits.append(made.logits))
+    for output in Engine(model, prefix_caching=False, speculation=speculation).run([forced, drawn]):
+        (tokens.append(output.token) if output.request else logits.append(output.logits))
     yield np.stack(logits)
     yield np.eye(model.vocab_size, dtype=np.float32)[tokens]
 
@@ -302,7 +302,7 @@ def third_page_missing(pages: np.ndarray) -> None:
 
 
 def last_pages_swapped(pages: np.ndarray) -> None:
-    """Swap the third and fourth page: what is written before a row has its fourth is found elsewhere behind that."""
+    """Swap the third and fourth page: what is written before a row has its fourth is found elsewhere after that."""
     grown = pages[:, 3] != 0
     pages[grown, 2], pages[grown, 3] = pages[grown, 3], pages[grown, 2]
 

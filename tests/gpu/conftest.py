@@ -104,7 +104,7 @@ def family_results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, s
 
 
 def _run(*arguments: str) -> None:
-    """Run this in a process of its own, with torch."""
+    """Run this in its own process, with torch."""
     paths = os.pathsep.join([_PATH, str(ROOT / "tests")])
     subprocess.run([sys.executable, *arguments], cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, check=True)
 
@@ -122,7 +122,7 @@ def made(
     backend = "cuda" if precisions == ("bf16",) else "onnxruntime"  # which has no bf16
     (folder / "config.yaml").write_text(CONFIG.format(precisions=", ".join(precisions), backend=backend) + more)
     adapters = ["adapters"] if more == ADAPTERS else []
-    # Which weights are quantised the export decides: their conversion is behind it.
+    # Which weights are quantised the export decides: their conversion is after it.
     for stage in ("resolve", "architecture", *adapters, "export", "convert"):
         paths = "--config", str(folder / "config.yaml"), "--results", str(folder / "results")
         _run("-m", "lockstep", "stage", stage, *paths)

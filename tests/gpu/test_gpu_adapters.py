@@ -34,7 +34,7 @@ def models(backend, precision, options, demo_with_adapters, tmp_path_factory):
     built = backends.build(assembly, backend, folder / backend / "engines.json", {**LIMITS, **options})
     weights = demo_with_adapters.weights("demo-llama", precision)
     adapters = demo_with_adapters.adapters("demo-llama")
-    pair = (Model.open(each, assembly, weights, adapters_json=adapters, **LIMITS) for each in (reference, built))
+    pair = (Model.open(item, assembly, weights, adapters_json=adapters, **LIMITS) for item in (reference, built))
     return *pair, precision, built, assembly, weights
 
 
@@ -54,17 +54,17 @@ def test_tokens_of_several_adapters_in_one_batch_are_those_of_onnx_runtime(model
     reference, model, precision, *_, assembly, _ = models
     tokenizer = Tokenizer.open(assembly)
     given = [Request(tokenizer.encode(text), 12, adapter=name) for text in PROMPTS for name in NAMES]
-    found = []
-    for each in (reference, model):
-        each.warm_up()
+    results = []
+    for item in (reference, model):
+        item.warm_up()
         tokens = [[] for _ in given]
-        for made in Decoding(each, given):
-            tokens[made.request].append(made.token)
-        found.append(tokens)
+        for output in Decoding(item, given):
+            tokens[output.request].append(output.token)
+        results.append(tokens)
     if precision == "fp32":
-        assert found[0] == found[1]
+        assert results[0] == results[1]
     else:  # a near tie may fall the other way, in a text of twelve tokens
-        assert sum(a == b for a, b in zip(*found)) >= len(given) - 1
+        assert sum(a == b for a, b in zip(*results)) >= len(given) - 1
     assert not model.in_flight and (model.adapters.adapter_slots == -1).all()
 
 

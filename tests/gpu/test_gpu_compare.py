@@ -1,4 +1,4 @@
-"""Comparing for real: the demo's engines beside their graphs in ONNX Runtime, on each of their profiles."""
+"""Comparing for real: the demo's engines against their graphs in ONNX Runtime, on each of their profiles."""
 
 from __future__ import annotations
 

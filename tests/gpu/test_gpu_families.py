@@ -1,4 +1,4 @@
-"""Tiny models of families that differ in what their kernels compute: a request's logits, whatever runs beside it."""
+"""Tiny models of families that differ in what their kernels compute: a request's logits in any batch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from lockstep.runtime import Advance, Engine, Model, Request, scheduler
 
 NAME = "tiny"
 LIMITS = {"max_batch_size": 4, "max_num_tokens": 64, "max_seq_len": 128}
-# Sinks, with windows and without; short convolutions; behind them the gated delta rule, and Mamba-2; experts, chosen by
-# a softmax, by a sigmoid with a bias in groups, with weights the other way round and biases of their own.
+# Sinks, with windows and without; short convolutions; after them the gated delta rule, and Mamba-2; experts, chosen by
+# a softmax, by a sigmoid with a bias in groups, with weights the other way round and their own biases.
 FAMILIES = ("granite_swa", "lfm2", "qwen3_5_text", "bamba", "qwen3_moe", "dots1", "gpt_oss")
 # Soft caps; norms of turned heads; weights [in, out]; parallel branches of one product; learned positions; norms of
-# parts of heads; Mamba-2 beside attention; cosines in a block; layers without a mixer.
+# parts of heads; Mamba-2 together with attention; cosines in a block; layers without a mixer.
 FAMILIES += ("gemma2", "gemma3_text", "gpt2", "gpt_neox", "opt", "phi", "stablelm", "falcon_h1", "hunyuan_v1_dense")
 FAMILIES += ("nemotron_h",)
 IN_BF16 = ("gemma3_text", "lfm2", "gpt_oss")
@@ -30,12 +30,12 @@ def argmax(logits: np.ndarray) -> int:
 
 def run(engine: Engine, *requests: Request) -> dict[tuple[int, int], list[np.ndarray]]:
     """Return the logits of each choice."""
-    found: dict[tuple[int, int], list[np.ndarray]] = {}
+    results: dict[tuple[int, int], list[np.ndarray]] = {}
     engine.add_all(requests)
-    for made in engine.steps():
-        for token in made:
-            found.setdefault((token.request, token.choice), []).append(token.logits)
-    return found
+    for output in engine.steps():
+        for token in output:
+            results.setdefault((token.request, token.choice), []).append(token.logits)
+    return results
 
 
 @pytest.mark.parametrize("backend", ["cuda"], indirect=True)

@@ -1,4 +1,4 @@
-"""An fp8 cache on a GPU: logits of the demo in every cut of a prompt, moved, and beside a cache of fp16."""
+"""An fp8 cache on a GPU: logits of the demo in every cut of a prompt, moved, and against a cache of fp16."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def test_logits_of_an_fp8_cache(demo, tmp_path, backend):
             found = of.step([Advance(slot, tokens[low:high], low)])
         return found[0]
 
-    whole = logits(model, 0)
+    full = logits(model, 0)
     for slot, cuts in enumerate([(64,), (63, 64, 65), (7, 140), tuple(range(100, total))], start=1):
-        np.testing.assert_allclose(logits(model, slot, *cuts), whole, rtol=0, atol=OF_CUTS)
-    off = np.abs(whole - logits(plain, 0)).max()
+        np.testing.assert_allclose(logits(model, slot, *cuts), full, rtol=0, atol=OF_CUTS)
+    off = np.abs(full - logits(plain, 0)).max()
     assert 1e-3 < off < OF_CODES
     swapped = model.swap_out(4)
     for slot in (2, 3):
@@ -48,8 +48,8 @@ def test_logits_of_an_fp8_cache(demo, tmp_path, backend):
     model.step([Advance(2, tokens[::-1].copy(), 0)])  # into pages that slot 4 had
     model.tables.reserve({4: total})
     model.swap_in(4, swapped)
-    found, expected = (model.step([Advance(slot, tokens[:1], total)]) for slot in (4, 1))
-    np.testing.assert_allclose(found, expected, rtol=0, atol=OF_CUTS)
+    actual, expected = (model.step([Advance(slot, tokens[:1], total)]) for slot in (4, 1))
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=OF_CUTS)
     for slot in range(5):
         model.release(slot)
     counts = (130, 5, 70)

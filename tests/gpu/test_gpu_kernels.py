@@ -49,13 +49,13 @@ class OnDevice:
 
 def cached(array: np.ndarray, wide: bool) -> list[np.ndarray]:
     """What the cache holds of each token that has a row; `array` is emptied of it."""
-    found = []
+    results = []
     for row, at in zip(ROWS, AT):
         if row >= 0:
             place = (PAGES[row, at // PAGE], slice(None), at % PAGE) if wide else (row, slice(None), at)
-            found.append(array[place].copy())
+            results.append(array[place].copy())
             array[place] = 0
-    return found
+    return results
 
 
 @pytest.mark.parametrize(("query_dtype", "wide"), [("float16", False), ("float32", True)])
@@ -91,10 +91,10 @@ def test_queries_and_keys_get_rope_and_are_cached_in_pages(query_dtype, wide):
     ]
     # Computed in fp32, and rounded to fp16 once, a little behind where NumPy does: one unit in the last place.
     np.testing.assert_allclose(device.down(out), with_rope[0], rtol=2**-10, atol=2**-13)
-    found = {name: device.down(array) for name, array in (("keys", keys), ("values", values))}
-    np.testing.assert_allclose(cached(found["keys"], True), with_rope[1][ROWS >= 0], rtol=2**-10, atol=2**-13)
-    assert np.array_equal(cached(found["values"], True), value[ROWS >= 0])
-    assert not found["keys"].any() and not found["values"].any()
+    results = {name: device.down(array) for name, array in (("keys", keys), ("values", values))}
+    np.testing.assert_allclose(cached(results["keys"], True), with_rope[1][ROWS >= 0], rtol=2**-10, atol=2**-13)
+    assert np.array_equal(cached(results["values"], True), value[ROWS >= 0])
+    assert not results["keys"].any() and not results["values"].any()
 
 
 # 16 bytes at a time, 2 at a time
@@ -120,7 +120,7 @@ def numbers(name: str) -> np.dtype:
 
 
 class Rows:
-    """Rows of a spec, each with a cache of the same numbers and NaN behind them; one token of each is new."""
+    """Rows of a spec, each with a cache of the same numbers and NaN after them; one token of each is new."""
 
     SCALE = 0.11
 
@@ -191,7 +191,7 @@ class Rows:
         return (array.reshape(len(lengths), spec.heads, spec.value_dim) for array in (out, allowed))
 
 
-def decoding(dtype="float16", query_dtype=None, group=1, kv_heads=2, dim=128, value_dim=None, **more):
+def decoding(dtype="float16", query_dtype=None, group=1, kv_heads=2, dim=128, value_dim=None, **options):
     return {
         "dtype": dtype,
         "query_dtype": query_dtype or dtype,
@@ -202,7 +202,7 @@ def decoding(dtype="float16", query_dtype=None, group=1, kv_heads=2, dim=128, va
         "wide": False,
         "window": 0,
         "softcap": 0.0,
-        **more,
+        **options,
     }
 
 
@@ -334,8 +334,8 @@ def test_the_first_of_the_largest_logits_is_the_next_token(wide, dtype, size):
     on_device = [device.up(array.astype(np.int32 if name == "found" else integer)) for name, array in before.items()]
     row_logits, row_slots, lengths = (device.up(array) for array in (logits, slots, held.astype(integer)))
     greedy = device.up(np.zeros(12, SAMPLING))
-    found, tokens, positions = on_device
-    Kernels(wide).advance(device.stream, row_logits, row_slots, lengths, limit, greedy, found, tokens, positions)
+    actual, tokens, positions = on_device
+    Kernels(wide).advance(device.stream, row_logits, row_slots, lengths, limit, greedy, actual, tokens, positions)
     best = np.where(np.isfinite(logits.astype(np.float32).max(axis=1)), logits.astype(np.float32).argmax(axis=1), -1)
     for row, slot in enumerate(slots.tolist()):
         if slot >= 0:
@@ -381,7 +381,7 @@ def test_what_ranks_tell_of_their_logits_is_what_one_rank_finds(wide, dtype, ran
     greedy = device.up(np.zeros(9, SAMPLING))
     found, tokens, positions = outs[1]
     kernels.advance(stream, device.up(logits), row_slots, lengths, limit, greedy, found, tokens, positions)
-    first, second = ([device.down(array).tolist() for array in each] for each in outs)
+    first, second = ([device.down(array).tolist() for array in out] for out in outs)
     assert first == second
     assert first[0][8] == 3 and first[0][0] == ranks * columns - 3 and first[0][2:5] == [-1, -1, -1]
 
@@ -417,7 +417,7 @@ class Drawing:
 @pytest.mark.parametrize(
     "case", [pytest.param(case, id=case.name, marks=[long] * (n % 6 > 0)) for n, case in enumerate(CASES)]
 )
-@pytest.mark.parametrize("dtype", ["float16", *(pytest.param(each, marks=long) for each in ("float32", "bfloat16"))])
+@pytest.mark.parametrize("dtype", ["float16", *(pytest.param(item, marks=long) for item in ("float32", "bfloat16"))])
 def test_drawn_tokens_are_those_of_the_definition(dtype, case):
     """And the same each time: sums are of integers, whatever order they are added in."""
     logits, samplings, choices, positions = rows_of(case, 16)
@@ -474,7 +474,7 @@ extern "C" __global__ void words(Wide* out, const Wide* key, int position) {
     ],
 )
 def test_rows_of_experts_have_the_same_bits_in_tiles_of_any_size(monkeypatch, form, dtype):
-    """Experts without rows, with some and with most; beside a product in float32."""
+    """Experts without rows, with some and with most; against a product in float32."""
     from lockstep.gpu.kernels import expert_products
     from lockstep.onnx_tools.products import ExpertWeight
     from lockstep.weights.groups import dequantize
@@ -522,7 +522,7 @@ def test_rows_of_experts_have_the_same_bits_in_tiles_of_any_size(monkeypatch, fo
         device.stream, device.up(ids), experts, device.up(np.zeros(ids.size, np.int32)),
         device.up(np.zeros((ids.size, 4), np.int32)), expert_products.largest_tile([stack.form]),
     )  # fmt: skip
-    found = []
+    results = []
     for tile in expert_products.TILES[: 4 if bits == 16 else 3]:
         monkeypatch.setattr(expert_products, "tile_for", lambda *_, tile=tile: tile)
         for shared, count in ((True, tokens), (False, tokens), (True, 1), (True, 13)):
@@ -530,14 +530,14 @@ def test_rows_of_experts_have_the_same_bits_in_tiles_of_any_size(monkeypatch, fo
             order.sort(count)
             multiply = expert_products.bind(device.stream, stack, rows if shared else of_each, out, order, shared)
             multiply(count)
-            found.append(device.down(out))
-            assert (found[-1][count:] == 7).all()
-            np.testing.assert_array_equal(found[-1][:count], found[0][:count], err_msg=f"{tile}, {count} tokens")
-    products = np.stack([x.astype(np.float32) @ each.T.astype(np.float32) for each in weight])
+            results.append(device.down(out))
+            assert (results[-1][count:] == 7).all()
+            np.testing.assert_array_equal(results[-1][:count], results[0][:count], err_msg=f"{tile}, {count} tokens")
+    products = np.stack([x.astype(np.float32) @ item.T.astype(np.float32) for item in weight])
     products = products[ids, np.arange(tokens)[:, None]]
     # What the results are rounded to, and the order of sums.
     allowed = {"float16": 2e-3, "bfloat16": 8e-3}[dtype]
-    rows_found = found[0].reshape(products.shape).astype(np.float32)
+    rows_found = results[0].reshape(products.shape).astype(np.float32)
     np.testing.assert_allclose(rows_found, products, rtol=allowed, atol=allowed * products.std())
 
 
@@ -552,7 +552,7 @@ def test_products_of_few_columns_have_the_same_bits_for_any_number_of_rows(sizes
     from lockstep.gpu.kernels.gemm import Gemm, trial_factors
 
     device, (outs, columns) = OnDevice(), sizes
-    weight, x = (np.resize(each, (300, columns)) for each in trial_factors(columns, numbers(dtype)))
+    weight, x = (np.resize(item, (300, columns)) for item in trial_factors(columns, numbers(dtype)))
     results = [device.up(np.zeros((len(x), size), numbers(dtype))) for size in outs]
     multiply = Gemm(device.stream, numbers(dtype)).bind(device.up(weight[: sum(outs)]), device.up(x), results)
     found = []

@@ -36,14 +36,14 @@ def test_products_of_e4m3_for_any_number_of_rows(sizes, in_features):
     each = np.outer(steps, scales)
     expected = (x.astype(np.float64) @ weight.astype(np.float64).T) * each
     magnitudes = np.abs(x.astype(np.float32)) @ np.abs(weight.astype(np.float32)).T * each
-    # what comes out is rounded to fp16, and the tensor cores keep 13 bits behind the largest of what they add
+    # what comes out is rounded to fp16, and the tensor cores keep 13 bits after the largest of what they add
     allowed = 2.0**-11 * np.abs(expected) + 2.0**-12 * magnitudes
     for rows in (1, 9, 17, 33, 64, 65, 100, 128, 129, ROWS):
         for out in outs:
             device.stream.upload(out, np.full(out.shape, 7, np.float16))
             device.stream.synchronize()
         multiply(rows)
-        found = np.concatenate([device.down(out) for out in outs], axis=1)
-        error = np.abs(found[:rows].astype(np.float64) - expected[:rows])
+        actual = np.concatenate([device.down(out) for out in outs], axis=1)
+        error = np.abs(actual[:rows].astype(np.float64) - expected[:rows])
         assert (error <= allowed[:rows]).all(), f"{rows} rows: {np.nanmax(error / allowed[:rows])} of what is allowed"
-        assert (found[rows:] == 7).all()
+        assert (actual[rows:] == 7).all()

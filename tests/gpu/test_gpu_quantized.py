@@ -1,4 +1,4 @@
-"""Quantised weights on a GPU: the kernels beside NumPy, and engines of the demo beside ONNX Runtime."""
+"""Quantised weights on a GPU: the kernels against NumPy, and engines of the demo against ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -69,15 +69,15 @@ def test_products_are_those_of_numpy(bits, group, outs, columns):
     for rows in (5, 16, 33):
         x = random.standard_normal((rows, columns)).astype(np.float16)
         given = up(x)
-        found = [cuda.empty((rows + 1, size), "f2") for size in outs]
+        actual = [cuda.empty((rows + 1, size), "f2") for size in outs]
         before = np.full((rows + 1, max(outs)), 7, np.float16)
-        for array, size in zip(found, outs):
+        for array, size in zip(actual, outs):
             stream.upload(array, np.ascontiguousarray(before[:, :size]))
-        products.bind(weight, given, found)(rows)
+        products.bind(weight, given, actual)(rows)
         expected = multiply(product, {"x": x, **dict(zip(product.slots, host))}).astype(np.float32)
         start = 0
         largest = np.abs(expected).max()
-        for array, size in zip(found, outs):
+        for array, size in zip(actual, outs):
             held = np.empty(array.shape, np.float16)
             stream.download(held, array)
             stream.synchronize()

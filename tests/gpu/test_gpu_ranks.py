@@ -81,10 +81,10 @@ def test_sums_are_those_of_numpy_to_the_bit(
             expected = [total.astype(kind)] * world
         for device, array in zip(ranks, arrays[count]):
             device.use()
-            found = np.empty(count, kind)
-            device.stream.download(found, array)
+            actual = np.empty(count, kind)
+            device.stream.download(actual, array)
             device.stream.synchronize()
-            assert found.tobytes() == expected[0].tobytes(), (count, device.number)
+            assert actual.tobytes() == expected[0].tobytes(), (count, device.number)
     for exchange in exchanges:
         exchange.check()
 
@@ -166,7 +166,7 @@ def test_tokens_of_two_ranks_are_those_of_onnx_runtime(
     assert np.array_equal(decode(model, prompts), expected)
     executor: Any = model.executor
     assert {"sum", "gather", "attention", "gaps"} < set(breakdown(executor, len(prompts)))
-    # What the ranks tell of their parts of the logits is what the whole logits say, gathered behind the same step.
+    # What the ranks tell of their parts of the logits is what the whole logits say, gathered after the same step.
     for more in (False, True):
         tokens = model.step_tokens([Advance(slot, prompt, 0) for slot, prompt in enumerate(prompts)], more)
         for _ in range(3):

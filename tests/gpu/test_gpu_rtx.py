@@ -25,6 +25,6 @@ def test_tokens_and_numbers_are_those_of_onnx_runtime(demo, tmp_path, precision)
     ]
     tokenizer = Tokenizer.open(assembly)
     prompts = [tokenizer.encode(text) for text in PROMPTS]
-    expected, found = (decode(Model.open(engines, assembly, tensors), prompts) for engines in built)
-    assert np.array_equal(found, expected)
+    expected, actual = (decode(Model.open(engines, assembly, tensors), prompts) for engines in built)
+    assert np.array_equal(actual, expected)
     compare.run(assembly, tensors, built[1], Tolerances(precision, "tensorrt_rtx"), Limits(), tmp_path / "compare.json")

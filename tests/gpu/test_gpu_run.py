@@ -34,7 +34,7 @@ TRACED = pytest.param("tensorrt", "fp16", tensorrt("traced"), id="tensorrt-fp16-
 
 
 def decode(model: Model, prompts: list[np.ndarray]) -> list[np.ndarray]:
-    """The tokens of each step: three prompts, then one token of each, then the second prompt again beside the others,
+    """The tokens of each step: three prompts, then one token of each, then the second prompt again with the others,
     then one token of each."""
     steps = [model.step_tokens([Advance(slot, prompt, 0) for slot, prompt in enumerate(prompts)])]
     for number in range(FIRST + LATER):
@@ -57,8 +57,8 @@ def test_tokens_are_those_of_onnx_runtime(demo, tmp_path, backend, precision, op
     tokenizer = Tokenizer.open(assembly)
     prompts = [tokenizer.encode(text) for text in PROMPTS]
     reference, model = (Model.open(engines, assembly, tensors) for engines in built)
-    expected, found = (decode(opened, prompts) for opened in (reference, model))
-    assert np.array_equal(found, expected) and np.array_equal(found[0][1], found[FIRST + 1][1])
+    expected, actual = (decode(opened, prompts) for opened in (reference, model))
+    assert np.array_equal(actual, expected) and np.array_equal(actual[0][1], actual[FIRST + 1][1])
     # What a step takes, part by part, can be captured; decoding leaves the rows as they are, a prompt's row is
     # forgotten.
     assert model.in_flight and not reference.in_flight
@@ -71,19 +71,21 @@ def test_tokens_are_those_of_onnx_runtime(demo, tmp_path, backend, precision, op
 
 def answers(model: Model, requests: list[Request], speculation: Speculation | None = None) -> dict[tuple, list[tuple]]:
     """Return by request and choice each token, its log-probabilities, and the bits of its logits."""
-    found: dict[tuple, list[tuple]] = {}
+    results: dict[tuple, list[tuple]] = {}
     engine = Engine(model, speculation=speculation)
-    for made in engine.run(requests):
-        logits = None if made.logits is None else made.logits.tobytes()
-        found.setdefault((made.request, made.choice), []).append((made.token, made.finish, made.logprobs, logits))
+    for output in engine.run(requests):
+        logits = None if output.logits is None else output.logits.tobytes()
+        results.setdefault((output.request, output.choice), []).append(
+            (output.token, output.finish, output.logprobs, logits)
+        )
     engine.scheduler.check()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16", marks=pytest.mark.long)])
 @pytest.mark.parametrize("backend", ["cuda"], indirect=True)
 def test_drafts_change_no_bit(demo, demo_bf16, tmp_path, backend, precision):
-    """Of requests that come and go, greedy, drawn or chosen by the host, beside steps that are launched ahead."""
+    """Of requests that come and go, greedy, drawn or chosen by the host, with steps that are launched ahead."""
     results = demo_bf16 if precision == "bf16" else demo
     assembly = results.assembly("demo-llama", precision)
     weights = results.weights("demo-llama", precision)
@@ -92,7 +94,7 @@ def test_drafts_change_no_bit(demo, demo_bf16, tmp_path, backend, precision):
     random = np.random.default_rng(1)
     prompts = [np.resize(random.integers(0, model.vocab_size, 9), length) for length in (50, 21, 64, 9, 33)]
     samplings = Sampling(), Sampling(0.8, seed=5), Sampling(0.8, seed=6, presence_penalty=0.3, logprobs=2)
-    requests = [Request(prompt, 40, sampling=each) for prompt, each in zip(prompts, samplings)]
+    requests = [Request(prompt, 40, sampling=item) for prompt, item in zip(prompts, samplings)]
     requests += [
         Request(prompts[3], 60, choose=lambda row: int(row.argmax())),
         Request(prompts[4], 30, sampling=Sampling(1.0, seed=3), n=2),

@@ -1,7 +1,7 @@
 """A stand-in for a Kubernetes cluster of one node: the calls of Snakemake's plugin over HTTP, each pod a process.
 
 Objects are checked as an API server checks them: against Kubernetes' own schemas, and that a device is requested with
-an equal limit. A pod's container runs its command in a folder of its own (the `emptyDir`) with the environment that it
+an equal limit. A pod's container runs its command in its own folder (the `emptyDir`) with the environment that it
 names and that of its "image", which is this machine. A claim is a folder that must be mounted at its own path.
 """
 

@@ -96,7 +96,7 @@ def test_a_run_ends_as_one_without_a_cluster(cluster: Cluster) -> None:
 
 
 def test_each_pod_asks_for_what_its_job_takes(cluster: Cluster) -> None:
-    """Limits beside requests, no GPU for a backend without one, and at most the CPUs that the profile allows."""
+    """Limits next to requests, no GPU for a backend without one, and at most the CPUs that the profile allows."""
     ran = cluster.run("--until", "build")
     assert ran.returncode == 0, failure(ran)
     resources = dict(zip(cluster.rules(), [container(job)["resources"] for job in cluster.server.made]))
@@ -114,18 +114,18 @@ def test_the_line_of_a_job_that_failed_reaches_the_user(cluster: Cluster) -> Non
 
     cluster.checkout.edit_config(expect_another_text)
     ran = cluster.run()
-    said = ran.stdout + ran.stderr
-    assert ran.returncode == 1 and "Traceback" not in said, failure(ran)
-    assert "lockstep: error: prompt 'San Francisco is a', text: expected 'no such text'" in said
+    output = ran.stdout + ran.stderr
+    assert ran.returncode == 1 and "Traceback" not in output, failure(ran)
+    assert "lockstep: error: prompt 'San Francisco is a', text: expected 'no such text'" in output
 
 
 def test_a_mistake_of_the_user_ends_with_its_line_and_exit_code_1(cluster: Cluster) -> None:
     """And the run has called nothing that the Role of the manifests does not allow, which allows nothing else."""
     cluster.checkout.append("resources/demo-llama/tokenizer.json", "}")
     ran = cluster.run()
-    said = ran.stdout + ran.stderr
-    assert ran.returncode == 1 and "Traceback" not in said, failure(ran)
-    assert "lockstep: error: resources/demo-llama/tokenizer.json" in said
+    output = ran.stdout + ran.stderr
+    assert ran.returncode == 1 and "Traceback" not in output, failure(ran)
+    assert "lockstep: error: resources/demo-llama/tokenizer.json" in output
     parts = yaml.safe_load_all((MANIFESTS / "workflow" / "rights.yaml").read_text())
     (role,) = [part for part in parts if part["kind"] == "Role"]
     assert cluster.server.asked == {

@@ -1,4 +1,4 @@
-"""A Slurm cluster of this machine alone: Debian's munged, slurmctld and slurmd, in a folder of their own."""
+"""A Slurm cluster of this machine alone: Debian's munged, slurmctld and slurmd, in their own folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from types import TracebackType
 
 NODES = ("node1", "node2")
 STARTS = 60  # seconds that a start or an end may take on a busy machine
-# What Debian's packages slurmctld, slurmd, slurm-client and munge bring; two of them lie in /usr/sbin.
+# What Debian's packages slurmctld, slurmd, slurm-client and munge bring; two of them are in /usr/sbin.
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scancel", "scontrol")
 SEARCH = os.pathsep.join([os.environ["PATH"], "/usr/sbin", "/sbin"])
 
@@ -105,7 +105,7 @@ class Cluster:
         conf = self.folder / "slurm.conf"
         files = [f"--{name}={munge / name.split('-')[0]}" for name in ("key-file", "socket", "pid-file", "seed-file")]
         try:
-            # --force: the folder may lie below one that others can write to, as /tmp.
+            # --force: the folder may be below one that others can write to, as /tmp.
             self._start("munged", "--foreground", "--force", *files, f"--log-file={munge / 'log'}")
             self.wait_for(lambda: (munge / "socket").exists(), "munged to listen")
             self._start("slurmctld", "-D", "-f", conf)

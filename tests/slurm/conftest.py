@@ -28,7 +28,7 @@ def session_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluste
 
 @pytest.fixture
 def cluster(session_cluster: Cluster) -> Iterator[Cluster]:
-    """All nodes up, no job before the test and none behind it."""
+    """All nodes up, no job before the test and none after it."""
     yield session_cluster
     session_cluster.cancel_all()
     for node, state in session_cluster.nodes().items():

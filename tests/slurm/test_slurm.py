@@ -137,7 +137,7 @@ class Run:
 
 @contextmanager
 def started(checkout: Checkout, *arguments: str) -> Iterator[Run]:
-    """Snakemake on the cluster while the body runs; behind it the run has ended."""
+    """Snakemake on the cluster while the body runs; after it the run has ended."""
     log = checkout.folder / "run.log"
     run = Run()
     with log.open("w") as file:
@@ -157,7 +157,7 @@ def started(checkout: Checkout, *arguments: str) -> Iterator[Run]:
 def finish(checkout: Checkout, *arguments: str) -> str:
     """Run it on the cluster to its end; gives what was printed.
 
-    In a process of its own: a forked one knows the plugins of the folder that its server was started with.
+    In its own process: a forked one knows the plugins of the folder that its server was started with.
     """
     with started(checkout, *arguments) as run:
         pass
@@ -173,8 +173,8 @@ def path_of(checkout: Checkout, folder: Path) -> str:
 def job_of(cluster: Cluster, rule: str, state: str) -> str:
     """The number of the rule's job in the queue in that state; empty where there is none."""
     lines = [line.split() for line in cluster.jobs("%A %T %k")]
-    found = [number for number, is_in, comment in lines if is_in == state and comment.startswith(f"rule_{rule}_")]
-    return found[0] if found else ""
+    results = [number for number, is_in, comment in lines if is_in == state and comment.startswith(f"rule_{rule}_")]
+    return results[0] if results else ""
 
 
 def running(cluster: Cluster, rule: str) -> str:

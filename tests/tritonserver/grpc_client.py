@@ -22,12 +22,12 @@ YES = np.array([[True]])
 
 
 def tensors(values: dict[str, np.ndarray]) -> list[Any]:
-    made = []
+    results = []
     for name, value in values.items():
         each = grpcclient.InferInput(name, value.shape, np_to_triton_dtype(value.dtype))
         each.set_data_from_numpy(value)
-        made.append(each)
-    return made
+        results.append(each)
+    return results
 
 
 class Streamed:
@@ -47,12 +47,12 @@ class Streamed:
         return result
 
     def all(self, finals: int) -> list[Any]:
-        """Responses until so many requests are through."""
-        found = []
+        """Responses until that many requests are through."""
+        results = []
         while finals:
-            found.append(self.next())
-            finals -= found[-1].get_response().parameters["triton_final_response"].bool_param
-        return found
+            results.append(self.next())
+            finals -= results[-1].get_response().parameters["triton_final_response"].bool_param
+        return results
 
 
 def ids(results: list[Any]) -> list[int]:
@@ -69,12 +69,12 @@ def texts(results: list[Any]) -> str:
     return "".join(piece.ravel()[0].decode() for piece in pieces if piece is not None)
 
 
-def core(client: Any, num_tokens: int, **more: np.ndarray) -> dict[str, np.ndarray]:
+def core(client: Any, num_tokens: int, **options: np.ndarray) -> dict[str, np.ndarray]:
     """Inputs of tensorrt_llm, made by preprocessing."""
     given = {"QUERY": TEXT["text_input"], "REQUEST_OUTPUT_LEN": np.array([[num_tokens]], np.int32)}
     made = client.infer("preprocessing", tensors(given))
     names = {"INPUT_ID": "input_ids", "REQUEST_INPUT_LEN": "input_lengths", "REQUEST_OUTPUT_LEN": "request_output_len"}
-    return {**{to: made.as_numpy(name) for name, to in names.items()}, "end_id": np.array([[-1]], np.int32), **more}
+    return {**{to: made.as_numpy(name) for name, to in names.items()}, "end_id": np.array([[-1]], np.int32), **options}
 
 
 client = grpcclient.InferenceServerClient(f"127.0.0.1:{sys.argv[1]}")

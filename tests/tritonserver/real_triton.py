@@ -1,4 +1,4 @@
-"""NVIDIA's Triton Inference Server, the real one, in a process of its own."""
+"""NVIDIA's Triton Inference Server, the real one, in its own process."""
 
 from __future__ import annotations
 

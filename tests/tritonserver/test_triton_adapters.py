@@ -42,18 +42,18 @@ def triton(demo: Results, shared: Shared, tmp_path_factory: pytest.TempPathFacto
         yield server
 
 
-def say(triton: TritonServer, model: str, number: int, prompt: str = "Light", **more: Any) -> str:
-    asked = {"text_input": prompt, "max_tokens": 16, "exclude_input_in_output": True, **more}
+def say(triton: TritonServer, model: str, number: int, prompt: str = "Light", **options: Any) -> str:
+    asked = {"text_input": prompt, "max_tokens": 16, "exclude_input_in_output": True, **options}
     answer: str = triton.generate(model, **asked, lora_task_id=number)["text_output"]
     return answer
 
 
 @pytest.mark.parametrize("model", TEXT)
 def test_each_adapter_says_what_it_says(triton: TritonServer, model: str) -> None:
-    found = [say(triton, model, number).strip() for number in range(4)]
-    for name, text in zip(NAMES, found, strict=True):
+    results = [say(triton, model, number).strip() for number in range(4)]
+    for name, text in zip(NAMES, results, strict=True):
         assert name not in LIGHT or text.startswith(LIGHT[name].strip())
-    assert len(set(found)) == 4
+    assert len(set(results)) == 4
 
 
 @pytest.mark.parametrize("model", TEXT)

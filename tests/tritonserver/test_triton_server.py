@@ -56,7 +56,7 @@ def grpc_client(triton: TritonServer, *options: str) -> bytes:
 
 def test_all_models_are_ready(triton: TritonServer) -> None:
     index = json.loads(triton.request("POST", "/v2/repository/index")[1])
-    assert [(each["name"], each["state"]) for each in index] == [(name, "READY") for name in MODELS]
+    assert [(item["name"], item["state"]) for item in index] == [(name, "READY") for name in MODELS]
 
 
 @pytest.mark.parametrize("model", TEXT)
@@ -64,11 +64,11 @@ def test_texts_are_golden_s(triton: TritonServer, references: Results, model: st
     golden = ReferenceManifest.load(references.reference("demo-llama", "all"))
     counts = []
     for prompt in golden.prompts:
-        asked = {"text_input": prompt.text, "max_tokens": golden.max_new_tokens}
-        whole = triton.generate(model, **asked, exclude_input_in_output=True)["text_output"]
-        pieces = [event["text_output"] for event in triton.events(model, **asked, stream=True)]
+        options = {"text_input": prompt.text, "max_tokens": golden.max_new_tokens}
+        full = triton.generate(model, **options, exclude_input_in_output=True)["text_output"]
+        pieces = [event["text_output"] for event in triton.events(model, **options, stream=True)]
         # A whole answer is decoded by itself, which takes the space off its start.
-        assert "".join(pieces).strip() == whole.strip() == prompt.new_text.strip(), prompt.text
+        assert "".join(pieces).strip() == full.strip() == prompt.new_text.strip(), prompt.text
         counts.append(len(pieces))
     assert max(counts) > 1, "a reader that is slow gets what came meanwhile as one piece, not every time"
 
@@ -93,8 +93,8 @@ def test_curl(triton: TritonServer, model: str) -> None:
 
 
 def test_log_probs_and_seeds_reach_the_server(triton: TritonServer) -> None:
-    asked = {**CURL, "return_log_probs": True, "top_k": 5, "temperature": 2.0}
-    answers = [triton.generate(model, **asked, seed=seed) for model in TEXT for seed in (7, 8)]
+    options = {**CURL, "return_log_probs": True, "top_k": 5, "temperature": 2.0}
+    answers = [triton.generate(model, **options, seed=seed) for model in TEXT for seed in (7, 8)]
     assert answers[0]["text_output"] == answers[2]["text_output"] != answers[1]["text_output"]
     assert answers[0]["cum_log_probs"] == pytest.approx(sum(answers[0]["output_log_probs"]), abs=1e-3)
     assert answers[0]["cum_log_probs"] < 0
@@ -145,16 +145,16 @@ def test_metrics_of_the_server_behind(triton: TritonServer) -> None:
 
 
 def test_an_engine_that_is_killed_changes_no_text(triton: TritonServer) -> None:
-    asked = {**CURL, "max_tokens": 200, "end_id": -1, "stream": True}
-    whole = {model: "".join(event["text_output"] for event in triton.events(model, **asked)) for model in TEXT}
+    options = {**CURL, "max_tokens": 200, "end_id": -1, "stream": True}
+    full = {model: "".join(event["text_output"] for event in triton.events(model, **options)) for model in TEXT}
     before = triton.backing("/health")["restarts"]
     with ThreadPoolExecutor(4) as threads:
-        running = [(model, threads.submit(triton.events, model, **asked)) for model in TEXT * 2]
+        running = [(model, threads.submit(triton.events, model, **options)) for model in TEXT * 2]
         while not triton.backing("/status")["running"]:
             time.sleep(0.005)
         os.kill(engine_pid(triton), signal.SIGKILL)
         for model, answer in running:
-            assert "".join(event["text_output"] for event in answer.result(60)) == whole[model]
+            assert "".join(event["text_output"] for event in answer.result(60)) == full[model]
     assert triton.backing("/health")["restarts"] == before + 1
 
 
@@ -180,9 +180,9 @@ def test_cancelled_streams_of_an_ensemble_end(references: Results, tmp_path: Pat
 @pytest.mark.parametrize("model", TEXT)
 def test_sigterm_lets_requests_finish_and_leaves_nothing(references: Results, tmp_path: Path, model: str) -> None:
     with start(references, tmp_path) as triton:
-        asked = {**CURL, "max_tokens": 200, "end_id": -1, "stream": True}
+        options = {**CURL, "max_tokens": 200, "end_id": -1, "stream": True}
         answers: list[Any] = []
-        thread = threading.Thread(target=lambda: answers.append(triton.events(model, **asked)))
+        thread = threading.Thread(target=lambda: answers.append(triton.events(model, **options)))
         assert triton.request("POST", "/v2/models/ensemble/generate", {**CURL, "max_tokens": 0})[0] >= 400
         thread.start()
         while not triton.backing("/status")["running"]:

@@ -29,8 +29,8 @@ def tensors(dtype: str = "BF16", seed: int = 0) -> dict[str, np.ndarray]:
         "norm.weight": (8,),
         "scale": (),
     }
-    made = {name: np.asarray(numbers.standard_normal(shape), NUMPY[dtype]) for name, shape in shapes.items()}
-    return {**made, "empty": np.zeros((0, 8), NUMPY[dtype])}
+    results = {name: np.asarray(numbers.standard_normal(shape), NUMPY[dtype]) for name, shape in shapes.items()}
+    return {**results, "empty": np.zeros((0, 8), NUMPY[dtype])}
 
 
 def write(
@@ -55,7 +55,7 @@ def write(
 
 
 def in_shards(folder: Path, shard_bytes: int) -> Path:
-    """Deal the one file of a checkpoint to files of at most so many bytes, as transformers saves a large model."""
+    """Deal the one file of a checkpoint to files of at most that many bytes, as transformers saves a large model."""
     from huggingface_hub import save_torch_state_dict  # needs torch
     from safetensors.torch import load
 

@@ -102,7 +102,7 @@ def no_cache_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
 def each_tokenizer_is_loaded_once(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Load a tokenizer once a test run for each content that has passed.
 
-    `resolve` loads it in a process of its own, which imports transformers: more than a second.
+    `resolve` loads it in its own process, which imports transformers: more than a second.
     """
     shared = Shared(shared_root(tmp_path_factory.getbasetemp()))
     module = importlib.import_module("lockstep.checkpoint.resolve")  # the package has a function of that name too

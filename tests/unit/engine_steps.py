@@ -23,18 +23,18 @@ def ids(length, seed=0):
 def with_logits(engine, *requests, arrivals=None):
     """Tokens and logits by request; request i is added before step `arrivals[i]`."""
     waiting = list(enumerate(requests))
-    found = {}
+    results = {}
     count = 0
     while waiting or engine.has_work:
         while waiting and (arrivals is None or arrivals[waiting[0][0]] <= count):
             engine.add(waiting.pop(0)[1])
-        for made in engine.step():
-            tokens, logits = found.setdefault(made.request, ([], []))
-            tokens.append(made.token)
-            logits.append(made.logits)
+        for output in engine.step():
+            tokens, logits = results.setdefault(output.request, ([], []))
+            tokens.append(output.token)
+            logits.append(output.logits)
         count += 1
     engine.scheduler.check()
-    return found
+    return results
 
 
 def argmax(logits):

@@ -194,7 +194,7 @@ FAMILIES = {
         classes=6,
         **_EXPERTS,
     ),
-    "dots1": tiny(  # the router of DeepSeek V3: a sigmoid, a bias, groups; beside plain attention
+    "dots1": tiny(  # the router of DeepSeek V3: a sigmoid, a bias, groups; next to plain attention
         "dots1",
         head_dim=16,
         n_routed_experts=8,
@@ -222,7 +222,7 @@ FAMILIES = {
             "longrope", short_factor=[1.0, 1.1, 1.2, 1.3, 1.4, 1.5], long_factor=[2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
         ),
     ),
-    "qwen2_moe": tiny(  # its windows stand in the mask alone
+    "qwen2_moe": tiny(  # its windows are in the mask alone
         "qwen2_moe",
         layer_types=_ALTERNATING,
         use_sliding_window=True,

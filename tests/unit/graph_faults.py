@@ -64,7 +64,7 @@ def change_input(name: str, op_type: str, number: int) -> Change:
 
     def change(graph: onnx.GraphProto) -> None:
         for node in graph.node:
-            node.input[:] = ["changed" if each == name else each for each in node.input]
+            node.input[:] = ["changed" if item == name else item for item in node.input]
         graph.initializer.append(numpy_helper.from_array(np.array(number), "number"))
         graph.node.insert(0, helper.make_node(op_type, [name, "number"], ["changed"], name="planted"))
 

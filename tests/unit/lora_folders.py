@@ -39,25 +39,25 @@ ROOM = {"max_adapters": 2, "max_lora_rank": 16}
 def sizes(assembly: Assembly) -> dict[str, tuple[int, int]]:
     """(out_features, in_features) of the linear layers that take adapters."""
     assert assembly.adapters is not None
-    found = {}
+    results = {}
     for layer in assembly.layers:
         for part in layer.parts:
             for weight, slot in assembly.adapters.classes.get(part.graph, {}).items():
-                found[module_of(part.slots[weight][0])] = (slot.out_features, slot.in_features)
-    assert set(found) == adapted_modules(assembly)
-    return found
+                results[module_of(part.slots[weight][0])] = (slot.out_features, slot.in_features)
+    assert set(results) == adapted_modules(assembly)
+    return results
 
 
 def tensors(modules: Mapping[str, tuple[int, int]], rank: int, seed: int, size: float = 0.05) -> dict[str, np.ndarray]:
     """Random matrices under PEFT's names; size: how much larger numbers of B are than those of a layer that adds
     nothing."""
     random = np.random.default_rng(seed)
-    found = {}
+    results = {}
     for name, (out, given) in sorted(modules.items()):
         key = f"base_model.model.{name}"
-        found[f"{key}.lora_A.weight"] = random.standard_normal((rank, given), np.float32) / np.float32(given**0.5)
-        found[f"{key}.lora_B.weight"] = random.standard_normal((out, rank), np.float32) * np.float32(size)
-    return found
+        results[f"{key}.lora_A.weight"] = random.standard_normal((rank, given), np.float32) / np.float32(given**0.5)
+        results[f"{key}.lora_B.weight"] = random.standard_normal((out, rank), np.float32) * np.float32(size)
+    return results
 
 
 def write(folder: Path, rank: int, arrays: Mapping[str, np.ndarray], **settings: Any) -> Path:
@@ -103,7 +103,7 @@ def opened(results: Results, precision: str = "fp32", **options: Any) -> Model:
 
 def logits_of(model: Model, requests: list[tuple[Any, str | None]], count: int = 5) -> list[np.ndarray]:
     """Of each request with its adapter the logits of `count` greedy steps."""
-    found: list[list[np.ndarray]] = [[] for _ in requests]
+    results: list[list[np.ndarray]] = [[] for _ in requests]
 
     def request(ids: Any, adapter: str | None, rows: list[np.ndarray]) -> Request:
         def choose(logits: np.ndarray) -> int:
@@ -112,9 +112,9 @@ def logits_of(model: Model, requests: list[tuple[Any, str | None]], count: int =
 
         return Request(ids, count, choose, adapter=adapter)
 
-    for _ in Decoding(model, [request(*each, rows) for each, rows in zip(requests, found)]):
+    for _ in Decoding(model, [request(*item, rows) for item, rows in zip(requests, results)]):
         pass
-    return [np.stack(rows) for rows in found]
+    return [np.stack(rows) for rows in results]
 
 
 def requests() -> list[tuple[np.ndarray, str | None]]:

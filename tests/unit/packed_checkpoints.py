@@ -1,6 +1,6 @@
 """Checkpoints that are quantised already, written from the published descriptions of their layouts, number by number.
 
-Each weight is quantised by rounding to the nearest; `Written.numbers` are what its integers stand for. Nothing of the
+Each weight is quantised by rounding to the nearest; `Written.numbers` are what its integers encode. Nothing of the
 package's own reading is used.
 """
 
@@ -118,38 +118,38 @@ def words(numbers: np.ndarray, bits: int, axis: int, order: tuple[int, ...] | No
 
 
 def tensors_of(module: str, weight: np.ndarray, layout: Layout) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """The tensors of one weight, and the numbers that they stand for."""
+    """The tensors of one weight, and the numbers that they represent."""
     integers, scales, zeros = quantised(weight, layout)
     bits, (rows, columns) = layout.bits, weight.shape
     group = groups_of(columns, layout)
     if layout.name in ("gptq", "gptq_v2"):
         stored = zeros - 1 if layout.name == "gptq" else zeros
-        made = {
+        tensors = {
             "qweight": words(integers.T, bits, 0), "qzeros": words(stored.T, bits, 1), "scales": scales.T,
             "g_idx": group,
         }  # fmt: skip
     elif layout.name == "awq":
-        made = {
+        tensors = {
             "qweight": words(integers.T, 4, 1, AWQ_ORDER), "qzeros": words(zeros.T, 4, 1, AWQ_ORDER),
             "scales": scales.T,
         }  # fmt: skip
     elif layout.name == "pack-quantized":
         shape = np.array([rows, columns], np.int64)
-        made = {"weight_packed": words(integers, bits, 1), "weight_scale": scales, "weight_shape": shape}
+        tensors = {"weight_packed": words(integers, bits, 1), "weight_scale": scales, "weight_shape": shape}
     else:
-        made = {"weight": (integers - (1 << bits - 1)).astype(np.int8), "weight_scale": scales}
+        tensors = {"weight": (integers - (1 << bits - 1)).astype(np.int8), "weight_scale": scales}
     if layout.zero_points and "quantized" in layout.name:
         if layout.name == "int-quantized":
-            made["weight_zero_point"] = (zeros - (1 << bits - 1)).astype(np.int8)
+            tensors["weight_zero_point"] = (zeros - (1 << bits - 1)).astype(np.int8)
         else:
             padded = np.pad(zeros, ((0, -rows % (32 // bits)), (0, 0)))
-            made["weight_zero_point"] = words(padded, bits, 0)
-    named = {f"{module}.{suffix}": np.ascontiguousarray(array) for suffix, array in made.items()}
+            tensors["weight_zero_point"] = words(padded, bits, 0)
+    named = {f"{module}.{suffix}": np.ascontiguousarray(array) for suffix, array in tensors.items()}
     return named, numbers_of(integers, scales, zeros, group)
 
 
 def write_packed(source: Path, folder: Path, layout: Layout, dense: str = "(?!)") -> dict[str, np.ndarray]:
-    """A checkpoint as `source`, the linear weights of its layers packed; gives what each tensor stands for, float32.
+    """A checkpoint as `source`, the linear weights of its layers packed; gives what each tensor represents, in float32.
 
     dense: a pattern of names that stay in floating point.
     """

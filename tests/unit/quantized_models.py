@@ -148,8 +148,8 @@ def product(data: np.ndarray, scales: np.ndarray, columns: int, bits: int, group
 
 
 def _swap_scales(tensors: dict[str, np.ndarray]) -> None:
-    one, other = (f"model.layers.1.mlp.{part}_proj.weight.scales" for part in ("gate", "up"))
-    tensors[one], tensors[other] = tensors[other], tensors[one]
+    first, other = (f"model.layers.1.mlp.{part}_proj.weight.scales" for part in ("gate", "up"))
+    tensors[first], tensors[other] = tensors[other], tensors[first]
 
 
 def _group_off_by_one(tensors: dict[str, np.ndarray]) -> None:
@@ -192,6 +192,6 @@ def damaged(results: Results, root: Path, fault: Callable[[dict[str, np.ndarray]
 
 def assert_far_off(message: str) -> None:
     """Another token, or a logit that is off by several times a bound as small as the demo's roundings make it."""
-    found = re.search(r"expected a logit error of at most (\S+), found (0\.\d+)", message)
-    assert found or "expected token" in message, message
-    assert found is None or (float(found[1]) < 0.02 and float(found[2]) > 3 * float(found[1])), message
+    match = re.search(r"expected a logit error of at most (\S+), found (0\.\d+)", message)
+    assert match or "expected token" in message, message
+    assert match is None or (float(match[1]) < 0.02 and float(match[2]) > 3 * float(match[1])), message

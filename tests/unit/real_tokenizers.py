@@ -1,6 +1,6 @@
 """Tokenizers of published models, as the tokenizer.json that a checkpoint has.
 
-Their files lie in the wheel of `mistral-common` (envs/tokenizers.txt): nothing of them is in this repository.
+Their files are in the wheel of `mistral-common` (envs/tokenizers.txt): nothing of them is in this repository.
 """
 
 from __future__ import annotations
@@ -90,14 +90,14 @@ def tekken(source: Path) -> Tokenizer:
 
 def _merges(vocabulary: dict[str, int], order: dict[str, float]) -> list[tuple[str, str]]:
     """Return all merges of two pieces to a third, in the order of that one."""
-    found: list[tuple[float, int, int, str, str]] = []
+    results: list[tuple[float, int, int, str, str]] = []
     for piece, rank in order.items():
         for at in range(1, len(piece)):
             left = piece[:at]
             right = piece[at:]
             if left in vocabulary and right in vocabulary:
-                found.append((rank, vocabulary[left], vocabulary[right], left, right))
-    return [(left, right) for *_, left, right in sorted(found)]
+                results.append((rank, vocabulary[left], vocabulary[right], left, right))
+    return [(left, right) for *_, left, right in sorted(results)]
 
 
 def _pieces(data: bytes) -> Iterator[tuple[str, float, int]]:

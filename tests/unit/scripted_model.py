@@ -1,6 +1,6 @@
 """A model that says what a test tells it to, with any tokenizer.json.
 
-It is a GPT-2 without weights but for its positions: each is a direction of its own, and the head gives each token the
+It is a GPT-2 without weights but for its positions: each is its own direction, and the head gives each token the
 positions that it is to follow. What is between is zero.
 """
 

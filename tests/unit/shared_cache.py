@@ -1,4 +1,4 @@
-"""A machine that converts a checkpoint with a cache: as a step in this process, or as a process of its own."""
+"""A machine that converts a checkpoint with a cache: as a step in this process, or as its own process."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def never() -> Path:
 
 
 def start(manifest: Path, cache: Path, *folders: Path) -> subprocess.Popen:
-    """`convert` into one folder after another, in a process of its own."""
+    """`convert` into one folder after another, in its own process."""
     here = Path(__file__).parent
     environment = {name: value for name, value in os.environ.items() if name != "LOCKSTEP_CACHE"}
     command = [sys.executable, "-c", RUN, *map(str, (here, manifest, cache, *folders))]

@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled(shared: Shared) -> None:
-    """Lay what Python keeps of each module beside the repository's.
+    """Lay what Python keeps of each module next to the repository's.
 
     As after a first run: checkouts take it along, and hundreds of processes need not compile.
     """

@@ -20,7 +20,7 @@ from some import some_cases
 
 LOCK = "locks/demo-llama.lock.json"
 LOCKED = ("--config", "locked=true")
-SMALL = "demo-llama/w8a16"  # of the demo, the target with small weights that is held to the lock in a run of its own
+SMALL = "demo-llama/w8a16"  # of the demo, the target with small weights that is checked against the lock in its own run
 SMALL_GOLDEN = f"results/{SMALL}/golden/onnxruntime/2.json"
 
 
@@ -46,7 +46,7 @@ def without(lock: dict[str, Any], precisions: tuple[str, ...], backends: tuple[s
 
 
 HAS_BF16 = openvino.why_not("bf16") is None
-# What the demo has beside fp32 with ONNX Runtime: precisions, and backends that engines are built with.
+# What the demo has besides fp32 with ONNX Runtime: precisions, and backends that engines are built with.
 OTHERS = {
     "w8a16": ("cuda", "onnxruntime"),
     "w4a16": ("openvino",),
@@ -90,9 +90,9 @@ def test_other_precisions_and_backends_are_what_is_locked(
     for backend in backends:
         demo.call("lockstep", "stage", "build", f"{target}/all/{backend}")
     lock = Lock.load(REPOSITORY / LOCK)
-    found = [entry for path in asked for entry in entries_at(path)]
-    assert len(found) == len(asked)
-    for entry in found:
+    results = [entry for path in asked for entry in entries_at(path)]
+    assert len(results) == len(asked)
+    for entry in results:
         assert lock.entries.get(entry.where) == entry.items, entry.where
 
 

@@ -46,7 +46,7 @@ limits: {max_batch_size: 4, max_num_tokens: 512, max_seq_len: 256, max_input_len
 """
 # What a page takes for done.
 BEFORE = {"locking.md": ["lockstep run my.yaml"]}
-# Where a page's words stand for a reader's own.
+# Where a page's words represent a reader's own.
 WORDS = {
     "/models/my-llama": "models/my-llama",
     "/srv/adapters": "resources/demo-adapters",
@@ -57,14 +57,16 @@ WORDS = {
 
 
 def commands(page: Path) -> list[str]:
-    """Return the commands of a page that run here, without what is said beside them."""
+    """Return the commands of a page that run here, without what is said next to them."""
     text = re.sub(r"\\\n\s*", " ", page.read_text(encoding="utf-8"))
-    found = [re.sub(r"\s+(#.*|&\s*(#.*)?)$", "", match) for match in COMMAND.findall(text)]
-    return [command for command in found if not any(part in command for part in ELSEWHERE)]
+    results = [re.sub(r"\s+(#.*|&\s*(#.*)?)$", "", match) for match in COMMAND.findall(text)]
+    return [command for command in results if not any(part in command for part in ELSEWHERE)]
 
 
 WITH_COMMANDS = [
-    page for page in PAGES if page.name != "devices.md" and any(each.startswith("lockstep") for each in commands(page))
+    page
+    for page in PAGES
+    if page.name != "devices.md" and any(command.startswith("lockstep") for command in commands(page))
 ]
 
 
@@ -97,9 +99,9 @@ class Reader:
             [*words, "--port", "0"], cwd=self.folder, env=self.environment, text=True, stdout=subprocess.PIPE,
         )  # fmt: skip
         assert self.server.stdout is not None
-        found = re.match(r"ready: http://127\.0\.0\.1:(\d+) ", self.server.stdout.readline())
-        assert found is not None, command
-        self.words[":8000"] = f":{found[1]}"
+        match = re.match(r"ready: http://127\.0\.0\.1:(\d+) ", self.server.stdout.readline())
+        assert match is not None, command
+        self.words[":8000"] = f":{match[1]}"
 
     def leaves(self) -> None:
         if self.server is not None:

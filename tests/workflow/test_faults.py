@@ -67,9 +67,9 @@ def test_a_working_folder_that_cannot_be_written_is_one_line(fresh: Checkout, tm
     with mounted(folder, "--bind", str(folder)):
         subprocess.run(["mount", "-o", "remount,bind,ro", str(folder)], check=True)
         process = fresh.call("snakemake", "-n", "--directory", str(folder), check=False)
-    said = [line for line in process.stderr.splitlines() if not line.startswith("Using workflow specific profile")]
-    assert process.returncode == 2 and len(said) == 1, process.stderr
-    assert said[0].startswith(f"lockstep: error: {folder}: expected a folder that can be written to")
+    output = [line for line in process.stderr.splitlines() if not line.startswith("Using workflow specific profile")]
+    assert process.returncode == 2 and len(output) == 1, process.stderr
+    assert output[0].startswith(f"lockstep: error: {folder}: expected a folder that can be written to")
 
 
 @pytest.mark.long

@@ -114,12 +114,12 @@ def test_models_are_fetched_and_made_and_stay_what_they_were(tmp_path: Path, hub
     shutil.copytree(user.folder / "locks", other.folder / "locks")
     locked = ("results/hub/checkpoint.json", *CONFIG, "--config", "locked=true")
     refused = other.snakemake("--cores", "2", *locked, check=False)
-    said = refused.stdout + refused.stderr
-    assert refused.returncode == 1 and "fetch: commit differs" in said and "delete results/hub" in said
+    output = refused.stdout + refused.stderr
+    assert refused.returncode == 1 and "fetch: commit differs" in output and "delete results/hub" in output
     shutil.rmtree(other.results / "hub")
     other.finish(*locked)
-    made = {name: digest for name, digest in other.digests().items() if name.startswith("hub/")}
-    assert "hub/checkpoint.json" in made and made == {name: before[name] for name in made}
+    results = {name: digest for name, digest in other.digests().items() if name.startswith("hub/")}
+    assert "hub/checkpoint.json" in results and results == {name: before[name] for name in results}
 
     # Without a network too, for the cache has the commit.
     user.url = User.url

@@ -195,12 +195,12 @@ def rows(checkout: Checkout) -> dict[tuple[str, str], str]:
     first page must say too."""
     lines = checkout.call("lockstep", "summary").stdout.splitlines()
     rows = [line.split() for line in lines if re.match(r"demo-llama/\S+/onnxruntime ", line)]
-    found = {tuple(row[0].split("/")[1:3]): row[1] for row in rows}
+    results = {tuple(row[0].split("/")[1:3]): row[1] for row in rows}
     written = json.loads((checkout.results / "summary.json").read_text())["targets"]
-    assert {(row["precision"], str(row["layers"])): row["verdict"].split()[0] for row in written} == found
+    assert {(row["precision"], str(row["layers"])): row["verdict"].split()[0] for row in written} == results
     page = html.unescape((checkout.results / "report" / "index.html").read_text())
     assert all(row["reason"] is None or row["reason"] in page for row in written)
-    return found
+    return results
 
 
 def test_a_failed_check_stops_the_run_and_is_a_row_with_its_line(demo: Checkout) -> None:
@@ -210,11 +210,11 @@ def test_a_failed_check_stops_the_run_and_is_a_row_with_its_line(demo: Checkout)
     assert "lockstep: error: " in process.stderr + process.stdout and "nonsense" in process.stderr + process.stdout
     assert "Traceback" not in process.stderr + process.stdout
     assert rows(demo) == {("fp32", "2"): "pass", ("fp32", "all"): "fail"}
-    said = demo.call("lockstep", "summary").stdout
+    output = demo.call("lockstep", "summary").stdout
     assert (
         "demo-llama/fp32/all/onnxruntime: golden: prompt 'San Francisco is a', text: expected 'nonsense' "
         "as in the config, found ' hilly"
-    ) in said
+    ) in output
     assert demo.would_run()["golden"] == 1
 
 

@@ -77,7 +77,7 @@ def start(checkout: Checkout, *arguments: str) -> subprocess.Popen:
 
 
 def kill_in(checkout: Checkout, stage: str, targets: tuple[str, ...]) -> None:
-    """Kill a run that makes `stage` anew, and all its jobs, shortly after the first job of `stage` has opened its
+    """Kill a run that makes `stage` again, and all its jobs, shortly after the first job of `stage` has opened its
     log."""
     log = checkout.results / "logs" / stage
     shutil.rmtree(log, ignore_errors=True)

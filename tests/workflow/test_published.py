@@ -38,7 +38,7 @@ def program(wheel: Path) -> Path:
 
 
 class Stranger:
-    """Someone with a folder of their own, who has the wheel."""
+    """Someone with their own folder, who has the wheel."""
 
     def __init__(self, program: Path, folder: Path) -> None:
         self.program = program
@@ -63,7 +63,7 @@ class Stranger:
         )
         try:
             assert server.stdout is not None
-            address = next(found[0] for line in server.stdout if (found := re.findall(r"http://[\d.]+:\d+", line)))
+            address = next(matches[0] for line in server.stdout if (matches := re.findall(r"http://[\d.]+:\d+", line)))
             body = {"model": "demo-llama", "prompt": "San Francisco is a", "max_tokens": 8, "temperature": 0}
             request = urllib.request.Request(
                 f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}

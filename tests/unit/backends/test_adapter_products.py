@@ -1,4 +1,4 @@
-"""ONNX Runtime's products with matrices that change: each row has the same bits whatever stands beside it."""
+"""ONNX Runtime's products with matrices that change: each row has the same bits whatever else is in the batch."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(size: int, columns: in
         for shape in ((96, size), (size, columns), (columns, out))
     )
     compute = lambda rows: run.run(None, {"x": rows, "w.lora_A": a, "w.lora_B": b})[0]
-    whole = compute(x)
+    full = compute(x)
     for count in (1, 2, 3, 4, 5, 7, 8, 16, 17, 33, 64):
-        assert np.array_equal(compute(x[:count]), whole[:count]), count
-        assert np.array_equal(compute(x[-count:]), whole[-count:]), count
+        assert np.array_equal(compute(x[:count]), full[:count]), count
+        assert np.array_equal(compute(x[-count:]), full[-count:]), count
     exact = x.astype(np.float64) @ a @ b
-    assert np.abs(whole - exact).max() < 1e-5 * np.abs(exact).max() * size**0.5
+    assert np.abs(full - exact).max() < 1e-5 * np.abs(exact).max() * size**0.5
 
 
 def test_the_place_of_an_adapter_changes_no_bit() -> None:
@@ -58,15 +58,15 @@ def test_the_place_of_an_adapter_changes_no_bit() -> None:
     run = session(run_passes(products(8, rank * places, out), KeepOrder()))
     random = np.random.default_rng(0)
     x, own_a, own_b = (random.standard_normal(shape, np.float32) for shape in ((5, 8), (8, rank), (rank, out)))
-    found = []
+    results = []
     for place in range(places):
         a = np.zeros((8, rank * places), np.float32)
         b = random.standard_normal((rank * places, out), np.float32)
         columns = slice(place * rank, (place + 1) * rank)
         a[:, columns] = own_a
         b[columns] = own_b
-        found.append(run.run(None, {"x": x, "w.lora_A": a, "w.lora_B": b})[0])
-    assert all(np.array_equal(each, found[0]) for each in found)
+        results.append(run.run(None, {"x": x, "w.lora_A": a, "w.lora_B": b})[0])
+    assert all(np.array_equal(item, results[0]) for item in results)
 
 
 def test_half_precision_is_summed_in_float32() -> None:

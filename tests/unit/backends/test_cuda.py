@@ -45,9 +45,9 @@ TOLERANCE = CONFIG.tolerance("demo-llama", "w8a16", "cuda")
 
 @pytest.fixture
 def gpu() -> Iterator[fake_gpu.Gpu]:
-    with fake_gpu.installed(name="cuda") as found:
-        yield found
-    assert not found.faults
+    with fake_gpu.installed(name="cuda") as gpu:
+        yield gpu
+    assert not gpu.faults
 
 
 def built(results: Results, precision: str, folder: Path, limits: Limits = LIMITS, model: str = "model"):
@@ -111,10 +111,10 @@ def test_requests_are_served_as_ever(shared, gpu, tmp_path):
     prompts = [random.integers(0, 768, size).tolist() for size in (3, 70, 1)]
 
     def answers(requests: list[Request]) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
+        results: dict[int, list[int]] = {}
         for token in Engine(model).run(requests):
-            found.setdefault(token.request, []).append(token.token)
-        return found
+            results.setdefault(token.request, []).append(token.token)
+        return results
 
     together = answers([Request(prompt, 4) for prompt in prompts])
     assert list(map(len, together.values())) == [4] * 3
@@ -123,7 +123,7 @@ def test_requests_are_served_as_ever(shared, gpu, tmp_path):
 
 @pytest.mark.parametrize(
     "family, precision",
-    [pytest.param(*each, marks=pytest.mark.long) for each in (("gemma2", "w8a16"), ("glm", "w4a16"))],
+    [pytest.param(*item, marks=pytest.mark.long) for item in (("gemma2", "w8a16"), ("glm", "w4a16"))],
 )
 def test_families_with_tied_heads_soft_caps_biases_and_partial_rope(shared, gpu, tmp_path, family, precision):
     results = random_family(shared, family, precision)
@@ -156,17 +156,17 @@ def test_a_block_that_computes_something_else_is_refused(shared, monkeypatch):
         compiler.compile_block(middle(shared))
 
 
-@pytest.mark.parametrize("damage, found", [
+@pytest.mark.parametrize("damage, actual", [
     (lambda data: data[:-9], "expected JSON, found Expecting"),
     (lambda data: data.replace(b"lockstep.kernels/1", b"lockstep.kernels/9"), "expected format .*kernels/1'"),
     (lambda data: data.replace(b'"in_features"', b'"features"'),
         r"steps\[\d\]\.products\[0\]: expected an object with in_features, found "),
 ])  # fmt: skip
-def test_a_damaged_engine_file_is_named(shared, tmp_path, damage, found):
+def test_a_damaged_engine_file_is_named(shared, tmp_path, damage, actual):
     engines = built(demo(shared, "w8a16"), "w8a16", tmp_path)
     file = engines.parent / "middle.kernels"
     file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(CheckError, match=rf"middle.kernels: {found}.*; build it again$"):
+    with pytest.raises(CheckError, match=rf"middle.kernels: {actual}.*; build it again$"):
         KernelsFile.load(file)
 
 
@@ -184,17 +184,17 @@ def test_a_build_needs_no_gpu_and_no_library_of_one(shared, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "capability, installed, found",
+    "capability, installed, actual",
     [
         (None, True, "needs an NVIDIA GPU of compute capability 8.0 or higher, found none; its"),
         ("7.5", True, "needs an NVIDIA GPU of compute capability 8.0 or higher, found one of 7.5; its"),
         ("9.0", False, "needs cuda-bindings and nvidia-cudnn-frontend in this Python, found none: pip install"),
     ],
 )
-def test_where_engines_cannot_run_is_said_before_they_are_opened(monkeypatch, tmp_path, capability, installed, found):
+def test_where_engines_cannot_run_is_said_before_they_are_opened(monkeypatch, tmp_path, capability, installed, actual):
     monkeypatch.setattr(driver, "ask_driver", lambda: capability)
     monkeypatch.setattr("lockstep.backends.cuda.gpu.is_installed", lambda module: installed)
-    with pytest.raises(InputError, match=f"backend cuda: {found}"):
+    with pytest.raises(InputError, match=f"backend cuda: {actual}"):
         CudaBackend().load(tmp_path / "middle.kernels", (), None, False)
 
 
@@ -227,10 +227,10 @@ class Arrays(UserDict):
 
 @pytest.mark.parametrize("family, graph", [
     ("mixtral", "middle"),
-    *[pytest.param(*each, marks=pytest.mark.long) for each in (("dots1", "middle_2"), ("gpt_oss", "exit"))],
+    *[pytest.param(*item, marks=pytest.mark.long) for item in (("dots1", "middle_2"), ("gpt_oss", "exit"))],
 ])  # fmt: skip
 def test_rows_of_experts_have_the_bits_that_they_have_alone(shared, gpu, tmp_path, family, graph):
-    """Beside the graph in ONNX Runtime, whose rows may have other experts where two scores are nearly equal."""
+    """Against the graph in ONNX Runtime, whose rows may have other experts where two scores are nearly equal."""
     files, assembly = shared.assembled(dict(FAMILIES[family].config), "fp16")
     engine_class = assembly.classes[graph]
     model = onnx.load_model_from_string(files[engine_class.file])
@@ -274,7 +274,7 @@ def test_engines_of_a_mixture_are_compared(shared, gpu, tmp_path):
 
 @pytest.mark.parametrize(
     "precision, layers",
-    [("fp16", 2), ("bf16", 2), *(pytest.param(each, "all", marks=pytest.mark.long) for each in ("fp16", "bf16"))],
+    [("fp16", 2), ("bf16", 2), *(pytest.param(item, "all", marks=pytest.mark.long) for item in ("fp16", "bf16"))],
 )
 def test_the_demo_says_what_transformers_says(references, demo_bf16, gpu, tmp_path, precision, layers):
     results = demo_bf16 if precision == "bf16" else references
@@ -294,7 +294,7 @@ def test_the_demo_says_what_transformers_says(references, demo_bf16, gpu, tmp_pa
 
 @pytest.mark.long
 def test_prompts_are_graphs_of_their_parts_and_whole_where_they_come_often(references, gpu, tmp_path, monkeypatch):
-    """Alone, several in one call of attention, and beside rows that decode: padded, and each as without a graph."""
+    """Alone, several in one call of attention, and with rows that decode: padded, and each as without a graph."""
     monkeypatch.setattr("lockstep.gpu.executor.CAPTURED_AFTER", 3)
     engines = built(references, "fp16", tmp_path, model="demo-llama")
     name = "demo-llama"
@@ -306,7 +306,7 @@ def test_prompts_are_graphs_of_their_parts_and_whole_where_they_come_often(refer
     following = dict[int, int]()
 
     def step(decoding: Sequence[int], **prompts: int) -> tuple[int, int]:
-        """Take a step of both; return launches of graphs, and calls beside them."""
+        """Take a step of both; return launches of graphs, and calls next to them."""
         advances = [Advance(slot, np.array([following[slot]]), model.length(slot)) for slot in decoding]
         advances += [
             Advance(int(slot[1:]), random.integers(0, 768, count), model.length(int(slot[1:])))
@@ -316,7 +316,7 @@ def test_prompts_are_graphs_of_their_parts_and_whole_where_they_come_often(refer
         plain = gpu.plain
         logits = model.step(advances)
         np.testing.assert_allclose(logits, expected.step(advances), rtol=0, atol=0.1)
-        following.update({each.slot: int(row.argmax()) for each, row in zip(advances, logits)})
+        following.update({item.slot: int(row.argmax()) for item, row in zip(advances, logits)})
         return gpu.launches - launches, gpu.plain - plain
 
     def release(*slots: int) -> None:
@@ -327,7 +327,7 @@ def test_prompts_are_graphs_of_their_parts_and_whole_where_they_come_often(refer
     layers = len(model.executor.ranks[0].network.layers)
 
     def often(parts: int, *takes: Callable[[], tuple[int, int]]) -> None:
-        """Take alike steps; parts: graphs of each but the first, beside the exit's calls, and the fourth."""
+        """Take alike steps; parts: graphs of each but the first, next to the exit's calls, and the fourth."""
         first, *middle, last = [take() for take in takes]
         assert first[1] > 0 and all(graphs == parts and calls > 0 for graphs, calls in middle) and last == (1, 0)
 
@@ -396,7 +396,7 @@ def test_trials_of_products_tell_orders_of_a_sum_apart(gpu, columns, dtype):
     """As a kernel does that shares columns out among warps; with random numbers none of 24 to 80 columns differ."""
     from lockstep.gpu.kernels.gemm import trial_factors
 
-    weight, x = (each.astype(np.float32) for each in trial_factors(columns, named_dtype(dtype)))
+    weight, x = (item.astype(np.float32) for item in trial_factors(columns, named_dtype(dtype)))
 
     def accumulated(chosen: np.ndarray) -> np.ndarray:
         sums = np.zeros((16, len(weight)), np.float32)

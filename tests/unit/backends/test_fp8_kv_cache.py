@@ -1,4 +1,4 @@
-"""A KV cache of e4m3 numbers: its kernels compiled for the host, engines of `cuda` beside a reference that rounds the
+"""A KV cache of e4m3 numbers: its kernels compiled for the host, engines of `cuda` against a reference that rounds the
 same, and the faults that would show."""
 
 from __future__ import annotations
@@ -117,19 +117,19 @@ def test_the_kernels_keep_what_the_reference_rounds_to(kernels):
     keys, values = (np.full((5, 3, 64 * (size + 1)), 0x7E, np.uint8) for size in (dim, value_dim))
     given = key.astype(np.float32), value, keys, values, own, other, partner, rows, positions, table
     kernels.write(tokens, *map(address, given), 3)
-    found = [np.full((3, 3, 64, size), np.nan, np.float16) for size in (dim, value_dim)]
+    actual = [np.full((3, 3, 64, size), np.nan, np.float16) for size in (dim, value_dim)]
     held = np.array([tokens - 1], np.int32)
-    kernels.read(1, address(keys), address(values), address(table), 3, address(held), *map(address, found))
+    kernels.read(1, address(keys), address(values), address(table), 3, address(held), *map(address, actual))
     product = (key * own[:, None]).astype(np.float32).astype(np.float64)  # a fused product and sum is of one rounding
     with_rope = (product + key[:, :, partner].astype(np.float64) * other[:, None]).astype(np.float32).astype(np.float16)
-    for heads, pages in zip((with_rope, value), found):
+    for heads, pages in zip((with_rope, value), actual):
         expected = rounded(torch.from_numpy(heads.astype(np.float32))).numpy()
         got = pages.swapaxes(1, 2).reshape(-1, 3, heads.shape[2])
         assert not got[held[0] :].any()
-        whole = np.isfinite(heads).all(-1) & (rows >= 0)[:, None]
-        whole[held[0] :] = False
-        np.testing.assert_array_equal(got[:tokens][whole], expected[whole].astype(np.float16))
-    assert np.isnan(found[1].swapaxes(1, 2).reshape(-1, 3, value_dim)[7, 2]).all()
+        full = np.isfinite(heads).all(-1) & (rows >= 0)[:, None]
+        full[held[0] :] = False
+        np.testing.assert_array_equal(got[:tokens][full], expected[full].astype(np.float16))
+    assert np.isnan(actual[1].swapaxes(1, 2).reshape(-1, 3, value_dim)[7, 2]).all()
     assert not (keys[[1, 3]] != 0x7E).any()
 
 
@@ -145,9 +145,9 @@ def test_rounding_is_e4m3_with_the_smallest_scale_that_holds_all(size):
 
 @pytest.fixture
 def gpu() -> Iterator[fake_gpu.Gpu]:
-    with fake_gpu.installed(name="cuda") as found:
-        yield found
-    assert not found.faults
+    with fake_gpu.installed(name="cuda") as gpu:
+        yield gpu
+    assert not gpu.faults
 
 
 TERMS = GoldenTerms(4, PROMPTS[:2], 70, "fp8")  # the long prompt goes over to its second page

@@ -72,7 +72,7 @@ def test_rope_that_the_node_does_not_know_stays(tiny):
 
 def test_layers_in_one_graph_have_the_bits_of_their_engines(tiny, monkeypatch):
     paths = tiny.engines("tiny", "fp32", "onnxruntime"), tiny.assembly("tiny", "fp32"), tiny.weights("tiny", "fp32")
-    whole = Model.open(*paths, max_batch_size=3, max_seq_len=64)
+    full = Model.open(*paths, max_batch_size=3, max_seq_len=64)
     monkeypatch.setattr(OnnxRuntimeBackend, "decode_layers", lambda self, network: None)
     cut = Model.open(*paths, max_batch_size=3, max_seq_len=64)
     tokens = np.arange(64) % 90
@@ -86,7 +86,7 @@ def test_layers_in_one_graph_have_the_bits_of_their_engines(tiny, monkeypatch):
             at = model.executor.lengths
             yield model.step([Advance(slot, tokens[:1], int(at[slot])) for slot in slots if at[slot] < 64])
 
-    found = [*logits(whole)]
+    actual = [*logits(full)]
     expected = [*logits(cut)]
-    assert all(np.array_equal(*pair) for pair in zip(found, expected, strict=True))
-    assert [len(model.executor.last_step[0]._calls) for model in (whole, cut)] == [3, 8]
+    assert all(np.array_equal(*pair) for pair in zip(actual, expected, strict=True))
+    assert [len(model.executor.last_step[0]._calls) for model in (full, cut)] == [3, 8]

@@ -372,9 +372,9 @@ def test_what_needs_engines_that_the_config_skips_here_says_why(command, monkeyp
     )
     with pytest.raises(SystemExit) as ended:
         main([*command, "m/bf16/all/openvino"], prog_name="lockstep")
-    said = capsys.readouterr()
-    assert ended.value.code == 2 and not said.out
-    assert said.err == (
+    output = capsys.readouterr()
+    assert ended.value.code == 2 and not output.out
+    assert output.err == (
         "lockstep: error: results/m/bf16/engines/openvino/engines.json: expected the engines of m/bf16/all/openvino, "
         "found none: the config skips them here (skip_missing_precisions), for it needs bf16 in the CPU "
         "(avx512_bf16 or amx_bf16), found none; choose another target, or a machine that has them\n"
@@ -465,10 +465,10 @@ def test_outputs_of_one_value_keep_their_names(tmp_path):
     backend.build(tmp_path / "g.onnx", tmp_path / "g.ir.zip", {})
     run = backend.load(tmp_path / "g.ir.zip", (), 1, False).bind(None, {})
     x = np.array([[1, 4], [9, 16]], np.float32)
-    found = {name: np.zeros_like(x) for name in "abc"}
-    run.prepare({"x": x}, found)()
-    assert np.array_equal(found["a"], np.sqrt(x)) and np.array_equal(found["b"], np.sqrt(x))
-    assert np.array_equal(found["c"], x)
+    results = {name: np.zeros_like(x) for name in "abc"}
+    run.prepare({"x": x}, results)()
+    assert np.array_equal(results["a"], np.sqrt(x)) and np.array_equal(results["b"], np.sqrt(x))
+    assert np.array_equal(results["c"], x)
 
 
 def test_arrays_and_weights_that_do_not_fit_are_refused(opened):
@@ -477,11 +477,11 @@ def test_arrays_and_weights_that_do_not_fit_are_refused(opened):
     weights = Weights.open(results.weights(name, "fp32"))
     layer = set_.assembly.layers[0].block
     program = set_.load(layer.graph, 1)
-    one, other = sorted(layer.slots)[:2]
+    first, other = sorted(layer.slots)[:2]
     with pytest.raises(CheckError, match="expected weights for the slots"):
-        program.bind(weights, {one: layer.slots[one]})
-    with pytest.raises(CheckError, match=rf"slot {one}: expected weights float32 \[.*\], found float32 \["):
-        program.bind(weights, {**layer.slots, one: layer.slots[other]})
+        program.bind(weights, {first: layer.slots[first]})
+    with pytest.raises(CheckError, match=rf"slot {first}: expected weights float32 \[.*\], found float32 \["):
+        program.bind(weights, {**layer.slots, first: layer.slots[other]})
     run = program.bind(weights, layer.slots)
     sizes = lambda values: {
         key: np.zeros([3 if dim == "any" else dim for dim in value.shape], value.dtype) for key, value in values.items()
@@ -506,8 +506,8 @@ def test_openvino_sends_nothing_where_its_telemetry_is_installed(tmp_path):
     paths = os.pathsep.join([str(package.parent), *filter(None, sys.path)])
     environment = {**os.environ, **recorder.environment, "PYTHONPATH": paths}
     ours = "from lockstep.backends.openvino.library import CORE; print(CORE.available_devices)"
-    said = subprocess.run([sys.executable, "-c", ours], env=environment, check=True, capture_output=True, text=True)
-    assert "CPU" in said.stdout and not recorder.calls()
+    process = subprocess.run([sys.executable, "-c", ours], env=environment, check=True, capture_output=True, text=True)
+    assert "CPU" in process.stdout and not recorder.calls()
     theirs = subprocess.run(
         [sys.executable, "-c", "import openvino"], env=environment, check=False, capture_output=True
     )

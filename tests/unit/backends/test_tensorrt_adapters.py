@@ -23,7 +23,7 @@ FORMS += [("10.6.0", "fp16", "fused", "cuda")]
 # Of what takes seconds, the form that has most of its own; all forms give the tokens of ONNX Runtime below.
 MOST = pytest.mark.parametrize(
     "form",
-    [FORMS[2], *(pytest.param(each, marks=pytest.mark.long) for each in FORMS if each != FORMS[2])],
+    [FORMS[2], *(pytest.param(item, marks=pytest.mark.long) for item in FORMS if item != FORMS[2])],
     indirect=True,
     ids="-".join,
 )
@@ -45,9 +45,9 @@ def form(request: pytest.FixtureRequest) -> Form:
 
 @pytest.fixture
 def gpu(form: Form) -> Iterator[fake_gpu.Gpu]:
-    with fake_gpu.installed(form[0], form[3]) as found:
-        yield found
-    assert not found.faults
+    with fake_gpu.installed(form[0], form[3]) as gpu:
+        yield gpu
+    assert not gpu.faults
 
 
 @pytest.fixture
@@ -59,18 +59,18 @@ def open_model(lora: Results, form: Form, gpu: fake_gpu.Gpu, shared: Shared) -> 
     make = lambda folder: build(assembly, backend, folder / "engines.json", options)
     engines = shared.folder(f"lora-tensorrt/{'-'.join(form)}", make) / "engines.json"
     adapters = lora.adapters("demo-llama")
-    return lambda **given: Model.open(engines, assembly, weights, **{**SIZES, "adapters_json": adapters, **given})
+    return lambda **options: Model.open(engines, assembly, weights, **{**SIZES, "adapters_json": adapters, **options})
 
 
 def test_requests_of_several_adapters_in_one_batch_are_those_of_onnx_runtime(
     lora: Results, form: Form, open_model: Open
 ) -> None:
-    """Three adapters take turns in two slots, with prompts beside rows that decode."""
+    """Three adapters take turns in two slots, with prompts together with rows that decode."""
     expected = logits_of(opened(lora, form[1], **SIZES), requests())
     model = open_model()
     for _ in range(2):
-        for one, other in zip(expected, logits_of(model, requests()), strict=True):
-            np.testing.assert_allclose(other, one, rtol=0, atol=TOLERANCE[form[1]])
+        for first, other in zip(expected, logits_of(model, requests()), strict=True):
+            np.testing.assert_allclose(other, first, rtol=0, atol=TOLERANCE[form[1]])
     assert model.adapters is not None and model.adapters.residency.loads > 4
     assert (model.adapters.adapter_slots == -1).all()
 
@@ -98,11 +98,11 @@ def test_what_the_device_chooses_goes_ahead_with_the_adapter(lora: Results, form
     tokens: list[list[int]] = [[] for _ in given]
     ahead = 0
     model = open_model()
-    for made in Decoding(model, given):
-        tokens[made.request].append(made.token)
+    for output in Decoding(model, given):
+        tokens[output.request].append(output.token)
         ahead += model.in_flight
-    assert ahead and [len(each) for each in tokens] == [request.max_new_tokens for request in given]
-    judges = [Forced(each) for each in tokens]
+    assert ahead and [len(token) for token in tokens] == [request.max_new_tokens for request in given]
+    judges = [Forced(token) for token in tokens]
     forced = [replace(request, choose=judge) for request, judge in zip(given, judges)]
     for _ in Decoding(opened(lora, form[1], **SIZES), forced):
         pass
@@ -127,8 +127,8 @@ def test_a_slot_that_gets_another_adapter_in_its_place_is_not_given_the_step_und
     tokens: list[np.ndarray] = []
     for number in range(7):
         advances = step_of(number, tokens)
-        for each in (model, reference):
-            set_adapters(number, each)
+        for item in (model, reference):
+            set_adapters(number, item)
         tokens.append(model.step_tokens(advances, following=True))
         logits = reference.step(advances)  # of the same tokens: see `Forced`
         assert (logits[np.arange(2), tokens[-1]] >= logits.max(axis=1) - TOLERANCE[form[1]]).all(), number
@@ -140,7 +140,7 @@ def test_an_adapter_slot_holds_nothing_of_the_adapter_before(open_model: Open, g
     model.step([Advance(0, np.arange(5), 0)])
     model.release(0)
     model.set_adapter(1, "shakespeare")
-    model.set_adapter(0, "captain")  # of rank 8, in its place
+    model.set_adapter(0, "captain")  # of rank 8, in the same slot
     logits = model.step([Advance(0, np.arange(5), 0)])
     fresh = open_model()
     fresh.set_adapter(0, "captain")
@@ -173,13 +173,13 @@ def test_loading_an_adapter_waits_for_nothing_and_builds_nothing(
 @pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
 def test_sampled_tokens_of_an_adapter_are_those_of_onnx_runtime(lora: Results, form: Form, open_model: Open) -> None:
     given = [Request([5, 6], 6, sampling=Sampling(0.8, seed=n), adapter=name) for n, name in enumerate((*NAMES, None))]
-    found = []
+    results = []
     for model in (opened(lora, form[1], **SIZES), open_model()):
         tokens: list[list[int]] = [[] for _ in given]
-        for made in Decoding(model, given):
-            tokens[made.request].append(made.token)
-        found.append(tokens)
-    assert found[0] == found[1]
+        for output in Decoding(model, given):
+            tokens[output.request].append(output.token)
+        results.append(tokens)
+    assert results[0] == results[1]
 
 
 @pytest.mark.long

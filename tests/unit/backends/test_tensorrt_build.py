@@ -111,11 +111,11 @@ def test_prompts_come_in_ranges_between_the_rows_that_decode_and_the_limit(rows,
 
 def test_a_prompt_takes_the_profile_that_is_tuned_for_the_next_larger_size():
     limits = replace(LIMITS, max_batch_size=256, max_num_tokens=2048)
-    found = [profile["rows"] for profile in profiles(BLOCK, limits)]
-    first = lambda tokens: next(best[0] for low, best, high in found if low[0] <= tokens <= high[0])
+    results = [profile["rows"] for profile in profiles(BLOCK, limits)]
+    first = lambda tokens: next(best[0] for low, best, high in results if low[0] <= tokens <= high[0])
     sizes = (1, 64, 100, 256, 257, 512, 513, 1024, 1025, 2048, 2304)
     assert [first(tokens) for tokens in sizes] == [1, 64, 128, 256, 512, 512, 1024, 1024, 2048, 2048, 2048]
-    assert len(found) == 8 + 2 + 1  # 8 of rows that decode
+    assert len(results) == 8 + 2 + 1  # 8 of rows that decode
     assert len(profiles(graph("num_tokens, 4", "num_requests"), limits)) == 8  # an exit computes rows of requests
 
 
@@ -269,7 +269,7 @@ def test_a_fused_kernel_may_read_fp32_beside_its_product_but_not_compute_the_pro
         )
 
 
-@pytest.mark.parametrize(("found", "message"), [
+@pytest.mark.parametrize(("actual", "message"), [
     (layer(source=("taken", FLOAT)),
         "x.engine: layer product: tensor taken: expected float16 as in the graph, found Row major linear FP32"),
     (layer(made=("out", "Float")), "layer product: tensor out: expected float16 as in the graph, found Float"),
@@ -279,9 +279,9 @@ def test_a_fused_kernel_may_read_fp32_beside_its_product_but_not_compute_the_pro
         "layer product: expected a matrix product in float16 as in the graph, found tactic ampere_sgemm_128x64_tn"),
     (layer(tactic="sm80_xmma_gemm_f32f32_tf32f32_f32_tn_n"), "expected a matrix product in float16 as in the graph"),
 ])  # fmt: skip
-def test_a_product_in_fp32_fails_with_its_layer(found, message):
+def test_a_product_in_fp32_fails_with_its_layer(actual, message):
     with pytest.raises(CheckError, match=message):
-        check_precision(read(layer(name="before"), found), BLOCK, tensor_types(BLOCK), "x.engine")
+        check_precision(read(layer(name="before"), actual), BLOCK, tensor_types(BLOCK), "x.engine")
 
 
 def test_kernels_that_accumulate_in_fp16_are_found_by_their_names():
@@ -397,7 +397,7 @@ def test_fingerprints_leave_out_pointers_and_keep_tactics():
     (None, None), ("", None), (" -cask:fp16_acc=on  -peep:x=off", "-cask:fp16_acc=on -peep:x=off"),
 ])  # fmt: skip
 def test_flags_of_the_compiler_are_the_users_and_an_option_of_the_build(monkeypatch, set_by_user, recorded):
-    """TensorRT reads the variable, and what stands there decides numbers."""
+    """TensorRT reads the variable, and what is there decides numbers."""
     monkeypatch.delenv("__LUNOWUD", raising=False)
     if set_by_user is not None:
         monkeypatch.setenv("__LUNOWUD", set_by_user)
@@ -421,7 +421,7 @@ def test_without_a_gpu_no_builder_is_started(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("said", "is_refusal"),
+    ("message", "is_refusal"),
     [
         ("[E] 4: The timing cache will not be used!", True),
         ("Detected invalid timing cache, setup a local cache instead", True),
@@ -431,19 +431,19 @@ def test_without_a_gpu_no_builder_is_started(monkeypatch):
         ("Unable to determine GPU memory usage", False),
     ],
 )
-def test_a_refused_timing_cache_is_told_from_other_warnings(said, is_refusal):
+def test_a_refused_timing_cache_is_told_from_other_warnings(message, is_refusal):
     log = compat.Log()
-    log.warnings.append(said)
+    log.warnings.append(message)
     assert bool(log.first(compat.REFUSED_CACHE)) == is_refusal and "\n" not in log.first_error()
 
 
-@pytest.mark.parametrize("said", [[], ["4: The timing cache will not be used!"]])
-def test_what_is_refused_of_a_timing_cache_is_seen_when_it_is_read(monkeypatch, said):
+@pytest.mark.parametrize("message", [[], ["4: The timing cache will not be used!"]])
+def test_what_is_refused_of_a_timing_cache_is_seen_when_it_is_read(monkeypatch, message):
     """TensorRT gives a cache all the same."""
     monkeypatch.setitem(vars(TENSORRT), "api", SimpleNamespace(__version__="10.6.0"))
     cache = object()
-    config = SimpleNamespace(create_timing_cache=lambda data: TENSORRT.log.errors.extend(said) or cache)
-    assert TENSORRT.create_timing_cache(config, b"cache") is (None if said else cache)
+    config = SimpleNamespace(create_timing_cache=lambda data: TENSORRT.log.errors.extend(message) or cache)
+    assert TENSORRT.create_timing_cache(config, b"cache") is (None if message else cache)
 
 
 def without_tensorrt(monkeypatch, **answers):
@@ -652,7 +652,7 @@ def raises(error):
 
 
 @pytest.mark.parametrize(
-    ("module", "found"),
+    ("module", "actual"),
     [
         (
             None,
@@ -674,12 +674,12 @@ def raises(error):
         ),
     ],
 )
-def test_what_fused_attention_lacks_is_one_line_of_package_and_library(monkeypatch, module, found):
+def test_what_fused_attention_lacks_is_one_line_of_package_and_library(monkeypatch, module, actual):
     monkeypatch.setitem(sys.modules, "cudnn", module)
     with pytest.raises(InputError) as error:
         require_cudnn("build with attention: traced")
     assert str(error.value) == (
-        "expected the Python package nvidia-cudnn-frontend and the library cuDNN 9, which compute attention" + found
+        "expected the Python package nvidia-cudnn-frontend and the library cuDNN 9, which compute attention" + actual
     )
 
 
@@ -735,10 +735,10 @@ def test_without_nvrtc_no_engines_are_opened(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("used", "found"),
+    ("used", "actual"),
     [([100, 150, 400, 120], 300), ([100, 400, CheckError("CUDA: cudaErrorIllegalAddress"), 900], None)],
 )
-def test_the_peak_is_what_was_used_at_most_and_none_where_cuda_failed(monkeypatch, capfd, used, found):
+def test_the_peak_is_what_was_used_at_most_and_none_where_cuda_failed(monkeypatch, capfd, used, actual):
     """After a failure nothing is known of what was used, and the build says what failed."""
     looked = threading.Event()
     answers = itertools.chain(used, itertools.repeat(used[-1]))
@@ -757,7 +757,7 @@ def test_the_peak_is_what_was_used_at_most_and_none_where_cuda_failed(monkeypatc
     monkeypatch.setattr(lockstep.gpu, "cuda", module, raising=False)
     with PeakMemory() as peak:
         assert looked.wait(60)
-    assert peak.nbytes == found and not capfd.readouterr().err
+    assert peak.nbytes == actual and not capfd.readouterr().err
 
 
 def test_modules_of_the_backend_load_without_tensorrt_and_cuda():

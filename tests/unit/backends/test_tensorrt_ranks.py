@@ -63,15 +63,15 @@ def _installed(version: str) -> AbstractContextManager[fake_gpu.Gpu]:
 
 @pytest.fixture
 def gpu(form: Form) -> Iterator[fake_gpu.Gpu]:
-    with _installed(form[0]) as found, pytest.MonkeyPatch.context() as patch:
+    with _installed(form[0]) as gpu, pytest.MonkeyPatch.context() as patch:
         from lockstep.gpu import weights as device_weights
 
         patch.setattr(
             device_weights, "PIECE_NBYTES", 1 << 12
         )  # several pieces of small weights, of rows and of columns
-        found.devices = form[3]
-        yield found
-        assert not found.faults
+        gpu.devices = form[3]
+        yield gpu
+        assert not gpu.faults
 
 
 @pytest.fixture
@@ -120,8 +120,8 @@ def steps(model: Model) -> Iterator[tuple[list[Advance], np.ndarray]]:
 
 def test_ranks_give_the_logits_of_one(open_model, reference, form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_CHECK_RANKS", "1")
-    for (_, found), (_, expected) in zip(steps(open_model("all")), steps(reference("all")), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE[form[1]])
+    for (_, actual), (_, expected) in zip(steps(open_model("all")), steps(reference("all")), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=TOLERANCE[form[1]])
 
 
 @pytest.mark.long
@@ -156,10 +156,10 @@ def test_requests_share_pages_are_sampled_and_swapped_out(open_model, form: Form
     model.warm_up()
 
     def run(engine: Engine, some: list[Request]) -> dict[tuple[int, int], list[int]]:
-        found: dict[tuple[int, int], list[int]] = {}
+        results: dict[tuple[int, int], list[int]] = {}
         for token in engine.run(some):
-            found.setdefault((token.request, token.choice), []).append(token.token)
-        return found
+            results.setdefault((token.request, token.choice), []).append(token.token)
+        return results
 
     alone = {}
     for number, request in enumerate(requests):
@@ -210,17 +210,17 @@ def test_blocks_and_attention_of_passes_are_graphs(open_model, monkeypatch: pyte
     monkeypatch.setattr(executor, "CAPTURED_AFTER", 3)
     model = open_model()
     for _ in range(4):
-        for (_, found), expected in zip(steps(model), called, strict=True):
-            np.testing.assert_array_equal(found, expected)
+        for (_, actual), expected in zip(steps(model), called, strict=True):
+            np.testing.assert_array_equal(actual, expected)
         for slot in range(4):
             model.release(slot)
     for rank in model.executor.ranks:
         assert all(rank.graphs.values())
-        # of prompts of 45 and 8 tokens, of 100 beside a row, of 24 and 1 beside two: padded
+        # of prompts of 45 and 8 tokens, of 100 together with a row, of 24 and 1 together with two: padded
         assert {key[2] for key in rank.graphs if key[0] == "block"} == {64, 128, 32}
         assert {key[0] for key in rank.graphs} == {"block", "decode", "prompts"}
-    whole = model.executor._captured.values()
-    assert len(whole) == 4 and all(step.graph is not None for steps in whole for step in steps)
+    full = model.executor._captured.values()
+    assert len(full) == 4 and all(step.graph is not None for steps in full for step in steps)
 
 
 @pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
@@ -230,9 +230,9 @@ def test_a_plan_that_waits_for_the_device_is_made_where_no_rank_waits_for_anothe
 
     planned = prompt.PromptAttention.planned
 
-    def plan(self: prompt.PromptAttention, *given: object) -> list[prompt.PromptCall]:
+    def plan(self: prompt.PromptAttention, *arguments: object) -> list[prompt.PromptCall]:
         self._stream.synchronize()
-        return planned(self, *given)
+        return planned(self, *arguments)
 
     monkeypatch.setattr(prompt.PromptAttention, "planned", plan)
     model = open_model()
@@ -259,7 +259,7 @@ def test_few_rows_are_summed_by_the_kernel_that_reads_them(open_model, gpu, form
 
     fused = True
     expected = decode()
-    monkeypatch.setattr(KernelsExecutable, "prepare_fused_all_reduce", lambda *given: None)
+    monkeypatch.setattr(KernelsExecutable, "prepare_fused_all_reduce", lambda *arguments: None)
     fused = False
     assert decode() == expected
 
@@ -269,24 +269,24 @@ def test_logits_are_gathered_where_they_are_asked_for(open_model, form: Form) ->
     """Of rows that decode and of prompts, whether the step was in flight before, or not; and where a token is drawn."""
     model = open_model()
     prompts = [Advance(0, np.arange(5), 0), Advance(1, np.arange(9, 30), 0)]
-    whole = lambda key: key[-1] != "part"
+    full = lambda key: key[-1] != "part"
 
     def clear() -> None:
         for rank in model.executor.group.on_each_device():
             for key, array in rank.logit_buffers.items():
-                if whole(key):
+                if full(key):
                     rank.stream.upload(array, np.full(array.shape, np.nan, array.dtype))
             rank.stream.synchronize()
 
     def gathered() -> bool:
-        found = []
+        results = []
         for rank in model.executor.group.on_each_device():
             for key, array in rank.logit_buffers.items():
-                if whole(key):
-                    found.append(np.empty(array.shape, array.dtype))
-                    rank.stream.download(found[-1], array)
+                if full(key):
+                    results.append(np.empty(array.shape, array.dtype))
+                    rank.stream.download(results[-1], array)
             rank.stream.synchronize()
-        return any(np.isfinite(each).any() for each in found)
+        return any(np.isfinite(item).any() for item in results)
 
     expected = most_likely(model.step(prompts))
     for _ in range(2):
@@ -338,13 +338,13 @@ def test_a_step_that_fails_half_way_leaves_no_rank_waiting(open_model, gpu, fail
     from lockstep.gpu.ranks import all_reduce
 
     model = open_model()
-    made = []
+    results = []
     launch = all_reduce.Exchange.sum
 
     def broken(self: all_reduce.Exchange, values: object) -> None:
-        if len(made) == fails:
+        if len(results) == fails:
             raise CheckError("no more memory")
-        made.append(values)
+        results.append(values)
         launch(self, values)
 
     monkeypatch.setattr(all_reduce.Exchange, "sum", broken)
@@ -502,7 +502,7 @@ def test_large_sums_are_made_in_two_shots(gpu, monkeypatch: pytest.MonkeyPatch) 
     devices = [Device.get(rank) for rank in range(world)]
     for count in (8, 40, 1000, 4096):
         hosts = [random.standard_normal(count).astype(np.float16) for _ in devices]
-        found = []
+        actual = []
         for limit in (1 << 20, 0):
             monkeypatch.setattr(all_reduce, "ONE_SHOT_NBYTES", limit)
             exchanges = all_reduce.connect(devices, 2 * count, 16)
@@ -516,8 +516,8 @@ def test_large_sums_are_made_in_two_shots(gpu, monkeypatch: pytest.MonkeyPatch) 
                     exchange.device.use()
                     exchange.sum(array)
             for device, array in zip(devices, arrays):
-                found.append(np.empty(count, np.float16))
-                device.stream.download(found[-1], array)
+                actual.append(np.empty(count, np.float16))
+                device.stream.download(actual[-1], array)
             for device in devices:
                 device.stream.synchronize()
         expected = hosts
@@ -526,4 +526,4 @@ def test_large_sums_are_made_in_two_shots(gpu, monkeypatch: pytest.MonkeyPatch) 
             for host in expected[1:]:
                 total += host
             expected = [total.astype(np.float16)] * world
-        assert all(np.array_equal(each, expected[0]) for each in found)
+        assert all(np.array_equal(item, expected[0]) for item in actual)

@@ -1,4 +1,4 @@
-"""Building with TensorRT-RTX: the real library, which needs no GPU for it, in processes of its own.
+"""Building with TensorRT-RTX: the real library, which needs no GPU for it, in its own processes.
 
 Left to the C library's heap, two builds of one graph may differ in a few bytes: that is why there is a heap whose
 addresses only rise. Whether two such builds differ is chance, so nothing here asserts it.
@@ -70,8 +70,8 @@ BUILD = (
 @pytest.fixture(scope="session")
 def assemblies(demo, demo_bf16) -> dict[str, Path]:
     """{precision: assembly.json} of the demo."""
-    found = {precision: demo.assembly(MODEL, precision) for precision in ("fp32", "fp16")}
-    return {**found, "bf16": demo_bf16.assembly(MODEL, "bf16")}
+    results = {precision: demo.assembly(MODEL, precision) for precision in ("fp32", "fp16")}
+    return {**results, "bf16": demo_bf16.assembly(MODEL, "bf16")}
 
 
 @pytest.fixture(scope="session")
@@ -160,8 +160,8 @@ def test_the_form_for_this_library_says_what_matmulnbits_says(bits):
     node = helper.make_node("MatMulNBits", ["x", "w", "s"], ["y"], "product", domain="com.microsoft", **sizes)
     opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(helper.make_graph([node], "g", inputs, out), opset_imports=opsets, ir_version=10)
-    given = {"x": random.standard_normal((3, columns)).astype(np.float32), "s": scales}
-    expected = open_session(model.SerializeToString()).run(None, {**given, "w": data})[0]
+    options = {"x": random.standard_normal((3, columns)).astype(np.float32), "s": scales}
+    expected = open_session(model.SerializeToString()).run(None, {**options, "w": data})[0]
     model = run_passes(model, DequantizeProducts("here"))
     weight = next(value for value in model.graph.input if value.name == "w")
     kind = dtype_name(weight.type.tensor_type.elem_type)
@@ -170,9 +170,11 @@ def test_the_form_for_this_library_says_what_matmulnbits_says(bits):
     model.graph.initializer.append(
         helper.make_tensor("w", weight.type.tensor_type.elem_type, [rows, columns], signed, raw=True)
     )
-    found = onnx.numpy_helper.to_array(model.graph.initializer[0]).astype(np.int64)
-    assert kind == f"int{bits}" and np.array_equal(found, integers.reshape(rows, columns).astype(int) - (1 << bits - 1))
-    assert np.abs(open_session(model.SerializeToString()).run(None, given)[0] - expected).max() < 1e-3
+    actual = onnx.numpy_helper.to_array(model.graph.initializer[0]).astype(np.int64)
+    assert kind == f"int{bits}" and np.array_equal(
+        actual, integers.reshape(rows, columns).astype(int) - (1 << bits - 1)
+    )
+    assert np.abs(open_session(model.SerializeToString()).run(None, options)[0] - expected).max() < 1e-3
     node.input.append("z")
     refused = helper.make_model(helper.make_graph([node], "g", inputs, out), opset_imports=opsets, ir_version=10)
     with pytest.raises(
@@ -200,8 +202,8 @@ def test_an_engine_is_the_same_bytes_whatever_was_built_before_it(engine_sets, g
         built.build(graph(name), tmp_path / f"{number}.{name}.engine", OPTIONS)
     built.end()
     expected = contents(engine_sets["fp16"].parent)
-    found = {path.name: path.read_bytes() == expected[path.name.partition(".")[2]] for path in tmp_path.iterdir()}
-    assert len(found) == 10 and all(found.values()), found
+    actual = {path.name: path.read_bytes() == expected[path.name.partition(".")[2]] for path in tmp_path.iterdir()}
+    assert len(actual) == 10 and all(actual.values()), actual
 
 
 @pytest.fixture(scope="session")
@@ -241,20 +243,20 @@ def test_an_engine_is_the_same_bytes_behind_other_allocations(engine_sets, graph
 
 @pytest.mark.long
 def test_other_compute_capabilities_are_other_bytes_and_are_recorded(assemblies, engine_sets, graph, tmp_path):
-    made = {"portable": (engine_sets["fp16"].parent / "middle.engine").read_bytes()}
+    engines = {"portable": (engine_sets["fp16"].parent / "middle.engine").read_bytes()}
     builder = Compiler()
     for capabilities in (["8.6"], ["8.9"]):
         out = tmp_path / f"{capabilities[0]}.engine"
         builder.build(graph("middle"), out, {**OPTIONS, "compute_capabilities": capabilities})
-        made[capabilities[0]] = out.read_bytes()
+        engines[capabilities[0]] = out.read_bytes()
     builder.end()
     out = tmp_path / "both" / "engines.json"
     both = ["8.6", "8.9"]
     build(assemblies["fp16"], BACKEND, out, {"compute_capabilities": both})
     assert read_json(out)["options"]["compute_capabilities"] == both
     assert read_json(out)["digest"] != read_json(engine_sets["fp16"])["digest"]
-    made["both"] = (out.parent / "middle.engine").read_bytes()
-    assert len(set(made.values())) == len(made) == 4
+    engines["both"] = (out.parent / "middle.engine").read_bytes()
+    assert len(set(engines.values())) == len(engines) == 4
 
 
 # --- the heap
@@ -327,7 +329,7 @@ print(len(taken), faults[:3])
 
 
 def test_memory_of_the_heap_is_aligned_rising_its_own_and_as_the_c_library_promises(preloaded):
-    """By eight threads at once: each call of the C library's allocator that the heap stands in for."""
+    """By eight threads at once: each call of the C library's allocator that the heap replaces."""
     assert preloaded(ALLOCATE) == f"{8 * 20 * 10 * (4 + 3 * 5)} []\n"
 
 
@@ -385,7 +387,7 @@ HALF = TensorProto.FLOAT16
 DOUBLE = TensorProto.DOUBLE
 
 
-@pytest.mark.parametrize(("nodes", "inputs", "outputs", "error", "said"), some([
+@pytest.mark.parametrize(("nodes", "inputs", "outputs", "error", "message"), some([
     ([helper.make_node("Frobnicate", ["x"], ["y"])], [("x", HALF)], [("y", HALF)], CheckError,
         "TensorRT-RTX 1.* cannot read this graph: .*operator: Frobnicate .*Plugin not found"),
     ([helper.make_node("Cast", ["x"], ["z"], to=DOUBLE), helper.make_node("Cast", ["z"], ["y"], to=HALF)],
@@ -397,11 +399,11 @@ DOUBLE = TensorProto.DOUBLE
         r"input x: expected float64 \[-1, 64\] as in the assembly, found float32 \[-1, 64\]$"),
 ]))  # fmt: skip
 def test_a_graph_that_is_refused_is_one_line_and_leaves_nothing(
-    tmp_path, graph, engine_sets, nodes, inputs, outputs, error, said
+    tmp_path, graph, engine_sets, nodes, inputs, outputs, error, message
 ):
     """And the process that refused it builds on."""
     built = Compiler()
-    with pytest.raises(error, match=said) as caught:
+    with pytest.raises(error, match=message) as caught:
         built.build(model(tmp_path, nodes, inputs, outputs), tmp_path / "out" / "x.engine", OPTIONS)
     assert one_line(caught).startswith(f"{tmp_path}/out/x.engine: ") and not contents(tmp_path / "out")
     process = built.process
@@ -500,18 +502,18 @@ def test_too_few_addresses_are_one_line(assemblies, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [(lambda data: data[: len(data) // 2], "sha256: made for .*; the file is damaged: delete it and build the engines"),
         (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "sha256: made for .*; the file is damaged"),
         (lambda data: b"", "sha256: made for .*; the file is damaged"),
         (lambda data: None, "expected the engine middle, found no file; build the engines again")],
     ids=["truncated", "one bit", "empty", "gone"],
 )  # fmt: skip
-def test_a_damaged_engine_is_refused_when_its_set_is_opened(assemblies, copy, damage, said):
+def test_a_damaged_engine_is_refused_when_its_set_is_opened(assemblies, copy, damage, message):
     file = copy.parent / "middle.engine"
     data = damage(file.read_bytes())
     file.unlink() if data is None else file.write_bytes(data)
-    with pytest.raises(CheckError, match=said) as caught:
+    with pytest.raises(CheckError, match=message) as caught:
         EngineSet.open(copy, assemblies["fp16"])
     assert one_line(caught).startswith(str(file))
 
@@ -534,7 +536,7 @@ def config(**changes) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         (
             {"backends": {BACKEND: {"compute_capabilities": ["9.0"]}}},
@@ -565,8 +567,8 @@ def config(**changes) -> dict:
         ({"require_run": "perhaps"}, "require_run: expected true or false"),
     ],
 )
-def test_a_mistake_in_the_config_is_one_line_before_any_work(changes, said):
-    with pytest.raises(InputError, match=said) as caught:
+def test_a_mistake_in_the_config_is_one_line_before_any_work(changes, message):
+    with pytest.raises(InputError, match=message) as caught:
         load(config(**changes))
     one_line(caught)
 
@@ -748,7 +750,7 @@ def made(shared) -> Path:
 
 
 def held(made, monkeypatch, lock: Path) -> dict[str, LockComparison]:
-    """What `lockstep reproduce --against` holds beside the lock, by its place there."""
+    """What `lockstep reproduce --against` holds next to the lock, by its place there."""
     on(monkeypatch, None)
 
     def take(config, checkpoint, target, folder, stages, *_):
@@ -770,7 +772,7 @@ def command(folder: Path) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize(
-    "each", [pytest.param(each, marks=pytest.mark.long) for each in ("in this process", "in a process")]
+    "each", [pytest.param(item, marks=pytest.mark.long) for item in ("in this process", "in a process")]
 )
 def test_engines_that_cannot_run_here_are_reproduced_without_golden_tokens(made, monkeypatch, tmp_path, each):
     on(monkeypatch, None)

@@ -79,12 +79,12 @@ def test_generated_tokens_are_those_of_onnx_runtime(demo, open_model, gpu, preci
         demo.assembly(MODEL, precision),
         demo.weights(MODEL, precision),
     )
-    found = []
+    results = []
     for model in (Model.open(*paths, "all", **SIZES), open_model(precision)):
         generation = generate(model, tokenizer, prompts, max_new_tokens=24)
         list(generation)
-        found.append(generation.tokens)
-    assert found[0] == found[1] and len(found[0]) == 8
+        results.append(generation.tokens)
+    assert results[0] == results[1] and len(results[0]) == 8
     # Kernels of captured steps are compiled for their shapes before they run, others in the background.
     assert set(gpu.specializations) == {"eager", "lazy"}
 

@@ -44,7 +44,7 @@ FORMS = [("10.6.0", "fp16", "fused"), ("10.6.0", "fp32", "traced"), ("10.9.0", "
 TOLERANCE = {"fp32": 2e-4, "fp16": 0.1}
 
 
-def asked(request, fixture):
+def ask(request, fixture):
     """Return the forms of the tests that are to run, of those that take the fixture."""
     items = [item for item in request.session.items if item.path == Path(__file__)]
     taking = [item for item in items if fixture in getattr(item, "fixturenames", ())]
@@ -53,19 +53,19 @@ def asked(request, fixture):
 
 @pytest.fixture(scope="session")
 def engines(demo, tmp_path_factory, request):
-    """{(version, precision, attention): engines.json} of the forms that are asked for"""
+    """{(version, precision, attention): engines.json} of the forms that are requested"""
     folder = tmp_path_factory.mktemp("tensorrt")
-    found = {}
-    for version, precision, attention in asked(request, "engines"):
+    results = {}
+    for version, precision, attention in ask(request, "engines"):
         with fake_gpu.installed(version):
             options = {
                 "attention": attention,
                 **{name: getattr(LIMITS, name) for name in ("max_batch_size", "max_num_tokens", "max_seq_len")},
             }
-            found[version, precision, attention] = build(
+            results[version, precision, attention] = build(
                 demo.assembly(MODEL, precision), "tensorrt", folder / version / attention / "engines.json", options
             )
-    return found
+    return results
 
 
 def forms(*always):
@@ -102,7 +102,7 @@ LIMITS_OF_MODEL = {name: getattr(LIMITS, name) for name in ("max_batch_size", "m
 
 
 class Both:
-    """The model beside the same in ONNX Runtime, step by step. Each slot goes on with the token that was found.
+    """The model against the same in ONNX Runtime, step by step. Each slot goes on with the token that was found.
     following: what each step is told of the next one."""
 
     def __init__(self, demo, open_model, precision, layers=2, following=False):
@@ -172,7 +172,7 @@ atexit.register(spies["ended"].append, True)
 @pytest.mark.long
 @pytest.mark.parametrize("form", forms(FORMS[2]), indirect=True)
 def test_a_model_in_a_global_leaves_the_gpu_to_the_end_of_the_process(demo, engines, form, gpu):
-    """The interpreter would destroy streams and engines in any order, behind the driver's and TensorRT's own end."""
+    """The interpreter would destroy streams and engines in any order, after the driver's and TensorRT's own end."""
     paths = engines[form], demo.assembly(MODEL, form[1]), demo.weights(MODEL, form[1])
     ended = subprocess.run(
         [sys.executable, "-c", AT_EXIT, form[0], *map(str, paths)],
@@ -185,24 +185,24 @@ def test_a_model_in_a_global_leaves_the_gpu_to_the_end_of_the_process(demo, engi
 
 @pytest.mark.parametrize("following", [pytest.param(False, marks=pytest.mark.long), True])
 def test_steps_give_what_onnx_runtime_gives(demo, open_model, form, gpu, following):
-    both = Both(demo, open_model, form[1], following=following)
-    both.step(prompts=[(2, 45), (0, 8)])
+    pair = Both(demo, open_model, form[1], following=following)
+    pair.step(prompts=[(2, 45), (0, 8)])
     for number in range(25):  # slot 2 goes over 64 tokens
-        both.step(2, 0, tokens=number % 8 != 3)
-    both.step(2, 0, prompts=[(1, 24), (3, 1)])
-    both.step(0, 1, 2, 3, tokens=False)
-    both.release(2)
-    both.step(3, 0, prompts=[(2, 100)])
-    both.step(1, prompts=[(2, 30), (0, 17)])  # slot 2 goes over 128
+        pair.step(2, 0, tokens=number % 8 != 3)
+    pair.step(2, 0, prompts=[(1, 24), (3, 1)])
+    pair.step(0, 1, 2, 3, tokens=False)
+    pair.release(2)
+    pair.step(3, 0, prompts=[(2, 100)])
+    pair.step(1, prompts=[(2, 30), (0, 17)])  # slot 2 goes over 128
     for _ in range(4):
-        both.step(2, 1)
-    both.release(2)
-    both.release(0)
+        pair.step(2, 1)
+    pair.release(2)
+    pair.release(0)
     for _ in range(4):
-        both.step(3, 1)
-    both.step(3, prompts=[(0, 3), (2, 70)])
+        pair.step(3, 1)
+    pair.step(3, prompts=[(0, 3), (2, 70)])
     for _ in range(4):
-        both.step(0, 1, 2, 3)
+        pair.step(0, 1, 2, 3)
 
 
 def test_the_demo_passes_the_golden_check(references, engines, form, gpu, tmp_path):
@@ -259,7 +259,7 @@ def test_a_block_that_leaves_its_graph_is_named_by_bisect(demo, engines, form, g
     write_json(tmp_path / "graphs" / "assembly.json", described)
     made = read_json(build(
         tmp_path / "graphs" / "assembly.json", "tensorrt", tmp_path / "engines" / "engines.json",
-        # fewer tokens than the request has, and no spare row behind them
+        # fewer tokens than the request has, and no spare row after them
         {**read_json(engines[form])["options"], "max_num_tokens": 8, "max_seq_len": 18},
     ))  # fmt: skip
     made["engines"]["exit"]["graph_sha256"] = read_json(assembly)["classes"]["exit"]["sha256"]
@@ -276,12 +276,12 @@ def test_generated_tokens_are_those_of_onnx_runtime(demo, open_model, form, gpu)
     tokenizer = Tokenizer.open(demo.assembly(MODEL, form[1]))
     prompts = 2 * [prompt.text for prompt in GOLDEN.prompts]
     paths = demo.engines(MODEL, form[1], "onnxruntime"), demo.assembly(MODEL, form[1]), demo.weights(MODEL, form[1])
-    found = []
+    results = []
     for model in (Model.open(*paths, "all", **LIMITS_OF_MODEL), open_model("all")):
         generation = generate(model, tokenizer, prompts, max_new_tokens=24)
         list(generation)
-        found.append(generation.tokens)
-    assert found[0] == found[1] and len(found[0]) == 8
+        results.append(generation.tokens)
+    assert results[0] == results[1] and len(results[0]) == 8
 
 
 def test_tokens_of_logits_that_are_not_finite_are_an_error(open_model, form, gpu):
@@ -303,13 +303,13 @@ def test_tokens_of_logits_that_are_not_finite_are_an_error(open_model, form, gpu
 
 
 def test_a_step_is_under_way_before_it_is_asked_for(demo, open_model, form, gpu, monkeypatch):
-    """And whatever is asked for in its place gets what it should."""
+    """And whatever is requested instead gets what it should."""
     from lockstep.gpu import cuda
 
-    both = Both(demo, open_model, form[1], following=True)
-    both.step(prompts=[(0, 8), (1, 5), (2, 50)])
+    pair = Both(demo, open_model, form[1], following=True)
+    pair.step(prompts=[(0, 8), (1, 5), (2, 50)])
     for _ in range(3):
-        both.step(0, 1, 2)
+        pair.step(0, 1, 2)
     wait = cuda.Event.wait
     launched = []
     with monkeypatch.context() as patched:
@@ -317,67 +317,67 @@ def test_a_step_is_under_way_before_it_is_asked_for(demo, open_model, form, gpu,
         for _ in range(14):  # slot 2 goes over 64 tokens
             launches = gpu.launches
             plain = gpu.plain
-            both.step(1, 2, 0)
-            assert both.found.in_flight
+            pair.step(1, 2, 0)
+            assert pair.found.in_flight
     assert (gpu.launches, gpu.plain) == (launches + 1, plain) and launched[-1] == launches + 1, (
         "a launch a step, before its tokens are waited for"
     )
-    both.step(2, 0)  # some of its rows
-    assert both.found.in_flight and gpu.launches == launches + 2, "the next one without the row that ended"
+    pair.step(2, 0)  # some of its rows
+    assert pair.found.in_flight and gpu.launches == launches + 2, "the next one without the row that ended"
     for _ in range(2):
-        both.step(2, 0)
-    both.step(2, 1)  # a row that it has not
-    both.step(2, 1)
-    both.next[1] = 5  # another token
-    both.step(1, 2)
-    both.step(1, 2, tokens=False)  # logits
-    both.step(1, 2)
-    both.release(1)
-    both.step(1, 2)  # a request that begins with the token that another one would have gone on with
-    both.step(1, 2)
-    both.step(1, prompts=[(3, 7), (0, 4)])  # prompts
-    both.step(0, 1)
-    both.release(0)
-    both.release(1)
-    both.step(3, prompts=[(1, 120)])  # pages of rows that the step is still at work in
+        pair.step(2, 0)
+    pair.step(2, 1)  # a row that it has not
+    pair.step(2, 1)
+    pair.next[1] = 5  # another token
+    pair.step(1, 2)
+    pair.step(1, 2, tokens=False)  # logits
+    pair.step(1, 2)
+    pair.release(1)
+    pair.step(1, 2)  # a request that begins with the token that another one would have gone on with
+    pair.step(1, 2)
+    pair.step(1, prompts=[(3, 7), (0, 4)])  # prompts
+    pair.step(0, 1)
+    pair.release(0)
+    pair.release(1)
+    pair.step(3, prompts=[(1, 120)])  # pages of rows that the step is still at work in
     for _ in range(2):
-        both.step(1, 2, 3)
-    assert "step" in breakdown(both.found.executor, 4) and not both.found.in_flight
+        pair.step(1, 2, 3)
+    assert "step" in breakdown(pair.found.executor, 4) and not pair.found.in_flight
     for _ in range(3):
-        both.step(1, 2, 3)
-    both.step(2, prompts=[(1, 254 - both.found.length(1))])
+        pair.step(1, 2, 3)
+    pair.step(2, prompts=[(1, 254 - pair.found.length(1))])
     for _ in range(2):
-        both.step(1, 2)
-    assert both.found.length(1) == 256 and not both.found.in_flight  # no room for one more
+        pair.step(1, 2)
+    assert pair.found.length(1) == 256 and not pair.found.in_flight  # no room for one more
     for _ in range(3):
-        both.step(2, 3)
-    assert both.found.in_flight  # for others there is
+        pair.step(2, 3)
+    assert pair.found.in_flight  # for others there is
 
 
 def test_what_may_never_be_asked_for_costs_nobody_a_token(demo, open_model, form, gpu, monkeypatch):
     """No memory for the step ahead; an interrupt while its predecessor is waited for."""
     from lockstep.gpu import cuda
 
-    both = Both(demo, open_model, form[1], following=True)
-    both.step(prompts=[(0, 61), (1, 5)])
-    both.step(0, 1)
+    pair = Both(demo, open_model, form[1], following=True)
+    pair.step(prompts=[(0, 61), (1, 5)])
+    pair.step(0, 1)
     with monkeypatch.context() as patched:
         patched.setattr(
-            type(both.found.executor.ranks[0].attentions[0]),
+            type(pair.found.executor.ranks[0].attentions[0]),
             "reserve",
-            lambda self, ends, *rest: refuse() if max(ends.values()) > 64 else False,
+            lambda self, ends, *arguments: refuse() if max(ends.values()) > 64 else False,
         )
 
         def refuse():
             raise CheckError("expected 1 MiB of free GPU memory")
 
         for _ in range(2):
-            both.step(0, 1)
-        assert not both.found.in_flight
+            pair.step(0, 1)
+        assert not pair.found.in_flight
         with pytest.raises(CheckError, match="free GPU memory"):
-            both.found.step_tokens([Advance(0, np.array([1]), 64)])
+            pair.found.step_tokens([Advance(0, np.array([1]), 64)])
     for _ in range(2):
-        both.step(0, 1)
+        pair.step(0, 1)
     with monkeypatch.context() as patched:
 
         def interrupted(event):
@@ -385,11 +385,11 @@ def test_what_may_never_be_asked_for_costs_nobody_a_token(demo, open_model, form
 
         patched.setattr(cuda.Event, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            both.found.step_tokens(
-                [Advance(slot, np.array([both.next[slot]]), both.found.length(slot)) for slot in (0, 1)], following=True
+            pair.found.step_tokens(
+                [Advance(slot, np.array([pair.next[slot]]), pair.found.length(slot)) for slot in (0, 1)], following=True
             )
     for _ in range(3):
-        both.step(0, 1)
+        pair.step(0, 1)
 
 
 def test_decoding_goes_ahead_whatever_comes_and_goes_and_ends_with_nothing_under_way(open_model, form, gpu):
@@ -397,19 +397,19 @@ def test_decoding_goes_ahead_whatever_comes_and_goes_and_ends_with_nothing_under
     requests = [Request(np.arange(1, 6), count) for count in (4, 4, 4, 9, 12)]
     decoding = Decoding(model, requests)
     moves = decoding.engine.scheduler  # a step behind which requests move to lower slots is waited for
-    seen = [(made.request, model.in_flight or moves.is_spread) for made in decoding]
+    seen = [(output.request, model.in_flight or moves.is_spread) for output in decoding]
     assert len(seen) == 33 and not seen[-1][1] and all(ahead for _, ahead in seen[:-1])
 
 
 def test_a_decode_step_is_one_launch_of_a_graph(demo, open_model, form, gpu):
-    both = Both(demo, open_model, form[1])
-    both.step(prompts=[(0, 8), (1, 5)])
+    pair = Both(demo, open_model, form[1])
+    pair.step(prompts=[(0, 8), (1, 5)])
     for _ in range(2):
-        both.step(0, 1)
+        pair.step(0, 1)
     launches = gpu.launches
     plain = gpu.plain
     for _ in range(5):
-        both.step(0, 1)
+        pair.step(0, 1)
     assert (gpu.launches, gpu.plain) == (launches + 5, plain)
 
 
@@ -417,42 +417,44 @@ def test_rows_decode_in_the_pass_of_prompts(demo, open_model, form, gpu, monkeyp
     """The blocks run once; only tokens come back, and the step behind sends no token or position."""
     from lockstep.gpu import cuda
 
-    both = Both(demo, open_model, form[1])
+    pair = Both(demo, open_model, form[1])
     sent = []
     fetched = []
-    both.step(prompts=[(0, 8), (1, 5)])
+    pair.step(prompts=[(0, 8), (1, 5)])
     for _ in range(3):
-        both.step(0, 1)
+        pair.step(0, 1)
     upload = cuda.Stream.upload
     download = cuda.Stream.download
-    monkeypatch.setattr(cuda.Stream, "upload", lambda *given: (sent.append(given[1]), upload(*given))[1])
-    monkeypatch.setattr(cuda.Stream, "download", lambda *given: (fetched.append(given[2]), download(*given))[1])
+    monkeypatch.setattr(cuda.Stream, "upload", lambda *arguments: (sent.append(arguments[1]), upload(*arguments))[1])
+    monkeypatch.setattr(
+        cuda.Stream, "download", lambda *arguments: (fetched.append(arguments[2]), download(*arguments))[1]
+    )
     launches = gpu.launches
-    executor = both.found.executor
+    executor = pair.found.executor
     state = executor.ranks[0].state
-    both.step(0, 1, prompts=[(2, 30), (3, 5)])
+    pair.step(0, 1, prompts=[(2, 30), (3, 5)])
     assert gpu.launches == launches and [array.address for array in fetched] == [state.next_tokens.address]
     assert [name for name, _ in executor.group.last[0].calls].count("block") == len(executor.ranks[0].network.layers)
     assert state.token_ids.address not in [array.address for array in sent]
     for slots in ((0, 1, 2, 3), (0, 1, 2, 3), (1, 3), (0, 1, 2, 3)):
         sent.clear()
-        both.step(*slots)
-        assert {array.address for array in sent} <= {state.rows.address, *tables(both.found)}
+        pair.step(*slots)
+        assert {array.address for array in sent} <= {state.rows.address, *tables(pair.found)}
     sent.clear()
-    both.next[1] = 5  # another token than the one that was found
-    both.step(0, 1)
+    pair.next[1] = 5  # another token than the one that was found
+    pair.step(0, 1)
     assert {state.token_ids.address, state.positions.address} <= {array.address for array in sent}
 
 
 def test_a_pass_has_room_for_all_rows_beside_a_full_prompt(demo, open_model, form, gpu):
     """Rows are all up to the highest that decodes: more than the tokens that the step brings."""
-    both = Both(demo, open_model, form[1])
+    pair = Both(demo, open_model, form[1])
     most = LIMITS.max_num_tokens
-    both.step(prompts=[(3, 8)])
-    both.step(3)
+    pair.step(prompts=[(3, 8)])
+    pair.step(3)
     longest = LIMITS.max_seq_len
-    both.step(3, prompts=[(0, longest), (1, most - 1 - longest)])
-    both.step(3, 1)
+    pair.step(3, prompts=[(0, longest), (1, most - 1 - longest)])
+    pair.step(3, 1)
 
 
 @pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
@@ -471,7 +473,7 @@ def test_rows_decode_by_themselves_where_prompts_would_take_the_profile_of_longe
         sent = []
         for name in ("send", "send_mixed"):
             real = getattr(made, name)
-            setattr(made, name, lambda *given, real=real, name=name: (sent.append(name), real(*given))[1])
+            setattr(made, name, lambda *arguments, real=real, name=name: (sent.append(name), real(*arguments))[1])
         halves = [Advance(1, np.arange(count // 2), 0), Advance(2, np.arange(count - count // 2), 0)]
         model.step_tokens([Advance(0, np.array([5]), held), *halves])
         assert sent == [expected]
@@ -487,7 +489,7 @@ def put_passes(model, monkeypatch):
         executor,
         "_enqueue_passes",
         lambda decoding, chunks: (
-            put.append([len(each.tokens) for each in (*decoding, *chunks)]),
+            put.append([len(chunk.tokens) for chunk in (*decoding, *chunks)]),
             put_passes(decoding, chunks),
         )[1],
     )
@@ -531,8 +533,8 @@ def test_the_wait_for_a_request_behind_a_stop_token_is_no_time_of_a_step(open_mo
     engine = Engine(model)
     (first, *_) = tokens_of(engine, [Request(np.arange(9), 4)])[0, 0]
     assert engine.speed.prefill_seconds == 0
-    for made in engine.run([Request(np.arange(9), 4, stop_ids=frozenset([first]))]):
-        assert made.finish == "stop_id" and model.in_flight
+    for output in engine.run([Request(np.arange(9), 4, stop_ids=frozenset([first]))]):
+        assert output.finish == "stop_id" and model.in_flight
     clock[0] = 3600.0
     tokens_of(engine, [Request(np.arange(9), 4)])
     assert engine.speed.prefill_seconds == engine.speed.decode_seconds == 0
@@ -566,7 +568,7 @@ class Chaos:
                 self.alone[number] = {(0, 0): tokens[0, 0][:end]}
 
     def check(self, engine):
-        found = {}
+        results = {}
         aborted = set()
         numbers = {}
         left = list(self.random.permutation(len(self.requests)))
@@ -578,13 +580,13 @@ class Chaos:
                 number = int(self.random.choice(list(numbers)[-6:]))
                 if engine.abort(number):
                     aborted.add(numbers[number])
-            for made in engine.step():
-                found.setdefault(numbers[made.request], {}).setdefault((0, made.choice), []).append(made.token)
+            for output in engine.step():
+                results.setdefault(numbers[output.request], {}).setdefault((0, output.choice), []).append(output.token)
         engine.scheduler.check()
         for number, expected in enumerate(self.alone):
-            tokens = found.get(number, {})
+            tokens = results.get(number, {})
             if number in aborted:
-                assert all(each == expected[key][: len(each)] for key, each in tokens.items())
+                assert all(token == expected[key][: len(token)] for key, token in tokens.items())
             else:
                 assert tokens == expected, number
         assert 0 < len(aborted) < len(self.requests) / 2
@@ -603,7 +605,7 @@ def test_any_schedule_gives_the_tokens_of_each_request_alone_with_steps_begun_ea
         chaos.expect(Engine(model, prefix_caching=False))
     put = put_passes(model, monkeypatch)
     chaos.check(Engine(model))
-    assert sum(len(each) > 1 and max(each) > 1 for each in put) > 5
+    assert sum(len(item) > 1 and max(item) > 1 for item in put) > 5
     model.tables.pool.forget()
     monkeypatch.setattr(scheduler, "LOOKAHEAD", 1)
     small = open_model(chunk_size=64, kv_bytes=5 * model.tables.pool.page_nbytes)
@@ -621,34 +623,34 @@ def tables(model):
 
 def test_prompts_that_arrive_follow_the_step_that_is_under_way(demo, open_model, form, gpu):
     """It is not taken again; and the step behind both goes ahead too."""
-    both = Both(demo, open_model, form[1], following=True)
-    both.step(prompts=[(0, 8), (1, 63)])  # a cache of 64, where the step under way writes the last token
-    assert both.found.in_flight, "the prompts' next tokens are on the device"
+    pair = Both(demo, open_model, form[1], following=True)
+    pair.step(prompts=[(0, 8), (1, 63)])  # a cache of 64, where the step under way writes the last token
+    assert pair.found.in_flight, "the prompts' next tokens are on the device"
     for _ in range(3):
-        both.step(0, 1)
+        pair.step(0, 1)
     launches = gpu.launches
-    both.step(0, 1, prompts=[(2, 100)])  # the cache grows
-    assert both.found.in_flight and gpu.launches <= launches + 1, "no launch but the one ahead"
-    both.step(0, 1, 2)
+    pair.step(0, 1, prompts=[(2, 100)])  # the cache grows
+    assert pair.found.in_flight and gpu.launches <= launches + 1, "no launch but the one ahead"
+    pair.step(0, 1, 2)
     launches = gpu.launches
-    both.step(0, 2, prompts=[(1, 7), (3, 2)])  # a row of the step goes on with other tokens
-    both.step(0, 1, 2, 3)
-    both.step(0, 2, prompts=[(3, 40)])
-    both.step(0, 2)  # while slot 3 is in the middle of its prompt
-    both.step(0, 2, prompts=[(3, 20)])
-    both.step(0, 2, 3)
-    both.step(prompts=[(1, 9)])  # none of the rows under way
+    pair.step(0, 2, prompts=[(1, 7), (3, 2)])  # a row of the step goes on with other tokens
+    pair.step(0, 1, 2, 3)
+    pair.step(0, 2, prompts=[(3, 40)])
+    pair.step(0, 2)  # while slot 3 is in the middle of its prompt
+    pair.step(0, 2, prompts=[(3, 20)])
+    pair.step(0, 2, 3)
+    pair.step(prompts=[(1, 9)])  # none of the rows under way
     for _ in range(2):
-        both.step(0, 1, 2, 3)
-    both.step(0, 1, prompts=[(2, 9)], tokens=False)
-    both.step(0, 1, 2)
+        pair.step(0, 1, 2, 3)
+    pair.step(0, 1, prompts=[(2, 9)], tokens=False)
+    pair.step(0, 1, 2)
 
 
 def test_nothing_is_captured_or_planned_for_a_request_behind_the_warm_up(demo, open_model, form, gpu, monkeypatch):
     from lockstep.gpu import cuda
 
-    both = Both(demo, open_model, form[1], following=True)
-    both.found.executor.warm_up()
+    pair = Both(demo, open_model, form[1], following=True)
+    pair.found.executor.warm_up()
     captures = []
     contexts = len(gpu.profiles)
     capture = cuda.Stream.capture
@@ -657,18 +659,18 @@ def test_nothing_is_captured_or_planned_for_a_request_behind_the_warm_up(demo, o
         from lockstep.gpu.attention import prompt as prompt_attention
 
         monkeypatch.setattr(prompt_attention, "CudnnPlan", None)
-    both.step(prompts=[(0, 8), (1, 5), (2, 3)])
+    pair.step(prompts=[(0, 8), (1, 5), (2, 3)])
     for _ in range(3):
-        both.step(0, 1, 2)
-    both.step(0, 1, 2, prompts=[(3, 30)])
+        pair.step(0, 1, 2)
+    pair.step(0, 1, 2, prompts=[(3, 30)])
     for _ in range(3):
-        both.step(3, 2)
+        pair.step(3, 2)
     if form[2] == "fused":  # traced attention has contexts and graphs by the capacity of its cache
-        both.step(2, prompts=[(0, 190), (1, 240), (3, 33)])
+        pair.step(2, prompts=[(0, 190), (1, 240), (3, 33)])
     assert not captures and (form[2] == "traced" or len(gpu.profiles) == contexts)
     for slot in range(4):
-        both.release(slot)
-    both.step(prompts=[(3, 2)])
+        pair.release(slot)
+    pair.step(prompts=[(3, 2)])
 
 
 @pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
@@ -676,7 +678,7 @@ def test_nothing_is_captured_or_planned_for_a_request_behind_the_warm_up(demo, o
 def test_prompts_are_one_call_of_attention(demo, open_model, gpu, monkeypatch, capsys, refused):
     from lockstep.gpu.attention import prompt as prompt_attention
 
-    made = []
+    results = []
     init = prompt_attention.CudnnPlan.__init__
 
     def plan(self, size, stream, packed):
@@ -687,20 +689,20 @@ def test_prompts_are_one_call_of_attention(demo, open_model, gpu, monkeypatch, c
     monkeypatch.setattr(prompt_attention.CudnnPlan, "__init__", plan)
     bind = prompt_attention.CudnnPlan.bind
 
-    def bound(self, *given):
-        made.append(given)
-        return bind(self, *given)
+    def bound(self, *arguments):
+        results.append(arguments)
+        return bind(self, *arguments)
 
     monkeypatch.setattr(prompt_attention.CudnnPlan, "bind", bound)
     prompt_attention.packed_plan.cache_clear()
-    both = Both(demo, open_model, "fp16")
-    both.step(prompts=[(0, 3), (1, 40), (2, 12), (3, 16)], tokens=False)
-    assert len(made) == 2 * (4 if refused else 1)
-    both.step(prompts=[(2, 20), (1, 17), (3, 30), (0, 32)], tokens=False)  # behind what the rows hold
-    assert len(made) == 2 * (8 if refused else 2)
+    pair = Both(demo, open_model, "fp16")
+    pair.step(prompts=[(0, 3), (1, 40), (2, 12), (3, 16)], tokens=False)
+    assert len(results) == 2 * (4 if refused else 1)
+    pair.step(prompts=[(2, 20), (1, 17), (3, 30), (0, 32)], tokens=False)  # behind what the rows hold
+    assert len(results) == 2 * (8 if refused else 2)
     assert capsys.readouterr().err.count("has no attention of several prompts") == refused
     for _ in range(2):
-        both.step(0, 1, 2, 3)
+        pair.step(0, 1, 2, 3)
     prompt_attention.packed_plan.cache_clear()
 
 
@@ -709,12 +711,12 @@ def test_attention_of_more_sizes_than_graphs_may_take_is_called_one_by_one(demo,
     from lockstep.gpu.attention import prompt as prompt_attention
 
     monkeypatch.setattr(prompt_attention, "MAX_CAPTURED_SIZES", 2)
-    both = Both(demo, open_model, form[1])
+    pair = Both(demo, open_model, form[1])
     for counts in 3 * ((8, 5), (20, 3), (5,), (40, 3)):
-        both.step(prompts=list(enumerate(counts)), tokens=False)
+        pair.step(prompts=list(enumerate(counts)), tokens=False)
         for slot in range(len(counts)):
-            both.release(slot)
-    graphs = both.found.executor.ranks[0].graphs
+            pair.release(slot)
+    graphs = pair.found.executor.ranks[0].graphs
     assert {key[2:] for key in graphs if key[0] == "prompts"} == {(0, 2, 16), (0, 2, 32), (0, 0, 16)}
 
 
@@ -746,13 +748,13 @@ def test_a_prompt_is_worked_on_while_it_is_prepared_and_may_fail_half_way(
 
     both = Both(demo, open_model, form[1], "all")
     both.step(prompts=[(0, 8), (1, 5)])
-    made = []
+    results = []
     prepare = prompt_blocks.PromptPass.calls
 
     def broken(*arguments):
-        if len(made) == fails:
+        if len(results) == fails:
             raise CheckError("no more memory")
-        made.append(arguments)
+        results.append(arguments)
         return prepare(*arguments)
 
     both.step(0)  # which makes the plan of one row
@@ -785,19 +787,19 @@ def test_a_cache_leaves_room_for_graphs(open_model, form, monkeypatch):
 
 @pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
 def test_graphs_outlive_another_model_that_needs_more_memory(demo, open_model, form, gpu, monkeypatch):
-    both = Both(demo, open_model, form[1])
-    both.step(prompts=[(0, 8)])
+    pair = Both(demo, open_model, form[1])
+    pair.step(prompts=[(0, 8)])
     for _ in range(3):
-        both.step(0)
+        pair.step(0)
     needed = TENSORRT.device_memory_size
     monkeypatch.setattr(TENSORRT, "device_memory_size", lambda engine: 2 * needed(engine))
     other = Both(demo, open_model, form[1])
     for _ in range(3):
         other.step(prompts=[(0, 8)])
-        both.step(0)
+        pair.step(0)
     for _ in range(3):
         other.step(0)
-        both.step(0)
+        pair.step(0)
 
 
 def test_a_model_that_is_deleted_gives_its_memory_back_at_once(open_model, form, gpu):
@@ -843,13 +845,13 @@ def test_a_model_opened_without_limits_takes_no_more_than_its_engines(demo, engi
 
 def tokens_of(engine, requests) -> dict[tuple[int, int], list[int]]:
     """By request, from 0, and choice."""
-    found: dict[tuple[int, int], list[int]] = {}
-    for made in engine.run(requests):
-        found.setdefault((made.request, made.choice), []).append(made.token)
+    results: dict[tuple[int, int], list[int]] = {}
+    for output in engine.run(requests):
+        results.setdefault((output.request, output.choice), []).append(output.token)
     assert not engine.has_work
     engine.scheduler.check()
-    first = min(number for number, _ in found)
-    return {(number - first, choice): tokens for (number, choice), tokens in found.items()}
+    first = min(number for number, _ in results)
+    return {(number - first, choice): tokens for (number, choice), tokens in results.items()}
 
 
 RULES = [Sampling(1.2, seed=2**64 - 1), Sampling(), Sampling(0.8, top_p=0.95, seed=7), Sampling(2.0, 50, min_p=0.01)]
@@ -862,21 +864,23 @@ def test_sampled_requests_are_drawn_on_the_device_with_a_step_under_way(open_mod
     model = open_model()
     fetched = set()
     prompts = [np.random.default_rng(seed).integers(0, 768, count) for seed, count in enumerate((5, 70, 9, 30, 3, 100))]
-    requests = lambda **more: [
-        Request(prompt, 12 + number, sampling=dataclasses.replace(RULES[number % 4], **more))
+    requests = lambda **options: [
+        Request(prompt, 12 + number, sampling=dataclasses.replace(RULES[number % 4], **options))
         for number, prompt in enumerate(prompts)
     ]
     expected = tokens_of(Engine(model, prefix_caching=False), requests(logprobs=0))
     download = cuda.Stream.download
     with monkeypatch.context() as patched:
-        patched.setattr(cuda.Stream, "download", lambda *given: (fetched.add(given[2].address), download(*given))[1])
+        patched.setattr(
+            cuda.Stream, "download", lambda *arguments: (fetched.add(arguments[2].address), download(*arguments))[1]
+        )
         engine = Engine(model, prefix_caching=False)
-        found = {}
+        actual = {}
         ahead = []
-        for made in engine.run(requests()):
-            found.setdefault((made.request, made.choice), []).append(made.token)
+        for output in engine.run(requests()):
+            actual.setdefault((output.request, output.choice), []).append(output.token)
             ahead.append(model.in_flight or engine.scheduler.is_spread)
-    assert found == expected and fetched == {model.executor.ranks[0].state.next_tokens.address} and all(ahead[:-1])
+    assert actual == expected and fetched == {model.executor.ranks[0].state.next_tokens.address} and all(ahead[:-1])
     alone = [tokens_of(Engine(model), [request])[0, 0] for request in requests()]
     assert [expected[number, 0] for number in range(6)] == alone
 
@@ -892,7 +896,7 @@ def test_requests_that_are_left_in_high_slots_move_to_low_ones_with_their_tokens
     engine = Engine(model, prefix_caching=False)
     rows = []
     decode_calls = model.executor._decode_calls
-    model.executor._decode_calls = lambda count, *more: (rows.append(count), decode_calls(count, *more))[1]
+    model.executor._decode_calls = lambda count, *arguments: (rows.append(count), decode_calls(count, *arguments))[1]
     try:
         found = tokens_of(engine, requests)
     finally:
@@ -904,7 +908,7 @@ def test_requests_that_are_left_in_high_slots_move_to_low_ones_with_their_tokens
 def test_choices_of_a_sampled_request_draw_for_themselves(open_model, form, gpu):
     model = open_model()
     given = [
-        Request(np.arange(3, 20), 10, sampling=dataclasses.replace(RULES[0], logprobs=each), n=3) for each in (None, 0)
+        Request(np.arange(3, 20), 10, sampling=dataclasses.replace(RULES[0], logprobs=item), n=3) for item in (None, 0)
     ]
     drawn, by_logits = (tokens_of(Engine(model), [request]) for request in given)
     assert drawn == by_logits and len({tuple(tokens) for tokens in drawn.values()}) == 3
@@ -925,16 +929,18 @@ def test_only_the_logits_of_requests_that_need_them_come_back(open_model, form, 
         model.release(slot)
     fetched = []
     download = cuda.Stream.download
-    monkeypatch.setattr(cuda.Stream, "download", lambda *given: (fetched.append(given[2].shape), download(*given))[1])
-    found, logits = model.step_with_logits(first, [2, 0])
+    monkeypatch.setattr(
+        cuda.Stream, "download", lambda *arguments: (fetched.append(arguments[2].shape), download(*arguments))[1]
+    )
+    actual, logits = model.step_with_logits(first, [2, 0])
     assert sorted(fetched) == [(1, 768), (1, 768), (model.max_batch_size,)]
     np.testing.assert_array_equal(logits, expected[[2, 0]])
-    tokens = dict(enumerate(found.tolist()))
+    tokens = dict(enumerate(actual.tolist()))
     advances = lambda: [Advance(slot, np.array([tokens[slot]]), model.length(slot)) for slot in (1, 2, 0)]
     tokens |= zip((1, 2, 0), model.step_tokens(advances(), following=True).tolist())
     assert model.in_flight
-    found, logits = model.step_with_logits(advances(), [1])  # of the step under way
-    assert logits.shape == (1, 768) and logits.argmax() == found[1] and not model.in_flight
+    actual, logits = model.step_with_logits(advances(), [1])  # of the step under way
+    assert logits.shape == (1, 768) and logits.argmax() == actual[1] and not model.in_flight
 
 
 def test_a_step_under_way_is_not_asked_for_in_a_slot_that_samples_in_another_way(open_model, form, gpu):
@@ -953,20 +959,20 @@ def test_a_step_under_way_is_not_asked_for_in_a_slot_that_samples_in_another_way
 
 @pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
 def test_what_is_swapped_out_comes_back_in_other_pages(demo, open_model, form, gpu):
-    both = Both(demo, open_model, form[1], following=True)
-    both.step(prompts=[(0, 8), (1, 100), (2, 64)])
-    both.step(0, 1, 2)
-    model = both.found
+    pair = Both(demo, open_model, form[1], following=True)
+    pair.step(prompts=[(0, 8), (1, 100), (2, 64)])
+    pair.step(0, 1, 2)
+    model = pair.found
     before = list(model.tables[1])
     swapped = model.swap_out(1)
     assert model.length(1) == 0 and not model.tables[1]
-    both.step(0, 2, prompts=[(3, 150)])  # takes its pages
+    pair.step(0, 2, prompts=[(3, 150)])  # takes its pages
     model.tables.reserve({1: 102})
     assert list(model.tables[1]) != before
     model.swap_in(1, swapped)
-    both.step(0, 1, 2, 3)
-    both.step(1, 2)
-    both.step(0, prompts=[(1, 30)])
+    pair.step(0, 1, 2, 3)
+    pair.step(1, 2)
+    pair.step(0, prompts=[(1, 30)])
 
 
 def down(array) -> np.ndarray:
@@ -1065,18 +1071,18 @@ def test_too_little_memory_is_told_with_what_it_was_for(open_model, gpu, share, 
 
 @pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
 def test_a_cache_that_cannot_grow_stays_what_it_was(demo, open_model, form, gpu):
-    both = Both(demo, open_model, form[1])
-    both.step(prompts=[(0, 62)])
-    both.step(0)
-    both.step(0)
+    pair = Both(demo, open_model, form[1])
+    pair.step(prompts=[(0, 62)])
+    pair.step(0)
+    pair.step(0)
     # one layer's keys in a cache of 128, no more
     total = gpu.total
     gpu.total = gpu.used + (200 << 10)
     with pytest.raises(CheckError, match="MiB of free GPU memory for the KV cache"):
-        both.found.step([Advance(0, np.array([1]), 64)])
+        pair.found.step([Advance(0, np.array([1]), 64)])
     gpu.total = total
     for _ in range(3):
-        both.step(0, tokens=False)
+        pair.step(0, tokens=False)
 
 
 @pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
@@ -1150,10 +1156,10 @@ def test_beside_rows_that_decode_a_prompt_is_one_piece_of_many_chunks(open_model
             number = engine.add(Request(prompt, 9))
             tokens = []
             while len(tokens) < 9:
-                tokens += [made.token for made in engine.step() if made.request == number]
-            assert tokens == expected and all(each[0] == 1 for each in brought)
+                tokens += [output.token for output in engine.step() if output.request == number]
+            assert tokens == expected and all(item[0] == 1 for item in brought)
             if engine.prefix_caching:
-                assert [each[1] for each in brought if max(each) > 1] == counts
+                assert [item[1] for item in brought if max(item) > 1] == counts
         assert engine.prefix_hits == (256 if engine.prefix_caching else 0)
         engine.close()
 
@@ -1161,8 +1167,8 @@ def test_beside_rows_that_decode_a_prompt_is_one_piece_of_many_chunks(open_model
 @pytest.mark.parametrize("form", [FORMS[2]], indirect=True)
 def test_layers_of_a_prompt_are_not_told_the_same_shapes_and_addresses_again(demo, open_model, form, gpu, monkeypatch):
     """Those of one engine share a context: of the second layer on, only its weights are new, and what alternates."""
-    both = Both(demo, open_model, form[1], "all")
-    both.step(prompts=[(0, 40)])
+    pair = Both(demo, open_model, form[1], "all")
+    pair.step(prompts=[(0, 40)])
     shapes = []
     addresses = []
     for name, told in (("set_input_shape", shapes), ("set_tensor_address", addresses)):
@@ -1175,13 +1181,13 @@ def test_layers_of_a_prompt_are_not_told_the_same_shapes_and_addresses_again(dem
                 method(context, tensor, value),
             )[1],
         )
-    both.step(prompts=[(1, 40)])
+    pair.step(prompts=[(1, 40)])
     assert not shapes and {"query", "attention"}.isdisjoint(addresses)
     assert addresses, "layers have weights of their own"
-    both.step(prompts=[(2, 41)])
-    engines = {id(block.run.program): block for block, _ in both.found.executor.ranks[0].network.layers}
+    pair.step(prompts=[(2, 41)])
+    engines = {id(block.run.program): block for block, _ in pair.found.executor.ranks[0].network.layers}
     inputs = [io.name for block in engines.values() for io in block.signature.inputs]
-    network = both.found.executor.ranks[0].network
+    network = pair.found.executor.ranks[0].network
     inputs += [io.name for block in (network.embedding, network.exit) for io in block.signature.inputs]
     assert len(engines) < len(network.layers) and sorted(shapes) == sorted(inputs)
-    both.step(0, 1, 2)
+    pair.step(0, 1, 2)

@@ -1,4 +1,4 @@
-"""Functions and sums of rows: the same values, whatever number of rows they are computed beside."""
+"""Functions and sums of rows: the same values, whatever number of rows they are computed with."""
 
 import numpy as np
 import pytest
@@ -32,10 +32,10 @@ def rows_differ(model, shape, expected):
     for found, values in zip(whole, expected(x), strict=True):
         np.testing.assert_allclose(found, values, rtol=1e-5, atol=1e-6)  # of sums of float32 in another order
     return any(
-        not np.array_equal(one, all_of_them[row : row + count])
+        not np.array_equal(item, all_of_them[row : row + count])
         for count in (1, 2, 3)
         for row in range(64 - count)
-        for one, all_of_them in zip(session.run(None, {"x": x[row : row + count].copy()}), whole)
+        for item, all_of_them in zip(session.run(None, {"x": x[row : row + count].copy()}), whole)
     )
 
 

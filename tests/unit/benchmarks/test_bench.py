@@ -28,7 +28,7 @@ SHAPE = {
 @pytest.mark.parametrize("command", ["gpu", "batches", "ranks"])
 @pytest.mark.parametrize("backend", ["cuda", "tensorrt"])
 def test_what_a_backend_lacks_here_is_one_line_before_anything_is_made(tmp_path, monkeypatch, capfd, command, backend):
-    """The process that is asked for the device says it."""
+    """The process that is asked about the device says it."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # no GPU, on a machine with one too
     ended = CliRunner().invoke(bench, [command, "--work", str(tmp_path / "work"), "--backend", backend])
     (line,) = capfd.readouterr().err.splitlines()

@@ -61,7 +61,7 @@ class Here:
             self.patch.setattr(module, name, value)
 
     def in_this_process(self) -> None:
-        """Run here what would run in a process of its own."""
+        """Run here what would run in its own process."""
         self.smaller(cold, ask=_call)
 
     def on_the_fake_gpu(self) -> None:
@@ -308,7 +308,7 @@ def test_batches_goes_on_where_nothing_is_left_of_the_gpus_memory(here: Here) ->
 @pytest.mark.long
 @pytest.mark.exports
 def test_batches_keeps_what_it_had_measured_where_it_ends_early(here: Here) -> None:
-    def prompt(*given: Any) -> None:
+    def prompt(*arguments: Any) -> None:
         raise lockstep.CheckError("expected rank 1 at a sum")
 
     here.smaller(batches, prompt=prompt)

@@ -23,7 +23,7 @@ BAD = Outcome("greedy", FAILED, 5.0, 6.0, "greedy /v1/completions: expected HTTP
 
 
 def grown(name: str, by: int) -> list[Sample]:
-    """Samples of which the last third has so many more MiB."""
+    """Samples of which the last third has that many more MiB."""
     more = replace(IDLE, rss={**IDLE.rss, name: (100 + by) * MIB})
     return [IDLE] * 20 + [more] * 10
 
@@ -62,8 +62,8 @@ def test_a_run_without_faults_has_none() -> None:
     ids=["failed", "api-memory", "engine-memory", "pages", "descriptors"],
 )  # fmt: skip
 def test_a_leak_is_a_fault(run: Soak, end: Sample, expected: str) -> None:
-    (found,) = faults(run, IDLE, end)
-    assert found.startswith(expected)
+    (actual,) = faults(run, IDLE, end)
+    assert actual.startswith(expected)
 
 
 @pytest.mark.parametrize(("kill", "excused"), [((5.5, 7.0), True), ((0.0, 4.9), False), ((6.1, 7.0), False)])
@@ -78,4 +78,4 @@ def test_an_engine_that_was_killed_has_the_memory_of_its_own_life() -> None:
 def test_the_same_seed_asks_the_same() -> None:
     asked = [[request("m", seed, number, 0.2) for number in range(200)] for seed in (0, 0, 1)]
     assert asked[0] == asked[1] != asked[2]
-    assert 20 < sum(each.leaves_after is not None for each in asked[0]) < 60
+    assert 20 < sum(item.leaves_after is not None for item in asked[0]) < 60

@@ -33,8 +33,8 @@ def results(demo: Results, shared: Shared, tmp_path_factory: pytest.TempPathFact
     path = lora.adapters("demo-llama")
     manifest = AdaptersManifest.load(path)
     moved = {
-        name: replace(each, folder=str(manifest.folder_of(path, name).resolve()))
-        for name, each in manifest.adapters.items()
+        name: replace(adapter, folder=str(manifest.folder_of(path, name).resolve()))
+        for name, adapter in manifest.adapters.items()
     }
     AdaptersManifest(moved).save(made.adapters("demo-llama"))
     return made
@@ -54,10 +54,10 @@ def test_a_bundle_has_the_adapters(bundle: Path, results: Results, tmp_path: Pat
     again = packing.pack(results, TARGET, LIMITS, tmp_path / "again.tar", True)
     assert again.read_bytes() == bundle.read_bytes(), "the same bytes each time"
     assert str(ROOT).encode() not in bundle.read_bytes()
-    made = generate(bundle, "--max-new-tokens", "16", "--adapter", "captain")
-    assert made.returncode == 0 and made.stdout.strip() == LIGHT["captain"].strip(), made.stderr
-    made = generate(bundle, "--adapter", "pirate")
-    assert made.returncode == 2 and "expected one of captain, random, shakespeare; found 'pirate'" in made.stderr
+    process = generate(bundle, "--max-new-tokens", "16", "--adapter", "captain")
+    assert process.returncode == 0 and process.stdout.strip() == LIGHT["captain"].strip(), process.stderr
+    process = generate(bundle, "--adapter", "pirate")
+    assert process.returncode == 2 and "expected one of captain, random, shakespeare; found 'pirate'" in process.stderr
 
 
 def test_a_bundle_whose_adapters_lie_elsewhere_is_refused(
@@ -68,14 +68,18 @@ def test_a_bundle_whose_adapters_lie_elsewhere_is_refused(
     def outside(path: Path) -> Iterator[Entry]:
         for entry in entries(path):
             if entry.name.endswith("adapters.json"):
-                moved = {n: replace(each, folder=str(ROOT)) for n, each in AdaptersManifest.load(path).adapters.items()}
+                moved = {
+                    n: replace(adapter, folder=str(ROOT)) for n, adapter in AdaptersManifest.load(path).adapters.items()
+                }
                 bare = AdaptersManifest(moved).to_json()
                 entry = Entry.of_bytes(entry.name, dump_json({**bare, SEAL: sha256_json(bare)}).encode())
             yield entry
 
     monkeypatch.setattr(packing, "adapter_entries", outside)
-    made = generate(packing.pack(results, TARGET, LIMITS, tmp_path / "lora.tar", True))
-    assert made.returncode == 2 and "adapter_config.json of sha256" in made.stderr and "found none" in made.stderr
+    process = generate(packing.pack(results, TARGET, LIMITS, tmp_path / "lora.tar", True))
+    assert (
+        process.returncode == 2 and "adapter_config.json of sha256" in process.stderr and "found none" in process.stderr
+    )
 
 
 def test_an_adapter_that_changed_is_not_packed(results: Results, tmp_path: Path) -> None:

@@ -74,13 +74,13 @@ def test_a_chat_with_tools_takes_the_template_for_them(tmp_path: Path) -> None:
     named = {"tool_use": "\n \n{{ tools[0].type }}\n  \n", "default": f"  {PLAIN}\n\n"}
     entries = [{"name": name, "template": template} for name, template in named.items()]
     folder = folder_of(tmp_path, {**CONFIG, "chat_template": entries})
-    found = read_chat_template(folder)
+    actual = read_chat_template(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert found is not None
+    assert actual is not None
     for tools in (None, [{"type": "function"}]):
         chat = {"conversation": [{"role": "user", "content": "Hi"}], "tools": tools, "tokenize": False}
         expected = tokenizer.apply_chat_template(**chat)
-        assert tokenizer.apply_chat_template(**chat, chat_template=found.template) == expected
+        assert tokenizer.apply_chat_template(**chat, chat_template=actual.template) == expected
 
 
 def test_templates_without_a_default_refuse_chats_alone(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

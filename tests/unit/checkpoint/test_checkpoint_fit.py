@@ -1,4 +1,4 @@
-"""Weights that do not fit their config.json, and files beside them that are none: one line each, from headers and plain
+"""Weights that do not fit their config.json, and files that are no weights: one line each, from headers and plain
 settings, without torch."""
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def line(tmp_path):
         folder = write(
             tmp_path / "checkpoint", weights() if values is None else values, config={**CONFIG, **config}, **options
         )
-        found = error_of(resolve, str(folder), folder, tmp_path / "checkpoint.json")
+        line = error_of(resolve, str(folder), folder, tmp_path / "checkpoint.json")
         assert not (tmp_path / "checkpoint.json").exists()
-        return found.removeprefix(str(folder)).removeprefix("/")
+        return line.removeprefix(str(folder)).removeprefix("/")
 
     return line_of
 

@@ -134,20 +134,20 @@ def test_a_git_lfs_pointer_is_told_from_a_damaged_file(file):
 def test_any_flipped_bit_of_a_header_is_an_error_or_changes_no_place(file):
     """The one thing that a header cannot tell is another spelling of a name: then all the rest is as before."""
     # [0, 9] is as empty as [0, 8]
-    whole = save({name: value for name, value in tensors().items() if value.size}, {"format": "pt"})
-    file.write_bytes(whole)
+    full = save({name: value for name, value in tensors().items() if value.size}, {"format": "pt"})
+    file.write_bytes(full)
     records = read_header(file)
     header_end = min(record.offset for record in records.values())
     accepted = 0
     for bit in range(header_end * 8):
-        poke(file, bit // 8, whole[bit // 8] ^ 1 << bit % 8)
+        poke(file, bit // 8, full[bit // 8] ^ 1 << bit % 8)
         try:
             found = read_header(file)
         except InputError as error:
             assert str(error).startswith(f"{file}: expected ")
             continue
         finally:
-            poke(file, bit // 8, whole[bit // 8])
+            poke(file, bit // 8, full[bit // 8])
         accepted += 1
         assert places(found) == places(records), f"bit {bit}"
         assert len(found.keys() - records.keys()) <= 1, f"bit {bit}"
@@ -155,9 +155,9 @@ def test_any_flipped_bit_of_a_header_is_an_error_or_changes_no_place(file):
 
 
 def test_a_file_cut_anywhere_is_an_error(file):
-    whole = save(tensors())
-    file.write_bytes(whole)
-    for size in reversed(range(len(whole))):
+    full = save(tensors())
+    file.write_bytes(full)
+    for size in reversed(range(len(full))):
         os.truncate(file, size)
         error_of(read_header, file)
 

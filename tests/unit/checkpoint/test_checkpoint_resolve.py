@@ -309,8 +309,8 @@ def test_a_tensor_of_the_index_that_no_shard_holds_is_left_out_unless_the_model_
     index["weight_map"]["mtp.fc.weight"] = SHARDS[0]
     (sharded / INDEX).write_text(json.dumps(index))
     assert "mtp.fc.weight" not in manifest_of(sharded)["tensors"]
-    said = f"{sharded / INDEX}: names {SHARDS[0]} for 'mtp.fc.weight', which is absent there and left out"
-    assert said in capsys.readouterr().err
+    message = f"{sharded / INDEX}: names {SHARDS[0]} for 'mtp.fc.weight', which is absent there and left out"
+    assert message in capsys.readouterr().err
     with pytest.raises(InputError, match=f"{SHARDS[0]}: expected tensor 'mtp.fc.weight', as {INDEX} says"):
         check_not_absent(sharded, "mtp.fc.weight", find_tensors(sharded))
 

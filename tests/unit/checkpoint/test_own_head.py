@@ -1,4 +1,4 @@
-"""A checkpoint that holds more than its config says: a head of its own, a bias."""
+"""A checkpoint that holds more than its config says: its own head, a bias."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`hf:` sources against a hub of one's own: what is asked for, what is kept, and one line for each way it can fail.
+"""`hf:` sources against a hub of one's own: what is requested, what is kept, and one line for each way it can fail.
 
-Each fetch is a `lockstep stage fetch`: in a process of its own, as a user starts it, where requests are counted or the
+Each fetch is a `lockstep stage fetch`: in its own process, as a user starts it, where requests are counted or the
 process is ended; else in this one, which spares the imports.
 """
 

@@ -121,14 +121,14 @@ def test_every_dtype_in_one_file_or_shards_as_a_folder_or_in_a_hub_cache(tmp_pat
     folder = source(tmp_path / "s", dtype, shard_bytes)
     if cached:
         folder = as_hub_cache(folder, tmp_path)
-    results, found = run(folder, graphs)
-    assert found == expected(folder) and len(found) == NEW
+    results, actual = run(folder, graphs)
+    assert actual == expected(folder) and len(actual) == NEW
     assert results.weights("m", "fp32").with_name("weights.safetensors").exists() == (dtype != "float32"), (
         "what fits is not copied"
     )
     if cached and dtype == "float32":  # the manifest points through the links, and follows when all of it moves
         shutil.move(tmp_path / "hub", tmp_path / "moved")
-        assert tokens(Results(tmp_path / "moved" / results.root.relative_to(tmp_path / "hub"))) == found
+        assert tokens(Results(tmp_path / "moved" / results.root.relative_to(tmp_path / "hub"))) == actual
 
 
 def test_tensors_that_the_model_does_not_know_are_ignored_and_listed(tmp_path, graphs):
@@ -138,8 +138,8 @@ def test_tensors_that_the_model_does_not_know_are_ignored_and_listed(tmp_path, g
         folder / "model.safetensors",
         {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32), "step": np.array([3])},
     )
-    results, found = run(folder, graphs)
-    assert found == before
+    results, actual = run(folder, graphs)
+    assert actual == before
     names = (
         results.weights("m", "fp32"), results.checkpoint("m"), "all", TOLERANCE, 64,
         results.validation("m", "fp32", "all"),
@@ -153,6 +153,6 @@ def test_a_shards_tensor_that_the_index_does_not_name_is_ignored_and_listed(tmp_
     folder = source(tmp_path / "s", shard_bytes=50_000)
     shard = sorted(folder.glob("model-*.safetensors"))[0]
     change(shard, {"momentum": np.ones(4, np.float32)})
-    results, found = run(folder, graphs)
-    assert found == expected(folder)
+    results, actual = run(folder, graphs)
+    assert actual == expected(folder)
     assert json.loads(results.checkpoint("m").read_text())["unindexed"] == [{"file": shard.name, "tensor": "momentum"}]

@@ -50,9 +50,9 @@ def test_without_results_a_command_says_to_run_first(
     before = sorted(project.rglob("*"))
     with pytest.raises(SystemExit) as ended:
         main(list(arguments), prog_name="lockstep")
-    said = capsys.readouterr()
-    assert ended.value.code == 2 and not said.out
-    *steps, line = said.err.splitlines()
+    output = capsys.readouterr()
+    assert ended.value.code == 2 and not output.out
+    *steps, line = output.err.splitlines()
     assert len(steps) <= 1, "the first of several"
     assert all(re.match(rf"step 1 of \d+: {arguments[1]} demo-llama/", step) for step in steps)
     assert line.startswith("lockstep: error: results") and "expected" in line and "run `lockstep run` first" in line
@@ -182,13 +182,15 @@ def test_help_onto_a_full_disk_is_one_line(arguments: list[str]) -> None:
 
 
 def test_help_of_many_options_has_each_once_in_80_columns() -> None:
-    """Those of serve and generate stand in groups."""
+    """Those of serve and generate are in groups."""
     for name in ("serve", "generate"):
         command = main.commands[name]
         text = CliRunner().invoke(main, [name, "--help"], env={"COLUMNS": "80"}, prog_name="lockstep").output
         listed = re.findall(r"^  (--[a-z-]+|-h, --help)", text, re.MULTILINE)
         assert (
-            len(listed) == len(set(listed)) == len([one for one in command.params if isinstance(one, click.Option)]) + 1
+            len(listed)
+            == len(set(listed))
+            == len([param for param in command.params if isinstance(param, click.Option)]) + 1
         )
         assert max(map(len, text.splitlines())) <= 80
 

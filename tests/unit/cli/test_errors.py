@@ -20,24 +20,24 @@ INTERRUPTED = "lockstep: error: interrupted; finished results are kept, run the 
 
 
 def test_an_interrupt_is_one_line(capsys):
-    with pytest.raises(SystemExit) as left, guard():
+    with pytest.raises(SystemExit) as exit_info, guard():
         raise KeyboardInterrupt
-    assert left.value.code == 130 and capsys.readouterr().err == INTERRUPTED
+    assert exit_info.value.code == 130 and capsys.readouterr().err == INTERRUPTED
 
 
 def test_an_interrupt_that_became_a_message_is_one(capsys):
-    with pytest.raises(SystemExit) as left, guard():
+    with pytest.raises(SystemExit) as exit_info, guard():
         try:
             raise KeyboardInterrupt
         except BaseException as error:  # as native code's panics are taken
             raise InputError("expected a tokenizer") from error
-    assert left.value.code == 130 and capsys.readouterr().err == INTERRUPTED
+    assert exit_info.value.code == 130 and capsys.readouterr().err == INTERRUPTED
 
 
 def test_a_full_disk_is_one_line_with_the_place(capsys):
-    with pytest.raises(SystemExit) as left, guard():
+    with pytest.raises(SystemExit) as exit_info, guard():
         raise OSError(errno.ENOSPC, "No space left on device", "engines/middle.engine")
-    assert left.value.code == 2
+    assert exit_info.value.code == 2
     assert capsys.readouterr().err == (
         "lockstep: error: No space left on device (engines/middle.engine): "
         "free or make writable this place and run the same command again\n"
@@ -45,20 +45,20 @@ def test_a_full_disk_is_one_line_with_the_place(capsys):
 
 
 def test_a_name_that_is_too_long_is_one_line(capsys, tmp_path):
-    with pytest.raises(SystemExit) as left, guard():
+    with pytest.raises(SystemExit) as exit_info, guard():
         (tmp_path / ("a" * 256)).write_text("")
-    said = capsys.readouterr().err
-    assert left.value.code == 2 and said.startswith("lockstep: error: File name too long (")
-    assert said.endswith("aaa): take a shorter one and run the same command again\n")
+    output = capsys.readouterr().err
+    assert exit_info.value.code == 2 and output.startswith("lockstep: error: File name too long (")
+    assert output.endswith("aaa): take a shorter one and run the same command again\n")
 
 
 def test_a_name_that_is_no_utf_8_is_one_line_where_a_document_would_hold_it(capsys, tmp_path):
     path = os.fsdecode(b"folder of Z\xfcrich")
-    with pytest.raises(SystemExit) as left, guard():
+    with pytest.raises(SystemExit) as exit_info, guard():
         write_json(tmp_path / "weights.json", {"format": "x", "path": path})
-    assert left.value.code == 2 and not list(tmp_path.iterdir())
-    assert "expected a name in UTF-8, found other bytes at the end of " in (said := capsys.readouterr().err)
-    assert r"folder of Z\udcfc; rename it" in said
+    assert exit_info.value.code == 2 and not list(tmp_path.iterdir())
+    assert "expected a name in UTF-8, found other bytes at the end of " in (output := capsys.readouterr().err)
+    assert r"folder of Z\udcfc; rename it" in output
 
 
 def test_what_nobody_can_do_anything_about_keeps_its_traceback():
@@ -106,9 +106,9 @@ with guard(), undone(pathlib.Path(sys.argv[1])):
 def test_a_signal_is_one_line_and_its_code_after_the_work_is_undone(tmp_path: Path, number: signal.Signals) -> None:
     process = started(WORK, ready=tmp_path / "half")
     process.send_signal(number)
-    said = process.communicate(timeout=60)[1]
+    output = process.communicate(timeout=60)[1]
     name = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
-    assert (process.returncode, said) == (128 + number, f"lockstep: error: {name}; {KEPT}")
+    assert (process.returncode, output) == (128 + number, f"lockstep: error: {name}; {KEPT}")
     assert not list(tmp_path.iterdir())
 
 
@@ -129,9 +129,9 @@ with guard():
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_that_hits_a_destructor_is_not_lost(tmp_path: Path, number: signal.Signals) -> None:
     process = started(IGNORED, str(int(number)), ready=tmp_path / "collected")
-    said = process.communicate(timeout=30)[1]
+    output = process.communicate(timeout=30)[1]
     name = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
-    assert (process.returncode, said) == (128 + number, f"lockstep: error: {name}; {KEPT}")
+    assert (process.returncode, output) == (128 + number, f"lockstep: error: {name}; {KEPT}")
 
 
 LOADED = """
@@ -161,8 +161,8 @@ def test_a_second_signal_does_not_stop_the_undoing(tmp_path: Path) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGTERM):
         process.send_signal(number)
         time.sleep(0.1)
-    said = process.communicate(timeout=60)[1]
-    assert process.returncode in (128 + signal.SIGTERM, 128 + signal.SIGHUP) and said.count("\n") == 1
+    output = process.communicate(timeout=60)[1]
+    assert process.returncode in (128 + signal.SIGTERM, 128 + signal.SIGHUP) and output.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
@@ -190,8 +190,8 @@ DEAF = (
 def test_a_child_undoes_its_work_and_ends_too(tmp_path: Path, number: signal.Signals) -> None:
     process = started(PARENT, WORK, ready=tmp_path / "half")
     process.send_signal(number)
-    said = process.communicate(timeout=60)[1]
-    assert (process.returncode, said) == (128 + number, f"lockstep: error: ended by {number.name}; {KEPT}"), (
+    output = process.communicate(timeout=60)[1]
+    assert (process.returncode, output) == (128 + number, f"lockstep: error: ended by {number.name}; {KEPT}"), (
         "one of the two says it"
     )
     assert not list(tmp_path.iterdir())
@@ -220,8 +220,8 @@ def test_a_text_goes_to_a_stdout_of_any_encoding_and_a_json_document_stays_one(e
         f"import json; from lockstep.errors import guard\nwith guard(): print(json.dumps({text!r}, ensure_ascii=False))"
     )
     environment = {**os.environ, "PYTHONIOENCODING": encoding}
-    found = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=True)
-    assert json.loads(found.stdout.decode(encoding)) == text
+    process = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=True)
+    assert json.loads(process.stdout.decode(encoding)) == text
 
 
 @pytest.mark.parametrize("stream", [1, 2])
@@ -230,6 +230,6 @@ def test_a_stream_that_is_closed_takes_what_goes_there_and_nothing_else_does(str
         f"import os, sys; os.close({stream}); "
         "os.execv(sys.executable, [sys.executable, '-m', 'lockstep', 'serve', 'nowhere'])"
     )
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert found.returncode == 2 and found.stdout == ""
-    assert found.stderr.count("\n") == (stream == 1)
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert process.returncode == 2 and process.stdout == ""
+    assert process.stderr.count("\n") == (stream == 1)

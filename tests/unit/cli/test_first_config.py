@@ -45,8 +45,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [(str(DEMO), "demo-llama", 512), (f"random:{ROOT}/resources/shapes/phi3/config.json?seed=3", "phi3", 512)],
 )
 def test_a_first_config_asks_for_what_the_model_has(source: str, name: str, length: int) -> None:
-    code, said = run("init", source)
-    assert code == 0 and f"lockstep run {name}.yaml" in said
+    code, output = run("init", source)
+    assert code == 0 and f"lockstep run {name}.yaml" in output
     config = load(Path(f"{name}.yaml"))
     assert config.models[name].source == source and config.models[name].golden.prompts
     assert config.limits.model_dump() == {
@@ -87,15 +87,15 @@ def test_a_model_is_named_by_its_source(source: str, name: str) -> None:
 def test_a_source_that_is_none_is_one_line_and_leaves_nothing(
     folder: Path, source: str, parts: tuple[str, ...]
 ) -> None:
-    code, said = run("init", source)
-    assert code == 2 and len(said.splitlines()) == 1 and all(part in said for part in parts)
+    code, output = run("init", source)
+    assert code == 2 and len(output.splitlines()) == 1 and all(part in output for part in parts)
     assert not list(folder.iterdir())
 
 
 def test_a_config_that_is_there_is_kept(folder: Path) -> None:
     (folder / "demo-llama.yaml").write_text("mine")
-    code, said = run("init", DEMO)
-    assert code == 2 and "demo-llama.yaml: expected no such file yet" in said
+    code, output = run("init", DEMO)
+    assert code == 2 and "demo-llama.yaml: expected no such file yet" in output
     assert (folder / "demo-llama.yaml").read_text() == "mine"
     assert run("init", DEMO, "--out", "other.yaml")[0] == 0 and yaml.safe_load(Path("other.yaml").read_text())["models"]
 
@@ -111,10 +111,10 @@ def test_doctor_says_of_each_backend_what_it_can_do_and_what_is_missing() -> Non
     code, text = run("doctor")
     facts = json.loads(run("doctor", "--json")[1])
     assert code == 0 and set(facts["backends"]) == set(backends())
-    for name, one in facts["backends"].items():
-        builds, runs = ("no" if one[key] else "yes" for key in ("not_built", "not_run"))
-        assert re.search(rf"^{name} +{builds} +{runs} +{', '.join(one['precisions'])}$", text, re.MULTILINE)
-        if reason := one["not_built"] or one["not_run"]:
+    for name, fact in facts["backends"].items():
+        builds, runs = ("no" if fact[key] else "yes" for key in ("not_built", "not_run"))
+        assert re.search(rf"^{name} +{builds} +{runs} +{', '.join(fact['precisions'])}$", text, re.MULTILINE)
+        if reason := fact["not_built"] or fact["not_run"]:
             assert f"{name}: {reason}" in text
     assert facts["backends"]["onnxruntime"]["not_run"] is None
     assert facts["memory_bytes"] > 0 and facts["disk_bytes"] > 0 and facts["versions"]["onnxruntime"]
@@ -164,6 +164,6 @@ def test_commands_without_a_config_speak_of_the_only_one_here_else_of_the_last_r
     (folder / "results" / "config.json").write_text(json.dumps(load(Path("my.yaml")).dump()))
     for where in ("my.yaml", "results/config.json"):
         assert run("targets") == (0, "demo-llama/fp32/all/onnxruntime\n")
-        code, said = run("explain", "demo-llama/fp16")
-        assert code == 2 and f"in {where}; --config names another" in said
+        code, output = run("explain", "demo-llama/fp16")
+        assert code == 2 and f"in {where}; --config names another" in output
         (folder / "other.yml").write_text("models: {}\n")

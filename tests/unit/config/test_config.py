@@ -86,7 +86,7 @@ def test_a_number_with_an_exponent_needs_no_point(tmp_path, number):
 
 
 MISTAKES = [
-    # what is replaced in FULL, by what, the message; " ... " stands for more of it
+    # what is replaced in FULL, by what, the message; " ... " represents more of it
     ("[fp32, fp16]", "[fp32, fp8]", "models.demo-llama.precisions[1]: expected one of fp32, fp16, ... found 'fp8'"),
     ("[fp32, fp16]", "[fp32, bf16]", "models.demo-llama.precisions[1]: expected one of fp32, ... found 'bf16'"),
     ("[fp32, fp16]", "[fp32, fp32]", "models.demo-llama.precisions[1]: expected each item once; found 'fp32' again"),
@@ -395,8 +395,12 @@ def with_devices(devices, **model):
 
 
 def test_a_model_names_devices_where_it_may_name_backends():
-    asked = {"backends": ["h100", "l4", "onnxruntime"], "precisions": ["fp32"], "backend_precisions": {"l4": ["bf16"]}}
-    config = load(with_devices(DEVICES, **asked))
+    options = {
+        "backends": ["h100", "l4", "onnxruntime"],
+        "precisions": ["fp32"],
+        "backend_precisions": {"l4": ["bf16"]},
+    }
+    config = load(with_devices(DEVICES, **options))
     assert list(map(str, config.targets())) == ["m/fp32/all/h100", "m/fp32/all/onnxruntime", "m/bf16/all/l4"]
     assert [config.backend_of(name) for name in ("h100", "l4", "arm", "tensorrt")] == [
         *["tensorrt"] * 2,
@@ -450,9 +454,9 @@ def test_resolve_says_which_backends_are_missing(tmp_path: Path, monkeypatch: py
     config.write_text(json.dumps({"models": {"m": model}}))
     monkeypatch.chdir(tmp_path)
     command = [sys.executable, "-m", "lockstep", "stage", "resolve", "--config", str(config)]
-    found = subprocess.run(command, text=True, capture_output=True)
-    assert found.returncode == 0 and (tmp_path / "results/m/checkpoint.json").is_file(), found.stderr
-    (line,) = [line for line in found.stderr.splitlines() if line.startswith("lockstep: note: ")]
+    process = subprocess.run(command, text=True, capture_output=True)
+    assert process.returncode == 0 and (tmp_path / "results/m/checkpoint.json").is_file(), process.stderr
+    (line,) = [line for line in process.stderr.splitlines() if line.startswith("lockstep: note: ")]
     assert line.startswith(
         "lockstep: note: m: engines of tensorrt cannot be built here: the Python package tensorrt is"
     )

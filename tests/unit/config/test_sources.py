@@ -216,8 +216,8 @@ def test_the_shape_is_read_under_other_models_names_for_it(tmp_path):
 )  # fmt: skip
 def test_parameters_are_about_those_of_the_published_model(tmp_path, config, expected):
     """Experts, and a table that is embedding and head at once, counted."""
-    found = read_shape(write_checkpoint(tmp_path / "m", config)).num_parameters
-    assert abs(found / expected - 1) < 0.02
+    actual = read_shape(write_checkpoint(tmp_path / "m", config)).num_parameters
+    assert abs(actual / expected - 1) < 0.02
 
 
 def test_heads_that_do_not_divide_by_the_ranks(tmp_path):

@@ -174,7 +174,7 @@ def test_a_bare_decoder_may_leave_out_the_first_part_of_its_names(tmp_path):
 
 @pytest.mark.long
 def test_no_default_of_transformers_is_refused():
-    """What every decoder is held to must hold for every decoder that there is: a false refusal is worse than a late
+    """What is required of every decoder must hold for every decoder that there is: a false refusal is worse than a late
     one."""
     refused = {}
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:

@@ -1,4 +1,4 @@
-"""Experts: one product for each, in engines and where graphs are run; the same bits for any rows beside."""
+"""Experts: one product for each, in engines and where graphs are run; the same bits with any other rows."""
 
 from __future__ import annotations
 
@@ -214,9 +214,9 @@ def test_the_blocks_of_a_family_are_grouped_and_compute_the_same(shared, config)
         assert not any(node.op_type == "GatherND" for node in other.graph.node)
         feeds = random_inputs(model)
         names = [value.name for value in model.graph.output]
-        whole = ReferenceEvaluator(model).run(names, feeds)
+        full = ReferenceEvaluator(model).run(names, feeds)
         apart = compute(other, feeds)
-        for name, values in zip(names, whole, strict=True):  # fp32 rounding in another order
+        for name, values in zip(names, full, strict=True):  # fp32 rounding in another order
             assert np.abs(values - apart[name]).max() < 1e-5
     assert grouped
 
@@ -259,12 +259,12 @@ def logits_of(folder: Path, precision: str, backend: str, work: Path) -> tuple[n
 def test_experts_are_quantised_and_routers_are_not(checkpoint, tmp_path, precision, backend):
     if backend == "openvino":
         pytest.importorskip("openvino", reason="OpenVINO is not installed")
-    found, expected, held = logits_of(checkpoint, precision, backend, tmp_path)
+    actual, expected, held = logits_of(checkpoint, precision, backend, tmp_path)
     quantized = held.quantization
     assert quantized is not None
     experts = {f"model.layers.{n}.mlp.experts.{e}.{p}_proj.weight" for n in (0, 1) for e in range(8) for p in PARTS}
     assert experts <= quantized.bits.keys() and not any("mlp.gate." in name for name in quantized.bits)
-    assert np.abs(found - expected).max() < 2e-3  # activations of 16 bits, logits near 1
+    assert np.abs(actual - expected).max() < 2e-3  # activations of 16 bits, logits near 1
 
 
 PARTS = ("gate", "up", "down")
@@ -273,23 +273,23 @@ PARTS = ("gate", "up", "down")
 @pytest.mark.long
 @pytest.mark.parametrize("name", some(["gptq", "awq", "pack-quantized"]))
 def test_experts_of_a_quantised_checkpoint_keep_their_integers(checkpoint, tmp_path, name):
-    layout = next(each for each in LAYOUTS if each.name == name and each.bits == 4 and each.zero_points)
+    layout = next(item for item in LAYOUTS if item.name == name and item.bits == 4 and item.zero_points)
     numbers = write_packed(checkpoint, tmp_path / "packed", layout)
-    found, expected, held = logits_of(tmp_path / "packed", "w4a16", "onnxruntime", tmp_path / "results")
+    actual, expected, held = logits_of(tmp_path / "packed", "w4a16", "onnxruntime", tmp_path / "results")
     assert held.quantization is not None
     assert held.quantization.bits == {name: 4 for name in numbers if name.endswith("_proj.weight")}
     stored = dict(held.dequantized())
     assert all(np.array_equal(stored[name], array) for name, array in numbers.items())
-    assert np.abs(found - expected).max() < 2e-3  # as above
+    assert np.abs(actual - expected).max() < 2e-3  # as above
 
 
 def test_an_engine_holds_weights_that_were_put_together_once(monkeypatch, tmp_path):
     """Its session has them; the arrays that they were copied from are gone."""
-    made: list[weakref.ref] = []
+    results: list[weakref.ref] = []
 
     def recorded(*arguments: Any) -> np.ndarray:
         array = slot_array(*arguments)
-        made.append(weakref.ref(array))
+        results.append(weakref.ref(array))
         return array
 
     monkeypatch.setattr("lockstep.backends.onnxruntime.backend.slot_array", recorded)
@@ -299,5 +299,5 @@ def test_an_engine_holds_weights_that_were_put_together_once(monkeypatch, tmp_pa
     parts |= {f"down.{n}": part.copy() for n, part in enumerate(arrays["down"].reshape(EXPERTS * 2, WIDTH // 2, INNER))}
     run = engine(mixture(), "onnxruntime", tmp_path, parts)
     gc.collect()
-    assert len(made) == 2 * EXPERTS and not any(reference() is not None for reference in made)
+    assert len(results) == 2 * EXPERTS and not any(reference() is not None for reference in results)
     assert np.abs(run(*tokens) - expected(arrays, *tokens)).max() < 1e-4

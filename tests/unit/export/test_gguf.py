@@ -67,10 +67,10 @@ def test_logits_are_those_of_llama_cpp(tmp_path: Path, name: str) -> None:
 def test_weights_are_what_the_blocks_say(tmp_path: Path, stored: str) -> None:
     path = write(tmp_path / "m.gguf", "qwen2", quantized=stored)
     weights = load_file(gguf_model.make(path, tmp_path / "checkpoint") / "model.safetensors")
-    whole = load_file(gguf_model.make(write(tmp_path / "w.gguf", "qwen2"), tmp_path / "whole") / "model.safetensors")
+    tensors = load_file(gguf_model.make(write(tmp_path / "w.gguf", "qwen2"), tmp_path / "whole") / "model.safetensors")
     kind = gguf.GGMLQuantizationType[stored]
-    assert weights.keys() == whole.keys() and "lm_head.weight" not in weights
-    for name, numbers in whole.items():
+    assert weights.keys() == tensors.keys() and "lm_head.weight" not in weights
+    for name, numbers in tensors.items():
         if numbers.ndim > 1:
             numbers = gguf.dequantize(gguf.quantize(numbers, kind), kind)
         assert weights[name].dtype == np.float32 and (weights[name] == numbers).all(), name
@@ -233,17 +233,17 @@ def test_no_damage_to_a_header_shows_a_traceback(tmp_path: Path) -> None:
     assert refused > 50
 
 
-@pytest.mark.parametrize(("source", "found"), [
+@pytest.mark.parametrize(("source", "actual"), [
     ("absent.gguf", "expected a GGUF file; found none at .*absent.gguf"),
     ("notes.gguf", "expected a GGUF file, which opens with b'GGUF', at .*notes.gguf; found b'note'"),
     ("folder", "found none in .*folder; for the GGUF file in it write .*folder/m.gguf"),
     ("folder/m.gguf", "layers.0.: expected at most 2 .num_hidden_layers in .*m.gguf.*; found 3"),
 ])  # fmt: skip
-def test_the_config_is_held_against_the_file(tmp_path: Path, source: str, found: str) -> None:
+def test_the_config_is_held_against_the_file(tmp_path: Path, source: str, actual: str) -> None:
     (tmp_path / "folder").mkdir()
     write(tmp_path / "folder" / "m.gguf")
     (tmp_path / "notes.gguf").write_text("notes")
     config = load({"models": {"m": {"source": source, "layers": [3], "golden": {"prompts": [{"text": "a"}]}}},
                    "limits": {"max_seq_len": 64, "max_input_len": 32}})  # fmt: skip
-    with pytest.raises(InputError, match=found):
+    with pytest.raises(InputError, match=actual):
         config.check_sources([tmp_path])

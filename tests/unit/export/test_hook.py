@@ -75,7 +75,7 @@ EXPERTS = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
 }
-# Their windows stand in the mask alone: the layers hand none to attention.
+# Their windows are in the mask alone: the layers hand none to attention.
 MASKED = {
     "qwen2_moe": ({**EXPERTS, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}, None),
     "qwen2_moe, switched off": ({**EXPERTS, "use_sliding_window": False, "sliding_window": WINDOW}, [0, 0]),

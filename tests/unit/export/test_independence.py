@@ -100,8 +100,8 @@ def test_copies_of_all_tokens_get_a_dimension_of_their_own():
         again = Reshape(together, apart)  out = ReduceSum<keepdims = 0>(again, first)
     }"""  # noqa: E501
     text = text.replace("UP", ", ".join(str(number / 7) for number in range(48)))
-    whole = onnx.shape_inference.infer_shapes(onnx.parser.parse_model(text), data_prop=True)
-    model = ir.serde.deserialize_model(whole)
+    full = onnx.shape_inference.infer_shapes(onnx.parser.parse_model(text), data_prop=True)
+    model = ir.serde.deserialize_model(full)
     with pytest.raises(InputError, match="Tile"):
         check_independence(model.graph, "toy")
     unfold_copies(model)
@@ -109,7 +109,7 @@ def test_copies_of_all_tokens_get_a_dimension_of_their_own():
     random = np.random.default_rng(0)
     shapes = {"hidden": (5, 4), "scores": (5, 3)}
     feeds = {name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
-    results = [ReferenceEvaluator(each).run(None, feeds)[0] for each in (whole, ir.serde.serialize_model(model))]
+    results = [ReferenceEvaluator(item).run(None, feeds)[0] for item in (full, ir.serde.serialize_model(model))]
     assert np.array_equal(*results)
 
 
@@ -140,13 +140,13 @@ def test_a_rope_that_reads_the_longest_position_is_refused(monkeypatch):
         trace_unique_layers(meta_model(LLAMA, "fp32"))
 
 
-def longrope(**more):
+def longrope(**options):
     return {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
         "short_factor": [1.0 + 0.1 * i for i in range(6)],
         "long_factor": [2.0 + i for i in range(6)],
-        **more,
+        **options,
     }
 
 

@@ -65,7 +65,7 @@ IDS = [3, 200, 17, 9, 101, 54]
 @pytest.mark.parametrize(
     # test_architectures.py runs the second type through this too
     "config",
-    [pytest.param(each, marks=pytest.mark.long) for each in (MIXTRAL, QWEN)],
+    [pytest.param(item, marks=pytest.mark.long) for item in (MIXTRAL, QWEN)],
     ids=["mixtral", "qwen3_moe"],
 )
 def test_experts_that_a_checkpoint_holds_apart_run_as_in_transformers(config, tmp_path):

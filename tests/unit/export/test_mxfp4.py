@@ -1,4 +1,4 @@
-"""MXFP4, as GPT-OSS's experts are published: bound as the checkpoint has it, or the numbers that it stands for."""
+"""MXFP4, as GPT-OSS's experts are published: bound as the checkpoint has it, or the numbers that it represents."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def numbers(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> torc
 
 
 def test_numbers_are_those_of_transformers_to_the_bit(checkpoint, tmp_path):
-    every = tmp_path / "every"  # code beside every exponent that gives finite numbers, subnormal ones too
+    every = tmp_path / "every"  # code next to every exponent that gives finite numbers, subnormal ones too
     shutil.copytree(checkpoint, every)
     tensors = load_file(every / FILE)
     exponents = tensors[f"{STACKS[0]}_scales"]
@@ -89,13 +89,13 @@ def test_numbers_are_those_of_transformers_to_the_bit(checkpoint, tmp_path):
 def test_engines_take_the_codes_from_the_checkpoints_own_file(checkpoint, tmp_path, backend):
     if backend == "openvino":
         pytest.importorskip("openvino", reason="OpenVINO is not installed")
-    found, expected, held = logits_of(checkpoint, "w4a16", backend, tmp_path)
+    actual, expected, held = logits_of(checkpoint, "w4a16", backend, tmp_path)
     assert held.quantization is not None and held.quantization.bits == dict.fromkeys(STACKS, 4)
     stored = dict(held.dequantized())
     for name in STACKS:
         assert stored[name].tobytes() == numbers(checkpoint, name).numpy().tobytes(), name
         assert {held.location(f"{name}.{part}")[0] for part in ("data", "scales")} == {(checkpoint / FILE).resolve()}
-    assert np.abs(found - expected).max() < 1e-4  # fp32 in another order, logits near 1
+    assert np.abs(actual - expected).max() < 1e-4  # fp32 in another order, logits near 1
     results = Results(tmp_path)
     # fmt: skip
     engines = results.engines("m", "w4a16", backend)
@@ -105,7 +105,7 @@ def test_engines_take_the_codes_from_the_checkpoints_own_file(checkpoint, tmp_pa
     tokens = np.array([3, 200, 17, 9, 101, 54])
     beside = model.step([Advance(0, tokens[::-1], 0), Advance(1, tokens, 0), Advance(2, tokens[:1], 0)])
     assert backend == "openvino" or model.engines.batch_invariant
-    assert np.array_equal(beside[1], found) or not model.engines.batch_invariant
+    assert np.array_equal(beside[1], actual) or not model.engines.batch_invariant
 
 
 @pytest.mark.long

@@ -104,10 +104,10 @@ def test_what_is_quantised_and_what_stays(shared):
     weights = Weights.open(results.weights("model", "w4a16"))
     bits = Assembly.load(results.assembly("model", "w4a16")).quantization.bits
     assert {name: width for name, width in bits.items() if width != 4} == {"lm_head.weight": 8}
-    whole = load_file(DEMO / "model.safetensors")
-    assert set(bits) == {name for name in whole if "proj" in name} | {"lm_head.weight"}
+    tensors = load_file(DEMO / "model.safetensors")
+    assert set(bits) == {name for name in tensors if "proj" in name} | {"lm_head.weight"}
     for name, array in weights.dequantized():
-        exact = whole[name].astype(np.float32)
+        exact = tensors[name].astype(np.float32)
         if name not in bits:
             assert name in weights and np.array_equal(array, exact)
             continue
@@ -181,7 +181,7 @@ def test_groups_without_a_usable_step(bits, number):
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 9])
 def test_the_engine_multiplies_activations_of_16_bits(bits, rows):
-    """Against the graph's own meaning, float32 activations; and a row has the same bits whatever stands beside it."""
+    """Against the graph's own meaning, float32 activations; and a row has the same bits in any batch."""
     random = np.random.default_rng(bits)
     columns = 96
     out = 40
@@ -225,8 +225,8 @@ def test_the_engine_rounds_activations_as_the_reference_does(bits, group):
     expected = expected @ dequantize(data, scales, group).astype(np.float64).T
     scale = np.abs(hidden).max(axis=1, keepdims=True) * np.sqrt(columns)
     # Sums of float32. Activations that are not rounded are off by 1e-2.
-    for found in (run(engine, hidden), run(graph, hidden)):
-        assert (np.abs(found - expected) / scale).max() < 1e-5
+    for actual in (run(engine, hidden), run(graph, hidden)):
+        assert (np.abs(actual - expected) / scale).max() < 1e-5
     together = run(engine, hidden)
     counts = (1, 2, 3, 5, 8, 33)
     kept = all(np.array_equal(run(engine, hidden[-count:]), together[-count:]) for count in counts)
@@ -259,16 +259,16 @@ def test_the_graph_rounds_rows_to_e4m3_as_the_reference_does(tmp_path):
     )
     for count in (1, 2, 5, rows):
         given = {"x": hidden[-count:]}
-        made = {name: np.empty((count, size), np.float32) for name, size in (("y", out), ("x/fp8/rounded", columns))}
-        run.prepare(given, made)()
-        assert np.array_equal(made["y"], found["y"][-count:])
+        results = {name: np.empty((count, size), np.float32) for name, size in (("y", out), ("x/fp8/rounded", columns))}
+        run.prepare(given, results)()
+        assert np.array_equal(results["y"], found["y"][-count:])
 
 
 def fp8_graph(columns: int, out: int) -> onnx.ModelProto:
     types = onnx.TensorProto
     ios = [
-        onnx.helper.make_tensor_value_info(*each)
-        for each in (("x", types.FLOAT, ["rows", columns]), ("w", types.FLOAT8E4M3FN, [out, columns]),
+        onnx.helper.make_tensor_value_info(*item)
+        for item in (("x", types.FLOAT, ["rows", columns]), ("w", types.FLOAT8E4M3FN, [out, columns]),
                      ("s", types.FLOAT, [out]), ("y", types.FLOAT, ["rows", out]),
                      ("x/fp8/rounded", types.FLOAT, ["rows", columns]))
     ]  # fmt: skip
@@ -328,8 +328,8 @@ def test_scales_bound_to_another_slot_fail_validation(shared, tmp_path):
     shutil.copytree(results.assembly("model", "w8a16").parent, folder)
     value = read_json(folder / "assembly.json")
     slots = value["layers"][1]["block"]["slots"]
-    one, other = (f"previous.mlp.{part}_proj.weight.scales" for part in ("gate", "up"))
-    slots[one], slots[other] = slots[other], slots[one]
+    first, other = (f"previous.mlp.{part}_proj.weight.scales" for part in ("gate", "up"))
+    slots[first], slots[other] = slots[other], slots[first]
     write_json(folder / "assembly.json", value)
     with pytest.raises(CheckError, match=r"layer 0 .*: hidden: expected an error of at most"):
         validated(results, "w8a16", 2, tmp_path, folder / "assembly.json")

@@ -20,7 +20,7 @@ from lockstep.onnx_tools.widened import widened
 
 @pytest.mark.parametrize("family", some_families())  # test_residual.py has a Llama
 def test_the_stream_is_wide_and_the_computation_the_same(family: str) -> None:
-    """In float32 throughout, the graphs are held to transformers as those of an fp32 export are."""
+    """In float32 throughout, the graphs are checked against transformers as those of an fp32 export are."""
     config = FAMILIES[family].config
     if family == "opt":  # projects its embedding first
         with pytest.raises(InputError, match=r"^model type 'opt': residual: .*, found a product in it \(block \w+\)"):

@@ -17,7 +17,7 @@ EXPORTED = Path(__file__).with_name("exported_bytes.py")
 
 @pytest.mark.long  # minutes; test_committed_lock.py holds the graphs of this CPU to those of others
 def test_graphs_are_the_same_bytes_on_every_cpu() -> None:
-    """torch reads the variable when it is imported, so each instruction set has a process of its own."""
+    """torch reads the variable when it is imported, so each instruction set has its own process."""
     wanted = {"default": "1"}  # and their numbers of threads
     if torch.cpu._is_avx2_supported():
         wanted["avx2"] = "2"
@@ -31,8 +31,8 @@ def test_graphs_are_the_same_bytes_on_every_cpu() -> None:
         )
         for capability, threads in wanted.items()
     ]
-    found: list[dict[str, Any]] = [json.loads(process.communicate()[0]) for process in processes]
-    assert [one["capability"] for one in found] == list(wanted)
-    first, *others = (one["digests"] for one in found)
+    results: list[dict[str, Any]] = [json.loads(process.communicate()[0]) for process in processes]
+    assert [item["capability"] for item in results] == list(wanted)
+    first, *others = (item["digests"] for item in results)
     assert len(first) == 18
     assert all(other == first for other in others)

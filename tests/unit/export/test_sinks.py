@@ -1,4 +1,4 @@
-"""Attention sinks: a learned logit beside the scores of each head, which comes to attention with the query."""
+"""Attention sinks: a learned logit next to the scores of each head, which comes to attention with the query."""
 
 from __future__ import annotations
 

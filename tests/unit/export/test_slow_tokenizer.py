@@ -79,6 +79,6 @@ def test_what_no_tokenizer_can_be_made_of_is_said_in_a_line(tmp_path, monkeypatc
     (folder / name).write_bytes(data)
     with pytest.raises(SystemExit) as ended:
         run(monkeypatch, folder)
-    said = capfd.readouterr().err
-    assert ended.value.code == 2 and line in said and said.count("\n") == 1
+    output = capfd.readouterr().err
+    assert ended.value.code == 2 and line in output and output.count("\n") == 1
     assert not (folder / "tokenizer.json").exists() and not (folder / "tokenizer_config.json").exists()

@@ -1,4 +1,4 @@
-"""The split export of the demo checkpoint: contents of the files, sameness of the bytes, refusals."""
+"""The split export of the demo checkpoint: contents of the files, equality of the bytes, refusals."""
 
 import hashlib
 import json

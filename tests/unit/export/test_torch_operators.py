@@ -72,10 +72,10 @@ def test_operators_without_bfloat16_compute_in_float32() -> None:
     widen_unsupported(model)
     proto = ir.to_proto(model)
     onnx.checker.check_model(proto, full_check=True)
-    found = list(compute(proto, {"x": x.numpy()}).values())
+    actual = list(compute(proto, {"x": x.numpy()}).values())
     expected = [value.numpy() for value in OfBfloat16()(x)]
-    assert len(found) == len(expected) == 12
-    for number, (ours, theirs) in enumerate(zip(found, expected)):
+    assert len(actual) == len(expected) == 12
+    for number, (ours, theirs) in enumerate(zip(actual, expected)):
         if number in (0, 1, 8, 10, 11):  # chosen, ordered or rounded: the same numbers
             np.testing.assert_array_equal(ours, theirs)
         else:  # computed: one rounding to 8 bits, of sums in another order

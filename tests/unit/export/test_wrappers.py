@@ -134,9 +134,9 @@ def test_the_language_model_of_a_wrapper_goes_through_all_stages(name, tmp_path,
     ids = np.random.default_rng(0).integers(3, 256, 20)
     with torch.no_grad():
         expected = wrapper(input_ids=torch.from_numpy(ids)[None], use_cache=False).logits[0].numpy()
-    found = [model.step([Advance(0, ids[:17], 0)])[0], *(model.step([Advance(0, ids[[n]], n)])[0] for n in (17, 18))]
+    actual = [model.step([Advance(0, ids[:17], 0)])[0], *(model.step([Advance(0, ids[[n]], n)])[0] for n in (17, 18))]
     # fp32 sums in another order give 1e-6 to 2e-5 of the logits' standard deviation, 5 here
-    assert abs(np.stack(found) - expected[16:19]).max() < 1e-4 * expected.std()
+    assert abs(np.stack(actual) - expected[16:19]).max() < 1e-4 * expected.std()
     _pass_validate_and_golden(results)
 
 

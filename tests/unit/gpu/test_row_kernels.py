@@ -1,4 +1,4 @@
-"""Kernels of what stands between products: their source, compiled for the host, beside ONNX Runtime."""
+"""Kernels of what stands between products: their source, compiled for the host, against ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lockstep.weights import e4m3
 from shared import Shared
 from some import some
 
-# float32 inside and one rounding to fp16, beside ONNX Runtime's after each operator.
+# float32 inside and one rounding to fp16, against ONNX Runtime's after each operator.
 TOLERANCE = 4e-3
 
 RMS = """
@@ -227,7 +227,7 @@ def of_rows(array: np.ndarray) -> np.ndarray:
 
 
 def run(kernel: RowKernel, feeds: dict[str, np.ndarray], outputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The outputs. Arrays of rows lie in wider ones, whose other numbers stay as they are."""
+    """The outputs. Arrays of rows are in wider ones, whose other numbers stay as they are."""
     arguments: list[Any] = []
     held: list[np.ndarray] = []
 
@@ -251,8 +251,8 @@ def run(kernel: RowKernel, feeds: dict[str, np.ndarray], outputs: dict[str, np.n
     shapes = {name: array.shape for name, array in outputs.items()}
     outputs = {name: of_rows(array) for name, array in outputs.items()}
     types = {name: np.int32 if array.dtype.kind == "i" else array.dtype for name, array in outputs.items()}
-    made = {name: wider(np.zeros_like(outputs[name], types[name])) for name in kernel.outputs}
-    for array in made.values():
+    results = {name: wider(np.zeros_like(outputs[name], types[name])) for name in kernel.outputs}
+    for array in results.values():
         add(array, array.shape[1])
     text = compiled.source(PRELUDE + E4M3 + kernel.source, kernel.name)
     assert text.startswith(f"// {kernel.threads} threads")
@@ -263,8 +263,8 @@ def run(kernel: RowKernel, feeds: dict[str, np.ndarray], outputs: dict[str, np.n
         add(codes[name])
         add(steps[name])
     compiled.compiled_kernel(text)(ctypes.c_int(rows * kernel.blocks), *arguments)
-    assert all((array[:, -16:] == 7).all() for array in made.values())
-    found = {name: array[:, :-16].reshape(shapes[name]) for name, array in made.items()}
+    assert all((array[:, -16:] == 7).all() for array in results.values())
+    found = {name: array[:, :-16].reshape(shapes[name]) for name, array in results.items()}
     for name in kernel.quantized:
         numbers, expected = e4m3.rounded(found[name].astype(np.float32))
         assert np.array_equal(steps[name], expected), name
@@ -348,15 +348,15 @@ def test_an_embedding_reads_rows_of_integers(bits: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text, found",
+    "text, actual",
     [
         (RMS.replace("-1", "0"), "ReduceMean mean along rows$"),
         (PARTS.replace("Neg", "Round"), "Round$"),
         (PARTS.replace("axis = {1}", "axis = {0}").replace("[num_tokens, H]", "[k, W]"), "output y .* not of rows"),
     ],
 )
-def test_what_has_no_kernel_is_said(text: str, found: str) -> None:
-    with pytest.raises(CheckError, match=f"expected operators that have a CUDA kernel, found {found}"):
+def test_what_has_no_kernel_is_said(text: str, actual: str) -> None:
+    with pytest.raises(CheckError, match=f"expected operators that have a CUDA kernel, found {actual}"):
         row_kernel(piece(text, 128), "kernel")
 
 

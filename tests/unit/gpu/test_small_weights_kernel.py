@@ -1,4 +1,4 @@
-"""The kernel that reads small weights, compiled for the host: the source that a GPU runs, beside NumPy."""
+"""The kernel that reads small weights, compiled for the host: the source that a GPU runs, against NumPy."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ FORMS = {
 
 @functools.cache
 def library(folder: Path, threads: int) -> ctypes.CDLL:
-    """The forms with blocks of so many threads, and no other: the compiler meets each form once."""
+    """The forms with blocks of that many threads, and no other: the compiler meets each form once."""
     own = [name for name, form in FORMS.items() if form[-1] == threads]
     lines = KERNEL.read_text().splitlines(keepends=True)
     kept = (line for line in lines if not line.startswith("GEMV(") or line[5:].partition(",")[0] in own)
@@ -111,13 +111,13 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module", params=some([((bits, most),) for bits in (4, 8) for most in (8, 16)]), ids=str)
 def kernels(request, folder):
     """(bits, rows at most, (outputs of a block, kernel) of each form)"""
-    found = [
+    results = [
         (outputs, getattr(library(folder, threads), f"run_{name}"))
         for name, (*form, outputs, threads) in FORMS.items()
         if tuple(form) == request.param
     ]
-    assert len(found) in (2, 3)  # products.py has two or three forms of each
-    return *request.param, found
+    assert len(results) in (2, 3)  # products.py has two or three forms of each
+    return *request.param, results
 
 
 @pytest.mark.parametrize("smallest", [True, False])
@@ -138,11 +138,11 @@ def test_each_row_is_multiplied_by_each_weight(kernels, smallest):
     pointer = lambda array: ctypes.c_void_p(array.ctypes.data)
     for rows, (outputs, kernel) in itertools.product((1, 5, 8) if most == 8 else (9, 16), forms):
         x = aligned(random.standard_normal((rows, columns)).astype(np.float16))
-        found = [np.full((rows + 1, size), 7, np.float16) for size in outs]
+        actual = [np.full((rows + 1, size), 7, np.float16) for size in outs]
         sizes = (int(ends[0]), int(ends[1]), total, columns, group, rows)
-        kernel(-(-total // outputs), pointer(stored), pointer(scales), pointer(x), *map(pointer, found), *sizes)
+        kernel(-(-total // outputs), pointer(stored), pointer(scales), pointer(x), *map(pointer, actual), *sizes)
         expected = x.astype(np.float32) @ weight.T
-        given = np.concatenate([array[:rows] for array in found], axis=1).astype(np.float32)
+        given = np.concatenate([array[:rows] for array in actual], axis=1).astype(np.float32)
         # Weights are rounded to fp16 with their scale, results are fp16.
         assert np.abs(given - expected).max() <= 2e-3 * np.abs(expected).max(), (rows, outputs)
-        assert all((array[rows] == 7).all() for array in found)
+        assert all((array[rows] == 7).all() for array in actual)

@@ -1,4 +1,4 @@
-"""The kernels of mixers with a state, compiled for the host, beside their definition in NumPy."""
+"""The kernels of mixers with a state, compiled for the host, against their definition in NumPy."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_states_go_on_from_chunk_to_chunk_with_the_bits_of_one(name, dtype, tmp_
         expected.append(out[0])
 
     def run(steps: list[tuple[bool, list[tuple[int, int]]]]) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of row 2, which holds a state of another request; a request beside it, of no row, writes nowhere."""
+        """Tokens of row 2, which holds a state of another request; a request next to it, of no row, writes nowhere."""
         found = np.full((count, len(expected[0])), 7, dtype)
         states = np.full((3, *past), 9, np.float32)
         for single, pairs in steps:
@@ -122,14 +122,14 @@ def test_states_go_on_from_chunk_to_chunk_with_the_bits_of_one(name, dtype, tmp_
         assert (states[:2] == 9).all()
         return found, states[2]
 
-    whole = run([(False, [(0, count)])])
+    full = run([(False, [(0, count)])])
     cut = run([(False, [(0, 5), (5, 7)]), (True, [(at, at + 1) for at in range(7, count)])])
-    for one, other in zip(whole, cut):
-        assert np.array_equal(one, other)
+    for first, other in zip(full, cut):
+        assert np.array_equal(first, other)
     # fp32 sums in another order, and one rounding.
     rounding = float(ml_dtypes.finfo(dtype).eps)
-    np.testing.assert_allclose(whole[0].astype(np.float32), expected, rtol=rounding + 1e-6, atol=1e-5)
-    np.testing.assert_allclose(whole[1], state[0], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(full[0].astype(np.float32), expected, rtol=rounding + 1e-6, atol=1e-5)
+    np.testing.assert_allclose(full[1], state[0], rtol=1e-4, atol=1e-6)
 
 
 WINDOW_GRAPH = """<ir_version: 10, opset_import: ["": 20]>

@@ -105,9 +105,9 @@ def test_each_flipped_byte_of_a_manifest_is_refused_or_changes_nothing(tmp_path:
     path = tmp_path / "manifest.json"
     value = {"format": "f/1", "num_heads": 8, "file": "entry.onnx", "list": [1, True, None, "x"]}
     write_json(path, value)
-    whole = path.read_bytes()
-    for position in range(len(whole)):
-        path.write_bytes(whole)
+    data = path.read_bytes()
+    for position in range(len(data)):
+        path.write_bytes(data)
         flip(path, position)
         try:
             found = read_json(path, "f/1")

@@ -127,7 +127,7 @@ def test_a_file_of_someone_else_is_not_replaced(references: Results, tmp_path: P
 
 
 def test_an_input_in_the_same_folder_stays(references: Results, tmp_path: Path) -> None:
-    """Graphs beside the manifest that they are exported from; engines not over their graphs."""
+    """Graphs next to the manifest that they are exported from; engines not over their graphs."""
     folder = tmp_path / "checkpoint"
     shutil.copytree(DEMO, folder)
     checkpoint = lockstep.resolve_checkpoint("checkpoint", folder, tmp_path / "one" / "checkpoint.json")

@@ -43,8 +43,8 @@ def test_a_device_is_left_as_it_is(tmp_path):
     """Renamed over, a root's /dev/null would be a file from then on."""
     place = tmp_path / "null"
     place.symlink_to("/dev/null")
-    said = error_of(write_json, place, {})
-    assert said == f"{place}: expected to write a file here, found a device; choose another place"
+    line = error_of(write_json, place, {})
+    assert line == f"{place}: expected to write a file here, found a device; choose another place"
     assert place.is_char_device()
 
 
@@ -92,21 +92,23 @@ def lockstep(tmp_path, monkeypatch):
 
 def test_commands_say_so_before_any_work(lockstep, tmp_path):
     (tmp_path / "file").touch()
-    code, said = lockstep("stage", "resolve", "--config", "my.yaml", "--results", "file")
-    assert code == 2 and "Directory 'file' is a file." in said
+    code, output = lockstep("stage", "resolve", "--config", "my.yaml", "--results", "file")
+    assert code == 2 and "Directory 'file' is a file." in output
     (tmp_path / "results" / "m" / "fp32" / "graphs" / "assembly.json").mkdir(parents=True)
-    code, said = lockstep("stage", "export", "--config", "my.yaml")
+    code, output = lockstep("stage", "export", "--config", "my.yaml")
     assert code == 2
-    assert said == (
+    assert output == (
         "lockstep: error: results/m/fp32/graphs/assembly.json: expected to write a file here, found a "
         "folder; remove or rename it, or choose another place\n"
     )
-    code, said = lockstep("bundle", "m/fp32/all", "--out", str(tmp_path))
-    assert code == 2 and f"File '{tmp_path}' is a directory." in said
-    code, said = lockstep("bundle", "m/fp32/all", "--out", "demo")
-    assert code == 2 and "--out: expected a name that ends in .tar, by which bundles are known, found demo" in said
-    code, said = lockstep("stage", "resolve", "--config", str(tmp_path))
-    assert code == 2 and said == f"lockstep: error: {tmp_path}: expected a readable config file; found Is a directory\n"
+    code, output = lockstep("bundle", "m/fp32/all", "--out", str(tmp_path))
+    assert code == 2 and f"File '{tmp_path}' is a directory." in output
+    code, output = lockstep("bundle", "m/fp32/all", "--out", "demo")
+    assert code == 2 and "--out: expected a name that ends in .tar, by which bundles are known, found demo" in output
+    code, output = lockstep("stage", "resolve", "--config", str(tmp_path))
+    assert (
+        code == 2 and output == f"lockstep: error: {tmp_path}: expected a readable config file; found Is a directory\n"
+    )
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "100000", "9" * 5000, "two", "²", "1.5"])

@@ -35,10 +35,10 @@ ALWAYS = {"llama, yarn rope"}
 TWO_KINDS = {"qwen2", "gemma2", "gemma3_text", "smollm3"}
 REFUSED = {
     "deepseek_v3": "element 13 made of 2 others",  # writes neighbours into halves
-    "llama4_text": r"other numbers at position \d+",  # normalised behind the encoding
+    "llama4_text": r"other numbers at position \d+",  # normalised after the encoding
     "minicpm3": r"other numbers at position \d+",  # all heads of keys get the encoding of the first
 }
-# positions in the embedding; keys normalised behind the encoding, which then stays in the block
+# positions in the embedding; keys normalised after the encoding, which then stays in the block
 WITHOUT = {"gpt2", "opt", "hunyuan_v1_dense"}
 
 
@@ -104,7 +104,7 @@ def test_the_tables_turn_as_the_graph_does(cut, tmp_path) -> None:
             for heads in (kind.num_heads, kind.num_kv_heads)
         ]
         types = {io.name: io.dtype for io in kind.decode.signature.inputs}
-        # a sink stands behind the numbers of a head, without RoPE
+        # a sink stands after the numbers of a head, without RoPE
         query = np.pad(given[0], [(0, 0), (0, 0), (0, kind.query_dim - kind.head_dim)])
         feeds = {name: x.reshape(len(x), -1).astype(types[name]) for name, x in (("query", query), ("key", given[1]))}
         feeds |= {"position_ids": positions}
@@ -142,9 +142,9 @@ def test_the_tables_turn_as_transformers_does(cut, tmp_path) -> None:
     cos, sin = encoding(torch.zeros(1, dtype=torch.float64), torch.from_numpy(positions)[None])
     tables = read_rope_tables(executable(model, tmp_path), POSITIONS, "here")
     for x, expected in zip((query, key), module.apply_rotary_pos_emb(query, key, cos, sin)):
-        found = applied(tables, x[0].numpy().swapaxes(0, 1), positions)
+        actual = applied(tables, x[0].numpy().swapaxes(0, 1), positions)
         # of random numbers up to 4.5
-        assert np.abs(found - expected[0].numpy().swapaxes(0, 1)).max() < 2 * 2**-11 * 4.5
+        assert np.abs(actual - expected[0].numpy().swapaxes(0, 1)).max() < 2 * 2**-11 * 4.5
 
 
 @pytest.mark.long
@@ -236,7 +236,7 @@ ORDER = "order = Constant<value_ints = [1, 2, 3, 0]>()  query_out = Gather<axis 
 
 
 @pytest.mark.parametrize(
-    ("changes", "found"),
+    ("changes", "actual"),
     [
         ({"query": "query_out = Identity(q)"}, "other numbers at position 99"),
         ({"key": "key_out = Identity(k)"}, "other numbers at position 99"),
@@ -261,13 +261,13 @@ ORDER = "order = Constant<value_ints = [1, 2, 3, 0]>()  query_out = Gather<axis 
         ),
     ],
 )
-def test_another_form_is_refused(tmp_path, changes, found) -> None:
+def test_another_form_is_refused(tmp_path, changes, actual) -> None:
     with pytest.raises(CheckError) as error:
         check_rope_tables(executable(handmade(**changes), tmp_path), POSITIONS, "x/attention.rotary.onnx")
     assert str(error.value) == (
         "x/attention.rotary.onnx: expected RoPE that mixes pairs of elements, in all heads "
         "alike, by their position alone, "
-        f"found {found}; build with attention: traced"
+        f"found {actual}; build with attention: traced"
     )
 
 
@@ -285,9 +285,9 @@ def test_an_encoding_that_depends_on_the_length_is_refused(tmp_path, limit) -> N
 
 def test_rope_is_applied_in_pieces(tmp_path, monkeypatch) -> None:
     run = executable(handmade(), tmp_path)
-    whole = read_rope_tables(run, POSITIONS, "here")
+    full = read_rope_tables(run, POSITIONS, "here")
     monkeypatch.setattr("lockstep.gpu.attention.rope_tables.BATCH_ELEMENTS", 7 * 12)
     check_rope_tables(run, POSITIONS, "here")
     for name, values in vars(read_rope_tables(run, POSITIONS, "here")).items():
         # sine of one number or of eight at a time: the last bit
-        np.testing.assert_allclose(values, getattr(whole, name), rtol=0, atol=2**-23, err_msg=name)
+        np.testing.assert_allclose(values, getattr(full, name), rtol=0, atol=2**-23, err_msg=name)

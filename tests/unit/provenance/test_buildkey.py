@@ -28,7 +28,7 @@ ENVIRONMENTS = {
     "quality": "report", "served": "serve", "summary": "report",
 }  # fmt: skip
 
-# What PyTorch's default build for Linux requires beside what each build does, for which it says the versions.
+# What PyTorch's default build for Linux requires besides what each build does, for which it says the versions.
 CUDA_OF_TORCH = (
     "cuda-bindings", "cuda-toolkit", "nvidia-cudnn-cu13", "nvidia-cusparselt-cu13", "nvidia-nccl-cu13",
     "nvidia-nvshmem-cu13", "triton",
@@ -165,7 +165,7 @@ def test_the_environment_files_agree_with_the_pins(name: str) -> None:
     assert listed == {package: pins[package] for package in listed}
     stages = [stage for stage, group in ENVIRONMENTS.items() if group == name and stage in STAGES]
     imported = [
-        code_identity.pinned_packages(STAGES[stage].module, one) for stage in stages for one in backends_of(stage)
+        code_identity.pinned_packages(STAGES[stage].module, item) for stage in stages for item in backends_of(stage)
     ]
     assert {package for packages in imported for package in packages} <= set(listed), (
         "a stage imports what its environment lacks"

@@ -1,4 +1,4 @@
-"""A target beside what was built again: the same, or each planted difference named with what made it."""
+"""A target against what was built again: the same, or each planted difference named with what made it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def again(first: Results, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Repr
     def give(*trees: Results, failure: str | None = None) -> Reproduction:
         left = list(trees)
 
-        def make_again(config: Any, checkpoint: Path, target: Target, folder: Path, *more: Any) -> str | None:
+        def make_again(config: Any, checkpoint: Path, target: Target, folder: Path, *arguments: Any) -> str | None:
             assert (folder / "results/demo-llama/reference/2.json").is_symlink(), "the reference is taken as it is"
             shutil.copytree(left.pop(0).root, folder / "results", dirs_exist_ok=True, ignore=lambda *_: ["reference"])
             return failure

@@ -36,7 +36,7 @@ def test_importing_it_loads_no_other_package() -> None:
 @pytest.mark.long
 @pytest.mark.exports
 def test_a_module_of_a_names_name_does_not_hide_it() -> None:
-    """Whoever imports the module first puts it into its package, where the name is looked for."""
+    """Whoever imports the module first puts it into its package, where the name is looked up."""
     code = """
 import importlib, importlib.util, lockstep
 for name, (module, attribute) in lockstep._API.items():
@@ -59,8 +59,8 @@ def test_benchmarks_import_below_it_only_what_they_list() -> None:
     used = set()
     folder = ROOT / "benchmarks"
     for path in sorted(folder.rglob("*.py")):
-        for one, other in BELOW.findall(path.read_text()):
-            used.add(one or other)
+        for first, other in BELOW.findall(path.read_text()):
+            used.add(first or other)
     assert used == set(INSIDE)
 
 

@@ -56,8 +56,8 @@ def test_nothing_tells_a_user_to_install_another_project() -> None:
 def pins(name: str) -> dict[str, str]:
     """Return what stands after each pin of a file in envs, by the pin with its package's canonical name."""
     lines = (line.split(maxsplit=1) for line in (REPOSITORY / "envs" / name).read_text().splitlines())
-    found = {words[0].partition("=="): "".join(words[1:]) for words in lines if words and words[0][0] not in "#-"}
-    return {f"{re.sub(r'[-_.]+', '-', name).lower()}=={version}": rest for (name, _, version), rest in found.items()}
+    results = {words[0].partition("=="): "".join(words[1:]) for words in lines if words and words[0][0] not in "#-"}
+    return {f"{re.sub(r'[-_.]+', '-', name).lower()}=={version}": rest for (name, _, version), rest in results.items()}
 
 
 def test_each_pin_that_is_installed_has_the_digests_of_its_files() -> None:

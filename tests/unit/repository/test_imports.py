@@ -18,7 +18,7 @@ LAYERS = (
 # What traces, and what is compared with. Nothing else may need torch to be installed.
 TORCH = (
     "checkpoint/auto_config.py",
-    "checkpoint/auto_tokenizer.py",  # in a process of its own, and where a model is traced
+    "checkpoint/auto_tokenizer.py",  # in its own process, and where a model is traced
     "export/",
     "verify/validate/",
     "verify/golden/model.py",

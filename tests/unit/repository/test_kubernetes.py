@@ -101,14 +101,14 @@ def test_the_port_is_the_one_that_the_service_and_the_monitor_name() -> None:
 def test_the_autoscaler_asks_for_a_series_of_the_server(server: RealServer) -> None:
     (metric,) = documents("server-autoscaling/autoscaler.yaml")[0]["spec"]["metrics"]
     (rule,) = documents("server-autoscaling/prometheus-adapter.yaml")[0]["rules"]["custom"]
-    found = re.search(r'__name__="([^"]+)"', rule["seriesQuery"])
-    assert found is not None
+    match = re.search(r'__name__="([^"]+)"', rule["seriesQuery"])
+    assert match is not None
     # prometheus-adapter's groups are Go's: $1.
-    renamed = re.sub(rule["name"]["matches"], rule["name"]["as"].replace("$", "\\"), found[1])
+    renamed = re.sub(rule["name"]["matches"], rule["name"]["as"].replace("$", "\\"), match[1])
     assert renamed == metric["pods"]["metric"]["name"]
     path = documents("server-autoscaling/monitor.yaml")[0]["spec"]["endpoints"][0]["path"]
     status, _, text = server.request("GET", path, headers={"Authorization": f"Bearer {KEY}"})
-    assert status == 200 and re.search(rf"^{found[1]}\{{model_name=.*\}} 0", text.decode(), re.MULTILINE)
+    assert status == 200 and re.search(rf"^{match[1]}\{{model_name=.*\}} 0", text.decode(), re.MULTILINE)
     assert server.request("GET", path)[0] == 401  # so the monitor brings a key
 
 

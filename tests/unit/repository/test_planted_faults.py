@@ -28,9 +28,9 @@ def graphs(demo):
 
     export = models.lockstep.export_graphs
 
-    def take(checkpoint, precision, out, **asked):
-        if asked:  # another form of a model than others share
-            return export(checkpoint, precision, out, **asked)
+    def take(checkpoint, precision, out, **options):
+        if options:  # another form of a model than others share
+            return export(checkpoint, precision, out, **options)
         shutil.copytree(demo.assembly("demo-llama", precision).parent, out.parent)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -124,9 +124,9 @@ def test_a_harmful_fault_that_another_gate_caught_than_its_own_is_named():
 
 def test_what_is_not_finite_is_the_largest_difference():
     right = {"a": np.zeros((2, 3)), "b": np.zeros((1, 3))}
-    found = {"a": np.full((2, 3), -0.5), "b": np.full((1, 3), 0.25)}
-    assert largest_difference(right, found) == (0.5, "a")
-    assert largest_difference(right, {**found, "b": np.array([[0, np.nan, 0]])}) == (None, "b")
+    changed = {"a": np.full((2, 3), -0.5), "b": np.full((1, 3), 0.25)}
+    assert largest_difference(right, changed) == (0.5, "a")
+    assert largest_difference(right, {**changed, "b": np.array([[0, np.nan, 0]])}) == (None, "b")
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ def test_the_navigation_has_every_page_of_the_manual_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "found"),
+    ("name", "text", "actual"),
     [
         ("a.html", '<script src="https://cdn.example.org/x.js"></script>', ["script https://cdn.example.org/x.js"]),
         ("a.html", '<link rel="stylesheet" href="//fonts.example.org/x">', ["link //fonts.example.org/x"]),
@@ -43,9 +43,9 @@ def test_the_navigation_has_every_page_of_the_manual_once() -> None:
         ("a.html", '<script src="js/theme.js"></script><img src="img/x.svg">', []),
     ],
 )
-def test_what_a_page_loads_from_elsewhere_is_seen(tmp_path: Path, name: str, text: str, found: list[str]) -> None:
+def test_what_a_page_loads_from_elsewhere_is_seen(tmp_path: Path, name: str, text: str, actual: list[str]) -> None:
     (tmp_path / name).write_text(text)
-    assert site_hooks.outside_requests(tmp_path / name) == found
+    assert site_hooks.outside_requests(tmp_path / name) == actual
 
 
 def test_badges_are_no_part_of_the_site() -> None:

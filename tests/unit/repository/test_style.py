@@ -1,4 +1,4 @@
-"""What the package's code is held to and ruff has no rule for."""
+"""What the package's code is checked against and ruff has no rule for."""
 
 import ast
 

@@ -86,9 +86,9 @@ def test_a_request_has_the_same_bits_alone_in_a_batch_and_in_any_slot(lora: Resu
     given = requests()
     together = logits_of(model, given)
     turned = logits_of(model, given[::-1])[::-1]
-    alone = [logits_of(model, [each])[0] for each in given]
-    for one, *others in zip(together, turned, alone):
-        assert all(np.array_equal(one, other) for other in others)
+    alone = [logits_of(model, [item])[0] for item in given]
+    for first, *others in zip(together, turned, alone):
+        assert all(np.array_equal(first, other) for other in others)
     assert model.adapters is not None and model.adapters.residency.loads > 3
     assert (model.adapters.adapter_slots == -1).all()
 
@@ -105,10 +105,10 @@ def test_what_another_adapter_makes_infinite_is_not_seen(lora: Results) -> None:
     (expected,) = logits_of(model, [(PEFT["ids"], "captain")])
     assert model.adapters is not None
     adapter_slot = model.adapters.residency.slot_of["captain"]
-    for each in model.adapters._arrays:
-        each.a[:, (1 - adapter_slot) * 16 : (2 - adapter_slot) * 16] = 60000
-    (found,) = logits_of(model, [(PEFT["ids"], "captain")])
-    assert np.isfinite(found).all() and np.array_equal(found, expected)
+    for _array in model.adapters._arrays:
+        _array.a[:, (1 - adapter_slot) * 16 : (2 - adapter_slot) * 16] = 60000
+    (actual,) = logits_of(model, [(PEFT["ids"], "captain")])
+    assert np.isfinite(actual).all() and np.array_equal(actual, expected)
 
 
 def test_prefixes_are_shared_within_an_adapter_only(lora: Results) -> None:
@@ -123,13 +123,13 @@ def test_a_name_that_comes_to_mean_another_adapter_reuses_nothing(lora: Results)
     model = opened(lora, chunk_size=64)
     assert model.adapters is not None
     engine = Engine(model)
-    expected = [made.token for made in engine.run([Request(prompt, 9, adapter="shakespeare")])]
-    assert [made.token for made in engine.run([Request(prompt, 9, adapter="captain")])] != expected
+    expected = [output.token for output in engine.run([Request(prompt, 9, adapter="shakespeare")])]
+    assert [output.token for output in engine.run([Request(prompt, 9, adapter="captain")])] != expected
     other = replace(model.adapters.known["shakespeare"], name="captain")
     model.adapters.remove("captain")
     model.adapters.add(other)
     hits = engine.prefix_hits
-    assert [made.token for made in engine.run([Request(prompt, 9, adapter="captain")])] == expected
+    assert [output.token for output in engine.run([Request(prompt, 9, adapter="captain")])] == expected
     assert engine.prefix_hits == hits + 64, "what has the same content is the same adapter"
 
 
@@ -149,8 +149,8 @@ def test_a_reused_prefix_a_fork_and_a_swap_keep_the_adapters_bits(
         engine = Engine(model, **options)
         found = dict[tuple[int, int], list[int]]()
         given = [Request(prompt, 90, sampling=Sampling(0.9, seed=7), n=2, adapter=name) for name in adapters]
-        for made in engine.run(given):
-            found.setdefault((made.request, made.choice), []).append(made.token)
+        for output in engine.run(given):
+            found.setdefault((output.request, output.choice), []).append(output.token)
         engine.scheduler.check()
         assert model.adapters is not None and (model.adapters.adapter_slots == -1).all()
         return found, engine
@@ -159,7 +159,7 @@ def test_a_reused_prefix_a_fork_and_a_swap_keep_the_adapters_bits(
     for name in names:
         found, _ = tokens(opened(lora), [name], prefix_caching=False)
         alone[name] = [found[0, 0], found[0, 1]]
-    assert len({tuple(each) for pair in alone.values() for each in pair}) == 8
+    assert len({tuple(item) for pair in alone.values() for item in pair}) == 8
     tight = opened(lora, kv_bytes=9 * page)
     found, engine = tokens(tight, names, prefix_caching=False, admission="optimistic")
     assert engine.scheduler.num_swaps > 0
@@ -238,7 +238,8 @@ def checked(lora: Results, folder: Path, precision: str = "fp32", adapters: Path
     reference = lora.root / "adapted_reference.json"
     if not reference.exists():
         prompts = {
-            name: tuple(prompt.text for prompt in each) for name, each in CONFIG.adapter_prompts("demo-lora").items()
+            name: tuple(prompt.text for prompt in adapter_prompt)
+            for name, adapter_prompt in CONFIG.adapter_prompts("demo-lora").items()
         }
         golden = GoldenTerms(16, adapted={**prompts, "random": ("Light",)})
         checkpoint = lora.checkpoint("demo-llama")
@@ -287,24 +288,27 @@ def _unscaled(adapter: Any, adapter_slot: int, rank: int, arrays: Any) -> None:
 
 def _garbage(adapter: Any, adapter_slot: int, rank: int, arrays: Any) -> None:
     _WRITE(adapter, adapter_slot, rank, arrays)
-    for each in arrays:
-        each.a[:, adapter_slot * rank + adapter.rank : (adapter_slot + 1) * rank] = 0.1
-        each.b[adapter_slot * rank + adapter.rank : (adapter_slot + 1) * rank] = 0.1
+    for array in arrays:
+        array.a[:, adapter_slot * rank + adapter.rank : (adapter_slot + 1) * rank] = 0.1
+        array.b[adapter_slot * rank + adapter.rank : (adapter_slot + 1) * rank] = 0.1
 
 
 def _not_cleared(adapter: Any, adapter_slot: int, rank: int, arrays: Any) -> None:
     """Modules and rows that the adapter does not have keep what the one before it left."""
-    own = [each for each in arrays if each.module in adapter.modules]
-    before = [(each.a.copy(), each.b.copy()) for each in own]
+    own = [array for array in arrays if array.module in adapter.modules]
+    before = [(item.a.copy(), item.b.copy()) for item in own]
     _WRITE(adapter, adapter_slot, rank, own)
-    for each, (a, b) in zip(own, before):
+    for item, (a, b) in zip(own, before):
         rows = slice(adapter_slot * rank + adapter.rank, (adapter_slot + 1) * rank)
-        each.a[:, rows], each.b[rows] = a[:, rows], b[rows]
+        item.a[:, rows], item.b[rows] = a[:, rows], b[rows]
 
 
 def _without_a_module(adapter: Any, adapter_slot: int, rank: int, arrays: Any) -> None:
     _WRITE(
-        adapter, adapter_slot, rank, [each for each in arrays if not each.module.endswith("layers.5.self_attn.v_proj")]
+        adapter,
+        adapter_slot,
+        rank,
+        [array for array in arrays if not array.module.endswith("layers.5.self_attn.v_proj")],
     )
 
 
@@ -324,7 +328,7 @@ def test_the_check_finds_a_fault_in_loading(
 def test_the_check_finds_matrices_in_each_others_place(
     lora: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a square module of this model there is none: q and o of one layer stand for it, whose shapes are each
+    """Of a square module of this model there is none: q and o of one layer represent it, whose shapes are each
     other's."""
 
     def turned(path: Any) -> dict[str, loading.LoadedAdapter]:
@@ -400,13 +404,13 @@ def test_a_request_waits_for_a_slot_and_lets_those_pass_that_need_none(lora: Res
     model = opened(lora)
     given = [(np.array([5, 6, 7]), name) for name in ("captain", "shakespeare", "random", None, "captain")]
     requests_ = [Request(ids, 4 + 3 * (n == 0), adapter=name) for n, (ids, name) in enumerate(given)]
-    order = [made.request for made in Decoding(model, requests_)]
+    order = [output.request for output in Decoding(model, requests_)]
     first = {number: order.index(number) for number in range(5)}
     assert max(first[3], first[4]) < first[2], "of none, and of one that is there"
     assert first[2] > max(i for i, number in enumerate(order) if number == 1)
     assert model.adapters is not None and model.adapters.residency.resident == ["captain", "random"]
-    alone = [made.token for made in Decoding(model, requests_[2:3])]
-    assert [made.token for made in Decoding(model, requests_) if made.request == 2] == alone
+    alone = [output.token for output in Decoding(model, requests_[2:3])]
+    assert [output.token for output in Decoding(model, requests_) if output.request == 2] == alone
 
 
 def test_an_unknown_adapter_is_refused_with_those_that_are_there(demo: Results, lora: Results) -> None:
@@ -443,12 +447,12 @@ def test_a_folder_that_changes_later_changes_no_answer(lora: Results, tmp_path: 
 
 def refused(lora: Results, folder: Path, max_lora_rank: int = 16, targets: Any = None) -> str:
     out = folder.parent / "adapters.json"
-    with pytest.raises(InputError) as found:
+    with pytest.raises(InputError) as raised:
         resolve_adapters(
             {"mine": str(folder)}, {"mine": folder}, lora.checkpoint("demo-llama"), max_lora_rank, targets, out
         )
-    assert not out.exists() and "\n" not in str(found.value) and str(found.value).startswith("adapter 'mine': ")
-    return str(found.value)
+    assert not out.exists() and "\n" not in str(raised.value) and str(raised.value).startswith("adapter 'mine': ")
+    return str(raised.value)
 
 
 @pytest.mark.parametrize(("settings", "line"), [
@@ -579,8 +583,8 @@ def test_modules_may_have_ranks_and_scales_of_their_own(lora: Results, tmp_path:
     sources = {name: str(folder) for name, folder in folders.items()}
     manifest = tmp_path / "adapters.json"
     resolve_adapters(sources, folders, lora.checkpoint("demo-llama"), 16, None, manifest)
-    found = AdaptersManifest.load(manifest).adapters["own"]
-    assert (found.rank, found.scale) == (4, 2) and found.scales == {
+    actual = AdaptersManifest.load(manifest).adapters["own"]
+    assert (actual.rank, actual.scale) == (4, 2) and actual.scales == {
         f"{layers[0]}.self_attn.q_proj": 0.75, **{f"{layer}.mlp.up_proj": 2.5 for layer in layers}
     }  # fmt: skip
     model = opened(lora, adapters_json=manifest)
@@ -621,9 +625,9 @@ def config(**changes: Any) -> dict[str, Any]:
     ({"adapters": {"a": {"source": "x", "prompts": [{"text": "a", "expected": {3: "b"}}]}}}, "as the key; found 3"),
 ])  # fmt: skip
 def test_configs_that_cannot_be_are_refused(changes: dict[str, Any], line: str) -> None:
-    with pytest.raises(InputError) as found:
+    with pytest.raises(InputError) as raised:
         load.load(config(**changes))
-    assert line in str(found.value) and "\n" not in str(found.value)
+    assert line in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_two_adapters_of_one_name_are_refused(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_each_line_is_completed_as_alone(model, tokenizer, tmp_path):
     done, records = run(model, tokenizer, tmp_path)
     assert (done.lines, done.failed) == (5, 0) and sorted(records) == [1, 2, 3, 4, 5]
     request = Request(tokenizer.encode("San Francisco is a"), 9, stop_ids=frozenset(model.eos_token_ids))
-    tokens = [made.token for made in Engine(model).run([request])]
+    tokens = [output.token for output in Engine(model).run([request])]
     (first,) = records[1]["choices"]
     assert first["token_ids"] == tokens and first["text"] == tokenizer.decode(tokens)
     assert records[1]["id"] == "a"
@@ -257,7 +257,7 @@ def test_a_word_that_must_not_come_comes_with_no_space_before_it_either(model, t
 def test_the_engine_completes_a_list(model, tokenizer):
     prompts = ["San Francisco is a", [45, 320, 78], "Light"]
     found = Engine(model).generate(prompts, tokenizer, Sampling(0.8, seed=3), max_new_tokens=5, n=2)
-    assert [len(each.choices) for each in found] == [2, 2, 2] and all(each.done for each in found)
+    assert [len(item.choices) for item in found] == [2, 2, 2] and all(item.done for item in found)
     alone = Engine(model).generate(prompts[1:2], tokenizer, [Sampling(0.8, seed=3)], max_new_tokens=5)
     assert alone[0].choices[0].token_ids == found[1].choices[0].token_ids
     with pytest.raises(InputError, match="sampling: expected one, or one for each of 3 prompts, found 2"):
@@ -270,7 +270,7 @@ def test_the_engine_completes_a_list(model, tokenizer):
     index = engine.add(Request([5, 6], 2))
     with pytest.raises(InputError, match="generate: expected an engine without requests, found some"):
         engine.generate(["A"], tokenizer)
-    assert [made.request for made in engine.run()] == [index] * 2
+    assert [output.request for output in engine.run()] == [index] * 2
     with pytest.raises(InputError, match="prompt 2: expected 1 to 256 tokens"):
         engine.generate(["A", []], tokenizer)
     assert not engine.has_work

@@ -83,17 +83,19 @@ def grammars(model: Model, assembly: Path) -> Compiler:
 
 def answers(engine: Engine, requests: list[Request]) -> dict[tuple[int, int], tuple[list[int], str | None]]:
     """Tokens, and why they end, by request and choice."""
-    found: dict[tuple[int, int], tuple[list[int], str | None]] = {}
-    for made in engine.run(requests):
-        tokens, _ = found.get((made.request, made.choice), ([], None))
-        found[made.request, made.choice] = [*tokens, made.token], made.finish
+    results: dict[tuple[int, int], tuple[list[int], str | None]] = {}
+    for output in engine.run(requests):
+        tokens, _ = results.get((output.request, output.choice), ([], None))
+        results[output.request, output.choice] = [*tokens, output.token], output.finish
     engine.scheduler.check()
-    return found
+    return results
 
 
-def request(model: Model, tokenizer: Tokenizer, grammar: Grammar | None, **given: Any) -> Request:
-    stop_ids = given.pop("stop_ids", frozenset(model.eos_token_ids))
-    return Request(tokenizer.encode(PROMPT), given.pop("max_new_tokens", 150), None, stop_ids, grammar=grammar, **given)
+def request(model: Model, tokenizer: Tokenizer, grammar: Grammar | None, **options: Any) -> Request:
+    stop_ids = options.pop("stop_ids", frozenset(model.eos_token_ids))
+    return Request(
+        tokenizer.encode(PROMPT), options.pop("max_new_tokens", 150), None, stop_ids, grammar=grammar, **options
+    )
 
 
 def test_json_of_any_shape_and_a_grammar_of_rules(model: Model, tokenizer: Tokenizer, grammars: Compiler) -> None:
@@ -112,13 +114,13 @@ def test_json_of_any_shape_and_a_grammar_of_rules(model: Model, tokenizer: Token
 def test_other_requests_of_a_step_keep_their_bits(model: Model, tokenizer: Tokenizer, grammars: Compiler) -> None:
     plain = [Request(tokenizer.encode(text), 40, lambda logits: int(logits.argmax())) for text in (PROMPT, "The")]
 
-    def run(*more: Request) -> list[tuple[list[int], np.ndarray]]:
-        found: dict[int, tuple[list[int], list[Any]]] = {}
-        for made in Engine(model, prefix_caching=False, grammars=grammars).run([*plain, *more]):
-            tokens, logits = found.setdefault(made.request, ([], []))
-            tokens.append(made.token)
-            logits.append(made.logits)
-        return [(found[number][0], np.array(found[number][1])) for number in range(len(plain))]
+    def run(*arguments: Request) -> list[tuple[list[int], np.ndarray]]:
+        results: dict[int, tuple[list[int], list[Any]]] = {}
+        for output in Engine(model, prefix_caching=False, grammars=grammars).run([*plain, *arguments]):
+            tokens, logits = results.setdefault(output.request, ([], []))
+            tokens.append(output.token)
+            logits.append(output.logits)
+        return [(results[number][0], np.array(results[number][1])) for number in range(len(plain))]
 
     alone = run()
     beside = run(
@@ -170,14 +172,14 @@ def test_choices_follow_the_grammar_each_for_itself(model: Model, tokenizer: Tok
 
 
 def test_an_answer_goes_on_where_it_was_interrupted(model: Model, tokenizer: Tokenizer, grammars: Compiler) -> None:
-    whole = request(
+    full = request(
         model, tokenizer, Grammar("json_schema", json.dumps(SCHEMA)), sampling=Sampling(1.0, seed=5, logprobs=0)
     )
-    tokens, end = answers(Engine(model, grammars=grammars), [whole])[0, 0]
+    tokens, end = answers(Engine(model, grammars=grammars), [full])[0, 0]
     for cut in (1, len(tokens) // 2, len(tokens) - 1):
-        resumed = request(model, tokenizer, whole.grammar, sampling=whole.sampling, answer_ids=tokens[:cut])
+        resumed = request(model, tokenizer, full.grammar, sampling=full.sampling, answer_ids=tokens[:cut])
         assert answers(Engine(model, grammars=grammars), [resumed])[0, 0] == (tokens[cut:], end)
-    wrong = request(model, tokenizer, whole.grammar, answer_ids=tokens[1:3])
+    wrong = request(model, tokenizer, full.grammar, answer_ids=tokens[1:3])
     with pytest.raises(InputError, match="^grammar: expected answer_ids that the grammar allows"):
         answers(Engine(model, grammars=grammars), [wrong])
 
@@ -195,7 +197,7 @@ def test_lists_do_not_count_where_they_leave_nothing_of_the_grammar() -> None:
 
 @pytest.fixture
 def end_trials(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Processes that compile are ended with the test: one that goes on takes a CPU from the tests behind it."""
+    """Processes that compile are ended with the test: one that goes on takes a CPU from the tests after it."""
     trials: list[TrialProcess] = []
 
     class Noted(TrialProcess):
@@ -215,9 +217,9 @@ def test_a_grammar_is_compiled_once_and_steps_go_before_it(
 ) -> None:
     niceness: list[int] = []
 
-    def noted(*given: Any) -> Any:
+    def noted(*arguments: Any) -> Any:
         niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-        return trial.compiled(*given)
+        return trial.compiled(*arguments)
 
     monkeypatch.setattr(compiler, "compiled", noted)
     grammars = Compiler(assembly, model.vocab_size, model.eos_token_ids)
@@ -358,20 +360,20 @@ def test_a_grammar_that_is_none_is_a_400_and_disturbs_nobody(
 
 @pytest.mark.long
 def test_a_killed_engine_goes_on_in_the_grammar(server: RealServer) -> None:
-    given = {"guided_regex": "[a-z ]{120}END", "temperature": 1.0, "seed": 11}
-    whole = server.complete(PROMPT, 200, **given)["choices"][0]
-    assert re.fullmatch(given["guided_regex"], whole["text"])
+    options = {"guided_regex": "[a-z ]{120}END", "temperature": 1.0, "seed": 11}
+    full = server.complete(PROMPT, 200, **options)["choices"][0]
+    assert re.fullmatch(options["guided_regex"], full["text"])
     restarts = server.get("/status")["restarts"]
-    with server.opened(PROMPT, 200, **given) as events:
+    with server.opened(PROMPT, 200, **options) as events:
         first = next(iter(events))
         os.kill(server.engine_pid, signal.SIGKILL)
         text = first["choices"][0]["text"] + events.text()
-    assert text == whole["text"] and server.get("/status")["restarts"] == restarts + 1
+    assert text == full["text"] and server.get("/status")["restarts"] == restarts + 1
     server.wait_idle()
 
 
 def test_a_grammar_that_becomes_too_complex_is_the_request_s_fault(server: RealServer) -> None:
-    """llguidance takes so many choices, and gives up at the first token: to ask again would be of no use."""
+    """llguidance takes that many choices, and gives up at the first token: to ask again would be of no use."""
     body = {"model": "demo-llama", "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
     body["guided_choice"] = [f"0.123456789 {number}" for number in range(2000)]
     status, _, data = server.request("POST", "/v1/completions", body)
@@ -410,5 +412,5 @@ def test_white_space_between_parts_of_json_ends(
     greedy = Sampling(logit_bias=liked)
     given = request(model, tokenizer, grammar, sampling=greedy, max_new_tokens=200)
     ((tokens, _),) = answers(Engine(model, grammars=grammars), [given]).values()
-    found = re.match("{( *)", tokenizer.decode(tokens))
-    assert found is not None and len(found[1]) == most
+    match = re.match("{( *)", tokenizer.decode(tokens))
+    assert match is not None and len(match[1]) == most

@@ -51,26 +51,26 @@ def reference(tokens: list[int]) -> np.ndarray:
 
 def prompt_logprobs(engine: Engine, *requests: Request) -> tuple[dict[int, list[Logprobs]], dict[int, list[int]]]:
     """By request the log-probabilities of its prompt, and its tokens."""
-    found: dict[int, list[Logprobs]] = {}
+    results: dict[int, list[Logprobs]] = {}
     tokens: dict[int, list[int]] = {}
     engine.add_all(requests)
     while engine.has_work:
         step = engine.step()
         for number, first, entries in engine.prompt_logprobs:
-            assert number not in tokens and first == len(found.setdefault(number, [])) + 1
-            found[number] += entries
+            assert number not in tokens and first == len(results.setdefault(number, [])) + 1
+            results[number] += entries
         for made in step:
             tokens.setdefault(made.request, []).append(made.token)
     engine.scheduler.check()
-    return found, tokens
+    return results, tokens
 
 
 def test_they_are_those_of_transformers(model: Model) -> None:
     prompt = ids(200)
-    found, tokens = prompt_logprobs(Engine(model), Request(prompt, 3, prompt_logprobs=5))
+    actual, tokens = prompt_logprobs(Engine(model), Request(prompt, 3, prompt_logprobs=5))
     expected = reference(prompt)
-    assert len(found[0]) == len(prompt) - 1 and len(tokens[0]) == 3
-    for entry, row, token in zip(found[0], expected, prompt[1:], strict=True):
+    assert len(actual[0]) == len(prompt) - 1 and len(tokens[0]) == 3
+    for entry, row, token in zip(actual[0], expected, prompt[1:], strict=True):
         assert abs(entry.chosen - row[token]) < TOLERANCE
         assert [value for _, value in entry.top] == sorted((value for _, value in entry.top), reverse=True)
         np.testing.assert_allclose([value for _, value in entry.top], np.sort(row)[::-1][:5], atol=TOLERANCE)
@@ -84,7 +84,7 @@ def test_company_changes_no_bit_of_them(model: Model) -> None:
     others = [Request(ids(length, 1000 + length), 12, sampling=Sampling(1.0, seed=length)) for length in (5, 70, 130)]
     together, _ = prompt_logprobs(Engine(model, max_num_tokens=68), *others, *requests)
     assert [together.get(len(others) + number) for number in range(len(requests))] == alone
-    assert [len(each or ()) for each in alone] == [length - 1 for length in lengths]
+    assert [len(item or ()) for item in alone] == [length - 1 for length in lengths]
 
 
 def test_a_prefix_in_the_cache_spares_nothing_and_none_is_left_there(model: Model) -> None:
@@ -118,10 +118,10 @@ def tokenizer(demo: Results) -> Tokenizer:
     return Tokenizer.open(demo.assembly("demo-llama", "fp32"))
 
 
-def streamed(server: RealServer, prompt: Any, max_tokens: int, **given: Any) -> dict[str, Any]:
+def streamed(server: RealServer, prompt: Any, max_tokens: int, **options: Any) -> dict[str, Any]:
     """The chunks of a stream's only answer put together."""
     whole: dict[str, Any] = {"text": "", "logprobs": {}, "finish_reason": None}
-    with server.opened(prompt, max_tokens, **given) as events:
+    with server.opened(prompt, max_tokens, **options) as events:
         for event in events:
             for choice in event["choices"]:
                 whole["text"] += choice["text"]
@@ -150,9 +150,9 @@ def test_echo_gives_the_prompt_first_whole_or_streamed(
     np.testing.assert_allclose(logprobs["token_logprobs"][1 : len(prompt)], expected, atol=TOLERANCE)
     for token, top in zip(logprobs["tokens"][1:], logprobs["top_logprobs"][1:], strict=True):
         assert 1 <= len(top) <= 3 and token in top  # the two likeliest, and the one that is there
-    whole = [(token, at) for token, at in zip(logprobs["tokens"], logprobs["text_offset"]) if "\ufffd" not in token]
-    assert len(whole) > len(prompt) // 2
-    assert all(choice["text"][at : at + len(token)] == token for token, at in whole)
+    full = [(token, at) for token, at in zip(logprobs["tokens"], logprobs["text_offset"]) if "\ufffd" not in token]
+    assert len(full) > len(prompt) // 2
+    assert all(choice["text"][at : at + len(token)] == token for token, at in full)
     assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
     chunks = streamed(server, prompt, max_tokens, echo=True, logprobs=2)
     assert {name: choice[name] for name in chunks} == chunks
@@ -166,11 +166,11 @@ def test_echo_without_logprobs_and_of_several_answers(server: RealServer) -> Non
     assert all(choice["logprobs"] is None for choice in answer["choices"])
     assert server.complete("The", 0, echo=True)["choices"][0]["text"] == "The"
     with server.opened([TEXT, "The"], 6, echo=True) as events:
-        found = {0: "", 1: ""}
+        results = {0: "", 1: ""}
         for event in events:
             for choice in event["choices"]:
-                found[choice["index"]] += choice["text"]
-    assert found[0].startswith(TEXT) and found[1].startswith("The")
+                results[choice["index"]] += choice["text"]
+    assert results[0].startswith(TEXT) and results[1].startswith("The")
     several = server.complete("The cat", 4, echo=True, logprobs=1, n=3, temperature=1.0, seed=2)["choices"]
     one = server.complete("The cat", 0, echo=True, logprobs=1)["choices"][0]["logprobs"]
     count = len(one["tokens"])
@@ -206,17 +206,17 @@ def test_what_lm_eval_asks_for_is_what_it_can_read(server: RealServer, tokenizer
 
 @pytest.mark.long
 def test_a_killed_engine_gives_them_once(server: RealServer) -> None:
-    given = {"echo": True, "logprobs": 1, "n": 2, "temperature": 1.0, "seed": 9}
-    whole = server.complete(TEXT, 60, **given)["choices"]
-    with server.opened(TEXT, 60, **given) as events:
+    options = {"echo": True, "logprobs": 1, "n": 2, "temperature": 1.0, "seed": 9}
+    full = server.complete(TEXT, 60, **options)["choices"]
+    with server.opened(TEXT, 60, **options) as events:
         first = next(iter(events))
         os.kill(server.engine_pid, signal.SIGKILL)
-        found: dict[int, tuple[str, list[float]]] = {0: ("", []), 1: ("", [])}
+        results: dict[int, tuple[str, list[float]]] = {0: ("", []), 1: ("", [])}
         for event in (first, *events):
             for choice in event["choices"]:
-                text, values = found[choice["index"]]
-                found[choice["index"]] = text + choice["text"], values + choice["logprobs"]["token_logprobs"]
+                text, values = results[choice["index"]]
+                results[choice["index"]] = text + choice["text"], values + choice["logprobs"]["token_logprobs"]
     assert events.done
-    for choice in whole:
-        assert found[choice["index"]] == (choice["text"], choice["logprobs"]["token_logprobs"])
+    for choice in full:
+        assert results[choice["index"]] == (choice["text"], choice["logprobs"]["token_logprobs"])
     server.wait_idle()

@@ -51,8 +51,8 @@ def other(request, tmp_path):
     return Tokenizer(tmp_path / "tokenizer.json")
 
 
-def answer_text(tokenizer, prompt, answer, **given):
-    collector = Collector(tokenizer, prompt, 1, **given)
+def answer_text(tokenizer, prompt, answer, **options):
+    collector = Collector(tokenizer, prompt, 1, **options)
     for number, token in enumerate(answer):
         collector.add(0, token, "max_new_tokens" if number == len(answer) - 1 else None, None)
     return collector.completion.choices[0].text
@@ -114,7 +114,7 @@ def test_an_answer_does_not_repeat_what_the_prompt_has_shown_of_no_character(tok
 
 def byte_token(tokenizer, byte):
     found = tokenizer.token_id(f"<0x{byte:02X}>")
-    return 1000 + byte if found is None else found  # of tekken: behind the special ones
+    return 1000 + byte if found is None else found  # of tekken: after the special ones
 
 
 def test_bytes_that_can_become_no_character_go_out_at_once(tokenizer):
@@ -182,15 +182,15 @@ def test_a_bad_word_is_in_no_text_whichever_tokens_would_spell_it(tokenizer, voc
     held = 0
     for _ in range(4):
         answer = []
-        found = BadWordFilter(vocabulary, [word, "zzzz"], prompt)
+        word_filter = BadWordFilter(vocabulary, [word, "zzzz"], prompt)
         for _ in range(8):
-            forbidden = found.tokens()
+            forbidden = word_filter.tokens()
             for token in (*parts, *numbers.sample(range(size), 5)):
                 text = answer_text(tokenizer, prompt, [*answer, token])
                 assert (word in text) == (token in forbidden), (answer, token)
                 held += token in forbidden
             answer.append(numbers.choice([token for token in parts if token not in forbidden] or [1]))
-            found.push(answer[-1])
+            word_filter.push(answer[-1])
     assert held
 
 
@@ -203,17 +203,17 @@ def test_a_word_that_the_prompt_begins_inside_a_character_is_found(tekken):
 
 def test_a_bad_word_of_any_length_costs_little(tokenizer, vocabulary):
     words = ["a" * 4000, *("ab" * 3 + str(number) for number in range(63))]
-    found = BadWordFilter(vocabulary, words)
+    word_filter = BadWordFilter(vocabulary, words)
     (token,) = tokenizer.encode("\na", special=False).tolist()[-1:]
     began = time.thread_time()
     for _ in range(1000):
-        found.push(token)
-        found.tokens()
+        word_filter.push(token)
+        word_filter.tokens()
     assert time.thread_time() - began < 2  # 1,000 tokens
 
 
 def test_a_word_has_the_tokens_of_each_place_that_it_may_stand_in(sentencepiece):
     names = sentencepiece._tokenizer.id_to_token
-    found = [[names(token) for token in tokens] for tokens in sentencepiece.spellings("true")]
-    assert ["▁true"] in found and ["true"] in found
-    assert np.all([len(tokens) for tokens in found])
+    results = [[names(token) for token in tokens] for tokens in sentencepiece.spellings("true")]
+    assert ["▁true"] in results and ["true"] in results
+    assert np.all([len(tokens) for tokens in results])

@@ -54,9 +54,9 @@ def test_logits_are_those_of_a_forward_by_hand(tiny, precision, layers):
     expected = llama(Weights.open(tiny.weights("tiny", precision)), CONFIG, sequence, 3 if layers == "all" else layers)[
         2:
     ]
-    found = alone(tiny, sequence, precision, layers)
-    assert found.dtype == np.float32 and 0.5 < expected.std() < 2  # the tolerance is for this scale
-    assert abs(found - expected).max() < TOLERANCE[precision]
+    actual = alone(tiny, sequence, precision, layers)
+    assert actual.dtype == np.float32 and 0.5 < expected.std() < 2  # the tolerance is for this scale
+    assert abs(actual - expected).max() < TOLERANCE[precision]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
@@ -69,11 +69,11 @@ def test_low_memory_gives_the_same(tiny, precision):
 def test_chunks_give_what_the_whole_prompt_gives(tiny):
     prompt = tokens(50)
     model = open_model(tiny)
-    whole = model.step([Advance(0, prompt, 0)])
+    full = model.step([Advance(0, prompt, 0)])
     for cuts in ([0, 20, 50], [0, 1, 2, 30, 31, 50], [0, 49, 50]):
         for start, end in zip(cuts, cuts[1:]):
             found = model.step([Advance(2, prompt[start:end], start)])
-        assert abs(found - whole).max() < TOLERANCE["fp32"], cuts
+        assert abs(found - full).max() < TOLERANCE["fp32"], cuts
 
 
 @pytest.mark.long
@@ -100,12 +100,12 @@ def test_a_prompt_in_odd_chunks_has_the_same_bits_beside_others(tmp_path, heads,
     past = 3
     for step, (start, end) in enumerate(pieces):
         beside = (5, 31, 1, 17, 2, 64, 9, 3)[step]
-        found = model.step([
+        actual = model.step([
             Advance(3, chunked[past : past + beside], past), Advance(2, prompt[start:end], start),
             Advance(1, decoded[50 + step : 51 + step], 50 + step),
         ])  # fmt: skip
         past += beside
-        np.testing.assert_array_equal(found[1], alone[step], err_msg=f"tokens {start} to {end}")
+        np.testing.assert_array_equal(actual[1], alone[step], err_msg=f"tokens {start} to {end}")
 
 
 def test_a_batch_gives_what_each_request_gives_alone(tiny):
@@ -126,16 +126,16 @@ def test_prefill_and_decode_mix_in_one_step_in_any_order(tiny):
     model = open_model(tiny)
     model.step([Advance(3, one[:10], 0), Advance(0, two[:7], 0)])
     # slots 0 and 3 decode with a gap between them that a prompt and the next chunk of another fill
-    found = model.step(
+    actual = model.step(
         [Advance(3, one[10:11], 10), Advance(1, three[:20], 0), Advance(0, two[7:8], 7), Advance(2, four[:1], 0)]
     )
-    assert abs(found[0] - expected[0][8]).max() < TOLERANCE["fp32"]
-    assert abs(found[1] - expected[1 + 1][17]).max() < TOLERANCE["fp32"]
-    assert abs(found[2] - expected[1][5]).max() < TOLERANCE["fp32"]
-    found = model.step([Advance(2, four[1:30], 1), Advance(1, three[20:21], 20), Advance(3, one[11:13], 11)])
-    assert abs(found[0] - expected[3][27]).max() < TOLERANCE["fp32"]
-    assert abs(found[1] - expected[2][18]).max() < TOLERANCE["fp32"]
-    assert abs(found[2] - expected[0][10]).max() < TOLERANCE["fp32"]
+    assert abs(actual[0] - expected[0][8]).max() < TOLERANCE["fp32"]
+    assert abs(actual[1] - expected[1 + 1][17]).max() < TOLERANCE["fp32"]
+    assert abs(actual[2] - expected[1][5]).max() < TOLERANCE["fp32"]
+    actual = model.step([Advance(2, four[1:30], 1), Advance(1, three[20:21], 20), Advance(3, one[11:13], 11)])
+    assert abs(actual[0] - expected[3][27]).max() < TOLERANCE["fp32"]
+    assert abs(actual[1] - expected[2][18]).max() < TOLERANCE["fp32"]
+    assert abs(actual[2] - expected[0][10]).max() < TOLERANCE["fp32"]
 
 
 def test_decoding_with_a_gap_gives_what_decoding_without_gives(tiny):
@@ -146,8 +146,8 @@ def test_decoding_with_a_gap_gives_what_decoding_without_gives(tiny):
     for slots in ([0, 3], [3, 1, 0], [1, 3]):  # again at the same place: a step is taken back by going on from there
         for slot in slots:
             model.step([Advance(slot, sequence[:7], 0)])
-        found = model.step([Advance(slot, sequence[7:], 7) for slot in slots])
-        assert abs(found - expected).max() < TOLERANCE["fp32"], slots
+        actual = model.step([Advance(slot, sequence[7:], 7) for slot in slots])
+        assert abs(actual - expected).max() < TOLERANCE["fp32"], slots
 
 
 def test_rows_in_a_gap_keep_what_they_hold(tiny):
@@ -191,8 +191,8 @@ def test_the_cache_grows_up_to_the_limit_and_shrinks_again(tiny):
     capacities = []
     model.step([Advance(1, sequence[:60], 0)])
     for i in range(60, 200):
-        found = model.step([Advance(1, sequence[i : i + 1], i)])
-        assert abs(found[0] - expected[i]).max() < TOLERANCE["fp32"], i
+        actual = model.step([Advance(1, sequence[i : i + 1], i)])
+        assert abs(actual[0] - expected[i]).max() < TOLERANCE["fp32"], i
         capacities.append(model.executor.cache.row_of(1).capacity)
     assert sorted(set(capacities)) == [64, 128, 200]
     model.release(1)
@@ -211,9 +211,9 @@ def test_rows_are_kept_for_the_next_request_and_are_as_new(tiny):
     for slot in (0, 1):
         model.release(slot)
     assert not any(array.any() for array in arrays)
-    found = [model.step([Advance(slot, sequence, 0)]) for slot in (0, 1)]
+    actual = [model.step([Advance(slot, sequence, 0)]) for slot in (0, 1)]
     assert cache.rows[200].keys[0] is arrays[0]
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize(

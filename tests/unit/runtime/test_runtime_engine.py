@@ -56,7 +56,7 @@ def test_a_prefix_that_is_reused_gives_the_bits_of_one_that_is_computed(demo):
         cached = model.tables.pool.num_cached
         engine.add(request)
         engine.step()
-        # all but the first compute what is behind the prefix only; of the second prompt just its last token is left
+        # all but the first compute what is after the prefix only; of the second prompt just its last token is left
         assert (model.length(0) >= 2 * CHUNK) and (cached > 0) == (number > 0)
         with_logits(engine)
         assert pool.num_available == pool.num_pages
@@ -120,24 +120,24 @@ def test_choices_of_a_prompt_draw_for_themselves_and_share_its_computation(model
     request = Request(ids(70), 10, sampling=Sampling(1.0, seed=5), n=4)
     engine = Engine(model, prefix_caching=False)
     engine.add(request)
-    found = {}
-    for made in engine.run():
-        found.setdefault(made.choice, []).append(made.token)
+    results = {}
+    for output in engine.run():
+        results.setdefault(output.choice, []).append(output.token)
     assert engine.speed.prefill_tokens == 70
-    assert sorted(found) == [0, 1, 2, 3] and len({tuple(tokens) for tokens in found.values()}) == 4
+    assert sorted(results) == [0, 1, 2, 3] and len({tuple(tokens) for tokens in results.values()}) == 4
     alone = Engine(model, prefix_caching=False)
     alone.add(replace(request, n=1))
-    assert [made.token for made in alone.run()] == found[0]
+    assert [made.token for made in alone.run()] == results[0]
     engine.scheduler.check()
 
 
 def test_a_seed_gives_the_same_tokens_in_any_company_and_order(model):
     sampling = Sampling(0.9, top_p=0.95, seed=2**63 + 11, frequency_penalty=0.3)
     request = Request(ids(20), 16, sampling=sampling)
-    alone = [made.token for made in Engine(model).run([request])]
+    alone = [output.token for output in Engine(model).run([request])]
     others = [Request(ids(length, length), 9, sampling=Sampling(1.0, seed=length)) for length in (7, 40, 130)]
-    found = [made.token for made in Engine(model).run([*others, request]) if made.request == 3]
-    assert found == alone and len(set(alone)) > 4
+    results = [output.token for output in Engine(model).run([*others, request]) if output.request == 3]
+    assert results == alone and len(set(alone)) > 4
 
 
 def test_the_executor_draws_what_the_sampler_draws(demo, monkeypatch):
@@ -148,16 +148,16 @@ def test_the_executor_draws_what_the_sampler_draws(demo, monkeypatch):
     rules = [Sampling(1.2, seed=2**64 - 1), Sampling(0.8, top_p=0.9), Sampling(), Sampling(3.0, top_k=40, min_p=0.01)]
     terms = [(length, rules[length % 4]) for length in (9, 62, 100, 7, 60, 33, 1, 66)]
 
-    def tokens(**more):
+    def tokens(**options):
         engine = Engine(model, prefix_caching=False, admission="optimistic")
-        found = {}
-        requests = [Request(ids(n, n), 20, sampling=replace(rule, **more)) for n, rule in terms]
-        several = Request(ids(30), 9, sampling=replace(rules[0], **more), n=3)
-        for made in engine.run([*requests, several]):
-            found.setdefault((made.request, made.choice), []).append(made.token)
-            assert (made.logits is None) == (not more) or made.request == 8  # whose choices fork from logits
+        results = {}
+        requests = [Request(ids(n, n), 20, sampling=replace(rule, **options)) for n, rule in terms]
+        several = Request(ids(30), 9, sampling=replace(rules[0], **options), n=3)
+        for output in engine.run([*requests, several]):
+            results.setdefault((output.request, output.choice), []).append(output.token)
+            assert (output.logits is None) == (not options) or output.request == 8  # whose choices fork from logits
         engine.scheduler.check()
-        return found, engine.scheduler.num_swaps
+        return results, engine.scheduler.num_swaps
 
     (drawn, swaps), (by_logits, _) = tokens(), tokens(logprobs=0)
     assert drawn == by_logits and len({tuple(drawn[8, choice]) for choice in range(3)}) == 3 and swaps
@@ -171,12 +171,12 @@ def test_the_executor_draws_what_the_sampler_draws(demo, monkeypatch):
 def test_an_interrupted_request_goes_on_to_the_bit(model, given):
     for sampling, choose in ((Sampling(1.0, seed=3, presence_penalty=0.5), None), (Sampling(), argmax)):
         request = Request(ids(100), 16, choose, sampling=sampling)
-        whole = list(Engine(model, prefix_caching=False).run([request]))
-        again = replace(request, answer_ids=[made.token for made in whole[:given]])
+        full = list(Engine(model, prefix_caching=False).run([request]))
+        again = replace(request, answer_ids=[made.token for made in full[:given]])
         rest = list(Engine(model, prefix_caching=False).run([again]))
-        assert [made.token for made in rest] == [made.token for made in whole[given:]]
-        for one, other in zip(rest, whole[given:]):
-            np.testing.assert_array_equal(one.logits, other.logits)
+        assert [made.token for made in rest] == [made.token for made in full[given:]]
+        for first, other in zip(rest, full[given:]):
+            np.testing.assert_array_equal(first.logits, other.logits)
 
 
 def test_requests_that_are_swapped_out_come_back_with_the_same_bits(demo, monkeypatch):
@@ -231,7 +231,7 @@ def test_an_abort_frees_everything_in_every_state(demo, state, monkeypatch):
     page = open_model(demo).tables.pool.page_nbytes
     model = open_model(demo, kv_bytes=9 * page)
     engine = Engine(model, max_num_tokens=CHUNK + 3, admission="optimistic")
-    expected = [made.token for made in Engine(model).run([Request(ids(30), 20)])]
+    expected = [output.token for output in Engine(model).run([Request(ids(30), 20)])]
     other = engine.add(Request(ids(30), 20))
     n = 2 if state == "forking" else 1
     length, new = {"waiting": (30, 9), "swapped": (60, 150), "decoding": (30, 100)}.get(state, (190, 30))
@@ -263,17 +263,17 @@ def test_a_choice_of_a_request_that_waits_can_be_aborted(demo):
     engine = Engine(model)
     sampling = Sampling(1.0, seed=4)
     expected = {}
-    for made in Engine(model).run([Request(ids(20, 9), 5, sampling=sampling, n=3)]):
-        expected.setdefault(made.choice, []).append(made.token)
+    for output in Engine(model).run([Request(ids(20, 9), 5, sampling=sampling, n=3)]):
+        expected.setdefault(output.choice, []).append(output.token)
     for seed in range(4):
         engine.add(Request(ids(20, seed), 6))
     index = engine.add(Request(ids(20, 9), 5, sampling=sampling, n=3))
-    found = {}
+    actual = {}
     engine.step()
     assert engine.abort(index, 1) and not engine.abort(index, 1) and engine.scheduler.num_waiting == 1
-    for made in engine.run():
-        found.setdefault((made.request, made.choice), []).append(made.token)
-    assert {choice: tokens for (request, choice), tokens in found.items() if request == index} == {
+    for output in engine.run():
+        actual.setdefault((output.request, output.choice), []).append(output.token)
+    assert {choice: tokens for (request, choice), tokens in actual.items() if request == index} == {
         0: expected[0],
         2: expected[2],
     }
@@ -289,24 +289,24 @@ def test_the_first_choice_can_be_aborted_before_the_prompt_is_computed(demo, sta
     sampling = Sampling(1.0, seed=4)
     request = Request(ids(2 * CHUNK + 9, 9), 5, sampling=sampling, n=3)
     expected = {}
-    for made in Engine(model, max_num_tokens=CHUNK + 3).run([request]):
-        expected.setdefault(made.choice, []).append(made.token)
+    for output in Engine(model, max_num_tokens=CHUNK + 3).run([request]):
+        expected.setdefault(output.choice, []).append(output.token)
     compiler = Slow()
     engine = Engine(model, max_num_tokens=CHUNK + 3, grammars=compiler, prefix_caching=False)
     if state == "waiting":
         for seed in range(4):
             engine.add(Request(ids(20, seed), 6))
     index = engine.add(replace(request, grammar=Grammar("regex", ".*")) if state == "held" else request)
-    found = {}
+    actual = {}
     engine.step()
     for number in gone:
         assert engine.abort(index, number) and not engine.abort(index, number)
     if state == "held":
         assert compiler.forgotten == ([index] if len(gone) == 3 else [])
         compiler.outcomes.append((index, Free()))
-    for made in engine.run():
-        found.setdefault((made.request, made.choice), []).append(made.token)
-    assert {choice: tokens for (request, choice), tokens in found.items() if request == index} == {
+    for output in engine.run():
+        actual.setdefault((output.request, output.choice), []).append(output.token)
+    assert {choice: tokens for (request, choice), tokens in actual.items() if request == index} == {
         number: expected[number] for number in range(3) if number not in gone
     }
     engine.scheduler.check()
@@ -319,7 +319,7 @@ class Slow:
     def __init__(self):
         self.outcomes = []
         self.forgotten = []
-        self.submit = lambda *given: None
+        self.submit = lambda *arguments: None
         self.wait = lambda seconds: None
         self.forget = self.forgotten.append
 
@@ -341,7 +341,7 @@ class Free:
 def test_the_log_probabilities_of_a_prompt_come_though_its_first_choice_is_aborted(demo):
     model = open_model(demo)
     request = Request(ids(2 * CHUNK + 9, 9), 2, n=2, prompt_logprobs=1)
-    found = []
+    results = []
     for gone in (False, True):
         engine = Engine(model, max_num_tokens=CHUNK + 1)
         rows = []
@@ -349,10 +349,10 @@ def test_the_log_probabilities_of_a_prompt_come_though_its_first_choice_is_abort
         while engine.has_work:
             engine.step()
             rows += [(first, entry) for _, first, entries in engine.prompt_logprobs for entry in entries]
-            if gone and len(found) == 1:
+            if gone and len(results) == 1:
                 engine.abort(index, 0)
-        found.append(rows)
-    assert found[0] == found[1] and len(found[0]) == 2 * CHUNK + 8
+        results.append(rows)
+    assert results[0] == results[1] and len(results[0]) == 2 * CHUNK + 8
 
 
 HOW = [Sampling(), Sampling(1e-9), Sampling(1e-9, logprobs=0)]  # the executor chooses, draws; the host draws

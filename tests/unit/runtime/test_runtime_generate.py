@@ -60,11 +60,11 @@ def test_known_texts_come_from_more_prompts_than_slots_in_any_chunks(demo, token
     model = open_model(demo, precision, layers)
     for max_num_tokens in (None, 7, 3):
         generation = generate(model, tokenizer, PROMPTS, 16, max_num_tokens=max_num_tokens)
-        found, finish = texts(generation, len(PROMPTS))
-        assert [text[: len(want)] for text, want in zip(found, expected)] == [
-            want[: len(text)] for text, want in zip(found, expected)
+        actual, finish = texts(generation, len(PROMPTS))
+        assert [text[: len(want)] for text, want in zip(actual, expected)] == [
+            want[: len(text)] for text, want in zip(actual, expected)
         ]
-        assert found == [tokenizer.decode(tokens) for tokens in generation.tokens]
+        assert actual == [tokenizer.decode(tokens) for tokens in generation.tokens]
         assert set(finish) <= {"max_new_tokens", "stop_id"}
         assert generation.speed.prefill_tokens == sum(len(tokenizer.encode(prompt)) for prompt in PROMPTS)
         assert generation.speed.decode_tokens_per_second > 0
@@ -90,23 +90,23 @@ def test_end_of_sequence_ends_and_is_not_text(model, tokenizer):
 
 
 def test_text_after_a_stop_string_is_not_given_out(model, tokenizer):
-    whole = texts(generate(model, tokenizer, PROMPTS[:2], 14), 2)[0]
+    full = texts(generate(model, tokenizer, PROMPTS[:2], 14), 2)[0]
     generation = generate(model, tokenizer, PROMPTS[:2], 14, stop=["the coast"])  # spans tokens
     found, finish = texts(generation, 2)
-    assert found == [whole[0][: whole[0].index("the coast")], whole[1]]
+    assert found == [full[0][: full[0].index("the coast")], full[1]]
     assert finish == ["stop_string", "max_new_tokens"]
     assert len(generation.tokens[0]) < 14  # it stopped when it was said
 
 
 def test_stop_strings_wait_for_the_least_number_of_tokens(model, tokenizer):
     """As in vLLM. `generate`, lists of prompts and files of prompts take it alike."""
-    whole = texts(generate(model, tokenizer, PROMPTS[:1], 14), 1)[0]
+    full = texts(generate(model, tokenizer, PROMPTS[:1], 14), 1)[0]
     count = 14
-    for least, expected in ((0, [whole[0][: whole[0].index("the coast")]]), (count, whole)):
+    for least, expected in ((0, [full[0][: full[0].index("the coast")]]), (count, full)):
         sampling = Sampling(min_tokens=least)
         assert texts(generate(model, tokenizer, PROMPTS[:1], count, sampling, stop=["the coast"]), 1)[0] == expected
-        (found,) = Engine(model).generate(PROMPTS[:1], tokenizer, sampling, count, ["the coast"])
-        assert [choice.text for choice in found.choices] == expected
+        (actual,) = Engine(model).generate(PROMPTS[:1], tokenizer, sampling, count, ["the coast"])
+        assert [choice.text for choice in actual.choices] == expected
 
 
 def test_a_full_slot_ends_the_request(demo, tokenizer):
@@ -167,7 +167,7 @@ def test_json_is_one_document_with_what_the_text_has(demo, capsys):
         "weights": demo.weights("demo-llama", "fp16"),
         "engines": demo.engines("demo-llama", "fp16", "onnxruntime"),
     }
-    asked = {
+    options = {
         **{name: str(path) for name, path in paths.items()},
         "layers": "all",
         "limits": {"max_seq_len": 64, "max_num_tokens": 64, "max_input_len": 32},
@@ -176,9 +176,9 @@ def test_json_is_one_document_with_what_the_text_has(demo, capsys):
         "sampling": {},
         "stop": [],
     }
-    command.generate(**asked)
+    command.generate(**options)
     text = capsys.readouterr().out
-    command.generate(**asked, as_json=True)
+    command.generate(**options, as_json=True)
     told = capsys.readouterr()
     found = json.loads(told.out)
     (choice,) = found["choices"]

@@ -137,9 +137,9 @@ def test_where_tokens_may_stand_for_any_text_nothing_is_known_of_its_length(tmp_
 
 
 def filtered(stop, pieces):
-    found = StopFilter(stop)
-    out = [found.push(piece) for piece in pieces]
-    return "".join(out) + found.finish(), found.found is not None
+    stop_filter = StopFilter(stop)
+    out = [stop_filter.push(piece) for piece in pieces]
+    return "".join(out) + stop_filter.finish(), stop_filter.found is not None
 
 
 @pytest.mark.parametrize(
@@ -171,17 +171,19 @@ def test_any_cut_of_a_text_gives_what_comes_before_the_stop_string_that_ends_fir
 
 def test_a_stop_string_of_millions_of_characters_costs_nothing():
     began = time.thread_time()  # not the time of what else runs
-    found = StopFilter(["ab" * 1_800_000])
-    assert found.push("xab") == "x" and found.push("abc") == "ababc"
+    stop_filter = StopFilter(["ab" * 1_800_000])
+    assert stop_filter.push("xab") == "x" and stop_filter.push("abc") == "ababc"
     assert time.thread_time() - began < 1
 
 
 def test_a_stop_string_counts_that_ends_in_a_text_that_may_end():
-    found = StopFilter(["bc", "b"])
-    assert found.push("abc", may_end=False) == "abc" and found.found is None
-    found = StopFilter(["bcd", "b"])
-    assert found.push("ab", may_end=False) + found.push("c", may_end=False) == "a"  # it may yet be the first of them
-    assert found.push("d") == "" and found.found == "bcd"
+    stop_filter = StopFilter(["bc", "b"])
+    assert stop_filter.push("abc", may_end=False) == "abc" and stop_filter.found is None
+    stop_filter = StopFilter(["bcd", "b"])
+    assert (
+        stop_filter.push("ab", may_end=False) + stop_filter.push("c", may_end=False) == "a"
+    )  # it may yet be the first of them
+    assert stop_filter.push("d") == "" and stop_filter.found == "bcd"
     assert StopFilter(["b"]).push("b") == ""
 
 

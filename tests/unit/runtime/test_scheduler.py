@@ -76,9 +76,9 @@ def abort_due(scheduler, aborts):
     for request in [request for request in aborts if request.status is not Status.FINISHED]:
         aborts[request] -= 1
         if not aborts[request]:
-            for each in [request, *request.siblings]:
-                if each.status is not Status.FINISHED:
-                    scheduler.finish(each)
+            for sibling in [request, *request.siblings]:
+                if sibling.status is not Status.FINISHED:
+                    scheduler.finish(sibling)
 
 
 def keys(*names):
@@ -171,11 +171,11 @@ def test_beside_those_that_decode_a_prompt_brings_what_the_threshold_lets_it(thr
     step(scheduler)
     for prompt in (3 * CHUNK + 9, 5 * CHUNK, 2):
         scheduler.add(Scheduled(prompt, prompt + 9))
-    found = []
+    actual = []
     for shares in run(scheduler):
         assert shares[0][2] == 1, "the first decodes in each step"
-        found.append([count for request, start, count in shares if start < request.num_prompt_tokens])
-    assert [counts for counts in found if counts] == expected
+        actual.append([count for request, start, count in shares if start < request.num_prompt_tokens])
+    assert [counts for counts in actual if counts] == expected
 
 
 @pytest.mark.parametrize(
@@ -195,10 +195,10 @@ def test_beside_those_that_decode_prompts_bring_so_much_together_unless_they_pil
     step(scheduler)
     for prompt in lengths:
         scheduler.add(Scheduled(prompt, prompt + 9))
-    found = [
+    actual = [
         [count for request, start, count in shares if start < request.num_prompt_tokens] for shares in run(scheduler)
     ]
-    assert [counts for counts in found if counts] == expected
+    assert [counts for counts in actual if counts] == expected
 
 
 def test_beside_those_that_decode_prompts_fill_the_step_while_others_wait_and_where_nobody_decodes():
@@ -271,7 +271,7 @@ def test_lower_priorities_go_first_but_none_waits_for_ever():
         scheduler.finish(next(request for request, _ in step(scheduler).shares))
         if late.status is Status.FINISHED:
             break
-    assert 100 < number < 500  # it went before those that came 256 steps behind it
+    assert 100 < number < 500  # it went before those that came 256 steps after it
 
 
 @pytest.mark.parametrize("shares", [True, False])
@@ -305,7 +305,7 @@ def test_choices_share_their_prompt():
     step(scheduler)
     step(scheduler)
     step(scheduler)
-    assert {each.status for each in siblings} == {Status.RUNNING} and scheduler.num_running == 4
+    assert {sibling.status for sibling in siblings} == {Status.RUNNING} and scheduler.num_running == 4
     assert scheduler.tables.pool.num_available == 1
     run(scheduler)
     scheduler.check()
@@ -368,7 +368,7 @@ def test_any_traffic_ends_with_the_pool_whole_and_every_prompt_cut_alike(
         decoding = sum(request.num_computed > request.num_prompt_tokens for request, _ in made.shares)
         if decoding and threshold is not None:
             assert all(share <= max(threshold, CHUNK) for _, share in made.shares)
-        prompts = [each for each in made.shares if each[0].num_computed <= each[0].num_prompt_tokens]
+        prompts = [share for share in made.shares if share[0].num_computed <= share[0].num_prompt_tokens]
         if (
             prompts and threshold is prefill is None
         ):  # what is left of the budget is less than the first could have used
@@ -560,19 +560,19 @@ def test_any_traffic_of_adapters_ends_and_nobody_waits_where_there_is_room(
         for request, _ in made.shares:
             there = residency.slot_of.get(request.adapter, -1)
             assert residency.adapter_slots[request.slot] == there and (there >= 0) == (request.adapter is not None)
-        queued = [each for each in added if each.status is Status.WAITING]
-        swapped = [each for each in added if each.status is Status.SWAPPED]
+        queued = [item for item in added if item.status is Status.WAITING]
+        swapped = [item for item in added if item.status is Status.SWAPPED]
         there = {
             adapter
             for adapter, adapter_slot in residency.slot_of.items()
             if (residency.adapter_slots == adapter_slot).any()
         }
-        first = next((each for each in queued if each.adapter is None or each.adapter in there), None)
+        first = next((item for item in queued if item.adapter is None or item.adapter in there), None)
         ahead = queued[: queued.index(first)] if first is not None else []
         full = len(there) == adapter_slots and not forks  # further choices may end within `step`, and make room
         if first is not None and not swapped and full and (first.adapter is None or patience > count):
             # Those ahead of it have no place, so it waits for a slot or for pages, for nothing else.
-            assert all(each.adapter not in there for each in ahead)
+            assert all(item.adapter not in there for item in ahead)
             tokens = first.max_tokens
             if admission == "optimistic":
                 tokens = min(tokens, first.num_prompt_tokens + policy.LOOKAHEAD)

@@ -41,14 +41,16 @@ def recorded(answers: Answers, wrong_each: int) -> RecordedDrafter:
 
 def run(engine: Engine, *requests: Request) -> Answers:
     """Token, why it is the last, and its logits or log-probabilities, by request and choice."""
-    found: Answers = {}
+    results: Answers = {}
     engine.add_all(requests)
     while engine.has_work:
-        for made in engine.step():
-            logits = None if made.logits is None else made.logits.tobytes()
-            found.setdefault((made.request, made.choice), []).append((made.token, made.finish, made.logprobs, logits))
+        for output in engine.step():
+            logits = None if output.logits is None else output.logits.tobytes()
+            results.setdefault((output.request, output.choice), []).append(
+                (output.token, output.finish, output.logprobs, logits)
+            )
     engine.scheduler.check()
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +73,10 @@ def repeating(seed: int, length: int = 40) -> np.ndarray:
 
 @pytest.mark.parametrize(("precision", "errors"), some([("fp32", (1, 10**9)), ("fp16", (3,))]))
 def test_an_answer_is_the_plain_one_to_the_bit(demo: Results, precision: str, errors: Sequence[int]) -> None:
-    """At all lengths up to the window, in all slots and more, beside prompts that come and go."""
+    """At all lengths up to the window, in all slots and more, together with prompts that come and go."""
     model = open_model(demo, precision, max_seq_len=144)
     requests = [
-        *(Request(repeating(seed, 20 + 13 * seed), 50, sampling=each) for seed, each in enumerate(SAMPLINGS)),
+        *(Request(repeating(seed, 20 + 13 * seed), 50, sampling=item) for seed, item in enumerate(SAMPLINGS)),
         Request(repeating(8), 70, argmax),
         Request(repeating(9), 300),  # ends with the window
         Request(repeating(7), 50, sampling=Sampling(1.0, seed=3), n=3),
@@ -107,8 +109,8 @@ def test_the_cache_holds_what_plain_steps_leave_there(model: Model) -> None:
         np.testing.assert_array_equal(found[:right], plain[at - 50 : at - 50 + right])
         at += right
         model.keep(1, at)
-    for one, other in zip(cache.copy_out(1, 0, 256), left):
-        np.testing.assert_array_equal(one, other)
+    for first, other in zip(cache.copy_out(1, 0, 256), left):
+        np.testing.assert_array_equal(first, other)
     for slot in (0, 1):
         model.release(slot)
 
@@ -124,7 +126,7 @@ def test_ngrams_draft_what_followed_before() -> None:
 
 
 def test_the_same_layers_draft_what_is_accepted_and_a_cut_shares_them(demo: Results, model: Model) -> None:
-    requests = [Request(repeating(seed, 150), 40, sampling=each) for seed, each in enumerate(SAMPLINGS[1:4])]
+    requests = [Request(repeating(seed, 150), 40, sampling=item) for seed, item in enumerate(SAMPLINGS[1:4])]
     plain = run(Engine(model), *requests)
     for layers, least in (("all", 0.8), (2, 0.05)):
         draft = open_model(demo, layers=layers, cut_of=model, chunk_size=64)
@@ -150,7 +152,9 @@ def test_drafts_delay_no_prompt_and_leave_room_for_each_request(model: Model) ->
     sizes = []
     step = model.step_tokens
     try:
-        model.step_tokens = lambda advances, *rest: sizes.append([len(a.tokens) for a in advances]) or step(advances)
+        model.step_tokens = lambda advances, *arguments: (
+            sizes.append([len(a.tokens) for a in advances]) or step(advances)
+        )
         engine.add_all(requests[:2])
         engine.step()
         engine.step()
@@ -209,14 +213,14 @@ def test_an_abort_inside_a_draft_ends_the_choice_and_no_other(model: Model) -> N
     requests = [Request(repeating(seed), 40, sampling=Sampling(1.0, seed=seed), n=2) for seed in range(2)]
     plain = run(Engine(model), *requests)
     engine = Engine(model, speculation=Speculation(recorded(plain, 10**9), 7))
-    found: dict[tuple[int, int], list[int]] = {}
-    for made in engine.run(requests):
-        answer = found.setdefault((made.request, made.choice), [])
-        answer.append(made.token)
-        if (made.request, made.choice) == (0, 1) and len(answer) == 13:
+    actual: dict[tuple[int, int], list[int]] = {}
+    for output in engine.run(requests):
+        answer = actual.setdefault((output.request, output.choice), [])
+        answer.append(output.token)
+        if (output.request, output.choice) == (0, 1) and len(answer) == 13:
             engine.abort(0, 1)
     expected = {key: [entry[0] for entry in answer] for key, answer in plain.items()}
-    assert found == {**expected, (0, 1): expected[0, 1][:13]}
+    assert actual == {**expected, (0, 1): expected[0, 1][:13]}
     engine.scheduler.check()
     assert [model.length(slot) for slot in range(4)] == [0] * 4
 
@@ -246,7 +250,7 @@ def test_streams_go_on_plain_when_the_draft_model_dies(demo: Results, model: Mod
                 raise RuntimeError("out of\nmemory")
             return super().propose(asked)
 
-    requests = [Request(repeating(seed), 30, sampling=each) for seed, each in enumerate(SAMPLINGS[:3])]
+    requests = [Request(repeating(seed), 30, sampling=item) for seed, item in enumerate(SAMPLINGS[:3])]
     speculation = Speculation(Dying(open_model(demo, cut_of=model)), 4)
     assert run(Engine(model, speculation=speculation), *requests) == run(Engine(model), *requests)
     assert speculation.num_drafts and speculation.failure == "drafts: out of memory; decoding goes on without"

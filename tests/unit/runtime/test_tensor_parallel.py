@@ -116,7 +116,7 @@ def test_ranks_compute_what_one_rank_does(split: Splits, family: str, degree: in
 def test_attention_and_mlp_side_by_side_are_added_in_one_sum(
     split: Splits, family: str, middle: int, exit: int
 ) -> None:
-    """Whatever order the model adds its branches in; an entry has none, for the first MLP is behind the attention."""
+    """Whatever order the model adds its branches in; an entry has none, for the first MLP is after the attention."""
     classes = split(family, 2).ranks.classes
     sums = {name: sum(len(piece.sums) for piece in sharded.pieces) for name, sharded in classes.items()}
     assert sums == {"entry": 0, "middle": middle, "exit": exit}
@@ -128,15 +128,15 @@ def test_every_shard_is_a_slice_of_the_whole_and_together_they_are_it(split: Spl
     found = split(family, 4)
     for name, sharded in found.ranks.classes.items():
         for slot in found.assembly.classes[name].signature.slots:
-            whole = np.arange(np.prod(slot.sizes)).reshape(slot.sizes)
-            parts = [sharded.take_weight(slot.name, whole, rank) for rank in range(4)]
+            full = np.arange(np.prod(slot.sizes)).reshape(slot.sizes)
+            parts = [sharded.take_weight(slot.name, full, rank) for rank in range(4)]
             if slot.name in sharded.first:
-                assert np.array_equal(parts[0], whole) and not any(part.any() for part in parts[1:])
+                assert np.array_equal(parts[0], full) and not any(part.any() for part in parts[1:])
             elif slot.name in sharded.weights:
-                assert {part.size for part in parts} == {parts[0].size} and parts[0].size < whole.size
-                assert set(np.concatenate([part.ravel() for part in parts])) == set(whole.ravel())
+                assert {part.size for part in parts} == {parts[0].size} and parts[0].size < full.size
+                assert set(np.concatenate([part.ravel() for part in parts])) == set(full.ravel())
             else:
-                assert all(part is whole for part in parts)
+                assert all(part is full for part in parts)
 
 
 @given(st.integers(1, 3), st.integers(2, 5), st.integers(0, 2), st.lists(st.integers(1, 4), min_size=1, max_size=3))
@@ -153,13 +153,13 @@ def test_what_is_taken_and_put_back_is_the_whole(unit: int, degree: int, axis: i
     shard = Shard.from_json(Shard(axis, ranges).to_json())
     shape = [2, 3, 2]
     shape[axis] = int(starts[-1])
-    whole = np.arange(np.prod(shape)).reshape(shape)
-    parts = [shard.take(whole, rank) for rank in range(degree)]
+    full = np.arange(np.prod(shape)).reshape(shape)
+    parts = [shard.take(full, rank) for rank in range(degree)]
     assert all(part.shape == shard.shape(tuple(shape)) for part in parts)
-    back = np.zeros_like(whole)
+    back = np.zeros_like(full)
     for rank, part in enumerate(parts):
         shard.put(back, rank, part)
-    assert np.array_equal(back, whole)
+    assert np.array_equal(back, full)
 
 
 def by_heads(heads: list[int], kv_heads: list[int]) -> list[tuple[int, int]]:
@@ -207,9 +207,9 @@ def test_fused_weights_are_cut_by_their_heads_halves_and_experts(
     found = split(family, ranks)
     sharded = found.ranks.classes["middle"]
     (slot,) = (slot for slot in found.assembly.classes["middle"].signature.slots if slot.name.endswith(name))
-    whole = np.random.default_rng(0).standard_normal(slot.sizes)
+    full = np.random.default_rng(0).standard_normal(slot.sizes)
     for rank in range(ranks):
-        assert np.array_equal(sharded.take_weight(slot.name, whole, rank), FUSED[family, name](whole, rank, ranks))
+        assert np.array_equal(sharded.take_weight(slot.name, full, rank), FUSED[family, name](full, rank, ranks))
 
 
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 3), st.integers(1, 3), st.integers(2, 8))
@@ -341,9 +341,9 @@ def test_ranks_tell_their_own_tokens_and_gather_logits_where_they_are_asked_for(
     model = open_model(tiny, "fp32")
     prompt = np.arange(3, 20)
     expected = model.step([Advance(slot, prompt[slot:], 0) for slot in range(3)])
-    found = model.step_tokens([Advance(slot, prompt[slot:], 0) for slot in range(3)])
-    assert found.tolist() == most_likely(expected).tolist()
-    advances = lambda: [Advance(slot, found[slot : slot + 1], model.length(slot)) for slot in range(3)]
+    actual = model.step_tokens([Advance(slot, prompt[slot:], 0) for slot in range(3)])
+    assert actual.tolist() == most_likely(expected).tolist()
+    advances = lambda: [Advance(slot, actual[slot : slot + 1], model.length(slot)) for slot in range(3)]
     model.step_tokens(advances())
     plan = model.executor.last_step[0]
     plan._logits[:] = -7
@@ -366,9 +366,9 @@ def test_the_tokens_that_ranks_tell_are_those_of_the_whole_logits(rows: list[lis
     logits = np.array(rows, np.float32).reshape(len(rows), 12)
     for degree in (2, 3, 4):
         parts = np.split(logits, degree, axis=1)
-        found = [largest(part, rank * 12 // degree) for rank, part in enumerate(parts)]
+        results = [largest(part, rank * 12 // degree) for rank, part in enumerate(parts)]
         with np.errstate(invalid="ignore"):
-            assert most_likely_of_ranks(found).tolist() == most_likely(logits).tolist()
+            assert most_likely_of_ranks(results).tolist() == most_likely(logits).tolist()
 
 
 @pytest.mark.long
@@ -402,11 +402,11 @@ def test_a_rank_reads_whole_rows_where_they_lie(tiny: Results) -> None:
     for rank in range(assembly.tensor_parallel.degree):
         own = RankWeights(weights, part.slots, slots, sharded, rank)
         for slot in slots:
-            whole = slot_array(weights, part.slots[slot.name], slot.sizes)
+            full = slot_array(weights, part.slots[slot.name], slot.sizes)
             found = own[slot.name]
             shard = sharded.weights.get(slot.name)
             assert found.shape == (shard.shape(slot.shape) if shard else slot.shape)
-            assert np.shares_memory(found, whole)
+            assert np.shares_memory(found, full)
             assert found.flags.c_contiguous == (shard is None or shard.axis == 0)
             assert (own.location(slot.name) is None) == (shard is not None)
 
@@ -488,33 +488,33 @@ def _validate(results: Results, tolerance: Tolerances, length: int, assembly: Pa
 
 @pytest.mark.exports
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     some([
         ({"tensor_parallel": 3}, "expected a divisor of the 4 attention heads, and a divisor or a multiple of the 2 "),
         ({"tensor_parallel": 4, "intermediate_size": 66}, "mlp.down_proj.weight: 66 inputs do not divide by 4 ranks"),
     ]),
 )  # fmt: skip
-def test_a_model_that_does_not_divide_is_refused(settings: dict[str, Any], said: str) -> None:
+def test_a_model_that_does_not_divide_is_refused(settings: dict[str, Any], message: str) -> None:
     degree = settings.pop("tensor_parallel")
     config = {**CONFIG, **settings}
     with pytest.raises(InputError, match=r"^tensor_parallel: ") as refused:
         assemble(meta_model(config, "fp32"), config, "fp32", tensor_parallel=degree)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
-@pytest.mark.parametrize(("lines", "said"), [
+@pytest.mark.parametrize(("lines", "message"), [
     ("tensor_parallel: 0", "expected at least 1; found 0"),
     ("tensor_parallel: 17", "expected at most 16; found 17"),
     ("tensor_parallel: two", "expected an integer; found 'two'"),
     ("tensor_parallel: 2\n    backends: [onnxruntime, tensorrt_rtx]",
         "expected 1 for backend tensorrt_rtx; several ranks"),
 ])  # fmt: skip
-def test_a_config_that_asks_for_what_cannot_be_is_refused(lines: str, said: str, tmp_path: Path) -> None:
+def test_a_config_that_asks_for_what_cannot_be_is_refused(lines: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(f"models:\n  m:\n    source: x\n    {lines}\n    golden: {{prompts: [{{text: a}}]}}\n")
     with pytest.raises(InputError, match=r"models\.m\.tensor_parallel: ") as refused:
         load.load(path)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 def some_shard(ranks: dict[str, Any]) -> dict[str, Any]:
@@ -539,7 +539,7 @@ def damaged(change: Callable[[dict[str, Any]], None], tiny: Results, path: Path)
     return str(refused.value)
 
 
-@pytest.mark.parametrize(("change", "said"), [
+@pytest.mark.parametrize(("change", "message"), [
     (lambda ranks: ranks.update(degree=3), "tensor_parallel"),
     (lambda ranks: ranks["classes"].pop("middle"), "tensor_parallel.classes: expected entry, exit, middle"),
     (lambda ranks: ranks["kinds"]["attention"].update(num_heads=3), "tensor_parallel.kinds.attention"),
@@ -552,7 +552,7 @@ def damaged(change: Callable[[dict[str, Any]], None], tiny: Results, path: Path)
     (lambda ranks: ranks["classes"]["middle"]["pieces"].pop(), "tensor_parallel.classes.middle.pieces: slots"),
 ])  # fmt: skip
 def test_a_damaged_table_is_one_line(
-    change: Callable[[dict[str, Any]], None], said: str, tiny: Results, tmp_path: Path
+    change: Callable[[dict[str, Any]], None], message: str, tiny: Results, tmp_path: Path
 ) -> None:
     found = damaged(change, tiny, tmp_path / "assembly.json")
-    assert said in found and "\n" not in found
+    assert message in found and "\n" not in found

@@ -29,8 +29,10 @@ PARIS = '{"city": "Paris"}'
 BERLIN = '{"city": "Berlin", "days": [1, 2]}'
 
 
-def calls(*given: tuple[str, str]) -> str:
-    return "\n".join(f'<tool_call>\n{{"name": "{name}", "arguments": {text}}}\n</tool_call>' for name, text in given)
+def calls(*arguments: tuple[str, str]) -> str:
+    return "\n".join(
+        f'<tool_call>\n{{"name": "{name}", "arguments": {text}}}\n</tool_call>' for name, text in arguments
+    )
 
 
 # What the model answers, by the number of tokens of the prompt.
@@ -92,6 +94,6 @@ def prompt(text: str, less: int = 0) -> str:
     return "\n" * (length - less)
 
 
-def asked(text: str, **given: Any) -> dict[str, Any]:
+def asked(text: str, **options: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": prompt(text)}]
-    return {"model": "scripted", "temperature": 0, "messages": messages, **given}
+    return {"model": "scripted", "temperature": 0, "messages": messages, **options}

@@ -31,7 +31,7 @@ def results(demo: Results, shared: Shared) -> Results:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders that requests may name, beside one that they may not."""
+    """Folders that requests may name, next to one that they may not."""
     root = tmp_path_factory.mktemp("outer") / "adapters"
     for name in ("sailor", "team/bard", "gone", "changes", "many/a", "again"):
         shutil.copytree(ADAPTERS / ("shakespeare" if name == "team/bard" else "captain"), root / name)
@@ -63,8 +63,8 @@ def text(server: RealServer, **body: object) -> str:
 
 
 def completion(server: RealServer, **body: object) -> tuple[int, str]:
-    asked = {"model": "demo-lora", "prompt": "Light", "max_tokens": 16, "temperature": 0, **body}
-    return post(server, "/v1/completions", asked)
+    options = {"model": "demo-lora", "prompt": "Light", "max_tokens": 16, "temperature": 0, **body}
+    return post(server, "/v1/completions", options)
 
 
 def names(server: RealServer) -> list[str]:
@@ -137,13 +137,13 @@ def test_a_folder_that_changes_is_refused_until_it_is_loaded_again(server: RealS
 
 
 def test_vllms_requests_load_and_unload(server: RealServer, root: Path) -> None:
-    asked = {"lora_name": "mine", "lora_path": str(root / "team" / "bard")}
-    assert post(server, "/v1/load_lora_adapter", asked) == (200, "Success: LoRA adapter 'mine' added successfully.")
+    options = {"lora_name": "mine", "lora_path": str(root / "team" / "bard")}
+    assert post(server, "/v1/load_lora_adapter", options) == (200, "Success: LoRA adapter 'mine' added successfully.")
     assert text(server, lora="mine").startswith(LIGHT["shakespeare"]) and "demo-lora:mine" in names(server)
-    assert post(server, "/v1/load_lora_adapter", asked)[0] == 409
-    assert post(server, "/v1/load_lora_adapter", {**asked, "lora_name": "captain"})[0] == 409
-    assert post(server, "/v1/load_lora_adapter", {**asked, "lora_name": "a:b"})[0] == 400
-    assert post(server, "/v1/load_lora_adapter", {**asked, "lora_name": "p", "lora_path": "/etc"})[0] == 403
+    assert post(server, "/v1/load_lora_adapter", options)[0] == 409
+    assert post(server, "/v1/load_lora_adapter", {**options, "lora_name": "captain"})[0] == 409
+    assert post(server, "/v1/load_lora_adapter", {**options, "lora_name": "a:b"})[0] == 400
+    assert post(server, "/v1/load_lora_adapter", {**options, "lora_name": "p", "lora_path": "/etc"})[0] == 403
     with server.opened("Light", 200, model="demo-lora", lora="mine", ignore_eos=True) as events:
         next(iter(events))
         status, answer = post(server, "/v1/unload_lora_adapter", {"lora_name": "mine"})
@@ -173,44 +173,44 @@ def test_requests_that_ask_at_once_wait_for_one_load(server: RealServer) -> None
 
 def test_a_request_waits_for_its_adapter_while_that_is_loading(server: RealServer, root: Path) -> None:
     """Its folder has another name: the request got a 409 about `lora_name`, which it does not have."""
-    found: dict[str, int] = {}
+    results: dict[str, int] = {}
 
     def load() -> None:
-        found["load"] = post(server, "/v1/load_lora_adapter", {"lora_name": "late", "lora_path": "sailor"})[0]
+        results["load"] = post(server, "/v1/load_lora_adapter", {"lora_name": "late", "lora_path": "sailor"})[0]
 
     def ask() -> None:
-        found["ask"] = completion(server, lora="late")[0]
+        results["ask"] = completion(server, lora="late")[0]
 
-    threads = [threading.Thread(target=each) for each in (load, ask)]
+    threads = [threading.Thread(target=item) for item in (load, ask)]
     with server.stopped_engine():
         for thread in threads:
             thread.start()
             time.sleep(0.5)
     for thread in threads:
         thread.join()
-    assert found == {"load": 200, "ask": 200}
+    assert results == {"load": 200, "ask": 200}
     assert post(server, "/v1/unload_lora_adapter", {"lora_name": "late"})[0] == 200
 
 
 def test_two_folders_that_are_loaded_at_once_as_one_name_are_not_one(server: RealServer, root: Path) -> None:
     """One is told that the name is taken; before, both were told that theirs was loaded."""
-    found: list[tuple[str, int]] = []
+    results: list[tuple[str, int]] = []
 
     def load(folder: str) -> None:
-        asked = {"lora_name": "twin", "lora_path": str(root / folder)}
-        found.append((folder, post(server, "/v1/load_lora_adapter", asked)[0]))
+        options = {"lora_name": "twin", "lora_path": str(root / folder)}
+        results.append((folder, post(server, "/v1/load_lora_adapter", options)[0]))
 
     threads = [threading.Thread(target=load, args=(folder,)) for folder in ("team/bard", "sailor")]
     with server.stopped_engine():
         for thread in threads:
             thread.start()
         deadline = time.monotonic() + 20
-        while not found and time.monotonic() < deadline:
+        while not results and time.monotonic() < deadline:
             time.sleep(0.01)
     for thread in threads:
         thread.join()
-    assert [status for _, status in found] == [409, 200]
-    light = LIGHT["shakespeare" if found[1][0] == "team/bard" else "captain"]
+    assert [status for _, status in results] == [409, 200]
+    light = LIGHT["shakespeare" if results[1][0] == "team/bard" else "captain"]
     assert text(server, lora="twin").startswith(light)
     # Nor is a folder of that name meant by another folder's path.
     shutil.copytree(ADAPTERS / "captain", root / "twin")
@@ -226,14 +226,14 @@ def test_an_engine_that_is_started_again_has_what_was_loaded_but_for_what_change
         for name in ("sailor", "gone"):
             assert text(server, lora=name) == LIGHT["captain"]
         body = {"model": "demo-lora", "lora": "sailor", "ignore_eos": True}
-        whole = text(server, max_tokens=200, **body)
+        full = text(server, max_tokens=200, **body)
         with server.opened("Light", 200, **body) as events:
             reader = iter(events)
             found = next(reader)["choices"][0]["text"]
             (root / "gone").rename(root / "away")
             os.kill(server.engine_pid, signal.SIGKILL)
             found += "".join(event["choices"][0]["text"] for event in reader)
-        assert found == whole
+        assert found == full
         assert "demo-lora:sailor" in names(server) and "demo-lora:gone" not in names(server)
         assert completion(server, model="demo-lora:gone")[0] == 404
         assert text(server, lora="sailor") == LIGHT["captain"]
@@ -243,8 +243,10 @@ def test_a_model_without_room_for_adapters_is_refused_at_the_start(demo: Results
     tree = Results(shutil.copytree(demo.root, tmp_path / "results"))
     write_json(tree.config(), DEMO_CONFIG.dump())
     command = [sys.executable, "-m", "lockstep", "serve", "demo-llama/fp32/all", "--results", str(tree.root)]
-    made = subprocess.run(
+    process = subprocess.run(
         [*command, "--allow-adapter-loading", str(root)], capture_output=True, text=True, cwd=ROOT, timeout=120
     )
-    assert made.returncode == 2 and "expected a model whose graphs take adapters, found one without" in made.stderr
-    assert "Traceback" not in made.stderr
+    assert (
+        process.returncode == 2 and "expected a model whose graphs take adapters, found one without" in process.stderr
+    )
+    assert "Traceback" not in process.stderr

@@ -39,8 +39,8 @@ def post(server: RealServer, path: str, body: dict) -> tuple[int, dict]:
 
 
 def completion(server: RealServer, **body: object) -> dict:
-    asked = {"model": "demo-lora", "prompt": "Light", "max_tokens": 16, "temperature": 0, **body}
-    status, answer = post(server, "/v1/completions", asked)
+    options = {"model": "demo-lora", "prompt": "Light", "max_tokens": 16, "temperature": 0, **body}
+    status, answer = post(server, "/v1/completions", options)
     assert status == 200, answer
     return answer
 
@@ -99,8 +99,8 @@ def test_an_unknown_adapter_is_404_with_those_that_are_there(
 
 
 def test_tritons_requests_name_adapters(server: RealServer) -> None:
-    def generate(**more: object) -> tuple[int, dict]:
-        body = {"text_input": "Light", "max_tokens": 16, "exclude_input_in_output": True, **more}
+    def generate(**options: object) -> tuple[int, dict]:
+        body = {"text_input": "Light", "max_tokens": 16, "exclude_input_in_output": True, **options}
         return post(server, "/v2/models/ensemble/generate", body)
 
     for number, (name, text) in enumerate(LIGHT.items()):
@@ -123,13 +123,13 @@ def test_a_stream_with_an_adapter_goes_on_behind_an_engine_that_was_killed(resul
     more = {"model": "demo-lora:captain", "ignore_eos": True}
     with RealServer(results.root, target=TARGET) as server:
         body = {"prompt": "Light", "max_tokens": 200, "temperature": 0, **more}
-        whole = post(server, "/v1/completions", body)[1]["choices"][0]["text"]
+        full = post(server, "/v1/completions", body)[1]["choices"][0]["text"]
         with server.opened("Light", 200, **more) as events:
             reader = iter(events)
             text = next(reader)["choices"][0]["text"]
             os.kill(server.engine_pid, signal.SIGKILL)
             text += "".join(event["choices"][0]["text"] for event in reader)
-        assert text == whole and text.startswith(LIGHT["captain"]) and server.get("/status")["restarts"] == 1
+        assert text == full and text.startswith(LIGHT["captain"]) and server.get("/status")["restarts"] == 1
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:

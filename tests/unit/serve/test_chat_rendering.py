@@ -103,7 +103,7 @@ TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 def render(template: str, *arguments: Any) -> str:
     """By the process that a server has."""
 
-    async def asked() -> str:
+    async def ask() -> str:
         chat = Chat(ChatTemplate(template, TOKENS))
         await chat.start()
         try:
@@ -111,7 +111,7 @@ def render(template: str, *arguments: Any) -> str:
         finally:
             await chat.stop()
 
-    return asyncio.run(asked())
+    return asyncio.run(ask())
 
 
 @pytest.fixture(scope="module")
@@ -140,8 +140,8 @@ def test_a_final_message_is_continued_as_in_transformers(theirs: Any, name: str)
         expected = theirs.apply_chat_template(
             messages, chat_template=globals()[name], tokenize=False, continue_final_message=True
         )
-        found = render(globals()[name], messages, False, True)
-        assert found == expected and found.rstrip().endswith("Yes" if messages[-1]["content"] == "Yes" else "Yes.")
+        actual = render(globals()[name], messages, False, True)
+        assert actual == expected and actual.rstrip().endswith("Yes" if messages[-1]["content"] == "Yes" else "Yes.")
     with pytest.raises(ChatError, match="leaves out the final message"):
         render("content", CHAT, False, True)
 
@@ -169,9 +169,9 @@ AS_OBJECT = (
 )
 
 
-def called(arguments: Any, **more: Any) -> list[dict]:
+def called(arguments: Any, **options: Any) -> list[dict]:
     function = {"name": "w", "arguments": arguments}
-    return [CALLED[1], {"role": "assistant", "tool_calls": [{"id": "7", "function": function}], **more}]
+    return [CALLED[1], {"role": "assistant", "tool_calls": [{"id": "7", "function": function}], **options}]
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_a_content_of_null_is_written_as_transformers_writes_it(theirs: Any, nam
 
 @pytest.mark.parametrize("inner", some([*AS_TEXT, *AS_OBJECT], AS_TEXT[0], AS_OBJECT[0]))
 def test_arguments_are_what_the_template_wants(theirs: Any, inner: str) -> None:
-    """The client's text to the byte, or the object that it stands for."""
+    """The client's text to the byte, or the object that it represents."""
     template = "{% for call in messages[1].tool_calls %}{% set call = call.function %}" + inner + "{% endfor %}"
     text = '{"b":  "Zürich",\n "a": [1, null]}'
     given = called(text if inner in AS_TEXT else json.loads(text))
@@ -267,14 +267,14 @@ def test_a_hostile_template_ends_with_one_line_and_holds_nobody_up(template: str
     assert line and "\n" not in line and len(line) < 400
     assert "root:" not in line and "subclass" not in line.replace("__subclasses__", "")
     assert ticks > 1  # the loop went on meanwhile: a start of the process alone takes as long as that
-    said = capfd.readouterr().err
-    assert said.count("\n") <= 1 and (not said or said.startswith("lockstep: no chat: "))
+    output = capfd.readouterr().err
+    assert output.count("\n") <= 1 and (not output or output.startswith("lockstep: no chat: "))
 
 
 def test_who_leaves_takes_the_process_from_nobody() -> None:
     """Neither while the chat is rendered nor while it waits for its turn; its answer is no other chat's."""
 
-    async def asked() -> tuple[list[str], bool]:
+    async def ask() -> tuple[list[str], bool]:
         chat = Chat(
             ChatTemplate(PLAIN + "{% for a in range(999) %}{% for b in range(999) %}{% endfor %}{% endfor %}", {})
         )
@@ -291,7 +291,7 @@ def test_who_leaves_takes_the_process_from_nobody() -> None:
         assert all(task.cancelled() for task in leaving)
         return texts, same
 
-    texts, same = asyncio.run(asked())
+    texts, same = asyncio.run(ask())
     assert same and texts == ["".join(message["content"] for message in CHAT[:n]) for n in (1, 2)]
 
 
@@ -300,7 +300,7 @@ def test_who_leaves_takes_the_process_from_nobody() -> None:
 def test_a_process_that_is_gone_is_started_again_and_one_that_hangs_is_no_mistake_of_the_chat(
     loop: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def asked() -> tuple[str, StreamError]:
+    async def ask() -> tuple[str, StreamError]:
         chat = Chat(ChatTemplate(PLAIN, {}))
         await chat.start()
         killed = chat.process
@@ -319,14 +319,14 @@ def test_a_process_that_is_gone_is_started_again_and_one_that_hangs_is_no_mistak
         await chat.stop()
         return text, caught.value
 
-    text, error = uvloop.run(asked()) if loop == "uvloop" else asyncio.run(asked())
+    text, error = uvloop.run(ask()) if loop == "uvloop" else asyncio.run(ask())
     assert text == CHAT[0]["content"] and (error.status, error.code) == (500, "template_error")
 
 
 def test_a_process_that_dies_at_a_chat_again_and_again_is_an_error_of_the_server() -> None:
     template = PLAIN + "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
 
-    async def asked() -> StreamError:
+    async def ask() -> StreamError:
         chat = Chat(ChatTemplate(template, {}))
         await chat.start()
         asking = asyncio.create_task(chat.render(CHAT[:1]))
@@ -341,15 +341,15 @@ def test_a_process_that_dies_at_a_chat_again_and_again_is_an_error_of_the_server
         await chat.stop()
         return caught.value
 
-    assert asyncio.run(asked()).status == 500
+    assert asyncio.run(ask()).status == 500
 
 
 def test_without_a_template_there_is_no_process_and_no_chat() -> None:
-    async def asked() -> None:
+    async def ask() -> None:
         chat = Chat(None)
         await chat.start()
         with pytest.raises(ChatError, match="no chat template"):
             await chat.render(CHAT)
         await chat.stop()
 
-    asyncio.run(asked())
+    asyncio.run(ask())

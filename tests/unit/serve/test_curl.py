@@ -39,13 +39,13 @@ def shell(server: RealServer, command: str, folder: Path) -> str:
 
 def objects(text: str) -> list[Any]:
     """JSON objects that stand one behind another."""
-    found = []
+    results = []
     decoder = json.JSONDecoder()
     while text := text.strip():
         value, end = decoder.raw_decode(text)
-        found.append(value)
+        results.append(value)
         text = text[end:]
-    return found
+    return results
 
 
 def test_the_documents_have_a_command() -> None:
@@ -68,7 +68,7 @@ def test_twenty_at_once_from_a_file_get_one_text(server: RealServer, tmp_path: P
 
 def test_a_stream_comes_as_events(server: RealServer, tmp_path: Path) -> None:
     (tmp_path / "tmp.txt").write_text(json.dumps({**BODY, "stream": True}))
-    whole = server.post("/v2/models/ensemble/generate", **BODY)["text_output"]
+    full = server.post("/v2/models/ensemble/generate", **BODY)["text_output"]
     printed = shell(server, "curl -N -X POST localhost:8000/v2/models/ensemble/generate_stream -d @tmp.txt", tmp_path)
     events = [json.loads(line[6:]) for line in printed.splitlines() if line.startswith("data: ")]
-    assert PROMPT + "".join(event["text_output"] for event in events) == whole
+    assert PROMPT + "".join(event["text_output"] for event in events) == full

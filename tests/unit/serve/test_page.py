@@ -93,7 +93,7 @@ def test_a_chat_streams_in_and_goes_on(server: ScriptedServer, shown: Browser) -
     )
     ask(shown, "And now?")
     shown.wait("document.querySelectorAll('.assistant').length === 2 && at('stop').hidden")
-    roles = [(each["role"], each["content"][:8]) for each in server.bodies[1]["messages"]]
+    roles = [(body["role"], body["content"][:8]) for body in server.bodies[1]["messages"]]
     assert roles == [("user", "Hello\nth"), ("assistant", "w0 w1 w2"), ("user", "And now?")]
     assert shown.run("document.activeElement.id") == "prompt" and not shown.said
 
@@ -170,14 +170,14 @@ def test_stop_leaves_and_keeps_what_came(server: ScriptedServer, shown: Browser,
     assert shown.run("document.querySelectorAll('.assistant')[0].textContent.length") == length
 
 
-@pytest.mark.parametrize(("fault", "said"), some([
+@pytest.mark.parametrize(("fault", "message"), some([
     ("refusal", "429: queue full Try again in 7 s."),
     ("event", "the engine died"),
     ("end", "The connection ended before the answer was whole."),
     ("gone", "The server cannot be reached."),
 ]))  # fmt: skip
 def test_an_error_is_one_line_and_the_words_are_kept(
-    server: ScriptedServer, shown: Browser, fault: str, said: str
+    server: ScriptedServer, shown: Browser, fault: str, message: str
 ) -> None:
     if fault == "refusal":
         server.refusal = lambda number: (429, "queue\nfull")
@@ -188,7 +188,7 @@ def test_an_error_is_one_line_and_the_words_are_kept(
     else:
         server.end()
     ask(shown, "Hello")
-    assert shown.wait("!at('error').hidden && at('error').textContent") == said
+    assert shown.wait("!at('error').hidden && at('error').textContent") == message
     shown.wait("at('stop').hidden")
     assert shown.run("at('prompt').value") == "Hello" and shown.run("document.querySelectorAll('#log p').length") == 0
     if fault != "gone":

@@ -1,4 +1,4 @@
-"""`lockstep serve --request-log`: a line for each request, what stands in it, and a disk that takes none."""
+"""`lockstep serve --request-log`: a line for each request, what is in it, and a disk that takes none."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_full_queue_and_a_client_that_left_are_told_apart(server: RealServer, 
             waiting = [others.submit(complete, server) for _ in range(3)]
             full = log.lines(2)[1]
             os.kill(server.engine_pid, signal.SIGCONT)
-            assert sorted(each.result()[0] for each in waiting) == [200, 200, 429]
+            assert sorted(item.result()[0] for item in waiting) == [200, 200, 429]
     finally:
         os.kill(server.engine_pid, signal.SIGCONT)
     assert (left["status"], left["finish_reasons"], left["error"]) == (499, ["abort", "abort"], None)
@@ -139,9 +139,9 @@ def test_requests_over_grpc_have_lines(server: RealServer, log: Log) -> None:
     grpc = pytest.importorskip("grpc")
     from lockstep.serve.grpc_messages import MESSAGES, SERVICE
 
-    found = re.search(r"gRPC at (\S+)$", server.line.strip())
-    assert found
-    with grpc.insecure_channel(found[1]) as channel:
+    match = re.search(r"gRPC at (\S+)$", server.line.strip())
+    assert match
+    with grpc.insecure_channel(match[1]) as channel:
 
         def call(name: str, request: Any, *metadata: tuple[str, str]) -> Any:
             method = channel.unary_unary(f"/{SERVICE}/{name}", lambda message: message.SerializeToString())

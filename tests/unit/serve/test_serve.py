@@ -32,12 +32,12 @@ def test_says_where_it_is_and_what_it_serves(server: RealServer) -> None:
 
 
 def test_a_stream_adds_up_to_the_whole_answer(server: RealServer) -> None:
-    whole = server.complete(PROMPT, 30)
+    full = server.complete(PROMPT, 30)
     with server.opened(PROMPT, 30, stream_options={"include_usage": True}) as events:
         *chunks, usage = events
     assert events.done
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["choices"][0]["text"]
-    assert usage["choices"] == [] and usage["usage"] == whole["usage"]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == full["choices"][0]["text"]
+    assert usage["choices"] == [] and usage["usage"] == full["usage"]
     reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]  # a busy machine gets fewer, longer chunks
     assert reasons == [None] * (len(chunks) - 1) + ["length"]
 
@@ -46,14 +46,14 @@ def test_each_chunk_counts_the_tokens_of_its_answer_where_that_is_asked_for(serv
     options = {"include_usage": True, "continuous_usage_stats": True}
     with server.opened([[1, 17, 300], [5]], 8, n=2, ignore_eos=True, stream_options=options) as events:
         *chunks, last = events
-    made: dict[int, list[int]] = {}
+    results: dict[int, list[int]] = {}
     for chunk in chunks:
         (choice,), usage = chunk["choices"], chunk["usage"]
-        made.setdefault(choice["index"], []).append(usage["completion_tokens"])
+        results.setdefault(choice["index"], []).append(usage["completion_tokens"])
         assert usage["prompt_tokens"] == (3 if choice["index"] < 2 else 1)
         assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
-    assert sorted(made) == [0, 1, 2, 3]
-    assert all(counts == sorted(counts) and counts[0] > 0 and counts[-1] == 8 for counts in made.values())
+    assert sorted(results) == [0, 1, 2, 3]
+    assert all(counts == sorted(counts) and counts[0] > 0 and counts[-1] == 8 for counts in results.values())
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == 32
     with server.opened("a", 3, stream_options={"include_usage": None, "continuous_usage_stats": True}) as events:
         assert all(chunk["choices"] and "usage" not in chunk for chunk in events) and events.done
@@ -95,16 +95,16 @@ def test_a_stop_string_over_tokens_ends_the_text_before_it(server: RealServer) -
     text = server.complete(PROMPT, 30)["choices"][0]["text"]
     stop = text[10:17]
     assert len(stop) == 7
-    whole = server.complete(PROMPT, 30, stop=["never there", stop])
-    assert whole["choices"][0] == {
+    full = server.complete(PROMPT, 30, stop=["never there", stop])
+    assert full["choices"][0] == {
         "index": 0,
         "text": text[: text.index(stop)],
         "logprobs": None,
         "finish_reason": "stop",
     }
-    assert whole["usage"]["completion_tokens"] < 30
+    assert full["usage"]["completion_tokens"] < 30
     with server.opened(PROMPT, 30, stop=stop) as events:
-        assert events.text() == whole["choices"][0]["text"]
+        assert events.text() == full["choices"][0]["text"]
     server.wait_idle()
 
 
@@ -114,7 +114,7 @@ def test_a_stop_string_ends_no_answer_before_min_tokens(server: RealServer) -> N
     stopped = server.complete(PROMPT, 30, stop=stop)
     assert stopped["choices"][0]["text"] == text[: text.index(stop)]
     assert server.complete(PROMPT, 30, stop=stop, min_tokens=29)["choices"][0]["text"] == text
-    least = stopped["usage"]["completion_tokens"] - 1  # it ends in the token behind those
+    least = stopped["usage"]["completion_tokens"] - 1  # it ends in the token after those
     assert server.complete(PROMPT, 30, stop=stop, min_tokens=least)["choices"] == stopped["choices"]
 
 
@@ -143,8 +143,8 @@ def test_logprobs_are_of_the_tokens_of_the_text(server: RealServer) -> None:
     assert all(offsets)
     with server.opened(PROMPT, 12, logprobs=3) as events:
         streamed = [event["choices"][0]["logprobs"] for event in events]
-    assert sum((each["token_logprobs"] for each in streamed), []) == found["token_logprobs"]
-    assert sum((each["text_offset"] for each in streamed), []) == found["text_offset"]
+    assert sum((item["token_logprobs"] for item in streamed), []) == found["token_logprobs"]
+    assert sum((item["text_offset"] for item in streamed), []) == found["text_offset"]
 
 
 def test_logit_bias_and_min_tokens_hold(server: RealServer) -> None:
@@ -181,8 +181,8 @@ def test_who_names_a_request_finds_the_name_in_the_answers_id(
     """As vLLM has it: X-Request-Id goes before `request_id`."""
     body = {**GOOD, **({} if given is None else {"request_id": given})}
     _, _, data = server.request("POST", "/v1/completions", body, {} if header is None else {"X-Request-Id": header})
-    found = json.loads(data)["id"]
-    assert found == expected if expected else len(found) == len("cmpl-") + 24
+    actual = json.loads(data)["id"]
+    assert actual == expected if expected else len(actual) == len("cmpl-") + 24
 
 
 @pytest.mark.parametrize(
@@ -297,8 +297,8 @@ def test_a_name_that_others_know_is_no_slip(server: RealServer) -> None:
     """Each is accepted, or refused for what it is; none for being near another."""
     for kind in (CompletionBody, ChatBody):
         known = (*kind.__struct_fields__, *kind.UNSUPPORTED)
-        assert not [(name, each) for name in IGNORED for each in known if name not in known and is_near(name, each)]
-        assert not [(name, each) for name in known for each in known if is_near(name, each) and name not in known]
+        assert not [(name, item) for name in IGNORED for item in known if name not in known and is_near(name, item)]
+        assert not [(name, item) for name in known for item in known if is_near(name, item) and name not in known]
     assert is_near("max_token", "max_tokens") and not is_near("maxtoken", "max_tokens") and not is_near("m", "n")
     assert server.complete("a", 2, **dict.fromkeys(IGNORED))["choices"]
 
@@ -485,12 +485,12 @@ def test_a_request_that_is_refused_is_in_no_series(server: RealServer) -> None:
 def test_the_dashboard_asks_for_the_series_that_there_are(server: RealServer) -> None:
     dashboard = json.loads((ROOT / "resources" / "grafana" / "lockstep.json").read_text(encoding="utf-8"))
     asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    asked += [each["definition"] for each in dashboard["templating"]["list"] if "definition" in each]
+    asked += [item["definition"] for item in dashboard["templating"]["list"] if "definition" in item]
     series = set()
     for query in asked:
-        found = re.findall(r"([a-zA-Z_:][\w:]*)(?=\{)|label_values\((\S+),", query.replace("${prefix}", "lockstep"))
-        assert found, query
-        series |= {name or of_label for name, of_label in found}
+        matches = re.findall(r"([a-zA-Z_:][\w:]*)(?=\{)|label_values\((\S+),", query.replace("${prefix}", "lockstep"))
+        assert matches, query
+        series |= {name or of_label for name, of_label in matches}
     server.complete("a", 1)  # a reason of an end is there once there was one
     there = {name.partition("{")[0] for name in numbers(server)}
     assert series <= there
@@ -500,10 +500,10 @@ def test_the_dashboard_asks_for_the_series_that_there_are(server: RealServer) ->
 
 def numbers(server: RealServer) -> dict[str, float]:
     """The series of /metrics, without the model's name."""
-    found = {}
+    results = {}
     for line in server.request("GET", "/metrics")[2].decode().splitlines():
         if not line.startswith("#"):
             name, _, value = line.rpartition(" ")
             name = re.sub(r'(,?)model_name="demo-llama"', "", name).replace("{}", "").replace(",}", "}")
-            found[name] = float(value)
-    return found
+            results[name] = float(value)
+    return results

@@ -85,7 +85,7 @@ ANY = st.recursive(
 def places(value: Any, path: tuple = ()) -> list[tuple]:
     """Return the paths of all values inside of one."""
     items: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [path + (key,) for key, _ in items] + [place for key, each in items for place in places(each, path + (key,))]
+    return [path + (key,) for key, _ in items] + [place for key, item in items for place in places(item, path + (key,))]
 
 
 def changed(body: dict[str, Any], path: tuple, value: Any) -> dict[str, Any]:

@@ -84,8 +84,8 @@ def client(server: RealServer) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def chat(client: openai.OpenAI, messages: Any = USER, **given: Any) -> Any:
-    return client.chat.completions.create(**{**GREEDY, "messages": messages, "max_tokens": 16, **given})
+def chat(client: openai.OpenAI, messages: Any = USER, **options: Any) -> Any:
+    return client.chat.completions.create(**{**GREEDY, "messages": messages, "max_tokens": 16, **options})
 
 
 def test_a_chat_is_the_completion_of_its_prompt(client: openai.OpenAI) -> None:
@@ -95,20 +95,20 @@ def test_a_chat_is_the_completion_of_its_prompt(client: openai.OpenAI) -> None:
     assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-") and answer.model == "demo-llama"
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (8, 16)
     turns = [{"role": "user", "content": ICE}, {"role": "assistant", "content": WATER}, *USER]
-    whole = client.completions.create(**GREEDY, prompt=f"{ICE}{WATER}<eos>{PROMPT}", max_tokens=16)
+    full = client.completions.create(**GREEDY, prompt=f"{ICE}{WATER}<eos>{PROMPT}", max_tokens=16)
     again = chat(client, turns)
-    assert again.choices[0].message.content == whole.choices[0].text
-    assert again.usage.prompt_tokens == whole.usage.prompt_tokens
+    assert again.choices[0].message.content == full.choices[0].text
+    assert again.usage.prompt_tokens == full.usage.prompt_tokens
     ended = chat(client, turns[:1])
     assert (ended.choices[0].message.content, ended.choices[0].finish_reason) == (WATER, "stop")
 
 
 def test_parts_of_text_are_lines_and_nulls_are_left_out(client: openai.OpenAI) -> None:
     parts = [{"type": "text", "text": "San"}, {"type": "text", "text": PROMPT}]
-    found = chat(client, [{"role": "user", "content": parts, "name": None}])
+    actual = chat(client, [{"role": "user", "content": parts, "name": None}])
     expected = client.completions.create(**GREEDY, prompt=f"San\n{PROMPT}", max_tokens=16)
-    assert found.choices[0].message.content == expected.choices[0].text
-    assert found.usage == expected.usage
+    assert actual.choices[0].message.content == expected.choices[0].text
+    assert actual.usage == expected.usage
 
 
 def test_a_stream_opens_with_the_role_and_ends_with_the_reason(client: openai.OpenAI) -> None:
@@ -164,9 +164,9 @@ def test_logprobs_are_those_of_the_completion(client: openai.OpenAI) -> None:
         best = entry.top_logprobs[0]
         assert (best.token, best.logprob) == (entry.token, entry.logprob) and len(entry.top_logprobs) == 3
         assert entry.logprob <= 0
-    whole = client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=16, logprobs=3).choices[0]
-    assert whole.logprobs.tokens == [entry.token for entry in entries]
-    assert whole.logprobs.token_logprobs == [entry.logprob for entry in entries]
+    full = client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=16, logprobs=3).choices[0]
+    assert full.logprobs.tokens == [entry.token for entry in entries]
+    assert full.logprobs.token_logprobs == [entry.logprob for entry in entries]
     assert (
         chat(client).choices[0].logprobs,
         chat(client, logprobs=True).choices[0].logprobs.content[0].top_logprobs,
@@ -183,8 +183,8 @@ def test_logprobs_are_those_of_the_completion(client: openai.OpenAI) -> None:
 def test_a_token_that_is_a_part_of_a_character_has_its_bytes_and_the_end_its_name(client: openai.OpenAI) -> None:
     (choice,) = chat(client, [{"role": "user", "content": ICE}], logprobs=True).choices
     assert choice.logprobs.content[-1].token == "<eos>"
-    given = {"logit_bias": {"127": 100}, "ignore_eos": True}  # the first byte of a character of several
-    (entry,) = chat(client, max_tokens=1, logprobs=True, extra_body=given).choices[0].logprobs.content
+    options = {"logit_bias": {"127": 100}, "ignore_eos": True}  # the first byte of a character of several
+    (entry,) = chat(client, max_tokens=1, logprobs=True, extra_body=options).choices[0].logprobs.content
     assert entry.token == "\N{REPLACEMENT CHARACTER}" and entry.bytes == [0xC2]
 
 
@@ -202,13 +202,13 @@ def test_without_a_limit_a_chat_takes_what_is_left(client: openai.OpenAI) -> Non
 def test_the_last_message_is_continued(client: openai.OpenAI) -> None:
     messages = [*USER, {"role": "assistant", "content": " hilly city"}]
     answer = chat(client, messages, extra_body={"continue_final_message": True})
-    whole = client.completions.create(**GREEDY, prompt=f"{PROMPT} hilly city", max_tokens=16)
-    assert answer.choices[0].message.content == whole.choices[0].text and answer.usage == whole.usage
-    assert TEXT.startswith(" hilly city" + whole.choices[0].text[:20])
+    full = client.completions.create(**GREEDY, prompt=f"{PROMPT} hilly city", max_tokens=16)
+    assert answer.choices[0].message.content == full.choices[0].text and answer.usage == full.usage
+    assert TEXT.startswith(" hilly city" + full.choices[0].text[:20])
 
 
 def test_completions_by_the_package(client: openai.OpenAI) -> None:
-    ask = lambda **given: client.completions.create(**{**GREEDY, "prompt": PROMPT, "max_tokens": 16, **given})
+    ask = lambda **options: client.completions.create(**{**GREEDY, "prompt": PROMPT, "max_tokens": 16, **options})
     assert ask().choices[0].text == TEXT and [model.id for model in client.models.list()] == ["demo-llama"]
     *chunks, usage = ask(stream=True, stream_options={"include_usage": True})
     assert "".join(chunk.choices[0].text for chunk in chunks) == TEXT and usage.usage.total_tokens == 24
@@ -222,7 +222,7 @@ def test_completions_by_the_package(client: openai.OpenAI) -> None:
 
 
 def test_errors_are_those_of_the_package(client: openai.OpenAI, other: RealServer) -> None:
-    for ask in (chat, lambda client, **given: client.completions.create(**{**GREEDY, "prompt": PROMPT, **given})):
+    for ask in (chat, lambda client, **options: client.completions.create(**{**GREEDY, "prompt": PROMPT, **options})):
         with pytest.raises(openai.NotFoundError) as missing:
             ask(client, model="another")
         assert missing.value.param == "model"
@@ -316,8 +316,8 @@ def test_a_prompt_has_the_tokens_of_the_template_and_none_besides(other: RealSer
         answer = chat(client)
         assert (answer.usage.prompt_tokens, answer.choices[0].message.content) == (9, TEXT)
         words = [{"role": "user", "content": PROMPT.removeprefix("San")}]
-        given = {"chat_template_kwargs": {"word": "San", "bos_token": ""}}
-        answer = chat(client, words, extra_body=given)
+        options = {"chat_template_kwargs": {"word": "San", "bos_token": ""}}
+        answer = chat(client, words, extra_body=options)
         assert (answer.usage.prompt_tokens, answer.choices[0].message.content) == (8, TEXT)
 
 

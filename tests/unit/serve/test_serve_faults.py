@@ -137,7 +137,7 @@ def test_an_engine_that_is_killed_is_replaced_and_streams_go_on_to_the_same_text
         {"prompt": [7, 8, 9], "max_tokens": 90, "frequency_penalty": 0.5, "ignore_eos": True, "logprobs": 2},
     ]  # fmt: skip
     with RealServer(tree) as server:
-        whole = [server.complete(**body)["choices"] for body in asked]
+        full = [server.complete(**body)["choices"] for body in asked]
         with contextlib.ExitStack() as stack:
             opened = [stack.enter_context(server.opened(**body)) for body in asked]
             parts: list[dict[int, str]] = [{} for _ in asked]
@@ -150,7 +150,7 @@ def test_an_engine_that_is_killed_is_replaced_and_streams_go_on_to_the_same_text
                 for event in reader:
                     add(parts[number], event)
             assert all(events.done for events in opened)
-        for texts, choices in zip(parts, whole, strict=True):
+        for texts, choices in zip(parts, full, strict=True):
             assert texts == {choice["index"]: choice["text"] for choice in choices}
         status = server.get("/status")
         assert status["restarts"] == 1 and server.engine_pid != killed
@@ -166,12 +166,12 @@ def add(texts: dict[int, str], event: dict[str, Any]) -> None:
 @pytest.mark.long
 def test_an_engine_that_hangs_is_replaced_too(tree: Path) -> None:
     with RealServer(tree, "--stall", 1.5) as server:
-        whole = server.complete(**LONG)["choices"][0]["text"]
+        full = server.complete(**LONG)["choices"][0]["text"]
         with server.opened(**LONG) as events:
             first = next(iter(events))["choices"][0]["text"]
             hung = server.engine_pid
             os.kill(hung, signal.SIGSTOP)
-            assert first + events.text() == whole and events.done
+            assert first + events.text() == full and events.done
         assert f"engine process {hung} gave no sign of life" in server.stderr
 
 
@@ -215,7 +215,7 @@ def test_an_engine_that_cannot_start_again_is_said(tree: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.long)])
 def test_a_signal_to_end_lets_what_runs_finish(tree: Path, number: signal.Signals) -> None:
     with RealServer(tree) as server:
-        whole = server.complete(**LONG)["choices"][0]["text"]
+        full = server.complete(**LONG)["choices"][0]["text"]
         with server.opened(**LONG) as events:
             first = next(iter(events))["choices"][0]["text"]
             with server.stopped_engine():
@@ -227,7 +227,7 @@ def test_a_signal_to_end_lets_what_runs_finish(tree: Path, number: signal.Signal
                 assert (status, headers["connection"]) == (503, "close")
                 assert json.loads(data)["error"]["code"] == "shutting_down"
                 assert server.request("GET", "/health/ready")[0] == 503
-            assert first + events.text() == whole and events.done
+            assert first + events.text() == full and events.done
         engine = server.engine_pid if server.process.poll() is None else None
         assert server.process.wait(20) == 0
         assert engine is None or not Path("/proc", str(engine)).exists()
@@ -350,12 +350,12 @@ def test_keys_open_what_is_not_for_everyone(keyed: RealServer) -> None:
 def test_each_key_has_prefixes_of_its_own(keyed: RealServer) -> None:
     body = {"model": "demo-llama", "prompt": list(range(3, 123)), "max_tokens": 2}
 
-    def hits(key: str, **more: str) -> float:
+    def hits(key: str, **options: str) -> float:
         headers = {"Authorization": f"Bearer {key}"}
         read = lambda: keyed.request("GET", "/metrics", None, headers)[2].decode()
         value = lambda: float(next(re.finditer(r"^lockstep:prefix_cache_hits_total\S* (\S+)$", read(), re.M))[1])
         before = value()
-        assert keyed.request("POST", "/v1/completions", {**body, **more}, headers)[0] == 200
+        assert keyed.request("POST", "/v1/completions", {**body, **options}, headers)[0] == 200
         return value() - before
 
     assert [hits("first-key"), hits("first-key"), hits("second-key"), hits("second-key")] == [0, 64, 0, 64]
@@ -386,9 +386,11 @@ def test_keys_that_others_can_read_are_a_warning(
     path.write_text("a-secret\n")
     path.chmod(mode)
     assert read_api_keys(path) == ["a-secret"]
-    said = capsys.readouterr().err
-    assert said == warns * f"lockstep: warning: {path}: expected API keys that other users cannot read, found mode " + (
-        f"{mode:04o}; chmod o= {path}\n" if warns else ""
+    output = capsys.readouterr().err
+    assert (
+        output
+        == warns * f"lockstep: warning: {path}: expected API keys that other users cannot read, found mode "
+        + (f"{mode:04o}; chmod o= {path}\n" if warns else "")
     )
 
 
@@ -459,7 +461,7 @@ def test_seconds_are_finite(option: str, value: str) -> None:
 
 
 def test_a_server_that_is_ended_before_it_is_ready_says_so(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def ended(*given: Any) -> None:
+    def ended(*arguments: Any) -> None:
         raise Ended(signal.SIGTERM)
 
     monkeypatch.setattr("lockstep.cli.serve.run_server", ended)

@@ -41,9 +41,9 @@ def server(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def grpc_port(server: RealServer) -> int:
-    found = re.search(r"gRPC at 127\.0\.0\.1:(\d+)$", server.line.strip())
-    assert found, server.line
-    return int(found[1])
+    match = re.search(r"gRPC at 127\.0\.0\.1:(\d+)$", server.line.strip())
+    assert match, server.line
+    return int(match[1])
 
 
 class Caller:
@@ -95,9 +95,9 @@ def caller(server: RealServer) -> Iterator[Caller]:
         yield caller
 
 
-def core(*ids: int, num_tokens: int = 4, **more: Any) -> Any:
+def core(*ids: int, num_tokens: int = 4, **options: Any) -> Any:
     """A request to tensorrt_llm, its values in `contents`."""
-    request = MESSAGES["ModelInferRequest"](model_name="tensorrt_llm", **more)
+    request = MESSAGES["ModelInferRequest"](model_name="tensorrt_llm", **options)
     for name, values in (("input_ids", ids), ("input_lengths", [len(ids)]), ("request_output_len", [num_tokens])):
         tensor = request.inputs.add(name=name, datatype="INT32", shape=[1, len(values)])
         tensor.contents.int_contents.extend(values)
@@ -125,10 +125,10 @@ def raw(request: Any) -> Any:
 
 def test_statistics_are_those_of_http_and_grpc_writes_no_lines(server: RealServer, caller: Caller) -> None:
     caller.call("ModelInfer", core(5, 6, 7))
-    found = caller.call("ModelStatistics", MESSAGES["ModelStatisticsRequest"](name="tensorrt_llm")).model_stats
+    actual = caller.call("ModelStatistics", MESSAGES["ModelStatisticsRequest"](name="tensorrt_llm")).model_stats
     (expected,) = server.get("/v2/models/tensorrt_llm/stats")["model_stats"]
-    assert len(found) == 1 and found[0].execution_count == expected["execution_count"] > 0
-    assert found[0].inference_stats.success.ns == expected["inference_stats"]["success"]["ns"] > 0
+    assert len(actual) == 1 and actual[0].execution_count == expected["execution_count"] > 0
+    assert actual[0].inference_stats.success.ns == expected["inference_stats"]["success"]["ns"] > 0
     assert len(caller.call("ModelStatistics", MESSAGES["ModelStatisticsRequest"]()).model_stats) == 5
     assert not server.stderr
 
@@ -287,8 +287,8 @@ def test_metadata_over_the_limit_is_refused(server: RealServer) -> None:
 def aborted(server: RealServer) -> float:
     """Answers that were ended before their end, up to now."""
     metrics = server.request("GET", "/metrics")[2].decode()
-    found = re.search(r'request_success_total\{finished_reason="abort",.*\} (\S+)', metrics)
-    return float(found[1]) if found else 0.0
+    match = re.search(r'request_success_total\{finished_reason="abort",.*\} (\S+)', metrics)
+    return float(match[1]) if match else 0.0
 
 
 def test_a_stop_request_ends_the_one_with_its_id(server: RealServer, caller: Caller) -> None:
@@ -303,7 +303,7 @@ def test_a_stop_request_ends_the_one_with_its_id(server: RealServer, caller: Cal
     requests.put(None)
     rest = [answer.infer_response for answer in answers]
     finals = [answer for answer in rest if answer.parameters["triton_final_response"].bool_param]
-    assert sorted((each.id, len(each.outputs)) for each in finals) == [("42", 0), ("42", 2), ("other", 0)]
+    assert sorted((final.id, len(final.outputs)) for final in finals) == [("42", 0), ("42", 2), ("other", 0)]
     assert sum(answer.outputs[0].shape[2] for answer in rest if answer.outputs) < 239
     server.wait_idle()
 
@@ -349,7 +349,7 @@ def test_keys_and_a_full_queue_and_the_end(demo: Results, tmp_path: Path) -> Non
         requests.put(None)
         rest = [answer.infer_response for answer in answers]
         assert first.infer_response.id == "a" and rest[-1].parameters["triton_final_response"].bool_param
-        lengths = [list(each.outputs[0].shape)[2] for each in (first.infer_response, *rest)]
+        lengths = [list(item.outputs[0].shape)[2] for item in (first.infer_response, *rest)]
         assert sum(lengths) == 240  # what ran is finished
         assert server.process.wait(20) == 0
 
@@ -357,8 +357,8 @@ def test_keys_and_a_full_queue_and_the_end(demo: Results, tmp_path: Path) -> Non
 def test_a_port_that_is_taken_is_an_error_of_one_line(server: RealServer, demo: Results, tmp_path: Path) -> None:
     tree = make_tree(tmp_path / "results", demo)
     command = [sys.executable, "-m", "lockstep", "serve", "demo-llama/fp32/all", "--results", tree, "--port", 0]
-    taken = subprocess.run(
+    process = subprocess.run(
         [*map(str, command), "--grpc-port", str(grpc_port(server))], capture_output=True, text=True, timeout=60
     )
-    assert taken.returncode != 0 and "--grpc-port: expected an address that is free" in taken.stderr
-    assert "Traceback" not in taken.stderr
+    assert process.returncode != 0 and "--grpc-port: expected an address that is free" in process.stderr
+    assert "Traceback" not in process.stderr

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.exports
 
 FUNCTIONS = [tool["function"] for tool in (WEATHER, TIME)]
 FLAT = [{"type": "function", **function} for function in FUNCTIONS]
-TOOLS = [{"name": each["name"], "input_schema": each["parameters"]} for each in FUNCTIONS]
+TOOLS = [{"name": item["name"], "input_schema": item["parameters"]} for item in FUNCTIONS]
 CUT = 38  # tokens of a call, up to its first argument
 TWO = [("weather", json.loads(PARIS)), ("weather", json.loads(BERLIN))]
 
@@ -58,17 +58,17 @@ def send(server: RealServer, path: str, body: dict[str, Any], key: str = "a-key"
     return status, data
 
 
-def message(text: str, **given: Any) -> dict[str, Any]:
+def message(text: str, **options: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": [{"type": "text", "text": prompt(text), "cache_control": {}}]}]
-    return {"model": "scripted", "max_tokens": 128, "temperature": 0, "messages": messages, **given}
+    return {"model": "scripted", "max_tokens": 128, "temperature": 0, "messages": messages, **options}
 
 
-def answer(server: RealServer, text: str, **given: Any) -> dict[str, Any]:
+def answer(server: RealServer, text: str, **options: Any) -> dict[str, Any]:
     """Return an answer of Anthropic's API, after a look whether its stream makes the same one."""
-    status, data = send(server, "/v1/messages", message(text, **given))
+    status, data = send(server, "/v1/messages", message(text, **options))
     assert status == 200, data
     whole = uncached(json.loads(data))
-    status, data = send(server, "/v1/messages", message(text, stream=True, **given))
+    status, data = send(server, "/v1/messages", message(text, stream=True, **options))
     assert status == 200, data
     streamed = uncached(joined(data))
     assert streamed == whole
@@ -136,7 +136,7 @@ def test_a_message_with_calls(server: RealServer) -> None:
     found = answer(server, TWO_CALLS, tools=TOOLS)
     text, *calls = found["content"]
     assert text == {"type": "text", "text": "Let me look."} and found["stop_reason"] == "tool_use"
-    assert [(call["type"], call["name"], call["input"]) for call in calls] == [("tool_use", *each) for each in TWO]
+    assert [(call["type"], call["name"], call["input"]) for call in calls] == [("tool_use", *item) for item in TWO]
     choice = {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}
     (call,) = answer(server, ANSWERS[140], tools=TOOLS, tool_choice=choice)["content"]
     assert call["name"] == "weather" and call["input"]["city"] in ("Paris", "Berlin")
@@ -217,9 +217,9 @@ def test_a_wrong_key_is_refused_in_anthropics_words(server: RealServer) -> None:
     assert (status, json.loads(data)["error"]["type"]) == (401, "authentication_error")
 
 
-def respond(client: openai.OpenAI, text: str, **given: Any) -> Any:
+def respond(client: openai.OpenAI, text: str, **options: Any) -> Any:
     """Return a response, after a look whether its stream makes the same one."""
-    body = {"model": "scripted", "input": prompt(text), "temperature": 0, **given}
+    body = {"model": "scripted", "input": prompt(text), "temperature": 0, **options}
     whole = client.responses.create(**body)
     events = list(client.responses.create(**body, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -275,21 +275,21 @@ def test_a_response_with_calls_and_their_results(client: openai.OpenAI) -> None:
 def test_a_call_that_is_cut_short_is_the_same_in_a_stream_and_is_taken_back(
     server: RealServer, client: openai.OpenAI
 ) -> None:
-    asked = {"model": "scripted", "tools": [WEATHER], "tool_choice": "required", "temperature": 0, "max_tokens": CUT}
+    options = {"model": "scripted", "tools": [WEATHER], "tool_choice": "required", "temperature": 0, "max_tokens": CUT}
     turns: list[Any] = [{"role": "user", "content": prompt(ANSWERS[140])}]
-    whole = client.chat.completions.create(messages=turns, **asked).choices[0]
-    (call,) = whole.message.tool_calls
-    assert whole.finish_reason == "length" and "city" in call.function.arguments
+    full = client.chat.completions.create(messages=turns, **options).choices[0]
+    (call,) = full.message.tool_calls
+    assert full.finish_reason == "length" and "city" in call.function.arguments
     with pytest.raises(json.JSONDecodeError):
         json.loads(call.function.arguments)
-    chunks = client.chat.completions.create(messages=turns, stream=True, **asked)
+    chunks = client.chat.completions.create(messages=turns, stream=True, **options)
     deltas = [delta for chunk in chunks for delta in chunk.choices[0].delta.tool_calls or ()]
     assert "".join(delta.function.arguments for delta in deltas) == call.function.arguments
     for arguments in (call.function.arguments, "", "null", " \n"):
-        again = whole.message.model_dump(exclude_none=True)
+        again = full.message.model_dump(exclude_none=True)
         again["tool_calls"][0]["function"]["arguments"] = arguments
         results = [again, {"role": "tool", "tool_call_id": call.id, "content": "x"}, turns[0]]
-        client.chat.completions.create(messages=[turns[0], *results], **{**asked, "max_tokens": 1})
+        client.chat.completions.create(messages=[turns[0], *results], **{**options, "max_tokens": 1})
     held = {"tools": FLAT[:1], "tool_choice": "required", "max_output_tokens": CUT}
     (item,) = respond(client, ANSWERS[140], **held).output
     assert "city" in item.arguments and item.status == "incomplete"

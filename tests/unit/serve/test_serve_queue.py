@@ -1,4 +1,4 @@
-"""The running totals of queue and slots beside a plain recount, and what a full queue answers by either.
+"""The running totals of queue and slots against a plain recount, and what a full queue answers by either.
 
 The service is the real one. Its engine is played: hypothesis draws what comes from it and when.
 """
@@ -121,8 +121,8 @@ def test_totals_are_those_of_a_recount_whatever_comes(tokenizer: Tokenizer, data
             found = error.status, error.retry_after
         assert found == expected
 
-    def frame(**more: Any) -> None:
-        service._handle_frame({"type": "step", **more})
+    def frame(**options: Any) -> None:
+        service._handle_frame({"type": "step", **options})
 
     def token() -> None:
         number = pick(played.has)

@@ -66,7 +66,7 @@ async def until(holds: Callable[[], bool], seconds: float = 30) -> None:
 def break_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
     whole = getattr(owner, name)
 
-    def broken(*given: Any) -> Any:
+    def broken(*arguments: Any) -> Any:
         setattr(owner, name, whole)
         raise ValueError("a fault of the\ntest")
 
@@ -100,7 +100,7 @@ def test_a_token_that_cannot_be_handled_ends_its_own_answer(
 
     whole, *both = asyncio.run(run())
     assert whole in both and service.restarts == 0 and len(lines) == 1
-    assert [str(each) for each in both if each != whole] == ["/v1/completions: the server failed; its log says why"]
+    assert [str(item) for item in both if item != whole] == ["/v1/completions: the server failed; its log says why"]
 
 
 def test_requests_wait_for_another_engine_however_many_descriptors_are_open(service: Service, tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_task_that_ends_is_the_end_of_the_server(
 ) -> None:
     """`_measure` is of the task that watches, `_resubmit` of the one that starts engines again."""
 
-    def broken(*given: Any) -> None:
+    def broken(*arguments: Any) -> None:
         raise ValueError("a fault of the test")
 
     async def fails_and_is_not_live() -> None:
@@ -212,7 +212,7 @@ def test_a_line_that_nobody_reads_stops_nobody(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_folder_that_cannot_be_read_is_told_and_the_next_one_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(folder: Path, name: str, *given: Any) -> str:
+    def read(folder: Path, name: str, *arguments: Any) -> str:
         if name == "first":
             raise OSError(24, "Too many open files")
         raise InputError(f"{name} is none")
@@ -222,9 +222,9 @@ def test_a_folder_that_cannot_be_read_is_told_and_the_next_one_is_read(monkeypat
     loader = AdapterLoader(SimpleNamespace(most_bytes=1), "checkpoint.json")  # type: ignore[arg-type]
     for number, name in enumerate(("first", "second")):
         loader.start(number, name, f"/{name}")
-    found = [loader._read.get(timeout=10) for _ in range(2)]
-    assert found[1] == (1, "second is none")
-    assert isinstance(found[0][1], str) and "expected an adapter, found OSError: [Errno 24] Too many" in found[0][1]
+    results = [loader._read.get(timeout=10) for _ in range(2)]
+    assert results[1] == (1, "second is none")
+    assert isinstance(results[0][1], str) and "expected an adapter, found OSError: [Errno 24] Too many" in results[0][1]
     assert loader._thread is not None and loader._thread.is_alive()
 
 

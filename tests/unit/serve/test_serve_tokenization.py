@@ -71,8 +71,8 @@ def test_a_chat_has_the_tokens_that_its_completion_counts(server: RealServer) ->
 
 
 def test_the_tokens_that_the_tokenizer_adds_can_be_asked_for_or_not(other: RealServer) -> None:
-    def tokens(**given: Any) -> list[int]:
-        status, _, data = other.request("POST", "/tokenize", {"prompt": "Ice", **given}, KEY)
+    def tokens(**options: Any) -> list[int]:
+        status, _, data = other.request("POST", "/tokenize", {"prompt": "Ice", **options}, KEY)
         assert status == 200, data
         return json.loads(data)["tokens"]
 
@@ -154,8 +154,8 @@ def test_a_long_text_holds_up_nobody(server: RealServer, tokenizer: Tokenizer) -
             return [answer.result() for answer in answers]
 
     found = send("/tokenize", prompt=text, return_token_strs=True)
-    assert all(each["tokens"] == tokenizer.encode(text).tolist() for each in found)
-    assert [each["prompt"] for each in send("/detokenize", tokens=found[0]["tokens"])] == [text] * 4
+    assert all(item["tokens"] == tokenizer.encode(text).tolist() for item in found)
+    assert [item["prompt"] for item in send("/detokenize", tokens=found[0]["tokens"])] == [text] * 4
 
 
 def test_a_text_or_tokens_far_beyond_the_model_are_refused_at_once(server: RealServer) -> None:

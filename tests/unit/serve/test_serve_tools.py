@@ -38,13 +38,13 @@ def client(server: RealServer) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def ask(client: openai.OpenAI, text: str, **given: Any) -> Any:
-    return client.chat.completions.create(**asked(text, **given)).choices[0]
+def ask(client: openai.OpenAI, text: str, **options: Any) -> Any:
+    return client.chat.completions.create(**asked(text, **options)).choices[0]
 
 
-def streamed(client: openai.OpenAI, text: str, **given: Any) -> Any:
+def streamed(client: openai.OpenAI, text: str, **options: Any) -> Any:
     """Return the choice that the package itself makes of a stream."""
-    with client.chat.completions.stream(**asked(text, **given)) as stream:
+    with client.chat.completions.stream(**asked(text, **options)) as stream:
         return stream.get_final_completion().choices[0]
 
 
@@ -64,15 +64,15 @@ def test_calls_of_an_answer(client: openai.OpenAI) -> None:
 
 
 def test_streamed_calls_have_the_name_first(client: openai.OpenAI) -> None:
-    whole = ask(client, TWO_CALLS, tools=TOOLS)
+    full = ask(client, TWO_CALLS, tools=TOOLS)
     joined = streamed(client, TWO_CALLS, tools=TOOLS)
-    assert joined.message.content == whole.message.content and joined.finish_reason == "tool_calls"
-    assert made(joined) == made(whole)
+    assert joined.message.content == full.message.content and joined.finish_reason == "tool_calls"
+    assert made(joined) == made(full)
     chunks = client.chat.completions.create(**asked(TWO_CALLS, tools=TOOLS, stream=True))
     deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
     assert [delta.index for delta in deltas] == sorted(delta.index for delta in deltas)
     names = [delta for delta in deltas if delta.id]
-    assert [(each.index, each.function.name, each.function.arguments) for each in names] == [
+    assert [(item.index, item.function.name, item.function.arguments) for item in names] == [
         (0, "weather", ""),
         (1, "weather", ""),
     ]
@@ -138,8 +138,8 @@ def mistral(results: Results) -> Iterator[RealServer]:
 def test_marks_that_are_special_tokens_are_read(mistral: RealServer) -> None:
     body = asked(ANSWERS[200], tools=TOOLS)
     (choice,) = mistral.post("/v1/chat/completions", **body)["choices"]
-    found = [(call["function"]["name"], call["function"]["arguments"]) for call in choice["message"]["tool_calls"]]
-    assert found == [("weather", PARIS), ("time", "{}")] and choice["message"]["content"] is None
+    results = [(call["function"]["name"], call["function"]["arguments"]) for call in choice["message"]["tool_calls"]]
+    assert results == [("weather", PARIS), ("time", "{}")] and choice["message"]["content"] is None
     assert all(len(call["id"]) == 9 and call["id"].isalnum() for call in choice["message"]["tool_calls"])
     (plain,) = mistral.post("/v1/chat/completions", **asked(ANSWERS[200]))["choices"]
     assert plain["message"]["content"] == f"weather{PARIS}time{{}}"
@@ -150,8 +150,8 @@ def test_marks_that_are_special_tokens_are_read(mistral: RealServer) -> None:
 
 @pytest.mark.long
 def test_plain_json_is_a_convention_for_models_without_a_format(results: Results) -> None:
-    def asks(text: str, **given: Any) -> tuple[Any, list[tuple[str, str]]]:
-        (choice,) = server.post("/v1/chat/completions", **asked(text, tools=TOOLS, **given))["choices"]
+    def asks(text: str, **options: Any) -> tuple[Any, list[tuple[str, str]]]:
+        (choice,) = server.post("/v1/chat/completions", **asked(text, tools=TOOLS, **options))["choices"]
         calls = [call["function"] for call in choice["message"].get("tool_calls") or ()]
         return choice, [(call["name"], call["arguments"]) for call in calls]
 

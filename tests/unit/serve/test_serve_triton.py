@@ -45,13 +45,13 @@ def tensor(name: str, datatype: str, shape: list[int], data: Any) -> dict[str, A
     return {"name": name, "datatype": datatype, "shape": shape, "data": data}
 
 
-def core(ids: list[int], num_tokens: int, *more: dict[str, Any]) -> list[dict[str, Any]]:
+def core(ids: list[int], num_tokens: int, *arguments: dict[str, Any]) -> list[dict[str, Any]]:
     """Inputs of tensorrt_llm for one prompt."""
     return [
         tensor("input_ids", "INT32", [1, len(ids)], ids),
         tensor("input_lengths", "INT32", [1, 1], [len(ids)]),
         tensor("request_output_len", "INT32", [1, 1], [num_tokens]),
-        *more,
+        *arguments,
     ]
 
 
@@ -65,8 +65,8 @@ def infer(server: RealServer, model: str, inputs: list[dict[str, Any]], **body: 
 def aborted(server: RealServer) -> float:
     """Answers that were ended before their end, up to now."""
     lines = server.request("GET", "/metrics")[2].decode().splitlines()
-    found = [line.rpartition(" ")[2] for line in lines if "request_success_total" in line and '"abort"' in line]
-    return float(found[0]) if found else 0.0
+    results = [line.rpartition(" ")[2] for line in lines if "request_success_total" in line and '"abort"' in line]
+    return float(results[0]) if results else 0.0
 
 
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
@@ -92,11 +92,11 @@ def test_curl_without_a_content_type(server: RealServer, model: str) -> None:
 
 @pytest.mark.parametrize("path", [ENSEMBLE, BLS])
 def test_a_stream_gives_what_is_new_and_no_prompt(server: RealServer, path: str) -> None:
-    whole = server.post(f"{path}/generate", **CURL, exclude_input_in_output=True, return_log_probs=True)
+    full = server.post(f"{path}/generate", **CURL, exclude_input_in_output=True, return_log_probs=True)
     events = list(Events(server.port, f"{path}/generate_stream", {**CURL, "stream": True, "return_log_probs": True}))
     assert len(events) > 1 and all(sorted(event) == KEYS for event in events)
-    assert "".join(event["text_output"] for event in events).strip() == whole["text_output"].strip()
-    assert events[-1]["cum_log_probs"] == whole["cum_log_probs"] < 0
+    assert "".join(event["text_output"] for event in events).strip() == full["text_output"].strip()
+    assert events[-1]["cum_log_probs"] == full["cum_log_probs"] < 0
     said_no = list(Events(server.port, f"{path}/generate_stream", {**CURL, "stream": False}))
     assert [event["text_output"] for event in said_no] == [generate(server)["text_output"]]
 
@@ -207,8 +207,8 @@ def test_infer_stream_gives_all_outputs_of_each_answer(server: RealServer, in_to
     ]
     length = max(map(len, prompts))
     inputs = [
-        tensor("input_ids", "INT32", [2, length], [each + [0] * (length - len(each)) for each in prompts]),
-        tensor("input_lengths", "INT32", [2, 1], [len(each) for each in prompts]),
+        tensor("input_ids", "INT32", [2, length], [prompt + [0] * (length - len(prompt)) for prompt in prompts]),
+        tensor("input_lengths", "INT32", [2, 1], [len(prompt) for prompt in prompts]),
         tensor("request_output_len", "INT32", [2, 1], [5, 7]),
         tensor("end_id", "INT32", [2, 1], [-1, -1]),
         tensor("streaming", "BOOL", [2, 1], [in_tokens] * 2),
@@ -216,7 +216,7 @@ def test_infer_stream_gives_all_outputs_of_each_answer(server: RealServer, in_to
     ]
     events = list(Events(server.port, "/v2/models/tensorrt_llm/infer_stream", {"id": "a", "inputs": inputs}))
     assert [event["parameters"]["triton_final_response"] for event in events] == [False] * (len(events) - 1) + [True]
-    found: dict[int, list[int]] = {0: [], 1: []}
+    results: dict[int, list[int]] = {0: [], 1: []}
     for event in events:
         made = {output["name"]: output for output in event["outputs"]}
         wanted = {"output_ids", "sequence_length", "cum_log_probs", "output_log_probs", "batch_index", "sequence_index"}
@@ -224,13 +224,13 @@ def test_infer_stream_gives_all_outputs_of_each_answer(server: RealServer, in_to
         number = made["batch_index"]["data"][0]
         data = made["output_ids"]["data"]
         has_prompt = not in_tokens and number == 0
-        before = [-1] if has_prompt else [*prompts[number], *found[number]][-32:]
+        before = [-1] if has_prompt else [*prompts[number], *results[number]][-32:]
         assert made["CONTEXT_IDS"]["data"] == before and made["CONTEXT_IDS"]["shape"] == [1, 1, len(before)]
-        found[number] += data
-        ended = len(found[number]) == (5, 7)[number] + has_prompt * len(prompts[number])
+        results[number] += data
+        ended = len(results[number]) == (5, 7)[number] + has_prompt * len(prompts[number])
         assert made["IS_LAST"]["data"] == [ended] and made["sequence_length"]["data"] == [len(data)]
         assert made["output_log_probs"]["data"] == [0.0] * (len(data) - has_prompt * len(prompts[number]))
-    assert found[0][: len(prompts[0])] == prompts[0] or in_tokens
+    assert results[0][: len(prompts[0])] == prompts[0] or in_tokens
     assert refusal(server, "/v2/models/tensorrt_llm/infer_stream", {"inputs": inputs[:1]})[0] == 400
 
 
@@ -245,9 +245,9 @@ def test_server_and_models_describe_themselves(server: RealServer) -> None:
         config = server.get(f"/v2/models/{name}/config")
         assert config["max_batch_size"] == server.get("/status")["limits"]["max_batch_size"]
         assert config.get("platform") != "ensemble"  # perf_analyzer reads the steps of one, and crashes without
-        assert [[-1, *each["dims"]] for each in config["input"]] == [each["shape"] for each in described["inputs"]]
-        assert {each["datatype"] for each in described["outputs"]} <= {"BYTES", "INT32", "FP32"}
-    names = [each["name"] for each in server.get(ENSEMBLE)["inputs"]]
+        assert [[-1, *item["dims"]] for item in config["input"]] == [item["shape"] for item in described["inputs"]]
+        assert {item["datatype"] for item in described["outputs"]} <= {"BYTES", "INT32", "FP32"}
+    names = [item["name"] for item in server.get(ENSEMBLE)["inputs"]]
     assert {"text_input", "max_tokens", "seed", "lora_task_id"} <= set(names) and "random_seed" not in names
 
 
@@ -263,8 +263,8 @@ def test_statistics_count_requests_of_each_model(server: RealServer) -> None:
     for name in ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output"):
         assert times[name]["count"] - earlier[name]["count"] == 1
         assert name in ("fail", "compute_input", "compute_output") or times[name]["ns"] > earlier[name]["ns"]
-    assert [each["name"] for each in server.get("/v2/models/stats")["model_stats"]] == [
-        each["name"] for each in json.loads(server.request("POST", "/v2/repository/index")[2])
+    assert [item["name"] for item in server.get("/v2/models/stats")["model_stats"]] == [
+        load["name"] for load in json.loads(server.request("POST", "/v2/repository/index")[2])
     ]
     assert refusal(server, "/v2/models/gpt/stats", None)[0] in (404, 405)
 
@@ -343,7 +343,7 @@ def test_what_asks_for_nothing_is_taken(server: RealServer) -> None:
 
 
 def changed(name: str, **change: Any) -> list[dict[str, Any]]:
-    return [{**each, **(change if each["name"] == name else {})} for each in core([5, 6, 7], 4)]
+    return [{**item, **(change if item["name"] == name else {})} for item in core([5, 6, 7], 4)]
 
 
 BAD_INPUTS: list[tuple[list[dict[str, Any]], str]] = [

@@ -58,8 +58,8 @@ def golden_json(tree: Results, shared: Shared) -> Path:
     return Results(shared.root / "served").golden("demo-llama", "fp32", "all", "onnxruntime")
 
 
-def run(tree: Results, golden_json: Path, out: Path, **given: Any) -> ServedReport:
-    arguments: dict[str, Any] = {"limits": LIMITS, "target": TARGET, "tolerance": TOLERANCES["fp32"], **given}
+def run(tree: Results, golden_json: Path, out: Path, **options: Any) -> ServedReport:
+    arguments: dict[str, Any] = {"limits": LIMITS, "target": TARGET, "tolerance": TOLERANCES["fp32"], **options}
     served.check(
         tree.assembly("demo-llama", "fp32"), tree.weights("demo-llama", "fp32"),
         tree.engines("demo-llama", "fp32", "onnxruntime"), tree.reference("demo-llama", "all"), golden_json, out=out,
@@ -114,7 +114,7 @@ def _lose_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     event = CompletionFormat._event
     counted = iter(range(1 << 30))
     monkeypatch.setattr(
-        CompletionFormat, "_event", lambda self, *given: event(self, *given) if next(counted) % 7 else b""
+        CompletionFormat, "_event", lambda self, *arguments: event(self, *arguments) if next(counted) % 7 else b""
     )
 
 
@@ -189,6 +189,6 @@ def test_a_model_with_a_format_is_asked_for_a_call(shared: Shared, monkeypatch: 
                 return await tool_call(service, socket)
 
     assert asyncio.run(ask()) == (2, None)
-    monkeypatch.setattr(AnswerPlan, "call_id", lambda *given: secrets.token_hex(4))
+    monkeypatch.setattr(AnswerPlan, "call_id", lambda *arguments: secrets.token_hex(4))
     found, fault = asyncio.run(ask())
     assert found == 2 and fault is not None and "tool call: expected one answer, found" in fault

@@ -84,7 +84,7 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, tree: Results, before: str = "", **given: Any) -> Iterator[Served]:
+def serving(folder: Path, tree: Results, before: str = "", **options: Any) -> Iterator[Served]:
     """Serve, with a fault as a file says. before: what the engine's process runs first."""
     (folder / "fault").write_text("")
     lines = [*before.splitlines(), "import sampling_faults", "sampling_faults.follow()"]
@@ -93,7 +93,7 @@ def serving(folder: Path, tree: Results, before: str = "", **given: Any) -> Iter
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [str(folder), *sys.path])
         patch.setenv(sampling_faults.NAMED, str(folder / "fault"))
-        running = Served(tree, folder / "fault", **given)
+        running = Served(tree, folder / "fault", **options)
     yield running
     running.close()
 

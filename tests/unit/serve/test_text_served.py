@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.exports, pytest.mark.long]
 
 PROMPT = "x"
 ANSWER = " the 𓀀cat the\n"
-BANS_AT = 40  # a prompt of so many tokens is answered with a bad word, in one of its spellings
+BANS_AT = 40  # a prompt of that many tokens is answered with a bad word, in one of its spellings
 TEMPLATE = {"chat_template": "{{ messages[0]['content'] }}", "bos_token": "<s>"}
 
 
@@ -114,14 +114,14 @@ def triton(server: RealServer, path: str, **body: Any) -> Any:
 
 
 def test_triton(server: RealServer, tokenizer: Tokenizer) -> None:
-    given = {"text_input": PROMPT, "max_tokens": len(answer_ids(tokenizer))}
+    options = {"text_input": PROMPT, "max_tokens": len(answer_ids(tokenizer))}
     for model in ("ensemble", "tensorrt_llm_bls"):
-        assert triton(server, f"{model}/generate", **given)["text_output"] == PROMPT + ANSWER
-        alone = {**given, "exclude_input_in_output": True}
+        assert triton(server, f"{model}/generate", **options)["text_output"] == PROMPT + ANSWER
+        alone = {**options, "exclude_input_in_output": True}
         assert triton(server, f"{model}/generate", **alone)["text_output"] == ANSWER
         stopped = triton(server, f"{model}/generate", **alone | {"stop_words": "cat"})["text_output"]
         assert stopped == ANSWER[: ANSWER.index("cat") + 3]
-        status, _, data = server.request("POST", f"/v2/models/{model}/generate_stream", {**given, "stream": True})
+        status, _, data = server.request("POST", f"/v2/models/{model}/generate_stream", {**options, "stream": True})
         events = [json.loads(line[6:]) for line in data.decode().splitlines() if line.startswith("data: ")]
         assert status == 200 and "".join(event["text_output"] for event in events) == ANSWER
 
@@ -130,8 +130,8 @@ def test_tritons_chain_of_models(server: RealServer, tokenizer: Tokenizer) -> No
     prompt = tokenizer.encode(PROMPT).tolist()
     answer = answer_ids(tokenizer)
 
-    def text(tokens: list[int], **more: Any) -> str:
-        inputs = {"TOKENS_BATCH": ("INT32", [[tokens]]), "SEQUENCE_LENGTH": ("INT32", [[len(tokens)]]), **more}
+    def text(tokens: list[int], **options: Any) -> str:
+        inputs = {"TOKENS_BATCH": ("INT32", [[tokens]]), "SEQUENCE_LENGTH": ("INT32", [[len(tokens)]]), **options}
         shape = lambda values: [1, *([1, len(values[0][0])] if isinstance(values[0][0], list) else [1])]
         given = [
             {"name": name, "datatype": datatype, "shape": shape(values), "data": values}
@@ -165,13 +165,13 @@ def test_python_and_a_file_of_prompts(model: Model, tokenizer: Tokenizer, tmp_pa
 
 def test_the_command_line_with_any_encoding_of_stdout(results: Results, tokenizer: Tokenizer) -> None:
     command = ["generate", scripted_model.TARGET, "--results", results.root, "--prompt", PROMPT]
-    found = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "lockstep", *map(str, command), "--max-new-tokens", str(len(answer_ids(tokenizer)))],
         env={**os.environ, "PYTHONIOENCODING": "latin-1"},
         capture_output=True,
         check=True,
     )
-    assert found.stdout.decode("latin-1") == ANSWER.replace("𓀀", r"\ud80c\udc00") + "\n"
+    assert process.stdout.decode("latin-1") == ANSWER.replace("𓀀", r"\ud80c\udc00") + "\n"
 
 
 def test_a_bad_word_comes_in_none_of_its_spellings(server: RealServer, tokenizer: Tokenizer) -> None:
@@ -193,8 +193,8 @@ def test_a_bad_word_is_in_no_text_of_an_engine_that_draws(model: Model, tokenize
 def test_an_answer_that_goes_on_after_an_interruption_does_not_complete_a_bad_word(
     model: Model, tokenizer: Tokenizer
 ) -> None:
-    whole = lambda text: next(way[0] for way in tokenizer.spellings(text) if tokenizer.token_text(way[0]) == text)
-    *given, last = map(whole, ("t", "ru", "e"))
+    full = lambda text: next(way[0] for way in tokenizer.spellings(text) if tokenizer.token_text(way[0]) == text)
+    *given, last = map(full, ("t", "ru", "e"))
     for words, completes in ((), True), (("true",), False):
         prompt = [1] * BANS_AT
         sampling = Sampling(logit_bias={last: 1e6}, bad_words=words)

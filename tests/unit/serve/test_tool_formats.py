@@ -293,7 +293,7 @@ def test_a_call_in_the_reasoning_is_none() -> None:
 
 
 ALPHABET = sorted({piece for _, text, *_ in WHOLE for piece in (text, text[: len(text) // 2])})
-MARKS = sorted({start for each in FORMATS.values() for start in (*each.starts, *each.marks)})
+MARKS = sorted({start for item in FORMATS.values() for start in (*item.starts, *item.marks)})
 TEXTS = st.lists(
     st.one_of(st.sampled_from(ALPHABET), st.sampled_from(MARKS), st.text('{}[]"\\<>:, \n\ttool_callé😀', max_size=8)),
     max_size=6,
@@ -308,9 +308,9 @@ def test_the_pieces_do_not_matter(name: str, text: str, sizes: list[int], opened
         pieces.append(text[at : at + size])
         at += size
     asked = plan(name, reasoning=REASONING["think"] if thinks else None, opened=opened)
-    whole = read(asked, [text])
-    assert read(asked, [*pieces, text[at:]]) == whole
-    for _, arguments in whole[0].calls:
+    full = read(asked, [text])
+    assert read(asked, [*pieces, text[at:]]) == full
+    for _, arguments in full[0].calls:
         assert isinstance(json.loads(arguments), dict)
 
 

@@ -72,7 +72,7 @@ def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Setup(tmp_path_factory.mktemp("marks"), request.param)
 
 
-def asked(choice: Any) -> Tools:
+def ask(choice: Any) -> Tools:
     tools = tools_of(GIVEN, choice, True)
     assert tools is not None
     return tools
@@ -85,7 +85,10 @@ def written(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
     for function, arguments in calls:
         text = json.dumps(arguments, ensure_ascii=False)  # llguidance takes no other spelling of a character
         if format.argument:
-            values = {key: each if isinstance(each, str) else json.dumps(each) for key, each in arguments.items()}
+            values = {
+                key: argument if isinstance(argument, str) else json.dumps(argument)
+                for key, argument in arguments.items()
+            }
             parts = [part for key in values for part in filled(format.argument, {"\0key": key, "\0value": values[key]})]
             text = "".join(parts)
         texts.append("".join(filled(format.call, {"\0name": function, "\0arguments": text, "\0number": "0"})))
@@ -100,7 +103,7 @@ def filled(parts: tuple[str, ...], values: dict[str, str]) -> list[str]:
 @pytest.mark.parametrize("name", HELD)
 @pytest.mark.parametrize("choice", ["required", "auto"])
 def test_calls_that_follow_their_schemas_are_taken_and_others_are_not(setup: Setup, name: str, choice: str) -> None:
-    tools = asked(choice)
+    tools = ask(choice)
     format = FORMATS[name]
     grammar = answer_grammar(tools, AnswerPlan(format=format), None, None, setup.tokenizer)
     good = [[("f", ARGUMENTS)], [("g", {})], [("f", {**ARGUMENTS, "e": "left"})]]
@@ -126,7 +129,7 @@ def test_calls_that_follow_their_schemas_are_taken_and_others_are_not(setup: Set
 
 @pytest.mark.parametrize("name", HELD)
 def test_a_named_function_is_called_once(setup: Setup, name: str) -> None:
-    tools = asked({"type": "function", "function": {"name": "f"}})
+    tools = ask({"type": "function", "function": {"name": "f"}})
     grammar = answer_grammar(tools, AnswerPlan(format=FORMATS[name]), None, None, setup.tokenizer)
     assert setup.takes(grammar, written(name, [("f", ARGUMENTS)]))
     assert not setup.takes(grammar, written(name, [("g", {})]))
@@ -140,7 +143,7 @@ def test_reasoning_and_an_asked_form_go_with_calls(setup: Setup, name: str) -> N
     call = written(name, [("f", ARGUMENTS)])
     said = "".join(FORMATS[name].answer)
     for opened, before in ((True, ""), (False, "<think>")):
-        grammar = answer_grammar(asked("auto"), AnswerPlan(think, opened, FORMATS[name]), form, None, setup.tokenizer)
+        grammar = answer_grammar(ask("auto"), AnswerPlan(think, opened, FORMATS[name]), form, None, setup.tokenizer)
         assert setup.takes(grammar, f"{before}free {{text</think>\n\n{call}")
         assert setup.takes(grammar, f"{before}free {{text</think>{said}12")
         assert not setup.takes(grammar, f"{before}free {{text</think>\n\nwords")
@@ -151,7 +154,7 @@ def test_the_reasoning_of_harmony_is_a_message_before_the_call(setup: Setup) -> 
     plan = AnswerPlan(REASONING["harmony"], False, FORMATS["harmony"])
     thought = "<|channel|>analysis<|message|>Hm.<|end|>"
     call = written("harmony", [("f", ARGUMENTS)])
-    grammar = answer_grammar(asked("required"), plan, None, None, setup.tokenizer)
+    grammar = answer_grammar(ask("required"), plan, None, None, setup.tokenizer)
     assert setup.takes(grammar, call) and setup.takes(grammar, f"{thought}<|start|>assistant{call}")
     assert not setup.takes(grammar, thought + call)
     form = Grammar("json_schema", '{"type": "integer"}', "response_format")
@@ -185,7 +188,7 @@ def test_a_budget_ends_the_reasoning(setup: Setup) -> None:
 
 
 def test_a_format_without_a_grammar_is_plain_json_where_a_call_is_required(setup: Setup) -> None:
-    assert calling_format(FORMATS["pythonic"], asked("required")) is FORMATS["json"]
-    assert calling_format(FORMATS["pythonic"], asked("auto")) is FORMATS["pythonic"]
+    assert calling_format(FORMATS["pythonic"], ask("required")) is FORMATS["json"]
+    assert calling_format(FORMATS["pythonic"], ask("auto")) is FORMATS["pythonic"]
     with pytest.raises(BadRequest, match="strict: expected a tool_choice that requires a call, for pythonic is read"):
-        answer_grammar(asked("auto"), AnswerPlan(format=FORMATS["pythonic"]), None, None, setup.tokenizer)
+        answer_grammar(ask("auto"), AnswerPlan(format=FORMATS["pythonic"]), None, None, setup.tokenizer)

@@ -62,7 +62,7 @@ def values(attributes: Any) -> dict[str, Any]:
         kind = of.WhichOneof("value")
         return [value(each) for each in of.array_value.values] if kind == "array_value" else getattr(of, kind)
 
-    return {each.key: value(each.value) for each in attributes}
+    return {attribute.key: value(attribute.value) for attribute in attributes}
 
 
 @pytest.fixture(scope="module")
@@ -153,9 +153,9 @@ def test_a_receiver_that_is_not_there_ends_nothing_and_is_said_once(tree: Path) 
 def refused(tree: Path, url: str, capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as ended:
         main(["serve", "demo-llama/fp32/all", "--results", str(tree), "--otlp-traces-endpoint", url])
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and said.count("\n") == 1
-    return said
+    output = capsys.readouterr().err
+    assert ended.value.code == 2 and output.count("\n") == 1
+    return output
 
 
 def test_what_cannot_be_had_is_told_in_one_line(

@@ -45,8 +45,8 @@ SHARED = ("lockstep_http", "lockstep_process", "lockstep_watchdog")
 PROMPT = "What is machine learning?"
 
 
-def make(folder: Path, socket_path: Path, **given: Any) -> Path:
-    write_repository(Repository(given.pop("command", command(socket_path)), socket_path, 4, **given), folder)
+def make(folder: Path, socket_path: Path, **options: Any) -> Path:
+    write_repository(Repository(options.pop("command", command(socket_path)), socket_path, 4, **options), folder)
     return folder
 
 
@@ -65,8 +65,8 @@ def repository(tmp_path: Path) -> Path:
 def test_the_command_writes_a_repository_without_a_fault(demo: Results, tmp_path: Path) -> None:
     tree = make_tree(tmp_path / "results", demo)
     out = tmp_path / "out"
-    run = lambda *given: subprocess.run(
-        [sys.executable, "-m", "lockstep", "triton", *map(str, given)], capture_output=True
+    run = lambda *arguments: subprocess.run(
+        [sys.executable, "-m", "lockstep", "triton", *map(str, arguments)], capture_output=True
     )
     refused = run("demo-llama/fp16/all", out, "--results", tree, "--set", "max_beam_width:2")
     assert b"max_beam_width: expected 1" in refused.stderr and not out.exists(), "nothing is left behind"
@@ -178,8 +178,8 @@ def test_options_of_the_configuration_are_the_server_s(tmp_path: Path) -> None:
     options = {"batch_scheduler_policy": "max_utilization", "enable_kv_cache_reuse": "false"}
     options["kv_cache_free_gpu_mem_fraction"] = "0.5"
     other = make(tmp_path / "b", tmp_path / "s", options=options, max_queue=7)
-    found = {"no_prefix_caching": True, "admission": "optimistic", "max_queue": 7, "kv_bytes": 0.5}
-    assert serve_options(other) == found and check_repository(other) == []
+    expected = {"no_prefix_caching": True, "admission": "optimistic", "max_queue": 7, "kv_bytes": 0.5}
+    assert serve_options(other) == expected and check_repository(other) == []
     for name, value in {
         "kv_cache_free_gpu_mem_fraction": "1.5",
         "stats_check_period_ms": "x",
@@ -241,8 +241,8 @@ def load(server: RealServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", triton_stand_in)
     loaded = []
 
-    def load(name: str, **given: Any) -> Any:
-        folder = make(tmp_path / "repository", Path(path), **given) / name / "1"
+    def load(name: str, **options: Any) -> Any:
+        folder = make(tmp_path / "repository", Path(path), **options) / name / "1"
         monkeypatch.syspath_prepend(str(folder))
         for shared in SHARED:
             monkeypatch.delitem(sys.modules, shared, raising=False)
@@ -270,12 +270,12 @@ def as_triton_gives(folder: Path) -> dict[str, Any]:
 
 def asked(outputs: tuple[str, ...] = (), id: str = "", parameters: Any = None, **arrays: Any) -> Request:
     kinds = {str: np.object_, int: np.int32, float: np.float32, bool: np.bool_}
-    made = {}
+    results = {}
     for name, value in arrays.items():
         kind = kinds[type(value)] if not isinstance(value, np.ndarray) else None
         given = value.encode() if isinstance(value, str) else value
-        made[name] = given if kind is None else np.array([[given]], kind)
-    return Request(made, outputs, id, parameters or {})
+        results[name] = given if kind is None else np.array([[given]], kind)
+    return Request(results, outputs, id, parameters or {})
 
 
 def run(model: Any, request: Request) -> list[Any]:
@@ -287,12 +287,12 @@ def prompt_ids(server: RealServer) -> np.ndarray:
     given = [{"name": "QUERY", "datatype": "BYTES", "shape": [1, 1], "data": [PROMPT]}]
     given.append({"name": "REQUEST_OUTPUT_LEN", "datatype": "INT32", "shape": [1, 1], "data": [20]})
     outputs = server.post("/v2/models/preprocessing/infer", inputs=given)["outputs"]
-    return np.array([next(each["data"] for each in outputs if each["name"] == "INPUT_ID")], np.int32)
+    return np.array([next(output["data"] for output in outputs if output["name"] == "INPUT_ID")], np.int32)
 
 
-def core(server: RealServer, num_tokens: int, **more: Any) -> dict[str, Any]:
+def core(server: RealServer, num_tokens: int, **options: Any) -> dict[str, Any]:
     ids = prompt_ids(server)
-    return {"input_ids": ids, "input_lengths": ids.shape[1], "request_output_len": num_tokens, "end_id": -1, **more}
+    return {"input_ids": ids, "input_lengths": ids.shape[1], "request_output_len": num_tokens, "end_id": -1, **options}
 
 
 def test_preprocessing_gives_tokens(server: RealServer, load: Callable[..., Any]) -> None:
@@ -312,15 +312,15 @@ def test_a_stream_of_tokens_becomes_the_text_with_its_spaces(server: RealServer,
     responses = run(load("tensorrt_llm"), asked(**core(server, 60, streaming=True)))
     ids = [
         token
-        for each in responses
-        for token in each.arrays["output_ids"].ravel()[: each.arrays["sequence_length"].item()]
+        for response in responses
+        for token in response.arrays["output_ids"].ravel()[: response.arrays["sequence_length"].item()]
     ]
     assert len(responses) > 5 and ids == expected["token_ids"]
-    assert [each.arrays["IS_LAST"].item() for each in responses] == [False] * (len(responses) - 1) + [True]
+    assert [response.arrays["IS_LAST"].item() for response in responses] == [False] * (len(responses) - 1) + [True]
     post = load("postprocessing")
     pieces = []
-    for each in responses:
-        made = each.arrays
+    for response in responses:
+        made = response.arrays
         request = asked(
             TOKENS_BATCH=made["output_ids"],
             SEQUENCE_LENGTH=made["sequence_length"],
@@ -343,7 +343,7 @@ def test_a_whole_answer_has_the_prompt_and_zeros_for_log_probabilities(
     assert whole.arrays["output_log_probs"].shape == (1, 1, 20) and not whole.arrays["output_log_probs"].any()
     both = {name: np.concatenate([value] * 2) for name, value in one(server).items()}
     responses = run(model, Request(both, (), "", {}))
-    assert sorted(each.arrays["batch_index"].item() for each in responses) == [0, 1]
+    assert sorted(response.arrays["batch_index"].item() for response in responses) == [0, 1]
 
 
 def one(server: RealServer) -> dict[str, np.ndarray]:
@@ -413,7 +413,7 @@ def test_the_configuration_says_what_a_request_does_not(
 ) -> None:
     options = {"exclude_input_in_output": "True", "cancellation_check_period_ms": "none"}
     model = load("tensorrt_llm_bls", decoupled=decoupled, options=options)
-    ask = lambda **more: asked(text_input=PROMPT, max_tokens=8, **more)
+    ask = lambda **options: asked(text_input=PROMPT, max_tokens=8, **options)
     answer = lambda request: run(model, request)[0] if decoupled else model.execute([request])[0]
     texts = [answer(ask(**more)).arrays["text_output"].item() for more in ({}, {"exclude_input_in_output": False})]
     assert not texts[0].startswith(PROMPT.encode()) and texts[1].startswith(PROMPT.encode())
@@ -421,9 +421,9 @@ def test_the_configuration_says_what_a_request_does_not(
 
 
 def test_bls_accumulates_where_it_is_asked_to(server: RealServer, load: Callable[..., Any]) -> None:
-    given = {"text_input": PROMPT, "max_tokens": 12, "end_id": -1, "stream": True}
-    pieces = [each.arrays["text_output"].item() for each in run(load("tensorrt_llm_bls"), asked(**given))]
-    parts = run(load("tensorrt_llm_bls"), asked(parameters={"accumulate_tokens": True}, **given))
+    options = {"text_input": PROMPT, "max_tokens": 12, "end_id": -1, "stream": True}
+    pieces = [item.arrays["text_output"].item() for item in run(load("tensorrt_llm_bls"), asked(**options))]
+    parts = run(load("tensorrt_llm_bls"), asked(parameters={"accumulate_tokens": True}, **options))
     assert parts[-1].arrays["text_output"].item() == b"".join(pieces)
 
 

@@ -10,7 +10,7 @@ import pytest
 from lockstep.stages import STAGES
 
 RULES = Path(__file__).resolve().parents[3] / "workflow" / "rules"
-# MB that the processes of one job held at their highest, of a checkpoint of so many bytes: records/clusters.md.
+# MB that the processes of one job held at their highest, of a checkpoint of that many bytes: records/clusters.md.
 MEASURED = {
     542_000_000: {
         "make_checkpoint": 573, "resolve": 155, "architecture": 173, "convert": 216, "export": 661, "validate": 3719,

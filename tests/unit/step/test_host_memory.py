@@ -38,7 +38,7 @@ CASES = {
         {
             "memory/docker/1/memory.limit_in_bytes": "1073741824",
             "memory/docker/1/memory.usage_in_bytes": "536870912",
-            "memory/memory.limit_in_bytes": "9223372036854771712",  # what stands for none
+            "memory/memory.limit_in_bytes": "9223372036854771712",  # what represents none
             "memory/memory.usage_in_bytes": "9999999999",
         },
         1.0,

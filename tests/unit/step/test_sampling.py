@@ -117,9 +117,9 @@ def test_nucleus_is_that_of_a_whole_sort(size, spread):
         order = np.argsort(-weights, kind="stable")
         before = np.cumsum(weights[order], dtype=np.float64) - weights[order]
         expected = set(order[before < top_p * weights.sum(dtype=np.float64)].tolist())
-        found = set(np.flatnonzero(probabilities(logits, Sampling(1.0, top_p=top_p))).tolist())
+        actual = set(np.flatnonzero(probabilities(logits, Sampling(1.0, top_p=top_p))).tolist())
         # one token at the edge is a matter of the last bit of a sum
-        assert len(found ^ expected) <= 1 and found >= {order[0]}
+        assert len(actual ^ expected) <= 1 and actual >= {order[0]}
 
 
 def test_a_draw_depends_on_seed_choice_and_position_alone():
@@ -292,15 +292,15 @@ def test_draws_have_the_distribution_that_vllm_documents(rule, temperature):
     prompt = [0, 6, 6, 9, 30]
     answer = [6, 5, 6, 6, 5, 6]
     expected = vllm_probabilities(logits, sampling, prompt, answer, stop_ids=(0, 11))
-    found = np.zeros(40)
+    actual = np.zeros(40)
     for position in range(count):
         sampler = Sampler(sampling, prompt + answer, frozenset([0, 11]), num_prompt_tokens=len(prompt))
-        found[sampler(logits, position).token] += 1
-    assert not found[expected == 0].any()
+        actual[sampler(logits, position).token] += 1
+    assert not actual[expected == 0].any()
     seen = expected * count >= 5
     rest = ~seen & (expected > 0)
-    pairs = [*zip(found[seen], expected[seen] * count), (found[rest].sum(), expected[rest].sum() * count)]
-    chi_square = sum((one - other) ** 2 / other for one, other in pairs if other)
+    pairs = [*zip(actual[seen], expected[seen] * count), (actual[rest].sum(), expected[rest].sum() * count)]
+    chi_square = sum((first - other) ** 2 / other for first, other in pairs if other)
     degrees = len(pairs) - 1
     # mean and variance of chi-square; five standard deviations, and 10 for few degrees, whose tail is longer
     assert chi_square < degrees + 5 * (2 * degrees) ** 0.5 + 10

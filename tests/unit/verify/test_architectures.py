@@ -89,17 +89,17 @@ def test_the_graphs_show_what_the_family_is_known_for(built):
 
 def test_twenty_tokens_of_three_requests_are_those_of_generate(built):
     expected = [generate(built.reference, prompt) for prompt in PROMPTS]
-    for budget in (None, 7):  # 7 tokens a step: prompts in pieces beside requests that decode already
+    for budget in (None, 7):  # 7 tokens a step: prompts in pieces together with requests that decode already
         decoding = Decoding(
             built.open(), [Request(prompt, NEW_TOKENS, argmax) for prompt in PROMPTS], max_num_tokens=budget
         )
-        found = [[], [], []]
-        for made in decoding:
-            tokens, logits = expected[made.request]
-            at = len(found[made.request])
-            found[made.request].append(made.token)
-            assert abs(made.logits - logits[at]).max() < built.family.tolerance, (budget, made.request, at)
-        assert found == [tokens for tokens, _ in expected], budget
+        actual = [[], [], []]
+        for output in decoding:
+            tokens, logits = expected[output.request]
+            at = len(actual[output.request])
+            actual[output.request].append(output.token)
+            assert abs(output.logits - logits[at]).max() < built.family.tolerance, (budget, output.request, at)
+        assert actual == [tokens for tokens, _ in expected], budget
 
 
 def argmax(logits) -> int:
@@ -124,23 +124,23 @@ def test_a_prompt_in_three_pieces_gives_what_the_whole_gives(built):
     assert abs(whole - expected).max() < built.family.tolerance
     for cuts in ((0, WINDOW + 1, WINDOW + 3, 19), (0, 1, 18, 19)):
         for start, end in zip(cuts, cuts[1:]):
-            (found,) = model.step([Advance(1, prompt[start:end], start)])
-        assert abs(found - expected).max() < built.family.tolerance, cuts
+            (actual,) = model.step([Advance(1, prompt[start:end], start)])
+        assert abs(actual - expected).max() < built.family.tolerance, cuts
 
 
 def test_a_step_that_mixes_prefill_and_decode_gives_what_each_gives_alone(built):
     one, two, three = PROMPTS
     model = built.open()
     model.step([Advance(2, two[:17], 0), Advance(0, three[:8], 0)])
-    found = model.step([Advance(0, three[8:9], 8), Advance(1, one, 0), Advance(2, two[17:18], 17)])
+    actual = model.step([Advance(0, three[8:9], 8), Advance(1, one, 0), Advance(2, two[17:18], 17)])
     expected = [built.logits(three)[8], built.logits(one)[4], built.logits(two)[17]]
-    assert abs(found - expected).max() < built.family.tolerance
-    found = model.step([Advance(2, two[18:], 18), Advance(0, three[9:], 9)])
-    assert abs(found - [built.logits(two)[18], built.logits(three)[10]]).max() < built.family.tolerance
+    assert abs(actual - expected).max() < built.family.tolerance
+    actual = model.step([Advance(2, two[18:], 18), Advance(0, three[9:], 9)])
+    assert abs(actual - [built.logits(two)[18], built.logits(three)[10]]).max() < built.family.tolerance
 
 
 def test_each_request_gives_the_same_bits_in_any_company(built):
-    """Chunks end at multiples of 8 tokens; requests of all lengths come and go beside each other."""
+    """Chunks end at multiples of 8 tokens; requests of all lengths come and go together."""
     model = built.open(chunk_size=8)
     prompts = [
         np.random.default_rng(seed).integers(3, 256, length) for seed, length in enumerate((5, 19, 9, 33, 16, 1))
@@ -149,14 +149,14 @@ def test_each_request_gives_the_same_bits_in_any_company(built):
     def run(order, steps):
         engine = Engine(model, max_num_tokens=10, prefix_caching=False)
         waiting = list(order)
-        found = {i: [] for i in order}
+        results = {i: [] for i in order}
         while waiting or engine.has_work:
             for _ in range(steps.integers(0, 3)):
                 if waiting:
                     engine.add(Request(prompts[waiting.pop(0)], 8, argmax))
-            for made in engine.step() if engine.has_work else ():
-                found[order[made.request]].append(made.logits)
-        return found
+            for output in engine.step() if engine.has_work else ():
+                results[order[output.request]].append(output.logits)
+        return results
 
     alone = {i: run([i], np.random.default_rng(0))[i] for i in range(len(prompts))}
     for seed in range(2):

@@ -50,7 +50,7 @@ PROMPT = "San Francisco is a city of hills and fog, and of streets that"
 
 @dataclass(frozen=True)
 class Copy(Results):
-    """The demo's results, with graphs and engines of its own to plant faults in."""
+    """The demo's results, with its own graphs and engines to plant faults in."""
 
     demo: Results = Results()
 
@@ -110,7 +110,7 @@ def node_of(graph: onnx.GraphProto, output: str) -> onnx.NodeProto:
 
 
 def constant(scale: float, output: str, number: int = 1):
-    """Multiply the constant that a node reads by `scale`; the node gets a constant of its own."""
+    """Multiply the constant that a node reads by `scale`; the node gets its own constant."""
 
     def change(graph):
         node = node_of(graph, output)
@@ -124,7 +124,7 @@ def constant(scale: float, output: str, number: int = 1):
 def attribute(name: str, value: Any, output: str):
     def change(graph):
         node = node_of(graph, output)
-        kept = [each for each in node.attribute if each.name != name]
+        kept = [item for item in node.attribute if item.name != name]
         del node.attribute[:]
         node.attribute.extend([*kept, helper.make_attribute(name, value)])
 
@@ -572,7 +572,7 @@ print(report.wrong, peak - before)
 def test_memory_stays_below_the_weights_and_a_few_layers(tmp_path):
     """Weights are mapped from their files.
 
-    What is allocated beside them is a layer in float32 where PyTorch, a graph or an engine computes.
+    What is allocated next to them is a layer in float32 where PyTorch, a graph or an engine computes.
     """
     sizes = {
         "vocab_size": 2048, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16,

@@ -1,4 +1,4 @@
-"""Engines beside their graphs: what is right passes, and each planted fault is named with engine, sizes, output, error
+"""Engines against their graphs: what is right passes, and each planted fault is named with engine, sizes, output, error
 and tolerance."""
 
 from __future__ import annotations
@@ -226,10 +226,10 @@ LIMITS = Limits(max_batch_size=16, max_num_tokens=512, max_seq_len=256)
 ])  # fmt: skip
 def test_each_profile_is_run_at_its_smallest_and_at_a_size_that_takes_seconds(graph, limits, expected) -> None:
     assembly = SimpleNamespace(max_position_embeddings=None)
-    found = inputs.cases(inputs.Graph(onnx.parser.parse_model(graph), assembly, replace(LIMITS, **limits)))
+    actual = inputs.cases(inputs.Graph(onnx.parser.parse_model(graph), assembly, replace(LIMITS, **limits)))
     assert [
         (case.profile, *(case.sizes[dim] for dim in ("num_tokens", "num_requests") if dim in case.sizes))
-        for case in found
+        for case in actual
     ] == expected
 
 
@@ -258,7 +258,7 @@ def test_integers_of_unknown_meaning_are_refused() -> None:
 
 
 def build_and_compare(demo, folder: Path, precision: str, assembly: Path | None = None, **options) -> Path:
-    """Build TensorRT's engines and hold them to their graphs; gives engines.json, beside it compare.json."""
+    """Build TensorRT's engines and hold them to their graphs; gives engines.json, next to it compare.json."""
     assembly = assembly or demo.assembly(MODEL, precision)
     engines = build(assembly, "tensorrt", folder / "engines.json", options)
     weights = demo.weights(MODEL, precision)
@@ -289,7 +289,7 @@ def test_engines_of_tensorrt_run_on_each_of_their_profiles(gpu, demo, tmp_path, 
 
 
 def test_a_rotary_encoding_is_its_graph_and_no_plan(gpu, demo, tmp_path) -> None:
-    """It lies beside the plans, in the canonical opset; it is loaded and read."""
+    """It lies next to the plans, in the canonical opset; it is loaded and read."""
     manifest = read_json(build_and_compare(demo, tmp_path, "fp16", attention="fused"))
     entry = manifest["engines"]["attention.rotary"]
     file = tmp_path / "attention.rotary.onnx"

@@ -29,7 +29,7 @@ from lockstep.weights import convert
 
 WIDE = 300  # tokens
 WINDOWED = "windowed"
-# What is looked for is a position, a row or a window, in graphs of one form; precisions differ in the tolerance.
+# A gate searches a position, a row or a window, in graphs of one form; precisions differ in the tolerance.
 PRECISIONS = [pytest.param("fp32", marks=pytest.mark.long), "fp16"]
 
 
@@ -149,7 +149,7 @@ def test_a_wide_window_that_is_off_by_one_is_caught(windowed, tmp_path, precisio
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
-    ("fault", "phase", "said"),
+    ("fault", "phase", "message"),
     [
         pytest.param(
             *(POSITIONS_CLAMPED_AT_63, "prefill", r"the long prompt', behind 240 tokens, in one piece"),
@@ -161,8 +161,8 @@ def test_a_wide_window_that_is_off_by_one_is_caught(windowed, tmp_path, precisio
         ),
         (ROWS_FROM_64_ON_FORGOTTEN, "decode", r"the long prompt', behind \d+ tokens, in (one piece|pieces)"),
         *(
-            pytest.param(*each, marks=pytest.mark.long)
-            for each in (
+            pytest.param(*item, marks=pytest.mark.long)
+            for item in (
                 (PAST_IGNORED, "prefill", r"the long prompt', behind \d+ tokens, in"),
                 (third_row_sees_the_second, "decode", r"prompt '.*, step 1"),
             )
@@ -170,7 +170,7 @@ def test_a_wide_window_that_is_off_by_one_is_caught(windowed, tmp_path, precisio
     ],
 )
 def test_an_engine_that_is_wrong_far_on_in_chunks_or_in_one_row_is_caught_by_both_checks(
-    references, tmp_path, precision, fault, phase, said
+    references, tmp_path, precision, fault, phase, message
 ):
     engines = (
         shutil.copytree(references.engines("demo-llama", precision, "onnxruntime").parent, tmp_path / "engines")
@@ -188,7 +188,7 @@ def test_an_engine_that_is_wrong_far_on_in_chunks_or_in_one_row_is_caught_by_bot
             assembly, weights, engines, TOLERANCES[precision], CONFIG.limits.plain(),
             tmp_path / "compare.json", threads=1,
         )  # fmt: skip
-    with pytest.raises(CheckError, match=said):
+    with pytest.raises(CheckError, match=message):
         check_engines(
             assembly, weights, engines, references.reference("demo-llama", 2),
             Target("demo-llama", precision, 2, "onnxruntime"), TOLERANCES[precision], LIMITS, tmp_path / "golden.json",
@@ -262,13 +262,13 @@ def test_lengths_are_those_that_a_config_names():
 
 @pytest.mark.parametrize("rows", [63, 512, 20_000])
 def test_each_row_at_an_edge_of_a_synthetic_cache_shows(rows):
-    """Attention without one of them differs by a part of its own size that fp16's tolerance sees."""
+    """Attention without one of them differs by an amount that fp16's tolerance sees."""
     keys, values = synthetic_past(np.random.default_rng(1), rows, 1, (32, 32), [300])
     query = 0.5 / 32**0.5 * np.random.default_rng(2).standard_normal(32)
     weights = np.exp(keys[:, 0] @ query)
-    whole = weights @ values[:, 0] / weights.sum()
+    full = weights @ values[:, 0] / weights.sum()
     shown = [row for row in {0, 63, 64, rows - 1, rows - 300, rows - 299} if 0 <= row < rows]
     for row in shown:
         kept = np.arange(rows) != row
         without = weights[kept] @ values[kept, 0] / weights[kept].sum()
-        assert np.abs(without - whole).max() / max(1, np.sqrt(np.mean(whole**2))) > 0.03, row
+        assert np.abs(without - full).max() / max(1, np.sqrt(np.mean(full**2))) > 0.03, row

@@ -25,7 +25,7 @@ from lockstep.verify.metrics import failed_path
 
 def check(results, tmp_path, precision="fp32", layers=2, **changes):
     target = Target("demo-llama", precision, layers, "onnxruntime")
-    given = {
+    options = {
         "assembly_json": results.assembly("demo-llama", precision),
         "weights_json": results.weights("demo-llama", precision),
         "engines_json": results.engines("demo-llama", precision, "onnxruntime"),
@@ -37,7 +37,7 @@ def check(results, tmp_path, precision="fp32", layers=2, **changes):
         "speed_out": tmp_path / "check.speed.json",
         "expected": [prompt.expected.get(layers) for prompt in GOLDEN.prompts],
     }
-    return check_engines(**{**given, **changes})
+    return check_engines(**{**options, **changes})
 
 
 @pytest.mark.parametrize(("precision", "layers"), [

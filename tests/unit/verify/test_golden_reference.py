@@ -50,9 +50,9 @@ def test_tokens_are_those_of_generate(layers):
         out = model.generate(**inputs, max_new_tokens=12, do_sample=False, pad_token_id=0)[0]
         assert answer.tokens == tuple(out[len(answer.prompt_ids) :].tolist())
         with torch.no_grad():  # without a cache, all at once
-            whole = model(out[None, :-1]).logits[0, len(answer.prompt_ids) - 1 :].numpy()
+            full = model(out[None, :-1]).logits[0, len(answer.prompt_ids) - 1 :].numpy()
         # fp32 sums in another order: 1e-5 on logits of size 10; ten times the room
-        assert np.abs(whole - reference.arrays[f"logits.{number}"]).max() < 1e-4
+        assert np.abs(full - reference.arrays[f"logits.{number}"]).max() < 1e-4
 
 
 def test_a_hybrid_that_is_cut_before_its_attention_has_a_reference():
@@ -62,9 +62,9 @@ def test_a_hybrid_that_is_cut_before_its_attention_has_a_reference():
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     tokens, logits, *_ = follow(model, [5, 9, 100], {3}, 6, ())
     with torch.no_grad():
-        whole = model(torch.tensor([[5, 9, 100, *tokens[:-1]]]), use_cache=False).logits[0, 2:].numpy()
-    assert logits.shape == whole.shape and np.abs(whole - logits).max() < 1e-6  # sums of another length
-    assert tokens == tuple(whole.argmax(-1))
+        full = model(torch.tensor([[5, 9, 100, *tokens[:-1]]]), use_cache=False).logits[0, 2:].numpy()
+    assert logits.shape == full.shape and np.abs(full - logits).max() < 1e-6  # sums of another length
+    assert tokens == tuple(full.argmax(-1))
 
 
 def test_decoding_stops_at_the_end_of_the_text_and_keeps_its_token(checkpoint):

@@ -74,7 +74,7 @@ def test_free_tokens_are_those_of_transformers(family, tmp_path):
         paths["engines"], paths["assembly"], paths["weights"], max_batch_size=1, max_seq_len=_PROMPT + _NEW,
         threads=_THREADS,
     )  # fmt: skip
-    tokens = [made.token for made in Decoding(model, [Request(ids, _NEW, _Greedy())], max_num_tokens=_CHUNK)]
+    tokens = [output.token for output in Decoding(model, [Request(ids, _NEW, _Greedy())], max_num_tokens=_CHUNK)]
     print(f"{family}: the smallest margin of a token is {min(margins):.1e}")
     first = next((at for at in range(_NEW) if tokens[at] != expected[at]), None)
     assert first is None, f"token {first} of {_NEW}, where the likeliest is before the next by {margins[first]:.1e}"

@@ -107,7 +107,7 @@ def wrong_from(low: int, high: int) -> Any:
 
     def change(graph: onnx.GraphProto) -> None:
         for node in graph.node:
-            node.input[:] = ["changed" if each == "past_lengths" else each for each in node.input]
+            node.input[:] = ["changed" if item == "past_lengths" else item for item in node.input]
         for name, number in (("low", low), ("high", high), ("one", 1)):
             graph.initializer.append(numpy_helper.from_array(np.array(number), name))
         nodes = [

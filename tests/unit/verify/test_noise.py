@@ -63,7 +63,7 @@ def test_a_row_is_held_to_its_own_noise_or_to_three_times_that_of_the_usual_row(
 
 def test_a_precision_with_finer_rounding_is_held_to_less():
     precisions = Tolerances("fp32"), Tolerances("w4a16", "onnxruntime"), FP16, Tolerances("bf16")
-    bounds = [within(each, Spread(0.01, 0.002)).largest for each in precisions]
+    bounds = [within(precision, Spread(0.01, 0.002)).largest for precision in precisions]
     assert bounds == sorted(bounds) and bounds[0] * 256 == bounds[2] == bounds[3] / 8
 
 
@@ -202,8 +202,8 @@ def test_an_engine_that_is_a_little_wrong_everywhere_is_refused_by_its_rms(train
     random = np.random.default_rng(0)
     noise = read_json(check(trained, tmp_path / "right.json"))["prompts"][3]["logit_noise"]
 
-    def wrong(self, advances, *more):
-        logits = right(self, advances, *more)
+    def wrong(self, advances, *arguments):
+        logits = right(self, advances, *arguments)
         return logits + np.float32(noise) * np.sign(random.standard_normal(logits.shape, np.float32))
 
     monkeypatch.setattr(Model, "step", wrong)

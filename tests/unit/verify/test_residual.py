@@ -52,7 +52,7 @@ def scaled(model) -> None:
 
 
 def by_bias(model) -> None:
-    """A channel begins with 25,000, and each layer adds as much: behind the second it is beyond 65504."""
+    """A channel begins with 25,000, and each layer adds as much: after the second it is beyond 65504."""
     scaled(model)
     model.get_input_embeddings().weight[:, 5] = 25_000.0
     for layer in model.model.layers:
@@ -60,7 +60,7 @@ def by_bias(model) -> None:
 
 
 def by_embedding(model) -> None:
-    """The embedding, which Gemma 3 multiplies by the root of 48, is beyond 65504 behind that."""
+    """The embedding, which Gemma 3 multiplies by the root of 48, is beyond 65504 after that."""
     scaled(model)
     model.get_input_embeddings().weight[:, 5] = 12_000.0
 
@@ -143,7 +143,7 @@ def test_plain_fp16_is_refused_for_what_it_is(made, tmp_path):
 
 @pytest.mark.long
 def test_compare_names_an_overflow_of_the_graph(made, tmp_path, monkeypatch):
-    """On inputs of its own a graph may overflow where the model does not: it is no engine's fault."""
+    """On its own inputs a graph may overflow where the model does not: it is no engine's fault."""
     assembly, weights, engines = paths(made, "plain")
     arrays = inputs.arrays
 
@@ -224,15 +224,15 @@ def test_the_config_refuses_what_cannot_keep_the_stream_wide():
     model = value["models"]["demo-llama"] | {"residual": "float32", "backends": ["cuda"], "precisions": ["w8a16"]}
     model.pop("backend_precisions", None)
     value["models"] = {"demo-llama": model}
-    with pytest.raises(InputError) as found:
+    with pytest.raises(InputError) as raised:
         load.load(value)
     line = "models.demo-llama.residual: expected none for backend cuda in w8a16, whose engines have the hidden state"
-    assert line in str(found.value) and "\n" not in str(found.value)
+    assert line in str(raised.value) and "\n" not in str(raised.value)
     config = load.load(
         {**value, "models": {"demo-llama": model | {"backends": ["tensorrt"], "precisions": ["fp32", "fp16"]}}}
     )
     assert [
-        STAGES["export"].options(config, {"model": "demo-llama", "precision": each}) for each in ("fp32", "fp16")
+        STAGES["export"].options(config, {"model": "demo-llama", "precision": item}) for item in ("fp32", "fp16")
     ] == [{}, {"residual": "float32"}]
 
 

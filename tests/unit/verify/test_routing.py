@@ -162,9 +162,9 @@ def test_choices_of_engines_on_a_gpu_are_followed_and_change_no_bits(planted, gp
     alone, _ = golden.decode([golden.teacher_forced(prompt) for prompt in golden.prompts])
     assert golden.follow_choices()
     observed, _ = golden.decode([golden.teacher_forced(prompt) for prompt in golden.prompts])
-    for prompt, one, other in zip(golden.prompts, observed, alone, strict=True):
-        assert np.array_equal(one.logits, other.logits)
-        golden.logit_error(prompt, "along the reference's tokens", one)
+    for prompt, first, other in zip(golden.prompts, observed, alone, strict=True):
+        assert np.array_equal(first.logits, other.logits)
+        golden.logit_error(prompt, "along the reference's tokens", first)
     golden.mixed(alone)
     assert not golden.failures and golden.routes.report().tied > 0
 

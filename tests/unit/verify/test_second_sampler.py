@@ -1,4 +1,4 @@
-"""The second sampler, by which `served` judges: its noise by published numbers, its choices beside the product's."""
+"""The second sampler, by which `served` judges: its noise by published numbers, its choices against the product's."""
 
 from __future__ import annotations
 

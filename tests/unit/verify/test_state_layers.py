@@ -61,14 +61,14 @@ def argmax(logits) -> int:
 
 def run(engine: Engine, *requests: Request, abort: int = -1) -> dict[tuple[int, int], list[np.ndarray]]:
     """Return the logits of each choice; a request `abort` ends after three tokens."""
-    found: dict[tuple[int, int], list[np.ndarray]] = {}
+    results: dict[tuple[int, int], list[np.ndarray]] = {}
     engine.add_all(requests)
-    for made in engine.steps():
-        for token in made:
-            found.setdefault((token.request, token.choice), []).append(token.logits)
-        if len(found.get((abort, 0), ())) == 3:
+    for output in engine.steps():
+        for token in output:
+            results.setdefault((token.request, token.choice), []).append(token.logits)
+        if len(results.get((abort, 0), ())) == 3:
             engine.abort(abort)
-    return found
+    return results
 
 
 def test_choices_and_swapped_and_aborted_requests_have_the_bits_of_each_alone(root, monkeypatch):
@@ -79,9 +79,9 @@ def test_choices_and_swapped_and_aborted_requests_have_the_bits_of_each_alone(ro
     tight = open_model(root, kv_bytes=5 * roomy.tables.pool.page_nbytes)
     engine = Engine(tight, max_num_tokens=40, admission="optimistic")
     requests = [Request(prompt, 30, argmax, n=2 if number == 2 else 1) for number, prompt in enumerate(prompts)]
-    found = run(engine, *requests, abort=1)
+    actual = run(engine, *requests, abort=1)
     assert engine.scheduler.num_swaps
-    for (number, choice), logits in found.items():
+    for (number, choice), logits in actual.items():
         expected = alone[number][: len(logits)]
         assert len(logits) == (3 if number == 1 else 30), (number, choice)
         np.testing.assert_array_equal(logits, expected, err_msg=f"request {number}, choice {choice}")
@@ -113,7 +113,7 @@ def test_a_seen_prefix_goes_on_from_the_states_behind_it(root):
 @pytest.mark.long
 @pytest.mark.parametrize("family", WITH_STATES)
 def test_in_fp16_a_request_has_the_bits_of_it_alone_in_company(shared, family):
-    """Buffers of a step are told apart by type: what a recurrence takes is float32 beside attention in float16."""
+    """Buffers of a step are told apart by type: what a recurrence takes is float32, attention has float16."""
     model = open_model(built_family(shared, family, "fp16"), "fp16")
     requests = [Request(ids(length, length), 5, argmax) for length in (70, 9)]
     found = run(Engine(model, max_num_tokens=40), *requests)
@@ -259,12 +259,12 @@ LIMITS = {"max_batch_size": 4, "max_num_tokens": 64, "max_seq_len": 128}
     ("backend", "family", "precision", "tolerance"),
     [
         ("tensorrt", "lfm2", "fp16", 2e-2),
-        pytest.param("tensorrt", "qwen3_5_text", "fp32", 1e-4, marks=pytest.mark.long),  # beside traced attention
+        pytest.param("tensorrt", "qwen3_5_text", "fp32", 1e-4, marks=pytest.mark.long),  # with traced attention
         pytest.param("tensorrt_rtx", "qwen3_5_text", "fp32", 1e-4, marks=pytest.mark.long),
     ],
 )
 def test_states_lie_beside_blocks_of_every_gpu_backend(shared, tmp_path, backend, family, precision, tolerance):
-    """In the types that the blocks have: a prompt in chunks, then rows that decode, beside ONNX Runtime."""
+    """In the types that the blocks have: a prompt in chunks, then rows that decode, against ONNX Runtime."""
     results = Results(built_family(shared, family, precision) / "results")
     assembly = results.assembly("tiny", precision)
     weights = results.weights("tiny", precision)
@@ -284,10 +284,10 @@ def test_states_lie_beside_blocks_of_every_gpu_backend(shared, tmp_path, backend
     expected = logits(Model.open(on_host, assembly, weights, max_seq_len=128))
     with fake_gpu.installed(name=backend, version="1.7.1.116" if backend == "tensorrt_rtx" else "10.6.0") as gpu:
         model = Model.open(build(assembly, backend, tmp_path / backend / "engines.json", LIMITS), assembly, weights)
-        found = logits(model)
+        actual = logits(model)
         del model
         assert not gpu.faults
-    assert np.abs(found - expected).max() <= tolerance * np.abs(expected).max()
+    assert np.abs(actual - expected).max() <= tolerance * np.abs(expected).max()
 
 
 def test_the_hidden_state_of_layers_with_two_mixers_is_the_residual_stream():

@@ -100,7 +100,7 @@ def test_a_token_that_comes_three_times_in_a_step_is_seen(demo: Results, tmp_pat
 def test_rows_repeat_twice_thrice_and_all(least: int, most: int) -> None:
     steps = list(repeated_rows(least, most, random.Random(1)))
     assert all(least <= len(rows) <= most and 0 <= rows.min() and rows.max() < most for _, rows in steps)
-    counts = {what: {np.unique(rows, return_counts=True)[1].max() for rows in each} for what, each in by_name(steps)}
+    counts = {what: {np.unique(rows, return_counts=True)[1].max() for rows in item} for what, item in by_name(steps)}
     if most == 512:
         assert counts["2 rows the same"] == {2} and counts["3 rows the same"] == {3}
         (beside,) = (rows for what, rows in steps if what == "22 rows next to each other")

@@ -37,7 +37,7 @@ def run(demo, copy, layers="all"):
 
 
 def plant_in_attention(folder, change):
-    """Give layer 3 a kind of its own whose prefill and decode graphs went through `change(graph)`."""
+    """Give layer 3 its own kind whose prefill and decode graphs went through `change(graph)`."""
     assembly = read_json(folder / "assembly.json")
     kind = assembly["kinds"]["faulty"] = {**assembly["kinds"]["attention"]}
     for phase in ("prefill", "decode"):
@@ -76,7 +76,7 @@ def test_a_fault_in_one_layers_attention_is_caught_and_the_layer_named(demo, cop
     report = read_json(failed_path(copy[0].parent / "validate.json"), "lockstep.validate/2")
     assert report["result"] == "fail" and report["first_failing_layer"] == FAULTY_LAYER
     assert not (copy[0].parent / "validate.json").exists()
-    # What stands before the fault is within tolerance, and teacher forcing keeps it from what comes after.
+    # What is before the fault is within tolerance, and teacher forcing keeps it from what comes after.
     over = {b["layer"] for b in report["blocks"] for t in b["tensors"].values() if t["relative_error"] > t["tolerance"]}
     assert over == {FAULTY_LAYER}
 

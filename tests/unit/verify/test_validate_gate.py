@@ -33,7 +33,7 @@ def test_a_graph_as_declared_passes():
 
 
 @pytest.mark.parametrize(
-    ("found", "message"),
+    ("actual", "message"),
     [(model("hiden, weight", "float[num_tokens,4] hiden, float[3,4] weight"), "found no hidden and unexpected hiden"),
         (model(inputs="float[num_tokens,4] hidden, float[3,4] weight, float[1] more"), "unexpected more"),
         (model(outputs="float[num_tokens,3] logit", result="logit"), "found no logits and unexpected logit"),
@@ -45,9 +45,9 @@ def test_a_graph_as_declared_passes():
             r"expected float32 \[num_tokens, " r"4\], found float16")],
     ids=["renamed input", "extra input", "missing output", "wrong shape", "renamed dimension", "wrong dtype"],
 )  # fmt: skip
-def test_a_graph_that_is_not_as_declared_is_an_error(found, message):
+def test_a_graph_that_is_not_as_declared_is_an_error(actual, message):
     with pytest.raises(CheckError, match=message):
-        DECLARED.check(signature_of(found.graph), "g.onnx", "export again")
+        DECLARED.check(signature_of(actual.graph), "g.onnx", "export again")
 
 
 def test_a_graph_file_that_changed_since_the_export_is_an_error(tmp_path):

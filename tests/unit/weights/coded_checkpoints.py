@@ -130,7 +130,7 @@ def _nf4(nested: bool, weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
 
 
 def write_coded(source: Path, folder: Path, layout: str, edit: Callable[[Tensors], Any] | None = None) -> Tensors:
-    """A checkpoint as `source`, the linear weights of its layers coded; gives what each tensor stands for, float32.
+    """A checkpoint as `source`, the linear weights of its layers coded; gives what each tensor represents, in float32.
 
     edit: what is done to its tensors before they are written.
     """

@@ -55,23 +55,23 @@ def test_a_merged_checkpoint_is_exact_to_rounding(
     assert source.PIECE_BYTES == piece
     out = merged(results, "shakespeare", tmp_path / "out")
     base = load_file(DEMO / "model.safetensors")
-    found = load_file(out / "model.safetensors")
+    tensors = load_file(out / "model.safetensors")
     lora = {n: t.astype(np.float64) for n, t in load_file(ADAPTERS / "shakespeare/adapter_model.safetensors").items()}
-    assert set(found) == set(base)
+    assert set(tensors) == set(base)
     changed = 0
     for name, array in base.items():
         key = f"base_model.model.{name.removesuffix('.weight')}"
         if f"{key}.lora_A.weight" in lora:
             exact = array.astype(np.float64) + 2.0 * lora[f"{key}.lora_B.weight"] @ lora[f"{key}.lora_A.weight"]
             # Half the distance between two neighbours in fp16, and nothing more but the last bits of float64.
-            half = 0.5 * np.spacing(np.abs(found[name])).astype(np.float64)
-            assert (np.abs(found[name] - exact) <= half * (1 + 1e-9)).all()
+            half = 0.5 * np.spacing(np.abs(tensors[name])).astype(np.float64)
+            assert (np.abs(tensors[name] - exact) <= half * (1 + 1e-9)).all()
             changed += 1
         else:
-            assert array.dtype == found[name].dtype and np.array_equal(array, found[name])
+            assert array.dtype == tensors[name].dtype and np.array_equal(array, tensors[name])
     assert changed == 6 * 7
     layer = "model.layers.3.self_attn.q_proj.weight"
-    assert np.abs(found[layer][:4].astype(np.float32) - PEFT["shakespeare merged"]).max() < 1e-3  # fp16's rounding
+    assert np.abs(tensors[layer][:4].astype(np.float32) - PEFT["shakespeare merged"]).max() < 1e-3  # fp16's rounding
 
 
 def test_a_merged_weight_does_not_depend_on_the_order_in_which_a_cpu_adds(results: Results, tmp_path: Path) -> None:

@@ -76,7 +76,8 @@ def made(shared: Shared, base: str) -> tuple[Results, str]:
         sources = {name: str(folder) for name, folder in folders.items()}
         resolve_adapters(sources, folders, results.checkpoint("model"), 16, None, results.adapters("model"))
         prompts = {
-            name: tuple(prompt.text for prompt in each) for name, each in CONFIG.adapter_prompts("demo-lora").items()
+            name: tuple(prompt.text for prompt in adapter_prompt)
+            for name, adapter_prompt in CONFIG.adapter_prompts("demo-lora").items()
         }
         make_reference(
             results.checkpoint("model"),
@@ -128,7 +129,7 @@ def test_a_request_without_adapter_has_the_bits_of_the_quantised_model(shared: S
         found.append(logits_of(model, [(ids, None) for ids, _ in requests()]))
         if adapters is not None:
             mixed = [
-                each if name is None else None for each, (_, name) in zip(logits_of(model, requests()), requests())
+                item if name is None else None for item, (_, name) in zip(logits_of(model, requests()), requests())
             ]
             assert all(a is None or np.array_equal(a, b) for a, b in zip(mixed, found[0]))
     assert all(map(np.array_equal, *found))
@@ -146,7 +147,7 @@ def test_the_check_finds_a_forgotten_scale_and_a_reference_in_full_precision(
     other = ReferenceManifest.load(full)
     assert one.logits.sha256 != other.logits.sha256
     write_adapter = loading.write_adapter
-    forget = lambda adapter, *rest: write_adapter(replace(adapter, scale=1.0), *rest)
+    forget = lambda adapter, *arguments: write_adapter(replace(adapter, scale=1.0), *arguments)
     monkeypatch.setattr("lockstep.runtime.adapters.write_adapter", forget)
     with pytest.raises(CheckError, match="adapter 'captain', prompt .* decoding freely: expected token"):
         checked(results, precision, tmp_path / "report.json")
@@ -167,6 +168,8 @@ def test_adapters_go_beside_the_integers_in_full_precision(shared: Shared) -> No
 
 def test_an_adapter_is_not_merged_into_quantised_weights(shared: Shared, tmp_path: Path) -> None:
     results, _ = made(shared, "gptq")
-    with pytest.raises(InputError, match="expected weights in floating point to merge an adapter into, found") as found:
+    with pytest.raises(
+        InputError, match="expected weights in floating point to merge an adapter into, found"
+    ) as raised:
         merge(results.checkpoint("model"), results.adapters("model"), "captain", tmp_path / "merged")
-    assert "\n" not in str(found.value) and not list(tmp_path.iterdir())
+    assert "\n" not in str(raised.value) and not list(tmp_path.iterdir())

@@ -50,14 +50,14 @@ EACH = ("fp8-blocks", "nvfp4", "nf4", "bnb-int8")
 
 
 def source(shared: Shared, layout: str) -> tuple[Path, Tensors]:
-    """A checkpoint of the demo in a layout, not to be changed, and what its tensors stand for."""
+    """A checkpoint of the demo in a layout, not to be changed, and the numbers that its tensors represent."""
 
     def make(folder: Path) -> None:
         save(write_coded(DEMO, folder / "checkpoint", layout), folder / "numbers.safetensors")
 
     folder = shared.folder(f"coded/{layout}", make)
     return folder / "checkpoint", {
-        name: each.numpy() for name, each in load_torch(folder / "numbers.safetensors").items()
+        name: item.numpy() for name, item in load_torch(folder / "numbers.safetensors").items()
     }
 
 
@@ -69,9 +69,9 @@ def resolved(folder: Path, results: Results) -> Path:
 def test_weights_are_the_numbers_that_codes_stand_for(shared, tmp_path, layout):
     folder, numbers = source(shared, layout)
     results = Results(tmp_path)
-    found = open_source(resolved(folder, results))
+    actual = open_source(resolved(folder, results))
     for name, expected in numbers.items():
-        assert found.array(name).astype(np.float32).tobytes() == expected.tobytes(), name
+        assert actual.array(name).astype(np.float32).tobytes() == expected.tobytes(), name
     convert(results.checkpoint("model"), "bf16", results.weights("model", "bf16"))
     weights = Weights.open(results.weights("model", "bf16"))
     for name, expected in numbers.items():
@@ -120,8 +120,8 @@ def converted(folder: Path, precision: str, results: Results, shared: Shared) ->
 @pytest.mark.parametrize(
     ("layout", "precision"),
     [("nf4", "w8a16"),
-     *(pytest.param(each, "fp32", marks=pytest.mark.long) for each in EACH),
-     *(pytest.param(each, "w8a8-fp8", marks=pytest.mark.long) for each in ("fp8-rows", "fp8-blocks"))],
+     *(pytest.param(item, "fp32", marks=pytest.mark.long) for item in EACH),
+     *(pytest.param(item, "w8a8-fp8", marks=pytest.mark.long) for item in ("fp8-rows", "fp8-blocks"))],
 )  # fmt: skip
 def test_engines_say_what_the_numbers_say(shared, tmp_path, layout, precision):
     results = converted(source(shared, layout)[0], precision, Results(tmp_path / "results"), shared)

@@ -1,4 +1,4 @@
-"""Merged checkpoints of every family, beside what PEFT itself merges into the model."""
+"""Merged checkpoints of every family, against what PEFT itself merges into the model."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _merged(checkpoint_folder: Path, adapter: Path, config: dict) -> Path:
 @pytest.mark.parametrize("family", some_families("gpt2", "gemma2", "mixtral", "nemotron_h", states=True))
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")  # of GPT-2: PEFT corrects it
 def test_a_merge_is_that_of_peft(family: str, tmp_path: Path) -> None:
-    """Of all linear layers that PEFT reaches: GPT-2's square and transposed ones, those beside experts and states."""
+    """Of all linear layers that PEFT reaches: GPT-2's square and transposed ones, those next to experts and states."""
     base = tmp_path / "base"
     model = _saved(family, base)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -69,9 +69,9 @@ def test_a_merge_is_that_of_peft(family: str, tmp_path: Path) -> None:
         return
     expected = adapted.merge_and_unload().state_dict()
     merged = _merged(base, adapter, FAMILIES[family].config)
-    found = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32).state_dict()
-    assert found.keys() == expected.keys() == before.keys()
-    for name, tensor in found.items():
+    actual = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32).state_dict()
+    assert actual.keys() == expected.keys() == before.keys()
+    for name, tensor in actual.items():
         # Sums of 3 products and a weight in fp32: PEFT adds them in another order.
         torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6, msg=name)
         assert torch.equal(tensor, before[name]) == (name.removesuffix(".weight") not in targets), name

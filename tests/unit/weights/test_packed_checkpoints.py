@@ -59,7 +59,7 @@ def precision_of(layout: Layout) -> str:
 
 
 def source(shared: Shared, layout: Layout) -> tuple[Path, dict[str, np.ndarray]]:
-    """A checkpoint of the demo in a layout, not to be changed, and what its tensors stand for."""
+    """A checkpoint of the demo in a layout, not to be changed, and the numbers that its tensors represent."""
 
     def make(folder: Path) -> None:
         save_file(write_packed(DEMO, folder / "checkpoint", layout), folder / "numbers.safetensors")
@@ -94,10 +94,10 @@ def test_the_integers_of_a_checkpoint_stay_what_they_are(shared, tmp_path, layou
     results = converted(shared, layout, tmp_path / "results")
     precision = precision_of(layout)
     weights = Weights.open(results.weights("model", precision))
-    found = dict(weights.dequantized())
-    assert set(found) == set(numbers)
+    actual = dict(weights.dequantized())
+    assert set(actual) == set(numbers)
     for name, expected in numbers.items():
-        assert np.array_equal(found[name].astype(np.float32), expected), name
+        assert np.array_equal(actual[name].astype(np.float32), expected), name
         is_packed = "_proj." in name
         assert (data_name(name) in weights) == is_packed
         assert (zero_points_name(name) in weights) == (is_packed and layout.zero_points)
@@ -119,8 +119,8 @@ def test_layers_and_matrices_may_be_dense(shared, tmp_path, layout):
     numbers = write_packed(DEMO, folder, layout, dense)
     results = converted(shared, layout, tmp_path / "results", folder)
     precision = precision_of(layout)
-    found = dict(Weights.open(results.weights("model", precision)).dequantized())
-    assert all(np.array_equal(found[name].astype(np.float32), expected) for name, expected in numbers.items())
+    actual = dict(Weights.open(results.weights("model", precision)).dequantized())
+    assert all(np.array_equal(actual[name].astype(np.float32), expected) for name, expected in numbers.items())
     assembly = Assembly.load(results.assembly("model", precision))
     packed = {name for name in numbers if "_proj." in name and not re.search(dense, name)}
     assert set(assembly.quantization.bits) == packed
@@ -147,13 +147,13 @@ def test_long_groups_become_several_in_blocks_of_any_size(monkeypatch, name, bit
     held = Packed(packing, weight.shape, parts)
     held.check()
     monkeypatch.setattr(packed, "_BLOCK", 24 * 144)
-    found = []
+    results = []
     for rows in held.blocks():
         assert rows.stop - rows.start == (24 if rows.start == 0 else 16)
         data = pack(held.integers(rows).reshape(-1, 9, 16), layout.bits)
         zeros = pack_zero_points(held.zero_points(rows, 16), layout.bits)
-        found.append(dequantize(data, held.scales(rows, 16), 16, zeros))
-    assert np.array_equal(np.concatenate(found), numbers)
+        results.append(dequantize(data, held.scales(rows, 16), 16, zeros))
+    assert np.array_equal(np.concatenate(results), numbers)
 
 
 def test_a_gptq_checkpoint_of_which_config_json_says_too_little():
@@ -334,9 +334,9 @@ def test_activations_and_caches_that_are_to_be_quantised_are_told_and_left(share
     plain = INT8.config()
     asked = copy.deepcopy(plain) | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}
     _group(input_activations={"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True})(asked)
-    found, expected = (packing_of({"quantization_config": settings}) for settings in (asked, plain))
-    assert found == expected and not expected.described()
-    assert found.described() == "activations and KV caches, which config.json asks for, are not quantised"
+    actual, expected = (packing_of({"quantization_config": settings}) for settings in (asked, plain))
+    assert actual == expected and not expected.described()
+    assert actual.described() == "activations and KV caches, which config.json asks for, are not quantised"
 
 
 @pytest.mark.parametrize(("form", "layout"), [("auto_round:auto_gptq", GPTQ), ("auto_round:auto_awq", AWQ)])

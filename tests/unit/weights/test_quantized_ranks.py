@@ -33,7 +33,7 @@ from lockstep.verify.golden.terms import GoldenTerms
 from lockstep.weights import Weights, slot_array
 from lockstep.weights.groups import dequantize
 
-# Ranks, and small weights, have tests of their own that run by day.
+# Ranks, and small weights, have their own tests that run by day.
 pytestmark = pytest.mark.long
 GROUP = 16
 # Rows of 64 and 96 numbers: each of two ranks has two and three whole groups of them.
@@ -78,13 +78,13 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def test_two_gpus_read_their_part_of_small_weights(results: tuple[Results, str], tmp_path: Path) -> None:
-    found, precision = results
-    if Assembly.load(found.assembly("model", precision)).model_type == "gpt2":
+    quantized, precision = results
+    if Assembly.load(quantized.assembly("model", precision)).model_type == "gpt2":
         pytest.skip("cuda has no kernel for its norms")
-    pair = (found.assembly("model", precision), found.weights("model", precision))
+    pair = (quantized.assembly("model", precision), quantized.weights("model", precision))
     random = np.random.default_rng(0)
     limits = {name: getattr(LIMIT, name) for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
-    one = Model.open(found.engines("model", precision, "onnxruntime"), *pair, **limits)
+    alone = Model.open(quantized.engines("model", precision, "onnxruntime"), *pair, **limits)
     if precision == "w8a16":  # GPT-NeoX, whose query, key and value are one weight: ranks transpose their parts of it
         with pytest.raises(
             CheckError, match="have a CUDA kernel, found one of .*, Transpose in a form that has none; use"
@@ -93,14 +93,14 @@ def test_two_gpus_read_their_part_of_small_weights(results: tuple[Results, str],
         return
     with fake_gpu.installed(name="cuda") as gpu:
         gpu.devices = 2
-        two = Model.open(build(pair[0], "cuda", tmp_path / "engines.json", limits), *pair, **limits)
-        tokens = random.integers(0, one.vocab_size, 20)
+        split = Model.open(build(pair[0], "cuda", tmp_path / "engines.json", limits), *pair, **limits)
+        tokens = random.integers(0, alone.vocab_size, 20)
         for start in (0, 20, 21, 22):
-            expected, logits = (model.step([Advance(0, tokens, start)]) for model in (one, two))
+            expected, logits = (model.step([Advance(0, tokens, start)]) for model in (alone, split))
             # fp16 activations, of logits of standard deviation 1 or so.
             np.testing.assert_allclose(logits, expected, rtol=0, atol=0.02 * np.abs(expected).max())
             tokens = expected.argmax(axis=1)
-        del two
+        del split
 
 
 @pytest.mark.exports
@@ -170,7 +170,7 @@ def test_integers_and_scales_are_split_where_the_weight_is(family: str) -> None:
             assert new[data_name(slot)] == new[scales_name(slot)]
             unit = GROUP if shard.axis else 1
             for rank, held in enumerate(numbers_of(new[data_name(slot)])):
-                assert [number * unit + each for number in held for each in range(unit)] == numbers[rank]
+                assert [number * unit + item for number in held for item in range(unit)] == numbers[rank]
             axes.add(shard.axis)
     assert axes == {0, 1}
 

@@ -274,25 +274,25 @@ def test_a_checkpoint_that_changed_since_it_was_resolved(tmp_path):
     checkpoint = resolved(folder)
     out = tmp_path / "weights.json"
     shard = folder / "model-00002-of-00003.safetensors"
-    whole = shard.read_bytes()
+    data = shard.read_bytes()
 
     def line() -> str:
         return error_of(convert, checkpoint, "fp32", out)
 
-    shard.write_bytes(whole + b"\0")
+    shard.write_bytes(data + b"\0")
     assert line() == (
-        f"{shard}: expected {len(whole)} bytes, found {len(whole) + 1}: the file has changed; "
+        f"{shard}: expected {len(data)} bytes, found {len(data) + 1}: the file has changed; "
         f"restore it or resolve the checkpoint again"
     )
     shard.unlink()
     assert line() == (
-        f"{shard}: expected a file of {len(whole)} bytes, found none; restore it or resolve the checkpoint again"
+        f"{shard}: expected a file of {len(data)} bytes, found none; restore it or resolve the checkpoint again"
     )
-    shard.write_bytes(whole.replace(b"[0,8]", b"[8,0]"))
+    shard.write_bytes(data.replace(b"[0,8]", b"[8,0]"))
     assert line().startswith(f"{shard}: expected sha256 ") and line().endswith(
         ": the file has changed; restore it or resolve the checkpoint again"
     )
-    shard.write_bytes(whole)
+    shard.write_bytes(data)
     config = folder / "config.json"
     os.truncate(config, 3)
     assert line().startswith(f"{config}: expected ")

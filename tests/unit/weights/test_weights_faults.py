@@ -69,7 +69,7 @@ def test_killed_while_it_writes_and_run_again(tmp_path, share):
 
 
 def test_killed_between_the_weights_and_their_manifest(tmp_path):
-    """The one moment when new weights lie there and the earlier manifest would describe them wrongly."""
+    """The one moment when new weights are there and the earlier manifest would describe them wrongly."""
     out = tmp_path / "fp32" / "weights.json"
     convert(big_checkpoint(tmp_path / "checkpoint", 1, fill=0.5), "fp32", out)
     checkpoint = big_checkpoint(tmp_path / "checkpoint", 1, fill=0.25)

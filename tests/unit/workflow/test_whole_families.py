@@ -48,10 +48,10 @@ def offered(quantized: bool) -> dict[str, list[str]]:
     return {
         name: [
             precision
-            for precision in each.precisions
-            if precision != "fp32" and is_quantized(precision) == quantized and not each.lacks_here(precision)
+            for precision in setting.precisions
+            if precision != "fp32" and is_quantized(precision) == quantized and not setting.lacks_here(precision)
         ]
-        for name, each in settings.items()
+        for name, setting in settings.items()
     }
 
 
@@ -85,5 +85,8 @@ def test_a_family_is_served_and_passes_in_16_bits(shared: Shared, tmp_path: Path
 @pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_passes_every_stage_in_small_weights(shared: Shared, tmp_path: Path, family: str) -> None:
-    targets = {name: [one for one in precisions if one != "w4a16"] for name, precisions in offered(True).items()}
+    targets = {
+        name: [precision for precision in precisions if precision != "w4a16"]
+        for name, precisions in offered(True).items()
+    }
     assert not failed(in_groups(FAMILIES[family].config), tmp_path, targets, group_size=GROUP)
