@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from checkout import Checkout
+from checkout import REPOSITORY, Checkout
 
 
 @pytest.mark.parametrize("snakefile", ["Snakefile", pytest.param("workflow/Snakefile", marks=pytest.mark.long)])
@@ -49,6 +49,13 @@ def test_without_the_package_rules_are_linted_and_a_plan_says_what_to_install(fr
 
 def test_both_snakefiles_make_the_same(finished: Checkout) -> None:
     assert not finished.would_run("--snakefile", "workflow/Snakefile")
+
+
+def test_the_small_config_of_the_catalogue_plans_each_check_once(fresh: Checkout, tmp_path: Path) -> None:
+    """CI runs it (`snakemake --directory .test`)."""
+    folder = shutil.copytree(REPOSITORY / ".test", tmp_path / "test")
+    jobs = fresh.would_run("--directory", str(folder))
+    assert [jobs[name] for name in ("validate", "compare", "golden", "served", "summary")] == [1] * 5
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -23,6 +24,7 @@ from click.testing import CliRunner
 from demo_model import CONFIG, GOLDEN, TOLERANCES
 from lora_folders import shared_lora
 from onnx import helper, numpy_helper
+from polygraphy.json import save_json
 from reports import golden, golden_prompt
 from safetensors.numpy import load_file, save_file
 
@@ -37,6 +39,7 @@ from lockstep.step import host
 from lockstep.targets import Results, Target
 from lockstep.verify.bisect import run
 from lockstep.verify.bisect.explain import explain_failure, open_graphs
+from lockstep.verify.bisect.faults import NODES
 from lockstep.verify.bisect.report import text
 from lockstep.verify.bisect.request import choose
 from lockstep.verify.metrics import failed_path
@@ -269,6 +272,29 @@ def test_a_fault_in_an_engine_is_named_by_block(copied, right, name):
     report = follow(copied, right)
     check_named(report, "engine", fault)
     assert "build the engines again" in report.look_at[0]
+
+
+def chain(path: Path, *operators: str) -> None:
+    """Write a graph of one operator after the other."""
+    values = [f"value_{number}" for number in range(len(operators) + 1)]
+    nodes = [helper.make_node(name, [values[at]], [values[at + 1]]) for at, name in enumerate(operators)]
+    ends = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [3]) for name in (values[0], values[-1])]
+    graph = helper.make_graph(nodes, "chain", ends[:1], ends[1:])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+
+
+@pytest.mark.long
+def test_polygraphys_commands_reduce_a_graph_to_the_node_that_is_off(tmp_path: Path) -> None:
+    """An engine that computes Cos where the graph has Sin."""
+    chain(tmp_path / "right.onnx", "Neg", "Exp", "Sin", "Abs", "Sqrt", "Neg")
+    chain(tmp_path / "wrong.onnx", "Neg", "Exp", "Cos", "Abs", "Sqrt", "Neg")
+    save_json([{"value_0": np.array([0.1, 0.2, 0.3], np.float32)}], str(tmp_path / "inputs.json"))
+    commands = NODES.format(graph="right.onnx", inputs="inputs.json", runner="--onnxrt")
+    *before, reduce = commands.split(" && ")
+    command = " && ".join([*before, reduce.replace("right.onnx", "wrong.onnx")])
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    subprocess.run(command, shell=True, cwd=tmp_path, check=True, capture_output=True, env={**os.environ, "PATH": path})
+    assert [node.op_type for node in onnx.load(tmp_path / "reduced.onnx").graph.node] == ["Cos"]
 
 
 # --- weights bound to the wrong slots ---
