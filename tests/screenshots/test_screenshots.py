@@ -15,7 +15,8 @@ from lockstep.artifacts.drift import Drift
 from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.files import write_json
 from lockstep.artifacts.reports import FAIL, GoldenPrompt, Report, TokenDifference
-from lockstep.manifests.manifest_files import failed_path, record_path
+from lockstep.artifacts.statement import BuildKey, Statement, statement_path
+from lockstep.manifests.manifest_files import failed_path
 from lockstep.report import summary
 from lockstep.serve.page import page
 from lockstep.targets import Results, Target
@@ -71,7 +72,7 @@ def _fill(results: Results, target: Target, fails: bool) -> None:
     if target.precision == "w4a16":
         drift = Drift(target.layers, "w4a16", 32, 0.5, 1.7, 0.19, 2.5, 58, 1, 900, 3.801, 3.536)
         drift.save(results.drift(*names[:3]))
-    _record(results.validation(*names[:3]), validation(target, blocks(2e-3, 5e-3, 1e-3, 4e-3, noise=9e-3)))
+    _stated(results.validation(*names[:3]), validation(target, blocks(2e-3, 5e-3, 1e-3, 4e-3, noise=9e-3)))
     if target.backend == "cuda":
         return
     difference = TokenDifference(1, 12, 99, 0.31, False, " a hilly", " city", " town")
@@ -86,7 +87,7 @@ def _fill(results: Results, target: Target, fails: bool) -> None:
         found = replace(report, result=FAIL, failure="prompt 'San Francisco is', step 1: expected token 12, found 99")
         found.save(failed_path(results.golden(*names)))
     else:
-        _record(results.golden(*names), report)
+        _stated(results.golden(*names), report)
         speed(target, 2326.0 / len(target.backend), 708.0 / len(target.precision)).save(results.speed(*names))
 
 
@@ -94,10 +95,11 @@ def _prompt(text: str, answer: str) -> GoldenPrompt:
     return golden_prompt(text, text_out=answer, reference_text=answer, max_logit_error=2.5e-2)
 
 
-def _record(out: Path, report: Report) -> None:
+def _stated(out: Path, report: Report) -> None:
     report.save(out)
-    made = {"backend": {"name": "onnxruntime", "version": "1.31.1"}, "environment": {"transformers": "5.23.0"}}
-    write_json(record_path(out), {"format": "lockstep.build/1", "inputs": {}, **made})
+    backend = {"name": "onnxruntime", "version": "1.31.1", "device": {}}
+    key = BuildKey("golden", {}, {}, {}, {}, {"transformers": "5.23.0"}, backend)
+    Statement(key, {}).save(statement_path(out))
 
 
 def _take(browser: Browser, name: str, width: int, dark: bool) -> None:

@@ -1,5 +1,5 @@
-"""A results tree of the demo in fp16 as a run leaves it, with records and provenance, made in this process from
-exported graphs."""
+"""A results tree of the demo in fp16 as a run leaves it, with statements, made in this process from exported
+graphs."""
 
 from __future__ import annotations
 

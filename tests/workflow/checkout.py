@@ -22,10 +22,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PARTS = ("Snakefile", "config", "envs", "profiles", "resources", "src", "workflow")
 CODE = ("Snakefile", "envs", "src", "workflow")
 TIMEOUT = 900  # seconds; a whole run takes a tenth of it on two idle cores
-# Speeds differ between runs, and so does what shows them; times stand in the provenance.
-NOT_DETERMINISTIC = re.compile(
-    r"\.speed\.json$|build\.costs\.json$|/provenance\.json$|^summary\.|^(report|logs/|benchmarks/)"
-)
+# Speeds differ between runs, and so does what shows them.
+NOT_DETERMINISTIC = re.compile(r"\.speed\.json$|build\.costs\.json$|^summary\.|^(report|logs/|benchmarks/)")
 
 
 class Checkout:

@@ -15,6 +15,7 @@ from checkout import Checkout
 from test_locks import flip
 
 from lockstep.artifacts.files import read_json, write_json
+from lockstep.artifacts.statement import Statement
 from some import some_cases
 
 MODEL = "demo-llama"
@@ -116,9 +117,9 @@ def test_code_that_makes_the_same_bytes_passes(locked: Checkout) -> None:
     assert jobs["build"] == 1 and not jobs["export"]
     locked.finish(f"results/{MODEL}/fp32/golden/onnxruntime/2.json", *LOCKED)
     after = locked.digests()
-    records = re.compile(r"\.build\.json$|summary|report")
-    assert {name: digest for name, digest in after.items() if not records.search(name)} == {
-        name: digest for name, digest in before.items() if not records.search(name)
+    statements = re.compile(r"\.statement\.json$|summary|report")
+    assert {name: digest for name, digest in after.items() if not statements.search(name)} == {
+        name: digest for name, digest in before.items() if not statements.search(name)
     }
     locked.call("lockstep", "verify")
 
@@ -176,7 +177,7 @@ def test_what_comes_out_otherwise_is_taken_away(locked: Checkout) -> None:
     assert not (locked.results / MODEL / "fp32" / "weights.json").exists()
 
 
-def test_an_engine_set_that_is_refused_takes_its_provenance_with_it(locked: Checkout) -> None:
+def test_an_engine_set_that_is_refused_takes_its_statement_with_it(locked: Checkout) -> None:
     edit_lock(
         locked,
         lambda lock: [
@@ -202,7 +203,7 @@ def test_engines_of_the_cache_that_are_not_the_locked_ones_are_built_instead(
     shutil.copytree(filled_cache, cache)
     engines = locked.results / MODEL / "fp32" / "engines" / "onnxruntime"
     before = locked.digests()
-    entry = cache / "entries" / f"{read_json(engines / 'engines.build.json')['key']}.json"
+    entry = cache / "entries" / f"{Statement.load(engines / 'engines.statement.json').key.sha256}.json"
     replace_engine(cache, entry)
     locked.edit_config(lambda config: config.update(cache=str(cache)))
 

@@ -69,7 +69,7 @@ def test_what_is_lost_foreign_or_not_locked_is_told_apart(locked: Checkout, tmp_
     lock.write_text(json.dumps(value))
     lines = copy.call("lockstep", "verify", check=False).stdout.splitlines()
     assert f"missing   {ENGINES}/middle.onnx: run `lockstep run`" in lines
-    assert f"unknown   {ENGINES}/foreign.onnx: no record names it" in lines
+    assert f"unknown   {ENGINES}/foreign.onnx: no statement names it" in lines
     assert f"unknown   {MODEL}: graphs/fp32: not in the lock" in lines
     assert (
         f"missing   {MODEL}: graphs/bf16: locked, and not there, or in another version's format; run `lockstep run`"

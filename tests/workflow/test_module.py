@@ -13,6 +13,8 @@ import pytest
 import yaml
 from checkout import REPOSITORY, Checkout
 
+from lockstep.artifacts.statement import Statement, statement_path
+
 SNAKEFILE = """
 configfile: "config/config.yaml"
 
@@ -143,8 +145,8 @@ def test_a_prefix_holds_for_jobs_and_locks(tmp_path: Path, filled_cache: Path) -
 
 @pytest.mark.long
 @pytest.mark.parametrize("prefix", ["", "sub/"])
-def test_a_record_names_the_stage_not_the_renamed_rule(tmp_path: Path, prefix: str) -> None:
+def test_a_statement_names_the_stage_not_the_renamed_rule(tmp_path: Path, prefix: str) -> None:
     made = f"{prefix}results/demo-llama/checkpoint.json"
     outer(tmp_path, prefix).snakemake("--cores", "1", made)
-    record = json.loads((tmp_path / made).with_suffix(".build.json").read_text())
-    assert record["stage"] == "resolve" and "checkpoint" in record["code"]
+    key = Statement.load(statement_path(tmp_path / made)).key
+    assert key.stage == "resolve" and "checkpoint" in key.code

@@ -1,4 +1,4 @@
-"""A new backend is one folder: config, rules, compare, golden, records, locks and the command line know it then."""
+"""A new backend is one folder: config, rules, compare, golden, statements, locks and the command line know it then."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 from checkout import Checkout
+
+from lockstep.artifacts.statement import Statement
 
 BACKEND = Path(__file__).resolve().parents[1] / "data" / "dummy_backend"
 
@@ -55,7 +57,7 @@ def test_a_dummy_backend_is_checked_and_locked(dummy: Checkout) -> None:
     assert {Path(entry["file"]).suffix for entry in engines["engines"].values()} == {".dummy"}
     comparison = json.loads((folder / "compare/dummy.json").read_text())
     assert set(comparison["engines"]) == set(engines["engines"]) and 0 < comparison["relative_error"] < 1e-5
-    code = json.loads((folder / "engines/dummy/engines.build.json").read_text())["code"]
+    code = Statement.load(folder / "engines/dummy/engines.statement.json").key.code
     assert {part for part in code if re.fullmatch(r"backends/\w+", part)} == {"backends/dummy"}
 
     demo.run("lockstep", "lock")

@@ -1,4 +1,4 @@
-"""A new stage is a file, a rule and a line of what runs make: records, locks, `explain` and the cache know it."""
+"""A new stage is a file, a rule and a line of what runs make: statements, locks, `explain` and the cache know it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 from checkout import Checkout
+
+from lockstep.artifacts.statement import Statement, statement_path
 
 STAGE = '''"""How many files a checkpoint has."""
 
@@ -72,9 +74,9 @@ def test_a_stage_is_a_file_a_rule_and_a_line(counted: Checkout) -> None:
     cached = ("--config", f"cache={demo.folder / 'cache'}")
     demo.finish(COUNT, *cached)
     assert json.loads(made.read_text())["files"] > 2
-    record = json.loads(made.with_name("count.build.json").read_text())
-    assert record["options"] == {"source": "resources/demo-llama"} and "stages" in record["code"]
-    assert "onnx" in record["environment"]
+    key = Statement.load(statement_path(made)).key
+    assert key.options == {"source": "resources/demo-llama"} and "stages" in key.code
+    assert "onnx" in key.environment
     assert not demo.would_run(COUNT, *cached)
 
     made.unlink()

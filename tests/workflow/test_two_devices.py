@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 from checkout import Checkout
 
+from lockstep.artifacts.statement import Statement, statement_path
+
 pytestmark = pytest.mark.long  # each device takes two runs
 
 BACKEND = Path(__file__).resolve().parents[1] / "data" / "dummy_backend"
@@ -57,7 +59,7 @@ def looks_like_a_dummy(checkout: Checkout, name: str) -> None:
     assert {Path(entry["file"]).suffix for entry in manifest["engines"].values()} == {".dummy"}
     comparison = json.loads((checkout.results / f"demo-llama/fp32/compare/{name}.json").read_text())
     assert set(comparison["engines"]) == set(manifest["engines"]) and 0 < comparison["relative_error"] < 1e-5
-    code = json.loads(engines(checkout, name).with_suffix(".build.json").read_text())["code"]
+    code = Statement.load(statement_path(engines(checkout, name))).key.code
     assert {part for part in code if re.fullmatch(r"backends/\w+", part)} == {"backends/dummy"}
 
 

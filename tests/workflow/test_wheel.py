@@ -102,7 +102,7 @@ def test_the_installed_wheel_starts_outside_of_the_repository(installed: Path, t
 
 @pytest.mark.long
 def test_a_stage_of_an_installed_wheel_knows_its_pins(installed: Path, tmp_path: Path) -> None:
-    """The pins of envs/requirements.txt are part of every record."""
+    """The pins of envs/requirements.txt are part of every statement."""
     config = yaml.safe_load((REPOSITORY / "config" / "config.yaml").read_text())
     config["models"]["demo-llama"]["source"] = str(REPOSITORY / "resources" / "demo-llama")
     (tmp_path / "my.yaml").write_text(yaml.safe_dump(config, allow_unicode=True))
@@ -111,7 +111,7 @@ def test_a_stage_of_an_installed_wheel_knows_its_pins(installed: Path, tmp_path:
         folder=tmp_path, check=False, PYTHONPATH=str(installed),
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
-    assert (tmp_path / "results" / "demo-llama" / "checkpoint.build.json").is_file()
+    assert (tmp_path / "results" / "demo-llama" / "checkpoint.statement.json").is_file()
 
 
 def interpreter(version: str) -> str | None:

@@ -33,6 +33,7 @@ _WORDS = {str: "a text", int: "an integer", float: "a finite number", bool: "tru
 _SCALARS = tuple(_WORDS)
 _UNIONS = (Union, types.UnionType)
 _LARGEST_FLOAT = 2**1023
+_DEEPEST = 50  # lists and objects in each other; what is locked or stated has 6
 Read = Callable[[Any], Any]
 AnyObject = TypeVar("AnyObject", bound="JsonObject")
 AnyDocument = TypeVar("AnyDocument", bound="Document")
@@ -158,6 +159,17 @@ class Document(JsonObject):
     def to_json(self) -> dict[str, Any]:
         """Return the content of the file, without its seal."""
         return {"format": self.FORMAT, **super().to_json()}
+
+
+def check_depth(value: Any) -> None:
+    """Raise ValidationError for JSON of more lists and objects in each other than what compares it can follow."""
+    level = [value]
+    for _ in range(_DEEPEST):
+        mappings = [item.values() for item in level if isinstance(item, dict)]
+        lists = [item for item in level if isinstance(item, list)]
+        level = list(itertools.chain(*mappings, *lists))
+    if any(isinstance(item, (dict, list)) for item in level):
+        raise ValidationError("", f"at most {_DEEPEST} lists and objects in each other", value)
 
 
 @functools.cache

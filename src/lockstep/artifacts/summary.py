@@ -1,4 +1,4 @@
-"""The summary of finished targets, and the record of a target built again. `summary.json` has a row for each target."""
+"""The summary of finished targets, and a target that was built again. `summary.json` has a row for each target."""
 
 from __future__ import annotations
 

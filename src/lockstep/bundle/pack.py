@@ -1,6 +1,6 @@
 """Packing of bundles: a finished target in, one file out.
 
-The file holds its engines, assembly, tokenizer, manifests and provenance, with its weights or without.
+The file holds its engines, assembly, tokenizer, manifests and statements, with its weights or without.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pathlib import Path
 from lockstep.artifacts.adapters import AdaptersManifest
 from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.engines import EngineSetManifest
+from lockstep.artifacts.statement import statement_path
 from lockstep.artifacts.weights import WeightsManifest
 from lockstep.bundle.archive import About, BundledLimits, BundledTarget, Entry, write_archive
 from lockstep.errors import InputError
 from lockstep.manifests.digest_cache import digest
-from lockstep.provenance.record import read_record, record_path
-from lockstep.provenance.slsa import provenance_path, wrong_provenance
+from lockstep.provenance.statements import read_statement
 from lockstep.targets import Limits, Results, Target
 
 WEIGHTS = "weights"
@@ -46,18 +46,9 @@ def pack(results: Results, target: Target, limits: Limits, out: Path, with_weigh
 
 def _engines(results: Results, target: Target) -> Iterator[Entry]:
     manifest = results.engines(target.model, target.precision, target.backend)
-    yield from _recorded(manifest, "engines")
+    yield from _stated(manifest, "engines")
     for _, entry in sorted(EngineSetManifest.load(manifest).engines.items()):
         yield _file(f"engines/{entry.file}", manifest.parent / entry.file, entry.sha256)
-    provenance = provenance_path(manifest)
-    reason = (
-        wrong_provenance(provenance)
-        if provenance.is_file()
-        else ("expected the provenance of the engines, found none; `lockstep stage build` makes it")
-    )
-    if reason:
-        raise InputError(f"{provenance}: {reason}")
-    yield _file(f"engines/{provenance.name}", provenance, digest(provenance))
 
 
 def _graphs(results: Results, target: Target) -> Iterator[Entry]:
@@ -66,7 +57,7 @@ def _graphs(results: Results, target: Target) -> Iterator[Entry]:
     Graphs are what engines are built from; none is needed to run them.
     """
     manifest = results.assembly(target.model, target.precision)
-    yield from _recorded(manifest, "graphs")
+    yield from _stated(manifest, "graphs")
     assembly = Assembly.load(manifest)
     for entry in (assembly.tokenizer, assembly.chat_template):
         if entry is not None:
@@ -96,14 +87,14 @@ def adapter_entries(path: Path) -> Iterator[Entry]:
     yield Entry.of_bytes(f"{ADAPTERS}/adapters.json", AdaptersManifest(moved).to_bytes())
 
 
-def _recorded(manifest: Path, folder: str) -> Iterator[Entry]:
-    record = read_record(manifest) if manifest.is_file() else None
-    if record is None:
+def _stated(manifest: Path, folder: str) -> Iterator[Entry]:
+    statement = read_statement(manifest) if manifest.is_file() else None
+    if statement is None:
         raise InputError(
-            f"{manifest}: expected a manifest with the record of how it was made, found none; run `lockstep run` first"
+            f"{manifest}: expected a manifest and the statement of how it was made, found none; run `lockstep run`"
         )
-    yield _file(f"{folder}/{manifest.name}", manifest, record.outputs[manifest.name])
-    path = record_path(manifest)
+    yield _file(f"{folder}/{manifest.name}", manifest, statement.outputs[manifest.name])
+    path = statement_path(manifest)
     yield _file(f"{folder}/{path.name}", path, digest(path))
 
 

@@ -41,13 +41,14 @@ def used_config(results: Results) -> Config:
     Raises InputError where it is not the one that was recorded, or has keys that this version does not know.
     """
     from lockstep.artifacts.files import OTHER_VERSION, read_json
+    from lockstep.artifacts.statement import statement_path
     from lockstep.config.load import load
-    from lockstep.provenance.record import read_record, record_path
+    from lockstep.provenance.statements import read_statement
 
     value = read_json(results.config())
-    if record_path(results.config()).is_file() and read_record(results.config()) is None:
+    if statement_path(results.config()).is_file() and read_statement(results.config()) is None:
         raise InputError(
-            f"{results.config()}: expected the config that was recorded, found another; run `lockstep run` again"
+            f"{results.config()}: expected the config that its statement is of, found another; run `lockstep run` again"
         )
     try:
         return load(value, where=str(results.config()))
@@ -113,7 +114,7 @@ def _of_target(name: str, tree: Results) -> Opened:
         tree.adapters(target.model) if config.models[target.model].adapters else None,
         tree.checkpoint(target.model),
     )
-    _check_recorded(tree, place)
+    _check_stated(tree, place)
     return place
 
 
@@ -150,18 +151,19 @@ def speculative(text: str | None, results: Path) -> dict[str, Any] | None:
     return asdict(resolved)
 
 
-def _check_recorded(tree: Results, place: Opened) -> None:
-    """Raise InputError where, in a tree of the workflow, a record of what is run is gone or is of another file.
+def _check_stated(tree: Results, place: Opened) -> None:
+    """Raise InputError where, in a tree of the workflow, a statement of what is run is gone or is of another file.
 
-    A tree that was made by calls alone has no records.
+    A tree that was made by calls alone has no statements.
     """
-    from lockstep.provenance.record import read_record, record_path
+    from lockstep.artifacts.statement import statement_path
+    from lockstep.provenance.statements import read_statement
 
-    if not record_path(tree.config()).is_file():
+    if not statement_path(tree.config()).is_file():
         return
     for path in (place.assembly, place.weights, place.engines):
-        if path.is_file() and read_record(path) is None:
+        if path.is_file() and read_statement(path) is None:
             raise InputError(
-                f"{path}: expected next to it {record_path(path).name}, the record of how it was made, found none or "
-                "that of another file; run `lockstep run` again"
+                f"{path}: expected next to it {statement_path(path).name}, the statement of how it was made, "
+                "found none or that of another file; run `lockstep run` again"
             )

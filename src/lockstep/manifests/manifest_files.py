@@ -1,7 +1,6 @@
 """The files of a manifest: those that it names, those lost, and their content.
 
-A manifest in; its files, those of them that are gone, its record's place and its content out. Snakemake looks at the
-manifest only.
+A manifest in; its files, those of them that are gone, and its content out. Snakemake looks at the manifest only.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from lockstep.artifacts.files import read_json, sha256_json
 from lockstep.errors import InputError
 from lockstep.manifests.digest_cache import Expected, digest, size_of
 
-SUFFIX = ".build.json"  # of the record of how a manifest was made
 _NAMES = ("file", "graph", "path")
 # What of a manifest is no content: places, and whose CPU it was. By format.
 _NO_CONTENT = {
@@ -93,15 +91,6 @@ def _named(value: Any) -> Iterator[tuple[str, str, int | None]]:
     if isinstance(value, list):
         for item in value:
             yield from _named(item)
-
-
-def record_path(output: str | Path) -> Path:
-    """Return the path of a manifest's record.
-
-    `assembly.build.json` of `assembly.json`.
-    """
-    output = Path(output)
-    return output.with_name(f"{output.stem}{SUFFIX}")
 
 
 def failed_path(out: str | os.PathLike) -> Path:

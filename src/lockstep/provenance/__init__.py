@@ -1,4 +1,4 @@
-"""Records, locks and proofs of what was built.
+"""Statements and locks of what was built.
 
-How each artefact was made (`record`), what it must be (`lock`, `lockfile`), and whether it still is (`verify`).
+How each artefact was made (`statements`), what it must be (`lock`, `lockfile`), and whether it still is (`verify`).
 """

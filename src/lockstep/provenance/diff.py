@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lockstep.artifacts.build_record import BuildKey
-from lockstep.artifacts.document import ValidationError
+from lockstep.artifacts.statement import BuildKey
 
 ABSENT = object()
 _DIGEST = 64
-_DEEPEST = 50  # lists and objects in each other; what is locked or recorded has 6
 
 
 def changes(before: Any, after: Any) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -36,17 +33,6 @@ def change(before: Any, after: Any) -> str:
     if after is ABSENT:
         return f"gone, was {words(before)}"
     return f"{words(before)} -> {words(after)}"
-
-
-def check_depth(value: Any) -> None:
-    """Raise ValidationError for JSON of more lists and objects in each other than what compares it can follow."""
-    level = [value]
-    for _ in range(_DEEPEST):
-        mappings = [item.values() for item in level if isinstance(item, dict)]
-        lists = [item for item in level if isinstance(item, list)]
-        level = list(itertools.chain(*mappings, *lists))
-    if any(isinstance(item, (dict, list)) for item in level):
-        raise ValidationError("", f"at most {_DEEPEST} lists and objects in each other", value)
 
 
 def words(value: Any) -> str:

@@ -1,6 +1,6 @@
 """Explain: what a run would make again of a target, and why.
 
-The build keys that are recorded are compared with what they would be now.
+The build keys of the statements are compared with what they would be now.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.artifacts.build_record import BuildKey
+from lockstep.artifacts.statement import BuildKey, statement_path
 from lockstep.errors import LockstepError
-from lockstep.manifests.manifest_files import failed_path, lost_files
+from lockstep.manifests.manifest_files import content, failed_path, lost_files
 from lockstep.provenance import code_identity
 from lockstep.provenance.diff import cause
-from lockstep.provenance.record import backend_identity, content, read_record, record_path
 from lockstep.provenance.sources import Sources, changed_files
+from lockstep.provenance.statements import backend_identity, read_statement
 from lockstep.stages import STAGES, Job, jobs
 from lockstep.targets import Results, Target
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class Explained:
     """A step, and why a run would make its artefact again.
 
-    There are no reasons where it would not. `unknown`: there is no record to tell by.
+    There are no reasons where it would not. `unknown`: there is no statement to tell by.
     """
 
     step: Job
@@ -63,14 +63,14 @@ def explain_job(step: Job, again: Mapping[Path, str], sources: Sources) -> Expla
     reasons += [f"reads {path.name}, which {again[path]} makes again" for path in step.inputs.values() if path in again]
     try:
         reasons += changed_files(step, sources)
-        record = read_record(step.output)
+        statement = read_statement(step.output)
     except LockstepError as error:
         return Explained(step, (*reasons, str(error)))
-    if record is None:
-        what = "is of another file" if record_path(step.output).is_file() else "is not there"
-        reasons = reasons or [f"the record of how {step.output.name} was made {what}"]
+    if statement is None:
+        what = "is of another file" if statement_path(step.output).is_file() else "is not there"
+        reasons = reasons or [f"the statement of how {step.output.name} was made {what}"]
         return Explained(step, tuple(reasons), unknown=True)
-    return Explained(step, tuple(reasons + cause(record.key, _key_now(step, record.key, again))))
+    return Explained(step, tuple(reasons + cause(statement.key, _key_now(step, statement.key, again))))
 
 
 def _key_now(step: Job, recorded: BuildKey, again: Mapping[Path, str]) -> BuildKey:

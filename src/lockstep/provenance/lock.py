@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from lockstep.artifacts import formats
-from lockstep.artifacts.document import Bound, JsonObject, Key, ValidationError
+from lockstep.artifacts.document import Bound, JsonObject, Key, ValidationError, check_depth
 from lockstep.artifacts.files import dump_json, read_json, write_bytes
 from lockstep.errors import InputError
-from lockstep.provenance.diff import changes, check_depth
+from lockstep.provenance.diff import changes
 from lockstep.stages import STAGES
 
 MADE = "made with"

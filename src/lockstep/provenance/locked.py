@@ -13,16 +13,14 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.fetched import Fetched
+from lockstep.artifacts.statement import BuildKey, statement_path
 from lockstep.errors import CheckError, InputError
 from lockstep.manifests.digest_cache import check_files, digest, size_of
 from lockstep.manifests.manifest_files import named_files
 from lockstep.provenance.diff import changes, lines
 from lockstep.provenance.lock import TERMS, Lock, lock_path, without_places
 from lockstep.provenance.lockfile import LockEntry, entries_at, made_by, made_with, terms, terms_place
-from lockstep.provenance.record import record_path
-from lockstep.provenance.slsa import provenance_path
 from lockstep.stages import STAGES, Job
 from lockstep.stages.build import engines_place
 from lockstep.targets import Results, Target
@@ -76,7 +74,7 @@ def check_project(lock_file: Path, steps: Sequence[Job], checkpoint: Sequence[Pa
             refuse(other, lock_file)
         if STAGES[step.stage].builds_engines and not lock.devices(step.names["precision"], step.names["backend"]):
             refuse(f"{step}: its engines are not in the lock", lock_file)
-        if not (step.output.is_file() and record_path(step.output).is_file()):
+        if not (step.output.is_file() and statement_path(step.output).is_file()):
             continue
         entries = entries_at(step.output)
         for entry in entries:
@@ -142,7 +140,7 @@ def check_step(step: Job, key: BuildKey, lock_file: Path) -> None:
     """
     lock = Lock.load(lock_file)
     for path in step.inputs.values():
-        if record_path(path).is_file():
+        if statement_path(path).is_file():
             for entry in entries_at(path):
                 if line := difference(lock, entry):
                     refuse(line, lock_file)
@@ -164,7 +162,7 @@ def reject(output: Path, lock_file: Path) -> str | None:
     """
     line = _first_difference(entries_at(output), Lock.load(lock_file))
     if line is not None:
-        for path in (output, record_path(output), provenance_path(output)):
+        for path in (output, statement_path(output)):
             path.unlink(missing_ok=True)
     return line
 

@@ -1,7 +1,7 @@
 """The lock of a finished results tree, and the artefacts of a tree as a lock holds them.
 
 The file is sorted, and is committed. Its entries say what each artefact must be, by name, and with which parameters
-each check was passed. An entry comes from the manifest of the artefact and from its build record. The lock also says,
+each check was passed. An entry comes from the manifest of the artefact and from its statement. The lock also says,
 by stage, what made the entries (code, packages, library): this decides nothing, and names the cause of a difference.
 """
 
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.files import dump_json, read_json, sha256_json
+from lockstep.artifacts.statement import SUFFIX, BuildKey, Statement, statement_path
 from lockstep.errors import CheckError, InputError, LockstepError
 from lockstep.manifests.manifest_files import manifest_entries
 from lockstep.provenance.lock import TERMS, Comparison, Lock, MadeWith, Place
-from lockstep.provenance.record import SUFFIX, checked_record, read_record, record_path, records
+from lockstep.provenance.statements import read_statement, statements
 from lockstep.stages import STAGES, jobs
 from lockstep.targets import Results
 
@@ -124,14 +124,14 @@ def _numbered(value: Any) -> Any:
 
 def lock_entries(results: Path, model: str) -> Iterator[LockEntry]:
     """Yield the entries of all locked artefacts of a model, in order of their paths."""
-    for path in records(results / model):
+    for path in statements(results / model):
         yield from entries_of(path)
 
 
 def readable_entries(folder: Path) -> dict[Place, LockEntry]:
     """Return the entries below a model's folder by place, in order, without those that are damaged or being made."""
     entries: dict[Place, LockEntry] = {}
-    for path in records(folder):
+    for path in statements(folder):
         with contextlib.suppress(LockstepError, OSError):
             entries |= {entry.where: entry for entry in entries_of(path)}
     return dict(sorted(entries.items()))
@@ -143,17 +143,17 @@ def compared(folder: Path, lock: Lock) -> dict[Place, Comparison]:
 
 
 def entries_of(path: Path) -> list[LockEntry]:
-    """Return the entries of the record at `path`.
+    """Return the entries of the statement at `path`.
 
-    There are none for what is not locked, such as a report. Raises InputError or CheckError when record and manifest
-    are damaged or do not belong together.
+    There are none for what is not locked, such as a report. Raises InputError or CheckError when statement and
+    manifest are damaged or do not belong together.
     """
-    key = checked_record(path).key
+    key = Statement.load(path).key
     manifest = path.with_name(f"{path.name.removesuffix(SUFFIX)}.json")
     stage = STAGES.get(key.stage)
     if stage is None or not stage.is_locked:
         return []
-    if read_record(manifest) is None:
+    if read_statement(manifest) is None:
         raise CheckError(
             f"{manifest}: expected the file that {path.name} is of, found "
             f"{'another' if manifest.is_file() else 'none'}; delete it and run again"
@@ -169,4 +169,4 @@ def entries_of(path: Path) -> list[LockEntry]:
 
 
 def entries_at(output: Path) -> list[LockEntry]:
-    return entries_of(record_path(output))
+    return entries_of(statement_path(output))

@@ -24,6 +24,7 @@ from lockstep import processes
 from lockstep.artifacts.checkpoint import RESOLVE_AGAIN, CheckpointManifest
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import write_json
+from lockstep.artifacts.statement import SUFFIX
 from lockstep.artifacts.summary import Reproduction
 from lockstep.config.load import load
 from lockstep.errors import PREFIX, CheckError
@@ -33,7 +34,6 @@ from lockstep.provenance.cache.store import VARIABLE
 from lockstep.provenance.lock import TERMS, Lock
 from lockstep.provenance.locked import difference
 from lockstep.provenance.lockfile import lock_entries, lock_of, readable_entries
-from lockstep.provenance.record import SUFFIX
 from lockstep.provenance.varied import AS_HERE, Surroundings, surroundings
 from lockstep.stages import jobs
 from lockstep.targets import Results, Target, is_quantized
@@ -47,9 +47,9 @@ def reproduce(
     tell: Callable[[str], None] = lambda line: None,
     vary: bool = False,
 ) -> Reproduction:
-    """Build `target` again `rounds` times, and return the record.
+    """Build `target` again `rounds` times, and return what came of it.
 
-    The record is written to `results.reproduction`. config: the one that the results were made with. vary:
+    It is written to `results.reproduction`. config: the one that the results were made with. vary:
     each round has other surroundings. Raises InputError where the target is not finished, CheckError where it cannot be
     built again at all.
     """

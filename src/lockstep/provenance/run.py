@@ -1,4 +1,4 @@
-"""Run a job: make its artefact and write its build record. With a lock, nothing but what is locked is made."""
+"""Run a job: make its artefact and write its statement. With a lock, nothing but what is locked is made."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from pathlib import Path
 
 from lockstep.artifacts import formats
 from lockstep.artifacts.files import check_place, remove_leftovers, write_json
+from lockstep.artifacts.statement import Statement, statement_path
 from lockstep.errors import ENDING, InputError, LockstepError
 from lockstep.manifests.digest_cache import digest
 from lockstep.manifests.manifest_files import failed_path
 from lockstep.provenance import locked
 from lockstep.provenance.cache.reuse import cache_for, put, take
-from lockstep.provenance.record import build_key, checked_record, read_record, record_path, write_record
-from lockstep.provenance.slsa import now, provenance_path, write_provenance
+from lockstep.provenance.statements import build_key, read_statement, write_statement
 from lockstep.stages import STAGES, Job
 
 
 def run(job: Job, make: Callable[[], object] | None = None, lock_file: Path | None = None, cache: str = "") -> Path:
-    """Make the artefact of a job, write its record, and return its path.
+    """Make the artefact of a job, write its statement, and return its path.
 
     make: instead of the stage's own work. lock_file: raises CheckError for anything else than what it locks. cache: the
     shared cache that the config names; what it has, and is locked, is taken from there. Raises InputError for an input
-    that is damaged or is not the one recorded.
+    that is damaged or is not the one of its statement.
     """
     stage = STAGES[job.stage]
     check_place(job.output)  # before hours of work
@@ -34,15 +34,14 @@ def run(job: Job, make: Callable[[], object] | None = None, lock_file: Path | No
         for path in job.inputs.values():
             check_input(path)
     key = build_key(job)
-    started = now()
     if lock_file is not None:
         locked.check_step(job, key, lock_file)
     try:
-        if stage.rule.updates and not _is_recorded(job.output):
+        if stage.rule.updates and not _is_stated(job.output):
             job.output.unlink(missing_ok=True)
         is_taken = take(shared, job, key)
         if is_taken:
-            record = write_record(job, key)
+            statement = write_statement(job, key)
             if lock_file is not None and (line := locked.reject(job.output, lock_file)):
                 reason = f"{line} in what was taken, which is not what {lock_file} says"
                 print(f"cache: {reason}; {job} is made again", file=sys.stderr)
@@ -50,37 +49,35 @@ def run(job: Job, make: Callable[[], object] | None = None, lock_file: Path | No
         if not is_taken:
             with _reported(job):
                 make() if make else stage.run(job)
-            if stage.builds_engines:  # before the record: where there is one, there is the other
-                write_provenance(job, key, started)
-            record = write_record(job, key)
+            statement = write_statement(job, key)
     except BaseException:
-        # An output without a record would not be read, but Snakemake would take it for done.
-        if not _is_recorded(job.output):
-            for path in (job.output, record_path(job.output), provenance_path(job.output)):
+        # An output without a statement would not be read, but Snakemake would take it for done.
+        if not _is_stated(job.output):
+            for path in (job.output, statement_path(job.output)):
                 path.unlink(missing_ok=True)
         raise
-    for path in (job.output, record_path(job.output)):
+    for path in (job.output, statement_path(job.output)):
         remove_leftovers(path)
     if lock_file is not None and (line := locked.reject(job.output, lock_file)):
         locked.refuse(line, lock_file)
     if not is_taken:
-        put(shared, job, record)
+        put(shared, job, statement)
     return job.output
 
 
 def forget_other(job: Job) -> None:
-    """Take away the record of what an earlier job made of something else, where this one has failed.
+    """Take away the statement of what an earlier job made of something else, where this one has failed.
 
-    Snakemake restores an output that it did not delete before the job, and takes the job for done: what has no record
-    nobody reads.
+    Snakemake restores an output that it did not delete before the job, and takes the job for done: what has no
+    statement nobody reads.
     """
     try:
-        record = read_record(job.output)
-        is_same = record is not None and record.key.sha256 == build_key(job).sha256
+        statement = read_statement(job.output)
+        is_same = statement is not None and statement.key.sha256 == build_key(job).sha256
     except (LockstepError, OSError):
         is_same = False
     if not is_same:
-        record_path(job.output).unlink(missing_ok=True)
+        statement_path(job.output).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -127,31 +124,30 @@ def _state(path: Path) -> tuple[int, int] | None:
     return (path.stat().st_ino, path.stat().st_mtime_ns) if path.is_file() else None
 
 
-def _is_recorded(output: Path) -> bool:
+def _is_stated(output: Path) -> bool:
     try:
-        return read_record(output) is not None
+        return read_statement(output) is not None
     except LockstepError:
         return False  # damaged: made again with the artefact
 
 
 def check_input(path: Path) -> None:
-    """Raise InputError when the manifest `path` is not the one that was recorded.
+    """Raise InputError when the manifest `path` is not the one of its statement.
 
     It is damaged, put there by hand, or left by a stage that was killed.
     """
-    record = record_path(path)
+    statement = statement_path(path)
     if path.suffix != ".json" or not path.is_file():
         return  # an absent one is named by whoever reads it
-    if not record.is_file():
+    if not statement.is_file():
         raise InputError(
-            f"{path}: expected its record {record.name} in the same folder, found none: nothing says how "
+            f"{path}: expected its statement {statement.name} in the same folder, found none: nothing says how "
             f"it was made; make it again, by its stage or snakemake"
         )
-    recorded = checked_record(record)
-    expected = recorded.outputs.get(path.name)
+    expected = Statement.load(statement).outputs.get(path.name)
     actual = digest(path)
     if actual != expected:
         raise InputError(
-            f"{path}: expected sha256 {expected} as {record.name} says, found {actual}: it was "
+            f"{path}: expected sha256 {expected} as {statement.name} says, found {actual}: it was "
             f"changed after it was made; delete it and run again"
         )

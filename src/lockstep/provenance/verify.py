@@ -1,9 +1,9 @@
-"""Verify: whether each artefact of a results tree is as recorded and as locked.
+"""Verify: whether each artefact of a results tree is as stated and as locked.
 
 A results tree, and locks, in; a finding for each artefact out. Only the standard library, at the speed of the disk.
 
-Each file is compared with the record of how it was made, and each artefact against the lock. `same`: bytes as recorded,
-and as locked. `different`, `missing`: not so. `unknown`: nothing says what it should be.
+Each file is compared with the statement of how it was made, and each artefact against the lock. `same`: bytes as
+stated, and as locked. `different`, `missing`: not so. `unknown`: nothing says what it should be.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from pathlib import Path
 
 from lockstep.artifacts import formats
 from lockstep.artifacts.files import SEAL, describe, read_json
+from lockstep.artifacts.statement import SUFFIX, Statement
 from lockstep.artifacts.summary import Summary
 from lockstep.errors import InputError, LockstepError
 from lockstep.manifests.digest_cache import THREADS, Expected, digest
 from lockstep.manifests.manifest_files import named_files
 from lockstep.provenance.lock import ENGINES, Lock, is_absent, kind_of
 from lockstep.provenance.lockfile import compared
-from lockstep.provenance.record import SUFFIX, checked_record, records
-from lockstep.provenance.slsa import NAME as PROVENANCE
-from lockstep.provenance.slsa import provenance_path, wrong_provenance
+from lockstep.provenance.statements import statements
 from lockstep.targets import Results
 
 SAME = "same"
@@ -52,7 +51,7 @@ class Finding:
 def verify(
     results: Path, locks: Mapping[str, Path] = {}, models: tuple[str, ...] = (), deep: bool = False
 ) -> list[Finding]:
-    """Compare a results tree with its records, and models with their locks.
+    """Compare a results tree with its statements, and models with their locks.
 
     locks: lock file by model. `models`: only these, by default all. `deep`: large files are hashed also where size and
     times say that they did not change.
@@ -65,7 +64,7 @@ def verify(
     findings = _files(results, sorted(results.glob(f"*{SUFFIX}")), [config] if os.path.lexists(config) else [], deep)
     for folder in folders:
         linked = Path(os.path.realpath(folder))  # manifests name places outside of it relative to where it lies
-        findings += _files(results, list(records(linked)), list(_walk(linked)), deep)
+        findings += _files(results, list(statements(linked)), list(_walk(linked)), deep)
         if folder.name in locks:
             findings += _locked(folder, locks[folder.name])
     findings += [
@@ -76,34 +75,30 @@ def verify(
     return findings
 
 
-def _files(results: Path, recorded: list[Path], present: list[Path], deep: bool) -> list[Finding]:
+def _files(results: Path, stated: list[Path], present: list[Path], deep: bool) -> list[Finding]:
     """Return findings on every file of a model.
 
-    Those that its records and manifests name, sealed manifests, and those of `present` that nothing names.
+    Those that its statements and manifests name, sealed manifests, and those of `present` that nothing names.
     """
     expected: dict[str, str] = {}
     findings: list[Finding] = []
-    for path in recorded:
+    for path in stated:
         try:
-            expected |= {os.path.normpath(file.path): file.sha256 for file in _of_record(path)}
+            expected |= {os.path.normpath(file.path): file.sha256 for file in _of_statement(path)}
             findings.append(Finding(SAME, _name(path, results)))
         except LockstepError as error:
             findings.append(Finding(DIFFERENT, _name(path, results), _reason(error)))
     with ThreadPoolExecutor(THREADS) as pool:
         findings += pool.map(lambda item: _compare(Path(item[0]), item[1], results, deep), sorted(expected.items()))
-    named = {*expected, *map(os.path.normpath, recorded)}
-    for path in recorded:
-        provenance = provenance_path(path)
-        if path.name == f"engines{SUFFIX}" and not provenance.is_file():
-            findings.append(Finding(MISSING, _name(provenance, results), "`lockstep stage build` makes it again"))
+    named = {*expected, *map(os.path.normpath, stated)}
     findings += [_alone(path, results) for path in present if os.path.normpath(path) not in named]
     return sorted(findings, key=lambda finding: finding.name)
 
 
-def _of_record(path: Path) -> Iterator[Expected]:
-    """Yield the files that a record says came out. Also those that the manifest names elsewhere: a checkpoint's."""
+def _of_statement(path: Path) -> Iterator[Expected]:
+    """Yield the files that a statement says came out. Also those that the manifest names elsewhere: a checkpoint's."""
     manifest = path.with_name(f"{path.name.removesuffix(SUFFIX)}.json")
-    outputs = checked_record(path).outputs
+    outputs = Statement.load(path).outputs
     yield from (Expected(path.parent / name, sha256) for name, sha256 in outputs.items())
     if manifest.is_file() and digest(manifest) == outputs.get(manifest.name):
         yield from named_files(manifest)
@@ -122,16 +117,15 @@ def _compare(path: Path, sha256: str, results: Path, deep: bool) -> Finding:
 
 
 def _alone(path: Path, results: Path) -> Finding:
-    """Return the finding on a file that no record names.
+    """Return the finding on a file that no statement names.
 
-    A manifest that is no result but a measurement, such as a speed, still has its seal, and provenance too.
+    A manifest that is no result but a measurement, such as a speed, still has its digest.
     """
     name = _name(path, results)
     if not path.is_file():
-        return Finding(UNKNOWN, name, f"no record names it; it is {describe(path)}")
-    if path.name == PROVENANCE:
-        reason = wrong_provenance(path)
-        return Finding(DIFFERENT, name, reason) if reason else Finding(SAME, name)
+        return Finding(UNKNOWN, name, f"no statement names it; it is {describe(path)}")
+    if path.name.endswith(".build.json") or path.name == "provenance.json":
+        return Finding(UNKNOWN, name, "of Lockstep 0.2: `lockstep run` makes a statement in its place")
     try:
         if path.suffix == ".json" and SEAL.encode() in path.read_bytes():
             value = read_json(path)
@@ -139,7 +133,7 @@ def _alone(path: Path, results: Path) -> Finding:
                 return Finding(SAME, name)
     except LockstepError as error:
         return Finding(DIFFERENT, name, _reason(error))
-    return Finding(UNKNOWN, name, "no record names it")
+    return Finding(UNKNOWN, name, "no statement names it")
 
 
 _MEASURED = (formats.SPEED, formats.REPRODUCTION)

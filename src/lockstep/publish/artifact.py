@@ -21,7 +21,7 @@ from lockstep.errors import CheckError, InputError
 from lockstep.provenance.lock import Lock, Published
 from lockstep.publish.dsse import PAYLOAD_TYPE
 from lockstep.publish.registry import Descriptor, Index, Manifest, Reference, Repository
-from lockstep.publish.signature import check_contents, signature_path, statement_path
+from lockstep.publish.signature import check_contents, envelope_path, signature_path
 from lockstep.targets import Target
 
 _MODEL = "application/vnd.cncf.model"
@@ -35,7 +35,7 @@ _EMPTY = "application/vnd.oci.empty.v1+json"
 # The signed files next to a bundle: the artifact type under which each refers to it.
 ATTACHED: dict[str, Callable[[Path], Path]] = {
     "application/vnd.dev.sigstore.bundle.v0.3+json": signature_path,
-    PAYLOAD_TYPE: statement_path,
+    PAYLOAD_TYPE: envelope_path,
 }
 _LARGEST_TEXT = 16 << 20  # bytes of a bundle's manifest, a signature or a statement
 

@@ -1,7 +1,7 @@
 """Statements of rebuilds: what someone else made of the same lock, signed by them, in `locks/rebuilds`.
 
-The subjects of a statement (`lockstep.provenance.slsa`) are the files that came out, and its parameters the target and
-the lock. Rebuilders agree where the files are the same, byte for byte.
+The subjects of a statement (`lockstep.artifacts.statement`) are the files that came out, and its parameters the
+target and the lock. Rebuilders agree where the files are the same, byte for byte.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.artifacts.files import sha256_file
+from lockstep.artifacts.statement import in_toto, package_urls, subjects
 from lockstep.backends.identity import versions
 from lockstep.errors import CheckError, InputError
 from lockstep.provenance.lock import Lock
 from lockstep.provenance.reproduce import LockComparison
-from lockstep.provenance.slsa import package_urls, statement
 from lockstep.publish import dsse
 from lockstep.targets import WILDCARDS, Target
 
@@ -43,12 +43,12 @@ def folder_of(lock: Path) -> Path:
 
 
 def write(lock: Path, target: Target, rebuilt: Sequence[LockComparison], key: Path) -> Path:
-    subjects = {}
+    outputs = {}
     for entry in rebuilt:
-        subjects.update(files(entry.where, entry.items))
+        outputs.update(files(entry.where, entry.items))
     locked = {"name": lock.name, "digest": {"sha256": sha256_file(lock)}}
     packages = [{"name": name, "uri": url} for name, _, url in package_urls(versions(_PACKAGES))]
-    rebuild = statement(subjects, {**vars(target), "lock": lock.name}, [locked, *packages])
+    rebuild = in_toto(outputs, {**vars(target), "lock": lock.name}, [locked, *packages])
     signer = dsse.key_id(dsse.private_key(key).public_key())
     name = f"{target}".replace("/", "-")
     return dsse.write_envelope(folder_of(lock) / f"{name}.{signer[:12]}.json", rebuild, key)
@@ -77,7 +77,7 @@ def agreements(lock_path: Path, keys: Sequence[Path], at_least: int) -> list[Agr
     for path in sorted(folder_of(lock_path).glob("*.json")):
         rebuild, key = dsse.read_envelope(path, keys)
         try:
-            rebuilt = {subject["name"]: subject["digest"]["sha256"] for subject in rebuild["subject"]}
+            rebuilt = subjects(rebuild["subject"])
             parameters = rebuild["predicate"]["buildDefinition"]["externalParameters"]
             lock_name = parameters["lock"]
             target = "/".join(str(parameters[name]) for name in WILDCARDS)

@@ -1,6 +1,6 @@
 """What a target is made of, as a CycloneDX 1.7 ML-BOM (https://cyclonedx.org/capabilities/mlbom).
 
-A finished target's manifests and records in; the document out, as JSON: the model with its card, the checkpoint's
+A finished target's manifests and statements in; the document out, as JSON: the model with its card, the checkpoint's
 files, the files that were made of them, and the libraries that each stage computed with. The library makes it, but for
 the model card, which it does not know. It holds no time: the same target gives the same bytes.
 """
@@ -26,15 +26,14 @@ from cyclonedx.output.json import JsonV1Dot7
 from packageurl import PackageURL
 
 from lockstep import __version__
-from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.engines import EngineSetManifest
+from lockstep.artifacts.statement import BuildKey, libraries
 from lockstep.artifacts.weights import WeightsManifest
 from lockstep.errors import InputError
 from lockstep.manifests.digest_cache import digest
 from lockstep.manifests.manifest_files import named_files
-from lockstep.provenance.record import read_record
-from lockstep.provenance.slsa import libraries, purl
+from lockstep.provenance.statements import purl, read_statement
 from lockstep.targets import Results, Target
 
 _PROPERTY = "lockstep:"
@@ -89,12 +88,12 @@ def _text(bom: Bom, checkpoint: CheckpointManifest) -> str:
 
 
 def _key(manifest: Path) -> BuildKey:
-    record = read_record(manifest) if manifest.is_file() else None
-    if record is None:
+    statement = read_statement(manifest) if manifest.is_file() else None
+    if statement is None:
         raise InputError(
-            f"{manifest}: expected it with the record of how it was made, found none; run `lockstep run` first"
+            f"{manifest}: expected it with the statement of how it was made, found none; run `lockstep run` first"
         )
-    return record.key
+    return statement.key
 
 
 def _files(manifest: Path) -> Iterator[tuple[str, str]]:

@@ -1,7 +1,7 @@
 """Signatures of bundles, by OpenSSF Model Signing (https://github.com/sigstore/model-transparency).
 
-`BUNDLE.sig` is a bundle's signature, which `model_signing verify` reads too. `BUNDLE.provenance.json` is the SLSA
-provenance of its engines as a signed statement.
+`BUNDLE.sig` is a bundle's signature, which `model_signing verify` reads too. `BUNDLE.statement.json` is the
+statement of its engines, signed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lockstep.bundle.archive import read_archive
 from lockstep.errors import CheckError, InputError
 from lockstep.publish import dsse
 
-_PROVENANCE = "engines/provenance.json"
+_STATEMENT = "engines/engines.statement.json"
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,17 @@ def signature_path(bundle: Path) -> Path:
     return bundle.with_name(f"{bundle.name}.sig")
 
 
-def statement_path(bundle: Path) -> Path:
-    return bundle.with_name(f"{bundle.name}.provenance.json")
+def envelope_path(bundle: Path) -> Path:
+    return bundle.with_name(f"{bundle.name}.statement.json")
 
 
 def sign(bundle: Path, key: Path) -> list[Path]:
-    """Sign a bundle and its provenance with a private key, and return the two signed files."""
+    """Sign a bundle and the statement of its engines with a private key, and return the two signed files."""
     from model_signing.signing import Config
 
     dsse.private_key(key)  # its mistakes in one line
     Config().use_elliptic_key_signer(private_key=key).sign(bundle, signature_path(bundle))
-    return [signature_path(bundle), dsse.write_envelope(statement_path(bundle), check_contents(bundle), key)]
+    return [signature_path(bundle), dsse.write_envelope(envelope_path(bundle), check_contents(bundle), key)]
 
 
 def sign_keyless(bundle: Path) -> list[Path]:
@@ -72,24 +72,24 @@ def _needs_network(otherwise: str) -> Iterator[None]:
 
 
 def check_contents(bundle: Path) -> dict[str, Any]:
-    """Check every byte of a bundle, and return the SLSA provenance of its engines.
+    """Check every byte of a bundle, and return the statement of its engines.
 
     Raises InputError, which names the file, for one that is not of its digest.
     """
     archive = read_archive(bundle)
     archives.check_contents(archive)
-    if _PROVENANCE not in archive.members:
-        raise InputError(f"{bundle}: expected {_PROVENANCE}, found none; make the bundle again")
-    with tarfile.open(bundle) as tar, cast(IO[bytes], tar.extractfile(_PROVENANCE)) as file:
+    if _STATEMENT not in archive.members:
+        raise InputError(f"{bundle}: expected {_STATEMENT}, found none; make the bundle again")
+    with tarfile.open(bundle) as tar, cast(IO[bytes], tar.extractfile(_STATEMENT)) as file:
         return json.load(file)
 
 
 def verify(bundle: Path, keys: Sequence[Path] = (), identity: Identity | None = None) -> str:
-    """Check a bundle's bytes, its signature, and the signed provenance; return in words who signed it.
+    """Check a bundle's bytes, its signature, and the signed statement; return in words who signed it.
 
     keys: public keys, one of which must have signed. identity: instead of keys. Raises InputError and CheckError.
     """
-    provenance = check_contents(bundle)
+    statement = check_contents(bundle)
     signature = signature_path(bundle)
     if not signature.is_file():
         raise InputError(
@@ -98,11 +98,11 @@ def verify(bundle: Path, keys: Sequence[Path] = (), identity: Identity | None = 
     if identity is not None:
         return _verify_identity(bundle, signature, identity)
     signer = _signer(bundle, signature, keys)
-    if statement_path(bundle).is_file():
-        statement, _ = dsse.read_envelope(statement_path(bundle), [signer])
-        if statement != provenance:
+    if envelope_path(bundle).is_file():
+        signed, _ = dsse.read_envelope(envelope_path(bundle), [signer])
+        if signed != statement:
             raise CheckError(
-                f"{statement_path(bundle)}: expected the provenance that is in {bundle.name}, found another; sign again"
+                f"{envelope_path(bundle)}: expected the statement that is in {bundle.name}, found another; sign again"
             )
     return f"key {dsse.key_id(dsse.public_key(signer))[:12]} ({signer})"
 

@@ -6,21 +6,23 @@ For readers of the page alone: nothing of this is in a file that is hashed or lo
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import platform
 import re
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import lockstep
-from lockstep.artifacts import formats
-from lockstep.artifacts.files import read_json
-from lockstep.errors import LockstepError
-from lockstep.provenance.record import records
-from lockstep.provenance.slsa import now
+from lockstep.artifacts.statement import Statement
+from lockstep.errors import InputError, LockstepError
+from lockstep.provenance.statements import statements
 from lockstep.step.host_memory import total_bytes
 from lockstep.targets import Results
+
+EPOCH_VARIABLE = "SOURCE_DATE_EPOCH"
 
 
 @dataclass(frozen=True)
@@ -34,17 +36,17 @@ class About:
 
 
 def about(results: Results, models: Iterable[str]) -> About:
-    """Return this machine and the versions in the build records of the models."""
+    """Return this machine and the versions in the statements of the models."""
     backends: set[str] = set()
     packages: set[str] = set()
     for model in models:
-        for path in records(results.root / model):
-            # The target of a damaged record reports it.
-            with contextlib.suppress(LockstepError, OSError, LookupError, TypeError):
-                record = read_json(path, formats.BUILD)
-                if backend := record.get("backend"):
-                    backends.add(f"{backend['name']} {backend['version']}")
-                packages |= {f"{name} {version}" for name, version in record.get("environment", {}).items()}
+        for path in statements(results.root / model):
+            # The target of a damaged statement reports it.
+            with contextlib.suppress(LockstepError, OSError):
+                key = Statement.load(path).key
+                if key.backend:
+                    backends.add(f"{key.backend['name']} {key.backend['version']}")
+                packages |= {f"{name} {version}" for name, version in key.environment.items()}
     machine = [platform.machine(), f"{os.cpu_count()} CPUs", f"{total_bytes() / 1e9:.0f} GB", platform.system()]
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -54,3 +56,19 @@ def about(results: Results, models: Iterable[str]) -> About:
     programs = [f"Lockstep {lockstep.__version__}", f"Python {platform.python_version()}", *sorted(backends)]
     written = now().replace("T", " ").replace("Z", " UTC")
     return About(written, ", ".join(machine), ", ".join(programs), sorted(packages))
+
+
+def now() -> str:
+    """Return the time in UTC to the second, as RFC 3339.
+
+    It is that of SOURCE_DATE_EPOCH where it is set (https://reproducible-builds.org/specs/source-date-epoch).
+    """
+    text = os.environ.get(EPOCH_VARIABLE) or str(int(time.time()))
+    try:
+        if not (text.isascii() and text.isdecimal()):
+            raise ValueError
+        return datetime.datetime.fromtimestamp(int(text), datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    except (ValueError, OverflowError, OSError):
+        raise InputError(
+            f"{EPOCH_VARIABLE}: expected seconds since 1970 as a whole number, found {text[:40]!r}; correct or unset it"
+        ) from None

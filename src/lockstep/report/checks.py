@@ -1,6 +1,6 @@
 """The checks: how their results are read, and what the summary and the report show of each.
 
-A check has passed if its report exists with its build record, and the inputs in the record are those of now. It has
+A check has passed if its report exists with its statement, and the inputs in that are those of now. It has
 failed if there is the report of a failure, which the next pass removes. Otherwise it is "not run". A new check needs a
 row of `CHECKS`, and nothing else in this package.
 """
@@ -22,9 +22,10 @@ from lockstep.artifacts.reports import (
     ServedReport,
     ValidationReport,
 )
+from lockstep.artifacts.statement import statement_path
 from lockstep.artifacts.summary import SummaryRow
 from lockstep.errors import InputError
-from lockstep.manifests.manifest_files import failed_path, record_path
+from lockstep.manifests.manifest_files import failed_path
 from lockstep.report.jobs import changed_input
 from lockstep.report.verdict import FAIL, NOT_RUN
 from lockstep.stages import STAGES, Stage
@@ -116,8 +117,8 @@ class Check(Generic[AnyReport]):
                 return Checked(FAIL, str(message or f"see {failed}"), loaded(self.kind.load, failed))
             if not out.is_file():
                 return Checked(NOT_RUN, f"{out} is not there")
-            if not record_path(out).is_file():
-                return Checked(NOT_RUN, f"no record says how {out} was made")
+            if not statement_path(out).is_file():
+                return Checked(NOT_RUN, f"no statement says how {out} was made")
             report = self.kind.load(out)
             reads = self.stage.rule.reads(None, vars(target)).items()
             inputs = {name: results.root / pattern.format(**vars(target)) for name, pattern in reads}
@@ -129,7 +130,7 @@ class Check(Generic[AnyReport]):
             # Another job is just making it.
             return Checked(NOT_RUN, f"{error.filename} is not there")
         except (LookupError, TypeError, AttributeError):
-            return Checked(NOT_RUN, f"{out}: expected a report with its record, found other entries")
+            return Checked(NOT_RUN, f"{out}: expected a report, found other entries")
 
 
 def loaded(load: Callable[[Path], AnyDocument], path: Path) -> AnyDocument | None:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.artifacts import formats
 from lockstep.artifacts.files import read_json
+from lockstep.artifacts.statement import Statement, statement_path
 from lockstep.config.load import load
 from lockstep.errors import InputError
-from lockstep.manifests.manifest_files import failed_path, record_path
+from lockstep.manifests.manifest_files import failed_path
 from lockstep.report.verdict import FAIL, NOT_RUN
 from lockstep.stages import Job, jobs
 from lockstep.targets import Results, Target
@@ -47,10 +47,10 @@ def job_states(results: Results, targets: Sequence[Target], content: Callable[[P
 
 
 def changed_input(out: Path, inputs: Mapping[str, Path], content: Callable[[Path], str]) -> Path | None:
-    """Return an input that is another one than in the record of `out`; None where all are the same."""
-    recorded = read_json(record_path(out), formats.BUILD)["inputs"]
+    """Return an input that is another one than in the statement of `out`; None where all are the same."""
+    before = Statement.load(statement_path(out)).key.inputs
     for name, path in inputs.items():
-        if name in recorded and (not path.is_file() or content(path) != recorded[name]):
+        if name in before and (not path.is_file() or content(path) != before[name]):
             return path
     return None
 
@@ -60,8 +60,8 @@ def _state(job: Job, content: Callable[[Path], str]) -> str:
         return FAIL
     try:
         is_current = job.output.is_file() and changed_input(job.output, job.inputs, content) is None
-    except (InputError, FileNotFoundError, LookupError, TypeError, AttributeError):
-        return NOT_RUN  # no record, a damaged one, or another job is just making it
+    except (InputError, FileNotFoundError):
+        return NOT_RUN  # no statement, a damaged one, or another job is just making it
     return DONE if is_current else NOT_RUN
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.artifacts.engines import EngineFile
+from lockstep.artifacts.statement import statement_path
 from lockstep.artifacts.summary import Summary, SummaryRow
 from lockstep.manifests.manifest_files import failed_path
 from lockstep.provenance.cache.upkeep import bytes_text
@@ -184,7 +185,7 @@ def _files(results: Results, name: Target) -> list[tuple[str, Path]]:
         *reports,
         ("speed", results.speed(model, precision, layers, backend)),
         ("engines", engines),
-        ("provenance of the engines", engines.with_name("provenance.json")),
+        ("statement of the engines", statement_path(engines)),
         ("reproduction", results.reproduction(model, precision, layers, backend)),
         ("reference", results.reference_of(model, precision, layers)),
         ("quantization error", results.drift(model, precision, layers)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lockstep.artifacts.adapted import AdaptedReport
-from lockstep.artifacts.build_record import BuildKey
+from lockstep.artifacts.statement import BuildKey
 from lockstep.stages.stage import Job, Pinned, Stage, arguments
 
 

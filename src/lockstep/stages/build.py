@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import sha256_json
+from lockstep.artifacts.statement import BuildKey
 from lockstep.manifests.own_files import clear_unnamed
 from lockstep.stages.stage import Job, Pinned, Stage
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lockstep.artifacts.build_record import BuildKey
+from lockstep.artifacts.statement import BuildKey
 from lockstep.manifests.digest_cache import digest
 from lockstep.manifests.own_files import clear_unnamed
 from lockstep.stages.stage import Job, Pinned, Stage, digests

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.reports import GoldenReport
+from lockstep.artifacts.statement import BuildKey
 from lockstep.errors import CheckError
 from lockstep.stages.stage import Job, Pinned, Stage, arguments, tokens
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.reference import ReferenceManifest
+from lockstep.artifacts.statement import BuildKey
 from lockstep.stages.stage import Job, Pinned, Stage, tokens
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from lockstep.artifacts.build_record import BuildKey
+from lockstep.artifacts.statement import BuildKey
 from lockstep.manifests.manifest_files import named_files
 from lockstep.stages import params
 from lockstep.stages.rules import Names, Rule, rules
@@ -121,7 +121,7 @@ class Stage(abc.ABC):
         return params.options_of(self.rule.params, config, wildcards)
 
     def pin(self, manifest: Path, key: BuildKey) -> Pinned:
-        """Return what a lock holds of an artefact. key: of its record."""
+        """Return what a lock holds of an artefact. key: of its statement."""
         raise NotImplementedError  # asked of the stages alone that have their own (`is_pinned`)
 
     @abc.abstractmethod

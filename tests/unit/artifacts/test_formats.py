@@ -8,7 +8,6 @@ import pytest
 
 from lockstep.artifacts.adapters import AdaptersManifest, AdapterSources
 from lockstep.artifacts.assembly import BoundBlock, FileEntry, Layer, Uncut
-from lockstep.artifacts.build_record import BuildRecord
 from lockstep.artifacts.chat_template import ChatTemplate
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.document import JsonObject, reader
@@ -128,10 +127,3 @@ def test_a_document_has_the_entries_of_its_format(kind: type[JsonObject], value:
 @pytest.mark.parametrize(("kind", "value"), PARTS.values(), ids=PARTS)
 def test_a_part_of_an_assembly_has_the_entries_of_its_format(kind: type, value: dict[str, Any]) -> None:
     assert JsonObject.to_json(reader(kind)(value)) == value
-
-
-def test_a_build_record_has_the_digest_of_its_key() -> None:
-    key = {"stage": "build", "names": {"model": "m"}, "inputs": {}, "options": {"a": [1]}, "code": {}}
-    value = {"format": "lockstep.build/1", **key, "environment": {}, "outputs": {"a": SHA}}
-    record = BuildRecord.from_json(value)
-    assert record.to_json() == {**value, "key": record.key.sha256}

@@ -20,6 +20,7 @@ from recorded import recorded
 import lockstep
 from lockstep.artifacts.files import SEAL, dump_json, read_json, sha256_json, write_json
 from lockstep.artifacts.places import StoredFile, TensorPlace
+from lockstep.artifacts.statement import statement_path
 from lockstep.artifacts.weights import WeightsManifest
 from lockstep.bundle.archive import (
     MANIFEST,
@@ -35,7 +36,6 @@ from lockstep.bundle.archive import (
 from lockstep.bundle.opened import opened, point_into
 from lockstep.bundle.pack import pack
 from lockstep.errors import CheckError, InputError
-from lockstep.provenance.slsa import provenance_path
 from lockstep.runtime import Model, Tokenizer, generate
 from lockstep.targets import Results, Target
 
@@ -98,13 +98,10 @@ def test_what_it_says_is_what_the_target_says(inside: Path, apart: Path, results
     assert not list(scratch.iterdir()), "gone while the model still runs"
 
 
-def test_it_is_the_same_bytes_each_time(
-    results: Results, inside: Path, demo: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_the_same_bytes_each_time(results: Results, inside: Path, demo: Results, tmp_path: Path) -> None:
     os.utime(results.engines("demo-llama", "fp16", "onnxruntime"))
     results.weights("demo-llama", "fp16").chmod(0o600)
     assert pack(results, TARGET, LIMITS, tmp_path / "again.tar", with_weights=True).read_bytes() == inside.read_bytes()
-    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")  # provenance holds times, and nothing else does
     first, second = (
         pack(recorded(demo, tmp_path / name / "results"), TARGET, LIMITS, tmp_path / f"{name}.tar")
         for name in ("first", "deeper/second")
@@ -118,7 +115,7 @@ def test_any_tar_reads_it_and_it_holds_no_place(inside: Path, results: Results, 
         tar.extractall(tmp_path, filter="data")
     names = [member.name for member in members]
     assert names == [MANIFEST, *sorted(names[1:])] and {
-        "engines/provenance.json",
+        "engines/engines.statement.json",
         "graphs/tokenizer.json",
         "weights/model.safetensors",
     } < set(names)
@@ -372,12 +369,11 @@ def test_what_is_not_as_it_was_recorded_is_not_packed(demo: Results, tmp_path: P
         write_json(path, {**read_json(path), "backend_version": "0"})
 
     def forget(path: Path) -> None:
-        provenance_path(path).unlink()
+        statement_path(path).unlink()
 
     assert "engines/middle.onnx: expected" in line(damage) and "middle.onnx: expected a file" in line(lose)
-    assert ("expected a manifest with the record of how it was made") in line(
-        replace
-    ) and "expected the provenance" in line(forget)
+    for damage_of_a_statement in (replace, forget):
+        assert "expected a manifest and the statement of how it was made" in line(damage_of_a_statement)
 
 
 INTERRUPTED = """

@@ -148,7 +148,7 @@ def test_verify_fails_with_its_document(project: Path, capsys: pytest.CaptureFix
     found, code = told(capsys, "verify")
     (finding,) = found["findings"]
     assert code == 1 and found["same"] == 0 and found["locks"] == []
-    assert finding == {"status": "unknown", "name": "config.json", "reason": "no record names it"}
+    assert finding == {"status": "unknown", "name": "config.json", "reason": "no statement names it"}
 
 
 def test_diff(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -21,8 +20,7 @@ from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.provenance import run as stage
 from lockstep.provenance.cache.store import Cache, cache_folder
 from lockstep.provenance.cache.upkeep import IN_THE_MAKING, bytes_text, prune, scan, verify
-from lockstep.provenance.record import read_record
-from lockstep.provenance.slsa import provenance_path, wrong_provenance
+from lockstep.provenance.statements import read_statement
 from lockstep.stages import Job
 from lockstep.targets import Results
 
@@ -36,8 +34,8 @@ def test_what_one_made_another_takes_with_the_same_bytes(tmp_path: Path, cache: 
     assert (
         f"cache: convert m/fp32 is taken from {cache.folder}, build key {key[:12]}: nothing was computed\n"
     ) == capsys.readouterr().err
-    assert contents(tmp_path / "one" / "fp32") == contents(tmp_path / "other" / "fp32"), "the record too"
-    assert read_record(out).key.sha256 == key
+    assert contents(tmp_path / "one" / "fp32") == contents(tmp_path / "other" / "fp32"), "the statement too"
+    assert read_statement(out).key.sha256 == key
     assert verify(cache) == [] and not scan(cache).temporary
 
 
@@ -109,35 +107,6 @@ def test_an_engine_set_takes_the_place_of_an_earlier_one(demo: Results, tmp_path
     assert contents(tmp_path / "one") == contents(tmp_path / "other")
 
 
-def test_an_engine_set_that_is_taken_says_who_built_it_and_when(
-    demo: Results, tmp_path: Path, cache: Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def build(folder: Path, make=None) -> dict:
-        step = Job(
-            "build",
-            {"model": "m", "precision": "fp16", "backend": "onnxruntime"},
-            {"assembly": assembly},
-            {},
-            folder / "engines.json",
-        )
-        stage.run(step, make or (lambda: backends.build(assembly, "onnxruntime", step.output)), cache=str(cache.folder))
-        assert wrong_provenance(provenance_path(step.output)) is None
-        return json.loads(provenance_path(step.output).read_bytes())["predicate"]["runDetails"]["metadata"]
-
-    assembly = graphs(demo, tmp_path)
-    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1000")
-    built = build(tmp_path / "one")
-    monkeypatch.setenv("SOURCE_DATE_EPOCH", "2000")
-    assert build(tmp_path / "other", never) == built and built["startedOn"] == "1970-01-01T00:16:40Z"
-    (entry,) = cache.entries.iterdir()
-    value = read_json(entry)
-    del value["outputs"]["provenance.json"]
-    write_json(entry, value)
-    assert build(tmp_path / "third")["startedOn"] == "1970-01-01T00:33:20Z", (
-        "an entry that does not say it is not taken"
-    )
-
-
 def test_what_changed_while_it_was_made_is_not_kept(tmp_path: Path, cache: Cache, capsys) -> None:
     manifest = checkpoint(tmp_path)
     out = tmp_path / "fp32" / "weights.json"
@@ -195,8 +164,8 @@ def filled(tmp_path: Path, cache: Cache) -> Cache:
     """Three entries, put and used last 3, 2 and 1 days ago, of 0.2, 0.4 and 0.6 MB."""
     for number in (1, 2, 3):
         convert(checkpoint(tmp_path / str(number), number, number / 10), tmp_path / str(number) / "fp32", cache.folder)
-        record = read_record(tmp_path / str(number) / "fp32" / "weights.json")
-        for path in (*map(cache.blob_path, record.outputs.values()), cache.entry_path(record.key.sha256)):
+        statement = read_statement(tmp_path / str(number) / "fp32" / "weights.json")
+        for path in (*map(cache.blob_path, statement.outputs.values()), cache.entry_path(statement.key.sha256)):
             age(path, (4 - number) * 86400)
     return cache
 

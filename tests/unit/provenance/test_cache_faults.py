@@ -12,12 +12,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from shared_cache import MB, checkpoint, contents, convert, never, run, start
 
-from lockstep.artifacts.files import write_json
+from lockstep.artifacts.files import dump_json, sha256_json
+from lockstep.artifacts.statement import DIGEST, Statement
 from lockstep.provenance.cache.store import Cache
 from lockstep.provenance.cache.upkeep import IN_THE_MAKING, prune, scan, verify
 from some import some
@@ -103,7 +105,7 @@ def test_killed_while_it_takes(tmp_path: Path, cache: Cache) -> None:
     process.kill()
     process.communicate()
     assert not (out / "weights.json").exists(), "the earlier manifest would describe the new weights wrongly"
-    assert not (out / "weights.build.json").exists()
+    assert not (out / "weights.statement.json").exists()
     convert(manifest, out, cache.folder, make=never)
     left = {name: data for name, data in contents(out).items() if not name.endswith(".tmp")}
     assert left == undisturbed and not any(out.glob(".weights.safetensors.*.tmp")) and verify(cache) == []
@@ -137,31 +139,32 @@ def a_flipped_byte(path: Path) -> None:
     path.write_bytes(data)
 
 
-def sealed(**changes) -> Callable[[Path], None]:
+def edited(change: Callable[[dict], None]) -> Callable[[Path], None]:
     """An entry that was written by the rules, with other content."""
 
     def damage(path: Path) -> None:
-        write_json(path, {**json.loads(path.read_text()), **changes})
+        value = json.loads(path.read_text())
+        del value["predicate"][DIGEST]
+        change(value)
+        value["predicate"][DIGEST] = sha256_json(value)
+        path.write_text(dump_json(value))
 
     return damage
 
 
-def names_a_file_outside(path: Path) -> None:
-    value = json.loads(path.read_text())
-    value["outputs"]["../outside.json"] = value["outputs"]["weights.json"]
-    write_json(path, value)
+def names_a_file_outside(value: dict) -> None:
+    value["subject"].insert(0, {**value["subject"][0], "name": "../outside.json"})
 
 
 def is_made_of_others(path: Path) -> None:
-    value = json.loads(path.read_text())
-    value["options"] = {"other": 1}
-    write_json(path, value)
+    statement = Statement.load(path)
+    replace(statement, key=replace(statement.key, options={"other": 1})).save(path)
 
 
 def lacks_a_file(path: Path) -> None:
-    value = json.loads(path.read_text())
-    del value["outputs"]["weights.safetensors"]
-    write_json(path, value)
+    statement = Statement.load(path)
+    outputs = {name: sha256 for name, sha256 in statement.outputs.items() if name != "weights.safetensors"}
+    replace(statement, outputs=outputs).save(path)
 
 
 ANY = {
@@ -177,13 +180,13 @@ ANY = {
 ENTRY = {
     "no mapping": lambda path: path.write_text("[1, 2]"),
     "deep": lambda path: path.write_text("[" * 200_000),
-    "not a number": lambda path: path.write_text('{"format": "lockstep.build/1", "sealed_sha256": "", "outputs": NaN}'),
-    "another format": sealed(format="lockstep.cache/1"),
+    "not a number": lambda path: path.write_text('{"predicate": NaN}'),
+    "of Lockstep 0.2": lambda path: path.write_text('{"format": "lockstep.build/1", "outputs": {}}'),
     "another key": is_made_of_others,
-    "half a key": sealed(names={}),
-    "no files": sealed(outputs={}),
-    "files of another kind": sealed(outputs=[1]),
-    "a file outside": names_a_file_outside,
+    "half a key": edited(lambda value: value["predicate"]["buildDefinition"]["externalParameters"].pop("names")),
+    "no files": edited(lambda value: value["subject"].clear()),
+    "files of another kind": edited(lambda value: value.update(subject=[1])),
+    "a file outside": edited(names_a_file_outside),
     "a file too few": lacks_a_file,
 }  # fmt: skip
 # Of what stays in the way no new file can take the place.

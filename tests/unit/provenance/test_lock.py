@@ -1,4 +1,4 @@
-"""Records, locks, differences: on results of the demo that the stages made in this process."""
+"""Statements, locks, differences: on results of the demo that the stages made in this process."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from demo_model import CONFIG, DEMO
 from reports import golden
 
 from lockstep import backends, weights
-from lockstep.artifacts.build_record import BuildKey
 from lockstep.artifacts.files import read_json, write_json
 from lockstep.artifacts.reports import GoldenReport
+from lockstep.artifacts.statement import BuildKey, statement_path
 from lockstep.backends import identity
 from lockstep.checkpoint import resolve
 from lockstep.errors import CheckError, InputError
-from lockstep.manifests.manifest_files import failed_path
+from lockstep.manifests.manifest_files import content, failed_path
 from lockstep.provenance import code_identity, diff, explain
 from lockstep.provenance import run as stage
 from lockstep.provenance.lock import Lock, is_absent
 from lockstep.provenance.lock import diff as lock_diff
 from lockstep.provenance.lock_update import is_looser
-from lockstep.provenance.record import build_key, content, read_record, record_path
+from lockstep.provenance.statements import build_key, read_statement
 from lockstep.provenance.verify import verify
 from lockstep.stages import STAGES, Job, jobs
 from lockstep.targets import Results, Target
@@ -38,7 +38,7 @@ NAMES = {"model": "demo-llama", "precision": "fp16", "layers": "all", "backend":
 
 @pytest.fixture(scope="module")
 def built(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Checkpoint, weights and engines of the demo in fp16, recorded; the graphs are those of `demo`."""
+    """Checkpoint, weights and engines of the demo in fp16, with statements; the graphs are those of `demo`."""
     results = Results(tmp_path_factory.mktemp("built") / "results")
     shutil.copytree(demo.assembly("demo-llama", "fp16").parent, results.assembly("demo-llama", "fp16").parent)
     run(results, "resolve", lambda: resolve("resources/demo-llama", DEMO, results.checkpoint("demo-llama")))
@@ -77,30 +77,30 @@ def copy(built: Results, tmp_path: Path) -> Results:
 
 
 def run(results: Results, name: str, make) -> None:
-    # The manifest of the graphs is read from architecture.json, which this tree has not: its record is made without
+    # The manifest of the graphs is read from architecture.json, which this tree has not: its statement is made without
     # inputs.
     made = STAGES[name].job(CONFIG, results.root, NAMES)
     stage.run(made if name != "export" else type(made)(made.stage, made.names, {}, {}, made.output), make)
 
 
-def test_a_record_says_what_an_engine_set_was_made_of(built: Results) -> None:
-    record = read_record(built.engines("demo-llama", "fp16", "onnxruntime"))
-    key = record.key
+def test_a_statement_says_what_an_engine_set_was_made_of(built: Results) -> None:
+    statement = read_statement(built.engines("demo-llama", "fp16", "onnxruntime"))
+    key = statement.key
     assert key.inputs == {"assembly": content(built.assembly("demo-llama", "fp16"))}
     assert "backends/onnxruntime" in key.code and "export" not in key.code
     assert key.environment["onnxruntime"] == key.backend["version"] == code_identity.read_pins()["onnxruntime"]
     assert key.backend["device"]["architecture"]
-    assert set(record.outputs) == {
+    assert set(statement.outputs) == {
         path.name for path in built.engines("demo-llama", "fp16", "onnxruntime").parent.iterdir()
-    } - {"engines.build.json", "provenance.json"}
-    assert str(built.root.parent) not in json.dumps(record.to_json())
+    } - {"engines.statement.json"}
+    assert str(built.root.parent) not in json.dumps(statement.to_json())
 
 
-def test_a_record_lists_no_file_of_another_folder(built: Results, copy: Results) -> None:
+def test_a_statement_lists_no_file_of_another_folder(built: Results, copy: Results) -> None:
     """Weights in the checkpoint's own precision stay where they are, which may be elsewhere on another machine."""
-    records = [read_record(results.weights("demo-llama", "fp16")) for results in (built, copy)]
-    assert set(records[0].outputs) == {"weights.json"}
-    assert "model.safetensors" not in json.dumps([record.outputs for record in records])
+    statements = [read_statement(results.weights("demo-llama", "fp16")) for results in (built, copy)]
+    assert set(statements[0].outputs) == {"weights.json"}
+    assert "model.safetensors" not in json.dumps([statement.outputs for statement in statements])
 
 
 def test_weights_are_no_part_of_an_engines_key(built: Results) -> None:
@@ -154,8 +154,7 @@ FILES = (
     "demo-llama/fp16/graphs/tokenizer.json",
     "demo-llama/fp16/engines/onnxruntime/engines.json",
     "demo-llama/fp16/engines/onnxruntime/middle.onnx",
-    "demo-llama/fp16/engines/onnxruntime/engines.build.json",
-    "demo-llama/fp16/engines/onnxruntime/provenance.json",
+    "demo-llama/fp16/engines/onnxruntime/engines.statement.json",
 )
 
 
@@ -168,7 +167,7 @@ def test_a_flipped_byte_is_named(copy: Results, name: str) -> None:
     wrong = [finding for finding in verify(copy.root) if finding.status != "same"]
     assert ("different", name) in [(finding.status, finding.name) for finding in wrong]
     assert all(finding.name == name or finding.status == "unknown" for finding in wrong), (
-        "the files of a damaged record are not known"
+        "the files of a damaged statement are not known"
     )
 
 
@@ -183,18 +182,18 @@ def test_a_lost_file_is_missing_and_a_foreign_one_unknown(copy: Results) -> None
     }
 
 
-def test_another_manifest_behind_the_records_back(copy: Results) -> None:
+def test_another_manifest_behind_the_statements_back(copy: Results) -> None:
     path = copy.engines("demo-llama", "fp16", "onnxruntime")
     write_json(path, {**read_json(path), "backend_version": "0.0"})
-    assert read_record(path) is None
+    assert read_statement(path) is None
     assert "different" in {finding.status for finding in verify(copy.root)}
 
 
-def test_a_record_with_another_key_is_refused(copy: Results) -> None:
-    path = record_path(copy.engines("demo-llama", "fp16", "onnxruntime"))
-    write_json(path, {**read_json(path), "environment": {"onnxruntime": "9.9"}})
-    with pytest.raises(CheckError, match="expected the key of what it lists"):
-        read_record(copy.engines("demo-llama", "fp16", "onnxruntime"))
+def test_a_statement_that_was_edited_is_refused(copy: Results) -> None:
+    path = statement_path(copy.engines("demo-llama", "fp16", "onnxruntime"))
+    path.write_text(path.read_text().replace("pkg:pypi/onnxruntime@", "pkg:pypi/onnxruntime@9."))
+    with pytest.raises(InputError, match="expected the digest of what the statement says"):
+        read_statement(copy.engines("demo-llama", "fp16", "onnxruntime"))
 
 
 ENDED = """
@@ -215,7 +214,7 @@ with guard():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_stage_that_is_ended_before_its_record_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_stage_that_is_ended_before_its_statement_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", ENDED, str(tmp_path / "config.json")],
         stdout=subprocess.PIPE,
@@ -228,17 +227,17 @@ def test_a_stage_that_is_ended_before_its_record_leaves_nothing(tmp_path: Path, 
     assert not list(tmp_path.iterdir())
 
 
-def test_a_manifest_without_its_record_is_not_read(copy: Results) -> None:
+def test_a_manifest_without_its_statement_is_not_read(copy: Results) -> None:
     """As `kill -9` between the two leaves it: nothing says that it is whole, and of what."""
-    record_path(copy.assembly("demo-llama", "fp16")).unlink()
+    statement_path(copy.assembly("demo-llama", "fp16")).unlink()
     made = STAGES["build"].job(CONFIG, copy.root, NAMES)
     before = read_json(made.output)
     with pytest.raises(
         InputError,
-        match=r"assembly.json: expected its record assembly.build.json in the same folder, found none: .*; make it",
+        match=r"assembly.json: expected its statement assembly.statement.json in .*, found none: .*; make it",
     ):
         stage.run(made, lambda: pytest.fail("it was read"))
-    assert read_json(made.output) == before and read_record(made.output)
+    assert read_json(made.output) == before and read_statement(made.output)
 
 
 TARGET = Target("demo-llama", "fp16", "all", "onnxruntime")
@@ -251,7 +250,7 @@ def failing(results: Results, error: BaseException) -> dict | None:
     stage.run(made, lambda: golden(TARGET).save(out))
     with pytest.raises(type(error)):
         stage.run(made, lambda: (_ for _ in ()).throw(error))
-    assert read_record(out), "what passed before is what it was"
+    assert read_statement(out), "what passed before is what it was"
     return read_json(failed_path(out)) if failed_path(out).exists() else None
 
 
@@ -276,9 +275,9 @@ def test_a_check_leaves_its_own_report_where_it_has_one(tmp_path: Path) -> None:
     assert (left.result, left.failure) == ("fail", "off") and not out.exists()
 
 
-def test_engines_without_a_record_are_not_gone_on_with(copy: Results) -> None:
+def test_engines_without_a_statement_are_not_gone_on_with(copy: Results) -> None:
     made = STAGES["build"].job(CONFIG, copy.root, NAMES)
-    record_path(made.output).unlink()
+    statement_path(made.output).unlink()
     stage.run(made, lambda: [pytest.fail("they were there") if made.output.exists() else STAGES["build"].run(made)])
     assert {finding.status for finding in verify(copy.root)} == {"same"}
 
@@ -334,7 +333,7 @@ def with_instruction_sets(key: BuildKey, *isa: str) -> BuildKey:
 def test_engines_of_the_cpu_have_one_place_whatever_its_instruction_sets(built: Results) -> None:
     """Their bytes are held by test_same_bytes.py, and by the runs of CI on other CPUs."""
     manifest = built.engines("demo-llama", "fp16", "onnxruntime")
-    key = read_record(manifest).key
+    key = read_statement(manifest).key
     for other in (key, with_instruction_sets(key, "avx2"), with_instruction_sets(key, "avx2", "avx512f")):
         where, _ = STAGES["build"].pin(manifest, other)
         assert where == ("engines", "fp16", "onnxruntime", key.backend["device"]["architecture"])
@@ -342,7 +341,7 @@ def test_engines_of_the_cpu_have_one_place_whatever_its_instruction_sets(built: 
 
 def test_engines_of_a_backend_that_is_not_portable_have_a_place_for_each_device(built: Results) -> None:
     manifest = built.engines("demo-llama", "fp16", "onnxruntime")
-    key = read_record(manifest).key
+    key = read_statement(manifest).key
     key = dataclasses.replace(key, backend={**key.backend, "portable": False})
     places = {STAGES["build"].pin(manifest, with_instruction_sets(key, *isa))[0] for isa in ((), ("avx2",))}
     assert len(places) == 2

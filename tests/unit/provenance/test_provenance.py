@@ -1,4 +1,4 @@
-"""Provenance: the published fields of in-toto and SLSA, what it names, its times, and what verify says of it."""
+"""Statements: the published fields of in-toto and SLSA, what they name, and what verify says of those of before."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from demo_model import CONFIG, DEMO
 from packageurl import PackageURL
 
 from lockstep.artifacts.files import read_json, sha256_file, write_json
+from lockstep.artifacts.statement import Statement, statement_path
 from lockstep.checkpoint import resolve_architecture
 from lockstep.config.sources import REPOSITORY
 from lockstep.errors import InputError
 from lockstep.provenance import code_identity
 from lockstep.provenance import run as stage
-from lockstep.provenance.record import record_path
-from lockstep.provenance.slsa import now, provenance_path
 from lockstep.provenance.verify import verify
+from lockstep.report.about import now
 from lockstep.stages import STAGES
 from lockstep.targets import Results
 
 NAMES = {"model": "demo-llama", "precision": "fp16", "backend": "onnxruntime"}
-NAME = "demo-llama/fp16/engines/onnxruntime/provenance.json"
 
 # What is published. Statement, descriptor: github.com/in-toto/attestation/blob/main/spec/v1/statement.md and
 # resource_descriptor.md (of a descriptor at least one of uri, digest, content; of a subject the digest). Predicate:
@@ -101,7 +100,7 @@ SCHEMA = {
 def build(results: Results) -> Path:
     made = STAGES["build"].job(CONFIG, results.root, NAMES)
     stage.run(made)
-    return provenance_path(made.output)
+    return statement_path(made.output)
 
 
 @pytest.fixture
@@ -163,21 +162,21 @@ def test_a_build_that_fails_after_it_wrote_leaves_none(results: Results) -> None
     assert not list(path.parent.glob("*.json"))
 
 
-def test_a_record_of_other_options_goes_with_the_job_that_failed(results: Results) -> None:
+def test_a_statement_of_other_options_goes_with_the_job_that_failed(results: Results) -> None:
     """As Snakemake leaves the engines of before, which it takes for those of the job."""
     build(results)
     job = STAGES["build"].job(CONFIG, results.root, NAMES)
     stage.forget_other(job)
-    assert record_path(job.output).is_file(), "the same is what would be made again"
+    assert statement_path(job.output).is_file(), "the same is what would be made again"
     stage.forget_other(replace(job, options={"options": {"optimization_level": 1}}))
-    assert job.output.is_file() and not record_path(job.output).is_file()
+    assert job.output.is_file() and not statement_path(job.output).is_file()
 
 
 def test_a_checkpoint_whose_fetching_failed_is_not_resolved(results: Results) -> None:
-    """Its manifest is of an earlier source: nothing records it."""
+    """Its manifest is of an earlier source: no statement is of it."""
     source = results.source(NAMES["model"])
     write_json(source, {"format": "lockstep.source/1"})
-    with pytest.raises(InputError, match=r"source\.json: expected its record"):
+    with pytest.raises(InputError, match=r"source\.json: expected its statement"):
         stage.run(replace(STAGES["resolve"].job(CONFIG, results.root, NAMES), inputs={"fetched": source}))
 
 
@@ -200,8 +199,10 @@ def test_it_names_what_came_out_and_all_that_went_in(results: Results) -> None:
     assert dependencies["checkpoint/config.json"]["digest"]["sha256"] == sha256_file(DEMO / "config.json")
     assert "checkpoint/model.safetensors" not in dependencies, "engines hold no weights"
     assert dependencies["onnxruntime"]["uri"] == f"pkg:pypi/onnxruntime@{code_identity.read_pins()['onnxruntime']}"
-    assert definition["externalParameters"] == {**NAMES, "options": read_json(engines / "engines.json")["options"]}
-    assert definition["internalParameters"]["buildKey"] == read_json(record_path(engines / "engines.json"))["key"]
+    names = {"precision": "fp16", "backend": "onnxruntime"}
+    options = STAGES["build"].options(CONFIG, NAMES)
+    assert definition["externalParameters"] == {"stage": "build", "names": names, "options": options}
+    assert definition["internalParameters"]["buildKey"] == Statement.load(path).key.sha256
     code = {item["name"]: item["digest"]["sha256"] for item in details["builder"]["builderDependencies"]}
     assert (
         code["lockstep/backends/onnxruntime"]
@@ -224,18 +225,23 @@ def test_a_model_of_the_hub_is_named_at_its_commit(results: Results) -> None:
     )
 
 
-def test_times_stand_only_there_and_are_those_of_the_source_if_it_says_so(
-    results: Results, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_builds_make_the_same_statements_which_hold_no_time(results: Results) -> None:
     first = build(results)
-    others = {path: path.read_bytes() for path in first.parent.iterdir() if path != first}
-    assert not any(re.search(rb"20\d\d-\d\d-\d\dT", data) for path, data in others.items() if path.suffix == ".json")
-    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
-    metadata = json.loads(build(results).read_text())["predicate"]["runDetails"]["metadata"]
-    assert metadata == {"startedOn": "2023-11-14T22:13:20Z", "finishedOn": "2023-11-14T22:13:20Z"}
     data = first.read_bytes()
+    first.unlink()
     assert build(results).read_bytes() == data
-    assert {path: path.read_bytes() for path in others} == others
+    assert not any(re.search(rb"20\d\d-\d\d-\d\dT", path.read_bytes()) for path in first.parent.glob("*.json"))
+
+
+def test_what_a_release_before_left_is_named_and_goes_with_the_next_build(results: Results) -> None:
+    path = build(results)
+    old = [path.with_name(name) for name in ("engines.build.json", "provenance.json")]
+    for file in old:
+        file.write_text("{}")
+    wrong = [str(finding) for finding in verify(results.root) if finding.status != "same"]
+    assert len(wrong) == 2 and all("of Lockstep 0.2: `lockstep run` makes a statement" in line for line in wrong)
+    build(results)
+    assert not any(file.exists() for file in old) and {finding.status for finding in verify(results.root)} == {"same"}
 
 
 @pytest.mark.parametrize("text", ["yesterday", "-1", "1.5", "9" * 30, "١"])
@@ -243,25 +249,3 @@ def test_a_time_of_the_source_that_is_none_is_refused(text: str, monkeypatch: py
     monkeypatch.setenv("SOURCE_DATE_EPOCH", text)
     with pytest.raises(InputError, match="SOURCE_DATE_EPOCH: expected seconds since 1970 as a whole number, found"):
         now()
-
-
-def test_verify_says_whether_it_is_that_of_the_engines(results: Results) -> None:
-    path = build(results)
-    of_it = lambda: [(finding.status, finding.reason) for finding in verify(results.root) if finding.name == NAME]
-    assert of_it() == [("same", "")]
-    data = path.read_bytes()
-    path.write_bytes(data.replace(b"startedOn", b"startedAt"))
-    assert of_it() == [("different", "the file is damaged; `lockstep stage build` makes it again")]
-    path.write_bytes(b"[]")
-    assert of_it()[0][0] == "different"
-    path.write_bytes(data)
-    engines = path.with_name("engines.json")
-    write_json(engines, {**read_json(engines), "backend_version": "0.0"})
-    assert of_it() == [
-        ("different", "it is of another engine set: engines.json differs; `lockstep stage build` makes it again")
-    ]
-    build(results)
-    path.unlink()
-    assert of_it() == [("missing", "`lockstep stage build` makes it again")]
-    build(results)
-    assert of_it() == [("same", "")]

@@ -84,7 +84,7 @@ def server() -> Iterator[Registry]:
 @pytest.fixture
 def bundle(tmp_path: Path) -> Path:
     about = About(BundledTarget("m", "fp32", "all", "onnxruntime"), BundledLimits(1, 8, 8, 8), "apart")
-    files = [Entry.of_bytes("engines/a.onnx", b"engine"), Entry.of_bytes("engines/provenance.json", b"{}")]
+    files = [Entry.of_bytes("engines/a.onnx", b"engine"), Entry.of_bytes("engines/engines.statement.json", b"{}")]
     (tmp_path / "from").mkdir()
     return write_archive(tmp_path / "from" / "b.tar", about, files)
 

@@ -23,12 +23,12 @@ from recorded import recorded
 
 import registry
 from lockstep.artifacts.files import sha256_file
+from lockstep.artifacts.statement import libraries
 from lockstep.bundle.archive import read_archive
 from lockstep.bundle.opened import opened
 from lockstep.bundle.pack import pack
 from lockstep.cli.main import main
 from lockstep.errors import CheckError, InputError, LockstepError
-from lockstep.provenance import slsa
 from lockstep.provenance.lock import Lock
 from lockstep.provenance.reproduce import LockComparison
 from lockstep.publish import artifact, rebuilds, sbom, signature
@@ -66,7 +66,7 @@ def signed(results: Results, keys: Callable, tmp_path_factory: pytest.TempPathFa
     bundle = pack(results, TARGET, LIMITS, tmp_path_factory.mktemp("signed") / "demo.tar", with_weights=True)
     assert signature.sign(bundle, keys("signer")[0]) == [
         bundle.with_name("demo.tar.sig"),
-        bundle.with_name("demo.tar.provenance.json"),
+        bundle.with_name("demo.tar.statement.json"),
     ]
     return bundle
 
@@ -116,7 +116,7 @@ def test_a_signature_is_of_the_key_and_of_each_byte(signed: Path, keys: Callable
     flip_member(bundle, "graphs/tokenizer.json")
     line = refused(lambda: signature.verify(bundle, [public]), InputError)
     assert line.startswith(f"{bundle}: graphs/tokenizer.json: expected sha256 ")
-    for name in ("demo.tar.sig", "demo.tar.provenance.json"):
+    for name in ("demo.tar.sig", "demo.tar.statement.json"):
         bundle = copied(signed, tmp_path)
         envelope = json.loads((tmp_path / name).read_text())
         text = (envelope.get("dsseEnvelope") or envelope)["payload"]
@@ -167,14 +167,14 @@ def test_a_bundle_is_pushed_and_pulled_to_the_same_bytes(
     assert {"bundle.json", "graphs/tokenizer.json", "demo.tar.sig"} <= set(first.uploaded)
     again = artifact.push(signed, replace(place, tag="2"))
     assert again.digest == first.digest
-    assert set(again.uploaded) <= {"demo.tar.sig", "demo.tar.provenance.json"}, "the registry has the layers"
+    assert set(again.uploaded) <= {"demo.tar.sig", "demo.tar.statement.json"}, "the registry has the layers"
     out = tmp_path / "out.tar"
     assert artifact.pull(place, out) == first.digest
     assert sha256_file(out) == sha256_file(signed)
     assert str(keys("signer")[1]) in signature.verify(out, [keys("signer")[1]])
     with opened(out) as found:
         assert found.target == TARGET
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.tar", "out.tar.provenance.json", "out.tar.sig"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.tar", "out.tar.sig", "out.tar.statement.json"]
 
 
 def test_models_share_the_layers_of_their_files(results: Results, server: registry.Registry, tmp_path: Path) -> None:
@@ -314,7 +314,7 @@ def test_each_file_names_the_libraries_of_its_stage(demo: Results, tmp_path: Pat
 
 def test_the_builder_of_an_engine_is_among_its_libraries() -> None:
     key = SimpleNamespace(environment={"numpy": "2.0"}, backend={"name": "tensorrt_rtx", "version": "1.3"})
-    assert ("tensorrt_rtx", "1.3", "pkg:generic/tensorrt_rtx@1.3") in set(slsa.libraries(key))
+    assert ("tensorrt_rtx", "1.3", "pkg:generic/tensorrt_rtx@1.3") in set(libraries(key))
 
 
 def test_a_library_of_another_version_has_no_digest() -> None:

@@ -17,8 +17,9 @@ from browser import Browser, find
 from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.files import write_json
 from lockstep.artifacts.reports import FAIL, GoldenPrompt, Report, TokenDifference
+from lockstep.artifacts.statement import BuildKey, Statement, statement_path
 from lockstep.artifacts.summary import Summary
-from lockstep.manifests.manifest_files import failed_path, record_path
+from lockstep.manifests.manifest_files import failed_path
 from lockstep.report import summary
 from lockstep.report.about import about
 from lockstep.report.charts import _ticks
@@ -71,7 +72,7 @@ def checked(out: Path, report: Report, failure: str | None = None) -> None:
         replace(report, result=FAIL, failure=failure).save(failed_path(out))
         return
     report.save(out)
-    write_json(record_path(out), {"format": "lockstep.build/1", "inputs": {}})
+    Statement(BuildKey("golden", {}, {}, {}, {}, {}), {}).save(statement_path(out))
 
 
 def fill(results: Results, target: Target, *prompts: GoldenPrompt, failure: str | None = None) -> None:
@@ -174,15 +175,15 @@ def test_the_first_page_opens_with_name_verdict_date_machine_and_versions(
     assert page.tags.index("h1") < page.tags.index("table") < page.tags.index("details")
 
 
-def test_versions_are_those_that_the_records_name(results: Results) -> None:
+def test_versions_are_those_that_the_statements_name(results: Results) -> None:
     for layers, version in ((2, "4.1"), ("all", "4.2")):
-        record = record_path(results.validation("m", "fp16", layers))
-        made = {"backend": {"name": "onnxruntime", "version": "1.31"}, "environment": {"transformers": version}}
-        write_json(record, {"format": "lockstep.build/1", "inputs": {}, **made})
+        path = statement_path(results.validation("m", "fp16", layers))
+        backend = {"name": "onnxruntime", "version": "1.31", "device": {}}
+        Statement(BuildKey("golden", {}, {}, {}, {}, {"transformers": version}, backend), {}).save(path)
     found = about(results, ["m"])
     assert found.programs.endswith(", onnxruntime 1.31")
     assert found.packages == ["transformers 4.1", "transformers 4.2"]
-    record.write_text("{")
+    path.write_text("{")
     assert about(results, ["m"]).packages == ["transformers 4.1"], "one that is damaged is left out"
 
 

@@ -16,9 +16,10 @@ from lockstep.artifacts.drift import Drift
 from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import write_json
 from lockstep.artifacts.reports import QualityReport, Report, TokenDifference
+from lockstep.artifacts.statement import BuildKey, Statement, statement_path
 from lockstep.artifacts.summary import Reproduction, Summary
 from lockstep.errors import CheckError
-from lockstep.manifests.manifest_files import content, record_path
+from lockstep.manifests.manifest_files import content
 from lockstep.report import renew, summary
 from lockstep.stages import STAGES, Job
 from lockstep.targets import Results, Target
@@ -28,12 +29,10 @@ TARGETS = [Target("m", "fp16", 2, "onnxruntime"), Target("m", "fp16", "all", "on
 
 
 def recorded(out: Path, report: Report, **inputs: Path) -> None:
-    """A check's report, and what of its record the summary looks at."""
+    """A check's report, and what of its statement the summary looks at."""
     report.save(out)
-    write_json(
-        record_path(out),
-        {"format": "lockstep.build/1", "inputs": {name: content(path) for name, path in inputs.items()}},
-    )
+    digests = {name: content(path) for name, path in inputs.items()}
+    Statement(BuildKey("golden", {}, digests, {}, {}, {}), {}).save(statement_path(out))
 
 
 @pytest.fixture
@@ -204,10 +203,10 @@ def test_a_validation_that_failed_is_a_reason_though_the_golden_check_passed(
 def test_what_has_not_run_is_not_run(results: Results, capsys: pytest.CaptureFixture) -> None:
     first, second = (results.golden("m", "fp16", layers, "onnxruntime") for layers in (2, "all"))
     first.unlink()
-    record_path(second).unlink()
+    statement_path(second).unlink()
     assert [line.partition(": golden not run: ")[2] for line in lines(results, capsys)[1:] if "golden" in line] == [
         f"{first} is not there",
-        f"no record says how {second} was made",
+        f"no statement says how {second} was made",
     ]
     assert [row.golden for row in summary.collect(results, TARGETS).targets] == ["not run"] * 2
 
@@ -237,7 +236,7 @@ def test_nothing_at_all_is_a_table_too(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize("damage", [b"", b"[]", b'{"format": "lockstep.golden/3"}', b"[" * 100_000])
 def test_a_damaged_report_is_a_reason(results: Results, capsys: pytest.CaptureFixture, damage: bytes) -> None:
-    for name in ("all.json", "all.build.json", "all.speed.json"):
+    for name in ("all.json", "all.statement.json", "all.speed.json"):
         path = results.golden("m", "fp16", "all", "onnxruntime").with_name(name)
         data = path.read_bytes()
         path.write_bytes(damage)

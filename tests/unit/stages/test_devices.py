@@ -10,7 +10,7 @@ import pytest
 from lockstep.backends.cpu import describe_cpu
 from lockstep.backends.identity import hardware, identity
 from lockstep.errors import InputError
-from lockstep.provenance.record import backend_identity
+from lockstep.provenance.statements import backend_identity
 from lockstep.stages import Job
 
 HERE = describe_cpu()["architecture"]

@@ -15,7 +15,7 @@ import fork_server
 from hub_server import HubServer
 from lockstep.artifacts.adapters import AdaptersManifest
 from lockstep.manifests.manifest_files import lost_files, named_files
-from lockstep.provenance.record import read_record
+from lockstep.provenance.statements import read_statement
 from lockstep.stages import STAGES
 from lockstep.targets import Results
 from lockstep.weights.adapters import open_adapters
@@ -81,8 +81,8 @@ def test_an_adapter_on_the_hub_is_fetched_and_stays_at_its_commit(user: User, hu
     found = AdaptersManifest.load(manifest).adapters
     assert found["theirs"].commit == commit and found["mine"].commit == ""
     assert sorted(open_adapters(manifest)) == ["mine", "theirs"] and not lost_files(manifest)
-    record = read_record(manifest)
-    assert record and STAGES["adapters"].pin(manifest, record.key)[1]["theirs/commit"] == commit
+    statement = read_statement(manifest)
+    assert statement and STAGES["adapters"].pin(manifest, statement.key)[1]["theirs/commit"] == commit
     hub.model(NAME, files("shakespeare"))  # the branch moves; what was found stays
     before = len(hub.requests)
     assert user.run("fetch_adapters").returncode == 0 and len(hub.requests) == before

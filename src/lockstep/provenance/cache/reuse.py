@@ -9,19 +9,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
-from lockstep.artifacts.build_record import BuildKey, BuildRecord
-from lockstep.artifacts.files import atomic_path, remove_leftovers, sha256_file
+from lockstep.artifacts.files import atomic_path, remove_leftovers
+from lockstep.artifacts.statement import BuildKey, Statement, statement_path
 from lockstep.errors import InputError, LockstepError
 from lockstep.manifests.digest_cache import remember
-from lockstep.manifests.manifest_files import named_files, record_path
+from lockstep.manifests.manifest_files import content, named_files
 from lockstep.manifests.own_files import clear_unnamed
 from lockstep.provenance import code_identity
 from lockstep.provenance.cache.store import Cache, cache_folder, delete, touch
-from lockstep.provenance.record import content
-from lockstep.provenance.slsa import provenance_path
 from lockstep.stages import STAGES, Job
 
 _SUFFIXES = (".onnx", ".engine", ".zip")
@@ -61,28 +58,27 @@ def take(cache: Cache | None, step: Job, key: BuildKey) -> bool:
     return True
 
 
-def put(cache: Cache | None, step: Job, record: BuildRecord) -> None:
-    """Put what `step` has just made, and what its record lists, into the cache.
+def put(cache: Cache | None, step: Job, statement: Statement) -> None:
+    """Put what `step` has just made, and what its statement lists, into the cache.
 
     Not what names files elsewhere: it is right in one place only.
     """
-    if cache is None or not _is_whole(step.output, record.outputs):
+    if cache is None or not _is_whole(step.output, statement.outputs):
         return
     try:
-        _check_unchanged(step, record.key)
-        outputs = {**record.outputs, **{path.name: sha256_file(path) for path in _unrecorded_files(step)}}
-        for name, sha256 in sorted(outputs.items()):
+        _check_unchanged(step, statement.key)
+        for name, sha256 in sorted(statement.outputs.items()):
             cache.add(step.output.parent / name, sha256)
-        cache.write(replace(record, outputs=outputs))
+        cache.write(statement)
     except InputError as error:
         _say(f"{step} is not put into {cache.folder}: {error}")
     except OSError as error:
         _say(f"{cache.folder} cannot be written ({error.strerror}): {step} is not put into it")
     else:
-        _say(f"{step} is put into {cache.folder}, build key {record.key.sha256[:12]}")
+        _say(f"{step} is put into {cache.folder}, build key {statement.key.sha256[:12]}")
 
 
-def _restore(cache: Cache, step: Job, entry: BuildRecord) -> None:
+def _restore(cache: Cache, step: Job, entry: Statement) -> None:
     """Copy an artefact out of the cache.
 
     The manifest is checked first and written last, so no manifest is there after a run that was killed.
@@ -90,16 +86,15 @@ def _restore(cache: Cache, step: Job, entry: BuildRecord) -> None:
     folder = step.output.parent
     output = step.output
     outputs = entry.outputs
-    incomplete = f"{cache.entry_path(entry.key.sha256)}: expected all files of {output.name}, found others"
     for name in outputs:
         remove_leftovers(folder / name)
-    if not {output.name, *(path.name for path in _unrecorded_files(step))} <= outputs.keys():
-        raise InputError(incomplete)
     with atomic_path(output) as manifest:
-        cache.take(outputs[output.name], manifest)
-        if not _is_whole(manifest, outputs):
-            raise InputError(incomplete)
-        for path in (output, record_path(output)):
+        if output.name in outputs:
+            cache.take(outputs[output.name], manifest)
+        if output.name not in outputs or not _is_whole(manifest, outputs):
+            path = cache.entry_path(entry.key.sha256)
+            raise InputError(f"{path}: expected all files of {output.name}, found others")
+        for path in (output, statement_path(output)):
             path.unlink(missing_ok=True)
         for name in outputs.keys() - {output.name}:
             with atomic_path(folder / name) as temporary:
@@ -108,11 +103,6 @@ def _restore(cache: Cache, step: Job, entry: BuildRecord) -> None:
     # Where no other artefact shares the folder, files of an earlier one are deleted.
     if "{" not in Path(STAGES[step.stage].output).name:
         clear_unnamed(output, lambda path: path.suffix in _SUFFIXES)
-
-
-def _unrecorded_files(step: Job) -> list[Path]:
-    """Return the files kept with an artefact that its record does not list: who built an engine set, and when."""
-    return [provenance_path(step.output)] if STAGES[step.stage].builds_engines else []
 
 
 def _is_whole(manifest: Path, outputs: Mapping[str, str]) -> bool:

@@ -1,6 +1,6 @@
 """The folder of a cache: blobs by their sha256, entries by their build key.
 
-Files in, verified copies out; only the standard library. An entry is the build record of what was made, whose outputs
+Files in, verified copies out; only the standard library. An entry is the statement of what was made, whose subjects
 are blobs.
 
 Files are written to a temporary name in the same folder, flushed and renamed, so that others see them whole or not at
@@ -16,11 +16,10 @@ import secrets
 import shutil
 from pathlib import Path
 
-from lockstep.artifacts.build_record import BuildRecord
 from lockstep.artifacts.files import atomic_path, sha256_file
+from lockstep.artifacts.statement import Statement
 from lockstep.errors import InputError
 from lockstep.manifests.digest_cache import size_of
-from lockstep.provenance.record import checked_record
 
 VARIABLE = "LOCKSTEP_CACHE"
 
@@ -59,7 +58,7 @@ class Cache:
     def blob_path(self, sha256: str) -> Path:
         return self.blobs / sha256
 
-    def read(self, key: str) -> BuildRecord | None:
+    def read(self, key: str) -> Statement | None:
         """Return the entry of a build key; None where there is none.
 
         Raises LockstepError when it is damaged, or one of its blobs is not there.
@@ -67,7 +66,7 @@ class Cache:
         path = self.entry_path(key)
         if not os.path.lexists(path):
             return None
-        entry = checked_record(path)
+        entry = Statement.load(path)
         if entry.key.sha256 != key:
             raise InputError(f"{path}: expected an entry of this build key, found that of another")
         for sha256 in entry.outputs.values():
@@ -75,7 +74,7 @@ class Cache:
                 raise InputError(f"{self.blob_path(sha256)}: expected a file that {path.name} names, found none")
         return entry
 
-    def size(self, entry: BuildRecord) -> int:
+    def size(self, entry: Statement) -> int:
         """Return the bytes of an entry's blobs."""
         return sum(size_of(self.blob_path(sha256)) or 0 for sha256 in entry.outputs.values())
 
@@ -102,7 +101,7 @@ class Cache:
             if actual != sha256:
                 raise InputError(f"{source}: expected sha256 {sha256}, found {actual}: the file has changed")
 
-    def write(self, entry: BuildRecord) -> None:
+    def write(self, entry: Statement) -> None:
         with atomic_path(self.entry_path(entry.key.sha256), secrets.token_hex(8)) as temporary:
             temporary.write_bytes(entry.to_bytes())
 

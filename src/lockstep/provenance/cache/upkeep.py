@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lockstep.artifacts.build_record import BuildRecord
 from lockstep.artifacts.files import sha256_file
+from lockstep.artifacts.statement import Statement
 from lockstep.errors import InputError, LockstepError
 from lockstep.manifests.digest_cache import THREADS
 from lockstep.provenance.cache.store import Cache, delete
@@ -27,7 +27,7 @@ _NAME = re.compile(r"[0-9a-f]{64}(\.json)?|\..*\.tmp")
 class Used:
     """An entry, and when it was last put or taken: seconds since 1970."""
 
-    entry: BuildRecord
+    entry: Statement
     last_use: float
 
     @property

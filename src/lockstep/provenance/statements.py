@@ -1,8 +1,8 @@
-"""The build key of an artefact, and its record `<manifest>.build.json`.
+"""The build key of an artefact, and its statement: `assembly.statement.json` beside `assembly.json`.
 
-A record is written next to the manifest of a step's output, and says what it was made of: the digests of the inputs,
-the options, the code of the stage, the versions of its packages, for what a backend makes its version and device, and
-the digest of each file that came out. It holds no time and no place: two machines with one key write the same record.
+A job in. Its statement says what its artefact was made of: the digests of the inputs, the options, the code of the
+stage, the versions of its packages, for what a backend makes its version and device, and the digest of each file that
+came out.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.artifacts import formats
-from lockstep.artifacts.build_record import BuildKey, BuildRecord
-from lockstep.artifacts.document import ValidationError
-from lockstep.artifacts.files import read_json, write_json
+from lockstep.artifacts.checkpoint import CheckpointManifest
+from lockstep.artifacts.files import read_json
+from lockstep.artifacts.statement import SUFFIX, BuildKey, Statement, statement_path
 from lockstep.backends import identity
-from lockstep.errors import CheckError, InputError
+from lockstep.config.sources import HubSource, parse_source
+from lockstep.errors import InputError
 from lockstep.manifests.digest_cache import digest
-from lockstep.manifests.manifest_files import SUFFIX, content, named_files, record_path
+from lockstep.manifests.manifest_files import content, named_files
 from lockstep.provenance import code_identity
-from lockstep.provenance.diff import check_depth
 from lockstep.stages import STAGES, Job
+from lockstep.targets import Results
 
 
 def build_key(step: Job) -> BuildKey:
@@ -70,11 +70,14 @@ def _check_device(step: Job, device: Mapping[str, str]) -> None:
         )
 
 
-def write_record(step: Job, key: BuildKey) -> BuildRecord:
-    """Write the record of `step`, and return it. The step has just made its output with `key`."""
-    record = BuildRecord(key, outputs_of(step.output))
-    write_json(record_path(step.output), record.to_json())
-    return record
+def write_statement(step: Job, key: BuildKey) -> Statement:
+    """Write the statement of `step`, and return it. The step has just made its output with `key`."""
+    sources = tuple(_sources(step)) if STAGES[step.stage].builds_engines else ()
+    statement = Statement(key, outputs_of(step.output), sources)
+    statement.save(statement_path(step.output))
+    for name in (f"{step.output.stem}.build.json", "provenance.json"):  # of Lockstep 0.2
+        step.output.with_name(name).unlink(missing_ok=True)
+    return statement
 
 
 def outputs_of(manifest: Path) -> dict[str, str]:
@@ -91,30 +94,49 @@ def outputs_of(manifest: Path) -> dict[str, str]:
     return outputs
 
 
-def read_record(output: Path) -> BuildRecord | None:
-    """Return the record of the manifest `output`.
+def _sources(step: Job) -> Iterator[dict[str, Any]]:
+    """Yield descriptors of what engines are built from: graphs, and the config and tokenizer that those were made of.
+
+    Weights are none of them, for engines hold none.
+    """
+    assembly = step.inputs["assembly"]
+    for path, sha256 in [(assembly, digest(assembly)), *((file.path, file.sha256) for file in named_files(assembly))]:
+        yield {"name": f"graphs/{path.name}", "digest": {"sha256": sha256}}
+    results = Results(assembly.parents[3])
+    manifest = results.architecture(step.names["model"])
+    if not manifest.is_file():
+        return  # graphs that were copied here without their checkpoint
+    value = CheckpointManifest.load(manifest)
+    origin = purl(value.source, results.source(step.names["model"]))
+    for file in value.files:
+        about = {"uri": f"{origin}#{file.path}"} if origin else {}
+        yield {"name": f"checkpoint/{file.path}", **about, "digest": {"sha256": file.sha256}}
+
+
+def purl(source: str, fetched: Path) -> str | None:
+    """Return the package URL of a model on the hub at its commit.
+
+    None for a folder, whose files are known by their digests.
+    """
+    kind = parse_source(source)
+    if not isinstance(kind, HubSource) or not fetched.is_file():
+        return None
+    commit = read_json(fetched).get("commit")
+    return f"pkg:huggingface/{kind.repository}@{commit}" if commit else None
+
+
+def read_statement(output: Path) -> Statement | None:
+    """Return the statement of the manifest `output`.
 
     None where there is none, or where it is of another file. Raises InputError when it is damaged.
     """
-    path = record_path(output)
+    path = statement_path(output)
     if not path.is_file():
         return None
-    record = checked_record(path)
-    return record if output.is_file() and record.outputs.get(output.name) == digest(output) else None
+    statement = Statement.load(path)
+    return statement if output.is_file() and statement.outputs.get(output.name) == digest(output) else None
 
 
-def checked_record(path: Path) -> BuildRecord:
-    """Return a record whose key is that of its parts. Raises InputError, or CheckError for parts that were changed."""
-    value = read_json(path, formats.BUILD)
-    try:
-        check_depth(value)
-        record = BuildRecord.from_json(value)
-    except ValidationError as error:
-        raise InputError(f"{path}: {error}; delete the file and run again") from None
-    if value != record.to_json():
-        raise CheckError(f"{path}: expected the key of what it lists, found another; delete the file and run again")
-    return record
-
-
-def records(folder: Path) -> Iterator[Path]:
+def statements(folder: Path) -> Iterator[Path]:
+    """Yield the paths of all statements below a folder."""
     return iter(sorted(folder.rglob(f"*{SUFFIX}")))
