@@ -36,6 +36,7 @@ from lockstep.export.torch_model import draw_weights
 from lockstep.export.tracer import meta_model
 from lockstep.export.unique_layers import signatures
 from lockstep.onnx_tools import judge
+from lockstep.progress import steps
 from lockstep.tolerances import EXPORT
 
 LENGTHS = (23, 15)  # tokens of two requests: each crosses a window several times
@@ -106,7 +107,7 @@ def make_small(
     layer_signatures = signatures(meta)
     reasons = []
     for depth in depths_to_try(layer_signatures):
-        for candidate in _candidates(config, depth):
+        for candidate in steps(_candidates(config, depth), "export: small models to compare with", "models"):
             try:
                 small = meta_model(candidate, "fp32")
                 _compare_signatures(signatures(small), layer_signatures)

@@ -30,6 +30,7 @@ from lockstep.export.residual import widen_residual
 from lockstep.export.simplify import pack
 from lockstep.export.tracer import layer_list, trace
 from lockstep.onnx_tools.values import shape_of
+from lockstep.progress import steps
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def trace_unique_layers(meta: PreTrainedModel, wide_residual: bool = False) -> T
         return traced[key]
 
     first = trace_at(min(1, len(names) - 1))
-    traces = [first, *(trace_at(index) for index in range(1, len(names)))]
+    traces = [first, *(trace_at(index) for index in steps(range(1, len(names)), "export: traces", "layers"))]
     layout = checkpoint_layout(meta)
     prefix = layer_list(meta)[0]
     layers: list[Layer] = []

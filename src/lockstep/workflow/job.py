@@ -10,6 +10,7 @@ from typing import Any
 
 from lockstep.config.sources import REPOSITORY
 from lockstep.errors import NOTE, PREFIX, guard
+from lockstep.progress import shown_on
 from lockstep.provenance.locked import find_lock, is_locked
 from lockstep.provenance.run import forget_other, run
 from lockstep.stages import STAGES, Job
@@ -68,7 +69,8 @@ def logged(snakemake: Any) -> Iterator[None]:
         with guard(), open(log, "w") as file:
             for stream in (1, 2):
                 os.dup2(file.fileno(), stream)
-            yield
+            with shown_on(terminal):
+                yield
     except SystemExit:
         _tell(terminal, log, PREFIX, last=1)
         raise

@@ -11,9 +11,9 @@ from lockstep.provenance.code_imports import file_of, imports
 
 # From the bottom to the top: a package imports from those above it in this list, as docs/design.md draws it.
 LAYERS = (
-    "__init__", "errors", "processes", "targets", "tolerances", "artifacts", "manifests", "config", "checkpoint",
-    "weights", "onnx_tools", "export", "step", "gpu", "backends", "runtime", "verify", "serve", "stages", "provenance",
-    "bundle", "publish", "report", "workflow", "cli", "__main__",
+    "__init__", "errors", "progress", "processes", "targets", "tolerances", "artifacts", "manifests", "config",
+    "checkpoint", "weights", "onnx_tools", "export", "step", "gpu", "backends", "runtime", "verify", "serve", "stages",
+    "provenance", "bundle", "publish", "report", "workflow", "cli", "__main__",
 )  # fmt: skip
 # What traces, and what is compared with. Nothing else may need torch to be installed.
 TORCH = (

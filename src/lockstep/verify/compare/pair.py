@@ -34,6 +34,7 @@ from lockstep.onnx_tools.overflow import LARGEST, find_overflow
 from lockstep.onnx_tools.signature import signature_of
 from lockstep.onnx_tools.toolkit import run_passes
 from lockstep.onnx_tools.widened import widened
+from lockstep.progress import steps
 from lockstep.step.executable import Executable, run_once
 from lockstep.targets import Limits
 from lockstep.tolerances import Tolerances
@@ -152,7 +153,7 @@ class Pair:
         earlier = _EarlierRows()
         runners = dict[int, BaseRunner]()
         all_profiles = profiles(self._model, self._limits)
-        for group in sweep.groups():
+        for group in steps(sweep.groups(), f"compare {self.name}", "samples of sizes"):
             expected = sweep.expected(group) if time.monotonic() < end else []
             for trial, right in zip(group, expected):
                 if time.monotonic() > end:

@@ -22,6 +22,7 @@ from lockstep.artifacts.reports import PASS, ComparedEngine, ComparisonReport
 from lockstep.backends.engine_set import EngineSet
 from lockstep.backends.graphs import HostGraph
 from lockstep.onnx_tools import judge
+from lockstep.progress import steps
 from lockstep.targets import Limits
 from lockstep.tolerances import Tolerances
 from lockstep.verify.compare.pair import Pair
@@ -59,7 +60,8 @@ def run(
     compared: dict[str, ComparedEngine] = {}
     failures: list[str] = []
     with _torch_left_out():
-        for name in (name for name in engines.names() if not isinstance(graphs[name], HostGraph)):
+        names = [name for name in engines.names() if not isinstance(graphs[name], HostGraph)]
+        for name in steps(names, "compare", "engines"):
             pair = Pair(engines, weights, Path(assembly_json).parent, name, graphs[name], limits, threads, seed)
             compared[name] = pair.compare(tolerance, seconds)
             failures += pair.failures[:1]

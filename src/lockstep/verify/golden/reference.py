@@ -38,6 +38,7 @@ from lockstep.export.quiet import quiet
 from lockstep.manifests.digest_cache import check_stored
 from lockstep.manifests.own_files import replacing, stale_files
 from lockstep.onnx_tools.judge import max_abs_error
+from lockstep.progress import steps
 from lockstep.verify.boundaries import both_sides, config_lengths
 from lockstep.verify.golden.model import adapted, load_checkpoint, load_dequantized
 from lockstep.verify.golden.quantized import weights_error
@@ -234,7 +235,9 @@ def follow(
     rows = [logits_by_count[len(prompt_ids)]]
     tokens = [int(rows[-1].argmax())]
     with torch.no_grad():
-        while len(tokens) < max_new_tokens and tokens[-1] not in eos_token_ids:
+        for _ in steps(range(max_new_tokens - 1), "reference: answer", "tokens"):
+            if tokens[-1] in eos_token_ids:
+                break
             (row,), cache = run_behind(model, tokens[-1:], cache)
             rows.append(row.float().numpy().copy())
             tokens.append(int(rows[-1].argmax()))

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from lockstep.errors import InputError
+from lockstep.progress import steps
 from lockstep.verify.rounded import NOISE_DTYPES, Choices, Rounded
 
 # tokens that eager attention takes at a time: its scores are a number for each pair of tokens
@@ -57,7 +58,7 @@ def logits_behind(
     logits: dict[int, np.ndarray] = {}
     cache = None
     with torch.no_grad():
-        for start in range(0, len(ids), _CHUNK):
+        for start in steps(range(0, len(ids), _CHUNK), f"reference: {len(ids):,} tokens", "chunks"):
             rows, cache = run_behind(model, ids[start : start + _CHUNK], cache)
             for count in range(start + 1, start + len(rows) + 1):
                 if count in counts:
