@@ -111,7 +111,7 @@ IN_ENGINE: dict[str, Fault] = {
     ),
     "log-probabilities of a prompt 0.1 off": _patch(engine, "log_probabilities", _less_likely),
     "grammar ignored": _patch(matcher.Matcher, "allowed", lambda right, self, ends: np.ones(self._vocab_size, bool)),
-    "answers end early": _patch(active_choice.ActiveChoice, "choose", lambda right, *given: _ended(right(*given))),
+    "answers end early": _patch(active_choice.ActiveChoice, "next_token", lambda right, *given: _ended(right(*given))),
 }
 
 
