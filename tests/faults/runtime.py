@@ -107,7 +107,7 @@ def plans_outlive_growth(right):
 
 def stale_after_reset(right):
     def drop(self, place):
-        self._rows[place.capacity].slots[place.row] = None
+        self.rows[place.capacity].slots[place.row] = None
 
     return drop
 
@@ -138,7 +138,7 @@ def rows_swapped(right):
 
 def last_layer_not_written(right):
     def write_each(self, group, capacity, *what):
-        arrays = self._rows[capacity]
+        arrays = self.rows[capacity]
         kept = arrays.keys[group][-1].copy(), arrays.values[group][-1].copy()
         right(self, group, capacity, *what)
         arrays.keys[group][-1], arrays.values[group][-1] = kept
@@ -150,19 +150,19 @@ def last_layer_not_written(right):
 
 
 def first_wrong_draft_accepted(right):
-    def verify(self, scheduled, draft, rows):
-        choice = self._choices.get(scheduled)
-        results = []
-        is_right = True
-        for token, row in zip(draft, rows):
-            if scheduled not in self._choices or not is_right:
-                break
-            is_right = choice.answer[-1] == token
-            scheduled.num_computed += 1
-            results.append(self._choose(choice, row))
-        if scheduled in self._choices:
-            self._model.keep(scheduled.slot, scheduled.num_computed)
-        return results
+    def verify(self, drafted):
+        tokens = []
+        for choice, draft, rows in drafted:
+            is_right = True
+            for token, row in zip(draft, rows):
+                if choice.scheduled not in self._choices or not is_right:
+                    break
+                is_right = choice.answer[-1] == token
+                choice.scheduled.num_computed += 1
+                tokens += self._choose([(choice, row)])
+            if choice.scheduled in self._choices:
+                self._model.keep(choice.scheduled.slot, choice.scheduled.num_computed)
+        return tokens
 
     return verify
 
@@ -369,11 +369,11 @@ FAULTS = (
     on_host("step-gaps", "decoding rows with a gap between them are written as if there were none",
             change=instead(HostStep, "write_decoded", gaps_closed)),
     on_host("step-chunk-positions", "positions of each chunk begin at 0",
-            change=instead(HostExecutor, "_pack", packed(chunks_from_zero))),
+            change=instead(HostExecutor, "pack", packed(chunks_from_zero))),
     on_host("step-chunk-row", "logits of a prompt's last token but one",
-            change=instead(HostExecutor, "_pack", packed(last_but_one_of_chunks))),
+            change=instead(HostExecutor, "pack", packed(last_but_one_of_chunks))),
     on_host("step-order", "logits in the order of the slots, not of the list",
-            change=instead(HostExecutor, "_pack", packed(in_order_of_slots))),
+            change=instead(HostExecutor, "pack", packed(in_order_of_slots))),
     on_gpu("pages-second", "a row's second page is its first", change=table(second_page_is_first)),
     on_gpu("pages-row-1", "the second request has the first's pages", change=table(row_1_has_row_0s)),
     on_gpu("pages-row-3", "the fourth request's first page is the third's", change=table(row_3_has_row_2s_first)),

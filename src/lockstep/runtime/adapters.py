@@ -29,7 +29,7 @@ class Adapters:
         self.known: dict[str, LoadedAdapter] = {}
         self.residency = Residency(executor.num_slots, slots.max_adapters)
         self._slots = slots
-        self._arrays = arrays
+        self.arrays = arrays
         self._modules = adapted_modules(assembly)
         self._dtype = named_dtype(assembly.dtype)
         rank = slots.max_lora_rank
@@ -75,7 +75,7 @@ class Adapters:
     @property
     def most_bytes(self) -> int:
         """Return an upper bound of the file size of an adapter: 8-byte numbers of the largest rank, and a header."""
-        sizes = (arrays.a.shape[arrays.a_by_rows] + arrays.b.shape[1] for arrays in self._arrays)
+        sizes = (arrays.a.shape[arrays.a_by_rows] + arrays.b.shape[1] for arrays in self.arrays)
         numbers = sum(sizes) * self._slots.max_lora_rank
         return 8 * numbers + (1 << 20)
 
@@ -99,7 +99,7 @@ class Adapters:
     @property
     def nbytes(self) -> int:
         """Return the bytes of the arrays of resident adapters."""
-        return sum(arrays.a.nbytes + arrays.b.nbytes for arrays in self._arrays)
+        return sum(arrays.a.nbytes + arrays.b.nbytes for arrays in self.arrays)
 
     @property
     def adapter_slots(self) -> np.ndarray:
@@ -110,7 +110,7 @@ class _HostWriter:
     """Writes adapters into NumPy arrays, which it clears first."""
 
     def __init__(self, arrays: Sequence[LoraArrays], max_lora_rank: int):
-        self._arrays = arrays
+        self.arrays = arrays
         self._rank = max_lora_rank
         for block_arrays in arrays:
             block_arrays.a[...] = 0
@@ -120,7 +120,7 @@ class _HostWriter:
         """Do nothing: adapters are written from the arrays that were read."""
 
     def write(self, adapter: LoadedAdapter, adapter_slot: int) -> None:
-        write_adapter(adapter, adapter_slot, self._rank, self._arrays)
+        write_adapter(adapter, adapter_slot, self._rank, self.arrays)
 
     def forget(self, adapter: LoadedAdapter) -> None:
         """Do nothing: there is no copy."""

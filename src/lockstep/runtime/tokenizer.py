@@ -128,7 +128,7 @@ class Tokenizer:
                 f"{path}: expected a tokenizer, found no file; put tokenizer.json next to the "
                 f"checkpoint's weights and export again"
             )
-        self._path = path
+        self.path = path
         # encode_batch_fast counts as parallel: without this setting tokenizers warns at the next fork.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         with _one_line(f"{path}: expected a tokenizer.json, found "):
@@ -156,7 +156,7 @@ class Tokenizer:
                 f"prompt: expected text in UTF-8, found {text[error.start : error.end]!r} at character {error.start};"
                 " correct it"
             ) from None
-        with _one_line(f"prompt: expected a text that {self._path} can split, found {text[:40]!r}: "):
+        with _one_line(f"prompt: expected a text that {self.path} can split, found {text[:40]!r}: "):
             # Unlike `encode` it computes no offsets and releases the GIL.
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
             return np.array(encoding.ids, np.int64)
@@ -164,7 +164,7 @@ class Tokenizer:
     @functools.cached_property
     def _max_token_characters(self) -> int | None:
         """Return `_longest_token` of this tokenizer. Only servers need it, and it takes 80 ms for 65,000 tokens."""
-        with _one_line(f"{self._path}: expected a tokenizer.json, found "):
+        with _one_line(f"{self.path}: expected a tokenizer.json, found "):
             return _longest_token(json.loads(self._tokenizer.to_str()))
 
     @property
@@ -184,11 +184,11 @@ class Tokenizer:
         try:
             return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
         except BaseException as error:
-            raise _input_error(f"{self._path}: expected a tokenizer.json, found ", error) from None
+            raise _input_error(f"{self.path}: expected a tokenizer.json, found ", error) from None
 
     def decode_whole(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids with special tokens, with the GIL released."""
-        with _one_line(f"{self._path}: expected a tokenizer.json, found "):
+        with _one_line(f"{self.path}: expected a tokenizer.json, found "):
             (text,) = self._tokenizer.decode_batch([tokens], skip_special_tokens=False)
             return text
 

@@ -36,7 +36,8 @@ class HostExecutor:
     """An `Executor` on host arrays.
 
     A request's pages are only counted: its keys and values are in a row of `KVCache`. The pages of a prefix have copies
-    in `_stored`, which `share` copies back; the last pages of a chunk have the states after it, if layers have states.
+    in `stored_pages`, which `share` copies back; the last pages of a chunk have the states after it, if layers have
+    states.
     """
 
     in_flight = async_scheduling = False
@@ -67,7 +68,7 @@ class HostExecutor:
             [mixer.cache for _, mixer in network.layers], num_slots, max_seq_len, network.dtype, kv_bytes
         )
         page_nbytes = PAGE_SIZE * self.cache.token_nbytes
-        self._stored: dict[int, list[np.ndarray]] = {}  # by page
+        self.stored_pages: dict[int, list[np.ndarray]] = {}  # by page
         pool = PagePool(kv_bytes // page_nbytes, page_nbytes, self._drop_stored)
         state_pages = 0  # without attention, pages have no size to count states in
         if self.cache.group_shapes():
@@ -101,9 +102,9 @@ class HostExecutor:
         self._room[slot] = 0
 
     def logits(self, advances: Sequence[Advance]) -> np.ndarray:
-        return self._take(advances).logits().astype(np.float32)
+        return self.run_step(advances).logits().astype(np.float32)
 
-    def _take(self, advances: Sequence[Advance]) -> HostStep:
+    def run_step(self, advances: Sequence[Advance]) -> HostStep:
         self.last_step = None  # free its buffers before others are allocated
         lengths = {advance.slot: advance.start + len(advance.tokens) for advance in advances}
         grown = {slot: length for slot, length in lengths.items() if length > self._room[slot]}
@@ -112,14 +113,14 @@ class HostExecutor:
             for slot, length in grown.items():
                 self._reserve_row(slot, length)
         step = self._host_step(self._lay_out(advances))
-        decoded = self._pack(step, advances)
+        decoded = self.pack(step, advances)
         step.run(decoded)
         step.write_decoded(decoded)
         self.last_step = step, advances
         return step
 
     def tokens(self, advances: Sequence[Advance], following: Sequence[Advance]) -> np.ndarray:
-        step = self._take(advances)
+        step = self.run_step(advances)
         if any(advance.slot in self.samplers for advance in advances):
             return self._choose(advances, step.logits().astype(np.float32))
         return step.most_likely()
@@ -187,25 +188,25 @@ class HostExecutor:
         length = len(token_pages) * PAGE_SIZE
         self._reserve_row(slot, length)
         for number, page in enumerate(token_pages):
-            self.cache.copy_in(slot, number * PAGE_SIZE, self._stored[page])
+            self.cache.copy_in(slot, number * PAGE_SIZE, self.stored_pages[page])
         if self.tables.state_pages:
-            self.cache.states_in(slot, self._stored[pages[-1]])
+            self.cache.states_in(slot, self.stored_pages[pages[-1]])
         self.cache.lengths[slot] = length
 
     def store(self, slot: int, start: int, pages: Sequence[int]) -> None:
         token_pages = len(pages) - self.tables.state_pages
         for number, page in enumerate(pages[:token_pages]):
             first = start + number * PAGE_SIZE
-            self._stored[page] = self.cache.copy_out(slot, first, first + PAGE_SIZE)
+            self.stored_pages[page] = self.cache.copy_out(slot, first, first + PAGE_SIZE)
         if self.tables.state_pages:
             assert self.last_step is not None  # stored prefixes are of the last step
             step, _ = self.last_step
             end = self.cache.row_of(slot), start + token_pages * PAGE_SIZE
-            self._stored[pages[-1]] = step.kept_states.pop(end)
+            self.stored_pages[pages[-1]] = step.kept_states.pop(end)
 
     def _drop_stored(self, pages: Sequence[int]) -> None:
         for page in pages:
-            self._stored.pop(page, None)  # nothing is stored if copying it failed
+            self.stored_pages.pop(page, None)  # nothing is stored if copying it failed
 
     def move(self, slot: int, other: int) -> None:
         raise AssertionError("rows of a step on the host are those of the list, whatever their slots")
@@ -276,7 +277,7 @@ class HostExecutor:
                 self._steps[layout] = step
         return step
 
-    def _pack(self, step: HostStep, advances: Sequence[Advance]) -> dict[int, np.ndarray]:
+    def pack(self, step: HostStep, advances: Sequence[Advance]) -> dict[int, np.ndarray]:
         """Fill the step's inputs; return by capacity the cache rows that decode, ascending."""
         layout = step.layout
         # By capacity: the packed index of a row minus its number.

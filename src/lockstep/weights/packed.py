@@ -14,7 +14,7 @@ import numpy as np
 from lockstep.config.packing import Packing
 from lockstep.weights.groups import pack
 
-_BLOCK = 1 << 20  # numbers that are unpacked together
+BLOCK_SIZE = 1 << 20  # numbers that are unpacked together
 _ROWS = 8  # a block has a multiple of them: rows that share a word of AWQ's
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # position in a word of the first, the second ... number
 
@@ -146,7 +146,7 @@ class Packed:
 def row_blocks(shape: tuple[int, ...]) -> Iterator[slice]:
     """Return the rows of a weight that are read together, in order: a multiple of eight, except for the last."""
     rows, columns = shape
-    step = max(_ROWS, _BLOCK // columns // _ROWS * _ROWS)
+    step = max(_ROWS, BLOCK_SIZE // columns // _ROWS * _ROWS)
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 

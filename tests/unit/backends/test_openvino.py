@@ -235,8 +235,8 @@ def test_engines_hold_no_weights(opened, precision):
     layer = set_.assembly.layers[0].block
     bound = set_.load(layer.graph, 1).bind(weights, layer.slots)
     arrays = [weights[names[0]] for names in layer.slots.values()]
-    assert len(bound._held) == len(arrays)
-    assert all(any(np.shares_memory(held, array) for array in arrays) for held in bound._held), "a copy was made"
+    assert len(bound.bound_arrays) == len(arrays)
+    assert all(any(np.shares_memory(held, array) for array in arrays) for held in bound.bound_arrays), "a copy was made"
 
 
 PRODUCTS = {"fp32": "f32", "bf16": "bf16", "w8a16": "u8", "w4a16": "u4"}
@@ -249,7 +249,7 @@ def test_products_read_weights_in_their_own_type(opened, precision):
     set_ = EngineSet.open(engines, results.assembly(name, precision))
     part = set_.assembly.layers[1].block
     bound = set_.load(part.graph, 1).bind(Weights.open(results.weights(name, precision)), part.slots)
-    nodes = bound._compiled.get_runtime_model().get_ordered_ops()
+    nodes = bound.compiled.get_runtime_model().get_ordered_ops()
     read = lambda node, key: node.get_rt_info()[key].astype(str)
     connected = [node for node in nodes if read(node, "layerType") == "FullyConnected"]
     assert len(connected) == 7

@@ -105,7 +105,7 @@ def test_what_another_adapter_makes_infinite_is_not_seen(lora: Results) -> None:
     (expected,) = logits_of(model, [(PEFT["ids"], "captain")])
     assert model.adapters is not None
     adapter_slot = model.adapters.residency.slot_of["captain"]
-    for _array in model.adapters._arrays:
+    for _array in model.adapters.arrays:
         _array.a[:, (1 - adapter_slot) * 16 : (2 - adapter_slot) * 16] = 60000
     (actual,) = logits_of(model, [(PEFT["ids"], "captain")])
     assert np.isfinite(actual).all() and np.array_equal(actual, expected)

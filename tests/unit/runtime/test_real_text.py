@@ -213,7 +213,6 @@ def test_a_bad_word_of_any_length_costs_little(tokenizer, vocabulary):
 
 
 def test_a_word_has_the_tokens_of_each_place_that_it_may_stand_in(sentencepiece):
-    names = sentencepiece._tokenizer.id_to_token
-    results = [[names(token) for token in tokens] for tokens in sentencepiece.spellings("true")]
+    results = [sentencepiece.names(tokens) for tokens in sentencepiece.spellings("true")]
     assert ["▁true"] in results and ["true"] in results
     assert np.all([len(tokens) for tokens in results])

@@ -360,7 +360,7 @@ HOW = [Sampling(), Sampling(1e-9), Sampling(1e-9, logprobs=0)]  # the executor c
 
 @pytest.mark.parametrize("sampling", HOW, ids=["greedy", "drawn", "by-logits"])
 def test_logits_that_are_not_finite_end_their_request_only(model, monkeypatch, sampling):
-    taken = HostExecutor._take
+    taken = HostExecutor.run_step
 
     def poisoned(self, advances):
         plan = taken(self, advances)
@@ -369,7 +369,7 @@ def test_logits_that_are_not_finite_end_their_request_only(model, monkeypatch, s
                 row[5] = np.nan
         return plan
 
-    monkeypatch.setattr(HostExecutor, "_take", poisoned)
+    monkeypatch.setattr(HostExecutor, "run_step", poisoned)
     engine = Engine(model)
     good, bad = (list(ids(length, length)) for length in (20, 12))
     ended = list(engine.run([Request(prompt, 6, sampling=sampling) for prompt in (good, bad)]))
@@ -384,7 +384,7 @@ def test_a_step_that_fails_ends_all_and_leaves_the_pool_whole(demo, monkeypatch)
     for length in (10, 100):
         engine.add(Request(ids(length), 5))
     engine.step()
-    monkeypatch.setattr(model.executor, "_take", lambda advances: 1 / 0)
+    monkeypatch.setattr(model.executor, "run_step", lambda advances: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.step()
     monkeypatch.undo()
@@ -491,7 +491,7 @@ def test_requests_that_cannot_be_are_refused_and_nothing_is_queued(model, argume
 def test_chunks_are_as_long_as_asked_for_where_a_step_has_room(demo):
     for chunk_size, budget, expected in ((512, 1024, 512), (512, 400, 384), (64, 1024, 64), (100, 60, 57)):
         model = open_model(demo, chunk_size=chunk_size)
-        assert Engine(model, max_num_tokens=budget)._scheduler.chunk_size == expected
+        assert Engine(model, max_num_tokens=budget).scheduler.chunk_size == expected
 
 
 def test_limits_that_cannot_be_are_refused(demo):

@@ -65,7 +65,7 @@ def compared(results: Results, precision: str, backend: str, engines: Path, fact
     opened = EngineSet.open(engines, assembly)
     graph = opened.assembly.classes["middle"]
     pair = Pair(opened, weights, assembly.parent, "middle", graph, LIMITS, 1)
-    right = pair._engine
+    right = pair.engine_runner
 
     def engine(profile: int) -> Any:
         runner = right(profile)
@@ -79,7 +79,7 @@ def compared(results: Results, precision: str, backend: str, engines: Path, fact
         runner.infer_impl = scaled
         return runner
 
-    pair._engine = engine
+    pair.engine_runner = engine
     tolerance = CONFIG.tolerance("demo-llama", precision, backend)
     return pair.compare(tolerance, seconds=0), pair.failures
 

@@ -107,7 +107,7 @@ def test_a_seen_prefix_goes_on_from_the_states_behind_it(root):
     tight = open_model(root, max_batch_size=1, chunk_size=64, kv_bytes=(3 + tables.state_pages) * page)
     run(engine := Engine(tight), *requests, Request(ids(100, 9), 5, argmax))
     engine.scheduler.check()
-    assert len(tight.executor._stored) == 2  # of one chunk, its tokens and its states
+    assert len(tight.executor.stored_pages) == 2  # of one chunk, its tokens and its states
 
 
 @pytest.mark.long

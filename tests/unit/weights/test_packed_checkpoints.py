@@ -146,7 +146,7 @@ def test_long_groups_become_several_in_blocks_of_any_size(monkeypatch, name, bit
     parts = {suffixes[key.partition(".")[2]]: array for key, array in tensors.items()}
     held = Packed(packing, weight.shape, parts)
     held.check()
-    monkeypatch.setattr(packed, "_BLOCK", 24 * 144)
+    monkeypatch.setattr(packed, "BLOCK_SIZE", 24 * 144)
     results = []
     for rows in held.blocks():
         assert rows.stop - rows.start == (24 if rows.start == 0 else 16)

@@ -126,15 +126,15 @@ class OpenVINOExecutable:
     def __init__(
         self, compiled: Any, names: tuple[Sequence[str], Sequence[str]], held: Sequence[np.ndarray], where: str
     ):
-        self._compiled = compiled
-        self._held = held
+        self.compiled = compiled
+        self.bound_arrays = held
         self.where = where
         # In the engine's order: compiled, a value that is two outputs has the names of both.
         self.inputs = {name: _declared(value) for name, value in zip(names[0], compiled.inputs, strict=True)}
         self.outputs = {name: _declared(value) for name, value in zip(names[1], compiled.outputs, strict=True)}
 
     def prepare(self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> Run:
-        request = self._compiled.create_infer_request()
+        request = self.compiled.create_infer_request()
         for given, declared, place in (
             (inputs, self.inputs, request.set_input_tensor),
             (outputs, self.outputs, request.set_output_tensor),

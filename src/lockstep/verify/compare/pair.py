@@ -131,13 +131,13 @@ class Pair:
         largest_number = LARGEST if self._is_narrow else math.inf
         return sweep_of(self._subject, self._seed, self._run_graph, self._prefill, largest_number)
 
-    def _engine(self, profile: int) -> EngineRunner:
+    def engine_runner(self, profile: int) -> EngineRunner:
         return EngineRunner(self._signature, self._executable, profile)
 
     def _run_case(self, case: inputs.Case, tolerance: Tolerances) -> ComparedRun:
         feed = inputs.arrays(self._subject, case)
         expected = self._run_graph(feed)
-        with self._engine(case.profile) as engine:
+        with self.engine_runner(case.profile) as engine:
             return self._judged(case, feed, expected, engine.infer(OrderedDict(feed), check_inputs=False), tolerance)
 
     def _run_sizes(
@@ -162,7 +162,7 @@ class Pair:
                 shapes = {name: array.shape for name, array in feed.items()}
                 number = next(number for number, profile in enumerate(all_profiles) if inputs.takes(profile, shapes))
                 if number not in runners:
-                    runners[number] = stack.enter_context(self._engine(number))
+                    runners[number] = stack.enter_context(self.engine_runner(number))
                 outputs = runners[number].infer(OrderedDict(feed), check_inputs=False)
                 tried.append(trial)
                 is_row_wise = sweep.is_row_wise and not trial.scaled and not trial.is_far
