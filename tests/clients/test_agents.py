@@ -49,8 +49,8 @@ def test_calls_loops_and_forms_of(agents: RealServer, client: str, tmp_path: Pat
 
     with ThreadPoolExecutor() as threads:
         first, second = threads.map(run, range(2))
-    found = json.loads(first)
-    assert found == {check: EXPECTED[check.partition(" ")[0]] for check in found} and len(found) > 3
+    actual = json.loads(first)
+    assert actual == {check: EXPECTED[check.partition(" ")[0]] for check in actual} and len(actual) > 3
     assert first == second
     metrics = agents.request("GET", "/metrics")[2].decode().splitlines()
     assert next(line.split()[-1] for line in metrics if line.startswith("lockstep:malformed_tool_calls_total")) == "0.0"

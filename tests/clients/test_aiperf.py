@@ -55,11 +55,11 @@ def assert_complete(found: Any, count: int) -> None:
 
 
 def test_chats_at_a_concurrency(server: RealServer, tmp_path: Path) -> None:
-    found = profile(server, tmp_path, "chat", "--concurrency", 4, "--request-count", 16)
-    assert_complete(found, 16)
+    actual = profile(server, tmp_path, "chat", "--concurrency", 4, "--request-count", 16)
+    assert_complete(actual, 16)
     # Its own count of a prompt is the server's: the chat template of the demo adds nothing to one message.
-    assert found["input_sequence_length"]["min"] == found["input_sequence_length"]["max"] == INPUT_LEN
-    assert found["usage_prompt_tokens_diff_pct"]["max"] == 0
+    assert actual["input_sequence_length"]["min"] == actual["input_sequence_length"]["max"] == INPUT_LEN
+    assert actual["usage_prompt_tokens_diff_pct"]["max"] == 0
     server.wait_idle()
 
 
@@ -68,11 +68,11 @@ def test_completions_at_a_request_rate(server: RealServer, tmp_path: Path) -> No
     count = 16
     schedule = ["--request-rate", rate, "--arrival-pattern", "constant", "--concurrency", 4, "--request-count", count]
     ready = ["--wait-for-model-timeout", 30, "--wait-for-model-mode", "both"]
-    found = profile(server, tmp_path, "completions", *schedule, *ready, "--use-server-token-count")
-    assert_complete(found, count)
-    assert found["output_sequence_length"]["min"] == found["output_sequence_length"]["max"] == OUTPUT_LEN
+    actual = profile(server, tmp_path, "completions", *schedule, *ready, "--use-server-token-count")
+    assert_complete(actual, count)
+    assert actual["output_sequence_length"]["min"] == actual["output_sequence_length"]["max"] == OUTPUT_LEN
     # From the first request to the last one there are 15 gaps of a schedule that is only ever late.
-    assert found["benchmark_duration"]["avg"] > (count - 2) / rate
+    assert actual["benchmark_duration"]["avg"] > (count - 2) / rate
     server.wait_idle()
 
 
@@ -93,13 +93,13 @@ def test_cancelled_requests_end_and_the_others_complete(server: RealServer, tmp_
     # 0.03 s are less than an answer of 200 tokens takes.
     cancelled = ["--request-cancellation-rate", 50, "--request-cancellation-delay", 0.03]
     options = ["--concurrency", 4, "--request-count", count, *cancelled]
-    found = profile(server, tmp_path, "chat", *options, output_len=output_len)
+    actual = profile(server, tmp_path, "chat", *options, output_len=output_len)
     server.wait_idle()
-    (errors,) = found["error_summary"]
+    (errors,) = actual["error_summary"]
     assert errors["error_details"]["type"] == "RequestCancellationError"
     assert 0 < errors["count"] < count
-    assert found["request_count"]["avg"] == count - errors["count"]
-    usage = found["usage_completion_tokens"]
+    assert actual["request_count"]["avg"] == count - errors["count"]
+    usage = actual["usage_completion_tokens"]
     assert usage["min"] == usage["max"] == output_len
     # One that ends in the moment in which it is cancelled is completed at the server.
     assert 0 < aborted(server) - before <= errors["count"]

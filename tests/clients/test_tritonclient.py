@@ -24,7 +24,7 @@ def server(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture(scope="module")
-def said(server: RealServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def answers(server: RealServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Return what triton_client.py got from the server, by protocol."""
     match = re.search(r"gRPC at 127\.0\.0\.1:(\d+)$", server.line.strip())
     assert match, server.line
@@ -33,9 +33,9 @@ def said(server: RealServer, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     return json.loads(run_client("tritonclient", "python", script, server.port, match[1], work=work, cwd=work))
 
 
-def test_both_protocols_say_the_same_of_the_server(said: dict[str, dict[str, Any]]) -> None:
-    http = said["http"]
-    rpc = said["grpc"]
+def test_both_protocols_say_the_same_of_the_server(answers: dict[str, dict[str, Any]]) -> None:
+    http = answers["http"]
+    rpc = answers["grpc"]
     for found in (http, rpc):
         assert found["live"] and found["ready"] and found["model_ready"] == [True, True]
         assert found["refused"].partition(": ")[2].startswith("model: expected one of ensemble")
@@ -47,25 +47,25 @@ def test_both_protocols_say_the_same_of_the_server(said: dict[str, dict[str, Any
     assert config["model_transaction_policy"]["decoupled"]
 
 
-def test_tritonclient_gets_what_generate_gives(server: RealServer, said: dict[str, dict[str, Any]]) -> None:
+def test_tritonclient_gets_what_generate_gives(server: RealServer, answers: dict[str, dict[str, Any]]) -> None:
     body = {"text_input": PROMPT, "max_tokens": 20, "bad_words": "", "stop_words": "", "end_id": 2}
     text = server.post("/v2/models/ensemble/generate", **body)["text_output"]
-    assert said["http"]["texts"] == [text] * 7 and said["grpc"]["text"] == text
-    assert PROMPT + said["grpc"]["streamed_text"] == text
+    assert answers["http"]["texts"] == [text] * 7 and answers["grpc"]["text"] == text
+    assert PROMPT + answers["grpc"]["streamed_text"] == text
 
 
-def test_a_stream_has_the_tokens_of_the_whole(said: dict[str, dict[str, Any]]) -> None:
-    found = said["grpc"]
-    assert found["streamed"] == found["whole"][found["num_prompt_tokens"] :]
-    assert len(found["sequence_lengths"]) > 1 and sum(found["sequence_lengths"]) == 24
-    assert found["sequences"] == [0, 1]
-    assert "max_tokens: expected this input" in found["error"]
+def test_a_stream_has_the_tokens_of_the_whole(answers: dict[str, dict[str, Any]]) -> None:
+    actual = answers["grpc"]
+    assert actual["streamed"] == actual["whole"][actual["num_prompt_tokens"] :]
+    assert len(actual["sequence_lengths"]) > 1 and sum(actual["sequence_lengths"]) == 24
+    assert actual["sequences"] == [0, 1]
+    assert "max_tokens: expected this input" in actual["error"]
 
 
-def test_a_stop_request_and_a_cancel_end_a_request(server: RealServer, said: dict[str, dict[str, Any]]) -> None:
-    found = said["grpc"]
-    assert 1 <= found["stopped"] < 230 and found["stop_responses"] == 1
-    assert "CANCELLED" in found["cancelled"]
+def test_a_stop_request_and_a_cancel_end_a_request(server: RealServer, answers: dict[str, dict[str, Any]]) -> None:
+    actual = answers["grpc"]
+    assert 1 <= actual["stopped"] < 230 and actual["stop_responses"] == 1
+    assert "CANCELLED" in actual["cancelled"]
     server.wait_idle()
     metrics = server.request("GET", "/metrics")[2].decode()
     aborted = re.search(r'request_success_total\{finished_reason="abort",.*\} (\S+)', metrics)

@@ -31,11 +31,11 @@ FP8 = FP16 | {31: 3, 32: 3, 25: 0}
 
 
 def cublas_lt(gpu: Gpu) -> SimpleNamespace:
-    made: list[object] = [None]
+    results: list[object] = [None]
 
     def make(pointer, thing: object) -> int:
-        made.append(thing)
-        pointer._obj.value = len(made) - 1
+        results.append(thing)
+        pointer._obj.value = len(results) - 1
         return 0
 
     def layout(pointer, kind, rows, columns, leading) -> int:
@@ -44,13 +44,13 @@ def cublas_lt(gpu: Gpu) -> SimpleNamespace:
         return make(pointer, (columns.value, rows.value, kind.value))
 
     def set_attribute(thing, attribute, value, size) -> int:
-        made[thing.value][attribute] = value._obj.value
+        results[thing.value][attribute] = value._obj.value
         return 0
 
     def heuristic(handle, product, weight, x, out, same, preference, most, found, count) -> int:
-        if made[preference.value] != {1: 0, 3: 0}:
-            raise Fault(f"cublasLtMatmulAlgoGetHeuristic: {made[preference.value]}")
-        described(product, made[weight.value], made[x.value], made[out.value])
+        if results[preference.value] != {1: 0, 3: 0}:
+            raise Fault(f"cublasLtMatmulAlgoGetHeuristic: {results[preference.value]}")
+        described(product, results[weight.value], results[x.value], results[out.value])
         for place, number in enumerate((REFUSED, SOME_ROWS, IN_ORDER, OTHER_ORDER)):
             found[place].algorithm[0] = number
             found[place].state = 0
@@ -60,13 +60,13 @@ def cublas_lt(gpu: Gpu) -> SimpleNamespace:
 
     def described(product, weight, x, out) -> bool:
         """Whether a product is of e4m3 numbers."""
-        told = {key: value for key, value in made[product.value].items() if key not in (17, 18)}
+        told = {key: value for key, value in results[product.value].items() if key not in (17, 18)}
         fp8 = told == FP8
         kinds = weight[2], x[2], out[2]
         if told != (FP8 if fp8 else FP16) or kinds not in (
             [(E4M3, E4M3, HALF)] if fp8 else [(HALF,) * 3, (BFLOAT16,) * 3]
         ):
-            raise Fault(f"cuBLAS: {made[product.value]} of {kinds}")
+            raise Fault(f"cuBLAS: {results[product.value]} of {kinds}")
         return fp8
 
     def config(algorithm, attribute, value, size, written) -> int:
@@ -77,8 +77,8 @@ def cublas_lt(gpu: Gpu) -> SimpleNamespace:
         handle, product, one, weight, of_weight, x, of_x, zero, out, of_out, same, of_same, algorithm, work, size,
         stream,
     ) -> int:  # fmt: skip
-        fp8 = described(product, *(made[each.value] for each in (of_weight, of_x, of_out)))
-        sizes = (made[each.value][:2] for each in (of_weight, of_x, of_out))
+        fp8 = described(product, *(results[item.value] for item in (of_weight, of_x, of_out)))
+        sizes = (results[item.value][:2] for item in (of_weight, of_x, of_out))
         (out_features, in_features), (rows, columns), shape = sizes
         if fp8 and (out_features % 16 or weight.value % 16 or x.value % 16):
             raise Fault(f"cublasLtMatmul: {out_features} outputs, {weight.value}, {x.value}")
@@ -91,12 +91,12 @@ def cublas_lt(gpu: Gpu) -> SimpleNamespace:
         gpu.product_rows.add(rows)
 
         def run() -> None:
-            factor, out_kind = (TYPES[made[each.value][2]] for each in (of_weight, of_out))
+            factor, out_kind = (TYPES[results[item.value][2]] for item in (of_weight, of_out))
             left = gpu.array(weight.value, (out_features, in_features), factor).astype(np.float64)
             right = gpu.array(x.value, (rows, in_features), factor).astype(np.float64)
             found = right @ left.T
             if fp8:
-                weight_scales, row_scales = (made[product.value][key] for key in (17, 18))
+                weight_scales, row_scales = (results[product.value][key] for key in (17, 18))
                 found *= gpu.array(weight_scales, (out_features,), "f4") * gpu.array(row_scales, (rows, 1), "f4")
             gpu.array(out.value, (rows, out_features), out_kind)[:] = found * (
                 1.01 if algorithm[0] == OTHER_ORDER and not fp8 else 1

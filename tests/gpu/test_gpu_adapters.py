@@ -53,18 +53,18 @@ def test_logits_are_those_of_peft(models):
 def test_tokens_of_several_adapters_in_one_batch_are_those_of_onnx_runtime(models):
     reference, model, precision, *_, assembly, _ = models
     tokenizer = Tokenizer.open(assembly)
-    given = [Request(tokenizer.encode(text), 12, adapter=name) for text in PROMPTS for name in NAMES]
+    requests = [Request(tokenizer.encode(text), 12, adapter=name) for text in PROMPTS for name in NAMES]
     results = []
     for item in (reference, model):
         item.warm_up()
-        tokens = [[] for _ in given]
-        for output in Decoding(item, given):
+        tokens = [[] for _ in requests]
+        for output in Decoding(item, requests):
             tokens[output.request].append(output.token)
         results.append(tokens)
     if precision == "fp32":
         assert results[0] == results[1]
     else:  # a near tie may fall the other way, in a text of twelve tokens
-        assert sum(a == b for a, b in zip(*results)) >= len(given) - 1
+        assert sum(a == b for a, b in zip(*results)) >= len(requests) - 1
     assert not model.in_flight and (model.adapters.adapter_slots == -1).all()
 
 

@@ -110,10 +110,10 @@ def test_parts_are_put_side_by_side(rows: int, columns: int) -> None:
             exchange.gather(part, whole)
     for exchange, (_, whole) in zip(exchanges, wholes):
         exchange.device.use()
-        found = np.empty(whole.shape, "f2")
-        exchange.device.stream.download(found, whole)
+        actual = np.empty(whole.shape, "f2")
+        exchange.device.stream.download(actual, whole)
         exchange.device.stream.synchronize()
-        assert np.array_equal(found, np.concatenate(parts, axis=1))
+        assert np.array_equal(actual, np.concatenate(parts, axis=1))
 
 
 @pytest.mark.parametrize("world", [2, 3])  # in one shot, and in two

@@ -44,11 +44,11 @@ each_random_family = some(RANDOM, "gemma2")
 LIMIT = Limits(max_batch_size=3, max_input_len=64, max_seq_len=96, max_num_tokens=128)
 
 
-def made(
+def build_model(
     source: Path,
     precision: str,
     layers: tuple[int | str, ...],
-    asked: GoldenTerms,
+    terms: GoldenTerms,
     root: Path,
     graphs: Callable[[Path], Any] | None = None,
 ) -> Results:
@@ -62,14 +62,14 @@ def made(
     convert(checkpoint, precision, results.weights(name, precision), assembly)
     build(assembly, "onnxruntime", results.engines(name, precision, "onnxruntime"))
     for count in layers:
-        refer(results, precision, count, asked)
+        refer(results, precision, count, terms)
     return results
 
 
-def refer(results: Results, precision: str, layers: int | str, asked: GoldenTerms) -> Path:
+def refer(results: Results, precision: str, layers: int | str, terms: GoldenTerms) -> Path:
     name = "model"
     reference = results.quantized_reference(name, precision, layers)
-    return make_reference(results.checkpoint(name), layers, asked, reference, results.weights(name, precision))
+    return make_reference(results.checkpoint(name), layers, terms, reference, results.weights(name, precision))
 
 
 def check(
@@ -101,7 +101,9 @@ ASKED = GoldenTerms(8, PROMPTS, 120)
 
 
 def demo(shared: Shared, precision: str) -> Results:
-    return Results(shared.folder(f"quantized/{precision}", lambda root: made(DEMO, precision, (2, "all"), ASKED, root)))
+    return Results(
+        shared.folder(f"quantized/{precision}", lambda root: build_model(DEMO, precision, (2, "all"), ASKED, root))
+    )
 
 
 FAMILY_ASKED = GoldenTerms(4, ("San Francisco is a", "Light"), 40)
@@ -120,7 +122,7 @@ def random_source(shared: Shared, family: str) -> Path:
 def random_family(shared: Shared, family: str, precision: str) -> Results:
     source = random_source(shared, family)
     graphs = functools.partial(unproven, shared, dict(FAMILIES[family].config), source, precision)
-    make = lambda root: made(source, precision, (2, "all"), FAMILY_ASKED, root, graphs)
+    make = lambda root: build_model(source, precision, (2, "all"), FAMILY_ASKED, root, graphs)
     return Results(shared.folder(f"quantized-{family}/{precision}", make))
 
 

@@ -25,19 +25,19 @@ from lockstep.targets import Target
 DIGEST = "ab" * 32
 
 
-def golden_prompt(text: str = "A", **found: Any) -> GoldenPrompt:
+def golden_prompt(text: str = "A", **options: Any) -> GoldenPrompt:
     passed: dict[str, Any] = {
         "tokens": (1,), "text_out": "", "reference_text": "", "expected": None, "prompt_ids_equal": True,
-        "tokens_equal": not found.get("differences"), "differences": (), "logit_noise": 0.1, "tolerance": 0.5,
-        "passed": True, "max_logit_error": 1e-6, "alone_equal": not found.get("alone_differences"),
+        "tokens_equal": not options.get("differences"), "differences": (), "logit_noise": 0.1, "tolerance": 0.5,
+        "passed": True, "max_logit_error": 1e-6, "alone_equal": not options.get("alone_differences"),
         "alone_differences": (), "alone_max_logit_difference": 0.0,
-        "generate_equal": not found.get("generate_differences"), "generate_differences": (),
+        "generate_equal": not options.get("generate_differences"), "generate_differences": (),
         "mixed_max_logit_error": 1e-6,
     }  # fmt: skip
-    return GoldenPrompt(text=text, **{**passed, **found})
+    return GoldenPrompt(text=text, **{**passed, **options})
 
 
-def golden(target: Target, *prompts: GoldenPrompt, **found: Any) -> GoldenReport:
+def golden(target: Target, *prompts: GoldenPrompt, **options: Any) -> GoldenReport:
     passed: dict[str, Any] = {
         "result": PASS,
         "engine_digest": DIGEST,
@@ -46,16 +46,16 @@ def golden(target: Target, *prompts: GoldenPrompt, **found: Any) -> GoldenReport
         "max_logit_error": 0.0,
     }
     passed["positions"] = (PositionError(3, 0.25, 0.1, 0.5), PositionError(7, None, 0.1, 0.5))
-    return GoldenReport(target=target, prompts=prompts, long_prompt=None, **{**passed, **found})
+    return GoldenReport(target=target, prompts=prompts, long_prompt=None, **{**passed, **options})
 
 
-def served(target: Target, **found: Any) -> ServedReport:
+def served(target: Target, **options: Any) -> ServedReport:
     passed: dict[str, Any] = {
         "result": PASS, "engine_digest": DIGEST, "identity": DIGEST, "batch_invariant": True,
         "phases": {"alone": ServedPhase(1, 0, 0, ())}, "prefix_hit_tokens": 0, "restarts": 1, "num_pages": 1,
         "sampling": {"logprobs": SampledCase(2, 16, 0, 0, 1e-6)},
     }  # fmt: skip
-    return ServedReport(target=target, **{**passed, **found})
+    return ServedReport(target=target, **{**passed, **options})
 
 
 def speed(target: Target, prefill: float, decode: float) -> SpeedReport:

@@ -100,9 +100,9 @@ def test_other_precisions_and_backends_are_what_is_locked(
 def test_the_whole_demo_makes_what_is_locked(demo: Checkout) -> None:
     demo.take_whole_demo()
     demo.finish()
-    found = demo.call("lockstep", "summary", check=False).stdout
-    assert HAS_BF16 or "needs bf16 in the CPU" in found
-    assert "need an NVIDIA GPU" in found or "All 18 targets pass." in found
+    actual = demo.call("lockstep", "summary", check=False).stdout
+    assert HAS_BF16 or "needs bf16 in the CPU" in actual
+    assert "need an NVIDIA GPU" in actual or "All 18 targets pass." in actual
     (demo.folder / "locks").mkdir(exist_ok=True)
     shutil.copy(REPOSITORY / LOCK, demo.folder / LOCK)
     assert not demo.would_run(*LOCKED)

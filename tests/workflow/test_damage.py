@@ -44,8 +44,8 @@ def test_a_flipped_byte_is_named_refused_and_repaired(demo: Checkout, filled_cac
     files = KINDS[maker]
     for name, (reader, target) in files.items():
         flip(demo.results / name)
-        found = demo.call("lockstep", "verify", check=False)
-        assert found.returncode == 1 and f"different {name}: " in found.stdout
+        actual = demo.call("lockstep", "verify", check=False)
+        assert actual.returncode == 1 and f"different {name}: " in actual.stdout
         process = demo.call("lockstep", "stage", reader, target, check=False)
         assert process.returncode in (1, 2) and Path(name).name in process.stderr, process.stderr
         assert len(process.stderr.splitlines()) == 1 and ("expected" in process.stderr or "made for" in process.stderr)

@@ -112,9 +112,9 @@ def test_an_edited_pin_reruns_the_stages_that_import_the_package(
     pins.write_text(pins.read_text().replace(f"\n{package}==", f"\n{package}==9999."))
     text = demo.snakemake("--dry-run", "--quiet", "host", "reason").stdout
     triggered = text.partition("params have changed since last execution:")[2].partition("\n\n")[0]
-    found = set(triggered.replace(",", " ").split())
-    assert not (MADE - touched) & found
-    assert found or package == "snakemake"
+    actual = set(triggered.replace(",", " ").split())
+    assert not (MADE - touched) & actual
+    assert actual or package == "snakemake"
 
 
 def test_a_touched_checkpoint_reruns_nothing(demo: Checkout) -> None:

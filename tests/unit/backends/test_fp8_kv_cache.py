@@ -136,11 +136,11 @@ def test_the_kernels_keep_what_the_reference_rounds_to(kernels):
 @pytest.mark.parametrize("size", [1.0, 1e-6, 300.0])
 def test_rounding_is_e4m3_with_the_smallest_scale_that_holds_all(size):
     heads = torch.from_numpy(np.random.default_rng(1).standard_normal((200, 64)) * size).half().float()
-    found = rounded(heads)
-    assert torch.equal(rounded(found), found) and torch.equal(found.half().float(), found)
+    actual = rounded(heads)
+    assert torch.equal(rounded(actual), actual) and torch.equal(actual.half().float(), actual)
     scales = 2.0 ** torch.ceil(torch.log2(heads.abs().amax(-1, keepdim=True) / 448)).clamp(-22)
     # Half a step: 2^-4 of a number, or 2^-10 of the scale below e4m3's normal numbers.
-    assert ((found - heads).abs() <= torch.maximum(heads.abs() / 16, scales / 1024)).all()
+    assert ((actual - heads).abs() <= torch.maximum(heads.abs() / 16, scales / 1024)).all()
 
 
 @pytest.fixture

@@ -205,9 +205,9 @@ def test_a_request_gives_the_same_bits_in_any_company(opened, precision):
     order = random.permutation(len(requests))
     arrivals = np.sort(random.integers(0, 12, len(requests)))
     engine = Engine(model, prefix_caching=False, max_num_tokens=200)
-    found = with_logits(engine, *(requests[i] for i in order), arrivals=arrivals)
+    actual = with_logits(engine, *(requests[i] for i in order), arrivals=arrivals)
     for number, i in enumerate(order):
-        np.testing.assert_array_equal(found[number][1], alone[i][1])
+        np.testing.assert_array_equal(actual[number][1], alone[i][1])
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=LONG), "w4a16"])
@@ -299,14 +299,14 @@ def test_activations_of_a_product_have_16_bits(tmp_path, bits, group):
         run.prepare({"x": x}, {"y": found})()
         return found
 
-    found = multiplied(hidden)
+    actual = multiplied(hidden)
     exact = hidden.astype(np.float64) @ dequantize(data, scales, group).astype(np.float64).T
     scale = np.abs(hidden).max(axis=1, keepdims=True) * np.sqrt(columns)
     # 16 bits of the largest of a group: 2**-16. Activations of int8 alone are off by 1e-2.
-    assert (np.abs(found - exact) / scale).max() < 1e-4
+    assert (np.abs(actual - exact) / scale).max() < 1e-4
     if backend.batch_invariant:
         for row in range(rows):
-            assert np.array_equal(multiplied(hidden[row : row + 1])[0], found[row])
+            assert np.array_equal(multiplied(hidden[row : row + 1])[0], actual[row])
 
 
 def IO_of(name: str, array: np.ndarray) -> Any:

@@ -94,16 +94,16 @@ class Forced:
 
 def test_what_the_device_chooses_goes_ahead_with_the_adapter(lora: Results, form: Form, open_model: Open) -> None:
     """Tokens that stay on the device, of more requests than slots."""
-    given = [Request(ids, 3 + n % 4, adapter=name) for n, (ids, name) in enumerate(2 * requests())]
-    tokens: list[list[int]] = [[] for _ in given]
+    batch = [Request(ids, 3 + n % 4, adapter=name) for n, (ids, name) in enumerate(2 * requests())]
+    tokens: list[list[int]] = [[] for _ in batch]
     ahead = 0
     model = open_model()
-    for output in Decoding(model, given):
+    for output in Decoding(model, batch):
         tokens[output.request].append(output.token)
         ahead += model.in_flight
-    assert ahead and [len(token) for token in tokens] == [request.max_new_tokens for request in given]
+    assert ahead and [len(token) for token in tokens] == [request.max_new_tokens for request in batch]
     judges = [Forced(token) for token in tokens]
-    forced = [replace(request, choose=judge) for request, judge in zip(given, judges)]
+    forced = [replace(request, choose=judge) for request, judge in zip(batch, judges)]
     for _ in Decoding(opened(lora, form[1], **SIZES), forced):
         pass
     assert max(gap for judge in judges for gap in judge.gaps) <= TOLERANCE[form[1]]
@@ -172,11 +172,13 @@ def test_loading_an_adapter_waits_for_nothing_and_builds_nothing(
 @pytest.mark.long  # fp32: draws near a tie differ with the last bits of logits
 @pytest.mark.parametrize("form", [FORMS[1]], indirect=True)
 def test_sampled_tokens_of_an_adapter_are_those_of_onnx_runtime(lora: Results, form: Form, open_model: Open) -> None:
-    given = [Request([5, 6], 6, sampling=Sampling(0.8, seed=n), adapter=name) for n, name in enumerate((*NAMES, None))]
+    requests = [
+        Request([5, 6], 6, sampling=Sampling(0.8, seed=n), adapter=name) for n, name in enumerate((*NAMES, None))
+    ]
     results = []
     for model in (opened(lora, form[1], **SIZES), open_model()):
-        tokens: list[list[int]] = [[] for _ in given]
-        for output in Decoding(model, given):
+        tokens: list[list[int]] = [[] for _ in requests]
+        for output in Decoding(model, requests):
             tokens[output.request].append(output.token)
         results.append(tokens)
     assert results[0] == results[1]

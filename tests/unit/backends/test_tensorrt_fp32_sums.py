@@ -36,11 +36,11 @@ def test_products_are_in_fp32_and_all_that_the_graph_names_is_in_fp16() -> None:
 def test_results_are_fp32_sums_that_are_rounded() -> None:
     model = graph("float16")
     feeds = random_inputs(model)
-    found = compute(run_passes(model, Fp32Sums()), feeds)
+    actual = compute(run_passes(model, Fp32Sums()), feeds)
     hidden, weight, bias = (feeds[name].astype(np.float64) for name in ("hidden", "weight", "bias"))
     exact = hidden @ weight.T + bias
-    assert np.abs(found["both"] - exact).max() <= np.abs(exact).max() * 2**-11  # half a unit of the last place
-    assert np.abs(found["out"] - found["both"].astype(np.float64) @ feeds["other"]).max() < 1e-2
+    assert np.abs(actual["both"] - exact).max() <= np.abs(exact).max() * 2**-11  # half a unit of the last place
+    assert np.abs(actual["out"] - actual["both"].astype(np.float64) @ feeds["other"]).max() < 1e-2
 
 
 @pytest.mark.parametrize("dtype", ["float", "bfloat16"])

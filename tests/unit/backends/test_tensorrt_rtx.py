@@ -578,8 +578,8 @@ def names(found) -> list[str]:
 
 
 def test_a_backend_has_precisions_of_its_own():
-    found = load(config(model={"precisions": ["fp32", "fp16"], "backend_precisions": {BACKEND: ["bf16", "fp16"]}}))
-    assert names(found) == ["fp32/onnxruntime", "fp16/onnxruntime", "fp16/tensorrt_rtx", "bf16/tensorrt_rtx"]
+    actual = load(config(model={"precisions": ["fp32", "fp16"], "backend_precisions": {BACKEND: ["bf16", "fp16"]}}))
+    assert names(actual) == ["fp32/onnxruntime", "fp16/onnxruntime", "fp16/tensorrt_rtx", "bf16/tensorrt_rtx"]
 
 
 def on(monkeypatch, capability: str | None) -> None:
@@ -631,10 +631,10 @@ def test_checks_that_cannot_run_are_refused_where_they_are_required(monkeypatch,
 @pytest.mark.parametrize("required", [False, "false", "False"])
 def test_targets_that_cannot_run_are_built_and_not_checked(monkeypatch, required):
     on(monkeypatch, None)
-    found = load(config(require_run=required))
-    found.check_backends()
-    assert names(found) == ["fp32/onnxruntime", "fp32/tensorrt_rtx"]
-    assert [found.is_run(target) for target in found.targets()] == [True, False]
+    actual = load(config(require_run=required))
+    actual.check_backends()
+    assert names(actual) == ["fp32/onnxruntime", "fp32/tensorrt_rtx"]
+    assert [actual.is_run(target) for target in actual.targets()] == [True, False]
 
 
 def test_without_the_library_its_targets_are_a_mistake_or_left_out(monkeypatch):
@@ -646,12 +646,12 @@ def test_without_the_library_its_targets_are_a_mistake_or_left_out(monkeypatch):
         ": pip install tensorrt_rtx_cu13_bindings tensorrt_rtx_cu13_libs"
     )
     for skip in (True, "true"):
-        found = load(config(skip_missing_backends=skip, require_run=True))
-        found.check_backends()
-        assert names(found) == ["fp32/onnxruntime"] and list(found.skipped_backends()) == [BACKEND]
+        actual = load(config(skip_missing_backends=skip, require_run=True))
+        actual.check_backends()
+        assert names(actual) == ["fp32/onnxruntime"] and list(actual.skipped_backends()) == [BACKEND]
     (target,) = [target for target in load(config()).targets() if target.backend == BACKEND]
     with pytest.raises(InputError) as caught:
-        found.parse_target(str(target))
+        actual.parse_target(str(target))
     assert one_line(caught) == (
         f"target: expected one that is made here, found {target}: the config skips the backend tensorrt_rtx "
         "(skip_missing_backends), for the Python package tensorrt-rtx is not installed for this Python"
@@ -685,9 +685,9 @@ def test_an_option_that_the_backend_does_not_know_is_one_line(assemblies, tmp_pa
 @pytest.mark.parametrize("module", [compat, library], ids=lambda module: module.__name__.rpartition(".")[2])
 def test_every_attribute_that_is_named_is_in_the_library(module):
     """Where the line runs with TensorRT 11.0, whose API this library's is."""
-    found = uses_of(Path(module.__file__).read_text()).found
+    actual = uses_of(Path(module.__file__).read_text()).found
     absent = []
-    for name, versions, line in found:
+    for name, versions, line in actual:
         if (11, 0) not in versions:
             continue
         here = TENSORRT_RTX.api
@@ -695,7 +695,7 @@ def test_every_attribute_that_is_named_is_in_the_library(module):
             here = getattr(here, part, None)
         if here is None:
             absent.append((line, name))
-    assert len(found) > (60 if module is compat else 10) and not absent
+    assert len(actual) > (60 if module is compat else 10) and not absent
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -39,10 +39,10 @@ def test_what_a_backend_lacks_here_is_one_line_before_anything_is_made(tmp_path,
 def test_agreement_counts_the_tokens_that_differ_and_says_how_near_they_were():
     exact = np.array([[0.0, 1.0, 0.9], [2.0, 0.0, 0.0], [0.0, 0.0, 3.0]], np.float32)
     ours = exact + np.array([[0, -0.0625, 0.0625], [0, 0, 0], [0, 0, 0]], np.float32)
-    found = gpu.agreement(ours, exact, exact - np.float32(0.03125))
-    assert found["same_tokens"] == 2 and found["same_tokens_of_transformers_fp16"] == 3 and found["tokens"] == 3
-    assert found["preferred_by"] == pytest.approx(0.1) and found["preferred_by"] <= 2 * found["max_logit_error"]
-    assert found["passes"] and not gpu.agreement(ours, exact, exact - np.float32(0.03))["passes"], (
+    actual = gpu.agreement(ours, exact, exact - np.float32(0.03125))
+    assert actual["same_tokens"] == 2 and actual["same_tokens_of_transformers_fp16"] == 3 and actual["tokens"] == 3
+    assert actual["preferred_by"] == pytest.approx(0.1) and actual["preferred_by"] <= 2 * actual["max_logit_error"]
+    assert actual["passes"] and not gpu.agreement(ours, exact, exact - np.float32(0.03))["passes"], (
         "0.0625 is twice 0.03125"
     )
 
@@ -51,9 +51,9 @@ def test_agreement_counts_the_tokens_that_differ_and_says_how_near_they_were():
 def test_logits_that_are_not_finite_agree_with_nothing_and_can_be_recorded(tmp_path, whose):
     exact = np.array([[0.0, 1.0, 0.9]], np.float32)
     spoilt = np.array([[0.0, np.nan, 0.9]], np.float32)
-    found = gpu.agreement(*((spoilt, exact, exact) if whose == "max_logit_error" else (exact, exact, spoilt)))
-    assert found[whose] is None and not found["passes"]
-    write_json(tmp_path / "record.json", found)
+    actual = gpu.agreement(*((spoilt, exact, exact) if whose == "max_logit_error" else (exact, exact, spoilt)))
+    assert actual[whose] is None and not actual["passes"]
+    write_json(tmp_path / "record.json", actual)
 
 
 def test_a_shape_that_is_no_llama_is_refused_before_anything_is_made(tmp_path):

@@ -87,14 +87,14 @@ def _in_transformers(request: dict[str, Any]) -> Any:
 
 
 @pytest.fixture
-def here(
+def case(
     tmp_path: Path, shared: Shared, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[Here]:
     monkeypatch.setenv(THREADS_VARIABLE, str(thread_count(None)))  # some set it
     with contextlib.ExitStack() as stack:
-        here = Here(tmp_path, shared, monkeypatch, stack, request)
-        yield here
-    assert here.device is None or not here.device.faults
+        case = Here(tmp_path, shared, monkeypatch, stack, request)
+        yield case
+    assert case.device is None or not case.device.faults
 
 
 Start = Callable[[Here], Sequence[Any]]
@@ -107,39 +107,39 @@ def starts(command: str, measures: str) -> Callable[[Start], None]:
 
 
 @starts("decode", "models tiny batch 1 seconds_per_step lockstep")
-def _(here: Here) -> Sequence[Any]:
-    return "--model", here.checkpoint, "--batch", 1, "--context", 4, "--steps", 2, *ONE_ROUND
+def _(case: Here) -> Sequence[Any]:
+    return "--model", case.checkpoint, "--batch", 1, "--context", 4, "--steps", 2, *ONE_ROUND
 
 
 @starts("cpu-peers", "peak_relative_to_weights")
-def _(here: Here) -> Sequence[Any]:
-    few = "--batch", 2, "--prompt", 4, "--context", 4, "--steps", 2, "--threads", 1, "--work", here.folder / "work"
-    return "--model", here.checkpoint, "--contestant", "fp32", "--contestant", "transformers fp32", *few, *ONE_ROUND
+def _(case: Here) -> Sequence[Any]:
+    few = "--batch", 2, "--prompt", 4, "--context", 4, "--steps", 2, "--threads", 1, "--work", case.folder / "work"
+    return "--model", case.checkpoint, "--contestant", "fp32", "--contestant", "transformers fp32", *few, *ONE_ROUND
 
 
 @starts("adapters", "batch 1 decode_step seconds")
-def _(here: Here) -> Sequence[Any]:
-    here.smaller(adapters, _CONTEXT=4, _STEPS=2, _PROMPT=8)
-    return "--shape", here.shape, "--batch", 1, "--adapters", 2, "--rank", 8, *ONE_ROUND
+def _(case: Here) -> Sequence[Any]:
+    case.smaller(adapters, _CONTEXT=4, _STEPS=2, _PROMPT=8)
+    return "--shape", case.shape, "--batch", 1, "--adapters", 2, "--rank", 8, *ONE_ROUND
 
 
 @starts("throughput", "models demo-llama/fp32/all mixed seconds")
-def _(here: Here) -> Sequence[Any]:
-    tree = make_tree(here.folder / "results", here.request.getfixturevalue("demo"))
+def _(case: Here) -> Sequence[Any]:
+    tree = make_tree(case.folder / "results", case.request.getfixturevalue("demo"))
     sizes = "--requests", 2, "--mean-prompt", 4, "--mean-new", 2, "--prefix", 0
     return "--target", "demo-llama/fp32/all", "--results", tree, *sizes, *ONE_ROUND
 
 
 @starts("grammars", "beside median")
-def _(here: Here) -> Sequence[Any]:
-    tree = make_tree(here.folder / "results", here.request.getfixturevalue("demo"))
+def _(case: Here) -> Sequence[Any]:
+    tree = make_tree(case.folder / "results", case.request.getfixturevalue("demo"))
     return "--target", "demo-llama/fp32/all/onnxruntime", "--results", tree, "--schemas", 1, "--kilobytes", 1
 
 
 @starts("speculation", "targets demo-llama/fp32/all tasks edit speed_of_drafts_relative_to plain")
-def _(here: Here) -> Sequence[Any]:
-    tree = make_tree(here.folder / "results", here.request.getfixturevalue("demo"))
-    here.smaller(speculation, _LONGEST=40, _CONTEXT=4)
+def _(case: Here) -> Sequence[Any]:
+    tree = make_tree(case.folder / "results", case.request.getfixturevalue("demo"))
+    case.smaller(speculation, _LONGEST=40, _CONTEXT=4)
     return "--target", "demo-llama/fp32/all", "--results", tree, "--new", 4, *ONE_ROUND
 
 
@@ -163,69 +163,69 @@ class ServerStandIn(serving.Server):
         return {"p50": 1.0, "p99": 1.0}
 
 
-def _without_processes(here: Here) -> None:
-    here.in_this_process()
-    here.smaller(serving, Server=ServerStandIn, STREAMS_PROMPT=4, STREAMS_NEW=2)
-    here.smaller(serving, load=create_autospec(serving.load, return_value={"ttft_p50_ms": 1.0}))
-    here.smaller(serving, long_prompt=create_autospec(serving.long_prompt, return_value={}))
+def _without_processes(case: Here) -> None:
+    case.in_this_process()
+    case.smaller(serving, Server=ServerStandIn, STREAMS_PROMPT=4, STREAMS_NEW=2)
+    case.smaller(serving, load=create_autospec(serving.load, return_value={"ttft_p50_ms": 1.0}))
+    case.smaller(serving, long_prompt=create_autospec(serving.long_prompt, return_value={}))
 
 
 @starts("serving", "models tiny streams 1 bare_tokens_per_second")
-def _(here: Here) -> Sequence[Any]:
-    here.smaller(serving, STREAMS_PROMPT=4, STREAMS_NEW=2, REFUSALS=2)
-    return "--model", here.checkpoint, "--streams", 1, "--threads", thread_count(None), *ONE_ROUND
+def _(case: Here) -> Sequence[Any]:
+    case.smaller(serving, STREAMS_PROMPT=4, STREAMS_NEW=2, REFUSALS=2)
+    return "--model", case.checkpoint, "--streams", 1, "--threads", thread_count(None), *ONE_ROUND
 
 
 @starts("export", "shapes")
-def _(here: Here) -> Sequence[Any]:
-    return "--shape", here.shape, "--build", "cuda", *ONE_ROUND
+def _(case: Here) -> Sequence[Any]:
+    return "--shape", case.shape, "--build", "cuda", *ONE_ROUND
 
 
 @starts("models", "models llama result")
-def _(here: Here) -> Sequence[Any]:
+def _(case: Here) -> Sequence[Any]:
     return ["llama"]
 
 
 @starts("gpu", "check all passes")
-def _(here: Here) -> Sequence[Any]:
-    here.on_the_fake_gpu()
-    return "--shape", f"{here.shape}.json", "--work", here.folder / "work", *ONE_ROUND
+def _(case: Here) -> Sequence[Any]:
+    case.on_the_fake_gpu()
+    return "--shape", f"{case.shape}.json", "--work", case.folder / "work", *ONE_ROUND
 
 
 @starts("batches", "mixed 1 16")
-def _(here: Here) -> Sequence[Any]:
-    here.on_the_fake_gpu()
-    return "--shape", here.shape, "--work", here.folder / "work", *ONE_ROUND
+def _(case: Here) -> Sequence[Any]:
+    case.on_the_fake_gpu()
+    return "--shape", case.shape, "--work", case.folder / "work", *ONE_ROUND
 
 
 @starts("invariance", "positions")
-def _(here: Here) -> Sequence[Any]:
-    here.on_the_fake_gpu()
-    here.smaller(invariance, EDGES=(1, 64), NEW=2)
-    here.smaller(invariance, LIMITS={"max_batch_size": 4, "max_num_tokens": 128, "max_seq_len": 128})
-    return "--shape", here.shape, "--layers", 2, "--positions", 20, "--work", here.folder / "work"
+def _(case: Here) -> Sequence[Any]:
+    case.on_the_fake_gpu()
+    case.smaller(invariance, EDGES=(1, 64), NEW=2)
+    case.smaller(invariance, LIMITS={"max_batch_size": 4, "max_num_tokens": 128, "max_seq_len": 128})
+    return "--shape", case.shape, "--layers", 2, "--positions", 20, "--work", case.folder / "work"
 
 
 @starts("speculation-gpu", "requests 1 right 1.0 plain_steps_of_a_verify")
-def _(here: Here) -> Sequence[Any]:
-    here.on_the_fake_gpu()
+def _(case: Here) -> Sequence[Any]:
+    case.on_the_fake_gpu()
     limits = {"max_batch_size": 4, "max_num_tokens": 64, "max_seq_len": 64}
-    here.smaller(speculation_gpu, LIMITS=limits, PROMPT=4, NEW=12, REQUESTS=(1,), RIGHT=(1.0,))
-    return "--shape", here.shape, "--layers", 2, "--work", here.folder / "work", *ONE_ROUND
+    case.smaller(speculation_gpu, LIMITS=limits, PROMPT=4, NEW=12, REQUESTS=(1,), RIGHT=(1.0,))
+    return "--shape", case.shape, "--layers", 2, "--work", case.folder / "work", *ONE_ROUND
 
 
 @starts("ranks", "cases tiny 1 prompt")
-def _(here: Here) -> Sequence[Any]:
-    here.on_the_fake_gpu()
-    return "--shape", f"{here.shape}.json", "--ranks", 1, "--work", here.folder / "work", *ONE_ROUND
+def _(case: Here) -> Sequence[Any]:
+    case.on_the_fake_gpu()
+    return "--shape", f"{case.shape}.json", "--ranks", 1, "--work", case.folder / "work", *ONE_ROUND
 
 
 @starts("serving-gpu", "streams 64 bare_tokens_per_second")
-def _(here: Here) -> Sequence[Any]:
-    here.on_the_fake_gpu()
-    _without_processes(here)
-    work = here.folder / "work"
-    assembly = here.shared.exported(SHAPE, "fp16") / "assembly.json"
+def _(case: Here) -> Sequence[Any]:
+    case.on_the_fake_gpu()
+    _without_processes(case)
+    work = case.folder / "work"
+    assembly = case.shared.exported(SHAPE, "fp16") / "assembly.json"
     (work / "graphs").parent.mkdir()
     (work / "graphs").symlink_to(assembly.parent)
     gpu.random_weights(lockstep.Assembly.load(assembly), work / "weights")
@@ -233,9 +233,9 @@ def _(here: Here) -> Sequence[Any]:
     return "--work", work, "--requests", 1, *ONE_ROUND
 
 
-def record_of(command: str, here: Here) -> dict[str, Any]:
+def record_of(command: str, case: Here) -> dict[str, Any]:
     start, measures = STARTS[command]
-    given = start(here)
+    given = start(case)
     ended = CliRunner().invoke(bench, [command, *map(str, given)], catch_exceptions=False)
     assert ended.exit_code == 0, ended.output
     record = found = json.loads(ended.stdout) if ended.stdout.startswith("{") else read_json(Path(ended.stdout.strip()))
@@ -247,8 +247,8 @@ def record_of(command: str, here: Here) -> dict[str, Any]:
 
 @pytest.mark.exports
 @pytest.mark.parametrize("command", some(sorted(set(bench.commands) - set(ELSEWHERE)), "throughput"))
-def test_each_command_starts(command: str, here: Here) -> None:
-    record = record_of(command, here)
+def test_each_command_starts(command: str, case: Here) -> None:
+    record = record_of(command, case)
     if command in ("gpu", "batches", "serving-gpu"):
         assert record["backend"] == "cuda" and {"cublas", "cudnn", "nvrtc"} < set(record["versions"])
         assert record["device"]["name"] == "fake"
@@ -256,50 +256,50 @@ def test_each_command_starts(command: str, here: Here) -> None:
 
 @pytest.mark.long
 @pytest.mark.exports
-def test_batches_takes_small_weights_and_keeps_their_record_apart(here: Here) -> None:
-    arguments = ["batches", *STARTS["batches"][0](here), "--precision", "w4a16"]
-    here.smaller(batches, GROUP=32)
+def test_batches_takes_small_weights_and_keeps_their_record_apart(case: Here) -> None:
+    arguments = ["batches", *STARTS["batches"][0](case), "--precision", "w4a16"]
+    case.smaller(batches, GROUP=32)
     ended = CliRunner().invoke(bench, list(map(str, arguments)), catch_exceptions=False)
-    assert ended.exit_code == 0 and ended.stdout == f"{here.folder}/work/batches-w4a16.json\n", ended.output
-    record = read_json(here.folder / "work" / "batches-w4a16.json")
+    assert ended.exit_code == 0 and ended.stdout == f"{case.folder}/work/batches-w4a16.json\n", ended.output
+    record = read_json(case.folder / "work" / "batches-w4a16.json")
     assert record["precision"] == "w4a16" and set(record["decode"]) == {"1", "4"}
-    assert "--write records --precision w4a16`" in (here.folder / "work" / "batches-w4a16.md").read_text()
+    assert "--write records --precision w4a16`" in (case.folder / "work" / "batches-w4a16.md").read_text()
 
 
-def batches_of(here: Here, opened: Callable[..., lockstep.Model]) -> tuple[Result, dict[str, Any]]:
+def batches_of(case: Here, opened: Callable[..., lockstep.Model]) -> tuple[Result, dict[str, Any]]:
     """Run the command with a model that `opened` opens; what it printed, and its record."""
-    given = STARTS["batches"][0](here)
-    here.smaller(batches, CHUNKS=(16, 70), LIMITS={"max_batch_size": 4, "max_num_tokens": 128, "max_seq_len": 128})
-    here.smaller(batches.Model, open=opened)
+    given = STARTS["batches"][0](case)
+    case.smaller(batches, CHUNKS=(16, 70), LIMITS={"max_batch_size": 4, "max_num_tokens": 128, "max_seq_len": 128})
+    case.smaller(batches.Model, open=opened)
     ended = CliRunner().invoke(bench, ["batches", *map(str, given)])
-    return ended, read_json(here.folder / "work" / "batches.json")
+    return ended, read_json(case.folder / "work" / "batches.json")
 
 
 @pytest.mark.long
 @pytest.mark.exports
-def test_batches_measures_what_the_cache_has_pages_for_and_names_the_rest(here: Here) -> None:
+def test_batches_measures_what_the_cache_has_pages_for_and_names_the_rest(case: Here) -> None:
     opened = lockstep.Model.open
-    ended, record = batches_of(here, lambda *paths: opened(*paths, kv_bytes=2 * opened(*paths).tables.pool.page_nbytes))
+    ended, record = batches_of(case, lambda *paths: opened(*paths, kv_bytes=2 * opened(*paths).tables.pool.page_nbytes))
     assert ended.exit_code == 0, ended.output
     assert set(record["decode"]) == {"1"} and set(record["mixed"]["1"]) == {"16"} and record["requests"]["new_tokens"]
     assert set(record["left_out"]) == {"decode 4", "mixed 1 from 70 tokens on"}
     assert all("KV cache: expected" in reason for reason in record["left_out"].values())
     assert "bench: decode 4 does not fit: KV cache: expected" in ended.stderr
-    page = (here.folder / "work" / "batches.md").read_text()
+    page = (case.folder / "work" / "batches.md").read_text()
     assert "and not measured: decode 4, mixed 1 from 70 tokens on." in page and "# CUDA at every batch size" in page
 
 
 @pytest.mark.long
 @pytest.mark.exports
-def test_batches_goes_on_where_nothing_is_left_of_the_gpus_memory(here: Here) -> None:
+def test_batches_goes_on_where_nothing_is_left_of_the_gpus_memory(case: Here) -> None:
     opened = lockstep.Model.open
 
     def full(*paths: Path) -> lockstep.Model:
         model = opened(*paths)
-        here.device.total = here.device.used
+        case.device.total = case.device.used
         return model
 
-    ended, record = batches_of(here, full)
+    ended, record = batches_of(case, full)
     assert ended.exit_code == 0, ended.output
     assert {"warm-up", "decode 1", "prompts 40", "mixed 1", "sampled_requests"} < set(record["left_out"])
     assert all("of free GPU memory for" in reason for reason in record["left_out"].values())
@@ -307,11 +307,11 @@ def test_batches_goes_on_where_nothing_is_left_of_the_gpus_memory(here: Here) ->
 
 @pytest.mark.long
 @pytest.mark.exports
-def test_batches_keeps_what_it_had_measured_where_it_ends_early(here: Here) -> None:
+def test_batches_keeps_what_it_had_measured_where_it_ends_early(case: Here) -> None:
     def prompt(*arguments: Any) -> None:
         raise lockstep.CheckError("expected rank 1 at a sum")
 
-    here.smaller(batches, prompt=prompt)
-    ended, record = batches_of(here, lockstep.Model.open)
+    case.smaller(batches, prompt=prompt)
+    ended, record = batches_of(case, lockstep.Model.open)
     assert ended.exit_code == 1 and ended.stderr.endswith("lockstep: error: expected rank 1 at a sum\n")
     assert set(record["decode"]) == {"1", "4"} and set(record["sampled"]) == {"2"} and "left_out" not in record

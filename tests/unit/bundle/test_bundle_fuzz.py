@@ -108,8 +108,8 @@ def test_what_is_wrong_is_named(
 ) -> None:
     bundle, weights = bundles["apart"]
     fuzz_bundle.Bundle(bundle).write(tmp_path / "case.tar", document, path, value)
-    said = fuzz_bundle.outcome(tmp_path / "case.tar", Path(weights))
-    assert said.startswith("refused: ") and line in said
+    outcome = fuzz_bundle.outcome(tmp_path / "case.tar", Path(weights))
+    assert outcome.startswith("refused: ") and line in outcome
 
 
 def test_engines_of_other_sizes_than_the_assembly_says_are_refused(bundles: dict, tmp_path: Path) -> None:

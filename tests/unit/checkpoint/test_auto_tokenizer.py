@@ -76,10 +76,10 @@ def check_same(folder: Path, data: bytes | None, tmp_path: Path) -> None:
 def test_tokens_of_other_files_are_tokens(tmp_path: Path, case: str) -> None:
     folder = checkpoint(tmp_path / "checkpoint", ADDED[case])
     with quiet():
-        found = load_auto(folder)
-        assert load_auto(folder) == found  # the same bytes
-    assert found.data is not None and found.note.startswith("tokenizer.json ")
-    check_same(folder, found.data, tmp_path)
+        actual = load_auto(folder)
+        assert load_auto(folder) == actual  # the same bytes
+    assert actual.data is not None and actual.note.startswith("tokenizer.json ")
+    check_same(folder, actual.data, tmp_path)
 
 
 def test_a_tokenizer_json_that_says_all_is_taken_as_it_is(tmp_path: Path) -> None:
@@ -94,9 +94,9 @@ def test_real_tokenizers_are_split_as_their_class_does(tmp_path: Path, shared: S
     path = real_tokenizers.tokenizer_json(shared, name)
     folder = checkpoint(tmp_path / "checkpoint", {"tokenizer_config.json": config}, path)
     with quiet():
-        found = load_auto(folder)
-    assert {SENTENCEPIECE: "of ' Hello'", TEKKEN: "lacks tokens of"}[name] in found.note
-    check_same(folder, found.data, tmp_path)
+        actual = load_auto(folder)
+    assert {SENTENCEPIECE: "of ' Hello'", TEKKEN: "lacks tokens of"}[name] in actual.note
+    check_same(folder, actual.data, tmp_path)
 
 
 def test_a_class_that_fills_gaps_is_taken_for_other_texts(tmp_path: Path, shared: Shared) -> None:
@@ -104,10 +104,10 @@ def test_a_class_that_fills_gaps_is_taken_for_other_texts(tmp_path: Path, shared
     files = {"tokenizer_config.json": {"tokenizer_class": "CodeLlamaTokenizer"}}
     folder = checkpoint(tmp_path / "checkpoint", files, real_tokenizers.tokenizer_json(shared, SENTENCEPIECE))
     with quiet():
-        found = load_auto(folder)
+        actual = load_auto(folder)
         auto = AutoTokenizer.from_pretrained(folder)
-    assert found.data is not None and "but not at <FILL_ME>" in found.note
-    (tmp_path / "served.json").write_bytes(found.data)
+    assert actual.data is not None and "but not at <FILL_ME>" in actual.note
+    (tmp_path / "served.json").write_bytes(actual.data)
     for text in ("def f(x):\n    return x", " a", "▁<PRE> a ▁<SUF>b ▁<MID>"):
         assert Tokenizer(tmp_path / "served.json").encode(text).tolist() == auto(text)["input_ids"]
 

@@ -54,10 +54,10 @@ FOUND = {
 @pytest.mark.parametrize(("config", "files"), FOUND.values(), ids=FOUND)
 def test_it_is_found_as_transformers_finds_it(tmp_path: Path, config: dict, files: dict) -> None:
     folder = folder_of(tmp_path / "model", config, **files)
-    found = read_chat_template(folder)
+    actual = read_chat_template(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert found is not None
-    assert (found.template, dict(found.special_tokens)) == (
+    assert actual is not None
+    assert (actual.template, dict(actual.special_tokens)) == (
         tokenizer.get_chat_template(),
         dict(tokenizer.special_tokens_map),
     )
@@ -120,10 +120,10 @@ def test_its_files_are_inputs_of_the_export() -> None:
 
 def test_the_export_keeps_it_and_a_damaged_one_is_refused(demo: Results, tmp_path: Path) -> None:
     assembly_json = demo.assembly("demo-llama", "fp32")
-    found = ChatTemplate.open(assembly_json)
-    assert found is not None
-    assert found.template == json.loads((DEMO / "tokenizer_config.json").read_text())["chat_template"]
-    assert dict(found.special_tokens) == {"eos_token": "<eos>"}
+    actual = ChatTemplate.open(assembly_json)
+    assert actual is not None
+    assert actual.template == json.loads((DEMO / "tokenizer_config.json").read_text())["chat_template"]
+    assert dict(actual.special_tokens) == {"eos_token": "<eos>"}
     shutil.copytree(assembly_json.parent, tmp_path / "graphs")
     path = tmp_path / "graphs" / chat_template.FILE
     path.write_bytes(path.read_bytes().replace(b"<eos>", b"<bos>"))

@@ -142,15 +142,15 @@ def test_any_flipped_bit_of_a_header_is_an_error_or_changes_no_place(file):
     for bit in range(header_end * 8):
         poke(file, bit // 8, full[bit // 8] ^ 1 << bit % 8)
         try:
-            found = read_header(file)
+            actual = read_header(file)
         except InputError as error:
             assert str(error).startswith(f"{file}: expected ")
             continue
         finally:
             poke(file, bit // 8, full[bit // 8])
         accepted += 1
-        assert places(found) == places(records), f"bit {bit}"
-        assert len(found.keys() - records.keys()) <= 1, f"bit {bit}"
+        assert places(actual) == places(records), f"bit {bit}"
+        assert len(actual.keys() - records.keys()) <= 1, f"bit {bit}"
     assert 0 < accepted < header_end * 8 / 2
 
 

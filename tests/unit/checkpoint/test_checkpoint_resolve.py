@@ -129,8 +129,8 @@ def test_a_relative_source_gives_a_manifest_that_moves_with_its_tree(tmp_path):
     assert json.loads(out.read_text())["folder"] == "../../resources/m"
     moved = shutil.move(tmp_path / "a", tmp_path / "b")
     out = Path(moved) / "work" / "results" / "m" / "checkpoint.json"
-    found = CheckpointManifest.load(out).folder_of(out)
-    assert os.path.samefile(found, Path(moved) / "work" / "resources" / "m")
+    actual = CheckpointManifest.load(out).folder_of(out)
+    assert os.path.samefile(actual, Path(moved) / "work" / "resources" / "m")
 
 
 def test_a_relative_source_from_a_results_folder_that_is_a_link(tmp_path):

@@ -139,10 +139,10 @@ def test_only_the_files_that_are_needed_come_and_the_commit_is_recorded(user: Us
     process = user.start()
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
-    found = Fetched.load(user.out)
+    actual = Fetched.load(user.out)
     names = ["README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
-    assert found.commit == commit and found.source == f"hf:{NAME}" and sorted(found.sha256) == names
-    assert {path.name: sha256_file(path) for path in folder_of(user.out).iterdir()} == found.sha256
+    assert actual.commit == commit and actual.source == f"hf:{NAME}" and sorted(actual.sha256) == names
+    assert {path.name: sha256_file(path) for path in folder_of(user.out).iterdir()} == actual.sha256
     asked = [
         request.path
         for request in hub.requests
@@ -412,6 +412,8 @@ def test_a_changed_source_leaves_nothing_of_the_old_one(user: User, hub: HubServ
     hub.model(NAME, model())
     user.fetch()
     other = hub.model("acme/other", model(**{"generation_config.json": None, "tokenizer_config.json": b"{}"}))
-    found = user.fetch("hf:acme/other")
-    assert found.commit == other and sorted(path.name for path in folder_of(user.out).iterdir()) == sorted(found.sha256)
-    assert "tokenizer_config.json" in found.sha256 and "generation_config.json" not in found.sha256
+    actual = user.fetch("hf:acme/other")
+    assert actual.commit == other and sorted(path.name for path in folder_of(user.out).iterdir()) == sorted(
+        actual.sha256
+    )
+    assert "tokenizer_config.json" in actual.sha256 and "generation_config.json" not in actual.sha256

@@ -207,8 +207,8 @@ def test_a_shell_completes_the_targets_of_the_last_run(project: Path) -> None:
     assert completed("lockstep serve demo") == []
     (project / "results").mkdir()
     (project / "results" / "config.json").write_text(json.dumps(load(project / "config" / "config.yaml").dump()))
-    found = completed("lockstep serve demo-llama/fp16/2")
-    assert "plain,demo-llama/fp16/2/onnxruntime" in found and not any("fp32" in word for word in found)
+    actual = completed("lockstep serve demo-llama/fp16/2")
+    assert "plain,demo-llama/fp16/2/onnxruntime" in actual and not any("fp32" in word for word in actual)
 
 
 @pytest.mark.parametrize("name", ["results/m/fp32/engines/onnxruntime.json", "results/report/index.html"])

@@ -111,12 +111,12 @@ def test_the_workflow_catalogue_shows_all_keys():
 
 def test_the_schema_that_editors_read_says_what_the_one_with_references_says():
     good = as_json(read_document(FOLDER / "config.yaml"))
-    whole = yaml.safe_load((FOLDER / doc.SCHEMA).read_text())
-    jsonschema.validate(good, whole)
+    full = yaml.safe_load((FOLDER / doc.SCHEMA).read_text())
+    jsonschema.validate(good, full)
     model = good["models"]["demo-llama"]
     for change in ({"layers": [0]}, {"golden": {"prompts": []}}, {"golden": {"prompts": [{"txt": "a"}]}}):
         with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate({**good, "models": {"m": {**model, **change}}}, whole)
+            jsonschema.validate({**good, "models": {"m": {**model, **change}}}, full)
 
 
 def as_json(value):

@@ -173,8 +173,8 @@ def test_experts_are_tensors_of_their_own_or_parts_of_a_stack(tmp_path):
     # gate and up of each expert, say, and a stack cut in its middle
     parts = {f"up.{n}": part for n, part in enumerate(arrays["up"].reshape(EXPERTS * 2, INNER // 2, WIDTH))}
     parts |= {f"down.{n}": part for n, part in enumerate(np.split(arrays["down"], [5]))}
-    found = engine(mixture(), "onnxruntime", tmp_path / "parts", parts)(*tokens)
-    assert np.array_equal(found, engine(mixture(), "onnxruntime", tmp_path / "whole")(*tokens))
+    actual = engine(mixture(), "onnxruntime", tmp_path / "parts", parts)(*tokens)
+    assert np.array_equal(actual, engine(mixture(), "onnxruntime", tmp_path / "whole")(*tokens))
 
 
 def test_weights_with_rows_for_inputs_are_grouped_too(tmp_path):

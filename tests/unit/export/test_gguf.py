@@ -172,8 +172,8 @@ def test_parameters_are_those_of_the_tensors(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf")
     tensors = read_gguf(path).tensors
     vocabulary = next(tensor.shape[0] for tensor in tensors if tensor.name == "token_embd.weight")
-    found = read_shape(path).num_parameters
-    assert found == sum(math.prod(tensor.shape) for tensor in tensors) and found > 2 * 64 * vocabulary
+    actual = read_shape(path).num_parameters
+    assert actual == sum(math.prod(tensor.shape) for tensor in tensors) and actual > 2 * 64 * vocabulary
 
 
 def test_a_way_of_quantising_that_is_not_known(tmp_path: Path) -> None:

@@ -114,5 +114,5 @@ def test_a_refusal_says_the_real_reason_and_nothing_on_the_side(config, reason, 
 
 
 def test_what_is_replaced_during_a_trace_is_still_what_transformers_calls():
-    found = inspect.getsource(importlib.import_module("transformers.masking_utils")._preprocess_mask_arguments)
-    assert "find_packed_sequence_indices(position_ids)" in found
+    actual = inspect.getsource(importlib.import_module("transformers.masking_utils")._preprocess_mask_arguments)
+    assert "find_packed_sequence_indices(position_ids)" in actual

@@ -44,8 +44,8 @@ def small(assembled):
 
 
 def test_the_split_form_itself_passes(small):
-    found = measure(small)
-    assert found.error < EXPORT / 4 and found.reference_error < EXPORT / 4  # room for other processors' sums
+    actual = measure(small)
+    assert actual.error < EXPORT / 4 and actual.reference_error < EXPORT / 4  # room for other processors' sums
 
 
 def test_a_model_is_held_to_transformers_within_its_positions_alone(assembled):
@@ -156,8 +156,8 @@ def llama(assembled):
 @pytest.mark.long
 def test_long_contexts_of_the_split_form_itself_pass(wide, llama):
     for small in (wide, llama):
-        found = measure(small)
-        assert found.error < EXPORT / 4 and found.reference_error < EXPORT / 4
+        actual = measure(small)
+        assert actual.error < EXPORT / 4 and actual.reference_error < EXPORT / 4
 
 
 @pytest.mark.long
@@ -168,8 +168,8 @@ def test_more_far_positions_than_near_requests_are_checked(shared):
         "original_max_position_embeddings": 8192,
     }  # fmt: skip
     config = {**FAMILIES["llama"].config, "rope_parameters": rope, "max_position_embeddings": 131072}
-    found = measure(Small(config, *shared.assembled(config, "fp32")))
-    assert found.error < EXPORT / 4
+    actual = measure(Small(config, *shared.assembled(config, "fp32")))
+    assert actual.error < EXPORT / 4
 
 
 def window_of_300(by):

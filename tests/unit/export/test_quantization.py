@@ -192,13 +192,13 @@ def test_the_engine_multiplies_activations_of_16_bits(bits, rows):
     graph = run_passes(product(data, scales, columns, bits), Int8Products())
     hidden = random.standard_normal((rows, columns), np.float32) * 10.0 ** random.integers(-6, 6, (rows, 1))
     hidden[0, :GROUP] = 0
-    found = run(graph, hidden.astype(np.float32))
+    actual = run(graph, hidden.astype(np.float32))
     exact = hidden.astype(np.float32).astype(np.float64) @ dequantize(data, scales, GROUP).astype(np.float64).T
     scale = np.abs(hidden).max(axis=1, keepdims=True) * np.sqrt(columns)
     # 16 bits of the largest of a group: 2**-16. Activations of int8 alone are off by 1e-2.
-    assert (np.abs(found - exact) / scale).max() < 1e-4
+    assert (np.abs(actual - exact) / scale).max() < 1e-4
     for row in range(rows):
-        assert np.array_equal(run(graph, hidden[row : row + 1].astype(np.float32))[0], found[row])
+        assert np.array_equal(run(graph, hidden[row : row + 1].astype(np.float32))[0], actual[row])
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -248,8 +248,8 @@ def test_the_graph_rounds_rows_to_e4m3_as_the_reference_does(tmp_path):
     hidden[0], hidden[1, 0] = 0, 448 * np.abs(hidden[1]).max()
     numbers, steps = e4m3.rounded(hidden)
     assert np.array_equal(rounded(torch.from_numpy(hidden), ROW).numpy(), numbers * steps)
-    found = compute(graph, {"x": hidden, "w": codes, "s": scales})
-    assert np.array_equal(found["x/fp8/rounded"], numbers)
+    actual = compute(graph, {"x": hidden, "w": codes, "s": scales})
+    assert np.array_equal(actual["x/fp8/rounded"], numbers)
     (tmp_path / "graph.onnx").write_bytes(graph.SerializeToString())
     engine = tmp_path / "engine.onnx"
     slots = [io_of(value) for value in graph.graph.input][1:]
@@ -261,7 +261,7 @@ def test_the_graph_rounds_rows_to_e4m3_as_the_reference_does(tmp_path):
         given = {"x": hidden[-count:]}
         results = {name: np.empty((count, size), np.float32) for name, size in (("y", out), ("x/fp8/rounded", columns))}
         run.prepare(given, results)()
-        assert np.array_equal(results["y"], found["y"][-count:])
+        assert np.array_equal(results["y"], actual["y"][-count:])
 
 
 def fp8_graph(columns: int, out: int) -> onnx.ModelProto:

@@ -42,8 +42,8 @@ def test_an_assigned_slice_stands_between_what_is_left() -> None:
     )  # fmt: skip
     assert program is not None
     x = torch.rand(5, 3, 8)
-    found = compute(program.model_proto, {"x": x.numpy()})
-    assert all(np.array_equal(*pair) for pair in zip(found.values(), Assigned()(x), strict=True))
+    actual = compute(program.model_proto, {"x": x.numpy()})
+    assert all(np.array_equal(*pair) for pair in zip(actual.values(), Assigned()(x), strict=True))
     operators = Counter(node.op_type for node in program.model.graph)
     assert operators["ScatterND"] == 1, "of every other number alone"
     keys = program.model.graph.outputs[0].producer()

@@ -212,11 +212,11 @@ def test_each_output_is_accumulated_in_order(library, most, rows, columns, dtype
     ends = np.cumsum(outs)
     weight = (random.standard_normal((total, columns)) / 8).astype(dtype)
     x = random.standard_normal((rows, columns)).astype(dtype)
-    found = [np.full((rows + 1, size), 7, dtype) for size in outs]
+    results = [np.full((rows + 1, size), 7, dtype) for size in outs]
     sizes = (int(ends[0]), int(ends[1]), total, columns, rows)
     run = getattr(library(HALVES, 128, dtype), f"run_few_rows_{most}")
-    run(-(-total // 32) * -(-rows // most), pointer(weight), pointer(x), *map(pointer, found), *sizes)
-    check(found, in_order(x, weight, range(columns)), (0, *ends))
+    run(-(-total // 32) * -(-rows // most), pointer(weight), pointer(x), *map(pointer, results), *sizes)
+    check(results, in_order(x, weight, range(columns)), (0, *ends))
 
 
 class ExpertRows:
@@ -317,12 +317,12 @@ def test_numbers_of_e4m3_are_accumulated_in_order(library, most, rows, columns):
     weight, x = (aligned(random.standard_normal((count, columns)).astype(E4M3_TYPE)) for count in (total, rows))
     scales = random.random(total, np.float32)
     steps = random.random(rows, np.float32)
-    found = [np.full((rows + 1, size), 7, np.float16) for size in outs]
+    results = [np.full((rows + 1, size), 7, np.float16) for size in outs]
     sizes = (int(ends[0]), int(ends[1]), total, columns, rows)
     run = getattr(library(E4M3, 128), f"run_few_rows_fp8_{most}")
-    run(-(-total // 32), *map(pointer, (weight, scales, x, steps, *found)), *sizes)
+    run(-(-total // 32), *map(pointer, (weight, scales, x, steps, *results)), *sizes)
     order = np.arange(columns).reshape(-1, 4, 2, 2).swapaxes(1, 2).reshape(-1)
-    check(found, in_order(x, weight, order) * steps[:, None] * scales, (0, *ends))
+    check(results, in_order(x, weight, order) * steps[:, None] * scales, (0, *ends))
 
 
 def test_rows_become_e4m3_as_the_reference_makes_them(library):

@@ -18,8 +18,8 @@ ANY = Bound(1e30)
 
 
 def test_the_largest_error_is_computed_in_the_common_dtype() -> None:
-    found = EXPECTED + np.array([[1e-7, 0.25], [0, -0.125]], np.float32)
-    assert max_abs_error(EXPECTED, found) == 0.25 == measure(EXPECTED, found, ANY).max_abs_error
+    actual = EXPECTED + np.array([[1e-7, 0.25], [0, -0.125]], np.float32)
+    assert max_abs_error(EXPECTED, actual) == 0.25 == measure(EXPECTED, actual, ANY).max_abs_error
     one = np.array([1.0], np.float32)
     other = np.array([1e-9], np.float32)
     assert max_abs_error(one, other) == float(one[0] - other[0]) == 1.0
@@ -28,10 +28,10 @@ def test_the_largest_error_is_computed_in_the_common_dtype() -> None:
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_no_number_is_infinitely_far_and_passes_no_bound(bad: float) -> None:
-    found = EXPECTED.copy()
-    found[1, 1] = bad
-    assert max_abs_error(EXPECTED, found) == max_abs_error(found, EXPECTED) == max_abs_error(found, found) == np.inf
-    error = measure(EXPECTED, found, ANY)
+    actual = EXPECTED.copy()
+    actual[1, 1] = bad
+    assert max_abs_error(EXPECTED, actual) == max_abs_error(actual, EXPECTED) == max_abs_error(actual, actual) == np.inf
+    error = measure(EXPECTED, actual, ANY)
     assert error.max_abs_error is None and "found NaN" in (wrong("key", error) or "")
 
 

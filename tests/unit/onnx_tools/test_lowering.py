@@ -81,12 +81,12 @@ def test_lowered_graphs_compute_the_same(graphs, family):
         ] and not lowered.functions, name
         feeds = inputs_of(model)
         expected = compute(model, feeds)
-        found = compute(lowered, feeds)
-        assert expected.keys() == found.keys()
+        actual = compute(lowered, feeds)
+        assert expected.keys() == actual.keys()
         for output in expected:
             # the same operators on the same numbers, but for Gelu, which is written out: a few units in the last place
             # of fp32
-            np.testing.assert_allclose(found[output], expected[output], rtol=0, atol=1e-5, err_msg=f"{name}: {output}")
+            np.testing.assert_allclose(actual[output], expected[output], rtol=0, atol=1e-5, err_msg=f"{name}: {output}")
 
 
 def test_reductions_keep_their_axes_as_attributes(graphs):
@@ -125,12 +125,12 @@ def test_fused_projections_compute_the_same(graphs, family, products):
     feeds = inputs_of(model)
     rows = {slot: np.concatenate([feeds[part] for part in parts]) for slot, parts in mapping.items()}
     expected = compute(model, feeds)
-    found = compute(fused, {name: feeds[name] for name in ("hidden", "attention")} | rows)
+    actual = compute(fused, {name: feeds[name] for name in ("hidden", "attention")} | rows)
     for output in expected:
         # sums of 32 products of size 0.1 in another blocking: fp32 1e-6; in fp16 one unit in the last place of values
         # up to 1
         np.testing.assert_allclose(
-            found[output], expected[output], rtol=0, atol=1e-3 if family == "llama" else 1e-5, err_msg=output
+            actual[output], expected[output], rtol=0, atol=1e-3 if family == "llama" else 1e-5, err_msg=output
         )
 
 

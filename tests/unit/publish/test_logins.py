@@ -75,8 +75,8 @@ def test_a_login_of_docker_is_used(server: registry.Registry, docker: Path, way:
     manifest = Manifest("test", blob, (blob,))
     repository.put_manifest(manifest, way)
     other = Repository(repository.reference)
-    found = other.get_manifest(way, "a test")
-    assert found is not None and found[0] == manifest
+    actual = other.get_manifest(way, "a test")
+    assert actual is not None and actual[0] == manifest
     assert other.read_blob(blob, way, 100) == data
 
 

@@ -15,7 +15,7 @@ from tests import lifelike
 )
 def test_activations_are_like_those_of_trained_models(tmp_path: Path, family: str, first: float) -> None:
     """`first`: of one fused projection the queries cannot be told from the keys."""
-    found = lifelike.write(FAMILIES[family].config, 0, tmp_path)
-    assert 50 <= found.outlier <= 500
-    assert 3 <= found.logits <= 8
-    assert found.first is not None and found.first >= first
+    actual = lifelike.write(FAMILIES[family].config, 0, tmp_path)
+    assert 50 <= actual.outlier <= 500
+    assert 3 <= actual.logits <= 8
+    assert actual.first is not None and actual.first >= first

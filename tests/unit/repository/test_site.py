@@ -24,9 +24,9 @@ def pages(nav: Any) -> list[str]:
 
 
 def test_the_navigation_has_every_page_of_the_manual_once() -> None:
-    found = pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
-    assert len(found) == len(set(found)) and not [page for page in found if not (ROOT / page).is_file()]
-    assert {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")} <= set(found)
+    actual = pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
+    assert len(actual) == len(set(actual)) and not [page for page in actual if not (ROOT / page).is_file()]
+    assert {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")} <= set(actual)
 
 
 @pytest.mark.parametrize(

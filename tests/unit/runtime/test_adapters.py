@@ -64,9 +64,9 @@ def test_the_reference_computes_what_peft_computes(lora: Results, name: str | No
     model = load_folder(DEMO, cut_config(CheckpointManifest.load(lora.checkpoint("demo-llama")).config, "all"))
     adapter = None if name is None else open_adapters(lora.adapters("demo-llama"))[name]
     with torch.no_grad(), adapted(model, adapter):
-        found = model(torch.from_numpy(PEFT["ids"])[None]).logits[0, -2:].numpy()
-    assert np.abs(found - PEFT[name or "none"]).max() < TOLERANCE
-    assert name is None or np.abs(found - PEFT["none"]).max() > 1
+        actual = model(torch.from_numpy(PEFT["ids"])[None]).logits[0, -2:].numpy()
+    assert np.abs(actual - PEFT[name or "none"]).max() < TOLERANCE
+    assert name is None or np.abs(actual - PEFT["none"]).max() > 1
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", TOLERANCE), ("fp16", 5e-2)])
@@ -83,10 +83,10 @@ def test_engines_compute_what_peft_computes(lora: Results, precision: str, toler
 def test_a_request_has_the_same_bits_alone_in_a_batch_and_in_any_slot(lora: Results, precision: str) -> None:
     """Three adapters take turns in two slots."""
     model = opened(lora, precision)
-    given = requests()
-    together = logits_of(model, given)
-    turned = logits_of(model, given[::-1])[::-1]
-    alone = [logits_of(model, [item])[0] for item in given]
+    batch = requests()
+    together = logits_of(model, batch)
+    turned = logits_of(model, batch[::-1])[::-1]
+    alone = [logits_of(model, [item])[0] for item in batch]
     for first, *others in zip(together, turned, alone):
         assert all(np.array_equal(first, other) for other in others)
     assert model.adapters is not None and model.adapters.residency.loads > 3
@@ -148,8 +148,8 @@ def test_a_reused_prefix_a_fork_and_a_swap_keep_the_adapters_bits(
     ) -> tuple[dict[tuple[int, int], list[int]], Engine]:
         engine = Engine(model, **options)
         found = dict[tuple[int, int], list[int]]()
-        given = [Request(prompt, 90, sampling=Sampling(0.9, seed=7), n=2, adapter=name) for name in adapters]
-        for output in engine.run(given):
+        requests = [Request(prompt, 90, sampling=Sampling(0.9, seed=7), n=2, adapter=name) for name in adapters]
+        for output in engine.run(requests):
             found.setdefault((output.request, output.choice), []).append(output.token)
         engine.scheduler.check()
         assert model.adapters is not None and (model.adapters.adapter_slots == -1).all()
@@ -157,18 +157,18 @@ def test_a_reused_prefix_a_fork_and_a_swap_keep_the_adapters_bits(
 
     alone = {}
     for name in names:
-        found, _ = tokens(opened(lora), [name], prefix_caching=False)
-        alone[name] = [found[0, 0], found[0, 1]]
+        actual, _ = tokens(opened(lora), [name], prefix_caching=False)
+        alone[name] = [actual[0, 0], actual[0, 1]]
     assert len({tuple(item) for pair in alone.values() for item in pair}) == 8
     tight = opened(lora, kv_bytes=9 * page)
-    found, engine = tokens(tight, names, prefix_caching=False, admission="optimistic")
+    actual, engine = tokens(tight, names, prefix_caching=False, admission="optimistic")
     assert engine.scheduler.num_swaps > 0
     reused = opened(lora, chunk_size=64)
     for again in range(2):
         hits, engine = tokens(reused, names)
         assert engine.prefix_hits == again * 64 * 4
         for number, name in enumerate(names):
-            assert [hits[number, 0], hits[number, 1]] == alone[name] == [found[number, 0], found[number, 1]]
+            assert [hits[number, 0], hits[number, 1]] == alone[name] == [actual[number, 0], actual[number, 1]]
 
 
 class AdaptedRunner(ReferenceRunner):
@@ -436,8 +436,8 @@ def test_a_folder_that_changes_later_changes_no_answer(lora: Results, tmp_path: 
     model = opened(lora, adapters_json=manifest)
     path = folder / "adapter_model.safetensors"
     save_file({name: array * 2 for name, array in load_file(path).items()}, path)
-    (found,) = logits_of(model, [(PEFT["ids"], "captain")], 1)
-    assert np.abs(found[0] - PEFT["captain"][-1]).max() < TOLERANCE
+    (actual,) = logits_of(model, [(PEFT["ids"], "captain")], 1)
+    assert np.abs(actual[0] - PEFT["captain"][-1]).max() < TOLERANCE
     with pytest.raises(InputError, match=f"{path}: expected .* check the adapters again"):
         opened(lora, adapters_json=manifest)
 
@@ -549,9 +549,9 @@ def test_an_adapter_that_the_graphs_or_the_precision_have_no_room_for_is_refused
 
 
 def test_rank_stabilised_scales_and_half_precision_are_read(lora: Results) -> None:
-    found = open_adapters(lora.adapters("demo-llama"))
-    assert found["captain"].scale == pytest.approx(4 / 8**0.5) and found["shakespeare"].scale == 2
-    assert found["shakespeare"].modules["model.layers.0.mlp.up_proj"][0].dtype == np.float16
+    actual = open_adapters(lora.adapters("demo-llama"))
+    assert actual["captain"].scale == pytest.approx(4 / 8**0.5) and actual["shakespeare"].scale == 2
+    assert actual["shakespeare"].modules["model.layers.0.mlp.up_proj"][0].dtype == np.float16
     assert AdaptersManifest.load(lora.adapters("demo-llama")).adapters["captain"].base_model == "resources/demo-llama"
 
 

@@ -256,16 +256,16 @@ def test_a_word_that_must_not_come_comes_with_no_space_before_it_either(model, t
 
 def test_the_engine_completes_a_list(model, tokenizer):
     prompts = ["San Francisco is a", [45, 320, 78], "Light"]
-    found = Engine(model).generate(prompts, tokenizer, Sampling(0.8, seed=3), max_new_tokens=5, n=2)
-    assert [len(item.choices) for item in found] == [2, 2, 2] and all(item.done for item in found)
+    actual = Engine(model).generate(prompts, tokenizer, Sampling(0.8, seed=3), max_new_tokens=5, n=2)
+    assert [len(item.choices) for item in actual] == [2, 2, 2] and all(item.done for item in actual)
     alone = Engine(model).generate(prompts[1:2], tokenizer, [Sampling(0.8, seed=3)], max_new_tokens=5)
-    assert alone[0].choices[0].token_ids == found[1].choices[0].token_ids
+    assert alone[0].choices[0].token_ids == actual[1].choices[0].token_ids
     with pytest.raises(InputError, match="sampling: expected one, or one for each of 3 prompts, found 2"):
         Engine(model).generate(prompts, tokenizer, [Sampling()] * 2)
     with pytest.raises(InputError, match=r"prompts: expected a list, found one text; give \['Light'\]"):
         Engine(model).generate("Light", tokenizer)
-    (found,) = Engine(model).generate(["San Francisco is a"], tokenizer, max_new_tokens=30, stop="hilly")
-    assert found.choices[0].text == " " and found.choices[0].finish == "stop_string"
+    (actual,) = Engine(model).generate(["San Francisco is a"], tokenizer, max_new_tokens=30, stop="hilly")
+    assert actual.choices[0].text == " " and actual.choices[0].finish == "stop_string"
     engine = Engine(model)
     index = engine.add(Request([5, 6], 2))
     with pytest.raises(InputError, match="generate: expected an engine without requests, found some"):

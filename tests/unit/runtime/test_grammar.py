@@ -103,12 +103,12 @@ def test_json_of_any_shape_and_a_grammar_of_rules(model: Model, tokenizer: Token
     requests = [
         request(model, tokenizer, Grammar("json_object"), sampling=Sampling(1.0, seed=seed)) for seed in range(4)
     ] + [request(model, tokenizer, Grammar("lark", rules), sampling=Sampling(1.0, seed=seed)) for seed in range(4)]
-    found = answers(Engine(model, grammars=grammars), requests)
+    actual = answers(Engine(model, grammars=grammars), requests)
     for number in range(4):
-        tokens, end = found[number, 0]
+        tokens, end = actual[number, 0]
         assert end != "error" and (end == "max_new_tokens" or isinstance(json.loads(tokenizer.decode(tokens)), dict))
     for number in range(4, 8):
-        assert re.fullmatch("yes ([0-9]{3}|no){2,3}", tokenizer.decode(found[number, 0][0]))
+        assert re.fullmatch("yes ([0-9]{3}|no){2,3}", tokenizer.decode(actual[number, 0][0]))
 
 
 def test_other_requests_of_a_step_keep_their_bits(model: Model, tokenizer: Tokenizer, grammars: Compiler) -> None:

@@ -59,8 +59,8 @@ def prompt_logprobs(engine: Engine, *requests: Request) -> tuple[dict[int, list[
         for number, first, entries in engine.prompt_logprobs:
             assert number not in tokens and first == len(results.setdefault(number, [])) + 1
             results[number] += entries
-        for made in step:
-            tokens.setdefault(made.request, []).append(made.token)
+        for output in step:
+            tokens.setdefault(output.request, []).append(output.token)
     engine.scheduler.check()
     return results, tokens
 
@@ -81,9 +81,9 @@ def test_company_changes_no_bit_of_them(model: Model) -> None:
     lengths = (1, 2, 9, 64, 65, 100, 129, 200)
     requests = [Request(ids(length, length), 2, prompt_logprobs=3) for length in lengths]
     alone = [prompt_logprobs(Engine(model), request)[0].get(0) for request in requests]
-    others = [Request(ids(length, 1000 + length), 12, sampling=Sampling(1.0, seed=length)) for length in (5, 70, 130)]
-    together, _ = prompt_logprobs(Engine(model, max_num_tokens=68), *others, *requests)
-    assert [together.get(len(others) + number) for number in range(len(requests))] == alone
+    batch = [Request(ids(length, 1000 + length), 12, sampling=Sampling(1.0, seed=length)) for length in (5, 70, 130)]
+    together, _ = prompt_logprobs(Engine(model, max_num_tokens=68), *batch, *requests)
+    assert [together.get(len(batch) + number) for number in range(len(requests))] == alone
     assert [len(item or ()) for item in alone] == [length - 1 for length in lengths]
 
 
@@ -93,10 +93,10 @@ def test_a_prefix_in_the_cache_spares_nothing_and_none_is_left_there(model: Mode
     for request in (Request(prompt, 1), Request(prompt, 1, prompt_logprobs=1), Request(prompt, 0, prompt_logprobs=1)):
         cached = model.tables.pool.num_cached
         computed = engine.speed.prefill_tokens
-        found, tokens = prompt_logprobs(engine, request)
+        actual, tokens = prompt_logprobs(engine, request)
         assert engine.speed.prefill_tokens - computed == len(prompt)
         assert (model.tables.pool.num_cached == cached) == (request.prompt_logprobs is not None)
-    assert list(tokens.values()) == [[-1]] and len(*found.values()) == len(prompt) - 1
+    assert list(tokens.values()) == [[-1]] and len(*actual.values()) == len(prompt) - 1
 
 
 def test_values_that_cannot_be_are_refused(model: Model) -> None:

@@ -147,11 +147,11 @@ def test_no_token_is_left_out_of_the_likeliest_and_all_together_are_the_text(tok
     prompt = tokenizer.encode("x").tolist()
     format = LogprobsFormat(tokenizer, prompt)
     top = tuple((token, -float(at)) for at, token in enumerate(tokens))
-    found = format.part(answer, [Logprobs(-9.0, top) for _ in answer], "max_new_tokens")
+    actual = format.part(answer, [Logprobs(-9.0, top) for _ in answer], "max_new_tokens")
     text = answer_text(tokenizer, prompt, answer)
-    assert "".join(found["tokens"]) == text
-    assert [text[at:][: len(part)] for at, part in zip(found["text_offset"], found["tokens"])] == found["tokens"]
-    for chosen, part, likeliest in zip(answer, found["tokens"], found["top_logprobs"]):
+    assert "".join(actual["tokens"]) == text
+    assert [text[at:][: len(part)] for at, part in zip(actual["text_offset"], actual["tokens"])] == actual["tokens"]
+    for chosen, part, likeliest in zip(answer, actual["tokens"], actual["top_logprobs"]):
         assert len(likeliest) == len({*tokens, chosen}) and part in likeliest
     (one,) = LogprobsFormat(tokenizer, prompt).part([tokens[1]], [Logprobs(-1.0, top)])["top_logprobs"]
     assert {" the", "the", r"bytes:\xf0"} < one.keys()

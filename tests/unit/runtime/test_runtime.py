@@ -72,8 +72,8 @@ def test_chunks_give_what_the_whole_prompt_gives(tiny):
     full = model.step([Advance(0, prompt, 0)])
     for cuts in ([0, 20, 50], [0, 1, 2, 30, 31, 50], [0, 49, 50]):
         for start, end in zip(cuts, cuts[1:]):
-            found = model.step([Advance(2, prompt[start:end], start)])
-        assert abs(found - full).max() < TOLERANCE["fp32"], cuts
+            actual = model.step([Advance(2, prompt[start:end], start)])
+        assert abs(actual - full).max() < TOLERANCE["fp32"], cuts
 
 
 @pytest.mark.long

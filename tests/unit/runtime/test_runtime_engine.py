@@ -39,10 +39,10 @@ def test_a_request_gives_the_same_bits_in_any_company(demo, precision):
         order = random.permutation(len(requests))
         arrivals = np.sort(random.integers(0, 30, len(requests)))
         engine = Engine(model, prefix_caching=False, max_num_tokens=int(random.choice([CHUNK + 3, 200, 512])))
-        found = with_logits(engine, *(requests[i] for i in order), arrivals=arrivals)
+        actual = with_logits(engine, *(requests[i] for i in order), arrivals=arrivals)
         for number, i in enumerate(order):
-            assert found[number][0] == alone[i][0], (seed, lengths[i])
-            np.testing.assert_array_equal(found[number][1], alone[i][1])
+            assert actual[number][0] == alone[i][0], (seed, lengths[i])
+            np.testing.assert_array_equal(actual[number][1], alone[i][1])
 
 
 def test_a_prefix_that_is_reused_gives_the_bits_of_one_that_is_computed(demo):
@@ -111,9 +111,9 @@ def test_identity_is_of_what_the_weights_are_not_of_where_they_lie(demo, tmp_pat
 
 def test_the_same_prompt_twice_in_one_step(model):
     prompt = ids(150)
-    found = with_logits(Engine(model), *[Request(prompt, 4, argmax)] * 3)
-    assert found[0][0] == found[1][0] == found[2][0]
-    np.testing.assert_array_equal(found[0][1], found[2][1])
+    actual = with_logits(Engine(model), *[Request(prompt, 4, argmax)] * 3)
+    assert actual[0][0] == actual[1][0] == actual[2][0]
+    np.testing.assert_array_equal(actual[0][1], actual[2][1])
 
 
 def test_choices_of_a_prompt_draw_for_themselves_and_share_its_computation(model):
@@ -127,7 +127,7 @@ def test_choices_of_a_prompt_draw_for_themselves_and_share_its_computation(model
     assert sorted(results) == [0, 1, 2, 3] and len({tuple(tokens) for tokens in results.values()}) == 4
     alone = Engine(model, prefix_caching=False)
     alone.add(replace(request, n=1))
-    assert [made.token for made in alone.run()] == results[0]
+    assert [output.token for output in alone.run()] == results[0]
     engine.scheduler.check()
 
 
@@ -135,8 +135,8 @@ def test_a_seed_gives_the_same_tokens_in_any_company_and_order(model):
     sampling = Sampling(0.9, top_p=0.95, seed=2**63 + 11, frequency_penalty=0.3)
     request = Request(ids(20), 16, sampling=sampling)
     alone = [output.token for output in Engine(model).run([request])]
-    others = [Request(ids(length, length), 9, sampling=Sampling(1.0, seed=length)) for length in (7, 40, 130)]
-    results = [output.token for output in Engine(model).run([*others, request]) if output.request == 3]
+    requests = [Request(ids(length, length), 9, sampling=Sampling(1.0, seed=length)) for length in (7, 40, 130)]
+    results = [output.token for output in Engine(model).run([*requests, request]) if output.request == 3]
     assert results == alone and len(set(alone)) > 4
 
 
@@ -172,9 +172,9 @@ def test_an_interrupted_request_goes_on_to_the_bit(model, given):
     for sampling, choose in ((Sampling(1.0, seed=3, presence_penalty=0.5), None), (Sampling(), argmax)):
         request = Request(ids(100), 16, choose, sampling=sampling)
         full = list(Engine(model, prefix_caching=False).run([request]))
-        again = replace(request, answer_ids=[made.token for made in full[:given]])
+        again = replace(request, answer_ids=[output.token for output in full[:given]])
         rest = list(Engine(model, prefix_caching=False).run([again]))
-        assert [made.token for made in rest] == [made.token for made in full[given:]]
+        assert [output.token for output in rest] == [output.token for output in full[given:]]
         for first, other in zip(rest, full[given:]):
             np.testing.assert_array_equal(first.logits, other.logits)
 
@@ -187,11 +187,11 @@ def test_requests_that_are_swapped_out_come_back_with_the_same_bits(demo, monkey
     pool = roomy.tables.pool
     tight = open_model(demo, kv_bytes=9 * pool.page_nbytes)
     engine = Engine(tight, admission="optimistic")
-    found = with_logits(engine, *requests)
+    actual = with_logits(engine, *requests)
     assert engine.scheduler.num_swaps > 0
     for number in range(len(requests)):
-        assert found[number][0] == alone[number][0]
-        np.testing.assert_array_equal(found[number][1], alone[number][1])
+        assert actual[number][0] == alone[number][0]
+        np.testing.assert_array_equal(actual[number][1], alone[number][1])
     assert tight.tables.pool.num_available == 9
 
 
@@ -203,11 +203,11 @@ def test_prompts_that_are_swapped_out_half_way_never_lack_pages(demo, monkeypatc
     pages = 3 * 1 + 8  # of rows of 64 and of 512 tokens: all are admitted, until the short ones outgrow theirs
     tight = open_model(demo, max_seq_len=512, kv_bytes=pages * model.tables.pool.page_nbytes)
     engine = Engine(tight, max_num_tokens=3 * 62 + CHUNK, prefix_caching=False, admission="optimistic")
-    found = with_logits(engine, *requests)
+    actual = with_logits(engine, *requests)
     assert engine.scheduler.num_swaps
     for number in range(len(requests)):
-        assert found[number][0] == alone[number][0]
-        np.testing.assert_array_equal(found[number][1], alone[number][1])
+        assert actual[number][0] == alone[number][0]
+        np.testing.assert_array_equal(actual[number][1], alone[number][1])
     assert tight.tables.pool.num_available == pages
 
 
@@ -373,8 +373,8 @@ def test_logits_that_are_not_finite_end_their_request_only(model, monkeypatch, s
     engine = Engine(model)
     good, bad = (list(ids(length, length)) for length in (20, 12))
     ended = list(engine.run([Request(prompt, 6, sampling=sampling) for prompt in (good, bad)]))
-    assert [(made.request, made.token) for made in ended if made.finish == "error"] == [(1, -1)]
-    assert [made.finish for made in ended if made.request == 0][-1] == "max_new_tokens"
+    assert [(output.request, output.token) for output in ended if output.finish == "error"] == [(1, -1)]
+    assert [output.finish for output in ended if output.request == 0][-1] == "max_new_tokens"
     engine.scheduler.check()
 
 
@@ -439,10 +439,10 @@ def test_salts_that_come_once_are_not_kept_for_ever(model, monkeypatch):
 
 
 def test_a_prompt_of_just_the_longest_length_gives_one_token(model):
-    (made,) = Engine(model).run([Request(ids(256), 9)])
-    assert made.finish == "max_seq_len"
-    (made,) = Engine(model).run([Request(ids(256), 1)])
-    assert made.finish == "max_new_tokens"
+    (output,) = Engine(model).run([Request(ids(256), 9)])
+    assert output.finish == "max_seq_len"
+    (output,) = Engine(model).run([Request(ids(256), 1)])
+    assert output.finish == "max_new_tokens"
 
 
 def test_pages_that_are_short_are_one_line_before_the_step_and_change_nothing(demo):

@@ -92,8 +92,8 @@ def test_end_of_sequence_ends_and_is_not_text(model, tokenizer):
 def test_text_after_a_stop_string_is_not_given_out(model, tokenizer):
     full = texts(generate(model, tokenizer, PROMPTS[:2], 14), 2)[0]
     generation = generate(model, tokenizer, PROMPTS[:2], 14, stop=["the coast"])  # spans tokens
-    found, finish = texts(generation, 2)
-    assert found == [full[0][: full[0].index("the coast")], full[1]]
+    actual, finish = texts(generation, 2)
+    assert actual == [full[0][: full[0].index("the coast")], full[1]]
     assert finish == ["stop_string", "max_new_tokens"]
     assert len(generation.tokens[0]) < 14  # it stopped when it was said
 
@@ -155,8 +155,8 @@ def test_where_all_take_the_most_likely_token_only_tokens_come_back(model, token
     alone, chosen = (
         list(Decoding(model, [Request(prompt, 6, choose) for prompt in prompts])) for choose in (None, argmax)
     )
-    assert [(made.request, made.token, made.finish) for made in alone] == [
-        (made.request, made.token, made.finish) for made in chosen
+    assert [(output.request, output.token, output.finish) for output in alone] == [
+        (output.request, output.token, output.finish) for output in chosen
     ]
     assert all(made.logits is None for made in alone) and all(made.logits is not None for made in chosen)
 
@@ -180,12 +180,12 @@ def test_json_is_one_document_with_what_the_text_has(demo, capsys):
     text = capsys.readouterr().out
     command.generate(**options, as_json=True)
     told = capsys.readouterr()
-    found = json.loads(told.out)
-    (choice,) = found["choices"]
+    actual = json.loads(told.out)
+    (choice,) = actual["choices"]
     assert not told.err and choice["text"] + "\n" == text and choice["finish_reason"] == "max_new_tokens"
     prompt = Tokenizer.open(paths["assembly"]).encode(PROMPTS[2])
-    assert found["usage"] == {"prompt_tokens": len(prompt), "completion_tokens": 8}
-    assert len(choice["token_ids"]) == 8 and found["speed"]["decode_tokens_per_s"] > 0
+    assert actual["usage"] == {"prompt_tokens": len(prompt), "completion_tokens": 8}
+    assert len(choice["token_ids"]) == 8 and actual["speed"]["decode_tokens_per_s"] > 0
 
 
 def test_weights_may_lie_below_a_name_that_is_no_utf_8(demo, model, tokenizer, tmp_path):

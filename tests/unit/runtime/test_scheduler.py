@@ -40,18 +40,18 @@ def step(scheduler):
         scheduler.swapped_out(victim)
     if scheduler.is_spread:
         assert scheduler.compact() and not scheduler.is_spread
-    made = scheduler.schedule()
-    for _, pages in made.admitted:
+    schedule = scheduler.schedule()
+    for _, pages in schedule.admitted:
         if not scheduler.tables.shares:
             scheduler.stored(pages)
-    for _, _, pages in scheduler.computed(made):
+    for _, _, pages in scheduler.computed(schedule):
         scheduler.stored(pages)
-    for request, _ in made.shares:
+    for request, _ in schedule.shares:
         if request.siblings and not request.in_prompt:
             for sibling in scheduler.forked(request):
                 if sibling.num_computed >= sibling.max_tokens:
                     scheduler.finish(sibling)
-    return made
+    return schedule
 
 
 def run(scheduler, limit=10_000):
@@ -219,14 +219,16 @@ def test_chunks_that_come_together_are_published_each_with_its_pages(shares):
     prefix = keys("a", "b", "c")
     pool = scheduler.tables.pool
     scheduler.add(first := Scheduled(3 * CHUNK + 5, 3 * CHUNK + 20, prefix=prefix))
-    made = scheduler.schedule()
-    assert made.shares[1:] == [(first, 3 * CHUNK + 5)]
-    copies = scheduler.computed(made)
+    schedule = scheduler.schedule()
+    assert schedule.shares[1:] == [(first, 3 * CHUNK + 5)]
+    copies = scheduler.computed(schedule)
     assert [start for _, start, _ in copies] == ([] if shares else [0, CHUNK, 2 * CHUNK])
-    found = pool.find(prefix)
-    assert found == (scheduler.tables[first.slot][:6] if shares else [page for _, _, pages in copies for page in pages])
-    assert len(set(found)) == 6
-    pool.release(found)
+    actual = pool.find(prefix)
+    assert actual == (
+        scheduler.tables[first.slot][:6] if shares else [page for _, _, pages in copies for page in pages]
+    )
+    assert len(set(actual)) == 6
+    pool.release(actual)
     for _, _, pages in copies:
         scheduler.stored(pages)
     scheduler.add(Scheduled(2 * CHUNK + 9, 2 * CHUNK + 12, prefix=[*prefix[:2]]))  # begins inside the larger piece
@@ -281,9 +283,9 @@ def test_a_prefix_is_reused_in_whole_chunks(shares):
     scheduler.add(Scheduled(300, 310, prefix=prefix))
     run(scheduler)
     scheduler.add(Scheduled(290, 300, prefix=[*prefix, b"c"]))
-    made = step(scheduler)
-    ((request, pages),) = made.admitted
-    assert len(pages) == 4 and made.shares == [(request, 34)]
+    schedule = step(scheduler)
+    ((request, pages),) = schedule.admitted
+    assert len(pages) == 4 and schedule.shares == [(request, 34)]
     run(scheduler)
     scheduler.check()
     assert scheduler.tables.pool.num_available == 40
@@ -361,14 +363,14 @@ def test_any_traffic_ends_with_the_pool_whole_and_every_prompt_cut_alike(
                 continue
             if abort:
                 aborts[request] = abort
-        made = step(scheduler)
-        assert made.shares or not (scheduler.num_running or scheduler.num_waiting), "everybody waits"
-        assert sum(share for _, share in made.shares) <= max_num_tokens
-        assert len({request.slot for request, _ in made.shares}) == len(made.shares)
-        decoding = sum(request.num_computed > request.num_prompt_tokens for request, _ in made.shares)
+        schedule = step(scheduler)
+        assert schedule.shares or not (scheduler.num_running or scheduler.num_waiting), "everybody waits"
+        assert sum(share for _, share in schedule.shares) <= max_num_tokens
+        assert len({request.slot for request, _ in schedule.shares}) == len(schedule.shares)
+        decoding = sum(request.num_computed > request.num_prompt_tokens for request, _ in schedule.shares)
         if decoding and threshold is not None:
-            assert all(share <= max(threshold, CHUNK) for _, share in made.shares)
-        prompts = [share for share in made.shares if share[0].num_computed <= share[0].num_prompt_tokens]
+            assert all(share <= max(threshold, CHUNK) for _, share in schedule.shares)
+        prompts = [share for share in schedule.shares if share[0].num_computed <= share[0].num_prompt_tokens]
         if (
             prompts and threshold is prefill is None
         ):  # what is left of the budget is less than the first could have used
@@ -376,7 +378,7 @@ def test_any_traffic_ends_with_the_pool_whole_and_every_prompt_cut_alike(
             rest = head.num_prompt_tokens - head.num_computed
             room = max_num_tokens - decoding
             assert rest <= 1 or share > room - CHUNK or share == 1
-        for request, share in made.shares:
+        for request, share in schedule.shares:
             end = request.num_computed
             assert end <= max(request.max_tokens, request.num_prompt_tokens)
             assert scheduler.tables.pages_for(end) <= len(scheduler.tables[request.slot])
@@ -489,8 +491,8 @@ def test_a_place_that_others_pass_on_among_them_becomes_free(admission):
     while late.status is Status.WAITING:
         number += 1
         assert number < 2 * policy.ADAPTER_WAIT_STEPS
-        made = step(scheduler)
-        for request, _ in made.shares:
+        schedule = step(scheduler)
+        for request, _ in schedule.shares:
             if request.num_computed >= request.max_tokens:
                 scheduler.finish(request)
                 running.append(add(request.adapter))
@@ -552,12 +554,12 @@ def test_any_traffic_of_adapters_ends_and_nobody_waits_where_there_is_room(
             added.append(request)
             if abort:
                 aborts[request] = abort
-        made = step(scheduler)
+        schedule = step(scheduler)
         residency.loading.clear()
-        assert made.shares or not (scheduler.num_running or scheduler.num_waiting), "everybody waits"
-        held = {request.adapter for request, _ in made.shares} - {None}
+        assert schedule.shares or not (scheduler.num_running or scheduler.num_waiting), "everybody waits"
+        held = {request.adapter for request, _ in schedule.shares} - {None}
         assert len(held) <= adapter_slots
-        for request, _ in made.shares:
+        for request, _ in schedule.shares:
             there = residency.slot_of.get(request.adapter, -1)
             assert residency.adapter_slots[request.slot] == there and (there >= 0) == (request.adapter is not None)
         queued = [item for item in added if item.status is Status.WAITING]
@@ -579,7 +581,7 @@ def test_any_traffic_of_adapters_ends_and_nobody_waits_where_there_is_room(
             room = len(scheduler._free_slots) > len(first.siblings)
             assert not room or scheduler._pages_for(first, tokens) > scheduler.tables.pool.num_available
             passed += bool(ahead)
-        for request, _ in made.shares:
+        for request, _ in schedule.shares:
             if request.num_computed >= request.max_tokens:
                 scheduler.finish(request)
         abort_due(scheduler, aborts)

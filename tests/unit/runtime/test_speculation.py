@@ -105,8 +105,8 @@ def test_the_cache_holds_what_plain_steps_leave_there(model: Model) -> None:
         count = min(1 + int(random.integers(1, 7)), 200 - at, 1 + model.room(at + 1))
         right = int(random.integers(1, count + 1))
         draft = np.concatenate([tokens[at : at + right], ids(count - right, at)])
-        found = model.step([Advance(1, draft, at, verifies=count > 1)])
-        np.testing.assert_array_equal(found[:right], plain[at - 50 : at - 50 + right])
+        actual = model.step([Advance(1, draft, at, verifies=count > 1)])
+        np.testing.assert_array_equal(actual[:right], plain[at - 50 : at - 50 + right])
         at += right
         model.keep(1, at)
     for first, other in zip(cache.copy_out(1, 0, 256), left):
@@ -236,8 +236,8 @@ def test_rejected_tokens_are_in_no_prefix(model: Model) -> None:
     assert pool.num_cached == 0  # 60 tokens are no chunk, and answers are in none
     wrong = [(entry[0] + 1) % 500 for entry in plain[0, 0]]
     second = Request([*first.prompt_ids.tolist(), *wrong], 8, argmax)
-    found = run(engine, second)
-    assert list(found.values()) == list(run(Engine(model, prefix_caching=False), second).values())
+    actual = run(engine, second)
+    assert list(actual.values()) == list(run(Engine(model, prefix_caching=False), second).values())
 
 
 def test_streams_go_on_plain_when_the_draft_model_dies(demo: Results, model: Model) -> None:

@@ -171,23 +171,23 @@ def by_heads(heads: list[int], kv_heads: list[int]) -> list[tuple[int, int]]:
 
 # By family and slot: how a rank's part reads in the terms of its layer, whole array, rank and ranks in.
 FUSED: dict[tuple[str, str], Callable[[np.ndarray, int, int], np.ndarray]] = {
-    ("phi3", "self_attn.qkv_proj.weight"): lambda whole, rank, ranks: np.concatenate(
-        [whole[low:high] for low, high in by_heads(*heads_of(rank, ranks))]
+    ("phi3", "self_attn.qkv_proj.weight"): lambda full, rank, ranks: np.concatenate(
+        [full[low:high] for low, high in by_heads(*heads_of(rank, ranks))]
     ),
-    ("phi3", "mlp.gate_up_proj.weight"): lambda whole, rank, ranks: np.concatenate(
-        [half[rank * (80 // ranks) : (rank + 1) * (80 // ranks)] for half in (whole[:80], whole[80:])]
+    ("phi3", "mlp.gate_up_proj.weight"): lambda full, rank, ranks: np.concatenate(
+        [half[rank * (80 // ranks) : (rank + 1) * (80 // ranks)] for half in (full[:80], full[80:])]
     ),
-    ("gpt2", "attn.c_attn.weight"): lambda whole, rank, ranks: whole.reshape(48, 3, ranks, -1)[:, :, rank].reshape(
+    ("gpt2", "attn.c_attn.weight"): lambda full, rank, ranks: full.reshape(48, 3, ranks, -1)[:, :, rank].reshape(
         48, -1
     ),
-    ("gpt2", "attn.c_attn.bias"): lambda whole, rank, ranks: whole.reshape(3, ranks, -1)[:, rank].reshape(-1),
-    ("gpt_neox", "attention.query_key_value.weight"): lambda whole, rank, ranks: whole.reshape(4, 3, 12, 48)[
+    ("gpt2", "attn.c_attn.bias"): lambda full, rank, ranks: full.reshape(3, ranks, -1)[:, rank].reshape(-1),
+    ("gpt_neox", "attention.query_key_value.weight"): lambda full, rank, ranks: full.reshape(4, 3, 12, 48)[
         heads_of(rank, ranks)[0]
     ].reshape(-1, 48),
-    ("mixtral", "experts.gate_up_proj"): lambda whole, rank, ranks: whole.reshape(4, 2, ranks, -1, 48)[
+    ("mixtral", "experts.gate_up_proj"): lambda full, rank, ranks: full.reshape(4, 2, ranks, -1, 48)[
         :, :, rank
     ].reshape(4, -1, 48),
-    ("mixtral", "experts.down_proj"): lambda whole, rank, ranks: whole.reshape(4, 48, ranks, -1)[:, :, rank],
+    ("mixtral", "experts.down_proj"): lambda full, rank, ranks: full.reshape(4, 48, ranks, -1)[:, :, rank],
 }
 
 
@@ -249,36 +249,36 @@ def exchanged(shard: Shard) -> Shard:
      "previous.mlp.up_proj.bias", "previous.mlp.down_proj.weight"],
 )  # fmt: skip
 def test_a_shard_of_another_rank_shows(split: Splits, slot: str, degree: int) -> None:
-    found = split("llama", degree)
+    actual = split("llama", degree)
     swap = lambda sharded: replace(sharded, weights={**sharded.weights, slot: exchanged(sharded.weights[slot])})
-    assert found.error(found.changed("middle", swap)) > 100 * TOLERANCE
+    assert actual.error(actual.changed("middle", swap)) > 100 * TOLERANCE
 
 
 def test_heads_of_another_rank_show(split: Splits) -> None:
-    found = split("llama", 4)
+    actual = split("llama", 4)
     swap = lambda sharded: replace(sharded, values={**sharded.values, "key": exchanged(sharded.values["key"])})
-    assert found.error(found.changed("middle", swap)) > 100 * TOLERANCE
+    assert actual.error(actual.changed("middle", swap)) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("slot", ["previous.self_attn.o_proj.bias", "previous.mlp.down_proj.bias"])
 def test_a_bias_that_every_rank_adds_shows(split: Splits, slot: str) -> None:
-    found = split("llama", 2)
+    actual = split("llama", 2)
     twice = lambda sharded: replace(sharded, first=tuple(name for name in sharded.first if name != slot))
-    assert found.error(found.changed("middle", twice)) > 100 * TOLERANCE
+    assert actual.error(actual.changed("middle", twice)) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("slot", ["previous.attention.dense.bias", "previous.mlp.dense_4h_to_h.bias"])
 def test_a_bias_of_two_branches_that_every_rank_adds_shows(split: Splits, slot: str) -> None:
-    found = split("gpt_neox", 2)
+    actual = split("gpt_neox", 2)
     twice = lambda sharded: replace(sharded, first=tuple(name for name in sharded.first if name != slot))
-    assert found.error(found.changed("middle", twice)) > 100 * TOLERANCE
+    assert actual.error(actual.changed("middle", twice)) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("slot", ["previous.attention.dense.weight", "previous.mlp.dense_4h_to_h.weight"])
 def test_a_shard_of_one_of_two_branches_shows(split: Splits, slot: str) -> None:
-    found = split("gpt_neox", 2)
+    actual = split("gpt_neox", 2)
     swap = lambda sharded: replace(sharded, weights={**sharded.weights, slot: exchanged(sharded.weights[slot])})
-    assert found.error(found.changed("middle", swap)) > 100 * TOLERANCE
+    assert actual.error(actual.changed("middle", swap)) > 100 * TOLERANCE
 
 
 @pytest.mark.long
@@ -403,11 +403,11 @@ def test_a_rank_reads_whole_rows_where_they_lie(tiny: Results) -> None:
         own = RankWeights(weights, part.slots, slots, sharded, rank)
         for slot in slots:
             full = slot_array(weights, part.slots[slot.name], slot.sizes)
-            found = own[slot.name]
+            actual = own[slot.name]
             shard = sharded.weights.get(slot.name)
-            assert found.shape == (shard.shape(slot.shape) if shard else slot.shape)
-            assert np.shares_memory(found, full)
-            assert found.flags.c_contiguous == (shard is None or shard.axis == 0)
+            assert actual.shape == (shard.shape(slot.shape) if shard else slot.shape)
+            assert np.shares_memory(actual, full)
+            assert actual.flags.c_contiguous == (shard is None or shard.axis == 0)
             assert (own.location(slot.name) is None) == (shard is not None)
 
 
@@ -554,5 +554,5 @@ def damaged(change: Callable[[dict[str, Any]], None], tiny: Results, path: Path)
 def test_a_damaged_table_is_one_line(
     change: Callable[[dict[str, Any]], None], message: str, tiny: Results, tmp_path: Path
 ) -> None:
-    found = damaged(change, tiny, tmp_path / "assembly.json")
-    assert message in found and "\n" not in found
+    actual = damaged(change, tiny, tmp_path / "assembly.json")
+    assert message in actual and "\n" not in actual

@@ -29,24 +29,24 @@ Fault = Callable[[], contextlib.AbstractContextManager[Any]]
 def _patch(target: Any, name: str, wrap: Callable[..., Any]) -> Fault:
     """Have `wrap` called with what it replaces, and with its arguments."""
     right = getattr(target, name)
-    return lambda: mock.patch.object(target, name, lambda *given, **named: wrap(right, *given, **named))
+    return lambda: mock.patch.object(target, name, lambda *arguments, **named: wrap(right, *arguments, **named))
 
 
 def _other_rules(change: Callable[[sampling.Sampling], dict[str, Any]]) -> Fault:
     """Have logits changed as other parameters say."""
 
-    def changed(right: Any, self: logits_pipeline.Sampler, *given: Any) -> np.ndarray:
+    def changed(right: Any, self: logits_pipeline.Sampler, *arguments: Any) -> np.ndarray:
         was = self.sampling
         self.sampling = replace(was, **change(was))
         try:
-            return right(self, *given)
+            return right(self, *arguments)
         finally:
             self.sampling = was
 
     return _patch(logits_pipeline.Sampler, "_adjust", changed)
 
 
-def _counting_the_prompt(right: Any, self: logits_pipeline.Sampler, *given: Any) -> np.ndarray:
+def _counting_the_prompt(right: Any, self: logits_pipeline.Sampler, *arguments: Any) -> np.ndarray:
     prompt = self.prompt_ids.tolist()
     rules = self.sampling
     more = {
@@ -55,16 +55,16 @@ def _counting_the_prompt(right: Any, self: logits_pipeline.Sampler, *given: Any)
         "sampling": replace(rules, min_tokens=rules.min_tokens and rules.min_tokens + len(prompt)),
     }
     with mock.patch.multiple(self, **more):
-        return right(self, *given)
+        return right(self, *arguments)
 
 
-def _without_the_prompt(right: Any, self: logits_pipeline.Sampler, *given: Any) -> np.ndarray:
+def _without_the_prompt(right: Any, self: logits_pipeline.Sampler, *arguments: Any) -> np.ndarray:
     with mock.patch.object(self, "prompt_ids", self.prompt_ids[:0]):
-        return right(self, *given)
+        return right(self, *arguments)
 
 
-def _less_likely(right: Any, *given: Any) -> sampling.Logprobs:
-    logprobs = right(*given)
+def _less_likely(right: Any, *arguments: Any) -> sampling.Logprobs:
+    logprobs = right(*arguments)
     return sampling.Logprobs(logprobs.chosen - 0.1, tuple((token, value - 0.1) for token, value in logprobs.top))
 
 
@@ -111,7 +111,9 @@ IN_ENGINE: dict[str, Fault] = {
     ),
     "log-probabilities of a prompt 0.1 off": _patch(engine, "log_probabilities", _less_likely),
     "grammar ignored": _patch(matcher.Matcher, "allowed", lambda right, self, ends: np.ones(self._vocab_size, bool)),
-    "answers end early": _patch(active_choice.ActiveChoice, "next_token", lambda right, *given: _ended(right(*given))),
+    "answers end early": _patch(
+        active_choice.ActiveChoice, "next_token", lambda right, *arguments: _ended(right(*arguments))
+    ),
 }
 
 
@@ -138,7 +140,7 @@ def follow() -> None:
     planted = ""
     stack = contextlib.ExitStack()
 
-    def looked(self: engine.Engine, *given: Any) -> int:
+    def looked(self: engine.Engine, *arguments: Any) -> int:
         nonlocal planted
         name = path.read_text()
         if name != planted:
@@ -146,7 +148,7 @@ def follow() -> None:
             planted = name
             if name in IN_ENGINE:
                 stack.enter_context(IN_ENGINE[name]())
-        return add(self, *given)
+        return add(self, *arguments)
 
     engine.Engine.add = looked  # type: ignore[method-assign]
 
@@ -156,9 +158,9 @@ def in_server() -> dict[str, Fault]:
     from lockstep.serve import openai, openai_answers, openai_chat, stream
     from lockstep.serve.openai_parameters import prompt_requests
 
-    def cut_stop(right: Any, self: completion.StopFilter, *given: Any) -> str:
+    def cut_stop(right: Any, self: completion.StopFilter, *arguments: Any) -> str:
         was = self.found
-        text = right(self, *given)
+        text = right(self, *arguments)
         return text + self.found if self.found and not was else text
 
     async def echo(right: Any, self: openai.CompletionFormat, index: int) -> Any:
@@ -170,14 +172,14 @@ def in_server() -> dict[str, Fault]:
     def chunks(right: Any, self: Any, delta: Any) -> Iterator[Any]:
         return (({**chunk, "text": chunk["text"].replace("e", "")}) for chunk in right(self, delta))
 
-    def same_seed(right: Any, *given: Any) -> Sequence[Any]:
-        requests = right(*given)
-        for each in requests:
-            each.request = replace(each.request, sampling=requests[0].request.sampling)
+    def same_seed(right: Any, *arguments: Any) -> Sequence[Any]:
+        requests = right(*arguments)
+        for request in requests:
+            request.request = replace(request.request, sampling=requests[0].request.sampling)
         return requests
 
-    def offsets(right: Any, self: Any, *given: Any) -> Any:
-        part = right(self, *given)
+    def offsets(right: Any, self: Any, *arguments: Any) -> Any:
+        part = right(self, *arguments)
         return {**part, "text_offset": [offset + 1 for offset in part["text_offset"]]}
 
     def one_more(right: Any, prompt: int, answer: int) -> dict[str, int]:
@@ -193,7 +195,9 @@ def in_server() -> dict[str, Fault]:
     reasons = {**stream.FINISH_REASONS, "max_new_tokens": "stop"}
     stops = {**stream.FINISH_REASONS, "stop_id": "length"}
     return {
-        "pieces in capitals": _patch(text_stream.TextStream, "push", lambda right, *given: right(*given).upper()),
+        "pieces in capitals": _patch(
+            text_stream.TextStream, "push", lambda right, *arguments: right(*arguments).upper()
+        ),
         "the stop string stays": _patch(completion.StopFilter, "push", cut_stop),
         "echo loses the first entry": _patch(openai.CompletionFormat, "echo", echo),
         "streamed text loses letters": _patch(openai.CompletionFormat, "chunks", chunks),

@@ -94,6 +94,6 @@ def prompt(text: str, less: int = 0) -> str:
     return "\n" * (length - less)
 
 
-def asked(text: str, **options: Any) -> dict[str, Any]:
+def chat_options(text: str, **options: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": prompt(text)}]
     return {"model": "scripted", "temperature": 0, "messages": messages, **options}

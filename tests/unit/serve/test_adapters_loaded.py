@@ -105,9 +105,9 @@ def test_a_folder_in_a_request_is_loaded_and_then_is_a_model(server: RealServer,
 def test_what_is_no_adapter_of_this_model_or_lies_elsewhere_is_refused(
     server: RealServer, lora: str, status: int, line: str
 ) -> None:
-    found, answer = completion(server, lora=lora)
+    actual, answer = completion(server, lora=lora)
     message = json.loads(answer)["error"]["message"]
-    assert found == status and line in message and "\n" not in message
+    assert actual == status and line in message and "\n" not in message
     assert f"demo-lora:{lora}" not in names(server)
 
 
@@ -158,17 +158,17 @@ def test_vllms_requests_load_and_unload(server: RealServer, root: Path) -> None:
 
 
 def test_requests_that_ask_at_once_wait_for_one_load(server: RealServer) -> None:
-    found: list[str | None] = [None] * 6
+    actual: list[str | None] = [None] * 6
 
     def ask(number: int) -> None:
-        found[number] = text(server, lora="again")
+        actual[number] = text(server, lora="again")
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [LIGHT["captain"]] * 6
+    assert actual == [LIGHT["captain"]] * 6
 
 
 def test_a_request_waits_for_its_adapter_while_that_is_loading(server: RealServer, root: Path) -> None:

@@ -63,10 +63,10 @@ def test_schedulers_see_which_adapters_run(server: RealServer) -> None:
 
 
 def test_an_adapter_is_a_model(server: RealServer) -> None:
-    found = server.get("/v1/models")
-    names = [entry["id"] for entry in found["data"]]
+    response = server.get("/v1/models")
+    names = [entry["id"] for entry in response["data"]]
     assert names == ["demo-lora", "demo-lora:captain", "demo-lora:shakespeare"]
-    assert [entry.get("parent") for entry in found["data"]] == [None, "demo-lora", "demo-lora"]
+    assert [entry.get("parent") for entry in response["data"]] == [None, "demo-lora", "demo-lora"]
     assert server.get("/v1/models/demo-lora:captain")["id"] == "demo-lora:captain"
     for name, text in LIGHT.items():
         model = "demo-lora" if name is None else f"demo-lora:{name}"
@@ -93,8 +93,8 @@ def test_a_chat_has_adapters_too(server: RealServer) -> None:
 def test_an_unknown_adapter_is_404_with_those_that_are_there(
     server: RealServer, body: dict, status: int, line: str
 ) -> None:
-    found, answer = post(server, "/v1/completions", {"model": "demo-lora", "prompt": "Light", **body})
-    assert found == status and line in answer["error"]["message"]
+    actual, answer = post(server, "/v1/completions", {"model": "demo-lora", "prompt": "Light", **body})
+    assert actual == status and line in answer["error"]["message"]
     assert server.request("GET", "/v1/models/demo-lora:pirate")[0] == 404
 
 

@@ -300,7 +300,7 @@ def test_the_key_goes_with_each_request_and_stays_nowhere(server: ScriptedServer
 
 def test_a_screen_reader_finds_every_control_by_its_name(shown: Browser) -> None:
     shown.run("document.querySelector('details').open = true")
-    found = shown.tree()
+    actual = shown.tree()
     for control in (
         ("textbox", "Message"), ("button", "Send"), ("button", "Clear"), ("radio", "Chat"), ("radio", "Complete"),
         ("spinbutton", "Temperature"), ("spinbutton", "Top p"), ("spinbutton", "Max tokens"), ("spinbutton", "Seed"),
@@ -308,9 +308,9 @@ def test_a_screen_reader_finds_every_control_by_its_name(shown: Browser) -> None
         ("image", "KV cache: 50 pages used and 30 cached of 200"), ("link", "API"),
         ("link", "Metrics"), ("link", "Status"), ("button", "Why does ice float?"),
     ):  # fmt: skip
-        assert control in found
+        assert control in actual
     controls = ("textbox", "button", "radio", "spinbutton", "combobox", "log", "image", "group")
-    assert not [role for role, name in found if role in controls[:-1] and not name]
+    assert not [role for role, name in actual if role in controls[:-1] and not name]
 
 
 def test_the_keyboard_reaches_every_control_in_order(shown: Browser) -> None:

@@ -134,17 +134,17 @@ def test_the_token_that_was_chosen_is_among_the_likeliest(server: RealServer) ->
 
 def test_logprobs_are_of_the_tokens_of_the_text(server: RealServer) -> None:
     choice = server.complete(PROMPT, 12, logprobs=3)["choices"][0]
-    found = choice["logprobs"]
-    assert "".join(found["tokens"]) == choice["text"]
-    assert all(value < 0 for value in found["token_logprobs"])
-    for token, value, top in zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True):
+    actual = choice["logprobs"]
+    assert "".join(actual["tokens"]) == choice["text"]
+    assert all(value < 0 for value in actual["token_logprobs"])
+    for token, value, top in zip(actual["tokens"], actual["token_logprobs"], actual["top_logprobs"], strict=True):
         assert max(top, key=top.__getitem__) == token and top[token] == value  # greedy: the likeliest
-    offsets = [choice["text"][at:].startswith(token) for at, token in zip(found["text_offset"], found["tokens"])]
+    offsets = [choice["text"][at:].startswith(token) for at, token in zip(actual["text_offset"], actual["tokens"])]
     assert all(offsets)
     with server.opened(PROMPT, 12, logprobs=3) as events:
         streamed = [event["choices"][0]["logprobs"] for event in events]
-    assert sum((item["token_logprobs"] for item in streamed), []) == found["token_logprobs"]
-    assert sum((item["text_offset"] for item in streamed), []) == found["text_offset"]
+    assert sum((item["token_logprobs"] for item in streamed), []) == actual["token_logprobs"]
+    assert sum((item["text_offset"] for item in streamed), []) == actual["text_offset"]
 
 
 def test_logit_bias_and_min_tokens_hold(server: RealServer) -> None:
@@ -266,9 +266,9 @@ def test_who_names_a_request_finds_the_name_in_the_answers_id(
 def test_a_bad_body_is_told_in_one_line(
     server: RealServer, body: Any, status: int, param: str | None, words: str
 ) -> None:
-    found, headers, data = server.request("POST", "/v1/completions", body)
+    actual, headers, data = server.request("POST", "/v1/completions", body)
     error = json.loads(data)["error"]
-    assert (found, error["param"]) == (status, param), error
+    assert (actual, error["param"]) == (status, param), error
     assert words in error["message"] and "\n" not in error["message"] and len(error["message"]) < 300
     assert error["type"] == "invalid_request_error" and headers["content-type"] == "application/json"
     assert server.complete("a", 2)["usage"]["completion_tokens"] == 2

@@ -456,8 +456,8 @@ def test_a_server_takes_fewer_and_shorter_requests_when_it_is_told_to(tree: Path
 @pytest.mark.parametrize("option", ["--stall", "--queue-timeout", "--drain", "--body-timeout"])
 @pytest.mark.parametrize("value", ["nan", "inf"])
 def test_seconds_are_finite(option: str, value: str) -> None:
-    said = CliRunner().invoke(serve, ["demo-llama/fp32/all", option, value])
-    assert said.exit_code == 2 and f"expected a finite number of seconds, found {value}" in said.output
+    outcome = CliRunner().invoke(serve, ["demo-llama/fp32/all", option, value])
+    assert outcome.exit_code == 2 and f"expected a finite number of seconds, found {value}" in outcome.output
 
 
 def test_a_server_that_is_ended_before_it_is_ready_says_so(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -465,8 +465,8 @@ def test_a_server_that_is_ended_before_it_is_ready_says_so(tree: Path, monkeypat
         raise Ended(signal.SIGTERM)
 
     monkeypatch.setattr("lockstep.cli.serve.run_server", ended)
-    said = CliRunner().invoke(serve, ["demo-llama/fp32/all", "--results", str(tree)])
-    assert said.exit_code == 143 and "ended by SIGTERM before the server was ready\n" in said.output
+    outcome = CliRunner().invoke(serve, ["demo-llama/fp32/all", "--results", str(tree)])
+    assert outcome.exit_code == 143 and "ended by SIGTERM before the server was ready\n" in outcome.output
 
 
 @pytest.mark.long

@@ -274,8 +274,8 @@ def raw_twice() -> Any:
 @pytest.mark.parametrize("case", list(damaged()), ids=lambda case: case[0].replace(" ", "-"))
 def test_damaged_messages_are_refused(server: RealServer, caller: Caller, case: tuple[str, Any, str, str]) -> None:
     _, request, code, part = case
-    found, message = caller.refused("ModelInfer", request)
-    assert found == code and part in message, (found, message)
+    actual, message = caller.refused("ModelInfer", request)
+    assert actual == code and part in message, (actual, message)
     assert len(caller.call("ModelInfer", core(5, 6, 7)).outputs) == 2 and "Traceback" not in server.stderr
 
 

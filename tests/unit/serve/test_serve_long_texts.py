@@ -48,8 +48,8 @@ def test_a_text_that_fits_is_encoded_whole_however_many_characters_it_has() -> N
     tokenizer = Counted()
     longest = "<eos>"  # one token of five characters: more than a prompt's usual four
     text = longest * 9_000
-    (found,) = asyncio.run(encode_texts([text], tokenizer, "prompt", 9_000))
-    assert len(found) == 9_000 and tokenizer.sizes[-1] == len(text) > 4 * 9_000
+    (actual,) = asyncio.run(encode_texts([text], tokenizer, "prompt", 9_000))
+    assert len(actual) == 9_000 and tokenizer.sizes[-1] == len(text) > 4 * 9_000
     text = longest * (9_000 + 3 * LONG)
     with pytest.raises(BadRequest, match="found more than 18000"):
         asyncio.run(encode_texts([text], tokenizer, "prompt", 9_000))

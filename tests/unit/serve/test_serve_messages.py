@@ -123,19 +123,19 @@ def joined(data: bytes) -> dict[str, Any]:
 
 
 def test_a_message_of_text(server: RealServer) -> None:
-    found = answer(server, ANSWERS[460])
-    assert found["id"].startswith("msg_") and (found["type"], found["role"]) == ("message", "assistant")
-    assert found["content"] == [{"type": "text", "text": ANSWERS[460]}] and found["model"] == "scripted"
-    assert (found["stop_reason"], found["stop_sequence"], found["usage"]["input_tokens"]) == ("end_turn", None, 460)
+    actual = answer(server, ANSWERS[460])
+    assert actual["id"].startswith("msg_") and (actual["type"], actual["role"]) == ("message", "assistant")
+    assert actual["content"] == [{"type": "text", "text": ANSWERS[460]}] and actual["model"] == "scripted"
+    assert (actual["stop_reason"], actual["stop_sequence"], actual["usage"]["input_tokens"]) == ("end_turn", None, 460)
     assert answer(server, ANSWERS[460], max_tokens=2)["stop_reason"] == "max_tokens"
-    found = answer(server, ANSWERS[460], stop_sequences=["known"])
-    assert (found["stop_reason"], found["stop_sequence"]) == ("stop_sequence", "known")
+    actual = answer(server, ANSWERS[460], stop_sequences=["known"])
+    assert (actual["stop_reason"], actual["stop_sequence"]) == ("stop_sequence", "known")
 
 
 def test_a_message_with_calls(server: RealServer) -> None:
-    found = answer(server, TWO_CALLS, tools=TOOLS)
-    text, *calls = found["content"]
-    assert text == {"type": "text", "text": "Let me look."} and found["stop_reason"] == "tool_use"
+    actual = answer(server, TWO_CALLS, tools=TOOLS)
+    text, *calls = actual["content"]
+    assert text == {"type": "text", "text": "Let me look."} and actual["stop_reason"] == "tool_use"
     assert [(call["type"], call["name"], call["input"]) for call in calls] == [("tool_use", *item) for item in TWO]
     choice = {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}
     (call,) = answer(server, ANSWERS[140], tools=TOOLS, tool_choice=choice)["content"]
@@ -148,9 +148,9 @@ def test_thinking_comes_where_it_is_asked_for(server: RealServer) -> None:
     thinking, text = answer(server, ANSWERS[260], thinking={"type": "enabled", "budget_tokens": 1024})["content"]
     assert (thinking["type"], thinking["thinking"], text["text"]) == ("thinking", "I <b>think.", "Paris.")
     assert [block["type"] for block in answer(server, ANSWERS[260])["content"]] == ["text"]
-    found = answer(server, ANSWERS[260], thinking={"type": "enabled", "budget_tokens": 3})
-    assert "I <b>think.".startswith(found["content"][0]["thinking"])
-    assert found["usage"]["output_tokens_details"]["thinking_tokens"] == 3 + 2  # and the marks
+    actual = answer(server, ANSWERS[260], thinking={"type": "enabled", "budget_tokens": 3})
+    assert "I <b>think.".startswith(actual["content"][0]["thinking"])
+    assert actual["usage"]["output_tokens_details"]["thinking_tokens"] == 3 + 2  # and the marks
 
 
 def test_results_of_tools_go_to_the_template_and_tokens_are_counted(server: RealServer) -> None:
@@ -245,10 +245,10 @@ def plain(response: Any) -> Any:
 
 
 def test_a_response_of_text(client: openai.OpenAI) -> None:
-    found = respond(client, ANSWERS[460])
-    assert (found.output_text, found.status, found.store) == (ANSWERS[460], "completed", False)
-    assert (found.usage.input_tokens, found.usage.total_tokens) == (460, 460 + found.usage.output_tokens)
-    assert found.id.startswith("resp_")
+    actual = respond(client, ANSWERS[460])
+    assert (actual.output_text, actual.status, actual.store) == (ANSWERS[460], "completed", False)
+    assert (actual.usage.input_tokens, actual.usage.total_tokens) == (460, 460 + actual.usage.output_tokens)
+    assert actual.id.startswith("resp_")
     cut = respond(client, ANSWERS[460], max_output_tokens=2)
     assert cut.status == "incomplete" and cut.incomplete_details.reason == "max_output_tokens"
 
@@ -296,10 +296,10 @@ def test_a_call_that_is_cut_short_is_the_same_in_a_stream_and_is_taken_back(
     result = {"type": "function_call_output", "call_id": item.call_id, "output": "x"}
     turns = [{"role": "user", "content": "x"}, item.model_dump(exclude_none=True), result]
     client.responses.create(model="scripted", input=turns, max_output_tokens=1)
-    found = answer(server, ANSWERS[140], tools=TOOLS[:1], tool_choice={"type": "any"}, max_tokens=CUT)
-    assert found["stop_reason"] == "max_tokens" and found["content"][0]["type"] == "tool_use"
-    result = {"type": "tool_result", "tool_use_id": found["content"][0]["id"], "content": "x"}
-    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": found["content"]}]
+    actual = answer(server, ANSWERS[140], tools=TOOLS[:1], tool_choice={"type": "any"}, max_tokens=CUT)
+    assert actual["stop_reason"] == "max_tokens" and actual["content"][0]["type"] == "tool_use"
+    result = {"type": "tool_result", "tool_use_id": actual["content"][0]["id"], "content": "x"}
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": actual["content"]}]
     body = {"model": "scripted", "max_tokens": 1, "messages": [*turns, {"role": "user", "content": [result]}]}
     assert send(server, "/v1/messages", body)[0] == 200
 
@@ -307,13 +307,13 @@ def test_a_call_that_is_cut_short_is_the_same_in_a_stream_and_is_taken_back(
 def test_a_response_with_reasoning_and_a_form(client: openai.OpenAI) -> None:
     reasoning, text = respond(client, ANSWERS[260], reasoning={"effort": "low"}).output
     assert reasoning.content[0].text == "I <b>think." and text.content[0].text == "Paris."
-    found = respond(client, ANSWERS[260])
-    assert 0 < found.usage.output_tokens_details.reasoning_tokens < found.usage.output_tokens
-    assert found.usage.input_tokens_details.cached_tokens == 256  # a chunk of the prompt before
+    actual = respond(client, ANSWERS[260])
+    assert 0 < actual.usage.output_tokens_details.reasoning_tokens < actual.usage.output_tokens
+    assert actual.usage.input_tokens_details.cached_tokens == 256  # a chunk of the prompt before
     schema = {"type": "object", "properties": {"a": {"enum": ["b"]}}, "required": ["a"], "additionalProperties": False}
     form = {"format": {"type": "json_schema", "name": "form", "schema": schema, "strict": True}}
-    found = client.responses.create(model="scripted", input=prompt(ANSWERS[260]), temperature=0, text=form)
-    assert json.loads(found.output_text) == {"a": "b"}
+    actual = client.responses.create(model="scripted", input=prompt(ANSWERS[260]), temperature=0, text=form)
+    assert json.loads(actual.output_text) == {"a": "b"}
 
 
 # What Codex CLI sends (codex-rs/codex-api/src/common.rs and codex-rs/tools/src/tool_spec.rs of openai/codex).

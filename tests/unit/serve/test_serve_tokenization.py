@@ -43,9 +43,9 @@ def other(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
 
 
 def test_a_text_becomes_tokens_and_they_the_text(server: RealServer, tokenizer: Tokenizer) -> None:
-    found = server.post("/tokenize", prompt=PROMPT)
+    response = server.post("/tokenize", prompt=PROMPT)
     tokens = tokenizer.encode(PROMPT).tolist()
-    assert found == {"count": len(tokens), "max_model_len": 256, "tokens": tokens, "token_strs": None}
+    assert response == {"count": len(tokens), "max_model_len": 256, "tokens": tokens, "token_strs": None}
     assert server.post("/detokenize", tokens=tokens) == {"prompt": PROMPT}
     named = server.post("/tokenize", model="demo-llama", prompt=PROMPT, return_token_strs=True)
     assert named["tokens"] == tokens and named["token_strs"][0] == "Once"[: len(named["token_strs"][0])]
@@ -60,9 +60,9 @@ def test_nothing_is_no_token(server: RealServer) -> None:
 
 def test_a_chat_has_the_tokens_that_its_completion_counts(server: RealServer) -> None:
     messages = [{"role": "user", "content": "Ice floats because"}]
-    found = server.post("/tokenize", messages=messages)
+    response = server.post("/tokenize", messages=messages)
     answer = server.post("/v1/chat/completions", messages=messages, max_tokens=1)
-    assert found["count"] == answer["usage"]["prompt_tokens"] == len(found["tokens"])
+    assert response["count"] == answer["usage"]["prompt_tokens"] == len(response["tokens"])
     said = [*messages, {"role": "assistant", "content": " it is"}]
     ended = server.post("/tokenize", messages=said, add_generation_prompt=False)
     opened = server.post("/tokenize", messages=said, add_generation_prompt=False, continue_final_message=True)
@@ -83,13 +83,13 @@ def test_the_tokens_that_the_tokenizer_adds_can_be_asked_for_or_not(other: RealS
 
 def test_the_tokenizer_tells_its_special_tokens_and_template(server: RealServer, other: RealServer) -> None:
     given = json.loads((DEMO / "tokenizer_config.json").read_text())
-    found = server.get("/tokenizer_info")
-    assert {name: found[name] for name in ("eos_token", "chat_template", "tokenizer_class")} == {
+    actual = server.get("/tokenizer_info")
+    assert {name: actual[name] for name in ("eos_token", "chat_template", "tokenizer_class")} == {
         name: given[name] for name in ("eos_token", "chat_template", "tokenizer_class")
     }
-    assert found["model_max_length"] == 256 and "bos_token" not in found
-    found = json.loads(other.request("GET", "/tokenizer_info", headers=KEY)[2])
-    assert (found["eos_token"], found["bos_token"], found["chat_template"]) == ("<eos>", "A", None)
+    assert actual["model_max_length"] == 256 and "bos_token" not in actual
+    actual = json.loads(other.request("GET", "/tokenizer_info", headers=KEY)[2])
+    assert (actual["eos_token"], actual["bos_token"], actual["chat_template"]) == ("<eos>", "A", None)
 
 
 REFUSED: dict[str, tuple[str, Any, str, str]] = {
@@ -153,9 +153,9 @@ def test_a_long_text_holds_up_nobody(server: RealServer, tokenizer: Tokenizer) -
             assert meanwhile > 2
             return [answer.result() for answer in answers]
 
-    found = send("/tokenize", prompt=text, return_token_strs=True)
-    assert all(item["tokens"] == tokenizer.encode(text).tolist() for item in found)
-    assert [item["prompt"] for item in send("/detokenize", tokens=found[0]["tokens"])] == [text] * 4
+    actual = send("/tokenize", prompt=text, return_token_strs=True)
+    assert all(item["tokens"] == tokenizer.encode(text).tolist() for item in actual)
+    assert [item["prompt"] for item in send("/detokenize", tokens=actual[0]["tokens"])] == [text] * 4
 
 
 def test_a_text_or_tokens_far_beyond_the_model_are_refused_at_once(server: RealServer) -> None:

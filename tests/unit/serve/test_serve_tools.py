@@ -11,7 +11,7 @@ import openai
 import pytest
 import scripted_model
 from jsonschema import Draft202012Validator
-from scripted_chats import ANSWERS, BERLIN, PARIS, TIME, TOOLS, TWO_CALLS, WEATHER, asked, prompt, scripted_chats
+from scripted_chats import ANSWERS, BERLIN, PARIS, TIME, TOOLS, TWO_CALLS, WEATHER, chat_options, prompt, scripted_chats
 
 from lockstep.serve.messages import plain_messages
 from lockstep.targets import Results
@@ -39,12 +39,12 @@ def client(server: RealServer) -> Iterator[openai.OpenAI]:
 
 
 def ask(client: openai.OpenAI, text: str, **options: Any) -> Any:
-    return client.chat.completions.create(**asked(text, **options)).choices[0]
+    return client.chat.completions.create(**chat_options(text, **options)).choices[0]
 
 
 def streamed(client: openai.OpenAI, text: str, **options: Any) -> Any:
     """Return the choice that the package itself makes of a stream."""
-    with client.chat.completions.stream(**asked(text, **options)) as stream:
+    with client.chat.completions.stream(**chat_options(text, **options)) as stream:
         return stream.get_final_completion().choices[0]
 
 
@@ -68,7 +68,7 @@ def test_streamed_calls_have_the_name_first(client: openai.OpenAI) -> None:
     joined = streamed(client, TWO_CALLS, tools=TOOLS)
     assert joined.message.content == full.message.content and joined.finish_reason == "tool_calls"
     assert made(joined) == made(full)
-    chunks = client.chat.completions.create(**asked(TWO_CALLS, tools=TOOLS, stream=True))
+    chunks = client.chat.completions.create(**chat_options(TWO_CALLS, tools=TOOLS, stream=True))
     deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
     assert [delta.index for delta in deltas] == sorted(delta.index for delta in deltas)
     names = [delta for delta in deltas if delta.id]
@@ -102,7 +102,7 @@ def test_a_loop_gives_results_to_the_template(server: RealServer, client: openai
         {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
     ]
     count = server.post("/tokenize", prompt="\n" * 9 + "weatherParisrain")["count"]
-    answer = client.chat.completions.create(**asked(TWO_CALLS, messages=turns, tools=TOOLS, max_tokens=1))
+    answer = client.chat.completions.create(**chat_options(TWO_CALLS, messages=turns, tools=TOOLS, max_tokens=1))
     assert answer.usage.prompt_tokens == count
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, TWO_CALLS, tools=TOOLS, extra_body={"chat_template_kwargs": {"shown": True}})
@@ -123,10 +123,10 @@ def test_a_strict_function_is_held_from_where_the_call_begins(client: openai.Ope
     answer = ask(client, ANSWERS[460], tools=[strict, TIME])
     assert answer.message.content == ANSWERS[460] and answer.finish_reason == "stop"
     answer = ask(client, TWO_CALLS, tools=[strict, TIME], max_tokens=110)
-    found = made(answer)
-    assert found[0] == ("weather", PARIS)
+    actual = made(answer)
+    assert actual[0] == ("weather", PARIS)
     # The schema allows no days.
-    assert all(not json.loads(arguments).get("days") for _, arguments in found)
+    assert all(not json.loads(arguments).get("days") for _, arguments in actual)
 
 
 @pytest.fixture(scope="module")
@@ -136,14 +136,14 @@ def mistral(results: Results) -> Iterator[RealServer]:
 
 
 def test_marks_that_are_special_tokens_are_read(mistral: RealServer) -> None:
-    body = asked(ANSWERS[200], tools=TOOLS)
+    body = chat_options(ANSWERS[200], tools=TOOLS)
     (choice,) = mistral.post("/v1/chat/completions", **body)["choices"]
     results = [(call["function"]["name"], call["function"]["arguments"]) for call in choice["message"]["tool_calls"]]
     assert results == [("weather", PARIS), ("time", "{}")] and choice["message"]["content"] is None
     assert all(len(call["id"]) == 9 and call["id"].isalnum() for call in choice["message"]["tool_calls"])
-    (plain,) = mistral.post("/v1/chat/completions", **asked(ANSWERS[200]))["choices"]
+    (plain,) = mistral.post("/v1/chat/completions", **chat_options(ANSWERS[200]))["choices"]
     assert plain["message"]["content"] == f"weather{PARIS}time{{}}"
-    body = asked(ANSWERS[200], tools=[TIME], tool_choice="required", parallel_tool_calls=False)  # no weather
+    body = chat_options(ANSWERS[200], tools=[TIME], tool_choice="required", parallel_tool_calls=False)  # no weather
     (choice,) = mistral.post("/v1/chat/completions", **body)["choices"]
     assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["time"]
 
@@ -151,7 +151,7 @@ def test_marks_that_are_special_tokens_are_read(mistral: RealServer) -> None:
 @pytest.mark.long
 def test_plain_json_is_a_convention_for_models_without_a_format(results: Results) -> None:
     def asks(text: str, **options: Any) -> tuple[Any, list[tuple[str, str]]]:
-        (choice,) = server.post("/v1/chat/completions", **asked(text, tools=TOOLS, **options))["choices"]
+        (choice,) = server.post("/v1/chat/completions", **chat_options(text, tools=TOOLS, **options))["choices"]
         calls = [call["function"] for call in choice["message"].get("tool_calls") or ()]
         return choice, [(call["name"], call["arguments"]) for call in calls]
 
@@ -200,18 +200,20 @@ def test_a_grammar_begins_after_the_reasoning(client: openai.OpenAI) -> None:
 
 def test_a_budget_ends_the_reasoning(client: openai.OpenAI) -> None:
     def budget(tokens: int, text: str = ANSWERS[260], **extra: Any) -> tuple[Any, int]:
-        found = client.chat.completions.create(**asked(text, extra_body={"thinking_token_budget": tokens, **extra}))
+        found = client.chat.completions.create(
+            **chat_options(text, extra_body={"thinking_token_budget": tokens, **extra})
+        )
         return found.choices[0].message, found.usage.completion_tokens_details.reasoning_tokens
 
     whole, free = budget(-1)
     assert whole.content == "Paris." and budget(free)[0].content == "Paris."
     for tokens in (0, 1, 4):
-        message, found = budget(tokens)
-        assert found == tokens + 2 and whole.reasoning.startswith(message.reasoning or "")  # and the marks
+        message, actual = budget(tokens)
+        assert actual == tokens + 2 and whole.reasoning.startswith(message.reasoning or "")  # and the marks
     # Without reasoning there is nothing to end, and a grammar begins after it.
     assert budget(1, ANSWERS[460])[0].content == ANSWERS[460] and budget(1, ANSWERS[460])[1] == 0
-    message, found = budget(2, guided_choice=["Paris!"])
-    assert (message.content, found) == ("Paris!", 4)
+    message, actual = budget(2, guided_choice=["Paris!"])
+    assert (message.content, actual) == ("Paris!", 4)
 
 
 def test_reasoning_effort_goes_to_the_template(client: openai.OpenAI) -> None:
@@ -301,13 +303,15 @@ def test_the_openapi_document_is_that_of_the_bodies(server: RealServer) -> None:
                 validators[path] = Draft202012Validator(schema)
     assert len(set(ids)) == len(ids) and {"post_v1_chat_completions", "get_v1_models_name"} <= set(ids)
     chat = validators["/v1/chat/completions"]
-    chat.validate(asked(TWO_CALLS, tools=TOOLS, stream=True))
-    assert not chat.is_valid({"model": "scripted"}) and not chat.is_valid(asked(TWO_CALLS, max_tokens="many"))
+    chat.validate(chat_options(TWO_CALLS, tools=TOOLS, stream=True))
+    assert not chat.is_valid({"model": "scripted"}) and not chat.is_valid(chat_options(TWO_CALLS, max_tokens="many"))
     validators["/v1/messages"].validate({"model": "scripted", "max_tokens": 3, "messages": []})
 
 
 @pytest.mark.parametrize(("given", "param", "line"), REFUSED.values(), ids=REFUSED)
 def test_what_is_wrong_is_named(server: RealServer, given: dict, param: str, line: str) -> None:
-    status, _, data = server.request("POST", "/v1/chat/completions", asked(TWO_CALLS, **{"max_tokens": 4, **given}))
+    status, _, data = server.request(
+        "POST", "/v1/chat/completions", chat_options(TWO_CALLS, **{"max_tokens": 4, **given})
+    )
     error = json.loads(data)["error"]
     assert (status, error["param"]) == (400, param) and line in error["message"] and "\n" not in error["message"]

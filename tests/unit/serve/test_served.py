@@ -190,5 +190,5 @@ def test_a_model_with_a_format_is_asked_for_a_call(shared: Shared, monkeypatch: 
 
     assert asyncio.run(ask()) == (2, None)
     monkeypatch.setattr(AnswerPlan, "call_id", lambda *arguments: secrets.token_hex(4))
-    found, fault = asyncio.run(ask())
-    assert found == 2 and fault is not None and "tool call: expected one answer, found" in fault
+    actual, fault = asyncio.run(ask())
+    assert actual == 2 and fault is not None and "tool call: expected one answer, found" in fault

@@ -198,5 +198,5 @@ def test_an_answer_that_goes_on_after_an_interruption_does_not_complete_a_bad_wo
     for words, completes in ((), True), (("true",), False):
         prompt = [1] * BANS_AT
         sampling = Sampling(logit_bias={last: 1e6}, bad_words=words)
-        (made,) = Engine(model).run([Request(prompt, len(given) + 1, sampling=sampling, answer_ids=given)])
-        assert (tokenizer.decode([*given, made.token]).endswith("true")) == completes
+        (output,) = Engine(model).run([Request(prompt, len(given) + 1, sampling=sampling, answer_ids=given)])
+        assert (tokenizer.decode([*given, output.token]).endswith("true")) == completes

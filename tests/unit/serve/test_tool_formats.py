@@ -220,11 +220,11 @@ def test_arguments_are_read_by_their_schema(name: str, text: str, value: Any) ->
     for format, answer in answers.items():
         if format == "seed_oss" and text.endswith("\n"):
             continue  # which would be the tags'
-        asked = AnswerPlan(format=FORMATS[format], tools={"f": SCHEMA})
-        ((_, arguments),) = read(asked, [answer])[0].calls
+        plan = AnswerPlan(format=FORMATS[format], tools={"f": SCHEMA})
+        ((_, arguments),) = read(plan, [answer])[0].calls
         arguments.encode()  # no half of a surrogate pair
-        found = json.loads(arguments, parse_constant=pytest.fail)[name]
-        assert (found, type(found)) == (value, type(value))
+        actual = json.loads(arguments, parse_constant=pytest.fail)[name]
+        assert (actual, type(actual)) == (value, type(value))
 
 
 def test_calls_are_not_lost_where_a_model_leaves_out_a_mark() -> None:
@@ -264,21 +264,21 @@ REASONED = [
 @pytest.mark.parametrize(("text", "opened", "reasoning", "content"), REASONED)
 @pytest.mark.parametrize("size", [1, 4, 10_000])
 def test_reasoning_is_parted_from_content(text: str, opened: bool, reasoning: str, content: str, size: int) -> None:
-    asked = AnswerPlan(reasoning=REASONING["think"], opened=opened)
+    plan = AnswerPlan(reasoning=REASONING["think"], opened=opened)
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
-    assert read(asked, pieces)[0] == Message(reasoning, content, [])
+    assert read(plan, pieces)[0] == Message(reasoning, content, [])
 
 
 @pytest.mark.parametrize("size", [1, 4, 10_000])
 def test_channels_of_harmony(size: int) -> None:
     text = "<|channel|>analysis<|message|>Hm. <|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>"
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
-    asked = plan("harmony", reasoning=REASONING["harmony"])
-    assert read(asked, pieces)[0] == Message("Hm.", "Yes.", [])
+    answer_plan = plan("harmony", reasoning=REASONING["harmony"])
+    assert read(answer_plan, pieces)[0] == Message("Hm.", "Yes.", [])
     again = text.replace(
         "<|channel|>final", "<|channel|>analysis<|message|>Or?<|end|><|start|>assistant<|channel|>final"
     )
-    assert read(asked, [again])[0] == Message("Hm.Or?", "Yes.", [])
+    assert read(answer_plan, [again])[0] == Message("Hm.Or?", "Yes.", [])
     assert read(plan("harmony"), pieces)[0] == Message("", "Hm.\nYes.", [])
 
 
@@ -287,8 +287,8 @@ def test_kimis_ids_go_on_from_those_of_the_chat() -> None:
 
 
 def test_a_call_in_the_reasoning_is_none() -> None:
-    asked = plan("hermes", reasoning=REASONING["think"])
-    message, _ = read(asked, [f"<think>{hermes(G)}</think>\n{hermes(F)}"])
+    answer_plan = plan("hermes", reasoning=REASONING["think"])
+    message, _ = read(answer_plan, [f"<think>{hermes(G)}</think>\n{hermes(F)}"])
     assert message == Message(hermes(G), "", [F])
 
 
@@ -307,9 +307,9 @@ def test_the_pieces_do_not_matter(name: str, text: str, sizes: list[int], opened
     for size in sizes:
         pieces.append(text[at : at + size])
         at += size
-    asked = plan(name, reasoning=REASONING["think"] if thinks else None, opened=opened)
-    full = read(asked, [text])
-    assert read(asked, [*pieces, text[at:]]) == full
+    answer_plan = plan(name, reasoning=REASONING["think"] if thinks else None, opened=opened)
+    full = read(answer_plan, [text])
+    assert read(answer_plan, [*pieces, text[at:]]) == full
     for _, arguments in full[0].calls:
         assert isinstance(json.loads(arguments), dict)
 

@@ -114,8 +114,8 @@ def test_calls_that_follow_their_schemas_are_taken_and_others_are_not(setup: Set
         text = written(name, calls)
         assert setup.takes(grammar, text)
         reader = AnswerPlan(format=format, tools=tools.schemas).reader()
-        found = join_parts(reader.push(text) + reader.finish()).calls
-        assert [(function, json.loads(arguments)) for function, arguments in found] == calls
+        actual = join_parts(reader.push(text) + reader.finish()).calls
+        assert [(function, json.loads(arguments)) for function, arguments in actual] == calls
     for wrong in ({**ARGUMENTS, "n": ["a"]}, {**ARGUMENTS, "e": "right"}, {**ARGUMENTS, "c": "z"}, {"s": "a"}):
         assert not setup.takes(grammar, written(name, [("f", wrong)]))
     assert not setup.takes(grammar, written(name, [("unknown", {})]))

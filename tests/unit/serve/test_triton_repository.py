@@ -110,8 +110,8 @@ def test_a_configuration_may_have_what_this_version_does_not_know(tmp_path: Path
     path.write_text(
         "name: 'x\\'y' \"z\" # one\ninput [ { dims: [1, 2]; }, {data_type: TYPE_BOOL} ], made_up { a: -1.5e3 b {} }"
     )
-    found = read_config(path)
-    assert found.name == "x'yz" and list(found.input[0].dims) == [1, 2] and len(found.input) == 2
+    actual = read_config(path)
+    assert actual.name == "x'yz" and list(actual.input[0].dims) == [1, 2] and len(actual.input) == 2
 
 
 @pytest.mark.parametrize(("damaged", "line"), [
@@ -268,7 +268,7 @@ def as_triton_gives(folder: Path) -> dict[str, Any]:
     return {**given, "model_transaction_policy": {"decoupled": config.model_transaction_policy.decoupled}}
 
 
-def asked(outputs: tuple[str, ...] = (), id: str = "", parameters: Any = None, **arrays: Any) -> Request:
+def triton_request(outputs: tuple[str, ...] = (), id: str = "", parameters: Any = None, **arrays: Any) -> Request:
     kinds = {str: np.object_, int: np.int32, float: np.float32, bool: np.bool_}
     results = {}
     for name, value in arrays.items():
@@ -298,8 +298,8 @@ def core(server: RealServer, num_tokens: int, **options: Any) -> dict[str, Any]:
 def test_preprocessing_gives_tokens(server: RealServer, load: Callable[..., Any]) -> None:
     model = load("preprocessing")
     outputs = tuple(MODELS["preprocessing"].outputs)
-    good = asked(outputs, QUERY=PROMPT, REQUEST_OUTPUT_LEN=20, STOP_WORDS_DICT="end")
-    bad = asked(outputs, QUERY=PROMPT, REQUEST_OUTPUT_LEN=20.5)
+    good = triton_request(outputs, QUERY=PROMPT, REQUEST_OUTPUT_LEN=20, STOP_WORDS_DICT="end")
+    bad = triton_request(outputs, QUERY=PROMPT, REQUEST_OUTPUT_LEN=20.5)
     first, second, third = model.execute([good, bad, good])
     assert first.error is None and first.arrays["INPUT_ID"].tolist() == prompt_ids(server).tolist()
     assert first.arrays["INPUT_ID"].dtype == np.int32 and first.arrays["STOP_WORDS_IDS"].shape[:2] == (1, 2)
@@ -309,7 +309,7 @@ def test_preprocessing_gives_tokens(server: RealServer, load: Callable[..., Any]
 
 def test_a_stream_of_tokens_becomes_the_text_with_its_spaces(server: RealServer, load: Callable[..., Any]) -> None:
     expected = server.complete(PROMPT, 60, ignore_eos=True, return_token_ids=True)["choices"][0]
-    responses = run(load("tensorrt_llm"), asked(**core(server, 60, streaming=True)))
+    responses = run(load("tensorrt_llm"), triton_request(**core(server, 60, streaming=True)))
     ids = [
         token
         for response in responses
@@ -321,7 +321,7 @@ def test_a_stream_of_tokens_becomes_the_text_with_its_spaces(server: RealServer,
     pieces = []
     for response in responses:
         made = response.arrays
-        request = asked(
+        request = triton_request(
             TOKENS_BATCH=made["output_ids"],
             SEQUENCE_LENGTH=made["sequence_length"],
             CONTEXT_IDS=made["CONTEXT_IDS"],
@@ -336,7 +336,7 @@ def test_a_whole_answer_has_the_prompt_and_zeros_for_log_probabilities(
     server: RealServer, load: Callable[..., Any]
 ) -> None:
     model = load("tensorrt_llm")
-    (whole,) = run(model, asked(**core(server, 20)))
+    (whole,) = run(model, triton_request(**core(server, 20)))
     ids = prompt_ids(server)[0].tolist()
     assert whole.arrays["output_ids"][0, 0, : len(ids)].tolist() == ids
     assert whole.arrays["sequence_length"].tolist() == [[len(ids) + 20]]
@@ -347,25 +347,25 @@ def test_a_whole_answer_has_the_prompt_and_zeros_for_log_probabilities(
 
 
 def one(server: RealServer) -> dict[str, np.ndarray]:
-    return {tensor.name(): tensor.as_numpy() for tensor in asked(**core(server, 20)).inputs()}
+    return {tensor.name(): tensor.as_numpy() for tensor in triton_request(**core(server, 20)).inputs()}
 
 
 @pytest.mark.long
 def test_cancellation_and_stopping_end_what_runs(server: RealServer, load: Callable[..., Any]) -> None:
     model = load("tensorrt_llm")
-    cancelled = asked(**core(server, 230, streaming=True))
+    cancelled = triton_request(**core(server, 230, streaming=True))
     with server.stopped_engine():
         model.execute([cancelled])
         server.wait_until(lambda status: status["streams"] == 1)
         cancelled.sender.cancelled = True
         assert cancelled.sender.all() == []
     server.wait_idle()
-    stopped = asked(id="7", **core(server, 230, streaming=True))
+    stopped = triton_request(id="7", **core(server, 230, streaming=True))
     ids = {"input_ids": np.ones([1, 1], np.int32), "input_lengths": 1, "request_output_len": 1}
     with server.stopped_engine():
         model.execute([stopped])
         server.wait_until(lambda status: status["streams"] == 1)
-        assert run(model, asked(id="7", stop=True, **ids)) == []
+        assert run(model, triton_request(id="7", stop=True, **ids)) == []
     assert len(stopped.sender.all()) < 229
     server.wait_idle()
 
@@ -373,7 +373,7 @@ def test_cancellation_and_stopping_end_what_runs(server: RealServer, load: Calla
 def test_no_response_follows_cancellation(server: RealServer, load: Callable[..., Any]) -> None:
     """Though the tokens have come already."""
     model = load("tensorrt_llm")
-    request = asked(**core(server, 230, streaming=True))
+    request = triton_request(**core(server, 230, streaming=True))
     request.sender.open.clear()
     model.execute([request])
     request.sender.sent.get(timeout=30)
@@ -389,11 +389,11 @@ def test_no_response_follows_cancellation(server: RealServer, load: Callable[...
 
 def test_what_the_server_refuses_is_an_error_of_that_request(server: RealServer, load: Callable[..., Any]) -> None:
     model = load("tensorrt_llm_bls")
-    (refused,) = run(model, asked(text_input=PROMPT, max_tokens=0))
+    (refused,) = run(model, triton_request(text_input=PROMPT, max_tokens=0))
     assert str(refused.error).startswith("max_tokens:") and refused.error.code == "INVALID_ARG"
-    (odd,) = run(model, asked(text_input=np.array([[b"\xff"]], np.object_), max_tokens=3))
+    (odd,) = run(model, triton_request(text_input=np.array([[b"\xff"]], np.object_), max_tokens=3))
     assert "UTF-8" in str(odd.error)
-    (good,) = run(model, asked(text_input=PROMPT, max_tokens=3))
+    (good,) = run(model, triton_request(text_input=PROMPT, max_tokens=3))
     assert good.error is None and good.arrays["text_output"].item().decode().startswith(PROMPT)
 
 
@@ -402,7 +402,7 @@ def test_a_batch_of_which_one_prompt_is_wrong_is_refused(server: RealServer, loa
     texts = np.array([[PROMPT.encode()]] * 2, np.object_)
     lengths = np.array([[230], [0]], np.int32)
     (refused,) = run(
-        load("tensorrt_llm_bls"), asked(text_input=texts, max_tokens=lengths, stream=np.ones([2, 1], bool))
+        load("tensorrt_llm_bls"), triton_request(text_input=texts, max_tokens=lengths, stream=np.ones([2, 1], bool))
     )
     assert str(refused.error).startswith("max_tokens:") and refused.error.code == "INVALID_ARG"
 
@@ -413,7 +413,7 @@ def test_the_configuration_says_what_a_request_does_not(
 ) -> None:
     options = {"exclude_input_in_output": "True", "cancellation_check_period_ms": "none"}
     model = load("tensorrt_llm_bls", decoupled=decoupled, options=options)
-    ask = lambda **options: asked(text_input=PROMPT, max_tokens=8, **options)
+    ask = lambda **options: triton_request(text_input=PROMPT, max_tokens=8, **options)
     answer = lambda request: run(model, request)[0] if decoupled else model.execute([request])[0]
     texts = [answer(ask(**more)).arrays["text_output"].item() for more in ({}, {"exclude_input_in_output": False})]
     assert not texts[0].startswith(PROMPT.encode()) and texts[1].startswith(PROMPT.encode())
@@ -422,14 +422,16 @@ def test_the_configuration_says_what_a_request_does_not(
 
 def test_bls_accumulates_where_it_is_asked_to(server: RealServer, load: Callable[..., Any]) -> None:
     options = {"text_input": PROMPT, "max_tokens": 12, "end_id": -1, "stream": True}
-    pieces = [item.arrays["text_output"].item() for item in run(load("tensorrt_llm_bls"), asked(**options))]
-    parts = run(load("tensorrt_llm_bls"), asked(parameters={"accumulate_tokens": True}, **options))
+    pieces = [item.arrays["text_output"].item() for item in run(load("tensorrt_llm_bls"), triton_request(**options))]
+    parts = run(load("tensorrt_llm_bls"), triton_request(parameters={"accumulate_tokens": True}, **options))
     assert parts[-1].arrays["text_output"].item() == b"".join(pieces)
 
 
 def test_a_model_that_is_not_decoupled_gives_one_response(server: RealServer, load: Callable[..., Any]) -> None:
     model = load("tensorrt_llm_bls", decoupled=False)
-    good, bad = model.execute([asked(text_input=PROMPT, max_tokens=8), asked(text_input=PROMPT, max_tokens=0)])
+    good, bad = model.execute(
+        [triton_request(text_input=PROMPT, max_tokens=8), triton_request(text_input=PROMPT, max_tokens=0)]
+    )
     assert good.arrays["text_output"].ravel()[0].decode().startswith(PROMPT)
     assert str(bad.error).startswith("max_tokens:")
 
@@ -452,12 +454,12 @@ def test_the_core_model_starts_the_server_again_and_ends_it(
     own.initialize({"model_name": "tensorrt_llm", "model_config": json.dumps(as_triton_gives(module_path.parent))})
     try:
         ids = np.array([[5, 6, 7]], np.int32)
-        request = asked(input_ids=ids, input_lengths=3, request_output_len=4)
+        request = triton_request(input_ids=ids, input_lengths=3, request_output_len=4)
         assert run(own, request)[0].error is None
         first = own._process._process.pid
         os.kill(first, signal.SIGKILL)
         for _ in range(300):
-            responses = run(own, asked(input_ids=ids, input_lengths=3, request_output_len=4))
+            responses = run(own, triton_request(input_ids=ids, input_lengths=3, request_output_len=4))
             if responses[0].error is None:
                 break
             assert responses[0].error.code in ("UNAVAILABLE", "INTERNAL")

@@ -39,9 +39,9 @@ def test_logits_that_are_not_finite_give_no_token(bad, sampling):
 
 def test_frequencies_are_the_probabilities():
     count = 20_000
-    found = np.bincount(draw(Sampling(temperature=1.0), count), minlength=5) / count
+    actual = np.bincount(draw(Sampling(temperature=1.0), count), minlength=5) / count
     # five standard deviations of a frequency near 0.4 over 20,000 draws: 5 * sqrt(0.4 * 0.6 / 20000) = 0.017
-    np.testing.assert_allclose(found, np.exp(LOGITS), atol=0.017)
+    np.testing.assert_allclose(actual, np.exp(LOGITS), atol=0.017)
 
 
 def test_noise_is_exponential_in_the_tails_too():
@@ -176,7 +176,7 @@ def test_rows_are_chosen_together_as_each_alone_and_as_ever():
     for step, tokens in enumerate(TOKENS):
         rows = [Row(sampler, np.roll(row, step), 50 + step) for sampler, row in zip(together, logits)]
         sampled = choose(rows)
-        assert [each.token for each in sampled] == tokens
+        assert [output.token for output in sampled] == tokens
         assert sampled == [sampler(row.logits, row.position) for sampler, row in zip(alone, rows)]
 
 
@@ -236,11 +236,11 @@ def test_the_likeliest_are_found_on_any_cpu(disabled: str) -> None:
 
 
 def test_log_probabilities_are_those_of_the_model():
-    found = Sampler(Sampling(logprobs=2, logit_bias={4: 10.0}))(LOGITS, 0)
-    assert found.token == 4
-    np.testing.assert_allclose(found.logprobs.chosen, np.log(0.05), atol=1e-6)
-    assert [token for token, _ in found.logprobs.top] == [1, 3]
-    np.testing.assert_allclose([value for _, value in found.logprobs.top], np.log([0.4, 0.25]), atol=1e-6)
+    output = Sampler(Sampling(logprobs=2, logit_bias={4: 10.0}))(LOGITS, 0)
+    assert output.token == 4
+    np.testing.assert_allclose(output.logprobs.chosen, np.log(0.05), atol=1e-6)
+    assert [token for token, _ in output.logprobs.top] == [1, 3]
+    np.testing.assert_allclose([value for _, value in output.logprobs.top], np.log([0.4, 0.25]), atol=1e-6)
     assert Sampler(Sampling(logprobs=0))(LOGITS, 0).logprobs.top == ()
     assert len(Sampler(Sampling(logprobs=20))(LOGITS, 0).logprobs.top) == 5
 
@@ -338,13 +338,13 @@ def test_what_leaves_nothing_or_overflows_gives_a_token_all_the_same(temperature
 @given(any_logits, st.floats(0.01, 10), st.integers(0, 50), st.floats(0.01, 1), st.floats(0, 1))
 def test_the_token_is_one_of_those_that_are_left(logits, temperature, top_k, top_p, min_p):
     sampling = Sampling(temperature, top_k, top_p, min_p)
-    found = probabilities(logits, sampling)
-    assert np.isfinite(found).all() and found.max() > 0
+    actual = probabilities(logits, sampling)
+    assert np.isfinite(actual).all() and actual.max() > 0
     equal = probabilities(logits, Sampling(temperature)) == 1  # as likely as the likeliest, in float32
-    assert found[logits.argmax()] > 0 or equal.sum() > 1  # of equals the lowest
+    assert actual[logits.argmax()] > 0 or equal.sum() > 1  # of equals the lowest
     if top_k:
-        assert (found > 0).sum() <= top_k
-    assert found[Sampler(sampling)(logits, 3).token] > 0
+        assert (actual > 0).sum() <= top_k
+    assert actual[Sampler(sampling)(logits, 3).token] > 0
 
 
 @pytest.mark.parametrize(

@@ -168,8 +168,8 @@ def test_each_request_gives_the_same_bits_in_any_company(built):
 @pytest.mark.parametrize("layers", [1, 2])
 def test_the_first_layers_alone_are_those_of_the_cut_model(built, layers):
     cut = load_folder(built.folder, cut_config(built.family.config, layers))
-    (found,) = built.open(layers).step([Advance(0, PROMPTS[1], 0)])
-    assert abs(found - forward(cut, PROMPTS[1])[-1]).max() < built.family.tolerance
+    (actual,) = built.open(layers).step([Advance(0, PROMPTS[1], 0)])
+    assert abs(actual - forward(cut, PROMPTS[1])[-1]).max() < built.family.tolerance
 
 
 def test_validation_and_golden_check_pass(built):

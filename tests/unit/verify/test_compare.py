@@ -396,9 +396,9 @@ def test_a_rotary_encoding_of_another_form_fails_the_build(gpu, demo, tmp_path) 
     with pytest.raises(CheckError) as refused:
         build_and_compare(demo, tmp_path / "engines", "fp16", graphs / "assembly.json")
     assert not list((tmp_path / "engines").glob("*.onnx")) and not (tmp_path / "engines" / "engines.json").exists()
-    said = str(refused.value)
-    assert "engines/attention.rotary.onnx: expected RoPE that mixes pairs of elements" in said
-    assert said.endswith("made of 2 others; build with attention: traced")
+    message = str(refused.value)
+    assert "engines/attention.rotary.onnx: expected RoPE that mixes pairs of elements" in message
+    assert message.endswith("made of 2 others; build with attention: traced")
 
 
 def test_a_shape_that_the_engine_refuses_is_one_line(gpu, demo, tmp_path, monkeypatch) -> None:
@@ -406,6 +406,6 @@ def test_a_shape_that_the_engine_refuses_is_one_line(gpu, demo, tmp_path, monkey
     with pytest.raises(CheckError) as refused:
         build_and_compare(demo, tmp_path, "fp16", max_batch_size=64)
     assert not list(tmp_path.glob("compare*"))
-    said = str(refused.value)
-    assert re.search(r"entry\.engine: input \w+: TensorRT [\d.]+ refuses the shape \[.*\]: no message", said)
-    assert "\n" not in said
+    message = str(refused.value)
+    assert re.search(r"entry\.engine: input \w+: TensorRT [\d.]+ refuses the shape \[.*\]: no message", message)
+    assert "\n" not in message

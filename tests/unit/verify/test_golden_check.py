@@ -229,10 +229,10 @@ def test_a_token_nearly_as_likely_is_accepted_and_reported(copy, tmp_path):
     wide = Tolerances("fp32", logits=gap * 1.01)
     report = read_json(check(copy, tmp_path, tolerance=wide, expected=[None] * 4))
     difference = {"step": 2, "reference": references, "found": engines, "gap": gap, "accepted": True}
-    (found,) = report["prompts"][0]["differences"]
-    assert found.items() >= difference.items()
-    assert report["prompts"][0]["text_out"].startswith(found["text_before"] + found["found_text"])
-    assert found["text_before"] and found["reference_text"] != found["found_text"]
+    (actual,) = report["prompts"][0]["differences"]
+    assert actual.items() >= difference.items()
+    assert report["prompts"][0]["text_out"].startswith(actual["text_before"] + actual["found_text"])
+    assert actual["text_before"] and actual["reference_text"] != actual["found_text"]
     assert not report["prompts"][0]["tokens_equal"]
     assert report["prompts"][0]["alone_equal"]
     fails(

@@ -46,12 +46,12 @@ def results(request: pytest.FixtureRequest, shared: Shared) -> Callable[[str], R
             return request.getfixturevalue("demo_bf16" if precision == "bf16" else "demo")
 
         def make(folder: Path) -> None:
-            made = Results(folder)
-            checkpoint = made.checkpoint(NAME)
-            assembly = made.assembly(NAME, precision)
+            results = Results(folder)
+            checkpoint = results.checkpoint(NAME)
+            assembly = results.assembly(NAME, precision)
             resolve(str(DEMO), DEMO, checkpoint)
             export(checkpoint, precision, assembly, group_size=16)
-            convert(checkpoint, precision, made.weights(NAME, precision), assembly)
+            convert(checkpoint, precision, results.weights(NAME, precision), assembly)
 
         return Results(shared.folder(f"little/{precision}", make))
 
@@ -120,5 +120,5 @@ def test_bisect_names_an_engine_that_is_a_little_wrong_in_8_bits(
     manifest = read_json(engines)
     manifest["engines"]["middle"]["sha256"] = sha256_file(file)
     write_json(engines, manifest)
-    found = fault()
-    assert found is not None and (found.graph, found.measured.tensor) == ("middle", "query")
+    actual = fault()
+    assert actual is not None and (actual.graph, actual.measured.tensor) == ("middle", "query")

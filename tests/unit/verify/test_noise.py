@@ -96,9 +96,9 @@ def test_a_rounded_model_is_as_far_off_as_transformers_own_in_16_bits(tmp_path, 
         right = exact(ids).logits[0]
         own = half(ids).logits[0]
         with Rounded(dtype):
-            found = exact(ids).logits[0]
+            actual = exact(ids).logits[0]
     rms = lambda logits: float((logits.float() - right).square().mean().sqrt())
-    assert found.dtype == dtype and 0.6 < rms(found) / rms(own) < 1.5
+    assert actual.dtype == dtype and 0.6 < rms(actual) / rms(own) < 1.5
     assert all(torch.equal(value, before[name]) for name, value in exact.state_dict().items())
 
 
@@ -147,7 +147,7 @@ def with_small_values(weights):
         weights[f"model.layers.{layer}.self_attn.o_proj.weight"] *= 1024
 
 
-def made(demo, folder, change):
+def noisy_results(demo, folder, change):
     """Results of the demo's graphs and engines on other weights, with the reference of these."""
     results = Results(folder / "results")
     source = checkpoint(folder / "source", change)
@@ -167,7 +167,7 @@ def validated(results, tolerance=FP16):
 @pytest.fixture(scope="module")
 def trained(demo, tmp_path_factory):
     """The demo with outlier channels, and its reference."""
-    results = made(demo, tmp_path_factory.mktemp("trained"), with_outliers)
+    results = noisy_results(demo, tmp_path_factory.mktemp("trained"), with_outliers)
     terms = GoldenTerms(8, tuple(prompt.text for prompt in GOLDEN.prompts), 100)
     make_reference(results.checkpoint("demo-llama"), 2, terms, results.reference("demo-llama", 2))
     return results
@@ -215,7 +215,7 @@ def test_an_engine_that_is_a_little_wrong_everywhere_is_refused_by_its_rms(train
 
 def test_a_wrong_graph_on_small_activations_is_refused(demo, tmp_path):
     """Its values are 0.001: wholly wrong ones are off by no more than an absolute bound of 0.01 lets through."""
-    results = made(demo, tmp_path, with_small_values)
+    results = noisy_results(demo, tmp_path, with_small_values)
     report = validated(results)
     attention = [block["tensors"]["prefill.attention"] for block in report["blocks"]]
     assert all(tensor["noise"] < 0.01 for tensor in attention)

@@ -43,8 +43,8 @@ def test_a_product_is_rounded_once(narrow: bool) -> None:
     text = PRODUCT.replace("float[", "float16[") if narrow else PRODUCT
     dtype = np.float16 if narrow else np.float32
     feeds = {"hidden": HIDDEN.astype(dtype), "weight": WEIGHT.astype(dtype)}
-    found = noise(onnx.parser.parse_model(text), feeds, ("weight",))
-    assert 0.9 * 2**-11 < found.largest.max() <= 2**-11 and 2**-14 < np.median(found.rms) < 2**-12
+    actual = noise(onnx.parser.parse_model(text), feeds, ("weight",))
+    assert 0.9 * 2**-11 < actual.largest.max() <= 2**-11 and 2**-14 < np.median(actual.rms) < 2**-12
 
 
 def test_what_is_made_of_positions_alone_is_as_exact_as_in_an_engine() -> None:

@@ -92,8 +92,8 @@ def test_ranks_of_a_family_pass_all_checks(family: str, shared: Shared, tmp_path
         engines = build(assembly, "onnxruntime", folder / "engines" / "engines.json")
         out = folder / "golden.json"
         check_engines(assembly, weights, engines, reference, TARGET, TOLERANCE, LIMITS, out, folder / "speed.json")
-        found = read_json(out)
-        assert found["result"] == "pass" and found["max_logit_error"] < 1e-4  # rounding: 2e-6 to 2e-5 is seen
+        actual = read_json(out)
+        assert actual["result"] == "pass" and actual["max_logit_error"] < 1e-4  # rounding: 2e-6 to 2e-5 is seen
         if family == "mixtral":
             golden = GoldenCheck(assembly, weights, engines, reference, TARGET, TOLERANCE, LIMITS, (), None)
             golden.judge_choices()

@@ -32,17 +32,17 @@ ONES = (1 << 64) - 1
     ],
 )
 def test_the_generator_gives_its_authors_numbers(counter: list[int], key: list[int], words: str) -> None:
-    found = philox([np.array([word], np.uint64) for word in counter], (key[0], key[1]))
-    assert [f"{int(word[0]):016x}" for word in found] == words.split()
+    actual = philox([np.array([word], np.uint64) for word in counter], (key[0], key[1]))
+    assert [f"{int(word[0]):016x}" for word in actual] == words.split()
 
 
 @pytest.mark.parametrize(
     ("seed", "choice", "position", "count"), [(0, 0, 0, 1), (5, 1, 17, 9), (ONES, ONES, 1 << 40, 1001)]
 )
 def test_noise_is_that_of_the_product(seed: int, choice: int, position: int, count: int) -> None:
-    found = exponential_noise(seed, choice, [3, position], count)[1]
+    actual = exponential_noise(seed, choice, [3, position], count)[1]
     # a logarithm in float32: half of its last bit
-    np.testing.assert_allclose(found, noise_of(seed, choice, position, count), rtol=2e-7)
+    np.testing.assert_allclose(actual, noise_of(seed, choice, position, count), rtol=2e-7)
 
 
 def body(random: np.random.Generator, vocab_size: int) -> dict[str, Any]:

@@ -116,9 +116,9 @@ def test_in_fp16_a_request_has_the_bits_of_it_alone_in_company(shared, family):
     """Buffers of a step are told apart by type: what a recurrence takes is float32, attention has float16."""
     model = open_model(built_family(shared, family, "fp16"), "fp16")
     requests = [Request(ids(length, length), 5, argmax) for length in (70, 9)]
-    found = run(Engine(model, max_num_tokens=40), *requests)
+    actual = run(Engine(model, max_num_tokens=40), *requests)
     for number, request in enumerate(requests):
-        np.testing.assert_array_equal(found[number, 0], run(Engine(model), request)[0, 0])
+        np.testing.assert_array_equal(actual[number, 0], run(Engine(model), request)[0, 0])
 
 
 @pytest.mark.long

@@ -65,9 +65,9 @@ REPEATED = TABLE["embedding-three"]
 def test_a_fault_between_the_edges_is_seen(demo: Results, tmp_path: Path, fault: str) -> None:
     (pattern,) = FAULTS[fault].where
     name = pattern.replace("*", "attention")
-    found = pair(demo, spoiled(demo, tmp_path / "engines", name, FAULTS[fault].change), name)
-    entry = found.compare(TOLERANCES["fp32"], 300)
-    assert not entry.passed and f"engine {name}, " in found.failures[0]
+    actual = pair(demo, spoiled(demo, tmp_path / "engines", name, FAULTS[fault].change), name)
+    entry = actual.compare(TOLERANCES["fp32"], 300)
+    assert not entry.passed and f"engine {name}, " in actual.failures[0]
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
@@ -77,8 +77,8 @@ def test_a_fault_between_the_edges_is_seen(demo: Results, tmp_path: Path, fault:
 def test_attention_that_saturates_is_seen(demo: Results, tmp_path: Path, phase: str, output: str, largest: float):
     """The scaled trial comes first: keys and values at the end of the precision."""
     name = f"attention.{phase}"
-    found = pair(demo, spoiled(demo, tmp_path / "engines", name, replaced(output, clipped(largest))), name)
-    assert not found.compare(TOLERANCES["fp32"], 300).passed
+    actual = pair(demo, spoiled(demo, tmp_path / "engines", name, replaced(output, clipped(largest))), name)
+    assert not actual.compare(TOLERANCES["fp32"], 300).passed
 
 
 def test_a_right_engine_is_tried_at_every_size_in_an_order_of_its_own(demo: Results) -> None:
@@ -135,9 +135,9 @@ def test_one_triple_of_sizes_is_seen(demo: Results, tmp_path: Path) -> None:
         )
         edit.replace("attention", lambda value: edit.op("Where", here, edit.times(value, 1.05), value))
 
-    found = pair(demo, spoiled(demo, tmp_path / "engines", "attention.decode", wrong), "attention.decode")
-    assert not found.compare(TOLERANCES["fp32"], 300).passed
-    assert "num_requests 3, past_capacity 128" in found.failures[0]
+    actual = pair(demo, spoiled(demo, tmp_path / "engines", "attention.decode", wrong), "attention.decode")
+    assert not actual.compare(TOLERANCES["fp32"], 300).passed
+    assert "num_requests 3, past_capacity 128" in actual.failures[0]
 
 
 @pytest.mark.parametrize("phase", ["decode", pytest.param("prefill", marks=pytest.mark.long)])
@@ -157,8 +157,8 @@ def test_lengths_beyond_the_sequence_are_drawn(
     name = f"attention.{phase}"
     right = pair(demo, demo.engines(MODEL, "fp32", "onnxruntime"), name)
     assert right.compare(TOLERANCES["fp32"], 300).passed
-    found = pair(demo, spoiled(demo, tmp_path / "engines", name, wrong), name)
-    assert not found.compare(TOLERANCES["fp32"], 300).passed
+    actual = pair(demo, spoiled(demo, tmp_path / "engines", name, wrong), name)
+    assert not actual.compare(TOLERANCES["fp32"], 300).passed
 
 
 def test_another_seed_draws_other_sizes(demo: Results) -> None:
@@ -190,7 +190,7 @@ def test_an_engine_that_takes_one_adapter_for_another_is_seen(lora: Results, tmp
         )
 
     engines = spoiled(lora, tmp_path / "engines", "middle", second_for_first)
-    found = pair(lora, engines, "middle")
-    assert not found.compare(TOLERANCES["fp32"], 300).passed
+    actual = pair(lora, engines, "middle")
+    assert not actual.compare(TOLERANCES["fp32"], 300).passed
     right = pair(lora, lora.engines(MODEL, "fp32", "onnxruntime"), "middle")
     assert right.compare(TOLERANCES["fp32"], 300).passed

@@ -86,7 +86,7 @@ def test_a_merged_weight_does_not_depend_on_the_order_in_which_a_cpu_adds(result
     manifest = tmp_path / "adapters.json"
     checkpoint = results.checkpoint("demo-lora")
     resolve_adapters({"a": str(folder)}, {"a": folder}, checkpoint, 16, None, manifest)
-    found = load_file(merge(checkpoint, manifest, "a", tmp_path / "out") / "model.safetensors")[f"{module}.weight"]
+    actual = load_file(merge(checkpoint, manifest, "a", tmp_path / "out") / "model.safetensors")[f"{module}.weight"]
     base = load_file(DEMO / "model.safetensors")[f"{module}.weight"]
     changed = 0
     for row in range(3):
@@ -94,7 +94,7 @@ def test_a_merged_weight_does_not_depend_on_the_order_in_which_a_cpu_adds(result
             total = 0.0
             for left, right in zip(b[row].tolist(), a[:, column].tolist()):
                 total += left * (5 / rank) * right
-            assert found[row, column] == np.float16(float(base[row, column]) + total)
+            assert actual[row, column] == np.float16(float(base[row, column]) + total)
             changed += total != 0
     assert changed > 100
 

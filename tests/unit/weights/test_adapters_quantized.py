@@ -48,7 +48,7 @@ BASES: dict[str, tuple[str, Layout | None]] = {
 }
 
 
-def made(shared: Shared, base: str) -> tuple[Results, str]:
+def adapted_results(shared: Shared, base: str) -> tuple[Results, str]:
     """Results of "model" whose graphs take two adapters at a time and none, and three adapters; its precision."""
     precision, layout = BASES[base]
 
@@ -111,7 +111,7 @@ def checked(results: Results, precision: str, out: Path) -> AdaptedReport:
 def test_engines_say_what_transformers_says_on_the_dequantised_weights(
     shared: Shared, tmp_path: Path, base: str
 ) -> None:
-    results, precision = made(shared, base)
+    results, precision = adapted_results(shared, base)
     report = checked(results, precision, tmp_path / "report.json")
     texts = {(entry.adapter, entry.text): entry.text_out for entry in report.prompts}
     assert texts["shakespeare", "Light"].startswith(" doth outrun all") and texts["", "Light"].startswith(" travels")
@@ -121,7 +121,7 @@ def test_engines_say_what_transformers_says_on_the_dequantised_weights(
 
 @pytest.mark.parametrize("base", some(["w4a16", "w8a16"]))
 def test_a_request_without_adapter_has_the_bits_of_the_quantised_model(shared: Shared, base: str) -> None:
-    results, precision = made(shared, base)
+    results, precision = adapted_results(shared, base)
     found = []
     for name, adapters in (("plain", None), ("model", results.adapters("model"))):
         paths = (results.engines(name, precision, "onnxruntime"), results.assembly(name, precision))
@@ -138,7 +138,7 @@ def test_a_request_without_adapter_has_the_bits_of_the_quantised_model(shared: S
 def test_the_check_finds_a_forgotten_scale_and_a_reference_in_full_precision(
     shared: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    results, precision = made(shared, "w4a16")
+    results, precision = adapted_results(shared, "w4a16")
     path = results.quantized_adapted_reference("model", precision, "all")
     golden = GoldenTerms(1, adapted={"": ("Light",)})
     files = results.checkpoint("model"), results.adapters("model")
@@ -155,7 +155,7 @@ def test_the_check_finds_a_forgotten_scale_and_a_reference_in_full_precision(
 
 def test_adapters_go_beside_the_integers_in_full_precision(shared: Shared) -> None:
     """A and B are float32, and each is of the layer whose integers its slot names."""
-    results, precision = made(shared, "w4a16")
+    results, precision = adapted_results(shared, "w4a16")
     assembly = Assembly.load(results.assembly("model", precision))
     assert assembly.adapters is not None
     for name, slots in assembly.adapters.classes.items():
@@ -167,7 +167,7 @@ def test_adapters_go_beside_the_integers_in_full_precision(shared: Shared) -> No
 
 
 def test_an_adapter_is_not_merged_into_quantised_weights(shared: Shared, tmp_path: Path) -> None:
-    results, _ = made(shared, "gptq")
+    results, _ = adapted_results(shared, "gptq")
     with pytest.raises(
         InputError, match="expected weights in floating point to merge an adapter into, found"
     ) as raised:

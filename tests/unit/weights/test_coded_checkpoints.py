@@ -83,21 +83,21 @@ def test_blocks_of_fp8_are_what_transformers_makes_of_them(tmp_path):
     weight = np.random.default_rng(0).standard_normal((256, 384)).astype(np.float32)
     parts, numbers = tensors_of("fp8-blocks", weight)
     codes = torch.from_numpy(parts["weight"].view(np.uint8)).view(torch.float8_e4m3fn)
-    found = Fp8Dequantize(None)._dequantize_one(codes, torch.from_numpy(parts["weight_scale_inv"]), torch.float32)
-    assert np.array_equal(found.numpy(), numbers)
+    actual = Fp8Dequantize(None)._dequantize_one(codes, torch.from_numpy(parts["weight_scale_inv"]), torch.float32)
+    assert np.array_equal(actual.numpy(), numbers)
 
 
 @pytest.mark.parametrize("layout", ["fp8-rows", "fp8-tensor"])
 def test_codes_with_a_scale_a_row_stay_as_they_are(shared, tmp_path, layout):
     folder, numbers = source(shared, layout)
     results = converted(folder, "w8a8-fp8", Results(tmp_path), shared)
-    found = open_source(results.checkpoint("model"))
+    actual = open_source(results.checkpoint("model"))
     weights = Weights.open(results.weights("model", "w8a8-fp8"))
-    for name in found.packed:
-        coded = found.coded(name)
+    for name in actual.packed:
+        coded = actual.coded(name)
         assert np.array_equal(weights[data_name(name)].view(np.uint8), coded.arrays["data"]), name
         assert np.array_equal(weights.dequantize(name), numbers[name]), name
-    assert len(found.packed) == 7 * MODEL["num_hidden_layers"]
+    assert len(actual.packed) == 7 * MODEL["num_hidden_layers"]
 
 
 def converted(folder: Path, precision: str, results: Results, shared: Shared) -> Results:

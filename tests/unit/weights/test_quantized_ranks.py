@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from checkpoints import error_of
 from families import FAMILIES
-from quantized_models import LIMIT, check, made, validated
+from quantized_models import LIMIT, build_model, check, validated
 
 import fake_gpu
 from lockstep import Advance, Model, make_random_checkpoint
@@ -72,9 +72,9 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     root = tmp_path_factory.mktemp(family)
     (root / "config.json").write_text(json.dumps(config_of(family)))
     source = make_random_checkpoint(root / "config.json", 0, root / "source")
-    asked = GoldenTerms(4, ("San Francisco is a", "Light"), 40)
+    terms = GoldenTerms(4, ("San Francisco is a", "Light"), 40)
     graphs = functools.partial(write, family, precision, source)
-    return made(source, precision, ("all",), asked, root / "results", graphs), precision
+    return build_model(source, precision, ("all",), terms, root / "results", graphs), precision
 
 
 def test_two_gpus_read_their_part_of_small_weights(results: tuple[Results, str], tmp_path: Path) -> None:
@@ -105,9 +105,9 @@ def test_two_gpus_read_their_part_of_small_weights(results: tuple[Results, str],
 
 @pytest.mark.exports
 def test_two_ranks_say_what_the_dequantised_weights_say(results: tuple[Results, str], tmp_path: Path) -> None:
-    found, precision = results
-    validated(found, precision, "all", tmp_path)
-    assert check(found, precision, "all", LIMIT, tmp_path)["result"] == "pass"
+    quantized, precision = results
+    validated(quantized, precision, "all", tmp_path)
+    assert check(quantized, precision, "all", LIMIT, tmp_path)["result"] == "pass"
 
 
 @pytest.mark.exports

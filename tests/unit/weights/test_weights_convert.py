@@ -108,13 +108,13 @@ def test_every_number_is_rounded_as_torch_rounds_it(tmp_path, dtype, precision):
     limit = float(ml_dtypes.finfo(NUMPY[DTYPES[precision]]).max)
     numbers = numbers[np.abs(numbers.astype(np.float64)) <= limit]
     folder = write(tmp_path / "checkpoint", {"numbers": numbers})
-    found = load_file(converted(folder, precision).with_name("weights.safetensors"))["numbers"]
+    actual = load_file(converted(folder, precision).with_name("weights.safetensors"))["numbers"]
     wanted = load_file(folder / "model.safetensors")["numbers"].to(
         {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[precision]
     )
-    assert found.dtype == wanted.dtype
+    assert actual.dtype == wanted.dtype
     # -0.0 too
-    assert bits(found.contiguous().view(torch.uint8).numpy()) == bits(wanted.contiguous().view(torch.uint8).numpy())
+    assert bits(actual.contiguous().view(torch.uint8).numpy()) == bits(wanted.contiguous().view(torch.uint8).numpy())
 
 
 def test_a_tensor_of_several_pieces_is_whole(tmp_path):
