@@ -7,6 +7,7 @@ second, and Plotly and Vega put megabytes of script into each page. Colours, fon
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,11 +44,13 @@ def curves(title: str, x_title: str, series: Series, **options: Any) -> Markup:
     """Draw points on two logarithmic scales, joined by lines; nothing where no point is above 0."""
     import pygal
 
-    drawn = {name: [point for point in points if _is_above_zero(point)] for name, points in series.items()}
-    drawn = {name: points for name, points in drawn.items() if points}
+    drawn = {}
+    for name, points in series.items():
+        if above_zero := [point for point in points if point.x > 0 and point.y > 0]:
+            drawn[name] = above_zero
     if not drawn:
         return Markup()
-    all_points = [point for points in drawn.values() for point in points]
+    all_points = list(itertools.chain(*drawn.values()))
     y_ticks = _ticks(point.y for point in all_points)
     chart = pygal.XY(
         **_options(title, x_title=x_title, **_room_for_legend(len(drawn)), **{"dots_size": 2.5, **options}),
@@ -71,7 +74,7 @@ def lines(title: str, x_title: str, names: Sequence[str], series: Mapping[str, S
     """Draw a value of each name, on a logarithmic scale, joined by lines that end at None and at 0."""
     import pygal
 
-    values = [value for of_series in series.values() for value in of_series if value]
+    values = list(filter(None, itertools.chain(*series.values())))
     if not values:
         return Markup()
     ticks = _ticks(values)
@@ -103,7 +106,7 @@ def bars(title: str, values: Mapping[str, float], form: str) -> Markup:
         print_values_position="top",
         show_legend=False,
         show_x_labels=False,
-        range=(0, 1.25 * (max(values.values()) or 1)),  # room for the value behind the longest bar
+        range=(0, 1.25 * (max(values.values()) or 1)),  # room for the value of the longest bar
         value_formatter=lambda value: format(value, form),
     )
     names = list(values)[::-1]
@@ -125,7 +128,7 @@ def graph(
     """
     import pygal
 
-    top = max((point.y for points in nodes.values() for point in points), default=0)
+    top = max((point.y for point in itertools.chain(*nodes.values())), default=0.0)
     chart = pygal.XY(
         **_options(title, classes=("chart", "states"), height=180 + 14 * top, dots_size=4),
         xrange=(-0.3, len(columns) - 0.7),
@@ -178,10 +181,6 @@ def _room_for_legend(names: int) -> dict[str, Any]:
     return {"height": _HEIGHT + missing, "margin_bottom": _BELOW + missing, "show_legend": names > 1}
 
 
-def _is_above_zero(point: Point) -> bool:
-    return point.x > 0 and point.y > 0
-
-
 def _pygal_point(point: Point) -> dict[str, Any]:
     return {"value": (point.x, point.y), **({"tooltip": point.tooltip} if point.tooltip else {})}
 
@@ -195,7 +194,8 @@ def _ticks(values: Iterable[float]) -> list[float]:
     last = math.ceil(math.log10(high)) + 1
     step = -(-(last - first) // 7)
     factors = (1, 2, 5) if last - first <= 3 else (1,)
-    ticks = [factor * 10.0**exponent for exponent in range(first, last + step, step) for factor in factors]
+    exponents = range(first, last + step, step)
+    ticks = [factor * 10.0**exponent for exponent, factor in itertools.product(exponents, factors)]
     below = max(number for number, tick in enumerate(ticks) if tick <= low * (1 + 1e-9))
     above = min(number for number, tick in enumerate(ticks) if tick >= high * (1 - 1e-9))
     return ticks[below : max(above, below + 1) + 1]

@@ -7,6 +7,7 @@ row of `CHECKS`, and nothing else in this package.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +52,10 @@ class Column:
     @property
     def is_number(self) -> bool:
         return self.form.endswith(("d", "e", "f", "%"))
+
+    @property
+    def side(self) -> Literal["left", "right"]:
+        return "right" if self.is_number else "left"
 
     def of(self, row: SummaryRow) -> str:
         return number(getattr(row, self.key), self.form)
@@ -97,7 +102,7 @@ class Check(Generic[AnyReport]):
     def read(
         self, results: Results, target: Target, cannot_run: str | None, content: Callable[[Path], str]
     ) -> Checked[AnyReport] | None:
-        """Return the result of the check; None if the target does not need it. Arguments: see `details.details`."""
+        """Return the result of the check; None if the target does not need it. Arguments: `details.read_details`."""
         out = self.path(results, target)
         checked = self._checked(results, target, content)
         if checked.result != NOT_RUN:
@@ -200,7 +205,7 @@ CHECKS: tuple[Check, ...] = (
 )
 
 RESULTS = tuple(check.result for check in CHECKS if check.result)
-FIGURES = tuple(column for check in CHECKS for column in check.figures)
+FIGURES = tuple(itertools.chain(*(check.figures for check in CHECKS)))
 # The columns of tables, on a terminal and in the report.
 COLUMNS = (
     Column("target", "target"),

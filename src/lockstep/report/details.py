@@ -37,7 +37,7 @@ class Details:
     engine_bytes: int | None
 
 
-def details(
+def read_details(
     results: Results, target: Target, cannot_run: str | None = None, content: Callable[[Path], str] = content
 ) -> Details:
     """Read the results of a target.
@@ -62,18 +62,26 @@ def details(
     reproduction = loaded(Reproduction.load, results.reproduction(*names))
     if reproduction and reproduction.engine_digest != digest:
         reproduction = None
+    # Speeds are of the engines that passed.
+    speed = loaded(SpeedReport.load, results.speed(*names)) if golden.result == PASS else None
     return Details(
         checks=checks,
         digest=digest,
         engines=engines,
-        speed=loaded(SpeedReport.load, results.speed(*names)) if golden.result == PASS else None,
+        speed=speed,
         reproduction=reproduction,
         drift=loaded(Drift.load, results.drift(model, precision, layers)),
-        weights_bytes=sum(place.length for place in weights.numbered.values()) if weights else None,
-        engine_bytes=_engine_bytes(engines_json, engines) if engines else None,
+        weights_bytes=_weights_bytes(weights),
+        engine_bytes=_engine_bytes(engines_json, engines),
     )
 
 
-def _engine_bytes(engines_json: Path, engines: EngineSetManifest) -> int:
+def _weights_bytes(weights: WeightsManifest | None) -> int | None:
+    return sum(place.length for place in weights.numbered.values()) if weights else None
+
+
+def _engine_bytes(engines_json: Path, engines: EngineSetManifest | None) -> int | None:
+    if engines is None:
+        return None
     sizes = [size_of(engines_json.with_name(engine.file)) for engine in engines.engines.values()]
     return sum(filter(None, sizes))

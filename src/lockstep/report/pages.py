@@ -1,6 +1,6 @@
 """The report's pages: index.html and a page of each target, from the templates of this folder.
 
-The summary's rows and what is known of each target in; pages out. JSON is linked, not shown.
+The summary's rows and what is details of each target in; pages out. JSON is linked, not shown.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def index(
         headline=headline(summary),
         reasons=reasons(rows),
         about=about(results, models),
-        models={model: _groups([row for row in rows if row.model == model]) for model in models},
+        models={model: _groups(rows, model) for model in models},
         charts={model: _charts(model, details_of, jobs) for model in models},
         changes=changes,
         page_of=results.target_page,
@@ -65,16 +65,17 @@ def index(
 
 
 def _charts(model: str, details_of: Mapping[Target, Details], jobs: Sequence[JobState]) -> list[Markup]:
-    of_model = {target: known for target, known in details_of.items() if target.model == model}
+    of_model = {target: details_of[target] for target in details_of if target.model == model}
     return model_charts(of_model, [entry for entry in jobs if entry.job.names.get("model") == model])
 
 
-def target(results: Results, name: Target, row: SummaryRow, known: Details, jobs: Sequence[JobState]) -> bytes:
+def target(results: Results, name: Target, row: SummaryRow, details: Details, jobs: Sequence[JobState]) -> bytes:
     """Return the page of one target. row: its row of the summary."""
     # Checks that many targets share come first.
     checks = sorted(CHECKS, key=lambda check: len(check.stage.wildcards))
-    validation = known.checks["validate"].report
-    engines = known.engines
+    validation = details.checks["validate"].report
+    engines = details.engines
+    options = getattr(engines, "options", {})
     folder = results.engines(name.model, name.precision, name.backend).parent
 
     def size_of(engine: EngineFile) -> str:
@@ -86,16 +87,14 @@ def target(results: Results, name: Target, row: SummaryRow, known: Details, jobs
         results.target_page(name),
         title=f"{name}: {row.verdict}",
         row=row,
-        known=known,
+        details=details,
         first_page=results.report_page(),
-        checks=[(check, known.checks[check.name]) for check in checks if check.name in known.checks],
-        charts=target_charts(name, known, jobs),
-        worst=worst_of_layers(validation.blocks) if validation and validation.blocks else None,
-        reproduced=_reproduced(known),
-        device=" ".join(_words(engines.device)) if engines else "",
-        options=", ".join(f"{key}: {_option(value)}" for key, value in sorted(engines.options.items()))
-        if engines
-        else "",
+        checks=[(check, details.checks[check.name]) for check in checks if check.name in details.checks],
+        charts=target_charts(name, details, jobs),
+        worst=worst_of_layers(getattr(validation, "blocks", None) or ()),
+        reproduced=_reproduced(details),
+        device=" ".join(_words(getattr(engines, "device", {}))),
+        options=", ".join(f"{key}: {_option(value)}" for key, value in sorted(options.items())),
         size_of=size_of,
         files=[(title, path) for title, path in _files(results, name) if path.is_file()],
     )
@@ -133,16 +132,17 @@ def _environment() -> Environment:
     return environment
 
 
-def _groups(rows: Sequence[SummaryRow]) -> tuple[list[tuple[str, list[SummaryRow]]], list[Any]]:
-    """Return the rows of each precision and backend, the deepest model first, and the columns that have values."""
+def _groups(rows: Sequence[SummaryRow], model: str) -> tuple[list[tuple[str, list[SummaryRow]]], list[Any]]:
+    """Return a model's rows of each precision and backend, the deepest first, and the columns that have values."""
     groups: dict[str, list[SummaryRow]] = {}
     for row in rows:
-        groups.setdefault(f"{row.precision} on {row.backend}", []).append(row)
+        if row.model == model:
+            groups.setdefault(f"{row.precision} on {row.backend}", []).append(row)
     for group in groups.values():
         group.sort(key=lambda row: -math.inf if row.layers == "all" else -int(row.layers))
     ordered = sorted(groups.items(), key=lambda item: item[1][0].verdict == NOT_RUN)
     deepest = [group[0] for group in groups.values()]
-    columns = [column for column in COLUMNS[2:] if any(getattr(row, column.key) is not None for row in deepest)]
+    columns = [column for column in COLUMNS[2:] if {column.of(row) for row in deepest} != {"-"}]
     return ordered, columns
 
 
@@ -160,12 +160,12 @@ def _option(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _reproduced(known: Details) -> str:
-    if not known.reproduction:
+def _reproduced(details: Details) -> str:
+    if not details.reproduction:
         return "not tried: lockstep reproduce builds it again"
-    differences = list(filter(None, known.reproduction.artefacts.values()))
+    differences = list(filter(None, details.reproduction.artefacts.values()))
     first = f"; {differences[0]}" if differences else ""
-    return f"the same in {known.reproduction.in_words} builds{first}"
+    return f"the same in {details.reproduction.in_words} builds{first}"
 
 
 def _files(results: Results, name: Target) -> list[tuple[str, Path]]:

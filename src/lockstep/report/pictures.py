@@ -1,4 +1,4 @@
-"""The charts of each page: what is known of targets and jobs in, a drawing for each question out.
+"""The charts of each page: what is details of targets and jobs in, a drawing for each question out.
 
 Errors are on logarithmic scales, with what the precision's own rounding costs.
 """
@@ -28,15 +28,15 @@ def model_charts(details_of: Mapping[Target, Details], jobs: Sequence[JobState])
     speeds: dict[str, list[Point]] = {}
     sizes: dict[str, list[Point]] = {}
     for target in deepest.values():
-        known = details_of[target]
-        error = _error_from_checkpoint(known)
+        details = details_of[target]
+        error = _error_from_checkpoint(details)
         if error is None:
             continue
         name = f"{target.precision} on {target.backend}"
-        if known.speed:
-            point = Point(known.speed.decode_tokens_per_s, error, f"{name}: {known.speed.decode_tokens_per_s:.0f}")
+        if details.speed:
+            point = Point(details.speed.decode_tokens_per_s, error, f"{name}: {details.speed.decode_tokens_per_s:.0f}")
             speeds.setdefault(target.precision, []).append(point)
-        size = sum(_sizes(known).values())
+        size = sum(_sizes(details).values())
         sizes.setdefault(target.precision, []).append(Point(size, error, f"{name}: {size:.1f} MB"))
     return _drawn(
         charts.scatter("Quality and speed", "tokens/s, decoding", "logit error", speeds),
@@ -46,17 +46,17 @@ def model_charts(details_of: Mapping[Target, Details], jobs: Sequence[JobState])
     )
 
 
-def target_charts(name: Target, known: Details, jobs: Sequence[JobState]) -> list[Markup]:
+def target_charts(name: Target, details: Details, jobs: Sequence[JobState]) -> list[Markup]:
     """Return the charts of one target."""
     needed = [entry for entry in jobs if entry.is_for(name)]
-    sizes = _sizes(known)
+    sizes = _sizes(details)
     golden_job = next((entry for entry in needed if entry.job.stage == "golden" and entry.memory), None)
     if golden_job and golden_job.memory:
         sizes["process at its peak"] = golden_job.memory / _MB
     return _drawn(
-        _errors_by_layer(known),
-        _errors_by_position(known),
-        _speed_by_requests(known),
+        _errors_by_layer(details),
+        _errors_by_position(details),
+        _speed_by_requests(details),
         charts.bars("Memory, MB", sizes, ",.1f"),
         _stage_times(needed),
     )
@@ -86,26 +86,26 @@ def _depth(target: Target) -> float:
     return float("inf") if target.layers == "all" else float(target.layers)
 
 
-def _error_from_checkpoint(known: Details) -> float | None:
+def _error_from_checkpoint(details: Details) -> float | None:
     """Return the largest error of a logit, compared with the checkpoint in float32.
 
     Of quantized weights what quantizing costs, which is far more than the engines' error.
     """
-    if known.drift:
-        return known.drift.max_logit_error
-    golden = known.checks["golden"].report
+    if details.drift:
+        return details.drift.max_logit_error
+    golden = details.checks["golden"].report
     return golden.max_logit_error if isinstance(golden, GoldenReport) else None
 
 
-def _sizes(known: Details) -> dict[str, float]:
-    """Return megabytes of weights and of engines, those that are known."""
-    sizes = {"weights": known.weights_bytes, "engines": known.engine_bytes}
+def _sizes(details: Details) -> dict[str, float]:
+    """Return megabytes of weights and of engines, those that are details."""
+    sizes = {"weights": details.weights_bytes, "engines": details.engine_bytes}
     return {name: size / _MB for name, size in sizes.items() if size is not None}
 
 
-def _errors_by_layer(known: Details) -> Markup:
-    report = known.checks["validate"].report
-    worst = worst_of_layers(report.blocks) if report and report.blocks else []
+def _errors_by_layer(details: Details) -> Markup:
+    report = details.checks["validate"].report
+    worst = worst_of_layers(getattr(report, "blocks", None) or ())
     tensors = [tensor for _, _, tensor in worst]
     return charts.lines(
         "Error by layer",
@@ -119,8 +119,8 @@ def _errors_by_layer(known: Details) -> Markup:
     )
 
 
-def _errors_by_position(known: Details) -> Markup:
-    golden = known.checks["golden"].report
+def _errors_by_position(details: Details) -> Markup:
+    golden = details.checks["golden"].report
     positions = golden.positions if isinstance(golden, GoldenReport) else ()
     return charts.curves(
         "Logit error by position",
@@ -134,8 +134,8 @@ def _errors_by_position(known: Details) -> Markup:
     )
 
 
-def _speed_by_requests(known: Details) -> Markup:
-    speeds = known.speed.by_requests if known.speed else ()
+def _speed_by_requests(details: Details) -> Markup:
+    speeds = details.speed.by_requests if details.speed else ()
     points = [Point(speed.requests, speed.decode_tokens_per_s) for speed in speeds]
     return charts.curves("Speed, tokens/s", "requests that decode together", {"decoding": points})
 
@@ -150,7 +150,8 @@ def _stage_times(jobs: Sequence[JobState]) -> Markup:
 def _job_graph(targets: Sequence[Target], jobs: Sequence[JobState]) -> Markup:
     """Draw each job in the column of its stage, at the mean height of the targets that need it."""
     heights = {target: float(len(targets) - 1 - number) for number, target in enumerate(targets)}
-    stages = [stage for stage in STAGES if any(entry.job.stage == stage for entry in jobs)]
+    present = {entry.job.stage for entry in jobs}
+    stages = [stage for stage in STAGES if stage in present]
     points = {}
     states: dict[str, list[Point]] = {state: [] for state in STATES}
     for entry in jobs:

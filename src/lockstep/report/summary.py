@@ -18,7 +18,7 @@ from lockstep.artifacts.summary import Summary, SummaryRow
 from lockstep.manifests.manifest_files import content
 from lockstep.report import pages
 from lockstep.report.checks import CHECKS, COLUMNS, FIGURES, RESULTS, Checked, Column, loaded
-from lockstep.report.details import Details, details
+from lockstep.report.details import Details, read_details
 from lockstep.report.jobs import job_states
 from lockstep.report.since_lock import Changes
 from lockstep.report.verdict import FAIL, NOT_RUN, PASS, headline, overall, reasons, verdict, why_not_here
@@ -81,8 +81,8 @@ def _collect(
     details_of = {}
     for target in targets:
         cannot_run = not_run.get(f"{target.precision}/{target.backend}") or not_run.get(target.backend)
-        details_of[target] = details(results, target, cannot_run, cached_content)
-    rows = tuple(_row(target, target_details) for target, target_details in details_of.items())
+        details_of[target] = read_details(results, target, cannot_run, cached_content)
+    rows = tuple(_row(target, details) for target, details in details_of.items())
     return details_of, Summary(rows, not_run)
 
 
@@ -98,14 +98,10 @@ def print_table(summary: Summary) -> None:
     console = Console(width=_CONSOLE_WIDTH, soft_wrap=True)
     table = Table(box=None, pad_edge=False, header_style="bold")
     rows = [row for row in summary.targets if not why_not_here(summary, row)]
-    columns = _fitting([(column, [column.of(row) for row in rows]) for column in COLUMNS]) if rows else []
+    columns = _fitting([(column, list(map(column.of, rows))) for column in COLUMNS])
     for column, _ in columns:
-        table.add_column(
-            "\n".join(column.heading.rsplit(" ", 1)),
-            justify="right" if column.is_number else "left",
-            no_wrap=True,
-            vertical="bottom",
-        )
+        heading = "\n".join(column.heading.rsplit(" ", 1))
+        table.add_column(heading, justify=column.side, no_wrap=True, vertical="bottom")
     for number, row in enumerate(rows):
         style = None if row.verdict == PASS else _STYLES[row.verdict]
         table.add_row(*(cells[number] for _, cells in columns), style=style)
@@ -138,43 +134,44 @@ def print_verdict(summary: Summary) -> None:
     Console(soft_wrap=True).print(headline(summary), style=style, markup=False, highlight=False)
 
 
-def _row(target: Target, known: Details) -> SummaryRow:
-    engines = known.engines
-    speed = known.speed
-    drift = known.drift
+def _row(target: Target, details: Details) -> SummaryRow:
+    engines = details.engines
+    speed = details.speed
+    drift = details.drift
+    drift_in_words = drift.words() if drift else None
     device = engines.device if engines else {}
-    reasons = [_reason(name, check) for name, check in known.checks.items() if check.result != PASS]
+    reasons = [_reason(name, check) for name, check in details.checks.items() if check.result != PASS]
     return SummaryRow(
         model=target.model,
         layers=target.layers,
         precision=target.precision,
         backend=target.backend,
-        verdict=verdict(check.result for check in known.checks.values()),
-        backend_version=engines.backend_version if engines else None,
+        verdict=verdict(check.result for check in details.checks.values()),
+        backend_version=getattr(engines, "backend_version", None),
         device=device.get("name") or device.get("architecture"),
-        engine_digest=known.digest,
-        reproduced=known.reproduction.in_words if known.reproduction else "-",
+        engine_digest=details.digest,
+        reproduced=getattr(details.reproduction, "in_words", "-"),
         reason="; ".join(reasons) or None,
-        prefill_tokens_per_s=speed.prefill_tokens_per_s if speed else None,
-        decode_tokens_per_s=speed.decode_tokens_per_s if speed else None,
-        drift=drift.words() if drift else None,
-        drift_logit_error=drift.rms_logit_error if drift else None,
-        drift_tokens_differing=drift.tokens_differing if drift else None,
-        drift_perplexity=drift.perplexity_change if drift else None,
-        **_check_values(known),
+        prefill_tokens_per_s=getattr(speed, "prefill_tokens_per_s", None),
+        decode_tokens_per_s=getattr(speed, "decode_tokens_per_s", None),
+        drift=drift_in_words,
+        drift_logit_error=getattr(drift, "rms_logit_error", None),
+        drift_tokens_differing=getattr(drift, "tokens_differing", None),
+        drift_perplexity=getattr(drift, "perplexity_change", None),
+        **_check_values(details),
     )
 
 
-def _check_values(known: Details) -> dict[str, Any]:
+def _check_values(details: Details) -> dict[str, Any]:
     """Return the values of a row that come from checks: their results, and the figures of the current engines."""
     values: dict[str, Any] = dict.fromkeys(column.key for column in (*RESULTS, *FIGURES))
     for check in CHECKS:
-        checked = known.checks.get(check.name)
+        checked = details.checks.get(check.name)
         if checked is None:
             continue
         if check.result:
             values[check.result.key] = checked.result
-        if checked.report and check.figures and checked.report.engine_digest == known.digest:
+        if checked.report and check.figures and checked.report.engine_digest == details.digest:
             values |= {column.key: figure(checked.report) for column, figure in check.figures.items()}
     return values
 

@@ -11,7 +11,7 @@ from lockstep.artifacts.summary import Summary, SummaryRow
 from lockstep.targets import Target, is_quantized
 
 NOT_RUN = "not run"
-_MAX_PERPLEXITY = 0.01  # of quantized weights, beside the checkpoint's: fp16 and bf16 cost up to a tenth of that
+_MAX_PERPLEXITY = 0.01  # of quantized weights, compared with the checkpoint's: fp16 and bf16 cost up to a tenth of that
 _WORDS = {FAIL: ("fails", "fail"), NOT_RUN: ("has not run", "have not run")}
 
 
@@ -60,7 +60,7 @@ def advice(summary: Summary) -> list[str]:
     lines = []
     quantized = [row for row in summary.targets if is_quantized(row.precision) and row.verdict == PASS]
     if quantized:
-        lines.append("Pass: engines compute what their weights say; what quantizing those costs is beside it.")
+        lines.append("Pass: engines compute what their weights say; what quantizing those costs is their quality.")
     for model in dict.fromkeys(row.model for row in summary.targets):
         passed = [row for row in summary.targets if row.model == model and row.verdict == PASS]
         rows = [row for row in passed if row.layers == "all"] or passed

@@ -21,6 +21,7 @@ PLAIN = (
     "onnx_tools",
     "provenance",
     "publish",
+    "report",
     "runtime",
     "serve",
     "stages",
