@@ -57,6 +57,7 @@ try:
     PLAN = ask_package(
         "plan",
         {
+            "version": "0.2.0",
             "config": config,
             "files": workflow.configfiles,
             "options": workflow.config_settings.config,

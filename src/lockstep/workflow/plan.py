@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lockstep import __version__
 from lockstep.artifacts.files import check_writable
 from lockstep.config.backends import backends
 from lockstep.config.documents import check_config, read_document
@@ -20,6 +21,7 @@ from lockstep.config.load import DEMO, load_merged, plain
 from lockstep.config.schema import Config
 from lockstep.config.sources import REPOSITORY
 from lockstep.config.types import PRECISIONS
+from lockstep.errors import InputError
 from lockstep.provenance.cache.store import cache_folder
 from lockstep.provenance.code_identity import stage_key, untested
 from lockstep.provenance.locked import check_project, find_lock, is_locked, not_in_config
@@ -32,11 +34,16 @@ _HOW_TO_RUN = ("locked", "device", "container")  # keys of Snakemake's config th
 
 
 def make_plan(question: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the plan. question: `config`, `files` and `options` of Snakemake, `results`, whether it `starts`
-    a run, and whether it `has_environments` for jobs.
+    """Return the plan.
 
-    Raises InputError or CheckError for what a run must not begin with.
+    question: the workflow's `version`; `config`, `files` and `options` of Snakemake, `results`, whether it `starts` a
+    run, and whether it `has_environments` for jobs. Raises InputError or CheckError for what a run must not begin with.
     """
+    if question["version"] != __version__:  # a module from git is not installed with the package
+        raise InputError(
+            f"workflow: expected version {__version__}, that of the package lockstep-engines, found "
+            f"{question['version']}; install the package of that version, or name the tag v{__version__}"
+        )
     _check_folder()
     merged = question["config"]
     files = question["files"]

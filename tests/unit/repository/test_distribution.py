@@ -10,6 +10,8 @@ import tomllib
 import yaml
 
 from lockstep import __version__
+from lockstep.errors import InputError
+from lockstep.workflow.plan import make_plan
 
 REPOSITORY = Path(__file__).parents[3]
 FOLDERS = (".ci", ".github", "benchmarks", "config", "docs", "envs", "examples", "profiles", "records", "resources")
@@ -89,6 +91,9 @@ def test_what_is_installed_together_is_of_one_version() -> None:
 
 
 def test_the_version_is_one() -> None:
+    assert f'"version": "{__version__}"' in (REPOSITORY / "workflow/rules/common.smk").read_text()
+    with pytest.raises(InputError, match=f"expected version {__version__}.*found 0.1.0; install"):
+        make_plan({"version": "0.1.0"})
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
     assert (project["name"], project["version"], citation["version"]) == ("lockstep-engines", __version__, __version__)
