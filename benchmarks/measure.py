@@ -1,7 +1,7 @@
 """What all benchmarks share: timing in turn, the machine, JSON and digests.
 
 Contestants take rounds in turn; of each the median is given, and ratios pair by pair. JSON and digests are the
-package's, so that a manifest made here is sealed as one of the package.
+package's, so that a manifest made here has its digest as one of the package.
 """
 
 from __future__ import annotations

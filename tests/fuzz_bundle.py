@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.artifacts.chat_template import ChatTemplate
-from lockstep.artifacts.files import SEAL, sha256_json
+from lockstep.artifacts.files import DIGEST_KEY, sha256_json
 from lockstep.bundle.archive import MANIFEST, header
 from lockstep.bundle.opened import opened
 from lockstep.errors import LockstepError
@@ -117,10 +117,10 @@ def dump(value: Any) -> bytes:
 
 
 def sealed(document: Any) -> bytes:
-    if isinstance(document, dict) and SEAL in document:
-        document = {key: item for key, item in document.items() if key != SEAL}
+    if isinstance(document, dict) and DIGEST_KEY in document:
+        document = {key: item for key, item in document.items() if key != DIGEST_KEY}
         with contextlib.suppress(ValueError):  # NaN and infinity have no seal
-            document[SEAL] = sha256_json(document)
+            document[DIGEST_KEY] = sha256_json(document)
     return dump(document)
 
 
@@ -149,9 +149,9 @@ class Bundle:
             {"path": file, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
             for file, data in sorted(files.items())
         ]
-        manifest = {key: item for key, item in documents[MANIFEST].items() if key != SEAL} | {"files": listed}
+        manifest = {key: item for key, item in documents[MANIFEST].items() if key != DIGEST_KEY} | {"files": listed}
         with contextlib.suppress(ValueError):
-            manifest[SEAL] = sha256_json(manifest)
+            manifest[DIGEST_KEY] = sha256_json(manifest)
         first = (json.dumps(manifest, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode(
             errors="surrogatepass"
         )

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from lockstep.artifacts.files import read_json, sealed_json, write_bytes
+from lockstep.artifacts.files import manifest_bytes, read_json, write_bytes
 from lockstep.errors import InputError
 
 _WORDS = {str: "a text", int: "an integer", float: "a finite number", bool: "true or false", type(None): "null"}
@@ -134,7 +134,7 @@ class JsonObject:
 
 
 class Document(JsonObject):
-    """A file of JSON, sealed with its digest. FORMAT is in the file; REMEDY: what to do with a damaged one."""
+    """A file of JSON, with its digest. FORMAT is in the file; REMEDY: what to do with a damaged one."""
 
     FORMAT: ClassVar[str]
     REMEDY: ClassVar[str] = "the file is damaged or of another version: delete it and run again"
@@ -153,11 +153,11 @@ class Document(JsonObject):
         write_bytes(path, self.to_bytes())
 
     def to_bytes(self) -> bytes:
-        """Return the content of the file, with its seal."""
-        return sealed_json(self.to_json())
+        """Return the content of the file, with its digest."""
+        return manifest_bytes(self.to_json())
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content of the file, without its seal."""
+        """Return the content of the file, without its digest."""
         return {"format": self.FORMAT, **super().to_json()}
 
 

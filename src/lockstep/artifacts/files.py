@@ -17,7 +17,7 @@ from typing import Any
 from lockstep.errors import InputError
 
 # Key of a manifest under which the sha256 of its other entries stands: a flipped byte is seen by whoever reads it.
-SEAL = "sealed_sha256"
+DIGEST_KEY = "sealed_sha256"
 
 
 @contextlib.contextmanager
@@ -116,15 +116,15 @@ def dump_json(value: Any) -> str:
 
 
 def write_json(path: str | os.PathLike, value: Any) -> None:
-    """Write canonical JSON, whole or not at all; a manifest (an object with a "format") is sealed."""
+    """Write canonical JSON, whole or not at all; a manifest (an object with a "format") with its digest."""
     is_manifest = isinstance(value, dict) and "format" in value
-    write_bytes(path, sealed_json(value) if is_manifest else dump_json(value).encode())
+    write_bytes(path, manifest_bytes(value) if is_manifest else dump_json(value).encode())
 
 
-def sealed_json(value: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a manifest: `value` with its seal, as canonical JSON."""
-    value = {key: item for key, item in value.items() if key != SEAL}
-    return dump_json({**value, SEAL: sha256_json(value)}).encode()
+def manifest_bytes(value: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a manifest: `value` with its digest, as canonical JSON."""
+    value = {key: item for key, item in value.items() if key != DIGEST_KEY}
+    return dump_json({**value, DIGEST_KEY: sha256_json(value)}).encode()
 
 
 ABSENT = "run `lockstep run` first, or the stage that makes it"
@@ -133,10 +133,10 @@ OTHER_VERSION = "another version of Lockstep wrote it: `lockstep run` makes it a
 
 
 def read_json(path: str | os.PathLike, format: str | None = None, absent: str = ABSENT, damaged: str = DAMAGED) -> Any:
-    """Read JSON, of a manifest without its seal.
+    """Read JSON, of a manifest without its digest.
 
     format: what its "format" key must say. absent, damaged: what to do where it is not there, or is not what it should
-    be. Raises InputError when the file is absent, is not JSON, has another format, or does not hold what was sealed.
+    be. Raises InputError when the file is absent, is not JSON, has another format, or is not of its digest.
     """
     try:
         check_file(path)
@@ -144,8 +144,8 @@ def read_json(path: str | os.PathLike, format: str | None = None, absent: str = 
         parse_constant = _no_number if format else None
         value = json.loads(data, parse_constant=parse_constant)
         file_format = value.get("format") if isinstance(value, dict) else None
-        seal = value.pop(SEAL, None) if isinstance(file_format, str) else None
-        content = _sealed_digest(data, value, seal) if seal is not None else None  # fails for half a character
+        digest = value.pop(DIGEST_KEY, None) if isinstance(file_format, str) else None
+        content = _digest_of(data, value, digest) if digest is not None else None  # fails for half a character
     except FileNotFoundError:
         raise InputError(f"{path}: expected a file, found none; {absent}") from None
     except RecursionError:
@@ -157,19 +157,21 @@ def read_json(path: str | os.PathLike, format: str | None = None, absent: str = 
         if other_version and damaged == DAMAGED:
             damaged = f"{OTHER_VERSION}, or delete it where no target needs it"
         raise InputError(f"{path}: expected format {format!r}, found {file_format!r}; {damaged}")
-    if seal != content:
-        raise InputError(f"{path}: expected content of sha256 {seal}, found {content}: the file is damaged; {damaged}")
+    if digest != content:
+        raise InputError(
+            f"{path}: expected content of sha256 {digest}, found {content}: the file is damaged; {damaged}"
+        )
     return value
 
 
-def _sealed_digest(data: bytes, value: Any, seal: Any) -> str:
-    """Return the sha256 of the manifest `data` without its seal, which `value` is.
+def _digest_of(data: bytes, value: Any, expected: Any) -> str:
+    """Return the sha256 of the manifest `data` without its digest, which `value` is.
 
     Writing it once more as canonical JSON takes longer than all else, and a file that nobody edited is that already.
     """
-    line = f',\n  "{SEAL}": "{seal}"'.encode(errors="replace")
+    line = f',\n  "{DIGEST_KEY}": "{expected}"'.encode(errors="replace")
     digest = hashlib.sha256(data.replace(line, b"", 1)).hexdigest()
-    return digest if digest == seal else sha256_json(value)
+    return digest if digest == expected else sha256_json(value)
 
 
 def _no_number(name: str) -> None:

@@ -221,7 +221,7 @@ def _read_manifest(file: BinaryIO, path: Path) -> tuple[BundleManifest, int]:
     try:
         manifest = BundleManifest.from_json(json.loads(data))
         if data != manifest.to_bytes() or any(file.read(-size % _BLOCK)):
-            raise ValidationError("", f"what a bundle's seal says ({formats.BUNDLE})", "other entries")
+            raise ValidationError("", f"what a bundle's digest says ({formats.BUNDLE})", "other entries")
     except (ValueError, RecursionError, ValidationError) as error:
         reason = " ".join(str(error).split())
         raise InputError(f"{path}: {MANIFEST}: {reason}; {remedy}") from None

@@ -26,7 +26,7 @@ ENGINES = "engines"
 _ELSEWHERE = ("source",)  # recorded where a model comes from, and not compared: it may lie elsewhere
 Place = str  # such as engines/fp16/onnxruntime/x86_64
 Items = Mapping[str, Any]
-_COMMITTED = "take the lock as it was committed, or delete it and run `lockstep lock`"
+_COMMITTED = "take the lock as it was committed, or delete it; `lockstep lock` writes it anew"
 _STAGE = Bound("a stage", lambda name: name.partition("/")[0] in STAGES)
 
 
@@ -84,9 +84,9 @@ class Lock(JsonObject):
             raise ValidationError(f"{LOCKED}.{CHECKPOINT}", "texts, among them the source", checkpoint)
 
     @classmethod
-    def load(cls, path: Path) -> Lock:
-        """Read a lock. Raises InputError for a file that is absent or no lock."""
-        value = read_json(path, formats.LOCK, absent="write one with `lockstep lock`", damaged=_COMMITTED)
+    def load(cls, path: Path, form: str = formats.LOCK) -> Lock:
+        """Read a lock. Raises InputError for a file that is absent or no lock of this form."""
+        value = read_json(path, form, absent="write one with `lockstep lock`", damaged=_COMMITTED)
         try:
             check_depth(value)
             return cls.from_json(value)

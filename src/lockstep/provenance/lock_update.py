@@ -10,11 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from lockstep.artifacts import formats
 from lockstep.provenance.diff import ABSENT, change, differences
 from lockstep.provenance.lock import ENGINES, TERMS, Lock, Place, is_absent, kind_of, split, without_places
 from lockstep.provenance.lockfile import collect, config_of
 from lockstep.stages import STAGES
 
+_EARLIER = "lockstep.lock/4"  # of Lockstep 0.2: the same, with a place for each CPU that engines were built on
 _BOUNDS = "tolerance"  # below it are the largest errors that pass; all other numbers are how much is checked
 
 
@@ -41,7 +43,8 @@ def updated_lock(results: Path, model: str, out: Path) -> LockUpdate:
     lock = collect(results, model)
     if not out.is_file():
         return LockUpdate(lock)
-    before = Lock.load(out)
+    is_earlier = f'"{_EARLIER}"'.encode() in out.read_bytes()
+    before = Lock.load(out, _EARLIER if is_earlier else formats.LOCK)
     lock = replace(keep_not_run(before, lock, config_of(results).not_run()), published=before.published)
     changes: list[str] = []
     looser: list[str] = []
@@ -101,10 +104,12 @@ def keep_not_run(before: Lock, lock: Lock, not_run: Collection[str]) -> Lock:
     old_entries = {
         where: items
         for where, items in before.entries.items()
-        if precisions.intersection(split(where)) and (kind_of(where) in built or is_absent(where, not_run))
+        if precisions.intersection(split(where))
+        and (kind_of(where) in built or is_absent(where, not_run))
+        and where.partition(" ")[0] not in lock.entries  # a CPU's in an earlier lock: `x86_64 0123456789ab`
     }
     ends = tuple(f"/{name.rpartition('/')[2]}" for name in not_run)
-    made_with = {name: record for name, record in before.made_with.items() if name.endswith(ends)}
+    made_with = {name: value for name, value in before.made_with.items() if name.endswith(ends)}
     return replace(lock, entries={**old_entries, **lock.entries}, made_with={**made_with, **lock.made_with})
 
 

@@ -77,8 +77,8 @@ def config_of(results: Path) -> Config:
 
 def lock_of(model: str, pinned: Iterable[LockEntry]) -> Lock:
     pinned = list(pinned)
-    records = {made_by(entry.key): made_with(entry.key) for entry in pinned}
-    return Lock(model, records, {entry.where: entry.items for entry in pinned})
+    causes = {made_by(entry.key): made_with(entry.key) for entry in pinned}
+    return Lock(model, causes, {entry.where: entry.items for entry in pinned})
 
 
 def made_by(key: BuildKey) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockstep.artifacts import formats
-from lockstep.artifacts.files import SEAL, describe, read_json
+from lockstep.artifacts.files import DIGEST_KEY, describe, read_json
 from lockstep.artifacts.statement import SUFFIX, Statement
 from lockstep.artifacts.summary import Summary
 from lockstep.errors import InputError, LockstepError
@@ -78,7 +78,7 @@ def verify(
 def _files(results: Path, stated: list[Path], present: list[Path], deep: bool) -> list[Finding]:
     """Return findings on every file of a model.
 
-    Those that its statements and manifests name, sealed manifests, and those of `present` that nothing names.
+    Those that its statements and manifests name, manifests with a digest, and those of `present` that nothing names.
     """
     expected: dict[str, str] = {}
     findings: list[Finding] = []
@@ -127,7 +127,7 @@ def _alone(path: Path, results: Path) -> Finding:
     if path.name.endswith(".build.json") or path.name == "provenance.json":
         return Finding(UNKNOWN, name, "of Lockstep 0.2: `lockstep run` makes a statement in its place")
     try:
-        if path.suffix == ".json" and SEAL.encode() in path.read_bytes():
+        if path.suffix == ".json" and DIGEST_KEY.encode() in path.read_bytes():
             value = read_json(path)
             if isinstance(value, dict) and value.get("format") in _MEASURED:
                 return Finding(SAME, name)

@@ -23,7 +23,7 @@ from lockstep.artifacts.document import (
     matching,
     one_of,
 )
-from lockstep.artifacts.files import SEAL, read_json, write_json
+from lockstep.artifacts.files import DIGEST_KEY, read_json, write_json
 from lockstep.errors import InputError
 
 
@@ -124,14 +124,14 @@ def test_what_lacks_an_entry_is_refused(tmp_path: Path) -> None:
         Whole.load(tmp_path / "whole.json")
 
 
-def test_any_change_of_a_sealed_file_is_seen(tmp_path: Path) -> None:
-    """The seal is of what a file says: it holds for other white space too, and for nothing else."""
+def test_any_change_of_a_file_with_its_digest_is_seen(tmp_path: Path) -> None:
+    """The digest is of what a file says: it holds for other white space too, and for nothing else."""
     path = tmp_path / "whole.json"
     WHOLE.save(path)
     written = path.read_text()
     path.write_text(json.dumps(json.loads(written), indent=None))
     assert Whole.load(path) == WHOLE
-    for text in (written.replace('"all"', '"al1"'), written.replace('"far"', f'"far",\n  "{SEAL}": ""')):
+    for text in (written.replace('"all"', '"al1"'), written.replace('"far"', f'"far",\n  "{DIGEST_KEY}": ""')):
         path.write_text(text)
         with pytest.raises(InputError, match="expected content of sha256"):
             Whole.load(path)

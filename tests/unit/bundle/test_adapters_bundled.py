@@ -15,7 +15,7 @@ from lora_folders import LIGHT, shared_lora
 from recorded import recorded
 
 from lockstep.artifacts.adapters import AdaptersManifest
-from lockstep.artifacts.files import SEAL, dump_json, sha256_json
+from lockstep.artifacts.files import DIGEST_KEY, dump_json, sha256_json
 from lockstep.bundle import pack as packing
 from lockstep.bundle.archive import Entry
 from lockstep.errors import InputError
@@ -72,7 +72,7 @@ def test_a_bundle_whose_adapters_lie_elsewhere_is_refused(
                     n: replace(adapter, folder=str(ROOT)) for n, adapter in AdaptersManifest.load(path).adapters.items()
                 }
                 bare = AdaptersManifest(moved).to_json()
-                entry = Entry.of_bytes(entry.name, dump_json({**bare, SEAL: sha256_json(bare)}).encode())
+                entry = Entry.of_bytes(entry.name, dump_json({**bare, DIGEST_KEY: sha256_json(bare)}).encode())
             yield entry
 
     monkeypatch.setattr(packing, "adapter_entries", outside)

@@ -18,7 +18,7 @@ from demo_model import DEMO, LIMITS
 from recorded import recorded
 
 import lockstep
-from lockstep.artifacts.files import SEAL, dump_json, read_json, sha256_json, write_json
+from lockstep.artifacts.files import DIGEST_KEY, dump_json, read_json, sha256_json, write_json
 from lockstep.artifacts.places import StoredFile, TensorPlace
 from lockstep.artifacts.statement import statement_path
 from lockstep.artifacts.weights import WeightsManifest
@@ -231,7 +231,7 @@ def forged(path: Path, names: list[str], **about) -> Path:
         for name in names
     ]
     manifest = {**BundleManifest(ABOUT, ()).to_json(), "files": listed, **about}
-    data = dump_json({**manifest, SEAL: sha256_json(manifest)}).encode()
+    data = dump_json({**manifest, DIGEST_KEY: sha256_json(manifest)}).encode()
     parts = [header(MANIFEST, len(data)), data + bytes(-len(data) % 512)]
     path.write_bytes(b"".join([*parts, *(header(name, 1) + b"x".ljust(512, b"\0") for name in names), bytes(1024)]))
     return path
@@ -246,7 +246,7 @@ def test_a_bundle_without_the_documents_of_a_target_is_refused(tmp_path: Path, s
 def test_a_size_beyond_the_file_is_refused(tmp_path: Path, scratch: Path, size: int) -> None:
     listed = [{"path": name, "size": size, "sha256": "0" * 64} for name in ("a", "b", "c", "d", "e")]
     manifest = {**BundleManifest(ABOUT, ()).to_json(), "files": listed}
-    data = dump_json({**manifest, SEAL: sha256_json(manifest)}).encode()
+    data = dump_json({**manifest, DIGEST_KEY: sha256_json(manifest)}).encode()
     path = tmp_path / "forged.tar"
     path.write_bytes(header(MANIFEST, len(data)) + data + bytes(-len(data) % 512) + header("a", size) + bytes(1024))
     assert "expected the file b of" in refused(path, scratch)

@@ -1,4 +1,4 @@
-"""Files held against their digests, and manifests against their seals."""
+"""Files held against their digests, and manifests against their own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.artifacts.files import SEAL, read_json, sha256_file, write_json
+from lockstep.artifacts.files import DIGEST_KEY, read_json, sha256_file, write_json
 from lockstep.errors import InputError
 from lockstep.manifests import digest_cache
 from lockstep.manifests.digest_cache import Expected, check_files
@@ -94,9 +94,9 @@ def test_a_manifest_is_given_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "manifest.json"
     write_json(path, {"format": "f/1", "numbers": [1, 2.5], "text": "ü"})
     assert read_json(path, "f/1") == {"format": "f/1", "numbers": [1, 2.5], "text": "ü"}
-    write_json(path, {**json.loads(path.read_text()), "numbers": []})  # an old seal is no part of the content
+    write_json(path, {**json.loads(path.read_text()), "numbers": []})  # an old digest is no part of the content
     assert read_json(path, "f/1")["numbers"] == []
-    assert SEAL not in read_json(path)
+    assert DIGEST_KEY not in read_json(path)
 
 
 def test_each_flipped_byte_of_a_manifest_is_refused_or_changes_nothing(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from reports import golden, golden_prompt, served, validation
 from lockstep.artifacts import formats
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.artifacts.engines import EngineFile, EngineSetManifest
-from lockstep.artifacts.files import SEAL, sha256_json, write_json
+from lockstep.artifacts.files import DIGEST_KEY, sha256_json, write_json
 from lockstep.artifacts.places import FileEntry, StoredFile
 from lockstep.artifacts.reference import ReferenceManifest, ReferencePrompt
 from lockstep.artifacts.statement import DIGEST
@@ -158,14 +158,14 @@ def edited(value: Any) -> Iterator[Any]:
                 yield {**value, name: [{**inner[0], key: None}, *inner[1:]]}
 
 
-def sealed(value: Any) -> Any:
+def with_digest(value: Any) -> Any:
     """As if it had been written so: only what is in it is wrong."""
     value = copy.deepcopy(value)
     predicate = value.get("predicate")
     if isinstance(predicate, dict) and predicate.pop(DIGEST, None):
         predicate[DIGEST] = sha256_json(value)
-    if SEAL in value:
-        value[SEAL] = sha256_json({name: item for name, item in value.items() if name != SEAL})
+    if DIGEST_KEY in value:
+        value[DIGEST_KEY] = sha256_json({name: item for name, item in value.items() if name != DIGEST_KEY})
     return value
 
 
@@ -187,12 +187,12 @@ def test_a_document_that_is_none_is_named_in_one_line(damaged: Path, how: str) -
 
 @pytest.mark.long
 def test_entries_of_another_type_are_named_in_one_line(damaged: Path) -> None:
-    """Under whole seals and keys, so that they are seen by whoever takes them for what they should be."""
+    """Under right digests and keys, so that they are seen by whoever takes them for what they should be."""
     tried = 0
     for path in documents(damaged):
         data = path.read_bytes()
         for value in edited(json.loads(data)):
-            path.write_text(json.dumps(sealed(value)))
+            path.write_text(json.dumps(with_digest(value)))
             findings = found(damaged)
             assert all(len(str(finding).splitlines()) == 1 for finding in findings)
             look(damaged)
@@ -228,3 +228,16 @@ def test_a_folder_in_place_of_a_measurement_is_named(damaged: Path) -> None:
     next((damaged / "results" / MODEL).rglob("*.statement.json")).with_name("2.speed.json").mkdir()
     (named,) = [finding for finding in found(damaged) if finding.status != SAME]
     assert "2.speed.json: no statement names it; it is a folder" in str(named)
+
+
+def test_a_lock_of_the_release_before_is_read_once_and_written_anew(damaged: Path) -> None:
+    """It had a place for each CPU."""
+    path = damaged / "locks" / f"{MODEL}.lock.json"
+    data = path.read_bytes()
+    earlier = json.loads(data)
+    (place,) = [where for where in earlier["locked"] if where.startswith("engines/")]
+    earlier["locked"][f"{place} 0123456789ab"] = earlier["locked"].pop(place)
+    path.write_text(json.dumps({**earlier, "format": "lockstep.lock/4"}))
+    assert any("expected format 'lockstep.lock/5'" in finding.reason for finding in found(damaged))
+    updated_lock(damaged / "results", MODEL, path).lock.save(path)
+    assert path.read_bytes() == data

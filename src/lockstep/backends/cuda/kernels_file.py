@@ -47,7 +47,7 @@ class KernelsFile(Document):
     dtype: str = "float16"
 
     def to_bytes(self) -> bytes:
-        """Return the engine's bytes, which have no seal: their digest is the manifest's."""
+        """Return the engine's bytes, which do not hold their digest: it is the manifest's."""
         return json.dumps(self.to_json(), sort_keys=True, indent=1).encode()
 
     @classmethod
