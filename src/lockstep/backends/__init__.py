@@ -24,5 +24,5 @@ __all__ = ["Array", "Backend", "EngineSet", "Executable", "Program", "build", "g
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = found = getattr(importlib.import_module(_MODULES[name]), name)
-    return found
+    globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)  # `__getattr__` is not called again
+    return globals()[name]

@@ -36,7 +36,7 @@ from lockstep.weights import Tensors
 
 Array = TypeVar("Array")
 
-# Its BACKEND is the class. A module is imported when its backend is asked for, so that none needs another's library.
+# Its BACKEND is the class. A module is imported at first use, so that no backend needs the library of another.
 _MODULE = "lockstep.backends.*.backend"
 
 
@@ -44,8 +44,8 @@ _MODULE = "lockstep.backends.*.backend"
 class Built:
     """The result of a build besides its file.
 
-    about: JSON for the engine's entry in engines.json. peak_memory: bytes of device memory, where known. note: what
-    whoever builds should know.
+    about: JSON for the engine's entry in engines.json. peak_memory: bytes of device memory, where known. note: a remark
+    for the user.
     """
 
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -66,23 +66,23 @@ class Program(Protocol):
 
 
 class Backend(Protocol):
-    """One inference library on one device; a backend derives from it, and may leave what has a body here as it is."""
+    """One inference library on one device. Backends derive from it; methods with a body here need not be overridden."""
 
     name: str
     suffixes: tuple[str, ...]  # of engine files
-    # raised when a change of this code makes other bytes of the same graph and options: nothing older is kept then
+    # raised when a change of this code builds other bytes from the same graph and options: older engines are rebuilt
     revision: int
     precisions: tuple[str, ...]
-    # a request's logits are the same bits whatever runs beside it, and where its prompt was found
+    # logits of a request have the same bits in any batch, and with any part of its prompt in the prefix cache
     batch_invariant: bool
-    on_host: bool  # engines run on the CPU here: a step takes as long as it has tokens
+    on_host: bool  # engines run on this CPU: a step takes as long as it has tokens
     takes_long: bool = False  # a build is worth a line of progress for each engine, and a record of what each took
     activations: str | None = None  # their dtype in engines, by NumPy's name, where it is not the graphs' own
     fp8_kv_cache: bool = False  # keys and values may be e4m3 numbers
     polygraphy: str = ""  # options by which Polygraphy runs a graph in this library
-    takes_canonical: bool = False  # `build` is given graphs as the assembly has them, with room for adapters
+    takes_canonical: bool = False  # `build` takes the assembly's graphs, with adapter inputs, unchanged
     portable: bool = False  # engines are the same bytes on all devices of one name; on all CPUs of one architecture
-    rank_devices: bool  # each rank of a split model runs on a device of its own, by `executor`; else all on the host
+    rank_devices: bool  # each rank of a sharded model has a device, by `executor`; else all ranks run on the host
 
     def is_batch_invariant(self, assembly: Assembly) -> bool:
         """Return whether engines of the assembly are `batch_invariant` here; int8 kernels are by exception alone."""
@@ -112,15 +112,16 @@ class Backend(Protocol):
     def graphs(self, assembly: Assembly, options: Mapping[str, Any]) -> Iterator[tuple[str, GraphFile]]:
         """Yield (engine name, graph) of the engines that run an assembly.
 
-        They are `assembly.engine_graphs()`, unless the backend's attention is its own. A `RopeGraph` stands for RoPE
-        alone, which is cut out of the graph and given to `build` as it is, a `BaseGraph` for the graph without room for
-        adapters.
+        They are `assembly.engine_graphs()`, unless the backend has its own attention. Of a `RopeGraph`, `build` gets
+        RoPE alone, which is cut out of the graph; of a `BaseGraph`, the graph without adapter inputs.
         """
         return assembly.engine_graphs()
 
     def file(self, name: str) -> str:
         """Return the name of the file of an engine: the last suffix is of graphs that run on the host."""
-        return name + self.suffixes[-1 if name.endswith((".rotary", ".state")) else 0]
+        if name.endswith((".rotary", ".state")):
+            return name + self.suffixes[-1]
+        return name + self.suffixes[0]
 
     def start(self, folder: Path, manifest: EngineSetManifest, names: Sequence[str]) -> None:
         """Prepare to build the engines of a set, which have these names, in `folder`.
@@ -167,9 +168,9 @@ class Backend(Protocol):
 
 def get_backend(name: str) -> Backend:
     """Return the backend of this name. Raises InputError for an unknown one, or a library that is absent."""
-    known = sorted(path.parent.name for path in Path(__file__).parent.glob("*/backend.py"))
-    if name not in known:
-        raise InputError(f"backend: expected one of {', '.join(known)}, found {name!r}")
+    backends = sorted(path.parent.name for path in Path(__file__).parent.glob("*/backend.py"))
+    if name not in backends:
+        raise InputError(f"backend: expected one of {', '.join(backends)}, found {name!r}")
     try:
         return importlib.import_module(_MODULE.replace("*", name)).BACKEND()
     except ModuleNotFoundError as error:

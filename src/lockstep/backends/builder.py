@@ -31,7 +31,7 @@ from lockstep.onnx_tools.rope import rotary
 from lockstep.onnx_tools.signature import signature_of
 from lockstep.onnx_tools.toolkit import run_passes
 
-COSTS = "build.costs.json"  # of the last build: seconds and memory are never the same twice
+COSTS = "build.costs.json"  # of the last build; a separate file, as seconds and memory differ in each build
 
 
 def build(
@@ -135,11 +135,12 @@ def _progress(library: Backend, number: int, total: int, name: str) -> Iterator[
     cost["seconds"] = round(time.perf_counter() - start, 3)
     memory = cost["peak_memory_bytes"]
     note = cost.pop("note")
-    say(
-        f" {cost['seconds']:.1f} s"
-        + (f", {memory / 2**20:.0f} MiB of GPU memory" if memory is not None else "")
-        + (f"; {note}" if note else "")
-    )
+    text = f" {cost['seconds']:.1f} s"
+    if memory is not None:
+        text += f", {memory / 2**20:.0f} MiB of GPU memory"
+    if note:
+        text += f"; {note}"
+    say(text)
 
 
 def _build_one(
@@ -148,14 +149,19 @@ def _build_one(
     """Build one engine; return its entry (with the slots of a rewritten graph) and what the build said."""
     canonical = onnx.load(graph_path)
     graph.signature.check(signature_of(canonical.graph), str(graph_path), "export again")
-    cut = rotary(canonical, graph.variant) if isinstance(graph, RopeGraph) else None
-    base = run_passes(canonical, WithoutAdapters()) if isinstance(graph, BaseGraph) else None
-    rows = isinstance(graph, RowsGraph)
-    # A graph with quantised products, which opset 17 has not, is brought into form by the backend itself.
-    as_it_is = cut or has_quantized_products(canonical) or library.takes_canonical
-    prepared = None if as_it_is else prepare(base or canonical, graph.signature.slots, options, rows)
-    rewritten = cut or (prepared.model if prepared else base)
-    if rewritten is None:
+    rewritten = canonical
+    prepared = None
+    if isinstance(graph, RopeGraph):
+        rewritten = rotary(canonical, graph.variant)
+    elif isinstance(graph, BaseGraph):
+        rewritten = run_passes(canonical, WithoutAdapters())
+    # Opset 17 has no quantised products: the backend itself rewrites such graphs.
+    is_final = isinstance(graph, RopeGraph) or has_quantized_products(canonical) or library.takes_canonical
+    if not is_final:
+        prepared = prepare(rewritten, graph.signature.slots, options, adapter_rows=isinstance(graph, RowsGraph))
+        if prepared is not None:
+            rewritten = prepared.model
+    if rewritten is canonical:
         built = library.build(graph_path, file, options)
         return EngineFile(file.name, sha256_file(file), graph.sha256, details=built.about), built
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -163,8 +169,10 @@ def _build_one(
         rewritten_path = Path(folder) / "prepared.onnx"
         rewritten_path.write_bytes(rewritten.SerializeToString(deterministic=True))
         built = library.build(rewritten_path, file, options)
-    slots, parts = (tuple(prepared.slots), prepared.parts) if prepared else (None, None)
-    return EngineFile(file.name, sha256_file(file), graph.sha256, slots, parts, built.about), built
+    entry = EngineFile(file.name, sha256_file(file), graph.sha256, details=built.about)
+    if prepared is not None:
+        entry = replace(entry, slots=tuple(prepared.slots), parts=prepared.parts)
+    return entry, built
 
 
 def _reusable(out: Path, manifest: EngineSetManifest, library: Backend) -> dict[str, EngineFile]:

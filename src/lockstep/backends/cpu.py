@@ -17,7 +17,7 @@ THREADS_VARIABLE = "LOCKSTEP_THREADS"
 
 # More threads than CPUs wait for each other, and each spins while it waits: on two CPUs 64 take a second to start, 512
 # half a minute.
-_MOST_THREADS = 64
+_MAX_THREADS = 64
 
 # ONNX Runtime picks block sizes and kernels by these (onnxruntime/core/mlas/lib/platform.cpp). Others do not matter to
 # it.
@@ -70,7 +70,7 @@ def cpu_key(device: Mapping[str, Any]) -> dict[str, Any]:
 def cpu_count(root: Path = Path("/"), cpus: Collection[object] | None = None) -> int:
     """Return how many CPUs this process may use, by its affinity and its cgroup's quota.
 
-    root: of the file system, another one for tests. cpus: others than those of the affinity.
+    root: of the file system, another one for tests. cpus: instead of those of the affinity.
     """
     quotas = _quotas(root / "sys/fs/cgroup", _text(root / "proc/self/cgroup"))
     return max(1, min([len(_cpus() if cpus is None else cpus), *map(math.ceil, quotas)]))
@@ -78,24 +78,28 @@ def cpu_count(root: Path = Path("/"), cpus: Collection[object] | None = None) ->
 
 def core_count(root: Path = Path("/")) -> int:
     """Return the same of cores: two CPUs that are threads of one count once."""
-    places = (root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list" for cpu in sorted(_cpus()))
-    return cpu_count(root, {_text(place) or str(place) for place in places})
+    files = (root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list" for cpu in sorted(_cpus()))
+    return cpu_count(root, {_text(file) or str(file) for file in files})
 
 
 def _cpus() -> set[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
-def _quotas(cgroups: Path, own: str) -> Iterator[float]:
-    """Yield the CPUs that this process's cgroup and those above it may use: `cpu.max`, or in version 1 its quota."""
-    group = next((line[3:].strip("/") for line in own.splitlines() if line.startswith("0::")), "")
+def _quotas(cgroups: Path, membership: str) -> Iterator[float]:
+    """Yield the CPU quotas of this process's cgroup and of those above it: `cpu.max`, or in version 1 its quota.
+
+    membership: the text of /proc/self/cgroup.
+    """
+    group = next((line[3:].strip("/") for line in membership.splitlines() if line.startswith("0::")), "")
     for path in (cgroups / group, *(cgroups / group).parents):
         if not path.is_relative_to(cgroups):
             break
         quota, _, period = _text(path / "cpu.max").partition(" ")
         if quota.isdigit() and period.isdigit():
             yield int(quota) / int(period)
-    quota, period = (_text(cgroups / f"cpu/cpu.cfs_{name}_us") for name in ("quota", "period"))
+    quota = _text(cgroups / "cpu/cpu.cfs_quota_us")
+    period = _text(cgroups / "cpu/cpu.cfs_period_us")
     if quota.isdigit() and period.isdigit():
         yield int(quota) / int(period)
 
@@ -108,24 +112,24 @@ def _text(path: Path) -> str:
 
 
 def thread_count(threads: int | None = None) -> int:
-    """Return the number of threads: `threads`, else LOCKSTEP_THREADS, else the cores.
+    """Return the number of threads: `threads`, else the variable LOCKSTEP_THREADS, else `core_count`.
 
-    The second is the variable of the environment; the third are those that this process may use (`core_count`). Raises
-    InputError for fewer than one, and for more than `_MOST_THREADS`, or four for each CPU where that is more.
+    Raises InputError for fewer than one, and for more than `_MAX_THREADS`, or four for each CPU where that is more.
     """
     cpus = len(_cpus())
-    most = max(_MOST_THREADS, 4 * cpus)
+    limit = max(_MAX_THREADS, 4 * cpus)
     where = "threads"
-    found = str(threads)
+    text = str(threads)
     if threads is None:
         where = THREADS_VARIABLE
-        found = os.environ.get(THREADS_VARIABLE, "")
-        if not found:
+        text = os.environ.get(THREADS_VARIABLE, "")
+        if not text:
             return core_count()
-        threads = int(found) if re.fullmatch("[0-9]{1,9}", found) else 0
-    if not 1 <= threads <= most:
+        threads = int(text) if re.fullmatch("[0-9]{1,9}", text) else 0
+    if not 1 <= threads <= limit:
+        if len(text) >= 40:
+            text = text[:37] + "..."
         raise InputError(
-            f"{where}: expected 1 to {most} ({cpus} CPUs are here), found"
-            f" {found if len(found) < 40 else found[:37] + '...'}; more only wait for each other"
+            f"{where}: expected 1 to {limit} ({cpus} CPUs are here), found {text}; more only wait for each other"
         )
     return threads

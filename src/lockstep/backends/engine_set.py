@@ -1,4 +1,4 @@
-"""An engine set, opened: refused where it was made elsewhere or changed since."""
+"""An open engine set: rejected if it was built on another device, or changed since."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class EngineSet:
         backend = get_backend(manifest.backend)
         rebuild = "build the engines again on this machine"
         check_same(path, f"{backend.name} version", manifest.backend_version, backend.version(), rebuild)
-        here = backend.device_key(backend.describe_device())
-        check_same(path, "device", backend.device_key(manifest.device), here, rebuild)
+        device = backend.describe_device()
+        check_same(path, "device", backend.device_key(manifest.device), backend.device_key(device), rebuild)
         check_same(path, "precision", manifest.precision, assembly.precision, "open them with their own assembly")
         graphs = dict(backend.graphs(assembly, manifest.options))
         build = f"build the engines of {assembly_json}"
@@ -61,7 +61,7 @@ class EngineSet:
 
     @functools.cached_property
     def batch_invariant(self) -> bool:
-        """Return whether a request's logits are the same bits whatever runs beside it."""
+        """Return whether a request's logits have the same bits in any batch."""
         return self.backend.is_batch_invariant(self.assembly)
 
     def digest(self) -> str:
@@ -69,7 +69,7 @@ class EngineSet:
         return self.manifest.digest_for(self.backend.device_key(self.manifest.device))
 
     def libraries(self) -> dict[str, str]:
-        """Return the version of each library here that computes beside the backend's own."""
+        """Return the versions of the libraries here that compute besides the backend's own."""
         return self.backend.libraries(True)
 
     def names(self) -> list[str]:
@@ -85,27 +85,32 @@ class EngineSet:
         return self.path.parent / self.manifest.engines[name].file
 
     def slots(self, name: str) -> tuple[IO, ...]:
-        """Return the weight slots of the engine `name`: its graph's, unless the build made others."""
-        made = self.manifest.engines[name].slots
-        if made is not None:
-            return made
+        """Return the weight slots of the engine `name`: its graph's, unless the build rewrote it."""
+        rewritten = self.manifest.engines[name].slots
+        if rewritten is not None:
+            return rewritten
         graph = dict(self.backend.graphs(self.assembly, self.manifest.options)).get(name)
         return graph.signature.slots if graph else ()
 
     def tensors(self, name: str, slots: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
         """Return {slot of the engine `name`: tensors}.
 
-        slots: the assembly's {slot: tensors}. A fused slot takes its parts' one after another; rows of it that adapters
-        are written to have none.
+        slots: the assembly's {slot: tensors}. A fused slot has those of its parts, one after another; its rows for
+        adapters have none.
         """
         parts = self.manifest.engines[name].parts or {slot: [slot] for slot in slots}
-        own = {slot: [part for part in names if part not in rows_of(slot)] for slot, names in parts.items()}
-        return {slot: [tensor for part in names for tensor in slots[part]] for slot, names in own.items()}
+        tensors = {}
+        for slot, names in parts.items():
+            tensors[slot] = list[str]()
+            for part in names:
+                if part not in rows_of(slot):
+                    tensors[slot] += slots[part]
+        return tensors
 
 
-def check_same(where: Path, what: str, recorded: object, found: object, advice: str) -> None:
-    if recorded != found:
-        raise CheckError(f"{where}: {what}: made for {_text(recorded)}, found {_text(found)}; {advice}")
+def check_same(where: Path, what: str, recorded: object, actual: object, advice: str) -> None:
+    if recorded != actual:
+        raise CheckError(f"{where}: {what}: made for {_text(recorded)}, found {_text(actual)}; {advice}")
 
 
 def _text(value: object) -> str:

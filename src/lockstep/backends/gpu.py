@@ -15,9 +15,13 @@ def compute_capability() -> str | None:
     return ask_driver()
 
 
-def needs_gpu(capabilities: str, found: str | None) -> str:
-    """Return why engines for these compute capabilities do not run here, where a GPU of `found`, if any, is."""
-    return f"needs an NVIDIA GPU of compute capability {capabilities}, found {f'one of {found}' if found else 'none'}"
+def needs_gpu(capabilities: str, capability: str | None) -> str:
+    """Return why engines for these compute capabilities do not run here.
+
+    capability: of the GPU here; None without one.
+    """
+    gpu = f"one of {capability}" if capability else "none"
+    return f"needs an NVIDIA GPU of compute capability {capabilities}, found {gpu}"
 
 
 @functools.cache

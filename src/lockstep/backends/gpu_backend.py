@@ -31,7 +31,7 @@ class GpuBackend(Backend):
     rank_devices = True
 
     def libraries(self, runs: bool) -> dict[str, str]:
-        """Return the versions of cuBLAS, cuDNN and NVRTC, which run beside engines, or instead of them."""
+        """Return the versions of cuBLAS, cuDNN and NVRTC, which run besides engines, or instead of them."""
         return library_versions() if runs else {}
 
     def empty(self, shape: Sequence[int], dtype: np.dtype) -> Any:
@@ -101,9 +101,9 @@ def with_fused_attention(assembly: Assembly, fused: Collection[str]) -> Iterator
 
 
 def build_host_graph(graph_path: Path, out_path: Path, max_seq_len: int) -> None:
-    """Keep a graph that stands for a kernel of the GPU runtime: of a mixer with a state, or of RoPE.
+    """Copy the graph that defines a kernel of the GPU runtime: of a state mixer, or of RoPE.
 
-    Raises CheckError where the kernel computes something else.
+    Raises CheckError where the kernel's results differ.
     """
     if out_path.stem.endswith(".state"):
         check_state_graph(onnx.load(graph_path), str(out_path))

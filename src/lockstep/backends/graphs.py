@@ -13,7 +13,7 @@ from lockstep.errors import CheckError, InputError
 
 @dataclass(frozen=True)
 class HostGraph(GraphFile):
-    """A graph that is kept as it is, for the host: there is no engine of another form to compare with it."""
+    """A graph that is copied, to run on the host: no engine is built from it, so none is compared with it."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class RopeGraph(HostGraph):
 
 @dataclass(frozen=True)
 class BaseGraph(GraphFile):
-    """The graph of a block without room for adapters, `<class>.base`, for steps without any; block: the class."""
+    """The graph of a block without adapter inputs, `<class>.base`, for steps without adapters; block: the class."""
 
     block: str
 
@@ -41,9 +41,10 @@ class RowsGraph(GraphFile):
 
 
 def with_rows(assembly: Assembly, name: str, graph: GraphFile) -> GraphFile:
-    """Return a `RowsGraph` of a block that takes adapters; any other graph as it is."""
-    takes = assembly.adapters is not None and name in assembly.adapters.classes
-    return RowsGraph(graph.file, graph.sha256, graph.signature) if takes else graph
+    """Return a `RowsGraph` of a block that takes adapters; any other graph unchanged."""
+    if assembly.adapters is None or name not in assembly.adapters.classes:
+        return graph
+    return RowsGraph(graph.file, graph.sha256, graph.signature)
 
 
 def base_graphs(assembly: Assembly) -> Iterator[tuple[str, BaseGraph]]:
@@ -54,15 +55,16 @@ def base_graphs(assembly: Assembly) -> Iterator[tuple[str, BaseGraph]]:
 
 
 def base_engine(block: str) -> str:
-    """Return the name of a block's engine without room for adapters."""
+    """Return the name of a block's engine without adapter inputs."""
     return f"{block}.base"
 
 
 def graph_file(folder: Path, graph: GraphFile) -> Path:
-    """Return the path of a graph. Raises InputError where it is absent, CheckError for another than recorded."""
+    """Return the path of a graph. Raises InputError if it is absent, CheckError for another digest than recorded."""
     path = folder / graph.file
     if not path.is_file():
         raise InputError(f"{path}: expected a graph, found no file; export again")
-    if (found := sha256_file(path)) != graph.sha256:
-        raise CheckError(f"{path}: expected sha256 {graph.sha256}, found {found}; export again")
+    digest = sha256_file(path)
+    if digest != graph.sha256:
+        raise CheckError(f"{path}: expected sha256 {graph.sha256}, found {digest}; export again")
     return path

@@ -1,6 +1,6 @@
 """What engines are built for and what runs them: a backend's library, this machine's device, installed packages.
 
-Records and locks hold it.
+Records and locks contain it.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 
 
 def identity(name: str, runs: bool = True) -> dict[str, Any]:
-    """Return the libraries and the device that engines are built for.
+    """Return the libraries and the device that engines are built for: a backend's entry in build keys and locks.
 
-    That is what a build key and a lock hold of a backend. runs: whether engines run, and are not only built.
+    runs: whether engines run, and are not only built.
     """
     from lockstep.backends.base import get_backend  # loads the library: only where something is built or run
 
     library = get_backend(name)
     device = library.describe_device()
-    found = {
+    entries = {
         "name": name,
         "version": library.version(),
         "revision": library.revision,
@@ -29,8 +29,10 @@ def identity(name: str, runs: bool = True) -> dict[str, Any]:
         "options": library.default_options(),
     }
     if libraries := library.libraries(runs):
-        found["libraries"] = libraries
-    return {**found, "driver": device["driver"]} if "driver" in device else found
+        entries["libraries"] = libraries
+    if "driver" in device:
+        entries["driver"] = device["driver"]
+    return entries
 
 
 def versions(packages: list[str]) -> dict[str, str]:
@@ -38,11 +40,11 @@ def versions(packages: list[str]) -> dict[str, str]:
 
     The first is named `python`. Local parts such as +cpu are left out.
     """
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     for name in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name).partition("+")[0]
-    return found
+            installed[name] = importlib.metadata.version(name).partition("+")[0]
+    return installed
 
 
 def hardware(name: str, builds: bool) -> str | None:

@@ -38,10 +38,9 @@ def profiles(model: onnx.ModelProto, limits: Limits) -> list[Profile]:
         raise InputError(
             f"max_num_tokens: expected at least max_batch_size ({limits.max_batch_size}), found {limits.max_num_tokens}"
         )
-    shapes = {
-        value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
-        for value in model.graph.input
-    }
+    shapes = {}
+    for value in model.graph.input:
+        shapes[value.name] = [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
     return [_profile(shapes, sizes) for sizes in _sizes(shapes, limits)]
 
 
@@ -63,7 +62,7 @@ def decode_ranges(max_batch_size: int) -> list[tuple[int, int]]:
 
 
 def prompt_ranges(max_batch_size: int, max_num_tokens: int) -> list[tuple[int, int]]:
-    """Return the ranges of tokens of prompts, behind those of decoding rows, whose top a profile is tuned for."""
+    """Return the ranges of prompt tokens, above those of decoding rows; a profile is tuned for the top of each."""
     tops = [size for size in PROMPT_SIZES if max_batch_size < size < max_num_tokens]
     return [(low + 1, top) for low, top in zip([max_batch_size, *tops], tops)]
 
@@ -78,41 +77,51 @@ def _sizes(
     takes its rows first: however many tokens come, it computes one row for each request, so its ranges are of requests;
     a prompt's row goes to the first that takes many tokens. An embedding looks up, at any size alike.
     """
-    names = {dim for shape in shapes.values() for dim in shape if isinstance(dim, str)}
+    names = set[str]()
+    for shape in shapes.values():
+        names.update(dim for dim in shape if isinstance(dim, str))
     requests = limits.max_batch_size
     tokens = limits.max_num_tokens
     capacity = limits.max_seq_len
-    least = {"num_tokens": 1, "num_requests": 1, "past_capacity": 1}
+    smallest = {"num_tokens": 1, "num_requests": 1, "past_capacity": 1}
     best = {"num_tokens": tokens, "num_requests": requests, "past_capacity": capacity}
     largest = {**best, "num_tokens": tokens + requests}
-    unknown = sorted(names - set(least))
+    unknown = sorted(names - set(smallest))
     if unknown:
-        raise InputError(f"dimension: expected one of {', '.join(least)}, found {', '.join(unknown)}")
-    many = (least, best, largest)
+        raise InputError(f"dimension: expected one of {', '.join(smallest)}, found {', '.join(unknown)}")
+    any_size = (smallest, best, largest)
     if "num_tokens" not in names or "past_capacity" in names or "token_ids" in shapes:
-        return [many]
-    one = (least, least, least)
+        return [any_size]
+    one_row = (smallest, smallest, smallest)
     ranges = decode_ranges(requests)
     if "num_requests" in names:
-        (_, high), *others = ranges[1:] or ranges  # the first is of one request too, whose tokens are many
-        return [one] + [
-            (dict.fromkeys(least, low), {**best, "num_requests": high}, {**largest, "num_requests": high})
-            for low, high in ((1, high), *others)
-        ]
-    ranges = [*ranges[1:], *prompt_ranges(requests, tokens)]
-    tuned = [({**least, "num_tokens": low}, {**best, "num_tokens": high}) for low, high in ranges]
-    return [one, *((low, high, high) for low, high in tuned), many]
+        ranges = ranges[1:] or ranges
+        ranges[0] = (1, ranges[0][1])  # also of one request, that may have many tokens
+        sizes = [one_row]
+        for low, high in ranges:
+            tuned = {**best, "num_requests": high}
+            sizes.append((dict.fromkeys(smallest, low), tuned, {**largest, "num_requests": high}))
+        return sizes
+    sizes = [one_row]
+    for low, high in [*ranges[1:], *prompt_ranges(requests, tokens)]:
+        tuned = {**best, "num_tokens": high}
+        sizes.append(({**smallest, "num_tokens": low}, tuned, tuned))
+    return [*sizes, any_size]
 
 
 def _profile(
     shapes: Mapping[str, Sequence[int | str]], sizes: tuple[Mapping[str, int], Mapping[str, int], Mapping[str, int]]
 ) -> Profile:
-    def fill(shape: Sequence[int | str], values: Mapping[str, int]) -> Shape:
-        return tuple(values[dim] if isinstance(dim, str) else dim for dim in shape)
+    profile = {}
+    for name, shape in shapes.items():
+        if any(isinstance(dim, str) for dim in shape):
+            smallest, best, largest = (_fill(shape, values) for values in sizes)
+            profile[name] = (smallest, best, largest)
+    return profile
 
-    least, best, largest = sizes
-    return {
-        name: (fill(shape, least), fill(shape, best), fill(shape, largest))
-        for name, shape in shapes.items()
-        if any(isinstance(dim, str) for dim in shape)
-    }
+
+def _fill(shape: Sequence[int | str], values: Mapping[str, int]) -> Shape:
+    sizes = list[int]()
+    for dim in shape:
+        sizes.append(values[dim] if isinstance(dim, str) else dim)
+    return tuple(sizes)

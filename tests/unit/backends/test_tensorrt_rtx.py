@@ -481,7 +481,7 @@ def test_a_build_that_is_interrupted_leaves_no_process_and_no_half_file(
 def test_a_preload_that_has_no_effect_is_one_line(tmp_path, graph, monkeypatch):
     """As where the dynamic linker ignores LD_PRELOAD."""
     monkeypatch.setattr(compiler, "shared_object", lambda: b"")
-    with pytest.raises(CheckError, match="backend tensorrt_rtx: expected a builder on a heap of its own") as caught:
+    with pytest.raises(CheckError, match="backend tensorrt_rtx: expected a builder with a monotonic heap") as caught:
         Compiler().build(graph("entry"), tmp_path / "out" / "entry.engine", OPTIONS)
     assert "ulimit -v" in one_line(caught) and not contents(tmp_path / "out")
 

@@ -1,12 +1,12 @@
 """Adapters' products with the same bits for any number of rows, made in pieces.
 
-In: a graph; out: one that computes them in pieces. ONNX Runtime packs constant matrices once, and then a row's sums
-come in one order whatever stands beside it. Matrices that change are packed at each call, in pieces whose size depends
-on how many threads share the product, and so on the number of rows; and a single row has a kernel of its own. Both
-would give a request that decodes alone other bits than in a batch. So x A is put together from pieces of at most 128
-numbers, which are never cut further, and the products have a factor, for the kernel of a single row has none: x A is
-halved and the product with B doubled, which is exact. B's pieces need no care: an adapter's columns lie in one, and
-those of others are zero.
+In: a graph; out: one that computes them in pieces. ONNX Runtime packs constant matrices once, and then accumulates a
+row in one order in any batch. Matrices that change are packed at each call, in pieces whose size depends on how many
+threads share the product, and so on the number of rows; and a single row has a special kernel. Both would give a
+request that decodes alone other bits than in a batch. So x A is the sum of pieces of at most 128 numbers, which are
+never cut further, and the products have a factor, which the kernel of a single row does not support: x A is halved and
+the product with B doubled, which is exact. B's pieces need no such rewrite: one of them has all columns of an adapter,
+and the columns of other adapters are zero.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lockstep.artifacts.adapters import A_SUFFIX, B_SUFFIX
 from lockstep.onnx_tools.toolkit import GraphWriter, Pass, PassResult
 from lockstep.onnx_tools.values import required, sizes_of
 
-PIECE = 128  # the least numbers that ONNX Runtime accumulates without a cut
+PIECE = 128  # the smallest number of products that ONNX Runtime accumulates in one piece
 
 _CONTRIB = "com.microsoft"
 
@@ -60,6 +60,7 @@ def _in_pieces(graph: ir.Graph, node: ir.Node) -> None:
     parts = writer.op("Reshape", a, [size // piece, piece, columns])
     rows = writer.op("Transpose", rows, perm=[1, 0, 2])
     sums = writer.op("FusedMatMul", rows, parts, domain=_CONTRIB, alpha=0.5)
-    total = writer.op("ReduceSum", sums, [0], keepdims=0, replaces=None if is_half else out)
     if is_half:
-        writer.op("Cast", total, to=dtype, replaces=out)
+        writer.op("Cast", writer.op("ReduceSum", sums, [0], keepdims=0), to=dtype, replaces=out)
+    else:
+        writer.op("ReduceSum", sums, [0], keepdims=0, replaces=out)

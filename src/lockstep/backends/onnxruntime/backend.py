@@ -2,9 +2,9 @@
 
 Engine: the optimised graph, without weights (they are inputs), a few kilobytes.
 
-Measured (hidden 1024, 8 layers, 2 cores): weights made initializers at load run as fast as constants, weights fed as
-inputs 1.8 times slower; sessions with thread pools of their own 8 times slower, hence the global one. Sessions with
-arenas of their own each keep the scratch memory of their longest prompt.
+Measured (hidden 1024, 8 layers, 2 cores): weights that become initializers at load are as fast as constants, weights
+fed as inputs 1.8 times slower; sessions with separate thread pools are 8 times slower, hence the global one. Sessions
+with separate arenas would each keep the scratch memory of their longest prompt.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _LEVELS = {
     "extended": ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
     "all": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
 }
-_LARGE_BYTES = 1 << 20  # of an engine's weights: fewer are in a cache anyway
-_HOLES_BYTES = 1 << 26  # of those that leave holes in the heap: the copies of fewer are soon taken by the next engine's
-_STITCHED_BYTES = 512 << 20  # of weights, which are in memory twice then: reading more is what a step costs
+_LARGE_BYTES = 1 << 20  # of an engine's weights: smaller ones fit into a cache
+_HOLES_BYTES = 1 << 26  # of weights whose copies leave holes in the heap: the next engine reuses smaller ones
+_STITCHED_BYTES = 512 << 20  # of weights, which are in memory twice then; with more, calls cost little of a step
 _pool_threads: int | None = None
 
 
@@ -73,8 +73,9 @@ class OnnxRuntimeBackend(HostBackend):
 
         quantized = assembly.quantization
         if quantized is not None and quantized.mxfp4:
-            slots = (slot for graph in assembly.classes.values() for slot in graph.signature.slots)
-            shapes = {slot.sizes for slot in slots if is_data(slot.name)}
+            shapes = set[tuple[int, ...]]()
+            for graph in assembly.classes.values():
+                shapes.update(slot.sizes for slot in graph.signature.slots if is_data(slot.name))
             return all(
                 decoded_rows_keep_their_bits((rows, groups * quantized.group_size), opened)
                 for _, rows, groups, _ in sorted(shapes)
@@ -133,13 +134,12 @@ class OnnxRuntimeBackend(HostBackend):
             if block.adapters or not attention.present or not program.stitches:
                 return None
             prefix = f"{number}.block."
-            size = size + program.size
+            size += program.size
             slots += [dataclasses.replace(slot, name=prefix + slot.name) for slot in program.slots]
             tensors |= {prefix + slot: names for slot, names in bound.items()}
-            reads, gives = (
-                {io.name: io.key for io in ios} for ios in (block.signature.inputs, block.signature.outputs)
-            )
-            parts.append(Part(prefix, program.model, reads, gives))
+            reads = {io.name: io.key for io in block.signature.inputs}
+            writes = {io.name: io.key for io in block.signature.outputs}
+            parts.append(Part(prefix, program.model, reads, writes))
             reads = {name: name for name in attention.inputs if name not in attention.present.values()}
             parts.append(Part(f"{number}.", attention.bound.program.model, reads, {"attention": "attention"}))
         if size > _STITCHED_BYTES:
@@ -167,7 +167,7 @@ class OnnxRuntimeProgram:
         self.where = where
         self.model = model
         self.slots = slots
-        # int8 products are those of packed weights alone: of others the library makes float32 ones, at each step
+        # int8 products need packed weights: without packing, the library dequantizes them to float32 at each step
         operators = {node.op_type for node in model.graph.node}
         has_products = "MatMulNBits" in operators
         self._low_memory = low_memory and not has_products
@@ -178,28 +178,28 @@ class OnnxRuntimeProgram:
         self.size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._inputs.declared.values())
         self._on_huge_pages = has_products and self.size >= _LARGE_BYTES
         self._leaves_holes = self.size >= _HOLES_BYTES
-        # Whether it may be a part of a larger graph, opened as one of its own is; its weights are in memory twice then.
+        # Whether it may also be opened as a part of a larger graph; its weights are in memory twice then.
         self.stitches = not low_memory and not self._decodes
 
     def bind(self, weights: Tensors | None, slots: Mapping[str, Sequence[str]]) -> OnnxRuntimeExecutable:
         check_bound_slots(self._inputs.slots, slots, str(self.where))
         # Constant folding at load turns an fp16 block's weight casts into fp32 constants: twice as fast, twice the
-        # weights' memory. What is decoded at each run would be numbers, too.
+        # weights' memory. It would also decode weights that are decoded at each run to save memory.
         level = "disabled" if self._low_memory or self._decodes or not slots else "basic"
         settings = session_options(_LEVELS[level], self._low_memory)
         model = onnx.ModelProto()
         model.CopyFrom(self.model)
-        held = {}
+        values = {}
         if slots:
             assert weights is not None  # the caller's part: see Program.bind
             _inputs_to_initializers(model.graph, self._inputs.declared)
             arrays, inputs = self._inputs.bind(weights, slots, str(self.where))
-            held = _place_weights(model.graph, settings, arrays, inputs, self._check)
+            values = _place_weights(model.graph, settings, arrays, inputs, self._check)
         failure = f"{self.where}: ONNX Runtime {ort.__version__} cannot load this engine"
         session = _session(model.SerializeToString(), settings, failure)
-        del held  # the session has copies
+        del values  # the session has copies
         if self._leaves_holes:
-            heap.give_back_free()
+            heap.trim()
         if self._on_huge_pages:
             heap.collapse()
         return OnnxRuntimeExecutable(session, str(self.where), Bound(self, weights, slots))
@@ -209,7 +209,7 @@ class OnnxRuntimeProgram:
 
 
 def _numpy_type(value: str) -> np.dtype:
-    """Return the NumPy type of what ONNX Runtime calls "tensor(float)"."""
+    """Return the NumPy type of an ONNX Runtime type such as "tensor(float)"."""
     return named_dtype(onnx_dtype(value.removeprefix("tensor(").removesuffix(")")))
 
 
@@ -218,7 +218,7 @@ def _declared(values: Sequence[Any]) -> dict[str, Declared]:
 
 
 class Bound(NamedTuple):
-    """What a session was made of."""
+    """The arguments that a session was created from."""
 
     program: OnnxRuntimeProgram
     weights: Tensors | None
@@ -248,8 +248,8 @@ class OnnxRuntimeExecutable:
         run = self._call_over(pasts, inputs, outputs)
 
         def call() -> None:
-            """Run the session; where a cache is full, on copies that have room for what is put behind."""
-            if max(lengths.tolist()) < room:  # a tenth of the time of NumPy's own maximum
+            """Run the session; where a cache is full, on copies that have room for one more token."""
+            if max(lengths.tolist()) < room:  # a tenth of the time of NumPy's max
                 run()
                 return
             wider = {name: np.pad(past, ((0, 0), (0, 0), (0, 1), (0, 0))) for name, past in pasts.items()}
@@ -263,9 +263,8 @@ class OnnxRuntimeExecutable:
         self, pasts: Mapping[str, np.ndarray], inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]
     ) -> Run:
         """Return a call of the session that puts new keys and values into `pasts`."""
-        return self._call(
-            {**inputs, **pasts}, {**outputs, **{name: pasts[past] for name, past in self.present.items()}}
-        )
+        present = {name: pasts[past] for name, past in self.present.items()}
+        return self._call({**inputs, **pasts}, {**outputs, **present})
 
     def _call(self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> Run:
         """Return a call of the session on these arrays."""
@@ -276,8 +275,8 @@ class OnnxRuntimeExecutable:
             binding.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array))
         run = self._session.run_with_iobinding
 
-        def call(held: object = (*inputs.values(), *outputs.values())) -> None:
-            """Run the session; `held` keeps the memory alive: a binding holds addresses."""
+        def call(buffers: object = (*inputs.values(), *outputs.values())) -> None:
+            """Run the session; `buffers` keeps the memory alive: a binding has addresses only."""
             run(binding)
 
         return call
@@ -307,11 +306,11 @@ def session_options(level: ort.GraphOptimizationLevel, low_memory: bool = False)
     settings.use_per_session_threads = False
     settings.add_session_config_entry("session.use_env_allocators", "1")
     settings.graph_optimization_level = level
-    # errors; a warning about saving hardware-specific graphs is what `device` in engines.json answers
+    # Errors only. It warns about saving hardware-specific graphs, but `device` in engines.json covers that.
     settings.log_severity_level = 3
     if low_memory:
         settings.add_session_config_entry("session.disable_prepacking", "1")
-        settings.enable_cpu_mem_arena = False  # it would keep what an fp16 weight is cast to, of every layer
+        settings.enable_cpu_mem_arena = False  # it would keep the casts of every layer's fp16 weights
     return settings
 
 
@@ -323,7 +322,7 @@ def _session(model: str | bytes, settings: ort.SessionOptions, failure: str) -> 
 
 
 def _canonical(data: bytes) -> bytes:
-    """Return the model without producer, places, times, and operator sets that it does not use."""
+    """Return the model without producer, doc strings, metadata, and operator sets that it does not use."""
     model = onnx.ModelProto.FromString(data)
     for field in ("producer_name", "producer_version", "doc_string", "metadata_props"):
         model.ClearField(field)
@@ -337,15 +336,20 @@ def _canonical(data: bytes) -> bytes:
 
 
 def _domains(graph: onnx.GraphProto) -> set[str]:
-    inner = [attribute.g for node in graph.node for attribute in node.attribute if attribute.HasField("g")]
-    return {"", *(node.domain for node in graph.node)}.union(*map(_domains, inner))
+    domains = {""}
+    for node in graph.node:
+        domains.add(node.domain)
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                domains |= _domains(attribute.g)
+    return domains
 
 
 def _inputs_to_initializers(graph: onnx.GraphProto, slots: Mapping[str, tuple[tuple[int, ...], np.dtype]]) -> None:
-    """Turn the weight inputs into initializers whose data lies elsewhere."""
-    kept = [value for value in graph.input if value.name not in slots]
+    """Turn the weight inputs into initializers with external data."""
+    activations = [value for value in graph.input if value.name not in slots]
     del graph.input[:]
-    graph.input.extend(kept)
+    graph.input.extend(activations)
     for name, (shape, dtype) in slots.items():
         tensor = graph.initializer.add()
         tensor.name = name
@@ -361,40 +365,41 @@ def _place_weights(
     slots: Mapping[str, Sequence[str]],
     check: Callable[[str, Sequence[np.ndarray]], None],
 ) -> dict[str, ort.OrtValue]:
-    """Set where each slot's data lies, in initializers and settings.
+    """Set the location of each slot's data, in initializers and settings.
 
-    Returns the values that have to live until the session is made. A slot of one tensor points into the weights' file,
-    which ONNX Runtime maps itself: no copy of ours, and no copy at all with prepacking off.
-    (`add_external_initializers` copies; measured, a block's 46 MB.) Only a slot of several tensors goes that way, and
-    a file whose name ONNX Runtime cannot be told.
+    A slot of one tensor points into the weights' file, which ONNX Runtime maps itself: with prepacking off nothing is
+    copied. `add_external_initializers` copies (a block's 46 MB), so it is used only for slots of several tensors, and
+    for files whose path is not UTF-8.
+
+    Returns the values that have to live until the session is created.
     """
     values: dict[str, ort.OrtValue] = {}
     in_files: dict[str, tuple[Path, int, int]] = {}
     for slot, names in slots.items():
         arrays = [weights[name] for name in names]
         check(slot, arrays)
-        place = weights.location(names[0]) if len(names) == 1 else None
-        if place is not None and place[1] % arrays[0].itemsize == 0 and _is_utf8(place[0]):
-            in_files[slot] = place
+        location = weights.location(names[0]) if len(names) == 1 else None
+        if location is not None and location[1] % arrays[0].itemsize == 0 and _is_utf8(location[0]):
+            in_files[slot] = location
+            continue
+        shape = next(tuple(tensor.dims) for tensor in graph.initializer if tensor.name == slot)
+        array = slot_array(weights, names, shape)
+        if array.dtype.name == E4M3:
+            values[slot] = e4m3_value(array)
         else:
-            shape = next(tuple(tensor.dims) for tensor in graph.initializer if tensor.name == slot)
-            array = slot_array(weights, names, shape)
-            is_e4m3 = array.dtype.name == E4M3
-            values[slot] = e4m3_value(array) if is_e4m3 else ort.OrtValue.ortvalue_from_numpy(array)
+            values[slot] = ort.OrtValue.ortvalue_from_numpy(array)
     settings.add_external_initializers(list(values), list(values.values()))
     folder = Path("/")
-    if in_files:  # one folder a session, and files in it or below: what ONNX Runtime allows
+    if in_files:  # ONNX Runtime allows one folder a session, with all files below it
         folder = Path(os.path.commonpath([path.parent for path, _, _ in in_files.values()]))
         settings.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     for tensor in graph.initializer:
         if tensor.name in slots:
-            in_memory = tensor.name in values
-            place = (
-                (folder / "memory", 0, values[tensor.name].tensor_size_in_bytes())
-                if in_memory
-                else in_files[tensor.name]
-            )
-            path, offset, length = place
+            if tensor.name in values:
+                location = (folder / "memory", 0, values[tensor.name].tensor_size_in_bytes())
+            else:
+                location = in_files[tensor.name]
+            path, offset, length = location
             for key, value in {"location": path.relative_to(folder), "offset": offset, "length": length}.items():
                 tensor.external_data.add(key=key, value=str(value))
     return values
@@ -403,5 +408,5 @@ def _place_weights(
 def _is_utf8(path: Path) -> bool:
     try:
         return bool(str(path).encode())
-    except UnicodeEncodeError:  # other bytes stand in it as half surrogate pairs
+    except UnicodeEncodeError:  # Python decodes other bytes to half surrogate pairs
         return False

@@ -1,8 +1,8 @@
 """All layers of rows that decode, as one graph.
 
-In: the engines of blocks and of their attention, without weights. Out: one graph of them in the order of a step. Its
-calls are one then, and what layers compute alike, as the angles of RoPE, is computed once: ONNX Runtime finds equal
-nodes when it opens the graph. Results are those of the engines one by one, to the bit.
+In: the engines of blocks and of their attention, without weights. Out: one graph of them in the order of a step. So a
+step makes one call, and values that all layers compute, such as the angles of RoPE, are computed once: ONNX Runtime
+merges equal nodes when it opens the graph. Results have the bits of the separate engines.
 """
 
 from __future__ import annotations
@@ -20,25 +20,29 @@ _Named = TypeVar("_Named", onnx.NodeProto, onnx.TensorProto, onnx.ValueInfoProto
 def past_of(output: str) -> str | None:
     """Return the input that an output is to be bound to, of an engine or of several in one graph; None for others."""
     *prefix, name = output.split(".")
-    return ".".join([*prefix, PRESENT[name]]) if name in PRESENT else None
+    if name not in PRESENT:
+        return None
+    return ".".join([*prefix, PRESENT[name]])
 
 
 class Part(NamedTuple):
     """An engine of a step.
 
-    prefix: of names in the graph that are the engine's own: of weights, past keys and values. reads, gives: {its name:
-    that of the value in a step}.
+    prefix: of its private names in the graph: weights, past keys and values. reads, writes: {name of an input or
+    output: name of the value in a step}.
     """
 
     prefix: str
     model: onnx.ModelProto
     reads: Mapping[str, str]
-    gives: Mapping[str, str]
+    writes: Mapping[str, str]
 
 
 def stitch(parts: Sequence[Part], ends: Sequence[str]) -> onnx.ModelProto:
-    """Return the graph; its outputs are the last of each of the values `ends` that a part gives, as `<value>_out`."""
-    last = {key: number for number, part in enumerate(parts) for key in part.gives.values() if key in ends}
+    """Return the graph. Its outputs are the values `ends` as the last part writes them, as `<value>_out`."""
+    last_writer: dict[str, int] = {}  # {value of a step: number of the part}
+    for number, part in enumerate(parts):
+        last_writer.update(dict.fromkeys(part.writes.values(), number))
     values: dict[str, str] = {}  # {value of a step: its name in the graph}
     inputs = dict[str, onnx.ValueInfoProto]()
     outputs = list[onnx.ValueInfoProto]()
@@ -49,25 +53,34 @@ def stitch(parts: Sequence[Part], ends: Sequence[str]) -> onnx.ModelProto:
         names = {"": ""}
         for value in graph.input:
             key = part.reads.get(value.name)
-            names[value.name] = part.prefix + value.name if key is None else values.setdefault(key, key)
+            if key is None:
+                names[value.name] = part.prefix + value.name
+            else:
+                names[value.name] = values.setdefault(key, key)
             if key is None or values[key] == key:
                 inputs[names[value.name]] = _renamed(value, names[value.name])
-        names |= {name: part.prefix + name for node in graph.node for name in node.output if name}
-        for tensor in graph.initializer:  # once for all layers, whose equal nodes are equal then
+        for node in graph.node:
+            names.update((name, part.prefix + name) for name in node.output if name)
+        for tensor in graph.initializer:  # one copy for all layers, so that equal nodes have equal inputs
             content = _renamed(tensor, "").SerializeToString()
             names[tensor.name] = constants.setdefault(content, _renamed(tensor, f"constant_{len(constants)}")).name
         for value in graph.output:
-            key = part.gives.get(value.name)
+            key = part.writes.get(value.name)
+            is_end = key is not None and key in ends and last_writer[key] == number
+            if is_end:
+                names[value.name] = f"{key}_out"
             if key is not None:
-                values[key] = names[value.name] = f"{key}_out" if last.get(key) == number else names[value.name]
-            if values.get(key or "") == f"{key}_out" or value.name.startswith("present_"):
+                values[key] = names[value.name]
+            if is_end or value.name.startswith("present_"):
                 outputs.append(_renamed(value, names[value.name]))
         for node in graph.node:
             nodes.append(_renamed(node, ""))
             for side in (nodes[-1].input, nodes[-1].output):
                 side[:] = [names[name] for name in side]
     nodes, read = _needed(nodes, [value.name for value in outputs])
-    domains = {entry.domain: entry.version for part in parts for entry in part.model.opset_import}
+    domains: dict[str, int] = {}
+    for part in parts:
+        domains.update((entry.domain, entry.version) for entry in part.model.opset_import)
     graph = helper.make_graph(
         nodes,
         "decode_layers",

@@ -1,10 +1,10 @@
-"""Sums in one order, wherever a row lies.
+"""Sums in one order, at any row address.
 
-In: a graph; out: one whose sums give a row the same bits alone and among others. ONNX Runtime adds up rows of more than
-4 numbers in whole vectors from the first aligned one on: where a row is no multiple of 4, that is another number for
-each place in memory (5, 6, 7 and 10 experts of a token, whose weights are normalised). Along another axis it adds more
-than 5 numbers in another order where there is one row alone. So such sums are made along the last axis, padded with
-zeros to a multiple of 4; sums of other sizes are left as they are.
+In: a graph; out: one whose sums give a row the same bits in any batch. ONNX Runtime accumulates rows of more than 4
+numbers in whole vectors from the first aligned one on: where the row size is no multiple of 4, the first aligned number
+depends on the row's address (5, 6, 7 and 10 experts of a token, whose weights are normalised). Along another axis it
+accumulates more than 5 numbers in another order if there is a single row. So such sums are computed along the last
+axis, padded with zeros to a multiple of 4; sums of other sizes do not change.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def _fix(graph: ir.Graph, node: ir.Node) -> bool:
     shape = [*value.shape]
     axes = _axes(node, len(shape))
     sizes = [shape[axis] for axis in axes]
-    # Tokens lie along axis 0, which is never summed.
+    # Axis 0 is of tokens and never summed.
     if not axes or 0 in axes or not all(isinstance(size, int) for size in sizes):
         return False
     size = math.prod(map(int, sizes))
-    rest = [axis for axis in range(len(shape)) if axis not in axes]
-    is_last = axes[0] == len(rest)
+    other_axes = [axis for axis in range(len(shape)) if axis not in axes]
+    is_last = axes[0] == len(other_axes)
     if is_last and (size <= VECTOR or size % VECTOR == 0):
         return False
     if not is_last and size <= _IN_TURN:
@@ -55,23 +55,27 @@ def _fix(graph: ir.Graph, node: ir.Node) -> bool:
     writer = GraphWriter(graph, f"{out.name}/sum", before=node)
     total = value
     if not is_last:
-        total = writer.op("Transpose", total, perm=[*rest, *axes])
+        total = writer.op("Transpose", total, perm=[*other_axes, *axes])
     if len(axes) > 1:
-        total = writer.op("Reshape", total, [*[0] * len(rest), size])
+        total = writer.op("Reshape", total, [*[0] * len(other_axes), size])
     if size % VECTOR:
-        total = writer.op("Pad", total, [*[0] * (2 * len(rest) + 1), -size % VECTOR])
+        total = writer.op("Pad", total, [*[0] * (2 * len(other_axes) + 1), -size % VECTOR])
     keeps_axes = attribute(node, "keepdims", 1)
     is_mean = node.op_type == "ReduceMean"
     last = None if keeps_axes else out
-    total = writer.op("ReduceSum", total, [-1], keepdims=0, replaces=None if is_mean else last)
     if is_mean:
+        total = writer.op("ReduceSum", total, [-1], keepdims=0)
         total = writer.op("Div", total, np.array(size, value.dtype.numpy()), replaces=last)
+    else:
+        total = writer.op("ReduceSum", total, [-1], keepdims=0, replaces=last)
     if keeps_axes:
         writer.op("Unsqueeze", total, axes, replaces=out)
     return True
 
 
 def _axes(node: ir.Node, rank: int) -> list[int]:
-    """Return the axes that are summed, sorted; none where the graph does not say them."""
+    """Return the axes that are summed, sorted; none where they are not constant."""
     axes = array_of(node.inputs[1]) if len(node.inputs) > 1 else attribute(node, "axes")
-    return [] if axes is None or not rank else sorted(int(axis) % rank for axis in np.ravel(axes))
+    if axes is None or not rank:
+        return []
+    return sorted(int(axis) % rank for axis in np.ravel(axes))

@@ -72,8 +72,8 @@ def _fuse(model: ir.Model, with_rope: bool) -> bool:
         return False
     query, group, scale = scaled
     key_out = outputs["key_out"]
-    kept = upstream((key_out, outputs["value_out"], query))
-    replaced = sorted(node.op_type for node in graph if kept.isdisjoint(node.outputs))
+    outside = upstream((key_out, outputs["value_out"], query))
+    replaced = sorted(node.op_type for node in graph if outside.isdisjoint(node.outputs))
     if replaced != (_DECODE if decodes else _PREFILL):
         return False
     heads = group * kv_heads
@@ -81,7 +81,7 @@ def _fuse(model: ir.Model, with_rope: bool) -> bool:
     if with_rope and (tables is None or tables != _tables(key_out)):
         return False
     writer = GraphWriter(graph, "grouped")
-    one = np.array(1, np.int32)
+    constant_one = np.array(1, np.int32)
     tokens = [-1, 1] if decodes else [1, -1]  # [batch, tokens]
     sources = [query, key_out, outputs["value_out"]]
     if tables is not None:
@@ -97,11 +97,11 @@ def _fuse(model: ir.Model, with_rope: bool) -> bool:
     sinks: list[np.ndarray | None] = []
     if not decodes:
         count = writer.op("Cast", writer.op("Shape", rows[1], start=1, end=2), to=ir.DataType.INT32)
-        last = writer.op("Add", last, writer.op("Sub", count, one))
+        last = writer.op("Add", last, writer.op("Sub", count, constant_one))
         pasts = [writer.op("Slice", past, [0], inputs["past_lengths"], [2]) for past in pasts]
         present = [f"grouped/{name}" for name in PRESENT]
         sinks = [*[None] * 4, np.full(heads, _NO_SINK, np.float32)]
-    total = writer.op("Add", writer.op("ReduceMax", last, keepdims=0), one)
+    total = writer.op("Add", writer.op("ReduceMax", last, keepdims=0), constant_one)
     attention, *present_values = writer.several(
         "GroupQueryAttention",
         *(*rows, *pasts, last, total, *sinks),
@@ -131,7 +131,7 @@ def _rotate(
 
     The rest is what `_tables` gives.
     """
-    # Each angle stands there once.
+    # The node takes each angle once.
     GraphWriter(writer.graph, before=twice).op("Identity", twice.inputs[0], replaces=twice.outputs[0])
     count = writer.op("Size", positions)
     numbers = writer.op("Range", np.array(0), count, np.array(1))

@@ -1,9 +1,9 @@
-"""Ask this CPU whether products give a row the same bits in any company.
+"""Test whether products on this CPU give a row the same bits in any batch.
 
 In: bits and group size of a weight, or the shape of one that is decoded at each run. Out: yes or no. ONNX Runtime has
 an int8 kernel for each instruction set, which takes rows in pairs; the last of an odd number may be accumulated in
 another order (seen in groups of 64 and 128 on a CPU with VNNI, not in smaller ones). Weights that are decoded are
-packed at each call, in pieces whose size may depend on how many threads share them. So a product is tried.
+packed at each call, in pieces whose size may depend on how many threads share them. So a product is tested.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Cosines, sines, logarithms and their like in whole SIMD vectors.
+"""Cosines, sines, logarithms and similar functions in whole SIMD vectors.
 
-In: a graph; out: one whose rows of their inputs are whole SIMD registers. ONNX Runtime computes the elements behind the
-last whole vector of a Cos by another function, which differs in the last bit. Where a row of angles is no multiple of
-a vector, which elements these are depends on the number of rows: a request's keys would depend on how many others
-decode beside it. So such rows are padded before, and cut behind. Measured so: the operators of `_OPERATORS`; not so:
-Exp, Sigmoid, Tanh, Erf, Sqrt, Reciprocal and Softmax.
+In: a graph; out: one that pads the rows of their inputs to whole SIMD registers. ONNX Runtime computes the elements
+after the last whole vector of a Cos by another function, which differs in the last bit. Where a row of angles is no
+multiple of a vector, the number of rows decides which elements these are: a request's keys would depend on the size of
+the batch. So such rows are padded before the operator and cut after it. By measurement this concerns the operators of
+`_OPERATORS`, not Exp, Sigmoid, Tanh, Erf, Sqrt, Reciprocal and Softmax.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PadAngles(Pass):
             (angles,) = node.inputs
             (out,) = node.outputs
             shape = [*shape_of(angles)]
-            is_vector = len(shape) == 1 and not isinstance(shape[0], int)  # a number of each token: rows of one
+            is_vector = len(shape) == 1 and not isinstance(shape[0], int)  # one number for each token: rows of one
             if is_vector:
                 shape.append(1)
             size = shape[-1] if shape else 0
@@ -41,9 +41,9 @@ class PadAngles(Pass):
             if angles not in padded:
                 rows = writer.op("Unsqueeze", angles, [-1]) if is_vector else angles
                 padded[angles] = writer.op("Pad", rows, [*[0] * (2 * len(shape) - 1), -size % VECTOR])
-            whole = writer.copy(node, padded[angles])
+            result = writer.copy(node, padded[angles])
             if is_vector:
-                writer.op("Squeeze", writer.op("Slice", whole, [0], [size], [-1]), [-1], replaces=out)
+                writer.op("Squeeze", writer.op("Slice", result, [0], [size], [-1]), [-1], replaces=out)
             else:
-                writer.op("Slice", whole, [0], [size], [-1], replaces=out)
+                writer.op("Slice", result, [0], [size], [-1], replaces=out)
         return PassResult(model, bool(padded))

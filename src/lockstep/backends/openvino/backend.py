@@ -35,7 +35,7 @@ class OpenVINOBackend(HostBackend):
     precisions = ("fp32", "bf16", "w8a16", "w4a16", "w8a8", "w4a8")
 
     def __init__(self) -> None:
-        # Where that was measured: OpenVINO's kernels are others on CPUs with AMX and on those without AVX-512.
+        # Measured there; OpenVINO has other kernels for CPUs with AMX, and for those without AVX-512.
         flags = describe_cpu()["isa"]
         self.batch_invariant = "avx512f" in flags and "amx_tile" not in flags
 
@@ -60,7 +60,7 @@ class OpenVINOBackend(HostBackend):
     def load(
         self, engine_path: Path, slots: Sequence[IO], threads: int | None, low_memory: bool, rank: int = 0
     ) -> OpenVINOProgram:
-        """Load an engine file; low_memory changes nothing: OpenVINO reorders matrices and has them once."""
+        """Load an engine file. low_memory has no effect: OpenVINO always has one, reordered copy of each matrix."""
         return OpenVINOProgram(engine_path, slots, thread_count(threads))
 
 
@@ -86,13 +86,13 @@ class OpenVINOProgram:
         if weights is not None:
             weights, slots = self._weights.bind(weights, slots, str(self._path))
         model = self._model.clone()
-        held = []
+        arrays = []
         for parameter in model.get_parameters():
             slot = parameter.output(0).get_any_name()
             if slot in slots:
                 assert weights is not None  # the caller's part: see Program.bind
                 array = self._array(weights, slot, slots[slot])
-                held.append(array)
+                arrays.append(array)
                 tensor = tensor_on(array, list(parameter.get_output_shape(0)), parameter.get_element_type())
                 replace(parameter.output(0), openvino.op.Constant(tensor, True).output(0))
                 model.remove_parameter(parameter)
@@ -101,7 +101,7 @@ class OpenVINOProgram:
             compiled = CORE.compile_model(model, "CPU", self._properties())
         except RuntimeError as error:
             raise CheckError(f"{self._path}: OpenVINO {VERSION} cannot load this engine: {one_line(error)}") from error
-        return OpenVINOExecutable(compiled, ends, held, str(self._path))
+        return OpenVINOExecutable(compiled, ends, arrays, str(self._path))
 
     def _properties(self) -> dict[str, Any]:
         """Return the settings of a compilation; int8 activations are in products with quantised weights only."""
@@ -124,35 +124,36 @@ class OpenVINOExecutable:
     """A compiled model, and the arrays that it may read in place."""
 
     def __init__(
-        self, compiled: Any, names: tuple[Sequence[str], Sequence[str]], held: Sequence[np.ndarray], where: str
+        self, compiled: Any, names: tuple[Sequence[str], Sequence[str]], arrays: Sequence[np.ndarray], where: str
     ):
         self.compiled = compiled
-        self.bound_arrays = held
+        self.bound_arrays = arrays
         self.where = where
-        # In the engine's order: compiled, a value that is two outputs has the names of both.
+        # In the engine's order, as a compiled value that is two outputs has the names of both.
         self.inputs = {name: _declared(value) for name, value in zip(names[0], compiled.inputs, strict=True)}
         self.outputs = {name: _declared(value) for name, value in zip(names[1], compiled.outputs, strict=True)}
 
     def prepare(self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> Run:
         request = self.compiled.create_infer_request()
-        for given, declared, place in (
-            (inputs, self.inputs, request.set_input_tensor),
-            (outputs, self.outputs, request.set_output_tensor),
-        ):
-            check_bound(given, declared, self.where)
-            for index, name in enumerate(declared):
-                place(index, tensor_on(given[name]))
+        check_bound(inputs, self.inputs, self.where)
+        check_bound(outputs, self.outputs, self.where)
+        for index, name in enumerate(self.inputs):
+            request.set_input_tensor(index, tensor_on(inputs[name]))
+        for index, name in enumerate(self.outputs):
+            request.set_output_tensor(index, tensor_on(outputs[name]))
         infer = request.infer
 
-        def call(held: object = (*inputs.values(), *outputs.values())) -> None:
-            """Run the model; `held` keeps the memory alive: a request holds addresses."""
+        def call(buffers: object = (*inputs.values(), *outputs.values())) -> None:
+            """Run the model; `buffers` keeps the memory alive: a request has addresses only."""
             infer(share_outputs=True)
 
         return call
 
 
 def _declared(value: Any) -> Declared:
-    shape = [dim.get_length() if dim.is_static else "any" for dim in value.partial_shape]
+    shape = list[int | str]()
+    for dim in value.partial_shape:
+        shape.append(dim.get_length() if dim.is_static else "any")
     return Declared(named_dtype(type_name(value.element_type)), shape)
 
 

@@ -1,4 +1,4 @@
-"""Which precisions the CPU here computes in, asked without the library."""
+"""The precisions that the CPU here computes in, found without loading the library."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ def why_not(precision: str) -> str | None:
     """Return why the CPU here does not compute in a precision; None where it does."""
     if precision != "bf16":
         return None
-    flags = describe_cpu()["isa"]
-    return (
-        None if any(flag in flags for flag in _BF16) else "needs bf16 in the CPU (avx512_bf16 or amx_bf16), found none"
-    )
+    if not set(_BF16).isdisjoint(describe_cpu()["isa"]):
+        return None
+    return "needs bf16 in the CPU (avx512_bf16 or amx_bf16), found none"

@@ -27,7 +27,7 @@ _opset = openvino.opset13
 
 
 def convert(graph: onnx.ModelProto, where: str) -> Any:
-    """Return the graph as a model of OpenVINO. Raises CheckError where it is refused."""
+    """Return the graph as a model of OpenVINO. Raises CheckError if OpenVINO rejects it."""
     from lockstep.backends.openvino.passes import rewrite  # the toolkit is needed only where engines are built
 
     try:
@@ -48,11 +48,11 @@ def convert(graph: onnx.ModelProto, where: str) -> Any:
 
 def to_bytes(model: Any, folder: Path) -> bytes:
     """Return the engine's bytes; renames the model's nodes. folder: for files that are deleted afterwards."""
-    for number, node in enumerate(model.get_ordered_ops()):  # OpenVINO counts in names what the process made before
+    for number, node in enumerate(model.get_ordered_ops()):  # OpenVINO's names count the nodes of the whole process
         node.set_friendly_name(f"{node.get_type_name()}_{number}")
     archive = io.BytesIO()
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".ir.", suffix=".tmp") as made:
-        paths = [Path(made) / name for name in (XML, BIN)]
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".ir.", suffix=".tmp") as folder_of_files:
+        paths = [Path(folder_of_files) / name for name in (XML, BIN)]
         openvino.serialize(model, *map(str, paths))
         with zipfile.ZipFile(archive, "w", zipfile.ZIP_STORED) as file:
             for path in paths:
@@ -83,7 +83,7 @@ def _name_outputs(model: Any, names: Sequence[str]) -> None:
 
 
 def _join_transposes(model: Any) -> None:
-    """Let products read weights as they lie: a transposed copy of each would be made otherwise."""
+    """Let products read weights in their layout; otherwise OpenVINO copies each, transposed."""
     for node in model.get_ordered_ops():
         if node.get_type_name() != "MatMul" or node.get_attributes()["transpose_b"]:
             continue

@@ -1,7 +1,7 @@
 """The one import of OpenVINO, which sends nothing, and names of its element types.
 
-Importing `openvino` reports the import to Google Analytics where the package `openvino-telemetry` is installed, which
-pip brings along. It is kept from being found; OpenVINO then has a stub of its own in its place.
+Importing `openvino` reports the import to Google Analytics if the package `openvino-telemetry` is installed, which is
+one of its dependencies. This module hides that package from the import; OpenVINO then uses a stub.
 """
 
 from __future__ import annotations
@@ -40,27 +40,28 @@ CORE = openvino.Core()
 
 
 def type_name(kind: Any) -> str:
-    """Return the name of an element type in graphs and NumPy; OpenVINO's own where they have none."""
+    """Return the name of an element type in graphs and NumPy, or OpenVINO's name if they have none."""
     return _NAMES.get(kind.to_string(), kind.to_string())
 
 
 def tensor_on(array: np.ndarray, shape: list[int] | None = None, kind: Any = None) -> Any:
-    """Return a tensor on the memory of a contiguous array; shape, kind: of the same bytes, if not the array's."""
-    plain = array.view(np.uint16) if array.dtype.name == "bfloat16" else array  # a type that OpenVINO does not know
-    return openvino.Tensor(
-        plain, openvino.Shape(shape or list(array.shape)), kind if kind is not None else TYPES[array.dtype.name]
-    )
+    """Return a tensor on the memory of a contiguous array; shape, kind: of the tensor, if not the array's."""
+    if kind is None:
+        kind = TYPES[array.dtype.name]
+    if array.dtype.name == "bfloat16":  # an array type that OpenVINO does not accept
+        array = array.view(np.uint16)
+    return openvino.Tensor(array, openvino.Shape(shape or list(array.shape)), kind)
 
 
 def one_line(error: Exception) -> str:
-    """Return what OpenVINO says, without its source lines."""
+    """Return OpenVINO's message, without the lines that name its sources."""
     lines = [line.strip() for line in str(error).splitlines()]
-    kept = [line for line in lines if line and not line.startswith(("Exception from", "Check '"))]
-    return " ".join(kept or lines)
+    message_lines = [line for line in lines if line and not line.startswith(("Exception from", "Check '"))]
+    return " ".join(message_lines or lines)
 
 
 def replace(old: Any, new: Any) -> None:
-    """Let all that reads the output `old` read `new`, under its names."""
+    """Let all readers of the output `old` read `new`, which takes its names."""
     new.set_names(old.get_names())
     for target in list(old.get_target_inputs()):
         target.replace_source_output(new)

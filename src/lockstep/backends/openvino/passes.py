@@ -1,6 +1,6 @@
 """The passes over a graph before OpenVINO reads it.
 
-In: a graph. Out: one of plain products, whose weights are full ones, and the quantised weights that they stand for.
+In: a graph. Out: one of plain products with full weights, and the quantised weights to replace these by.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from lockstep.onnx_tools.values import attribute, is_linear, is_transposed, requ
 
 
 def rewrite(model: onnx.ModelProto, where: str) -> tuple[onnx.ModelProto, list[Weight]]:
-    """Return the graph that OpenVINO is given, and its quantised weights. where: the file, for messages."""
+    """Return the graph for OpenVINO, and its quantised weights. where: the file, for messages."""
     expand = ExpandWeights(where)
     return run_passes(model, GroupExperts(), Int8Products(), expand, PlainProducts()), expand.weights
 
 
 @dataclass(frozen=True)
 class Weight(IntegerWeight):
-    """full: the input that stands for the weight until `compress`. is_mxfp4: it is codes and shared exponents."""
+    """full: the input that `compress` replaces by the weight. is_mxfp4: it is codes and shared exponents."""
 
     full: str
     is_mxfp4: bool = False
@@ -73,7 +73,9 @@ class ExpandWeights(Pass):
 
 def _decoded(branch: list[ir.Node]) -> IntegerWeight:
     """Return the weight that a product of `group_experts` decodes, from codes [rows, num_groups, 16]."""
-    inputs = [value for inner in branch for value in inner.inputs if value is not None and value.is_graph_input()]
+    inputs = list[ir.Value]()
+    for node in branch:
+        inputs += [value for value in node.inputs if value is not None and value.is_graph_input()]
     data, scales = sorted(inputs, key=lambda value: -len(sizes_of(value)))
     rows, groups, size = sizes_of(data)
     return IntegerWeight(data, scales, rows, groups * size * 2, size * 2, 4)

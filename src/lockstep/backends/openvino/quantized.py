@@ -1,11 +1,11 @@
 """Products with quantised weights, as OpenVINO's compressed weights.
 
 In: a model whose products read full weights, as inputs (passes.py); out: one that reads quantised weights. OpenVINO
-knows a product whose weight is integers, less their zero point, times scales, and keeps the integers as they are; the
-zero point has to be of their type. With int8 activations such a product is fast and exact but for them (the plugin's
-dynamic quantisation), so activations are cut in two int8 parts, as ONNX Runtime's backend does. Both parts of a row are
-two rows at least: one alone has a kernel of its own, which gives other bits. MXFP4 is a pair of types that products
-read, too; activations stay as they are there.
+recognises a product whose weight is (integers - zero point) * scales, and keeps the integers in memory; the zero point
+must have their type. With int8 activations (the plugin's dynamic quantisation) such a product is fast, and exact but
+for the rounding of activations, so these are cut into two int8 parts, as in ONNX Runtime's backend. The parts of one
+row are two rows, which matters: OpenVINO has a special kernel for a single row, with other bits. Products also read
+MXFP4, as a pair of types; activations are not cut there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _opset = openvino.opset13
 
 
 def compress(model: Any, weights: list[Weight]) -> None:
-    """Put integers and scales, inputs of the slots' names, in the place of the full weights."""
+    """Replace the full weights by integers and scales, inputs with the slots' names."""
     inputs = {parameter.output(0).get_any_name(): parameter for parameter in model.get_parameters()}
     for weight in weights:
         full = inputs[weight.full]

@@ -1,8 +1,8 @@
 """The TensorRT backend on NVIDIA GPUs, one a rank.
 
 Engine: an engine plan whose weights are inputs, less than a megabyte. The RoPE of an attention variant with fused
-attention is no engine plan: it is read out of its graph (rope_tables.py), which lies beside the engine plans, and runs
-on the host.
+attention is no engine plan: it is read from its graph (rope_tables.py), a file next to the engine plans, and runs on
+the host.
 
 One builder and one timing cache serve all graphs that an instance builds: layers that two graphs share are timed once.
 """
@@ -76,11 +76,11 @@ class TensorRTBackend(GpuBackend):
     def default_options(self) -> dict[str, Any]:
         """Return the build options as they are recorded.
 
-        tactic_sources: None takes the library's own. Limits: what the profiles are made for. compiler_flags: there only
-        where the user has set some.
+        tactic_sources: None: the library's choice. Limits: of the optimization profiles. compiler_flags: only if the
+        user has set some.
         """
         flags = " ".join(os.environ.get(_COMPILER_FLAGS, "").split())
-        return {
+        options: dict[str, Any] = {
             "fuse_projections": True,
             "workspace_mb": 4096,
             "optimization_level": 4,
@@ -88,28 +88,28 @@ class TensorRTBackend(GpuBackend):
             "tactics": "free",
             "attention": "fused",
             **{name: getattr(Limits(), name) for name in LIMITS},
-            **({"compiler_flags": flags} if flags else {}),
         }
+        if flags:
+            options["compiler_flags"] = flags
+        return options
 
     def options_key(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the options without the mode of tactics: `keeps` holds engines to the record itself."""
+        """Return the options without the mode of tactics: `keeps` compares engines with the record."""
         return {key: value for key, value in options.items() if key != "tactics"}
 
     def graphs(self, assembly: Assembly, options: Mapping[str, Any]) -> Iterator[tuple[str, GraphFile]]:
         """Yield the engine names and graphs of an assembly: see `Backend.graphs`.
 
         Of attention variants that fused attention can run, only RoPE is needed. Blocks that take adapters are built
-        twice: with the adapters' first products as rows of weights, and without room for adapters. Raises InputError
-        for unknown values of options.
+        twice: with the adapters' first products as rows of weights, and without adapter inputs. Raises InputError for
+        unknown values of options.
         """
         if options.get("attention") not in _ATTENTIONS:
             raise InputError(f"attention: expected one of {', '.join(_ATTENTIONS)}, found {options.get('attention')!r}")
         check_state_mixers(assembly, "backend tensorrt")
-        fused = {
-            name
-            for name, variant in assembly.variants.items()
-            if options["attention"] == "fused" and not why_not_fused(variant, assembly.dtype)
-        }
+        fused = set[str]()
+        if options["attention"] == "fused":
+            fused |= {name for name, variant in assembly.variants.items() if not why_not_fused(variant, assembly.dtype)}
         for name, graph in with_fused_attention(assembly, fused):
             yield name, with_rows(assembly, name, graph)
         yield from base_graphs(assembly)
@@ -159,7 +159,7 @@ class TensorRTBackend(GpuBackend):
     def _engine(
         self, model: onnx.ModelProto, level: int, options: Mapping[str, Any], tactics: Tactics, where: str
     ) -> tuple[Any, bytes, list[Layer]]:
-        """Return configuration (with the timing cache), plan and layers of an engine held to the graph."""
+        """Return configuration (with the timing cache), plan and layers of an engine that agrees with its graph."""
         # The toolkit is needed only where engines are built.
         from lockstep.backends.tensorrt.fp32_sums import Fp32Sums
         from lockstep.onnx_tools.toolkit import run_passes

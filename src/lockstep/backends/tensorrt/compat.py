@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 Version = tuple[int, int]
 
 # "The timing cache will not be used!", "The incoming cache will not be used!", "Timing cache ... mismatch", "Failed to
-# deserialize timing cache. Returning an empty timing cache.": only said, as an error or a warning, while the build goes
-# on.
+# deserialize timing cache. Returning an empty timing cache.": only logged, as an error or a warning, while the build
+# continues.
 REFUSED_CACHE = re.compile(
     r"timing cache.*(not be used|mismatch|corrupt|invalid|different|empty)"
     r"|(mismatch|corrupt|invalid|failed to deserialize).*timing cache|incoming cache.*not be used",
@@ -31,7 +31,7 @@ EDITABLE_CACHE = (10, 8)  # the first version whose timing caches have entries t
 
 
 class GraphRefusedError(CheckError):
-    """TensorRT does not build a graph as it is given, or not in its precision."""
+    """TensorRT does not build a graph, or not in its precision."""
 
 
 class Log:
@@ -51,8 +51,8 @@ class Log:
 
     def first_error(self) -> str:
         """Return the first error, else the first warning, on one line."""
-        said = self.errors or self.warnings or ["no message"]
-        return " ".join(said[0].split())
+        messages = self.errors or self.warnings or ["no message"]
+        return " ".join(messages[0].split())
 
 
 class Library:
@@ -158,8 +158,10 @@ class Library:
         self.log.clear()
         parser: trt.OnnxParser = self.api.OnnxParser(network, self.logger())
         if not parser.parse(model):
-            said = " ".join(str(parser.get_error(0)).split()) if parser.num_errors else self.log.first_error()
-            raise CheckError(f"{where}: {self.title} cannot read this graph: {said}")
+            message = self.log.first_error()
+            if parser.num_errors:
+                message = " ".join(str(parser.get_error(0)).split())
+            raise CheckError(f"{where}: {self.title} cannot read this graph: {message}")
         return parser
 
     def tactic_source_names(self) -> list[str]:
@@ -175,14 +177,14 @@ class Library:
         config.profiling_verbosity = self.api.ProfilingVerbosity.DETAILED
         config.clear_flag(self.api.BuilderFlag.TF32)
         if tactic_sources is not None:
-            known = self.api.TacticSource.__members__
-            unknown = sorted(set(tactic_sources) - {name.lower() for name in known})
+            sources = self.api.TacticSource.__members__
+            unknown = sorted(set(tactic_sources) - {name.lower() for name in sources})
             if unknown:
                 raise InputError(
                     f"tactic_sources: expected some of {', '.join(self.tactic_source_names())} (TensorRT "
                     f"{self.api.__version__}), found {', '.join(unknown)}"
                 )
-            config.set_tactic_sources(sum(1 << int(known[name.upper()]) for name in set(tactic_sources)))
+            config.set_tactic_sources(sum(1 << int(sources[name.upper()]) for name in set(tactic_sources)))
         return config
 
     def add_profile(
@@ -203,43 +205,47 @@ class Library:
     def network_types(self, network: trt.INetworkDefinition) -> dict[str, str]:
         """Return {tensor: dtype} of all that a strongly typed network reads and computes."""
         dtypes = self._dtypes()
-        found: dict[str, str] = {}
+        types: dict[str, str] = {}
         for number in range(network.num_inputs):
-            given: trt.ITensor = network.get_input(number)
-            found[given.name] = dtypes[given.dtype]
+            value: trt.ITensor = network.get_input(number)
+            types[value.name] = dtypes[value.dtype]
         for number in range(network.num_layers):
             layer: trt.ILayer = network.get_layer(number)
             for i in range(layer.num_outputs):
-                made: trt.ITensor = layer.get_output(i)
-                found[made.name] = dtypes[made.dtype]
-        return found
+                output: trt.ITensor = layer.get_output(i)
+                types[output.name] = dtypes[output.dtype]
+        return types
 
     def network_tensors(
         self, network: trt.INetworkDefinition, profiles: Sequence[trt.IOptimizationProfile]
     ) -> list[Tensor]:
         """Return `tensors` of the engine that will be built of a network."""
         dtypes = self._dtypes()
-        found: list[Tensor] = []
+        tensors: list[Tensor] = []
         for i in range(network.num_inputs):
-            given: trt.ITensor = network.get_input(i)
-            shape = tuple(given.shape)
-            name = given.name
+            value: trt.ITensor = network.get_input(i)
+            shape = tuple(value.shape)
+            name = value.name
             bounds: list[tuple[tuple[int, ...], ...]] = []
             for number in range(len(profiles)):
                 profile: trt.IOptimizationProfile = profiles[number]
-                sizes = profile.get_shape(name) if -1 in shape else (shape,) * 3
-                bounds += [tuple(map(tuple, sizes))]
-            found.append(Tensor(name, True, named_dtype(dtypes[given.dtype]), shape, tuple(bounds)))
+                if -1 in shape:
+                    bounds.append(tuple(map(tuple, profile.get_shape(name))))
+                else:
+                    bounds.append((shape, shape, shape))
+            tensors.append(Tensor(name, True, named_dtype(dtypes[value.dtype]), shape, tuple(bounds)))
         for number in range(network.num_outputs):
-            made: trt.ITensor = network.get_output(number)
-            found.append(Tensor(made.name, False, named_dtype(dtypes[made.dtype]), tuple(made.shape), ()))
-        return found
+            output: trt.ITensor = network.get_output(number)
+            tensors.append(Tensor(output.name, False, named_dtype(dtypes[output.dtype]), tuple(output.shape), ()))
+        return tensors
 
     def create_timing_cache(self, config: trt.IBuilderConfig, data: bytes) -> trt.ITimingCache | None:
         """Return a timing cache, empty or of serialized bytes, for several configurations; None if refused."""
         self.log.clear()
         cache: trt.ITimingCache | None = config.create_timing_cache(data)
-        return None if self.log.first(REFUSED_CACHE) else cache
+        if self.log.first(REFUSED_CACHE):
+            return None
+        return cache
 
     def has_editable_cache(self) -> bool:
         """Return whether entries of timing caches can be read: which tactic was chosen for what."""
@@ -263,11 +269,11 @@ class Library:
         if not self.has_editable_cache():
             return {}
         cache: trt.ITimingCache = config.get_timing_cache()
-        found = {}
+        tactics = {}
         for key in cache.queryKeys():
             value: trt.TimingCacheValue = cache.query(key)
-            found[str(key)] = f"0x{value.tacticHash:016x}"
-        return dict(sorted(found.items()))
+            tactics[str(key)] = f"0x{value.tacticHash:016x}"
+        return dict(sorted(tactics.items()))
 
     def build_plan(
         self, builder: trt.Builder, network: trt.INetworkDefinition, config: trt.IBuilderConfig, where: str
@@ -277,9 +283,9 @@ class Library:
         memory: trt.IHostMemory | None = builder.build_serialized_network(network, config)
         if memory is None:
             raise GraphRefusedError(f"{where}: {self.title} cannot build this graph: {self.log.first_error()}")
-        if said := self.log.first(REFUSED_CACHE):
+        if message := self.log.first(REFUSED_CACHE):
             raise CheckError(
-                f"{where}: {self.title} refuses the timing cache: {said}; delete timing.cache and build again"
+                f"{where}: {self.title} refuses the timing cache: {message}; delete timing.cache and build again"
             )
         return bytes(memory)
 
@@ -302,25 +308,26 @@ class Library:
     def tensors(self, engine: trt.ICudaEngine) -> list[Tensor]:
         """Return all inputs and outputs of an engine."""
         dtypes = self._dtypes()
-        found: list[Tensor] = []
+        tensors: list[Tensor] = []
         for number in range(engine.num_io_tensors):
             name = engine.get_tensor_name(number)
             is_input = engine.get_tensor_mode(name) == self.api.TensorIOMode.INPUT
-            profiles = range(engine.num_optimization_profiles) if is_input else ()
-            bounds = tuple(tuple(map(tuple, engine.get_tensor_profile_shape(name, profile))) for profile in profiles)
+            bounds: list[tuple[tuple[int, ...], ...]] = []
+            if is_input:
+                for profile in range(engine.num_optimization_profiles):
+                    bounds.append(tuple(map(tuple, engine.get_tensor_profile_shape(name, profile))))
             dtype = named_dtype(dtypes[engine.get_tensor_dtype(name)])
             shape = tuple(engine.get_tensor_shape(name))
-            found.append(Tensor(name, is_input, dtype, shape, bounds))
-        return found
+            tensors.append(Tensor(name, is_input, dtype, shape, tuple(bounds)))
+        return tensors
 
     def num_profiles(self, engine: trt.ICudaEngine) -> int:
         return engine.num_optimization_profiles
 
-    def create_context(self, engine: trt.ICudaEngine, where: str, own: bool) -> trt.IExecutionContext:
-        """Return a context without scratch memory of its own.
+    def create_context(self, engine: trt.ICudaEngine, where: str, fixed_shapes: bool) -> trt.IExecutionContext:
+        """Return a context without scratch memory: `set_device_memory` before it runs.
 
-        Give it some with `set_device_memory` before it runs. own: its shapes will not change once they are set. Raises
-        CheckError where TensorRT makes none.
+        fixed_shapes: its shapes will not change once they are set. Raises CheckError where TensorRT creates none.
         """
         self.log.clear()
         context = engine.create_execution_context(self.api.ExecutionContextAllocationStrategy.USER_MANAGED)

@@ -22,20 +22,24 @@ def check_contract(tensors: Sequence[Tensor], model: onnx.ModelProto, profiles: 
     _check_names("outputs", model.graph.output, engine_outputs, where)
     # Where the first profile has one size, TensorRT gives that size for the dynamic dimensions of outputs, which cannot
     # be checked then.
-    one_size = any(smallest == largest for profile in profiles[:1] for smallest, _, largest in profile.values())
+    one_size = bool(profiles) and any(smallest == largest for smallest, _, largest in profiles[0].values())
     pairs = [(value, engine_inputs[value.name]) for value in model.graph.input]
     pairs += [(value, engine_outputs[value.name]) for value in model.graph.output]
     for value, tensor in pairs:
         tensor_type = value.type.tensor_type
         dtype = dtype_name(tensor_type.elem_type)
-        shape = tuple(-1 if dim.dim_param else dim.dim_value for dim in tensor_type.shape.dim)
-        engine_shape = tensor.shape
-        if one_size and not tensor.is_input and len(engine_shape) == len(shape):
-            engine_shape = tuple(-1 if size == -1 else engine_size for size, engine_size in zip(shape, engine_shape))
+        shape = [dim.dim_value for dim in tensor_type.shape.dim]
+        engine_shape = list(tensor.shape)
+        has_rank = len(engine_shape) == len(shape)
+        for axis, dim in enumerate(tensor_type.shape.dim):
+            if dim.dim_param:
+                shape[axis] = -1
+                if one_size and not tensor.is_input and has_rank:
+                    engine_shape[axis] = -1
         if (tensor.dtype.name, engine_shape) != (dtype, shape):
+            side = "input" if tensor.is_input else "output"
             raise CheckError(
-                f"{where}: {'input' if tensor.is_input else 'output'} {tensor.name}: expected {dtype} "
-                f"{list(shape)} as in the assembly, "
+                f"{where}: {side} {tensor.name}: expected {dtype} {shape} as in the assembly, "
                 f"found {tensor.dtype.name} {list(tensor.shape)}"
             )
         if tensor.is_input:
@@ -74,11 +78,11 @@ def tensor_types(model: onnx.ModelProto) -> Mapping[str, str]:
     return {name: dtype_name(element) for name, (element, _) in typed_values(model).items()}
 
 
-def check_types(found: Mapping[str, str], types: Mapping[str, str], where: str) -> None:
+def check_types(actual: Mapping[str, str], types: Mapping[str, str], where: str) -> None:
     """Raise GraphRefusedError for a tensor of another dtype than in the graph; the parser may add others."""
-    wrong = [name for name in found if name in types and found[name] != types[name]]
+    wrong = [name for name in actual if name in types and actual[name] != types[name]]
     if wrong:
         raise GraphRefusedError(
-            f"{where}: tensor {wrong[0]}: expected {types[wrong[0]]} as in the graph, found {found[wrong[0]]}; the "
+            f"{where}: tensor {wrong[0]}: expected {types[wrong[0]]} as in the graph, found {actual[wrong[0]]}; the "
             f"engine would not be of this precision"
         )

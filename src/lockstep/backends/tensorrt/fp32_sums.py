@@ -1,10 +1,10 @@
 """Have TensorRT accumulate products of fp16 numbers in fp32.
 
-In a strongly typed network a product takes the type of its factors, for its sums too: TensorRT has kernels for fp16
-that accumulate in fp16. Between casts of both factors to fp32 and of the result to fp16 it is taken as a kernel on fp16
-factors that accumulates in fp32 (as Torch-TensorRT's `use_fp32_acc`). The numbers are those of the graph: casts to fp32
-are exact, and the result is rounded once, as before. A bias is added in fp16 behind the casts: with an addition between
-product and cast TensorRT 10.6 takes a kernel on fp32 factors.
+In a strongly typed network a product and its accumulator have the type of its factors: TensorRT has kernels for fp16
+that accumulate in fp16. Between casts of both factors to fp32 and of the result to fp16 it becomes a kernel with fp16
+factors that accumulates in fp32 (as Torch-TensorRT's `use_fp32_acc`). This keeps the graph's numbers: casts to fp32 are
+exact, and the result is rounded once, as before. A bias is added in fp16 after the casts: with an addition between
+product and cast TensorRT 10.6 chooses a kernel with fp32 factors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PRODUCTS = ("MatMul", "Gemm")
 
 
 class Fp32Sums(Pass):
-    """Put fp16 products in fp32 between casts."""
+    """Compute fp16 products in fp32, between casts."""
 
     def call(self, model: ir.Model) -> PassResult:
         graph = model.graph

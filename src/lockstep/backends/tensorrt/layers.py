@@ -20,14 +20,14 @@ from lockstep.backends.tensorrt.compat import GraphRefusedError
 from lockstep.errors import CheckError
 
 # Names that TensorRT makes from addresses: hexadecimal, or decimal of that size. Longer ones are hashes of contents,
-# which do say what was chosen.
+# which do identify the choice.
 _POINTER = re.compile(r"0x[0-9a-fA-F]{6,16}(?![0-9a-fA-F])|(?<![0-9])[0-9]{13,20}(?![0-9])")
 # Names that the compiler numbers.
 _COUNTED = re.compile(r"__mye\d+")
 _PRODUCT = re.compile(r"gemm|matmul|matrix_?multiply|xmma|cutlass|cublas|_mha", re.IGNORECASE)
-# A kernel that the compiler has made for the graph, named by what it computes: Fc is a product with weights.
+# A kernel that the compiler generated for the graph, named after its operators: Fc is a product with weights.
 _GENERATED_PRODUCT = re.compile(r"__myl_[A-Za-z]*Fc")
-# kinds that hold other operators too, which may read fp32 by right
+# kinds with other operators too, which may read fp32 in a half-precision graph
 _FUSED = re.compile(r"^(kgen|fusion|myelin)", re.IGNORECASE)
 _FP32_TACTIC = re.compile(r"sgemm|f32f32_f32f32|tf32|s1688gemm(?!_f16|_bf16)", re.IGNORECASE)
 # Kernels that accumulate products of fp16 in fp16: types of both factors, of the result and the accumulator; or the
@@ -70,10 +70,9 @@ def read_layers(text: str, where: str) -> list[Layer]:
         entries = json.loads(text, strict=False)["Layers"]
         return [_layer(entry) for entry in entries]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        found = f"{type(error).__name__}: {error}"
         raise CheckError(
             f"{where}: expected the layers of the engine in detail from TensorRT's inspector, "
-            f"found {found}; please report it"
+            f"found {type(error).__name__}: {error}; please report it"
         ) from None
 
 
@@ -108,14 +107,14 @@ class ChosenLayer(JsonObject):
     @property
     def text(self) -> str:
         """Return the tactic and the formats, as messages name them."""
-        return ", ".join([f"tactic {self.tactic or 'of its own'}", *dict.fromkeys(self.formats)])
+        return ", ".join([f"tactic {self.tactic or 'without a name'}", *dict.fromkeys(self.formats)])
 
 
 def fingerprint(layers: Sequence[Layer]) -> list[ChosenLayer]:
     """Return what was chosen, layer by layer in the engine's order.
 
-    What is made from pointers is left out of names and tactics. A fused region is known by its input and output
-    tensors, in whatever order they are listed: TensorRT names it by two of its nodes, not always the same.
+    Pointers are left out of names and tactics. A fused region is identified by its input and output tensors, in any
+    order: TensorRT names it by two of its nodes, not always the same ones.
     """
     return [
         ChosenLayer(*_name_and_formats(layer), layer.kind, _without_pointers_in_name(layer.tactic)) for layer in layers
@@ -125,8 +124,8 @@ def fingerprint(layers: Sequence[Layer]) -> list[ChosenLayer]:
 def _name_and_formats(layer: Layer) -> tuple[str, tuple[str, ...]]:
     if not layer.is_fused_region:
         return without_pointers(layer.name), tuple(text for _, text in (*layer.inputs, *layer.outputs))
-    sides = {"from": layer.inputs, "to": layer.outputs}
-    boundary = [f"{side} {without_pointers(name)}: {text}" for side, tensors in sides.items() for name, text in tensors]
+    boundary = [f"from {without_pointers(name)}: {text}" for name, text in layer.inputs]
+    boundary += [f"to {without_pointers(name)}: {text}" for name, text in layer.outputs]
     outputs = sorted(without_pointers(name) for name, _ in layer.outputs)
     return f"fused region that gives {', '.join(outputs)}", tuple(sorted(boundary))
 
@@ -139,19 +138,21 @@ def _without_pointers_in_name(tactic: str) -> str:
     """Return a tactic without pointers in its name; its value, a hash that looks like a pointer, stays."""
     name, space, value = tactic.rpartition(" ")
     is_hash = re.fullmatch("0x[0-9a-fA-F]+", value)
-    return f"{without_pointers(name)}{space}{value}" if is_hash else without_pointers(tactic)
+    if not is_hash:
+        return without_pointers(tactic)
+    return f"{without_pointers(name)}{space}{value}"
 
 
-def differences(recorded: Sequence[ChosenLayer], found: Sequence[ChosenLayer], where: str) -> Iterator[str]:
+def differences(recorded: Sequence[ChosenLayer], chosen: Sequence[ChosenLayer], where: str) -> Iterator[str]:
     """Yield a line for each layer with another tactic or formats; one for other layers is the last."""
-    for old, new in zip(recorded, found):
+    for old, new in zip(recorded, chosen):
         if old.name != new.name:
             yield (f"{where}: expected layer {old.name} ({old.text}) as recorded, found layer {new.name} ({new.text})")
             return
         if old != new:
             yield f"{where}: layer {old.name}: expected {old.text} as recorded, found {new.text}"
-    if len(recorded) != len(found):
-        yield f"{where}: expected {len(recorded)} layers as recorded, found {len(found)}"
+    if len(recorded) != len(chosen):
+        yield f"{where}: expected {len(recorded)} layers as recorded, found {len(chosen)}"
 
 
 def datatype(text: str) -> str | None:
@@ -162,37 +163,40 @@ def datatype(text: str) -> str | None:
 def check_precision(layers: Sequence[Layer], model: onnx.ModelProto, types: Mapping[str, str], where: str) -> None:
     """Raise GraphRefusedError for fp32 where the graph has half precision.
 
-    A layer's tensors or its product are in fp32 then. Raises CheckError where the graph has matrix products, and the
-    engine has no layers or none that tells a type. types: {tensor of the graph: dtype}. What is compared with the graph
-    is every tensor of it that a layer reads or writes, and the factors and tactics of matrix products: a product's
-    other inputs (alpha, beta and what is added) may be fp32. Of a kernel that is generated for the graph it is not told
-    which inputs are the factors: one at least must be of half precision.
+    Compared with the graph are all of its tensors that a layer reads or writes, and the factors and tactics of matrix
+    products: a product's other inputs (alpha, beta and the bias) may be fp32. The inspector does not say which inputs
+    of a generated kernel are the factors: at least one must have half precision. types: {tensor of the graph: dtype}.
+
+    Raises CheckError where the graph has matrix products, and the engine has no layers or none with a type.
     """
     products = {node.output[0]: node.name for node in model.graph.node if node.op_type in ("MatMul", "Gemm")}
-    wanted = {types[tensor] for tensor in products if tensor in types}
+    product_types = {types[tensor] for tensor in products if tensor in types}
     if products and not layers:
         raise CheckError(
             f"{where}: expected layers, among them the matrix product {next(iter(products.values()))}; found none"
         )
-    tensors = [text for layer in layers for _, text in (*layer.inputs, *layer.outputs)]
-    if products and not any(map(datatype, tensors)):
+    formats = list[str]()
+    for layer in layers:
+        formats += [text for _, text in (*layer.inputs, *layer.outputs)]
+    if products and not any(map(datatype, formats)):
         raise CheckError(
             f"{where}: expected the datatypes of tensors from TensorRT's inspector, found none in {len(layers)} "
             "layers; please report it"
         )
-    half = wanted and wanted <= set(_HALVES)
+    half = product_types and product_types <= set(_HALVES)
     for layer in layers:
         for tensor, text in (*layer.inputs, *layer.outputs):
             expected = types.get(tensor)
-            found = datatype(text)
-            if expected in _HALVES and found == "float32":
+            if expected in _HALVES and datatype(text) == "float32":
                 wrong = f"tensor {tensor}: expected {expected} as in the graph, found {text}"
                 raise GraphRefusedError(f"{where}: layer {layer.name}: {wrong}; the engine is not of this precision")
         if half and layer.is_product and (_reads_fp32(layer) or _FP32_TACTIC.search(layer.tactic)):
-            wrong = f"expected a matrix product in {'/'.join(sorted(wanted))} as in the graph"
-            found = " on ".join(filter(None, (f"tactic {layer.tactic}", ", ".join(text for _, text in layer.inputs))))
+            wrong = f"expected a matrix product in {'/'.join(sorted(product_types))} as in the graph"
+            actual = f"tactic {layer.tactic}"
+            if layer.inputs:
+                actual += " on " + ", ".join(text for _, text in layer.inputs)
             raise GraphRefusedError(
-                f"{where}: layer {layer.name}: {wrong}, found {found}; the engine is not of this precision"
+                f"{where}: layer {layer.name}: {wrong}, found {actual}; the engine is not of this precision"
             )
 
 

@@ -38,5 +38,5 @@ class PeakMemory:
                 self.nbytes = max(self.nbytes or 0, self._used() - self._before)
                 if self._stop.wait(_SECONDS):
                     return
-        except CheckError:  # whoever builds meets the same error, and says it
+        except CheckError:  # the build fails with the same error
             self.nbytes = None

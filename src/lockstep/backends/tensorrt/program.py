@@ -33,7 +33,7 @@ def sign_of(dtype: str, stored: str) -> int:
 
 @dataclass(eq=False, slots=True)
 class Context:
-    """An execution context, its scratch memory, and the shapes and addresses set last: to set them costs."""
+    """An execution context, its scratch memory, and the last shapes and addresses: setting them is slow."""
 
     native: Any
     memory: cuda.Array
@@ -51,11 +51,11 @@ class Context:
 
     def point(self, library: Library, addresses: Mapping[str, int]) -> None:
         """Set the addresses of inputs, weights and outputs that differ from the last ones."""
-        known = self.addresses
+        last = self.addresses
         for name, address in addresses.items():
-            if known.get(name) != address:
+            if last.get(name) != address:
                 library.set_tensor_address(self.native, name, address)
-                known[name] = address
+                last[name] = address
 
 
 def first_profile(
@@ -63,16 +63,16 @@ def first_profile(
 ) -> int:
     """Return the first profile, {input: (min, opt, max)}, that takes these shapes. Raises CheckError if none does."""
     for number, bounds in enumerate(profiles):
-        if all(
-            low <= size <= high
-            for name, shape in shapes.items()
-            for low, size, high in zip(bounds[name][0], shape, bounds[name][2])
-        ):
+        if all(_is_between(bounds[name][0], shape, bounds[name][2]) for name, shape in shapes.items()):
             return number
     raise CheckError(
         f"{where}: expected shapes within a profile of the engine, found {dict(shapes)}; raise the limits of the "
         "config and build again"
     )
+
+
+def _is_between(low: Sequence[int], shape: Sequence[int], high: Sequence[int]) -> bool:
+    return all(smallest <= size <= largest for smallest, size, largest in zip(low, shape, high))
 
 
 class TensorRTProgram(GpuProgram):
@@ -130,21 +130,24 @@ class TensorRTProgram(GpuProgram):
 
     def profile_for(self, shapes: Mapping[str, Sequence[int]]) -> int:
         """Return the first profile that takes these input shapes. Raises CheckError where none does."""
-        count = self.library.num_profiles(self.engine)
-        bounds = ({name: self.tensors[name].profiles[profile] for name in shapes} for profile in range(count))
-        return first_profile(bounds, shapes, self.path)
+        profiles = []
+        for number in range(self.library.num_profiles(self.engine)):
+            profiles.append({name: self.tensors[name].profiles[number] for name in shapes})
+        return first_profile(profiles, shapes, self.path)
 
     def context_for(self, shapes: Shapes, exclusive: bool) -> Context:
         """Return a context for these input shapes; exclusive: no other shapes will be set in it."""
         profile = self.profile_for(shapes)
-        key = (profile, tuple(sorted(shapes.items()))) if exclusive else (profile,)
+        key: tuple = (profile,)
+        if exclusive:
+            key = (profile, tuple(sorted(shapes.items())))
         if key not in self._contexts:
             self._contexts[key] = self.new_context(profile, exclusive)
         return self._contexts[key]
 
     def new_context(self, profile: int, exclusive: bool) -> Context:
         """Return a new context of a profile; exclusive: its shapes will not change."""
-        native = self.library.create_context(self.engine, str(self.path), exclusive)
+        native = self.library.create_context(self.engine, str(self.path), fixed_shapes=exclusive)
         scratch = self._scratch.memory
         self.library.set_device_memory(native, scratch.address, scratch.nbytes)
         self.library.set_profile(native, profile, self.device.stream.handle)
@@ -188,8 +191,8 @@ class TensorRTExecutable(GpuExecutable):
         addresses = {name: array.address for name, array in arrays.items()}
         stream = program.device.stream.handle
 
-        def run(context: Context, shapes: Shapes, held: object = arrays) -> None:
-            """Run the engine; `held` keeps the memory alive: a context holds addresses."""
+        def run(context: Context, shapes: Shapes, buffers: object = arrays) -> None:
+            """Run the engine; `buffers` keeps the memory alive: a context has addresses only."""
             context.resize(library, shapes)
             context.point(library, addresses)
             library.enqueue(context.native, stream)

@@ -30,9 +30,8 @@ class TensorRTConfig(Section):
     )
     tactics: Literal["free", "record", "verified"] = Field(
         default="free",
-        description="`record` keeps the timing cache and what was chosen for each layer beside the engines, "
-        "and goes on from them; `verified` builds from "
-        "such a record and fails where anything else is chosen.",
+        description="`record` saves the timing cache and each layer's tactic next to the engines, and reuses them; "
+        "`verified` builds from such a record and fails if TensorRT chooses another tactic.",
     )
     attention: Literal["fused", "traced"] = Field(
         default="fused",

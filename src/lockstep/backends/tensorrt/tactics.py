@@ -1,8 +1,8 @@
-"""The tactics of an engine set: chosen freely, recorded, or held to a record.
+"""The tactics of an engine set: chosen freely, recorded, or compared with a record.
 
-A record lies beside the engines: `timing.cache`, which TensorRT chooses by, and `tactics.json`, what was chosen, layer
-by layer. TensorRT does not promise that the same cache makes the same engine: what was chosen is compared after the
-build, not assumed.
+A record is two files next to the engines: `timing.cache`, from which TensorRT chooses, and `tactics.json`, the choice
+for each layer. TensorRT does not promise that equal caches give equal engines, so the choices are compared after the
+build.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class TacticsRecord(Document):
     cached: Mapping[str, str]
 
 
-def compare(recorded: Sequence[ChosenLayer], found: Sequence[ChosenLayer], where: str) -> None:
-    """Raise CheckError with the first difference between recorded and found layers."""
-    if line := next(differences(recorded, found, where), None):
+def compare(recorded: Sequence[ChosenLayer], chosen: Sequence[ChosenLayer], where: str) -> None:
+    """Raise CheckError with the first difference between recorded and chosen layers."""
+    if line := next(differences(recorded, chosen, where), None):
         raise CheckError(line)
 
 
@@ -70,7 +70,9 @@ class Tactics:
         self.engines: dict[str, RecordedEngine] = {}
         self.cached: dict[str, str] = {}
         self.cache = b""
-        problem = self._read() if mode != "free" else None
+        if mode == "free":
+            return
+        problem = self._read()
         if problem and mode == "verified":
             raise CheckError(f"{problem}; {_AGAIN}")
 
@@ -88,14 +90,13 @@ class Tactics:
             return str(error).partition(";")[0]
         for key in sorted({*record.made_by, *self.made_by}):
             recorded = record.made_by.get(key)
-            found = self.made_by.get(key)
-            if recorded != found:
-                return f"{path}: {key}: expected {_text(found, recorded)}, found {_text(recorded, found)}"
-        if not cache.is_file() or sha256_file(cache) != record.cache_sha256:
-            return (
-                f"{cache}: expected sha256 {record.cache_sha256}, found "
-                f"{'other bytes' if cache.is_file() else 'no file'}"
-            )
+            current = self.made_by.get(key)
+            if recorded != current:
+                return f"{path}: {key}: expected {_text(current, recorded)}, found {_text(recorded, current)}"
+        if not cache.is_file():
+            return f"{cache}: expected sha256 {record.cache_sha256}, found no file"
+        if sha256_file(cache) != record.cache_sha256:
+            return f"{cache}: expected sha256 {record.cache_sha256}, found other bytes"
         self.engines = dict(record.engines)
         self.cached = dict(record.cached)
         self.cache = cache.read_bytes()
@@ -104,10 +105,12 @@ class Tactics:
     def take(self, name: str, graph_sha256: str, layers: Sequence[ChosenLayer], where: str) -> str:
         """Record an engine's choices, or compare them (`verified`: CheckError for a difference); return a digest."""
         if self.mode == "verified":
+            expected = f"{self.folder / RECORD}: expected the tactics of {name}, found"
             recorded = self.engines.get(name)
-            if recorded is None or recorded.graph_sha256 != graph_sha256:
-                found = "none of this engine" if recorded is None else "those of another graph"
-                raise CheckError(f"{self.folder / RECORD}: expected the tactics of {name}, found {found}; {_AGAIN}")
+            if recorded is None:
+                raise CheckError(f"{expected} none of this engine; {_AGAIN}")
+            if recorded.graph_sha256 != graph_sha256:
+                raise CheckError(f"{expected} those of another graph; {_AGAIN}")
             compare(recorded.layers, layers, where)
         self.engines[name] = RecordedEngine(graph_sha256, tuple(layers))
         return self.engines[name].digest

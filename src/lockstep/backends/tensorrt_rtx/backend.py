@@ -2,9 +2,9 @@
 
 Engine: an engine plan whose weights are inputs, the same bytes on every machine.
 
-Nothing is timed when an engine is built: kernels are chosen and compiled where it is loaded. So a build needs no GPU,
-and what is known of an engine without one is what is known of its network: names, types, sizes and profiles are held to
-the graph before the build.
+Nothing is timed when an engine is built: kernels are chosen and compiled where it is loaded. So a build needs no GPU.
+An engine cannot be inspected without one, so names, types, sizes and profiles of its network are compared with the
+graph before the build.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class TensorRTRTXBackend(PortableGpuBackend):
         return self.library.version_text()
 
     def libraries(self, runs: bool) -> dict[str, str]:
-        """Return the version of NVRTC, whose kernels run beside engines; builds use the library alone."""
+        """Return the version of NVRTC, whose kernels run besides engines; builds use the library alone."""
         return {name: version for name, version in super().libraries(runs).items() if name == "nvrtc"}
 
     def default_options(self) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class TensorRTRTXBackend(PortableGpuBackend):
         return {"typing": "strong", "attention": "traced"}
 
     def build(self, graph_path: Path, out_path: Path, options: Mapping[str, Any]) -> Built:
-        """Build an engine in a process of its own: see `compiler`."""
+        """Build an engine in a child process: see `compiler`."""
         if out_path.suffix == _GRAPH:
             build_host_graph(graph_path, out_path, options["max_seq_len"])
             return Built()

@@ -1,11 +1,9 @@
-"""TensorRT-RTX's builder in a process and on a heap of its own.
-
-On that heap its engines are the same bytes everywhere.
+"""TensorRT-RTX's builder in a child process with a monotonic heap, on which engines are the same bytes everywhere.
 
     python -m lockstep.backends.tensorrt_rtx.compiler < requests
 
 In: a line of JSON for each engine, {"graph", "out", "options"}. Out: the engine's file, and a line of JSON on stdout,
-{"error": class and what it is made of} or {}.
+{"error": class and arguments} or {}.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from lockstep.errors import CheckError, InputError, LockstepError
 
 _WORKSPACE = 4 << 30  # bytes that a kernel may use while it runs
 _LEVEL = 3  # TensorRT's default
-_MOST = 8  # engines of one process: each leaves up to 200 MB behind, for nothing is freed
+_MAX_ENGINES = 8  # of one process: each leaks up to 200 MB, as nothing is freed
 _ERRORS = {error.__name__: error for error in (InputError, CheckError, GraphRefusedError, OSError)}
 
 
@@ -48,7 +46,7 @@ class Compiler:
     def build(self, graph: Path, out: Path, options: Mapping[str, Any]) -> None:
         """Build one engine in the other process.
 
-        Raises CheckError where the library refuses the graph, or makes something else of it, and where it ends the
+        Raises CheckError where the library rejects the graph, or its network differs from it, and where it ends the
         process; OSError where the engine cannot be written.
         """
         if self.process is None:
@@ -64,12 +62,12 @@ class Compiler:
             answer = process.stdout.readline()
         except BrokenPipeError:
             answer = ""
-        except BaseException:  # interrupted: what is built now is not wanted
+        except BaseException:  # interrupted: cancel the build
             process.kill()
             self.end()
             raise
         self._built += 1
-        if not answer or self._built == _MOST:
+        if not answer or self._built == _MAX_ENGINES:
             self.end()
         if not answer:
             raise CheckError(
@@ -116,8 +114,8 @@ def _end(process: subprocess.Popen[str]) -> None:
 def build(library: RTXLibrary, graph: Path, out: Path, options: Mapping[str, Any]) -> None:
     """Build one engine in this process.
 
-    Products with quantised weights are rewritten as of `onnx_tools.dequantized`. What the library is given is held to
-    the graph before: names, types, sizes and profiles of inputs and outputs, and the type of each value.
+    Products with quantised weights are rewritten by `onnx_tools.dequantized`. The network is compared with the graph
+    before the build: names, types, sizes and profiles of inputs and outputs, and the type of each value.
     """
     # The toolkit is needed only where engines are built.
     from lockstep.onnx_tools.dequantized import DequantizeProducts
@@ -140,13 +138,13 @@ def build(library: RTXLibrary, graph: Path, out: Path, options: Mapping[str, Any
 
 
 def _check_heap() -> None:
-    """Raise CheckError where this process allocates elsewhere: its engines would be other bytes."""
+    """Raise CheckError where this process allocates on another heap: its engines would be other bytes."""
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p
     if not FIRST <= (libc.malloc(1) or 0) < LAST:
         raise CheckError(
-            "backend tensorrt_rtx: expected a builder on a heap of its own, by LD_PRELOAD and with 128 GiB of "
-            "addresses, found the C library's; raise what limits them (ulimit -v)"
+            "backend tensorrt_rtx: expected a builder with a monotonic heap, by LD_PRELOAD and with 128 GiB of "
+            "addresses, found the C library's heap; raise their limit (ulimit -v)"
         )
 
 

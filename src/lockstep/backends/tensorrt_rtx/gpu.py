@@ -12,11 +12,15 @@ _PORTABLE_BELOW_12 = ("8.0", "8.6", "8.9")
 
 def why_not(built_for: Sequence[str] | None) -> str | None:
     """Return why engines for these compute capabilities (None: portable) cannot run here; None where they can."""
-    wanted = PORTABLE if built_for is None else " or ".join(filter(None, [", ".join(built_for[:-1]), built_for[-1]]))
-    found = compute_capability()
-    if found and runs_on(found, built_for):
+    capability = compute_capability()
+    if capability and runs_on(capability, built_for):
         return None
-    return needs_gpu(wanted, found)
+    if built_for is None:
+        return needs_gpu(PORTABLE, capability)
+    *other_capabilities, last = built_for
+    if other_capabilities:
+        last = f"{', '.join(other_capabilities)} or {last}"
+    return needs_gpu(last, capability)
 
 
 def runs_on(capability: str, built_for: Sequence[str] | None) -> bool:

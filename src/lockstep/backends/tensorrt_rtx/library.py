@@ -1,4 +1,4 @@
-"""TensorRT-RTX behind TensorRT's class; kernels are compiled, and cached, where an engine is loaded."""
+"""TensorRT-RTX with TensorRT's interface; kernels are compiled, and cached, where an engine is loaded."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class RTXLibrary(Library):
         """Build for these ("8.9"); None: the library's own choice, a portable engine."""
         if capabilities is None:
             return
-        known = self.api.ComputeCapability.__members__
+        members = self.api.ComputeCapability.__members__
         config.num_compute_capabilities = len(capabilities)
         for number, capability in enumerate(capabilities):
             self.log.clear()
-            which = known.get(f"SM{capability.replace('.', '')}")
+            which = members.get(f"SM{capability.replace('.', '')}")
             if which is None or not config.set_compute_capability(which, number):
                 raise CheckError(f"{self.title} does not build for compute capability {capability}")
 
@@ -54,18 +54,19 @@ class RTXLibrary(Library):
         """Let the builder use one thread: more would allocate in another order each time."""
         builder.max_threads = 1
 
-    def create_context(self, engine: trt.ICudaEngine, where: str, own: bool) -> trt.IExecutionContext:
+    def create_context(self, engine: trt.ICudaEngine, where: str, fixed_shapes: bool) -> trt.IExecutionContext:
         """Return a context as of TensorRT, with kernels from the runtime cache.
 
-        The cache keeps kernels that are compiled now. A context of its own shapes is captured in a CUDA graph: its
-        kernels are compiled for just them before it runs. For any shape they are compiled in the background, and
-        another kernel runs until then.
+        The cache keeps kernels that are compiled now. A context with fixed shapes is captured in a CUDA graph: its
+        kernels are compiled for these shapes before it runs. For other contexts they are compiled in the background,
+        and a general kernel runs until then.
         """
         self.log.clear()
         config: trt.IRuntimeConfig = engine.create_runtime_config()
         config.set_execution_context_allocation_strategy(self.api.ExecutionContextAllocationStrategy.USER_MANAGED)
         strategies = self.api.DynamicShapesKernelSpecializationStrategy
-        config.dynamic_shapes_kernel_specialization_strategy = strategies.EAGER if own else strategies.LAZY
+        strategy = strategies.EAGER if fixed_shapes else strategies.LAZY
+        config.dynamic_shapes_kernel_specialization_strategy = strategy
         config.set_runtime_cache(self._runtime_cache(config, Path(where).parent))
         context: trt.IExecutionContext | None = engine.create_execution_context(config)
         if context is None:
@@ -73,12 +74,14 @@ class RTXLibrary(Library):
         return context
 
     def _runtime_cache(self, config: trt.IRuntimeConfig, folder: Path) -> trt.IRuntimeCache:
-        """Return a folder's cache of kernels for this GPU, driver and version; a refused one is begun anew."""
+        """Return a folder's cache of kernels for this GPU, driver and version; an empty one if TensorRT rejects it."""
         gpu = gpu_key(describe_gpu(f"backend {self.backend}"))
         path = folder / f"runtime.{sha256_json([self.version_text(), gpu])[:12]}.cache"
         if path not in self._caches:
             cache: trt.IRuntimeCache = config.create_runtime_cache()
-            before = path.read_bytes() if path.is_file() else b""
+            before = b""
+            if path.is_file():
+                before = path.read_bytes()
             if before and not cache.deserialize(before):
                 before = b""
             self._caches[path] = cache
@@ -87,7 +90,7 @@ class RTXLibrary(Library):
 
 
 def _save(path: Path, cache: Any, before: bytes) -> None:
-    """Write a runtime cache at the end of the process; in a folder that cannot be written to nothing is kept."""
+    """Write a runtime cache at the end of the process; ignore a folder that is not writable."""
     data = bytes(cache.serialize())
     if data != before and path.parent.is_dir():
         with contextlib.suppress(OSError, InputError):

@@ -1,13 +1,13 @@
-"""A heap of fixed addresses, on which each allocation lies above the one before.
+"""A heap of fixed addresses, which increase with each allocation.
 
-TensorRT-RTX numbers some of an engine's values in the order of their addresses. The C library's heap gives out again
-what was freed, at addresses that the kernel draws by lot, so that two builds of one graph differ in a few of these
-numbers. On this heap the order of addresses is the order of allocations, which the library's code decides alone: the
-same bytes in every process, Python and machine.
+TensorRT-RTX numbers some of an engine's values in the order of their addresses. The C library's heap reuses freed
+memory, at addresses that the kernel randomizes, so that two builds of one graph differ in a few of these numbers. On
+this heap the order of addresses is the order of allocations, which only the library's code decides: the same bytes in
+every process, Python and machine.
 
-In: nothing. Out: a shared object for LD_PRELOAD, x86-64 and Linux, that has the allocator as machine code of 256 bytes;
-what it stands for is written beside it, in Intel's notation. Nothing is freed: it is for a process that builds some
-engines and ends.
+In: nothing. Out: a shared object for LD_PRELOAD, x86-64 and Linux, with the allocator in 256 bytes of machine code,
+listed below with its assembly in Intel's notation. Nothing is freed: it is for a process that builds some engines and
+ends.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import struct
 
 # `top` is the first free address; 0 before the first allocation, which maps 128 GiB at 0x100000000000 without reserving
-# memory for them. The size stands in front of each allocation. Threads may allocate at once.
+# memory for them. Each allocation is preceded by its size. Threads may allocate at once.
 _LISTING = """
 malloc:
     be10000000            mov esi,0x10
@@ -112,8 +112,8 @@ LAST = FIRST + 0x2000000000
 _EXPORTED = ("malloc", "free", "calloc", "realloc", "memalign", "aligned_alloc", "posix_memalign", "malloc_usable_size")
 _SAME = {"aligned_alloc": "memalign"}
 
-# Where things lie, in the file and in memory: what is read and run, then on a page of its own what is written. The
-# listing's code finds `top` 0x1100 bytes behind its first instruction.
+# Offsets in the file and in memory: read-only code and data, then writable data on another page. The code expects
+# `top` 0x1100 bytes after its first instruction.
 _TEXT = 0x400
 _DYNAMIC = 0x1000
 _TOP = _TEXT + 0x1100
@@ -140,8 +140,9 @@ def shared_object() -> bytes:
     # One bucket, in which each symbol leads to the next.
     table = struct.pack(f"<{3 + count}I", 1, count, count - 1, 0, *range(count - 1))
     start = _HEADER + 4 * _PROGRAM
-    places = [start, start + len(symbols), start + len(symbols) + len(table)]
-    tags = {6: places[0], 11: _SYMBOL, 4: places[1], 5: places[2], 10: len(names), 0: 0}
+    table_offset = start + len(symbols)
+    names_offset = table_offset + len(table)
+    tags = {6: start, 11: _SYMBOL, 4: table_offset, 5: names_offset, 10: len(names), 0: 0}
     dynamic = b"".join(struct.pack("<QQ", tag, value) for tag, value in tags.items())
     head = _headers(_TEXT + len(code), _TOP + 8 - _DYNAMIC, len(dynamic)) + symbols + table + names
     assert len(head) <= _TEXT and _TEXT + len(code) <= _DYNAMIC
@@ -150,7 +151,7 @@ def shared_object() -> bytes:
 
 
 def _assemble() -> tuple[bytes, dict[str, int]]:
-    """Return the listing's machine code, and where each label stands in it."""
+    """Return the listing's machine code, and the offset of each label."""
     code = b""
     labels = {}
     for line in _LISTING.split("\n"):
