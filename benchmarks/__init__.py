@@ -14,7 +14,7 @@ INSIDE = {
     # `__main__`
     "cli.guarded": "`python -m benchmarks` ends with one line on a mistake, as `lockstep` does",
     # `speculation`
-    "runtime.speculative": "drafts, as `lockstep serve` is told of them",
+    "runtime.speculative": "drafts, in the form of `lockstep serve --speculative`",
     # `invariance` and `speculation-gpu`
     "verify.golden.drafted": "drafts with errors planted",
     # `serving` and `throughput`
@@ -25,7 +25,7 @@ INSIDE = {
     "runtime.scheduler": "what the scheduler's share of a step takes",
     "step.pages": "a pool of pages for the scheduler alone",
     # `grammars`
-    "runtime.grammar": "compiling a schema beside steps",
+    "runtime.grammar": "compiling a schema while steps run",
     "runtime.grammar.compiler": "the same",
     # `decode` and `tiny`: exports of shapes and of tiny models, which are no checkpoints.
     "config.packing": "which checkpoints are packed",
@@ -34,12 +34,12 @@ INSIDE = {
     "export.parity": "depths at which a model has all its kinds of layers",
     "export.quiet": "transformers says nothing while it is timed",
     "export.small_configs": "a config as small as its class takes it",
-    "export.torch_model": "transformers' model beside ours",
+    "export.torch_model": "transformers' model to compare with ours",
     "export.tracer": "a model without weights, to see its layers",
     "export.unique_layers": "which layers are alike",
     # On a GPU: weights that are made up, builds and engines looked into.
     "artifacts": "formats of manifests that are made up",
-    "provenance.code_identity": "a row that other code made is made again",
+    "provenance.code_identity": "a row of other code is measured again",
     "manifests.digest_cache": "random weights whose digests are known",
     "artifacts.assembly": "blocks with their weights",
     "artifacts.dtypes": "weights that are made up, by their types",

@@ -48,7 +48,7 @@ def _type(option: Option) -> Any:
     if option.choices:
         return click.Choice(option.choices)
     if option.kind in (int, float):
-        return {int: click.IntRange, float: click.FloatRange}[option.kind](option.least, option.most)
+        return {int: click.IntRange, float: click.FloatRange}[option.kind](option.minimum, option.maximum)
     if option.kind is Path:
         return click.Path(exists=option.exists, path_type=Path)
     return option.kind

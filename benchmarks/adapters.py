@@ -8,6 +8,7 @@ In: a shape, which gets random weights and random adapters of all linear layers.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import tempfile
@@ -28,8 +29,8 @@ from lockstep import Advance, Model, Results
 
 OPTIONS = (
     options.Option("--shape", "A shape, which gets random weights.", "llama-1024x8"), options.BATCHES,
-    options.number("--rank", 16, "Of each adapter.", most=128),
-    options.number("--adapters", 4, "Resident together.", most=64),
+    options.number("--rank", 16, "Of each adapter.", maximum=128),
+    options.number("--adapters", 4, "Resident together.", maximum=64),
     options.THREADS, options.CPU_TIME, options.rounds(), options.WRITE,
 )  # fmt: skip
 _CONTEXT = 64
@@ -59,7 +60,10 @@ def run(
     rank, adapters: of the adapters, and how many. cpu_time: take one thread, and the process's CPU seconds, which other
     work on the machine changes less.
     """
-    threads, clock = (1, time.process_time) if cpu_time else (threads, time.perf_counter)
+    clock = time.perf_counter
+    if cpu_time:
+        threads = 1
+        clock = time.process_time
     os.environ[THREADS_VARIABLE] = str(thread_count(threads))  # of the builds too: a process has one pool
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
@@ -109,9 +113,13 @@ def _make_adapters(
     for number, adapter in enumerate(names):
         random = np.random.default_rng(number)
         tensors = {}
-        for layer, (out, given) in layers.items():
-            tensors[f"base_model.model.{layer}.lora_A.weight"] = random.standard_normal((rank, given), np.float32) / 32
-            tensors[f"base_model.model.{layer}.lora_B.weight"] = random.standard_normal((out, rank), np.float32) / 32
+        for layer, (out_features, in_features) in layers.items():
+            tensors[f"base_model.model.{layer}.lora_A.weight"] = (
+                random.standard_normal((rank, in_features), np.float32) / 32
+            )
+            tensors[f"base_model.model.{layer}.lora_B.weight"] = (
+                random.standard_normal((out_features, rank), np.float32) / 32
+            )
         folder = folders[adapter] = work / adapter
         folder.mkdir()
         save_file(tensors, folder / "adapter_model.safetensors")
@@ -152,22 +160,19 @@ def _steps(
         _ROOM: (model, [None] * batch),
         _EACH: (model, [names[slot % len(names)] for slot in range(batch)]),
     }
-    decode: dict[str, Callable[[], float]] = {
-        way: lambda given=given: _decode(given[0], given[1], clock) for way, given in ways.items()
-    }
-    prompt: dict[str, Callable[[], float]] = {
-        way: lambda given=given: _prompt(given[0], given[1], clock) for way, given in ways.items()
-    }
+    decode = {}
+    prompt = {}
+    for way, (of_way, adapters) in ways.items():
+        decode[way] = functools.partial(_decode, of_way, adapters, clock)
+        prompt[way] = functools.partial(_prompt, of_way, adapters, clock)
     return {"decode_step": _compared(in_turn(decode, rounds)), "prompt": _compared(in_turn(prompt, rounds))}
 
 
 def _compared(times: dict[str, list[float]]) -> dict[str, Any]:
-    return {
-        "seconds": {way: spread(values) for way, values in times.items()},
-        "times_as_long": {
-            way: spread([a / b for a, b in zip(times[way], times[_NONE], strict=True)], 3) for way in (_ROOM, _EACH)
-        },
-    }
+    times_as_long = {}
+    for way in (_ROOM, _EACH):
+        times_as_long[way] = spread([a / b for a, b in zip(times[way], times[_NONE], strict=True)], 3)
+    return {"seconds": {way: spread(values) for way, values in times.items()}, "times_as_long": times_as_long}
 
 
 def _begin(model: Model, adapters: Sequence[str | None], tokens: int) -> np.ndarray:
@@ -179,10 +184,10 @@ def _begin(model: Model, adapters: Sequence[str | None], tokens: int) -> np.ndar
 
 
 def _decode(model: Model, adapters: Sequence[str | None], clock: Callable[[], float]) -> float:
-    found = _begin(model, adapters, _CONTEXT)
+    tokens = _begin(model, adapters, _CONTEXT)
     began = clock()
     for number in range(_STEPS):
-        found = model.step_tokens([Advance(slot, [token], _CONTEXT + number) for slot, token in enumerate(found)])
+        tokens = model.step_tokens([Advance(slot, [token], _CONTEXT + number) for slot, token in enumerate(tokens)])
     return (clock() - began) / _STEPS
 
 

@@ -1,6 +1,6 @@
 """`batches`: a backend on a GPU at every batch size, of a model's shape with random weights.
 
-Decoding, steps that bring prompts beside rows that decode, prompts, and many requests at once.
+Decoding, steps with prompts and rows that decode, prompts, and many requests at once.
 
 In: the assembly of a shape, a scratch folder with room for its weights. Out: a record, and its page. The record is
 written after each part, so that a run that is cut short says what it came to. What does not fit into the memory of the
@@ -51,12 +51,12 @@ OPTIONS = (
     options.Option("--shape", "A shape that comes with the benchmark, or a config.json.", "llama-2-7b"),
     options.choice("--precision", "fp16", "w8a16", "w4a16", "w8a8-fp8", help="Integers in groups of 128."),
     options.choice("--kv-cache-dtype", "fp16", "fp8", help="Of the backend cuda."),
-    options.path("--vllm", "A record of vLLM on the same machine, to be put beside.", metavar="FILE", exists=True),
-    options.Option("--layers", "So many layers of the shape alone.", None, int, least=1),
+    options.path("--vllm", "A record of vLLM on the same machine, to compare with.", metavar="FILE", exists=True),
+    options.Option("--layers", "The first layers of the shape alone.", None, int, minimum=1),
     options.Option(
         "--part", "What is measured; may be given several times.", PARTS, name="parts", many=True, choices=PARTS
     ),
-    options.number("--tensor-parallel", 1, "Ranks, each on a GPU of its own: with what sums over them take.", most=16),
+    options.number("--tensor-parallel", 1, "Ranks, one on each GPU; also times sums over them.", maximum=16),
     options.Option("--alike", "All layers take the first one's weights, which lie on disk once.", False, bool),
     *options.ON_A_GPU,
 )  # fmt: skip
@@ -69,35 +69,41 @@ def main(
 ) -> None:  # fmt: skip
     """Measure one GPU at every batch size.
 
-    Decoding, prompts beside it, and many requests at once. What does not fit is left out and named.
+    Decoding, prompts meanwhile, and many requests at once. Sizes that do not fit are left out and named.
     """
     cold.ask("benchmarks.gpu:device", backend=backend)
-    name = "-".join(
-        [
-            "batches",
-            *([precision] if precision != "fp16" else []),
-            *([f"kv-{kv_cache_dtype}"] if kv_cache_dtype != "fp16" else []),
-            *([str(tensor_parallel)] if tensor_parallel > 1 else []),
-        ]
-    )
+    name = "batches"
+    folder = work
+    graphs_name = "graphs"
+    cached = None
+    if precision != "fp16":
+        name += f"-{precision}"
+        folder = work / precision
+    if kv_cache_dtype != "fp16":
+        name += f"-kv-{kv_cache_dtype}"
+        graphs_name += f"-kv-{kv_cache_dtype}"
+        cached = kv_cache_dtype
+    if tensor_parallel > 1:
+        name += f"-{tensor_parallel}"
     out = record_path(write, work, name, backend)
-    work = (work if precision == "fp16" else work / precision).absolute()
-    cached = None if kv_cache_dtype == "fp16" else kv_cache_dtype
-    graphs = work / ("graphs" if cached is None else f"graphs-kv-{cached}")
-    config = read_json(config_of(shape)) | ({} if layers is None else {"num_hidden_layers": layers})
+    folder = folder.absolute()
+    graphs = folder / graphs_name
+    config = read_json(config_of(shape))
+    if layers is not None:
+        config["num_hidden_layers"] = layers
     lockstep.export_config(config, precision, graphs, tensor_parallel, GROUP, kv_cache_dtype=cached)
-    names = {"assembly": str(graphs / "assembly.json"), "work": str(work), "out": str(out), "backend": backend}
-    beside = str(vllm.absolute()) if vllm else None
+    names = {"assembly": str(graphs / "assembly.json"), "work": str(folder), "out": str(out), "backend": backend}
+    other_record = str(vllm.absolute()) if vllm else None
     cold.ask(
-        "benchmarks.batches:measure", **names, vllm=beside, rounds=rounds, options=build_options,
-        alike=alike, parts=list(parts),
+        "benchmarks.batches:measure", **names, vllm=other_record, rounds=rounds, options=build_options, alike=alike,
+        parts=list(parts),
     )  # fmt: skip
     out.with_suffix(".md").write_text(page(read_json(out)), encoding="utf-8")
     print(out)
 
 
 def measure(assembly: str, work: str, out: str, **settings: Any) -> None:
-    """`run`, for a process of its own, whose arguments are JSON."""
+    """`run` for `cold.ask`: arguments are JSON."""
     run(Path(assembly), Path(work), Path(out), **settings)
 
 
@@ -114,7 +120,7 @@ def run(
 ) -> None:
     """Measure, and write the record.
 
-    rounds: of each speed, of which the median counts. vllm: a record of vLLM on the same machine, which is kept beside.
+    rounds: of each speed; the median counts. vllm: a record of vLLM on the same machine, which the record includes.
     alike: see `random_weights`.
     """
     assembly = Assembly.load(assembly_json)
@@ -181,21 +187,23 @@ def steps(
     }
     for name in (name for name in kinds if name in parts):
         sizes, take = kinds[name]
-        found: dict[str, Any] = {}
+        times: dict[str, Any] = {}
         for size in sizes:
             with unless_full(model, f"{name} {size}", left_out, note):
-                found[str(size)] = take(model, size, rounds)
-            note(**{name: found})
-    beside: dict[str, Any] = {}
+                times[str(size)] = take(model, size, rounds)
+            note(**{name: times})
+    mixed_steps: dict[str, Any] = {}
     for rows in ROWS if "mixed" in parts else ():
         for chunk in CHUNKS:
-            part = f"mixed {rows}" + (f" from {chunk} tokens on" if str(rows) in beside else "")
+            part = f"mixed {rows}"
+            if str(rows) in mixed_steps:
+                part += f" from {chunk} tokens on"
             with unless_full(model, part, left_out, note):
-                times = mixed(model, rows, rounds, [chunk])
-                beside.setdefault(str(rows), {}).update(times)
+                mixed_times = mixed(model, rows, rounds, [chunk])
+                mixed_steps.setdefault(str(rows), {}).update(mixed_times)
             if part in left_out:
                 break
-        note(mixed=beside)
+        note(mixed=mixed_steps)
 
 
 def sums(model: Model) -> dict[str, Any]:
@@ -211,7 +219,7 @@ def sums(model: Model) -> dict[str, Any]:
         for io in executor.ranks[0].network.exit.signature.inputs
         if io.name not in ("attention", "logit_rows")
     }
-    found = {}
+    sums_by_tokens = {}
     for tokens in SUMS:
         graphs = []
         for rank in executor.group.on_each_device():
@@ -220,20 +228,20 @@ def sums(model: Model) -> dict[str, Any]:
                 for _ in range(SUMS_IN_A_GRAPH):
                     rank.exchange.sum(values)
             graphs.append(graph)
-        taken = [microseconds(executor.group, graphs) / SUMS_IN_A_GRAPH for _ in range(5)]
-        found[str(tokens)] = {"hidden": hidden, "microseconds": spread(taken, 2)}
-    return found
+        times = [microseconds(executor.group, graphs) / SUMS_IN_A_GRAPH for _ in range(5)]
+        sums_by_tokens[str(tokens)] = {"hidden": hidden, "microseconds": spread(times, 2)}
+    return sums_by_tokens
 
 
 def begin(model: Model, rows: int) -> np.ndarray:
     """Prompts of CONTEXT tokens in slots 0 to `rows`-1, none alike, so that experts differ; the next token of each."""
-    given = np.random.default_rng(0).integers(0, model.vocab_size, (rows, CONTEXT))
-    found = np.zeros(model.max_batch_size, np.int64)
+    prompts = np.random.default_rng(0).integers(0, model.vocab_size, (rows, CONTEXT))
+    next_tokens = np.zeros(model.max_batch_size, np.int64)
     at_once = max(1, min(4, model.max_num_tokens // CONTEXT))
     for first in range(0, rows, at_once):
         slots = range(first, min(rows, first + at_once))
-        found[slots] = model.step_tokens([Advance(slot, given[slot], 0) for slot in slots])
-    return found
+        next_tokens[slots] = model.step_tokens([Advance(slot, prompts[slot], 0) for slot in slots])
+    return next_tokens
 
 
 def release(model: Model) -> None:
@@ -254,7 +262,7 @@ def decode(model: Model, batch: int, rounds: int) -> dict[str, Any]:
 
 
 def seconds_of_a_step(model: Model, batch: int, sampling: Sampling) -> float:
-    """Return the mean of STEPS steps after WARM, each request with a seed of its own."""
+    """Return the mean seconds of STEPS steps after WARM; each request has another seed."""
     tokens = begin(model, batch)
     for slot in range(batch):
         model.set_sampling(slot, Sampler(dataclasses.replace(sampling, seed=slot)))
@@ -269,66 +277,69 @@ def seconds_of_a_step(model: Model, batch: int, sampling: Sampling) -> float:
 
 
 def sampled(model: Model, batch: int, rounds: int) -> dict[str, Any]:
-    """Time steps of requests that are SAMPLED beside greedy ones, in turn.
+    """Time steps of SAMPLED requests and of greedy ones, in turn.
 
     of_greedy: the median of the rounds' ratios.
     """
-    pairs = [[seconds_of_a_step(model, batch, each) for each in (Sampling(), SAMPLED)] for _ in range(rounds)]
+    greedy = []
+    drawn = []
+    for _ in range(rounds):
+        greedy.append(seconds_of_a_step(model, batch, Sampling()))
+        drawn.append(seconds_of_a_step(model, batch, SAMPLED))
     return {
-        "milliseconds": spread([1e3 * drawn for _, drawn in pairs], 3),
-        "greedy_milliseconds": spread([1e3 * greedy for greedy, _ in pairs], 3),
-        "of_greedy": round(statistics.median(drawn / greedy for greedy, drawn in pairs), 3),
+        "milliseconds": spread([1e3 * seconds for seconds in drawn], 3),
+        "greedy_milliseconds": spread([1e3 * seconds for seconds in greedy], 3),
+        "of_greedy": round(statistics.median(a / b for a, b in zip(drawn, greedy, strict=True)), 3),
     }
 
 
 def prompt(model: Model, tokens: int, rounds: int) -> dict[str, Any]:
     """One prompt alone."""
-    given = np.arange(tokens) % model.vocab_size
-    seconds = []
-    for number in range(2 * rounds + 1):
-        taken, _ = timed(lambda: model.step_tokens([Advance(0, given, 0)]))
-        seconds += [taken] if number else []
+    ids = np.arange(tokens) % model.vocab_size
+    times = [timed(lambda: model.step_tokens([Advance(0, ids, 0)]))[0] for _ in range(2 * rounds + 1)]
     release(model)
-    return {"milliseconds": spread([1e3 * value for value in seconds], 2)}
+    return {"milliseconds": spread([1e3 * seconds for seconds in times[1:]], 2)}
 
 
 def mixed(model: Model, rows: int, rounds: int, chunks: Sequence[int] = ()) -> dict[str, Any]:
-    """Time steps of a prompt of each of `chunks`, else of CHUNKS, beside `rows` rows that decode.
+    """Time steps of a prompt of each of `chunks`, else of CHUNKS, and `rows` rows that decode.
 
-    They decode after CONTEXT tokens; the parts alone are timed too. host: what of a step the host spends before it
+    They decode after CONTEXT tokens; the parts alone are timed too. host: the part of a step before the host
     waits for tokens.
     """
-    found: dict[str, Any] = {}
+    by_chunk: dict[str, Any] = {}
     for chunk in chunks or CHUNKS:
-        given = np.arange(chunk) % model.vocab_size
+        ids = np.arange(chunk) % model.vocab_size
         samples = []
         tokens = begin(model, rows)
         position = CONTEXT
         for number in range(2 + rounds * MIXED_STEPS):
             with waits() as waited:
                 advances = [Advance(slot, tokens[slot : slot + 1], position) for slot in range(rows)]
-                seconds, taken = timed(lambda: model.step_tokens([*advances, Advance(rows, given, 0)], following=True))
-            tokens[:rows] = taken[:rows]
+                seconds, next_tokens = timed(
+                    lambda: model.step_tokens([*advances, Advance(rows, ids, 0)], following=True)
+                )
+            tokens[:rows] = next_tokens[:rows]
             position = position + 1
             samples += [(seconds, seconds - sum(waited))] if number > 1 else []
         alone = []
         for number in range(2 + MIXED_STEPS):
             advances = [Advance(slot, tokens[slot : slot + 1], position) for slot in range(rows)]
-            seconds, taken = timed(lambda: model.step_tokens(advances, following=True))
-            tokens[:rows] = taken
+            seconds, next_tokens = timed(lambda: model.step_tokens(advances, following=True))
+            tokens[:rows] = next_tokens
             position = position + 1
             alone += [seconds] if number > 1 else []
         release(model)
         parts = [1e3 * statistics.median(alone), prompt(model, chunk, 2)["milliseconds"]["median"]]
-        whole = statistics.median(seconds for seconds, _ in samples)
-        found[str(chunk)] = {
+        median = statistics.median(seconds for seconds, _ in samples)
+        by_chunk[str(chunk)] = {
             "milliseconds": spread([1e3 * seconds for seconds, _ in samples], 2),
             "host_milliseconds": spread([1e3 * host for _, host in samples], 2),
             "decode_alone": round(parts[0], 2),
             "prompt_alone": round(parts[1], 2),
-            "of_parts": round(1e3 * whole / sum(parts), 3),
+            "of_parts": round(1e3 * median / sum(parts), 3),
         }
-    return found
+    return by_chunk
 
 
 @contextlib.contextmanager
@@ -336,15 +347,15 @@ def waits() -> Iterator[list[float]]:
     """Seconds that this process waits for steps of the device inside."""
     from lockstep.gpu import cuda
 
-    found: list[float] = []
+    waited: list[float] = []
     wait = cuda.Event.wait
 
     def timed_wait(event: cuda.Event) -> None:
-        found.append(timed(lambda: wait(event))[0])
+        waited.append(timed(lambda: wait(event))[0])
 
     cuda.Event.wait = timed_wait  # type: ignore[method-assign]
     try:
-        yield found
+        yield waited
     finally:
         cuda.Event.wait = wait  # type: ignore[method-assign]
 
@@ -360,35 +371,37 @@ def lengths() -> tuple[np.ndarray, np.ndarray]:
 
 
 def requests(model: Model, sampling: Sampling = Sampling()) -> dict[str, Any]:
-    """Time REQUESTS requests at once, twice; the better counts. Each request has a seed of its own."""
+    """Time REQUESTS requests at once, twice; the better counts. Each request has another seed."""
     random = np.random.default_rng(0)
     runs = []
     prompts, new = lengths()
-    given = [
+    timed_requests = [
         Request(
-            random.integers(3, model.vocab_size, count), int(most), sampling=dataclasses.replace(sampling, seed=number)
+            random.integers(3, model.vocab_size, count),
+            int(max_tokens),
+            sampling=dataclasses.replace(sampling, seed=number),
         )
-        for number, (count, most) in enumerate(zip(prompts, new))
+        for number, (count, max_tokens) in enumerate(zip(prompts, new))
     ]
     for _ in range(2):
-        seconds, made = timed(lambda: sum(1 for _ in Engine(model, prefix_caching=False).run(given)))
+        seconds, num_tokens = timed(lambda: sum(1 for _ in Engine(model, prefix_caching=False).run(timed_requests)))
         runs.append(seconds)
     return {
         "requests": REQUESTS,
         "prompt_tokens": int(prompts.sum()),
-        "new_tokens": made,
+        "new_tokens": num_tokens,
         "seconds": [round(seconds, 2) for seconds in runs],
-        "new_tokens_per_second": round(made / min(runs), 1),
+        "new_tokens_per_second": round(num_tokens / min(runs), 1),
     }
 
 
-def of_vllm(found: Mapping[str, Any]) -> dict[str, Any]:
+def of_vllm(full: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is kept of a record of vLLM: its version, and the same numbers."""
     return {
-        "version": found["versions"]["vllm"],
-        "decode": {str(row["batch"]): round(row["tokens_per_s"], 1) for row in found.get("decode", ())},
-        "prompt_2048": round(1e3 * found["prefill"]["median_s"], 2) if "prefill" in found else None,
-        "requests": [round(seconds, 2) for seconds in found.get("throughput", {}).get("runs_s", ())],
+        "version": full["versions"]["vllm"],
+        "decode": {str(row["batch"]): round(row["tokens_per_s"], 1) for row in full.get("decode", ())},
+        "prompt_2048": round(1e3 * full["prefill"]["median_s"], 2) if "prefill" in full else None,
+        "requests": [round(seconds, 2) for seconds in full.get("throughput", {}).get("runs_s", ())],
     }
 
 
@@ -419,7 +432,7 @@ def page(record: Mapping[str, Any]) -> str:
                     batch,
                     row["milliseconds"]["median"],
                     row["tokens_per_second"],
-                    *_beside(row["tokens_per_second"], other and other["decode"].get(batch)),
+                    *_with_ratio(row["tokens_per_second"], other and other["decode"].get(batch)),
                 ]
                 for batch, row in by_size(record.get("decode", {}))
             ],
@@ -465,11 +478,11 @@ def page(record: Mapping[str, Any]) -> str:
         ]
     if left_out := record.get("left_out"):
         lines += ["", paragraph(f"Without room in this GPU's memory, and not measured: {', '.join(left_out)}.")]
-    if found := record.get("requests"):
+    if load := record.get("requests"):
         lines += [
             "",
-            f"{found['requests']} requests at once, {found['prompt_tokens']} prompt tokens and {found['new_tokens']} "
-            f"new ones: {min(found['seconds'])} s"
+            f"{load['requests']} requests at once, {load['prompt_tokens']} prompt tokens and {load['new_tokens']} "
+            f"new ones: {min(load['seconds'])} s"
             + (f", vLLM {min(other['requests'])} s" if other else "")
             + (f"; sampled {min(drawn['seconds'])} s" if (drawn := record.get("sampled_requests")) else "")
             + ".",
@@ -502,5 +515,7 @@ def _sums_lines(record: Mapping[str, Any]) -> list[str]:
     return ["", "A sum over the ranks:", "", *table(["tokens x hidden", "microseconds"], rows)]
 
 
-def _beside(ours: float, theirs: float | None) -> list[Any]:
-    return [] if theirs is None else [theirs, round(ours / theirs, 3)]
+def _with_ratio(ours: float, theirs: float | None) -> list[Any]:
+    if theirs is None:
+        return []
+    return [theirs, round(ours / theirs, 3)]

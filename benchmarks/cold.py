@@ -26,7 +26,8 @@ def ask(function: str, /, **arguments: Any) -> Any:
         [sys.executable, "-m", __name__], request, env=processes.environment(), stdout=subprocess.PIPE
     )
     *lines, answer = ended.stdout.splitlines() or [""]
-    print(*lines, sep="\n", end="\n" if lines else "")
+    for line in lines:
+        print(line)
     if ended.returncode:
         raise SystemExit(ended.returncode)
     return json.loads(answer)

@@ -1,9 +1,9 @@
-"""`cpu-peers`: decoding on a CPU beside transformers, llama.cpp and onnxruntime-genai.
+"""`cpu-peers`: decoding on a CPU, compared with transformers, llama.cpp and onnxruntime-genai.
 
 In: a checkpoint, or a shape: of a Llama for onnxruntime-genai, or of a Qwen3 mixture for llama.cpp. Each contestant is
-a process of its own (`cpu_contestants/`), opened anew each round, so that one model lies in memory at a time; the
-peers' environments are made from `envs/`, and models stay in the work folder. All take rounds in turn. Out: seconds of
-a decode step of one and of several requests, of prompts, memory after load and at its peak of each measurement, as a
+a child process (`cpu_contestants/`), started for each round, so that one model is in memory at a time; the peers'
+environments are made from `envs/`, and models stay in the work folder. All take rounds in turn. Out: seconds of a
+decode step of one and of several requests, of prompts, memory after load and at its peak of each measurement, as a
 multiple of the weights, and ratios to the better peer of the same bits, round by round.
 """
 
@@ -80,7 +80,7 @@ OPTIONS = (
 
 
 def main(write: Path | None, **settings: Any) -> None:
-    """Measure decoding on a CPU beside transformers, llama.cpp and onnxruntime-genai, in turn."""
+    """Compare decoding on a CPU with transformers, llama.cpp and onnxruntime-genai, in turn."""
     deliver(run(**settings), write)
 
 
@@ -112,42 +112,55 @@ def run(
         for _ in range(rounds):
             for name in contestants:
                 with contextlib.closing(_Process(name, place, folder, *sizes)) as process:
-                    for what, asked in measured.items():
-                        process.measure(what, asked)
+                    for what, request in measured.items():
+                        process.measure(what, request)
                 runs[name].append(process)
-        times = {what: {name: [one.seconds[what] for one in ones] for name, ones in runs.items()} for what in measured}
+        times = {what: _times(runs, what) for what in measured}
         numbers = _numbers(folder)
         return {
             "benchmark": "cpu_peers", "model": Path(model).name, "settings": settings or {},
             "context": context, "steps": steps, "rounds": rounds,
-            "seconds": {what: {name: spread(each) for name, each in all_.items()} for what, all_ in times.items()},
-            "speed_relative_to_better_peer": {what: _beside_peers(all_) for what, all_ in times.items()},
-            "peak_relative_to_weights": {
-                what: {
-                    name: round(max(one.peaks[what] for one in ones) * 8 / (numbers * CONTESTANTS[name].bits), 3)
-                    for name, ones in runs.items()
-                }
-                for what in measured
-            },
-            "resident_megabytes": {
-                name: spread([one.resident_bytes / 1e6 for one in ones], 1)["median"] for name, ones in runs.items()
-            },
-            "peers": {name: ones[0].versions for name, ones in runs.items()},
+            "seconds": {what: _spreads(of_contestants) for what, of_contestants in times.items()},
+            "speed_relative_to_better_peer": {what: _relative_to_peers(values) for what, values in times.items()},
+            "peak_relative_to_weights": {what: _peaks(runs, what, numbers) for what in measured},
+            "resident_megabytes": {name: _resident_megabytes(processes) for name, processes in runs.items()},
+            "peers": {name: processes[0].versions for name, processes in runs.items()},
             **surroundings("onnxruntime", threads=threads),
         }  # fmt: skip
 
 
-def _beside_peers(times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+def _times(runs: Mapping[str, Sequence[_Process]], what: str) -> dict[str, list[float]]:
+    return {name: [process.seconds[what] for process in processes] for name, processes in runs.items()}
+
+
+def _spreads(times: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
+    return {name: spread(seconds) for name, seconds in times.items()}
+
+
+def _peaks(runs: Mapping[str, Sequence[_Process]], what: str, numbers: int) -> dict[str, float]:
+    """Return each contestant's peak memory as a multiple of its weights. numbers: of the checkpoint's weights."""
+    peaks = {}
+    for name, processes in runs.items():
+        nbytes = max(process.peaks[what] for process in processes)
+        peaks[name] = round(nbytes * 8 / (numbers * CONTESTANTS[name].bits), 3)
+    return peaks
+
+
+def _resident_megabytes(processes: Sequence[_Process]) -> float:
+    return spread([process.resident_bytes / 1e6 for process in processes], 1)["median"]
+
+
+def _relative_to_peers(times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """Return how many times as fast each of ours is as the better peer of its bits; above 1 ours is faster."""
     peers = [name for name in times if CONTESTANTS[name].script != _OWN]
-    found = {}
+    speeds = {}
     for name in times.keys() - set(peers):
         same = [peer for peer in peers if CONTESTANTS[peer].bits == CONTESTANTS[name].bits]
         if same:
             best = min(same, key=lambda peer: statistics.median(times[peer]))
-            ratios = [other / own for other, own in zip(times[best], times[name], strict=True)]
-            found[name] = {"peer": best, **spread(ratios, 3)}
-    return found
+            ratios = [theirs / ours for theirs, ours in zip(times[best], times[name], strict=True)]
+            speeds[name] = {"peer": best, **spread(ratios, 3)}
+    return speeds
 
 
 class _Process:
@@ -157,26 +170,26 @@ class _Process:
     """
 
     def __init__(self, name: str, work: Path, folder: Path, batch: int, capacity: int, threads: int):
-        own = CONTESTANTS[name]
+        contestant = CONTESTANTS[name]
         stem = f"{folder.name}-{name.replace(',', '').replace(' ', '-')}"
         self.name = name
         out = work / "models" / stem
         self._log = work / f"{stem}.log"
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        python = _python(work, own.pins)
+        python = _python(work, contestant.pins)
         # another model, or one made of other pins or by another version of this code, is made again
-        of = _digest(folder / "config.json") + _digest(*([_PINS / own.pins] if own.pins else _made_by()))
+        of = _digest(folder / "config.json") + _digest(*([_PINS / contestant.pins] if contestant.pins else _made_by()))
         if not (out / "of").is_file() or (out / "of").read_text() != of:
             shutil.rmtree(out, ignore_errors=True)
             out.mkdir(parents=True)
             (out / "of").write_text(of)
         job = {"checkpoint": str(folder), "out": str(out), "threads": threads, "batch": batch, "capacity": capacity}
-        job |= {"precision": own.precision, "head_bits": own.head_bits}
+        job |= {"precision": contestant.precision, "head_bits": contestant.head_bits}
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
         environment |= dict.fromkeys(("OMP_NUM_THREADS", THREADS_VARIABLE), str(threads))  # of the builds too
         with open(self._log, "wb") as log:
             self._process = subprocess.Popen(
-                [python, str(_SCRIPTS / own.script), json.dumps(job)],
+                [python, str(_SCRIPTS / contestant.script), json.dumps(job)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment, text=True,
             )  # fmt: skip
         ready = self._answer()
@@ -185,10 +198,10 @@ class _Process:
         self.seconds: dict[str, float] = {}
         self.peaks: dict[str, int] = {}
 
-    def measure(self, what: str, asked: Mapping[str, int]) -> None:
+    def measure(self, what: str, request: Mapping[str, int]) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended, which the answer says
-            self._process.stdin.write(json.dumps(asked) + "\n")
+            self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         answer = self._answer()
         self.seconds[what] = answer["seconds"]
@@ -245,7 +258,10 @@ def _python(work: Path, pins: str) -> str:
 def _made_by() -> list[Path]:
     """Return the files of this package that decide what an engine set is."""
     package = Path(lockstep.__file__).parent
-    return sorted(file for part in _PARTS for file in (package / part).rglob("*.py"))
+    files = list[Path]()
+    for part in _PARTS:
+        files += (package / part).rglob("*.py")
+    return sorted(files)
 
 
 def _digest(*files: Path) -> str:

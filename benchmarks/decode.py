@@ -1,4 +1,4 @@
-"""`decode`: a decode step of the engine set, beside transformers, in one process and in turn.
+"""`decode`: a decode step of the engine set, compared with transformers, in one process and in turn.
 
 In: a checkpoint folder (and the precision). Out: seconds a step of each contestant at each batch size, and the ratios.
 Both get the same prompts, threads and number of steps, and their logits are compared before anything is timed.
@@ -31,14 +31,14 @@ _BACKEND = "onnxruntime"
 def main(
     models: Sequence[str], precision: str, batches: Sequence[int], write: Path | None, threads: int | None, **sizes: int
 ) -> None:
-    """Measure a decode step beside transformers eager, in turn."""
+    """Compare a decode step with transformers eager, in turn."""
     measured = {}
     for model in models:
         with tempfile.TemporaryDirectory() as work:
             folder = checkpoint(model, Path(work))
             measured[folder.name] = run(folder, precision, batches, Path(work) / "results", threads=threads, **sizes)
-    found = {"benchmark": "decode", "precision": precision, "models": measured}
-    deliver({**found, **surroundings(*PACKAGES, threads=threads)}, write)
+    about = {"benchmark": "decode", "precision": precision, "models": measured}
+    deliver({**about, **surroundings(*PACKAGES, threads=threads)}, write)
 
 
 def run(

@@ -1,7 +1,7 @@
 """`export`: time and memory of the export of a model's shape from its config.json alone, and of a build without a GPU.
 
 In: names of shapes (`shapes/*.json`), a precision, a backend. Out: seconds of the export with its imports and of the
-build of its engines, wall and CPU seconds of the whole process, which is one of its own, its peak resident memory (it
+build of its engines, wall and CPU seconds of the child process, its peak resident memory (it
 starts no other), bytes written. All rounds must write the same bytes.
 """
 
@@ -67,9 +67,13 @@ def run(shapes: Sequence[str], precision: str, rounds: int = 5, build: str | Non
         samples = [_export(config, precision, build or "") for _ in range(rounds + 1)][1:]
         if len({json.dumps([sample["files"], sample.get("engines")], sort_keys=True) for sample in samples}) != 1:
             raise CheckError(f"{shape}: expected the same files of each round, found different ones")
+        times = {}
+        for name in _TIMES:
+            if name in samples[0]:
+                times[name] = spread([sample[name] for sample in samples], 2)
         measured[shape] = {
             "layers": json.loads(config.read_text())["num_hidden_layers"],
-            **{name: spread([sample[name] for sample in samples], 2) for name in _TIMES if name in samples[0]},
+            **times,
             "peak_memory_mb": spread([sample["peak_mb"] for sample in samples], 0),
             "files": len(samples[0]["files"]),
             "bytes_written": sum(entry["size"] for entry in samples[0]["files"].values()),

@@ -1,9 +1,9 @@
 """`families-gpu`: which published families (published.py) run on a GPU backend, each as a tiny model.
 
-In: names of families (default: all). Out: for each precision of each whether it works (the error of its logits in
-company against transformers in fp32, beside what transformers in that precision differs from itself in fp32; whether a
-request alone has the same bits), or where it ends and why. Each family has a process of its own, and goes through all
-stages. What is written goes beside the rows that the same code and packages wrote before: a run that was cut goes on.
+In: names of families (default: all). Out: for each precision of each whether it works (the error of its logits in a
+batch relative to transformers in fp32, and that of transformers in the same precision; whether a request alone has the
+same bits), or the stage that failed and why. Each family runs in a child process, through all stages. Rows that the
+same code and packages wrote before are kept: a run that was cut short can be resumed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main(names: Sequence[str], backend: str, precisions: str, jobs: int, seconds
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.tiny"])
 
-    def one(name: str, precision: str) -> None:
+    def measure(name: str, precision: str) -> None:
         tried = _in_a_process(context, name, backend, precision, deadline)
         if tried is None:
             return
@@ -67,14 +67,11 @@ def main(names: Sequence[str], backend: str, precisions: str, jobs: int, seconds
         if path is not None:
             write_json(path, record)
 
-    missing = [
-        (name, precision)
-        for precision in precisions.split(",")
-        for name in names or FAMILIES
-        if precision not in families.get(name, {})
-    ]
+    missing = []
+    for precision in precisions.split(","):
+        missing += [(name, precision) for name in names or FAMILIES if precision not in families.get(name, {})]
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(lambda case: one(*case), missing))
+        list(pool.map(lambda case: measure(*case), missing))
     deliver(record, write)
     for precision in precisions.split(","):
         results = Counter(rows[precision]["result"] for rows in families.values() if precision in rows)

@@ -3,8 +3,8 @@
 Building, loading, decoding and prefill are measured.
 
 In: the assembly of a shape, a scratch folder with room for its weights. Out: a record, which is written after each
-part, so that a run that is cut short says what it came to. transformers runs the same weights beside it, in a process
-of its own (gpu_transformers.py): speeds, and logits to be compared with.
+part, so that a run that is cut short has the parts before. transformers runs the same weights in another process
+(gpu_transformers.py): speeds, and logits to compare with.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ OPTIONS = (options.SHAPE, *options.ON_A_GPU)
 def main(
     shape: str, backend: str, work: Path, build_options: dict[str, Any], rounds: int, write: Path | None
 ) -> None:  # fmt: skip
-    """Measure one GPU: build, load, decode and prefill of a Llama in fp16. With random weights, beside transformers."""
+    """Measure one GPU: build, load, decode and prefill of a Llama in fp16, compared with transformers.
+
+    The weights are random.
+    """
     path = config_of(shape)
     config = llama(path)
     cold.ask("benchmarks.gpu:device", backend=backend)
@@ -73,8 +76,9 @@ def record_path(write: Path | None, work: Path, name: str, backend: str) -> Path
 
     That of TensorRT is NAME-tensorrt.json.
     """
-    own = name if backend == "cuda" else f"{name}-{backend}"
-    return (write / "gpu" if write else work).absolute() / f"{own}.json"
+    file_name = name if backend == "cuda" else f"{name}-{backend}"
+    folder = write / "gpu" if write else work
+    return folder.absolute() / f"{file_name}.json"
 
 
 def llama(path: Path) -> dict[str, Any]:
@@ -83,14 +87,14 @@ def llama(path: Path) -> dict[str, Any]:
     kind = config.get("model_type") if isinstance(config, dict) else None
     if kind != "llama":
         raise InputError(
-            f"{path}: model_type: expected llama, which is what runs beside it in transformers, "
+            f"{path}: model_type: expected llama, the class that transformers runs for comparison, "
             f"found {kind!r}; name another shape"
         )
     return config
 
 
 def measure(assembly: str, work: str, out: str, **settings: Any) -> None:
-    """`run`, for a process of its own, whose arguments are JSON."""
+    """`run` for `cold.ask`: arguments are JSON."""
     run(Path(assembly), Path(work), Path(out), **settings)
 
 
@@ -129,18 +133,16 @@ def run(
     note(prefill=prefill(model, rounds, assembly))
     note(prefill={**record["prefill"], **prefill_parts(model, record["prefill"], assembly)})
     del model
-    note(transformers=beside(work, weights, config))
+    note(transformers=transformers_speeds(work, weights, config))
     checks = {
         str(layers): check(engines, assembly_json, weights, layers, work / f"reference-{layers}.npz")
         for layers in CHECK_LAYERS
     }
     note(check=checks)
-    for layers, found in checks.items():
-        if not found["passes"]:
-            ours, theirs = (
-                "NaN or infinity" if found[key] is None else f"{found[key]:.3g}"
-                for key in ("max_logit_error", "max_logit_error_of_transformers_fp16")
-            )
+    for layers, errors in checks.items():
+        if not errors["passes"]:
+            ours = _in_digits(errors["max_logit_error"])
+            theirs = _in_digits(errors["max_logit_error_of_transformers_fp16"])
             raise CheckError(
                 f"{out}: check: {layers} layers: expected logits at most twice as far from fp32 "
                 f"as fp16 of transformers ({theirs}), found {ours}"
@@ -174,7 +176,7 @@ def build_seconds(assembly_json: Path, engines: Path, backend: str, options: Map
 
 
 def build_engines(assembly: str, backend: str, out: str, options: Mapping[str, Any]) -> None:
-    """Build an engine set; for a process of its own, whose arguments are JSON."""
+    """Build an engine set, for `cold.ask`: arguments are JSON."""
     lockstep.build_engines(Path(assembly), backend, Path(out), options)
 
 
@@ -238,7 +240,7 @@ def random_weights(assembly: Assembly, folder: Path, alike: bool = False) -> Pat
     """Make a file of random numbers under a weights manifest.
 
     Numbers have a standard deviation of 0.02, gains are 1; those of quantised weights are random integers. alike: all
-    layers take the first one's numbers, which lie in the file once: for shapes that are larger than the disk.
+    layers share the numbers of the first in the file: for shapes that are larger than the disk.
     """
     folder.mkdir(parents=True, exist_ok=True)
     shapes: dict[str, list[int]] = {}
@@ -296,7 +298,8 @@ def random_weights(assembly: Assembly, folder: Path, alike: bool = False) -> Pat
                 continue
             while count:  # pieces of one pool, from random places: as fast as the disk, and no two matrices alike
                 start = int(random.integers(0, pool.size // 2))
-                piece = (small[_bits(assembly, name)] if dtype == np.uint8 else pool)[start : start + count]
+                numbers = small[_bits(assembly, name)] if dtype == np.uint8 else pool
+                piece = numbers[start : start + count]
                 if dtype.itemsize == 1 and dtype != np.uint8:  # e4m3
                     piece = np.clip(piece * np.float32(_spread(8) / 0.02), -448, 448)
                 write(np.ascontiguousarray(piece, dtype))
@@ -309,13 +312,17 @@ def random_weights(assembly: Assembly, folder: Path, alike: bool = False) -> Pat
     return folder / "weights.json"
 
 
+def _in_digits(error: float | None) -> str:
+    return "NaN or infinity" if error is None else f"{error:.3g}"
+
+
 def _spread(bits: int) -> float:
-    """Return the standard deviation of random integers of so many bits, which e4m3 numbers have too."""
+    """Return the standard deviation of random integers of `bits` bits, which e4m3 numbers have too."""
     return float(2**bits / 12**0.5)
 
 
 def _bits(assembly: Assembly, name: str) -> int:
-    """Of the weight whose integers or scales are called so."""
+    """Return the bits of the weight with these integers or scales."""
     assert assembly.quantization is not None  # it has some
     return assembly.quantization.bits[name.rpartition(".")[0]]
 
@@ -332,20 +339,20 @@ def decode(model: Model, batch: int, rounds: int) -> dict[str, Any]:
         for number in range(WARM + STEPS):
             if number == WARM:
                 began = time.perf_counter()
-            more = number < WARM + STEPS - 1
+            is_followed = number < WARM + STEPS - 1
             tokens = model.step_tokens(
-                [Advance(slot, tokens[slot : slot + 1], position) for slot in range(batch)], more
+                [Advance(slot, tokens[slot : slot + 1], position) for slot in range(batch)], is_followed
             )
             position += 1
         rates.append((time.perf_counter() - began) / STEPS)
         last = position
-    found = statistics.median(rates)
+    seconds = statistics.median(rates)
     parts = breakdown(model.executor, batch)
     for slot in range(batch):
         model.release(slot)
     return {
         "context": CONTEXT, "last": last, "milliseconds": spread([rate * 1e3 for rate in rates], 3),
-        "tokens_per_second": round(batch / found, 1), "microseconds": parts,
+        "tokens_per_second": round(batch / seconds, 1), "microseconds": parts,
     }  # fmt: skip
 
 
@@ -365,13 +372,13 @@ def prefill(model: Model, rounds: int, assembly: Assembly) -> dict[str, Any]:
     }
 
 
-def prefill_parts(model: Model, found: Mapping[str, Any], assembly: Assembly) -> dict[str, Any]:
+def prefill_parts(model: Model, times: Mapping[str, Any], assembly: Assembly) -> dict[str, Any]:
     """Return where the time of the prompt that `prefill` has just taken goes.
 
     Each kind of call is repeated alone in a graph; "gaps" is the rest of the whole.
     """
     parts = breakdown_prefill(model.executor)
-    parts["gaps"] = round(found["milliseconds"]["median"] * 1e3 - sum(parts.values()), 1)
+    parts["gaps"] = round(times["milliseconds"]["median"] * 1e3 - sum(parts.values()), 1)
     return {
         "microseconds": parts,
         "tflops_blocks": round(operations(assembly, PREFILL)[0] / parts["block"] * 1e6 / 1e12, 1),
@@ -394,10 +401,10 @@ def operations(assembly: Assembly, tokens: int) -> tuple[int, int]:
     return blocks, attention + 2 * weights(assembly.layers[-1].exit)
 
 
-def beside(work: Path, weights: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+def transformers_speeds(work: Path, weights: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """Run transformers on the same weights, in another process.
 
-    Returns its speeds; its logits are left in the work folder.
+    Returns its speeds, and writes its logits to the work folder.
     """
     request = {
         "weights": str(weights),
@@ -435,8 +442,8 @@ def _in_transformers(request: Mapping[str, Any]) -> Any:
     command = [sys.executable, str(Path(__file__).with_name("gpu_transformers.py"))]
     ended = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True)
     if ended.returncode:
-        found = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
-        raise InputError(f"expected transformers, and a torch that runs on the GPU, found: {found}")
+        message = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
+        raise InputError(f"expected transformers, and a torch that runs on the GPU, found: {message}")
     return json.loads(ended.stdout.splitlines()[-1])
 
 
@@ -453,7 +460,7 @@ def check(engines: Path, assembly: Path, weights: Path, layers: int | str, refer
 
 
 def agreement(ours: np.ndarray, exact: np.ndarray, half: np.ndarray) -> dict[str, Any]:
-    """Compare our logits with those of transformers in fp16, beside its fp32.
+    """Compare the distances of our logits, and of transformers' in fp16, from its fp32 logits.
 
     Logits are [num_tokens, vocab_size]: ours, of transformers in fp16 (`half`) and in fp32 (`exact`). Returns the
     largest difference, and how many most likely tokens are the same. `preferred_by`: where ours is another, how much

@@ -1,4 +1,4 @@
-"""transformers beside the GPU benchmark, in a Python of its own.
+"""transformers for the GPU benchmark, in a separate Python.
 
 JSON comes in on stdin, and goes out on the last line of stdout.
 
@@ -39,7 +39,7 @@ def model_of(request, layers, dtype):
 
 
 def speeds(request, model, step, compiled):
-    found = {}
+    times_by_batch = {}
     for batch in request["batches"]:
         cache = StaticCache(config=model.config, max_cache_len=1024)
         ids = (
@@ -65,8 +65,11 @@ def speeds(request, model, step, compiled):
                 token.cpu()
                 times.append(time.perf_counter() - began)
         median = statistics.median(times[30:])
-        found[str(batch)] = {"milliseconds": round(median * 1e3, 3), "tokens_per_second": round(batch / median, 1)}
-    return found
+        times_by_batch[str(batch)] = {
+            "milliseconds": round(median * 1e3, 3),
+            "tokens_per_second": round(batch / median, 1),
+        }
+    return times_by_batch
 
 
 def reference(request, layers):

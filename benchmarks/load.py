@@ -28,7 +28,7 @@ CLIENT_TICK = 0.01  # seconds between two looks at how late this program itself 
 
 @dataclass(eq=False)
 class Answer(asyncio.Protocol):
-    """One request on a connection of its own.
+    """One request on one connection.
 
     Times are `time.perf_counter()`: due, sent, pieces (when text came), end. output_tokens: as the server counts them.
     """
@@ -69,7 +69,8 @@ class Answer(asyncio.Protocol):
         self._finish()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.error = self.error or ("" if self.done.done() else "the connection was closed")
+        if not self.error and not self.done.done():
+            self.error = "the connection was closed"
         self._finish()
 
     def _finish(self) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 _WIDTH = 120
-_HELD = 100  # characters of inline code that stay in one line
-_SPACE = "\x00"  # stands for a space at which no line may end
+_MAX_UNBROKEN = 100  # characters of inline code that stay on one line
+_SPACE = "\x00"  # a space at which no line may end
 
 
 def paragraph(text: str) -> str:
@@ -29,11 +29,13 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
 
 
 def _wrapped(text: str, indent: str) -> str:
-    def held(code: re.Match[str]) -> str:
-        return code[0].replace(" ", _SPACE) if len(code[0]) <= _HELD else code[0]
+    def keep_together(code: re.Match[str]) -> str:
+        if len(code[0]) > _MAX_UNBROKEN:
+            return code[0]
+        return code[0].replace(" ", _SPACE)
 
     lines = textwrap.fill(
-        re.sub(r"`[^`]+`", held, " ".join(text.split())),
+        re.sub(r"`[^`]+`", keep_together, " ".join(text.split())),
         _WIDTH,
         subsequent_indent=indent,
         break_long_words=False,

@@ -62,15 +62,15 @@ def spread(values: Sequence[float], digits: int = 6) -> dict[str, float]:
 
 def ratios(times: Mapping[str, Sequence[float]], of: str) -> dict[str, dict[str, float]]:
     """Return how many times as fast as each other contestant `of` is, round by round. Above 1, `of` is faster."""
-    return {
-        name: spread([a / b for a, b in zip(values, times[of], strict=True)], 3)
-        for name, values in times.items()
-        if name != of
-    }
+    speeds = {}
+    for name, values in times.items():
+        if name != of:
+            speeds[name] = spread([a / b for a, b in zip(values, times[of], strict=True)], 3)
+    return speeds
 
 
 def recorder(out: Path, record: dict[str, Any]) -> Callable[..., None]:
-    """Return what adds parts to a record and writes it, so that a run that is cut short says what it came to."""
+    """Return what adds parts to a record and writes it, so that a run that is cut short has the parts before."""
     began = time.perf_counter()
 
     def note(**parts: Any) -> None:

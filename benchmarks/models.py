@@ -2,8 +2,8 @@
 
 Activations are like those of trained models. In: names of families (default: all). Out: for each whether it works (with
 the error of its logits against transformers' eager forward, its activations, and the numbers of block classes and
-attention variants), is refused (with the reason), or why no tiny model could be made. Each has a process of its own.
-What is written goes beside the rows that the same code and packages wrote before, so that a run that was cut goes on;
+attention variants), is refused (with the reason), or why no tiny model could be made. Each runs in a child process.
+Rows that the same code and packages wrote before are kept, so that a run that was cut short can be resumed;
 rows of another code are dropped.
 """
 
@@ -67,11 +67,14 @@ def main(names: Sequence[str], jobs: int, write: Path | None) -> None:
         print(f"{name}: {tried['result']}", file=sys.stderr)
         done[name] = tried
         if write is not None:  # each as it is made: the whole takes an hour
-            write_json(write / "bench" / "models.json", _beside(_record(dict(done)), write / "bench" / "models.json"))
+            write_json(
+                write / "bench" / "models.json",
+                _with_earlier_rows(_record(dict(done)), write / "bench" / "models.json"),
+            )
 
     record = run(names or None, jobs, tell)
     if write is not None:
-        record = _beside(record, write / "bench" / "models.json")
+        record = _with_earlier_rows(record, write / "bench" / "models.json")
     deliver(record, write)
     if write is not None:
         print(write_page(record, write / "models.md"))
@@ -90,14 +93,14 @@ def run(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.tiny"])
 
-    def one(name: str) -> dict[str, Any]:
+    def measure(name: str) -> dict[str, Any]:
         record = _in_a_process(context, name)
         if progress is not None:
             progress(name, record)
         return record
 
     with ThreadPoolExecutor(jobs) as pool:
-        return _record(dict(zip(chosen, pool.map(one, chosen), strict=True)))
+        return _record(dict(zip(chosen, pool.map(measure, chosen), strict=True)))
 
 
 def _record(records: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
@@ -111,7 +114,7 @@ def _record(records: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _beside(record: dict[str, Any], path: Path) -> dict[str, Any]:
+def _with_earlier_rows(record: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return a record with the rows of an earlier one of the same code that it does not have itself."""
     earlier = json.loads(path.read_text()) if path.is_file() else {}
     if any(earlier.get(key) != record[key] for key in ("code", "stages", "versions")):
@@ -217,13 +220,15 @@ def _families(families: Mapping[str, dict[str, Any]]) -> list[str]:
     notes = []
     for name in [name for name in FAMILIES if name in families]:  # not as a record has them, by their letters
         family = families[name]
-        marks = family.get("quantized", "") + (" (not read)" if "not_read" in family else "")
+        marks = family.get("quantized", "")
+        if "not_read" in family:
+            marks += " (not read)"
         cells = [name, FAMILIES[name].example, FAMILIES[name].config["model_type"], marks, family["result"]]
         if family["result"] == WORKS:
-            found = family["activations"]
-            first = family["activations"]["first"]
+            activations = family["activations"]
+            first = activations["first"]
             cells += [f"{family['logit_error']:.1e}", f"{family['transformers_error']:.1e}"]
-            cells += [f"{found['outlier']:.0f}", "-" if first is None else f"{first:.0%}"]
+            cells += [f"{activations['outlier']:.0f}", "-" if first is None else f"{first:.0%}"]
         lines.append(f"| {' | '.join(cells + [''] * (9 - len(cells)))} |")
         notes += [f"| {name} | {_cell(family[key])} |" for key in ("reason", "not_read") if key in family]
     return [*lines, "", "| family | reason |", "|---|---|", *notes, ""] if notes else [*lines, ""]

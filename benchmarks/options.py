@@ -17,9 +17,9 @@ from typing import Any
 class Option:
     """An option of a command, or its arguments where `flag` begins with no dash.
 
-    kind: str, int, float, bool (a switch) or Path, which is there already where `exists`. name: of the parameter of
-    `main`; by default the flag's. many: it may be given several times, and `main` takes a tuple. parse: of all that was
-    given; raises ValueError for what it does not take.
+    kind: str, int, float, bool (a switch) or Path, of an existing file where `exists`. name: of the parameter of
+    `main`; by default the flag's. many: it may be given several times, and `main` takes a tuple. parse: converts the
+    value, or the tuple; raises ValueError for an invalid one.
     """
 
     flag: str
@@ -28,8 +28,8 @@ class Option:
     kind: type = str
     name: str = ""
     many: bool = False
-    least: float | None = None
-    most: float | None = None
+    minimum: float | None = None
+    maximum: float | None = None
     choices: Sequence[str] = ()
     required: bool = False
     metavar: str | None = None
@@ -52,20 +52,20 @@ def named_json(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def rounds(default: int = 5) -> Option:
-    return Option("--rounds", "Rounds that count; medians are taken.", default, int, least=1)
+    return Option("--rounds", "Rounds that count; medians are taken.", default, int, minimum=1)
 
 
-def choice(flag: str, default: str, *others: str, help: str = "") -> Option:
+def choice(flag: str, default: str, *alternatives: str, help: str = "") -> Option:
     """Return an option of one word of several."""
-    return Option(flag, help, default, choices=(default, *others))
+    return Option(flag, help, default, choices=(default, *alternatives))
 
 
-def path(flag: str, help: str, **more: Any) -> Option:
-    return Option(flag, help, kind=Path, metavar=more.pop("metavar", "FOLDER"), **more)
+def path(flag: str, help: str, **settings: Any) -> Option:
+    return Option(flag, help, kind=Path, metavar=settings.pop("metavar", "FOLDER"), **settings)
 
 
-def number(flag: str, default: Any, help: str = "", least: int = 1, **more: Any) -> Option:
-    return Option(flag, help, default, int, least=least, **more)
+def number(flag: str, default: Any, help: str = "", minimum: int = 1, **settings: Any) -> Option:
+    return Option(flag, help, default, int, minimum=minimum, **settings)
 
 
 WRITE = path("--write", "Write the record, and its page, into this folder, as `records` has them.")
@@ -78,7 +78,7 @@ SHAPES = Option(
     "--shape", "A shape that comes with the benchmark.", ("llama-2-7b", "llama-3-70b"), name="shapes", many=True
 )
 SHAPE = Option("--shape", "A Llama shape that comes with the benchmark, or a config.json.", "llama-2-7b")
-BATCHES = Option("--batch", "Requests at a time.", (1, 4), int, name="batches", many=True, least=1)
+BATCHES = Option("--batch", "Requests at a time.", (1, 4), int, name="batches", many=True, minimum=1)
 PRECISION = choice("--precision", "fp16", "fp32", "bf16")
 CONTEXT = number("--context", 64, "Tokens in the cache when decoding begins.")
 STEPS = number("--steps", 32, "Decode steps of a round.")

@@ -35,25 +35,27 @@ def _plain(
     kv_heads: int,
     vocabulary: int,
     packing: dict[str, Any] | None = None,
-    **more: Any,
+    **settings: Any,
 ) -> Published:
     """Return a family whose settings have the common names."""
     sizes = {
         "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
         "num_key_value_heads": kv_heads, "vocab_size": vocabulary,
     }  # fmt: skip
-    return Published(example, {"model_type": model_type, **sizes, **more}, packing)
+    return Published(example, {"model_type": model_type, **sizes, **settings}, packing)
 
 
-def _wrapped(model_type: str, text: Published, tied: bool | None = None, **more: Any) -> Published:
+def _wrapped(model_type: str, text: Published, tied: bool | None = None, **settings: Any) -> Published:
     """Return a wrapper of a language model."""
     head = {} if tied is None else {"tie_word_embeddings": tied}
-    return Published(text.example, {"model_type": model_type, **head, "text_config": text.config, **more}, text.packing)
+    return Published(
+        text.example, {"model_type": model_type, **head, "text_config": text.config, **settings}, text.packing
+    )
 
 
-def _rope(kind: str, factor: float, original: int | None = None, **more: Any) -> dict[str, Any]:
+def _rope(kind: str, factor: float, original: int | None = None, **settings: Any) -> dict[str, Any]:
     length = {} if original is None else {"original_max_position_embeddings": original}
-    return {"rope_type": kind, "factor": factor, **length, **more}
+    return {"rope_type": kind, "factor": factor, **length, **settings}
 
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -1,10 +1,10 @@
-"""`ranks`: a model over several GPUs, at each number of ranks, beside what is aimed at.
+"""`ranks`: a model over several GPUs, at each number of ranks, compared with aims.
 
 Builds, readiness, decoding, prompts, sums and logits are measured.
 
-In: shapes, which get random weights, and a scratch folder. Out: a record, and its page with the aims beside the
-numbers. Each shape at each number of ranks is measured in a process of its own, which leaves its part in the scratch
-folder: a run that was cut short goes on after the last.
+In: shapes, which get random weights, and a scratch folder. Out: a record, and its page with numbers and
+aims. Each shape at each number of ranks is measured in a child process, which writes its part into the scratch folder:
+a run that was cut short resumes after the last.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ OPTIONS = (
     replace(options.SHAPES, help="A Llama shape that comes with the benchmark, or a config.json."),
     options.number(
         "--ranks", (), "How many ranks; may be given several times.  [default: 1, 2 and 4, of the 70B shape 4; what "
-        "the GPUs allow]", most=16, name="degrees", many=True,
+        "the GPUs allow]", maximum=16, name="degrees", many=True,
     ),
     *options.ON_A_GPU,
 )  # fmt: skip
@@ -61,20 +61,24 @@ def main(
 ) -> None:  # fmt: skip
     """Measure several GPUs.
 
-    Builds, readiness, decoding, prompts and logits beside transformers, with the aims beside the numbers. A run that
-    was cut short goes on where it was, with the same folder.
+    Builds, readiness, decoding, prompts and logits, compared with transformers and with aims. A run that was cut short
+    is resumed with the same folder.
     """
     counts = {path: degrees or RANKS.get(path.stem, (1, 2, 4)) for path in map(config_of, shapes)}
     configs = {path: llama(path) for path in counts}
     cold.ask("benchmarks.gpu:device", backend=backend)
     gpus = cold.ask("benchmarks.ranks:count_gpus", ranks=max(map(max, counts.values())))
-    if gpus < (least := min(map(min, counts.values()))):
+    smallest = min(map(min, counts.values()))
+    if gpus < smallest:
         raise InputError(
-            f"ranks: expected {least} GPUs or more, for the fewest ranks that are asked for, found {gpus}; make more "
+            f"ranks: expected {smallest} GPUs or more, for the smallest number of ranks, found {gpus}; make more "
             "visible (CUDA_VISIBLE_DEVICES), or ask for fewer with --ranks"
         )
     cases: dict[str, dict[str, Any]] = {}
-    for path, count in ((shape, count) for shape in counts for count in counts[shape] if count <= gpus):
+    pairs = list[tuple[Path, int]]()
+    for path, degrees in counts.items():
+        pairs += [(path, count) for count in degrees if count <= gpus]
+    for path, count in pairs:
         folder = (work / path.stem).absolute()
         out = record_path(None, folder, str(count), backend)
         place = folder / backend / str(count)
@@ -104,11 +108,11 @@ class Aim:
     at_most: float | None = None
     vllm: float | None = None
 
-    def met(self, found: float | None) -> bool | None:
+    def met(self, value: float | None) -> bool | None:
         """None where nothing was measured."""
-        if found is None:
+        if value is None:
             return None
-        return (self.at_least is None or found >= self.at_least) and (self.at_most is None or found <= self.at_most)
+        return (self.at_least is None or value >= self.at_least) and (self.at_most is None or value <= self.at_most)
 
 
 AIMS = (
@@ -153,10 +157,10 @@ def measure(
 ) -> None:
     """Measure one shape at one number of ranks.
 
-    For a process of its own, whose arguments are JSON.
+    For `cold.ask`: arguments are JSON.
 
-    work: for its engines. weights: a folder for the shape's weights and for what transformers says of them, which all
-    numbers of ranks share. layers: depths at which logits are compared with transformers'.
+    work: for its engines. weights: a folder for the shape's weights and transformers' logits, which all numbers of
+    ranks share. layers: depths at which logits are compared with transformers'.
     """
     path = Path(assembly)
     folder = Path(weights)
@@ -192,21 +196,21 @@ def _read(path: Path) -> None:
             pass
 
 
-def figures(case: Mapping[str, Any], one: Mapping[str, Any] | None) -> dict[str, float | None]:
-    """Return the numbers of a case, by the names that aims have for them. one: the same shape on one GPU."""
-    found: dict[str, float | None] = {"build: s": case["build_seconds"], "ready: s": case["ready_seconds"]}
+def figures(case: Mapping[str, Any], one_gpu_case: Mapping[str, Any] | None) -> dict[str, float | None]:
+    """Return the numbers of a case, by the names of aims. one_gpu_case: the same shape on one GPU."""
+    numbers: dict[str, float | None] = {"build: s": case["build_seconds"], "ready: s": case["ready_seconds"]}
     for batch, row in by_size(case["decode"]):
-        found[f"decode {batch}: tokens/s"] = row["tokens_per_second"]
-        if one is not None and one is not case:
-            ratio = row["tokens_per_second"] / one["decode"][batch]["tokens_per_second"]
-            found[f"decode {batch}: times one GPU"] = round(ratio, 2)
-    found["prompt: ms"] = case["prompt"]["milliseconds"]["median"]
+        numbers[f"decode {batch}: tokens/s"] = row["tokens_per_second"]
+        if one_gpu_case is not None and one_gpu_case is not case:
+            ratio = row["tokens_per_second"] / one_gpu_case["decode"][batch]["tokens_per_second"]
+            numbers[f"decode {batch}: times one GPU"] = round(ratio, 2)
+    numbers["prompt: ms"] = case["prompt"]["milliseconds"]["median"]
     for layers, row in case["check"].items():
         ours = row["max_logit_error"]
         theirs = row["max_logit_error_of_transformers_fp16"]
         of_theirs = round(ours / theirs, 2) if ours is not None and theirs else float("inf")
-        found[f"logits {layers} layers: times fp16 of transformers"] = of_theirs
-    return found
+        numbers[f"logits {layers} layers: times fp16 of transformers"] = of_theirs
+    return numbers
 
 
 def record_of(cases: Mapping[str, Mapping[str, Any]], one_gpu: bool) -> dict[str, Any]:
@@ -214,7 +218,9 @@ def record_of(cases: Mapping[str, Mapping[str, Any]], one_gpu: bool) -> dict[str
 
     cases: by shape and number of ranks. one_gpu: the ranks ran on the first GPU: no aim is judged.
     """
-    rows = [row for shape in sorted({*cases, *RANKS}) for row in _rows(shape, cases.get(shape, {}), one_gpu)]
+    rows = list[dict[str, Any]]()
+    for shape in sorted({*cases, *RANKS}):
+        rows += _rows(shape, cases.get(shape, {}), one_gpu)
     return {"benchmark": "ranks", "ranks_on_one_gpu": one_gpu, "cases": cases, "aims": rows}
 
 
@@ -224,9 +230,9 @@ def _rows(shape: str, cases: Mapping[str, Any], one_gpu: bool) -> Iterator[dict[
     Aims have one whether they were measured or not.
     """
     aims = {(aim.ranks, aim.figure): aim for aim in AIMS if aim.shape == shape}
-    found = {int(ranks): figures(case, cases.get("1")) for ranks, case in cases.items()}
-    for ranks in sorted({*found, *(ranks for ranks, _ in aims)}):
-        measured = found.get(ranks, {})
+    numbers = {int(ranks): figures(case, cases.get("1")) for ranks, case in cases.items()}
+    for ranks in sorted({*numbers, *(ranks for ranks, _ in aims)}):
+        measured = numbers.get(ranks, {})
         names = dict.fromkeys([*measured, *(figure for count, figure in aims if count == ranks)])
         for figure in names:
             aim = aims.get((ranks, figure), Aim(shape, ranks, figure))
@@ -246,8 +252,8 @@ def _rows(shape: str, cases: Mapping[str, Any], one_gpu: bool) -> Iterator[dict[
 
 def page(record: Mapping[str, Any]) -> str:
     """Return the record as Markdown."""
-    cases = [case for by_ranks in record["cases"].values() for case in by_ranks.values()]
-    case = cases[0]
+    first_shape = next(iter(record["cases"].values()))
+    case = next(iter(first_shape.values()))
     lines = [
         "# Several GPUs",
         "",
@@ -266,7 +272,7 @@ def page(record: Mapping[str, Any]) -> str:
             row["ranks"],
             row["figure"],
             _text(row["found"], "not run"),
-            f"at least {row['at_least']}" if row["at_least"] else f"at most {row['at_most']}" if row["at_most"] else "",
+            _aim_text(row),
             _text(row["vllm"], ""),
             {True: "yes", False: "no", None: ""}[row["met"]],
         ]
@@ -276,13 +282,22 @@ def page(record: Mapping[str, Any]) -> str:
     lines += ["", *table(head, rows)]
     for shape, by_ranks in record["cases"].items():
         for ranks, case in by_ranks.items():
-            if found := case.get("sums"):
-                taken = [
-                    [f"{tokens} x {row['hidden']}", row["microseconds"]["median"]] for tokens, row in by_size(found)
+            if sums_by_tokens := case.get("sums"):
+                cells = [
+                    [f"{tokens} x {row['hidden']}", row["microseconds"]["median"]]
+                    for tokens, row in by_size(sums_by_tokens)
                 ]
                 lines += ["", f"A sum over {ranks} ranks of {shape}:", ""]
-                lines += table(["tokens x hidden", "microseconds"], taken)
+                lines += table(["tokens x hidden", "microseconds"], cells)
     return "\n".join(lines) + "\n"
+
+
+def _aim_text(row: Mapping[str, Any]) -> str:
+    if row["at_least"]:
+        return f"at least {row['at_least']}"
+    if row["at_most"]:
+        return f"at most {row['at_most']}"
+    return ""
 
 
 def _text(value: float | None, missing: str) -> str:

@@ -1,6 +1,6 @@
-"""`serving`: what the server costs beside the bare engine, and what its clients wait for.
+"""`serving`: the cost of the server compared with the bare engine, and the latency of its answers.
 
-In: engines, assembly and weights of one model. Out: tokens a second through `lockstep serve`'s server beside those of
+In: engines, assembly and weights of one model. Out: tokens a second through `lockstep serve`'s server and through
 the engine alone, in turn; CPU time of the API process for a token; the time of a refusal by a full queue; and, at given
 rates of requests, the times of the answers (`benchmarks/load.py`), of this server and of others that are given.
 """
@@ -43,7 +43,7 @@ OPTIONS = (
 )  # fmt: skip
 PACKAGES = ("numpy", "starlette", "uvicorn", "uvloop")
 STARTS = 600.0  # seconds that a server may take until it is ready
-# tokens of each request beside the bare engine
+# tokens of each request in the comparison with the bare engine
 STREAMS_PROMPT = 32
 STREAMS_NEW = 256
 # tokens of each request at a rate
@@ -73,7 +73,7 @@ def main(
     rounds: int,
     write: Path | None,
 ) -> None:
-    """Measure the server beside the bare engine on this CPU. In tokens/s, and in CPU time of the API process."""
+    """Compare the server with the bare engine on this CPU. In tokens/s, and in CPU time of the API process."""
     used = threads or max(1, len(os.sched_getaffinity(0)) - 1)
     with tempfile.TemporaryDirectory() as scratch:
         deliver(measured(models, precision, work or Path(scratch), streams, rounds, used), write)
@@ -105,44 +105,48 @@ def model(name: str, precision: str, work: Path, batch: int, threads: int) -> Pl
 
 
 def run(place: Place, streams: Sequence[int], rates: Sequence[str], requests: int, rounds: int, long: bool,
-        others: Mapping[str, str] | None = None, in_turn: bool = False,
+        other_servers: Mapping[str, str] | None = None, in_turn: bool = False,
         note: Callable[..., None] = lambda **parts: None) -> dict[str, Any]:  # fmt: skip
     """Measure everything.
 
-    others: address by name, of servers that are up and get the same requests. in_turn: take rounds of the bare engine
-    between those of the server, not after all of them: the two would share a GPU's memory. note: takes what there is
-    after each part.
+    other_servers: address by name, of running servers that get the same requests. in_turn: take rounds of the bare
+    engine between those of the server, not after all of them: the two would share a GPU's memory. note: gets the
+    figures after each part.
     """
-    found: dict[str, Any] = {"streams": {}, "rates": {}}
+    figures: dict[str, Any] = {"streams": {}, "rates": {}}
     with Server(place) as server:
-        found["ready_seconds"] = round(server.ready_seconds, 2)
+        figures["ready_seconds"] = round(server.ready_seconds, 2)
         for number in streams:
-            found["streams"][str(number)] = (
-                _beside_bare(server, place, number, rounds) if in_turn else (server.streams(number, rounds))
-            )
-            note(**found)
-        addresses = {"lockstep": server.url, **(others or {})}
+            if in_turn:
+                speeds = _in_turn_with_bare(server, place, number, rounds)
+            else:
+                speeds = server.streams(number, rounds)
+            figures["streams"][str(number)] = speeds
+            note(**figures)
+        addresses = {"lockstep": server.url, **(other_servers or {})}
         for rate in rates:
-            found["rates"][rate] = {name: at_rate(url, rate, requests) for name, url in addresses.items()}
-            note(**found)
+            figures["rates"][rate] = {name: at_rate(url, rate, requests) for name, url in addresses.items()}
+            note(**figures)
         if long:
-            found["long_prompt"] = {name: long_prompt(url) for name, url in addresses.items()}
-            note(**found)
-        found["refusal_ms"] = server.refusals()
+            figures["long_prompt"] = {name: long_prompt(url) for name, url in addresses.items()}
+            note(**figures)
+        figures["refusal_ms"] = server.refusals()
     for number in () if in_turn else streams:
-        _add_bare(found["streams"][str(number)], _bare(place, number, rounds))
-    return found
+        _add_bare(figures["streams"][str(number)], _bare(place, number, rounds))
+    return figures
 
 
-def _beside_bare(server: Server, place: Place, number: int, rounds: int) -> dict[str, Any]:
+def _in_turn_with_bare(server: Server, place: Place, number: int, rounds: int) -> dict[str, Any]:
     """Measure the server and the bare engine in turn, which have a CPU alone where no request runs."""
     served = []
     speeds = []
     for at in range(rounds):
         served.append(server.streams(number, 1, seed=2 * at))
         speeds += _bare(place, number, 1)
-    found = {key: spread([each[key]["median"] for each in served], 1) for key in served[0]}
-    return _add_bare(found, speeds)
+    medians = {}
+    for key in served[0]:
+        medians[key] = spread([figures[key]["median"] for figures in served], 1)
+    return _add_bare(medians, speeds)
 
 
 def _bare(place: Place, number: int, rounds: int) -> list[float]:
@@ -158,12 +162,12 @@ def _add_bare(served: dict[str, Any], speeds: Sequence[float]) -> dict[str, Any]
 def measured(
     names: Sequence[str], precision: str, work: Path, streams: int, rounds: int, threads: int
 ) -> dict[str, Any]:
-    """Of models on this CPU. threads: of the engine, beside the API process."""
-    found = {}
+    """Measure models on this CPU. threads: of the engine, besides the API process."""
+    by_model = {}
     for name in names:
         place = model(name, precision, work, streams, threads)
-        found[Path(name).name] = run(place, [streams], [], 0, rounds, long=False, in_turn=True)
-    about = {"benchmark": "serving", "precision": precision, "models": found}
+        by_model[Path(name).name] = run(place, [streams], [], 0, rounds, long=False, in_turn=True)
+    about = {"benchmark": "serving", "precision": precision, "models": by_model}
     return {**about, **surroundings(*PACKAGES, threads=threads)}
 
 
@@ -177,18 +181,18 @@ def bare(place: Mapping[str, Any], streams: int, rounds: int) -> list[float]:
     opened = Model.open(Path(place["engines"]), Path(place["assembly"]), Path(place["weights"]), **limits,
                         threads=place["threads"], kv_bytes=place["kv_bytes"])  # fmt: skip
     opened.warm_up()
-    found = []
+    speeds = []
     for number in range(rounds + 1):
         draw = np.random.default_rng(number)
         requests = [Request(draw.integers(3, opened.vocab_size, STREAMS_PROMPT), STREAMS_NEW) for _ in range(streams)]
         began = time.perf_counter()
         tokens = sum(1 for _ in Engine(opened, prefix_caching=False).run(requests))
-        found += [tokens / (time.perf_counter() - began)] if number else []
-    return found
+        speeds.append(tokens / (time.perf_counter() - began))
+    return speeds[1:]
 
 
 class Server:
-    """A server in a process of its own, as `lockstep serve` runs it. Use as a context."""
+    """A server in a child process, as `lockstep serve` runs it. Use as a context."""
 
     def __init__(self, place: Place):
         self._place = place
@@ -204,11 +208,11 @@ class Server:
         readable, _, _ = select.select([self._process.stdout], [], [], STARTS)
         line = self._process.stdout.readline() if readable else ""
         self.ready_seconds = time.perf_counter() - began
-        found = re.match(r"ready: (http://\S+) ", line)
-        if found is None:
+        ready = re.match(r"ready: (http://\S+) ", line)
+        if ready is None:
             self.__exit__()
             raise InputError(f"server: expected it ready within {STARTS:.0f} s, found {line!r}")
-        self.url = found[1]
+        self.url = ready[1]
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -238,7 +242,7 @@ class Server:
     def refusals(self) -> dict[str, float]:
         """Return the milliseconds from a request of MOST_PROMPTS prompts to its refusal with 429 by a full queue.
 
-        Of so many, for the queue has room for a few again at any time: slots become free.
+        Many prompts, since slots become free at any time, and the queue has room for a few again.
         """
         times = []
         with contextlib.ExitStack() as stack:
@@ -262,8 +266,8 @@ class Server:
         return connection
 
     def _place_of(self) -> tuple[str, int]:
-        found = urlsplit(self.url)
-        return found.hostname or "", found.port or 0
+        parts = urlsplit(self.url)
+        return parts.hostname or "", parts.port or 0
 
 
 def _cpu_seconds(pid: int) -> float:
@@ -285,11 +289,12 @@ def long_prompt(url: str) -> dict[str, Any]:
         streams = threads.submit(load, url, 16, QUIET_NEW, math.inf, QUIET, seed=3)
         time.sleep(1)  # the streams are under way
         alone = load(url, LONG, 2, math.inf, 1, seed=4)
-        beside = streams.result()
-    quiet_ms, beside_ms = (
-        {name: _rounded(figures[f"itl_{name}_ms"]) for name in ("p50", "p99", "max")} for figures in (quiet, beside)
-    )
-    return {"quiet_ms": quiet_ms, "beside_ms": beside_ms, "its_ttft_ms": _rounded(alone["ttft_p50_ms"])}
+        disturbed = streams.result()
+    return {"quiet_ms": _gaps(quiet), "beside_ms": _gaps(disturbed), "its_ttft_ms": _rounded(alone["ttft_p50_ms"])}
+
+
+def _gaps(figures: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: _rounded(figures[f"itl_{name}_ms"]) for name in ("p50", "p99", "max")}
 
 
 def _rounded(value: float | None) -> float | None:
@@ -322,14 +327,14 @@ def _tokenizer(place: Place, folder: Path) -> Any:
     import tokenizers
 
     if assembly.tokenizer is not None:
-        found = tokenizers.Tokenizer.from_file(str(Path(place.assembly).parent / assembly.tokenizer.file))
+        tokenizer = tokenizers.Tokenizer.from_file(str(Path(place.assembly).parent / assembly.tokenizer.file))
         # Not a random model's, which has bytes alone: most of its tokens have no text, and would not be sent.
-        if found.get_vocab_size() >= assembly.vocab_size:
+        if tokenizer.get_vocab_size() >= assembly.vocab_size:
             return Tokenizer.open(place.assembly)
     words = {f"w{token}": token for token in range(1 << 18)}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    made.save(str(folder / "tokenizer.json"))
+    word_level = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    word_level.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    word_level.save(str(folder / "tokenizer.json"))
     return Tokenizer(folder / "tokenizer.json")
 
 

@@ -26,13 +26,13 @@ def main(
     work: Path, backend: str, kv_bytes: int | None, beside: Sequence[str], rates: Sequence[str],
     requests: int, rounds: int,
 ) -> None:  # fmt: skip
-    """Measure the server on one GPU. Beside the bare engine, under Poisson arrivals, and when a long prompt comes."""
-    others = dict(each.partition("=")[::2] for each in beside)
+    """Compare the server with the bare engine on one GPU, also under Poisson arrivals, and when a long prompt comes."""
+    other_servers = dict(server.partition("=")[::2] for server in beside)
     engines, assembly, weights = (
         str(work / name) for name in (f"{backend}/engines.json", "graphs/assembly.json", "weights/weights.json")
     )
     place = Place(engines, assembly, weights, batches.LIMITS, None, kv_bytes)
     about = cold.ask("benchmarks.gpu:described", engines=engines)
     note = recorder(out := work / "serving.json", {"benchmark": "serving-gpu", **about})
-    note(**run(place, (16, 64), rates, requests, rounds, True, others, note=note))
+    note(**run(place, (16, 64), rates, requests, rounds, True, other_servers, note=note))
     print(out)

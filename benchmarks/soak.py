@@ -34,8 +34,8 @@ from lockstep import CheckError, InputError
 
 OPTIONS = (
     options.Option("--target", "A target of a finished run, such as demo-llama/fp32/all.", required=True),
-    options.RESULTS, options.Option("--minutes", default=10, kind=float, least=0.1),
-    options.number("--seed", 0, least=0),
+    options.RESULTS, options.Option("--minutes", default=10, kind=float, minimum=0.1),
+    options.number("--seed", 0, minimum=0),
     options.Option("--kills", "Kill the engine once a minute.", False, bool),
     options.Option("--kv-bytes", "The server's, so small that all of it is used.", "16M"), options.WRITE,
 )  # fmt: skip
@@ -84,12 +84,12 @@ class Server:
         assert self._process.stdout is not None
         readable, _, _ = select.select([self._process.stdout], [], [], STARTS)
         line = self._process.stdout.readline() if readable else ""
-        found = re.match(r"ready: http://\S+:(\d+) ", line)
-        if found is None:
+        ready = re.match(r"ready: http://\S+:(\d+) ", line)
+        if ready is None:
             self._process.kill()
             self._process.wait()
             raise InputError(f"{target}: expected a server ready within {STARTS:.0f} s, found {line!r}")
-        self.port = int(found[1])
+        self.port = int(ready[1])
 
     def __enter__(self) -> Server:
         return self
@@ -139,8 +139,8 @@ class Server:
             sample = self.sample()
             if sample is not None:
                 busy = status["running"] or status["waiting"] or status["streams"] or sample.pages_used
-                more = descriptors and any(sample.descriptors[name] > descriptors[name] for name in PROCESSES)
-                if not (busy or more) or time.monotonic() > end:
+                is_leaking = descriptors and any(sample.descriptors[name] > descriptors[name] for name in PROCESSES)
+                if not (busy or is_leaking) or time.monotonic() > end:
                     return sample
             elif time.monotonic() > end:
                 raise CheckError(f"server: expected an engine within {IDLE:.0f} s, found none")
@@ -242,47 +242,48 @@ def _record(soak: Soak, begin: Sample, end: Sample) -> dict[str, Any]:
     for kind in KINDS:
         counts = Counter(outcome.status for outcome in soak.outcomes if outcome.kind == kind)
         requests[kind] = dict(sorted(counts.items()))
-    memory = {
-        name: {
-            "thirds": [round(each / (1 << 20), 1) for each in _thirds(soak.samples, name)],
+    memory = {}
+    open_files = {}
+    for name in PROCESSES:
+        memory[name] = {
+            "thirds": [round(nbytes / (1 << 20), 1) for nbytes in _thirds(soak.samples, name)],
             "max": round(max(sample.rss[name] for sample in soak.samples) / (1 << 20), 1),
         }
-        for name in PROCESSES
-    }
-    open_files = {
-        name: {
+        open_files[name] = {
             "begin": begin.descriptors[name],
             "max": max(sample.descriptors[name] for sample in soak.samples),
             "end": end.descriptors[name],
         }
-        for name in PROCESSES
-    }
     pages = {"max": max(sample.pages_used for sample in soak.samples), "end": end.pages_used}
-    total = {"all": len(soak.outcomes), "cancelled": sum(one.status == CANCELLED for one in soak.outcomes)}
+    num_cancelled = sum(outcome.status == CANCELLED for outcome in soak.outcomes)
+    total = {"all": len(soak.outcomes), "cancelled": num_cancelled}
     return {"requests": {**total, "kinds": requests}, "rss_mib": memory, "descriptors": open_files, "pages_used": pages}
 
 
 def _thirds(samples: Sequence[Sample], name: str) -> list[float]:
     """Return the median memory of each third of a run, in bytes."""
     size = len(samples) // 3
-    return [statistics.median(each.rss[name] for each in samples[at * size : (at + 1) * size]) for at in range(3)]
+    rss = [sample.rss[name] for sample in samples]
+    return [statistics.median(rss[third * size : (third + 1) * size]) for third in range(3)]
 
 
 def faults(soak: Soak, begin: Sample, end: Sample) -> list[str]:
-    """Return what is not as it must be, a line each.
+    """Return a line for each fault.
 
-    A request may fail while an engine that was killed is started again. The engine's memory is held only where none was
-    killed: each has its own.
+    A request may fail while an engine that was killed restarts. The engine's memory is checked only if none was
+    killed: each engine is another process.
     """
-    found = []
-    failed = [one for one in soak.outcomes if one.status == FAILED and not _is_of_a_kill(one, soak.kills)]
+    lines = []
+    failed = [
+        outcome for outcome in soak.outcomes if outcome.status == FAILED and not _is_of_a_kill(outcome, soak.kills)
+    ]
     if failed:
-        found.append(f"requests: expected none to fail, found {len(failed)}, the first: {failed[0].fault}")
+        lines.append(f"requests: expected none to fail, found {len(failed)}, the first: {failed[0].fault}")
     if end.pages_used:
-        found.append(f"pages: expected 0 in use when nothing runs, found {end.pages_used}")
+        lines.append(f"pages: expected 0 in use when nothing runs, found {end.pages_used}")
     for name in PROCESSES:
         if end.descriptors[name] > begin.descriptors[name]:
-            found.append(
+            lines.append(
                 f"{name}: expected {begin.descriptors[name]} open descriptors when nothing runs, as before the load, "
                 f"found {end.descriptors[name]}"
             )
@@ -290,12 +291,12 @@ def faults(soak: Soak, begin: Sample, end: Sample) -> list[str]:
             continue
         _, middle, last = _thirds(soak.samples, name)
         if last > GROWTH * middle + SLACK:
-            found.append(
+            lines.append(
                 f"{name}: expected at most {GROWTH:g} times the memory of the middle third and {SLACK >> 20} MiB in "
                 f"the last, {(GROWTH * middle + SLACK) / (1 << 20):.1f} MiB, found {last / (1 << 20):.1f}"
             )
-    return found
+    return lines
 
 
-def _is_of_a_kill(one: Outcome, kills: Sequence[tuple[float, float]]) -> bool:
-    return any(one.began < up and one.ended > killed for killed, up in kills)
+def _is_of_a_kill(outcome: Outcome, kills: Sequence[tuple[float, float]]) -> bool:
+    return any(outcome.began < up and outcome.ended > killed for killed, up in kills)

@@ -67,7 +67,7 @@ def slow_grammar(model: str, number: int) -> Sent:
 
 
 def send(port: int, sent: Sent) -> Outcome:
-    """Send a request over a connection of its own, and read or leave its answer."""
+    """Send a request over a new connection, and read or abandon its answer."""
     began = time.monotonic()
     try:
         if sent.leaves_after is None:
@@ -77,7 +77,11 @@ def send(port: int, sent: Sent) -> Outcome:
             _leave(port, sent, sent.leaves_after)
     except (OSError, http.client.HTTPException) as error:
         fault = f"{type(error).__name__}: {error}"
-    status = FAILED if fault else COMPLETED if sent.leaves_after is None else CANCELLED
+    status = CANCELLED
+    if fault:
+        status = FAILED
+    elif sent.leaves_after is None:
+        status = COMPLETED
     return Outcome(sent.kind, status, began, time.monotonic(), fault and f"{sent.kind} {sent.path}: {fault}")
 
 
@@ -133,8 +137,8 @@ def _sampling(draw: _Draw) -> dict[str, Any]:
 
 
 def _completion(draw: _Draw, **body: Any) -> _Made:
-    given = {"prompt": _text(draw), "max_tokens": _new(draw), "temperature": 0, "stream": _streamed(draw)}
-    return "/v1/completions", {**given, **body}, 200
+    defaults = {"prompt": _text(draw), "max_tokens": _new(draw), "temperature": 0, "stream": _streamed(draw)}
+    return "/v1/completions", {**defaults, **body}, 200
 
 
 def _greedy(draw: _Draw) -> _Made:

@@ -1,8 +1,8 @@
-"""`speculation`: what drafts gain: answers with n-gram drafts, or a draft target's, beside plain ones.
+"""`speculation`: the gain of drafts: answers with n-gram drafts, or a draft target's, compared with plain ones.
 
 In: targets of a finished run, whose chat template is ChatML. Out: of each the seconds of one request for each
 task, plain and with drafts in turn, whose answers must be the same; and the seconds of a step that verifies some tokens
-beside one that decodes one.
+and of one that decodes one.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _CONTEXT = 64  # tokens before those of a timed step
 
 
 def main(targets: Sequence[str], speculative: str, write: Path | None, threads: int | None, **settings: Any) -> None:
-    """Measure answers with drafts beside plain ones, and steps that verify."""
+    """Compare answers with drafts and plain ones, and steps that verify."""
     record = {
         "benchmark": "speculation",
         "speculative": speculative,
@@ -76,14 +76,14 @@ def main(targets: Sequence[str], speculative: str, write: Path | None, threads: 
 
 def measure(target: str, speculative: str, new: int, threads: int | None, results: Path, rounds: int) -> dict[str, Any]:
     """Measure one target. Raises CheckError where an answer with drafts is not the plain one."""
-    asked = parse(speculative)
+    draft_settings = parse(speculative)
     limits = {"max_batch_size": 1, "max_seq_len": _LONGEST + new, "threads": threads}
     model = lockstep.open_model(target, results, **limits)
     tokenizer = lockstep.open_tokenizer(target, results)
-    draft = asked.target and lockstep.open_model(asked.target, results, **limits, cut_of=model)
+    draft = draft_settings.target and lockstep.open_model(draft_settings.target, results, **limits, cut_of=model)
 
     def speculation() -> Speculation:
-        return Speculation(ModelDrafter(draft) if draft else NgramDrafter(), asked.num_tokens)
+        return Speculation(ModelDrafter(draft) if draft else NgramDrafter(), draft_settings.num_tokens)
 
     tasks = {}
     for name, (text, begun, temperature) in TASKS.items():
@@ -91,7 +91,7 @@ def measure(target: str, speculative: str, new: int, threads: int | None, result
         sampling = Sampling(temperature, seed=1)
         stop_ids = frozenset(model.eos_token_ids)
         tasks[name] = _task(model, Request(prompt, new, None, stop_ids, sampling), speculation, rounds)
-    return {"tasks": tasks, "verify": _steps(model, asked.num_tokens, rounds)}
+    return {"tasks": tasks, "verify": _steps(model, draft_settings.num_tokens, rounds)}
 
 
 def _task(model: Model, request: Request, speculation: Callable[[], Speculation], rounds: int) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def _task(model: Model, request: Request, speculation: Callable[[], Speculation]
     def answer(name: str, drafts: Speculation | None) -> float:
         engine = Engine(model, speculation=drafts)
         began = time.perf_counter()
-        answers[name] = [made.token for made in engine.run([request])]
+        answers[name] = [token.token for token in engine.run([request])]
         last[:] = [drafts] if drafts else last
         return time.perf_counter() - began
 
@@ -136,9 +136,9 @@ def _steps(model: Model, num_tokens: int, rounds: int) -> dict[str, Any]:
     counts = range(1, num_tokens + 2)
     times = in_turn({str(count): lambda count=count: step(count) for count in counts}, 4 * rounds)  # type: ignore[misc]
     model.release(0)
-    return {
-        "seconds_by_tokens": {name: spread(values) for name, values in times.items()},
-        "plain_steps_by_tokens": {
-            name: spread([a / b for a, b in zip(values, times["1"], strict=True)], 3) for name, values in times.items()
-        },
-    }
+    seconds = {}
+    plain_steps = {}
+    for name, values in times.items():
+        seconds[name] = spread(values)
+        plain_steps[name] = spread([a / b for a, b in zip(values, times["1"], strict=True)], 3)
+    return {"seconds_by_tokens": seconds, "plain_steps_by_tokens": plain_steps}

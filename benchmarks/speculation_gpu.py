@@ -1,8 +1,8 @@
 """`speculation-gpu`: what drafts gain on a GPU, with a model's shape and random weights.
 
 Drafts are recorded answers in which each token is wrong with a probability. Out: by number of requests and share of
-right tokens, the seconds of answers with drafts beside plain ones, in turn, whose tokens must be the same; of a step
-that verifies, beside a plain one; and what looking for n-grams costs a text in which there are none.
+right tokens, the seconds of answers with drafts and of plain ones, in turn, whose tokens must be the same; of a step
+that verifies, and of a plain one; and the cost of looking for n-grams in a text without any.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REQUESTS = (1, 4, 16)
 RIGHT = (0.0, 0.6, 0.8, 1.0)
 OPTIONS = (
     options.Option("--shape", "A shape that comes with the benchmark, or a config.json.", "llama-3.1-8b"),
-    options.number("--layers", None, "Layers of the shape; by default all.", most=200),
+    options.number("--layers", None, "Layers of the shape; by default all.", maximum=200),
     *options.ON_A_GPU,
 )  # fmt: skip
 
@@ -39,11 +39,13 @@ def main(
     shape: str, layers: int | None, backend: str, work: Path, build_options: dict[str, Any],
     rounds: int, write: Path | None,
 ) -> None:  # fmt: skip
-    """Measure answers with drafts beside plain ones on one GPU, in fp16 with random weights."""
+    """Compare answers with drafts and plain ones on one GPU, in fp16 with random weights."""
     cold.ask("benchmarks.gpu:device", backend=backend)
     out = record_path(write, work, "speculation", backend)
     config = read_json(config_of(shape))
-    lockstep.export_config(config | ({"num_hidden_layers": layers} if layers else {}), "fp16", work / "graphs")
+    if layers:
+        config["num_hidden_layers"] = layers
+    lockstep.export_config(config, "fp16", work / "graphs")
     names = {"assembly": str(work / "graphs" / "assembly.json"), "work": str(work), "out": str(out)}
     cold.ask("benchmarks.speculation_gpu:measure", **names, backend=backend, options=build_options, rounds=rounds)
     print(out)
@@ -71,12 +73,12 @@ def _answers(model: Model, count: int, rounds: int) -> dict[str, Any]:
 
     def seconds(requests: list[Request], drafter: RecordedDrafter | NgramDrafter | None, name: str) -> float:
         speculation = drafter and Speculation(drafter, DRAFT_TOKENS)
-        tokens, taken, steps = _run(model, requests, speculation)
+        tokens, duration, steps = _run(model, requests, speculation)
         if requests is greedy and tokens != plain:
             raise CheckError("speculation: expected the plain answer with drafts, found another one")
         if speculation:
             drafts.setdefault(name, []).append((steps, speculation))
-        return taken
+        return duration
 
     calls = {"plain": lambda: seconds(greedy, None, "plain"), "plain, drawn": lambda: seconds(drawn, None, "plain")}
     for name, drafter in drafters.items():
@@ -86,19 +88,23 @@ def _answers(model: Model, count: int, rounds: int) -> dict[str, Any]:
         call()  # graphs are captured
     drafts.clear()
     times = in_turn(calls, rounds)
-    found: dict[str, Any] = {}
+    by_drafter: dict[str, Any] = {}
     for name in [*drafters, "n-grams, drawn"]:
         steps, speculation = drafts[name][-1]
-        found[name] = {
-            "speed_relative_to_plain": ratios(times, name)["plain, drawn" if "drawn" in name else "plain"],
+        plain_name = "plain, drawn" if "drawn" in name else "plain"
+        by_drafter[name] = {
+            "speed_relative_to_plain": ratios(times, name)[plain_name],
             "steps": steps,
             "draft_tokens": speculation.num_draft_tokens,
             "accepted_by_position": speculation.accepted,
         }
-    steps = found["1.0"]["steps"]
-    by_step = {name: [each / count for each in times[name]] for name, count in (("1.0", steps), ("plain", NEW))}
-    found["1.0"]["plain_steps_of_a_verify"] = ratios(by_step, "plain")["1.0"]
-    return {"seconds": {name: spread(values) for name, values in times.items()}, "right": found}
+    steps = by_drafter["1.0"]["steps"]
+    by_step = {
+        "1.0": [seconds / steps for seconds in times["1.0"]],
+        "plain": [seconds / NEW for seconds in times["plain"]],
+    }
+    by_drafter["1.0"]["plain_steps_of_a_verify"] = ratios(by_step, "plain")["1.0"]
+    return {"seconds": {name: spread(values) for name, values in times.items()}, "right": by_drafter}
 
 
 def _run(
@@ -112,8 +118,8 @@ def _run(
     steps = 0
     try:
         while engine.has_work:
-            for made in engine.step():
-                tokens.setdefault((made.request, made.choice), []).append(made.token)
+            for token in engine.step():
+                tokens.setdefault((token.request, token.choice), []).append(token.token)
             if len(tokens) == len(requests):
                 began = began or time.perf_counter()
                 steps = steps + 1
@@ -126,7 +132,9 @@ def _planted(
     answers: Mapping[tuple[int, int], list[int]], right: float, random: np.random.Generator
 ) -> dict[tuple[int, int], list[int]]:
     """Return the answers with wrong tokens: each is right with a probability."""
-    return {
-        key: [token if good else abs(token - 1) for token, good in zip(answer, random.random(len(answer)) < right)]
-        for key, answer in answers.items()
-    }
+    planted = {}
+    for key, answer in answers.items():
+        tokens = np.array(answer)
+        is_right = random.random(len(answer)) < right
+        planted[key] = np.where(is_right, tokens, np.abs(tokens - 1)).tolist()
+    return planted

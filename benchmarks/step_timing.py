@@ -19,36 +19,35 @@ ROUNDS = 20  # of what is timed
 def breakdown(executor: GpuExecutor, batch: int) -> dict[str, float]:
     """Return the microseconds of a decode step of rows 0 to `batch`-1, by their part.
 
-    The rows have the tokens that they hold. Each kind of call is repeated alone in a graph; "gaps": the rest of the
-    step. The rows hold afterwards what they held. Raises InputError where a row has no room: what is repeated goes
-    on, token after token, in the cache after what the row holds.
+    Each kind of call is repeated alone in a graph; "gaps": the rest of the step. Afterwards the rows have the tokens
+    that they had. Raises InputError where a row has no room: repeated calls append tokens to its cache.
     """
     from lockstep.gpu.executor import bucket
 
-    held = executor.lengths[:batch]
+    lengths = executor.lengths[:batch]
     count = bucket(batch, executor.num_slots)
-    end = int(held.max()) + 2 + 2 * (ROUNDS + 1)  # two steps before there is a graph; "next token"; whole steps
+    end = int(lengths.max()) + 2 + 2 * (ROUNDS + 1)  # two steps before there is a graph; "next token"; whole steps
     if end > executor.max_seq_len:
         raise InputError(
-            f"breakdown: expected room for {end - held.max()} more tokens in each row, at "
-            f"most {executor.max_seq_len} (max_seq_len), found a row of {held.max()}"
+            f"breakdown: expected room for {end - lengths.max()} more tokens in each row, at "
+            f"most {executor.max_seq_len} (max_seq_len), found a row of {lengths.max()}"
         )
     executor._last_prompt = executor._in_flight = None
     executor.group.reserve(dict.fromkeys(range(batch), end), executor.lengths)
     steps = executor._decode_calls(count, executor._adapted(range(batch)), executor._drawn(range(batch)))
     for rank in executor.group.on_each_device():
-        rank.state.decode(range(batch), [0] * batch, held.tolist(), rank.stream)
+        rank.state.decode(range(batch), [0] * batch, lengths.tolist(), rank.stream)
     while steps[0].graph is None:
         executor.group.launch(steps)
     try:
-        found = microseconds_by_name(executor.group, steps)
-        whole = microseconds(executor.group, [step.graph for step in steps if step.graph])
+        times = microseconds_by_name(executor.group, steps)
+        step_time = microseconds(executor.group, [step.graph for step in steps if step.graph])
     finally:
         for rank in executor.ranks:
             rank.state.invalidate_tokens()
-    found["gaps"] = round(whole - sum(found.values()), 1)
-    found["step"] = round(whole, 1)
-    return found
+    times["gaps"] = round(step_time - sum(times.values()), 1)
+    times["step"] = round(step_time, 1)
+    return times
 
 
 def breakdown_prefill(executor: GpuExecutor) -> dict[str, float]:
@@ -59,7 +58,8 @@ def breakdown_prefill(executor: GpuExecutor) -> dict[str, float]:
     """
     if executor._last_prompt is None:
         raise InputError("breakdown: expected a step with one prompt just before, found none")
-    (steps, slots), executor._last_prompt, executor._in_flight = executor._last_prompt, None, None
+    steps, slots = executor._last_prompt
+    executor._last_prompt = executor._in_flight = None
     try:
         return microseconds_by_name(executor.group, steps)
     finally:
@@ -90,7 +90,7 @@ def microseconds(group: RankGroup, graphs: Sequence[cuda.Graph]) -> float:
 
 
 def _alone(group: RankGroup, steps: Sequence[StepCalls], name: str) -> list[cuda.Graph]:
-    """Return each rank's calls of this name in a graph of their own."""
+    """Return a graph for each rank, of its calls of this name alone."""
     graphs = []
     for rank, step in zip(group.on_each_device(), steps):
         with rank.stream.capture() as graph:

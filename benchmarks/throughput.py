@@ -1,4 +1,4 @@
-"""`throughput`: what serving costs: requests through the engine beside the bare steps they took.
+"""`throughput`: the cost of serving: requests through the engine, compared with the bare steps they took.
 
 And prefixes that are reused, sampling, and the scheduler alone.
 
@@ -46,12 +46,13 @@ SAMPLED = Sampling(temperature=0.8, top_p=0.95)
 
 
 def main(models: Sequence[str], targets: Sequence[str], write: Path | None, **settings: Any) -> None:
-    """Measure requests through the engine beside its bare steps.
+    """Compare requests through the engine with its bare steps.
 
     And reused prefixes, sampling, and the scheduler alone.
     """
-    chosen = models or (() if targets else options.MODELS.default)
-    deliver(run(chosen, targets, **settings), write)
+    if not models and not targets:
+        models = options.MODELS.default
+    deliver(run(models, targets, **settings), write)
 
 
 def run(
@@ -116,11 +117,11 @@ def measure(model: Model, requests: int, mean_prompt: int, mean_new: int, prefix
 
     def through_engine(sampling: Sampling) -> list[tuple[Sequence[Advance], bool | Sequence[Advance]]]:
         engine = Engine(model, prefix_caching=False)
-        taken = []
+        steps = []
         step_tokens = model.step_tokens
 
         def recorded(advances: Sequence[Advance], following: bool | Sequence[Advance] = False) -> np.ndarray:
-            taken.append((advances, following))
+            steps.append((advances, following))
             return step_tokens(advances, following)
 
         model.step_tokens = recorded  # type: ignore[method-assign]
@@ -132,7 +133,7 @@ def measure(model: Model, requests: int, mean_prompt: int, mean_new: int, prefix
                 pass
         finally:
             del model.step_tokens
-        return taken
+        return steps
 
     steps = through_engine(Sampling())
 

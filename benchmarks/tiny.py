@@ -2,12 +2,13 @@
 
 Its weights are random, its activations like those of trained models (`tests.lifelike`).
 
-Used by `python -m benchmarks models`, in a process of its own.
+Used by `python -m benchmarks models`, in a child process.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,7 +39,7 @@ from lockstep.tolerances import EXPORT
 
 _MAX_PARAMETERS = 150_000_000  # 600 MB
 _MAX_TRIES = 2
-_PROMPTS = (5, 19, 11)  # tokens, prefilled together; the longest prompt of all comes beside them in chunks
+_PROMPTS = (5, 19, 11)  # tokens, prefilled together; the longest prompt of all comes in chunks meanwhile
 _LONG = 300  # tokens, or as many as the model has positions for
 _LONG_OF_EXPERTS = 100  # of a mixture: a step gathers the weights of each token's experts
 _CHUNK = 97
@@ -75,7 +76,7 @@ def try_on_gpu(name: str, backend: str, precision: str, folder: Path) -> dict[st
         stage = "run"
         record = _errors_on_gpu(config, source, results, engines, precision)
         stage = "stages"
-        own = record["transformers_error"]
+        reference_error = record["transformers_error"]
         lines = failures(
             results.root, str(source), {backend: [precision]}, max_seq_len=_positions_of(results, precision)
         )
@@ -83,7 +84,7 @@ def try_on_gpu(name: str, backend: str, precision: str, folder: Path) -> dict[st
         return {"result": REFUSED if stage in ("export", "build") else WRONG, "reason": _ended(stage, error), **record}
     except Exception as error:
         return {"result": NO_MODEL if stage == NO_MODEL else BROKEN, "reason": _ended(stage, error), **record}
-    if np.isfinite(own) and not record["logit_error"] <= OWN_ERRORS * own:
+    if np.isfinite(reference_error) and not record["logit_error"] <= OWN_ERRORS * reference_error:
         lines.insert(0, "logits differ by more than four times transformers' own error")
     if not record["same_bits"]:
         lines.insert(0, "logits of a request alone have other bits")
@@ -111,20 +112,20 @@ def _errors_on_gpu(
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}.get(precision, torch.float16)
     # A CPU takes minutes for what 16 bits cost, where PyTorch has no fast kernels of them.
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    own, _ = _expected(reference.to(device, dtype), sequences, prompts)
+    in_dtype, _ = _expected(reference.to(device, dtype), sequences, prompts)
     model = Model.open(engines, results.assembly(_NAME, precision), results.weights(_NAME, precision))
-    found = _logits_found(model, sequences, prompts)
+    logits = _logits_of_engines(model, sequences, prompts)
     left_out = int(_has_experts(config))
     alone = [_alone(model, slot, ids, length) for slot, (ids, length) in enumerate(zip(sequences, prompts))]
     return {
-        "logit_error": _rounded(_largest(found - expected[:, [0, 1, 2, 3, 3]], spread, left_out)),
-        "transformers_error": _rounded(_largest(own - expected, spread, left_out)),
-        "same_bits": all(np.array_equal(rows, found[:, slot]) for slot, rows in enumerate(alone)),
+        "logit_error": _rounded(_largest(logits - expected[:, [0, 1, 2, 3, 3]], spread, left_out)),
+        "transformers_error": _rounded(_largest(in_dtype - expected, spread, left_out)),
+        "same_bits": all(np.array_equal(rows, logits[:, slot]) for slot, rows in enumerate(alone)),
     }
 
 
 def _alone(model: Model, slot: int, ids: np.ndarray, length: int) -> np.ndarray:
-    """Return the logits after a prompt and each decoded token of a request that nothing runs beside."""
+    """Return the logits after a prompt and each decoded token of a request that runs alone."""
     rows = [model.step([Advance(slot, ids[:length], 0)])[0]]
     rows += [model.step([Advance(slot, ids[at : at + 1], at)])[0] for at in range(length, length + _DECODE_STEPS)]
     return np.array(rows)
@@ -168,24 +169,24 @@ def _short(error: BaseException, folder: Path) -> str:
 def try_config(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     try:
         source, results = _export(config, folder)
-        found = dataclasses.asdict(lifelike.write(config, 0, source))
+        activations = dataclasses.asdict(lifelike.write(config, 0, source))
     except InputError as error:
         return {"result": REFUSED, "reason": _short(error, folder)}
     except Exception as error:  # what is no refusal is a fault of ours, and the table says so
         return {"result": BROKEN, "reason": f"export: {_one_line(error)}"}
     try:
-        error, own = _logit_errors(config, source, results)
+        error, reference_error = _logit_errors(config, source, results)
     except Exception as error:
         return {"result": BROKEN, "reason": _one_line(error)}
     assembly = Assembly.load(results.assembly(_NAME, "fp32"))
     record = {
         "logit_error": _rounded(error),
-        "transformers_error": _rounded(own),
-        "activations": {name: value and _rounded(value) for name, value in found.items()},
+        "transformers_error": _rounded(reference_error),
+        "activations": {name: value and _rounded(value) for name, value in activations.items()},
         "classes": len(assembly.classes),
         "kinds": len(assembly.variants),
     }
-    if error > max(EXPORT, OWN_ERRORS * own):  # weights may be so unlucky that fp32 itself is no better
+    if error > max(EXPORT, OWN_ERRORS * reference_error):  # weights may be so unlucky that fp32 itself is no better
         return {"result": WRONG, "reason": f"logits differ by {error:.1e} of their standard deviation", **record}
     lines = failures(results.root, str(source), {"onnxruntime": ["fp32"]}, max_seq_len=_positions(assembly))
     if lines:
@@ -212,14 +213,14 @@ def tiny_configs(default: Mapping[str, Any]) -> list[dict[str, Any]]:
     Raises what the class raises when it takes none of them.
     """
     build_config(default)
-    taken = []
+    configs = []
     failures = []
     try:
         depths = depths_to_try(signatures(meta_model(default, "fp32")))
     except InputError as error:
         depths = [3]  # no list of layers, or a default that the class itself refuses: the export will say which
         failures.append(error)
-    for config in (config for depth in depths for config in small_configs(default, depth)):
+    for config in itertools.chain.from_iterable(small_configs(default, depth) for depth in depths):
         try:
             with quiet(), torch.device("meta"):
                 model = transformers.AutoModelForCausalLM.from_config(build_config(config), dtype=torch.float32)
@@ -228,12 +229,12 @@ def tiny_configs(default: Mapping[str, Any]) -> list[dict[str, Any]]:
             continue
         count = sum(parameter.numel() for parameter in model.parameters())
         if count <= _MAX_PARAMETERS:
-            taken.append(config)
+            configs.append(config)
         else:
             failures.append(InputError(f"{count:,} parameters, expected at most {_MAX_PARAMETERS:,}"))
-    if not taken:
+    if not configs:
         raise failures[0]
-    return taken[:_MAX_TRIES]
+    return configs[:_MAX_TRIES]
 
 
 def _has_experts(config: Mapping[str, Any]) -> bool:
@@ -253,7 +254,7 @@ def _export(config: Mapping[str, Any], folder: Path) -> tuple[Path, Results]:
 def _logit_errors(config: Mapping[str, Any], source: Path, results: Results) -> tuple[float, float]:
     """Return the largest difference of a logit from transformers in fp32, and of transformers from itself in fp64.
 
-    There each request runs alone and whole. Both over the logits' standard deviation. Requests: see `_logits_found`.
+    There each request runs alone and whole. Both over the logits' standard deviation. Requests: `_logits_of_engines`.
     """
     lockstep.resolve_checkpoint(str(source), source, results.checkpoint(_NAME))
     assembly = Assembly.load(results.assembly(_NAME, "fp32"))
@@ -263,18 +264,18 @@ def _logit_errors(config: Mapping[str, Any], source: Path, results: Results) -> 
     reference, sequences = _reference(config, source, assembly.vocab_size, prompts)
     expected, spread = _expected(reference, sequences, prompts)
     exact, _ = _expected(reference.double(), sequences, prompts)
-    # The long prompt comes twice: in one piece, and in chunks beside requests that decode.
-    found = _run(results, "fp32", sequences, prompts)
-    return _largest(found - expected[:, [0, 1, 2, 3, 3]], spread), _largest(expected - exact, spread)
+    # The long prompt comes twice: in one piece, and in chunks while other requests decode.
+    logits = _run(results, "fp32", sequences, prompts)
+    return _largest(logits - expected[:, [0, 1, 2, 3, 3]], spread), _largest(expected - exact, spread)
 
 
 def _reference(
     config: Mapping[str, Any], source: Path, vocab_size: int, prompts: Sequence[int]
 ) -> tuple[torch.nn.Module, list[np.ndarray]]:
     """Return transformers' model of a checkpoint, and random token ids of each prompt and its decoded tokens."""
-    whole = cut_config(config, "all")
-    whole._experts_implementation = "eager"  # the one that also runs in fp64
-    model = load_folder(source, whole)
+    full_config = cut_config(config, "all")
+    full_config._experts_implementation = "eager"  # the one that also runs in fp64
+    model = load_folder(source, full_config)
     random = np.random.default_rng(1)
     sequences = [random.integers(0, vocab_size, length + _DECODE_STEPS) for length in prompts]
     for ids in sequences:
@@ -290,7 +291,7 @@ def _largest(difference: np.ndarray, spread: float, left_out: int = 0) -> float:
 
 
 def _run(results: Results, precision: str, sequences: Sequence[np.ndarray], prompts: Sequence[int]) -> np.ndarray:
-    """Return the logits of a precision's engines (`_logits_found`)."""
+    """Return the logits of a precision's engines (`_logits_of_engines`)."""
     lockstep.convert_weights(results.checkpoint(_NAME), precision, results.weights(_NAME, precision))
     engines = results.engines(_NAME, precision, "onnxruntime")
     lockstep.build_engines(results.assembly(_NAME, precision), "onnxruntime", engines)
@@ -298,16 +299,16 @@ def _run(results: Results, precision: str, sequences: Sequence[np.ndarray], prom
         engines, results.assembly(_NAME, precision), results.weights(_NAME, precision),
         max_batch_size=len(prompts) + 1, max_seq_len=prompts[-1] + _DECODE_STEPS,
     )  # fmt: skip
-    return _logits_found(model, sequences, prompts)
+    return _logits_of_engines(model, sequences, prompts)
 
 
-def _logits_found(model: Model, sequences: Sequence[np.ndarray], prompts: Sequence[int]) -> np.ndarray:
+def _logits_of_engines(model: Model, sequences: Sequence[np.ndarray], prompts: Sequence[int]) -> np.ndarray:
     """Return logits after each prompt and each decoded token.
 
     [steps, requests, vocab_size]: the prompts, and the last once more in chunks.
 
-    All whole prompts are prefilled in one step. The last one's chunks come beside the decoding of the others; its own
-    tokens are decoded last.
+    All whole prompts are prefilled in one step. The last one's chunks come while the others decode; its tokens
+    are decoded last.
     """
     rows = [
         list(model.step([Advance(slot, ids[:length], 0) for slot, (ids, length) in enumerate(zip(sequences, prompts))]))
@@ -341,12 +342,14 @@ def _expected(
     Each request runs alone, in one piece.
     """
     with torch.no_grad():
-        whole = []
+        by_request = []
         for ids in sequences:
             tokens = torch.from_numpy(ids)[None].to(model.device)
-            whole.append(model(tokens, use_cache=False).logits[0].double().cpu().numpy())
-    rows = [[logits[length - 1 + step] for logits, length in zip(whole, prompts)] for step in range(_DECODE_STEPS + 1)]
-    return np.array(rows), float(np.concatenate(whole).std())
+            by_request.append(model(tokens, use_cache=False).logits[0].double().cpu().numpy())
+    rows = []
+    for step in range(_DECODE_STEPS + 1):
+        rows.append([logits[length - 1 + step] for logits, length in zip(by_request, prompts)])
+    return np.array(rows), float(np.concatenate(by_request).std())
 
 
 def _one_line(error: BaseException) -> str:

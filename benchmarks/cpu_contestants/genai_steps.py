@@ -1,4 +1,4 @@
-"""onnxruntime-genai and its generator; the model is the CPU form of its own model builder.
+"""onnxruntime-genai and its generator; the model is the CPU form of its model builder.
 
 int4: groups of 32, int8 activations, the head too.
 """

@@ -102,17 +102,17 @@ def opened(job: dict) -> Start:
     model = llama_cpp.llama_model_load_from_file(str(Path(job["out"]) / _FILE).encode(), settings)
     if not model:
         raise SystemExit("llama.cpp cannot read the model")
-    terms = llama_cpp.llama_context_default_params()
-    terms.n_seq_max = job["batch"]
-    terms.n_ctx = job["batch"] * max(job["capacity"], 256)
-    # of a call, which computes so many at a time
-    terms.n_batch = terms.n_ctx
-    terms.n_ubatch = 512
-    terms.n_threads = terms.n_threads_batch = job["threads"]
-    context = llama_cpp.llama_init_from_model(model, terms)
+    parameters = llama_cpp.llama_context_default_params()
+    parameters.n_seq_max = job["batch"]
+    parameters.n_ctx = job["batch"] * max(job["capacity"], 256)
+    # n_batch: tokens of a call, n_ubatch: tokens that it computes at a time
+    parameters.n_batch = parameters.n_ctx
+    parameters.n_ubatch = 512
+    parameters.n_threads = parameters.n_threads_batch = job["threads"]
+    context = llama_cpp.llama_init_from_model(model, parameters)
     if not context:
         raise SystemExit("llama.cpp cannot open the model")
-    batch = llama_cpp.llama_batch_init(terms.n_batch, 0, 1)
+    batch = llama_cpp.llama_batch_init(parameters.n_batch, 0, 1)
     vocabulary = json.loads((Path(job["checkpoint"]) / "config.json").read_text())["vocab_size"]
 
     def run(tokens: np.ndarray, first: int) -> np.ndarray:
@@ -129,8 +129,8 @@ def opened(job: dict) -> Start:
             places += [place] * (column == last)
         if llama_cpp.llama_decode(context, batch):
             raise SystemExit("llama.cpp could not decode")
-        found = [llama_cpp.llama_get_logits_ith(context, place) for place in places]
-        return np.array([np.ctypeslib.as_array(at, (vocabulary,)).argmax() for at in found])
+        logits = [llama_cpp.llama_get_logits_ith(context, place) for place in places]
+        return np.array([np.ctypeslib.as_array(at, (vocabulary,)).argmax() for at in logits])
 
     def start(prompts: np.ndarray):
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)

@@ -2,9 +2,9 @@
 
 In: `script.py JOB`, where JOB is JSON: "checkpoint" and "out" are folders, "precision", "threads", "batch" (the
 largest) and "capacity" (tokens of a request). Then a line of JSON on stdin for each measurement: {"batch", "context",
-"steps"} times decode steps behind a prompt, {"prompt"} a prompt of so many tokens. Out: a line of JSON on stdout for
-each: first {"versions", "resident_bytes"} once the model is open, then {"seconds", "peak_bytes"} of a step or of the
-prompt. What libraries print goes to stderr.
+"steps"} times decode steps after a prompt of "context" tokens, {"prompt"} a prompt of this length. Out: a line of JSON
+on stdout for each: first {"versions", "resident_bytes"} once the model is open, then {"seconds", "peak_bytes"} of a
+step or of the prompt. What libraries print goes to stderr.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Start = Callable[[np.ndarray], Callable[[], None]]
 def main(packages: Sequence[str], make: Callable[[dict], None], opened: Callable[[dict], Start]) -> None:
     """Make the model of the command line's job, and answer until stdin ends.
 
-    A model that is there is not made again. It is made in another process, whose libraries and memory are not counted.
+    An existing model is kept. A new one is made in another process, whose libraries and memory are not counted.
     """
     answers = os.fdopen(os.dup(1), "w")
     job = json.loads(sys.argv[1])
@@ -38,14 +38,14 @@ def main(packages: Sequence[str], make: Callable[[dict], None], opened: Callable
     def answer(value: dict[str, Any]) -> None:
         print(json.dumps(value), file=answers, flush=True)
 
-    made = Path(job["out"]) / "made"
-    if not made.is_file():
+    done = Path(job["out"]) / "made"
+    if not done.is_file():
         maker = multiprocessing.Process(target=make, args=(job,))
         maker.start()
         maker.join()
         if maker.exitcode:
             raise SystemExit(f"making the model ended with {maker.exitcode}")
-        made.touch()
+        done.touch()
     vocabulary = json.loads((Path(job["checkpoint"]) / "config.json").read_text())["vocab_size"]
     start = opened(job)
 
@@ -56,12 +56,15 @@ def main(packages: Sequence[str], make: Callable[[dict], None], opened: Callable
     versions = {name: metadata.version(name) for name in sorted(packages)}
     answer({"versions": versions, "resident_bytes": _resident_bytes()})
     for line in sys.stdin:
-        asked = json.loads(line)
-        given = prompts(1, asked["prompt"]) if "prompt" in asked else prompts(asked["batch"], asked["context"])
+        request = json.loads(line)
+        if "prompt" in request:
+            ids = prompts(1, request["prompt"])
+        else:
+            ids = prompts(request["batch"], request["context"])
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
         began = time.perf_counter()
-        step = start(given)
-        steps = asked.get("steps", 0)
+        step = start(ids)
+        steps = request.get("steps", 0)
         if steps:
             step()  # the first may take its token from the prompt's logits
             began = time.perf_counter()

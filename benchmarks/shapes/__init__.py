@@ -14,14 +14,16 @@ SHAPES = Path(__file__).parent
 
 
 def checkpoint(name: str, work: Path, settings: Mapping[str, Any] | None = None) -> Path:
-    """Return a checkpoint folder as it is; of a shape one with random weights, in `work`, made unless it is there.
+    """Return a checkpoint folder; for a shape one with random weights in `work`, made unless it exists.
 
-    settings: of the shape's config.json, instead of its own.
+    settings: override those of the shape's config.json.
     """
     shape = SHAPES / f"{name}.json"
     if not shape.is_file():
         return Path(name)
-    folder = work / (f"{name}-{hashlib.sha256(dump_json(settings).encode()).hexdigest()[:8]}" if settings else name)
+    folder = work / name
+    if settings:
+        folder = work / f"{name}-{hashlib.sha256(dump_json(settings).encode()).hexdigest()[:8]}"
     if not (folder / "config.json").is_file():
         work.mkdir(parents=True, exist_ok=True)
         config = folder.with_suffix(".json")

@@ -29,12 +29,12 @@ OPTIONS = (
     options.Option("--precision", "", ALL, name="precisions", many=True, choices=ALL),
     options.number(
         "--draw", 0, "Plant a fault in so many of its pairs of precision and backend, which its name draws; 0: in all.",
-        least=0,
+        minimum=0,
     ),
     options.number("--jobs", 1, "Faults tried at a time."),
     options.BUILD_OPTIONS,
     options.Option(
-        "--loosen", "So many times the default tolerances for the gates: how much room they have.", 1.0, float, least=1
+        "--loosen", "Multiplies the tolerances of the gates, to see how much room they have.", 1.0, float, minimum=1
     ),
     options.path("--work", "Scratch folder.  [default: the system's]", exists=True),
     options.path(
