@@ -46,7 +46,10 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Targets that pass, one that fails, one of quantised weights, and one that cannot run here."""
     results = Results(tmp_path_factory.mktemp("results"))
-    write_json(results.config(), {})
+    model = {"source": "demo-llama", "precisions": ["fp16"], "layers": [2, "all"]}
+    model["backends"] = ["onnxruntime", "openvino", "cuda"]
+    model["backend_precisions"] = {"openvino": ["w4a16", "bf16"]}
+    write_json(results.config(), {"models": {"demo-llama": model}})
     kinds = (("fp16", "onnxruntime"), ("w4a16", "openvino"), ("fp16", "openvino"), ("fp16", "cuda"))
     targets = [
         Target("demo-llama", precision, layers, backend) for precision, backend in kinds for layers in (2, "all")

@@ -29,6 +29,14 @@ from lockstep.stages import STAGES
 from lockstep.targets import Results, Target
 
 TARGETS = [Target("m", "fp16", 2, "onnxruntime"), Target("m", "fp16", "all", "onnxruntime")]
+# Texts that stand out of their chart by more than a point.
+OUTSIDE = """[...document.querySelectorAll('.chart')].flatMap((chart) => {
+  const box = chart.getBoundingClientRect()
+  return [...chart.querySelectorAll('text')].filter((text) => {
+    const own = text.getBoundingClientRect()
+    return own.left < box.left - 1 || own.right > box.right + 1 || own.top < box.top - 1 || own.bottom > box.bottom + 1
+  }).map((text) => text.textContent)
+})"""
 NASTY = "<script>alert('x')</script> & \"quoted\" \x07\u202e"
 DIFFERENCE = TokenDifference(1, 12, 99, 0.31, False, " a hilly", " city", " town")
 
@@ -85,6 +93,15 @@ def fill(results: Results, target: Target, *prompts: GoldenPrompt, failure: str 
     built = {"middle": EngineFile("middle.onnx", "cd" * 32, "ef" * 32)}
     EngineSetManifest("onnxruntime", "1.31", "fp16", device, {"opset": None}, built, 1).save(engines)
     engines.with_name("middle.onnx").write_bytes(bytes(2500))
+
+
+def write_jobs(results: Results) -> None:
+    """The config of the targets, and what Snakemake measured of a job."""
+    model = {"source": "m", "precisions": ["fp16"], "layers": [2, "all"], "backends": ["onnxruntime"]}
+    write_json(results.config(), {"models": {"m": model}})
+    benchmark = results.root / "benchmarks" / "golden" / "m" / "fp16" / "onnxruntime" / "2.tsv"
+    benchmark.parent.mkdir(parents=True)
+    benchmark.write_text("s\th:m:s\tmax_rss\n4.25\t0:00:04\t100.00\n")
 
 
 def pages(results: Results, **options: Any) -> dict[str, str]:
@@ -245,11 +262,7 @@ def test_charts_show_errors_sizes_speeds_and_jobs_with_their_states(results: Res
     fill(results, TARGETS[1], prompt())
     fill(results, TARGETS[0], prompt(), failure="another token")
     checked(results.validation("m", "fp16", 2), validation(TARGETS[0], blocks(0.0, 0.5, None, noise=0.01)))
-    model = {"source": "m", "precisions": ["fp16"], "layers": [2, "all"], "backends": ["onnxruntime"]}
-    write_json(results.config(), {"models": {"m": model}})
-    benchmark = results.root / "benchmarks" / "golden" / "m" / "fp16" / "onnxruntime" / "2.tsv"
-    benchmark.parent.mkdir(parents=True)
-    benchmark.write_text("s\th:m:s\tmax_rss\n4.25\t0:00:04\t100.00\n")
+    write_jobs(results)
     made = pages(results)
     tooltips = {name: re.findall("<title>([^<]*)</title>", page) for name, page in made.items()}
     target = tooltips["m-fp16-2-onnxruntime.html"]
@@ -353,6 +366,7 @@ def test_an_error_that_is_not_finite_is_said(results: Results) -> None:
 
 @pytest.mark.exports
 def test_a_browser_shows_the_pages_on_a_phone_too(results: Results, tmp_path: Path) -> None:
+    write_jobs(results)
     pages(results, since_lock={"m": {"golden": ["a" * 300]}})
     browser = Browser(find(), tmp_path / "profile")
     try:
@@ -365,6 +379,8 @@ def test_a_browser_shows_the_pages_on_a_phone_too(results: Results, tmp_path: Pa
                 assert browser.run("document.documentElement.scrollWidth <= document.documentElement.clientWidth"), page
                 headings = "[...document.querySelectorAll('td[data-label]')].filter((each) => each.checkVisibility())"
                 assert browser.run(f"{headings}.every((each) => each.getBoundingClientRect().right <= {width})"), page
+                assert browser.run("document.querySelectorAll('.chart').length") >= 3, page
+                assert browser.run(OUTSIDE) == [], f"{page}: texts that a chart cuts off"
             assert not browser.said
     finally:
         browser.close()
