@@ -39,10 +39,11 @@ def make_plan(question: Mapping[str, Any]) -> dict[str, Any]:
     question: the workflow's `version`; `config`, `files` and `options` of Snakemake, `results`, whether it `starts` a
     run, and whether it `has_environments` for jobs. Raises InputError or CheckError for what a run must not begin with.
     """
-    if question["version"] != __version__:  # a module from git is not installed with the package
+    version = question.get("version", "an older one")
+    if version != __version__:  # a module from git is not installed with the package
         raise InputError(
-            f"workflow: expected version {__version__}, that of the package lockstep-engines, found "
-            f"{question['version']}; install the package of that version, or name the tag v{__version__}"
+            f"workflow: expected version {__version__}, that of the package lockstep-engines, found {version}; install "
+            f"the package of that version, or name the tag v{__version__}"
         )
     _check_folder()
     merged = question["config"]
