@@ -1,7 +1,7 @@
 """The CUDA backend: kernels generated from a block's graph, products by cuBLAS, on NVIDIA GPUs, one a rank.
 
 Engine: text of a few kilobytes, without weights, the same bytes on every machine; a build needs no GPU. Attention is
-fused (`lockstep.gpu.attention`): of a variant only its RoPE is needed, whose graph lies beside the engines and runs on
+fused (`lockstep.gpu.attention`): of a variant only its RoPE is needed, whose graph is next to the engines and runs on
 the host. What has no kernel is refused, never run in another way.
 """
 
@@ -66,7 +66,7 @@ class CudaBackend(PortableGpuBackend):
         """Yield the engine names and graphs of an assembly: see `Backend.graphs`.
 
         Blocks that take adapters are built twice: with them and without. Raises InputError for an attention variant
-        that fused attention does not run, and for adapters beside quantised weights.
+        that fused attention does not run, and for adapters together with quantised weights.
         """
         if assembly.adapters is not None and assembly.quantization is not None:
             raise InputError(

@@ -78,7 +78,11 @@ def compile_block(model: onnx.ModelProto) -> KernelsFile:
 
 
 def _products(cut: CutGraph) -> list[Product]:
-    return [product for step in cut.steps if not isinstance(step, int) for product in step]
+    products = list[Product]()
+    for step in cut.steps:
+        if not isinstance(step, int):
+            products += step
+    return products
 
 
 def _is_activation(io: IO) -> bool:
@@ -95,7 +99,8 @@ def _declared_types(ios: Iterable[IO], dtype: str) -> dict[str, tuple[str, Shape
 def _check_same(model: onnx.ModelProto, cut: CutGraph) -> None:
     """Run a float32 graph and its pieces and products, which round nothing here, on the same random numbers."""
     choices = {product.experts.ids for product in _products(cut) if product.experts is not None}
-    model = with_few_experts(model, _EXPERTS_TRIED) if choices else model
+    if choices:
+        model = with_few_experts(model, _EXPERTS_TRIED)
     feeds = random_inputs(model)
     for product in _products(cut):
         if product.experts is not None and product.experts.weight.kind == "mxfp4":  # exponents of numbers below 1
@@ -138,10 +143,16 @@ def multiply(product: Product, values: Mapping[str, np.ndarray]) -> np.ndarray:
         return codes @ parts[0].astype(np.float32).T * steps * parts[1]
     if product.experts is not None:
         return _of_experts(rows, parts, values[product.experts.ids], product.experts)
-    weight = parts[0] if product.bits == 16 else dequantize(parts[0], parts[1], product.group_size, *parts[2:])
-    result = rows @ (weight if product.transposed else weight.T).astype(np.float32)
+    weight = parts[0]
+    if product.bits < 16:
+        weight = dequantize(parts[0], parts[1], product.group_size, *parts[2:])
+    if not product.transposed:
+        weight = weight.T
+    result = rows @ weight.astype(np.float32)
     if (lora := product.lora) is not None:
-        ids = values[IDS][values[lora.rows]] if lora.rows else values[IDS]
+        ids = values[IDS]
+        if lora.rows:
+            ids = ids[values[lora.rows]]
         is_of_adapter = np.arange(lora.columns) // lora.rank == ids[:, None]
         result += np.where(is_of_adapter, rows @ values[lora.a], 0) @ values[lora.b]
     return result
@@ -154,7 +165,7 @@ def _of_experts(rows: np.ndarray, parts: Sequence[np.ndarray], ids: np.ndarray, 
     inputs = rows.reshape(len(rows), inputs_per_token, -1)
     inputs = np.broadcast_to(inputs, (*ids.shape, inputs.shape[-1]))
     results = np.zeros((*ids.shape, weight.out_features), np.float32)
-    ids = ids % len(parts[0])  # of which a trial has few
+    ids = ids % len(parts[0])  # a trial has fewer experts
     for number in np.unique(ids):
         data, *scales = (part[number] for part in parts)
         if weight.kind == "mxfp4":

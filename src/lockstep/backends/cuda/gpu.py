@@ -11,9 +11,9 @@ _PACKAGES = {"cuda.bindings": "cuda-bindings", "cudnn": "nvidia-cudnn-frontend"}
 
 def why_not() -> str | None:
     """Return why engines cannot run here, None where they can; by the driver alone, no library is loaded."""
-    found = compute_capability()
-    if found is None or int(found.partition(".")[0]) < 8:
-        return needs_gpu("8.0 or higher", found)
+    capability = compute_capability()
+    if capability is None or int(capability.partition(".")[0]) < 8:
+        return needs_gpu("8.0 or higher", capability)
     missing = [package for module, package in _PACKAGES.items() if not is_installed(module)]
     if missing:
         return f"needs {' and '.join(missing)} in this Python, found none: {pip_install('cuda')}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,7 +54,7 @@ GroupWeights = Mapping[Group, SmallWeight]
 
 
 class _Shared:
-    """Products and buffers of a device's blocks for decode steps (`own`) or prompts, until their last call goes."""
+    """Products and buffers of a device's blocks for captured decode steps or prompts, until their last call goes."""
 
     _instances: weakref.WeakValueDictionary[tuple[int, bool, np.dtype], _Shared] = weakref.WeakValueDictionary()
 
@@ -62,8 +63,8 @@ class _Shared:
         self._buffers: dict[tuple, cuda.Array] = {}
 
     @classmethod
-    def of(cls, device: Device, own: bool, dtype: np.dtype) -> _Shared:
-        key = id(device), own, dtype
+    def of(cls, device: Device, captured: bool, dtype: np.dtype) -> _Shared:
+        key = id(device), captured, dtype
         shared = cls._instances.get(key)
         if shared is None:
             shared = cls._instances[key] = cls(device, dtype)
@@ -89,10 +90,15 @@ class KernelsProgram(GpuProgram):
         self.kernels = [step.kernel for step in block.steps if step.kernel is not None]
         groups = [step.products for step in block.steps if step.kernel is None]
         self.groups = [group for group in groups if group[0].experts is None]
-        self.of_experts = [product for group in groups for product in group if product.experts is not None]
-        read = {slot for group in groups for product in group for slot in product.slots}
-        read |= {name for kernel in self.kernels for name, kind in kernel.arguments if kind in OF_WEIGHTS}
-        check_inputs(self.slots, read, str(path))
+        products = list(itertools.chain.from_iterable(groups))
+        self.of_experts = [product for product in products if product.experts is not None]
+        self._weights_of_kernels = dict[str, str]()  # {slot: kind}
+        for kernel in self.kernels:
+            self._weights_of_kernels.update(argument for argument in kernel.arguments if argument[1] in OF_WEIGHTS)
+        slots_read = {*self._weights_of_kernels}
+        for product in products:
+            slots_read.update(product.slots)
+        check_inputs(self.slots, slots_read, str(path))
         capability = cuda.compute_capability(self.device.number)
         if any(group[0].is_fp8 for group in self.groups) and capability < _FP8:
             raise InputError(
@@ -101,8 +107,8 @@ class KernelsProgram(GpuProgram):
             )
         self.dtype = named_dtype(block.dtype)
         self.functions = self._compiled()
-        tensors = {name: _tensor(name, True, *told) for name, told in block.inputs.items()}
-        self.tensors = tensors | {name: _tensor(name, False, *told) for name, told in block.outputs.items()}
+        tensors = {name: _tensor(name, True, *declared) for name, declared in block.inputs.items()}
+        self.tensors = tensors | {name: _tensor(name, False, *declared) for name, declared in block.outputs.items()}
 
     def _compiled(self) -> dict[str, cuda.Kernel]:
         """Compile the kernels; return them by name."""
@@ -115,7 +121,9 @@ class KernelsProgram(GpuProgram):
 
     @property
     def _prelude(self) -> str:
-        return PRELUDE + E4M3 if any(kernel.quantized for kernel in self.kernels) else PRELUDE
+        if any(kernel.quantized for kernel in self.kernels):
+            return PRELUDE + E4M3
+        return PRELUDE
 
     def summing(self, kernel: RowKernel, name: str, exchange: Exchange) -> cuda.Kernel | None:
         """Return the kernel that sums an argument over the ranks first; None where it cannot."""
@@ -126,12 +134,12 @@ class KernelsProgram(GpuProgram):
         return cuda.compile_kernels(self._prelude + SUMS + source, options)[kernel.name]
 
     def lies_beside(self, group: Group) -> bool:
-        """Return whether a group's results may lie beside each other in one buffer: where kernels alone read them."""
-        made = {product.output for product in group}
+        """Return whether a group's results may share one buffer: if only kernels read them."""
+        results = {product.output for product in group}
         by_products = {group[0].input for group in self.groups}
         by_products |= {product.input for product in self.of_experts}
         aligned = not any(product.out_features % ALIGNED for product in group)
-        return len(group) > 1 and aligned and made.isdisjoint({*self.block.outputs, *by_products})
+        return len(group) > 1 and aligned and results.isdisjoint({*self.block.outputs, *by_products})
 
     def bind(self, weights: Tensors | None, slots: Mapping[str, Sequence[str]]) -> KernelsExecutable:
         """Return the block with its weights, whose uploads may go on. Raises CheckError where they do not fit."""
@@ -141,9 +149,10 @@ class KernelsProgram(GpuProgram):
         store = _Store(self, DeviceWeights.of(weights, self.device), weights, slots)
         rows = dict[str, cuda.Array]()
         groups = {group: store.group(group, self.lies_beside(group), rows) for group in self.groups}
-        own = {name: kind for kernel in self.kernels for name, kind in kernel.arguments if kind in OF_WEIGHTS}
-        own |= {slot: kind for product in self.of_experts for slot, kind in _kinds(product)}
-        plain = {name: store.plain(name, kind) for name, kind in own.items()}
+        kinds = dict(self._weights_of_kernels)
+        for product in self.of_experts:
+            kinds.update(_kinds(product))
+        plain = {name: store.plain(name, kind) for name, kind in kinds.items()}
         return KernelsExecutable(self, groups, plain, store.uploads, rows)
 
     def tuned_for(self, shapes: Shapes) -> Shapes:
@@ -155,18 +164,20 @@ class KernelsProgram(GpuProgram):
         return self.sizes(shapes)
 
     def declared(self, name: str) -> Shape:
-        """Return the shape of an input, of an output or of what lies between two steps."""
-        told = self.block.inputs.get(name) or self.block.outputs.get(name)
-        return told[1] if told else self.block.inner[name]
+        """Return the shape of an input, of an output or of a value between two steps."""
+        declared = self.block.inputs.get(name) or self.block.outputs.get(name)
+        if declared is None:
+            return self.block.inner[name]
+        return declared[1]
 
     def sizes(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
         """Return the sizes of dimensions by name, from shapes of inputs and outputs."""
-        return {
-            dim: size
-            for name, shape in shapes.items()
-            for dim, size in zip(self.declared(name), shape)
-            if isinstance(dim, str)
-        }
+        sizes = {}
+        for name, shape in shapes.items():
+            for dim, size in zip(self.declared(name), shape):
+                if isinstance(dim, str):
+                    sizes[dim] = size
+        return sizes
 
     def filled(self, name: str, sizes: Sizes) -> tuple[int, ...]:
         """Return a declared shape with sizes in place of its dimensions' names."""
@@ -181,7 +192,10 @@ def _kinds(product: Product) -> Iterator[tuple[str, str]]:
 
 
 def _tensor(name: str, is_input: bool, dtype: str, shape: Shape) -> Tensor:
-    return Tensor(name, is_input, named_dtype(dtype), tuple(-1 if isinstance(size, str) else size for size in shape))
+    sizes = list[int]()
+    for size in shape:
+        sizes.append(-1 if isinstance(size, str) else size)
+    return Tensor(name, is_input, named_dtype(dtype), tuple(sizes))
 
 
 class _Store:
@@ -201,28 +215,30 @@ class _Store:
         cast = {INTEGERS: None, SCALES: _AS_SCALES}.get(kind, self._cast(slot))
         return self._put([slot], self._program.slots[slot][0], cast)
 
-    def group(self, group: Group, beside: bool, rows: dict[str, cuda.Array]) -> SmallWeight:
-        """Return the weights of a group's products in one array; rows: gets where A of adapters goes, transposed."""
+    def group(self, group: Group, in_one_buffer: bool, rows: dict[str, cuda.Array]) -> SmallWeight:
+        """Return the weights of a group's products in one array; rows: gets the rows for adapters' A, transposed."""
         first = group[0]
         outs = tuple(product.out_features for product in group)
         columns = {product.lora.a: product.lora.columns for product in group if product.lora is not None}
-        more = sum(columns.values())
-        whole = sum(outs)
-        deep = first.in_features
+        num_adapter_rows = sum(columns.values())
+        num_rows = sum(outs)
+        in_features = first.in_features
+        if in_one_buffer or num_adapter_rows:
+            outs = (num_rows + num_adapter_rows,)
         if first.bits < 16:  # a set with quantised weights takes no adapters
             data = self._part(group, 0, None, None)
             scales = self._part(group, 1, None, None if first.is_fp8 else _AS_SCALES)
-            together = (whole,) if beside else outs
-            return SmallWeight(data, scales, first.bits, first.group_size, deep, together)
+            return SmallWeight(data, scales, first.bits, first.group_size, in_features, outs)
         cast = self._cast(first.slots[0])
         if first.transposed:
             cast = replace(cast or WeightCast(self._program.dtype), transposed=True)
-        data = self._part(group, 0, (whole + more, deep), cast, room=bool(more))
-        at = whole
+        shape = (num_rows + num_adapter_rows, in_features)
+        data = self._part(group, 0, shape, cast, room=bool(num_adapter_rows))
+        at = num_rows
         for name, count in columns.items():
             rows[name] = data[at : at + count]
             at += count
-        return SmallWeight(data, None, 16, 0, deep, (whole + more,) if beside or more else outs)
+        return SmallWeight(data, None, 16, 0, in_features, outs)
 
     def _part(
         self, group: Group, part: int, shape: tuple[int, ...] | None, cast: WeightCast | None, room: bool = False
@@ -234,14 +250,16 @@ class _Store:
     def _put(
         self, slots: Sequence[str], shape: Sequence[int], cast: WeightCast | None, room: bool = False
     ) -> cuda.Array:
-        names = [name for slot in slots for name in self._names[slot]]
+        names = list(itertools.chain.from_iterable(self._names[slot] for slot in slots))
         where = f"{self._program.path}: slot {', '.join(slots)}"
         dtype = self._program.slots[slots[0]][1]
         return self._store.put(self._weights, names, tuple(shape), dtype, where, room=room, cast=cast)
 
     def _cast(self, slot: str) -> WeightCast | None:
         dtype = self._program.dtype
-        return WeightCast(dtype) if self._program.slots[slot][1] != dtype else None
+        if self._program.slots[slot][1] == dtype:
+            return None
+        return WeightCast(dtype)
 
 
 class KernelsExecutable(GpuExecutable):
@@ -257,9 +275,9 @@ class KernelsExecutable(GpuExecutable):
         self.groups = groups
 
     def bind(self, inputs: Arrays, outputs: Arrays, captured: bool = False) -> Bound:
-        given = {**inputs, **outputs}
-        self.check_arrays(given)
-        call = _Call(self, given, captured)
+        arrays = {**inputs, **outputs}
+        self.check_arrays(arrays)
+        call = _Call(self, arrays, captured)
 
         def run(sizes: Sizes, shapes: Shapes) -> None:
             for step in call.steps:
@@ -271,21 +289,26 @@ class KernelsExecutable(GpuExecutable):
         self, exchange: Exchange, values: cuda.Array, inputs: Arrays, outputs: Arrays
     ) -> tuple[Run, Run] | None:
         kernel = self.program.block.steps[0].kernel
-        names = [name for name, kind in kernel.arguments if inputs.get(name) is values] if kernel else []
-        if kernel is None or not names or (function := self.program.summing(kernel, names[0], exchange)) is None:
+        if kernel is None:
             return None
-        given = {**inputs, **outputs}
-        self.check_arrays(given)
-        call = _Call(self, given, True)
-        sizes = self.program.sizes({name: each.shape for name, each in given.items()})
-        first = call.kernel(kernel, function, *exchange.group)
-        rest = call.steps[1:]
+        names = [name for name, kind in kernel.arguments if inputs.get(name) is values]
+        if not names:
+            return None
+        function = self.program.summing(kernel, names[0], exchange)
+        if function is None:
+            return None
+        arrays = {**inputs, **outputs}
+        self.check_arrays(arrays)
+        call = _Call(self, arrays, True)
+        sizes = self.program.sizes({name: array.shape for name, array in arrays.items()})
+        first_step = call.kernel(kernel, function, *exchange.group)
+        later_steps = call.steps[1:]
 
-        def run_rest() -> None:
-            for step in rest:
+        def run_later_steps() -> None:
+            for step in later_steps:
                 step(sizes)
 
-        return functools.partial(first, sizes), run_rest
+        return functools.partial(first_step, sizes), run_later_steps
 
 
 Step = Callable[[Sizes], None]
@@ -294,15 +317,15 @@ Step = Callable[[Sizes], None]
 class _Call:
     """The steps of an executable on arrays."""
 
-    def __init__(self, run: KernelsExecutable, given: Arrays, own: bool):
+    def __init__(self, run: KernelsExecutable, arrays: Arrays, captured: bool):
         self._run = run
         self._program = run.program
         block = run.program.block
-        self._shared = _Shared.of(run.program.device, own, run.program.dtype)
-        self._largest = run.program.sizes({name: array.shape for name, array in given.items()})
-        self._given = given
+        self._shared = _Shared.of(run.program.device, captured, run.program.dtype)
+        self._largest = run.program.sizes({name: array.shape for name, array in arrays.items()})
+        self._arrays = arrays
         self._counts = dict[tuple[int, ...], int]()
-        self._values = {name: StridedView.of(array) for name, array in given.items()}
+        self._values = {name: StridedView.of(array) for name, array in arrays.items()}
         for group in run.program.groups:
             if run.program.lies_beside(group) and not any(product.lora for product in group):
                 self._put_beside(group)
@@ -321,7 +344,10 @@ class _Call:
             self._rows_as_e4m3[name] = codes, self._shared.buffer(number, count, (), np.dtype(np.float32))
         self.steps: list[Step] = []
         for step in block.steps:
-            self.steps += self._group(step.products) if step.kernel is None else [self.kernel(step.kernel)]
+            if step.kernel is None:
+                self.steps += self._group(step.products)
+            else:
+                self.steps.append(self.kernel(step.kernel))
 
     def _buffer(self, rows: str, *width: int, dtype: np.dtype | None = None) -> cuda.Array:
         """Return a new buffer; None: of the block's type."""
@@ -331,17 +357,17 @@ class _Call:
     def _put_beside(self, group: Group) -> None:
         """Give a group's results one buffer."""
         total = sum(product.out_features for product in group)
-        at = 0
-        whole = self._buffer(self._rows(group), total)
+        first_column = 0
+        buffer = self._buffer(self._rows(group), total)
         for product in group:
-            self._values[product.output] = _part_of(whole, at)
-            at += product.out_features
+            self._values[product.output] = _part_of(buffer, first_column)
+            first_column += product.out_features
 
     def _rows(self, group: Group) -> str:
         return str(self._program.declared(group[0].input)[0])
 
-    def kernel(self, kernel: RowKernel, function: cuda.Kernel | None = None, *more: cuda.Array | int) -> Step:
-        """Return a kernel's launch; function, more: what is launched in its place, and its arguments behind."""
+    def kernel(self, kernel: RowKernel, function: cuda.Kernel | None = None, *appended: cuda.Array | int) -> Step:
+        """Return a kernel's launch; function: instead of the kernel's own. appended: its further arguments."""
         arguments: list[cuda.Array | int] = []
         for name, kind in kernel.arguments:
             if kind in OF_WEIGHTS:
@@ -356,7 +382,7 @@ class _Call:
             arguments += self._rows_as_e4m3[name]
         stream = self._program.device.stream
         function = function or self._program.functions[kernel.name]
-        launch = cuda.Launch(function, stream, kernel.threads, *arguments, *more, overlaps=True)
+        launch = cuda.Launch(function, stream, kernel.threads, *arguments, *appended, overlaps=True)
         rows = kernel.rows
         blocks = kernel.blocks
         return lambda sizes: launch(sizes[rows] * blocks)
@@ -372,8 +398,8 @@ class _Call:
             count = math.prod(ids.shape)
             number = -1 - len(self._orders)
             sorted_rows, tiles = (self._shared.buffer(number, count, width, _CHOICE) for width in ((), (4,)))
-            beside = [each.experts for each in self._program.of_experts if each.experts is not None]
-            tile = largest_tile(each.weight for each in beside if each.ids == experts.ids)
+            all_experts = [other.experts for other in self._program.of_experts if other.experts is not None]
+            tile = largest_tile(other.weight for other in all_experts if other.ids == experts.ids)
             order = ExpertOrder(stream, ids, experts.weight.count, sorted_rows, tiles, tile)
             self._orders[experts.ids] = order
             sort = order.sort
@@ -386,12 +412,11 @@ class _Call:
 
     def _group(self, group: Group) -> list[Step]:
         if group[0].experts is not None:
-            return [
-                step
-                for product in group
-                if product.experts
-                for step in self._products_of_experts(product, product.experts)
-            ]
+            steps = list[Step]()
+            for product in group:
+                if product.experts:
+                    steps += self._products_of_experts(product, product.experts)
+            return steps
         weight = self._run.groups[group]
         rows = self._rows(group)
         x = self._values[group[0].input].array
@@ -402,18 +427,20 @@ class _Call:
                 outs = [outs[0].reshape(self._largest[rows], sum(product.out_features for product in group))]
             multiply = products.bind(weight, x, outs, self._rows_as_e4m3.get(group[0].input))
             return [lambda sizes: multiply(sizes[rows])]
-        made = self._buffer(rows, *weight.out_features)
-        multiply = products.bind(weight, x, [made])
-        shrunk = _part_of(made, sum(product.out_features for product in group))
+        wide_out = self._buffer(rows, *weight.out_features)
+        multiply = products.bind(weight, x, [wide_out])
+        shrunk = _part_of(wide_out, sum(product.out_features for product in group))
         lora = next(product.lora for product in group if product.lora)
-        adapters = Adapters(self._given[IDS], self._given[lora.rows] if lora.rows else None, lora.rank)
+        adapters = Adapters(self._arrays[IDS], self._arrays[lora.rows] if lora.rows else None, lora.rank)
         outs = [self._values[product.output].array for product in group]
-        matrices = [self._given[product.lora.b] if product.lora else None for product in group]
-        expand = products.expand(StridedView.of(made), shrunk, adapters, matrices, outs)
+        matrices = list[cuda.Array | None]()
+        for product in group:
+            matrices.append(self._arrays[product.lora.b] if product.lora else None)
+        expand = products.expand(StridedView.of(wide_out), shrunk, adapters, matrices, outs)
         return [lambda sizes: multiply(sizes[rows]), lambda sizes: expand(sizes[rows])]
 
 
-def _part_of(whole: cuda.Array, column: int) -> StridedView:
+def _part_of(array: cuda.Array, column: int) -> StridedView:
     """Return the columns of [rows, columns] from one on."""
-    rows, columns = whole.shape
-    return StridedView(whole.reshape(rows * columns)[column:], columns)
+    rows, columns = array.shape
+    return StridedView(array.reshape(rows * columns)[column:], columns)
