@@ -36,8 +36,8 @@ class Draw(NamedTuple):
 
 def exponential_noise(draws: Sequence[Draw]) -> list[np.ndarray]:
     """Return the noise of each draw's tokens, float32 [num_candidates], in their order."""
-    few = iter(_noise_of_tokens([draw for draw in draws if draw.has_few]))
-    return [next(few) if draw.has_few else _noise_of_all(draw) for draw in draws]
+    small_draws = iter(_noise_of_tokens([draw for draw in draws if draw.has_few]))
+    return [next(small_draws) if draw.has_few else _noise_of_all(draw) for draw in draws]
 
 
 def _noise_of_all(draw: Draw) -> np.ndarray:

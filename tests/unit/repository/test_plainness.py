@@ -11,6 +11,7 @@ TESTS = Path(__file__).parents[2]
 # Packages whose sentences and names are the field's. The others follow: add one when it is done.
 PLAIN = (
     "artifacts",
+    "backends",
     "bundle",
     "checkpoint",
     "cli",
@@ -32,7 +33,7 @@ PLAIN = (
 )
 LIMITS = {"tuple assignment": 1, "nested condition": 1.6, "heavy comprehension": 1.5, "name": 1.5, "dialect": 2.5}
 # All of `src`: lower these with each package.
-LIMITS_OF_ALL = {"tuple assignment": 1, "nested condition": 1.6, "heavy comprehension": 1.3, "name": 3, "dialect": 2.2}
+LIMITS_OF_ALL = {"tuple assignment": 1, "nested condition": 1, "heavy comprehension": 0.7, "name": 0.7, "dialect": 1}
 LIMITS_OF_TESTS = {
     "tuple assignment": 1,
     "nested condition": 1.6,
