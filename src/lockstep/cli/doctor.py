@@ -46,7 +46,7 @@ _BYTES = {
 def doctor(config: Path | None, as_json: bool) -> None:
     """Say what can be built and run here, and what is missing, with its install line.
 
-    Of a config also what its models need of memory and disk. It changes nothing.
+    Of a config also what its models need of memory, disk and time. It changes nothing.
     """
     from lockstep.config.load import load
 
@@ -107,12 +107,14 @@ def _backends() -> dict[str, dict[str, Any]]:
 
 def _models(config: Config) -> dict[str, dict[str, Any]]:
     """Return what each model of the config needs; without numbers where it must be fetched first."""
+    from lockstep.cli.job_times import seconds_by_stage
     from lockstep.config.sources import read_shape
 
     by_model: dict[str, dict[str, Any]] = {}
     for name, place in config.check_sources().items():
         model = config.models[name]
-        parameters = read_shape(place).num_parameters
+        shape = read_shape(place)
+        parameters = shape.num_parameters
         if parameters is None:
             continue
         factor = QUANTIZED_PER_BYTE if any(map(is_quantized, model.all_precisions())) else JOB_PER_BYTE
@@ -120,6 +122,7 @@ def _models(config: Config) -> dict[str, dict[str, Any]]:
             "parameters": parameters,
             "memory_bytes": round(JOB_NBYTES + factor * 2 * parameters),
             "disk_bytes": round(parameters * sum(_BYTES[precision] for precision in model.all_precisions())),
+            "seconds": seconds_by_stage(config, name, parameters, shape.num_hidden_layers),
         }
     return {name: by_model.get(name, {}) for name in config.models}
 
@@ -156,4 +159,7 @@ def _model_line(name: str, model: dict[str, Any], facts: dict[str, Any]) -> str:
     for key, what in (("memory_bytes", "memory"), ("disk_bytes", "disk")):
         fits = "" if model[key] <= facts[key] else f", more than the {facts[key] / _GB:.1f} GB here"
         words.append(f"about {model[key] / _GB:.1f} GB of {what}{fits}")
-    return f"{name}: about {model['parameters'] / 1e6:,.0f} M parameters: {' and '.join(words)}"
+    total = sum(model["seconds"].values())
+    stages = ", ".join(f"{stage} {seconds / total:.0%}" for stage, seconds in list(model["seconds"].items())[:5])
+    words.append(f"about {total / 60:,.0f} min on {facts['cpu']['cores']} cores ({stages})")
+    return f"{name}: about {model['parameters'] / 1e6:,.0f} M parameters: {', '.join(words)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import re
 import shutil
 import sys
@@ -16,6 +17,7 @@ from click.testing import CliRunner
 
 from lockstep.backends import gpu
 from lockstep.cli import doctor as doctor_command
+from lockstep.cli.job_times import seconds_by_stage
 from lockstep.cli.main import main
 from lockstep.config import first
 from lockstep.config.backends import backends
@@ -148,6 +150,16 @@ def test_doctor_sizes_a_model_as_the_rules_do() -> None:
     found = json.loads(run("doctor", "demo-llama.yaml", "--json")[1])["models"]["demo-llama"]
     actual = (DEMO / "model.safetensors").stat().st_size / 2  # fp16
     assert 0.5 < found["parameters"] / actual < 2
+    assert {"export", "validate", "golden", "served"} < {*found["seconds"]}
+    text = run("doctor", "demo-llama.yaml")[1]
+    assert re.search(r"about \d+ min on \d+ cores \(\w+ \d+%, \w+ \d+%", text)
+
+
+def test_the_times_of_a_run_are_about_those_that_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SmolLM2's 16 targets on two cores: 29 minutes (README)."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    config = load(ROOT / "config" / "smollm2.yaml")
+    assert 15 < sum(seconds_by_stage(config, "smollm2", 134_500_000, 30).values()) / 60 < 60
     rules = "".join(path.read_text() for path in (ROOT / "workflow" / "rules").glob("*.smk"))
     asked = [(float(base), float(factor)) for base, factor in re.findall(r"mem_mb=memory\((\d+), ([\d.]+)\)", rules)]
     quantized = doctor_command.QUANTIZED_PER_BYTE
