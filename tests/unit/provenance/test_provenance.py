@@ -14,7 +14,7 @@ from demo_model import CONFIG, DEMO
 from packageurl import PackageURL
 
 from lockstep.artifacts.files import read_json, sha256_file, write_json
-from lockstep.artifacts.statement import Statement, statement_path
+from lockstep.artifacts.statement import BuildKey, Statement, statement_path
 from lockstep.checkpoint import resolve_architecture
 from lockstep.config.sources import REPOSITORY
 from lockstep.errors import InputError
@@ -223,6 +223,18 @@ def test_a_model_of_the_hub_is_named_at_its_commit(results: Results) -> None:
         next(item["uri"] for item in found if item["name"] == "checkpoint/config.json")
         == f"pkg:huggingface/org/name@{'ab' * 20}#config.json"
     )
+
+
+@pytest.mark.parametrize("name, version", [("openvino", "2026.1"), ("openvino", "2026.2"), ("tensorrt_rtx", "1.3")])
+def test_libraries_of_a_backend_are_dependencies_and_no_packages_of_the_key(name: str, version: str) -> None:
+    backend = {"name": name, "version": version, "device": {}, "libraries": {"cublas": "13.1"}}
+    key = BuildKey("build", NAMES, {"assembly": "ab"}, {}, {}, {"numpy": "2.0", "openvino": "2026.1"}, backend)
+    statement = Statement(key, {"engines.json": "0" * 64})
+    read = Statement.from_json(json.loads(statement.to_bytes()))
+    assert read == statement and read.key.sha256 == key.sha256
+    dependencies = statement.to_json()["predicate"]["buildDefinition"]["resolvedDependencies"]
+    urls = [item.get("uri", "") for item in dependencies]
+    assert any(url.endswith(f"/{name}@{version}") for url in urls) and "pkg:generic/cublas@13.1" in urls
 
 
 def test_two_builds_make_the_same_statements_which_hold_no_time(results: Results) -> None:
