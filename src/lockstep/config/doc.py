@@ -201,14 +201,20 @@ def _below(root: Schema, node: Schema, key: str) -> tuple[Schema | None, str]:
         return node, f"{key}."
     if "patternProperties" in node:
         entry = _resolve(root, next(iter(node["patternProperties"].values())))
-        return (entry, f"{key}.<name>.") if "properties" in entry else (None, "")
-    entry = _resolve(root, node.get("items", {}))
-    return (entry, f"{key}[].") if "properties" in entry else (None, "")
+        prefix = f"{key}.<name>."
+    else:
+        entry = _resolve(root, node.get("items", {}))
+        prefix = f"{key}[]."
+    if "properties" not in entry:
+        return None, ""
+    return entry, prefix
 
 
 def _resolve(root: Schema, node: Schema) -> Schema:
     reference = node.get("$ref")
-    return root["$defs"][reference.rpartition("/")[2]] if reference else node
+    if reference is None:
+        return node
+    return root["$defs"][reference.rpartition("/")[2]]
 
 
 def _kind(root: Schema, node: Schema) -> str:
@@ -222,11 +228,17 @@ def _kind(root: Schema, node: Schema) -> str:
         return f"list of {_several(_kind(root, node['items']))}"
     if node["type"] == "object":
         named = node.get("patternProperties")
-        return f"mapping to {_several(_kind(root, next(iter(named.values()))))}" if named else "mapping"
-    bounds = [f"≥ {node['minimum']}"] if "minimum" in node else []
-    bounds += [f"> {node['exclusiveMinimum']:g}"] if "exclusiveMinimum" in node else []
-    bounds += [f"≤ {node['maximum']}"] if node.get("maximum", INT32_MAX) != INT32_MAX else []
-    return " ".join(["text" if node["type"] == "string" else node["type"], *bounds])
+        if not named:
+            return "mapping"
+        return f"mapping to {_several(_kind(root, next(iter(named.values()))))}"
+    words = ["text" if node["type"] == "string" else node["type"]]
+    if "minimum" in node:
+        words.append(f"≥ {node['minimum']}")
+    if "exclusiveMinimum" in node:
+        words.append(f"> {node['exclusiveMinimum']:g}")
+    if node.get("maximum", INT32_MAX) != INT32_MAX:
+        words.append(f"≤ {node['maximum']}")
+    return " ".join(words)
 
 
 def _several(kind: str) -> str:
@@ -242,7 +254,9 @@ def _default(node: Schema, optional: bool, is_section: bool) -> str:
     value = node["default"]
     if isinstance(value, list):
         return f"`[{', '.join(map(str, value))}]`"
-    return f"`{value}`" if value not in ({}, None, "") else "none"
+    if value in ({}, None, ""):
+        return "none"
+    return f"`{value}`"
 
 
 def main() -> None:

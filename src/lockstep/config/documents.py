@@ -40,7 +40,9 @@ def read_document(path: str | os.PathLike) -> Any:
             f"{path}:{_line(data, error.start)}: expected UTF-8 text; found byte 0x{data[error.start]:02x}"
         ) from None
     try:
-        return _read_json(path, text) if path.suffix == ".json" else _read_yaml(path, text)
+        if path.suffix == ".json":
+            return _read_json(path, text)
+        return _read_yaml(path, text)
     except RecursionError:
         raise InputError(f"{path}: expected a config; found lists or mappings nested too deeply") from None
 
@@ -94,7 +96,9 @@ def _problem(error: yaml.MarkedYAMLError) -> str:
         return "found a tab: indent with spaces"
     if "expected a single document" in (error.context or ""):
         return "found a second document (---): keep one"
-    return problem if problem.startswith("found") else f"found a mistake: {problem}"
+    if problem.startswith("found"):
+        return problem
+    return f"found a mistake: {problem}"
 
 
 _PLAIN = r"[-+]?[0-9][0-9.eE+-]{0,40}|true|false|null"
@@ -107,8 +111,10 @@ class _StrictLoader(yaml.SafeLoader):
         first_lines: dict[Any, int] = {}
         for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             # << and = have no value
-            special = key_node.tag in ("tag:yaml.org,2002:merge", "tag:yaml.org,2002:value")
-            key = key_node.value if special else self.construct_object(key_node, deep=True)
+            if key_node.tag in ("tag:yaml.org,2002:merge", "tag:yaml.org,2002:value"):
+                key = key_node.value
+            else:
+                key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
                 raise yaml.constructor.ConstructorError(
                     None, None, "found a list or mapping as a key", key_node.start_mark

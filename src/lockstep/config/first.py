@@ -55,11 +55,12 @@ def name_of(source: str) -> str:
     elif isinstance(kind, GgufSource):
         text = Path(kind.path).stem
     else:
-        path = (Path(kind.config).parent if isinstance(kind, RandomSource) else Path(kind.path)).absolute()
-        cached = path.parent.name == "snapshots" and path.parent.parent.name.startswith(
-            "models--"
-        )  # of the hub's cache
-        text = path.parent.parent.name.rpartition("--")[2] if cached else path.name
+        path = Path(kind.config).parent if isinstance(kind, RandomSource) else Path(kind.path)
+        path = path.absolute()
+        text = path.name
+        repository = path.parent.parent.name
+        if path.parent.name == "snapshots" and repository.startswith("models--"):  # of the hub's cache
+            text = repository.rpartition("--")[2]
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("._-")[:100] or "model"
 
 

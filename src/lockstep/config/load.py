@@ -94,13 +94,16 @@ def load_merged(
     options = options or {}
     values: dict[str, Any] = {}
     for file in files:
-        read = read_document(file)
-        values = _merged(values, read) if isinstance(read, Mapping) else values
+        document = read_document(file)
+        if isinstance(document, Mapping):
+            values = _merged(values, document)
     values = _merged(values, options)
-    config = _with_types(values if plain(values) == plain(merged) else merged, options)
-    is_one_file = len(files) == 1 and not options.keys() - set(merged_names) and plain(values) == plain(merged)
+    is_all_of_files = plain(values) == plain(merged)
+    config = _with_types(values if is_all_of_files else merged, options)
     ours = {key: value for key, value in config.items() if key not in merged_names}
-    return load(ours, os.fspath(files[0]) if is_one_file else None)
+    if len(files) == 1 and is_all_of_files and not options.keys() - set(merged_names):
+        return load(ours, os.fspath(files[0]))
+    return load(ours, None)
 
 
 def plain(value: Any) -> Any:
@@ -112,8 +115,9 @@ def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
     """Return the first mapping overridden by the second, as Snakemake merges its config files."""
     values = dict(first)
     for key, value in second.items():
-        is_inner = isinstance(value, Mapping) and isinstance(values.get(key), Mapping)
-        values[key] = _merged(values[key], value) if is_inner else value
+        if isinstance(value, Mapping) and isinstance(values.get(key), Mapping):
+            value = _merged(values[key], value)
+        values[key] = value
     return values
 
 
@@ -122,6 +126,8 @@ def _with_types(merged: Mapping[str, Any], options: Mapping[str, Any]) -> dict[s
     values = dict(merged)
     for key, value in options.items():
         if key in values:
-            is_inner = isinstance(value, Mapping) and isinstance(values[key], Mapping)
-            values[key] = _with_types(values[key], value) if is_inner else typed(value)
+            if isinstance(value, Mapping) and isinstance(values[key], Mapping):
+                values[key] = _with_types(values[key], value)
+            else:
+                values[key] = typed(value)
     return values

@@ -80,25 +80,32 @@ def one_line(root: type[BaseModel], error: ValidationError) -> str:
 
 def join(root: type[BaseModel], problems: list[Problem]) -> str:
     """Return `key: text`, and `(and N more)` when there are several problems."""
-    rest_of_them = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    line = problems[0].text
     where = key_path(root, problems[0].location)
-    return f"{where + ': ' if where else ''}{problems[0].text}{rest_of_them}"
+    if where:
+        line = f"{where}: {line}"
+    if len(problems) > 1:
+        line += f" (and {len(problems) - 1} more)"
+    return line
 
 
 def key_path(root: type[BaseModel], location: Location) -> str:
     """Return a location as a path of keys. `("models", "m", "layers", 0)` gives `models.m.layers[0]`."""
     text = ""
     for part, container in zip(location, _containers(root, location)):
-        in_list = get_origin(container) is tuple
-        text += f"[{part}]" if in_list else f".{describe_key(part)}"
+        if get_origin(container) is tuple:
+            text += f"[{part}]"
+        else:
+            text += f".{describe_key(part)}"
     return text.removeprefix(".")
 
 
 def describe_key(key: Any) -> str:
     """Return a key as a user reads it. Bare where it is plain, quoted where it holds spaces or control characters."""
     text = key if isinstance(key, str) else describe(key)
-    shown = text if text.isprintable() and " " not in text and text else repr(text)
-    return shown if len(shown) <= 60 else shown[:57] + "..."
+    if not text or not text.isprintable() or " " in text:
+        text = repr(text)
+    return _shortened(text)
 
 
 def describe(value: Any) -> str:
@@ -115,14 +122,23 @@ def describe(value: Any) -> str:
         return "a mapping"
     if isinstance(value, int) and value.bit_length() > 128:
         return "a very large integer"
-    text = repr(value) if isinstance(value, (str, int, float)) else f"{type(value).__name__} {value}"
-    return text if len(text) <= 60 else text[:57] + "..."
+    if isinstance(value, (str, int, float)):
+        return _shortened(repr(value))
+    return _shortened(f"{type(value).__name__} {value}")
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= 60:
+        return text
+    return text[:57] + "..."
 
 
 def nearest(word: str, allowed: Iterable[str]) -> str:
     """Return `, did you mean X?` for an allowed name close to `word`, else nothing."""
     close = difflib.get_close_matches(word, list(allowed), n=1)
-    return f", did you mean {close[0]}?" if close else ""
+    if not close:
+        return ""
+    return f", did you mean {close[0]}?"
 
 
 def _follows(detail: ErrorDetails) -> bool:
@@ -151,7 +167,9 @@ def _without_key_mark(root: type[BaseModel], detail: ErrorDetails) -> Location:
     location = detail["loc"]
     containers = list(_containers(root, location))
     marked = len(location) > 1 and location[-1] == "[key]" and get_origin(containers[-2]) is dict
-    return location[:-1] if marked and detail["type"] not in ("extra_forbidden", "missing") else location
+    if marked and detail["type"] not in ("extra_forbidden", "missing"):
+        return location[:-1]
+    return location
 
 
 def _text(root: type[BaseModel], detail: ErrorDetails) -> str:
@@ -167,7 +185,9 @@ def _text(root: type[BaseModel], detail: ErrorDetails) -> str:
     if kind == "missing":
         return "expected this key; found nothing"
     if kind in ("model_type", "model_attributes_type"):
-        section = unwrap(_inside(container, location[-1])) if location else root
+        section = root
+        if location:
+            section = unwrap(_inside(container, location[-1]))
         return f"expected a mapping of {', '.join(section.model_fields)}; found {describe(value)}"
     if kind == "literal_error":
         choices = get_args(unwrap(_inside(container, location[-1])))
@@ -177,7 +197,8 @@ def _text(root: type[BaseModel], detail: ErrorDetails) -> str:
     else:
         expected = detail["msg"].removeprefix("Value error, ")
     if kind == "too_short":
-        return f"expected {expected}; found an empty {'mapping' if isinstance(value, dict) else 'list'}"
+        kind_of_value = "mapping" if isinstance(value, dict) else "list"
+        return f"expected {expected}; found an empty {kind_of_value}"
     return f"expected {expected}; found {describe(value)}{_hint(kind, value)}"
 
 
@@ -216,7 +237,7 @@ def _containers(root: type[BaseModel], location: Location) -> Iterator[Any]:
 
 def _inside(container: Any, part: Any) -> Any:
     if isinstance(container, type) and issubclass(container, BaseModel):
-        field = container.model_fields.get(part) if isinstance(part, str) else None
+        field = container.model_fields.get(part)
         return field.annotation if field else None
     if get_origin(container) is tuple:
         return get_args(container)[0]

@@ -75,7 +75,9 @@ def parts(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     The config, and the `text_config` in which models of text and images keep theirs.
     """
     text = config.get(TEXT_KEY)
-    return (config, text) if isinstance(text, Mapping) else (config,)
+    if isinstance(text, Mapping):
+        return config, text
+    return (config,)
 
 
 def first_chunk(settings: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
@@ -94,7 +96,9 @@ def chunk_size(get: Callable[[str], Any]) -> int | None:
     """Return the size of the chunks of attention, None of a decoder without; get: the value of a setting, or None."""
     size = get("attention_chunk_size")
     kinds = get("layer_types") or ["chunked_attention"]
-    return size if isinstance(size, int) and size > 0 and "chunked_attention" in kinds else None
+    if isinstance(size, int) and size > 0 and "chunked_attention" in kinds:
+        return size
+    return None
 
 
 def scales_queries(get: Callable[[str], Any]) -> bool:
@@ -134,7 +138,9 @@ def depth(config: Mapping[str, Any]) -> tuple[int | None, str]:
     for part in parts(config):
         for key in (*DEPTH_KEYS, *_LAYER_LISTS):
             if (value := part.get(key)) is not None:
-                return len(value) if key in _LAYER_LISTS else value, key
+                if key in _LAYER_LISTS:
+                    value = len(value)
+                return value, key
     return None, ""
 
 
@@ -161,7 +167,9 @@ def _with_floats(value: Any) -> Any:
         if list(value) == [_NOT_FINITE]:
             return float(value[_NOT_FINITE])
         return {key: _with_floats(item) for key, item in value.items()}
-    return [_with_floats(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_with_floats(item) for item in value]
+    return value
 
 
 def first_error(config: Mapping[str, Any]) -> ValidationError | None:

@@ -94,11 +94,16 @@ class Packing:
 
     def described(self) -> str:
         """Return what a user should know of how weights are read; empty where nothing is."""
-        how = "" if self.stays else f"weights packed as {self.layout} are read as the numbers that they encode"
-        ignored = f"{self.ignored}, which config.json asks for, are not quantised" if self.ignored else ""
-        keeps = self.layout == "fp8" and self.block is None
-        but = "w8a8-fp8 keeps weights, and quantises activations" if keeps else ""
-        return "; ".join(filter(None, (how, ignored, but, self.assumed)))
+        parts = list[str]()
+        if not self.stays:
+            parts.append(f"weights packed as {self.layout} are read as the numbers that they encode")
+        if self.ignored:
+            parts.append(f"{self.ignored}, which config.json asks for, are not quantised")
+        if self.layout == "fp8" and self.block is None:
+            parts.append("w8a8-fp8 keeps weights, and quantises activations")
+        if self.assumed:
+            parts.append(self.assumed)
+        return "; ".join(parts)
 
 
 def largest_group(size: int) -> int | None:
@@ -203,9 +208,11 @@ def _fp8(settings: Mapping[str, Any]) -> Packing:
 
 def _modelopt(settings: Mapping[str, Any]) -> Packing:
     algorithm = settings.get("quant_algo")
-    if algorithm not in ("FP8", "NVFP4"):
-        raise ValidationError(f"{KEY}.quant_algo", "FP8 or NVFP4", algorithm)
-    return Packing(*(("fp8", 8) if algorithm == "FP8" else ("modelopt_nvfp4", 4)), ignored=_ACTIVATIONS)
+    if algorithm == "FP8":
+        return Packing("fp8", 8, ignored=_ACTIVATIONS)
+    if algorithm == "NVFP4":
+        return Packing("modelopt_nvfp4", 4, ignored=_ACTIVATIONS)
+    raise ValidationError(f"{KEY}.quant_algo", "FP8 or NVFP4", algorithm)
 
 
 def _bitsandbytes(settings: Mapping[str, Any]) -> Packing:
@@ -252,9 +259,11 @@ def _compressed(settings: Mapping[str, Any]) -> Packing:
             raise ValidationError(
                 f"{KEY}.config_groups.{name}", "groups of one format, of the same bits and group_size", packing
             )
-    extra_keys = [_CACHE] if settings.get("kv_cache_scheme") else []
+    extra_keys = list[str]()
     if any(group.get("input_activations") for group in groups.values()):
-        extra_keys.insert(0, _ACTIVATIONS)
+        extra_keys.append(_ACTIVATIONS)
+    if settings.get("kv_cache_scheme"):
+        extra_keys.append(_CACHE)
     return replace(first, ignored=" and ".join(extra_keys))
 
 
@@ -301,8 +310,9 @@ def _compressed_floats(weights: Mapping[str, Any], where: str, style: str) -> Pa
             raise ValidationError(f"{KEY}.{where}.{key}", " or ".join(map(str, choices)), weights.get(key))
     if bits == 4:
         return Packing("nvfp4", 4)
-    block = _block(weights, "block_structure", where) if weights["strategy"] == "block" else None
-    return Packing("fp8", 8, block=block)
+    if weights["strategy"] != "block":
+        return Packing("fp8", 8)
+    return Packing("fp8", 8, block=_block(weights, "block_structure", where))
 
 
 def _bits(settings: Mapping[str, Any], key: str, where: str = "") -> int:

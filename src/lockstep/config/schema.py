@@ -91,8 +91,12 @@ class Config(Section):
         problems += device_problems(self.devices)
         for name, model in self.models.items():
             unknown = list(unknown_backends(name, model, self.devices))
-            problems += unknown or model_problems(name, model, self.limits, self.backend_of)
-            problems += [] if self.skip_missing_precisions or unknown else self._lacking_problems(name, model)
+            if unknown:
+                problems += unknown
+                continue
+            problems += model_problems(name, model, self.limits, self.backend_of)
+            if not self.skip_missing_precisions:
+                problems += self._lacking_problems(name, model)
         if problems:
             raise Problems(problems)
         return self
@@ -115,7 +119,9 @@ class Config(Section):
 
     def skipped_backends(self) -> dict[str, str]:
         """Return by backend why its targets are left out here (`skip_missing_backends`)."""
-        return self.missing_backends() if self.skip_missing_backends else {}
+        if not self.skip_missing_backends:
+            return {}
+        return self.missing_backends()
 
     def missing_backends(self, model: str | None = None) -> dict[str, str]:
         """Return by backend why its engines cannot be built here; a device's are built there. model: of this alone."""
@@ -126,7 +132,9 @@ class Config(Section):
 
     def backend_of(self, name: str) -> str:
         """Return the backend that a target names; of a device its backend."""
-        return self.devices[name].backend if name in self.devices else name
+        if name in self.devices:
+            return self.devices[name].backend
+        return name
 
     def device_of(self, name: str) -> dict[str, str] | None:
         """Return the backend and the hardware of a target's device, as plain JSON.
@@ -175,7 +183,9 @@ class Config(Section):
 
     def _cannot_build(self, backend: str) -> str | None:
         """Return why engines of a backend cannot be built here; None where they can, and for a device."""
-        return None if backend in self.devices else self._settings(backend).cannot_build()
+        if backend in self.devices:
+            return None
+        return self._settings(backend).cannot_build()
 
     def not_built(self) -> dict[str, str]:
         """Return why engines are not built here.
@@ -204,8 +214,10 @@ class Config(Section):
         checks that cannot run here.
         """
         problems: list[Problem] = []
-        absent = self.missing_backends()
-        skipped, missing = (absent, {}) if self.skip_missing_backends else ({}, absent)
+        skipped = self.skipped_backends()
+        missing = dict[str, str]()
+        if not self.skip_missing_backends:
+            missing = self.missing_backends()
         for name, model in self.models.items():
             for index, backend in enumerate(model.backends):
                 path = ("models", name, "backends", index)
@@ -245,14 +257,17 @@ class Config(Section):
         How many tokens, the prompts' texts, and the tokens of the long prompt.
         """
         golden = self.models[model].golden
-        fills = self.limits.max_seq_len - golden.max_new_tokens
-        long_prompt = fills if golden.long_prompt is None else golden.long_prompt
-        return {
+        long_prompt = golden.long_prompt
+        if long_prompt is None:  # as long as fits
+            long_prompt = self.limits.max_seq_len - golden.max_new_tokens
+        terms: dict[str, Any] = {
             "max_new_tokens": golden.max_new_tokens,
             "prompts": [prompt.text for prompt in golden.prompts],
             "long_prompt": long_prompt,
-            **({"kv_cache_dtype": dtype} if (dtype := self.models[model].kv_cache_dtype) else {}),
         }
+        if self.models[model].kv_cache_dtype:
+            terms["kv_cache_dtype"] = self.models[model].kv_cache_dtype
+        return terms
 
     def adapter_prompts(self, model: str) -> dict[str, tuple[Prompt, ...]]:
         """Return the golden prompts of each adapter of a model.
@@ -314,13 +329,16 @@ class Config(Section):
                 )
         names = [str(target).rpartition("/")[0] for target in self.targets()]
         allowed = list(dict.fromkeys(names))
-        num_more = f" (and {len(allowed) - 20} more)" if len(allowed) > 20 else ""
-        elsewhere = [name for name in by_name if name.startswith(text.rpartition("/")[0] + "/")]  # on another backend
-        guess = ((text.count("/") == 3 and nearest(text, elsewhere)) or nearest(text, by_name)).removeprefix(",")
-        raise InputError(
-            f"target: expected one of {', '.join(allowed[:20])}{num_more}{', in ' + where if where else ''}; found "
-            f"{describe(text)}{';' + guess if guess else ''}"
-        )
+        expected = ", ".join(allowed[:20])
+        if len(allowed) > 20:
+            expected += f" (and {len(allowed) - 20} more)"
+        if where:
+            expected += f", in {where}"
+        guess = ""
+        if text.count("/") == 3:  # on another backend
+            guess = nearest(text, [name for name in by_name if name.startswith(text.rpartition("/")[0] + "/")])
+        guess = (guess or nearest(text, by_name)).replace(",", ";", 1)
+        raise InputError(f"target: expected one of {expected}; found {describe(text)}{guess}")
 
     def is_folder(self, model: str) -> bool:
         """Return whether the checkpoint of a model is in a folder that the config names; else a job fetches it."""
@@ -389,7 +407,10 @@ class Config(Section):
 
         `load` of it gives the same config. The cache is left out: results do not depend on where it lies.
         """
-        return self.model_dump(mode="json", exclude={"cache", *(() if self.devices else ("devices",))})
+        excluded = {"cache"}
+        if not self.devices:
+            excluded.add("devices")
+        return self.model_dump(mode="json", exclude=excluded)
 
 
 def _place(source: str, folders: Sequence[str | os.PathLike] | None, manifest: Path) -> Path | None:
@@ -400,5 +421,7 @@ def _place(source: str, folders: Sequence[str | os.PathLike] | None, manifest: P
     kind = parse_source(source)
     if not isinstance(kind, HubSource):
         return resolve_here(kind, folders)
-    fetched = load_if_same_source(manifest, source)
-    return folder_of(manifest) if fetched and (folder_of(manifest) / "config.json").is_file() else None
+    folder = folder_of(manifest)
+    if load_if_same_source(manifest, source) and (folder / "config.json").is_file():
+        return folder
+    return None

@@ -27,7 +27,9 @@ def path_text(value: Any) -> Any:
 
 def _flag(value: Any) -> Any:
     """Turn the text "true" or "false" of Snakemake's command line into a bool."""
-    return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    return {"true": True, "false": False}.get(value.lower(), value)
 
 
 Flag = Annotated[bool, BeforeValidator(_flag)]

@@ -103,7 +103,9 @@ def parse_source(text: str) -> FolderSource | GgufSource | HubSource | RandomSou
         if not path or (question and not (name == "seed" and _SEED.fullmatch(seed))):
             raise SourceError("random:path/to/config.json or random:path/to/config.json?seed=0", text)
         return RandomSource(path, int(seed or 0))
-    return GgufSource(text) if text.endswith(gguf_file.SUFFIX) else FolderSource(text)
+    if text.endswith(gguf_file.SUFFIX):
+        return GgufSource(text)
+    return FolderSource(text)
 
 
 def kind_of(text: str) -> str:
@@ -138,7 +140,9 @@ def resolve_here(
     path = next((place for place in places if os.path.isfile(place)), None)
     if path is None:
         folder = next((place for place in places if os.path.isdir(place)), None)
-        fault = f"a folder at {folder}: give the file in it" if folder else f"none at {' and '.join(map(str, places))}"
+        fault = f"none at {' and '.join(map(str, places))}"
+        if folder:
+            fault = f"a folder at {folder}: give the file in it"
         raise InputError(f"expected {what}; found {fault}{_hint(text, hub=False)}")
     if isinstance(source, RandomSource):
         _check_random(path)
@@ -176,8 +180,10 @@ def _hint(path: str, hub: bool = True) -> str:
     Empty for a plain path. hub: whether a model's name is a source here.
     """
     if hub and (url := _HUB_URL.fullmatch(path)):
-        revision = f"@{url[2]}" if url[2] else ""
-        return f"; for a model on the hub write hf:{url[1]}{revision}"
+        repository = url[1]
+        if url[2]:
+            repository += f"@{url[2]}"
+        return f"; for a model on the hub write hf:{repository}"
     if _URL.match(path):
         return (
             "; nothing is fetched by URL: download it and give its path, or write hf:org/name@revision for a model on"
@@ -197,8 +203,10 @@ def _hint(path: str, hub: bool = True) -> str:
 
 def _hint_of_gguf(folder: Path) -> str:
     """Return what to write instead of a folder that holds GGUF files."""
-    name = next((name for name in sorted(os.listdir(folder)) if name.endswith(gguf_file.SUFFIX)), None)
-    return f"; for the GGUF file in it write {folder / name}" if name else ""
+    for name in sorted(os.listdir(folder)):
+        if name.endswith(gguf_file.SUFFIX):
+            return f"; for the GGUF file in it write {folder / name}"
+    return ""
 
 
 def places_of(path: str, folders: Sequence[str | os.PathLike] | None) -> list[Path]:
@@ -239,12 +247,16 @@ def num_parameters(config: Mapping[str, Any], depth: int) -> int | None:
     vocabulary = model_config.setting(config, ("vocab_size",))
     if not isinstance(hidden, int) or not isinstance(vocabulary, int):
         return None
+    mlp = 8 * hidden * hidden
     feed_forward = model_config.setting(config, ("intermediate_size",))
-    mlp = 3 * hidden * feed_forward if isinstance(feed_forward, int) else 8 * hidden * hidden
+    if isinstance(feed_forward, int):
+        mlp = 3 * hidden * feed_forward
     experts = model_config.setting(config, _NUM_EXPERTS)
     if isinstance(experts, int) and experts > 1:
-        size = model_config.setting(config, ("moe_intermediate_size", "intermediate_size"))
-        mlp = experts * 3 * hidden * size if isinstance(size, int) else experts * mlp
+        expert_size = model_config.setting(config, ("moe_intermediate_size", "intermediate_size"))
+        if isinstance(expert_size, int):
+            mlp = 3 * hidden * expert_size
+        mlp *= experts
     tables = 1 if model_config.setting(config, ("tie_word_embeddings",)) else 2
     return depth * (4 * hidden * hidden + mlp) + tables * vocabulary * hidden
 
@@ -262,7 +274,8 @@ def read_shape(path: Path) -> CheckpointShape:
     if depth is None:
         raise InputError(f"expected num_hidden_layers in {path}; found none")
     packing = packing_of(value)
-    packing = packing if packing and packing.stays else None
+    if packing is not None and not packing.stays:
+        packing = None
     positions = model_config.setting(value, model_config.POSITION_KEYS)
     first = _first_frequencies(value)
     limits = [limit for part in model_config.parts(value) for limit in model_config.first_chunk(part)]
