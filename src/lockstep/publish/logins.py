@@ -43,15 +43,21 @@ def basic_login(host: str) -> str | None:
 def api_host(name: str) -> str:
     """Return the host of a registry's API by a name of it, which may have a scheme and a path too."""
     host = (name.partition("://")[2] or name).partition("/")[0]
-    return "registry-1.docker.io" if host in ("docker.io", "index.docker.io") else host
+    if host in ("docker.io", "index.docker.io"):
+        return "registry-1.docker.io"
+    return host
 
 
 def _of_helper(helper: str, name: str) -> str | None:
     command = [f"docker-credential-{helper}", "get"]
     try:
         done = subprocess.run(command, input=name, capture_output=True, text=True, timeout=_TIMEOUT)
-        credentials: dict[str, Any] = json.loads(done.stdout) if done.returncode == 0 else {}
-        login = f"{credentials['Username']}:{credentials['Secret']}" if credentials else None
+        credentials: dict[str, Any] = {}
+        if done.returncode == 0:
+            credentials = json.loads(done.stdout)
+        if not credentials:
+            return None
+        login = f"{credentials['Username']}:{credentials['Secret']}"
     except (OSError, ValueError, LookupError, TypeError, subprocess.TimeoutExpired) as error:
         raise InputError(f"{command[0]}: expected the login of {name}, found: {error}; run `docker login`") from None
-    return base64.b64encode(login.encode()).decode() if login else None
+    return base64.b64encode(login.encode()).decode()

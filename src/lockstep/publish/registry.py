@@ -116,8 +116,9 @@ class Repository:
 
     def __init__(self, reference: Reference, plain_http: bool = False) -> None:
         is_local = reference.host.partition(":")[0] in ("localhost", "127.0.0.1")
+        scheme = "http" if plain_http or is_local else "https"
         self.reference = reference
-        self._base = f"{'http' if plain_http or is_local else 'https'}://{api_host(reference.host)}"
+        self._base = f"{scheme}://{api_host(reference.host)}"
         self._path = f"/v2/{reference.repository}"
         self._authorization: str | None = None
         self._opener = urllib.request.build_opener(_Redirects(self._check_place))
@@ -149,9 +150,11 @@ class Repository:
         begun = self._call("POST", f"{self._path}/blobs/uploads/", data=b"")
         assert begun is not None
         place = begun.headers["Location"] or "/"
-        place = self._base + place if place.startswith("/") else place
+        if place.startswith("/"):
+            place = self._base + place
         self._check_place(place)
-        place += f"{'&' if '?' in place else '?'}digest={urllib.parse.quote(digest)}"
+        place += "&" if "?" in place else "?"
+        place += f"digest={urllib.parse.quote(digest)}"
         headers = {"Content-Type": "application/octet-stream", "Content-Length": str(size)}
         with open_content() as content:
             self._call("PUT", place, data=content, headers=headers)
@@ -187,13 +190,20 @@ class Repository:
     def get_manifest(self, name: str, what: str) -> tuple[Manifest, str] | None:
         """Return the manifest of a tag or digest, and its digest; None where there is none. what: it should be."""
         data = self._manifest_data(name)
-        return None if data is None else (self._parse(Manifest, data, what), sha256_digest(data))
+        if data is None:
+            return None
+        return self._parse(Manifest, data, what), sha256_digest(data)
 
     def get_referrers(self, digest: str) -> tuple[Descriptor, ...]:
         """Return what refers to a manifest, by the API, or by the tag that registries without it use."""
         response = self._call("GET", f"{self._path}/referrers/{digest}", accept_missing=True)
-        data = self._read(response) if response else self._manifest_data(digest.replace(":", "-"))
-        return self._parse(Index, data, "a list of referrers").manifests if data else ()
+        if response:
+            data: bytes | None = self._read(response)
+        else:
+            data = self._manifest_data(digest.replace(":", "-"))
+        if not data:
+            return ()
+        return self._parse(Index, data, "a list of referrers").manifests
 
     def _manifest_data(self, name: str) -> bytes | None:
         accept = {"Accept": f"{IMAGE_MANIFEST}, {IMAGE_INDEX}"}
@@ -271,8 +281,9 @@ class Repository:
         realm = parameters.pop("realm", "")
         self._check_place(realm)
         query = urllib.parse.urlencode({"scope": f"repository:{self.reference.repository}:pull,push"} | parameters)
-        login = {"Authorization": f"Basic {basic}"} if basic and self.is_own_domain(realm) else {}
-        request = urllib.request.Request(f"{realm}?{query}", headers=login)
+        request = urllib.request.Request(f"{realm}?{query}")
+        if basic and self.is_own_domain(realm):
+            request.add_header("Authorization", f"Basic {basic}")
         try:
             with cast(HTTPResponse, self._opener.open(request, timeout=_TIMEOUT)) as response:
                 answer = json.loads(response.read(_LARGEST_MANIFEST))
@@ -305,9 +316,10 @@ class CheckedBlob:
             raise InputError(f"{expected} {self._read}: {error}; pull again") from None
         self._hash.update(data)
         self._read += len(data)
-        is_over = not data or self._read >= self._blob.size
-        digest = f"sha256:{self._hash.hexdigest()}" if is_over else self._blob.digest
-        if digest != self._blob.digest or (is_over and self._read != self._blob.size):
+        if data and self._read < self._blob.size:
+            return data
+        digest = f"sha256:{self._hash.hexdigest()}"
+        if digest != self._blob.digest or self._read != self._blob.size:
             raise CheckError(f"{expected} {self._read} of {digest}: the registry's copy is damaged; push it again")
         return data
 

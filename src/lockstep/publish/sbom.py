@@ -153,8 +153,12 @@ def card_licenses(folder: Path) -> list[License]:
     """Return the licence that a checkpoint's card names in its front matter; none where it has none."""
     try:
         before, front, _ = (folder / _CARD).read_text().split("---\n", 2)
-        card = yaml.safe_load(front) if not before else {}
-        name = card["license"] if card["license"] != "other" else card["license_name"]
+        if before:
+            return []
+        card = yaml.safe_load(front)
+        name = card["license"]
+        if name == "other":
+            name = card["license_name"]
     except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
         return []
     return [LicenseFactory().make_from_string(str(name))]
@@ -179,16 +183,21 @@ def _checkpoint(results: Results, target: Target, checkpoint: CheckpointManifest
 def _model(results: Results, target: Target, checkpoint: CheckpointManifest) -> Component:
     engines = EngineSetManifest.load(results.engines(target.model, target.precision, target.backend))
     weights = WeightsManifest.load(results.weights(target.model, target.precision))
-    quantized = checkpoint.quantization
+    checkpoint_bits = None
+    if checkpoint.quantization:
+        checkpoint_bits = "/".join(map(str, sorted(set(checkpoint.quantization.bits.values()))))
+    layers = target.layers
+    if layers == "all":
+        layers = checkpoint.num_hidden_layers
     properties = {
         "target": target,
         "precision": target.precision,
         "group-size": weights.group_size,
-        "checkpoint-bits": "/".join(map(str, sorted(set(quantized.bits.values())))) if quantized else None,
+        "checkpoint-bits": checkpoint_bits,
         "backend": engines.backend,
         "backend-version": engines.backend_version,
         "device": engines.device.get("name") or engines.device.get("architecture"),
-        "layers": checkpoint.num_hidden_layers if target.layers == "all" else target.layers,
+        "layers": layers,
     }
     return Component(
         type=ComponentType.MACHINE_LEARNING_MODEL,

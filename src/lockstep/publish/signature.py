@@ -121,7 +121,9 @@ def _signer(bundle: Path, signature: Path, keys: Sequence[Path]) -> Path:
         except InvalidSignature:
             reason = "a signature that was changed"
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            reason = "no Sigstore bundle" if not str(error) else str(error).splitlines()[0]
+            reason = "no Sigstore bundle"
+            if str(error):
+                reason = str(error).splitlines()[0]
     raise CheckError(
         f"{signature}: expected the signature of {bundle.name} by {', '.join(map(str, keys))}, found: {reason}"
     )

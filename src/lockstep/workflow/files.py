@@ -100,6 +100,8 @@ def _displayed(paths: Iterable[Path]) -> list[str]:
         return [str(path) for path in paths]
     displayed = []
     for path in paths:
-        is_here = path.is_relative_to(REPOSITORY)
-        displayed.append(os.path.relpath(path) if is_here else str(path))
+        if path.is_relative_to(REPOSITORY):
+            displayed.append(os.path.relpath(path))
+        else:
+            displayed.append(str(path))
     return displayed

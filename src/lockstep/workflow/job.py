@@ -53,7 +53,9 @@ def _files(value: Any) -> Any:
     """Return the paths of an input, which is one text where it is one file; folders by name as they are."""
     if isinstance(value, dict):
         return value
-    return [value] if isinstance(value, str) else list(value or [])
+    if isinstance(value, str):
+        return [value]
+    return list(value or [])
 
 
 @contextlib.contextmanager
@@ -79,7 +81,9 @@ def logged(snakemake: Any) -> Iterator[None]:
 
 def _tell(terminal: int, log: Path, prefix: str, last: int = 0) -> None:
     """Write the lines of a log that are for a person: errors, or what a stage has decided."""
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    if not log.exists():
+        return
+    lines = log.read_text(errors="replace").splitlines()
     for line in [line for line in lines if line.startswith(prefix)][-last:]:
         os.write(terminal, f"{line}\n".encode())
 

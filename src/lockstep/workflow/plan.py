@@ -60,9 +60,14 @@ def make_plan(question: Mapping[str, Any]) -> dict[str, Any]:
         config.check_backends()
     cache_folder(config.cache)  # a place where no cache can be is said here, and not by each job
     device = config.check_device(merged.get("device"))
-    notes = _notes(config) if question["starts"] else []
-    if is_locked(merged) and question["starts"]:
-        notes += _check_locked(config, models, results)
+    notes = list[str]()
+    warnings = list[str]()
+    if question["starts"]:
+        notes += _notes(config)
+        if is_locked(merged):
+            notes += _check_locked(config, models, results)
+        if line := untested():
+            warnings.append(line)
     targets = collected_targets(config)
     return {
         "cache": config.cache,
@@ -82,7 +87,7 @@ def make_plan(question: Mapping[str, Any]) -> dict[str, Any]:
         "gpus": {name: _gpus(config, name) for name in _backends_of(targets["all"])},
         "gpu_models": {name: entry.gpu_model for name, entry in config.devices.items() if entry.gpu_model},
         "notes": notes,
-        "warnings": [line] if question["starts"] and (line := untested()) else [],
+        "warnings": warnings,
     }
 
 
@@ -97,7 +102,9 @@ def _check_locked(config: Config, models: Mapping[str, ModelFiles], results: Res
     dropped = []
     for model, files in models.items():
         targets = [target for target in config.targets() if target.model == model]
-        checkpoint = [*map(Path, [*files.sides, *files.weights])] if files.kind == "folder" else None
+        checkpoint = None
+        if files.kind == "folder":
+            checkpoint = [*map(Path, [*files.sides, *files.weights])]
         lock_file = find_lock(model, [Path(), REPOSITORY])
         check_project(lock_file, jobs(config, results.root, targets), checkpoint)
         if names := not_in_config(lock_file, targets):
@@ -110,7 +117,9 @@ def _alternatives(names: Any) -> str:
 
 
 def _gpus(config: Config, backend: str) -> int:
-    return 0 if backend in config.not_run() else config.gpus(backend)
+    if backend in config.not_run():
+        return 0
+    return config.gpus(backend)
 
 
 def _backends_of(targets: list[Target]) -> list[str]:
