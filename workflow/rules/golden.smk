@@ -60,6 +60,7 @@ rule quality:
         "<results>/logs/quality/{model}/{precision}/{layers}.log",
     benchmark:
         "<results>/benchmarks/quality/{model}/{precision}/{layers}.tsv"
+    localrule: True
     conda:
         "../../envs/report.yaml"
     params:
