@@ -42,7 +42,7 @@ def triton(references: Results, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 @pytest.fixture(scope="module")
-def said(triton: TritonServer) -> dict[str, Any]:
+def grpc_answers(triton: TritonServer) -> dict[str, Any]:
     """What tests/tritonserver/grpc_client.py got."""
     return json.loads(grpc_client(triton))
 
@@ -110,16 +110,18 @@ def test_what_is_wrong_is_named(triton: TritonServer, model: str) -> None:
     assert triton.generate(model, **CURL)["text_output"]
 
 
-def test_grpc_streams_bring_the_whole_answer(said: dict[str, Any]) -> None:
-    assert said["streamed_text"].strip() == said["whole_text"].strip() and said["num_pieces"] > 3
-    assert said["streamed_ids"] == said["whole_ids"] and len(said["whole_ids"]) == 24
-    assert said["batch"] == [[0, said["whole_ids"]], [1, said["whole_ids"]]]
+def test_grpc_streams_bring_the_whole_answer(grpc_answers: dict[str, Any]) -> None:
+    assert (
+        grpc_answers["streamed_text"].strip() == grpc_answers["whole_text"].strip() and grpc_answers["num_pieces"] > 3
+    )
+    assert grpc_answers["streamed_ids"] == grpc_answers["whole_ids"] and len(grpc_answers["whole_ids"]) == 24
+    assert grpc_answers["batch"] == [[0, grpc_answers["whole_ids"]], [1, grpc_answers["whole_ids"]]]
 
 
-def test_grpc_stop_errors_and_cancellation(triton: TritonServer, said: dict[str, Any]) -> None:
+def test_grpc_stop_errors_and_cancellation(triton: TritonServer, grpc_answers: dict[str, Any]) -> None:
     # The one that was stopped and the one that was cancelled.
-    assert 0 < said["stopped"] < 230 and triton.aborted == 2
-    for name, error in zip(("lora_task_id", "beam_width", "max_tokens"), said["errors"], strict=True):
+    assert 0 < grpc_answers["stopped"] < 230 and triton.aborted == 2
+    for name, error in zip(("lora_task_id", "beam_width", "max_tokens"), grpc_answers["errors"], strict=True):
         assert name in error
     triton.wait_idle()
 

@@ -100,31 +100,31 @@ def make_keys(path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def one(program: Path, tmp_path_factory: pytest.TempPathFactory) -> Stranger:
+def publisher(program: Path, tmp_path_factory: pytest.TempPathFactory) -> Stranger:
     """Who made the demo's checkpoint a target in an empty folder, and locked it."""
-    one = Stranger(program, tmp_path_factory.mktemp("strangers") / "one")
-    shutil.copytree(REPOSITORY / "resources" / "demo-llama", one.folder / "demo-llama")
-    make_keys(one.folder / "signer")
-    one("init", "demo-llama")
-    one("run", "demo-llama.yaml", "--cores", "2")
-    one("lock")
-    return one
+    publisher = Stranger(program, tmp_path_factory.mktemp("strangers") / "one")
+    shutil.copytree(REPOSITORY / "resources" / "demo-llama", publisher.folder / "demo-llama")
+    make_keys(publisher.folder / "signer")
+    publisher("init", "demo-llama")
+    publisher("run", "demo-llama.yaml", "--cores", "2")
+    publisher("lock")
+    return publisher
 
 
-def test_from_the_wheel_to_a_server_elsewhere(one: Stranger, tmp_path: Path) -> None:
-    two = Stranger(one.program, tmp_path / "two")
-    (one.folder / "store").mkdir()
-    shutil.copy2(one.folder / "signer.pub", two.folder)
-    one("bundle", "demo-llama/fp32", "--weights", "--out", "demo.tar", "--sign-key", "signer.key")
-    bundle = one.folder / "demo.tar"
+def test_from_the_wheel_to_a_server_elsewhere(publisher: Stranger, tmp_path: Path) -> None:
+    two = Stranger(publisher.program, tmp_path / "two")
+    (publisher.folder / "store").mkdir()
+    shutil.copy2(publisher.folder / "signer.pub", two.folder)
+    publisher("bundle", "demo-llama/fp32", "--weights", "--out", "demo.tar", "--sign-key", "signer.key")
+    bundle = publisher.folder / "demo.tar"
     file, engine = next(item for item in read_archive(bundle).members.items() if item[0].endswith(".onnx"))
 
-    with registry.running(one.folder / "store") as server:
+    with registry.running(publisher.folder / "store") as server:
         place = f"{server.host}/team/demo:1"
         flip(bundle, engine.offset)
-        assert f"demo.tar: {file}: expected sha256" in one("push", "demo.tar", place, code=2)
+        assert f"demo.tar: {file}: expected sha256" in publisher("push", "demo.tar", place, code=2)
         flip(bundle, engine.offset)
-        digest = one("push", "demo.tar", place, "--lock", LOCK).strip().partition("@")[2]
+        digest = publisher("push", "demo.tar", place, "--lock", LOCK).strip().partition("@")[2]
 
         manifest = json.loads(server.blob(digest).read_bytes())
         for layer in manifest["layers"]:
@@ -134,7 +134,7 @@ def test_from_the_wheel_to_a_server_elsewhere(one: Stranger, tmp_path: Path) -> 
             flip(server.blob(layer["digest"]), 0)
         assert list(two.folder.iterdir()) == [two.folder / "signer.pub"], "nothing half-written"
         two("pull", place, "demo.tar")
-        shutil.copytree(one.folder / "locks", two.folder / "locks")
+        shutil.copytree(publisher.folder / "locks", two.folder / "locks")
         two("pull", place, "again.tar", "--lock", LOCK)
 
     pulled = two.folder / "demo.tar"
@@ -155,22 +155,22 @@ def test_from_the_wheel_to_a_server_elsewhere(one: Stranger, tmp_path: Path) -> 
     assert two.serves("demo.tar").startswith(" hilly city")
 
 
-def test_two_rebuilders_agree_byte_for_byte(one: Stranger, tmp_path: Path) -> None:
+def test_two_rebuilders_agree_byte_for_byte(publisher: Stranger, tmp_path: Path) -> None:
     """Two who have the checkpoint, the config and the lock build the target, and sign what came out."""
-    other = Stranger(one.program, tmp_path / "other")
+    other = Stranger(publisher.program, tmp_path / "other")
     command = ("reproduce", "demo-llama/fp32", "--config", "demo-llama.yaml", "--against", LOCK, "--sign")
     for name in ("demo-llama", "locks"):
-        shutil.copytree(one.folder / name, other.folder / name)
-    shutil.copy2(one.folder / "demo-llama.yaml", other.folder)
+        shutil.copytree(publisher.folder / name, other.folder / name)
+    shutil.copy2(publisher.folder / "demo-llama.yaml", other.folder)
     make_keys(other.folder / "other")
-    shutil.copy2(other.folder / "other.pub", one.folder)
+    shutil.copy2(other.folder / "other.pub", publisher.folder)
     asked = ("verify", "demo-llama", "--rebuilders", "2", "--key", "signer.pub", "--key", "other.pub")
 
-    one(*command, "signer.key")
-    assert "expected 2 rebuilders that agree byte for byte, found 1" in one(*asked, code=1)
+    publisher(*command, "signer.key")
+    assert "expected 2 rebuilders that agree byte for byte, found 1" in publisher(*asked, code=1)
     statement = other.folder / other(*command, "other.key").splitlines()[-1]
-    place = one.folder / statement.relative_to(other.folder)
+    place = publisher.folder / statement.relative_to(other.folder)
     shutil.copy2(statement, place)
-    one(*asked)
+    publisher(*asked)
     change_payload(place)
-    assert f"{place.relative_to(one.folder)}: expected a signature" in one(*asked, code=1)
+    assert f"{place.relative_to(publisher.folder)}: expected a signature" in publisher(*asked, code=1)

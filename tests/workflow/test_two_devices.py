@@ -69,7 +69,7 @@ def results(checkout: Checkout) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def both(first_run: Checkout, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkout]:
+def two_devices(first_run: Checkout, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkout]:
     """The demo for two devices, made on two nodes in turn, and locked."""
     checkout = first_run.copy(tmp_path_factory.mktemp("devices") / "checkout")
     add_backend(checkout)
@@ -101,38 +101,38 @@ def both(first_run: Checkout, tmp_path_factory: pytest.TempPathFactory) -> Itera
     yield checkout
 
 
-def test_each_device_has_its_own_engines_checks_and_row(both: Checkout) -> None:
+def test_each_device_has_its_own_engines_checks_and_row(two_devices: Checkout) -> None:
     for name, gpu in GPUS.items():
-        manifest = json.loads(engines(both, name).read_text())
+        manifest = json.loads(engines(two_devices, name).read_text())
         assert (manifest["backend"], manifest["device"]["name"]) == ("dummy", gpu)
-        assert (both.results / f"demo-llama/fp32/golden/{name}/2.json").is_file()
-        looks_like_a_dummy(both, name)
-    rows = json.loads((both.results / "summary.json").read_text())["targets"]
+        assert (two_devices.results / f"demo-llama/fp32/golden/{name}/2.json").is_file()
+        looks_like_a_dummy(two_devices, name)
+    rows = json.loads((two_devices.results / "summary.json").read_text())["targets"]
     assert {(row["backend"], row["device"], row["verdict"]) for row in rows} == {
         (name, gpu, "pass") for name, gpu in GPUS.items()
     }
-    assert (both.results / "report/targets/demo-llama-fp32-2-beta.html").is_file()
+    assert (two_devices.results / "report/targets/demo-llama-fp32-2-beta.html").is_file()
 
 
-def test_one_lock_holds_both(both: Checkout) -> None:
-    lock = json.loads((both.folder / "locks/demo-llama.lock.json").read_text())
+def test_one_lock_holds_both(two_devices: Checkout) -> None:
+    lock = json.loads((two_devices.folder / "locks/demo-llama.lock.json").read_text())
     places = [name.split("/") for name in lock["locked"]]
     assert {place[2]: place[3].rpartition(" ")[0] for place in places if place[0] == "engines"} == GPUS
     assert {place[2] for place in places if place[0] == "golden"} == set(GPUS)
-    both.call("lockstep", "verify")
+    two_devices.call("lockstep", "verify")
     for name in GPUS:
-        assert not node(both, name).would_run("--config", "locked=true", f"device={name}")
+        assert not node(two_devices, name).would_run("--config", "locked=true", f"device={name}")
 
 
 @pytest.mark.parametrize("name", GPUS)
-def test_what_is_said_of_another_nodes_engines(both: Checkout, name: str) -> None:
+def test_what_is_said_of_another_nodes_engines(two_devices: Checkout, name: str) -> None:
     for here in GPUS:
-        said = node(both, here).run("lockstep", "explain", f"demo-llama/fp32/2/{name}").stdout
+        said = node(two_devices, here).run("lockstep", "explain", f"demo-llama/fp32/2/{name}").stdout
         assert "differs" not in said and "->" not in said and "is not there" not in said, said
 
 
-def test_a_lost_engine_is_made_again_where_its_device_is(both: Checkout, tmp_path: Path) -> None:
-    copy = both.copy(tmp_path / "checkout")
+def test_a_lost_engine_is_made_again_where_its_device_is(two_devices: Checkout, tmp_path: Path) -> None:
+    copy = two_devices.copy(tmp_path / "checkout")
     before = copy.digests()
     os.remove(next(engines(copy, "alpha").parent.glob("*.dummy")))
     made = str(engines(copy, "alpha").relative_to(copy.folder))  # what reads it reads the same bytes as before
@@ -143,14 +143,14 @@ def test_a_lost_engine_is_made_again_where_its_device_is(both: Checkout, tmp_pat
 REPRODUCE = ("reproduce", "demo-llama/fp32/2/alpha", "--rounds", "1")
 
 
-def test_a_target_is_not_reproduced_where_its_device_is_not(both: Checkout) -> None:
-    wrong = node(both, "beta").run("lockstep", *REPRODUCE, check=False)
+def test_a_target_is_not_reproduced_where_its_device_is_not(two_devices: Checkout) -> None:
+    wrong = node(two_devices, "beta").run("lockstep", *REPRODUCE, check=False)
     line = wrong.stderr.splitlines()[-1]
     assert wrong.returncode == 1 and "expected 'Alpha 100 80GB', the device alpha" in line and "'Beta 4'" in line
 
 
-def test_a_target_is_reproduced_where_its_device_is(both: Checkout, tmp_path: Path) -> None:
-    copy = both.copy(tmp_path / "checkout")
+def test_a_target_is_reproduced_where_its_device_is(two_devices: Checkout, tmp_path: Path) -> None:
+    copy = two_devices.copy(tmp_path / "checkout")
     said = node(copy, "alpha").run("lockstep", *REPRODUCE).stdout
     assert "The same in 1 of 1 builds" in said, said
 
@@ -166,9 +166,11 @@ with SnakemakeApi(OutputSettings(quiet=["all"])) as api:
 """
 
 
-def test_a_clusters_jobs_ask_for_their_gpu(both: Checkout) -> None:
+def test_a_clusters_jobs_ask_for_their_gpu(two_devices: Checkout) -> None:
     command = [sys.executable, "-c", RESOURCES]
-    done = subprocess.run(command, cwd=both.folder, env=both.environment(), text=True, capture_output=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=two_devices.folder, env=two_devices.environment(), text=True, capture_output=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     jobs = {tuple(line.split()) for line in done.stdout.splitlines()}
     for name in GPUS:
@@ -177,15 +179,15 @@ def test_a_clusters_jobs_ask_for_their_gpu(both: Checkout) -> None:
     assert ("export", "None", "None", "None") in jobs
 
 
-def test_an_unknown_device_is_one_line(both: Checkout) -> None:
-    process = both.call("snakemake", "--dry-run", "--config", "device=gamma", check=False)
+def test_an_unknown_device_is_one_line(two_devices: Checkout) -> None:
+    process = two_devices.call("snakemake", "--dry-run", "--config", "device=gamma", check=False)
     text = process.stdout + process.stderr
     assert process.returncode == 2 and "device: expected one of alpha, beta; found 'gamma'" in text
 
 
-def test_a_bundle_opens_without_the_names_of_devices(both: Checkout, tmp_path: Path) -> None:
+def test_a_bundle_opens_without_the_names_of_devices(two_devices: Checkout, tmp_path: Path) -> None:
     out = tmp_path / "alpha.tar"
-    both.call("lockstep", "bundle", "demo-llama/fp32/2/alpha", "--weights", "--out", str(out))
+    two_devices.call("lockstep", "bundle", "demo-llama/fp32/2/alpha", "--weights", "--out", str(out))
     asked = (str(out), "--prompt", "San Francisco is a", "--max-new-tokens", "4")
-    said = node(both, "alpha").run("lockstep", "generate", *asked, folder=tmp_path).stdout
+    said = node(two_devices, "alpha").run("lockstep", "generate", *asked, folder=tmp_path).stdout
     assert said.startswith(" cars on")

@@ -28,7 +28,7 @@ from lockstep.weights import Weights
 
 
 @pytest.fixture
-def made(demo, tmp_path):
+def copied(demo, tmp_path):
     """A copy of the demo's fp32 graphs and engines: (assembly.json, engines.json)."""
     shutil.copytree(demo.assembly("demo-llama", "fp32").parent, tmp_path / "graphs")
     shutil.copytree(demo.engines("demo-llama", "fp32", "onnxruntime").parent, tmp_path / "engines")
@@ -44,8 +44,8 @@ def change(path, **values):
     write_json(path, read_json(path) | values)
 
 
-def test_two_builds_are_the_same_bytes(demo, made, tmp_path):
-    assembly, engines = made
+def test_two_builds_are_the_same_bytes(demo, copied, tmp_path):
+    assembly, engines = copied
     again = build(assembly, "onnxruntime", tmp_path / "again" / "engines.json")
     files = sorted(path.name for path in engines.parent.iterdir())
     assert files == sorted(path.name for path in again.parent.iterdir())
@@ -71,16 +71,16 @@ def test_one_set_covers_every_class_and_kind_and_says_what_it_was_made_for(demo)
     assert manifest["options"] == {"optimization_level": "all", "opset": None, "fuse_projections": False}
 
 
-def test_what_fits_is_not_built_again(made):
-    assembly, engines = made
+def test_what_fits_is_not_built_again(copied):
+    assembly, engines = copied
     before = stamps(engines.parent)
     manifest = engines.read_bytes()
     build(assembly, "onnxruntime", engines)
     assert stamps(engines.parent) == before and engines.read_bytes() == manifest
 
 
-def test_only_what_changed_is_built_again_and_leftovers_go(made):
-    assembly, engines = made
+def test_only_what_changed_is_built_again_and_leftovers_go(copied):
+    assembly, engines = copied
     before = stamps(engines.parent)
     manifest = engines.read_bytes()
     (engines.parent / "middle.onnx").write_bytes(b"damaged")
@@ -106,8 +106,8 @@ def test_only_what_changed_is_built_again_and_leftovers_go(made):
     {"backend_version": "0.1"}, {"builder_revision": 0}, {"options": {}},
     {"device": {"architecture": "riscv64", "isa": []}}, {"format": "older"},
 ])  # fmt: skip
-def test_another_version_device_or_option_is_built_again(made, values):
-    assembly, engines = made
+def test_another_version_device_or_option_is_built_again(copied, values):
+    assembly, engines = copied
     manifest = engines.read_bytes()
     (engines.parent / "middle.onnx").write_bytes(b"made elsewhere")
     change(
@@ -123,18 +123,18 @@ def test_another_version_device_or_option_is_built_again(made, values):
     EngineSet.open(engines, assembly)
 
 
-def test_the_options_are_part_of_the_engine(made, tmp_path):
-    other = build(made[0], "onnxruntime", tmp_path / "other" / "engines.json", {"optimization_level": "disabled"})
-    assert EngineSet.open(other, made[0]).digest() != EngineSet.open(made[1], made[0]).digest()
+def test_the_options_are_part_of_the_engine(copied, tmp_path):
+    other = build(copied[0], "onnxruntime", tmp_path / "other" / "engines.json", {"optimization_level": "disabled"})
+    assert EngineSet.open(other, copied[0]).digest() != EngineSet.open(copied[1], copied[0]).digest()
     with pytest.raises(
         InputError, match="optimization_level: expected one of all, basic, disabled, extended, found 'most'"
     ):
-        build(made[0], "onnxruntime", tmp_path / "other" / "engines.json", {"optimization_level": "most"})
+        build(copied[0], "onnxruntime", tmp_path / "other" / "engines.json", {"optimization_level": "most"})
     with pytest.raises(
         InputError,
         match="options of backend onnxruntime: expected only optimization_level, opset, fuse_projections, found level",
     ):
-        build(made[0], "onnxruntime", tmp_path / "other" / "engines.json", {"level": "all"})
+        build(copied[0], "onnxruntime", tmp_path / "other" / "engines.json", {"level": "all"})
 
 
 @pytest.mark.parametrize("opset", [18, 0, "17"])
@@ -154,22 +154,22 @@ def test_an_opset_that_nothing_is_lowered_to_is_a_mistake_of_the_user(demo, tmp_
     ({"backend": "abacus"}, f"backend: expected one of {', '.join(backends())}, found 'abacus'"),
     ({"format": "lockstep.engines/9"}, "expected format 'lockstep.engines/1', found 'lockstep.engines/9'"),
 ])  # fmt: skip
-def test_an_engine_set_made_for_something_else_is_refused_with_both_values(made, values, message):
-    assembly, engines = made
+def test_an_engine_set_made_for_something_else_is_refused_with_both_values(copied, values, message):
+    assembly, engines = copied
     change(engines, **values)
     with pytest.raises((CheckError, InputError), match=message) as error:
         EngineSet.open(engines, assembly)
     assert "\n" not in str(error.value)
 
 
-def test_another_vendor_with_the_same_instructions_is_accepted(made):
-    assembly, engines = made
+def test_another_vendor_with_the_same_instructions_is_accepted(copied):
+    assembly, engines = copied
     change(engines, device=read_json(engines)["device"] | {"vendor": "Other", "family": "1 2"})
     EngineSet.open(engines, assembly)
 
 
-def test_graphs_of_another_export_are_refused(made):
-    assembly, engines = made
+def test_graphs_of_another_export_are_refused(copied):
+    assembly, engines = copied
     value = read_json(assembly)
     old = value["classes"]["middle"]["sha256"]
     value["classes"]["middle"]["sha256"] = "1" * 64
@@ -178,8 +178,8 @@ def test_graphs_of_another_export_are_refused(made):
         EngineSet.open(engines, assembly)
 
 
-def test_a_damaged_or_missing_engine_is_refused(made):
-    assembly, engines = made
+def test_a_damaged_or_missing_engine_is_refused(copied):
+    assembly, engines = copied
     path = engines.parent / "middle.onnx"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -191,8 +191,8 @@ def test_a_damaged_or_missing_engine_is_refused(made):
         EngineSet.open(engines, assembly)
 
 
-def test_a_damaged_graph_is_refused_and_the_older_set_stays(made):
-    assembly, engines = made
+def test_a_damaged_graph_is_refused_and_the_older_set_stays(copied):
+    assembly, engines = copied
     before = {path.name: path.read_bytes() for path in engines.parent.iterdir()}
     (assembly.parent / "middle.onnx").write_bytes(b"not what was exported")
     with pytest.raises(CheckError, match=r"middle\.onnx: expected sha256 \w{64}, found \w{64}; export again"):
@@ -200,8 +200,8 @@ def test_a_damaged_graph_is_refused_and_the_older_set_stays(made):
     assert {path.name: path.read_bytes() for path in engines.parent.iterdir()} == before
 
 
-def test_a_graph_that_the_library_refuses_is_one_line(made):
-    assembly, engines = made
+def test_a_graph_that_the_library_refuses_is_one_line(copied):
+    assembly, engines = copied
     graph = assembly.parent / "exit.onnx"
     model = onnx.load(graph)
     model.graph.node[0].op_type = "NoSuchOperator"
@@ -219,8 +219,8 @@ def test_a_graph_that_the_library_refuses_is_one_line(made):
     assert not list(engines.parent.glob(".*"))
 
 
-def test_a_graph_with_other_inputs_than_the_assembly_says_is_refused(made):
-    assembly, engines = made
+def test_a_graph_with_other_inputs_than_the_assembly_says_is_refused(copied):
+    assembly, engines = copied
     content = read_json(assembly)
     graph = assembly.parent / "entry.onnx"
     model = onnx.load(graph)
@@ -249,10 +249,10 @@ class Slow(OnnxRuntimeBackend):
         return Built({"said": out_path.stem}, 3 << 20, "warm to the touch" if out_path.stem == "middle" else None)
 
 
-def test_a_long_build_has_a_line_and_a_record_for_each_engine(made, tmp_path, monkeypatch, capsys):
+def test_a_long_build_has_a_line_and_a_record_for_each_engine(copied, tmp_path, monkeypatch, capsys):
     Slow.fails = None
     monkeypatch.setattr(builder, "get_backend", lambda name: Slow())
-    out = build(made[0], "onnxruntime", tmp_path / "slow" / "engines.json")
+    out = build(copied[0], "onnxruntime", tmp_path / "slow" / "engines.json")
     lines = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"build: engine 1 of 6: embedding \.\.\. [0-9.]+ s, 3 MiB of GPU " r"memory", lines[0])
     assert len(lines) == 6
@@ -264,16 +264,16 @@ def test_a_long_build_has_a_line_and_a_record_for_each_engine(made, tmp_path, mo
     assert "seconds" not in out.read_text() and manifest["engines"]["entry"]["said"] == "entry"
     assert set(costs["middle"]) == {"seconds", "peak_memory_bytes"}
     (out.parent / "exit.onnx").unlink()
-    build(made[0], "onnxruntime", out)
+    build(copied[0], "onnxruntime", out)
     assert list(read_json(out.parent / "build.costs.json")["engines"]) == ["exit"]
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_a_build_that_fails_says_in_which_engine(made, tmp_path, monkeypatch, capsys):
+def test_a_build_that_fails_says_in_which_engine(copied, tmp_path, monkeypatch, capsys):
     Slow.fails = "exit.onnx"
     monkeypatch.setattr(builder, "get_backend", lambda name: Slow())
     with pytest.raises(CheckError, match="exit.onnx: out of memory"):
-        build(made[0], "onnxruntime", tmp_path / "slow" / "engines.json")
+        build(copied[0], "onnxruntime", tmp_path / "slow" / "engines.json")
     assert re.fullmatch(
         r"build: engine 3 of 6: exit \.\.\. failed after "
         r"[0-9.]+ s",
@@ -281,7 +281,7 @@ def test_a_build_that_fails_says_in_which_engine(made, tmp_path, monkeypatch, ca
     )
 
 
-def test_a_build_that_is_killed_has_said_in_which_engine(made, tmp_path):
+def test_a_build_that_is_killed_has_said_in_which_engine(copied, tmp_path):
     script = """
 import os, signal, sys
 from pathlib import Path
@@ -296,23 +296,23 @@ class Slow(OnnxRuntimeBackend):
 builder.get_backend = lambda name: Slow()
 build(Path(sys.argv[1]), "onnxruntime", Path(sys.argv[2]))"""
     ended = subprocess.run(
-        [sys.executable, "-c", script, str(made[0]), str(tmp_path / "killed" / "engines.json")],
+        [sys.executable, "-c", script, str(copied[0]), str(tmp_path / "killed" / "engines.json")],
         stderr=subprocess.PIPE,
         text=True,
     )
     assert ended.returncode == -signal.SIGKILL and ended.stderr.endswith("\nbuild: engine 3 of 6: exit ...")
 
 
-def test_an_engine_that_the_backend_does_not_keep_is_built_again(made, monkeypatch):
-    before = stamps(made[1].parent)
+def test_an_engine_that_the_backend_does_not_keep_is_built_again(copied, monkeypatch):
+    before = stamps(copied[1].parent)
     monkeypatch.setattr(OnnxRuntimeBackend, "keeps", lambda self, name, entry: name != "exit")
-    build(*made[:1], "onnxruntime", made[1])
-    after = stamps(made[1].parent)
+    build(*copied[:1], "onnxruntime", copied[1])
+    after = stamps(copied[1].parent)
     assert {name for name in before if after[name] != before[name]} == {"exit.onnx"}
 
 
 def test_a_plan_for_another_gpu_is_told_with_both(tmp_path):
-    made, here = (
+    recorded, present = (
         {"name": "NVIDIA H200", "compute_capability": capability, "driver": "570.86"} for capability in ("9.0", "8.9")
     )
     message = (
@@ -320,11 +320,11 @@ def test_a_plan_for_another_gpu_is_told_with_both(tmp_path):
         "NVIDIA H200, compute_capability 8.9, driver 570.86; build"
     )
     with pytest.raises(CheckError, match=message):
-        engine_set.check_same(Path("x.json"), "device", gpu_key(made), gpu_key(here), "build")
+        engine_set.check_same(Path("x.json"), "device", gpu_key(recorded), gpu_key(present), "build")
 
 
-def test_a_precision_that_the_backend_lacks_is_refused(made, monkeypatch):
-    assembly, engines = made
+def test_a_precision_that_the_backend_lacks_is_refused(copied, monkeypatch):
+    assembly, engines = copied
     monkeypatch.setattr(OnnxRuntimeBackend, "precisions", ("fp16", "bf16"))
     with pytest.raises(
         InputError, match=r"precision: expected one of fp16, bf16 \(backend onnxruntime\), found 'fp32'"
@@ -332,8 +332,8 @@ def test_a_precision_that_the_backend_lacks_is_refused(made, monkeypatch):
         build(assembly, "onnxruntime", engines)
 
 
-def test_a_missing_graph_or_assembly_is_refused(made, tmp_path):
-    assembly, engines = made
+def test_a_missing_graph_or_assembly_is_refused(copied, tmp_path):
+    assembly, engines = copied
     (assembly.parent / "entry.onnx").unlink()
     with pytest.raises(InputError, match=r"entry\.onnx: expected a graph, found no file; export again"):
         build(assembly, "onnxruntime", engines)
@@ -466,8 +466,8 @@ def write_text(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def test_a_process_has_one_number_of_threads(made):
-    engines = EngineSet.open(made[1], made[0])
+def test_a_process_has_one_number_of_threads(copied):
+    engines = EngineSet.open(copied[1], copied[0])
     engines.load("entry")
     used = thread_count()
     with pytest.raises(

@@ -36,7 +36,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[Any, int]:
+def json_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[Any, int]:
     """The document and the exit code."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
@@ -45,7 +45,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[Any, i
 
 
 def test_targets(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found, code = told(capsys, "targets")
+    found, code = json_of(capsys, "targets")
     one = {"name": TARGET, "model": "demo-llama", "precision": "fp16", "layers": "all", "backend": "onnxruntime"}
     assert code == 0 and len(found["targets"]) == 18 and one in found["targets"]
 
@@ -54,7 +54,7 @@ def test_targets(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_targets_with_layers(project: Path, demo: Results, capsys: pytest.CaptureFixture[str]) -> None:
     graphs = Results(project / "results").assembly("demo-llama", "fp16").parent
     shutil.copytree(demo.assembly("demo-llama", "fp16").parent, graphs)
-    found, code = told(capsys, "targets", "--verbose")
+    found, code = json_of(capsys, "targets", "--verbose")
     assert code == 0 and len(found["targets"]) == 18
     tables = {(each["model"], each["precision"]): each for each in found["graphs"]}
     table = tables["demo-llama", "fp16"]
@@ -98,12 +98,12 @@ def test_generate_with_a_file_is_json_already(project: Path, capsys: pytest.Capt
 
 
 def test_summary(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found, code = told(capsys, "summary")
+    found, code = json_of(capsys, "summary")
     assert code == 0 and [row["verdict"] for row in found["targets"]] == ["not run"] * 18
 
 
 def test_report(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found, code = told(capsys, "report")
+    found, code = json_of(capsys, "report")
     assert code == 0 and found == {"report": "results/report/index.html", "summary": "results/summary.json"}
     assert all(Path(path).is_file() for path in found.values())
 
@@ -111,7 +111,7 @@ def test_report(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.exports
 def test_bundle(project: Path, demo: Results, capsys: pytest.CaptureFixture[str]) -> None:
     recorded(demo, project / "results")
-    found, code = told(capsys, "bundle", TARGET, "--out", "demo.tar")
+    found, code = json_of(capsys, "bundle", TARGET, "--out", "demo.tar")
     about = {"path": "demo.tar", "sha256": sha256_file("demo.tar"), "size": Path("demo.tar").stat().st_size}
     assert code == 0 and found == {"target": TARGET, "weights": False, **about}
 
@@ -119,7 +119,7 @@ def test_bundle(project: Path, demo: Results, capsys: pytest.CaptureFixture[str]
 def test_lock(project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the checks of a finished model: tests/workflow/test_locks.py has them."""
     monkeypatch.setattr("lockstep.provenance.lock_update.collect", lambda results, model: Lock(model, {}, {}))
-    found, code = told(capsys, "lock")
+    found, code = json_of(capsys, "lock")
     (entry,) = found["locks"]
     path = Path("locks/demo-llama.lock.json")
     about = {"path": str(path), "sha256": sha256_file(path), "size": path.stat().st_size}
@@ -130,22 +130,22 @@ def test_triton_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     repository = tmp_path / "repository"
     socket = tmp_path / "socket"
     write_repository(Repository((sys.executable, "--unix", str(socket)), socket, 4), repository)
-    assert told(capsys, "triton", "--check", repository) == ({"repository": str(repository), "faults": []}, 0)
+    assert json_of(capsys, "triton", "--check", repository) == ({"repository": str(repository), "faults": []}, 0)
     (repository / "ensemble" / "config.pbtxt").unlink()
-    found, code = told(capsys, "triton", "--check", repository)
+    found, code = json_of(capsys, "triton", "--check", repository)
     (fault,) = found["faults"]
     assert code == 1 and "ensemble/config.pbtxt" in fault
 
 
 def test_explain(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found, code = told(capsys, "explain", TARGET)
+    found, code = json_of(capsys, "explain", TARGET)
     assert code == 0 and found["target"] == TARGET
     steps = {step["stage"]: step for step in found["steps"]}
     assert steps["golden"]["reasons"] == [f"{steps['golden']['output']} is not there"]
 
 
 def test_verify_fails_with_its_document(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found, code = told(capsys, "verify")
+    found, code = json_of(capsys, "verify")
     (finding,) = found["findings"]
     assert code == 1 and found["same"] == 0 and found["locks"] == []
     assert finding == {"status": "unknown", "name": "config.json", "reason": "no statement names it"}
@@ -156,25 +156,25 @@ def test_diff(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, token in (("one", "5"), ("two", "6")):
         locked = {"checkpoint": {"source": "x"}, "reference/all": {"Light": token}}
         write_json(f"{name}.json", {**lock, "locked": locked})
-    found, code = told(capsys, "diff", "one.json", "two.json")
+    found, code = json_of(capsys, "diff", "one.json", "two.json")
     assert code == 1 and found == {"differences": [{"where": ["reference/all", "Light"], "change": "5 -> 6"}]}
-    assert told(capsys, "diff", "one.json", "one.json") == ({"differences": []}, 0)
+    assert json_of(capsys, "diff", "one.json", "one.json") == ({"differences": []}, 0)
 
 
 def test_cache(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = project / "cache"
     shared_cache.convert(shared_cache.checkpoint(project), project / "made", folder)
-    found, code = told(capsys, "cache", "ls", "--cache", folder)
+    found, code = json_of(capsys, "cache", "ls", "--cache", folder)
     (entry,) = found["entries"]
     assert code == 0 and (entry["stage"], entry["of"]) == ("convert", "fp32") and found["num_entries"] == 1
     assert 0 < entry["size"] <= found["size"] and len(entry["key"]) == 64 and entry["last_use"].endswith("Z")
-    assert told(capsys, "cache", "verify", "--cache", folder)[0]["wrong"] == []
+    assert json_of(capsys, "cache", "verify", "--cache", folder)[0]["wrong"] == []
     blob = max((folder / "blobs").iterdir(), key=lambda path: path.stat().st_size)
     blob.chmod(0o600)
     blob.write_bytes(bytes(blob.stat().st_size))
-    found, code = told(capsys, "cache", "verify", "--cache", folder)
+    found, code = json_of(capsys, "cache", "verify", "--cache", folder)
     assert code == 1 and len(found["wrong"]) == 1
-    found, code = told(capsys, "cache", "prune", "--cache", folder, "--max-size", "0B")
+    found, code = json_of(capsys, "cache", "prune", "--cache", folder, "--max-size", "0B")
     assert code == 0 and found["dropped"]["entries"] == 1 and found["left"]["num_entries"] == 0
 
 
@@ -184,5 +184,5 @@ def test_reproduce(project: Path, capsys: pytest.CaptureFixture[str], monkeypatc
     artefacts = {"engines/fp16": "exit.onnx differs", "golden/fp16": None}
     record = Reproduction(target, "ab" * 32, "1.0", {}, rounds=1, same_rounds=0, artefacts=artefacts)
     monkeypatch.setattr("lockstep.provenance.reproduce.reproduce", lambda *arguments: record)
-    assert told(capsys, "reproduce", TARGET) == (record.to_json(), 1)
-    assert told(capsys, "reproduce", TARGET, "--tokens-only") == (record.to_json(), 0)
+    assert json_of(capsys, "reproduce", TARGET) == (record.to_json(), 1)
+    assert json_of(capsys, "reproduce", TARGET, "--tokens-only") == (record.to_json(), 0)

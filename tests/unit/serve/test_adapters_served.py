@@ -47,19 +47,19 @@ def completion(server: RealServer, **body: object) -> dict:
 
 @pytest.mark.long
 def test_schedulers_see_which_adapters_run(server: RealServer) -> None:
-    def seen() -> dict[str, str]:
+    def requests_info() -> dict[str, str]:
         text = server.request("GET", "/metrics")[2].decode()
         line = next(line for line in text.splitlines() if line.startswith("lockstep:lora_requests_info"))
         return dict(re.findall(r'(\w+)="([^"]*)"', line))
 
     labels = {"model_name": "demo-lora", "max_lora": "2"}
     idle = {**labels, "running_lora_adapters": "", "waiting_lora_adapters": ""}
-    assert seen() == idle
+    assert requests_info() == idle
     with server.opened("Light", 200, model="demo-lora:captain", ignore_eos=True) as events:
         next(iter(events))
-        assert seen() == {**idle, "running_lora_adapters": "captain"}
+        assert requests_info() == {**idle, "running_lora_adapters": "captain"}
     server.wait_idle()
-    assert seen() == idle
+    assert requests_info() == idle
 
 
 def test_an_adapter_is_a_model(server: RealServer) -> None:

@@ -487,9 +487,9 @@ def test_an_explanation_ends_in_time_and_hides_nothing(copied, right):
 def test_a_fault_of_the_runtime_is_told_from_one_of_graphs_and_engines(copied, right, monkeypatch):
     pack = host.HostExecutor.pack
 
-    def first_token_wrong(self, made, advances):
-        rows = pack(self, made, advances)
-        made.tokens.token_ids[0] = 7
+    def first_token_wrong(self, step, advances):
+        rows = pack(self, step, advances)
+        step.tokens.token_ids[0] = 7
         return rows
 
     monkeypatch.setattr(host.HostExecutor, "pack", first_token_wrong)
