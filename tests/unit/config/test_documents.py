@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from checkpoints import error_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -65,9 +66,7 @@ PITFALLS = {
 def test_a_pitfall_of_yaml_gives_one_line_with_its_place(tmp_path, data, expected):
     path = tmp_path / "config.yaml"
     path.write_bytes(data)
-    with pytest.raises(InputError) as caught:
-        load(path)
-    assert str(caught.value) == f"{path}{expected}"
+    assert error_of(load, path) == f"{path}{expected}"
 
 
 @pytest.mark.parametrize(
@@ -82,9 +81,7 @@ def test_a_pitfall_of_yaml_gives_one_line_with_its_place(tmp_path, data, expecte
 def test_a_mistake_in_json_gives_one_line(tmp_path, data, expected):
     path = tmp_path / "config.json"
     path.write_bytes(data)
-    with pytest.raises(InputError) as caught:
-        read_document(path)
-    assert str(caught.value) == f"{path}{expected}"
+    assert error_of(read_document, path) == f"{path}{expected}"
 
 
 def test_many_keys_in_json_take_no_longer_than_many_keys(tmp_path):

@@ -260,16 +260,13 @@ def test_heads_of_another_rank_show(split: Splits) -> None:
     assert actual.error(actual.changed("middle", swap)) > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("slot", ["previous.self_attn.o_proj.bias", "previous.mlp.down_proj.bias"])
-def test_a_bias_that_every_rank_adds_shows(split: Splits, slot: str) -> None:
-    actual = split("llama", 2)
-    twice = lambda sharded: replace(sharded, first=tuple(name for name in sharded.first if name != slot))
-    assert actual.error(actual.changed("middle", twice)) > 100 * TOLERANCE
-
-
-@pytest.mark.parametrize("slot", ["previous.attention.dense.bias", "previous.mlp.dense_4h_to_h.bias"])
-def test_a_bias_of_two_branches_that_every_rank_adds_shows(split: Splits, slot: str) -> None:
-    actual = split("gpt_neox", 2)
+@pytest.mark.parametrize(("family", "slot"), [
+    ("llama", "previous.self_attn.o_proj.bias"), ("llama", "previous.mlp.down_proj.bias"),
+    ("gpt_neox", "previous.attention.dense.bias"), ("gpt_neox", "previous.mlp.dense_4h_to_h.bias"),
+])  # fmt: skip
+def test_a_bias_that_every_rank_adds_shows(split: Splits, family: str, slot: str) -> None:
+    """GPT-NeoX has two branches, each with one."""
+    actual = split(family, 2)
     twice = lambda sharded: replace(sharded, first=tuple(name for name in sharded.first if name != slot))
     assert actual.error(actual.changed("middle", twice)) > 100 * TOLERANCE
 

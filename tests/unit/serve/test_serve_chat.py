@@ -39,15 +39,8 @@ def other(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
     """One with the template `LOOPS`, a tokenizer that puts a token before each prompt, and an API key."""
     folder = tmp_path_factory.mktemp("other")
     tree = make_tree(folder / "results", demo)
-    tokenizer = json.loads(demo.assembly("demo-llama", "fp32").with_name("tokenizer.json").read_bytes())
-    tokenizer["post_processor"] = {
-        "type": "TemplateProcessing",
-        "single": [{"SpecialToken": {"id": "<eos>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {"<eos>": {"id": "<eos>", "ids": [0], "tokens": ["<eos>"]}},
-    }
     template = ChatTemplate(LOOPS, {"bos_token": "<eos>"})
-    change_texts(tree, tokenizer=json.dumps(tokenizer).encode(), chat_template=template.to_bytes())
+    change_texts(tree, tokenizer=with_first_token(demo, "<eos>"), chat_template=template.to_bytes())
     (folder / "keys").write_text(f"another\n{KEY.replace(' ', '-')}\n")
     with RealServer(tree, "--api-key-file", folder / "keys") as server:
         yield server
@@ -60,6 +53,18 @@ def silent(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     change_texts(tree, chat_template=None)
     with RealServer(tree) as server:
         yield server
+
+
+def with_first_token(demo: Results, name: str) -> bytes:
+    """The demo's tokenizer.json that puts a token before each prompt."""
+    tokenizer = json.loads(demo.assembly("demo-llama", "fp32").with_name("tokenizer.json").read_bytes())
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {name: {"id": name, "ids": [tokenizer["model"]["vocab"][name]], "tokens": [name]}},
+    }
+    return json.dumps(tokenizer).encode()
 
 
 def change_texts(tree: Path, **texts: bytes | None) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from demo_model import DEMO
-from test_serve_chat import change_texts
+from test_serve_chat import change_texts, with_first_token
 
 from lockstep.runtime import Tokenizer
 from lockstep.targets import Results
@@ -29,14 +29,7 @@ def other(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
     """One of a model without a chat template, whose tokenizer puts a token before each prompt, with an API key."""
     folder = tmp_path_factory.mktemp("other")
     tree = make_tree(folder / "results", demo)
-    tokenizer = json.loads(demo.assembly("demo-llama", "fp32").with_name("tokenizer.json").read_bytes())
-    tokenizer["post_processor"] = {
-        "type": "TemplateProcessing",
-        "single": [{"SpecialToken": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {"A": {"id": "A", "ids": [tokenizer["model"]["vocab"]["A"]], "tokens": ["A"]}},
-    }
-    change_texts(tree, tokenizer=json.dumps(tokenizer).encode(), chat_template=None)
+    change_texts(tree, tokenizer=with_first_token(demo, "A"), chat_template=None)
     (folder / "keys").write_text("a-key\n")
     with RealServer(tree, "--api-key-file", folder / "keys") as server:
         yield server

@@ -110,25 +110,23 @@ def test_a_swapped_weight_is_caught_in_the_layer_that_it_belongs_to(demo, copy):
         run(demo, copy)
 
 
-def test_a_weight_of_another_layer_is_caught(demo, copy):
-    folder = copy[0]
-    assembly = read_json(copy[0] / "assembly.json")
-    slots = assembly["layers"][4]["block"]["slots"]
-    slots["current.self_attn.k_proj.weight"] = ["model.layers.5.self_attn.k_proj.weight"]
-    write_json(folder / "assembly.json", assembly)
-    with pytest.raises(CheckError, match=r"^layer 4 .*: prefill.key_out: "):
-        run(demo, copy)
+KEYS = (4, "block", "current.self_attn.k_proj.weight", "model.layers.5.self_attn.k_proj.weight")
+NORM = (1, "exit", "model.norm.weight", "model.layers.0.input_layernorm.weight")
 
 
-@pytest.mark.parametrize("copy", ["fp32"], indirect=True)
-def test_a_swapped_norm_behind_the_last_attention_is_caught_in_the_last_layer(demo, copy):
+@pytest.mark.parametrize(("copy", "layers", "bound", "message"), [
+    ("fp32", "all", KEYS, r"^layer 4 .*: prefill.key_out: "),
+    pytest.param("fp16", "all", KEYS, r"^layer 4 .*: prefill.key_out: ", marks=pytest.mark.long),
+    ("fp32", 2, NORM, r"^layer 1 \(block exit, after the last attention\): logits: "),
+], indirect=["copy"])  # fmt: skip
+def test_a_weight_of_another_layer_is_caught(demo, copy, layers, bound, message):
     folder = copy[0]
-    assembly = read_json(copy[0] / "assembly.json")
-    slots = assembly["layers"][1]["exit"]["slots"]
-    slots["model.norm.weight"] = ["model.layers.0.input_layernorm.weight"]
+    assembly = read_json(folder / "assembly.json")
+    layer, part, slot, tensor = bound
+    assembly["layers"][layer][part]["slots"][slot] = [tensor]
     write_json(folder / "assembly.json", assembly)
-    with pytest.raises(CheckError, match=r"^layer 1 \(block exit, after the last attention\): logits: "):
-        run(demo, copy, layers=2)
+    with pytest.raises(CheckError, match=message):
+        run(demo, copy, layers=layers)
 
 
 @pytest.mark.parametrize("copy", ["fp32"], indirect=True)
