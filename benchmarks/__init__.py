@@ -24,6 +24,8 @@ INSIDE = {
     "serve.settings": "the same",
     "runtime.scheduler": "what the scheduler's share of a step takes",
     "step.pages": "a pool of pages for the scheduler alone",
+    # `batches`
+    "step.logits_pipeline": "parameters of a slot, without a request",
     # `grammars`
     "runtime.grammar": "compiling a schema while steps run",
     "runtime.grammar.compiler": "the same",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import re
 import statistics
 import sys
@@ -28,7 +29,7 @@ from benchmarks.markdown import paragraph, table
 from benchmarks.measure import by_size, read_json, recorder, spread
 from benchmarks.shapes import config_of
 from lockstep import Advance, Assembly, CheckError, Engine, InputError, Model, Request, Sampling
-from lockstep.runtime import Sampler
+from lockstep.step.logits_pipeline import Sampler
 
 LIMITS = {"max_batch_size": 256, "max_num_tokens": 2048, "max_seq_len": 4096}
 BATCHES = (1, 4, 16, 64, 128, 256)
@@ -44,8 +45,9 @@ STEPS = 64
 MIXED_STEPS = 8
 REQUESTS = 512
 GROUP = 128
-PARTS = "decode", "sampled", "prompts", "mixed", "requests", "sampled_requests"
+PARTS = "decode", "sampled", "processed", "prompts", "mixed", "requests", "sampled_requests"
 SAMPLED = Sampling(0.8, top_p=0.95)
+PROCESSED = Sampling(0.8, top_p=0.95, repetition_penalty=1.1, logprobs=5)
 SAMPLED_BATCHES = (1, 16, 64, 256)
 OPTIONS = (
     options.Option("--shape", "A shape that comes with the benchmark, or a config.json.", "llama-2-7b"),
@@ -182,7 +184,8 @@ def steps(
     left_out = {} if left_out is None else left_out
     kinds: dict[str, tuple[Sequence[int], Callable[[Model, int, int], dict[str, Any]]]] = {
         "decode": (BATCHES, decode),
-        "sampled": (SAMPLED_BATCHES, sampled),
+        "sampled": (SAMPLED_BATCHES, functools.partial(sampled, sampling=SAMPLED)),
+        "processed": (SAMPLED_BATCHES, functools.partial(sampled, sampling=PROCESSED)),
         "prompts": (PROMPTS, prompt),
     }
     for name in (name for name in kinds if name in parts):
@@ -276,8 +279,8 @@ def seconds_of_a_step(model: Model, batch: int, sampling: Sampling) -> float:
     return seconds
 
 
-def sampled(model: Model, batch: int, rounds: int) -> dict[str, Any]:
-    """Time steps of SAMPLED requests and of greedy ones, in turn.
+def sampled(model: Model, batch: int, rounds: int, sampling: Sampling) -> dict[str, Any]:
+    """Time steps of requests with `sampling` and of greedy ones, in turn.
 
     of_greedy: the median of the rounds' ratios.
     """
@@ -285,7 +288,7 @@ def sampled(model: Model, batch: int, rounds: int) -> dict[str, Any]:
     drawn = []
     for _ in range(rounds):
         greedy.append(seconds_of_a_step(model, batch, Sampling()))
-        drawn.append(seconds_of_a_step(model, batch, SAMPLED))
+        drawn.append(seconds_of_a_step(model, batch, sampling))
     return {
         "milliseconds": spread([1e3 * seconds for seconds in drawn], 3),
         "greedy_milliseconds": spread([1e3 * seconds for seconds in greedy], 3),
@@ -492,19 +495,18 @@ def page(record: Mapping[str, Any]) -> str:
 
 def _sampled_lines(record: Mapping[str, Any]) -> list[str]:
     """None for a record that was made before the device sampled."""
-    if "sampled" not in record:
-        return []
-    rows = [
-        [batch, row["greedy_milliseconds"]["median"], row["milliseconds"]["median"], row["of_greedy"]]
-        for batch, row in by_size(record["sampled"])
-    ]
+    lines = []
     terms = f"temperature {SAMPLED.temperature}, top-p {SAMPLED.top_p}"
-    return [
-        "",
-        f"Sampled ({terms}) beside greedy, in turn:",
-        "",
-        *table(["batch", "greedy, ms", "sampled, ms", "ratio"], rows),
-    ]
+    more = f"{terms}, repetition penalty {PROCESSED.repetition_penalty}, {PROCESSED.logprobs} log-probabilities"
+    for name, what in (("sampled", terms), ("processed", more)):
+        if name in record:
+            rows = [
+                [batch, row["greedy_milliseconds"]["median"], row["milliseconds"]["median"], row["of_greedy"]]
+                for batch, row in by_size(record[name])
+            ]
+            headings = ["batch", "greedy, ms", "sampled, ms", "ratio"]
+            lines += ["", f"Sampled ({what}) beside greedy, in turn:", "", *table(headings, rows)]
+    return lines
 
 
 def _sums_lines(record: Mapping[str, Any]) -> list[str]:

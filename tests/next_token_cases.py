@@ -6,15 +6,28 @@ On them it is held against the host's definition: on a GPU, and compiled for the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from lockstep.step.logits_pipeline import Sampler, candidates
+from lockstep.gpu.sampling_records import PARAMETERS as SAMPLING
+from lockstep.gpu.sampling_records import parameters
+from lockstep.step.logits_pipeline import Masks, Row, Sampler, candidates, choose
 from lockstep.step.noise import Draw, exponential_noise
-from lockstep.step.sampling import PARAMETERS as SAMPLING
-from lockstep.step.sampling import Sampling, parameters
+from lockstep.step.sampling import Logprobs, Sampled, Sampling
 
-__all__ = ["CASES", "SAMPLING", "Case", "check_draws", "noise_of", "probabilities", "record", "rows_of"]
+__all__ = [
+    "CASES",
+    "SAMPLING",
+    "Case",
+    "ProcessedMix",
+    "ProcessedMix",
+    "check_draws",
+    "noise_of",
+    "probabilities",
+    "record",
+    "rows_of",
+]
 
 # How far the kernel's ratio of weight and noise may be from NumPy's: expf and log1pf have 2 units in the last place
 # each on the device, NumPy's 3 and 1; a product, a quotient and a sum half a one each: 10 units of 2^-23 and less.
@@ -97,7 +110,8 @@ def probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
 
 def record(samplings: list[Sampling], choices: list[int]) -> np.ndarray:
     """Return what the device holds of the slots, [count] of dtype SAMPLING."""
-    return np.array([parameters(sampling, choice) for sampling, choice in zip(samplings, choices)], SAMPLING)
+    pairs = zip(samplings, choices)
+    return np.array([parameters(Sampler(sampling, choice=choice)) for sampling, choice in pairs], SAMPLING)
 
 
 def check_draws(
@@ -125,3 +139,89 @@ def check_draws(
             f"{token}, expected {expected}: {ratios[token]}, {sampling}"
         )
     assert others <= 1, f"{others} of {len(found)} tokens are others"
+
+
+@dataclass(frozen=True)
+class ProcessedStep:
+    """One step of a `ProcessedMix`, by row: what the kernel is given, and what the host finds.
+
+    masks: None for a row whose choice masks nothing. inputs: the tokens at `positions` - 1.
+    """
+
+    logits: np.ndarray
+    positions: np.ndarray
+    inputs: np.ndarray
+    masks: list[Masks | None]
+    processed: np.ndarray
+    sampled: list[Sampled]
+
+    def check(self, tokens: np.ndarray, all_logprobs: list[Logprobs]) -> None:
+        """Tokens are the host's; log-probabilities within the last bits of expf, and the same likeliest tokens."""
+        assert tokens.tolist() == [sampled.token for sampled in self.sampled]
+        for sampled, logprobs in zip(self.sampled, all_logprobs):
+            if sampled.logprobs is not None:
+                assert [token for token, _ in logprobs.top] == [token for token, _ in sampled.logprobs.top]
+                actual, expected = ([one.chosen, *(x for _, x in one.top)] for one in (logprobs, sampled.logprobs))
+                np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
+
+
+class ProcessedMix:
+    """Choices of all parameters, each in half of them, that go on from a step to the next."""
+
+    def __init__(self, count: int, size: int):
+        self._random = np.random.default_rng(count + size)
+        self._size = size
+        self.samplers = []
+        self._answers = []
+        for number in range(count):
+            prompt = self._random.integers(0, size, self._random.integers(1, 40))
+            length = int(self._random.integers(1, len(prompt) + 1))
+            self.samplers.append(Sampler(self._sampling(), prompt, frozenset([3, 5]), number % 3, length))
+            self._answers.append(prompt.tolist())
+
+    def _sampling(self) -> Sampling:
+        random = self._random
+        tokens = random.integers(0, self._size, 5).tolist()
+        fields: dict[str, Any] = {
+            "temperature": float(random.choice([0.5, 1.0])),
+            "top_k": int(random.integers(1, 100)),
+            "top_p": float(random.uniform(0.3, 1)),
+            "min_p": float(random.choice([0.01, 0.2])),
+            "repetition_penalty": float(random.uniform(0.5, 2)),
+            "presence_penalty": float(random.uniform(-2, 2)),
+            "frequency_penalty": float(random.uniform(-2, 2)),
+            "logit_bias": {token: float(random.normal(0, 5)) for token in tokens},
+            "bad_words": ((tokens[0],), (tokens[1], tokens[2])),
+            "min_tokens": int(random.integers(0, 8)),
+            "logprobs": int(random.integers(0, 21)),
+        }
+        return Sampling(
+            seed=int(random.integers(1 << 62)), **{k: v for k, v in fields.items() if random.random() < 0.5}
+        )
+
+    def records(self) -> np.ndarray:
+        """Return what the device holds of the slots, row i of slot i."""
+        return np.array([parameters(sampler) for sampler in self.samplers], SAMPLING)
+
+    def step(self) -> ProcessedStep:
+        """Choose the next token of each row. One of five has a grammar; all tokens of the last are forbidden."""
+        random = self._random
+        count = len(self.samplers)
+        logits = (random.standard_normal((count, self._size)) * 3).astype(np.float16).astype(np.float32)
+        masks: list[Masks | None] = []
+        rows = []
+        processed = logits.copy()
+        for number, (sampler, answer) in enumerate(zip(self.samplers, self._answers)):
+            allowed = random.random(self._size) < 0.3 if number % 5 == 4 else None
+            changes = sampler.sampling.changes_logits
+            forbidden = np.arange(self._size) if number == count - 1 else random.integers(0, self._size, 7)
+            forbidden = forbidden if changes else forbidden[:0]
+            masks.append(sampler.masks(self._size, allowed, forbidden) if changes or allowed is not None else None)
+            rows.append(Row(sampler, logits[number], len(answer), allowed, forbidden))
+            processed[number] = sampler.process(logits[number], allowed, forbidden)
+        positions = np.array([len(answer) for answer in self._answers])
+        inputs = np.array([answer[-1] for answer in self._answers])
+        sampled = choose(rows)
+        for choice, answer in zip(sampled, self._answers):
+            answer.append(choice.token)
+        return ProcessedStep(logits, positions, inputs, masks, processed, sampled)

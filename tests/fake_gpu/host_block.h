@@ -79,6 +79,10 @@ template <typename To, typename From> To as(From value) { To to; memcpy(&to, &va
 inline unsigned __float_as_uint(float value) { return as<unsigned>(value); }
 inline float __uint_as_float(unsigned value) { return as<float>(value); }
 inline float __int_as_float(int value) { return as<float>(value); }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline double __dmul_rn(double a, double b) { return a * b; }
+inline double __dadd_rn(double a, double b) { return a + b; }
 inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) { return (unsigned __int128)a * b >> 64; }
 
 // Runs `work` as blocks 0 to `blocks`-1 of COUNT threads. static: of inline functions libraries of one process share what is static inside.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from importlib.resources import files
 from types import SimpleNamespace
@@ -13,10 +14,11 @@ import numpy as np
 
 import fp8_pages
 from fake_gpu.device import Fault, Gpu, Waits
+from lockstep.gpu.sampling_records import BIASED, LOGPROBS, MASKED, PARAMETERS, PENALIZED
 from lockstep.gpu.state_kernels import StateKernelSpec
 from lockstep.step import greedy
 from lockstep.step.logits_pipeline import Sampler
-from lockstep.step.sampling import PARAMETERS, Sampling
+from lockstep.step.sampling import Sampling
 from lockstep.weights import e4m3
 from lockstep.weights.groups import dequantize as dequantize_weight
 from lockstep.weights.mxfp4 import mxfp4_numbers
@@ -226,12 +228,63 @@ def advance(gpu: Gpu, count: int, k: SimpleNamespace) -> None:
             best = logits[row].max()
         found = int(logits[row].argmax()) if np.isfinite(best) else -1
         terms = gpu.array(k.samplings, (slot + 1,), PARAMETERS)[slot]
-        if found >= 0 and terms["temperature"] > 0:
-            names = ("temperature", "top_k", "top_p", "min_p", "seed")
-            sampling = Sampling(**{name: terms[name].item() for name in names})
-            sampler = Sampler(sampling, choice=int(terms["choice"]))
-            found = sampler(logits[row].astype(np.float32), int(held[row]) + 1).token
+        if terms["changes"] & PENALIZED:
+            _count_input(gpu, k, row, slot, int(held[row]), int(terms["num_prompt_tokens"]), count)
+        if found >= 0 and any(terms[name] for name in ("temperature", "changes", "num_logprobs")):
+            found = _processed(gpu, k, row, slot, terms, logits[row].astype(np.float32), int(held[row]) + 1)
         _set_next(gpu, k, slot, found, int(held[row]))
+
+
+def _count_input(gpu: Gpu, k: SimpleNamespace, row: int, slot: int, position: int, num_prompt: int, rows: int) -> None:
+    packed = int(_integers(gpu, k.logit_rows, k.wide, rows)[row])
+    token = int(_integers(gpu, k.input_tokens, k.wide, packed + 1)[packed])
+    counted = gpu.array(k.counted, (slot + 1, 2), "i4")[slot]
+    counts = gpu.array(k.counts, (slot + 1, k.size), "i4")[slot]
+    if position >= max(num_prompt, counted[0]):
+        if position == counted[0]:
+            counts[counted[1]] -= 1
+        counts[token] += 1
+        counted[:] = position, token
+
+
+def _processed(
+    gpu: Gpu, k: SimpleNamespace, row: int, slot: int, terms: np.ndarray, logits: np.ndarray, position: int
+) -> int:
+    names = ["temperature", "top_k", "top_p", "min_p", "seed"]
+    more = {}
+    allowed = None
+    forbidden: np.ndarray = np.zeros(0, np.int64)
+    counts = np.zeros(k.size, np.int32)
+    if terms["changes"] & PENALIZED:
+        names += ["repetition_penalty", "presence_penalty", "frequency_penalty"]
+        counts = gpu.array(k.counts, (slot + 1, k.size), "i4")[slot]
+    if terms["changes"] & BIASED:
+        biases = gpu.array(k.biases, (slot + 1, k.size), "f4")[slot]
+        more["logit_bias"] = {int(token): float(biases[token]) for token in np.flatnonzero(biases)}
+    if terms["changes"] & MASKED:
+        words = gpu.array(k.masks, (slot + 1, 2, -(-k.size // 32)), "u4")[slot]
+        allowed, unforbidden = np.unpackbits(words.view("u1"), axis=1, bitorder="little")[:, : k.size].astype(bool)
+        forbidden = np.flatnonzero(~unforbidden)
+    if terms["num_logprobs"]:
+        more["logprobs"] = int(terms["num_logprobs"]) - 1
+    fields = {name: terms[name].item() for name in names}
+    sampler = Sampler(Sampling(**fields, **more, bad_words=tuple((int(token),) for token in forbidden)))
+    sampler.choice = int(terms["choice"])
+    sampler.prompt_ids = np.flatnonzero(counts < 0)
+    counts = counts & 0x7FFFFFFF
+    sampler.counts = Counter({token: int(counts[token]) for token in np.flatnonzero(counts).tolist()})
+    if terms["changes"]:
+        gpu.array(k.processed + 4 * row * k.size, (k.size,), "f4")[:] = sampler.process(logits, allowed, ())
+    sampled = sampler(logits, position, allowed)
+    if sampled.logprobs is not None:
+        record = gpu.array(k.logprobs, (slot + 1,), LOGPROBS)[slot : slot + 1]
+        top = sampled.logprobs.top
+        total = float(logits[sampled.token]) - sampled.logprobs.chosen
+        record["total"] = total
+        record["chosen"] = logits[sampled.token]
+        record["tokens"][0, : len(top)] = [token for token, _ in top]
+        record["logits"][0, : len(top)] = [logits[token] for token, _ in top]
+    return sampled.token
 
 
 def _set_next(gpu: Gpu, k: SimpleNamespace, slot: int, found: int, held: int) -> None:

@@ -149,7 +149,7 @@ def answers(engine: Engine, requests: Iterable[Request]) -> Iterator[np.ndarray]
 
 def copies(requests: Requests) -> Iterator[np.ndarray]:
     """Three choices of a prompt, drawn."""
-    engine = Engine(requests.model, prefix_caching=False)
+    engine = Engine(requests.model, prefix_caching=False, samples_on_host=True)
     yield from answers(engine, [Request(requests.sequences[0][:20], 20, sampling=_DRAWN, n=3)])
 
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from fp8_pages import heads_of, pages_of
+from lockstep.gpu.sampling_records import MASKED
 from lockstep.step.sampling import Sampling
-from next_token_cases import CASES, SAMPLING, check_draws, record, rows_of
+from next_token_cases import CASES, SAMPLING, ProcessedMix, check_draws, record, rows_of
 
 # Other types of the same code: `make test` runs these tests on a fake GPU (tests/unit/gpu/test_gpu_tests.py).
 long = pytest.mark.long
@@ -313,6 +314,7 @@ def test_the_first_of_the_largest_logits_is_the_next_token(wide, dtype, size):
     import ml_dtypes
 
     from lockstep.gpu.kernels.step_kernels import Kernels
+    from lockstep.gpu.logits_tables import LogitsTables
 
     device = OnDevice()
     random = np.random.default_rng(0)
@@ -333,9 +335,8 @@ def test_the_first_of_the_largest_logits_is_the_next_token(wide, dtype, size):
     integer = np.int64 if wide else np.int32
     on_device = [device.up(array.astype(np.int32 if name == "found" else integer)) for name, array in before.items()]
     row_logits, row_slots, lengths = (device.up(array) for array in (logits, slots, held.astype(integer)))
-    greedy = device.up(np.zeros(12, SAMPLING))
-    actual, tokens, positions = on_device
-    Kernels(wide).advance(device.stream, row_logits, row_slots, lengths, limit, greedy, actual, tokens, positions)
+    inputs = lengths, lengths, device.up(np.zeros(12, SAMPLING)), LogitsTables(12, logits.shape[1]).arrays
+    Kernels(wide).advance(device.stream, row_logits, row_slots, lengths, limit, *inputs, *on_device)
     best = np.where(np.isfinite(logits.astype(np.float32).max(axis=1)), logits.astype(np.float32).argmax(axis=1), -1)
     for row, slot in enumerate(slots.tolist()):
         if slot >= 0:
@@ -353,6 +354,7 @@ def test_the_first_of_the_largest_logits_is_the_next_token(wide, dtype, size):
 def test_what_ranks_tell_of_their_logits_is_what_one_rank_finds(wide, dtype, ranks, columns):
     """As `advance` of the whole logits, to the bit: equals across ranks, NaN, infinity, rows without a slot."""
     from lockstep.gpu.kernels.step_kernels import Kernels
+    from lockstep.gpu.logits_tables import LogitsTables
 
     device = OnDevice()
     kernels = Kernels(wide)
@@ -378,9 +380,8 @@ def test_what_ranks_tell_of_their_logits_is_what_one_rank_finds(wide, dtype, ran
     outs = [[device.up(np.full(9, 77, kind)) for kind in (np.int32, integer, integer)] for _ in range(2)]
     stream, (found, tokens, positions) = device.stream, outs[0]
     kernels.choose(stream, device.up(told.reshape(9, -1)), row_slots, lengths, limit, found, tokens, positions)
-    greedy = device.up(np.zeros(9, SAMPLING))
-    found, tokens, positions = outs[1]
-    kernels.advance(stream, device.up(logits), row_slots, lengths, limit, greedy, found, tokens, positions)
+    inputs = lengths, lengths, device.up(np.zeros(9, SAMPLING)), LogitsTables(9, logits.shape[1]).arrays
+    kernels.advance(stream, device.up(logits), row_slots, lengths, limit, *inputs, *outs[1])
     first, second = ([device.down(array).tolist() for array in out] for out in outs)
     assert first == second
     assert first[0][8] == 3 and first[0][0] == ranks * columns - 3 and first[0][2:5] == [-1, -1, -1]
@@ -391,8 +392,12 @@ class Drawing:
 
     def __init__(self, logits: np.ndarray, dtype: str, records: np.ndarray, positions: np.ndarray):
         from lockstep.gpu.kernels.step_kernels import Kernels
+        from lockstep.gpu.logits_tables import LogitsTables
 
         self.device = OnDevice()
+        self.tables = LogitsTables(*logits.shape)
+        self.inputs = self.device.up(np.zeros(len(logits), np.int32))  # the input tokens, which penalties count
+        self._rows = self.device.up(np.arange(len(logits), dtype=np.int32))
         self.count = len(logits)
         self.limit = int(positions.max()) + 1
         self._kernels, zeros = Kernels(False), np.zeros(self.count, np.int32)
@@ -408,7 +413,8 @@ class Drawing:
     def found(self) -> np.ndarray:
         self._kernels.advance(
             *(self.device.stream, self._logits, self._slots, self._held, self.limit),
-            *(self._samplings, self._found, self._tokens, self._positions),
+            *(self.inputs, self._rows, self._samplings, self.tables.arrays),
+            *(self._found, self._tokens, self._positions),
         )
         return self.device.down(self._found)
 
@@ -561,3 +567,37 @@ def test_products_of_few_columns_have_the_same_bits_for_any_number_of_rows(sizes
         found.append(np.concatenate([device.down(result) for result in results], axis=1)[:rows])
     for part in found:
         np.testing.assert_array_equal(part, found[-1][: len(part)], err_msg=f"{len(part)} rows")
+
+
+def test_processed_logits_are_the_hosts_to_the_bit_and_tokens_are_counted_once():
+    """Five steps, each taken twice, as where one was launched early and dropped."""
+    from lockstep.gpu.kernels.step_kernels import Kernels
+    from lockstep.gpu.logits_tables import LogitsTables
+
+    device = OnDevice()
+    mix = ProcessedMix(16, 32003)
+    records = mix.records()
+    tables = LogitsTables(16, 32003)
+    for slot, sampler in enumerate(mix.samplers):
+        tables.set_sampling(slot, sampler)
+    tables.send(device.stream)
+    rows = device.up(np.arange(16, dtype=np.int32))
+    outs = [device.up(np.zeros(16, np.int32)) for _ in range(3)]
+    for _ in range(5):
+        step = mix.step()
+        for slot, masks in enumerate(step.masks):
+            if masks is not None:
+                records["changes"][slot] |= MASKED
+                tables.set_masks(slot, masks)
+        tables.send(device.stream)
+        logits, held, inputs, samplings = (
+            device.up(array)
+            for array in (step.logits, (step.positions - 1).astype(np.int32), step.inputs.astype(np.int32), records)
+        )
+        for _ in range(2):
+            arguments = logits, rows, held, 10000, inputs, rows, samplings, tables.arrays
+            Kernels(False).advance(device.stream, *arguments, *outs)
+        changed = records["changes"] > 0
+        np.testing.assert_array_equal(device.down(tables.processed)[changed], step.processed[changed])
+        logprobs = tables.read_logprobs(device.down(tables.logprobs), records, range(16))
+        step.check(device.down(outs[0]), [logprobs.get(slot) for slot in range(16)])

@@ -72,7 +72,7 @@ def test_tokens_are_those_of_onnx_runtime(demo, tmp_path, backend, precision, op
 def answers(model: Model, requests: list[Request], speculation: Speculation | None = None) -> dict[tuple, list[tuple]]:
     """Return by request and choice each token, its log-probabilities, and the bits of its logits."""
     results: dict[tuple, list[tuple]] = {}
-    engine = Engine(model, speculation=speculation)
+    engine = Engine(model, speculation=speculation, samples_on_host=True)
     for output in engine.run(requests):
         logits = None if output.logits is None else output.logits.tobytes()
         results.setdefault((output.request, output.choice), []).append(

@@ -7,9 +7,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from lockstep.gpu import cuda
+from lockstep.gpu.logits_tables import LogitsTables
+from lockstep.gpu.sampling_records import MASKED, PARAMETERS, parameters
 from lockstep.gpu.staging import Staging
-from lockstep.step.logits_pipeline import Sampler
-from lockstep.step.sampling import PARAMETERS, parameters
+from lockstep.step.logits_pipeline import Masks, Sampler
+from lockstep.step.sampling import Logprobs
 
 _UNKNOWN = -1  # a token that is on the device only
 
@@ -23,12 +25,14 @@ class DecodeState:
         token_ids, positions: [slots] of dtype `integer`. Any valid values in slots that don't decode.
         rows: [slots] int32: the slot's own number, or -1 if it doesn't decode.
         next_tokens: [slots] int32: the token chosen last; -1 if the logits were NaN or infinite.
-        samplings: [slots] sampling.PARAMETERS. They change with a slot's request, not each step.
+        samplings: [slots] sampling_records.PARAMETERS. They change with a slot's request, not each step.
         adapter_ids: [slots] of dtype `integer`: the slot's adapter slot, or -1. They change with a slot's request.
         adapters: The host's adapter_ids, which the caller changes between steps; None if blocks take no adapters.
     """
 
-    def __init__(self, slots: int, max_seq_len: int, integer: np.dtype):
+    def __init__(self, slots: int, max_seq_len: int, integer: np.dtype, logits_tables: LogitsTables):
+        """Allocate the arrays. logits_tables: of the same slots, if slots they are."""
+        self.logits_tables = logits_tables
         self.token_ids = cuda.zeros((slots,), integer)
         self.positions = cuda.zeros((slots,), integer)
         self.rows = cuda.zeros((slots,), "i4")
@@ -49,18 +53,27 @@ class DecodeState:
 
     def set_sampling(self, slot: int, sampler: Sampler) -> bool:
         """Set a slot's sampling parameters from the next `send_samplings` on; return whether they changed."""
-        fields = parameters(sampler.sampling, sampler.choice) if sampler.sampling.temperature else (0,) * 7
-        values = np.array(fields, PARAMETERS)
-        if values == self._samplings[slot]:
+        values = parameters(sampler)
+        if values == self._samplings[slot] and not values["changes"]:
             return False
         self._samplings[slot] = values
         self._sampling_changed = True
+        if values["changes"]:
+            self.logits_tables.set_sampling(slot, sampler)
         return True
 
+    def set_masks(self, slot: int, masks: Masks) -> None:
+        """Set which tokens may be chosen for a slot, from the next step on."""
+        self.logits_tables.set_masks(slot, masks)
+        if not self._samplings["changes"][slot] & MASKED:
+            self._samplings["changes"][slot] |= MASKED
+            self._sampling_changed = True
+
     def copy_slots(self, other: DecodeState, slots: Sequence[int]) -> None:
-        """Give rows 0, 1, ... the sampling parameters and adapters of these slots of another state."""
+        """Give rows 0, 1, ... what draws need, and the adapters, of these slots of another state."""
         samplings = self._samplings.copy()
         samplings[: len(slots)] = other._samplings[list(slots)]
+        samplings["changes"] = samplings["num_logprobs"] = 0  # the host chooses where tables would be needed
         if samplings.tobytes() != self._samplings.tobytes():
             self._samplings = samplings
             self._sampling_changed = True
@@ -69,11 +82,22 @@ class DecodeState:
             self.adapters[: len(slots)] = other.adapters[list(slots)]
 
     def draws(self, slots: Iterable[int]) -> bool:
-        """Return whether a token of one of these slots is drawn, not greedy."""
-        return bool(self._samplings["temperature"][list(slots)].any())
+        """Return whether a token of one of these slots is more than the likeliest, so that it needs all logits."""
+        samplings = self._samplings[list(slots)]
+        return any(samplings[name].any() for name in ("temperature", "changes", "num_logprobs"))
+
+    @property
+    def tells_logprobs(self) -> bool:
+        """Return whether log-probabilities are asked for in any slot."""
+        return bool(self._samplings["num_logprobs"].any())
+
+    def logprobs(self, records: np.ndarray, slots: Sequence[int]) -> dict[int, Logprobs]:
+        """Return by slot the log-probabilities that were asked for: see `LogitsTables.read_logprobs`."""
+        return self.logits_tables.read_logprobs(records, self._samplings, slots)
 
     def send_samplings(self, stream: cuda.Stream) -> None:
-        """Upload the sampling parameters if they changed."""
+        """Upload the sampling parameters and tables that changed."""
+        self.logits_tables.send(stream)
         if self._sampling_changed:
             self._sampling_staging.send(stream, [(self.samplings, self._samplings)])
             self._sampling_changed = False

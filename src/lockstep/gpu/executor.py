@@ -38,6 +38,7 @@ from lockstep.step.network import LayerAttention, Network
 from lockstep.step.observer import Observer
 from lockstep.step.packing import split
 from lockstep.step.pages import PAGE_SIZE
+from lockstep.step.sampling import Logprobs
 from lockstep.weights.adapters import AdapterWriter, LoraArrays
 
 _MAX_CAPTURED_PASSES = 128
@@ -56,7 +57,8 @@ class _InFlightStep:
     chunks: dict[int, Advance]  # by slot: its prompt
     passes: list[list[StepCalls]]  # by pass, by rank
     logits: list[dict[int, cuda.Array]]  # by rank, by slot: [1, vocab_size], valid until the next step
-    fetched: list[tuple[np.ndarray, cuda.Event]]  # by rank: next tokens by slot, page-locked, valid after the event
+    # By rank: next tokens and log-probabilities (of the first rank) by slot, page-locked, valid after the event.
+    fetched: list[tuple[np.ndarray, np.ndarray, cuda.Event]]
     # Of a speculative launch only: the previous step's tokens by slot, and the adapter loads that it ran with.
     previous_tokens: np.ndarray | None = None
     adapter_loads: np.ndarray | None = None
@@ -73,6 +75,8 @@ class GpuExecutor:
     Several ranks run the same step, each on its device; the first rank's tokens and logits are returned.
     """
 
+    processes_logits = True
+
     def __init__(
         self, network: Network, num_slots: int, max_seq_len: int, max_num_tokens: int, kv_bytes: float | None = None
     ):
@@ -88,6 +92,7 @@ class GpuExecutor:
         self.tables = self.group.tables
         self._max_num_tokens = max_num_tokens
         self._in_flight: _InFlightStep | None = None  # launched speculatively, not taken yet
+        self.logprobs: dict[int, Logprobs] = {}
         # The calls and slots of the last step, if it had a single prompt: for `benchmarks.step_timing`.
         self._last_prompt: tuple[list[StepCalls], list[int]] | None = None
         # Prefill passes by (layout, adapted, drawn): how often they came, and those that are captured whole.
@@ -192,6 +197,14 @@ class GpuExecutor:
         if changed[0]:
             self._drop_in_flight(slot)
 
+    def _set_masks(self, advances: Sequence[Advance]) -> None:
+        """Set the masks that a step brings; a step in flight of their slots is of other ones."""
+        for advance in advances:
+            if advance.masks is not None:
+                self._drop_in_flight(advance.slot)
+                for rank in self.ranks:
+                    rank.state.set_masks(advance.slot, advance.masks)
+
     def take_adapters(
         self, arrays: Sequence[LoraArrays], max_lora_rank: int, adapter_slots: np.ndarray
     ) -> AdapterWriter:
@@ -227,6 +240,7 @@ class GpuExecutor:
         with self.group.waiting():
             step = self._enqueue(advances)
             next_step = None
+            self._set_masks(following)
             if following and self.async_scheduling and not self._observed:
                 next_step = self._enqueue_speculatively(following, _lengths_after(advances))
             self._wait(step)
@@ -237,6 +251,7 @@ class GpuExecutor:
             else:
                 next_step.previous_tokens = tokens
             self._in_flight = next_step
+            self._read_logprobs(step, slots)
             return tokens[slots].astype(np.int64)
 
     def tokens_and_logits(
@@ -258,6 +273,7 @@ class GpuExecutor:
                     self.group.compare("logits", rank, rank_logits, logits)
             slots = [advance.slot for advance in advances]
             self._set_tokens(slots, step.tokens)
+            self._read_logprobs(step, slots)
             return step.tokens[slots].astype(np.int64), logits.astype(np.float32)
 
     def _verify(self, advances: Sequence[Advance], logit_rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -277,6 +293,7 @@ class GpuExecutor:
         count = len(tokens)
         with self.group.waiting():
             self._in_flight = self._last_prompt = None
+            self.logprobs = {}
             self._reserve(advances, self.lengths)
             rank.verify_state.copy_slots(rank.state, slots)
             rank.verify_state.decode(range(count), tokens.tolist(), positions, rank.stream)
@@ -307,7 +324,7 @@ class GpuExecutor:
 
     def _wait(self, step: _InFlightStep) -> None:
         """Wait until a step is done. Raises CheckError if a rank is missing, or if its results differ."""
-        for rank, (tokens, done) in zip(self.ranks, step.fetched):
+        for rank, (tokens, _, done) in zip(self.ranks, step.fetched):
             done.wait()
             if rank.exchange is not None:
                 rank.exchange.check()
@@ -316,8 +333,12 @@ class GpuExecutor:
         if self.group.compares:
             self.group.compare_values()
 
+    def _read_logprobs(self, step: _InFlightStep, slots: Sequence[int]) -> None:
+        self.logprobs = self.ranks[0].state.logprobs(step.fetched[0][1], slots)
+
     def _enqueue(self, advances: Sequence[Advance]) -> _InFlightStep:
         """Enqueue a step, or what the step in flight lacks of it."""
+        self._set_masks(advances)
         decoding, chunks = _split(advances)
         step = self._in_flight
         self._in_flight = None
@@ -428,12 +449,14 @@ class GpuExecutor:
                     if calls.shard_logits is not None:
                         rank.gather(calls)
 
-    def _fetch_tokens(self) -> list[tuple[np.ndarray, cuda.Event]]:
-        """Enqueue the copies of the last step's tokens to the host."""
+    def _fetch_tokens(self) -> list[tuple[np.ndarray, np.ndarray, cuda.Event]]:
+        """Enqueue the copies of the last step's tokens and log-probabilities to the host."""
         for rank in self.group.on_each_device():
             rank.fetched.reverse()
-            tokens, done = rank.fetched[0]
+            tokens, logprobs, done = rank.fetched[0]
             rank.stream.download(tokens, rank.state.next_tokens)
+            if rank is self.ranks[0] and rank.state.tells_logprobs:
+                rank.stream.download(logprobs, rank.state.logits_tables.logprobs)
             done.record(rank.stream)
         return [rank.fetched[0] for rank in self.ranks]
 

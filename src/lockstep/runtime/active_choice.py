@@ -15,7 +15,7 @@ from lockstep.runtime.bad_words import BadWordFilter
 from lockstep.runtime.grammar.matcher import Matcher
 from lockstep.runtime.request import Request, Token
 from lockstep.runtime.scheduler import Scheduled
-from lockstep.step.logits_pipeline import Row, Sampler
+from lockstep.step.logits_pipeline import Masks, Row, Sampler
 from lockstep.step.sampling import Sampled
 
 
@@ -25,7 +25,8 @@ class ActiveChoice:
 
     answer: its tokens; the next step computes the last one. replayed: tokens that were returned before an interruption
     and are still to be recomputed. sampling_slot: the slot whose sampling parameters the model has, or -1. bad_words:
-    has seen all tokens of `replayed`.
+    has seen all tokens of `replayed`. masked_ends: whether the model's masks are without end tokens; None: it has none.
+    grammar_failed: the grammar allows no token.
     """
 
     index: int
@@ -40,36 +41,77 @@ class ActiveChoice:
     matcher: Matcher | None = None
     bad_words: BadWordFilter | None = None
     prompt_logprobs: int | None = None
+    masked_ends: bool | None = None
+    grammar_failed: bool = False
 
-    @property
-    def needs_logits(self) -> bool:
+    def needs_logits(self, device_processes: bool) -> bool:
         """Return whether the host chooses the next token.
 
-        Also where choices that are still to fork draw from the same logits.
+        Also where choices that are still to fork draw from the same logits. device_processes: the model does more than
+        draw: penalties, masks, log-probabilities.
         """
         request = self.request
-        forks = bool(self.scheduled.siblings and request.sampling.temperature)
-        return bool(request.choose or request.grammar or request.sampling.needs_logits or forks)
+        if request.choose or (self.scheduled.siblings and request.sampling.temperature):
+            return True
+        return not device_processes and bool(request.grammar or request.sampling.needs_logits)
 
-    def pipeline_row(self, row: np.ndarray | int, eos_token_ids: Collection[int]) -> Row | None:
+    @property
+    def mask_needs_answer(self) -> bool:
+        """Return whether the tokens that may come next depend on those before, besides their number."""
+        sequences = self.request.sampling.bad_sequences
+        return bool(self.request.grammar or self.bad_words or any(len(sequence) > 1 for sequence in sequences))
+
+    def forget_slot(self) -> None:
+        """Note that the device knows nothing of this choice: what it knew was of another slot, or is out of date."""
+        self.sampling_slot = -1
+        self.masked_ends = None
+
+    def masks(self, vocab_size: int, num_unknown: int, eos_token_ids: Collection[int]) -> Masks | None:
+        """Return the tokens that the model may choose next; None if it knows them, or if all are allowed.
+
+        num_unknown: tokens of the answer that the host does not have yet.
+        """
+        sampling = self.request.sampling
+        masks_ends = len(self.sampler.answer) + num_unknown < sampling.min_tokens
+        if not self.mask_needs_answer:
+            needs_none = not masks_ends and not sampling.bad_sequences and self.masked_ends is None
+            if needs_none or masks_ends == self.masked_ends:
+                return None
+        allowed = self._allowed(eos_token_ids)
+        if self.grammar_failed:
+            return None
+        self.masked_ends = masks_ends
+        return self.sampler.masks(vocab_size, allowed, self._forbidden, num_unknown)
+
+    def _allowed(self, eos_token_ids: Collection[int]) -> np.ndarray | None:
+        """Return what the grammar allows; None for all. Sets `grammar_failed` if it allows none."""
+        if self.matcher is None:
+            return None
+        allowed = self.matcher.allowed(self.request.stop_ids.intersection(eos_token_ids))
+        self.grammar_failed = allowed is None
+        return allowed
+
+    @property
+    def _forbidden(self) -> np.ndarray:
+        return np.zeros(0, np.int64) if self.bad_words is None else self.bad_words.tokens()
+
+    def pipeline_row(self, row: np.ndarray | Sampled, eos_token_ids: Collection[int]) -> Row | None:
         """Return what the logits pipeline chooses the next token from.
 
         None if the model or `Request.choose` chooses it, if it was given out before, or if the grammar allows none.
-        row: the choice's logits, or the token that the model chose.
+        row: the choice's logits, or what the model chose.
         """
-        request = self.request
-        if not isinstance(row, np.ndarray) or request.choose or self.replayed or not request.max_new_tokens:
+        if isinstance(row, Sampled) or self.request.choose or self.replayed or not self.request.max_new_tokens:
             return None
-        allowed = None
-        if self.matcher is not None:
-            allowed = self.matcher.allowed(request.stop_ids.intersection(eos_token_ids))
-            if allowed is None:
-                return None
-        forbidden = self.bad_words.tokens() if self.bad_words is not None else ()
-        return Row(self.sampler, row, self.scheduled.num_computed, allowed, forbidden)
+        allowed = self._allowed(eos_token_ids)
+        return (
+            None
+            if self.grammar_failed
+            else Row(self.sampler, row, self.scheduled.num_computed, allowed, self._forbidden)
+        )
 
     def next_token(
-        self, row: np.ndarray | int, sampled: Sampled | None, max_seq_len: int, eos_token_ids: Collection[int]
+        self, row: np.ndarray | Sampled, sampled: Sampled | None, max_seq_len: int, eos_token_ids: Collection[int]
     ) -> Token | None:
         """Append the next token; return None for one that was given out before.
 
@@ -81,8 +123,10 @@ class ActiveChoice:
         if self.replayed:
             self.answer.append(self.replayed.popleft())
             return None
-        if not isinstance(row, np.ndarray):
-            sampled = Sampled(int(row))
+        if isinstance(row, Sampled):
+            sampled = row
+            if row.token >= 0:
+                self.sampler.push(row.token)
         elif request.choose is not None:
             sampled = Sampled(int(request.choose(row)))
         sampled, finish = self._consume(sampled)
@@ -96,12 +140,12 @@ class ActiveChoice:
             finish = "max_new_tokens"
         elif self.scheduled.num_computed == max_seq_len:
             finish = "max_seq_len"
-        logits = row if isinstance(row, np.ndarray) else None
+        logits = None if isinstance(row, Sampled) else row
         return Token(self.index, token, logits, finish, self.number, sampled.logprobs)
 
     def _consume(self, sampled: Sampled | None) -> tuple[Sampled, str | None]:
         """Return the token, and why none can follow it, as far as logits and grammar say; None: none was allowed."""
-        if sampled is None:
+        if sampled is None or self.grammar_failed:
             return Sampled(-1), "grammar_error"
         if sampled.token < 0:
             return sampled, "error"

@@ -31,7 +31,7 @@ from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.step.advance import PREVIOUS_TOKEN, Advance
 from lockstep.step.logits_pipeline import Sampler, choose, log_probabilities
 from lockstep.step.pages import PAGE_SIZE
-from lockstep.step.sampling import Logprobs, Sampling
+from lockstep.step.sampling import Logprobs, Sampled, Sampling
 from lockstep.targets import Limits
 
 # Prefill tokens of a step in which other requests decode, on a GPU. Its GEMMs are compute-bound from about here on, so
@@ -47,9 +47,9 @@ class Engine:
     """Run requests: call `add` at any time, and `step` while `has_work`. Not thread-safe.
 
     The model chooses the tokens, greedy or sampled (`Model.step_tokens`). On a GPU no logits are copied back, and the
-    next step is scheduled and launched before the tokens of this one are known (async scheduling). A request that needs
-    logits (`choose`, penalties, lists, logprobs, a grammar) gets its own copied back, and the host chooses; a step with
-    such a request is not launched ahead.
+    next step is scheduled and launched before the tokens of this one are known (async scheduling). A request whose
+    token the host chooses (`choose`; on a CPU whatever is more than a draw) gets its own logits copied back; a step
+    with such a request is not launched ahead, nor one with masks that need this step's tokens (grammars, bad words).
 
     A request with a grammar waits, without a slot, until the grammar is compiled; other requests go on. `refused` lists
     the requests whose grammar failed to compile in the last step, each with one line that says why; they have ended.
@@ -66,6 +66,7 @@ class Engine:
         grammars: GrammarCompiler | None = None,
         speculation: Speculation | None = None,
         lookahead: int | None = None,
+        samples_on_host: bool = False,
     ):
         """Make an engine without requests.
 
@@ -76,6 +77,8 @@ class Engine:
             grammars: compiles the grammars of requests.
             speculation: proposes draft tokens. Answers are bit-identical with and without it.
             lookahead: see `Scheduler`.
+            samples_on_host: on a GPU too, choose from logits whatever is more than a draw, so that tokens have them. So
+                it is beside drafts, whose every token must be that of a step of its own.
 
         Raises:
             InputError: a step has no room for a token of each request, or the model cannot verify drafts.
@@ -86,6 +89,7 @@ class Engine:
         self.speed = Speed()
         self.speculation = speculation
         self._model = model
+        self._device_processes = model.processes_logits and not samples_on_host and speculation is None
         budget = max_num_tokens or model.max_num_tokens or Limits().max_num_tokens
         chunk_size = fitting_chunk_size(model.chunk_size, model.max_batch_size, budget)
         if admission == "optimistic" and model.tables.shares is None:
@@ -344,13 +348,13 @@ class Engine:
             self._model.tables.pool.forget()
             raise
 
-    def _choose_all(self, step: SchedulerOutput, rows: Sequence[np.ndarray | int]) -> list[Token]:
+    def _choose_all(self, step: SchedulerOutput, rows: Sequence[np.ndarray | Sampled]) -> list[Token]:
         """Choose the next tokens of each request of a step.
 
         rows: what `_run_model` returned.
         """
-        first_rows: list[tuple[ActiveChoice, np.ndarray | int]] = []
-        drafted: list[tuple[ActiveChoice, Sequence[int], Sequence[np.ndarray | int]]] = []
+        first_rows: list[tuple[ActiveChoice, np.ndarray | Sampled]] = []
+        drafted: list[tuple[ActiveChoice, Sequence[int], Sequence[np.ndarray | Sampled]]] = []
         remaining_rows = iter(rows)
         for scheduled, _ in step.shares:
             row = next(remaining_rows)
@@ -363,7 +367,9 @@ class Engine:
             tokens += self._verify(drafted)
         return tokens
 
-    def _verify(self, drafted: Sequence[tuple[ActiveChoice, Sequence[int], Sequence[np.ndarray | int]]]) -> list[Token]:
+    def _verify(
+        self, drafted: Sequence[tuple[ActiveChoice, Sequence[int], Sequence[np.ndarray | Sampled]]]
+    ) -> list[Token]:
         """Choose the token after each draft token, for as long as the draft equals what was chosen.
 
         drafted: choice, draft, logits or token after each token of it; none for a choice that ended with the token
@@ -424,13 +430,13 @@ class Engine:
         scheduler = self._scheduler
         while (victim := scheduler.victim()) is not None:
             self._swapped[victim] = model.swap_out(victim.slot)
-            self._choices[victim].sampling_slot = -1
+            self._choices[victim].forget_slot()
             self._forget_drafts(self._choices[victim])
             scheduler.swapped_out(victim)
         if scheduler.is_spread:
             for request, slot in scheduler.compact():
                 model.move(slot, request.slot)
-                self._choices[request].sampling_slot = -1
+                self._choices[request].forget_slot()
         step = scheduler.schedule()
         for request in step.swapped_in:
             model.swap_in(request.slot, self._swapped.pop(request))
@@ -481,8 +487,8 @@ class Engine:
         if self.speculation is not None:
             self.speculation.forget(choice)
 
-    def _run_model(self, step: SchedulerOutput) -> Sequence[np.ndarray | int]:
-        """Run the step; return logits, or the token that the model chose, for each share and each draft token."""
+    def _run_model(self, step: SchedulerOutput) -> Sequence[np.ndarray | Sampled]:
+        """Run the step; return logits, or what the model chose, for each share and each draft token."""
         model = self._model
         advances = self._advances(step)
         prompt_tokens = sum(count for request, count in step.shares if request.in_prompt)
@@ -494,18 +500,22 @@ class Engine:
                 self._scheduled_ahead = self._schedule()
                 next_advances = self._advances_after(self._scheduled_ahead, step)
         start = self._step_start or time.perf_counter()
-        rows: list[np.ndarray | int]
+        row_indices: list[int] = []
+        logits: Sequence[np.ndarray] | np.ndarray = ()
         if needing_logits:
             ends = np.cumsum([advance.num_rows for advance in advances]).tolist()
-            row_indices: list[int] = []
             for share in needing_logits:
                 row_indices += range(ends[share] - advances[share].num_rows, ends[share])
             tokens, logits = model.step_with_logits(advances, row_indices)
-            rows = tokens.tolist()
-            for row_index, row_logits in zip(row_indices, logits):
-                rows[row_index] = row_logits
         else:
-            rows = model.step_tokens(advances, next_advances).tolist()
+            tokens = model.step_tokens(advances, next_advances)
+        logprobs = model.logprobs
+        slots = [advance.slot for advance in advances for _ in range(advance.num_rows)]
+        rows: list[np.ndarray | Sampled] = [
+            Sampled(token, logprobs.get(slot)) for token, slot in zip(tokens.tolist(), slots)
+        ]
+        for row_index, row_logits in zip(row_indices, logits):
+            rows[row_index] = row_logits
         end = time.perf_counter()
         if not model.async_scheduling:
             self._collect_prompt_logprobs(step)
@@ -536,15 +546,22 @@ class Engine:
             else:
                 tokens = np.array([choice.answer[-1], *step.drafts.get(scheduled, ())], np.int64)
             keeps_states = scheduled.in_prompt and scheduled.published < len(scheduled.prefix)
-            advances.append(Advance(scheduled.slot, tokens, start, scheduled in step.drafts, keeps_states))
-            # Parameters are needed at the end of the prompt, but changing them would disturb a step launched ahead.
-            if self._model.async_scheduling or start + count >= scheduled.num_prompt_tokens:
-                self._set_sampling(choice)
+            chooses = start + count >= scheduled.num_prompt_tokens
+            masks = None
+            if not choice.needs_logits(self._device_processes):
+                # Parameters are needed at the end of the prompt, but changing them would disturb a step launched ahead.
+                if self._model.async_scheduling or chooses:
+                    self._set_sampling(choice)
+                if chooses and self._device_processes and not choice.replayed:
+                    num_unknown = int(tokens is PREVIOUS_TOKEN)
+                    masks = choice.masks(self._model.vocab_size, num_unknown, self._model.eos_token_ids)
+            advances.append(Advance(scheduled.slot, tokens, start, scheduled in step.drafts, keeps_states, masks))
         return advances
 
     def _set_sampling(self, choice: ActiveChoice) -> None:
         slot = choice.scheduled.slot
-        if choice.sampling_slot != slot and choice.request.sampling.temperature and not choice.needs_logits:
+        sampling = choice.request.sampling
+        if choice.sampling_slot != slot and (sampling.temperature or sampling.needs_logits):
             self._model.set_sampling(slot, choice.sampler)
             choice.sampling_slot = slot
 
@@ -553,7 +570,8 @@ class Engine:
         return [
             number
             for number, (scheduled, count) in enumerate(step.shares)
-            if scheduled.num_computed + count >= scheduled.num_prompt_tokens and self._choices[scheduled].needs_logits
+            if scheduled.num_computed + count >= scheduled.num_prompt_tokens
+            and self._choices[scheduled].needs_logits(self._device_processes)
         ]
 
     def _computed(self, step: SchedulerOutput) -> None:
@@ -569,12 +587,13 @@ class Engine:
         """Return whether the next step can be scheduled before this one's tokens are known.
 
         It can if the tokens decide only which requests end: no choice forks after the step, none replays tokens of an
-        interrupted answer, no draft continues it, and no request is to be swapped out or moved.
+        interrupted answer, none is masked by them, no draft continues it, and no request is to be swapped out or moved.
         """
         if self._scheduler.is_spread or self._drafts_follow(step):
             return False
         for scheduled, _ in step.shares:
-            if not scheduled.in_prompt and (scheduled.siblings or self._choices[scheduled].replayed):
+            choice = self._choices[scheduled]
+            if not scheduled.in_prompt and (scheduled.siblings or choice.replayed or choice.mask_needs_answer):
                 return False
         return self._scheduler.victim() is None
 
@@ -605,7 +624,7 @@ class Engine:
             self._model.fork(scheduled.slot, sibling.slot)
         return siblings
 
-    def _choose(self, rows: Sequence[tuple[ActiveChoice, np.ndarray | int]]) -> list[Token]:
+    def _choose(self, rows: Sequence[tuple[ActiveChoice, np.ndarray | Sampled]]) -> list[Token]:
         """Choose the next token of each choice from its logits, or take the one that the model chose."""
         model = self._model
         pipeline_rows = [choice.pipeline_row(row, model.eos_token_ids) for choice, row in rows]
@@ -632,7 +651,7 @@ class Engine:
         self._choices[heir.scheduled] = heir
         self._choices[choice.scheduled] = choice
         heir.prompt_logprobs = choice.prompt_logprobs
-        heir.sampling_slot = -1
+        heir.forget_slot()
 
     def _end_all(self, choices: Iterable[ActiveChoice]) -> None:
         for choice in choices:

@@ -26,6 +26,7 @@ from lockstep.step.logits_pipeline import Sampler
 from lockstep.step.network import layer_count
 from lockstep.step.observer import Observer
 from lockstep.step.pages import PAGE_SIZE, PageTables
+from lockstep.step.sampling import Logprobs
 from lockstep.targets import Limits
 
 _GREEDY = Sampler()
@@ -240,9 +241,9 @@ class Model:
     def set_sampling(self, slot: int, sampler: Sampler) -> None:
         """Set how `step_tokens` chooses a slot's tokens, until the slot is released.
 
-        Raises InputError for a sampling that needs logits (`Sampling.needs_logits`).
+        Raises InputError for a sampling that needs logits (`Sampling.needs_logits`) on a backend that only draws.
         """
-        if sampler.sampling.needs_logits:
+        if sampler.sampling.needs_logits and not self.processes_logits:
             raise InputError(
                 "sampling: expected temperature, top_k, top_p, min_p and seed alone, found what needs logits; take "
                 "steps that give logits, and sample with `Sampler`"
@@ -274,6 +275,16 @@ class Model:
     def async_scheduling(self) -> bool:
         """Return whether `step_tokens` launches the next step before the tokens of this one are back."""
         return self.executor.async_scheduling
+
+    @property
+    def processes_logits(self) -> bool:
+        """Return whether `set_sampling` takes parameters that need logits, and `Advance.masks` are used."""
+        return self.executor.processes_logits
+
+    @property
+    def logprobs(self) -> Mapping[int, Logprobs]:
+        """Return by slot the log-probabilities of the last step's tokens: see `Executor.logprobs`."""
+        return self.executor.logprobs
 
     @property
     def in_flight(self) -> bool:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from lockstep.errors import InputError
-from lockstep.step.logits_pipeline import Sampler
+from lockstep.step.logits_pipeline import Masks, Sampler
 from lockstep.step.pages import PageTables
+from lockstep.step.sampling import Logprobs
 from lockstep.weights.adapters import AdapterWriter, LoraArrays
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ class Advance:
         verifies: The tokens after the first are drafts. Each token has the bits of a decode step, and the step returns
             the next token after each (`Model.verifies_drafts`).
         keeps_states: Keep the recurrent states at the ends of chunks until the next step, for `Executor.store`.
+        masks: The tokens that may be chosen from this step on; None: as in the steps before. For executors that process
+            logits.
     """
 
     slot: int
@@ -35,6 +38,7 @@ class Advance:
     start: int
     verifies: bool = False
     keeps_states: bool = False
+    masks: Masks | None = None
 
     def __post_init__(self) -> None:
         tokens = np.asarray(self.tokens)
@@ -73,9 +77,15 @@ class Executor(Protocol):
     max_seq_len: int
     tables: PageTables
     async_scheduling: bool  # the step that `tokens` gets as `following` is launched speculatively
+    processes_logits: bool  # `set_sampling` takes all parameters; else it takes those of draws
 
     @property
     def lengths(self) -> np.ndarray: ...
+
+    @property
+    def logprobs(self) -> Mapping[int, Logprobs]:
+        """Return by slot the log-probabilities of the last step's tokens, where `set_sampling` asks for them."""
+        ...
 
     @property
     def in_flight(self) -> bool:
@@ -125,10 +135,7 @@ class Executor(Protocol):
         ...
 
     def set_sampling(self, slot: int, sampler: Sampler) -> None:
-        """Set how a slot's tokens are chosen from now on: drawn, or greedily at temperature 0.
-
-        Parameters that need logits on the host (`Sampling.needs_logits`) are ignored.
-        """
+        """Set how a slot's tokens are chosen from now on; an executor that processes logits counts them itself."""
         ...
 
     def take_adapters(

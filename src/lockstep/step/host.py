@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -18,6 +18,7 @@ from lockstep.step.network import Network
 from lockstep.step.observer import Observer
 from lockstep.step.packing import split
 from lockstep.step.pages import PAGE_SIZE, PagePool, PageTables
+from lockstep.step.sampling import Logprobs
 from lockstep.weights.adapters import LoraArrays
 
 _CACHED_STEPS = 16
@@ -40,7 +41,8 @@ class HostExecutor:
     states.
     """
 
-    in_flight = async_scheduling = False
+    in_flight = async_scheduling = processes_logits = False
+    logprobs: Mapping[int, Logprobs] = {}
     max_verify_tokens = 16
 
     def __init__(

@@ -51,6 +51,7 @@ class Sampler:
         tokens = np.asarray(prompt if sampling.changes_logits else (), np.int64)  # only processing needs them
         if num_prompt_tokens is None:
             num_prompt_tokens = len(tokens)
+        self.num_prompt_tokens = num_prompt_tokens
         self.prompt_ids = np.flatnonzero(np.bincount(tokens[:num_prompt_tokens]))
         self.answer = tokens[num_prompt_tokens:].tolist()
         self.counts = Counter(self.answer)
@@ -90,14 +91,8 @@ class Sampler:
         sampling = self.sampling
         logits = logits.copy()
         for token, bias in sampling.logit_bias.items():
-            logits[token] += bias
-        for *before, last in sampling.bad_sequences:
-            if not before or self.answer[-len(before) :] == before:
-                logits[last] = -np.inf
-        if len(forbidden):
-            logits[forbidden] = -np.inf
-        if len(self.answer) < sampling.min_tokens:
-            logits[[token for token in self._stop_ids if 0 <= token < len(logits)]] = -np.inf
+            logits[token] += np.float32(bias)
+        logits[self._forbidden(len(logits), forbidden)] = -np.inf
         answer_ids = np.fromiter(self.counts, np.int64, len(self.counts))
         if sampling.repetition_penalty != 1:
             previous = np.concatenate([self.prompt_ids, answer_ids])  # duplicates do no harm
@@ -109,6 +104,35 @@ class Sampler:
             penalties = sampling.presence_penalty + sampling.frequency_penalty * counts
             logits[answer_ids] -= penalties.astype(logits.dtype)
         return np.minimum(logits, np.float32(LARGEST), out=logits)  # a bias or a tiny penalty may give infinity
+
+    def masks(
+        self, vocab_size: int, allowed: np.ndarray | None, forbidden: Sequence[int] | np.ndarray, num_unknown: int = 0
+    ) -> Masks:
+        """Return what a device needs instead of `allowed` and `forbidden` of a `Row`.
+
+        num_unknown: tokens of the answer that were not pushed yet.
+        """
+        allowed = np.ones(vocab_size, bool) if allowed is None else allowed
+        unforbidden = allowed.copy()
+        unforbidden[self._forbidden(vocab_size, forbidden, num_unknown)] = False
+        return Masks(allowed, unforbidden)
+
+    def _forbidden(self, vocab_size: int, forbidden: Sequence[int] | np.ndarray, num_unknown: int = 0) -> np.ndarray:
+        """Return the forbidden tokens, int64: `forbidden`, last ones of bad sequences, early end tokens."""
+        tokens = np.array(forbidden, np.int64).tolist()
+        for *before, last in self.sampling.bad_sequences:
+            if not before or self.answer[-len(before) :] == before:
+                tokens.append(last)
+        if len(self.answer) + num_unknown < self.sampling.min_tokens:
+            tokens += [token for token in self._stop_ids if 0 <= token < vocab_size]
+        return np.array(tokens, np.int64)
+
+
+class Masks(NamedTuple):
+    """The tokens that a grammar allows, and those of them that nothing forbids: [vocab_size] bool."""
+
+    allowed: np.ndarray
+    unforbidden: np.ndarray
 
 
 class Row(NamedTuple):
@@ -232,11 +256,11 @@ def _large_nucleus(weights: np.ndarray, target: float) -> np.ndarray:
     masses = np.cumsum(np.bincount(bins, weights)[::-1])  # the largest first
     number = min(int(np.searchsorted(masses, target)), len(masses) - 1)
     edge = len(masses) - 1 - number
-    kept = bins > edge
+    is_in = bins > edge
     near = np.flatnonzero(bins == edge)
     near = near[np.argsort(-weights[near], kind="stable")]
-    kept[near[: _count_for(weights[near], float(masses[number - 1]) if number else 0.0, target)]] = True
-    return np.flatnonzero(kept)
+    is_in[near[: _count_for(weights[near], float(masses[number - 1]) if number else 0.0, target)]] = True
+    return np.flatnonzero(is_in)
 
 
 def _count_for(ordered: np.ndarray, above: float, target: float) -> int:

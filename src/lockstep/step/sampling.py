@@ -13,18 +13,6 @@ from lockstep.errors import InputError
 
 MAX_LOGPROBS = 20
 SMALLEST = 1e-30  # lower bound of a temperature or penalty above 0: fp32 can divide by it
-# A slot's sampling parameters on a device, see `parameters`. temperature: 0 is greedy; top_k: 0 is all.
-PARAMETERS = np.dtype(
-    [
-        ("temperature", "f4"),
-        ("top_k", "i4"),
-        ("min_p", "f4"),
-        ("unused", "i4"),
-        ("top_p", "f8"),
-        ("seed", "u8"),
-        ("choice", "u8"),
-    ]
-)
 LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -106,20 +94,18 @@ class Sampling:
 
     @property
     def needs_logits(self) -> bool:
-        """Return whether sampling needs the logits on the host: a device can only draw or choose greedily."""
+        """Return whether more than a draw is asked for: changed logits, or log-probabilities."""
         return self.logprobs is not None or self.changes_logits
 
     @property
     def changes_logits(self) -> bool:
         """Return whether biases, penalties or forbidden tokens change the logits."""
-        return bool(
-            self.logit_bias
-            or self.bad_words
-            or self.min_tokens
-            or self.repetition_penalty != 1
-            or self.presence_penalty
-            or self.frequency_penalty
-        )
+        return bool(self.logit_bias or self.bad_words or self.min_tokens or self.has_penalties)
+
+    @property
+    def has_penalties(self) -> bool:
+        """Return whether tokens of the prompt or the answer change the logits."""
+        return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
 
 
 def _is_bias(token: object, bias: object) -> bool:
@@ -158,13 +144,6 @@ class Sampled:
 
     token: int
     logprobs: Logprobs | None = None
-
-
-def parameters(sampling: Sampling, choice: int) -> tuple[float, int, float, int, float, int, int]:
-    """Return the fields of PARAMETERS for a request's choice."""
-    temperature = float(scaled_temperature(sampling)) if sampling.temperature else 0.0
-    top_k = min(sampling.top_k, np.iinfo(np.int32).max)
-    return temperature, top_k, sampling.min_p, 0, sampling.top_p, sampling.seed, choice
 
 
 def scaled_temperature(sampling: Sampling) -> np.float32:

@@ -30,7 +30,8 @@ from lockstep.backends.tensorrt.compat import TENSORRT
 from lockstep.errors import CheckError, InputError
 from lockstep.runtime import Advance, Decoding, Engine, Model, Request, Sampling, Tokenizer, generate, scheduler
 from lockstep.runtime import engine as engine_module
-from lockstep.step.logits_pipeline import Sampler
+from lockstep.runtime.grammar import Grammar
+from lockstep.step.logits_pipeline import Sampler, log_probabilities
 from lockstep.targets import Target
 from lockstep.verify.bisect.explain import engine_report
 from lockstep.verify.golden.check import GoldenCheck, check_engines
@@ -551,7 +552,7 @@ class Chaos:
             prompt = random.integers(0, 768, random.integers(*((1, 90) if number % 2 else (56, 64))))
             if number % 3 == 0:
                 prompt = np.append(prefix, prompt[:40])
-            rule = dataclasses.replace(RULES[number % 4], seed=number, logprobs=0 if number == 13 else None)
+            rule = dataclasses.replace((PROCESSED if number % 3 == 2 else RULES)[number % 4], seed=number)
             self.requests.append(Request(
                 prompt, int(random.integers(1 if number % 2 else 12, 20)), sampling=rule, n=1 + (number % 7 == 5),
                 adapter=adapters[number % len(adapters)], priority=int(random.integers(0, 2)),
@@ -857,18 +858,44 @@ def tokens_of(engine, requests) -> dict[tuple[int, int], list[int]]:
 RULES = [Sampling(1.2, seed=2**64 - 1), Sampling(), Sampling(0.8, top_p=0.95, seed=7), Sampling(2.0, 50, min_p=0.01)]
 
 
-def test_sampled_requests_are_drawn_on_the_device_with_a_step_under_way(open_model, form, gpu, monkeypatch):
-    """The tokens that the host draws from the same logits (`logprobs` asks for them), in slots that others had."""
+PROCESSED = [
+    Sampling(0.8, top_p=0.95, repetition_penalty=1.3, logprobs=5, seed=1),
+    Sampling(presence_penalty=1.0, frequency_penalty=0.5),
+    Sampling(1.5, logit_bias={9: 8.0, 11: -4.0}, min_tokens=5, seed=3),
+    Sampling(bad_words=((600,),), logprobs=2),
+    Sampling(0.9, top_k=40, bad_words=((7, 8),), repetition_penalty=0.8, seed=5),
+]
+
+
+def by_logits(request: Request, allowed=lambda answer: None) -> Request:
+    """Return a request whose tokens the host chooses: by the plain sampler, from logits, with the mask of a grammar."""
+    sampler = Sampler(request.sampling, request.prompt_ids, request.stop_ids)
+    answer: list[int] = []
+
+    def choose(row: np.ndarray) -> int:
+        answer.append(sampler(row, len(request.prompt_ids) + len(answer), allowed(answer)).token)
+        return answer[-1]
+
+    return dataclasses.replace(request, choose=choose, sampling=Sampling(), grammar=None)
+
+
+@pytest.mark.parametrize("rules", [RULES, PROCESSED[:4]], ids=["drawn", "processed"])
+def test_requests_are_sampled_on_the_device_with_a_step_under_way(open_model, form, gpu, monkeypatch, rules):
+    """The tokens that the host chooses from the same logits, in slots that others had."""
     from lockstep.gpu import cuda
 
     model = open_model()
     fetched = set()
     prompts = [np.random.default_rng(seed).integers(0, 768, count) for seed, count in enumerate((5, 70, 9, 30, 3, 100))]
-    requests = lambda **options: [
-        Request(prompt, 12 + number, sampling=dataclasses.replace(RULES[number % 4], **options))
+    requests = [
+        Request(prompt, 12 + number, sampling=rules[number % 4], stop_ids=frozenset([9]))
         for number, prompt in enumerate(prompts)
     ]
-    expected = tokens_of(Engine(model, prefix_caching=False), requests(logprobs=0))
+    expected = {}
+    rows = {}
+    for token in Engine(model, prefix_caching=False).run([by_logits(request) for request in requests]):
+        expected.setdefault(token.request, []).append(token.token)
+        rows.setdefault(token.request, []).append(token.logits)
     download = cuda.Stream.download
     with monkeypatch.context() as patched:
         patched.setattr(
@@ -877,12 +904,51 @@ def test_sampled_requests_are_drawn_on_the_device_with_a_step_under_way(open_mod
         engine = Engine(model, prefix_caching=False)
         actual = {}
         ahead = []
-        for output in engine.run(requests()):
-            actual.setdefault((output.request, output.choice), []).append(output.token)
+        for token in engine.run(requests):
+            position = len(actual.setdefault(token.request, []))
+            actual[token.request].append(token.token)
             ahead.append(model.in_flight or engine.scheduler.is_spread)
-    assert actual == expected and fetched == {model.executor.ranks[0].state.next_tokens.address} and all(ahead[:-1])
-    alone = [tokens_of(Engine(model), [request])[0, 0] for request in requests()]
-    assert [expected[number, 0] for number in range(6)] == alone
+            count = requests[token.request].sampling.logprobs
+            assert token.logits is None and (token.logprobs is None) == (count is None)
+            if count is not None:
+                one, other = token.logprobs, log_probabilities(rows[token.request][position], token.token, count)
+                assert [token for token, _ in one.top] == [token for token, _ in other.top]
+                np.testing.assert_allclose(one.chosen, other.chosen, atol=1e-6)
+    state = model.executor.ranks[0].state
+    logprobs = {state.logits_tables.logprobs.address} if rules is not RULES else set()
+    assert actual == expected and fetched == {state.next_tokens.address} | logprobs and all(ahead[:-1])
+    alone = [tokens_of(Engine(model), [request])[0, 0] for request in requests]
+    assert [expected[number] for number in range(6)] == alone
+
+
+class Cycle:
+    """A grammar that allows every third token, those that follow the last one; it compiles itself, and matches."""
+
+    def __init__(self):
+        self.last = 0
+        self.submit = lambda key, *arguments: setattr(self, "outcome", [(key, self)])
+        self.poll = lambda: [self.outcome.pop()] if self.outcome else []
+        self.consume = lambda token: setattr(self, "last", token)
+        self.allowed = lambda end_ids: self.mask([self.last])
+
+    @staticmethod
+    def mask(answer):
+        return np.arange(768) % 3 == ([0, *answer][-1] + 1) % 3
+
+
+def test_masks_of_grammars_and_bad_words_are_applied_on_the_device(open_model, form, gpu):
+    """Their tokens are those of the plain sampler; no logits come back, and the steps between are launched ahead."""
+    model = open_model()
+    sampling = Sampling(0.9, min_p=0.01, seed=8, presence_penalty=0.5)
+    requests = [Request(np.arange(3, 20), 9, sampling=sampling, grammar=Grammar("regex", ".*"))]
+    requests += [Request(np.arange(30, 90), 9, sampling=PROCESSED[number]) for number in (4, 0)]
+    masks = [Cycle.mask, lambda answer: None, lambda answer: None]
+    expected = tokens_of(Engine(model), [by_logits(*pair) for pair in zip(requests, masks)])
+    actual: dict[tuple[int, int], list[int]] = {}
+    for token in Engine(model, grammars=Cycle()).run(requests):
+        actual.setdefault((token.request, 0), []).append(token.token)
+        assert token.logits is None
+    assert actual == expected
 
 
 def test_requests_that_are_left_in_high_slots_move_to_low_ones_with_their_tokens(open_model, form, gpu):
@@ -907,10 +973,8 @@ def test_requests_that_are_left_in_high_slots_move_to_low_ones_with_their_tokens
 
 def test_choices_of_a_sampled_request_draw_for_themselves(open_model, form, gpu):
     model = open_model()
-    given = [
-        Request(np.arange(3, 20), 10, sampling=dataclasses.replace(RULES[0], logprobs=item), n=3) for item in (None, 0)
-    ]
-    drawn, by_logits = (tokens_of(Engine(model), [request]) for request in given)
+    request = Request(np.arange(3, 20), 10, sampling=dataclasses.replace(RULES[0], logprobs=0), n=3)
+    drawn, by_logits = (tokens_of(Engine(model, samples_on_host=on_host), [request]) for on_host in (False, True))
     assert drawn == by_logits and len({tuple(tokens) for tokens in drawn.values()}) == 3
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lockstep.gpu.sampling_records import LOGPROBS, MASKED, bits_of, count_tokens, read_logprobs
 from lockstep.step.greedy import largest, most_likely
 from lockstep.step.sampling import Sampling
-from next_token_cases import CASES, SAMPLING, check_draws, record, rows_of
+from next_token_cases import CASES, SAMPLING, ProcessedMix, check_draws, record, rows_of
 from some import some
 
 TESTS = Path(__file__).parents[2]
@@ -26,8 +27,11 @@ long long integer(const void* values, int wide, long long i) {
 float number(const void* values, int kind, long long i) { return ((const float*)values)[i]; }
 #include "KERNEL"
 extern "C" void run(int rows, const void* logits, int size, const int* slots, const void* held, int limit,
-                    const void* samplings, int* found, void* tokens, void* positions, int wide) {
-    launch(rows, [=] { advance(logits, 0, size, slots, held, limit, (const Sampling*)samplings, found, tokens,
+                    const void* given, const void* at, const void* samplings, void* const* tables, int* found,
+                    void* tokens, void* positions, int wide) {
+    launch(rows, [=] { advance(logits, 0, size, slots, held, limit, given, at, (const Sampling*)samplings,
+                               (int*)tables[0], (Counted*)tables[1], (const float*)tables[2],
+                               (const unsigned*)tables[3], (float*)tables[4], (Logprobs*)tables[5], found, tokens,
                                positions, wide); });
 }
 extern "C" void tell(int rows, const void* part, int size, int first, const int* slots, void* told) {
@@ -62,8 +66,28 @@ def address(array: np.ndarray) -> ctypes.c_void_p:
     return ctypes.c_void_p(array.ctypes.data)
 
 
-def run(kernel, logits: np.ndarray, samplings: np.ndarray, positions: np.ndarray, wide: bool = False) -> np.ndarray:
-    """The token of each row, row i of slot i; what else is written is checked here."""
+class Tables:
+    """What `LogitsTables` holds, on the host."""
+
+    def __init__(self, slots: int, size: int):
+        self.counts = np.zeros((slots, size), np.int32)
+        self.counted = np.zeros((slots, 2), np.int32)
+        self.biases = np.zeros((slots, size), np.float32)
+        self.masks = np.zeros((slots, 2, -(-size // 32)), np.uint32)
+        self.processed = np.full((slots, size), np.nan, np.float32)
+        self.logprobs = np.zeros(slots, LOGPROBS)
+
+
+def run(
+    kernel,
+    logits: np.ndarray,
+    samplings: np.ndarray,
+    positions: np.ndarray,
+    wide: bool = False,
+    tables: Tables | None = None,
+    inputs: np.ndarray | None = None,
+) -> np.ndarray:
+    """The token of each row, row i of slot i; what else is written is checked here. inputs: the rows' input tokens."""
     count, size = logits.shape
     integer = np.int64 if wide else np.int32
     slots = np.arange(count, dtype=np.int32)
@@ -74,8 +98,13 @@ def run(kernel, logits: np.ndarray, samplings: np.ndarray, positions: np.ndarray
     nexts = np.zeros(count, integer)
     logits = np.ascontiguousarray(logits, np.float32)
     arrays = [address(array) for array in (slots, held)]
-    outs = [address(array) for array in (samplings, found, tokens, nexts)]
-    kernel.run(count, address(logits), size, *arrays, limit, *outs, int(wide))
+    outs = [address(array) for array in (found, tokens, nexts)]
+    inputs = np.zeros(count, integer) if inputs is None else inputs.astype(integer)[::-1].copy()
+    at = np.arange(count, dtype=integer)[::-1].copy()
+    tables = tables or Tables(count, size)
+    pointers = (ctypes.c_void_p * 6)(*(array.ctypes.data for array in vars(tables).values()))
+    addresses = address(inputs), address(at), address(samplings), pointers
+    kernel.run(count, address(logits), size, *arrays, limit, *addresses, *outs, int(wide))
     assert tokens.tolist() == np.maximum(found, 0).tolist() and nexts.tolist() == (positions % limit).tolist()
     return found
 
@@ -90,6 +119,33 @@ def test_tokens_are_those_of_the_definition(kernel, case):
     found = run(kernel, logits, records, positions)
     check_draws(found, logits, samplings, choices, positions)
     assert np.array_equal(found, run(kernel, logits, records, positions, wide=True))
+
+
+def test_processed_logits_are_the_hosts_to_the_bit_and_tokens_are_counted_once(kernel):
+    """Five steps, each taken twice, as where one was launched early and dropped."""
+    mix = ProcessedMix(16, 777)
+    tables = Tables(16, 777)
+    records = mix.records()
+    for slot, sampler in enumerate(mix.samplers):
+        tables.counts[slot], tables.counted[slot] = count_tokens(sampler, 777)
+        tables.biases[slot][list(sampler.sampling.logit_bias)] = [*sampler.sampling.logit_bias.values()]
+    for _ in range(5):
+        step = mix.step()
+        for slot, masks in enumerate(step.masks):
+            if masks is not None:
+                records["changes"][slot] |= MASKED
+                tables.masks[slot] = bits_of(masks)
+        for _ in range(2):
+            tables.processed[:] = np.nan
+            tokens = run(kernel, step.logits, records, step.positions, tables=tables, inputs=step.inputs)
+        changed = records["changes"] > 0
+        np.testing.assert_array_equal(tables.processed[changed], step.processed[changed])
+        assert np.isnan(tables.processed[~changed]).all()
+        logprobs = [
+            read_logprobs(tables.logprobs[slot], min(20, count - 1))
+            for slot, count in enumerate(records["num_logprobs"])
+        ]
+        step.check(tokens, logprobs)
 
 
 def test_bits_of_the_noise_are_numpys(kernel):
@@ -110,7 +166,7 @@ def test_rows_that_do_not_sample_or_are_not_finite_stand_beside_those_that_do(ke
     samplings = [Sampling(), Sampling(), Sampling(1.0), Sampling(1.0, top_p=0.5), Sampling(1.0), Sampling(1.0, top_k=1)]
     found = run(kernel, logits, record(samplings, [0] * 6), np.arange(1, 7))
     assert found.tolist() == [int(logits[0].argmax()), 3, -1, -1, -1, int(logits[5].argmax())]
-    assert SAMPLING.itemsize == 40  # struct Sampling
+    assert SAMPLING.itemsize == 72 and LOGPROBS.itemsize == 176  # struct Sampling, struct Logprobs
 
 
 @pytest.mark.parametrize("ranks", some([2, 3, 8], 3))

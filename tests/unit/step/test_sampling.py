@@ -133,8 +133,8 @@ def test_a_draw_depends_on_seed_choice_and_position_alone():
 
 def test_noise_of_few_tokens_is_that_of_all():
     random = np.random.default_rng(1)
-    few = [random.choice(5000, count, replace=False) for count in (1, 7, 300)]
-    draws = [Draw(2**64 - 1 - n, n, 2**40 + n, 5000, ids) for n, ids in enumerate(few)]
+    ids_of_draws = [random.choice(5000, count, replace=False) for count in (1, 7, 300)]
+    draws = [Draw(2**64 - 1 - n, n, 2**40 + n, 5000, ids) for n, ids in enumerate(ids_of_draws)]
     draws.insert(1, Draw(3, 1, 5, 5000, np.arange(4000)))
     assert [draw.has_few for draw in draws] == [True, False, True, True]
     for draw, noise in zip(draws, exponential_noise(draws)):

@@ -9,13 +9,29 @@ constexpr int DIGIT = 10, BINS = 1 << DIGIT, THREADS = BINS;  // a thread has a 
 constexpr int ID_BITS = 2 * DIGIT, KEY_BITS = 5 * DIGIT;      // weights are at most 1: 30 bits
 constexpr float MASS = 8796093022208.f;                       // 2^43: 2^20 tokens of weight 1 fit into 64 bits
 
-struct Sampling {  // of a slot: decode_state.SAMPLING
+constexpr int MASKED = 1, BIASED = 2, PENALIZED = 4;
+constexpr float LARGEST = 3.402823466e38f;
+constexpr int MAX_LOGPROBS = 20;
+
+struct Sampling {  // of a slot: sampling_records.PARAMETERS
     float temperature;  // 0: the most likely token
     int top_k;          // 0: all
-    float min_p;
-    int unused;
-    double top_p;
+    float min_p, repetition_penalty;
+    double top_p, presence_penalty, frequency_penalty;
     Wide seed, choice;
+    long long num_prompt_tokens;
+    int changes, num_logprobs;  // MASKED, BIASED, PENALIZED; one more than the likeliest tokens to tell, 0: no log-probabilities
+};
+
+struct Counted {  // of a slot: the last token of its answer that `counts` has, and the token's position
+    int position, token;
+};
+
+struct Logprobs {  // of a slot: sampling_records.LOGPROBS. A token's log-probability is its logit minus `total`
+    double total;
+    float chosen;
+    int unused, tokens[MAX_LOGPROBS];
+    float logits[MAX_LOGPROBS];
 };
 
 struct Row {
@@ -202,24 +218,122 @@ __device__ void set_next(int slot, int at, long long next, int limit, int* found
     else { ((int*)tokens)[slot] = at; ((int*)positions)[slot] = (int)next; }
 }
 
-// What was found is the first of the largest where the row's slot has temperature 0, else a draw; -1 where the largest is NaN, which counts as the largest, or
-// infinite. It becomes the next token of the slot, or 0, so that a step may follow whatever was found, one position behind the row's own; at `limit` positions 0,
-// which is valid. Rows without a slot (-1) change nothing.
+// Counts a slot's input token if it is one of the answer. A step that comes twice, as one that was launched early and dropped, counts once.
+__device__ void count_input(const Sampling& sampling, int* counts, Counted& counted, long long position, int token) {
+    if (threadIdx.x == 0 && position >= sampling.num_prompt_tokens && position >= counted.position) {
+        if (position == counted.position) --counts[counted.token];
+        ++counts[token];
+        counted = {(int)position, token};
+    }
+    __syncthreads();
+}
+
+// Sampler._adjust of a logit. count: of a token in the answer; its sign bit: the token is in the prompt. The products and sums that follow each other stay apart.
+__device__ float adjusted(const Sampling& sampling, float logit, float bias, int count) {
+    if (sampling.changes & BIASED) logit += bias;
+    if (sampling.changes & PENALIZED && count) {
+        if (sampling.repetition_penalty != 1)
+            logit = logit > 0 ? logit / sampling.repetition_penalty : __fmul_rn(logit, sampling.repetition_penalty);
+        count &= 0x7fffffff;
+        if (count) logit = __fsub_rn(logit, (float)__dadd_rn(sampling.presence_penalty, __dmul_rn(sampling.frequency_penalty, count)));
+    }
+    return fminf(logit, LARGEST);
+}
+
+// Sampler.process: writes a row's processed logits. masks: bits of the tokens that the grammar allows, then of those that nothing forbids.
+__device__ void process(const Row& row, const Sampling& sampling, const unsigned* masks, const float* biases, const int* counts, float* processed) {
+    const unsigned* allowed = masks + (row.size + 31) / 32;
+    each(row, [&](int id, float logit) {
+        if (sampling.changes & MASKED && !(allowed[id / 32] >> id % 32 & 1)) logit = __int_as_float(0xff800000);
+        processed[id] = adjusted(sampling, logit, sampling.changes & BIASED ? biases[id] : 0, sampling.changes & PENALIZED ? counts[id] : 0);
+    });
+}
+
+// Where nothing is left: the logits of what the grammar allows, those of minus infinity as finite ones.
+__device__ void process_grammar(const Row& row, const Sampling& sampling, const unsigned* masks, float* processed) {
+    each(row, [&](int id, float logit) {
+        const bool allowed = !(sampling.changes & MASKED) || masks[id / 32] >> id % 32 & 1;
+        processed[id] = allowed ? fmaxf(logit, -LARGEST) : __int_as_float(0xff800000);
+    });
+}
+
+// logits_pipeline.log_probabilities of the model's own logits, of which `best` is the largest. A thread knows the largest of its tokens that is not told yet.
+__device__ void tell_logprobs(const Row& row, float best, int token, int count, Logprobs& told) {
+    __shared__ double sums[32];
+    const int lane = threadIdx.x % 32;
+    double sum = 0;
+    float own = __int_as_float(0xff800000);
+    int place = row.size;
+    each(row, [&](int id, float logit) {
+        sum += expf(logit - best);
+        if (logit > own || place == row.size) { own = logit; place = id; }
+    });
+    for (int offset = 16; offset; offset >>= 1) sum += __shfl_xor_sync(~0u, sum, offset);
+    if (lane == 0) sums[threadIdx.x / 32] = sum;
+    __syncthreads();
+    sum = sums[lane];
+    for (int offset = 16; offset; offset >>= 1) sum += __shfl_xor_sync(~0u, sum, offset);
+    if (threadIdx.x == 0) {
+        told.total = best + log(sum);
+        told.chosen = row.logit(token);
+    }
+    for (int n = 0; n < count; ++n) {
+        float top = own;
+        int at = place;
+        first_largest(top, at);
+        if (threadIdx.x == 0) {
+            told.tokens[n] = at;
+            told.logits[n] = top;
+        }
+        if (at != place || at == row.size) continue;
+        own = __int_as_float(0xff800000);
+        place = row.size;
+        for (int id = threadIdx.x; id < row.size; id += THREADS) {
+            const float logit = row.logit(id);
+            const bool later = logit < top || (logit == top && id > at);
+            if (later && (logit > own || place == row.size)) { own = logit; place = id; }
+        }
+    }
+}
+
+// What was found is the first of the largest where the row's slot has temperature 0, else a draw, of logits processed as its parameters say; -1 where the
+// model's largest is NaN, which counts as the largest, or infinite. It becomes the next token of the slot, or 0, so that a step may follow whatever was found, one
+// position behind the row's own; at `limit` positions 0, which is valid. Rows without a slot (-1) change nothing. input_tokens: of the step, that of a row at
+// logit_rows. By slot and token: counts, biases, masks; processed: by row and token.
 extern "C" __global__ void __launch_bounds__(THREADS)
-advance(const void* logits, int kind, int size, const int* slots, const void* held, int limit, const Sampling* samplings, int* found_tokens, void* tokens,
-        void* positions, int wide) {
+advance(const void* logits, int kind, int size, const int* slots, const void* held, int limit, const void* input_tokens, const void* logit_rows,
+        const Sampling* samplings, int* counts, Counted* counted, const float* biases, const unsigned* masks, float* processed, Logprobs* logprobs,
+        int* found_tokens, void* tokens, void* positions, int wide) {
     const int slot = slots[blockIdx.x];
     if (slot < 0) return;
-    Row row = {logits, kind, size, (long long)blockIdx.x * size, 0, 0};
+    const Sampling sampling = samplings[slot];
+    const Row row = {logits, kind, size, (long long)blockIdx.x * size, 0, 0};
     float best;
     int at;
     largest_of(row, best, at);
-    long long next = integer(held, wide, blockIdx.x) + 1;
+    const long long position = integer(held, wide, blockIdx.x), next = position + 1, first = (long long)slot * size;
+    const unsigned* slot_masks = masks + 2LL * slot * ((size + 31) / 32);
+    if (sampling.changes & PENALIZED)
+        count_input(sampling, counts + first, counted[slot], position, (int)integer(input_tokens, wide, integer(logit_rows, wide, blockIdx.x)));
     if (isinf(best)) at = -1;
-    else if (samplings[slot].temperature > 0) {
-        row.largest = best;
-        row.temperature = samplings[slot].temperature;
-        at = draw(row, samplings[slot], next);
+    else {
+        Row left = row;
+        left.largest = best;
+        left.temperature = sampling.temperature;
+        if (sampling.changes) {
+            left.logits = processed;
+            left.kind = 0;
+            process(row, sampling, slot_masks, biases + first, counts + first, processed + row.first);
+            __syncthreads();
+            largest_of(left, left.largest, at);
+            if (isinf(left.largest)) {
+                process_grammar(row, sampling, slot_masks, processed + row.first);
+                __syncthreads();
+                largest_of(left, left.largest, at);
+            }
+        }
+        if (sampling.temperature > 0) at = draw(left, sampling, next);
+        if (sampling.num_logprobs) tell_logprobs(row, best, at, sampling.num_logprobs - 1, logprobs[slot]);
     }
     if (threadIdx.x == 0) set_next(slot, at, next, limit, found_tokens, tokens, positions, wide);
 }

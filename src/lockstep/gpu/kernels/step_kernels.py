@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.errors import CheckError
@@ -97,8 +98,9 @@ class Kernels:
         self._write[unit].launch(stream, (tokens, heads, 1), threads, *arrays, self.wide, *sizes)
 
     def advance(
-        self, stream: Stream, logits: Array, slots: Array, positions: Array, limit: int, samplings: Array, *out: Array
-    ) -> None:
+        self, stream: Stream, logits: Array, slots: Array, positions: Array, limit: int, token_ids: Array,
+        logit_rows: Array, samplings: Array, tables: Sequence[Array], *out: Array
+    ) -> None:  # fmt: skip
         """Choose the next token of each row of logits, greedily or as `logits_pipeline.choose` does.
 
         The weights and the noise of a draw are fp32 and within the last bits of NumPy's: the ratio of the two is within
@@ -109,7 +111,8 @@ class Kernels:
             slots: [num_requests] int32, the slot of each row; -1: none.
             positions: [num_requests], of the tokens that the logits follow; may be the same array as in `out`.
             limit: A new position of `limit` is written as 0: no token may have it.
-            samplings: [slots] of `sampling.PARAMETERS`.
+            token_ids, logit_rows: The step's tokens, and for each row of logits the index of its token.
+            samplings, tables: [slots] of `sampling_records.PARAMETERS`, and `LogitsTables.arrays`.
             out: By slot: next_tokens int32 (-1 if the largest logit is NaN or infinite), token_ids (0 in that case) and
                 positions (the row's plus 1).
 
@@ -121,8 +124,8 @@ class Kernels:
                 f"vocab_size: expected at most {_MAX_VOCAB_SIZE} for the kernel that samples, found {size}; use the "
                 "backend onnxruntime"
             )
-        arguments = logits, KINDS[logits.dtype.name], size, slots, positions, limit, samplings
-        self._advance.launch(stream, count, _THREADS, *arguments, *out, self.wide)
+        arguments = logits, KINDS[logits.dtype.name], size, slots, positions, limit, token_ids, logit_rows, samplings
+        self._advance.launch(stream, count, _THREADS, *arguments, *tables, *out, self.wide)
 
     def largest(self, stream: Stream, shard: Array, first: int, slots: Array, rank_argmax: Array) -> None:
         """Find the largest logit of each row in a rank's shard of the logits; the first of equal ones.

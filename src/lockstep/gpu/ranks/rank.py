@@ -19,10 +19,12 @@ from lockstep.gpu.attention.make import make_attention
 from lockstep.gpu.decode_state import DecodeState
 from lockstep.gpu.device import Device
 from lockstep.gpu.kernels.step_kernels import Kernels
+from lockstep.gpu.logits_tables import LogitsTables
 from lockstep.gpu.program import GpuExecutable
 from lockstep.gpu.prompt_blocks import BoundPiece, BoundSum, DeviceBlock, PromptBlocks, PromptPass
 from lockstep.gpu.prompts import CAPTURED_TOKENS, CAPTURED_TOKENS_OF_RANKS, CAPTURED_WHOLE, Inputs, PromptInputs
 from lockstep.gpu.ranks.all_reduce import Exchange
+from lockstep.gpu.sampling_records import LOGPROBS
 from lockstep.step.advance import Advance
 from lockstep.step.network import Block, LayerMixer, Network, ShardCall
 from lockstep.step.observer import Observer
@@ -124,8 +126,10 @@ class Rank:
         self._buffer = Buffers(self._largest_pass)
         self.logit_buffers = dict[tuple[str, ...], cuda.Array]()
         self._tuned: dict[int, int] = {}  # results of `tuned_for`
-        self.state = DecodeState(num_slots, max_seq_len, integer)
-        self.verify_state = DecodeState(MAX_VERIFY_TOKENS, max_seq_len, integer)  # rows are tokens of any slots
+        logits_tables = LogitsTables(num_slots, network.vocab_size)
+        self.state = DecodeState(num_slots, max_seq_len, integer, logits_tables)
+        # Its rows are tokens of any slots, and use no tables.
+        self.verify_state = DecodeState(MAX_VERIFY_TOKENS, max_seq_len, integer, logits_tables)
         self._mask = _mask_of_engines(network)
         (logits,) = (io for io in network.exit.signature.outputs if io.name == "logits")
         self.splits_logits = logits.shape[1] != network.vocab_size
@@ -148,7 +152,9 @@ class Rank:
         self._prompt_blocks: dict[bool, PromptBlocks] = {}  # with or without adapters; bound at the first pass
         self.step_calls: dict[tuple, StepCalls] = {}
         # Two buffers: a speculative step is enqueued before the tokens of the previous one are read.
-        self.fetched = [(cuda.pinned((num_slots,), "i4"), cuda.Event()) for _ in range(2)]
+        self.fetched = [
+            (cuda.pinned((num_slots,), "i4"), cuda.pinned((num_slots,), LOGPROBS), cuda.Event()) for _ in range(2)
+        ]
         self.fetched_verified = cuda.pinned((MAX_VERIFY_TOKENS,), "i4")
         self._observer: Observer | None = None
 
@@ -466,7 +472,8 @@ class Rank:
         slots = inputs.slots
         positions = inputs.logit_positions
         out = state.next_tokens, state.token_ids, state.positions
-        draw = ("next token", lambda: kernels.advance(stream, logits, slots, positions, limit, state.samplings, *out))
+        given = inputs.token_ids, inputs.logit_rows, state.samplings, state.logits_tables.arrays
+        draw = ("next token", lambda: kernels.advance(stream, logits, slots, positions, limit, *given, *out))
         if not self.splits_logits:
             return [draw]
         exchange = self._exchange

@@ -29,7 +29,9 @@ _NEW = 8  # tokens of an answer, of which one fills a page
 _BEFORE = 6  # tokens before the end of a page where a prompt ends
 _REQUESTS = 3  # that run together: enough for one between two others
 _STEPS = 4  # before requests are cancelled
-_DRAWN = Sampling(4.0, seed=1, logprobs=0)  # the noise decides most tokens, so choices differ; logits come back
+_DRAWN = Sampling(
+    4.0, seed=1, logprobs=0
+)  # the noise decides most tokens, so choices differ; logits come back (`samples_on_host`)
 
 Answers = dict[tuple[int, int], Decoded]  # by the place of a request, and the number of its choice
 
@@ -199,7 +201,9 @@ class MovedCheck:
         self, prefix_caching: bool = False, admission: Admission = "guaranteed", lookahead: int | None = None
     ) -> Engine:
         num_tokens = self._check.max_num_tokens
-        return Engine(self._model, None, num_tokens, prefix_caching, admission, lookahead=lookahead)
+        return Engine(
+            self._model, None, num_tokens, prefix_caching, admission, lookahead=lookahead, samples_on_host=True
+        )
 
     @contextlib.contextmanager
     def _pages_left(self, count: int) -> Iterator[None]:
