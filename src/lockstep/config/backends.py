@@ -38,7 +38,6 @@ class BackendSettings:
     runs_ranks: several ranks of a model split by `tensor_parallel`. runs_adapters: graphs that take adapters, in these
     precisions.
     zero_points: of checkpoints that were quantised with other ones than the middle. mxfp4: codes of weights.
-    fp16_activations: precisions of float32 graphs whose engines have float16 activations.
     fp8_kv_cache: keys and values as e4m3 numbers.
     missing: why its engines cannot be built in this Python, with the command that installs what lacks; None where they
     can.
@@ -59,7 +58,6 @@ class BackendSettings:
     runs_adapters: tuple[str, ...] = ()
     zero_points: bool = True
     mxfp4: bool = False
-    fp16_activations: tuple[str, ...] = ()
     fp8_kv_cache: bool = False
     missing: Callable[[], str | None] = lambda: None
     cannot_build: Callable[[], str | None] = lambda: None

@@ -105,10 +105,6 @@ def model_problems(
         elif model.kv_cache_dtype and "bf16" in model.precisions_of(backend):
             text = f"expected none for backend {backend} in bf16; it is for fp16; found {model.kv_cache_dtype!r}"
             yield Problem((*path, "kv_cache_dtype"), text)
-        narrow = [item for item in model.precisions_of(backend) if item in settings.fp16_activations]
-        if model.residual and narrow:
-            text = f"expected none for backend {backend} in {narrow[0]}, whose engines have the hidden state in float16"
-            yield Problem((*path, "residual"), f"{text}; found {model.residual!r}")
         for place, precision in model.placed_precisions(backend):
             if precision not in settings.precisions:
                 allowed = ", ".join(settings.precisions)

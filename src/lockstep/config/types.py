@@ -229,8 +229,8 @@ class ModelConfig(Section):
     residual: Literal["float32"] | None = Field(
         default=None,
         description="In fp16: `float32` keeps the residual stream, which runs through all layers, in float32, for "
-        "models whose hidden state is beyond 65504, where float16 ends (Gemma 3). None: float16. In w8a16 and w4a16 it "
-        "is float32 as it is, but on the backend `tensorrt`, which cannot keep it there.",
+        "models whose hidden state is beyond 65504, where float16 ends (Gemma 3). None: float16. In quantised "
+        "precisions it is float32 as it is.",
     )
     kv_cache_dtype: Literal["fp8"] | None = Field(
         default=None,

@@ -10,18 +10,19 @@ from lockstep.artifacts.signature import IO, Signature
 
 _Graph = TypeVar("_Graph", bound=GraphFile)
 _Mixer = TypeVar("_Mixer", AttentionVariant, StateMixer)
-_STATES = ("past_state", "state_out")
+_NEVER_CAST = ("past_state", "state", "hidden")  # keys
 
 
 def with_activations(assembly: Assembly, dtype: str) -> Assembly:
-    """Return the assembly with the float32 inputs and outputs of all graphs as `dtype`, except weights and states.
+    """Return the assembly with the float32 inputs and outputs of all graphs as `dtype`.
 
-    An assembly of 16 bits keeps its own dtype, which its float32 inputs and outputs get too.
+    Weights, states and hidden states keep their type. An assembly of 16 bits keeps its own dtype, which its float32
+    inputs and outputs get too.
     """
     dtype = dtype if assembly.dtype == "float32" else assembly.dtype
 
     def cast_io(io: IO) -> IO:
-        if io.dtype != "float32" or io.name in _STATES:
+        if io.dtype != "float32" or io.key in _NEVER_CAST:
             return io
         return replace(io, dtype=dtype)
 

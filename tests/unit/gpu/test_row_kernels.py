@@ -195,6 +195,12 @@ agraph (float16[num_tokens, 8] a, float16[8] bias) => (int64[num_tokens, 2] ids,
     y = Cast<to = 10>(weights)
 }""".replace("    ones = Exp", "    group_float = Cast<to = 1>(group)\n    ones = Exp")
 
+# a residual stream in float32
+WIDE = RMS.replace("float16[num_tokens, W] a", "float[num_tokens, W] a").replace(
+    "float16[num_tokens, W] s", "float[num_tokens, W] s"
+)
+WIDE = WIDE.replace("s = Add(a, b)", "more = Cast<to = 1>(b)\n    s = Add(a, more)")
+
 TEXTS = [RMS, LAYER_NORM, NORM, HEADS, GATED, CAPPED, TAKEN, PARTS, JOINED, AS_ROWS, TURNED, LEARNED, ROUTED]
 
 EMBEDDING = """
@@ -297,6 +303,14 @@ def test_kernels_compute_what_onnx_runtime_does(text: str, width: int) -> None:
     """60: rows that are not made of 16 bytes."""
     model = piece(text, width)
     compare(model, row_kernel(model, "kernel"))
+
+
+@pytest.mark.parametrize("width", [128, 60])
+def test_rows_of_a_wide_residual_stream_are_float32(width: int) -> None:
+    model = piece(WIDE, width)
+    kernel = row_kernel(model, "kernel", wide={"a", "s"})
+    assert kernel.wide == ("a", "s")
+    compare(model, kernel)
 
 
 def test_an_operator_of_single_elements_has_one_expression() -> None:

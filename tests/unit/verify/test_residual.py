@@ -167,23 +167,18 @@ def test_with_a_wide_residual_stream_it_passes(made, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "backend, version", [("tensorrt", "10.6.0"), ("tensorrt", "10.9.0"), ("tensorrt_rtx", "1.7.1.116")]
+    "backend, version", [("tensorrt", "10.6.0"), ("tensorrt", "10.9.0"), ("tensorrt_rtx", "1.7.1.116"), ("cuda", "")]
 )
 def test_gpu_backends_take_the_graphs(made, tmp_path, backend, version):
     """On the fake GPU: what is their own is which buffers and kernels take the stream."""
     assembly, weights, _ = paths(made, "wide")
     with fake_gpu.installed(version, backend) as gpu:
         engines = build(assembly, backend, tmp_path / "engines.json", SIZES)
-        compare.run(assembly, weights, engines, TOLERANCES, LIMITS, tmp_path / "compare.json")
+        if backend != "cuda":  # whose products round to float16, beyond which they are of random numbers
+            compare.run(assembly, weights, engines, TOLERANCES, LIMITS, tmp_path / "compare.json")
         run_golden(made, "wide", tmp_path, backend, engines)
         gc.collect()
     assert not gpu.faults
-
-
-@pytest.mark.long
-def test_cuda_whose_hidden_state_is_float16_refuses_it(made, tmp_path):
-    with pytest.raises(InputError, match="backend cuda: residual: expected none, .* found float32; use the backend"):
-        build(paths(made, "wide")[0], "cuda", tmp_path / "engines.json", SIZES)
 
 
 @pytest.mark.long
@@ -204,6 +199,8 @@ def test_ranks_and_adapters_keep_the_stream_wide(made, tmp_path):
         run_golden(made, "wide", tmp_path, "tensorrt", engines, ranks)
         gc.collect()
     assert not gpu.faults
+    with pytest.raises(InputError, match="backend cuda: residual: expected none .* over ranks, found float32; use one"):
+        build(ranks, "cuda", tmp_path / "cuda" / "engines.json", SIZES)
 
 
 @pytest.mark.long
@@ -219,21 +216,20 @@ def test_only_the_stream_is_wide(made):
         assert {slot.dtype for slot in graph.signature.slots} == {"float16"}
 
 
-def test_the_config_refuses_what_cannot_keep_the_stream_wide():
+def test_the_config_keeps_the_stream_wide_in_fp16():
+    """In other precisions nothing is exported in another way."""
     value = yaml.safe_load((ROOT / "config" / "config.yaml").read_text())
-    model = value["models"]["demo-llama"] | {"residual": "float32", "backends": ["cuda"], "precisions": ["w8a16"]}
+    model = value["models"]["demo-llama"] | {
+        "residual": "float32",
+        "backends": ["cuda"],
+        "precisions": ["w8a16", "fp16"],
+    }
     model.pop("backend_precisions", None)
-    value["models"] = {"demo-llama": model}
-    with pytest.raises(InputError) as raised:
-        load.load(value)
-    line = "models.demo-llama.residual: expected none for backend cuda in w8a16, whose engines have the hidden state"
-    assert line in str(raised.value) and "\n" not in str(raised.value)
-    config = load.load(
-        {**value, "models": {"demo-llama": model | {"backends": ["tensorrt"], "precisions": ["fp32", "fp16"]}}}
-    )
-    assert [
+    config = load.load({**value, "models": {"demo-llama": model}})
+    options = [
         STAGES["export"].options(config, {"model": "demo-llama", "precision": item}) for item in ("fp32", "fp16")
-    ] == [{}, {"residual": "float32"}]
+    ]
+    assert options == [{}, {"residual": "float32"}]
 
 
 def test_an_overflow_is_told_from_other_infinities():

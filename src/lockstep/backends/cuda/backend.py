@@ -30,11 +30,11 @@ from lockstep.targets import Limits
 
 _KERNELS = ".kernels"
 _GRAPH = ".onnx"
-REVISION = 2  # of the kernels and of what runs them: engines are for exactly this one
+REVISION = 3  # of the kernels and of what runs them: engines are for exactly this one
 
 
 class CudaBackend(PortableGpuBackend):
-    """Kernels of our own and cuBLAS; activations have 16 bits, quantised weights are dequantised in products."""
+    """Kernels of our own and cuBLAS: activations of 16 bits, quantised weights, which products dequantise."""
 
     name = "cuda"
     gpus = "NVIDIA GPUs of compute capability 8.0 and higher"
@@ -73,10 +73,10 @@ class CudaBackend(PortableGpuBackend):
                 f"backend cuda: expected no adapters in {assembly.precision}, found room for "
                 f"{assembly.adapters.max_adapters}; export without, or in fp16 or bf16"
             )
-        if assembly.residual is not None:
+        if assembly.residual is not None and assembly.tensor_parallel is not None:
             raise InputError(
-                f"backend cuda: residual: expected none, for its hidden state has 16 bits, found {assembly.residual}; "
-                "use the backend tensorrt"
+                f"backend cuda: residual: expected none for a model split over ranks, found {assembly.residual}; "
+                "use one GPU, bf16, or the backend tensorrt"
             )
         if assembly.kv_cache_dtype is not None and assembly.dtype == "bfloat16":
             raise InputError(

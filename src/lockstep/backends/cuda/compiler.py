@@ -1,12 +1,13 @@
 """Compile a block: cut its graph at its products, and write a kernel for each piece between them.
 
-In: a graph of float16 or bfloat16, or a float32 graph of quantised products, whose activations become float16. Out: the
-kernels and products, which are run beside the graph, in float32, before.
+In: a graph of float16 or bfloat16, or a float32 graph of quantised products, whose activations become float16; a hidden
+state in float32 stays so (residual.py). Out: the kernels and products, which are run beside the graph, in float32,
+before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import onnx
@@ -14,6 +15,7 @@ import onnx
 from lockstep.artifacts.adapters import A_SUFFIX, B_SUFFIX, IDS
 from lockstep.artifacts.signature import IO
 from lockstep.backends.cuda.kernels_file import BlockStep, KernelsFile, Shape
+from lockstep.backends.cuda.residual import residual_stream, with_copies
 from lockstep.errors import CheckError
 from lockstep.gpu.kernels.row_operators import row_kernel
 from lockstep.onnx_tools.cut_products import CutGraph, cut_products, run_cut
@@ -45,8 +47,12 @@ def compile_block(model: onnx.ModelProto) -> KernelsFile:
     wide = in_float32(model)  # as kernels compute
     try:
         cut = cut_products(wide)
+        slots = {slot for product in _products(cut) for slot in product.slots}
+        signature = signature_of(model.graph, slots)
+        stream = residual_stream(wide, signature)
+        cut = with_copies(cut, stream, signature)
         quantized = {product.input for product in _products(cut) if product.is_fp8}
-        kernels = [row_kernel(piece, f"piece_{number}", quantized) for number, piece in enumerate(cut.pieces)]
+        kernels = [row_kernel(piece, f"piece_{number}", quantized, stream) for number, piece in enumerate(cut.pieces)]
     except CheckError as error:
         raise CheckError(f"{error}; use the backend tensorrt, which compiles any operator") from None
     for product in _products(cut):
@@ -66,15 +72,15 @@ def compile_block(model: onnx.ModelProto) -> KernelsFile:
                 f"{product.slots[2]!r}; this backend takes no zero points, use the backend onnxruntime"
             )
     _check_same(wide, cut)
-    signature = signature_of(model.graph, {slot for product in _products(cut) for slot in product.slots})
     steps = []
     for step in cut.steps:
         if isinstance(step, int):
             steps.append(BlockStep(kernel=kernels[step]))
         else:
             steps.append(BlockStep(products=tuple(step)))
-    inputs = _declared_types(filter(_is_activation, signature.inputs), dtype)
-    return KernelsFile(inputs, _declared_types(signature.outputs, dtype), cut.inner, tuple(steps), dtype)
+    inputs = _declared_types(filter(_is_activation, signature.inputs), dtype, stream)
+    outputs = _declared_types(signature.outputs, dtype, stream)
+    return KernelsFile(inputs, outputs, cut.inner, tuple(steps), dtype)
 
 
 def _products(cut: CutGraph) -> list[Product]:
@@ -92,8 +98,10 @@ def _is_activation(io: IO) -> bool:
     return io.name.endswith(B_SUFFIX) or not all(isinstance(size, int) for size in io.shape)
 
 
-def _declared_types(ios: Iterable[IO], dtype: str) -> dict[str, tuple[str, Shape]]:
-    return {io.name: (dtype if io.dtype == "float32" else io.dtype, io.shape) for io in ios}
+def _declared_types(ios: Iterable[IO], dtype: str, wide: Collection[str]) -> dict[str, tuple[str, Shape]]:
+    """Return (dtype, shape) by name; wide: those that stay float32."""
+    narrowed = {"float32": dtype}
+    return {io.name: (io.dtype if io.name in wide else narrowed.get(io.dtype, io.dtype), io.shape) for io in ios}
 
 
 def _check_same(model: onnx.ModelProto, cut: CutGraph) -> None:

@@ -47,6 +47,7 @@ from lockstep.step.executable import Run
 from lockstep.weights import Tensors, check_bound_slots, check_inputs
 
 _CHOICE = np.dtype(np.int32)
+_WIDE = np.dtype(np.float32)  # of a residual stream that is not of 16 bits
 _FP8 = (8, 9)  # the compute capability that has e4m3
 _AS_SCALES = WeightCast(np.dtype(np.float16), SCALES_TIMES)
 Sizes = Mapping[str, int]  # of dimensions, by name
@@ -330,10 +331,11 @@ class _Call:
             if run.program.lies_beside(group) and not any(product.lora for product in group):
                 self._put_beside(group)
         choices = {product.experts.ids for product in run.program.of_experts if product.experts is not None}
+        dtypes: dict[str, np.dtype] = {name: _WIDE for kernel in run.program.kernels for name in kernel.wide}
+        dtypes |= dict.fromkeys(choices, _CHOICE)
         for name, shape in block.inner.items():
             if name not in self._values:
-                dtype = _CHOICE if name in choices else None
-                buffer = self._buffer(str(shape[0]), *(int(size) for size in shape[1:]), dtype=dtype)
+                buffer = self._buffer(str(shape[0]), *(int(size) for size in shape[1:]), dtype=dtypes.get(name))
                 self._values[name] = StridedView.of(buffer)
         self._orders: dict[str, ExpertOrder] = {}
         self._rows_as_e4m3: dict[str, Rows] = {}

@@ -13,7 +13,6 @@ SETTINGS = BackendSettings(
     runs_adapters=("fp16", "bf16"),
     zero_points=False,
     mxfp4=True,
-    fp16_activations=tuple(precision for precision in PRECISIONS if precision != "bf16"),
     fp8_kv_cache=True,
     gpus=1,
     unpinned=("cuda", "cudnn"),

@@ -66,6 +66,7 @@ template <int WARPS> __device__ __forceinline__ float block_sum(float value) {
 }
 #endif
 struct alignas(16) Eight { unsigned short v[8]; };
+struct alignas(16) WideFour { float v[4]; };
 
 __device__ __forceinline__ void load8(const unsigned short* __restrict__ from, float* to) {
     Eight held = *(const Eight*)from;
@@ -77,6 +78,20 @@ __device__ __forceinline__ void store8(unsigned short* to, const float* from) {
 #pragma unroll
     for (int j = 0; j < 8; j++) held.v[j] = narrow(from[j]);
     *(Eight*)to = held;
+}
+// Of rows that are float32 already: the residual stream.
+__device__ __forceinline__ float number(float value) { return value; }
+__device__ __forceinline__ void load8(const float* __restrict__ from, float* to) {
+    WideFour held[2] = {((const WideFour*)from)[0], ((const WideFour*)from)[1]};
+#pragma unroll
+    for (int j = 0; j < 8; j++) to[j] = held[j / 4].v[j % 4];
+}
+__device__ __forceinline__ void store8(float* to, const float* from) {
+    WideFour held[2];
+#pragma unroll
+    for (int j = 0; j < 8; j++) held[j / 4].v[j % 4] = from[j];
+    ((WideFour*)to)[0] = held[0];
+    ((WideFour*)to)[1] = held[1];
 }
 __device__ __forceinline__ long long integer(const void* values, int wide, long long i) {
     return wide ? ((const long long*)values)[i] : ((const int*)values)[i];
@@ -103,7 +118,7 @@ class RowKernel:
 
     Attributes:
         arguments: (name, kind) of each input, in order. By kind the kernel takes
-            ROWS: an array [rows, ...] of 16 bits, and the elements from one row to the next;
+            ROWS: an array [rows, ...] of 16 bits, or float32 if `wide`, and the elements from one row to the next;
             INDEX: integers [rows], and whether they are 64 bits wide;
             CHOICES: int32 [rows, ...], and the elements from one row to the next;
             WEIGHT: an array of 16 bits;
@@ -113,6 +128,7 @@ class RowKernel:
         blocks: Thread blocks for each row.
         quantized: Outputs that the kernel also quantizes to e4m3. Codes uint8 [rows, ...] and steps float32 [rows] of
             each are the last arguments (e4m3.cu).
+        wide: Arguments and outputs of rows that are float32.
     """
 
     name: str
@@ -123,6 +139,7 @@ class RowKernel:
     blocks: int
     threads: int
     quantized: tuple[str, ...] = ()
+    wide: tuple[str, ...] = ()
 
     def summing(self, name: str, width: int) -> str | None:
         """Return the source of a kernel that first all-reduces an argument of rows (sums.cu); width: of its rows.

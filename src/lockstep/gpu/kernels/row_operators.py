@@ -80,15 +80,18 @@ _REDUCTIONS = {
 }
 
 
-def row_kernel(piece: onnx.ModelProto, name: str, quantized: Collection[str] = ()) -> RowKernel:
+def row_kernel(
+    piece: onnx.ModelProto, name: str, quantized: Collection[str] = (), wide: Collection[str] = ()
+) -> RowKernel:
     """Return the kernel of a piece, whose inputs and outputs become numbers of 16 bits.
 
-    quantized: outputs to quantize to e4m3 as well.
+    quantized: outputs to quantize to e4m3 as well. wide: rows that stay float32.
 
     Raises CheckError for an operator without a rule, or in a form that its rule does not take.
     """
     try:
-        return Writer(run_passes(piece, InParts(), check=False), name, _RULES, _STORED_RULES).written(quantized)
+        parts = run_passes(piece, InParts(), check=False)
+        return Writer(parts, name, _RULES, _STORED_RULES, wide).written(quantized)
     except Unsupported as error:
         raise CheckError(
             f"graph {piece.graph.name}: expected operators that have a CUDA kernel, found {error}"

@@ -131,12 +131,18 @@ class Writer:
     """Writes the kernel of a piece, whose nodes have rules: see `row_operators`."""
 
     def __init__(
-        self, piece: onnx.ModelProto, name: str, rules: Mapping[str, Rule], stored_rules: Mapping[str, StoredRule]
+        self,
+        piece: onnx.ModelProto,
+        name: str,
+        rules: Mapping[str, Rule],
+        stored_rules: Mapping[str, StoredRule],
+        wide: Collection[str] = (),
     ):
         self._graph = piece.graph
         self._name = name
         self._rules = rules
         self._stored_rules = stored_rules
+        self._wide = wide
         self._inputs = {value.name: value for value in piece.graph.input}
         self.maker = {out: node for node in piece.graph.node for out in node.output}
         self.constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in piece.graph.initializer}
@@ -184,7 +190,8 @@ class Writer:
         signature = f"{self._name}({self._parameters(outputs, codes)})"
         source = f'extern "C" __global__ void __launch_bounds__({threads}) {signature} {{\n{body}\n}}\n'
         source = "".join(declaration for _, declaration in self._tables.values()) + source
-        return RowKernel(self._name, source, arguments, tuple(outputs), rows.pop(), blocks, threads, codes)
+        wide = tuple(name for name in (*self._arguments, *outputs) if name in self._wide)
+        return RowKernel(self._name, source, arguments, tuple(outputs), rows.pop(), blocks, threads, codes, wide)
 
     # Values.
 
@@ -235,7 +242,7 @@ class Writer:
     def _parameters(self, outputs: Sequence[str], codes: Sequence[str]) -> str:
         texts = []
         for number, name in enumerate(self._arguments):
-            floats = f"const unsigned short* __restrict__ in{number}"
+            floats = f"const {self._stored_type(name)}* __restrict__ in{number}"
             kinds = {
                 ROWS: f"{floats}, int step{number}",
                 WEIGHT: floats,
@@ -246,11 +253,14 @@ class Writer:
             }
             texts.append(kinds[self._kind(name)])
         for number, name in enumerate(outputs):
-            c_type = "unsigned short" if self.value(name).element in STORED else "int"
+            c_type = self._stored_type(name) if self.value(name).element in STORED else "int"
             texts.append(f"{c_type}* __restrict__ out{number}, int out_step{number}")
         numbers = [outputs.index(name) for name in codes]
         texts += [f"unsigned char* __restrict__ codes{n}, float* __restrict__ step_of_row{n}" for n in numbers]
         return ", ".join(texts)
+
+    def _stored_type(self, name: str) -> str:
+        return "float" if name in self._wide else "unsigned short"
 
     def argument(self, name: str) -> int:
         """Return the number of an argument, which is added at its first use."""
@@ -349,7 +359,8 @@ class Writer:
                 else:
                     self.lines.append(f"*({at}) = (int){text};")
             elif not index.unit:
-                self.lines.append(f"*({at}) = narrow({text});")
+                text = text if name in self._wide else f"narrow({text})"
+                self.lines.append(f"*({at}) = {text};")
             else:
                 if not vector:
                     text = self._vector(text)

@@ -1,0 +1,91 @@
+"""The residual stream of a block in float32, where its graph has the hidden state in float32.
+
+Kernels between products read and write it as it is; products read and write 16 bits, so a product of the stream itself,
+as OLMo 2 has them, gets a copy of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+import onnx
+from onnx import TensorProto, helper
+
+from lockstep.artifacts.signature import Signature
+from lockstep.onnx_tools.cut_products import CutGraph
+from lockstep.onnx_tools.expert_products import SHAPING
+from lockstep.onnx_tools.products import Product
+
+HIDDEN = "hidden"
+_SAME = ("Add", "Cast", "Gather", "Identity", *SHAPING)  # what is of the stream stays so
+_COPY = "/16-bits"
+_OPSET = 20
+
+
+def residual_stream(model: onnx.ModelProto, signature: Signature) -> set[str]:
+    """Return the names of hidden states in float32, and of their sums with other values and products with a number.
+
+    signature: of the graph before it was widened.
+    """
+    ios = (*signature.inputs, *signature.outputs)
+    stream = {io.name for io in ios if io.key == HIDDEN and io.dtype == "float32"}
+    if not stream:
+        return stream
+    numbers = {tensor.name for tensor in model.graph.initializer if not any(size > 1 for size in tensor.dims)}
+    for node in model.graph.node:
+        is_scaled = node.op_type == "Mul" and not numbers.isdisjoint(node.input)
+        if (is_scaled or node.op_type in _SAME) and not stream.isdisjoint(node.input):
+            stream.update(node.output)
+    return stream - {io.name for io in ios if io.key != HIDDEN}  # what else crosses to another graph has 16 bits
+
+
+def with_copies(cut: CutGraph, stream: Collection[str], signature: Signature) -> CutGraph:
+    """Return a cut graph whose products read and write copies of the stream."""
+    return _Copies(cut, stream, signature).added()
+
+
+class _Copies:
+    def __init__(self, cut: CutGraph, stream: Collection[str], signature: Signature):
+        self._cut = cut
+        self._stream = stream
+        self._shapes = {io.name: io.shape for io in (*signature.inputs, *signature.outputs)} | dict(cut.inner)
+        self._pieces = [*cut.pieces]
+        self._inner = dict(cut.inner)
+
+    def added(self) -> CutGraph:
+        steps = tuple(self._steps())
+        return CutGraph(tuple(self._pieces), steps, self._inner)
+
+    def _steps(self) -> Iterator[int | tuple[Product, ...]]:
+        copied = set[str]()
+        for step in self._cut.steps:
+            if isinstance(step, int):
+                yield step
+                continue
+            source = step[0].input  # of all products of a step
+            if source in self._stream and source not in copied:
+                copied.add(source)
+                yield self._copy(source, source + _COPY)
+            yield tuple(map(self._of_copies, step))
+            for product in step:
+                if product.output in self._stream:
+                    yield self._copy(product.output + _COPY, product.output)
+
+    def _of_copies(self, product: Product) -> Product:
+        return replace(product, input=self._narrow(product.input), output=self._narrow(product.output))
+
+    def _narrow(self, name: str) -> str:
+        return name + _COPY if name in self._stream else name
+
+    def _copy(self, source: str, copy: str) -> int:
+        """Add a piece that copies rows; return its number."""
+        shape = self._shapes[source.removesuffix(_COPY)]
+        for name in (source, copy):
+            if name.endswith(_COPY):
+                self._inner[name] = shape
+        values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in (source, copy)]
+        graph = helper.make_graph([helper.make_node("Identity", [source], [copy])], copy, values[:1], values[1:])
+        opsets = [helper.make_opsetid("", _OPSET)]
+        self._pieces.append(helper.make_model(graph, opset_imports=opsets, ir_version=10))
+        return len(self._pieces) - 1
