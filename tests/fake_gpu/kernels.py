@@ -53,13 +53,26 @@ def adapter_mask(gpu: Gpu, tokens: int, k: SimpleNamespace) -> None:
     mask[:] = ids[:, None] == np.arange(k.columns) // k.rank
 
 
+def _with_rope(gpu: Gpu, k: SimpleNamespace, x: np.ndarray, positions: np.ndarray, is_key: bool) -> np.ndarray:
+    """Heads [tokens, heads, DIM] float32 at positions, by the tables that kernels take, of KIND."""
+    tables = 2 if k.SEPARATE else 1
+    partner = gpu.array(k.partner, (tables, tables, k.DIM), "i4")[is_key if k.SEPARATE else 0]
+    first, second = partner if k.SEPARATE else (np.arange(k.DIM), partner[0])
+    low = int(positions.min())
+    shape = (int(positions.max()) - low + 1, tables, k.DIM)
+    own, other = (
+        gpu.array(table + low * tables * k.DIM * 4, shape, "f4")[positions - low][:, is_key if k.SEPARATE else 0, None]
+        for table in (k.own, k.other)
+    )
+    return (x[:, :, first] * own + x[:, :, second] * other).astype(NUMBERS[k.KIND])
+
+
 def apply_rope(gpu: Gpu, tokens: int, k: SimpleNamespace) -> None:
     """What RopeKernel.launch says."""
     rows = gpu.array(k.rows, (tokens,), "i4")
     positions = _integers(gpu, k.positions, k.WIDE, tokens)
     given = NUMBERS[k.GIVEN]
     kind = NUMBERS[k.KIND]
-    partner = gpu.array(k.partner, (k.DIM,), "i4")
     heads = k.KV_HEADS * k.GROUP
     if (
         any(address % 16 for address in (k.query, k.key, k.value, k.query_out, k.keys, k.values, k.own, k.other))
@@ -73,13 +86,8 @@ def apply_rope(gpu: Gpu, tokens: int, k: SimpleNamespace) -> None:
     )
     value = gpu.array(k.value, (tokens, k.KV_HEADS, k.VALUE_DIM), kind)
     out = gpu.array(k.query_out, (tokens, heads, k.DIM), kind)
-    low = int(positions.min())
-    high = int(positions.max())
-    own, other = (
-        gpu.array(table + low * k.DIM * 4, (high - low + 1, k.DIM), "f4")[positions - low][:, None]
-        for table in (k.own, k.other)
-    )
-    out[:], with_rope = ((x * own + x[:, :, partner] * other).astype(kind) for x in (query, key))
+    out[:] = _with_rope(gpu, k, query, positions, False)
+    with_rope = _with_rope(gpu, k, key, positions, True)
     if not k.FP8:  # whose cache `write_pages` writes
         _write_pages(gpu, k, rows, positions, with_rope, value)
 
@@ -135,14 +143,11 @@ def write_pages(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
     """What Fp8Pages.write says."""
     tokens = blocks // -(-2 * k.KV_HEADS // 4)
     given = NUMBERS[k.GIVEN]
-    partner = gpu.array(k.partner, (k.DIM,), "i4")
     rows = gpu.array(k.rows, (tokens,), "i4")
     positions = _integers(gpu, k.positions, k.WIDE, tokens)
     key = gpu.array(k.key, (tokens, k.KV_HEADS, k.DIM), given).astype(np.float32)
-    own, other = (gpu.array(table, (int(positions.max()) + 1, k.DIM), "f4")[positions] for table in (k.own, k.other))
-    with_rope = (key * own[:, None] + key[:, :, partner] * other[:, None]).astype(NUMBERS[k.KIND])
     value = gpu.array(k.value, (tokens, k.KV_HEADS, k.VALUE_DIM), NUMBERS[k.KIND])
-    _write_pages(gpu, k, rows, positions, with_rope, value)
+    _write_pages(gpu, k, rows, positions, _with_rope(gpu, k, key, positions, True), value)
 
 
 def read_pages(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
@@ -167,7 +172,6 @@ def decode_attention(gpu: Gpu, shares: int, k: SimpleNamespace) -> None:
     table = gpu.array(k.pages, (max(rows.max() + 1, 1) if k.BY_ROW else requests, k.pages_per_row), "i4")
     given = NUMBERS[k.GIVEN]
     kind = NUMBERS[k.KIND]
-    partner = gpu.array(k.partner, (k.DIM,), "i4")
     heads = k.KV_HEADS * k.GROUP
     if blocks != k.KV_HEADS * -(-k.GROUP // k.HEADS) or shares not in (1, 2, 4, 8, 16):
         raise Fault(f"decode_attention: a grid of {k.grid}")
@@ -193,8 +197,10 @@ def decode_attention(gpu: Gpu, shares: int, k: SimpleNamespace) -> None:
                 f"decode_attention: request {request} of row {row}, position {position} in a row of "
                 f"{k.pages_per_row} pages"
             )
-        own, other = (gpu.array(table + position * k.DIM * 4, (k.DIM,), "f4") for table in (k.own, k.other))
-        with_rope = [(x[request] * own + x[request][:, partner] * other).astype(kind) for x in (query, key)]
+        at = positions[request : request + 1]
+        with_rope = [
+            _with_rope(gpu, k, x[request : request + 1], at, is_key)[0] for x, is_key in ((query, False), (key, True))
+        ]
         held = []
         for new, cache, dim in ((with_rope[1], k.keys, k.DIM), (value[request], k.values, k.VALUE_DIM)):
             pages = [Page(gpu, k, cache, page, dim) for page in table[row, : position // k.PAGE + 1].tolist()]

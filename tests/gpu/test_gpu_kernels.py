@@ -146,9 +146,21 @@ class Rows:
         half = spec.head_dim // 2 - 2  # pairs; the rest stays alone
         self.partner = np.arange(spec.head_dim, dtype=np.int32)
         self.partner[order[:half]], self.partner[order[half : 2 * half]] = order[half : 2 * half], order[:half]
-        self.own, self.other = (
-            random.standard_normal((pages_per_row * PAGE, spec.head_dim), np.float32) for _ in range(2)
-        )
+        shape = (pages_per_row * PAGE, spec.head_dim)
+        if spec.separate_rope:
+            self.partner = np.stack([np.stack([random.permutation(spec.head_dim) for _ in range(2)]) for _ in range(2)])
+            self.partner = self.partner.astype(np.int32)
+            shape = (pages_per_row * PAGE, 2, spec.head_dim)
+        self.own, self.other = (random.standard_normal(shape, np.float32) for _ in range(2))
+
+    def with_rope(self, heads: np.ndarray, positions: np.ndarray, is_key: bool) -> np.ndarray:
+        """Heads [rows, heads, head_dim or more] at their positions, in float32."""
+        x = heads[..., : self.spec.head_dim].astype(np.float32)
+        if not self.spec.separate_rope:
+            return x * self.own[positions][:, None] + x[..., self.partner] * self.other[positions][:, None]
+        first, second = self.partner[int(is_key)]
+        own, other = (table[positions][:, int(is_key), None] for table in (self.own, self.other))
+        return x[..., first] * own + x[..., second] * other
 
     def caches(self, lengths: list[int]) -> list[np.ndarray]:
         """Keys and values before the new tokens."""
@@ -203,6 +215,7 @@ def decoding(dtype="float16", query_dtype=None, group=1, kv_heads=2, dim=128, va
         "wide": False,
         "window": 0,
         "softcap": 0.0,
+        "separate_rope": False,
         **options,
     }
 
@@ -242,6 +255,8 @@ SIXTEEN_SPLITS = 10**6
         (decoding(group=3, dim=40, value_dim=24, fp8=True), LENGTHS, TWO_SPLITS),
         (decoding(group=12, dim=80, value_dim=96, fp8=True), LENGTHS, SIXTEEN_SPLITS),
         (decoding(kv_heads=1, dim=64, fp8=True), LONG, TWO_SPLITS),
+        (decoding("bfloat16", dim=192, value_dim=128, separate_rope=True), LENGTHS, TWO_SPLITS),
+        (decoding(query_dtype="float32", group=3, dim=40, fp8=True, separate_rope=True), LENGTHS, SIXTEEN_SPLITS),
     ],
 )
 def test_rows_that_decode_get_rope_and_are_cached_and_attended_to(monkeypatch, spec, lengths, multiprocessors):

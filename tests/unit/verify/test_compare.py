@@ -300,9 +300,9 @@ def test_a_rotary_encoding_is_its_graph_and_no_plan(gpu, demo, tmp_path) -> None
     } == {".engine"}
     assert [opset.version for opset in onnx.load(file).opset_import] == [20] and file.stat().st_size < 4096
     opened = EngineSet.open(tmp_path / "engines.json", demo.assembly(MODEL, "fp16"))
-    read = read_rope_tables(opened.load("attention.rotary").bind(None, {}), 8, "attention.rotary")
+    read = read_rope_tables(opened.load("attention.rotary").bind(None, {}), 8, "attention.rotary").query
     dim = onnx.load(file).graph.output[0].type.tensor_type.shape.dim[2].dim_value
-    assert read.partner.tolist() == [*range(dim // 2, dim), *range(dim // 2)]
+    assert read.second.tolist() == [*range(dim // 2, dim), *range(dim // 2)]
     # The first frequency is 1; cosines are fp16.
     assert np.abs(read.own[:, 0] - np.cos(np.arange(8))).max() < 2**-11
     assert [node.op_type for node in onnx.load(file).graph.node].count("Cos") == 1

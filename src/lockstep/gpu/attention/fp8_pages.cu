@@ -16,9 +16,12 @@ write_pages(const Given* query, const Given* key, const Bits* value, Bits* query
         encode_head<VALUE_DIM>([&](int i) { return from[i]; }, lane, page + at * VALUE_DIM, page + PAGE * VALUE_DIM + at);
     } else {
         const Given* from = key + (token * KV_HEADS + head) * DIM;
-        const float *owns = own + position * DIM, *others = other + position * DIM;
+        const float *owns = own + weights_of(position, true), *others = other + weights_of(position, true);
         Code* page = keys + place * head_bytes(DIM);
-        const auto with_rope = [&](int i) { return (Bits)pack(rope(number(from[i]), owns[i], number(from[partner[i]]), others[i]), 0); };
+        const auto with_rope = [&](int i) {
+            const Given x = from[first_of(partner, true, i)], y = from[second_of(partner, true, i)];
+            return (Bits)pack(rope(number(x), owns[i], number(y), others[i]), 0);
+        };
         encode_head<DIM>(with_rope, lane, page + at * DIM, page + PAGE * DIM + at);
     }
 }

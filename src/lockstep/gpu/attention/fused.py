@@ -14,7 +14,7 @@ from lockstep.gpu.attention.kernel_spec import PAGE, AttentionKernelSpec, Device
 from lockstep.gpu.attention.paged_decode import DecodeAttention, Scratch
 from lockstep.gpu.attention.prompt import PromptAttention, PromptCall
 from lockstep.gpu.attention.rope_kernel import RopeKernel
-from lockstep.gpu.attention.rope_tables import read_rope_tables
+from lockstep.gpu.attention.rope_tables import RopeTables, read_rope_tables
 from lockstep.gpu.staging import Staging
 from lockstep.step.executable import HostExecutable
 from lockstep.step.network import LayerAttention
@@ -58,8 +58,14 @@ class FusedAttention:
         self._verify_staging = Staging(self._verify_table.nbytes, 1)
         # Layers of one variant share tables and kernels, by the id of their `LayerAttention`.
         attentions = {id(layer_attention): layer_attention for layer_attention in layers.values()}
-        self._rope_tables = {key: _device_rope_tables(attention, max_seq_len) for key, attention in attentions.items()}
-        specs = {key: _spec(attention, self._dtype, wide, fp8) for key, attention in attentions.items()}
+        host_tables = {key: _read_tables(attention, max_seq_len) for key, attention in attentions.items()}
+        self._rope_tables = {
+            key: DeviceRopeTables(*(_upload(array) for array in tables.arrays())) for key, tables in host_tables.items()
+        }
+        specs = {
+            key: _spec(attention, self._dtype, wide, fp8, host_tables[key].separate)
+            for key, attention in attentions.items()
+        }
         self._specs = specs
         self._decode = {key: DecodeAttention(spec) for key, spec in specs.items()}
         self._rope = {key: RopeKernel(spec) for key, spec in specs.items()}
@@ -229,14 +235,15 @@ class FusedAttention:
         return "attention", functools.partial(kernel.launch, self._stream, tokens, out, scale, self._scratch)
 
 
-def _device_rope_tables(layer_attention: LayerAttention, positions: int) -> DeviceRopeTables:
-    """Return a layer's RoPE tables on the device."""
+def _read_tables(layer_attention: LayerAttention, positions: int) -> RopeTables:
+    """Return a layer's RoPE tables."""
     rope = cast(HostExecutable, layer_attention.engines["rotary"])  # backends load it with ONNX Runtime
-    tables = read_rope_tables(rope, positions, "attention: fused")
-    return DeviceRopeTables(_upload(tables.own), _upload(tables.other), _upload(tables.partner))
+    return read_rope_tables(rope, positions, "attention: fused")
 
 
-def _spec(layer_attention: LayerAttention, dtype: np.dtype, wide: bool, fp8: bool) -> AttentionKernelSpec:
+def _spec(
+    layer_attention: LayerAttention, dtype: np.dtype, wide: bool, fp8: bool, separate_rope: bool
+) -> AttentionKernelSpec:
     """Return what a layer's kernels are compiled for."""
     variant = layer_attention.variant
     shape = layer_attention.cache
@@ -253,6 +260,7 @@ def _spec(layer_attention: LayerAttention, dtype: np.dtype, wide: bool, fp8: boo
         sinks=variant.sinks,
         fp8=fp8,
         softcap=variant.softcap,
+        separate_rope=separate_rope,
     )
 
 

@@ -36,6 +36,11 @@ __device__ __forceinline__ unsigned pack(float low, float high) {
 
 // RoPE of one element, by intrinsics that leave the compiler no choice of roundings, so that all kernels cache the same numbers.
 __device__ __forceinline__ float rope(float x, float own, float y, float other) { return __fmaf_rn(y, other, __fmul_rn(x, own)); }
+
+// Where a position's weights begin, and the elements that element j is made of, in a head of the queries or of the keys.
+__device__ __forceinline__ long long weights_of(long long position, bool is_key) { return (SEPARATE ? 2 * position + is_key : position) * DIM; }
+__device__ __forceinline__ int first_of(const int* partner, bool is_key, int j) { return SEPARATE ? partner[2 * is_key * DIM + j] : j; }
+__device__ __forceinline__ int second_of(const int* partner, bool is_key, int j) { return partner[(SEPARATE ? 2 * is_key + 1 : 0) * DIM + j]; }
 """  # noqa: E501
 )
 
@@ -55,7 +60,8 @@ def page_shape(pages: int, num_kv_heads: int, dim: int, fp8: bool = False) -> tu
 class DeviceRopeTables:
     """RoPE tables on the device: see `rope_tables.RopeTables`.
 
-    own, other: [positions, head_dim] float32. partner: [head_dim] int32.
+    own, other: [positions, head_dim] float32. partner: [head_dim] int32, the second element; the first is the element
+    itself. Separate ones: [positions, 2, head_dim], and partner [2, 2, head_dim], of queries and keys.
     """
 
     own: Array
@@ -105,6 +111,7 @@ class AttentionKernelSpec:
         sinks: Each head has an attention sink: an extra logit, the last element of its query.
         fp8: The cache has e4m3 numbers.
         softcap: Of the scores; 0: none.
+        separate_rope: Queries and keys have RoPE tables of their own, whose elements may move.
     """
 
     dtype: str
@@ -118,6 +125,7 @@ class AttentionKernelSpec:
     sinks: bool = False
     fp8: bool = False
     softcap: float = 0.0
+    separate_rope: bool = False
 
     @property
     def by_row(self) -> bool:
@@ -138,6 +146,7 @@ class AttentionKernelSpec:
             "WINDOW": self.window,
             "SINKS": int(self.sinks),
             "FP8": int(self.fp8),
+            "SEPARATE": int(self.separate_rope),
             "SOFTCAP": int(np.float32(self.softcap).view(np.uint32)),
             "PAGE": PAGE,
             "THREADS": THREADS,

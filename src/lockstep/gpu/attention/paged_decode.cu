@@ -227,9 +227,10 @@ decode_attention(const Given* query, const Given* key, const Bits* value, Bits* 
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) {
         const unsigned i = index_of(r);
-        partners[r] = load_relaxed(partner + i % DIM);
+        const bool is_key = i / DIM == HEADS;
+        partners[r] = load_relaxed(&partner[SEPARATE ? (2 * is_key + 1) * DIM + i % DIM : i % DIM]);
         sources[r] = source_of(i);
-        xs[r] = load_relaxed(sources[r] + i % DIM);
+        xs[r] = load_relaxed(sources[r] + first_of(partner, is_key, i % DIM));
     }
     const Vec8 value_piece = load_piece(value + (request * KV_HEADS + kv) * VALUE_DIM + min(tid, VALUE_DIM / 8 - 1u) * 8, true);
     Bits* out_heads = out + ((long long)request * KV_HEADS * GROUP + first_head) * VALUE_DIM;
@@ -250,12 +251,12 @@ decode_attention(const Given* query, const Given* key, const Bits* value, Bits* 
     // Then those that do, and the first unit.
     if (WINDOW || at != likely) entries = page_of(table, first + at + lane * WARPS, pages_per_row);
     const int new_page = load_constant(table + position / PAGE);
-    const float *own_at = own + (long long)position * DIM, *other_at = other + (long long)position * DIM;
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) {
         const unsigned i = index_of(r);
-        owns[r] = load_constant(own_at + i % DIM);
-        others[r] = load_constant(other_at + i % DIM);
+        const long long weights = weights_of(position, i / DIM == HEADS);
+        owns[r] = load_constant(own + weights + i % DIM);
+        others[r] = load_constant(other + weights + i % DIM);
         ys[r] = load_constant(sources[r] + partners[r]);
     }
     Vec8 k[2][KEY_LOADS], v[VALUE_LOADS][4];

@@ -41,14 +41,14 @@ apply_rope(const Given* query, const Given* key, const Bits* value, Bits* query_
             const int at = is_query ? piece : piece - QUERIES, head = at / (DIM / 8), j = at % (DIM / 8) * 8;
             const Given* from = is_query ? query + (token * KV_HEADS * GROUP + head) * (DIM + SINKS) : key + token * KEYS * 8 + head * DIM;
             float x[8], owns[8], others[8];
-            if (SINKS && is_query) {  // whose heads do not begin where 16 bytes do
+            if (SEPARATE || SINKS && is_query) {  // with a sink, heads do not begin where 16 bytes do
 #pragma unroll
-                for (int e = 0; e < 8; ++e) x[e] = number(from[j + e]);
+                for (int e = 0; e < 8; ++e) x[e] = number(from[first_of(partner, !is_query, j + e)]);
             } else load(x, from + j);
-            load(owns, own + position * DIM + j);
-            load(others, other + position * DIM + j);
+            load(owns, own + weights_of(position, !is_query) + j);
+            load(others, other + weights_of(position, !is_query) + j);
 #pragma unroll
-            for (int e = 0; e < 8; ++e) x[e] = rope(x[e], owns[e], number(from[partner[j + e]]), others[e]);
+            for (int e = 0; e < 8; ++e) x[e] = rope(x[e], owns[e], number(from[second_of(partner, !is_query, j + e)]), others[e]);
             Bits* to = is_query ? query_out + (token * KV_HEADS * GROUP + head) * DIM : keys + (place + head * PAGE) * DIM;
             if (is_query || row >= 0) *(Vec8*)(to + j) = Vec8{{pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7])}};
         } else if (row >= 0) {

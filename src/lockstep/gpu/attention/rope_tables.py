@@ -1,8 +1,9 @@
 """RoPE tables: an attention variant's RoPE as numbers, read out of its graph.
 
 In: the RoPE graph of an attention variant (onnx_tools/rope.py) in ONNX Runtime, on the host. Out: for each position and
-element of a head, the weight of the element itself and the weight of its partner. This covers all kinds of RoPE:
-partial, interleaved, scaled, or none. The kernels in paged_decode.py and rope_kernel.py apply the tables.
+element of a head, the weights of the two elements that it is made of. This covers all kinds of RoPE: partial,
+interleaved, scaled, of queries alone (MLA, whose keys get theirs in the block), or none. The kernels in
+paged_decode.py and rope_kernel.py apply the tables.
 
 The tables are read with unit vectors. A build compares them with the graph on random inputs at all positions, and
 rejects a graph that computes something else. Needs no GPU.
@@ -23,40 +24,97 @@ BATCH_ELEMENTS = 1 << 17  # of queries and keys per run of the graph: they stay 
 
 
 @dataclass(frozen=True)
-class RopeTables:
-    """RoPE as numbers, the same for all heads of queries and keys.
+class HeadTables:
+    """RoPE as numbers, the same for all heads of the queries, or of the keys.
 
-    RoPE of x is `x[j] * own[position, j] + x[partner[j]] * other[position, j]`.
+    RoPE of x is `x[first[j]] * own[position, j] + x[second[j]] * other[position, j]`.
 
     Attributes:
         own, other: [positions, head_dim] float32.
-        partner: [head_dim] int32; an element without a partner has its own index.
+        first, second: [head_dim] int32; an element of one other has that twice.
     """
 
     own: np.ndarray
     other: np.ndarray
-    partner: np.ndarray
+    first: np.ndarray
+    second: np.ndarray
+
+
+@dataclass(frozen=True)
+class RopeTables:
+    """The tables of queries and of keys, which are one object where they are the same."""
+
+    query: HeadTables
+    key: HeadTables
+
+    @property
+    def separate(self) -> bool:
+        """Return whether queries and keys have tables of their own, or elements move."""
+        return self.key is not self.query or (self.query.first != np.arange(len(self.query.first))).any()
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return `own`, `other` and `partner` as kernels take them: see `kernel_spec.DeviceRopeTables`."""
+        query = self.query
+        key = self.key
+        if not self.separate:
+            return query.own, query.other, query.second
+        own = np.stack([query.own, key.own], axis=1)
+        other = np.stack([query.other, key.other], axis=1)
+        return own, other, np.array([[query.first, query.second], [key.first, key.second]])
 
 
 def read_rope_tables(executable: HostExecutable, positions: int, where: str) -> RopeTables:
     """Return the RoPE tables of a RoPE graph at positions 0 to positions-1.
 
     executable: the graph in ONNX Runtime. Raises CheckError, prefixed with `where`, if an element depends on more than
-    one other. Only `check_rope_tables` tells whether the tables are all that the graph computes.
+    two others. Only `check_rope_tables` tells whether the tables are all that the graph computes.
     """
     graph = _RopeGraph(executable, where)
-    partner = _partners(graph, positions)
+    probes = np.unique(np.linspace(0, positions - 1, _PROBES).astype(np.int64))
+    units = np.eye(graph.dim)
+    of_query, of_key = (graph.apply_to_rows(units, probes, part) for part in ("query", "key"))
+    query = _read(graph, of_query, positions, "query")
+    key = query if np.array_equal(of_query, of_key) else _read(graph, of_key, positions, "key")
+    return RopeTables(query, key)
+
+
+def _read(graph: _RopeGraph, probed: np.ndarray, positions: int, part: str) -> HeadTables:
+    """Return the tables of queries or keys.
+
+    probed: what the graph makes of each unit vector, [head_dim, probes, head_dim].
+    """
+    depends = (probed != 0).any(axis=1)  # [input element, output element]
+    first, second = _sources(graph, depends)
     elements = np.arange(graph.dim)
-    is_first = elements <= partner  # of its pair
+    mates = elements.copy()  # the other element of an element's pair
+    mates[first] = second
+    mates[second] = first
+    is_shared = (mates[first] != second) | (mates[second] != first)
+    if is_shared.any():
+        element = is_shared.argmax()
+        graph.reject(f"element {element} made of {first[element]} and {second[element]}, which others mix otherwise")
+    is_low = elements <= mates
     own = np.empty((positions, graph.dim), np.float32)
     other = np.empty((positions, graph.dim), np.float32)
     for batch in _position_batches(positions, graph.batch_size):
-        # In the first row all first elements are 1, in the second all second elements: the results are the weights.
-        weights = graph.apply_to_rows(np.stack([is_first, ~is_first]), batch)
-        own[batch] = np.where(is_first, weights[0], weights[1])
-        other[batch] = np.where(is_first, weights[1], weights[0])
-    other[:, partner == elements] = 0
-    return RopeTables(own, other, partner.astype(np.int32))
+        # The low elements of all pairs are 1 in the first row, the high ones in the second: results are the weights.
+        weights = graph.apply_to_rows(np.stack([is_low, ~is_low]), batch, part)
+        own[batch] = np.where(is_low[first], weights[0], weights[1])
+        other[batch] = np.where(is_low[first], weights[1], weights[0])
+    other[:, first == second] = 0
+    return HeadTables(own, other, first.astype(np.int32), second.astype(np.int32))
+
+
+def _sources(graph: _RopeGraph, depends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the elements that each is made of; itself first where it is among them, else the lower one."""
+    elements = np.arange(graph.dim)
+    counts = depends.sum(axis=0)
+    if (counts > 2).any():
+        graph.reject(f"element {counts.argmax()} made of {counts.max()} others")
+    low = np.where(counts, depends.argmax(axis=0), elements)
+    high = np.where(counts, graph.dim - 1 - depends[::-1].argmax(axis=0), elements)
+    is_itself = high == elements
+    return np.where(is_itself, high, low), np.where(is_itself, low, high)
 
 
 def check_rope_tables(executable: HostExecutable, positions: int, where: str) -> None:
@@ -74,21 +132,24 @@ def check_rope_tables(executable: HostExecutable, positions: int, where: str) ->
     absolute_bound = float(limits.smallest_subnormal) / 2  # a Python float: half of it is 0 in fp16
     rows = min(positions, graph.batch_size) + 1
     queries, keys = (
-        random.standard_normal((rows, heads, graph.dim), np.float32).astype(graph.dtype) for heads in graph.heads
+        random.standard_normal((rows, heads, graph.dim), np.float32).astype(graph.dtype)
+        for heads in graph.heads.values()
     )
     for batch in _position_batches(positions, graph.batch_size):
         # Append the last position to each batch: the results of the others must not depend on it.
         at = np.append(batch, positions - 1)
         query = queries[: len(at)]
         key = keys[: len(at)]
-        for source, actual in zip((query, key), graph.apply(query, key, at)):
-            x = source.astype(np.float32)
-            y = x[:, :, tables.partner]
-            own_term = x * tables.own[at, None]
-            other_term = y * tables.other[at, None]
+        actual = graph.apply(query, key, at)
+        for part, source, result in (("query", query, actual["query"]), ("key", key, actual["key"])):
+            head = tables.query if part == "query" else tables.key
+            x = source[:, :, head.first].astype(np.float32)
+            y = source[:, :, head.second].astype(np.float32)
+            own_term = x * head.own[at, None]
+            other_term = y * head.other[at, None]
             bound = relative_bound * (np.abs(own_term) + np.abs(other_term))
             bound += absolute_bound * (np.abs(x) + np.abs(y) + 3)
-            matches = (np.abs(own_term + other_term - actual) <= bound).all(axis=(1, 2))
+            matches = (np.abs(own_term + other_term - result) <= bound).all(axis=(1, 2))
             if not matches.all():
                 graph.reject(f"other numbers at position {at[matches.argmin()]}")
 
@@ -102,22 +163,6 @@ def _position_batches(positions: int, batch_size: int) -> Iterator[np.ndarray]:
         start = end
 
 
-def _partners(graph: _RopeGraph, positions: int) -> np.ndarray:
-    """Return the index of each element's partner; an element without one has its own index."""
-    elements = np.arange(graph.dim)
-    probes = np.unique(np.linspace(0, positions - 1, _PROBES).astype(np.int64))
-    depends = (graph.apply_to_rows(np.eye(graph.dim), probes) != 0).any(axis=1)  # [input element, output element]
-    depends[elements, elements] = False
-    counts = depends.sum(axis=0)
-    if (counts > 1).any():
-        graph.reject(f"element {counts.argmax()} made of {counts.max()} others")
-    partner = np.where(counts, depends.argmax(axis=0), elements)
-    if (partner[partner] != elements).any():
-        element = (partner[partner] != elements).argmax()
-        graph.reject(f"element {element} made of {partner[element]}, which is made of {partner[partner[element]]}")
-    return partner
-
-
 class _RopeGraph:
     """A RoPE graph on host arrays: query [n, num_heads, head_dim], key [n, num_kv_heads, head_dim]."""
 
@@ -127,10 +172,10 @@ class _RopeGraph:
         self._types = {name: value.dtype for name, value in executable.inputs.items()}
         query_out = executable.outputs["query_out"]
         key_out = executable.outputs["key_out"]
-        self.heads = int(query_out.shape[1]), int(key_out.shape[1])
+        self.heads = {"query": int(query_out.shape[1]), "key": int(key_out.shape[1])}
         self.dim = int(query_out.shape[2])
         self.dtype = query_out.dtype
-        self.batch_size = max(1, BATCH_ELEMENTS // (sum(self.heads) * self.dim))  # positions
+        self.batch_size = max(1, BATCH_ELEMENTS // (sum(self.heads.values()) * self.dim))  # positions
         unknown = sorted(set(self._types) - {"query", "key", "position_ids"})
         if unknown:
             self.reject(f"one that depends on {', '.join(unknown)}")
@@ -141,24 +186,28 @@ class _RopeGraph:
             f"found {actual}; build with attention: traced"
         )
 
-    def apply_to_rows(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Apply RoPE to rows [count, head_dim] at positions [n] -> [count, n, head_dim] float32."""
-        heads, kv_heads = self.heads
+    def apply_to_rows(self, rows: np.ndarray, positions: np.ndarray, part: str) -> np.ndarray:
+        """Apply RoPE to rows [count, head_dim] at positions [n] -> [count, n, head_dim] float32.
+
+        part: of which the rows are heads, the query or the key.
+        """
         results = []
-        for start in range(0, len(rows), heads):
-            batch = rows[start : start + heads]
-            query = np.zeros((len(positions), heads, self.dim), self.dtype)
-            key = np.zeros((len(positions), kv_heads, self.dim), self.dtype)
-            query[:, : len(batch)] = batch
-            query_out, _ = self.apply(query, key, positions)
-            results.append(query_out[:, : len(batch)].swapaxes(0, 1))
+        for start in range(0, len(rows), self.heads[part]):
+            batch = rows[start : start + self.heads[part]]
+            inputs = {
+                name: np.zeros((len(positions), heads, self.dim), self.dtype) for name, heads in self.heads.items()
+            }
+            inputs[part][:, : len(batch)] = batch
+            outputs = self.apply(inputs["query"], inputs["key"], positions)
+            results.append(outputs[part][:, : len(batch)].swapaxes(0, 1))
         return np.concatenate(results).astype(np.float32)
 
-    def apply(self, query: np.ndarray, key: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def apply(self, query: np.ndarray, key: np.ndarray, positions: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the query and the key with RoPE."""
         query_dim = int(self._executable.inputs["query"].shape[1]) // query.shape[1]
         padded = np.pad(query, [(0, 0), (0, 0), (0, query_dim - self.dim)])  # sinks follow a head, without RoPE
         arrays = {"query": padded.reshape(len(query), -1), "key": key.reshape(len(key), -1), "position_ids": positions}
         inputs = {name: arrays[name].astype(dtype, copy=False) for name, dtype in self._types.items()}
         outputs = {"query_out": np.empty(query.shape, self.dtype), "key_out": np.empty(key.shape, self.dtype)}
         self._executable.prepare(inputs, outputs)()
-        return outputs["query_out"], outputs["key_out"]
+        return {"query": outputs["query_out"], "key": outputs["key_out"]}
