@@ -150,7 +150,9 @@ class Edit:
     def rows_where(self, value: Value, condition: Value, instead: Value | float) -> Value:
         """`value` with the rows for which `condition` [rows] holds replaced."""
         other = instead if isinstance(instead, str) else self.like(value, instead)
-        return self.op("Where", self.column(condition), other, value)
+        # Quantised weights, which are inputs, are [rows, blocks, bytes]; what is computed has two dimensions.
+        dims = next((len(each.type.tensor_type.shape.dim) for each in self.graph.input if each.name == value), 2)
+        return self.op("Where", self.op("Unsqueeze", condition, self.ints(*range(1, dims))), other, value)
 
     # What is changed
 
