@@ -37,15 +37,16 @@ def failures(
     source: str,
     targets: Mapping[str, Sequence[str]],
     left_out: str = "",
-    max_seq_len: int = LIMITS["max_seq_len"],
+    limits: Mapping[str, int] = LIMITS,
+    backends: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> list[str]:
     """Take a model through all stages of its targets; return a line for each job that failed.
 
     root: of the results, of which those that are there are not made again. source: `random:<config.json>?seed=0` or a
-    checkpoint's folder. targets: precisions by backend. left_out: a job that is not run, as it calls itself. settings:
-    of the model, in the config. What needs the output of a failed job is left out too. Raises InputError where the
-    config is refused.
+    checkpoint's folder. targets: precisions by backend. left_out: a job that is not run, as it calls itself. backends:
+    that section of the config. settings: of the model, in the config. What needs the output of a failed job is left out
+    too. Raises InputError where the config is refused.
     """
     model = {
         "source": source,
@@ -56,8 +57,7 @@ def failures(
         "golden": GOLDEN,
         **settings,
     }
-    limits = {**LIMITS, "max_seq_len": max_seq_len}
-    config = load.load({"models": {MODEL: model}, "limits": limits})
+    config = load.load({"models": {MODEL: model}, "limits": dict(limits), "backends": dict(backends or {})})
     results = Results(root)
     (place,) = config.check_sources(results=results).values()
     files = {MODEL: vars(model_files(config, MODEL, place, results))}
