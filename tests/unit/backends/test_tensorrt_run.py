@@ -609,7 +609,7 @@ def test_any_schedule_gives_the_tokens_of_each_request_alone_with_steps_begun_ea
     assert sum(len(item) > 1 and max(item) > 1 for item in put) > 5
     model.tables.pool.forget()
     monkeypatch.setattr(scheduler, "LOOKAHEAD", 1)
-    small = open_model(chunk_size=64, kv_bytes=5 * model.tables.pool.page_nbytes)
+    small = open_model(chunk_size=64, kv_bytes=4 * model.tables.pool.page_nbytes)
     engine = Engine(small, admission="optimistic")
     chaos.check(engine)
     assert engine.scheduler.num_swaps
