@@ -31,7 +31,6 @@ inline unsigned pack(float low, float high) {
     return as<unsigned short>((_Float16)low) | (unsigned)as<unsigned short>((_Float16)high) << 16;
 }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
-inline float __fmul_rn(float a, float b) { return a * b; }
 inline float rope(float x, float own, float y, float other) { return fmaf(y, other, x * own); }
 
 template <typename T> T load_relaxed(const T* from) { return *from; }

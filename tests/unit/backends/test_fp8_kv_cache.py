@@ -47,6 +47,7 @@ SOURCE = """
 #include "fake_gpu/host_block.h"
 #include "fake_gpu/host_numbers.h"
 #include "fake_gpu/host_attention.h"
+#include "rope_tables.cu"
 #include "fp8_heads.cu"
 #include "fp8_pages.cu"
 extern "C" void write(int tokens, const float* key, const Bits* value, Code* keys, Code* values, const float* own,
@@ -76,6 +77,7 @@ def kernels(tmp_path_factory):
         "PAGE": 64,
         "THREADS": 128,
         "WIDE": 1,
+        "SEPARATE": 0,
         "GROUP": 2,
         "GIVEN": 0,
     }

@@ -61,6 +61,6 @@ def test_a_shape_that_is_no_llama_is_refused_before_anything_is_made(tmp_path):
     ended = CliRunner().invoke(bench, ["gpu", "--work", str(tmp_path / "work"), "--shape", str(tmp_path / "gpt2.json")])
     assert ended.exit_code == 2
     assert ended.stderr.splitlines() == [
-        f"lockstep: error: {tmp_path}/gpt2.json: model_type: expected llama, which is what runs beside it in "
-        f"transformers, found 'gpt2'; name another shape"
+        f"lockstep: error: {tmp_path}/gpt2.json: model_type: expected llama, the class that transformers runs for "
+        f"comparison, found 'gpt2'; name another shape"
     ]

@@ -26,6 +26,7 @@ SOURCE = """
 #include "fake_gpu/host_block.h"
 #include "fake_gpu/host_numbers.h"
 #include "fake_gpu/host_attention.h"
+#include "rope_tables.cu"
 #if FP8
 #include "fp8_heads.cu"
 #endif

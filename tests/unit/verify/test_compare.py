@@ -377,7 +377,7 @@ def test_a_set_in_which_the_file_of_an_engine_has_another_name_is_refused(demo, 
 
 
 def test_a_rotary_encoding_of_another_form_fails_the_build(gpu, demo, tmp_path) -> None:
-    """Elements in another order are the same attention: only who reads the encoding can see it."""
+    """Whose elements are made of three: only who reads the encoding can see it."""
     graphs = shutil.copytree(demo.assembly(MODEL, "fp16").parent, tmp_path / "graphs")
     assembly = read_json(graphs / "assembly.json")
     decode = assembly["kinds"]["attention"]["decode"]
@@ -389,7 +389,9 @@ def test_a_rotary_encoding_of_another_form_fails_the_build(gpu, demo, tmp_path) 
     for value in rotated:
         at, maker = next((at, node) for at, node in enumerate(model.graph.node) if value in node.output)
         maker.output[:] = [f"{value}/first"]
-        model.graph.node.insert(at + 1, helper.make_node("Gather", [f"{value}/first", "order"], [value], axis=2))
+        moved = helper.make_node("Gather", [f"{value}/first", "order"], [f"{value}/moved"], axis=2)
+        model.graph.node.insert(at + 1, moved)
+        model.graph.node.insert(at + 2, helper.make_node("Add", [f"{value}/first", f"{value}/moved"], [value]))
     onnx.save(model, graphs / decode["graph"])
     decode["sha256"] = sha256_file(graphs / decode["graph"])
     write_json(graphs / "assembly.json", assembly)
@@ -398,7 +400,7 @@ def test_a_rotary_encoding_of_another_form_fails_the_build(gpu, demo, tmp_path) 
     assert not list((tmp_path / "engines").glob("*.onnx")) and not (tmp_path / "engines" / "engines.json").exists()
     message = str(refused.value)
     assert "engines/attention.rotary.onnx: expected RoPE that mixes pairs of elements" in message
-    assert message.endswith("made of 2 others; build with attention: traced")
+    assert message.endswith("made of 4 others; build with attention: traced")
 
 
 def test_a_shape_that_the_engine_refuses_is_one_line(gpu, demo, tmp_path, monkeypatch) -> None:

@@ -36,15 +36,9 @@ __device__ __forceinline__ unsigned pack(float low, float high) {
 
 // RoPE of one element, by intrinsics that leave the compiler no choice of roundings, so that all kernels cache the same numbers.
 __device__ __forceinline__ float rope(float x, float own, float y, float other) { return __fmaf_rn(y, other, __fmul_rn(x, own)); }
-
-// Where a position's weights begin, and the elements that element j is made of, in a head of the queries or of the keys.
-__device__ __forceinline__ long long weights_of(long long position, bool is_key) { return (SEPARATE ? 2 * position + is_key : position) * DIM; }
-__device__ __forceinline__ int first_of(const int* partner, bool is_key, int j) { return SEPARATE ? partner[2 * is_key * DIM + j] : j; }
-__device__ __forceinline__ int second_of(const int* partner, bool is_key, int j) { return partner[(SEPARATE ? 2 * is_key + 1 : 0) * DIM + j]; }
 """  # noqa: E501
+    + Path(__file__).with_name("rope_tables.cu").read_text(encoding="utf-8")
 )
-
-
 FP8_WORDS = Path(__file__).with_name("fp8_heads.cu").read_text(encoding="utf-8")
 
 

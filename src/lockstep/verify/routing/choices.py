@@ -88,8 +88,8 @@ class Choice:
             return
         with np.errstate(invalid="ignore"):
             apart = ordered[:, None] - ordered  # of each two
+            distance = np.where(chosen, ordered - ordered[~chosen].max(), ordered[chosen].min() - ordered)
         near = (apart <= np.maximum(tolerance[:, None], tolerance)) & chosen[:, None] & ~chosen
-        distance = np.where(chosen, ordered - ordered[~chosen].max(), ordered[chosen].min() - ordered)
         tied = _nearest(np.where(near.any(0) | near.any(1), distance, np.inf), np.finfo(float).max)
         leaving = [i for i in tied if chosen[i]]
         coming = [i for i in tied if not chosen[i]]
