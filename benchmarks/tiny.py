@@ -81,9 +81,9 @@ def try_on_gpu(name: str, backend: str, precision: str, folder: Path) -> dict[st
         stage = "run"
         record = _errors_on_gpu(config, source, results, engines, precision)
     except (CheckError, InputError) as error:
-        return {"result": REFUSED if stage == "export" else WRONG, "reason": _ended(stage, error)}
+        return {"result": REFUSED if stage == "export" else WRONG, "reason": _ended(stage, error, folder)}
     except Exception as error:
-        return {"result": NO_MODEL if stage == NO_MODEL else BROKEN, "reason": _ended(stage, error)}
+        return {"result": NO_MODEL if stage == NO_MODEL else BROKEN, "reason": _ended(stage, error, folder)}
     reference_error = record["transformers_error"]
     if np.isfinite(reference_error) and not record["logit_error"] <= OWN_ERRORS * reference_error:
         lines.insert(0, "logits differ by more than four times transformers' own error")
@@ -98,8 +98,8 @@ def _joined(lines: Sequence[str], folder: Path) -> str:
     return " ".join("; ".join(lines).replace(f"{folder}/", "").split())[:600]
 
 
-def _ended(stage: str, error: Exception) -> str:
-    return f"{stage}: {_one_line(error)}"
+def _ended(stage: str, error: Exception, folder: Path) -> str:
+    return f"{stage}: {_one_line(error)}".replace(f"{folder}/", "")
 
 
 def _errors_on_gpu(
@@ -206,7 +206,7 @@ def try_config(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         results.root, str(source), {"onnxruntime": ["fp32"]}, limits=LIMITS | {"max_seq_len": _positions(assembly)}
     )
     if lines:
-        return {"result": WRONG, "reason": " ".join(lines[0].replace(f"{folder}/", "").split())[:400], **record}
+        return {"result": WRONG, "reason": _joined(lines[:1], folder)[:400], **record}
     return {"result": WORKS, **record}
 
 

@@ -228,7 +228,7 @@ decode_attention(const Given* query, const Given* key, const Bits* value, Bits* 
     for (int r = 0; r < ROUNDS; ++r) {
         const unsigned i = index_of(r);
         const bool is_key = i / DIM == HEADS;
-        partners[r] = load_relaxed(&partner[SEPARATE ? (2 * is_key + 1) * DIM + i % DIM : i % DIM]);
+        partners[r] = load_relaxed(partner + second_at(is_key, i % DIM));
         sources[r] = source_of(i);
         xs[r] = load_relaxed(sources[r] + first_of(partner, is_key, i % DIM));
     }
