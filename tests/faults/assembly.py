@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from faults.fault import ASSEMBLY, HOST, Fault, change
+from faults.fault import ASSEMBLY, FLOATS, HOST, Fault, change
 
 Assembly = dict[str, Any]
 
@@ -20,9 +20,14 @@ def swap(assembly: Assembly, layer: int, part: str, one: str, other: str) -> Non
 
 @change
 def bind(assembly: Assembly, layer: int, part: str, slot: str, tensor: str) -> None:
-    """Bind the slot of a part of a layer whose name holds `slot` to another tensor."""
+    """Bind the slots of a part of a layer whose names hold `slot` to another tensor: of quantised ones data and scales.
+
+    tensor: without these ends, unless it has one.
+    """
     slots = assembly["layers"][layer][part]["slots"]
-    slots[next(name for name in slots if slot in name)] = [tensor]
+    for name in [name for name in slots if slot in name]:
+        _, _, end = name.partition(".weight")
+        slots[name] = [tensor if tensor.endswith(end) else f"{tensor}{end}"]
 
 
 @change
@@ -101,8 +106,8 @@ FAULTS = (
     Fault("layer-exit", "the exit of another depth", ASSEMBLY, exit_of(1, 0)),
     Fault("layer-bias", "the second layer's value bias is the first's", ASSEMBLY,
           bind(1, "block", "v_proj.bias", "model.layers.0.self_attn.v_proj.bias"), "bias"),
-    Fault("head-is-embedding", "lm_head taken for tied", ASSEMBLY, head_is_embedding),
-    Fault("embedding-is-head", "the embedding bound to lm_head", ASSEMBLY, embedding_is_head),
+    Fault("head-is-embedding", "lm_head taken for tied", ASSEMBLY, head_is_embedding, precisions=FLOATS),
+    Fault("embedding-is-head", "the embedding bound to lm_head", ASSEMBLY, embedding_is_head, precisions=FLOATS),
     Fault("kinds-swapped", "window and no window in the other's layer", ASSEMBLY, variants("attention_2", "attention"),
           "gemma2"),
     Fault("kinds-all-windowed", "the window in all layers", ASSEMBLY, variants("attention", "attention"), "gemma2"),

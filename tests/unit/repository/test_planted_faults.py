@@ -21,6 +21,8 @@ from faults.table import FAULTS
 from lockstep.artifacts.files import read_json
 from lockstep.errors import CheckError
 
+PARTS = ("data", "scales")
+
 
 @pytest.fixture(scope="module")
 def graphs(demo):
@@ -98,6 +100,13 @@ def test_each_fault_of_the_demo_changes_what_it_says_and_leaves_a_graph(planted,
         graphs = {file for file in changed if file.endswith(".onnx")}
         assert "assembly.json" in changed, name
         assert bool(graphs) == (FAULTS[name].place == "graph"), name
+
+
+def test_a_fault_of_the_assembly_binds_data_and_scales_of_quantised_weights():
+    slots = {f"mlp.down_proj.weight.{part}": [f"model.layers.1.mlp.down_proj.weight.{part}"] for part in PARTS}
+    assembly = {"layers": [{}, {"exit": {"slots": slots}}]}
+    FAULTS["layer-down"].change(assembly)
+    assert sorted(slots.values()) == [[f"model.layers.0.mlp.down_proj.weight.{part}"] for part in PARTS]
 
 
 def test_the_gate_of_each_row_is_the_one_that_caught_it_in_the_records():
