@@ -14,10 +14,12 @@ from lockstep.cli.extras import EXTRAS
 from lockstep.cli.options import JSON, PATH
 from lockstep.cli.terminal import echo_json
 from lockstep.errors import is_installed, pip_install
+from lockstep.step.host_memory import total_bytes
 from lockstep.targets import is_quantized
 
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
+    from lockstep.config.sources import CheckpointShape
 
 _VERSIONS = ("snakemake", "torch", "transformers", "onnx", "onnxruntime", "openvino")
 # TensorRT comes for one version of CUDA or another, as a package of three.
@@ -28,16 +30,6 @@ _GB = 1e9
 JOB_NBYTES = 2.5e9
 JOB_PER_BYTE = 4.5
 QUANTIZED_PER_BYTE = 8
-_BYTES = {
-    "fp32": 4.0,
-    "fp16": 2.0,
-    "bf16": 2.0,
-    "w8a16": 1.2,
-    "w4a16": 0.7,
-    "w8a8": 1.2,
-    "w4a8": 0.7,
-    "w8a8-fp8": 1.05,
-}  # of a parameter, with scales
 
 
 @click.command()
@@ -52,7 +44,7 @@ def doctor(config: Path | None, as_json: bool) -> None:
 
     facts = _machine()
     if config is not None:
-        facts["models"] = _models(load(config))
+        facts["models"] = _models(load(config), str(config))
     if as_json:
         return echo_json(facts)
     for line in _lines(facts):
@@ -62,7 +54,6 @@ def doctor(config: Path | None, as_json: bool) -> None:
 def _machine() -> dict[str, Any]:
     from lockstep.backends.cpu import describe_cpu
     from lockstep.backends.identity import versions
-    from lockstep.step.host_memory import total_bytes
 
     cpu = describe_cpu()
     extras: dict[str, list[str]] = {}
@@ -71,9 +62,9 @@ def _machine() -> dict[str, Any]:
             extras.setdefault(extra, []).append(module)
     return {
         "versions": {"lockstep": __version__, **versions(list(_VERSIONS)), **_tensorrt_version()},
-        "cpu": {**cpu, "cores": len(os.sched_getaffinity(0))},
+        "cpu": {**cpu, "cores": _cores()},
         "memory_bytes": total_bytes(),
-        "disk_bytes": shutil.disk_usage(".").free,
+        "disk_bytes": _free_disk(),
         "backends": _backends(),
         "missing_extras": extras,
     }
@@ -105,26 +96,30 @@ def _backends() -> dict[str, dict[str, Any]]:
     return by_backend
 
 
-def _models(config: Config) -> dict[str, dict[str, Any]]:
+def _models(config: Config, where: str) -> dict[str, dict[str, Any]]:
     """Return what each model of the config needs; without numbers where it must be fetched first."""
-    from lockstep.cli.job_times import seconds_by_stage
     from lockstep.config.sources import read_shape
 
-    by_model: dict[str, dict[str, Any]] = {}
-    for name, place in config.check_sources().items():
-        model = config.models[name]
-        shape = read_shape(place)
-        parameters = shape.num_parameters
-        if parameters is None:
-            continue
-        factor = QUANTIZED_PER_BYTE if any(map(is_quantized, model.all_precisions())) else JOB_PER_BYTE
-        by_model[name] = {
-            "parameters": parameters,
-            "memory_bytes": round(JOB_NBYTES + factor * 2 * parameters),
-            "disk_bytes": round(parameters * sum(_BYTES[precision] for precision in model.all_precisions())),
-            "seconds": seconds_by_stage(config, name, parameters, shape.num_hidden_layers),
-        }
-    return {name: by_model.get(name, {}) for name in config.models}
+    places = config.check_sources(where=where)
+    return {name: needs(config, name, read_shape(places[name])) if name in places else {} for name in config.models}
+
+
+def needs(config: Config, name: str, shape: CheckpointShape) -> dict[str, Any]:
+    """Return what a model needs: parameters, bytes, and seconds by stage; nothing where its size is not told."""
+    from lockstep.cli.job_times import seconds_by_stage
+    from lockstep.config.first import PARAMETER_NBYTES
+
+    parameters = shape.num_parameters
+    if parameters is None:
+        return {}
+    precisions = config.models[name].all_precisions()
+    factor = QUANTIZED_PER_BYTE if any(map(is_quantized, precisions)) else JOB_PER_BYTE
+    return {
+        "parameters": parameters,
+        "memory_bytes": round(JOB_NBYTES + factor * 2 * parameters),
+        "disk_bytes": round(parameters * sum(PARAMETER_NBYTES[precision] for precision in precisions)),
+        "seconds": seconds_by_stage(config, name, parameters, shape.num_hidden_layers),
+    }
 
 
 def _lines(facts: dict[str, Any]) -> list[str]:
@@ -148,18 +143,29 @@ def _lines(facts: dict[str, Any]) -> list[str]:
     for extra, modules in sorted(facts["missing_extras"].items()):
         lines.append(f"{extra}: {', '.join(modules)} not installed: {pip_install(extra)}")
     for name, model in facts.get("models", {}).items():
-        lines.append(_model_line(name, model, facts))
+        lines.append(model_line(name, model))
     return lines
 
 
-def _model_line(name: str, model: dict[str, Any], facts: dict[str, Any]) -> str:
+def model_line(name: str, model: dict[str, Any]) -> str:
+    """Return a line on what a model needs, of `needs`, beside what is here."""
     if not model:
         return f"{name}: its size is known once it is fetched: lockstep stage fetch {name}"
     words = []
-    for key, what in (("memory_bytes", "memory"), ("disk_bytes", "disk")):
-        fits = "" if model[key] <= facts[key] else f", more than the {facts[key] / _GB:.1f} GB here"
+    for key, what, here in (("memory_bytes", "memory", total_bytes()), ("disk_bytes", "disk", _free_disk())):
+        fits = "" if model[key] <= here else f", more than the {here / _GB:.1f} GB here"
         words.append(f"about {model[key] / _GB:.1f} GB of {what}{fits}")
     total = sum(model["seconds"].values())
-    stages = ", ".join(f"{stage} {seconds / total:.0%}" for stage, seconds in list(model["seconds"].items())[:5])
-    words.append(f"about {total / 60:,.0f} min on {facts['cpu']['cores']} cores ({stages})")
+    longest = [(stage, seconds / total) for stage, seconds in list(model["seconds"].items())[:5]]
+    stages = ", ".join(f"{stage} {part:.0%}" for stage, part in longest if part >= 0.01)
+    time = f"{total / 60:.0f} min" if total < 7200 else f"{total / 3600:,.0f} h"
+    words.append(f"about {time} on {_cores()} cores ({stages})")
     return f"{name}: about {model['parameters'] / 1e6:,.0f} M parameters: {', '.join(words)}"
+
+
+def _free_disk() -> int:
+    return shutil.disk_usage(".").free
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))

@@ -16,13 +16,15 @@ from lockstep.errors import InputError
 def init(source: str, out: Path | None) -> None:
     """Write the first config of a model, which works as it is.
 
-    It asks for one precision on what can run here, and limits that fit the model. Of a model on the hub config.json is
-    fetched.
+    It asks for one precision, by the model's size and what can run here, and limits that fit the model; a line says
+    what a run needs of memory, disk and time. Of a model on the hub config.json is fetched.
     """
     from lockstep.artifacts.files import write_bytes
+    from lockstep.cli.doctor import model_line, needs
     from lockstep.config.first import first_config, name_of
     from lockstep.config.load import load
-    from lockstep.config.sources import HubSource, SourceError, parse_source
+    from lockstep.config.sources import HubSource, SourceError, parse_source, read_shape
+    from lockstep.step.host_memory import total_bytes
 
     try:
         kind = parse_source(source)
@@ -32,7 +34,8 @@ def init(source: str, out: Path | None) -> None:
     out = Path(f"{name}.yaml") if out is None else out
     if out.exists():
         raise InputError(f"{out}: expected no such file yet, found one; name another by --out, or delete it")
-    text = first_config(name, source, _shape_file(source))
+    shape_file = _shape_file(source)
+    text = first_config(name, source, shape_file, total_bytes())
     write_bytes(out, text.encode())
     try:
         config = load(out)
@@ -41,6 +44,8 @@ def init(source: str, out: Path | None) -> None:
     except InputError:
         out.unlink()
         raise
+    if needed := needs(config, name, read_shape(shape_file)):
+        click.echo(model_line(name, needed))
     click.echo(f"Wrote {out}. Make and check it: lockstep run {out}")
 
 

@@ -202,9 +202,10 @@ def shape_problems(
                 where, f"expected each target once; found {layers}, which is all of this model's layers, and all"
             )
     heads, kv_heads = shape.num_heads
+    kv_heads = kv_heads if type(kv_heads) is int and kv_heads else heads
     ranks = model.tensor_parallel
-    if type(heads) is int and not heads_divide(heads, kv_heads if type(kv_heads) is int and kv_heads else heads, ranks):
-        text = f"expected a divisor of {heads} heads, and a divisor or multiple of those of keys, in {path}"
+    if type(heads) is int and not heads_divide(heads, kv_heads, ranks):
+        text = f"expected a divisor of {heads} heads, and a divisor or multiple of {kv_heads} of keys, in {path}"
         yield Problem(("models", name, "tensor_parallel"), f"{text}; found {ranks}")
     if any(map(is_quantized, model.all_precisions())):
         yield from _group_problems(name, model, shape, path, settings_of)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import yaml
 
+from lockstep.backends.gpu import total_memory
 from lockstep.config.backends import backends
 from lockstep.config.packing import MXFP4, Packing, precision_of
 from lockstep.config.sources import GgufSource, HubSource, RandomSource, parse_source, read_shape
@@ -20,6 +21,18 @@ _STEP = 1024
 _LONG_PROMPT = 1000
 # Below this many parameters fp32 is quick on a CPU; above, 8-bit weights read a quarter of the memory for each token.
 _SMALL = 500_000_000
+_WEIGHTS_SHARE = 0.8  # of memory; the rest is for the KV cache and activations
+# Bytes of a parameter, with scales.
+PARAMETER_NBYTES = {
+    "fp32": 4.0,
+    "fp16": 2.0,
+    "bf16": 2.0,
+    "w8a16": 1.2,
+    "w4a16": 0.7,
+    "w8a8": 1.2,
+    "w4a8": 0.7,
+    "w8a8-fp8": 1.05,
+}
 
 
 @dataclass(frozen=True)
@@ -31,8 +44,11 @@ class Choice:
     why: str
 
 
-def choose(parameters: int | None, packing: Packing | None) -> Choice:
-    """Choose by what can run here, by the model's number of parameters, and by how its weights are packed."""
+def choose(parameters: int | None, packing: Packing | None, memory: int) -> Choice:
+    """Choose by what can run here, by the model's number of parameters, and by how its weights are packed.
+
+    The first precision whose weights fit into the memory of the GPU, or into `memory` bytes where there is none.
+    """
     cuda = backends()["cuda"]
     on_gpu = cuda.missing() is None and cuda.cannot_run({}) is None
     backend = "cuda" if on_gpu else "onnxruntime"
@@ -40,11 +56,18 @@ def choose(parameters: int | None, packing: Packing | None) -> Choice:
         if packing.layout == MXFP4:  # which OpenVINO multiplies with; ONNX Runtime decodes it first
             backend = "openvino" if backends()["openvino"].missing() is None else "onnxruntime"
         return Choice(precision_of(packing.bits), backend, "as the checkpoint is quantised")
+    parameters = _SMALL if parameters is None else parameters
     if on_gpu:
-        return Choice("fp16", backend, "there is a GPU here; also w8a16, w4a16")
-    if parameters is not None and parameters < _SMALL:
-        return Choice("fp32", backend, "a small model on a CPU; also fp16, w8a16, w4a16")
-    return Choice("w8a16", backend, "on a CPU it reads a quarter of fp32's weights a token; also fp32, fp16, w4a16")
+        precisions = {"fp16": "there is a GPU here; also w8a16, w4a16"}
+        memory = total_memory()
+    else:
+        precisions = {"fp32": "a small model on a CPU; also fp16, w8a16, w4a16"} if parameters < _SMALL else {}
+    precisions["w8a16"] = "half the memory of fp16; also fp16, w4a16"
+    precisions["w4a16"] = "what fits into the memory here; also w8a16, fp16"
+    room = _WEIGHTS_SHARE * memory
+    fitting = (name for name in precisions if PARAMETER_NBYTES[name] * parameters <= room)
+    precision = next(fitting, "w4a16")
+    return Choice(precision, backend, precisions[precision])
 
 
 def name_of(source: str) -> str:
@@ -64,17 +87,17 @@ def name_of(source: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("._-")[:100] or "model"
 
 
-def first_config(name: str, source: str, shape_file: Path) -> str:
+def first_config(name: str, source: str, shape_file: Path, memory: int) -> str:
     """Return the text of a model's first config.
 
-    shape_file: its config.json, the folder that holds it, or its GGUF file. Raises InputError for a model that cannot
-    be read.
+    shape_file: its config.json, the folder that holds it, or its GGUF file. memory: of the machine, in bytes. Raises
+    InputError for a model that cannot be read.
     """
     shape = read_shape(shape_file)
     length = min(shape.max_position_embeddings or MOST_TOKENS, MOST_TOKENS)
     known = shape.max_position_embeddings
     long_prompt = min(_LONG_PROMPT, length // 2)
-    choice = choose(shape.num_parameters, shape.packing)
+    choice = choose(shape.num_parameters, shape.packing, memory)
     return f"""\
 # {name}: made and checked by `lockstep run`, then served by `lockstep serve`. All keys: config/README.md.
 models:

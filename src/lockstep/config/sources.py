@@ -240,25 +240,30 @@ class CheckpointShape:
 def num_parameters(config: Mapping[str, Any], depth: int) -> int | None:
     """Return about how many parameters a model of a config.json has; None where it does not say.
 
-    Attention has 4 squares of the hidden size a layer, an MLP 8 where its size is not told; each expert is an MLP; then
-    embedding and head, which may be one.
+    Attention has 4 squares of the hidden size a layer where heads are not told, or share a latent; an MLP 8 where its
+    size is not told; each expert is an MLP; then embedding and head, which are one unless the config denies it.
     """
-    hidden = model_config.setting(config, ("hidden_size",))
-    vocabulary = model_config.setting(config, ("vocab_size",))
-    if not isinstance(hidden, int) or not isinstance(vocabulary, int):
+
+    def size(*keys: str) -> int:
+        value = model_config.setting(config, keys)
+        return value if type(value) is int else 0
+
+    hidden = size(*model_config.HIDDEN_KEYS)
+    vocabulary = size("vocab_size")
+    if not hidden or not vocabulary:
         return None
-    mlp = 8 * hidden * hidden
-    feed_forward = model_config.setting(config, ("intermediate_size",))
-    if isinstance(feed_forward, int):
-        mlp = 3 * hidden * feed_forward
-    experts = model_config.setting(config, _NUM_EXPERTS)
-    if isinstance(experts, int) and experts > 1:
-        expert_size = model_config.setting(config, ("moe_intermediate_size", "intermediate_size"))
-        if isinstance(expert_size, int):
-            mlp = 3 * hidden * expert_size
-        mlp *= experts
-    tables = 1 if model_config.setting(config, ("tie_word_embeddings",)) else 2
-    return depth * (4 * hidden * hidden + mlp) + tables * vocabulary * hidden
+    attention = 4 * hidden * hidden
+    heads = size("num_attention_heads")
+    if heads and not size("kv_lora_rank"):
+        head_dim = size("head_dim") or hidden // heads
+        attention = 2 * hidden * head_dim * (heads + (size("num_key_value_heads") or heads))
+    mlp = 3 * hidden * size("intermediate_size") or 8 * hidden * hidden
+    expert = 3 * hidden * size("moe_intermediate_size") or mlp
+    experts = size(*_NUM_EXPERTS)
+    of_experts = expert * (experts + size("n_shared_experts")) if experts > 1 else mlp
+    dense_layers = min(size("first_k_dense_replace"), depth)
+    tables = 2 if model_config.ties_head(config) is False else 1
+    return depth * attention + dense_layers * mlp + (depth - dense_layers) * of_experts + tables * vocabulary * hidden
 
 
 def read_shape(path: Path) -> CheckpointShape:

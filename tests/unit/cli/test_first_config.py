@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -49,6 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_first_config_asks_for_what_the_model_has(source: str, name: str, length: int) -> None:
     code, output = run("init", source)
     assert code == 0 and f"lockstep run {name}.yaml" in output
+    assert re.match(rf"{name}: about \d+ M parameters: about [\d.]+ GB of memory, .* min on \d+ cores", output)
     config = load(Path(f"{name}.yaml"))
     assert config.models[name].source == source and config.models[name].golden.prompts
     assert config.limits.model_dump() == {
@@ -102,11 +104,17 @@ def test_a_config_that_is_there_is_kept(folder: Path) -> None:
     assert run("init", DEMO, "--out", "other.yaml")[0] == 0 and yaml.safe_load(Path("other.yaml").read_text())["models"]
 
 
-def test_the_precision_follows_size_and_packing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_precision_follows_size_memory_and_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = Packing("awq", 4, 128, True)
-    chosen = [first.choose(size, packing) for size, packing in ((10**8, None), (10**10, None), (10**8, packed))]
-    assert [choice.precision for choice in chosen] == ["fp32", "w8a16", "w4a16"]
+    sizes = ((10**8, None), (10**10, None), (3 * 10**10, None), (10**8, packed))
+    memory = 32 * 10**9
+    chosen = [first.choose(size, packing, memory) for size, packing in sizes]
+    assert [choice.precision for choice in chosen] == ["fp32", "w8a16", "w4a16", "w4a16"]
     assert all(choice.precision in backends()[choice.backend].precisions for choice in chosen)
+    on_gpu = {"cuda": replace(backends()["cuda"], cannot_run=lambda options: None)}
+    monkeypatch.setattr(first, "backends", lambda: {**backends(), **on_gpu})
+    monkeypatch.setattr(first, "total_memory", lambda: memory)
+    assert [first.choose(size, packing, 0).precision for size, packing in sizes] == ["fp16", "fp16", "w4a16", "w4a16"]
 
 
 def test_doctor_says_of_each_backend_what_it_can_do_and_what_is_missing() -> None:
