@@ -241,6 +241,8 @@ SIXTEEN_SPLITS = 10**6
             SIXTEEN_SPLITS,
         ),
         (decoding(group=5, kv_heads=1, dim=256), LENGTHS, TWO_SPLITS),
+        (decoding("bfloat16", group=5, kv_heads=1, dim=512), LENGTHS, TWO_SPLITS),
+        (decoding(group=2, kv_heads=4, dim=512), LENGTHS, SIXTEEN_SPLITS),
         (decoding("bfloat16", wide=True, dim=96, window=20), LENGTHS, TWO_SPLITS),
         (decoding(group=5, dim=80, value_dim=256, window=1), LENGTHS, SIXTEEN_SPLITS),
         (decoding(group=8, dim=64, value_dim=40), LENGTHS, SIXTEEN_SPLITS),

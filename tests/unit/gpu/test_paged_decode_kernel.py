@@ -62,6 +62,7 @@ def address(array: np.ndarray) -> ctypes.c_void_p:
         pytest.param(1, 3, (40, 24), (1, 65, 130), 1, {"fp8": True}, marks=long),  # loads of 8 bytes
         pytest.param(1, 8, (64, 64), (1, 130, 300), 2, {"fp8": True, "window": 100, "sinks": True}, marks=long),
         pytest.param(1, 5, (256, 256), (130, 64), 1, {"fp8": True}, marks=long),
+        pytest.param(1, 5, (512, 512), (130, 64), 1, {}, marks=long),
         pytest.param(1, 12, (80, 96), (1, 65, 200), 2, {"fp8": True}, marks=long),
     ],
 )

@@ -124,7 +124,7 @@ class AttentionKernelSpec:
     @property
     def by_row(self) -> bool:
         """Return whether the decode kernel runs prompts too, because not every cuDNN can."""
-        return self.sinks or bool(self.softcap)
+        return self.sinks or bool(self.softcap) or max(self.head_dim, self.value_dim) > 256
 
     @property
     def options(self) -> tuple[str, ...]:
