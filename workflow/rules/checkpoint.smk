@@ -100,8 +100,8 @@ rule architecture:
 rule convert:
     input:
         checkpoint="<results>/{model}/checkpoint.json",
-        # What weights are quantised for: the weight inputs of the graphs.
-        assembly=branch(is_quantized, then="<results>/{model}/{precision}/graphs/assembly.json"),
+        # What weights are quantised or rounded for: the weight inputs of the graphs.
+        assembly=branch(is_rounded, then="<results>/{model}/{precision}/graphs/assembly.json"),
     output:
         "<results>/{model}/{precision}/weights.json",
     log:

@@ -131,6 +131,10 @@ def is_quantized(wildcards):
     return re.fullmatch(r"w[0-9]+a[0-9]+(-fp8)?", wildcards.precision) is not None
 
 
+def is_rounded(wildcards):
+    return wildcards.precision != "fp32"
+
+
 def is_brought(wildcards):
     """Whether a job fetches or makes the checkpoint."""
     return plan()["models"][wildcards.model]["kind"] != "folder"

@@ -137,6 +137,15 @@ class Assembly(Document):
         """The token mixers of all layers by name: attention variants, then state mixers."""
         return {**self.variants, **self.state_mixers}
 
+    def float32_tensors(self) -> set[str]:
+        """Return the tensors of the checkpoint that blocks take as float32, in 16 bits too."""
+        tensors = set[str]()
+        for block in (self.embedding, *(part for layer in self.layers for part in layer.parts)):
+            for slot in self.classes[block.graph].signature.slots:
+                if slot.dtype == "float32":
+                    tensors.update(block.slots[slot.name])
+        return tensors
+
     @property
     def hidden_dtype(self) -> str:
         """The type of the hidden state between blocks, as NumPy calls it."""

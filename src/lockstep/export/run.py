@@ -197,28 +197,12 @@ def graphs_of(
     if residual is not None and precision != "fp16":
         raise InputError(f"residual: expected none in {precision}, found {residual}; it is for fp16")
     files, assembly = assemble(meta, config, base, tensor_parallel=tensor_parallel, residual=residual)
-    _check_weights(assembly)
     check_parity(config, meta, files, assembly, assemble)
     if adapters:
         files, assembly = with_adapters(files, assembly, adapters, linear_layers(meta))
     if precision in QUANTIZATIONS:
         return quantize(files, assembly, precision, group_size, quantized, head_bits or HEAD_BITS)
     return files, assembly
-
-
-def _check_weights(assembly: Assembly) -> None:
-    """Raise InputError for a model that keeps weights in float32 in a 16-bit precision.
-
-    `convert` rounds all weights, and the biases of a router's scores must not be rounded.
-    """
-    for layer in assembly.layers:
-        for block in layer.parts:
-            for slot in assembly.classes[block.graph].signature.slots:
-                if slot.dtype == "float32" != assembly.dtype:
-                    raise InputError(
-                        f"precision {assembly.precision}: expected weights of {assembly.dtype}, found that a model of "
-                        f"type {assembly.model_type!r} keeps {block.slots[slot.name][0]} in float32; choose fp32"
-                    )
 
 
 def assemble(

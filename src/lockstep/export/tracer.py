@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -85,9 +86,21 @@ def meta_model(config: Mapping[str, Any], precision: str) -> PreTrainedModel:
         with refused_in_one_line(settings.model_type), torch.device("meta"):
             model = AutoModelForCausalLM.from_config(settings, dtype=dtype)
         _compute_buffers(model, settings.model_type)
+    _keep_float32(model, dtype)
     freeze_ropes(model)
     model.config._attn_implementation = HOOK
     return model.eval()
+
+
+def _keep_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Make the weights float32 that `from_pretrained` loads so in `dtype`, such as the biases of a router's scores."""
+    patterns = [pattern.replace("*", ".*") for pattern in sorted(model._get_dtype_plan(dtype))]
+    if not patterns:
+        return
+    kept = re.compile("|".join(patterns))
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point() and kept.search(name):
+            tensor.data = tensor.data.float()
 
 
 def _compute_buffers(model: PreTrainedModel, model_type: str) -> None:

@@ -104,6 +104,7 @@ _FUNCTIONS: Mapping[str, Any] = {
     "update": str,
     "branch": _branch,
     "is_quantized": lambda config, names: is_quantized(names["precision"]),
+    "is_rounded": lambda config, names: names["precision"] != "fp32",
     "is_brought": lambda config, names: kind_of(config.models[names["model"]].source) != "folder",
     "is_any_adapter_on_the_hub": lambda config, names: bool(params.hub_adapters(config, names["model"])),
     "files_of": FilesOf,

@@ -37,8 +37,8 @@ WEIGHTS = "weights.safetensors"
 def convert(checkpoint_json: Path, precision: str, out_json: Path, assembly_json: Path | None = None) -> Path:
     """Write the weights manifest `out_json` of `precision`, and return it.
 
-    precision: fp32, fp16, bf16 or a quantised one. assembly_json: of the same model and precision; needed only for
-    quantised precisions, whose tensors it names.
+    precision: fp32, fp16, bf16 or a quantised one. assembly_json: of the same model and precision. It names the tensors
+    to quantise, and in 16 bits those that stay float32: without it none does.
 
     Floats are rounded to nearest, ties to even (fp64 to bf16 by way of fp32, as in torch); integers and booleans keep
     their type.
@@ -51,15 +51,21 @@ def convert(checkpoint_json: Path, precision: str, out_json: Path, assembly_json
             f"expected a precision of {', '.join(COMPUTE_NAMES)}, found {precision!r}; correct it in the config"
         )
     out = Path(out_json)
-    dtype = PRECISION_DTYPES[base_precision(precision)]
     source = open_source(Path(checkpoint_json))
     _check_place(source, out)
-    quantized = _quantized_tensors(source, precision, assembly_json) if precision in QUANTIZATIONS else None
-    if quantized is not None:
+    assembly = _load_assembly(assembly_json, precision) if assembly_json else None
+    dtypes = dict.fromkeys(source.floats(), PRECISION_DTYPES[base_precision(precision)])
+    quantized = None
+    if precision in QUANTIZATIONS:
+        quantized = _quantized_tensors(source, precision, assembly, assembly_json)
         source = source.with_transposed(quantized.transposed)
+    elif assembly is not None:
+        float32 = {name_in_checkpoint(name, source.tensors) for name in assembly.float32_tensors()}
+        dtypes |= dict.fromkeys(float32 & dtypes.keys(), "F32")
     for path in (out, out.with_name(WEIGHTS)):
         remove_leftovers(path)
-    if quantized is None and not source.packed and source.float_dtypes() <= {dtype}:
+    is_as_stored = all(source.tensors[name].dtype == dtype for name, dtype in dtypes.items())
+    if quantized is None and not source.packed and is_as_stored:
         stale = [path for path in stale_files(out, ()) if path.name == WEIGHTS]
         _check_finite(source)
         pointers = _pointers(source, source.tensors, out)
@@ -74,7 +80,7 @@ def convert(checkpoint_json: Path, precision: str, out_json: Path, assembly_json
                 out.unlink(missing_ok=True)  # a kill must not leave it next to weights that it does not describe
 
             pointers = _pointers(source, source.unchanged_parts(quantized), out)
-            file, tensors = write_cast(source, dtype, out.with_name(WEIGHTS), before_replaced, quantized)
+            file, tensors = write_cast(source, dtypes, out.with_name(WEIGHTS), before_replaced, quantized)
             remember(out.with_name(WEIGHTS), file.sha256)
             manifest = WeightsManifest.of(precision, (file, *pointers.files), {**tensors, **pointers.tensors})
             if quantized is not None:
@@ -91,16 +97,21 @@ def _check_place(source: Source, out: Path) -> None:
     stale_files(out, (WEIGHTS,))
 
 
-def _quantized_tensors(source: Source, precision: str, assembly_json: Path | None) -> QuantizedTensors:
+def _load_assembly(path: Path, precision: str) -> Assembly:
+    assembly = Assembly.load(path)
+    if assembly.precision != precision:
+        raise InputError(f"{path}: expected an assembly of {precision}, found {assembly.precision}; export again")
+    return assembly
+
+
+def _quantized_tensors(
+    source: Source, precision: str, assembly: Assembly | None, assembly_json: Path | None
+) -> QuantizedTensors:
     """Return the tensors of `source` to quantise, by their names there."""
-    if assembly_json is None:
+    if assembly is None or assembly_json is None:
         raise InputError(f"precision {precision}: expected an assembly, which says what is quantised, found none")
-    assembly = Assembly.load(assembly_json)
     quantization = assembly.quantization
-    if assembly.precision != precision or quantization is None:
-        raise InputError(
-            f"{assembly_json}: expected an assembly of {precision}, found {assembly.precision}; export again"
-        )
+    assert quantization is not None  # in this precision
     names = {name: name_in_checkpoint(name, source.tensors) for name in quantization.bits}
     bits = {names[name]: width for name, width in quantization.bits.items()}
     transposed = tuple(names[name] for name in quantization.transposed)

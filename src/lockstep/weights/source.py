@@ -89,8 +89,8 @@ class Source:
             unchanged |= {data_name(name): places[data], scales_name(name): places[scales]}
         return unchanged
 
-    def float_dtypes(self) -> set[str]:
-        return {place.dtype for place in self.tensors.values() if place.dtype in FLOAT_DTYPES}
+    def floats(self) -> list[str]:
+        return [name for name, place in self.tensors.items() if place.dtype in FLOAT_DTYPES]
 
     def words(self, name: str) -> str:
         """Return a tensor's file, name, dtype and shape, for the start of an error message."""

@@ -53,16 +53,21 @@ class Stored:
 
 
 def write_cast(
-    source: Source, dtype: str, path: Path, before_rename: Callable[[], None], quantized: QuantizedTensors | None = None
+    source: Source,
+    dtypes: Mapping[str, str],
+    path: Path,
+    before_rename: Callable[[], None],
+    quantized: QuantizedTensors | None = None,
 ) -> tuple[StoredFile, dict[str, TensorPlace]]:
     """Write all tensors of `source` to the safetensors file `path`.
 
-    Floats are written as `dtype`, those of `quantized` as integers with scales, unless the checkpoint has just these.
+    dtypes: of the floats, by name; those of `quantized` are written as integers with scales, unless the checkpoint has
+    just these.
 
     Returns the file and its tensors for the weights manifest. `before_rename` is called when the file is complete and
     not yet in place. On any error `path` does not change.
     """
-    stored = _stored(source.tensors, dtype, quantized)
+    stored = _stored(source.tensors, dtypes, quantized)
     header, tensors = layout(stored, path.name)
     size = len(header) + sum(place.length for place in tensors.values())
     contents = _contents(header, source, [stored[name] for name in tensors], quantized)
@@ -113,12 +118,14 @@ def write_stream(
     return digest.hexdigest()
 
 
-def _stored(tensors: Mapping[str, TensorPlace], dtype: str, quantized: QuantizedTensors | None) -> dict[str, Stored]:
+def _stored(
+    tensors: Mapping[str, TensorPlace], dtypes: Mapping[str, str], quantized: QuantizedTensors | None
+) -> dict[str, Stored]:
     """Return {name in the file: tensor}."""
     stored = {}
     for name, place in tensors.items():
         if quantized is None or name not in quantized.bits:
-            stored[name] = Stored(name, dtype if place.dtype in FLOAT_DTYPES else place.dtype, place.shape)
+            stored[name] = Stored(name, dtypes.get(name, place.dtype), place.shape)
             continue
         if quantized.mxfp4:  # stays in the checkpoint's file
             continue

@@ -739,7 +739,7 @@ def here(command: list[str], env: Mapping[str, str], **options: Any) -> subproce
 @pytest.fixture(scope="session")
 def made(shared) -> Path:
     """A folder whose results/ has the target, recorded; not to be changed."""
-    stages = ["resolve", "architecture", "convert", "export", "build"]
+    stages = ["resolve", "architecture", "export", "convert", "build"]
 
     def make(folder: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:

@@ -20,10 +20,11 @@ from lockstep.checkpoint.auto_config import is_tied
 from lockstep.checkpoint.auto_tokenizer import load_auto
 from lockstep.checkpoint.tokenizer_file import TokenizerOfTransformers
 from lockstep.config.backends import backends
-from lockstep.targets import is_quantized
+from lockstep.targets import Results, is_quantized
+from lockstep.weights import Weights
 from shared import Shared
 from some import some
-from whole_workflow import GROUP, failures, in_groups
+from whole_workflow import GROUP, MODEL, failures, in_groups
 
 pytest.importorskip("openvino")
 BACKENDS = ("onnxruntime", "openvino")
@@ -72,6 +73,17 @@ def test_a_family_passes_every_stage_in_w4a16(shared: Shared, tmp_path: Path, fa
     """GPT-2 holds its weights transposed."""
     targets = dict.fromkeys(BACKENDS, ["w4a16"])
     assert not failed(in_groups(FAMILIES[family].config), tmp_path, targets, group_size=GROUP)
+
+
+def test_the_biases_of_a_router_stay_float32_in_16_bits(shared: Shared, tmp_path: Path) -> None:
+    """GLM-4.5, as transformers loads it."""
+    config = {**FAMILIES["dots1"].config, "model_type": "glm4_moe", "partial_rotary_factor": 0.5}
+    backend, precision = ("onnxruntime", "fp16") if backends()["openvino"].lacks_here("bf16") else ("openvino", "bf16")
+    left_out = f"served {MODEL}/{precision}/all/{backend}"
+    assert not failed(config, tmp_path, {backend: [precision]}, left_out=left_out)
+    weights = Weights.open(Results(tmp_path / "results").weights(MODEL, precision))
+    kept = [name for name in weights.names() if weights.info(name).dtype == "F32"]
+    assert kept and all(name.endswith("e_score_correction_bias") for name in kept)
 
 
 @pytest.mark.long

@@ -50,9 +50,10 @@ def compile_block(model: onnx.ModelProto) -> KernelsFile:
         slots = {slot for product in _products(cut) for slot in product.slots}
         signature = signature_of(model.graph, slots)
         stream = residual_stream(wide, signature)
+        kept = stream | _float32_weights(model.graph)
         cut = with_copies(cut, stream, signature)
         quantized = {product.input for product in _products(cut) if product.is_fp8}
-        kernels = [row_kernel(piece, f"piece_{number}", quantized, stream) for number, piece in enumerate(cut.pieces)]
+        kernels = [row_kernel(piece, f"piece_{number}", quantized, kept) for number, piece in enumerate(cut.pieces)]
     except CheckError as error:
         raise CheckError(f"{error}; use the backend tensorrt, which compiles any operator") from None
     for product in _products(cut):
@@ -81,6 +82,14 @@ def compile_block(model: onnx.ModelProto) -> KernelsFile:
     inputs = _declared_types(filter(_is_activation, signature.inputs), dtype, stream)
     outputs = _declared_types(signature.outputs, dtype, stream)
     return KernelsFile(inputs, outputs, cut.inner, tuple(steps), dtype)
+
+
+def _float32_weights(graph: onnx.GraphProto) -> set[str]:
+    """Return the weights that a graph of 16 bits has in float32, as transformers keeps the biases of some routers."""
+    inputs = signature_of(graph).inputs
+    if all(io.dtype not in ("float16", "bfloat16") for io in inputs):
+        return set()
+    return {io.name for io in inputs if io.dtype == "float32" and not _is_activation(io)}
 
 
 def _products(cut: CutGraph) -> list[Product]:

@@ -94,6 +94,7 @@ class KernelsProgram(GpuProgram):
         products = list(itertools.chain.from_iterable(groups))
         self.of_experts = [product for product in products if product.experts is not None]
         self._weights_of_kernels = dict[str, str]()  # {slot: kind}
+        self.wide = {name for kernel in self.kernels for name in kernel.wide}
         for kernel in self.kernels:
             self._weights_of_kernels.update(argument for argument in kernel.arguments if argument[1] in OF_WEIGHTS)
         slots_read = {*self._weights_of_kernels}
@@ -213,7 +214,7 @@ class _Store:
 
     def plain(self, slot: str, kind: str) -> cuda.Array:
         """Return a weight that kernels read, in the block's type or, of a quantised one, as products read it."""
-        cast = {INTEGERS: None, SCALES: _AS_SCALES}.get(kind, self._cast(slot))
+        cast = {INTEGERS: None, SCALES: _AS_SCALES}.get(kind, None if slot in self._program.wide else self._cast(slot))
         return self._put([slot], self._program.slots[slot][0], cast)
 
     def group(self, group: Group, in_one_buffer: bool, rows: dict[str, cuda.Array]) -> SmallWeight:
@@ -331,7 +332,7 @@ class _Call:
             if run.program.lies_beside(group) and not any(product.lora for product in group):
                 self._put_beside(group)
         choices = {product.experts.ids for product in run.program.of_experts if product.experts is not None}
-        dtypes: dict[str, np.dtype] = {name: _WIDE for kernel in run.program.kernels for name in kernel.wide}
+        dtypes: dict[str, np.dtype] = dict.fromkeys(run.program.wide, _WIDE)
         dtypes |= dict.fromkeys(choices, _CHOICE)
         for name, shape in block.inner.items():
             if name not in self._values:

@@ -121,14 +121,14 @@ class RowKernel:
             ROWS: an array [rows, ...] of 16 bits, or float32 if `wide`, and the elements from one row to the next;
             INDEX: integers [rows], and whether they are 64 bits wide;
             CHOICES: int32 [rows, ...], and the elements from one row to the next;
-            WEIGHT: an array of 16 bits;
+            WEIGHT: an array of 16 bits, or float32 if `wide`;
             INTEGERS, SCALES: those of a quantized weight, as GEMMs read them.
         outputs: Names of the outputs, which follow as ROWS, or as CHOICES if they are integers.
         rows: The name of the dimension that is the number of rows.
         blocks: Thread blocks for each row.
         quantized: Outputs that the kernel also quantizes to e4m3. Codes uint8 [rows, ...] and steps float32 [rows] of
             each are the last arguments (e4m3.cu).
-        wide: Arguments and outputs of rows that are float32.
+        wide: Arguments and outputs that are float32.
     """
 
     name: str
