@@ -348,7 +348,7 @@ def mixed(model: Model, rows: int, rounds: int, chunks: Sequence[int] = ()) -> d
 @contextlib.contextmanager
 def waits() -> Iterator[list[float]]:
     """Seconds that this process waits for steps of the device inside."""
-    from lockstep.gpu import cuda
+    from lockstep_gpu import cuda
 
     waited: list[float] = []
     wait = cuda.Event.wait

@@ -138,7 +138,7 @@ AIMS = (
 
 def count_gpus(ranks: int) -> int:
     """Return the number of GPUs that this process sees. `ranks` where all are to run on the first, for checks."""
-    from lockstep.gpu import cuda
+    from lockstep_gpu import cuda
 
     return ranks if os.environ.get(ONE_GPU) else cuda.device_count()
 

@@ -303,11 +303,11 @@ def _rounded(value: float | None) -> float | None:
 
 def serve(place: Place) -> None:
     """Serve until SIGTERM; the first line says where. Without a tokenizer of all ids each token id is a word."""
-    from lockstep.serve.bodies import Access
-    from lockstep.serve.run import Address
-    from lockstep.serve.run import serve as run_server
-    from lockstep.serve.service import Service
-    from lockstep.serve.settings import EngineOptions, ServiceLimits
+    from lockstep_serve.bodies import Access
+    from lockstep_serve.run import Address
+    from lockstep_serve.run import serve as run_server
+    from lockstep_serve.service import Service
+    from lockstep_serve.settings import EngineOptions, ServiceLimits
 
     with tempfile.TemporaryDirectory() as folder:
         options = EngineOptions(

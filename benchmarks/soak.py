@@ -113,7 +113,7 @@ class Server:
         with contextlib.suppress(OSError):
             for path in Path("/proc", str(self._process.pid), "task").glob("*/children"):
                 for child in path.read_text().split():
-                    if b"lockstep.serve.engine_process" in Path("/proc", child, "cmdline").read_bytes():
+                    if b"lockstep_serve.engine_process" in Path("/proc", child, "cmdline").read_bytes():
                         return int(child)
         return None
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from lockstep import InputError
 
 if TYPE_CHECKING:  # they load CUDA's libraries
-    from lockstep.gpu import cuda
-    from lockstep.gpu.executor import GpuExecutor
-    from lockstep.gpu.ranks.group import RankGroup
-    from lockstep.gpu.ranks.rank import StepCalls
+    from lockstep_gpu import cuda
+    from lockstep_gpu.executor import GpuExecutor
+    from lockstep_gpu.ranks.group import RankGroup
+    from lockstep_gpu.ranks.rank import StepCalls
 
 ROUNDS = 20  # of what is timed
 
@@ -22,7 +22,7 @@ def breakdown(executor: GpuExecutor, batch: int) -> dict[str, float]:
     Each kind of call is repeated alone in a graph; "gaps": the rest of the step. Afterwards the rows have the tokens
     that they had. Raises InputError where a row has no room: repeated calls append tokens to its cache.
     """
-    from lockstep.gpu.executor import bucket
+    from lockstep_gpu.executor import bucket
 
     lengths = executor.lengths[:batch]
     count = bucket(batch, executor.num_slots)
@@ -76,7 +76,7 @@ def microseconds_by_name(group: RankGroup, steps: Sequence[StepCalls]) -> dict[s
 
 def microseconds(group: RankGroup, graphs: Sequence[cuda.Graph]) -> float:
     """Return the microseconds of one launch of each rank's graph, on the first device."""
-    from lockstep.gpu import cuda
+    from lockstep_gpu import cuda
 
     _launch(group, graphs)
     first = cuda.Event()

@@ -1,6 +1,7 @@
-"""Draw the packages of src/lockstep and what they import, as a Mermaid graph.
+"""Draw the packages of src and what they import, as a Mermaid graph.
 
-The graph stands in docs/design.md. In: the modules of src/lockstep, read as text. Out: the lines between two markers in
+The graph stands in docs/design.md. In: the modules of src, read as text. A package of `lockstep` is a box of its own,
+each of the other packages is one. Out: the lines between two markers in
 docs/design.md. An arrow that follows from others (a imports b, b imports c: a to c) is left out. `python
 docs/draw_packages.py` writes; with `--check` a drawing that is not current is exit code 1.
 """
@@ -9,44 +10,45 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-PACKAGE = REPOSITORY / "src" / "lockstep"
+SOURCES = REPOSITORY / "src"
 PAGE = REPOSITORY / "docs" / "design.md"
 BEGIN = "<!-- packages: written by `python docs/draw_packages.py` -->"
 END = "<!-- /packages -->"
-ENTRY_POINTS = {"__init__", "__main__"}  # they belong to no package
+ENTRY_POINTS = {"__init__", "__main__", "lockstep"}  # they belong to no box
 
 Graph = Mapping[str, set[str]]
 
 
-def packages(root: Path = PACKAGE) -> dict[str, set[str]]:
-    """Return what each package of `root` imports of the others, in any module."""
-    names = {path.stem for path in root.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
-    graph: dict[str, set[str]] = {name: set() for name in sorted(names - ENTRY_POINTS)}
+def packages(root: Path = SOURCES) -> dict[str, set[str]]:
+    """Return what each package below `root` imports of the others, in any module."""
+    imported: dict[str, set[str]] = {}
     for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).with_suffix("").parts
-        if parts[0] in graph:
-            imported = {module.split(".")[1] for module in _imports(path, (root.name, *parts)) if "." in module}
-            graph[parts[0]] |= (imported & set(graph)) - {parts[0]}
-    return graph
+        module = path.relative_to(root).with_suffix("").parts
+        names = {_box(name.split(".")) for name in _imports(path, module)}
+        imported.setdefault(_box(module), set()).update(names)
+    boxes = imported.keys() - ENTRY_POINTS
+    return {box: imported[box] & boxes - {box} for box in sorted(boxes)}
+
+
+def _box(module: Sequence[str]) -> str:
+    """Return the box of the drawing that a module is in: `lockstep.step.pages` is in `step`."""
+    return module[1] if module[0] == "lockstep" and len(module) > 1 else module[0]
 
 
 def _imports(path: Path, module: tuple[str, ...]) -> Iterator[str]:
-    """Yield the dotted names that a module imports from its own package."""
+    """Yield the dotted names that a module imports."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             # Without the last name for one dot: of a package's __init__.py that is `__init__`.
             base = [*module[: len(module) - node.level], *(node.module or "").split(".")] if node.level else []
             origin = ".".join(filter(None, base)) or node.module or ""
-            names = [f"{origin}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        yield from (name for name in names if name.split(".")[0] == module[0])
+            yield from (f"{origin}.{alias.name}" for alias in node.names)
 
 
 def circle(graph: Graph) -> list[str]:

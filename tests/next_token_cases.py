@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.gpu.sampling_records import PARAMETERS as SAMPLING
-from lockstep.gpu.sampling_records import parameters
 from lockstep.step.logits_pipeline import Masks, Row, Sampler, candidates, choose
 from lockstep.step.noise import Draw, exponential_noise
 from lockstep.step.sampling import Logprobs, Sampled, Sampling
+from lockstep_gpu.sampling_records import PARAMETERS as SAMPLING
+from lockstep_gpu.sampling_records import parameters
 
 __all__ = [
     "CASES",

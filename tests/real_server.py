@@ -93,7 +93,7 @@ class RealServer:
         """Return the process that steps: the server's only child that does."""
         for path in Path("/proc", str(self.process.pid), "task").glob("*/children"):
             for child in path.read_text().split():
-                if b"lockstep.serve.engine_process" in Path("/proc", child, "cmdline").read_bytes():
+                if b"lockstep_serve.engine_process" in Path("/proc", child, "cmdline").read_bytes():
                     return int(child)
         raise AssertionError("there is no engine process")
 

@@ -37,11 +37,11 @@ from unittest import mock
 
 import onnx
 
+import lockstep_gpu.compute_capability as driver
 from fake_gpu import cublas_lt, cuda, cudnn, tensorrt
 from fake_gpu.device import Fault, Gpu
-from lockstep.backends import gpu as driver
-from lockstep.gpu import libraries
-from lockstep.provenance.code_imports import SOURCES as PACKAGE
+from lockstep.provenance.code_imports import SOURCES
+from lockstep_gpu import libraries
 
 __all__ = ["Fault", "Gpu", "installed"]
 
@@ -110,17 +110,17 @@ def _as_library(backend: Any, api: ModuleType) -> Iterator[None]:
 def bound() -> tuple[str, ...]:
     """Return the modules that import CUDA where they are imported: they are bound to the fake one."""
     imports = {}
-    for path in PACKAGE.rglob("*.py"):
-        module = ".".join(("lockstep", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+    for path in SOURCES.rglob("*.py"):
+        module = ".".join(path.relative_to(SOURCES).with_suffix("").parts).removesuffix(".__init__")
         results = [
             node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom) and node.module
         ]
         imports[module] = {node.module for node in results}
         imports[module] |= {f"{node.module}.{alias.name}" for node in results for alias in node.names}
     reached: set[str] = set()
-    while more := {module for module, names in imports.items() if names & {"lockstep.gpu.cuda", *reached}} - reached:
+    while more := {module for module, names in imports.items() if names & {"lockstep_gpu.cuda", *reached}} - reached:
         reached |= more
-    return ("lockstep.gpu.cuda", *sorted(reached))
+    return ("lockstep_gpu.cuda", *sorted(reached))
 
 
 def _remove(name: str) -> ModuleType | None:
@@ -152,9 +152,9 @@ def _build(backend: object, real: Callable, graph: Path, out: Path, options: dic
     from lockstep.artifacts.files import sha256_file, write_bytes
     from lockstep.backends.base import Built
     from lockstep.backends.profiles import LIMITS
-    from lockstep.backends.tensorrt.layers import ChosenLayer
     from lockstep.onnx_tools.dequantized import DequantizeProducts
     from lockstep.onnx_tools.toolkit import run_passes
+    from lockstep_gpu.backends.tensorrt.layers import ChosenLayer
 
     if out.suffix != ".engine":
         return real(backend, graph, out, options)

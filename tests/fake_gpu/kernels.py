@@ -14,14 +14,14 @@ import numpy as np
 
 import fp8_pages
 from fake_gpu.device import Fault, Gpu, Waits
-from lockstep.gpu.sampling_records import BIASED, LOGPROBS, MASKED, PARAMETERS, PENALIZED
-from lockstep.gpu.state_kernels import StateKernelSpec
 from lockstep.step import greedy
 from lockstep.step.logits_pipeline import Sampler
 from lockstep.step.sampling import Sampling
 from lockstep.weights import e4m3
 from lockstep.weights.groups import dequantize as dequantize_weight
 from lockstep.weights.mxfp4 import mxfp4_numbers
+from lockstep_gpu.sampling_records import BIASED, LOGPROBS, MASKED, PARAMETERS, PENALIZED
+from lockstep_gpu.state_kernels import StateKernelSpec
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 EMPTY = 0xFFFFFFFF
@@ -648,10 +648,10 @@ KERNELS: dict[str, Callable] = {
 }
 for _unit in (2, 16):
     KERNELS[f"write_cache_{_unit}"] = lambda gpu, tokens, k, unit=_unit: write_cache(gpu, tokens, k, unit)
-for _name in re.findall(r"^GEMV\((\w+)", (files("lockstep.gpu.kernels") / "small_weights.cu").read_text(), re.M):
+for _name in re.findall(r"^GEMV\((\w+)", (files("lockstep_gpu.kernels") / "small_weights.cu").read_text(), re.M):
     _bits, _outputs, _, _most = map(int, _name.split("_")[1:])
     KERNELS[_name] = functools.partial(gemv, bits=_bits, outputs=_outputs, most=_most)
-for _name in re.findall(r"^FEW_ROWS\((\w+)", (files("lockstep.gpu.kernels") / "few_rows.cu").read_text(), re.M):
+for _name in re.findall(r"^FEW_ROWS\((\w+)", (files("lockstep_gpu.kernels") / "few_rows.cu").read_text(), re.M):
     KERNELS[_name] = functools.partial(few_rows, most=int(_name.split("_")[-1]))
 for _most in (8, 16):
     KERNELS[f"few_rows_fp8_{_most}"] = functools.partial(few_rows_fp8, most=_most)
@@ -661,6 +661,6 @@ for _pair in (1, 2):
 for _bits in (4, 8):
     KERNELS[f"dequantize_{_bits}"] = lambda gpu, blocks, k, bits=_bits: dequantize(gpu, blocks, k, bits)
 for _source in ("expert_products.cu", "expert_small_weights.cu"):
-    _text = (files("lockstep.gpu.kernels") / _source).read_text()
+    _text = (files("lockstep_gpu.kernels") / _source).read_text()
     for _name, _form in re.findall(r"^EXPERTS\((\w+),(.*)\)", _text, re.M):
         KERNELS[_name] = functools.partial(expert_products, name=_name, form=_form)

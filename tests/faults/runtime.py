@@ -261,7 +261,7 @@ def in_order_of_slots(step, advances) -> None:
 
 def fused(name: str, wrap: Wrap) -> Change:
     def opened() -> AbstractContextManager[Any]:
-        from lockstep.gpu.attention.fused import FusedAttention  # loads cuDNN
+        from lockstep_gpu.attention.fused import FusedAttention  # loads cuDNN
 
         return instead(FusedAttention, name, wrap)()
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.backends import get_backend
-from lockstep.backends.cuda.gpu import why_not
 from lockstep.errors import LockstepError
 from lockstep.targets import Results
+from lockstep_gpu.backends.cuda.gpu import why_not
 
 ROOT = Path(__file__).parents[2]
 _PATH = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])

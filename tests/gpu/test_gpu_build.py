@@ -10,8 +10,8 @@ from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.files import read_json, write_json
 from lockstep.artifacts.signature import IO
 from lockstep.backends import get_backend
-from lockstep.backends.tensorrt.compat import TENSORRT
 from lockstep.errors import CheckError, InputError
+from lockstep_gpu.backends.tensorrt.compat import TENSORRT
 
 pytestmark = [pytest.mark.usefixtures("backend"), pytest.mark.parametrize("backend", ["tensorrt"], indirect=True)]
 
@@ -57,9 +57,9 @@ def test_an_engine_is_built_and_small(graph):
 @pytest.mark.parametrize("rows", [1, 3, 64])  # one for each profile
 def test_products_are_summed_in_fp32(tmp_path, rows):
     """Of 8192 products: rounding the result alone leaves 3e-4 of its size, sums in fp16 leave 5e-3."""
-    from lockstep.backends.tensorrt.program import TensorRTExecutable, TensorRTProgram
-    from lockstep.gpu import cuda
-    from lockstep.gpu.weights import Uploads
+    from lockstep_gpu import cuda
+    from lockstep_gpu.backends.tensorrt.program import TensorRTExecutable, TensorRTProgram
+    from lockstep_gpu.weights import Uploads
 
     onnx.save(onnx.parser.parse_model(BLOCK.replace("64]", "8192]", 2)), tmp_path / "block.onnx")
     build(tmp_path / "block.onnx")

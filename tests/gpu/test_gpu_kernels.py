@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from fp8_pages import heads_of, pages_of
-from lockstep.gpu.sampling_records import MASKED
 from lockstep.step.sampling import Sampling
+from lockstep_gpu.sampling_records import MASKED
 from next_token_cases import CASES, SAMPLING, ProcessedMix, check_draws, record, rows_of
 
 # Other types of the same code: `make test` runs these tests on a fake GPU (tests/unit/gpu/test_gpu_tests.py).
@@ -27,7 +27,7 @@ class OnDevice:
     """Host arrays on the device, and back."""
 
     def __init__(self):
-        from lockstep.gpu import cuda
+        from lockstep_gpu import cuda
 
         self.cuda = cuda
         self.stream = cuda.Stream()
@@ -61,8 +61,8 @@ def cached(array: np.ndarray, wide: bool) -> list[np.ndarray]:
 
 @pytest.mark.parametrize(("query_dtype", "wide"), [("float16", False), ("float32", True)])
 def test_queries_and_keys_get_rope_and_are_cached_in_pages(query_dtype, wide):
-    from lockstep.gpu.attention.kernel_spec import AttentionKernelSpec, DeviceRopeTables, PagedTokens
-    from lockstep.gpu.attention.rope_kernel import RopeKernel
+    from lockstep_gpu.attention.kernel_spec import AttentionKernelSpec, DeviceRopeTables, PagedTokens
+    from lockstep_gpu.attention.rope_kernel import RopeKernel
 
     device = OnDevice()
     random = np.random.default_rng(0)
@@ -101,7 +101,7 @@ def test_queries_and_keys_get_rope_and_are_cached_in_pages(query_dtype, wide):
 # 16 bytes at a time, 2 at a time
 @pytest.mark.parametrize(("dtype", "dim"), [("float16", 16), ("float16", 12), ("float32", 16)])
 def test_keys_and_values_are_cached_in_rows(dtype, dim):
-    from lockstep.gpu.kernels.step_kernels import Kernels
+    from lockstep_gpu.kernels.step_kernels import Kernels
 
     device = OnDevice()
     random = np.random.default_rng(0)
@@ -263,10 +263,10 @@ SIXTEEN_SPLITS = 10**6
 )
 def test_rows_that_decode_get_rope_and_are_cached_and_attended_to(monkeypatch, spec, lengths, multiprocessors):
     """Captured once, and launched for other lengths too."""
-    from lockstep.gpu import cuda
-    from lockstep.gpu.attention.kernel_spec import AttentionKernelSpec, DeviceRopeTables, PagedTokens
-    from lockstep.gpu.attention.paged_decode import DecodeAttention, Scratch
-    from lockstep.gpu.attention.rope_kernel import RopeKernel
+    from lockstep_gpu import cuda
+    from lockstep_gpu.attention.kernel_spec import AttentionKernelSpec, DeviceRopeTables, PagedTokens
+    from lockstep_gpu.attention.paged_decode import DecodeAttention, Scratch
+    from lockstep_gpu.attention.rope_kernel import RopeKernel
 
     monkeypatch.setattr(cuda, "multiprocessors", lambda number: multiprocessors)
     device = OnDevice()
@@ -330,8 +330,8 @@ def test_rows_that_decode_get_rope_and_are_cached_and_attended_to(monkeypatch, s
 def test_the_first_of_the_largest_logits_is_the_next_token(wide, dtype, size):
     import ml_dtypes
 
-    from lockstep.gpu.kernels.step_kernels import Kernels
-    from lockstep.gpu.logits_tables import LogitsTables
+    from lockstep_gpu.kernels.step_kernels import Kernels
+    from lockstep_gpu.logits_tables import LogitsTables
 
     device = OnDevice()
     random = np.random.default_rng(0)
@@ -370,8 +370,8 @@ def test_the_first_of_the_largest_logits_is_the_next_token(wide, dtype, size):
 )
 def test_what_ranks_tell_of_their_logits_is_what_one_rank_finds(wide, dtype, ranks, columns):
     """As `advance` of the whole logits, to the bit: equals across ranks, NaN, infinity, rows without a slot."""
-    from lockstep.gpu.kernels.step_kernels import Kernels
-    from lockstep.gpu.logits_tables import LogitsTables
+    from lockstep_gpu.kernels.step_kernels import Kernels
+    from lockstep_gpu.logits_tables import LogitsTables
 
     device = OnDevice()
     kernels = Kernels(wide)
@@ -408,8 +408,8 @@ class Drawing:
     """Rows of logits on the device, row i of slot i, and what the kernel finds of them."""
 
     def __init__(self, logits: np.ndarray, dtype: str, records: np.ndarray, positions: np.ndarray):
-        from lockstep.gpu.kernels.step_kernels import Kernels
-        from lockstep.gpu.logits_tables import LogitsTables
+        from lockstep_gpu.kernels.step_kernels import Kernels
+        from lockstep_gpu.logits_tables import LogitsTables
 
         self.device = OnDevice()
         self.tables = LogitsTables(*logits.shape)
@@ -463,8 +463,8 @@ def test_rows_that_do_not_sample_or_are_not_finite_stand_beside_those_that_do():
 
 
 def test_bits_of_the_noise_are_numpys():
-    from lockstep.gpu import cuda
-    from lockstep.gpu.kernels.step_kernels import SOURCE
+    from lockstep_gpu import cuda
+    from lockstep_gpu.kernels.step_kernels import SOURCE
 
     device = OnDevice()
     blocks = 4000
@@ -498,10 +498,10 @@ extern "C" __global__ void words(Wide* out, const Wide* key, int position) {
 )
 def test_rows_of_experts_have_the_same_bits_in_tiles_of_any_size(monkeypatch, form, dtype):
     """Experts without rows, with some and with most; against a product in float32."""
-    from lockstep.gpu.kernels import expert_products
     from lockstep.onnx_tools.products import ExpertWeight
     from lockstep.weights.groups import dequantize
     from lockstep.weights.mxfp4 import mxfp4_numbers
+    from lockstep_gpu.kernels import expert_products
 
     device = OnDevice()
     random = np.random.default_rng(0)
@@ -572,7 +572,7 @@ def test_rows_of_experts_have_the_same_bits_in_tiles_of_any_size(monkeypatch, fo
 )  # the last: a router and a gate beside an expert (Qwen3-Next)
 def test_products_of_few_columns_have_the_same_bits_for_any_number_of_rows(sizes, dtype):
     """Of numbers that nearly cancel each other, whose sums another order would change."""
-    from lockstep.gpu.kernels.gemm import Gemm, trial_factors
+    from lockstep_gpu.kernels.gemm import Gemm, trial_factors
 
     device, (outs, columns) = OnDevice(), sizes
     weight, x = (np.resize(item, (300, columns)) for item in trial_factors(columns, numbers(dtype)))
@@ -588,8 +588,8 @@ def test_products_of_few_columns_have_the_same_bits_for_any_number_of_rows(sizes
 
 def test_processed_logits_are_the_hosts_to_the_bit_and_tokens_are_counted_once():
     """Five steps, each taken twice, as where one was launched early and dropped."""
-    from lockstep.gpu.kernels.step_kernels import Kernels
-    from lockstep.gpu.logits_tables import LogitsTables
+    from lockstep_gpu.kernels.step_kernels import Kernels
+    from lockstep_gpu.logits_tables import LogitsTables
 
     device = OnDevice()
     mix = ProcessedMix(16, 32003)

@@ -22,7 +22,7 @@ ROWS = 300
     ],
 )
 def test_products_of_e4m3_for_any_number_of_rows(sizes, in_features):
-    from lockstep.gpu.kernels.fp8_gemm import Fp8Gemm
+    from lockstep_gpu.kernels.fp8_gemm import Fp8Gemm
 
     device = OnDevice()
     random = np.random.default_rng(0)

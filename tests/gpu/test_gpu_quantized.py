@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from lockstep import backends
-from lockstep.backends.cuda.compiler import multiply
 from lockstep.onnx_tools.products import Product
 from lockstep.runtime import Advance, Model
 from lockstep.targets import Limits
 from lockstep.tolerances import Tolerances
 from lockstep.verify import compare
+from lockstep_gpu.backends.cuda.compiler import multiply
 
 # (out_features of each, in_features): rows that are no multiple of what a block or a warp takes; several weights of one
 # input; as wide as two tiles of a warp.
@@ -34,9 +34,9 @@ TOLERANCE = {"w8a16": 0.1, "w4a16": 0.1, "w8a8-fp8": 3.0}  # e4m3: activations b
     ],
 )
 def test_products_are_those_of_numpy(bits, group, outs, columns):
-    from lockstep.gpu import cuda
-    from lockstep.gpu.kernels.products import Products, SmallWeight
-    from lockstep.gpu.kernels.row_kernels import SCALES_TIMES
+    from lockstep_gpu import cuda
+    from lockstep_gpu.kernels.products import Products, SmallWeight
+    from lockstep_gpu.kernels.row_kernels import SCALES_TIMES
 
     if (bits, group) == (8, 0) and cuda.compute_capability(0) < (8, 9):
         pytest.skip("needs compute capability 8.9")

@@ -20,8 +20,8 @@ from lockstep.targets import Results
 @pytest.fixture(autouse=True)
 def devices(monkeypatch: pytest.MonkeyPatch) -> int:
     """How many there are."""
-    from lockstep.gpu import cuda
-    from lockstep.gpu import device as rank_device
+    from lockstep_gpu import cuda
+    from lockstep_gpu import device as rank_device
 
     count = cuda.device_count()
     if count < 2:
@@ -42,9 +42,9 @@ def test_sums_are_those_of_numpy_to_the_bit(
 ) -> None:
     """In CUDA graphs, again and again, of sizes that change between them."""
     from lockstep.artifacts.dtypes import named_dtype
-    from lockstep.gpu import cuda
-    from lockstep.gpu.device import Device
-    from lockstep.gpu.ranks import all_reduce
+    from lockstep_gpu import cuda
+    from lockstep_gpu.device import Device
+    from lockstep_gpu.ranks import all_reduce
 
     if 1 < devices < world:
         pytest.skip(f"{devices} GPUs")
@@ -91,9 +91,9 @@ def test_sums_are_those_of_numpy_to_the_bit(
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 384), (5, 100), (256, 16000)])
 def test_parts_are_put_side_by_side(rows: int, columns: int) -> None:
-    from lockstep.gpu import cuda
-    from lockstep.gpu.device import Device
-    from lockstep.gpu.ranks import all_reduce
+    from lockstep_gpu import cuda
+    from lockstep_gpu.device import Device
+    from lockstep_gpu.ranks import all_reduce
 
     ranks = [Device.get(rank) for rank in range(2)]
     exchanges = all_reduce.connect(ranks, 16, rows * columns * 2)
@@ -120,9 +120,9 @@ def test_parts_are_put_side_by_side(rows: int, columns: int) -> None:
 def test_a_rank_that_does_not_come_is_named_and_holds_nobody(
     world: int, devices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lockstep.gpu import cuda
-    from lockstep.gpu.device import Device
-    from lockstep.gpu.ranks import all_reduce
+    from lockstep_gpu import cuda
+    from lockstep_gpu.device import Device
+    from lockstep_gpu.ranks import all_reduce
 
     if 1 < devices < world:
         pytest.skip(f"{devices} GPUs")

@@ -7,11 +7,11 @@ import pytest
 from test_gpu_run import PROMPTS, decode
 
 from lockstep import backends
-from lockstep.backends.tensorrt_rtx.gpu import why_not
 from lockstep.runtime import Model, Tokenizer
 from lockstep.targets import Limits
 from lockstep.tolerances import Tolerances
 from lockstep.verify import compare
+from lockstep_gpu.backends.tensorrt_rtx.gpu import why_not
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

@@ -18,8 +18,8 @@ from lockstep.artifacts.reports import FAIL, GoldenPrompt, Report, TokenDifferen
 from lockstep.artifacts.statement import BuildKey, Statement, statement_path
 from lockstep.manifests.manifest_files import failed_path
 from lockstep.report import summary
-from lockstep.serve.page import page
 from lockstep.targets import Results, Target
+from lockstep_serve.page import page
 from scripted_server import ScriptedServer
 
 PICTURES = Path(os.environ["LOCKSTEP_SCREENSHOTS"])

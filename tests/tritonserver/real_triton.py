@@ -136,7 +136,7 @@ class TritonServer:
     def stop(self, sent: signal.Signals = signal.SIGTERM) -> int:
         """End it; gives its exit code. Raises AssertionError where a process that it or its models started stays."""
         started = descendants(self.process.pid)
-        assert any("lockstep.serve.engine_process" in command for command in started.values()), started
+        assert any("lockstep_serve.engine_process" in command for command in started.values()), started
         self.process.send_signal(sent)
         code = self.process.wait(120)
         end = time.monotonic() + 180  # lockstep_watchdog.py takes 60 where a call holds the interpreter's lock

@@ -253,6 +253,6 @@ def server_pid(triton: TritonServer) -> int:
 def engine_pid(triton: TritonServer) -> int:
     for path in Path("/proc", str(server_pid(triton)), "task").glob("*/children"):
         for child in path.read_text().split():
-            if b"lockstep.serve.engine_process" in Path("/proc", child, "cmdline").read_bytes():
+            if b"lockstep_serve.engine_process" in Path("/proc", child, "cmdline").read_bytes():
                 return int(child)
     raise AssertionError("there is no engine process")

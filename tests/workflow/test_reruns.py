@@ -87,7 +87,7 @@ def test_the_tokenizer_is_part_of_the_graphs(demo: Checkout) -> None:
 
 
 def test_an_edited_module_reruns_the_stages_that_use_it_and_what_reads_them(demo: Checkout) -> None:
-    demo.append("src/lockstep/serve/service.py", "EDITED = 1\n")
+    demo.append("src/lockstep_serve/service.py", "EDITED = 1\n")
     assert set(demo.would_run()) == {"served", "summary"}
 
 

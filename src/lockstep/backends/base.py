@@ -29,6 +29,7 @@ from lockstep.artifacts.dtypes import has_8_bit_activations
 from lockstep.artifacts.engines import EngineFile, EngineSetManifest
 from lockstep.artifacts.signature import IO
 from lockstep.errors import InputError
+from lockstep.plugins import backend_packages
 from lockstep.step.advance import Executor
 from lockstep.step.executable import Executable, HostExecutable
 from lockstep.step.network import Network
@@ -168,11 +169,11 @@ class Backend(Protocol):
 
 def get_backend(name: str) -> Backend:
     """Return the backend of this name. Raises InputError for an unknown one, or a library that is absent."""
-    backends = sorted(path.parent.name for path in Path(__file__).parent.glob("*/backend.py"))
-    if name not in backends:
-        raise InputError(f"backend: expected one of {', '.join(backends)}, found {name!r}")
+    packages = backend_packages()
+    if name not in packages:
+        raise InputError(f"backend: expected one of {', '.join(packages)}, found {name!r}")
     try:
-        return importlib.import_module(_MODULE.replace("*", name)).BACKEND()
+        return importlib.import_module(_MODULE.replace("lockstep.backends.*", packages[name])).BACKEND()
     except ModuleNotFoundError as error:
         raise InputError(
             f"backend {name}: needs the Python package {error.name!r}, which is not installed here; install it"

@@ -55,7 +55,7 @@ def missing_package(command: str | None, error: ModuleNotFoundError) -> InputErr
     It names the package and the extra that brings it. Returns None for a module of this package.
     """
     module = error.name or ""
-    if module.partition(".")[0] in ("", "lockstep"):
+    if module.partition(".")[0] in ("", "lockstep", "lockstep_gpu", "lockstep_serve"):
         return None
     packages = [name for name in EXTRAS if f"{module}.".startswith(f"{name}.") or f"{name}.".startswith(f"{module}.")]
     install = pip_install(EXTRAS[packages[0]]) if packages else "install it"

@@ -21,10 +21,9 @@ from lockstep.cli.publish import pull, push, sbom
 from lockstep.cli.report import report, summary
 from lockstep.cli.reproduce import explain, reproduce
 from lockstep.cli.run import run
-from lockstep.cli.serve import serve
 from lockstep.cli.stages import stage
 from lockstep.cli.targets import show, targets
-from lockstep.cli.triton import triton
+from lockstep.plugins import entry_points
 
 
 @click.group(cls=GuardedGroup, context_settings=SETTINGS)
@@ -36,9 +35,12 @@ def main() -> None:
     """
 
 
+# Of other packages: serve and triton.
+_REGISTERED = [entry.load() for entry in entry_points("commands").values()]
+
 for _title, _commands in {
     "From a checkpoint to engines": (doctor, init, run),
-    "Run engines": (generate, serve, bundle, triton),
+    "Run engines": (generate, bundle, *_REGISTERED),
     "Look at results": (summary, report, targets, explain, show, bisect),
     "Publish": (push, pull, sbom),
     "Lock, compare, build again": (lock, verify, diff, reproduce, cache, stage),

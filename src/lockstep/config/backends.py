@@ -1,29 +1,28 @@
 """The settings of each backend: precisions, config section, GPUs of its jobs.
 
-The config and the rules take them from here. A backend is a folder of `lockstep.backends` with the modules
+The config and the rules take them from here. A backend is a folder of `lockstep.backends`, or a package that is
+registered (`lockstep.plugins`), with the modules
 
     settings.py     SETTINGS, a `BackendSettings`. Imports this module, `lockstep.config.section`, `.messages` and
                     pydantic, nothing heavier: it is read whenever a config is.
     backend.py      BACKEND, a class that is a `lockstep.backends.base.Backend`
 
-and whatever these import. The folder's name is the backend's.
+and whatever these import.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from lockstep.config.section import Section
 from lockstep.errors import is_installed
+from lockstep.plugins import backend_packages
 
-_FOLDER = Path(__file__).resolve().parents[1] / "backends"
-_MODULE = "lockstep.backends.*.settings"
+_SETTINGS = "lockstep.backends.*.settings"  # of each backend's package; what follows imports knows this form
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def not_installed(module: str, package: str, install: str) -> str | None:
 @functools.cache
 def backends() -> Mapping[str, BackendSettings]:
     """Return the settings of all backends by name, sorted."""
-    names = sorted(path.parent.name for path in _FOLDER.glob("*/settings.py"))
-    wrong = [name for name in names if not re.fullmatch("[a-z][a-z0-9_]*", name)]
-    assert not wrong, f"{_FOLDER}: expected folders named by small letters, digits and _, found {', '.join(wrong)}"
-    return {name: importlib.import_module(_MODULE.replace("*", name)).SETTINGS for name in names}
+    settings = {}
+    for name, package in backend_packages().items():
+        settings[name] = importlib.import_module(_SETTINGS.replace("lockstep.backends.*", package)).SETTINGS
+    return settings

@@ -24,21 +24,21 @@ _PINS = REPOSITORY / "envs" / "requirements.txt"
 def stage_key(entry: str, backend: str | None = None) -> dict[str, str]:
     """Return the digests that a rule keeps in its `params`: of the code, and of the pins of its packages.
 
-    entry: the module of this package that a job enters by. backend: the one that it is for.
+    entry: the module of `lockstep` that a job enters by. backend: the one that it is for.
     """
     code = sha256_json(code_digests(entry, backend))
     return {"code": code, "environment": sha256_json(pinned_packages(entry, backend))}
 
 
 def code_digests(entry: str, backend: str | None = None) -> dict[str, str]:
-    """Return by folder of this package the hex sha256 over names and bytes of the modules that a job may load.
+    """Return by folder of our packages the hex sha256 over names and bytes of the modules that a job may load.
 
-    Files outside of the package's folders have one each.
+    Files outside of a package's folders have one each.
     """
     digests: dict[str, hashlib._Hash] = {}
     for path in with_data(reach(entry, backend)):
         place = path.relative_to(SOURCES)
-        folder = place.parent.as_posix() if place.parent.parts else place.name
+        folder = (place.parent if len(place.parts) > 2 else place).as_posix()
         status = path.stat()
         line = f"{place.as_posix()}\0{_digest(path, status.st_mtime_ns, status.st_size)}\0"
         digests.setdefault(folder, hashlib.sha256()).update(line.encode())

@@ -1,8 +1,8 @@
-"""What each module of the package imports, read from its text without importing it.
+"""What each module of our packages imports, read from its text without importing it.
 
 A module's name in; the files that it may load, and the packages that these import, out. Imports in functions count, and
-so do modules that a text names ("lockstep.backends.*.backend"). Texts are searched, not parsed: a plan asks for all
-stages, of which the syntax trees alone would take longer than the rest of it.
+so do modules that a text names ("lockstep.backends.*.backend"), and what `load_plugin` loads. Texts are searched, not
+parsed: a plan asks for all stages, of which the syntax trees alone would take longer than the rest of it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-SOURCES = Path(__file__).resolve().parents[1]  # of the package
+from lockstep.plugins import backend_packages, entry_points
+
+SOURCES = Path(__file__).resolve().parents[2]  # the folder of our packages
+PACKAGES = ("lockstep", "lockstep_gpu", "lockstep_serve")
 # Packages whose import name is not their own name.
 _DISTRIBUTIONS = {"yaml": "pyyaml", "google": "protobuf", "grpc": "grpcio"}
 # What these load when used, without an import that could be read in our code.
@@ -23,7 +26,8 @@ _TYPES = re.compile(r"^if TYPE_CHECKING:\n(?:(?:[ \t].*)?\n)+", re.MULTILINE)
 _IMPORT = re.compile(
     r"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]+(?:\(([^)]*)\)|([^\n]*))|import[ \t]+([^\n]*))", re.MULTILINE
 )
-_NAMED = re.compile(r"""["'](lockstep\.[\w.*]+)(?::\w+)?["']""")
+_NAMED = re.compile(r"""["'](lockstep(?:_gpu|_serve)?\.[\w.*]+)(?::\w+)?["']""")
+_PLUGIN = re.compile(r"""\bload_plugin\("(\w+)", "(\w+)"\)""")
 
 
 @functools.cache
@@ -43,6 +47,9 @@ def imports(path: Path, with_types: bool = False) -> frozenset[str]:
         names.update(prefix + name for name in _names(block or line or plain))
     for named in _NAMED.findall(text):
         names.update(_expanded(named))
+    for group, name in _PLUGIN.findall(text):
+        if name in entry_points(group):
+            names.add(entry_points(group)[name].module)
     return frozenset(names)
 
 
@@ -54,18 +61,19 @@ def _names(text: str) -> Iterator[str]:
 
 
 def _expanded(text: str) -> list[str]:
-    """Return the modules that a text names: `a.*.c` is module c of each package in a."""
-    if "*" not in text:
+    """Return the modules that a text names: `lockstep.backends.*.c` is module c of each backend's package."""
+    before, star, after = text.partition("*")
+    if not star:
         return [text]
-    files = sorted(SOURCES.glob(text.removeprefix("lockstep.").replace(".", "/") + ".py"))
-    return [".".join(("lockstep", *path.relative_to(SOURCES).with_suffix("").parts)) for path in files]
+    assert before == "lockstep.backends.", f"expected lockstep.backends.*, found {text}"
+    return [package + after for package in backend_packages().values()]
 
 
 @functools.cache
 def file_of(module: str) -> Path | None:
-    """Return the file of a module of this package; None for any other name, such as that of a function."""
-    first, *parts = module.split(".")
-    if first != "lockstep":
+    """Return the file of a module of our packages; None for any other name, such as that of a function."""
+    parts = module.split(".")
+    if parts[0] not in PACKAGES:
         return None
     base = SOURCES.joinpath(*parts)
     return next((path for path in (base / "__init__.py", base.parent / f"{base.name}.py") if path.is_file()), None)
@@ -94,7 +102,7 @@ def reach(entry: str, backend: str | None = None) -> frozenset[Path]:
 def with_data(files: Iterable[Path]) -> list[Path]:
     """Return modules and the files of code that they read, sorted."""
     files = set(files)
-    for folder in {path.parent for path in files} - {SOURCES}:
+    for folder in {path.parent for path in files}:
         files.update(_data(folder))
     return sorted(files)
 
@@ -112,12 +120,14 @@ def third_party(files: Iterable[Path]) -> set[str]:
     """Return the names of the packages that modules import, and what these load when used."""
     imported = set().union(*map(imports, files))
     roots = {name.partition(".")[0] for name in imported}
-    outside = roots - {"lockstep"} - set(sys.stdlib_module_names)
+    outside = roots - {*PACKAGES} - set(sys.stdlib_module_names)
     names = {re.sub(r"[-_.]+", "-", _DISTRIBUTIONS.get(root, root)).lower() for root in outside}
     return names.union(*(_LOADS.get(owner, ()) for owner in names))
 
 
 @functools.cache
 def _backend_of(module: str) -> str | None:
-    match = re.match(r"lockstep\.backends\.(\w+)", module)
-    return match[1] if match and (SOURCES / "backends" / match[1]).is_dir() else None
+    for name, package in backend_packages().items():
+        if f"{module}.".startswith(f"{package}."):
+            return name
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lockstep.plugins import load_plugin
 from lockstep.stages.stage import Job, Stage, arguments
 
 
@@ -9,6 +10,6 @@ class Served(Stage):
     is_check = is_judged = True
 
     def run(self, job: Job) -> None:
-        from lockstep.serve.check import check
+        from lockstep.verify.served.check import check
 
-        check(**arguments(job))
+        check(**arguments(job), open_server=load_plugin("server", "open_server"))

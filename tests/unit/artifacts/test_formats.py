@@ -15,8 +15,8 @@ from lockstep.artifacts.engines import EngineSetManifest
 from lockstep.artifacts.fetched import Fetched
 from lockstep.artifacts.tensor_parallel import TensorParallel
 from lockstep.artifacts.weights import WeightsManifest
-from lockstep.backends.cuda.kernels_file import KernelsFile
-from lockstep.backends.tensorrt.tactics import TacticsRecord
+from lockstep_gpu.backends.cuda.kernels_file import KernelsFile
+from lockstep_gpu.backends.tensorrt.tactics import TacticsRecord
 
 SHA = "ab" * 32
 FILE = {"path": "w.safetensors", "size": 8, "sha256": SHA}

@@ -21,10 +21,10 @@ from lockstep.backends.cpu import THREADS_VARIABLE, core_count, cpu_count, descr
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
 from lockstep.config.backends import backends
 from lockstep.errors import CheckError, InputError
-from lockstep.gpu.describe import gpu_key
 from lockstep.onnx_tools.prepare import Prepared, check_same
 from lockstep.runtime import Advance, Model
 from lockstep.weights import Weights
+from lockstep_gpu.describe import gpu_key
 
 
 @pytest.fixture

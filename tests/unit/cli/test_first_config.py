@@ -16,7 +16,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from lockstep.backends import gpu
+import lockstep_gpu.compute_capability as gpu
 from lockstep.cli import doctor as doctor_command
 from lockstep.cli.job_times import seconds_by_stage
 from lockstep.cli.main import main

@@ -13,7 +13,7 @@ from lockstep.errors import InputError
 from lockstep.export import attention
 from lockstep.export.run import assemble, export_config
 from lockstep.export.tracer import meta_model
-from lockstep.gpu.attention.variants import why_not_fused
+from lockstep_gpu.attention.variants import why_not_fused
 
 CONFIG = FAMILIES["gpt_oss"].config
 

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from fake_gpu.compiled import CODE_OF
-from lockstep.gpu.kernels.numbers import KINDS
 from lockstep.weights import e4m3
 from lockstep.weights.groups import dequantize
 from lockstep.weights.mxfp4 import mxfp4_numbers
+from lockstep_gpu.kernels.numbers import KINDS
 
 TESTS = Path(__file__).parents[2]
-KERNELS = TESTS.parent / "src" / "lockstep" / "gpu" / "kernels"
+KERNELS = TESTS.parent / "src" / "lockstep_gpu" / "kernels"
 E4M3_TYPE = np.dtype(ml_dtypes.float8_e4m3fn)
 HALF = np.dtype(np.float16)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

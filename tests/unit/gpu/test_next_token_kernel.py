@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep.gpu.sampling_records import LOGPROBS, MASKED, bits_of, count_tokens, read_logprobs
 from lockstep.step.greedy import largest, most_likely
 from lockstep.step.sampling import Sampling
+from lockstep_gpu.sampling_records import LOGPROBS, MASKED, bits_of, count_tokens, read_logprobs
 from next_token_cases import CASES, SAMPLING, ProcessedMix, check_draws, record, rows_of
 from some import some
 
 TESTS = Path(__file__).parents[2]
-KERNEL = TESTS.parent / "src" / "lockstep" / "gpu" / "kernels" / "next_token.cu"
+KERNEL = TESTS.parent / "src" / "lockstep_gpu" / "kernels" / "next_token.cu"
 COMPILER = shutil.which("c++") or shutil.which("g++")
 SOURCE = """
 #include "fake_gpu/host_block.h"

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import onnx
 import pytest
 
-from lockstep.backends.cuda.compiler import compile_block
 from lockstep.errors import LockstepError
-from lockstep.gpu.kernels.numbers import kind_options
-from lockstep.gpu.kernels.row_kernels import COMMON, E4M3, PRELUDE
-from lockstep.gpu.state_kernels import StateKernelSpec
 from lockstep.targets import Results
+from lockstep_gpu.backends.cuda.compiler import compile_block
+from lockstep_gpu.kernels.numbers import kind_options
+from lockstep_gpu.kernels.row_kernels import COMMON, E4M3, PRELUDE
+from lockstep_gpu.state_kernels import StateKernelSpec
 
 AMPERE = (8, 0)
 HOPPER = (9, 0)
@@ -30,14 +30,14 @@ def generated(results: Results, precision: str) -> Source:
 
 def sources(dtype: str, capability: tuple[int, int]) -> Iterator[Source]:
     """Yield what the runtime compiles for activations of a type."""
-    from lockstep.gpu.attention.fp8_pages import SOURCE as FP8_PAGES
-    from lockstep.gpu.attention.kernel_spec import FP8_WORDS, WORDS, AttentionKernelSpec
-    from lockstep.gpu.attention.paged_decode import SOURCE as DECODE
-    from lockstep.gpu.attention.rope_kernel import SOURCE as ROPE
-    from lockstep.gpu.kernels import expert_products, fp8_gemm, gemm, products, step_kernels
-    from lockstep.gpu.ranks import all_reduce
-    from lockstep.gpu.state_mixers import SOURCE as STATES
-    from lockstep.gpu.state_mixers import THREADS
+    from lockstep_gpu.attention.fp8_pages import SOURCE as FP8_PAGES
+    from lockstep_gpu.attention.kernel_spec import FP8_WORDS, WORDS, AttentionKernelSpec
+    from lockstep_gpu.attention.paged_decode import SOURCE as DECODE
+    from lockstep_gpu.attention.rope_kernel import SOURCE as ROPE
+    from lockstep_gpu.kernels import expert_products, fp8_gemm, gemm, products, step_kernels
+    from lockstep_gpu.ranks import all_reduce
+    from lockstep_gpu.state_mixers import SOURCE as STATES
+    from lockstep_gpu.state_mixers import THREADS
 
     options = kind_options(dtype)
     yield gemm.SOURCE, options
@@ -65,8 +65,8 @@ def sources(dtype: str, capability: tuple[int, int]) -> Iterator[Source]:
 @pytest.fixture
 def check_compiles() -> Iterator[object]:
     pytest.importorskip("cuda.bindings.nvrtc")
-    from lockstep.gpu import cuda
-    from lockstep.gpu.libraries import require_nvrtc
+    from lockstep_gpu import cuda
+    from lockstep_gpu.libraries import require_nvrtc
 
     try:
         require_nvrtc()

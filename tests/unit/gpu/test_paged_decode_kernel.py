@@ -19,7 +19,7 @@ TESTS = Path(__file__).parents[2]
 sys.path.append(str(TESTS / "gpu"))
 from test_gpu_kernels import Rows, decoding  # noqa: E402
 
-KERNELS = TESTS.parent / "src" / "lockstep" / "gpu" / "attention"
+KERNELS = TESTS.parent / "src" / "lockstep_gpu" / "attention"
 COMPILER = shutil.which("c++") or shutil.which("g++")
 SOURCE = """
 #define BLOCK_THREADS THREADS

@@ -14,12 +14,12 @@ from onnx import TensorProto, helper
 from fake_gpu import compiled
 from lockstep.artifacts.dtypes import named_dtype
 from lockstep.errors import CheckError
-from lockstep.gpu.kernels.row_kernels import CHOICES, E4M3, INDEX, PRELUDE, ROWS, SCALES, SCALES_TIMES, RowKernel
-from lockstep.gpu.kernels.row_operators import EXPRESSIONS, row_kernel
 from lockstep.onnx_tools.cut_products import cut_products
 from lockstep.onnx_tools.prepare import random_inputs
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.weights import e4m3
+from lockstep_gpu.kernels.row_kernels import CHOICES, E4M3, INDEX, PRELUDE, ROWS, SCALES, SCALES_TIMES, RowKernel
+from lockstep_gpu.kernels.row_operators import EXPRESSIONS, row_kernel
 from shared import Shared
 from some import some
 

@@ -18,7 +18,7 @@ from lockstep.weights.groups import dequantize
 from some import some
 
 TESTS = Path(__file__).parents[2]
-KERNEL = TESTS.parent / "src" / "lockstep" / "gpu" / "kernels" / "small_weights.cu"
+KERNEL = TESTS.parent / "src" / "lockstep_gpu" / "kernels" / "small_weights.cu"
 COMPILER = shutil.which("c++") or shutil.which("g++")
 # fp16 pairs by the compiler's own type; mma.m16n8k16 by its layout in the PTX manual, lane by lane.
 SOURCE = r"""

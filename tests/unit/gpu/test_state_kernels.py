@@ -13,11 +13,11 @@ import onnx.parser
 import pytest
 
 from lockstep.errors import CheckError
-from lockstep.gpu.kernels.row_kernels import PRELUDE
-from lockstep.gpu.state_kernels import THREADS, StateKernelSpec, check_state_graph
+from lockstep_gpu.kernels.row_kernels import PRELUDE
+from lockstep_gpu.state_kernels import THREADS, StateKernelSpec, check_state_graph
 
 TESTS = Path(__file__).parents[2]
-KERNELS = TESTS.parent / "src" / "lockstep" / "gpu" / "kernels" / "state_mixers.cu"
+KERNELS = TESTS.parent / "src" / "lockstep_gpu" / "kernels" / "state_mixers.cu"
 COMPILER = shutil.which("c++") or shutil.which("g++")
 HEAD = r"""
 #define ON_HOST

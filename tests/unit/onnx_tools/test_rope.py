@@ -21,10 +21,10 @@ from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
 from lockstep.errors import CheckError
 from lockstep.export.run import assemble
 from lockstep.export.tracer import meta_model
-from lockstep.gpu.attention.rope_tables import HeadTables, check_rope_tables, read_rope_tables
-from lockstep.gpu.attention.variants import why_not_fused
 from lockstep.onnx_tools.rope import rotary
 from lockstep.onnx_tools.sessions import open_session
+from lockstep_gpu.attention.rope_tables import HeadTables, check_rope_tables, read_rope_tables
+from lockstep_gpu.attention.variants import why_not_fused
 from some import some
 
 pytestmark = pytest.mark.exports
@@ -311,7 +311,7 @@ def test_an_encoding_that_depends_on_the_length_is_refused(tmp_path, limit) -> N
 def test_rope_is_applied_in_pieces(tmp_path, monkeypatch) -> None:
     run = executable(handmade(), tmp_path)
     full = read_rope_tables(run, POSITIONS, "here")
-    monkeypatch.setattr("lockstep.gpu.attention.rope_tables.BATCH_ELEMENTS", 7 * 12)
+    monkeypatch.setattr("lockstep_gpu.attention.rope_tables.BATCH_ELEMENTS", 7 * 12)
     check_rope_tables(run, POSITIONS, "here")
     for values, expected in zip(read_rope_tables(run, POSITIONS, "here").arrays(), full.arrays()):
         # sine of one number or of eight at a time: the last bit

@@ -16,13 +16,13 @@ from lockstep.backends.onnxruntime.adapter_products import KeepOrder
 from lockstep.backends.onnxruntime.fixed_sums import FixSums
 from lockstep.backends.onnxruntime.norms import FuseNorms
 from lockstep.backends.onnxruntime.whole_vectors import PadAngles
-from lockstep.backends.tensorrt.fp32_sums import Fp32Sums
 from lockstep.onnx_tools.cut_products import AddBiasesAfter
 from lockstep.onnx_tools.lower_opset import Lower
 from lockstep.onnx_tools.prepare import random_inputs
 from lockstep.onnx_tools.sessions import compute
 from lockstep.onnx_tools.toolkit import GraphWriter, Pass, add_input, infer_types, replace, run_passes
 from lockstep.onnx_tools.values import is_linear, maker, shape_of, upstream
+from lockstep_gpu.backends.tensorrt.fp32_sums import Fp32Sums
 
 TESTS = Path(__file__).parents[1]
 CONTRIBUTING = TESTS.parents[1] / "CONTRIBUTING.md"

@@ -15,12 +15,12 @@ from lockstep.artifacts.assembly import Assembly
 from lockstep.artifacts.files import read_json, sha256_file, write_json
 from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
 from lockstep.errors import CheckError
-from lockstep.gpu.attention.rope_tables import check_rope_tables, read_rope_tables
 from lockstep.onnx_tools.prepare import check_same, prepare
 from lockstep.onnx_tools.rope import rotary
 from lockstep.onnx_tools.widened import widened
 from lockstep.targets import Results
 from lockstep.verify import validate
+from lockstep_gpu.attention.rope_tables import check_rope_tables, read_rope_tables
 from some import some
 
 

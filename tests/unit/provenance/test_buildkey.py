@@ -53,16 +53,16 @@ def test_what_a_stage_imports_is_pinned_or_comes_with_its_backend(stage: str) ->
 
 def test_a_stage_is_its_own_code_and_that_of_its_backend() -> None:
     files = names(reach("stages.build", "onnxruntime"))
-    assert {"stages/build.py", "backends/builder.py", "backends/onnxruntime/backend.py"} <= files
-    assert not [path for path in files if path.startswith(("gpu/", "serve/", "backends/tensorrt/"))]
-    assert "serve/check.py" in names(reach("stages.served", "cuda"))
+    assert {f"lockstep/{path}" for path in ("stages/build.py", "backends/onnxruntime/backend.py")} <= files
+    assert not [path for path in files if not path.startswith("lockstep/")]
+    assert {"lockstep_serve/service.py", "lockstep_gpu/executor.py"} <= names(reach("stages.served", "cuda"))
 
 
 def test_the_kernels_are_part_of_what_runs_them() -> None:
     """Sources that no import names, of the folders of modules and below them."""
     files = names(with_data(reach("stages.golden", "cuda")))
     assert names(SOURCES.rglob("*.cu")) <= files
-    assert {"report/templates/index.html"} <= names(with_data(reach("report.renew")))
+    assert {"lockstep/report/templates/index.html"} <= names(with_data(reach("report.renew")))
 
 
 def test_no_import_is_overlooked() -> None:
@@ -90,25 +90,26 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "deep/__init__.py": "", "deep/b.py": "if TYPE_CHECKING:\n    import lockstep.types\n", "deep/kernel.cu": "x",
         "deep/text.md": "x", "types.py": "", "other.py": "",
     }.items():  # fmt: skip
-        path = tmp_path / name
+        path = tmp_path / "lockstep" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     for module in (code_identity, code_imports):
         monkeypatch.setattr(module, "SOURCES", tmp_path)
     for cached in (code_imports.file_of, code_imports.reach):
         cached.cache_clear()
-    yield tmp_path
+    yield tmp_path / "lockstep"
     for cached in (code_imports.file_of, code_imports.reach):
         cached.cache_clear()
 
 
 @pytest.mark.parametrize(("changed", "folders"), [
-    ("a.py", {"a.py"}), ("deep/b.py", {"deep"}), ("deep/kernel.cu", {"deep"}), ("deep/text.md", set()),
+    ("a.py", {"lockstep/a.py"}), ("deep/b.py", {"lockstep/deep"}), ("deep/kernel.cu", {"lockstep/deep"}),
+    ("deep/text.md", set()),
     ("types.py", set()), ("other.py", set()),
 ])  # fmt: skip
 def test_the_code_of_a_stage_is_the_bytes_of_what_it_imports(package: Path, changed: str, folders: set[str]) -> None:
     before = code_identity.code_digests("a")
-    assert set(before) == {"a.py", "deep"}
+    assert set(before) == {"lockstep/a.py", "lockstep/deep"}
     (package / changed).write_text((package / changed).read_text() + "\n# edited")
     now = code_identity.code_digests("a")
     assert {name for name in before if now[name] != before[name]} == folders

@@ -206,7 +206,7 @@ def test_it_names_what_came_out_and_all_that_went_in(results: Results) -> None:
     code = {item["name"]: item["digest"]["sha256"] for item in details["builder"]["builderDependencies"]}
     assert (
         code["lockstep/backends/onnxruntime"]
-        == code_identity.code_digests("stages.build", "onnxruntime")["backends/onnxruntime"]
+        == code_identity.code_digests("stages.build", "onnxruntime")["lockstep/backends/onnxruntime"]
     )
     assert str(results.root) not in path.read_text()
 

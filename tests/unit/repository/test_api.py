@@ -15,7 +15,7 @@ import lockstep
 from lockstep.targets import Results
 
 ROOT = Path(__file__).parents[3]
-BELOW = re.compile(r"from lockstep\.([\w.]+) import|import lockstep\.([\w.]+)")
+BELOW = re.compile(r"from lockstep[._]([\w.]+) import|import lockstep[._]([\w.]+)")
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
 

@@ -14,7 +14,7 @@ from faults import page as planted_faults
 from faults.__main__ import faults
 from lockstep.artifacts.files import read_json
 from lockstep.cli.main import main as lockstep
-from lockstep.cli.serve import serve
+from lockstep_serve.cli.serve import serve
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 RECORDS = REPOSITORY / "records"

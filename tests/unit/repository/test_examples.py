@@ -14,9 +14,9 @@ import yaml
 from demo_model import ROOT
 from lora_folders import LIGHT, TARGET, served_lora
 
-from lockstep.cli.serve import serve
 from lockstep.config import load
 from lockstep.targets import Results
+from lockstep_serve.cli.serve import serve
 from real_server import RealServer, make_tree
 from shared import Shared
 

@@ -2,48 +2,56 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
-from lockstep.provenance.code_imports import SOURCES as PACKAGE
-from lockstep.provenance.code_imports import file_of, imports
+from lockstep.plugins import backend_packages
+from lockstep.provenance.code_imports import PACKAGES, SOURCES, file_of, imports
 
 # From the bottom to the top: a package imports from those above it in this list, as docs/design.md draws it.
 LAYERS = (
-    "__init__", "errors", "progress", "processes", "targets", "tolerances", "artifacts", "manifests", "config",
-    "checkpoint", "weights", "onnx_tools", "export", "step", "gpu", "backends", "runtime", "verify", "serve", "stages",
+    "__init__", "errors", "progress", "processes", "plugins", "targets", "tolerances", "artifacts", "manifests",
+    "config", "checkpoint", "weights", "onnx_tools", "export", "step", "backends", "runtime", "verify", "stages",
     "provenance", "bundle", "publish", "report", "workflow", "cli", "__main__",
 )  # fmt: skip
 # What traces, and what is compared with. Nothing else may need torch to be installed.
-TORCH = (
-    "checkpoint/auto_config.py",
-    "checkpoint/auto_tokenizer.py",  # in its own process, and where a model is traced
-    "export/",
-    "verify/validate/",
-    "verify/golden/model.py",
-    "verify/golden/reference.py",
-    "verify/golden/teacher_forced.py",
-    "verify/rounded.py",
-    "verify/bisect/run.py",
+TORCH = tuple(
+    f"lockstep/{place}"
+    for place in (
+        "checkpoint/auto_config.py",
+        "checkpoint/auto_tokenizer.py",  # in its own process, and where a model is traced
+        "export/",
+        "verify/validate/",
+        "verify/golden/model.py",
+        "verify/golden/reference.py",
+        "verify/golden/teacher_forced.py",
+        "verify/rounded.py",
+        "verify/bisect/run.py",
+    )
 )
 # What runs where only an engine's runtime is installed.
 RUNS_ALONE = (
     "errors", "artifacts.assembly", "artifacts.document", "manifests.digest_cache", "weights", "backends", "runtime",
     "verify.bisect.explain", "bundle.opened",
 )  # fmt: skip
-MODULES = sorted(PACKAGE.rglob("*.py"))
+MODULES = sorted(path for package in PACKAGES for path in (SOURCES / package).rglob("*.py"))
 
 
 def name(path: Path) -> str:
-    return path.relative_to(PACKAGE).as_posix()
+    return path.relative_to(SOURCES).as_posix()
 
 
 def layer(path: Path) -> int:
-    first, *rest = path.relative_to(PACKAGE).parts
+    first, *rest = path.relative_to(SOURCES / "lockstep").parts
     # What a backend brings to the config: whether its engines run here is asked of the device, without its library.
-    is_settings = first == "backends" and rest[-1] in ("settings.py", "gpu.py", "cpu.py")
+    is_settings = first == "backends" and rest[-1] in ("settings.py", "cpu.py")
     return LAYERS.index("config" if is_settings else first.removesuffix(".py"))
+
+
+def package(path: Path) -> str:
+    return path.relative_to(SOURCES).parts[0]
 
 
 def outside(path: Path) -> set[str]:
@@ -51,26 +59,54 @@ def outside(path: Path) -> set[str]:
     return {module.partition(".")[0] for module in imports(path, with_types=True)}
 
 
+def named(path: Path) -> set[Path]:
+    """The modules of our packages that a module imports by name, and not by an entry point."""
+    text = re.sub("lockstep.backends.\\*|load_plugin", "", path.read_text())
+    modules = re.findall(r"^\s*(?:from|import) (lockstep[\w.]*)(?: import ([^\n#]*|\([^)]*\)))?", text, re.MULTILINE)
+    results = set()
+    for module, members in modules:
+        for dotted in (module, *(f"{module}.{member}" for member in re.findall(r"\w+", members))):
+            if (file := file_of(dotted)) is not None:
+                results.add(file)
+    return results
+
+
 def test_each_module_is_in_a_package_of_the_list() -> None:
-    assert {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in MODULES} == {*LAYERS}
+    places = {path.relative_to(SOURCES / "lockstep").parts[0] for path in MODULES if package(path) == "lockstep"}
+    assert {place.removesuffix(".py") for place in places} == {*LAYERS}
 
 
 def test_imports_run_one_way() -> None:
-    imported = {
-        (path, file) for path in MODULES for module in imports(path, with_types=True) if (file := file_of(module))
-    }
-    above = [(name(path), name(file)) for path, file in imported if layer(file) > layer(path)]
-    assert imported and not above, "the first imports the second, and is below it"
+    own = [path for path in MODULES if package(path) == "lockstep"]
+    above = [
+        (name(path), name(file))
+        for path in own
+        for file in named(path)
+        if package(file) != "lockstep" or layer(file) > layer(path)
+    ]
+    assert own and not above, "the first imports the second, and is below it"
+
+
+def test_the_gpu_runtime_and_the_server_do_not_know_each_other() -> None:
+    pairs = {"lockstep_gpu": "lockstep_serve", "lockstep_serve": "lockstep_gpu"}
+    known = [name(path) for path in MODULES if pairs.get(package(path)) in {package(file) for file in named(path)}]
+    assert not known
 
 
 def test_the_gpu_runtime_has_no_word_of_tensorrt() -> None:
     """A backend's name stands on its own door; what runs on a GPU serves all of them."""
-    found = {
-        name(path)
-        for path in (PACKAGE / "gpu").rglob("*")
-        if path.suffix in (".py", ".cu") and "tensorrt" in path.read_text().lower()
-    }
-    assert found == {"gpu/__init__.py"}, "which says who runs on it"
+    texts = [path for path in (SOURCES / "lockstep_gpu").rglob("*") if path.suffix in (".py", ".cu", ".cuh")]
+    worded = {name(path) for path in texts if "tensorrt" in path.read_text().lower()}
+    runtime = {place for place in worded if not place.startswith("lockstep_gpu/backends/")}
+    assert runtime == {"lockstep_gpu/__init__.py"}, "which says who runs on it"
+
+
+def test_the_gpu_runtime_knows_no_backend() -> None:
+    runtime = [path for path in MODULES if package(path) == "lockstep_gpu" and "/backends/" not in name(path)]
+    backends = [
+        name(path) for path in runtime if any(name(file).startswith("lockstep_gpu/backends/") for file in named(path))
+    ]
+    assert runtime and not backends
 
 
 def test_torch_and_transformers_stay_where_they_belong() -> None:
@@ -83,7 +119,9 @@ def test_the_package_knows_no_snakemake() -> None:
 
 
 def test_only_compat_knows_tensorrt() -> None:
-    assert {name(path) for path in MODULES if "tensorrt" in outside(path)} == {"backends/tensorrt/compat.py"}
+    assert {name(path) for path in MODULES if "tensorrt" in outside(path)} == {
+        "lockstep_gpu/backends/tensorrt/compat.py"
+    }
 
 
 def loaded_by(code: str) -> set[str]:
@@ -103,9 +141,9 @@ def test_what_runs_engines_loads_no_torch() -> None:
 
 def test_engines_run_without_the_toolkit_of_graph_passes() -> None:
     """onnx_ir imports sympy: half a second and 40 MB of each process."""
-    modules = ("runtime", "bundle.opened", "serve.engine_process")
-    backends = ("onnxruntime", "openvino", "cuda", "tensorrt_rtx")
-    names = [*(f"lockstep.{module}" for module in modules), *(f"lockstep.backends.{name}.backend" for name in backends)]
+    backends = [package for name, package in backend_packages().items() if name != "tensorrt"]
+    names = ["lockstep.runtime", "lockstep.bundle.opened", "lockstep_serve.engine_process"]
+    names += [f"{package}.backend" for package in backends]
     assert not loaded_by(f"import {', '.join(names)}") & {"onnx_ir", "sympy"}
 
 

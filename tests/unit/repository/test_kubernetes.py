@@ -14,8 +14,8 @@ from demo_model import LIMITS
 from recorded import recorded
 
 from lockstep.bundle.pack import pack
-from lockstep.cli.serve import serve
 from lockstep.targets import Results, Target
+from lockstep_serve.cli.serve import serve
 from real_server import RealServer
 
 ROOT = Path(__file__).parents[3]

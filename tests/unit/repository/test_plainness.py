@@ -10,6 +10,8 @@ SOURCES = Path(__file__).parents[3] / "src"
 TESTS = Path(__file__).parents[2]
 # Packages whose sentences and names are the field's. The others follow: add one when it is done.
 PLAIN = (
+    "../lockstep_gpu",
+    "../lockstep_serve",
     "artifacts",
     "backends",
     "bundle",
@@ -17,14 +19,12 @@ PLAIN = (
     "cli",
     "config",
     "export",
-    "gpu",
     "manifests",
     "onnx_tools",
     "provenance",
     "publish",
     "report",
     "runtime",
-    "serve",
     "stages",
     "step",
     "verify",

@@ -23,11 +23,11 @@ from lockstep.runtime import Engine, Model, Request, Sampling, Tokenizer
 from lockstep.runtime.grammar import Grammar, compiler, trial
 from lockstep.runtime.grammar.compiler import Compiler
 from lockstep.runtime.grammar.trial import TrialProcess
-from lockstep.serve.bodies import BadRequest
-from lockstep.serve.grammar import grammar_of
-from lockstep.serve.openai import CompletionBody
 from lockstep.step.logits_pipeline import Sampler
 from lockstep.targets import Results
+from lockstep_serve.bodies import BadRequest
+from lockstep_serve.grammar import grammar_of
+from lockstep_serve.openai import CompletionBody
 from real_server import RealServer, make_tree
 
 PROMPT = "Once upon a time"

@@ -12,8 +12,8 @@ from tokenizers import decoders, models
 from lockstep.runtime.bad_words import BadWordFilter, Vocabulary
 from lockstep.runtime.completion import Collector
 from lockstep.runtime.tokenizer import Tokenizer
-from lockstep.serve.logprobs import LogprobsFormat
 from lockstep.step.sampling import Logprobs
+from lockstep_serve.logprobs import LogprobsFormat
 from some import some
 
 TEXTS = (" the", "the", "true", "  two\n", "Zürich 日本 🙂", "👩‍👩‍👧", "\ufffd", "x", "\t{", ".")

@@ -421,7 +421,7 @@ def test_validation_runs_the_ranks(shared: Shared, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_the_demo_is_golden_and_served_on_two_ranks(references: Results, shared: Shared, tmp_path: Path) -> None:
     """With prefix reuse, under load, behind an engine that was killed; and by the command with its option."""
-    from lockstep.serve import check as served  # loads what a server needs
+    from lockstep_serve import check as served  # loads what a server needs
 
     results = Results(shared.folder("demo-ranks", _make_demo))
     name = "demo-llama"

@@ -155,8 +155,8 @@ def follow() -> None:
 
 def in_server() -> dict[str, Fault]:
     """Return the faults of the process of the API, whose packages an engine's Python need not have."""
-    from lockstep.serve import openai, openai_answers, openai_chat, stream
-    from lockstep.serve.openai_parameters import prompt_requests
+    from lockstep_serve import openai, openai_answers, openai_chat, stream
+    from lockstep_serve.openai_parameters import prompt_requests
 
     def cut_stop(right: Any, self: completion.StopFilter, *arguments: Any) -> str:
         was = self.found

@@ -14,10 +14,10 @@ from demo_model import DEMO
 from transformers import PreTrainedTokenizerFast
 
 from lockstep.artifacts.chat_template import ChatTemplate
-from lockstep.serve.bodies import BadRequest
-from lockstep.serve.chat import Chat, ChatError
-from lockstep.serve.messages import template_messages
-from lockstep.serve.stream import StreamError
+from lockstep_serve.bodies import BadRequest
+from lockstep_serve.chat import Chat, ChatError
+from lockstep_serve.messages import template_messages
+from lockstep_serve.stream import StreamError
 from some import some, some_cases
 
 PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -311,7 +311,7 @@ def test_a_process_that_is_gone_is_started_again_and_one_that_hangs_is_no_mistak
         text = await chat.render(CHAT[:1])
         assert chat.process is not None
         os.kill(chat.process.pid, signal.SIGSTOP)
-        monkeypatch.setattr("lockstep.serve.chat.RENDER_TIMEOUT_S", 0.5)
+        monkeypatch.setattr("lockstep_serve.chat.RENDER_TIMEOUT_S", 0.5)
         with pytest.raises(StreamError, match="^the process of the chat template: no answer within 0.5 s") as caught:
             await chat.render(CHAT[:1])
         monkeypatch.undo()

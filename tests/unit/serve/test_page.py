@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from browser import Browser, find
-from lockstep.serve.page import page
+from lockstep_serve.page import page
 from real_server import RealServer, make_tree
 from scripted_server import ScriptedServer, Step
 from some import some

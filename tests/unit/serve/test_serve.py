@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 import lockstep
-from lockstep.serve.bodies import is_near
-from lockstep.serve.openai import CompletionBody
-from lockstep.serve.openai_chat import ChatBody
+from lockstep_serve.bodies import is_near
+from lockstep_serve.openai import CompletionBody
+from lockstep_serve.openai_chat import ChatBody
 from real_server import RealServer
 
 ROOT = Path(__file__).parents[3]

@@ -12,16 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.runtime import Tokenizer
-from lockstep.serve.answer_reader import AnswerPlan
-from lockstep.serve.anthropic import MessagesBody, messages_chat
-from lockstep.serve.bodies import BadRequest
-from lockstep.serve.messages import plain_messages, template_messages
-from lockstep.serve.openai_chat import ChatBody
-from lockstep.serve.reasoning import FORMATS as REASONING
-from lockstep.serve.responses import ResponsesBody, responses_chat
-from lockstep.serve.tool_formats import FORMATS
-from lockstep.serve.tool_grammar import answer_grammar
-from lockstep.serve.tools import calling_format, tools_of
+from lockstep_serve.answer_reader import AnswerPlan
+from lockstep_serve.anthropic import MessagesBody, messages_chat
+from lockstep_serve.bodies import BadRequest
+from lockstep_serve.messages import plain_messages, template_messages
+from lockstep_serve.openai_chat import ChatBody
+from lockstep_serve.reasoning import FORMATS as REASONING
+from lockstep_serve.responses import ResponsesBody, responses_chat
+from lockstep_serve.tool_formats import FORMATS
+from lockstep_serve.tool_grammar import answer_grammar
+from lockstep_serve.tools import calling_format, tools_of
 
 SCHEMA = {
     "type": "object",

@@ -25,10 +25,10 @@ from recorded import recorded
 
 from calls import call
 from lockstep.bundle.pack import pack
-from lockstep.cli.serve import serve
-from lockstep.cli.serve_options import read_api_keys
 from lockstep.errors import Ended, InputError
 from lockstep.targets import Results, Target
+from lockstep_serve.cli.serve import serve
+from lockstep_serve.cli.serve_options import read_api_keys
 from real_server import RealServer, make_tree
 
 PROMPT = "Once upon a time"
@@ -464,7 +464,7 @@ def test_a_server_that_is_ended_before_it_is_ready_says_so(tree: Path, monkeypat
     def ended(*arguments: Any) -> None:
         raise Ended(signal.SIGTERM)
 
-    monkeypatch.setattr("lockstep.cli.serve.run_server", ended)
+    monkeypatch.setattr("lockstep_serve.cli.serve.run_server", ended)
     outcome = CliRunner().invoke(serve, ["demo-llama/fp32/all", "--results", str(tree)])
     assert outcome.exit_code == 143 and "ended by SIGTERM before the server was ready\n" in outcome.output
 

@@ -9,10 +9,10 @@ import pytest
 from demo_model import DEMO
 
 from lockstep.runtime.tokenizer import Tokenizer
-from lockstep.serve import prompts
-from lockstep.serve.bodies import BadRequest
-from lockstep.serve.prompts import LONG, Turns, encode_texts
-from lockstep.serve.stream import StreamError
+from lockstep_serve import prompts
+from lockstep_serve.bodies import BadRequest
+from lockstep_serve.prompts import LONG, Turns, encode_texts
+from lockstep_serve.stream import StreamError
 
 MOST = 1000  # tokens of a prompt
 BODY = 4 << 20  # characters: what a body may have

@@ -14,8 +14,8 @@ import pytest
 import scripted_model
 from scripted_chats import ANSWERS, BERLIN, PARIS, TIME, TWO_CALLS, WEATHER, prompt, scripted_chats
 
-from lockstep.serve.messages import partial_json
 from lockstep.targets import Results
+from lockstep_serve.messages import partial_json
 from real_server import RealServer
 from shared import Shared
 

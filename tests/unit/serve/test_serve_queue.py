@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from lockstep.runtime import Tokenizer
 from lockstep.runtime.request import Request
-from lockstep.serve.app import application
-from lockstep.serve.frames import Ready
-from lockstep.serve.service import Service
-from lockstep.serve.settings import EngineOptions, ServiceLimits
-from lockstep.serve.stream import PromptRequest, Stream, StreamError
+from lockstep_serve.app import application
+from lockstep_serve.frames import Ready
+from lockstep_serve.service import Service
+from lockstep_serve.settings import EngineOptions, ServiceLimits
+from lockstep_serve.stream import PromptRequest, Stream, StreamError
 
 SLOTS = 3
 LIMITS = ServiceLimits(max_queue=4, max_queue_tokens=40)

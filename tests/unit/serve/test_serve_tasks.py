@@ -20,15 +20,15 @@ from demo_model import LIMITS
 from lockstep.errors import CheckError, InputError
 from lockstep.runtime.grammar.trial import Refusal, TrialProcess
 from lockstep.runtime.tokenizer import Tokenizer, tokenizer_path
-from lockstep.serve import adapter_loader, link
-from lockstep.serve.adapter_loader import AdapterLoader
-from lockstep.serve.bodies import Access
-from lockstep.serve.client import Answer, complete, get
-from lockstep.serve.run import listening
-from lockstep.serve.say import say
-from lockstep.serve.service import Service
-from lockstep.serve.settings import EngineOptions, ServiceLimits
 from lockstep.targets import Results
+from lockstep.verify.served.client import Answer, complete, get
+from lockstep_serve import adapter_loader, link
+from lockstep_serve.adapter_loader import AdapterLoader
+from lockstep_serve.bodies import Access
+from lockstep_serve.run import listening
+from lockstep_serve.say import say
+from lockstep_serve.service import Service
+from lockstep_serve.settings import EngineOptions, ServiceLimits
 from some import some
 
 ASKED = {"model": "demo-llama", "prompt": "Once upon a time", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
@@ -233,8 +233,8 @@ def test_a_folder_that_cannot_be_read_is_told_and_the_next_one_is_read(monkeypat
 
 def test_a_fault_at_one_request_of_a_grpc_stream_is_its_answer() -> None:
     grpc = pytest.importorskip("grpc")
-    from lockstep.serve.grpc_messages import MESSAGES, SERVICE
-    from lockstep.serve.grpc_server import GrpcServer
+    from lockstep_serve.grpc_messages import MESSAGES, SERVICE
+    from lockstep_serve.grpc_server import GrpcServer
 
     async def infer(asked: Any) -> Any:
         raise ValueError("a fault of the test")

@@ -13,8 +13,8 @@ import scripted_model
 from jsonschema import Draft202012Validator
 from scripted_chats import ANSWERS, BERLIN, PARIS, TIME, TOOLS, TWO_CALLS, WEATHER, chat_options, prompt, scripted_chats
 
-from lockstep.serve.messages import plain_messages
 from lockstep.targets import Results
+from lockstep_serve.messages import plain_messages
 from real_server import RealServer
 from shared import Shared
 

@@ -21,15 +21,16 @@ from lockstep.errors import CheckError, InputError
 from lockstep.manifests.manifest_files import failed_path
 from lockstep.runtime.request import Request
 from lockstep.runtime.tokenizer import Tokenizer
-from lockstep.serve import check as served
-from lockstep.serve.answer_reader import AnswerPlan
-from lockstep.serve.check_tools import calls_tools, tool_call
-from lockstep.serve.openai import CompletionFormat
-from lockstep.serve.run import listening
-from lockstep.serve.service import Service
-from lockstep.serve.settings import EngineOptions, ServiceLimits
 from lockstep.targets import Results, Target
 from lockstep.verify.golden.check import check_engines
+from lockstep.verify.served import check as served
+from lockstep.verify.served.tools import calls_tools, tool_call
+from lockstep_serve.answer_reader import AnswerPlan
+from lockstep_serve.checked import open_server
+from lockstep_serve.openai import CompletionFormat
+from lockstep_serve.run import listening
+from lockstep_serve.service import Service
+from lockstep_serve.settings import EngineOptions, ServiceLimits
 from shared import Shared
 from some import some
 
@@ -63,7 +64,7 @@ def run(tree: Results, golden_json: Path, out: Path, **options: Any) -> ServedRe
     served.check(
         tree.assembly("demo-llama", "fp32"), tree.weights("demo-llama", "fp32"),
         tree.engines("demo-llama", "fp32", "onnxruntime"), tree.reference("demo-llama", "all"), golden_json, out=out,
-        threads=1, **arguments,
+        threads=1, open_server=open_server, **arguments,
     )  # fmt: skip
     return ServedReport.load(out)
 
@@ -97,7 +98,7 @@ def _lose_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _mix_up_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each second request gets the prompt of another."""
-    from lockstep.serve.link import EngineLink
+    from lockstep_serve.link import EngineLink
 
     add = EngineLink.add
     prompts = []
@@ -165,6 +166,7 @@ def test_an_engine_set_that_does_not_open_is_told_in_one_line(tree: Results, gol
         served.check(
             tree.assembly("demo-llama", "fp32"), tree.weights("demo-llama", "fp32"), engines,
             tree.reference("demo-llama", "all"), golden_json, TARGET, TOLERANCES["fp32"], LIMITS, tmp_path / "all.json",
+            open_server=open_server,
         )  # fmt: skip
     assert "engines.json" in str(caught.value) and "\n" not in str(caught.value)
 

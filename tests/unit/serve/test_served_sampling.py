@@ -27,16 +27,16 @@ from lockstep.artifacts.reports import SampledCase
 from lockstep.backends import build
 from lockstep.runtime.model import Model
 from lockstep.runtime.tokenizer import Tokenizer, tokenizer_path
-from lockstep.serve import check_sampling
-from lockstep.serve.check import open_model
-from lockstep.serve.check_sampling import SamplingCheck
-from lockstep.serve.run import listening
-from lockstep.serve.service import Service
-from lockstep.serve.settings import EngineOptions, ServiceLimits
 from lockstep.targets import Results
 from lockstep.verify.golden.prompts import read_reference
 from lockstep.verify.sampled.forced import History
 from lockstep.verify.sampled.texts import Texts
+from lockstep.verify.served import sampling as check_sampling
+from lockstep.verify.served.check import open_model
+from lockstep.verify.served.sampling import SamplingCheck
+from lockstep_serve.run import listening
+from lockstep_serve.service import Service
+from lockstep_serve.settings import EngineOptions, ServiceLimits
 
 pytestmark = pytest.mark.exports
 ERROR = 0.02  # of a logit, as of fp16
@@ -88,7 +88,7 @@ def serving(folder: Path, tree: Results, before: str = "", **options: Any) -> It
     """Serve, with a fault as a file says. before: what the engine's process runs first."""
     (folder / "fault").write_text("")
     lines = [*before.splitlines(), "import sampling_faults", "sampling_faults.follow()"]
-    condition = "import sys\nif 'lockstep.serve.engine_process' in sys.orig_argv:\n    "
+    condition = "import sys\nif 'lockstep_serve.engine_process' in sys.orig_argv:\n    "
     (folder / "sitecustomize.py").write_text(condition + "\n    ".join(lines))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [str(folder), *sys.path])

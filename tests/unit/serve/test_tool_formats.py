@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import InputError
-from lockstep.serve.answer_reader import AnswerPlan, Message, join_parts
-from lockstep.serve.reasoning import FORMATS as REASONING
-from lockstep.serve.reasoning import reasoning_format
-from lockstep.serve.tool_formats import FORMATS, tool_format
-from lockstep.serve.tool_formats.arguments import branches, choices, coerced
+from lockstep_serve.answer_reader import AnswerPlan, Message, join_parts
+from lockstep_serve.reasoning import FORMATS as REASONING
+from lockstep_serve.reasoning import reasoning_format
+from lockstep_serve.tool_formats import FORMATS, tool_format
+from lockstep_serve.tool_formats.arguments import branches, choices, coerced
 
 TOOLS: dict[str, Any] = {"f": {"properties": {"s": {"type": "string"}}}, "g": {}}
 NESTED = {"q": 'she said "{[\\"]}" \\ and left', "ü": ["😀", "</tool_call", {"deep": [1.5, None, True]}]}

@@ -14,12 +14,12 @@ from tokenizers import Tokenizer as Library
 from lockstep.runtime import Tokenizer
 from lockstep.runtime.grammar import Grammar
 from lockstep.runtime.grammar.trial import compiled, open_tokenizer
-from lockstep.serve.answer_reader import AnswerPlan, join_parts
-from lockstep.serve.bodies import BadRequest
-from lockstep.serve.reasoning import FORMATS as REASONING
-from lockstep.serve.tool_formats import FORMATS
-from lockstep.serve.tool_grammar import answer_grammar
-from lockstep.serve.tools import Tools, calling_format, tools_of
+from lockstep_serve.answer_reader import AnswerPlan, join_parts
+from lockstep_serve.bodies import BadRequest
+from lockstep_serve.reasoning import FORMATS as REASONING
+from lockstep_serve.tool_formats import FORMATS
+from lockstep_serve.tool_grammar import answer_grammar
+from lockstep_serve.tools import Tools, calling_format, tools_of
 
 SCHEMA = {
     "type": "object",

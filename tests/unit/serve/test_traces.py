@@ -126,7 +126,7 @@ def test_each_front_end_has_one_and_a_refusal_its_error(server: RealServer, rece
 
 def test_a_request_over_grpc_has_one_too(server: RealServer, receiver: Receiver) -> None:
     grpc = pytest.importorskip("grpc")
-    from lockstep.serve.grpc_messages import MESSAGES, SERVICE
+    from lockstep_serve.grpc_messages import MESSAGES, SERVICE
 
     request = MESSAGES["ModelInferRequest"](model_name="ensemble", id="over grpc")
     request.inputs.add(name="text_input", datatype="BYTES", shape=[1, 1]).contents.bytes_contents.append(b"Hello")
@@ -164,7 +164,7 @@ def test_what_cannot_be_had_is_told_in_one_line(
     assert "expected a URL such as http://localhost:4318, found 'localhost:4318'" in refused(
         tree, "localhost:4318", capsys
     )
-    for name in [name for name in sys.modules if name.startswith(("lockstep.serve.traces", "opentelemetry"))]:
+    for name in [name for name in sys.modules if name.startswith(("lockstep_serve.traces", "opentelemetry"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
     assert 'pip install ".[otel]"' in refused(tree, "http://127.0.0.1:1", capsys)

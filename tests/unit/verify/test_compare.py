@@ -26,12 +26,12 @@ from lockstep.backends import EngineSet, build
 from lockstep.backends.profiles import profiles
 from lockstep.config import load
 from lockstep.errors import CheckError, InputError
-from lockstep.gpu.attention.rope_tables import read_rope_tables
 from lockstep.onnx_tools import rope
 from lockstep.stages import jobs
 from lockstep.targets import Limits
 from lockstep.verify.compare import inputs, run
 from lockstep.verify.metrics import failed_path
+from lockstep_gpu.attention.rope_tables import read_rope_tables
 
 MODEL = "demo-llama"
 

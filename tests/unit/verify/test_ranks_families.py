@@ -76,7 +76,7 @@ def make(family: str, folder: Path) -> Made:
 @pytest.mark.long
 @pytest.mark.parametrize("family", some_families(*ALWAYS, sinks=False))
 def test_ranks_of_a_family_pass_all_checks(family: str, shared: Shared, tmp_path: Path) -> None:
-    from lockstep.serve import check as served  # loads what a server needs
+    from lockstep_serve import check as served  # loads what a server needs
 
     made = make(family, tmp_path)
     weights = made.results.weights(MODEL, PRECISION)

@@ -1,0 +1,53 @@
+"""What other packages register with this one, by entry points of Python packages.
+
+    lockstep.backends    a package with modules `settings` and `backend` (see `lockstep.config.backends`), beside the
+                         folders of `src/lockstep/backends`
+    lockstep.commands    a subcommand, a `click.Command`
+    lockstep.server      `open_server`, which the check `served` opens a server with
+
+`lockstep_gpu` and `lockstep_serve` are found in this way; this package imports neither.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import InputError
+
+_OWN_BACKENDS = Path(__file__).resolve().parent / "backends"
+
+
+@functools.cache
+def entry_points(group: str) -> Mapping[str, importlib.metadata.EntryPoint]:
+    """Return the entry points of a group ("backends") by name, sorted."""
+    registered = importlib.metadata.entry_points(group=f"lockstep.{group}")
+    return {entry.name: entry for entry in sorted(registered, key=lambda entry: entry.name)}
+
+
+def load_plugin(group: str, name: str) -> Any:
+    """Return what an entry point names. Raises InputError where no installed package registers it."""
+    try:
+        entry = entry_points(group)[name]
+    except KeyError:
+        raise InputError(
+            f"lockstep.{group}: expected an installed package that registers {name!r}, found none; "
+            "install this project again"
+        ) from None
+    return entry.load()
+
+
+@functools.cache
+def backend_packages() -> Mapping[str, str]:
+    """Return the package of each backend by the backend's name, sorted; none is imported."""
+    packages = {name: entry.value for name, entry in entry_points("backends").items()}
+    for settings in _OWN_BACKENDS.glob("*/settings.py"):
+        name = settings.parent.name
+        packages[name] = f"lockstep.backends.{name}"
+    wrong = [name for name in packages if not re.fullmatch("[a-z][a-z0-9_]*", name)]
+    assert not wrong, f"backends: expected names of small letters, digits and _, found {', '.join(sorted(wrong))}"
+    return {name: packages[name] for name in sorted(packages)}

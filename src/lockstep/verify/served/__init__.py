@@ -1,0 +1,1 @@
+"""The check of a server on an engine set."""

@@ -1,0 +1,238 @@
+"""The part of the check `served` on sampling, log-probabilities and text.
+
+Each request of `check_cases` is sent twice, whole and streamed. Then the engines run teacher-forced on the answers'
+tokens, and a second sampler (`verify.sampled`) computes from their logits which tokens, text and log-probabilities are
+right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lockstep.artifacts.reports import SampledCase
+from lockstep.errors import CheckError, pip_install
+from lockstep.runtime.model import Model
+from lockstep.verify.golden.prompts import Prompt
+from lockstep.verify.metrics import largest
+from lockstep.verify.sampled.answer import Answer
+from lockstep.verify.sampled.forced import History, write_logits
+from lockstep.verify.sampled.judge import Asked, Bounds, Verdict, judge, judge_tokens, without
+from lockstep.verify.sampled.rules import Rules
+from lockstep.verify.sampled.texts import Texts
+from lockstep.verify.served.cases import Case, Cases
+from lockstep.verify.served.client import answers, post
+from lockstep.verify.served.server import Server
+
+_COMPLETIONS = "/v1/completions"
+_CHATS = "/v1/chat/completions"
+_NO_GRAMMARS = pip_install("grammar")  # in the error where llguidance is missing
+_MESSAGE = "Tell me of the city."
+
+
+@dataclass(frozen=True)
+class Received:
+    """An answer. how: it was sent. bounds: of its logits' errors."""
+
+    case: str
+    how: str
+    request: Asked
+    answer: Answer
+    bounds: Bounds
+
+    @property
+    def histories(self) -> list[History]:
+        """Return the histories whose logits are needed, in order."""
+        prompt = self.request.prompt
+        histories: list[History] = []
+        if self.request.echo is not None and self.request.logprobs is not None:
+            histories = [(prompt[:end], prompt[end : end + 1]) for end in range(1, len(prompt))]
+        return [*histories, (prompt, self.answer.token_ids)]
+
+
+class SamplingCheck:
+    """One run. failures: lines. num_requests: that were sent."""
+
+    def __init__(self, server: Server, prompts: Sequence[Prompt], expected: Sequence[Sequence[int]], texts: Texts):
+        self._server = server
+        self._prompts = prompts
+        self._expected = expected
+        self._texts = texts
+        self._received: list[Received] = []
+        self.failures: list[str] = []
+
+    async def send(self, socket: Path, stream: bool) -> int:
+        """Send all requests at once; return how many. stream: as events."""
+        ready = self._server.ready
+        room = ready.max_seq_len
+        cases = Cases(self._prompts, self._expected, self._texts, ready.max_batch_size, room)
+        sent = [self._ask(socket, case, stream) for case in cases.all(ready.prompt_logprobs)]
+        sent.append(self._chat(socket, cases.chat(), room, stream))
+        for error in await asyncio.gather(*sent, return_exceptions=True):
+            if isinstance(error, CheckError):
+                self.failures.append(str(error))
+            elif error is not None:
+                raise error
+        return len(sent)
+
+    async def _ask(self, socket: Path, case: Case, stream: bool) -> None:
+        prompts = [list(prompt.prompt_ids) for prompt in case.prompts]
+        body = {**case.body, "model": self._server.name, "prompt": prompts}
+        how = "streamed" if stream else "whole"
+        with _name_case(case.name, how):
+            replies = await self._answers(socket, _COMPLETIONS, body, stream, prompts)
+        for number, answer in enumerate(replies):
+            prompt_number, choice = divmod(number, body.get("n", 1))
+            request = self._request(case, prompts[prompt_number], prompt_number, choice)
+            self._received.append(Received(case.name, how, request, answer, self._bounds(case)))
+
+    async def _answers(
+        self, socket: Path, url: str, body: Mapping[str, Any], stream: bool, prompts: Sequence[Sequence[int]]
+    ) -> list[Answer]:
+        """Return the answers, after a check of their number and usage. Raises CheckError."""
+        if stream:
+            body = {**body, "stream_options": {"include_usage": True}}
+        try:
+            replies, counts = await answers(socket, url, body, stream)
+        except CheckError as error:
+            if _NO_GRAMMARS in str(error):
+                return []
+            raise
+        count = len(prompts) * body.get("n", 1)
+        if len(replies) != count:
+            raise CheckError(f"expected {count} answers, found {len(replies)}")
+        if url == _COMPLETIONS:
+            expected = sum(map(len, prompts)), sum(len(answer.token_ids) for answer in replies)
+            if (counts["prompt_tokens"], counts["completion_tokens"]) != expected:
+                raise CheckError(f"usage: expected {expected[0]} and {expected[1]} tokens, found {counts}")
+        return replies
+
+    async def _chat(self, socket: Path, case: Case, room: int, stream: bool) -> None:
+        """Request a completion and a chat of the same prompt: their answers must be the same."""
+        server = self._server
+        if server.chat.fault is not None:
+            return
+        how = "streamed" if stream else "whole"
+        common = {**case.body, "model": server.name}
+        messages = [{"role": "user", "content": _MESSAGE}]
+        with _name_case(case.name, how):
+            chat_body = {"model": server.name, "messages": messages}
+            prompt = (await post(socket, "/tokenize", chat_body, "served"))["tokens"]
+            if len(prompt) + case.body["max_tokens"] > room:
+                return
+            (text,) = await self._answers(socket, _COMPLETIONS, {**common, "prompt": prompt}, stream, [prompt])
+            count = common.pop("logprobs")
+            body = {**common, "messages": messages, "logprobs": True, "top_logprobs": count}
+            (chat,) = await self._answers(socket, _CHATS, body, stream, [prompt])
+        request = self._request(case, prompt, 0, 0)
+        bounds = self._bounds(case)
+        self._received.append(Received(case.name, how, request, text, bounds))
+        if bounds.largest and chat.text != text.text:  # the chat's tokens are not known
+            return
+        chat = replace(chat, token_ids=text.token_ids)
+        if server.reasoning_format is not None:  # its content is only a part of the text
+            chat = replace(chat, text=text.text)
+        self._received.append(Received(case.name, f"{how} chat", replace(request, is_chat=True), chat, bounds))
+
+    def _request(self, case: Case, prompt: Sequence[int], prompt_number: int, choice: int) -> Asked:
+        body = case.body
+        rules = Rules.of({**body, "seed": body.get("seed", 0) + prompt_number}, self._server.ready.eos_token_ids)
+        fields = {"logit_bias": "bias"}
+        shown = [fields.get(name, name) for name in case.shows]
+        plain = without(rules, *(name for name in shown if hasattr(rules, name)))
+        echo = self._texts.decode(prompt) if body.get("echo") else None
+        return Asked(
+            prompt,
+            rules,
+            plain,
+            body["max_tokens"],
+            choice,
+            body.get("stop", ()),
+            body.get("bad_words", ()),
+            case.form,
+            body.get("logprobs"),
+            echo,
+        )
+
+    def _bounds(self, case: Case) -> Bounds:
+        # The server prefills a repeated prompt in chunks, the judge's run goes token by token: last bits may differ.
+        if self._server.ready.batch_invariant and not case.body.get("echo"):
+            return Bounds()
+        rms = max(prompt.bounds.rms(prompt.counts) for prompt in case.prompts)
+        return Bounds(max(prompt.bounds.largest for prompt in case.prompts), rms)
+
+    def judge(self, model: Model) -> dict[str, SampledCase]:
+        """Judge the answers; return the results by case. model: the server's, opened here."""
+        entries = []
+        unique_histories: dict[History, None] = {}
+        for received in self._received:
+            if not received.answer.token_ids:
+                self.failures.append(f"{received.case}, {received.how}: expected tokens, found none")
+                continue
+            entries.append(received)
+            unique_histories |= dict.fromkeys(map(_hashable, received.histories))
+        histories = list(unique_histories)
+        verdicts: dict[str, dict[tuple[History, int], Verdict]] = {}
+        with tempfile.TemporaryDirectory(prefix="lockstep-logits-") as folder:
+            path = Path(folder, "logits.npy")
+            if histories:
+                write_logits(model, histories, path)
+            rows = _Rows(path, histories)
+            for received in entries:
+                logits = [rows.of(history) for history in received.histories]
+                by_answer = verdicts.setdefault(received.case, {})
+                same = _hashable(received.histories[-1]), received.request.choice  # whole, streamed, in a chat
+                if same not in by_answer:
+                    tokens = received.answer.token_ids
+                    by_answer[same] = judge_tokens(received.request, tokens, logits[-1], self._texts, received.bounds)
+                    self.failures += [f"{received.case}, {received.how}: {line}" for line in by_answer[same].wrong]
+                verdict = judge(received.request, received.answer, np.concatenate(logits), self._texts, received.bounds)
+                self.failures += [f"{received.case}, {received.how}: {line}" for line in verdict.wrong]
+                by_answer[same] |= verdict
+        return {name: _summed([*by_request.values()]) for name, by_request in verdicts.items()}
+
+
+class _Rows:
+    """Logits by history."""
+
+    def __init__(self, path: Path, histories: Sequence[History]):
+        if histories:
+            self._logits = np.load(path, mmap_mode="r")
+        ends = np.cumsum([len(answer) for _, answer in histories]).tolist()
+        self._slices = {history: slice(end - len(history[1]), end) for history, end in zip(histories, ends)}
+
+    def of(self, history: History) -> np.ndarray:
+        return self._logits[self._slices[_hashable(history)]]
+
+
+def _hashable(history: History) -> History:
+    prompt, answer = history
+    return tuple(prompt), tuple(answer)
+
+
+def _summed(verdicts: Sequence[Verdict]) -> SampledCase:
+    errors = [verdict.logprob_error for verdict in verdicts if verdict.logprob_error is not None]
+    max_logprob_error = largest([*errors]) if errors else None
+    return SampledCase(
+        answers=sum(verdict.answers for verdict in verdicts),
+        tokens=sum(verdict.tokens for verdict in verdicts),
+        decided=sum(verdict.decided for verdict in verdicts),
+        near=sum(verdict.near for verdict in verdicts),
+        max_logprob_error=max_logprob_error,
+    )
+
+
+@contextlib.contextmanager
+def _name_case(case: str, how: str) -> Iterator[None]:
+    """Prepend the case to an error."""
+    try:
+        yield
+    except CheckError as error:
+        raise CheckError(f"{case}, {how}: {error}") from None

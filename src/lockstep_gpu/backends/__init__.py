@@ -1,0 +1,1 @@
+"""The backends whose engines run on NVIDIA GPUs, by the runtime of `lockstep_gpu`."""

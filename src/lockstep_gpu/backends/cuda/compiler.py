@@ -1,0 +1,194 @@
+"""Compile a block: cut its graph at its products, and write a kernel for each piece between them.
+
+In: a graph of float16 or bfloat16, or a float32 graph of quantised products, whose activations become float16; a hidden
+state in float32 stays so (residual.py). Out: the kernels and products, which are run beside the graph, in float32,
+before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import numpy as np
+import onnx
+
+from lockstep.artifacts.adapters import A_SUFFIX, B_SUFFIX, IDS
+from lockstep.artifacts.signature import IO
+from lockstep.errors import CheckError
+from lockstep.onnx_tools.cut_products import CutGraph, cut_products, run_cut
+from lockstep.onnx_tools.expert_products import with_few_experts
+from lockstep.onnx_tools.judge import Bound, measure, peak, wrong
+from lockstep.onnx_tools.prepare import random_inputs
+from lockstep.onnx_tools.products import Experts, Product
+from lockstep.onnx_tools.sessions import compute, open_session
+from lockstep.onnx_tools.signature import signature_of
+from lockstep.onnx_tools.widened import in_float32, widened
+from lockstep.tolerances import KERNELS
+from lockstep.weights import e4m3
+from lockstep.weights.groups import dequantize
+from lockstep.weights.mxfp4 import mxfp4_numbers
+from lockstep_gpu.backends.cuda.kernels_file import BlockStep, KernelsFile, Shape
+from lockstep_gpu.backends.cuda.residual import residual_stream, with_copies
+from lockstep_gpu.kernels.row_operators import row_kernel
+
+_EXPERT_GROUPS = 32  # columns that a kernel takes at once
+_EXPERTS_TRIED = 8  # whose weights are made: all of them are gigabytes
+_FP8_ALIGNED = 16  # columns that start where 16 bytes do
+
+
+def compile_block(model: onnx.ModelProto) -> KernelsFile:
+    """Return the kernels and products of a graph.
+
+    Raises CheckError for an operator without a kernel, for zero points of their own, which the kernels do not read, and
+    where kernels and products give something else than the graph does.
+    """
+    name = model.graph.name
+    dtype = "float16" if widened(model) is model else "bfloat16"
+    wide = in_float32(model)  # as kernels compute
+    try:
+        cut = cut_products(wide)
+        slots = {slot for product in _products(cut) for slot in product.slots}
+        signature = signature_of(model.graph, slots)
+        stream = residual_stream(wide, signature)
+        kept = stream | _float32_weights(model.graph)
+        cut = with_copies(cut, stream, signature)
+        quantized = {product.input for product in _products(cut) if product.is_fp8}
+        kernels = [row_kernel(piece, f"piece_{number}", quantized, kept) for number, piece in enumerate(cut.pieces)]
+    except CheckError as error:
+        raise CheckError(f"{error}; use the backend tensorrt, which compiles any operator") from None
+    for product in _products(cut):
+        if product.is_fp8 and product.in_features % _FP8_ALIGNED:
+            raise CheckError(
+                f"graph {name}: expected rows of weights of a multiple of {_FP8_ALIGNED} numbers in w8a8-fp8, "
+                f"found {product.in_features}; use the backend onnxruntime, or fp16"
+            )
+        if product.experts is not None and product.group_size % _EXPERT_GROUPS:
+            raise CheckError(
+                f"graph {name}: expected experts in groups of a multiple of {_EXPERT_GROUPS} numbers, found groups of "
+                f"{product.group_size}; choose another group_size, the backend onnxruntime, or fp16"
+            )
+        if len(product.slots) > 2:
+            raise CheckError(
+                f"graph {name}: expected quantised weights whose zero points are the middle, found "
+                f"{product.slots[2]!r}; this backend takes no zero points, use the backend onnxruntime"
+            )
+    _check_same(wide, cut)
+    steps = []
+    for step in cut.steps:
+        if isinstance(step, int):
+            steps.append(BlockStep(kernel=kernels[step]))
+        else:
+            steps.append(BlockStep(products=tuple(step)))
+    inputs = _declared_types(filter(_is_activation, signature.inputs), dtype, stream)
+    outputs = _declared_types(signature.outputs, dtype, stream)
+    return KernelsFile(inputs, outputs, cut.inner, tuple(steps), dtype)
+
+
+def _float32_weights(graph: onnx.GraphProto) -> set[str]:
+    """Return the weights that a graph of 16 bits has in float32, as transformers keeps the biases of some routers."""
+    inputs = signature_of(graph).inputs
+    if all(io.dtype not in ("float16", "bfloat16") for io in inputs):
+        return set()
+    return {io.name for io in inputs if io.dtype == "float32" and not _is_activation(io)}
+
+
+def _products(cut: CutGraph) -> list[Product]:
+    products = list[Product]()
+    for step in cut.steps:
+        if not isinstance(step, int):
+            products += step
+    return products
+
+
+def _is_activation(io: IO) -> bool:
+    """Return whether an input is no weight; A of adapters is rows of one."""
+    if io.name.endswith(A_SUFFIX):
+        return False
+    return io.name.endswith(B_SUFFIX) or not all(isinstance(size, int) for size in io.shape)
+
+
+def _declared_types(ios: Iterable[IO], dtype: str, wide: Collection[str]) -> dict[str, tuple[str, Shape]]:
+    """Return (dtype, shape) by name; wide: those that stay float32."""
+    narrowed = {"float32": dtype}
+    return {io.name: (io.dtype if io.name in wide else narrowed.get(io.dtype, io.dtype), io.shape) for io in ios}
+
+
+def _check_same(model: onnx.ModelProto, cut: CutGraph) -> None:
+    """Run a float32 graph and its pieces and products, which round nothing here, on the same random numbers."""
+    choices = {product.experts.ids for product in _products(cut) if product.experts is not None}
+    if choices:
+        model = with_few_experts(model, _EXPERTS_TRIED)
+    feeds = random_inputs(model)
+    for product in _products(cut):
+        if product.experts is not None and product.experts.weight.kind == "mxfp4":  # exponents of numbers below 1
+            feeds[product.slots[1]] = feeds[product.slots[1]] % 4 + 118
+        elif product.bits < 16 and not product.is_fp8:  # weights as large as of full precision
+            scales = feeds[product.slots[1]]
+            feeds[product.slots[1]] = scales * np.float32(product.group_size**-0.5 / (1 << product.bits - 1))
+    expected = compute(model, feeds)
+    sessions = [open_session(piece.SerializeToString()) for piece in cut.pieces]
+
+    def run_piece(number: int, values: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        session = sessions[number]
+        inputs = {value.name: values[value.name] for value in session.get_inputs()}
+        return dict(zip([value.name for value in session.get_outputs()], session.run(None, inputs)))
+
+    results = run_cut(cut.steps, feeds, run_piece, multiply)
+    kind = "fp8" if any(product.is_fp8 for product in _products(cut)) else "*"
+    bound = Bound(KERNELS[kind])
+    # Scores that are nearly equal are rounded to another order now and then: such a row has other experts.
+    num_rows = len(results[next(iter(expected))])
+    same_experts = np.ones(num_rows, np.bool_)
+    for name in choices:
+        same_experts &= (np.sort(expected.pop(name)) == np.sort(results[name])).all(axis=1)
+    if not same_experts.any():
+        raise CheckError(f"graph {model.graph.name}: expected the experts that the graph chooses, found others")
+    for name in expected:
+        error = measure(expected[name][same_experts], results[name][same_experts], bound, peak(expected[name]))
+        if line := wrong(f"output {name}", error):
+            raise CheckError(
+                f"graph {model.graph.name}: {line}: the kernels and products compute something else; please report it"
+            )
+
+
+def multiply(product: Product, values: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return a product in float32, in NumPy; values: by name."""
+    rows = values[product.input].astype(np.float32)
+    parts = [values[slot] for slot in product.slots]
+    if product.is_fp8:
+        codes, steps = e4m3.rounded(rows)
+        return codes @ parts[0].astype(np.float32).T * steps * parts[1]
+    if product.experts is not None:
+        return _of_experts(rows, parts, values[product.experts.ids], product.experts)
+    weight = parts[0]
+    if product.bits < 16:
+        weight = dequantize(parts[0], parts[1], product.group_size, *parts[2:])
+    if not product.transposed:
+        weight = weight.T
+    result = rows @ weight.astype(np.float32)
+    if (lora := product.lora) is not None:
+        ids = values[IDS]
+        if lora.rows:
+            ids = ids[values[lora.rows]]
+        is_of_adapter = np.arange(lora.columns) // lora.rank == ids[:, None]
+        result += np.where(is_of_adapter, rows @ values[lora.a], 0) @ values[lora.b]
+    return result
+
+
+def _of_experts(rows: np.ndarray, parts: Sequence[np.ndarray], ids: np.ndarray, experts: Experts) -> np.ndarray:
+    """Return the products of each token with the weights of its experts, one after the other."""
+    weight = experts.weight
+    inputs_per_token = 1 if experts.shared else experts.per_token
+    inputs = rows.reshape(len(rows), inputs_per_token, -1)
+    inputs = np.broadcast_to(inputs, (*ids.shape, inputs.shape[-1]))
+    results = np.zeros((*ids.shape, weight.out_features), np.float32)
+    ids = ids % len(parts[0])  # a trial has fewer experts
+    for number in np.unique(ids):
+        data, *scales = (part[number] for part in parts)
+        if weight.kind == "mxfp4":
+            data = mxfp4_numbers(data, *scales)
+        elif scales:
+            data = dequantize(data, scales[0].reshape(data.shape[:2]), weight.group_size)
+        matrix = data.T if weight.transposed else data
+        results[ids == number] = inputs[ids == number] @ matrix.astype(np.float32)
+    return results.reshape(len(rows), -1)

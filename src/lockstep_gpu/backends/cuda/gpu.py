@@ -1,0 +1,20 @@
+"""Whether engines of the `cuda` backend run here, by the CUDA driver alone: no library is loaded."""
+
+from __future__ import annotations
+
+from lockstep.errors import is_installed, pip_install
+from lockstep_gpu.compute_capability import compute_capability, needs_gpu
+
+PRECISIONS = ("fp16", "bf16", "w8a16", "w4a16", "w8a8-fp8")
+_PACKAGES = {"cuda.bindings": "cuda-bindings", "cudnn": "nvidia-cudnn-frontend"}
+
+
+def why_not() -> str | None:
+    """Return why engines cannot run here, None where they can; by the driver alone, no library is loaded."""
+    capability = compute_capability()
+    if capability is None or int(capability.partition(".")[0]) < 8:
+        return needs_gpu("8.0 or higher", capability)
+    missing = [package for module, package in _PACKAGES.items() if not is_installed(module)]
+    if missing:
+        return f"needs {' and '.join(missing)} in this Python, found none: {pip_install('cuda')}"
+    return None

@@ -1,0 +1,20 @@
+"""What the config knows of the `cuda` backend."""
+
+from __future__ import annotations
+
+from lockstep.config.backends import BackendSettings
+from lockstep_gpu.backends.cuda.gpu import PRECISIONS, why_not
+
+SETTINGS = BackendSettings(
+    precisions=PRECISIONS,
+    lacks="its kernels have activations of 16 bits",
+    takes_limits=True,
+    runs_ranks=True,
+    runs_adapters=("fp16", "bf16"),
+    zero_points=False,
+    mxfp4=True,
+    fp8_kv_cache=True,
+    gpus=1,
+    unpinned=("cuda", "cudnn"),
+    cannot_run=lambda options: why_not(),
+)

@@ -1,0 +1,119 @@
+"""The base of backends whose engines run on NVIDIA GPUs, by `lockstep_gpu`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+from lockstep.artifacts.assembly import Assembly, GraphFile
+from lockstep.artifacts.files import write_bytes
+from lockstep.backends.base import Backend
+from lockstep.backends.graphs import RopeGraph, StateGraph
+from lockstep.backends.onnxruntime.backend import OnnxRuntimeBackend
+from lockstep.errors import InputError
+from lockstep.step.advance import Executor
+from lockstep.step.network import Network
+from lockstep_gpu.attention.rope_tables import check_rope_tables
+from lockstep_gpu.describe import describe_gpu
+from lockstep_gpu.libraries import library_versions, require_nvrtc
+from lockstep_gpu.state_kernels import StateKernelSpec, check_state_graph
+
+
+class GpuBackend(Backend):
+    """A backend whose engines run on a GPU, one device a rank."""
+
+    batch_invariant = False
+    on_host = False
+    rank_devices = True
+
+    def libraries(self, runs: bool) -> dict[str, str]:
+        """Return the versions of cuBLAS, cuDNN and NVRTC, which run besides engines, or instead of them."""
+        return library_versions() if runs else {}
+
+    def empty(self, shape: Sequence[int], dtype: np.dtype) -> Any:
+        from lockstep_gpu import cuda
+
+        return cuda.empty(shape, dtype)
+
+    def executor(
+        self, network: Network, rows: int, max_seq_len: int, max_num_tokens: int | None, kv_bytes: float | None
+    ) -> Executor:
+        assert max_num_tokens is not None  # it is among the options of these backends
+        require_nvrtc()
+        from lockstep_gpu.executor import GpuExecutor
+
+        return GpuExecutor(network, rows, max_seq_len, max_num_tokens, kv_bytes)
+
+
+class PortableGpuBackend(GpuBackend):
+    """A GPU backend whose engines are built without a GPU, for any of the kinds that `gpus` names."""
+
+    portable = True
+    gpus: str
+
+    def why_not(self) -> str | None:
+        """Return why engines cannot run here, None where they can."""
+        raise NotImplementedError  # each backend has its own
+
+    def require_gpu(self) -> None:
+        """Raise InputError where engines cannot run here."""
+        if reason := self.why_not():
+            raise InputError(f"backend {self.name}: {reason}; its engines can be built here, not run")
+
+    def describe_device(self) -> dict[str, Any]:
+        """Return what engines are for: no one device."""
+        return {"type": "gpu", "name": self.gpus}
+
+    def describe_hardware(self) -> dict[str, Any]:
+        """Return the description of the GPU here, which runs engines."""
+        return describe_gpu(f"backend {self.name}")
+
+    def device_key(self, device: Mapping[str, Any]) -> Any:
+        return {"name": device.get("name")}
+
+
+def check_state_mixers(assembly: Assembly, where: str) -> None:
+    """Raise InputError, which begins with `where`, for a mixer with a state that has no kernel."""
+    for name, mixer in assembly.state_mixers.items():
+        StateKernelSpec.of(mixer, f"{where}: {name}")
+
+
+def with_fused_attention(assembly: Assembly, fused: Collection[str]) -> Iterator[tuple[str, GraphFile]]:
+    """Yield the engine names and graphs of an assembly; of attention variants in `fused` only RoPE is needed.
+
+    Of mixers with a state, `<mixer>.state` is the graph of what their kernel computes.
+    """
+    ranks = assembly.tensor_parallel
+    variants = assembly.variants if ranks is None else ranks.variants
+    for name, graph in assembly.engine_graphs():
+        variant, _, phase = name.rpartition(".")
+        if variant in assembly.state_mixers:
+            if phase == "decode":
+                yield f"{variant}.state", StateGraph(graph.file, graph.sha256, graph.signature)
+        elif variant not in fused:
+            yield name, graph
+        elif phase == "decode":
+            yield f"{variant}.rotary", RopeGraph(graph.file, graph.sha256, graph.signature, variants[variant])
+
+
+def build_host_graph(graph_path: Path, out_path: Path, max_seq_len: int) -> None:
+    """Copy the graph that defines a kernel of the GPU runtime: of a state mixer, or of RoPE.
+
+    Raises CheckError where the kernel's results differ.
+    """
+    if out_path.stem.endswith(".state"):
+        check_state_graph(onnx.load(graph_path), str(out_path))
+        write_bytes(out_path, graph_path.read_bytes())
+    else:
+        build_rope(graph_path, out_path, max_seq_len)
+
+
+def build_rope(graph_path: Path, out_path: Path, max_seq_len: int) -> None:
+    """Keep a RoPE graph as an engine. Raises CheckError where RoPE tables do not give what it computes."""
+    rope = OnnxRuntimeBackend().load(graph_path, (), None, False).bind(None, {})
+    check_rope_tables(rope, max_seq_len, str(out_path))
+    write_bytes(out_path, graph_path.read_bytes())

@@ -1,0 +1,246 @@
+"""GEMMs of activations and weights on a device, and the LoRA terms that adapters add.
+
+Weights of 16 bits go through `gemm.Gemm`, e4m3 weights through `fp8_gemm.Fp8Gemm`. Up to 32 rows are multiplied with an
+integer weight by a kernel that reads it as it is stored (small_weights.cu), 16 rows at a time. For more rows, and for
+shapes that the kernel doesn't support, the weight is dequantized to fp16 and multiplied by `Gemm`; all weights share
+the memory for that.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from lockstep_gpu import cuda
+from lockstep_gpu.kernels.fp8_gemm import Fp8Gemm, Rows
+from lockstep_gpu.kernels.gemm import MAX_OUTPUTS, Gemm, output_arguments, size_for
+from lockstep_gpu.kernels.numbers import kind_options
+from lockstep_gpu.kernels.row_kernels import COMMON, PRELUDE
+
+SOURCE = COMMON + Path(__file__).with_name("small_weights.cu").read_text(encoding="utf-8")
+LORA_SOURCE = PRELUDE + Path(__file__).with_name("lora_expand.cu").read_text(encoding="utf-8")
+_ROWS = (8, 16)  # the kernel is compiled for up to this many rows
+MAX_KERNEL_ROWS = 32  # with more, dequantizing the weight and reading it again is faster
+_WIDTHS = (8192, 16384)  # out_features from which a GEMM is wide, and very wide
+# By bits and rows of the kernel: outputs and warps of a block, for a GEMM that is not wide, wide and very wide.
+_TILES = {
+    (8, 8): ((16, 16), (32, 8), (32, 8)),
+    (8, 16): ((32, 16), (16, 4), (64, 4)),
+    (4, 8): ((32, 16), (64, 8), (64, 8)),
+    (4, 16): ((32, 16), (32, 4), (64, 4)),
+}
+_DEQUANTIZE_THREADS = 256
+_EXPAND_THREADS = 256  # as in lora_expand.cu
+_ROWS_TOGETHER = 8  # rows of a block if there are at least _MANY_ROWS: neighbours mostly have the same adapter
+_MANY_ROWS = 64
+Multiplier = Callable[[int], None]  # enqueues the GEMMs of bound arrays, for a number of rows
+
+
+@dataclass(frozen=True)
+class StridedView:
+    """The rows of a value: an array that starts at its first element, and the elements from one row to the next."""
+
+    array: cuda.Array
+    stride: int
+
+    @classmethod
+    def of(cls, array: cuda.Array) -> StridedView:
+        return cls(array, math.prod(array.shape[1:]))
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapter of each row of a GEMM.
+
+    Attributes:
+        ids: Integers [tokens]: each token's adapter slot, or -1.
+        rows: The token of each row; None: row i is token i.
+        rank: The LoRA rank of all adapters.
+    """
+
+    ids: cuda.Array
+    rows: cuda.Array | None
+    rank: int
+
+
+@dataclass(frozen=True)
+class SmallWeight:
+    """Concatenated weights [out_features[i], in_features], quantized or of 16 bits.
+
+    Attributes:
+        data: uint8 [sum of out_features, in_features * bits / 8], or the activations' dtype if bits is 16.
+        scales: fp16 [sum of out_features, num_groups], times `SCALES_TIMES`; None for 16 bits.
+        group_size: 0 with 8 bits: data is e4m3, scales float32 [sum of out_features].
+    """
+
+    data: cuda.Array
+    scales: cuda.Array | None
+    bits: int
+    group_size: int
+    in_features: int
+    out_features: tuple[int, ...]
+
+    @property
+    def fits_kernel(self) -> bool:
+        """Return whether each aligned 16 bytes of a quantized row belong to one group."""
+        columns = 128 // self.bits
+        is_aligned = self.group_size % columns == 0 and self.in_features % columns == 0
+        return is_aligned and len(self.out_features) <= MAX_OUTPUTS
+
+
+class Products:
+    """GEMMs on one stream, and the scratch memory that they share, because they run one after another."""
+
+    def __init__(self, stream: cuda.Stream, dtype: np.dtype):
+        """Compile the kernels; dtype: of activations, fp16 or bf16. Those of quantized weights are fp16."""
+        self._stream = stream
+        self._options = kind_options(dtype.name)
+        self._small = functools.cache(lambda: cuda.compile_kernels(SOURCE))
+        self._gemm = Gemm(stream, dtype)
+        self._fp8 = functools.cache(lambda: Fp8Gemm(stream))  # not every GPU supports it
+        # Buffers for a weight as fp16: the last is the largest; captured graphs may use the others.
+        self._scratch = [cuda.empty((1,), "f2")]
+        self._scratch_size = 1  # of the largest weight that is bound
+
+    def bind(
+        self, weight: SmallWeight, x: cuda.Array, outs: Sequence[cuda.Array], rows: Rows | None = None
+    ) -> Multiplier:
+        """Return a call that computes outs[i] = x @ weight[i].T for a number of rows.
+
+        A captured graph of the call is valid as long as the call and these `Products` live.
+
+        Args:
+            x: [..., in_features].
+            outs: Each [..., out_features[i]].
+            rows: `x` as e4m3, if a kernel has quantized it already.
+        """
+        if weight.bits == 16:
+            return self._gemm.bind(weight.data, x, outs)
+        if not weight.group_size:
+            assert weight.scales is not None  # quantised
+            return self._fp8().bind(weight.data, weight.scales, x, outs, rows)
+        self._scratch_size = max(self._scratch_size, sum(weight.out_features) * weight.in_features)
+        kernel_rows = MAX_KERNEL_ROWS if weight.fits_kernel else 0
+        kernel_launch = functools.cache(functools.partial(self._kernel_launch, weight, x, outs))
+        # At its first call: by then all weights are bound, so the scratch memory has its final size.
+        dequantized = functools.cache(functools.partial(self._dequantized, weight, x, outs))
+        step = _ROWS[-1]
+
+        def multiply(rows: int) -> None:
+            if rows > kernel_rows:
+                dequantized()(rows)
+                return
+            for first in range(0, rows, step):
+                count = min(rows - first, step)
+                launch, blocks = kernel_launch(first, size_for(count, _ROWS))
+                launch(blocks, count)
+
+        return multiply
+
+    def _kernel_launch(
+        self, weight: SmallWeight, x: cuda.Array, outs: Sequence[cuda.Array], first: int, max_rows: int
+    ) -> tuple[cuda.Launch, int]:
+        """Return a launch of the kernel, and its blocks, for up to `max_rows` rows from row `first` on."""
+        assert weight.scales is not None  # quantized
+        total = sum(weight.out_features)
+        outputs, warps = _TILES[weight.bits, max_rows][sum(total >= width for width in _WIDTHS)]
+        out_arguments = output_arguments([out[first:] for out in outs])
+        kernel = self._small()[f"gemv_{weight.bits}_{outputs}_{warps}_{max_rows}"]
+        arguments: tuple[cuda.Array | int, ...] = (
+            weight.data, weight.scales, x[first:], *out_arguments, total, weight.in_features, weight.group_size,
+            max_rows,
+        )  # fmt: skip
+        return cuda.Launch(kernel, self._stream, 32 * warps, *arguments, overlaps=True), -(-total // outputs)
+
+    def _dequantized(self, weight: SmallWeight, x: cuda.Array, outs: Sequence[cuda.Array]) -> Multiplier:
+        """Return a call that dequantizes a weight to fp16 and multiplies with it."""
+        assert weight.scales is not None  # quantized
+        total = sum(weight.out_features)
+        fp16_weight = self._scratch_memory().reshape(total, weight.in_features)
+        product = self._gemm.bind(fp16_weight, x, outs)
+        kernel = self._small()[f"dequantize_{weight.bits}"]
+        arguments = weight.data, weight.scales, fp16_weight, weight.in_features, weight.group_size, total
+        dequantize = cuda.Launch(kernel, self._stream, _DEQUANTIZE_THREADS, *arguments)
+        blocks = -(-total * weight.in_features // 8 // _DEQUANTIZE_THREADS)
+
+        def multiply(rows: int) -> None:
+            dequantize(blocks)
+            product(rows)
+
+        return multiply
+
+    def expand(
+        self,
+        base: StridedView,
+        shrunk: StridedView,
+        adapters: Adapters,
+        matrices: Sequence[cuda.Array | None],
+        outs: Sequence[cuda.Array],
+    ) -> Callable[[int], None]:
+        """Return a call that adds each row's LoRA term to the base GEMMs, for a number of rows.
+
+        Args:
+            base: The concatenated results of the base GEMMs.
+            shrunk: The concatenated products of the input with A of all resident adapters, one for each B.
+            matrices: B of each GEMM, [columns, out_features], or None.
+            outs: outs[i] becomes the result i of `base` plus its LoRA term.
+        """
+        module = cuda.compile_kernels(LORA_SOURCE, self._options)
+        calls = list[tuple[dict[int, cuda.Launch], int]]()
+        starts = [0]  # of each output in a row of `base`
+        columns = list[int]()  # where the product with A of each output starts in `shrunk`; -1: it has none
+        shrunk_width = 0
+        for b, out in zip(matrices, outs, strict=True):
+            starts.append(starts[-1] + out.shape[1])
+            if b is None:
+                columns.append(-1)
+            else:
+                columns.append(shrunk_width)
+                shrunk_width += b.shape[0]
+        any_b = next(b for b in matrices if b is not None)  # a placeholder for missing ones
+        ids = adapters.ids
+        id_arguments: list[cuda.Array | int] = [ids, int(ids.dtype.itemsize == 8)]
+        if adapters.rows is None:
+            id_arguments += [ids, -1]
+        else:
+            id_arguments += [adapters.rows, int(adapters.rows.dtype.itemsize == 8)]
+        for first in range(0, len(outs), MAX_OUTPUTS):
+            some = slice(first, first + MAX_OUTPUTS)
+            count = len(outs[some])
+            missing = MAX_OUTPUTS - count  # the kernel takes MAX_OUTPUTS outputs: pad with placeholders
+            bs = [b or any_b for b in matrices[some]] + [any_b] * missing
+            out_arguments = [*outs[some], *[outs[first]] * missing]
+            column_arguments = [*columns[some], *[-1] * missing]
+            ends = [end - starts[first] for end in starts[first + 1 : first + 1 + count]]
+            total = ends[-1]
+            ends = (ends + [total] * missing)[: MAX_OUTPUTS - 1]
+            base_array = base.array.reshape(math.prod(base.array.shape))[starts[first] :]
+            arguments: tuple[cuda.Array | int, ...] = (
+                base_array, base.stride, shrunk.array, shrunk.stride, *id_arguments, *bs, *out_arguments, *ends, total,
+                *column_arguments, adapters.rank, 0,
+            )  # fmt: skip
+            wide = 8 if all(size % 8 == 0 for size in (*ends, total, base.stride, starts[first])) else 1
+            blocks = -(-total // wide // _EXPAND_THREADS)
+            launches = {}
+            for rows_together in (1, _ROWS_TOGETHER):
+                kernel = module[f"lora_expand_{wide}_{rows_together}"]
+                launches[rows_together] = cuda.Launch(kernel, self._stream, _EXPAND_THREADS, *arguments, overlaps=True)
+            calls.append((launches, blocks))
+
+        def run(rows: int) -> None:
+            count = _ROWS_TOGETHER if rows >= _MANY_ROWS else 1
+            for launches, blocks in calls:
+                launches[count](-(-rows // count) * blocks, rows)
+
+        return run
+
+    def _scratch_memory(self) -> cuda.Array:
+        """Return memory for the largest bound weight as fp16."""
+        if math.prod(self._scratch[-1].shape) < self._scratch_size:
+            self._scratch.append(cuda.empty((self._scratch_size,), "f2", "a weight as fp16"))
+        return self._scratch[-1]

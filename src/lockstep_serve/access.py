@@ -1,0 +1,78 @@
+"""Who may send a request: its API key, and the page it comes from."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+from collections.abc import Sequence
+
+from starlette.requests import Request
+
+from lockstep_serve.bodies import BadRequest
+from lockstep_serve.stream import TENANT
+
+_WITHOUT_KEY = ("/", "/ping", "/health", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready")
+
+
+def check_access(request: Request, keys: Sequence[bytes], loopback_host: str | None) -> None:
+    """Check a request's origin, its host and its API key. Raises BadRequest.
+
+    No site may use a visitor's browser to send requests: a page of another origin is refused. On loopback, a page must
+    also name the server by an address, localhost or `loopback_host`: a site's owner can point any other name to this
+    machine (DNS rebinding), and a GET of such a page has no origin. Nobody reaches a Unix socket that way.
+    """
+    origin = request.headers.get("origin")
+    host = request.headers.get("host", "")
+    if origin is not None and origin.partition("://")[2] != host:
+        raise BadRequest(f"origin: expected a page of {host[:80]!r}, found {origin[:80]!r}", status=403)
+    needs_key = request.url.path not in _WITHOUT_KEY
+    may_be_page = origin is not None or (request.method in ("GET", "HEAD") and host and needs_key)
+    server = request.scope.get("server")
+    is_tcp = server is not None and server[1] is not None  # else the path of a Unix socket
+    if loopback_host is not None and may_be_page and is_tcp and not _is_loopback(host, loopback_host):
+        raise BadRequest(
+            f"host: expected an IP address, localhost or {loopback_host}, found {host[:80]!r}; have a proxy send one "
+            "of them, or give its name as --host",
+            status=403,
+        )
+    if not needs_key:
+        return
+    authorization = request.headers.get("authorization", "")
+    if not authorization and request.url.path.startswith("/v1/messages"):
+        key = request.headers.get("x-api-key")  # the header of Anthropic's clients
+        if key:
+            authorization = f"Bearer {key}"
+    check_key(authorization, keys)
+
+
+def check_key(authorization: str, keys: Sequence[bytes]) -> None:
+    """Check an Authorization header against the keys, if any, and set the tenant. Raises BadRequest, 401."""
+    if not keys:
+        return
+    scheme, _, credentials = authorization.partition(" ")
+    is_bearer = scheme.lower() == "bearer"  # RFC 7235: schemes are case-insensitive
+    key = b""
+    if is_bearer:
+        key = credentials.strip().encode()
+    TENANT.set(hashlib.sha256(key).hexdigest())
+    # Compare with all of them: the time must not tell which one was close.
+    if sum(hmac.compare_digest(key, other) for other in keys):
+        return
+    fault = "nothing"
+    if authorization:
+        fault = "another" if is_bearer else "another scheme"
+    raise BadRequest(f"authorization: expected 'Bearer' and a key of this server, found {fault}", status=401)
+
+
+def _is_loopback(host: str, loopback_host: str) -> bool:
+    """Return whether a Host is an IP address, localhost or `loopback_host`, with or without a port."""
+    if host.startswith("["):  # IPv6
+        name = host[1:].partition("]")[0]
+    else:
+        name = host.partition(":")[0]
+    name = name.lower().rstrip(".")
+    try:
+        return name in ("localhost", loopback_host.lower()) or bool(ipaddress.ip_address(name))
+    except ValueError:
+        return False

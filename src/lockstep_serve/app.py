@@ -1,0 +1,288 @@
+"""The ASGI application: the table of endpoints, and the checks and error responses around them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from msgspec import Struct
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+import lockstep
+from lockstep_serve.access import check_access
+from lockstep_serve.anthropic import MessagesAnswer, MessagesBody, anthropic_error, limited_messages_chat, messages_chat
+from lockstep_serve.blocks import BlockAnswer, rename_param
+from lockstep_serve.bodies import Access, BadRequest, decode_body, error_response, json_response, read_body
+from lockstep_serve.ended_requests import note, observed
+from lockstep_serve.kserve import kserve_endpoints, triton_error
+from lockstep_serve.metrics import CONTENT_TYPE
+from lockstep_serve.openai import CompletionBody, CompletionFormat, completion_requests
+from lockstep_serve.openai_chat import ChatBody, ChatFormat, chat_prompt, chat_requests
+from lockstep_serve.openai_parameters import request_id
+from lockstep_serve.openapi import Endpoint, openapi
+from lockstep_serve.page import page
+from lockstep_serve.responses import ResponsesAnswer, ResponsesBody, responses_chat
+from lockstep_serve.service import Service
+from lockstep_serve.stream import StreamError
+from lockstep_serve.tokenization import DetokenizeBody, TokenizeBody, detokenize, tokenize, tokenizer_info
+from lockstep_serve.triton import generate_endpoints
+from lockstep_serve.triton_infer import Triton
+
+_Body = TypeVar("_Body", bound=Struct)
+
+
+class LoadAdapterBody(Struct):
+    """The body of POST /v1/load_lora_adapter, as vLLM has it."""
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadAdapterBody(Struct):
+    """The body of POST /v1/unload_lora_adapter, as vLLM has it."""
+
+    lora_name: str
+
+
+def application(service: Service, access: Access = Access(), triton: Triton | None = None) -> ASGIApp:
+    """Return a service's ASGI application; triton: shared with another front end, which may stop its requests."""
+    triton = triton or Triton(service)
+    api = _Api(service, access)
+    endpoints = api.endpoints + kserve_endpoints(triton, access) + generate_endpoints(triton, access)
+    api.document = openapi(endpoints, has_keys=bool(access.keys))
+    routes = [Route(entry.path, _guarded(entry, access), methods=entry.methods.split()) for entry in endpoints]
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _no_route, Exception: _crashed})
+    app.router.redirect_slashes = False  # a client would send its key and its prompt again
+    return observed(app, service.observers)
+
+
+def _guarded(endpoint: Endpoint, access: Access) -> Callable[[Request], Awaitable[Any]]:
+    """Return an endpoint's handler with access checks before it, and with a response for what it raises."""
+    keys = [key.encode() for key in access.keys]
+
+    async def handle(request: Request) -> Any:
+        try:
+            check_access(request, keys, access.loopback_host)
+            return await endpoint.handler(request)
+        except StreamError as raised:
+            error = raised
+        except asyncio.CancelledError:  # the server ends before this request is read or tokenized
+            error = StreamError("the server is shutting down; try another one", 503, "shutting_down")
+        # Without its frames, which hold the whole request: they and the note would be a cycle.
+        note(request.scope, error=error.with_traceback(None))
+        return endpoint.error_response(error)
+
+    return handle
+
+
+async def _no_route(request: Request, error: Any) -> Response:
+    note(request.scope)
+    message = f"{request.method} {request.url.path[:80]}: {error.detail}"
+    response = _api_error(request, BadRequest(message, None, error.status_code))
+    response.headers.update(error.headers or {})  # Allow, of 405
+    return response
+
+
+async def _crashed(request: Request, error: Exception) -> Response:
+    answer = StreamError("the server failed; its log says why")
+    note(request.scope, error=answer)
+    return _api_error(request, answer)
+
+
+def _api_error(request: Request, error: StreamError) -> Response:
+    path = request.url.path
+    if path == "/v2" or path.startswith("/v2/"):
+        return triton_error(error)
+    return error_response(error)
+
+
+class _Api:
+    """The handlers of OpenAI's, Anthropic's and vLLM's endpoints, and of the server's own. They raise StreamError."""
+
+    def __init__(self, service: Service, access: Access):
+        self._service = service
+        self._access = access
+        self.document: dict[str, Any] = {}  # OpenAPI's, of all endpoints
+
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        return [
+            Endpoint("/v1/completions", self._completions, "POST", CompletionBody),
+            Endpoint("/v1/chat/completions", self._chat_completions, "POST", ChatBody),
+            Endpoint("/v1/responses", self._responses, "POST", ResponsesBody),
+            Endpoint("/v1/messages", self._messages, "POST", MessagesBody, anthropic_error),
+            Endpoint("/v1/messages/count_tokens", self._count_tokens, "POST", MessagesBody, anthropic_error),
+            Endpoint("/v1/models", self._models),
+            Endpoint("/v1/models/{name:path}", self._model),
+            Endpoint("/v1/load_lora_adapter", self._load_adapter, "POST", LoadAdapterBody),
+            Endpoint("/v1/unload_lora_adapter", self._unload_adapter, "POST", UnloadAdapterBody),
+            Endpoint("/tokenize", self._tokenize, "POST", TokenizeBody),
+            Endpoint("/detokenize", self._detokenize, "POST", DetokenizeBody),
+            Endpoint("/tokenizer_info", self._tokenizer_info),
+            Endpoint("/health", self._health),
+            Endpoint("/health/live", self._health),
+            Endpoint("/health/ready", self._ready),
+            Endpoint("/metrics", self._metrics),
+            Endpoint("/version", self._version),
+            Endpoint("/openapi.json", self._openapi),
+            Endpoint("/ping", self._ping, "GET POST"),
+            Endpoint("/status", self._status),
+            Endpoint("/", self._page),
+        ]
+
+    async def _body(self, request: Request, kind: type[_Body]) -> _Body:
+        return await decode_body(await read_body(request, self._access), kind)
+
+    async def _completions(self, request: Request) -> Any:
+        body = await self._body(request, CompletionBody)
+        id = request_id(body, request.headers.get("x-request-id"))
+        stream = self._service.submit(await completion_requests(body, self._service))
+        return CompletionFormat(body, self._service, stream, id)
+
+    async def _chat_completions(self, request: Request) -> Any:
+        body = await self._body(request, ChatBody)
+        id = request_id(body, request.headers.get("x-request-id"))
+        stream = self._service.submit(await chat_requests(body, self._service))
+        return ChatFormat(body, self._service, stream, id)
+
+    async def _responses(self, request: Request) -> Any:
+        body = await self._body(request, ResponsesBody)
+        return await self._block_answer(request, body, responses_chat(body), ResponsesAnswer)
+
+    async def _messages(self, request: Request) -> Any:
+        body = await self._body(request, MessagesBody)
+        return await self._block_answer(request, body, limited_messages_chat(body), MessagesAnswer)
+
+    async def _block_answer(
+        self, request: Request, body: Any, chat: ChatBody, answer: Callable[..., BlockAnswer]
+    ) -> BlockAnswer:
+        id = request_id(chat, request.headers.get("x-request-id"))
+        try:
+            stream = self._service.submit(await chat_requests(chat, self._service))
+        except BadRequest as error:
+            raise rename_param(error, body.NAMES) from None
+        return answer(body, chat, self._service, stream, id)
+
+    async def _count_tokens(self, request: Request) -> Any:
+        body = await self._body(request, MessagesBody)
+        try:
+            _, _, ids = await chat_prompt(messages_chat(body), self._service)
+        except BadRequest as error:
+            raise rename_param(error, body.NAMES) from None
+        return json_response({"input_tokens": len(ids)})
+
+    async def _models(self, request: Request) -> Any:
+        names = self._service.adapters.model_names
+        return json_response({"object": "list", "data": [_model_card(self._service, name) for name in names]})
+
+    async def _model(self, request: Request) -> Any:
+        return json_response(_model_card(self._service, request.path_params["name"]))
+
+    async def _load_adapter(self, request: Request) -> Any:
+        body = await self._body(request, LoadAdapterBody)
+        await self._service.adapters.load(body.lora_name, body.lora_path)
+        return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.", media_type="text/plain")
+
+    async def _unload_adapter(self, request: Request) -> Any:
+        body = await self._body(request, UnloadAdapterBody)
+        self._service.adapters.unload(body.lora_name)
+        return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.", media_type="text/plain")
+
+    async def _tokenize(self, request: Request) -> Any:
+        body = await self._body(request, TokenizeBody)
+        return Response(await tokenize(body, self._service), media_type="application/json")
+
+    async def _detokenize(self, request: Request) -> Any:
+        body = await self._body(request, DetokenizeBody)
+        return Response(await detokenize(body, self._service), media_type="application/json")
+
+    async def _tokenizer_info(self, request: Request) -> Any:
+        return json_response(tokenizer_info(self._service))
+
+    async def _health(self, request: Request) -> Any:
+        return json_response(_health(self._service), _status_code(self._service.is_live))
+
+    async def _ready(self, request: Request) -> Any:
+        is_ready = self._service.is_ready and self._service.is_live
+        return json_response(_health(self._service), _status_code(is_ready))
+
+    async def _metrics(self, request: Request) -> Any:
+        return Response(self._service.metrics.text(), media_type=CONTENT_TYPE)
+
+    async def _version(self, request: Request) -> Any:
+        return json_response({"version": lockstep.__version__})
+
+    async def _openapi(self, request: Request) -> Any:
+        return json_response(self.document)
+
+    async def _ping(self, request: Request) -> Any:
+        return Response(status_code=_status_code(self._service.is_live))
+
+    async def _status(self, request: Request) -> Any:
+        return json_response(_status(self._service))
+
+    async def _page(self, request: Request) -> Any:
+        content, headers = page()
+        return Response(content, headers=headers)
+
+
+def _status_code(is_healthy: bool) -> int:
+    return 200 if is_healthy else 503
+
+
+def _model_card(service: Service, name: str) -> dict[str, Any]:
+    """Return a model's entry of /v1/models; an adapter's has its model as `parent`."""
+    adapter = service.adapters.resolve(name)
+    card = {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "lockstep",
+        "max_model_len": service.ready.max_seq_len,
+        "root": service.ready.identity,
+    }
+    if adapter is not None:
+        card |= {"root": service.adapters.digest(adapter), "parent": service.name}
+    return card
+
+
+def _health(service: Service) -> dict[str, Any]:
+    age = service.heartbeat_age
+    if age is not None:
+        age = round(age, 3)
+    return {
+        "live": service.is_live,
+        "ready": service.is_ready,
+        "draining": service.draining,
+        "heartbeat_age": age,
+        "restarts": service.restarts,
+    }
+
+
+def _status(service: Service) -> dict[str, Any]:
+    ready = service.ready
+    counters = service.counters
+    total = ready.num_pages
+    names = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "chunk_size")
+    return {
+        "model": service.name,
+        "identity": ready.identity,
+        "backend": ready.backend,
+        "limits": {name: getattr(ready, name) for name in names},
+        "running": counters.get("running", 0),
+        "waiting": counters.get("waiting", 0),
+        "pages": {
+            "total": total,
+            "used": total - counters.get("free_pages", total),
+            "cached": counters.get("cached_pages", 0),
+        },
+        "streams": service.num_streams,
+        "chat": service.chat.fault is None,
+        **_health(service),
+    }

@@ -1,0 +1,52 @@
+"""The server that the check `served` starts, which `lockstep` finds by an entry point.
+
+`lockstep.verify.served.server` says what the check needs of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lockstep.artifacts.chat_template import ChatTemplate
+from lockstep.runtime.tokenizer import Tokenizer
+from lockstep.verify.served.server import EngineFiles
+from lockstep_serve.run import listening
+from lockstep_serve.service import Service
+from lockstep_serve.settings import EngineOptions, ServiceLimits
+
+_MAX_QUEUE = 1000  # all of the check's requests at once
+_START_S = 300.0
+
+
+class CheckedServer(Service):
+    """A service with what only the check does to it."""
+
+    def speculate(self, options: Mapping[str, Any]) -> None:
+        self.engine_options = replace(self.engine_options, speculative=options)
+
+    def listening(self, path: Path) -> AbstractAsyncContextManager[None]:
+        return listening(self, path)
+
+
+def open_server(files: EngineFiles, name: str) -> CheckedServer:
+    """Return a server of an engine set, not started yet. name: of the model, in requests."""
+    return CheckedServer(
+        name,
+        Tokenizer.open(files.assembly),
+        EngineOptions(
+            files.engines,
+            files.assembly,
+            files.weights,
+            files.layers,
+            files.limits,
+            files.threads,
+            chunk_size=files.chunk_size,
+        ),
+        ServiceLimits(max_queue=_MAX_QUEUE, start=_START_S),
+        chat_template=ChatTemplate.open(files.assembly),
+        log=lambda line: None,  # the check itself kills the engine
+    )

@@ -1,0 +1,1 @@
+"""The commands that start a server: `lockstep` finds them by entry points."""

@@ -1,0 +1,225 @@
+"""The server that the options of `lockstep serve` start.
+
+options: those of the command line by name. Times are seconds; max_body and kv_bytes are bytes, kv_bytes below 1 a
+fraction of the free memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import stat
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import click
+
+from lockstep.errors import InputError
+from lockstep.targets import Limits
+from lockstep_serve.settings import EngineOptions, ServiceLimits
+
+if TYPE_CHECKING:
+    from lockstep.bundle.opened import Opened
+    from lockstep_serve.request_log import RequestLog
+    from lockstep_serve.traces import Traces
+
+
+def _check_ranks(place: Opened, num_ranks: int | None) -> None:
+    """Raise InputError unless the graphs are split over as many ranks as requested."""
+    from lockstep.artifacts.assembly import Assembly
+
+    ranks = Assembly.load(place.assembly).tensor_parallel
+    degree = 1 if ranks is None else ranks.degree
+    if num_ranks not in (None, degree):
+        raise InputError(
+            f"--tensor-parallel: expected {degree}, for {place.target} was exported for that many, found {num_ranks}; "
+            f"set tensor_parallel: {num_ranks} for {place.target.model} in the config and run `lockstep run`"
+        )
+
+
+def _limits(checked: Limits, options: SimpleNamespace) -> Limits:
+    """Return the sizes that are served. Raises InputError for larger ones than the target is checked to."""
+    limits_given = {
+        "max_seq_len": ("--max-model-len", options.max_model_len),
+        "max_batch_size": ("--max-num-seqs", options.max_num_seqs),
+    }
+    limits = checked
+    for key, (option, value) in limits_given.items():
+        if value is None:
+            continue
+        if value > getattr(checked, key):
+            raise InputError(
+                f"{option}: expected at most {getattr(checked, key)}, to which the target is checked, found {value}; "
+                f"raise limits.{key} in the config and run it again"
+            )
+        limits = replace(limits, **{key: value})
+    return replace(limits, max_input_len=min(limits.max_input_len, limits.max_seq_len))
+
+
+def run_server(place: Opened, options: SimpleNamespace) -> None:
+    """Serve an opened target or bundle until SIGTERM or Ctrl-C. Raises InputError for options that do not fit it."""
+    from lockstep.artifacts.chat_template import ChatTemplate
+    from lockstep.runtime.tokenizer import Tokenizer
+    from lockstep_serve.bodies import Access
+    from lockstep_serve.run import Address, serve
+    from lockstep_serve.service import Service
+    from lockstep_serve.triton_infer import Triton
+
+    if options.grpc_port is not None:
+        # gRPC writes to stderr, at its import and when the engine is forked off.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+        os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+        import lockstep_serve.grpc_server  # noqa: F401  # before the engine starts: it may not be installed
+
+    if options.triton_repository is not None:
+        from lockstep_serve.triton_repository.options import serve_options
+
+        vars(options).update(serve_options(options.triton_repository))
+    _check_ranks(place, options.tensor_parallel)
+    keys = read_api_keys(options.api_key_file)
+    prefix = options.metrics_prefix
+    if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", prefix):
+        raise InputError(f"--metrics-prefix: expected letters, digits and _, found {prefix!r}")
+    engine_options = EngineOptions(
+        engines=str(place.engines),
+        assembly=str(place.assembly),
+        weights=str(place.weights),
+        layers=place.target.layers,
+        limits=asdict(_limits(place.limits, options)),
+        threads=options.threads or _threads(),
+        kv_bytes=options.kv_bytes,
+        chunk_size=options.chunk_size,
+        long_prefill_token_threshold=options.long_prefill_token_threshold,
+        prefix_caching=not options.no_prefix_caching,
+        admission=options.admission,
+        grammar_seconds=options.grammar_timeout,
+        speculative=options.speculative,
+        adapters=None if place.adapters is None else str(place.adapters),
+        checkpoint=None if place.checkpoint is None else str(place.checkpoint),
+    )
+    if (root := options.allow_adapter_loading) is not None:
+        _check_adapter_loading(place)
+    names = ("max_queue", "max_queue_tokens", "queue_timeout", "stall", "slow_reader")
+    limits = ServiceLimits(**{name: getattr(options, name) for name in names})
+    name = place.target.model if options.served_model_name is None else options.served_model_name
+    if not name.strip():
+        raise InputError("--served-model-name: expected a name, found an empty one")
+    template = ChatTemplate.open(place.assembly)
+    observers = _observers(options, name)
+    tokenizer = Tokenizer.open(place.assembly)
+    service = Service(
+        name,
+        tokenizer,
+        engine_options,
+        limits,
+        prefix,
+        template,
+        observers=[observer.add for observer in observers],
+        adapter_root=root,
+        tool_call_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
+    )
+    if options.until_stdin_ends:
+        threading.Thread(target=_end_with_stdin, daemon=True).start()
+    address = Address(options.host, 8000 if options.port is None and options.unix is None else options.port)
+    access = Access(tuple(keys), options.max_body, options.body_timeout)
+    triton = Triton(service, options.fold_token_ids)
+    with contextlib.ExitStack() as stack, _named_options():
+        for observer in observers:
+            stack.callback(observer.close)
+        serve(service, address, access, options.drain, click.echo, options.grpc_port, triton, options.unix)
+
+
+def _observers(options: SimpleNamespace, name: str) -> list[RequestLog | Traces]:
+    observers: list[RequestLog | Traces] = []
+    if options.otlp_traces_endpoint is not None:
+        from lockstep_serve.traces import Traces  # needs optional packages
+
+        observers.append(Traces(options.otlp_traces_endpoint, name))
+    if options.request_log is not None:
+        from lockstep_serve.request_log import RequestLog
+
+        observers.append(RequestLog(options.request_log, name))
+    return observers
+
+
+@contextlib.contextmanager
+def _named_options() -> Iterator[None]:
+    """Name the option where the engine's memory for the KV cache is too small."""
+    try:
+        yield
+    except InputError as error:
+        if "kv_bytes" not in str(error):
+            raise
+        message = re.sub(r"^(kv_bytes|prompt \d+: request): ", "", str(error))  # the latter of the warm-up
+        raise InputError(f"--kv-bytes: {message.replace('kv_bytes', '--kv-bytes')}") from None
+
+
+def _check_adapter_loading(place: Opened) -> None:
+    """Raise InputError for a model that cannot take adapters, and for a bundle."""
+    from lockstep.artifacts.assembly import Assembly
+
+    if Assembly.load(place.assembly).adapters is None:
+        raise InputError(
+            "--allow-adapter-loading: expected a model whose graphs take adapters, found one without; give "
+            f"{place.target.model} `adapters` in the config and run `lockstep run`"
+        )
+    if place.checkpoint is None:
+        raise InputError(
+            "--allow-adapter-loading: expected a target, whose checkpoint adapters are checked against, found a bundle"
+        )
+
+
+def _end_with_stdin() -> None:
+    with contextlib.suppress(OSError):  # of a stdin that is closed: nobody holds it
+        while os.read(0, 1 << 12):
+            pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _threads() -> int | None:
+    """Return the engine's number of CPU threads: as many as cores, but one CPU fewer than there are.
+
+    That one is the API process's: with a thread on each, an engine's spinning threads starve it. Returns None where
+    LOCKSTEP_THREADS sets the number.
+    """
+    if os.environ.get("LOCKSTEP_THREADS"):
+        return None
+    from lockstep.backends.cpu import core_count, cpu_count
+
+    return max(1, min(core_count(), cpu_count() - 1))
+
+
+def read_api_keys(path: Path | None) -> list[str]:
+    """Return the keys of a file, one a line. Empty lines and those that begin with # are none. Raises InputError."""
+    if path is None:
+        return []
+    keys = []
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise InputError(f"{path}: expected a file of API keys, found none: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: expected API keys, of visible ASCII, found bytes that are no UTF-8") from None
+    for number, line in enumerate(map(str.strip, lines), start=1):
+        if line and not line.startswith("#"):
+            if not re.fullmatch("[!-~]+", line):  # not the line itself: it is a secret
+                fault = "white space in it" if len(line.split()) > 1 else "another character"
+                raise InputError(f"{path}: line {number}: expected one API key, of visible ASCII, found {fault}")
+            keys.append(line)
+    if not keys:
+        raise InputError(f"{path}: expected API keys, one a line, found none")
+    if mode & stat.S_IROTH:
+        click.echo(
+            f"lockstep: warning: {path}: expected API keys that other users cannot read, found mode {mode:04o}; "
+            f"chmod o= {path}",
+            err=True,
+        )
+    return keys

@@ -1,0 +1,111 @@
+"""The grammar of an answer, from the fields of OpenAI's and vLLM's APIs."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from lockstep.runtime.grammar import Grammar, Kind
+from lockstep_serve.bodies import BadRequest
+
+FIELDS = ("response_format", "guided_json", "guided_regex", "guided_grammar", "guided_choice", "structured_outputs")
+_MAX_CHARACTERS = 1 << 18  # all other requests wait while an engine reads a frame
+_KINDS: dict[str, Kind] = {
+    "json": "json_schema",
+    "json_object": "json_object",
+    "regex": "regex",
+    "grammar": "lark",
+    "choice": "lark",
+}
+_IGNORED = ("disable_fallback",)  # there is no other backend to fall back to
+
+
+def grammar_of(body: Any) -> Grammar | None:
+    """Return the grammar in a body's `FIELDS`, None without one. Raises BadRequest for an invalid one, and for two."""
+    grammars: list[Grammar] = []
+    for name in FIELDS:
+        value = getattr(body, name, None)
+        if value is None:
+            continue
+        if name == "response_format":
+            grammar = _response_format(value)
+        elif name == "structured_outputs":
+            grammar = _structured_outputs(value)
+        else:
+            grammar = _grammar(name.removeprefix("guided_"), value, name)
+        if grammar is not None:
+            grammars.append(grammar)
+    if not grammars:
+        return None
+    if len(grammars) > 1:
+        names = " and ".join(grammar.name for grammar in grammars)
+        raise BadRequest(f"{grammars[1].name}: expected one form of the answer, found {names}", grammars[1].name)
+    return grammars[0]
+
+
+def _response_format(value: Any) -> Grammar | None:
+    name = "response_format"
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        if value.get("json_schema") is not None:
+            raise BadRequest(f"{name}: expected type json_schema with json_schema, found json_object", name)
+        if value.get("schema") is None:
+            return Grammar("json_object", name=name)
+        return _grammar("json", value["schema"], name)
+    if kind == "json_schema":
+        schema_field = value.get("json_schema")
+        if not isinstance(schema_field, dict) or "schema" not in schema_field:
+            raise BadRequest(f"{name}: expected a schema in json_schema.schema, found none", name)
+        return _grammar("json", schema_field["schema"], name)
+    shown = "none"
+    if kind is not None:
+        shown = repr(str(kind)[:60])
+    raise BadRequest(f"{name}: expected type text, json_object or json_schema, found {shown}", name)
+
+
+def _structured_outputs(value: Any) -> Grammar | None:
+    name = "structured_outputs"
+    if not isinstance(value, dict):
+        raise BadRequest(f"{name}: expected an object, found another value", name)
+    set_keys = {key for key, setting in value.items() if setting is not None and setting is not False}
+    keys = [key for key in _KINDS if key in set_keys]
+    if len(keys) > 1 or set_keys - {*_KINDS, *_IGNORED}:
+        raise BadRequest(f"{name}: expected one of {', '.join(_KINDS)}, found {', '.join(sorted(set_keys))[:80]}", name)
+    return None if not keys else _grammar(keys[0], value[keys[0]], name)
+
+
+def _grammar(key: str, value: Any, name: str) -> Grammar:
+    """Return the grammar of the field `name`; key: vLLM's name of its kind."""
+    if key == "json_object":
+        return Grammar("json_object", name=name)
+    if key == "json":
+        text = _schema(value, name)
+    elif key == "choice":
+        if not isinstance(value, list) or not value or not all(isinstance(text, str) and text for text in value):
+            raise BadRequest(f"{name}: expected a list of texts, found another value", name)
+        text = "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in value)
+    elif isinstance(value, str) and value:
+        text = value
+    else:
+        raise BadRequest(f"{name}: expected text, found none", name)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise BadRequest(f"{name}: expected text in UTF-8, found half a surrogate pair", name) from None
+    if len(text) > _MAX_CHARACTERS:
+        raise BadRequest(f"{name}: expected at most {_MAX_CHARACTERS} characters, found {len(text)}", name)
+    return Grammar(_KINDS[key], text, name)
+
+
+def _schema(value: Any, name: str) -> str:
+    try:
+        if isinstance(value, str):
+            value = json.loads(value)
+        if isinstance(value, dict | bool):
+            return json.dumps(value)
+        fault = "another value"
+    except (ValueError, RecursionError) as error:
+        fault = str(error)
+    raise BadRequest(f"{name}: expected a JSON schema, found {fault}", name)

@@ -1,0 +1,192 @@
+"""The messages of a chat, as in OpenAI's API, to the text of a prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pydantic_core
+
+from lockstep_serve.bodies import BadRequest
+from lockstep_serve.chat import ChatError
+from lockstep_serve.say import say_once
+from lockstep_serve.service import Service
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_MAX_MESSAGES = 4096
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # fields by type of part
+_INSTRUCTIONS = (
+    "You can call these functions: {functions}\nTo call one, answer with nothing but JSON: "
+    '{{"name": NAME, "arguments": {{...}}}}, or a list of such objects for several calls.'
+)
+_RESERVED = ("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message")
+
+
+async def chat_text(
+    service: Service,
+    messages: Any,
+    opens: bool | None,
+    continues: bool,
+    variables: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]] = (),
+    instructs: bool = False,
+) -> str:
+    """Return a chat's text by the template. Raises BadRequest.
+
+    opens: the text ends with what opens an answer; None: unless the chat `continues` its last message. instructs: a
+    system message describes the tools, instead of the template.
+    """
+    if service.chat.fault is not None:
+        raise BadRequest(f"messages: {service.chat.fault}; use /v1/completions", "messages")
+    if continues and opens:
+        name = "continue_final_message"
+        raise BadRequest(f"{name}: expected false with add_generation_prompt true; leave one out", name)
+    if reserved := sorted(set(variables) & set(_RESERVED)):
+        name = "chat_template_kwargs"
+        raise BadRequest(f"{name}: expected no {reserved[0]}, which is a field of the body", name)
+    turns = template_messages(messages)
+    if continues and not isinstance(turns[-1].get("content"), str):
+        raise BadRequest("messages: expected a text to go on from in the last one, found none", "messages")
+    if tools and instructs:
+        turns = plain_messages(turns, tools)
+    elif tools:
+        variables = {**variables, "tools": tools}
+    if opens is None:
+        opens = not continues
+    try:
+        return await service.chat.render(turns, opens, continues, variables)
+    except ChatError as error:
+        message = f"messages: expected a chat that the model's template renders, found: {error}"
+        raise BadRequest(message, "messages") from None
+
+
+def template_messages(value: Any) -> list[dict[str, Any]]:
+    """Return the messages as a template takes them: one text as content, no nulls. Raises BadRequest."""
+    if not isinstance(value, list):
+        raise BadRequest(f"messages: expected 1 to {_MAX_MESSAGES} messages, found no list", "messages")
+    if not 1 <= len(value) <= _MAX_MESSAGES:
+        raise BadRequest(f"messages: expected 1 to {_MAX_MESSAGES} messages, found {len(value)} of them", "messages")
+    messages: list[dict[str, Any]] = []
+    for index, message in enumerate(value):
+        where = f"messages[{index}]"
+        role = message.get("role") if isinstance(message, dict) else None
+        if role not in _ROLES:
+            raise _invalid(where, f"an object with a role: {', '.join(_ROLES)}", role)
+        if role == "tool" and not _has_call(message, messages):
+            say_once("a tool's result without its call, as of a trimmed chat, goes to the chat template as it is")
+        turn = {name: entry for name, entry in message.items() if entry is not None}
+        if role == "developer":  # OpenAI's newer name for it, which templates do not know
+            turn["role"] = "system"
+        if "tool_calls" in turn:
+            turn["tool_calls"] = _tool_calls(turn["tool_calls"], f"{where}.tool_calls")
+        if turn.get("tool_calls") and not turn.get("content"):
+            reasoning = turn.get("reasoning_content") or turn.get("reasoning")
+            if reasoning:
+                turn["thinking"] = reasoning  # the name in GPT-OSS's template
+        if "content" in turn or not turn.get("tool_calls"):
+            turn["content"] = _content(turn.get("content"), f"{where}.content")
+        elif "content" in message:  # templates ask whether it is none
+            turn["content"] = None
+        messages.append(turn)
+    return messages
+
+
+def _content(value: Any, where: str) -> str:
+    """Return a message's content as one text; parts become lines."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise _invalid(where, "a text, or a list of parts of type text", value)
+    return "\n".join(_part(part, f"{where}[{index}]") for index, part in enumerate(value))
+
+
+def _part(part: Any, where: str) -> str:
+    """Return the text of a part; the kinds of text are those that vLLM takes."""
+    if isinstance(part, str):
+        return part
+    kind = part
+    text = None
+    if isinstance(part, dict):
+        kind = part.get("type")
+        if isinstance(kind, str) and kind in _TEXTS:
+            text = part.get(_TEXTS[kind])
+    if not isinstance(text, str):
+        raise _invalid(where, 'a part {"type": "text", "text": ...}: this model reads text only', kind)
+    return text
+
+
+def _has_call(message: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a tool's result comes after an assistant's message with its call."""
+    calling: Mapping[str, Any] = next((other for other in reversed(before) if other["role"] != "tool"), {})
+    ids = [call.get("id") for call in calling.get("tool_calls") or ()]
+    return bool(ids) and (message.get("tool_call_id") in (None, *ids) or None in ids)
+
+
+def plain_messages(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages for a template that knows no tools: a system message describes them, and calls are text."""
+    functions = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+    instructions = _INSTRUCTIONS.format(functions=functions)
+    plain: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] == "tool":
+            result = {"tool_call_id": message.get("tool_call_id"), "result": message["content"]}
+            plain.append({"role": "user", "content": json.dumps(result, ensure_ascii=False)})
+        elif calls := message.get("tool_calls"):
+            content: Any = [_plain_call(call) for call in calls]
+            if len(content) == 1:
+                content = content[0]
+            plain.append({"role": "assistant", "content": json.dumps(content, ensure_ascii=False)})
+        else:
+            plain.append(dict(message))
+    if plain[0]["role"] == "system":
+        return [{**plain[0], "content": f"{plain[0]['content']}\n\n{instructions}"}, *plain[1:]]
+    return [{"role": "system", "content": instructions}, *plain]
+
+
+def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function") or {}
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    return {"name": function.get("name"), "arguments": arguments, "id": call.get("id")}
+
+
+def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
+    """Return tool calls whose arguments are an object, or the JSON of one. Raises BadRequest for others."""
+    if not isinstance(value, list) or not all(isinstance(call, dict) for call in value):
+        raise _invalid(where, "a list of objects", value)
+    return [_tool_call(call, f"{where}[{index}].function") for index, call in enumerate(value)]
+
+
+def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict):
+        return call
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            if isinstance(json.loads(arguments), dict):
+                return call
+        except (ValueError, RecursionError):
+            pass
+        try:
+            arguments = partial_json(arguments)
+        except ValueError:
+            raise _invalid(f"{where}.arguments", "JSON", arguments) from None
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise _invalid(f"{where}.arguments", "JSON of an object", arguments)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def partial_json(text: str) -> Any:
+    """Return the value of truncated JSON, as of calls at `max_tokens`; None of an empty text. Raises ValueError."""
+    if not text.strip():
+        return None
+    return pydantic_core.from_json(text, allow_partial="trailing-strings")
+
+
+def _invalid(where: str, expected: str, value: Any) -> BadRequest:
+    return BadRequest(f"{where}: expected {expected}; found {ascii(value)[:80]}", "messages")

@@ -1,0 +1,143 @@
+"""OpenAI's completions: bodies to prompts of the service, and answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+from lockstep.runtime.completion import Choice
+from lockstep.step.sampling import Logprobs
+from lockstep_serve.bodies import BadRequest, Unsupported
+from lockstep_serve.logprobs import LogprobsFormat
+from lockstep_serve.openai_answers import AnswerFormat, reason
+from lockstep_serve.openai_parameters import Parameters, longest_prompt, prompt_requests
+from lockstep_serve.prompts import encode_texts
+from lockstep_serve.service import Service
+from lockstep_serve.stream import AnswerDelta, PromptRequest, Stream
+
+_MAX_PROMPTS = 256
+
+
+class CompletionBody(Parameters, kw_only=True):
+    """The body of POST /v1/completions."""
+
+    UNSUPPORTED: ClassVar[Unsupported] = {
+        **Parameters.UNSUPPORTED,
+        "prompt_embeds": (None,),
+        "thinking_token_budget": (None, -1),
+    }
+
+    prompt: Any  # text, token ids, or a list of either: see `_prompts`
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    echo: bool | None = False
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+
+async def completion_requests(body: CompletionBody, service: Service) -> list[PromptRequest]:
+    """Return the prompts of a body. Raises BadRequest."""
+    await service.adapters.ensure_loaded(body.lora)
+    service.adapters.resolve(body.model, body.lora)
+    prompts, texts = await _prompts(body, service)
+    if not body.echo:
+        return prompt_requests(body, prompts, "prompt", service)
+    prompt_logprobs = body.logprobs
+    if body.max_new_tokens == 0:  # the engine then has nothing but the prompt to compute
+        prompt_logprobs = body.logprobs or 0
+    if prompt_logprobs is not None and not service.ready.prompt_logprobs:
+        raise BadRequest(
+            "echo: expected a backend that computes the logits after all tokens of a prompt, such as onnxruntime, "
+            f"found {service.ready.backend}; leave out echo, or logprobs, and ask for a token",
+            "echo",
+        )
+    requests = prompt_requests(body, prompts, "prompt", service, prompt_logprobs)
+    for request, text in zip(requests, texts):
+        if text is None:  # in a thread: a long prompt would block the event loop
+            text = await asyncio.to_thread(service.tokenizer.text, request.request.prompt_ids)
+        request.echo = text
+    return requests
+
+
+async def _prompts(body: CompletionBody, service: Service) -> tuple[list[list[int]], list[str | None]]:
+    """Return the token ids of each prompt, and the text of those that came as text."""
+    prompts = body.prompt
+    if not isinstance(prompts, list) or (prompts and _are_ids(prompts)):
+        prompts = [prompts]
+    if not prompts or len(prompts) > _MAX_PROMPTS:
+        raise BadRequest(f"prompt: expected 1 to {_MAX_PROMPTS} prompts, found {len(prompts)}", "prompt")
+    if not all(isinstance(prompt, str) or _are_ids(prompt) for prompt in prompts):
+        raise BadRequest("prompt: expected text, token ids, or a list of either", "prompt")
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    special = body.add_special_tokens is not False
+    encoded = iter(await encode_texts(texts, service.tokenizer, "prompt", longest_prompt(service), special))
+    ids: list[list[int]] = []
+    echoes: list[str | None] = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            ids.append(next(encoded))
+            echoes.append(prompt)
+        else:
+            ids.append(prompt)
+            echoes.append(None)
+    return ids, echoes
+
+
+def _are_ids(prompt: Any) -> bool:
+    return isinstance(prompt, list) and all(type(token) is int for token in prompt)
+
+
+class CompletionFormat(AnswerFormat):
+    """The answers to one request for completions."""
+
+    ID = "cmpl"
+    OBJECT = "text_completion"
+    CHUNK = "text_completion"
+
+    def __init__(self, body: CompletionBody, service: Service, stream: Stream, request_id: str):
+        super().__init__(body, service, stream, request_id)
+        self._prompts: list[PromptRequest] = []  # of each answer
+        self._formats: list[LogprobsFormat] = []
+        for prompt in stream.prompts:
+            for _ in range(prompt.request.n):
+                self._prompts.append(prompt)
+                self._formats.append(LogprobsFormat(service.tokenizer, prompt.request.prompt_ids, prompt.echo))
+
+    async def choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        echo = await self.echo(index)
+        answer = self._choice(index, choice.text, choice.token_ids, choice.logprobs, choice.finish)
+        if echo is None:
+            return answer
+        logprobs = answer["logprobs"]
+        if logprobs is not None:
+            logprobs = {name: echo["logprobs"][name] + values for name, values in logprobs.items()}
+        return {**answer, "text": echo["text"] + answer["text"], "logprobs": logprobs}
+
+    def chunks(self, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
+        # A delta without text may end within a character, or within what may become a stop string.
+        if delta.text or delta.finish or delta.logprobs or self._token_ids:
+            yield self._choice(delta.index, delta.text, delta.token_ids, delta.logprobs, delta.finish)
+
+    def _choice(
+        self, index: int, text: str, tokens: Sequence[int], logprobs: Sequence[Logprobs], finish: str | None
+    ) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": reason(finish)}
+        if self._logprobs:
+            choice["logprobs"] = self._formats[index].part(tokens, logprobs, finish)
+        if self._token_ids:
+            choice["token_ids"] = list(tokens)
+        return choice
+
+    async def echo(self, index: int) -> dict[str, Any] | None:
+        prompt = self._prompts[index]
+        if prompt.echo is None:
+            return None
+        logprobs = None
+        if self._logprobs:
+            part = LogprobsFormat(self._tokenizer).part
+            # In a thread: a long prompt would block the event loop.
+            logprobs = await asyncio.to_thread(part, list(prompt.request.prompt_ids), [None, *prompt.prompt_logprobs])
+        return {"index": index, "text": prompt.echo, "logprobs": logprobs, "finish_reason": None}

@@ -1,0 +1,232 @@
+"""Server lifecycle: start the engine, announce readiness, serve, drain on SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, replace
+from ipaddress import ip_address
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import uvicorn
+import uvloop
+from starlette.types import ASGIApp
+
+from lockstep import processes
+from lockstep.errors import ENDING, InputError
+from lockstep.step.pages import PAGE_SIZE
+from lockstep_serve.app import application
+from lockstep_serve.bodies import Access
+from lockstep_serve.protocol import LimitedProtocol
+from lockstep_serve.service import Service
+from lockstep_serve.triton_infer import Triton
+from lockstep_serve.unix_socket import unix_socket
+
+if TYPE_CHECKING:
+    from lockstep_serve.grpc_server import GrpcServer
+
+
+@dataclass(frozen=True)
+class Address:
+    """The address to listen at. port 0: a free one; None: no TCP port."""
+
+    host: str = "127.0.0.1"
+    port: int | None = 8000
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server without its signal handlers (`serve` drains first), awake once a second, not ten times."""
+
+    def __init__(self, app: ASGIApp, slow_reader: float):
+        config = uvicorn.Config(
+            app,
+            http=cast(Any, functools.partial(LimitedProtocol, slow_reader=slow_reader)),
+            log_level="error",  # uvicorn logs a warning for each request that is not HTTP
+            ws="none",
+            timeout_keep_alive=75,  # longer than proxies', so that they never reuse a connection that is being closed
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=1,  # when it is called, requests have been drained
+            server_header=False,
+            proxy_headers=False,
+        )
+        super().__init__(config)
+        self._ending = asyncio.Event()
+
+    async def start(self, sockets: list[socket.socket]) -> None:
+        """Serve at these sockets, as the task `serving`; return when connections are accepted."""
+        self.serving = asyncio.create_task(self.serve(sockets=sockets))
+        while not (self.started or self.serving.done()):
+            await asyncio.sleep(0.005)
+
+    async def end(self) -> None:
+        """Accept no more connections, and close the open ones."""
+        self.should_exit = True
+        self._ending.set()
+        await self.serving
+
+    async def main_loop(self) -> None:
+        while not await self.on_tick(0):
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), 1)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def serve(
+    service: Service,
+    address: Address,
+    access: Access,
+    drain: float,
+    say: Callable[[str], None],
+    grpc_port: int | None = None,
+    triton: Triton | None = None,
+    unix: Path | None = None,
+) -> None:
+    """Serve until SIGTERM, SIGHUP or Ctrl-C; a second one ends at once.
+
+    drain: seconds in which running requests may then finish. say: gets the line of a server that is ready. grpc_port:
+    serves gRPC too, 0 at a free port. triton: the service's, if it has options. unix: a Unix socket for HTTP, the only
+    one if the address has no port. Raises InputError for an address that cannot be bound, and LockstepError where the
+    engine does not start or the service fails.
+    """
+    triton = triton or Triton(service)
+    with contextlib.ExitStack() as stack:
+        sockets = []
+        if address.port is not None:
+            sockets.append(stack.enter_context(contextlib.closing(_tcp_socket(address))))
+        if unix is not None:
+            sockets.append(stack.enter_context(unix_socket(unix)))
+        is_local = all(end.family == socket.AF_UNIX or ip_address(end.getsockname()[0]).is_loopback for end in sockets)
+        if is_local:
+            access = replace(access, loopback_host=address.host)
+        uvloop.run(_Lifecycle(service, access, address.host, triton).run(sockets, grpc_port, drain, say))
+
+
+@contextlib.asynccontextmanager
+async def listening(service: Service, path: Path) -> AsyncIterator[None]:
+    """Start a service and serve it on a Unix socket, until the context ends. Raises LockstepError."""
+    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as listener:
+        listener.bind(str(path))
+        server = _Server(application(service), service.limits.slow_reader)
+        await service.start()
+        try:
+            await server.start([listener])
+            yield
+        finally:
+            await service.stop()
+            await server.end()
+
+
+class _Lifecycle:
+    """One run of a server, from the start of its engine to the end."""
+
+    def __init__(self, service: Service, access: Access, host: str, triton: Triton):
+        self._service = service
+        self._access = access
+        self._host = host
+        self._triton = triton
+
+    async def run(
+        self, sockets: list[socket.socket], grpc_port: int | None, drain: float, say: Callable[[str], None]
+    ) -> None:
+        service = self._service
+        http = _Server(application(service, self._access, self._triton), service.limits.slow_reader)
+        grpc = None
+        if grpc_port is not None:
+            grpc = _grpc_server(self._triton, self._access, self._host, grpc_port)
+        signals = _watch_signals()
+        stop_requested = asyncio.create_task(signals.get())
+        starting = asyncio.create_task(service.start())
+        try:
+            await asyncio.wait((starting, stop_requested), return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():
+                starting.cancel()
+                return
+            await starting
+            await http.start(sockets)
+            if grpc is not None:
+                await grpc.start()
+            processes.freeze_heap()
+            say(self._ready_line(sockets, grpc))
+            failed = asyncio.create_task(service.ended.wait())
+            await asyncio.wait((http.serving, stop_requested, failed), return_when=asyncio.FIRST_COMPLETED)
+            failed.cancel()
+            if stop_requested.done():
+                await self._drain(drain, signals)
+            await service.stop()
+            await http.end()
+            service.check()
+        finally:
+            stop_requested.cancel()
+            await service.stop()
+            if grpc is not None:
+                await grpc.stop(1)
+
+    async def _drain(self, seconds: float, signals: asyncio.Queue[int]) -> None:
+        """Let running requests finish, until another signal comes."""
+        draining = asyncio.create_task(self._service.drain(seconds))
+        second_signal = asyncio.create_task(signals.get())
+        await asyncio.wait((draining, second_signal), return_when=asyncio.FIRST_COMPLETED)
+        draining.cancel()
+        second_signal.cancel()
+
+    def _ready_line(self, sockets: list[socket.socket], grpc: GrpcServer | None) -> str:
+        ready = self._service.ready
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        urls = []
+        for listener in sockets:
+            if listener.family == socket.AF_UNIX:
+                urls.append(f"unix:{listener.getsockname()}")
+            else:
+                urls.append(f"http://{host}:{listener.getsockname()[1]}")
+        line = (
+            f"ready: {' and '.join(urls)} serves {self._service.name} "
+            f"({ready.backend}, identity {ready.identity[:12]}): up to {ready.max_batch_size} requests of "
+            f"{ready.max_seq_len} tokens at a time, a KV cache of {ready.num_pages * PAGE_SIZE:,} tokens"
+        )
+        if ready.kv_cache_dtype:
+            line += f" in {ready.kv_cache_dtype}"
+        if grpc is not None:
+            line += f"; gRPC at {host}:{grpc.port}"
+        return line
+
+
+def _watch_signals() -> asyncio.Queue[int]:
+    """Return the queue of the signals that end the server."""
+    signals = asyncio.Queue[int]()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, *ENDING):
+        is_nohup = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+        if not is_nohup:
+            loop.add_signal_handler(number, signals.put_nowait, number)
+    return signals
+
+
+def _grpc_server(triton: Triton, access: Access, host: str, port: int) -> GrpcServer:
+    from lockstep_serve.grpc_server import GrpcServer  # needs a package that HTTP does not
+
+    return GrpcServer(triton, access, host, port)
+
+
+def _tcp_socket(address: Address) -> socket.socket:
+    assert address.port is not None
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((address.host, address.port))
+    except (OSError, OverflowError) as error:
+        listening.close()
+        raise InputError(
+            f"--host, --port: expected an address that is free, found {address.host}:{address.port}: "
+            f"{getattr(error, 'strerror', None) or error}; name another"
+        ) from None
+    return listening

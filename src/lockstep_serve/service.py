@@ -1,0 +1,552 @@
+"""The service between APIs and engine: streams of requests, which survive the death of an engine process."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lockstep.artifacts.chat_template import ChatTemplate
+from lockstep.errors import CheckError, LockstepError
+from lockstep.runtime.request import NOT_FINITE
+from lockstep.runtime.tokenizer import Tokenizer
+from lockstep.step.pages import PAGE_SIZE
+from lockstep.step.sampling import Logprobs
+from lockstep_serve.adapters import Adapters
+from lockstep_serve.chat import Chat
+from lockstep_serve.ended_requests import Observer
+from lockstep_serve.frames import Frame, Ready
+from lockstep_serve.link import EngineLink
+from lockstep_serve.metrics import Infos, Metrics
+from lockstep_serve.reasoning import reasoning_format
+from lockstep_serve.say import fault_of, say
+from lockstep_serve.settings import EngineOptions, ServiceLimits
+from lockstep_serve.stream import TENANT, PromptRequest, Stream, StreamError
+from lockstep_serve.tool_formats import tool_format
+
+_CRASH_WINDOW_S = 60.0  # in which a second crash of the engine fails all requests
+_TOTALS = ("prefix_queries", "prefix_hits", "swaps")  # counters that only grow
+_ERRORS = ("error", "grammar_error")  # finish reasons that fail the request
+_MAX_BACKOFF_S = 30.0  # between two attempts to start an engine
+_MAX_RETRY_AFTER_S = 60
+
+
+class Service:
+    """The requests of all APIs, and the engine that runs them."""
+
+    def __init__(
+        self,
+        name: str,
+        tokenizer: Tokenizer,
+        engine_options: EngineOptions,
+        limits: ServiceLimits,
+        metrics_prefix: str = "lockstep",
+        chat_template: ChatTemplate | None = None,
+        log: Callable[[str], None] = say,
+        observers: Sequence[Observer] = (),
+        adapter_root: Path | None = None,
+        tool_call_parser: str | None = None,
+        reasoning_parser: str | None = None,
+    ):
+        """Describe the service; `start` starts its engine.
+
+        name: of the model, in requests. engine_options: of the engine process (see `EngineLink.start`).
+        chat_template: None where chats are refused. log: gets a line when the engine dies, and when it does not start
+        again. observers: are called with each request that has ended. adapter_root: see `Adapters`.
+        tool_call_parser, reasoning_parser: names of formats; None: recognise them from the chat template. Raises
+        InputError for an unknown name.
+        """
+        self.name = name
+        self.tokenizer = tokenizer
+        self.limits = limits
+        self.chat = Chat(chat_template)
+        template = chat_template.template if chat_template is not None else ""
+        self.tool_format = tool_format(tool_call_parser, template)
+        self.reasoning_format = reasoning_format(reasoning_parser, template)
+        self._ready: Ready | None = None
+        self.counters: Frame = {}  # of the engine's last frame
+        self._earlier: dict[str, int] = dict.fromkeys(_TOTALS, 0)  # totals of the engines that died
+        self._earlier_drafts: list[int] = []
+        self.draining = False
+        self.restarts = 0
+        self.created = int(time.time())
+        self.metrics = Metrics(name, self._read(), self._infos(), self.drafts, metrics_prefix)
+        self.observers = observers
+        self.engine_options = engine_options
+        self._log = log
+        self.adapters = Adapters(name, adapter_root, self._is_used)
+        self._link: EngineLink | None = None
+        self._restarting = False  # an engine is being started, and no attempt has failed yet
+        self._numbers = itertools.count()
+        self._prompts: dict[int, PromptRequest] = {}  # by their numbers in the engine process
+        self._streams: set[Stream] = set()
+        # Counted as prompts come and go: under overload, a refusal must not walk all streams.
+        self._num_waiting = 0  # prompts that are not admitted
+        self._waiting_tokens = 0  # of these prompts
+        self._backlog_tokens = 0  # of these prompts and their longest possible answers
+        self._num_running = 0  # answers of admitted prompts
+        self._crashes: deque[float] = deque()
+        self._tasks: list[asyncio.Task] = []
+        self._fault: CheckError | None = None
+        self.ended = asyncio.Event()  # by an internal error: nothing is served any more
+        self._tokens_per_s = 0.0  # of prompts and answers, a moving average
+        self._measured_at = time.monotonic()
+        self._num_measured = 0  # tokens since then
+
+    async def start(self) -> None:
+        """Start the engine, and return when it is ready. Raises LockstepError."""
+        await self.chat.start()
+        self.tokenizer.min_tokens(0)  # reads the vocabulary, or the first request would wait for it
+        await self._open()
+        for name, task in (("supervise", self._supervise()), ("watch", self._watch())):
+            self._tasks.append(asyncio.create_task(task, name=name))
+            self._tasks[-1].add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: asyncio.Task) -> None:
+        """End the service: without the task, requests would wait for ever."""
+        if task.cancelled():
+            return
+        error = task.exception()
+        fault = fault_of(error) if error is not None else "it returned"
+        self._fault = CheckError(f"server: expected its task {task.get_name()} to run, found {fault}")
+        self.ended.set()
+        self._fail_all(StreamError("the server failed; its log says why"))
+
+    def check(self) -> None:
+        """Raise CheckError where an internal error has ended the service."""
+        if self._fault is not None:
+            raise self._fault
+
+    @property
+    def ready(self) -> Ready:
+        """Return the engine's identity and limits. The service must have been started."""
+        assert self._ready is not None
+        return self._ready
+
+    async def stop(self) -> None:
+        """End the engine, and all requests that have not ended."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._fail_all(StreamError("the server is shutting down", 503, "shutting_down"))
+        await self.chat.stop()
+        if self._link is not None:
+            await self._link.stop()
+
+    async def drain(self, seconds: float) -> None:
+        """Take no new requests, and wait up to `seconds` for the running ones."""
+        self.draining = True
+        end = time.monotonic() + seconds
+        while self._streams and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+
+    def _prompts_with_adapter(self) -> list[PromptRequest]:
+        prompts = itertools.chain.from_iterable(stream.prompts for stream in self._streams)
+        return [prompt for prompt in prompts if prompt.request.adapter]
+
+    def _is_used(self, adapter: str) -> bool:
+        return any(prompt.request.adapter == adapter for prompt in self._prompts_with_adapter())
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether requests are taken."""
+        return self._link is not None and not self.draining and self._fault is None
+
+    @property
+    def heartbeat_age(self) -> float | None:
+        """Return the seconds since the engine's last sign of life; None without engine."""
+        if self._link is None:
+            return None
+        return time.monotonic() - self._link.last_frame
+
+    @property
+    def is_live(self) -> bool:
+        """Return whether the service runs, and its engine shows signs of life or is being started."""
+        age = self.heartbeat_age
+        return self._fault is None and (age is None or age < self.limits.stall)
+
+    def total(self, name: str) -> int:
+        """Return a counter over all engines: prefix_queries and prefix_hits count tokens, swaps requests."""
+        return self._earlier[name] + self.counters.get(name, 0)
+
+    def drafts(self) -> list[int]:
+        """Return `Speculation.counts` over all engines; nothing without speculation."""
+        now = self.counters.get("speculative", ())
+        return [sum(pair) for pair in itertools.zip_longest(self._earlier_drafts, now, fillvalue=0)]
+
+    def _read(self) -> dict[str, Callable[[], float]]:
+        """Return what the metrics read, by the name of its series."""
+        return {
+            "num_requests_running": lambda: self.counters.get("running", 0),
+            "num_requests_waiting": lambda: self.counters.get("waiting", 0),
+            "kv_cache_usage_perc": self._used_pages,
+            "engine_up": lambda: int(self.is_ready),
+            "engine_restarts": lambda: self.restarts,
+            "num_preemptions": lambda: self.total("swaps"),
+            "prefix_cache_queries": lambda: self.total("prefix_queries"),
+            "prefix_cache_hits": lambda: self.total("prefix_hits"),
+        }
+
+    def _infos(self) -> Infos:
+        """Return what the metrics tell by labels, by the name of its series."""
+        return {"cache_config_info": self._cache_config, "lora_requests_info": self._used_adapters}
+
+    def _cache_config(self) -> tuple[dict[str, str], float] | None:
+        if self._ready is None:
+            return None
+        ready = self._ready
+        labels = {"block_size": str(PAGE_SIZE), "num_gpu_blocks": str(ready.num_pages)}
+        if ready.kv_cache_dtype:
+            labels["cache_dtype"] = ready.kv_cache_dtype
+        return labels, 1.0
+
+    def _used_adapters(self) -> tuple[dict[str, str], float] | None:
+        num_adapters = len(self.adapters.model_names) - 1
+        if not num_adapters:
+            return None
+        running: set[str] = set()
+        waiting: set[str] = set()
+        for prompt in self._prompts_with_adapter():
+            names = waiting if prompt.admitted is None else running
+            names.add(str(prompt.request.adapter))
+        labels = {
+            "max_lora": str(num_adapters),
+            "running_lora_adapters": ",".join(sorted(running)),
+            "waiting_lora_adapters": ",".join(sorted(waiting)),
+        }
+        return labels, time.time()
+
+    def _used_pages(self) -> float:
+        if "free_pages" not in self.counters:
+            return 0.0
+        return 1 - self.counters["free_pages"] / self.ready.num_pages
+
+    @property
+    def num_streams(self) -> int:
+        return len(self._streams)
+
+    @property
+    def engine_pid(self) -> int | None:
+        return None if self._link is None else self._link.pid
+
+    def submit(self, prompts: Sequence[PromptRequest]) -> Stream:
+        """Queue prompts, and return the stream of their answers. Raises StreamError."""
+        if self.draining:
+            raise StreamError("the server is shutting down; try another one", 503, "shutting_down")
+        if self._fault is not None:
+            raise StreamError("the server failed; its log says why", 503, "server_failed")
+        if self._link is None and not self._restarting:
+            raise StreamError("the engine does not start; try again", 503, "engine_starting", retry_after=1)
+        self._check_room(prompts)  # first, as a refusal under overload must be cheap
+        tenant = TENANT.get()
+        if tenant:  # prefixes are never shared across tenants
+            for prompt in prompts:
+                salt = f"{tenant}/{prompt.request.cache_salt}"
+                prompt.request = replace(prompt.request, cache_salt=salt)
+        stream = Stream(prompts, self.tokenizer)
+        self._streams.add(stream)
+        for prompt in prompts:
+            self._count_waiting(prompt, 1)
+            if self._link is None:  # `_resubmit` sends it to the next engine
+                continue
+            prompt.number = next(self._numbers)
+            self._prompts[prompt.number] = prompt
+            self._link.add(prompt.number, prompt.request)
+        return stream
+
+    def cancel(self, stream: Stream) -> None:
+        """Abort the unfinished answers of a stream; their slots are free in the next step."""
+        for prompt in stream.prompts:
+            if prompt.choices:
+                self._abort(prompt)
+                for choice in sorted(prompt.choices):
+                    self._finish(prompt, choice, "abort")
+                    stream.push(prompt.first + choice, "", None, None, "abort")
+        self._forget(stream)
+
+    def _check_room(self, prompts: Sequence[PromptRequest]) -> None:
+        limits = self.limits
+        num_slots = self.ready.max_batch_size
+        capacity = limits.max_queue + num_slots
+        if len(prompts) > capacity:  # not 429: trying again would not help
+            room = f"({limits.max_queue} that wait and {num_slots} that run)"
+            message = f"prompt: expected at most {capacity} prompts {room}, found {len(prompts)}; send fewer"
+            raise StreamError(message, 400, "request_too_large", param="prompt")
+        tokens = self._waiting_tokens + sum(len(prompt.request.prompt_ids) for prompt in prompts)
+        free_slots = max(0, num_slots - self._num_running)  # prompts that fit there do not wait
+        is_full = self._num_waiting + len(prompts) > limits.max_queue + free_slots
+        if is_full or (self._num_waiting and tokens > limits.max_queue_tokens):
+            retry_after = 1
+            if self._tokens_per_s:
+                retry_after = max(1, round(self._backlog_tokens / self._tokens_per_s))
+            retry_after = min(retry_after, _MAX_RETRY_AFTER_S)
+            self.metrics.refused.inc()
+            queue = f"{self._num_waiting} requests of {self._waiting_tokens} prompt tokens wait"
+            limit = f"(at most {limits.max_queue} and {limits.max_queue_tokens})"
+            message = f"the queue is full: {queue} {limit}; try again in {retry_after} s"
+            raise StreamError(message, 429, "queue_full", retry_after)
+
+    def _count_waiting(self, prompt: PromptRequest, sign: int) -> None:
+        request = prompt.request
+        tokens = len(request.prompt_ids)
+        self._num_waiting += sign
+        self._waiting_tokens += sign * tokens
+        self._backlog_tokens += sign * (tokens + request.n * request.max_new_tokens)
+
+    async def _open(self) -> None:
+        options = replace(self.engine_options, loaded=self.adapters.to_load())
+        link, self._ready = await EngineLink.start(options, self.limits.start)
+        for line in self.adapters.engine_started(link, self._ready):
+            self._log(line)
+        self._link = link
+        self.counters = {"running": 0, "waiting": 0, "free_pages": self.ready.num_pages, "cached_pages": 0}
+
+    async def _supervise(self) -> None:
+        while True:
+            assert self._link is not None
+            reason = None
+            try:
+                last_frame = await self._link.run(self._handle_frame)
+                if last_frame:
+                    reason = last_frame["message"]
+            except Exception as error:  # a frame that cannot be handled: a new engine may do better
+                reason = f"what it sent cannot be handled: {fault_of(error)}"
+            dead = self._link
+            self._link = None
+            self.adapters.engine_died()
+            for name in _TOTALS:
+                self._earlier[name] += self.counters.get(name, 0)
+            self._earlier_drafts = self.drafts()
+            self.counters = {}
+            code = await dead.stop()
+            self._log(f"engine process {dead.pid} died: {reason or f'it ended with code {code}'}; starting another")
+            self._record_crash()
+            self._restarting = True
+            backoff = 0.5
+            while self._link is None:
+                try:
+                    await self._open()
+                except (LockstepError, OSError) as error:
+                    self._restarting = False
+                    self._log(f"the engine does not start: {error}")
+                    self._fail_all(StreamError("the engine died and does not start again"))
+                    await asyncio.sleep(backoff)
+                    backoff = min(2 * backoff, _MAX_BACKOFF_S)
+            self.restarts += 1
+            self._resubmit()
+
+    def _record_crash(self) -> None:
+        """Fail requests that saw two crashes, which they may cause, and all at the second in `_CRASH_WINDOW_S`."""
+        now = time.monotonic()
+        while self._crashes and now - self._crashes[0] > _CRASH_WINDOW_S:
+            self._crashes.popleft()
+        self._crashes.append(now)
+        for stream in list(self._streams):
+            for prompt in stream.prompts:
+                prompt.num_crashes += bool(prompt.choices)
+            if any(prompt.num_crashes > 1 for prompt in stream.prompts):
+                self._fail(stream, StreamError("the engine died twice while it was at this request"))
+            elif len(self._crashes) > 1:
+                self._fail(stream, StreamError("the engine died twice within a minute"))
+
+    def _resubmit(self) -> None:
+        """Send all unfinished requests to the new engine: each choice goes on after the tokens that it has."""
+        assert self._link is not None
+        self._prompts.clear()
+        for stream in self._streams:
+            for prompt in stream.prompts:
+                prompt.resumed.clear()
+                request = prompt.request
+                choices = prompt.collector.completion.choices
+                if len(prompt.prompt_logprobs) < len(request.prompt_ids) - 1:
+                    prompt.prompt_logprobs.clear()
+                elif request.max_new_tokens:
+                    request = replace(request, prompt_logprobs=None)
+                if len(prompt.choices) == request.n and not any(choice.token_ids for choice in choices):
+                    prompt.number = next(self._numbers)
+                    self._prompts[prompt.number] = prompt
+                    self._link.add(prompt.number, request)
+                    continue
+                for choice in sorted(prompt.choices):
+                    number = next(self._numbers)
+                    prompt.resumed[choice] = number
+                    self._prompts[number] = prompt
+                    answer_ids = choices[choice].token_ids
+                    resumed = replace(request, n=1, choice=request.choice + choice, answer_ids=answer_ids)
+                    self._link.add(number, resumed)
+
+    def _handle_frame(self, frame: Frame) -> None:
+        if frame["type"] in ("loaded", "not_loaded"):
+            self.adapters.engine_answered(frame)
+        elif frame["type"] == "refused":
+            self._handle_refusal(frame)
+        else:
+            self._handle_step(frame)
+
+    def _handle_refusal(self, frame: Frame) -> None:
+        prompt = self._prompts.get(frame["id"])
+        if prompt is None:
+            return
+        code = "invalid_grammar" if frame["param"] else "request_too_large"
+        self._fail(prompt.stream, StreamError(frame["message"], 400, code, param=frame["param"]))
+
+    def _handle_step(self, frame: Frame) -> None:
+        self.counters = frame
+        now = time.monotonic()
+        for number, num_cached_tokens in frame.get("admitted", ()):
+            prompt = self._prompts.get(number)
+            if prompt is not None and prompt.admitted is None:
+                self._admit(prompt, num_cached_tokens, now)
+        for number, first, entries in frame.get("prompts", ()):
+            prompt = self._prompts.get(number)
+            # Only once, where several choices of it were resumed.
+            if prompt is not None and first == len(prompt.prompt_logprobs) + 1:
+                prompt.prompt_logprobs += map(_logprobs, entries)
+        num_tokens = 0
+        for number, choice, token, finish, *logprobs in frame.get("tokens", ()):
+            prompt = self._prompts.get(number)
+            if prompt is None:
+                continue
+            try:
+                num_tokens += self._add_token(prompt, choice, token, finish, logprobs, now)
+            except Exception as error:  # fails this answer; the others of the step go on
+                self._log(f"a token cannot be handled: {fault_of(error)}")
+                self._fail(prompt.stream, StreamError("the server failed; its log says why"))
+        if num_tokens:
+            self._num_measured += num_tokens
+            self.metrics.generation_tokens.inc(num_tokens)
+
+    def _admit(self, prompt: PromptRequest, num_cached_tokens: int, now: float) -> None:
+        self._count_waiting(prompt, -1)
+        self._num_running += len(prompt.choices)
+        prompt.admitted = now
+        prompt.num_cached_tokens = num_cached_tokens
+        num_tokens = len(prompt.request.prompt_ids)
+        self.metrics.queue_time.observe(now - prompt.arrived)
+        self.metrics.prompt_tokens.inc(num_tokens)
+        self._num_measured += num_tokens
+        prompt.stream.wake()
+
+    def _add_token(
+        self, prompt: PromptRequest, number: int, token: int, finish: str | None, entry: Sequence[Any], now: float
+    ) -> bool:
+        """Add a token, or an answer's end (-1), to its answer. Returns whether a token was added."""
+        choice = number - prompt.request.choice
+        if choice not in prompt.choices:
+            return False
+        logprobs = _logprobs(entry) if entry else None
+        stream = prompt.stream
+        text = prompt.collector.add(choice, token, finish, logprobs)
+        is_token = token >= 0
+        if is_token:
+            self.metrics.token(now, prompt)
+            prompt.last_token = now
+            if stream.first_token is None:
+                stream.first_token = now
+        reason = prompt.collector.completion.choices[choice].finish
+        if reason in _ERRORS:
+            self._fail_at_token(prompt, reason)
+            return is_token
+        stream.push(prompt.first + choice, text, token if is_token else None, logprobs, reason)
+        if not reason:
+            return is_token
+        if reason == "stop_string" and not finish and self._link is not None:
+            # A resumed choice has a number that no other choice shares.
+            self._link.abort(prompt.resumed.get(choice, prompt.number), number)
+        self._finish(prompt, choice, reason)
+        if stream.done:
+            self._forget(stream)
+        return is_token
+
+    def _fail_at_token(self, prompt: PromptRequest, reason: str) -> None:
+        """Fail a stream for an error that the engine found at one of its tokens."""
+        if reason == "error":
+            error = StreamError(f"{NOT_FINITE}; the request was ended")
+        else:
+            assert prompt.request.grammar is not None
+            param = prompt.request.grammar.name
+            message = f"{param}: the answer came to where it is too complex; simplify it"
+            # 400: the same grammar would fail again, so clients should not retry.
+            error = StreamError(message, 400, reason, param=param)
+        self._fail(prompt.stream, error)
+
+    def _finish(self, prompt: PromptRequest, choice: int, reason: str | None) -> None:
+        """End a choice; reason: None if it does not count as an answer in the metrics."""
+        prompt.choices.remove(choice)
+        self._num_running -= prompt.admitted is not None
+        if reason is not None:
+            self.metrics.finished(reason)
+        self._prompts.pop(prompt.resumed.pop(choice, -1), None)
+        if not prompt.choices:
+            self._prompts.pop(prompt.number, None)
+
+    def _abort(self, prompt: PromptRequest) -> None:
+        """Abort a prompt in the engine."""
+        for number in list(prompt.resumed.values()) or [prompt.number]:
+            self._prompts.pop(number, None)
+            if prompt.choices and self._link is not None:
+                self._link.abort(number)
+
+    def _forget(self, stream: Stream) -> None:
+        if stream not in self._streams:
+            return
+        self._streams.remove(stream)
+        for prompt in stream.prompts:
+            if prompt.admitted is None:
+                self._count_waiting(prompt, -1)
+        if not _is_refused(stream):
+            self.metrics.latency.observe(time.monotonic() - stream.began)
+
+    def _fail(self, stream: Stream, error: StreamError) -> None:
+        stream.fail(error)
+        reason = None if _is_refused(stream) else "error"
+        for prompt in stream.prompts:
+            self._abort(prompt)
+            for choice in list(prompt.choices):
+                self._finish(prompt, choice, reason)
+        self._forget(stream)
+
+    def _fail_all(self, error: StreamError) -> None:
+        for stream in list(self._streams):
+            self._fail(stream, error)
+
+    async def _watch(self) -> None:
+        """Once a second, end requests that waited too long, unread streams, and an engine that hangs."""
+        while True:
+            await asyncio.sleep(min(1.0, self.limits.queue_timeout / 2, self.limits.stall / 2))
+            now = time.monotonic()
+            self._measure(now)
+            limit = self.limits.queue_timeout
+            for stream in list(self._streams):
+                if not stream.is_admitted and now - stream.began > limit:
+                    message = f"the request waited for {now - stream.began:.0f} s (at most {limit:g})"
+                    self._fail(stream, StreamError(message, 503, "queue_timeout", 1))
+                elif stream.sending_since is not None and now - stream.sending_since > self.limits.slow_reader:
+                    self.cancel(stream)
+            if self._link is not None and now - self._link.last_frame > self.limits.stall:
+                self._log(f"engine process {self._link.pid} gave no sign of life for {self.limits.stall:g} s")
+                self._link.kill()
+
+    def _measure(self, now: float) -> None:
+        elapsed = now - self._measured_at
+        if self._num_measured and elapsed > 0.5:
+            rate = self._num_measured / elapsed
+            if self._tokens_per_s:
+                rate = 0.7 * self._tokens_per_s + 0.3 * rate
+            self._tokens_per_s = rate
+        self._measured_at = now
+        self._num_measured = 0
+
+
+def _logprobs(entry: Sequence[Any]) -> Logprobs:
+    return Logprobs(entry[0], tuple(map(tuple, entry[1])))
+
+
+def _is_refused(stream: Stream) -> bool:
+    """Return whether the client's request was at fault; such streams are not in the metrics."""
+    return stream.error is not None and stream.error.status == 400

@@ -1,0 +1,103 @@
+"""vLLM's endpoints of the tokenizer: text or a chat to token ids, and back, long ones in a thread."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import msgspec
+
+from lockstep.errors import InputError
+from lockstep.runtime.checks import expect, expect_tokens
+from lockstep_serve.bodies import BadRequest, Unsupported, bad_request
+from lockstep_serve.messages import chat_text
+from lockstep_serve.prompts import LONG, Turns, encode_texts
+from lockstep_serve.service import Service
+
+_TURNS = Turns(1, "tokenization")
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """The body of POST /tokenize, as vLLM has it: of a text or of a chat."""
+
+    UNSUPPORTED: ClassVar[Unsupported] = {"tools": (None, []), "chat_template": (None,)}
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Any = None  # see `chat_text`
+    add_special_tokens: bool | None = None  # true for a text, false for a chat, whose template writes them
+    return_token_strs: bool | None = False
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    """The body of POST /detokenize, as vLLM has it."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+async def tokenize(body: TokenizeBody, service: Service) -> bytes:
+    """Return the tokens of a text or a chat, as JSON. Raises BadRequest, StreamError."""
+    service.adapters.resolve(body.model)
+    if body.prompt is None and body.messages is None:
+        raise BadRequest("prompt: expected either prompt or messages, found neither", "prompt")
+    if body.prompt is not None and body.messages is not None:
+        raise BadRequest("prompt: expected either prompt or messages, found both", "prompt")
+    if body.prompt is not None:
+        param = "prompt"
+        text = body.prompt
+        special = body.add_special_tokens is not False
+    else:
+        continues = bool(body.continue_final_message)
+        variables = body.chat_template_kwargs or {}
+        text = await chat_text(service, body.messages, body.add_generation_prompt, continues, variables)
+        param = "messages"
+        special = bool(body.add_special_tokens)
+    (tokens,) = await encode_texts([text], service.tokenizer, param, _max_tokens(service), special, _TURNS)
+
+    def answer() -> bytes:
+        names = service.tokenizer.names(tokens) if body.return_token_strs else None
+        limit = service.ready.max_seq_len
+        return msgspec.json.encode(
+            {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": names}
+        )
+
+    return await _TURNS.run(answer, len(tokens))
+
+
+async def detokenize(body: DetokenizeBody, service: Service) -> bytes:
+    """Return the JSON of the text of token ids, special ones too. Raises BadRequest, StreamError."""
+    service.adapters.resolve(body.model)
+    limit = 3 * _max_tokens(service)  # more than `encode_texts` returns
+    try:
+        expect("tokens", len(body.tokens), 0, limit, "tokens")
+        expect_tokens("tokens", body.tokens, service.ready.vocab_size)
+    except InputError as error:
+        raise bad_request(error) from None
+
+    def answer() -> bytes:
+        return msgspec.json.encode({"prompt": service.tokenizer.decode_whole(body.tokens)})
+
+    return await _TURNS.run(answer, len(body.tokens))
+
+
+def _max_tokens(service: Service) -> int:
+    return max(service.ready.max_seq_len, LONG)
+
+
+def tokenizer_info(service: Service) -> dict[str, Any]:
+    """Return the fields of tokenizer_config.json that clients read."""
+    tokenizer = service.tokenizer
+    template = service.chat.template
+    ends = tokenizer.names(service.ready.eos_token_ids)
+    begins = tokenizer.names(tokenizer.encode("").tolist()[:1])
+    info: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": service.ready.max_seq_len,
+        "eos_token": next(iter(ends), None),
+    }
+    if template is None:
+        return info | {"bos_token": next(iter(begins), None), "chat_template": None}
+    return info | dict(template.special_tokens) | {"chat_template": template.template}
