@@ -53,27 +53,28 @@ def headline(summary: Summary) -> str:
 
 
 def advice(summary: Summary) -> list[str]:
-    """Say of each model which target to serve, and which would be faster: lines for the end of a run.
+    """Say of each model which target to serve, and what would be faster and is not taken: lines for the end of a run.
 
     The fastest whole target that passes, and whose weights cost no quality that was seen.
     """
     lines = []
-    quantized = [row for row in summary.targets if is_quantized(row.precision) and row.verdict == PASS]
-    if quantized:
+    if any(is_quantized(row.precision) and row.verdict == PASS for row in summary.targets):
         lines.append("Pass: engines compute what their weights say; what quantizing those costs is their quality.")
     for model in dict.fromkeys(row.model for row in summary.targets):
-        passed = [row for row in summary.targets if row.model == model and row.verdict == PASS]
-        rows = [row for row in passed if row.layers == "all"] or passed
-        good = [row for row in rows if not _quality_lost(row)] or rows
+        rows = [row for row in summary.targets if row.model == model]
+        rows = [row for row in rows if row.layers == "all"] or rows
+        passed = [row for row in rows if row.verdict == PASS]
+        good = [row for row in passed if not _why_not_taken(row)] or passed
         if not good:
             continue
         best = max(good, key=_speed)
-        faster = [row for row in rows if _speed(row) > _speed(best)]
+        fastest = max(rows, key=_speed)
         lines.append(f"Serve: lockstep serve {best.target}")
-        if faster:
-            fastest = max(faster, key=_speed)
+        if _speed(fastest) > _speed(best):
             times = _speed(fastest) / _speed(best)
-            lines.append(f"Faster, not taken: {fastest.target}, {times:.2f} times, {_quality_lost(fastest)}")
+            lines.append(f"Faster, not taken: {fastest.target}, {times:.2f} times, {_why_not_taken(fastest)}")
+        else:
+            lines.append("Faster: none of those that were measured")
     return lines
 
 
@@ -81,8 +82,10 @@ def _speed(row: SummaryRow) -> float:
     return row.decode_tokens_per_s or 0.0
 
 
-def _quality_lost(row: SummaryRow) -> str:
-    """Say what a row's weights cost; empty where that is little, nothing, or within the config's bound."""
+def _why_not_taken(row: SummaryRow) -> str:
+    """Say what a row lacks: a pass, or quality; empty where that costs little, nothing, or what the config allows."""
+    if row.verdict != PASS:
+        return "which fails" if row.verdict == FAIL else "whose checks have not all run"
     if not is_quantized(row.precision) or row.quality == PASS:
         return ""
     if row.drift_perplexity is None:

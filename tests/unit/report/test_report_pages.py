@@ -170,6 +170,10 @@ def test_the_fastest_target_whose_quality_passes_is_to_be_served(tmp_path: Path)
     meaning, serve, faster = advice(Summary(tuple(made), {}))
     assert "what their weights say" in meaning and serve.endswith("m/w8a16/all/onnxruntime")
     assert "1.33 times, whose perplexity is +51.5 % (at most +1 %)".replace(" %", "%") in faster
+    made[1] = replace(made[1], decode_tokens_per_s=500.0)
+    assert advice(Summary(tuple(made), {}))[-1] == "Faster: none of those that were measured"
+    made[1] = replace(made[1], verdict="fail")
+    assert advice(Summary(tuple(made), {}))[-1].endswith("m/fp32/all/onnxruntime, 3.33 times, which fails")
     assert advice(Summary(tuple(replace(row, verdict="fail") for row in made), {})) == []
 
 

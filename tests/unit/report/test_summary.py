@@ -205,7 +205,7 @@ def test_what_has_not_run_is_not_run(results: Results, capsys: pytest.CaptureFix
     first.unlink()
     statement_path(second).unlink()
     assert [line.partition(": golden not run: ")[2] for line in lines(results, capsys)[1:] if "golden" in line] == [
-        f"{first} is not there",
+        "not made yet",
         f"no statement says how {second} was made",
     ]
     assert [row.golden for row in summary.collect(results, TARGETS).targets] == ["not run"] * 2
