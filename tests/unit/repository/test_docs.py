@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import click
-from benchmarks import batches, models, ranks
+from benchmarks import batches, chart, models, ranks
 from benchmarks.__main__ import bench
 from docs import draw_packages
 
@@ -90,6 +90,7 @@ def test_generated_pages_are_what_their_records_give(tmp_path: Path) -> None:
     assert (RECORDS / "faults.md").read_text() == planted_faults.render(planted)
     models.write_page(read_json(RECORDS / "bench" / "models.json"), tmp_path / "models.md")
     assert (RECORDS / "models.md").read_text() == (tmp_path / "models.md").read_text()
+    assert chart.PAGE.read_text(encoding="utf-8") == chart.draw(), "run: python -m benchmarks.chart"
     for module, name in ((batches, "batches"), (ranks, "ranks")):
         assert (RECORDS / "gpu" / f"{name}.md").read_text() == module.page(read_json(RECORDS / "gpu" / f"{name}.json"))
 

@@ -1,0 +1,77 @@
+"""The README's picture, speed beside vLLM's, as SVG: `python -m benchmarks.chart` draws it again.
+
+In: records of `batches` on one card, which hold vLLM's figures beside Lockstep's. Out: an SVG file with its colours for
+light and dark pages, which needs no script and no font.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import read_json
+
+RECORDS = Path(__file__).resolve().parents[1] / "records" / "gpu"
+PAGE = RECORDS / "llama-3.1-8b.svg"
+_WIDTH = 720
+_LEFT = 190  # of bars: names stand before
+_UNIT = 400  # points of a bar as fast as vLLM
+_BAR = 13
+_ROW = 36
+_TOP = 56
+_STYLE = """
+text { font: 13px system-ui, sans-serif; fill: #1d232b; } .quiet { fill: #5b6573; } .end { text-anchor: end; }
+.fp16 { fill: #0b5cad; } .fp8 { fill: #8a6100; } line { stroke: #5b6573; stroke-dasharray: 4 3; }
+@media (prefers-color-scheme: dark) { text { fill: #e5e9ee; } .quiet { fill: #9aa5b2; } .fp16 { fill: #7db7f5; }
+.fp8 { fill: #e6bb55; } line { stroke: #9aa5b2; } }
+"""
+
+
+def speeds(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return by what was measured how many times as fast as vLLM it is: above 1, Lockstep is faster."""
+    peer = record["vllm"]
+    times = {}
+    for rows in sorted(map(int, peer["decode"])):
+        name = f"{rows} request{'s' * (rows > 1)}, decoding"
+        times[name] = record["decode"][str(rows)]["tokens_per_second"] / peer["decode"][str(rows)]
+    times["a prompt of 2,048 tokens"] = peer["prompt_2048"] / record["prompts"]["2048"]["milliseconds"]["median"]
+    times["512 requests at once"] = min(peer["requests"]) / min(record["requests"]["seconds"])
+    return times
+
+
+def draw() -> str:
+    """Return the SVG text of the records of Llama-3.1-8B in fp16 and in fp8, of one kind of card and one vLLM."""
+    record = read_json(RECORDS / "llama-3.1-8b.json")
+    fp16 = speeds(record)
+    fp8 = speeds(read_json(RECORDS / "llama-3.1-8b-fp8.json"))
+    version = record["vllm"]["version"]
+    device = record["device"]["name"].removeprefix("NVIDIA ")
+    bottom = _TOP + _ROW * len(fp16)
+    box = f"0 0 {_WIDTH} {bottom + 24}"
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}" width="{_WIDTH}" role="img">',
+        f"<title>Llama-3.1-8B on one {device}: speed in times vLLM {version}'s</title>",
+        f"<style>{_STYLE}</style>",
+        f'<text x="8" y="18">Llama-3.1-8B on one {device}: times the speed of vLLM {version}</text>',
+        f'<rect class="fp16" x="{_LEFT}" y="28" width="10" height="10"/><text x="{_LEFT + 16}" y="38">fp16</text>',
+        f'<rect class="fp8" x="{_LEFT + 70}" y="28" width="10" height="10"/><text x="{_LEFT + 86}" y="38">fp8</text>',
+    ]
+    for number, (name, times) in enumerate(fp16.items()):
+        y = _TOP + _ROW * number
+        lines.append(f'<text class="end" x="{_LEFT - 10}" y="{y + 18}">{name}</text>')
+        lines += _bar("fp16", y, times) + _bar("fp8", y + _BAR + 1, fp8[name])
+    edge = _LEFT + _UNIT
+    lines.append(f'<line x1="{edge}" y1="{_TOP - 8}" x2="{edge}" y2="{bottom}"/>')
+    lines.append(f'<text class="quiet end" x="{edge}" y="{bottom + 16}">vLLM {version}, its defaults: 1.00</text>')
+    return "\n".join([*lines, "</svg>", ""])
+
+
+def _bar(name: str, y: int, times: float) -> list[str]:
+    width = round(_UNIT * times)
+    bar = f'<rect class="{name}" x="{_LEFT}" y="{y}" width="{width}" height="{_BAR}"/>'
+    return [bar, f'<text x="{_LEFT + width + 8}" y="{y + 11}">{times:.2f}</text>']
+
+
+if __name__ == "__main__":
+    PAGE.write_text(draw(), encoding="utf-8")
