@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-# Where a module has the function that is given its arguments.
+# Where a module has the function that is given its arguments, if not itself.
 MAINS = {"snakemake": "snakemake.cli", "lockstep": "lockstep.cli.main"}
 
 
@@ -22,7 +22,7 @@ def call(
 
     Returns what it ends with and prints.
     """
-    main = importlib.import_module(MAINS[module]).main
+    main = importlib.import_module(MAINS.get(module, module)).main
     out = io.StringIO()
     err = io.StringIO()
     with _inside(folder, environment, [module, *arguments]):

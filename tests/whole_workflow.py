@@ -9,8 +9,8 @@ from typing import Any
 from lockstep.config import load
 from lockstep.errors import CheckError, InputError
 from lockstep.stages import STAGES, jobs
+from lockstep.stages.files import model_files
 from lockstep.targets import Results
-from lockstep.workflow.files import model_files
 
 MODEL = "tiny"
 LIMITS = {"max_batch_size": 4, "max_input_len": 32, "max_seq_len": 64, "max_num_tokens": 64}

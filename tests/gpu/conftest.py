@@ -123,7 +123,10 @@ def made(
     (folder / "config.yaml").write_text(CONFIG.format(precisions=", ".join(precisions), backend=backend) + more)
     adapters = ["adapters"] if more == ADAPTERS else []
     # Which weights are quantised the export decides: their conversion is after it.
-    for stage in ("resolve", "architecture", *adapters, "export", "convert"):
-        paths = "--config", str(folder / "config.yaml"), "--results", str(folder / "results")
-        _run("-m", "lockstep", "stage", stage, *paths)
+    checkpoint = ["resolve", "architecture", *adapters]
+    for precision in precisions:
+        for stage in (*checkpoint, "export", "convert"):
+            place = f"demo-llama/{precision}", str(folder / "config.yaml"), str(folder / "results")
+            _run("-m", "lockstep.provenance.job", stage, *place)
+        checkpoint = []
     return results

@@ -114,6 +114,12 @@ class Checkout:
         assert not check or process.returncode == 0, failure(process)
         return process
 
+    def job(
+        self, stage: str, target: str, *lock: str, config: str = "config/config.yaml", check: bool = True
+    ) -> subprocess.CompletedProcess:
+        """Run a stage of a target as `lockstep reproduce` does, held to `lock` where one is named."""
+        return self.call("lockstep.provenance.job", stage, target, config, "results", *lock, check=check)
+
     def is_edited(self) -> bool:
         """Return whether the package, the workflow or the pins are edited.
 

@@ -86,9 +86,9 @@ def test_other_precisions_and_backends_are_what_is_locked(
     asked = [folder / "engines" / backend / "engines.json" for backend in backends]
     asked += [folder / "weights.json", folder / "graphs" / "assembly.json"]
     for stage in ("export", "convert"):
-        demo.call("lockstep", "stage", stage, target)
+        demo.job(stage, target)
     for backend in backends:
-        demo.call("lockstep", "stage", "build", f"{target}/all/{backend}")
+        demo.job("build", f"{target}/all/{backend}")
     lock = Lock.load(REPOSITORY / LOCK)
     results = [entry for path in asked for entry in entries_at(path)]
     assert len(results) == len(asked)

@@ -46,7 +46,7 @@ def test_a_flipped_byte_is_named_refused_and_repaired(demo: Checkout, filled_cac
         flip(demo.results / name)
         actual = demo.call("lockstep", "verify", check=False)
         assert actual.returncode == 1 and f"different {name}: " in actual.stdout
-        process = demo.call("lockstep", "stage", reader, target, check=False)
+        process = demo.job(reader, target, check=False)
         assert process.returncode in (1, 2) and Path(name).name in process.stderr, process.stderr
         assert len(process.stderr.splitlines()) == 1 and ("expected" in process.stderr or "made for" in process.stderr)
         flip(demo.results / name)
@@ -55,7 +55,7 @@ def test_a_flipped_byte_is_named_refused_and_repaired(demo: Checkout, filled_cac
             flip(demo.results / name)
         # With torch they take long, and the bits of a reference hang on the number of threads.
         cached = {"LOCKSTEP_CACHE": str(filled_cache)} if maker in ("export", "reference") else {}
-        Checkout(demo.folder, cached).call("lockstep", "stage", maker, next(target for _, target in files.values()))
+        Checkout(demo.folder, cached).job(maker, next(target for _, target in files.values()))
     demo.call("lockstep", "verify")
-    # A check that failed by hand has left its report, until it passes.
+    # A check that failed has left its report, until it passes.
     assert {name: digest for name, digest in demo.digests().items() if not name.endswith(".failed.json")} == before

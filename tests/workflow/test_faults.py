@@ -40,6 +40,7 @@ def mounted(folder: Path, *arguments: str) -> Iterator[None]:
 @pytest.mark.parametrize("stage", some(STAGES, "build"))
 def test_a_full_disk_is_one_line_and_running_again_is_all_it_takes(demo: Checkout, stage: str) -> None:
     target, manifest = STAGES[stage]
+    job = ("lockstep.provenance.job", stage, target, "config/config.yaml", "results")
     before = shutil.copytree(demo.results, demo.folder / "before")
     with mounted(demo.results, "-t", "tmpfs", "-o", "size=64m", "tmpfs"):
         shutil.copytree(before, demo.results, dirs_exist_ok=True)
@@ -51,13 +52,13 @@ def test_a_full_disk_is_one_line_and_running_again_is_all_it_takes(demo: Checkou
         with open(filler, "wb", buffering=0) as file:
             file.write(b"x" * (shutil.disk_usage(demo.results).free + 1))
         assert shutil.disk_usage(demo.results).free == 0
-        process = demo.run("lockstep", "stage", stage, target, check=False)
+        process = demo.run(*job, check=False)
         assert process.returncode == 2 and len(process.stderr.splitlines()) == 1, process.stderr
         assert "No space left on device" in process.stderr or "bytes free" in process.stderr
         assert not (demo.results / manifest).exists()
         assert not [path for path in demo.results.rglob("*") if path.name.endswith(".tmp")]
         filler.unlink()
-        demo.run("lockstep", "stage", stage, target)
+        demo.run(*job)
         assert demo.call("lockstep", "verify").returncode == 0
 
 
@@ -77,7 +78,7 @@ def test_a_results_folder_that_cannot_be_written_is_one_line(demo: Checkout) -> 
     before = demo.digests()
     with mounted(demo.results, "--bind", str(demo.results)):
         subprocess.run(["mount", "-o", "remount,bind,ro", str(demo.results)], check=True)
-        process = demo.run("lockstep", "stage", "build", f"{MODEL}/fp32", check=False)
+        process = demo.job("build", f"{MODEL}/fp32", check=False)
         assert process.returncode == 2 and len(process.stderr.splitlines()) == 1
         assert "Read-only file system" in process.stderr
         assert demo.call("lockstep", "verify").returncode == 0

@@ -29,7 +29,7 @@ BUILT = [
     for name in ("weights.json", "engines/onnxruntime/engines.json")
 ]
 # Of the hub's model all: a lock is of a whole one. A fetched checkpoint is one like any other to these stages, so they
-# run by hand, in the test's process.
+# run in the test's process.
 CHECKED = [
     "results/hub/fp32/validate/all.json",
     "results/hub/fp32/compare/onnxruntime.json",
@@ -99,7 +99,7 @@ def test_models_are_fetched_and_made_and_stay_what_they_were(tmp_path: Path, hub
     assert user.digests() == before and not user.would_run(*BUILT, *CONFIG)
 
     for stage in CHECKS:
-        user.call("lockstep", "stage", stage, "hub/fp32/all", "--config", "own.yaml")
+        user.job(stage, "hub/fp32/all", config="own.yaml")
     assert json.loads((user.results / "hub/fp32/golden/onnxruntime/all.json").read_text())["result"] == "pass"
     assert not user.would_run(*TARGETS, *CONFIG)
     before = user.digests()

@@ -166,15 +166,15 @@ def refuses(checkout: Checkout, message: str, *arguments: str) -> None:
 
 
 @pytest.mark.parametrize("snakefile", ["Snakefile", pytest.param("workflow/Snakefile", marks=pytest.mark.long)])
-def test_a_job_that_fails_says_the_line_of_the_stage_by_hand_first(fresh: Checkout, snakefile: str) -> None:
+def test_a_job_that_fails_says_the_line_of_its_stage_first(fresh: Checkout, snakefile: str) -> None:
     weights = fresh.folder / "resources" / "demo-llama" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + np.float32(np.nan).tobytes())
     process = fresh.snakemake(
         "--cores", "1", "--snakefile", snakefile, "results/demo-llama/fp32/weights.json", check=False
     )
-    by_hand = fresh.run("lockstep", "stage", "convert", "demo-llama/fp32", check=False)
-    assert (by_hand.returncode, process.returncode) == (2, 1)
-    (line,) = by_hand.stderr.splitlines()
+    alone = fresh.job("convert", "demo-llama/fp32", check=False)
+    assert (alone.returncode, process.returncode) == (2, 1)
+    (line,) = alone.stderr.splitlines()
     first = next(number for number, said in enumerate(process.stderr.splitlines()) if "error" in said.lower())
     assert process.stderr.splitlines()[first] == line and "NaN" in line
 
@@ -225,15 +225,6 @@ def test_a_failed_check_stops_the_run_and_is_a_row_with_its_line(demo: Checkout)
     assert demo.would_run()["golden"] == 1
 
 
-@pytest.mark.long  # test_committed_lock.py makes other precisions by hand
-def test_stages_by_hand_make_what_the_workflow_makes(finished: Checkout, fresh: Checkout) -> None:
-    for stage in ("resolve", "architecture", "convert", "export", "build"):
-        fresh.call("lockstep", "stage", stage, "demo-llama/fp32")
-    made = fresh.digests()
-    assert len(made) > 10
-    assert made == {name: digest for name, digest in finished.digests().items() if name in made}
-
-
 def generate(checkout: Checkout, *arguments: str) -> subprocess.CompletedProcess:
     return checkout.run("lockstep", "generate", *arguments, check=False)
 
@@ -263,13 +254,3 @@ def test_a_mistake_in_a_command_is_one_line(finished: Checkout, arguments: tuple
     process = finished.call("lockstep", "generate", *arguments, check=False)
     assert process.returncode == 2 and process.stdout == ""
     assert len(process.stderr.splitlines()) == 1 and message in process.stderr
-
-
-def test_a_stage_by_hand_names_the_targets_there_are(fresh: Checkout) -> None:
-    process = fresh.call("lockstep", "stage", "export", "demo-llama/fp64", check=False)
-    assert process.returncode == 2 and "demo-llama/fp32/all" in process.stderr and len(process.stderr.splitlines()) == 1
-
-
-def test_a_stage_by_hand_before_its_time_says_what_is_missing(fresh: Checkout) -> None:
-    process = fresh.call("lockstep", "stage", "build", "demo-llama/fp32", check=False)
-    assert process.returncode == 2 and "assembly.json: expected a file, found none" in process.stderr

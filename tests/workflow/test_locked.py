@@ -20,6 +20,12 @@ from some import some_cases
 
 MODEL = "demo-llama"
 LOCKED = ("--config", "locked=true")
+LOCK = f"locks/{MODEL}.lock.json"
+
+
+def job(stage: str) -> tuple[str, ...]:
+    """A stage of all layers in fp32, held to the lock."""
+    return ("lockstep.provenance.job", stage, f"{MODEL}/fp32", "config/config.yaml", "results", LOCK)
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +136,7 @@ def test_code_that_makes_other_bytes_is_refused_with_its_makers(locked: Checkout
     assert text.count("ORT_ENABLE_ALL") == 1
     module.write_text(text.replace("ORT_ENABLE_ALL", "ORT_ENABLE_BASIC"))
     shutil.rmtree(locked.results / MODEL / "fp32/engines/onnxruntime")  # engines that still fit would be kept
-    line = refused(locked, "lockstep", "stage", "build", "--locked", f"{MODEL}/fp32")
+    line = refused(locked, *job("build"))
     assert re.match(
         r"build: \S+\.onnx differs: \w{12} -> \w{12}, made with .*code \w{12} -> \w{12}; locked by locks/", line
     )
@@ -145,30 +151,22 @@ def test_a_graph_that_differs_is_refused_before_its_manifest(locked: Checkout) -
     graphs["attention.decode.onnx"] = graphs["assembly.json"] = made["code"] = "0" * 64
     path.write_text(json.dumps(lock))
     differs = r"export: attention\.decode\.onnx differs: 000000000000 -> \w{12}"
-    line = refused(locked, "lockstep", "stage", "build", "--locked", f"{MODEL}/fp32")
+    line = refused(locked, *job("build"))
     assert re.match(rf"{differs}, made with code 000000000000 -> \w{{12}}; locked by", line)
 
 
-@pytest.mark.parametrize(
-    "edit, message", [BEFORE[name] for name in ("a tolerance", "no lock")], ids=["a tolerance", "no lock"]
-)
-def test_a_stage_by_hand_is_refused_before_it_works(
-    locked: Checkout, edit: Callable[[Checkout], None], message: str
-) -> None:
+def test_a_job_is_refused_before_it_works(locked: Checkout) -> None:
     before = locked.digests()
+    edit, message = BEFORE["a tolerance"]
     edit(locked)
-    assert re.match(
-        message.replace(r" or \S+/locks", ""),
-        refused(locked, "lockstep", "stage", "validate", "--locked", f"{MODEL}/fp32"),
-    )
+    assert re.match(message, refused(locked, *job("validate")))
     assert locked.digests() == before
 
 
 def test_what_comes_out_otherwise_is_taken_away(locked: Checkout) -> None:
     edit_lock(locked, lambda lock: lock["locked"]["weights/fp32"].update({"weights.safetensors": "0" * 64}))
     assert re.match(
-        r"convert: weights\.safetensors differs: 000000000000 -> \w{12}; locked by",
-        refused(locked, "lockstep", "stage", "convert", "--locked", f"{MODEL}/fp32"),
+        r"convert: weights\.safetensors differs: 000000000000 -> \w{12}; locked by", refused(locked, *job("convert"))
     )
     assert not (locked.results / MODEL / "fp32" / "weights.json").exists()
     process = locked.snakemake("--cores", "1", f"results/{MODEL}/fp32/weights.json", *LOCKED, check=False)
@@ -186,10 +184,7 @@ def test_an_engine_set_that_is_refused_takes_its_statement_with_it(locked: Check
             if name.startswith("engines/fp32/onnxruntime/")
         ],
     )
-    assert re.match(
-        r"build: middle\.onnx differs: 000000000000 -> \w{12}; locked by",
-        refused(locked, "lockstep", "stage", "build", "--locked", f"{MODEL}/fp32"),
-    )
+    assert re.match(r"build: middle\.onnx differs: 000000000000 -> \w{12}; locked by", refused(locked, *job("build")))
     assert not list((locked.results / MODEL / "fp32" / "engines" / "onnxruntime").glob("*.json"))
 
 
@@ -209,7 +204,7 @@ def test_engines_of_the_cache_that_are_not_the_locked_ones_are_built_instead(
 
     def build(**options: bool) -> str:
         shutil.rmtree(engines)
-        return locked.call("lockstep", "stage", "build", "--locked", f"{MODEL}/fp32", **options).stderr
+        return locked.call(*job("build"), **options).stderr
 
     taken = f"cache: build {MODEL}/fp32/onnxruntime is taken from {cache}"
     said = build()
@@ -261,7 +256,7 @@ def replace_engine(cache: Path, entry: Path) -> None:
 def test_engines_of_a_device_that_is_not_locked_are_refused_by_a_run_and_by_verify(locked: Checkout) -> None:
     """And the advice leads out: to a run that is not locked, and a lock."""
     edit_lock(locked, lambda lock: other_device(lock["locked"]))
-    for command in (("lockstep", "stage", "build", "--locked", f"{MODEL}/fp32"), ("snakemake", "-n", *LOCKED)):
+    for command in (job("build"), ("snakemake", "-n", *LOCKED)):
         line = refused(locked, *command)
         assert re.match(r"build.*, which is not in the lock; |build .*/\w+ is not in the lock; ", line), line
         assert "run without locked and `lockstep lock` again" in line
@@ -270,7 +265,7 @@ def test_engines_of_a_device_that_is_not_locked_are_refused_by_a_run_and_by_veri
     locked.call("lockstep", "lock")
     lock = json.loads((locked.folder / "locks" / f"{MODEL}.lock.json").read_text())
     assert len([name for name in lock["locked"] if name.startswith("engines/fp32/onnxruntime/")]) == 2
-    locked.call("lockstep", "stage", "build", "--locked", f"{MODEL}/fp32")
+    locked.calljob("build")
     locked.call("lockstep", "verify")
 
 
@@ -286,7 +281,7 @@ def test_engines_of_a_cpu_with_other_instruction_sets_are_judged_by_their_bytes(
     before = read_json(engines)
     lock = path.read_bytes()
     locked.append("src/lockstep/backends/cpu.py", "_ISA = {name: flags[:3] for name, flags in _ISA.items()}\n")
-    locked.run("lockstep", "stage", "build", "--locked", f"{MODEL}/fp32")
+    locked.runjob("build")
     after = read_json(engines)
     assert after["device"]["isa"] != before["device"]["isa"] and after["engines"] == before["engines"]
     locked.run("lockstep", "verify")
@@ -305,7 +300,4 @@ def test_what_is_there_and_not_locked_is_refused_before_any_job(locked: Checkout
 
 def test_what_was_made_from_something_else_is_not_read(locked: Checkout) -> None:
     edit_lock(locked, lambda lock: lock["locked"]["graphs/fp32"].update({"middle.onnx": "0" * 64}))
-    assert re.match(
-        r"export: middle\.onnx differs: 000000000000 -> \w{12}",
-        refused(locked, "lockstep", "stage", "build", "--locked", f"{MODEL}/fp32"),
-    )
+    assert re.match(r"export: middle\.onnx differs: 000000000000 -> \w{12}", refused(locked, *job("build")))

@@ -84,7 +84,7 @@ def test_a_stage_is_a_file_a_rule_and_a_line(counted: Checkout) -> None:
     assert "cache: count demo-llama/fp32 is taken from" in said_of(demo)
     made.unlink()
     assert "count demo-llama/fp32" in demo.run("lockstep", "explain", "demo-llama/fp32/2").stdout
-    assert COUNT in demo.run("lockstep", "stage", "count", "demo-llama/fp32").stdout
+    assert COUNT in demo.job("count", "demo-llama/fp32/2").stdout
     assert not demo.would_run(COUNT, *cached)
     demo.finish("--forcerun", "count", "--", COUNT)
     demo.append("src/lockstep/stages/count.py", "EDITED = 1\n")
@@ -107,6 +107,5 @@ def test_what_a_toy_stage_makes_is_locked(counted: Checkout) -> None:
     demo.run("lockstep", "verify")
 
     made.unlink()
-    demo.run("lockstep", "stage", "count", "--locked", "demo-llama/fp32")
-    process = demo.run("lockstep", "stage", "golden", "--locked", "demo-llama/fp32/2")
-    assert process.returncode == 0
+    for stage in ("count", "golden"):
+        demo.job(stage, "demo-llama/fp32/2", "locks/demo-llama.lock.json")

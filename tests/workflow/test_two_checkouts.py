@@ -80,11 +80,11 @@ def test_a_second_checkout_builds_nothing(first_run: Checkout, filled_cache: Pat
         )
 
 
-def test_a_stage_by_hand_takes_it_too(finished: Checkout, filled_cache: Path, fresh: Checkout) -> None:
+def test_one_job_takes_it_too(finished: Checkout, filled_cache: Path, fresh: Checkout) -> None:
     fresh.edit_config(lambda config: config.update(cache=str(filled_cache)))
     for stage in ("resolve", "architecture"):
-        fresh.call("lockstep", "stage", stage)
-    process = fresh.call("lockstep", "stage", "export", f"{MODEL}/fp32")
+        fresh.job(stage, f"{MODEL}/fp32")
+    process = fresh.job("export", f"{MODEL}/fp32")
     assert process.stdout == f"results/{MODEL}/fp32/graphs/assembly.json\n" and "is taken from" in process.stderr
     assert fresh.digests().items() <= finished.digests().items()
 

@@ -107,7 +107,7 @@ def test_a_stage_of_an_installed_wheel_knows_its_pins(installed: Path, tmp_path:
     config["models"]["demo-llama"]["source"] = str(REPOSITORY / "resources" / "demo-llama")
     (tmp_path / "my.yaml").write_text(yaml.safe_dump(config, allow_unicode=True))
     process = python(
-        *("-m", "lockstep", "stage", "resolve", "demo-llama", "--config", "my.yaml"),
+        *("-m", "lockstep.provenance.job", "resolve", "demo-llama/fp32", "my.yaml", "results"),
         folder=tmp_path, check=False, PYTHONPATH=str(installed),
     )  # fmt: skip
     assert process.returncode == 0, process.stderr

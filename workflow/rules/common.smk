@@ -117,7 +117,7 @@ def stage_of(name):
 
 
 def files_of(kind):
-    """Files of the user that belong to a model (src/lockstep/workflow/files.py)."""
+    """Files of the user that belong to a model (src/lockstep/stages/files.py)."""
     return lambda wildcards: plan()["models"][wildcards.model][kind]
 
 

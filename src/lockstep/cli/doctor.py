@@ -150,7 +150,7 @@ def _lines(facts: dict[str, Any]) -> list[str]:
 def model_line(name: str, model: dict[str, Any]) -> str:
     """Return a line on what a model needs, of `needs`, beside what is here."""
     if not model:
-        return f"{name}: its size is known once it is fetched: lockstep stage fetch {name}"
+        return f"{name}: its size is known once it is fetched: lockstep run -- --until fetch"
     words = []
     for key, what, here in (("memory_bytes", "memory", total_bytes()), ("disk_bytes", "disk", _free_disk())):
         fits = "" if model[key] <= here else f", more than the {here / _GB:.1f} GB here"

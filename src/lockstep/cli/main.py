@@ -1,7 +1,6 @@
 """The `lockstep` command: its subcommands, put together.
 
-Each stage is the function that its rule calls, on the same paths below `results/`, without Snakemake. Imports are in
-the commands: the program explains itself without loading what only one of them needs.
+Imports are in the commands: the program explains itself without loading what only one of them needs.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from lockstep.cli.generate import generate
 from lockstep.cli.guarded import SETTINGS, GuardedGroup
 from lockstep.cli.init import init
 from lockstep.cli.locks import diff, lock, verify
+from lockstep.cli.merge import merge
 from lockstep.cli.publish import pull, push, sbom
 from lockstep.cli.report import report, summary
 from lockstep.cli.reproduce import explain, reproduce
 from lockstep.cli.run import run
-from lockstep.cli.stages import stage
 from lockstep.cli.targets import show, targets
 from lockstep.plugins import entry_points
 
@@ -42,7 +41,7 @@ for _title, _commands in {
     "From a checkpoint to engines": (doctor, init, run),
     "Run engines": (generate, bundle, *_REGISTERED),
     "Look at results": (summary, report, targets, explain, show, bisect),
-    "Publish": (push, pull, sbom),
-    "Lock, compare, build again": (lock, verify, diff, reproduce, cache, stage),
+    "Publish": (push, pull, sbom, merge),
+    "Lock, compare, build again": (lock, verify, diff, reproduce, cache),
 }.items():
     main.add_section(_title, _commands)

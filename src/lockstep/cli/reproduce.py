@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from lockstep.cli.opened import TARGET, made_target, used_config
 from lockstep.cli.options import AT_LEAST_1, CONFIG, FILE, JSON, RESULTS
-from lockstep.cli.stages import Project
 from lockstep.cli.terminal import echo_json
 from lockstep.errors import CheckError, InputError
-from lockstep.targets import Results
+from lockstep.targets import Results, Target
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config
+
+
+@dataclass(frozen=True)
+class _Project:
+    """A target, its config and the folder or file of its model's source; None of one that is not there yet."""
+
+    config: Config
+    target: Target
+    source: Path | None
+
+    @classmethod
+    def open(cls, name: str, config_file: Path | None, results: Results) -> _Project:
+        from lockstep.config.load import given, load
+
+        path = given(config_file, results)
+        config = load(path)
+        where = str(path) if config_file else f"{path}; --config names another"
+        target = config.parse_target(name, where)
+        return cls(config, target, config.check_sources(results=results).get(target.model))
 
 
 @click.command()
@@ -29,11 +51,12 @@ def explain(target: str, as_json: bool, config_file: Path | None, results: Path)
         raise InputError(
             f"{results}: expected results of an earlier run, found none: all would be made; run `lockstep run` first"
         )
-    project = Project.open(config_file, results)
-    chosen = project.config.parse_target(target, project.where)
-    adapters = project.config.adapter_folders(chosen.model, results=project.results)
-    sources = Sources.of(project.config, chosen.model, project.results, project.sources.get(chosen.model), adapters)
-    steps = reasons(project.config, project.results, chosen, sources)
+    tree = Results(results)
+    project = _Project.open(target, config_file, tree)
+    chosen = project.target
+    adapters = project.config.adapter_folders(chosen.model, results=tree)
+    sources = Sources.of(project.config, chosen.model, tree, project.source, adapters)
+    steps = reasons(project.config, tree, chosen, sources)
     rebuilt_steps = [step for step in steps if step.rebuilt]
     if as_json:
         entries = [
@@ -124,6 +147,7 @@ def _echo_artefact(status: str, place: str, difference: str | None) -> None:
 def _compare_with_lock(
     text: str, lock: Path, sign: Path | None, config_file: Path | None, as_json: bool, results: Path
 ) -> None:
+    from lockstep.artifacts.fetched import folder_of
     from lockstep.provenance.lock import Lock
     from lockstep.provenance.reproduce import rebuild
     from lockstep.publish import dsse, rebuilds
@@ -131,11 +155,16 @@ def _compare_with_lock(
     if sign is not None:
         dsse.private_key(sign)  # before minutes of work
 
-    project = Project.open(config_file, results)
-    target = project.config.parse_target(text, project.where)
-    folder = project.checkpoint_folder(target.model)
-    if folder is None:
-        raise InputError(f"{target.model}: expected its checkpoint here, found none; run `lockstep stage fetch` first")
+    tree = Results(results)
+    project = _Project.open(text, config_file, tree)
+    target = project.target
+    folder = project.source
+    if not project.config.is_folder(target.model):
+        folder = folder_of(tree.source(target.model))
+    if folder is None or not folder.is_dir():
+        raise InputError(
+            f"{target.model}: expected its checkpoint here, found none; run `lockstep run -- --until fetch` first"
+        )
     rebuilt = rebuild(project.config.dump(), folder, target, Lock.load(lock), _tell)
     if as_json:
         echo_json({"target": str(target), "lock": str(lock), "artefacts": [asdict(entry) for entry in rebuilt]})

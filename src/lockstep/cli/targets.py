@@ -12,7 +12,6 @@ from typing import Any
 import click
 
 from lockstep.cli.options import CONFIG, JSON, PATH, RESULTS
-from lockstep.cli.stages import load_config
 from lockstep.cli.terminal import echo_json
 from lockstep.errors import InputError
 from lockstep.targets import Results
@@ -30,7 +29,9 @@ from lockstep.targets import Results
 @RESULTS
 def targets(config_file: Path | None, results: Path, verbose: bool, as_json: bool) -> None:
     """List the targets of a config."""
-    chosen = load_config(config_file, Results(results)).targets()
+    from lockstep.config.load import load_given
+
+    chosen = load_given(config_file, Results(results)).targets()
     exported = {
         (target.model, target.precision): Results(results).assembly(target.model, target.precision) for target in chosen
     }

@@ -18,13 +18,6 @@ def echo_json(value: Any) -> None:
     click.echo(dump_json(value), nl=False)
 
 
-def echo_json_line(value: Any) -> None:
-    """Print one JSON document on one line, keys sorted."""
-    import json
-
-    click.echo(json.dumps(value, sort_keys=True, ensure_ascii=False, allow_nan=False))
-
-
 def file_json(path: Path) -> dict[str, Any]:
     """Return path, SHA-256 and size in bytes of a file that was written."""
     from lockstep.artifacts.files import sha256_file
@@ -33,14 +26,12 @@ def file_json(path: Path) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def working(words: str, line: bool = False) -> Iterator[None]:
+def working(words: str) -> Iterator[None]:
     """Show on stderr that work goes on, and for how long it has.
 
-    Where stdout or stderr is no terminal, nothing is shown, or with `line` a plain line at the start.
+    Where stdout or stderr is no terminal, nothing is shown.
     """
     if not (sys.stdout.isatty() and sys.stderr.isatty()):
-        if line:
-            click.echo(words, err=True)
         yield
         return
     try:

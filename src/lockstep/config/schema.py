@@ -123,10 +123,9 @@ class Config(Section):
             return {}
         return self.missing_backends()
 
-    def missing_backends(self, model: str | None = None) -> dict[str, str]:
-        """Return by backend why its engines cannot be built here; a device's are built there. model: of this alone."""
-        models = self.models.values() if model is None else [self.models[model]]
-        used = {backend for entry in models for backend in entry.backends if backend not in self.devices}
+    def missing_backends(self) -> dict[str, str]:
+        """Return by backend why its engines cannot be built here; a device's are built there."""
+        used = {backend for entry in self.models.values() for backend in entry.backends if backend not in self.devices}
         missing = {backend: self._settings(backend).missing() for backend in sorted(used)}
         return {backend: reason for backend, reason in missing.items() if reason}
 

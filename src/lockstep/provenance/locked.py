@@ -112,7 +112,7 @@ def _is_source(step: Job) -> bool:
     return STAGES[step.stage].output == Results.source.pattern
 
 
-def fetch_terms(config: Config, model: str, lock_file: Path | None, newest: bool = False) -> dict[str, Any]:
+def fetch_terms(config: Config, model: str, lock_file: Path | None) -> dict[str, Any]:
     """Return the parameters by which `hub.fetch` keeps to a lock.
 
     check: of a folder of small files and its commit, before weights are downloaded: does the model fit the config, and
@@ -127,7 +127,7 @@ def fetch_terms(config: Config, model: str, lock_file: Path | None, newest: bool
             refuse(line, lock_file)
 
     commit = None
-    if lock and not newest and lock.checkpoint["source"] == config.models[model].source:
+    if lock and lock.checkpoint["source"] == config.models[model].source:
         commit = lock.commit
     return {"check": check, "commit": commit}
 

@@ -154,8 +154,8 @@ def make_again(
     write_json(config_file, _config(config, checkpoint, target))
     for stage in stages:
         tell(stage)
-        places = ["--config", str(config_file), "--results", str(tree.root)]
-        command = [sys.executable, "-m", "lockstep", "stage", stage, str(target), *places]
+        arguments = (stage, str(target), str(config_file), str(tree.root))
+        command = [sys.executable, "-m", "lockstep.provenance.job", *arguments]
         environment = around.environment(processes.environment())
         environment.pop(VARIABLE, None)
         process = processes.run(

@@ -142,7 +142,7 @@ def check_input(path: Path) -> None:
     if not statement.is_file():
         raise InputError(
             f"{path}: expected its statement {statement.name} in the same folder, found none: nothing says how "
-            f"it was made; make it again, by its stage or snakemake"
+            f"it was made; make it again with snakemake"
         )
     expected = Statement.load(statement).outputs.get(path.name)
     actual = digest(path)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lockstep.artifacts.files import remove_leftovers
 from lockstep.artifacts.summary import Summary
-from lockstep.errors import InputError, LockstepError
+from lockstep.errors import InputError
 from lockstep.report import summary
 from lockstep.report.since_lock import since_lock
 from lockstep.targets import Results, Target
@@ -35,16 +35,3 @@ def refresh(results: Results) -> None:
             summarise(results, targets, existing.not_run)
         for path in paths:
             remove_leftovers(path)
-
-
-@contextlib.contextmanager
-def refreshed(results: Results) -> Iterator[None]:
-    """Refresh the summary after the block, also if it raises."""
-    try:
-        yield
-    except BaseException:
-        # The block's own error matters more than one of the summary.
-        with contextlib.suppress(OSError, LockstepError):
-            refresh(results)
-        raise
-    refresh(results)

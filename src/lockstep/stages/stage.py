@@ -7,7 +7,6 @@ and what the config says to it; the file says what a rule cannot: its work, and 
 from __future__ import annotations
 
 import abc
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,10 +82,6 @@ class Stage(abc.ABC):
     def module(self) -> str:
         """Return the module of this package that its jobs enter by; what they may load makes them run again."""
         return f"stages.{self.name}"
-
-    @property
-    def help(self) -> str:
-        return str(sys.modules[type(self).__module__].__doc__)
 
     @property
     def rule(self) -> Rule:

@@ -41,7 +41,7 @@ def merge(checkpoint_json: Path, adapters_json: Path, name: str, out: Path, tran
     adapters = open_adapters(adapters_json)
     out = Path(out)
     if name not in adapters:
-        raise InputError(f"--merge: expected one of {', '.join(adapters) or 'no adapter'}; found {name!r}")
+        raise InputError(f"merge: expected one of {', '.join(adapters) or 'no adapter'}; found {name!r}")
     if source.packed:
         raise InputError(
             f"{source.folder}: expected weights in floating point to merge an adapter into, found quantised ones; "

@@ -26,9 +26,9 @@ from lockstep.provenance.cache.store import cache_folder
 from lockstep.provenance.code_identity import stage_key, untested
 from lockstep.provenance.locked import check_project, find_lock, is_locked, not_in_config
 from lockstep.stages import STAGES, jobs, params
+from lockstep.stages.files import ModelFiles, model_files
 from lockstep.stages.rules import collected_targets
 from lockstep.targets import Results, Target
-from lockstep.workflow.files import ModelFiles, model_files
 
 _HOW_TO_RUN = ("locked", "device", "container")  # keys of Snakemake's config that are none of ours
 

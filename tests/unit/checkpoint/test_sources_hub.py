@@ -1,7 +1,6 @@
 """`hf:` sources against a hub of one's own: what is requested, what is kept, and one line for each way it can fail.
 
-Each fetch is a `lockstep stage fetch`: in its own process, as a user starts it, where requests are counted or the
-process is ended; else in this one, which spares the imports.
+In a process of its own where requests are counted or the process is ended; else in this one, which spares the imports.
 """
 
 from __future__ import annotations
@@ -22,20 +21,35 @@ from huggingface_hub import constants
 from safetensors.numpy import save
 
 import fork_server
-from calls import call
 from hub_server import HubServer
 from lockstep.artifacts import formats
 from lockstep.artifacts.fetched import Fetched, folder_of
 from lockstep.artifacts.files import sha256_file
 from lockstep.checkpoint import resolve_fetched
+from lockstep.checkpoint.hub.fetch import fetch
 from lockstep.config.load import load
-from lockstep.errors import InputError
+from lockstep.errors import CheckError, InputError, LockstepError
 from lockstep.export.random_model import byte_tokenizer
+from lockstep.manifests.digest_cache import size_of
 from lockstep.manifests.manifest_files import lost_files
+from lockstep.provenance.locked import fetch_terms, find_lock
 
 NAME = "acme/tiny"
 TOKENIZER = byte_tokenizer().to_str().encode()
 CONFIG = json.dumps({"model_type": "llama", "num_hidden_layers": 4, "max_position_embeddings": 256}).encode()
+
+
+FETCH = f"""
+from pathlib import Path
+from lockstep.checkpoint.hub.fetch import fetch
+from lockstep.errors import guard
+with guard():
+    fetch("hf:{NAME}", Path("results/m/source.json"))
+"""
+
+
+def _is_the_hubs(variable: str) -> bool:
+    return variable.startswith("HF_") or variable.lower().endswith("_proxy")
 
 
 def weights(seed: int = 0, size: int = 1 << 20) -> bytes:
@@ -62,38 +76,28 @@ class User:
         self.snapshots = folder / "home" / "hub" / f"models--{NAME.replace('/', '--')}" / "snapshots"
         folder.mkdir(exist_ok=True)
 
-    def command(self, source: str = f"hf:{NAME}", layers: int = 2, *options: str) -> tuple[str, ...]:
-        config = {"models": {"m": {"source": source, "layers": [layers], "golden": {"prompts": [{"text": "Hello"}]}}}}
-        (self.folder / "config.json").write_text(json.dumps(config))
-        return ("stage", "fetch", "--config", "config.json", *options)
-
     def environment(self, **changes: str) -> dict[str, str]:
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith("HF_") and not name.lower().endswith("_proxy")
-        }
+        kept = {name: value for name, value in os.environ.items() if not _is_the_hubs(name)}
         return {**kept, "HF_HOME": str(self.folder / "home"), "HF_ENDPOINT": self.hub.url, **changes}
 
     def start(self) -> subprocess.Popen:
         return subprocess.Popen(
-            [sys.executable, "-m", "lockstep", *self.command()], cwd=self.folder, env=self.environment(), text=True,
+            [sys.executable, "-c", FETCH], cwd=self.folder, env=self.environment(), text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
 
-    def call(self, *arguments, **environment: str) -> subprocess.CompletedProcess:
-        variables = self.environment(**environment)
+    def fetch(self, source: str = f"hf:{NAME}", layers: int = 2, locked: bool = False, **environment: str) -> Fetched:
+        """Fetch in this process, with what the rule's script gives the stage."""
+        config = load({"models": {"m": {"source": source, "layers": [layers], "golden": {"prompts": [{"text": "A"}]}}}})
         with pytest.MonkeyPatch.context() as patch:
-            for name in [name for name in os.environ if name.startswith("HF_")]:
+            for name in filter(_is_the_hubs, list(os.environ)):
                 patch.delenv(name)
-            for name in [name for name in variables if name.startswith("HF_")]:
-                patch.setenv(name, variables[name])
+            for name, value in self.environment(**environment).items():
+                patch.setenv(name, value)
+            patch.chdir(self.folder)
             importlib.reload(constants)  # where huggingface_hub keeps what it read from its environment
-        return call("lockstep", self.command(*arguments), self.folder, variables)
-
-    def fetch(self, *arguments, **environment: str):
-        process = self.call(*arguments, **environment)
-        assert process.returncode == 0, process.stderr
+            lock_file = find_lock("m", [Path()]) if locked else None
+            fetch(source, Path("results/m/source.json"), **fetch_terms(config, "m", lock_file))
         return Fetched.load(self.out)
 
     def lock(self, source: str, commit: str) -> None:
@@ -107,16 +111,15 @@ class User:
         (self.folder / "locks").mkdir(exist_ok=True)
         (self.folder / "locks" / "m.lock.json").write_text(json.dumps(value))
 
-    def error(self, *arguments, code: int = 2, **environment: str) -> str:
-        """The one line of a run that must fail, and leaves no manifest that was not there."""
+    def error(self, *arguments, kind: type[LockstepError] = InputError, **environment: str) -> str:
+        """The one line of a fetch that must fail, and leaves no manifest that was not there."""
         before = self.out.read_bytes() if self.out.exists() else None
-        process = self.call(*arguments, **environment)
-        errors = process.stderr
-        assert process.returncode == code, errors
+        with pytest.raises(kind) as error:
+            self.fetch(*arguments, **environment)
         assert (self.out.read_bytes() if self.out.exists() else None) == before
-        *_, last = errors.splitlines()
-        assert last.startswith("lockstep: error: ") and "Traceback" not in errors
-        return last.removeprefix("lockstep: error: ")
+        line = str(error.value)
+        assert "\n" not in line
+        return line
 
     def parts(self) -> list[Path]:
         return sorted(self.folder.rglob("*.incomplete"))
@@ -197,21 +200,21 @@ def test_a_branch_that_moves_is_not_followed(user: User, hub: HubServer) -> None
     user.out.with_name("checkpoint.json").unlink()
     second = hub.repositories[NAME].refs["main"]
     assert user.fetch().commit == second != first
-    third = hub.repositories[NAME].commit(model(**{"model.safetensors": weights(2)}))
-    assert user.fetch().commit == second and user.fetch(f"hf:{NAME}", 2, "--newest").commit == third
+    hub.repositories[NAME].commit(model(**{"model.safetensors": weights(2)}))
+    assert user.fetch().commit == second
 
 
 def test_locked_the_locked_commit_is_taken_wherever_the_branch_is(user: User, hub: HubServer) -> None:
     first = hub.model(NAME, model())
     user.lock(f"hf:{NAME}@main", first)
     second = hub.repositories[NAME].commit(model(**{"model.safetensors": weights(1)}))
-    assert user.fetch(f"hf:{NAME}@main", 2, "--locked").commit == first
+    assert user.fetch(f"hf:{NAME}@main", 2, True).commit == first
     assert len({request.path for request in hub.asked("/cdn/")}) == 1, (
         "the weights of the branch as it is now are not downloaded"
     )
-    user.fetch(f"hf:{NAME}@main", 2, "--newest")
+    user.out.unlink()
     assert user.fetch(f"hf:{NAME}@main", 2).commit == second
-    assert user.fetch(f"hf:{NAME}@main", 2, "--locked").commit == first, (
+    assert user.fetch(f"hf:{NAME}@main", 2, True).commit == first, (
         "what was fetched before without the lock is not taken"
     )
 
@@ -225,10 +228,10 @@ def test_locked_another_commit_is_refused_before_its_weights_come(user: User, hu
         f"fetch: commit differs: {first} -> {second}; locked by locks/m.lock.json: undo the change, or "
         f"run without locked and `lockstep lock` again"
     )
-    for source, options in ((f"hf:{NAME}@{second}", []), (f"hf:{NAME}@dev", []), (f"hf:{NAME}@main", ["--newest"])):
-        assert user.error(source, 2, "--locked", *options, code=1) == both
+    for source in (f"hf:{NAME}@{second}", f"hf:{NAME}@dev"):
+        assert user.error(source, 2, True, kind=CheckError) == both
     assert not hub.asked("/cdn/")
-    assert user.fetch(f"hf:{NAME}@{first}", 2, "--locked").commit == first, "another name of the same commit is none"
+    assert user.fetch(f"hf:{NAME}@{first}", 2, True).commit == first, "another name of the same commit is none"
 
 
 def test_a_commit_that_is_gone_is_named(user: User, hub: HubServer) -> None:
@@ -236,9 +239,9 @@ def test_a_commit_that_is_gone_is_named(user: User, hub: HubServer) -> None:
     user.lock(f"hf:{NAME}", first)
     hub.repositories[NAME].commit(model(**{"model.safetensors": weights(1)}))
     del hub.repositories[NAME].commits[first]
-    assert user.error(f"hf:{NAME}", 2, "--locked") == (
+    assert user.error(f"hf:{NAME}", 2, True) == (
         f"hf:{NAME}: expected commit {first}, at which it was found before, found it gone from {NAME}; "
-        "take what is there now with `lockstep stage fetch --newest`, not locked"
+        "take what is there now: delete source.json and checkpoint.json of the model, and run again, not locked"
     )  # fmt: skip
 
 
@@ -280,7 +283,7 @@ def test_after_a_stopped_download_the_same_command_brings_the_file(
     hub.pause_after = 40_000_000
     process = user.start()
     deadline = time.monotonic() + 300
-    while not (user.parts() and user.parts()[0].stat().st_size):
+    while not any(map(size_of, user.parts())):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.02)
     process.send_signal(how)

@@ -68,29 +68,6 @@ def test_targets_with_layers(project: Path, demo: Results, capsys: pytest.Captur
     assert tables["demo-llama", "fp32"] == {"model": "demo-llama", "precision": "fp32", "layers": None}
 
 
-def test_stages_print_a_line_for_each_artefact(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On stdout; on stderr they count their steps, where there are several and no terminal."""
-    two_models(project)
-    with pytest.raises(SystemExit) as ended:
-        main(["stage", "architecture", "--json"], prog_name="lockstep")
-    said = capsys.readouterr()
-    names = ("demo-llama", "other")
-    assert ended.value.code == 0 and [json.loads(line) for line in said.out.splitlines()] == [
-        {"stage": "architecture", "names": {"model": name}, "output": f"results/{name}/architecture.json"}
-        for name in names
-    ]
-    assert said.err.splitlines() == [
-        f"step {number} of 2: architecture {name}" for number, name in enumerate(names, start=1)
-    ]
-
-
-def two_models(project: Path) -> None:
-    """Have the config name the demo's model a second time."""
-    config = load_given(None).dump()
-    config["models"]["other"] = config["models"]["demo-llama"]
-    (project / "config" / "config.yaml").write_text(json.dumps(config))
-
-
 def test_generate_with_a_file_is_json_already(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["generate", TARGET, "--input", "in", "--output", "out", "--json"], prog_name="lockstep")

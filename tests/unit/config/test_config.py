@@ -5,8 +5,6 @@ from __future__ import annotations
 import collections
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -446,20 +444,9 @@ def test_a_run_is_for_a_device_of_the_config():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorrt") is not None, reason="TensorRT is installed here")
-def test_resolve_says_which_backends_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Minutes before a build does; a device's jobs are not looked at."""
-    source = str(REPOSITORY / "resources" / "demo-llama")
-    model = {**SMALLEST["models"]["m"], "source": source, "precisions": ["fp16"], "backends": ["tensorrt"]}
-    config = tmp_path / "c.yaml"
-    config.write_text(json.dumps({"models": {"m": model}}))
-    monkeypatch.chdir(tmp_path)
-    command = [sys.executable, "-m", "lockstep", "stage", "resolve", "--config", str(config)]
-    process = subprocess.run(command, text=True, capture_output=True)
-    assert process.returncode == 0 and (tmp_path / "results/m/checkpoint.json").is_file(), process.stderr
-    (line,) = [line for line in process.stderr.splitlines() if line.startswith("lockstep: note: ")]
-    assert line.startswith(
-        "lockstep: note: m: engines of tensorrt cannot be built here: the Python package tensorrt is"
-    )
-    assert "pip install tensorrt" in line
+def test_backends_that_are_missing_are_known_and_a_devices_are_not_looked_at() -> None:
+    model = {**SMALLEST["models"]["m"], "precisions": ["fp16"], "backends": ["tensorrt"]}
+    (reason,) = load({"models": {"m": model}}).missing_backends().values()
+    assert reason.startswith("the Python package tensorrt is") and "pip install tensorrt" in reason
     device = {"devices": {"gpu": {"backend": "tensorrt", "gpu": "A"}}}
     assert not load({"models": {"m": {**model, "backends": ["gpu"]}}, **device}).missing_backends()

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import checkpoints
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from demo_model import DEMO, ROOT
 from lora_folders import tensors, write
 from safetensors.numpy import load_file, save_file
 
 from answers import compute
-from lockstep.artifacts.files import write_json
 from lockstep.checkpoint import resolve
 from lockstep.checkpoint.resolve import describe
-from lockstep.config import load
+from lockstep.cli.main import main
 from lockstep.errors import InputError
 from lockstep.export.lora import transposed_layers
 from lockstep.export.tracer import meta_model
@@ -134,7 +132,7 @@ def test_a_merged_checkpoint_has_the_bases_files_and_says_what_the_adapter_says(
     assert answer.new_text == " the lamps, for we sail with the tide."
     with pytest.raises(InputError, match="expected a new folder to write to, found something there"):
         merged(results, "captain", out)
-    with pytest.raises(InputError, match="--merge: expected one of captain, shakespeare; found 'pirate'"):
+    with pytest.raises(InputError, match="merge: expected one of captain, shakespeare; found 'pirate'"):
         merged(results, "pirate", tmp_path / "other")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
@@ -174,16 +172,7 @@ def test_weights_that_are_stored_transposed_and_in_bf16_are_merged(tmp_path: Pat
 
 @pytest.mark.long
 def test_the_command_writes_a_merged_checkpoint(results: Results, tmp_path: Path) -> None:
-    config = tmp_path / "config.json"
-    write_json(config, load.load(ROOT / "config" / "adapters.yaml").dump())
-    place = ["--config", str(config), "--results", str(results.root)]
-
-    def run(*arguments: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-m", "lockstep", "stage", "convert", *arguments, *place]
-        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
-
-    made = run("demo-lora", "--merge", "captain", "--out", str(tmp_path / "out"))
-    assert made.returncode == 0 and made.stdout.strip() == str(tmp_path / "out"), made.stderr
+    arguments = ["merge", "demo-lora", "captain", "--out", str(tmp_path / "out"), "--results", str(results.root)]
+    made = CliRunner().invoke(main, arguments)
+    assert made.exit_code == 0 and made.output.strip() == str(tmp_path / "out"), made.output
     assert (tmp_path / "out" / "model.safetensors").is_file()
-    made = run("demo-lora", "--merge", "captain")
-    assert made.returncode == 2 and "expected --merge NAME and --out FOLDER" in made.stderr

@@ -43,15 +43,11 @@ _AGAIN = "run the same command again"
 
 
 def fetch(
-    source: str,
-    out: Path,
-    check: Callable[[Path, str], None] = lambda folder, commit: None,
-    newest: bool = False,
-    commit: str | None = None,
+    source: str, out: Path, check: Callable[[Path, str], None] = lambda folder, commit: None, commit: str | None = None
 ) -> Path:
     """Fetch the hub model `source` and write its manifest `out`, which is returned; links go to `checkpoint/` there.
 
-    The commit is `commit`, else that of an earlier `out` or `checkpoint.json` of this source, unless `newest`. `check`
+    The commit is `commit`, else that of an earlier `out` or `checkpoint.json` of this source. `check`
     is called with a folder that holds the model's config.json and with the commit, before any weights are downloaded.
 
     Raises InputError for a repository that is absent, closed or has no safetensors, and when the hub cannot be reached
@@ -60,13 +56,13 @@ def fetch(
     hub = parse_source(source)
     out = Path(out)
     assert isinstance(hub, HubSource)  # resolve fetches no other
-    earlier = None if newest else load_if_same_source(out, source)
+    earlier = load_if_same_source(out, source)
     if earlier and earlier.commit and earlier.commit == (commit or earlier.commit) and not lost_files(out):
         check(folder_of(out), earlier.commit)
         os.utime(out)
         return out
     disable_progress_bars()  # of small files
-    pinned = commit or (None if newest else _pinned(out, source))
+    pinned = commit or _pinned(out, source)
     with one_line(source, hub, pinned):
         commit = pinned or HfApi().resolve_revision(hub.repository, revision=hub.revision).resolved
         snapshot = cache_folder(hub.repository) / "snapshots" / commit
@@ -231,7 +227,7 @@ def one_line(source: str, hub: HubSource, pinned: str | None) -> Iterator[None]:
             raise InputError(
                 f"{source}: expected commit {pinned}, at which it was found before, found it gone from "
                 f"{hub.repository}; "
-                "take what is there now with `lockstep stage fetch --newest`, not locked"
+                "take what is there now: delete source.json and checkpoint.json of the model, and run again, not locked"
             ) from None
         raise InputError(
             f"{source}: expected a branch, tag or commit, found no revision {hub.revision!r} in "

@@ -9,16 +9,18 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.artifacts.fetched import folder_of
 from lockstep.checkpoint.resolve import side_files, weight_files
 from lockstep.checkpoint.tensors import find_tensors
 from lockstep.checkpoint.tokenizer_file import check_there
-from lockstep.config.schema import Config
 from lockstep.config.sources import REPOSITORY, kind_of, read_shape
 from lockstep.stages.params import hub_adapters
 from lockstep.targets import Results
+
+if TYPE_CHECKING:
+    from lockstep.config.schema import Config
 
 # What a model on the hub is taken to weigh while no file of it is there: in a dry run, before it was fetched.
 _UNKNOWN_BYTES = 16_000_000_000
