@@ -127,7 +127,7 @@ def manifest_bytes(value: Mapping[str, Any]) -> bytes:
     return dump_json({**value, DIGEST_KEY: sha256_json(value)}).encode()
 
 
-ABSENT = "run `lockstep run` first, or the stage that makes it"
+ABSENT = "run `lockstep run` first"
 DAMAGED = "correct the path, or delete the file and run again"
 OTHER_VERSION = "another version of Lockstep wrote it: `lockstep run` makes it again"
 

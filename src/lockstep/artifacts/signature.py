@@ -67,7 +67,7 @@ class Signature(JsonObject):
         check_slots(self.slots)
 
     def check(self, actual: Signature, where: str, remedy: str) -> None:
-        """Raise CheckError where `found` takes or gives something else.
+        """Raise CheckError where `actual` takes or gives something else.
 
         Its slots may stand among its inputs. where, remedy: how the message begins and ends.
         """

@@ -74,4 +74,4 @@ class GuardedGroup(click.Group):
                 formatter.write_dl([(name, command.get_short_help_str(width)) for name, command in named])
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)  # as they were added: stages in their own order
+        return list(self.commands)  # as they were added

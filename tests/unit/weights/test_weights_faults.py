@@ -81,7 +81,7 @@ def test_killed_between_the_weights_and_their_manifest(tmp_path):
     process.communicate()
     assert process.returncode == -signal.SIGKILL
     assert sorted(contents(out.parent)) == [".weights.json.files.tmp", "weights.safetensors"]
-    assert "found none; run `lockstep run` first, or the stage that makes it" in error_of(Weights.open, out)
+    assert "found none; run `lockstep run` first" in error_of(Weights.open, out)
     assert Weights.open(convert(checkpoint, "fp32", out))["big"][0] == 0.25
 
 
