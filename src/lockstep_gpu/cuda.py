@@ -16,6 +16,7 @@ from cuda.bindings import driver, nvrtc, runtime
 from numpy.typing import DTypeLike
 
 from lockstep.errors import CheckError
+from lockstep_gpu.kernels.library import library
 
 _HOST_TO_DEVICE = runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
 _DEVICE_TO_HOST = runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost
@@ -411,7 +412,10 @@ def _overlapping(stream: Stream, threads: int, shared: int) -> Any:
 
 
 def compile_kernels(source: str, options: tuple[str, ...] = ()) -> _Module:
-    """Compile and load CUDA C++, once per source, options and device. Raises CheckError with the compiler's log."""
+    """Compile and load CUDA C++, once per source, options and device; it may include files of `kernels.library`.
+
+    Raises CheckError with the compiler's log.
+    """
     number = current_device()
     return _load(source, options, number, compute_capability(number))
 
@@ -425,7 +429,9 @@ def _load(source: str, options: tuple[str, ...], number: int, capability: tuple[
 @functools.cache
 def compile_source(source: str, options: tuple[str, ...], capability: tuple[int, int]) -> bytes:
     major, minor = capability
-    program = check(nvrtc.nvrtcCreateProgram(source.encode(), b"kernels.cu", 0, [], []))
+    names = [name.encode() for name in library()]
+    texts = [text.encode() for text in library().values()]
+    program = check(nvrtc.nvrtcCreateProgram(source.encode(), b"kernels.cu", len(names), texts, names))
     suffix = "a" if major == _HOPPER else ""  # sm_90a has wgmma, which later architectures dropped
     flags = [
         f"--gpu-architecture=sm_{major}{minor}{suffix}".encode(),

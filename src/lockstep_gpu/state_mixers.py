@@ -8,18 +8,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import numpy as np
 
 from lockstep.step.network import LayerState
 from lockstep_gpu import cuda
 from lockstep_gpu.attention.base import Arrays, Calls, Chunks, PassTokens, SlicedAttention
-from lockstep_gpu.kernels.row_kernels import PRELUDE
+from lockstep_gpu.kernels.library import including
 from lockstep_gpu.staging import Staging
 from lockstep_gpu.state_kernels import THREADS, StateKernelSpec
-
-SOURCE = PRELUDE + Path(__file__).with_name("kernels").joinpath("state_mixers.cu").read_text(encoding="utf-8")
 
 
 class StateMixers(SlicedAttention):
@@ -37,7 +34,7 @@ class StateMixers(SlicedAttention):
         for index, spec in self._specs.items():
             values = {"WIDE": int(wide), "THREADS": THREADS, **spec.sizes}
             options = tuple(f"-D{name}={value}" for name, value in values.items())
-            self._kernels[index] = cuda.compile_kernels(SOURCE, options)[spec.kernel]
+            self._kernels[index] = cuda.compile_kernels(including("state_mixers.cu"), options)[spec.kernel]
         self._states = {
             index: cuda.zeros((rows, *spec.state), "f4", "the states of requests")
             for index, spec in self._specs.items()

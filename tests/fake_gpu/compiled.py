@@ -1,6 +1,6 @@
 """Kernels that are run from their source, compiled for the host: those that have no definition in NumPy.
 
-One thread after another, or where threads of a block meet (`EACH` of row_kernels.py) one that does the work of all.
+One thread after another, or where threads of a block meet (`EACH` of rows.cuh) one that does the work of all.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 from fake_gpu.device import Fault, Gpu
 from shared import Shared
 
+_INCLUDE = re.compile(r'^#include "(\w+\.cuh?)"\n', re.MULTILINE)
 COMPILER = shutil.which("c++") or shutil.which("g++")
 # A number as e4m3, by its definition: four bits of exponent, bias 7, and three bits of the number.
 CODE_OF = """
@@ -65,8 +66,22 @@ inline float __int_as_float(unsigned bits) { float r; memcpy(&r, &bits, 4); retu
 """ + Path(__file__).with_name("host_numbers.h").read_text()
 
 
+def flat(text: str, files: Mapping[str, str]) -> str:
+    """A source with the files that it includes, each once."""
+    included: set[str] = set()
+
+    def include(match: re.Match[str]) -> str:
+        name = match[1]
+        if name in included:
+            return ""
+        included.add(name)
+        return _INCLUDE.sub(include, files[name].replace("#pragma once\n", ""))
+
+    return _INCLUDE.sub(include, text)
+
+
 def source(text: str, name: str, kind: int = 1) -> str:
-    """What is compiled of a module for one kernel, which is called `run`. kind: `KIND` of numbers.cu."""
+    """What is compiled of a module for one kernel, which is called `run`. kind: `KIND` of numbers.cuh."""
     flat = text.replace("\\\n", " ")
     threads, parameters = _declared(flat, name)
     listed = ", ".join(parameters)

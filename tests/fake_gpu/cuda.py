@@ -67,11 +67,11 @@ def nvrtc() -> ModuleType:
     is compiled for."""
     module = ModuleType("cuda.bindings.nvrtc")
     done = (0,)
-    sources: list[bytes] = []
+    sources: list[str] = []
     defined: dict[int, dict[str, int]] = {}
 
-    def create(source: bytes, *arguments):
-        sources.append(source)
+    def create(source: bytes, name: bytes, count: int, texts: list[bytes], names: list[bytes]):
+        sources.append(compiled.flat(source.decode(), {key.decode(): text.decode() for key, text in zip(names, texts)}))
         return 0, len(sources) - 1
 
     def compile_program(program: int, count: int, flags: list[bytes]):
@@ -80,7 +80,7 @@ def nvrtc() -> ModuleType:
         return done
 
     def code(program: int) -> bytes:
-        source = sources[program].decode().replace("\\\n", " ")
+        source = sources[program].replace("\\\n", " ")
         text = source.replace("__restrict__", "")
         begin = r'extern "C" __global__ void\s+'
         bounds = r"(?:__(?:cluster_dims|launch_bounds)__\([^)]*\)\s+)*"
@@ -93,9 +93,7 @@ def nvrtc() -> ModuleType:
             for name, text in kernels.items()
         }
         kind = defined[program].get("KIND", 1)
-        on_host = {
-            name: compiled.source(sources[program].decode(), name, kind) for name in kernels if name not in KERNELS
-        }
+        on_host = {name: compiled.source(sources[program], name, kind) for name in kernels if name not in KERNELS}
         return json.dumps({"parameters": parameters, "on_host": on_host}).encode()
 
     def fill(program: int, out: bytes):

@@ -1,17 +1,9 @@
-// What the attention kernels have in PTX, for the host: the words of kernel_spec.py, and those of paged_decode.cu, behind host_block.h. KIND is fp16.
+// What the attention kernels have in PTX, for the host: functions of attention.cuh and paged_decode.cu, behind host_block.h and host_numbers.h. KIND is fp16.
 #include <type_traits>
 
 #define ON_HOST
 #define __host__
 #define __align__(n) __attribute__((aligned(n)))
-typedef unsigned short Bits;
-#if GIVEN == 0
-typedef float Given;
-#else
-typedef unsigned short Given;
-#endif
-struct __align__(16) Vec8 { unsigned w[4]; };
-struct __align__(16) Four { float w[4]; };
 struct uint2 { unsigned x, y; };
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 template <typename X, typename Y> std::common_type_t<X, Y> min(X x, Y y) { std::common_type_t<X, Y> a = x, b = y; return a < b ? a : b; }
@@ -25,24 +17,22 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
 
 inline void __syncwarp() { exchange(0, threadIdx.x); }
 
-inline float number(float value) { return value; }
-inline float number(unsigned short bits) { return number_of_half(bits); }
 inline unsigned pack(float low, float high) {
     return as<unsigned short>((_Float16)low) | (unsigned)as<unsigned short>((_Float16)high) << 16;
 }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
-inline float rope(float x, float own, float y, float other) { return fmaf(y, other, x * own); }
+#include "attention.cuh"
 
 template <typename T> T load_relaxed(const T* from) { return *from; }
 template <typename T> T load_constant(const T* from) { return *from; }
 template <typename T> T load_fresh(const T* from) { return *from; }
-inline Vec8 loaded(const void* from, bool in, int bytes) {
-    Vec8 piece = {{0, 0, 0, 0}};
+inline Words4 loaded(const void* from, bool in, int bytes) {
+    Words4 piece = {{0, 0, 0, 0}};
     if (in) memcpy(&piece, from, bytes);
     return piece;
 }
-inline Vec8 load_piece(const void* from, bool in) { return loaded(from, in, 16); }
-inline Vec8 load_eight(const void* from, bool in) { return loaded(from, in, 8); }
+inline Words4 load_piece(const void* from, bool in) { return loaded(from, in, 16); }
+inline Words4 load_eight(const void* from, bool in) { return loaded(from, in, 8); }
 inline int arrive(int* counter) { return (*counter)++; }
 inline float power(float x) { return exp2f(x); }
 inline float low_of(unsigned pair) { return number_of_half(pair & 0xffff); }

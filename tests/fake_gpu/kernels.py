@@ -56,12 +56,13 @@ def adapter_mask(gpu: Gpu, tokens: int, k: SimpleNamespace) -> None:
 def _with_rope(gpu: Gpu, k: SimpleNamespace, x: np.ndarray, positions: np.ndarray, is_key: bool) -> np.ndarray:
     """Heads [tokens, heads, DIM] float32 at positions, by the tables that kernels take, of KIND."""
     tables = 2 if k.SEPARATE else 1
-    partner = gpu.array(k.partner, (tables, tables, k.DIM), "i4")[is_key if k.SEPARATE else 0]
+    number = int(is_key) if k.SEPARATE else 0
+    partner = gpu.array(k.partner, (tables, tables, k.DIM), "i4")[number]
     first, second = partner if k.SEPARATE else (np.arange(k.DIM), partner[0])
     low = int(positions.min())
     shape = (int(positions.max()) - low + 1, tables, k.DIM)
     own, other = (
-        gpu.array(table + low * tables * k.DIM * 4, shape, "f4")[positions - low][:, is_key if k.SEPARATE else 0, None]
+        gpu.array(table + low * tables * k.DIM * 4, shape, "f4")[positions - low][:, number, None]
         for table in (k.own, k.other)
     )
     return (x[:, :, first] * own + x[:, :, second] * other).astype(NUMBERS[k.KIND])
@@ -71,7 +72,7 @@ def apply_rope(gpu: Gpu, tokens: int, k: SimpleNamespace) -> None:
     """What RopeKernel.launch says."""
     rows = gpu.array(k.rows, (tokens,), "i4")
     positions = _integers(gpu, k.positions, k.WIDE, tokens)
-    given = NUMBERS[k.GIVEN]
+    given = NUMBERS[k.QK_KIND]
     kind = NUMBERS[k.KIND]
     heads = k.KV_HEADS * k.GROUP
     if (
@@ -113,7 +114,7 @@ def _write_pages(
 
 
 class Page:
-    """A page of a cache, [heads, tokens, numbers] of KIND, or of e4m3 as fp8_heads.cu says."""
+    """A page of a cache, [heads, tokens, numbers] of KIND, or of e4m3 as fp8_heads.cuh says."""
 
     def __init__(self, gpu: Gpu, k: SimpleNamespace, cache: int, page: int, dim: int):
         self.fp8 = k.FP8
@@ -142,7 +143,7 @@ class Page:
 def write_pages(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
     """What Fp8Pages.write says."""
     tokens = blocks // -(-2 * k.KV_HEADS // 4)
-    given = NUMBERS[k.GIVEN]
+    given = NUMBERS[k.QK_KIND]
     rows = gpu.array(k.rows, (tokens,), "i4")
     positions = _integers(gpu, k.positions, k.WIDE, tokens)
     key = gpu.array(k.key, (tokens, k.KV_HEADS, k.DIM), given).astype(np.float32)
@@ -155,7 +156,7 @@ def read_pages(gpu: Gpu, blocks: int, k: SimpleNamespace) -> None:
     requests = blocks // k.KV_HEADS // k.pages_per_row
     kind = NUMBERS[k.KIND]
     table = gpu.array(k.table, (requests, k.pages_per_row), "i4")
-    held = gpu.array(k.held, (requests,), "i4")
+    held = gpu.array(k.lengths, (requests,), "i4")
     for cache, out, dim in ((k.keys, k.keys_out, k.DIM), (k.values, k.values_out, k.VALUE_DIM)):
         pages = gpu.array(out, (requests, k.pages_per_row, k.KV_HEADS, k.PAGE, dim), kind)
         for request, tokens in enumerate(held.tolist()):
@@ -170,7 +171,7 @@ def decode_attention(gpu: Gpu, shares: int, k: SimpleNamespace) -> None:
     rows = gpu.array(k.rows, (requests,), "i4")
     positions = _integers(gpu, k.positions, k.WIDE, requests)
     table = gpu.array(k.pages, (max(rows.max() + 1, 1) if k.BY_ROW else requests, k.pages_per_row), "i4")
-    given = NUMBERS[k.GIVEN]
+    given = NUMBERS[k.QK_KIND]
     kind = NUMBERS[k.KIND]
     heads = k.KV_HEADS * k.GROUP
     if blocks != k.KV_HEADS * -(-k.GROUP // k.HEADS) or shares not in (1, 2, 4, 8, 16):
@@ -225,7 +226,7 @@ def advance(gpu: Gpu, count: int, k: SimpleNamespace) -> None:
     """What Kernels.advance says, by the host's definition. Slots are read one by one, so that each array is touched
     just where it may be."""
     slots = gpu.array(k.slots, (count,), "i4").copy()
-    held = _integers(gpu, k.held, k.wide, count).copy()
+    held = _integers(gpu, k.input_positions, k.wide, count).copy()
     logits = gpu.array(k.logits, (count, k.size), NUMBERS[k.kind])
     for row, slot in enumerate(slots.tolist()):
         if slot < 0:
@@ -296,7 +297,7 @@ def _processed(
 def _set_next(gpu: Gpu, k: SimpleNamespace, slot: int, found: int, held: int) -> None:
     if not 0 <= held < k.limit:
         raise Fault(f"position {held} of slot {slot}, at most {k.limit - 1} expected")
-    gpu.array(k.found_tokens, (slot + 1,), "i4")[slot] = found
+    gpu.array(k.next_tokens, (slot + 1,), "i4")[slot] = found
     _integers(gpu, k.tokens, k.wide, slot + 1)[slot] = max(found, 0)
     _integers(gpu, k.positions, k.wide, slot + 1)[slot] = (held + 1) % k.limit
 
@@ -307,7 +308,7 @@ def largest(gpu: Gpu, count: int, k: SimpleNamespace) -> None:
     part = gpu.array(k.part, (count, k.size), NUMBERS[k.kind])
     for row in np.flatnonzero(slots >= 0).tolist():
         (token,), (logit,) = greedy.largest(part[row : row + 1], k.first)
-        told = k.told + 8 * row
+        told = k.argmax + 8 * row
         gpu.array(told, (1,), "f4")[0] = logit
         gpu.array(told + 4, (1,), "i4")[0] = token
 
@@ -315,8 +316,8 @@ def largest(gpu: Gpu, count: int, k: SimpleNamespace) -> None:
 def choose(gpu: Gpu, count: int, k: SimpleNamespace) -> None:
     """What Kernels.choose says, by the host's definition."""
     slots = gpu.array(k.slots, (count,), "i4").copy()
-    held = _integers(gpu, k.held, k.wide, count).copy()
-    told = gpu.array(k.told, (count, k.ranks), "i8").copy().view("i4").reshape(count, k.ranks, 2)
+    held = _integers(gpu, k.input_positions, k.wide, count).copy()
+    told = gpu.array(k.argmax, (count, k.ranks), "i8").copy().view("i4").reshape(count, k.ranks, 2)
     found = greedy.most_likely_of_ranks([(told[:, rank, 1], told[:, rank, 0].view("f4")) for rank in range(k.ranks)])
     for row, slot in enumerate(slots.tolist()):
         if slot >= 0:

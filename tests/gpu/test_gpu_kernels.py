@@ -464,7 +464,7 @@ def test_rows_that_do_not_sample_or_are_not_finite_stand_beside_those_that_do():
 
 def test_bits_of_the_noise_are_numpys():
     from lockstep_gpu import cuda
-    from lockstep_gpu.kernels.step_kernels import SOURCE
+    from lockstep_gpu.kernels.library import including
 
     device = OnDevice()
     blocks = 4000
@@ -472,11 +472,11 @@ def test_bits_of_the_noise_are_numpys():
     seed = 2**63 + 5
     choice = 255
     source = (
-        SOURCE
+        including("next_token.cu")
         + """
-extern "C" __global__ void words(Wide* out, const Wide* key, int position) {
+extern "C" __global__ void words(u64* out, const u64* key, int position) {
     const int block = blockIdx.x * blockDim.x + threadIdx.x;
-    philox(*(Wide(*)[4])(out + 4 * block), block + 1, position, key[0], key[1]);
+    philox(*(u64(*)[4])(out + 4 * block), block + 1, position, key[0], key[1]);
 }
 """
     )

@@ -21,7 +21,7 @@ PACKAGES = ("lockstep", "lockstep_gpu", "lockstep_serve")
 _DISTRIBUTIONS = {"yaml": "pyyaml", "google": "protobuf", "grpc": "grpcio"}
 # What these load when used, without an import that could be read in our code.
 _LOADS = {"torch": ("onnxscript", "onnx-ir", "onnx"), "transformers": ("tokenizers", "safetensors")}
-_DATA = (".cu", ".html")  # that modules read, of their folder and of folders below it that hold no module
+_DATA = (".cu", ".cuh", ".html")  # that modules read, of their folder and of folders below it that hold no module
 _TYPES = re.compile(r"^if TYPE_CHECKING:\n(?:(?:[ \t].*)?\n)+", re.MULTILINE)
 _IMPORT = re.compile(
     r"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import[ \t]+(?:\(([^)]*)\)|([^\n]*))|import[ \t]+([^\n]*))", re.MULTILINE

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from lockstep_gpu import cuda
-from lockstep_gpu.attention.kernel_spec import FP8_WORDS, THREADS, WORDS, AttentionKernelSpec, PagedTokens
+from lockstep_gpu.attention.kernel_spec import THREADS, AttentionKernelSpec, PagedTokens
+from lockstep_gpu.kernels.library import including
 
-SOURCE = WORDS + FP8_WORDS + Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
 _WARPS = THREADS // 32
 
 
@@ -16,7 +14,7 @@ class Fp8Pages:
 
     def __init__(self, spec: AttentionKernelSpec):
         self._kv_heads = spec.kv_heads
-        module = cuda.compile_kernels(SOURCE, spec.options)
+        module = cuda.compile_kernels(including("fp8_pages.cu"), spec.options)
         self._write = module["write_pages"]
         self._read = module["read_pages"]
 

@@ -1,51 +1,23 @@
-"""What the kernels of fused attention are compiled for (compute capability 8.0 or higher), and their shared source."""
+"""What the kernels of fused attention are compiled for (compute capability 8.0 or higher)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from lockstep_gpu.cuda import Array
-from lockstep_gpu.kernels.numbers import KINDS, NUMBERS
+from lockstep_gpu.kernels.numbers import KINDS
 
 PAGE = 64  # tokens of a page of the cache
 THREADS = 128  # of a block
 SPLITS = 16  # of a row's keys at most, as in paged_decode.cu
-# CUDA C++ that all kernels start with, with the macros of `AttentionKernelSpec.options`.
-WORDS = (
-    NUMBERS
-    + r"""
-typedef unsigned short Bits;  // a number of KIND
-struct __align__(16) Vec8 { unsigned w[4]; };  // 8 numbers of KIND
-struct __align__(16) Four { float w[4]; };
-
-#if GIVEN == 0
-typedef float Given;
-#else
-typedef unsigned short Given;  // as Bits
-#endif
-
-__device__ __forceinline__ float number(float given) { return given; }
-__device__ __forceinline__ unsigned pack(float low, float high) {
-    unsigned result;
-    asm("cvt.rn." TYPE "x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
-    return result;
-}
-
-// RoPE of one element, by intrinsics that leave the compiler no choice of roundings, so that all kernels cache the same numbers.
-__device__ __forceinline__ float rope(float x, float own, float y, float other) { return __fmaf_rn(y, other, __fmul_rn(x, own)); }
-"""  # noqa: E501
-    + Path(__file__).with_name("rope_tables.cu").read_text(encoding="utf-8")
-)
-FP8_WORDS = Path(__file__).with_name("fp8_heads.cu").read_text(encoding="utf-8")
 
 
 def page_shape(pages: int, num_kv_heads: int, dim: int, fp8: bool = False) -> tuple[int, ...]:
     """Return the shape of the keys or values in a layer's pages.
 
-    fp8: bytes. A head has 64 x `dim` e4m3 numbers, then their 64 scales (fp8_heads.cu).
+    fp8: bytes. A head has 64 x `dim` e4m3 numbers, then their 64 scales (fp8_heads.cuh).
     """
     return (pages, num_kv_heads, PAGE * (dim + 1)) if fp8 else (pages, num_kv_heads, PAGE, dim)
 
@@ -130,7 +102,7 @@ class AttentionKernelSpec:
     def options(self) -> tuple[str, ...]:
         values = {
             "KIND": KINDS[self.dtype],
-            "GIVEN": KINDS[self.query_dtype],
+            "QK_KIND": KINDS[self.query_dtype],
             "WIDE": int(self.wide),
             "KV_HEADS": self.kv_heads,
             "GROUP": self.heads // self.kv_heads,

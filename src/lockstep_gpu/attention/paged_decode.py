@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from pathlib import Path
 
 from lockstep_gpu import cuda
-from lockstep_gpu.attention.kernel_spec import FP8_WORDS, SPLITS, THREADS, WORDS, AttentionKernelSpec, PagedTokens
-
-# Compiled for each spec, after the shared source (`WORDS`).
-SOURCE = Path(__file__).with_name("paged_decode.cu").read_text(encoding="utf-8")
+from lockstep_gpu.attention.kernel_spec import SPLITS, THREADS, AttentionKernelSpec, PagedTokens
+from lockstep_gpu.kernels.library import including
 
 
 class Scratch:
@@ -51,8 +48,7 @@ class DecodeAttention:
         self._spec = spec
         self._multiprocessors = cuda.multiprocessors(cuda.current_device())
         options = *spec.options, f"-DBY_ROW={int(by_row)}"
-        source = WORDS + FP8_WORDS + SOURCE if spec.fp8 else WORDS + SOURCE
-        self._kernel = cuda.compile_kernels(source, options)["decode_attention"]
+        self._kernel = cuda.compile_kernels(including("paged_decode.cu"), options)["decode_attention"]
 
     def launch(self, stream: cuda.Stream, tokens: PagedTokens, out: cuda.Array, scale: float, scratch: Scratch) -> None:
         """Enqueue the attention of each request's new token.

@@ -1,15 +1,16 @@
-// Products of tokens' rows with the weights of their experts, each [out_features, in_features] or the other way round, of KIND.
+// Products of tokens' rows with the weights of their experts, each [out_features, in_features] or the other way round,
+// of KIND.
 //
-// Each output is accumulated by one warp from the first column to the last, 16 at a time (mma.m16n8k16, fp32), whatever the
-// size of tiles: a row has the same bits beside any others, as in few_rows.cu.
-//
-// tensor_cores.cu and expert_rows.cu stand before.
+// Each output is accumulated by one warp from the first column to the last, 16 at a time (mma.m16n8k16, fp32), whatever
+// the size of tiles: a row has the same bits beside any others, as in few_rows.cu.
+#include "expert_rows.cuh"
 
-// ROWS of a tile, OUTS and COLUMNS of each of DEPTH stages; ACROSS * BESIDE warps of all, which are BLOCK threads, share outputs and rows.
+// ROWS of a tile, OUTS and COLUMNS of each of DEPTH stages; ACROSS * BESIDE warps of all, which are BLOCK threads,
+// share outputs and rows.
 template <int ROWS, int OUTS, int COLUMNS, int DEPTH, int ACROSS, int BESIDE, int BLOCK, bool TRANSPOSED>
-__device__ __forceinline__ void expert_products(const unsigned short* weight, const unsigned short* x, unsigned short* out,
-                                                const int* order, const Tile* tiles, int sharing, int out_features,
-                                                int in_features, int out_blocks) {
+__device__ __forceinline__ void expert_products(const unsigned short* weight, const unsigned short* x,
+                                                unsigned short* out, const int* order, const Tile* tiles, int sharing,
+                                                int out_features, int in_features, int out_blocks) {
     constexpr int WEIGHT = OUTS * COLUMNS * 2, STAGE = WEIGHT + ROWS * COLUMNS * 2, K = COLUMNS / 16;
     constexpr int TILES = OUTS / ACROSS / 16, PARTS = ROWS / BESIDE / 8;  // of 16 outputs and of 8 rows, of a warp
     constexpr int LOADS = OUTS * COLUMNS / 8 / BLOCK, ROW_LOADS = ROWS * COLUMNS / 8 / BLOCK;
@@ -66,27 +67,35 @@ __device__ __forceinline__ void expert_products(const unsigned short* weight, co
 #pragma unroll
             for (int i = 0; i < 2 * TILES; i++) {
                 int half = i % 2, part = i / 2, out = (across * TILES + part) * 16, piece = (k + half) * 2;
-                if (TRANSPOSED) load_matrices(a_from + place_of<WEIGHT_BYTES>(out + lane % 16, piece + lane / 16), a[half][part]);
-                else load_across(a_from + place_of<WEIGHT_BYTES>(piece * 8 + lane % 8 + lane / 16 * 8, out / 8 + lane / 8 % 2), a[half][part]);
+                if (TRANSPOSED)
+                    load_matrices(a_from + place_of<WEIGHT_BYTES>(out + lane % 16, piece + lane / 16), a[half][part]);
+                else
+                    load_across(
+                        a_from + place_of<WEIGHT_BYTES>(piece * 8 + lane % 8 + lane / 16 * 8, out / 8 + lane / 8 % 2),
+                        a[half][part]);
             }
 #pragma unroll
             for (int part = 0; part < PARTS; part++)
-                load_matrices(b_from + place_of<ROW_BYTES>((beside * PARTS + part) * 8 + lane % 8, k * 2 + lane / 8), b[part]);
+                load_matrices(b_from + place_of<ROW_BYTES>((beside * PARTS + part) * 8 + lane % 8, k * 2 + lane / 8),
+                              b[part]);
 #pragma unroll
             for (int half = 0; half < 2; half++)
 #pragma unroll
-                for (int i = 0; i < TILES * PARTS; i++) mma(sums[i / PARTS][i % PARTS], a[half][i / PARTS], b[i % PARTS] + half * 2);
+                for (int i = 0; i < TILES * PARTS; i++)
+                    mma(sums[i / PARTS][i % PARTS], a[half][i / PARTS], b[i % PARTS] + half * 2);
         }
     }
-    store<TILES, PARTS, OUTS, BLOCK>(sums, across, beside, beside < BESIDE, out + first, order + tile.first, tile.count, out_features, out_features - first);
+    store<TILES, PARTS, OUTS, BLOCK>(sums, across, beside, beside < BESIDE, out + first, order + tile.first, tile.count,
+                                     out_features, out_features - first);
 }
 
 #define EXPERTS(NAME, ROWS, OUTS, COLUMNS, DEPTH, ACROSS, BESIDE, BLOCK, TRANSPOSED) \
-extern "C" __global__ void __launch_bounds__(BLOCK) NAME( \
-    const unsigned short* weight, const unsigned short* x, unsigned short* out, const int* order, const Tile* tiles, int sharing, \
-    int out_features, int in_features, int out_blocks) { \
-    expert_products<ROWS, OUTS, COLUMNS, DEPTH, ACROSS, BESIDE, BLOCK, TRANSPOSED>(weight, x, out, order, tiles, sharing, out_features, \
-                                                                            in_features, out_blocks); }
+    extern "C" __global__ void __launch_bounds__(BLOCK) \
+        NAME(const unsigned short* weight, const unsigned short* x, unsigned short* out, const int* order, \
+             const Tile* tiles, int sharing, int out_features, int in_features, int out_blocks) { \
+        expert_products<ROWS, OUTS, COLUMNS, DEPTH, ACROSS, BESIDE, BLOCK, TRANSPOSED>( \
+            weight, x, out, order, tiles, sharing, out_features, in_features, out_blocks); \
+    }
 // experts_ROWS, and `across` where weights are [in_features, out_features].
 EXPERTS(experts_8, 8, 32, 256, 4, 2, 1, 128, true)
 EXPERTS(experts_16, 16, 32, 256, 4, 2, 2, 128, true)

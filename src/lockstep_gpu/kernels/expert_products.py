@@ -1,7 +1,7 @@
 """Grouped GEMMs with the weights of experts on a device.
 
 Weights are of 16 bits (expert_products.cu), integers or MXFP4 (expert_small_weights.cu). The rows of a step are sorted
-by expert first (expert_rows.cu).
+by expert first (sort_by_expert.cu).
 """
 
 from __future__ import annotations
@@ -9,18 +9,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from lockstep.onnx_tools.products import ExpertWeight
 from lockstep_gpu import cuda
-from lockstep_gpu.kernels.gemm import FEW_ROWS
+from lockstep_gpu.kernels.library import including
 from lockstep_gpu.kernels.numbers import kind_options
 
-_ROWS = Path(__file__).with_name("expert_rows.cu").read_text(encoding="utf-8")
-_FLOATS = Path(__file__).with_name("expert_products.cu").read_text(encoding="utf-8")
-_SMALL = Path(__file__).with_name("expert_small_weights.cu").read_text(encoding="utf-8")
-SORT = FEW_ROWS + _ROWS
-SOURCES = {"floats": FEW_ROWS + _ROWS + _FLOATS, "small": FEW_ROWS + _ROWS + _SMALL}
 MOST_EXPERTS = _SORT_THREADS = 1024
 
 
@@ -99,7 +93,7 @@ class ExpertOrder:
         self.tiles = tiles
         self._experts = experts
         self._largest = largest
-        kernel = cuda.compile_kernels(SORT)["sort_by_expert"]
+        kernel = cuda.compile_kernels(including("sort_by_expert.cu"))["sort_by_expert"]
 
         @functools.cache
         def launch(tile: Tile) -> cuda.Launch:
@@ -129,8 +123,8 @@ def bind(
         out: [tokens, per_token * out_features].
     """
     form = stack.form
-    weights = "floats" if stack.scales is None else "small"
-    module = cuda.compile_kernels(SOURCES[weights], kind_options(x.dtype.name))
+    file = "expert_products.cu" if stack.scales is None else "expert_small_weights.cu"
+    module = cuda.compile_kernels(including(file), kind_options(x.dtype.name))
 
     @functools.cache
     def launch(tile: Tile) -> tuple[cuda.Launch, int]:

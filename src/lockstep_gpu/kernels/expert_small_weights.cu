@@ -1,23 +1,29 @@
-// Products of tokens' rows with the weights of their experts, [out_features, in_features] of integers or of e2m1 numbers.
+// Products of tokens' rows with the weights of their experts, [out_features, in_features] of integers or of e2m1
+// numbers.
 //
-// Integers are as MatMulNBits has them: uint8 less 128, or four bits less 8, the first of two in the low half of a byte; scales
-// fp16, 2^8 times as large as they are (small_weights.cu). e2m1 numbers (MXFP4) lie likewise; a scale is a byte, its exponent.
+// Integers are as MatMulNBits has them: uint8 less 128, or four bits less 8, the first of two in the low half of a
+// byte; scales fp16, 2^8 times as large as they are (small_weights.cu). e2m1 numbers (MXFP4) lie likewise; a scale is a
+// byte, its exponent.
 //
-// 32 columns at a time are two of mma.m16n8k16: which lane holds which column is free in a sum, as long as both factors agree,
-// so each has eight that lie beside each other. The columns of a group are accumulated as they are stored, and the sum is
-// multiplied with the group's scale, in fp32: a row has the same bits whatever the size of tiles.
-//
-// tensor_cores.cu and expert_rows.cu stand before.
+// 32 columns at a time are two of mma.m16n8k16: which lane holds which column is free in a sum, as long as both factors
+// agree, so each has eight that lie beside each other. The columns of a group are accumulated as they are stored, and
+// the sum is multiplied with the group's scale, in fp32: a row has the same bits whatever the size of tiles.
+#include "expert_rows.cuh"
 
 #define E2M1 0
 #ifndef ON_HOST
-__device__ __forceinline__ u32 sub2(u32 a, u32 b) { u32 r; asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+__device__ __forceinline__ u32 sub2(u32 a, u32 b) {
+    u32 r;
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
 __device__ __forceinline__ float of_bits(u32 bits) { return __uint_as_float(bits); }
 #endif
 
-// The numbers of a lane's eight columns as pairs of fp16. Four bits: (0, 4), (1, 5), (2, 6), (3, 7). Exact: 1024 + q has all
-// integers, and fp16 all numbers of e2m1 times 2^-14.
-template <int FORM> __device__ __forceinline__ void unpack(const u32* words, u32* pairs) {
+// The numbers of a lane's eight columns as pairs of fp16. Four bits: (0, 4), (1, 5), (2, 6), (3, 7). Exact: 1024 + q
+// has all integers, and fp16 all numbers of e2m1 times 2^-14.
+template <int FORM>
+__device__ __forceinline__ void unpack(const u32* words, u32* pairs) {
 #if KIND == 2  // bf16 has e2m1's numbers themselves, by a table of high and of low bytes; integers come with fp16 alone
     u32 bytes[2][2];
 #pragma unroll
@@ -28,7 +34,8 @@ template <int FORM> __device__ __forceinline__ void unpack(const u32* words, u32
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        u32 order = i * 0x1111u + 0x4040u, low = __byte_perm(bytes[0][0], bytes[0][1], order), high = __byte_perm(bytes[1][0], bytes[1][1], order);
+        u32 order = i * 0x1111u + 0x4040u, low = __byte_perm(bytes[0][0], bytes[0][1], order),
+            high = __byte_perm(bytes[1][0], bytes[1][1], order);
         pairs[i] = __byte_perm(low, high, 0x5410u) | (words[0] >> i * 4 & 0x00080008u) << 12;
     }
     return;
@@ -41,7 +48,8 @@ template <int FORM> __device__ __forceinline__ void unpack(const u32* words, u32
         else pairs[i] = (word & 0x00070007u) << 9 | (word & 0x00080008u) << 12;
     }
 }
-template <int FORM> __device__ __forceinline__ float factor(const void* scales, long long at) {
+template <int FORM>
+__device__ __forceinline__ float factor(const void* scales, long long at) {
     if (FORM == E2M1) return of_bits((((const unsigned char*)scales)[at] + (KIND == 1 ? 14 : 0)) << 23);
     return number_of_half(((const unsigned short*)scales)[at]) * 0.00390625f;
 }
@@ -50,13 +58,16 @@ template <int FORM, int ROWS, int OUTS, int COLUMNS, int DEPTH, int ACROSS, int 
 __device__ __forceinline__ void small_experts(const unsigned char* weight, const void* scales, const unsigned short* x,
                                               unsigned short* out, const int* order, const Tile* tiles, int sharing,
                                               int out_features, int in_features, int group_size, int out_blocks) {
-    constexpr int BITS = FORM == 8 ? 8 : 4, WORDS = BITS / 4, ROW_BYTES = COLUMNS * 2, WEIGHT_BYTES = COLUMNS * BITS / 8;
+    constexpr int BITS = FORM == 8 ? 8 : 4, WORDS = BITS / 4, ROW_BYTES = COLUMNS * 2,
+                  WEIGHT_BYTES = COLUMNS * BITS / 8;
     constexpr int WEIGHT = OUTS * WEIGHT_BYTES, STAGE = WEIGHT + ROWS * ROW_BYTES;
     constexpr int TILES = OUTS / ACROSS / 16, PARTS = ROWS / BESIDE / 8;  // of 16 outputs and of 8 rows, of a warp
     constexpr int ROW_PIECES = ROW_BYTES / 16, WEIGHT_PIECES = WEIGHT_BYTES / 16;
     constexpr int LOADS = OUTS * WEIGHT_PIECES / BLOCK, ROW_LOADS = ROWS * ROW_PIECES / BLOCK;
-    int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, across = warp % ACROSS, beside = warp / ACROSS, four = lane % 4;
-    int first = blockIdx.x % out_blocks * OUTS, steps = (in_features + COLUMNS - 1) / COLUMNS, groups = in_features / group_size;
+    int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, across = warp % ACROSS, beside = warp / ACROSS,
+        four = lane % 4;
+    int first = blockIdx.x % out_blocks * OUTS, steps = (in_features + COLUMNS - 1) / COLUMNS,
+        groups = in_features / group_size;
     next_may_start();
     wait_for_previous();
     Tile tile = tiles[blockIdx.x / out_blocks];
@@ -73,7 +84,8 @@ __device__ __forceinline__ void small_experts(const unsigned char* weight, const
         u32 to = base + step % DEPTH * STAGE;
 #pragma unroll
         for (int i = 0; i < LOADS; i++) {
-            int n = i * BLOCK + tid, row = n / WEIGHT_PIECES, piece = n % WEIGHT_PIECES, column = step * COLUMNS + piece * 128 / BITS;
+            int n = i * BLOCK + tid, row = n / WEIGHT_PIECES, piece = n % WEIGHT_PIECES,
+                column = step * COLUMNS + piece * 128 / BITS;
             bool in = column < in_features && first + row < out_features;
             long long at = ((rows_before + first + row) * in_features + column) * BITS / 8;
             copy_async(to + place_of<WEIGHT_BYTES>(row, piece), weight + (in ? at : 0), in);
@@ -121,15 +133,16 @@ __device__ __forceinline__ void small_experts(const unsigned char* weight, const
             }
 #pragma unroll
             for (int p = 0; p < PARTS; p++) {
-                Piece b = *(const Piece*)(rows + place_of<ROW_BYTES>((beside * PARTS + p) * 8 + lane / 4, turn * 4 + four));
+                Words4 b =
+                    *(const Words4*)(rows + place_of<ROW_BYTES>((beside * PARTS + p) * 8 + lane / 4, turn * 4 + four));
                 if (BITS == 4)  // in the order of the pairs
-                    b = {__byte_perm(b.words[0], b.words[2], 0x5410), __byte_perm(b.words[0], b.words[2], 0x7632),
-                         __byte_perm(b.words[1], b.words[3], 0x5410), __byte_perm(b.words[1], b.words[3], 0x7632)};
+                    b = {__byte_perm(b.w[0], b.w[2], 0x5410), __byte_perm(b.w[0], b.w[2], 0x7632),
+                         __byte_perm(b.w[1], b.w[3], 0x5410), __byte_perm(b.w[1], b.w[3], 0x7632)};
 #pragma unroll
                 for (int i = 0; i < TILES * 2; i++) {
-                    u32(*own)[4] = pairs[i / 2], k = i % 2 * 2;
-                    u32 a[4] = {own[0][k], own[1][k], own[0][k + 1], own[1][k + 1]};
-                    mma(part[i / 2][p], a, b.words + k);
+                    u32(*rows_of_tile)[4] = pairs[i / 2], k = i % 2 * 2;
+                    u32 a[4] = {rows_of_tile[0][k], rows_of_tile[1][k], rows_of_tile[0][k + 1], rows_of_tile[1][k + 1]};
+                    mma(part[i / 2][p], a, b.w + k);
                 }
             }
             if ((column + 32) % group_size == 0)
@@ -142,15 +155,18 @@ __device__ __forceinline__ void small_experts(const unsigned char* weight, const
                 }
         }
     }
-    store<TILES, PARTS, OUTS, BLOCK>(sums, across, beside, beside < BESIDE, out + first, order + tile.first, tile.count, out_features, out_features - first);
+    store<TILES, PARTS, OUTS, BLOCK>(sums, across, beside, beside < BESIDE, out + first, order + tile.first, tile.count,
+                                     out_features, out_features - first);
 }
 
 #define EXPERTS(NAME, FORM, ROWS, OUTS, COLUMNS, DEPTH, ACROSS, BESIDE, BLOCK) \
-extern "C" __global__ void __launch_bounds__(BLOCK) NAME( \
-    const unsigned char* weight, const void* scales, const unsigned short* x, unsigned short* out, const int* order, \
-    const Tile* tiles, int sharing, int out_features, int in_features, int group_size, int out_blocks) { \
-    small_experts<FORM, ROWS, OUTS, COLUMNS, DEPTH, ACROSS, BESIDE, BLOCK>(weight, scales, x, out, order, tiles, sharing, \
-                                                                           out_features, in_features, group_size, out_blocks); }
+    extern "C" __global__ void __launch_bounds__(BLOCK) \
+        NAME(const unsigned char* weight, const void* scales, const unsigned short* x, unsigned short* out, \
+             const int* order, const Tile* tiles, int sharing, int out_features, int in_features, int group_size, \
+             int out_blocks) { \
+        small_experts<FORM, ROWS, OUTS, COLUMNS, DEPTH, ACROSS, BESIDE, BLOCK>( \
+            weight, scales, x, out, order, tiles, sharing, out_features, in_features, group_size, out_blocks); \
+    }
 // small_BITS_ROWS and e2m1_ROWS.
 EXPERTS(small_8_8, 8, 8, 32, 256, 4, 2, 1, 128)
 EXPERTS(small_8_16, 8, 16, 32, 256, 4, 2, 2, 128)

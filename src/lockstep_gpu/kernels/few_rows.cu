@@ -1,20 +1,20 @@
 // Products of rows of activations with a weight [out_features, in_features] of KIND.
 //
-// Each output is accumulated by one warp from the first column to the last, 16 at a time (mma.m16n8k16, fp32): the order
-// in which kernels of cuBLAS accumulate that do not split the columns, so that a row has the same bits by either, beside
-// any number of other rows. A block makes OUTPUTS outputs of ROWS rows; the blocks of all outputs of the first ROWS rows
-// come before those of the next. Weights and activations come through shared memory
-// in stages of COLUMNS columns; the first weights are asked for before the kernel in front has ended. A weight may be up
-// to three, one behind the other, each with an output of its own.
-//
-// tensor_cores.cu stands before.
+// Each output is accumulated by one warp from the first column to the last, 16 at a time (mma.m16n8k16, fp32): the
+// order in which kernels of cuBLAS accumulate that do not split the columns, so that a row has the same bits by either,
+// beside any number of other rows. A block makes OUTPUTS outputs of ROWS rows; the blocks of all outputs of the first
+// ROWS rows come before those of the next. Weights and activations come through shared memory in stages of COLUMNS
+// columns; the first weights are asked for before the kernel in front has ended. A weight may be up to three, one
+// behind the other, each with an output of its own.
+#include "tensor_cores.cuh"
 
 #define COLUMNS (PIECES * 8)
 
 template <int ROWS>
-__device__ __forceinline__ void few_rows(const unsigned short* weight, const unsigned short* x, unsigned short* first_out,
-                                         unsigned short* second_out, unsigned short* third_out, int first_end, int second_end,
-                                         int out_features, int in_features, int rows) {
+__device__ __forceinline__ void few_rows(const unsigned short* weight, const unsigned short* x,
+                                         unsigned short* first_out, unsigned short* second_out,
+                                         unsigned short* third_out, int first_end, int second_end, int out_features,
+                                         int in_features, int rows) {
     constexpr int STAGE = (OUTPUTS + ROWS) * COLUMNS * 2, K = COLUMNS / 16, TILES = (ROWS + 15) / 16;
     u32 base = shared_memory();
     int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
@@ -74,7 +74,10 @@ __device__ __forceinline__ void few_rows(const unsigned short* weight, const uns
                 for (int k = 0; k < K; k += 2) {
                     u32 r[4];
                     load_matrices(b_from + place(tile * 16 + beside * 8 + lane % 8, k * 2 + lane / 8), r);
-                    b[k][0] = r[0]; b[k][1] = r[1]; b[k + 1][0] = r[2]; b[k + 1][1] = r[3];
+                    b[k][0] = r[0];
+                    b[k][1] = r[1];
+                    b[k + 1][0] = r[2];
+                    b[k + 1][1] = r[3];
                 }
 #pragma unroll
                 for (int k = 0; k < K; k++) mma(sums[tile], a[k], b[k]);
@@ -84,7 +87,8 @@ __device__ __forceinline__ void few_rows(const unsigned short* weight, const uns
     if (beside * 8 >= ROWS) return;
 #pragma unroll
     for (int i = 0; i < TILES * 4; i++) {
-        int out = first + across * 16 + lane / 4 + i % 4 / 2 * 8, request = first_row + i / 4 * 16 + beside * 8 + lane % 4 * 2 + i % 2;
+        int out = first + across * 16 + lane / 4 + i % 4 / 2 * 8,
+            request = first_row + i / 4 * 16 + beside * 8 + lane % 4 * 2 + i % 2;
         if (out >= out_features || request >= rows) continue;
         unsigned short result = narrow(sums[i / 4][i % 4]);
         if (out < first_end) first_out[(long long)request * first_end + out] = result;
@@ -94,10 +98,12 @@ __device__ __forceinline__ void few_rows(const unsigned short* weight, const uns
 }
 
 #define FEW_ROWS(NAME, ROWS) \
-extern "C" __global__ void __launch_bounds__(THREADS) NAME( \
-    const unsigned short* weight, const unsigned short* x, unsigned short* first_out, unsigned short* second_out, \
-    unsigned short* third_out, int first_end, int second_end, int out_features, int in_features, int rows) { \
-    few_rows<ROWS>(weight, x, first_out, second_out, third_out, first_end, second_end, out_features, in_features, rows); }
+    extern "C" __global__ void __launch_bounds__(THREADS) NAME( \
+        const unsigned short* weight, const unsigned short* x, unsigned short* first_out, unsigned short* second_out, \
+        unsigned short* third_out, int first_end, int second_end, int out_features, int in_features, int rows) { \
+        few_rows<ROWS>(weight, x, first_out, second_out, third_out, first_end, second_end, out_features, in_features, \
+                       rows); \
+    }
 FEW_ROWS(few_rows_8, 8)
 FEW_ROWS(few_rows_16, 16)
 FEW_ROWS(few_rows_32, 32)

@@ -14,7 +14,6 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -24,7 +23,6 @@ from lockstep_gpu import cuda
 from lockstep_gpu.kernels.cublas_lt import Algorithm, CublasLt
 from lockstep_gpu.kernels.gemm import (
     FEW,
-    FEW_ROWS,
     MANY,
     MAX_OUTPUTS,
     OUTPUTS,
@@ -34,11 +32,8 @@ from lockstep_gpu.kernels.gemm import (
     output_arguments,
     size_for,
 )
+from lockstep_gpu.kernels.library import including
 
-SOURCE = FEW_ROWS + "".join(
-    Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("e4m3.cu", "fp8_products.cu")
-)
-TILES = Path(__file__).with_name("fp8_wgmma.cu").read_text(encoding="utf-8")
 _E4M3 = named_dtype("float8_e4m3fn")
 _TILE_THREADS = 288  # as in fp8_wgmma.cu
 _ROW_THREADS = 512  # as in fp8_products.cu
@@ -64,7 +59,8 @@ class Fp8Gemm:
         self._stream = stream
         self._shapes = _shapes(device)
         self._hopper = cuda.is_hopper(device)
-        self._module = cuda.compile_kernels(SOURCE + TILES if self._hopper else SOURCE)
+        files = ("fp8_products.cu", "fp8_wgmma.cu") if self._hopper else ("fp8_products.cu",)
+        self._module = cuda.compile_kernels(including(*files))
         self._quantized_rows: dict[int, Rows] = {}  # by their columns
 
     def bind(

@@ -2,13 +2,13 @@
 //
 // quantize_rows: a block a row.
 //
-// few_rows_fp8: as few_rows.cu, of numbers of one byte: a stage has twice as many columns, and numbers become fp16, which
-// has all of e4m3, just before the tensor cores. Of 16 columns the first and second pair of each four are the two halves of
-// an instruction, of weights and activations alike. A warp has four sums in fp32 of an output,
-// of every fourth 16 columns, so that no instruction waits for the one before; up to eight rows two warps have half of a
-// stage each. Sums are multiplied with the row's step, then with the output's scale.
-//
-// tensor_cores.cu and e4m3.cu stand before.
+// few_rows_fp8: as few_rows.cu, of numbers of one byte: a stage has twice as many columns, and numbers become fp16,
+// which has all of e4m3, just before the tensor cores. Of 16 columns the first and second pair of each four are the two
+// halves of an instruction, of weights and activations alike. A warp has four sums in fp32 of an output, of every
+// fourth 16 columns, so that no instruction waits for the one before; up to eight rows two warps have half of a stage
+// each. Sums are multiplied with the row's step, then with the output's scale.
+#include "e4m3.cuh"
+#include "tensor_cores.cuh"
 
 #define COLUMNS (PIECES * 16)
 #define ROW_THREADS 512
@@ -21,8 +21,9 @@ __device__ __forceinline__ u32 halves_of(unsigned short codes) {
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(ROW_THREADS) quantize_rows(const unsigned short* x, unsigned char* codes, float* steps, int in_features) {
-    const Halves* from = (const Halves*)(x + (long long)blockIdx.x * in_features);
+extern "C" __global__ void __launch_bounds__(ROW_THREADS)
+    quantize_rows(const unsigned short* x, unsigned char* codes, float* steps, int in_features) {
+    const Vec8* from = (const Vec8*)(x + (long long)blockIdx.x * in_features);
     Codes* to = (Codes*)(codes + (long long)blockIdx.x * in_features);
     next_may_start();
     wait_for_previous();
@@ -34,9 +35,10 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS) quantize_rows(const un
 }
 
 template <int ROWS>
-__device__ __forceinline__ void few_rows_fp8(const unsigned char* weight, const float* scales, const unsigned char* x, const float* steps,
-                                             unsigned short* first_out, unsigned short* second_out, unsigned short* third_out,
-                                             int first_end, int second_end, int out_features, int in_features, int rows) {
+__device__ __forceinline__ void few_rows_fp8(const unsigned char* weight, const float* scales, const unsigned char* x,
+                                             const float* steps, unsigned short* first_out, unsigned short* second_out,
+                                             unsigned short* third_out, int first_end, int second_end, int out_features,
+                                             int in_features, int rows) {
     constexpr int STAGE = (OUTPUTS + ROWS) * PIECES * 16;
     constexpr int BESIDE = ROWS / 8, DEEP = 2 / BESIDE, OWN = PIECES / DEEP;
     u32 base = shared_memory();
@@ -88,12 +90,14 @@ __device__ __forceinline__ void few_rows_fp8(const unsigned char* weight, const 
         for (int from = 0; from < OWN; from += 4) {
             u32 a[2][4], b[4];
 #pragma unroll
-            for (int i = 0; i < 2; i++) load_matrices(a_from + place(across * 16 + lane % 16, deep * OWN + from + i * 2 + lane / 16), a[i]);
+            for (int i = 0; i < 2; i++)
+                load_matrices(a_from + place(across * 16 + lane % 16, deep * OWN + from + i * 2 + lane / 16), a[i]);
             load_matrices(b_from + place(beside * 8 + lane % 8, deep * OWN + from + lane / 8), b);
 #pragma unroll
             for (int k = 0; k < 4; k++) {
                 u32 above = a[k / 2][k % 2 * 2], below = a[k / 2][k % 2 * 2 + 1];  // 4 columns of rows 8 apart
-                u32 weights[4] = {halves_of(above & 0xffff), halves_of(below & 0xffff), halves_of(above >> 16), halves_of(below >> 16)};
+                u32 weights[4] = {halves_of(above & 0xffff), halves_of(below & 0xffff), halves_of(above >> 16),
+                                  halves_of(below >> 16)};
                 u32 values[2] = {halves_of(b[k] & 0xffff), halves_of(b[k] >> 16)};
                 mma(chains[k], weights, values);
             }
@@ -124,9 +128,12 @@ __device__ __forceinline__ void few_rows_fp8(const unsigned char* weight, const 
 }
 
 #define FEW_ROWS(NAME, ROWS) \
-extern "C" __global__ void __launch_bounds__(THREADS) NAME( \
-    const unsigned char* weight, const float* scales, const unsigned char* x, const float* steps, unsigned short* first_out, \
-    unsigned short* second_out, unsigned short* third_out, int first_end, int second_end, int out_features, int in_features, int rows) { \
-    few_rows_fp8<ROWS>(weight, scales, x, steps, first_out, second_out, third_out, first_end, second_end, out_features, in_features, rows); }
+    extern "C" __global__ void __launch_bounds__(THREADS) \
+        NAME(const unsigned char* weight, const float* scales, const unsigned char* x, const float* steps, \
+             unsigned short* first_out, unsigned short* second_out, unsigned short* third_out, int first_end, \
+             int second_end, int out_features, int in_features, int rows) { \
+        few_rows_fp8<ROWS>(weight, scales, x, steps, first_out, second_out, third_out, first_end, second_end, \
+                           out_features, in_features, rows); \
+    }
 FEW_ROWS(few_rows_fp8_8, 8)
 FEW_ROWS(few_rows_fp8_16, 16)

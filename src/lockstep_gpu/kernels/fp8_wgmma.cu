@@ -1,56 +1,76 @@
 // Products of more than 16 rows of e4m3 with a weight [out_features, in_features] of e4m3 on Hopper.
 //
-// A block multiplies a tile of 128 outputs with 64 rows. One thread has TMA bring stages of 128 columns into a ring, two
-// warpgroups multiply them, 64 outputs each. Sums of a stage are made by the tensor cores, which keep some 14 bits of them,
-// and added in fp32. A cluster has PAIR * SPLIT blocks: those of a pair have 64 rows each, and bring half of the weight for
-// both; those of a split have a share of the columns each. Without a split, clusters take tiles one after another. Sums of a
-// split are added in the order of its blocks, multiplied with the row's step, then with the output's scale.
-//
-// tensor_cores.cu and e4m3.cu stand before.
+// A block multiplies a tile of 128 outputs with 64 rows. One thread has TMA bring stages of 128 columns into a ring,
+// two warpgroups multiply them, 64 outputs each. Sums of a stage are made by the tensor cores, which keep some 14 bits
+// of them, and added in fp32. A cluster has PAIR * SPLIT blocks: those of a pair have 64 rows each, and bring half of
+// the weight for both; those of a split have a share of the columns each. Without a split, clusters take tiles one
+// after another. Sums of a split are added in the order of its blocks, multiplied with the row's step, then with the
+// output's scale.
+#include "tensor_cores.cuh"
 
 #define TILE 128
 #define ROWS 64
-#define MULTIPLIERS 256          // threads of the warpgroups that multiply
-#define DEPTH 128                // columns of a stage, which are the 128 bytes of a row that TMA and wgmma swizzle
-#define PITCH (TILE + 4)         // numbers from the sums of one row to the next
-typedef unsigned long long u64;
+#define MULTIPLIERS 256   // threads of the warpgroups that multiply
+#define DEPTH 128         // columns of a stage, which are the 128 bytes of a row that TMA and wgmma swizzle
+#define PITCH (TILE + 4)  // numbers from the sums of one row to the next
 
-struct alignas(64) TensorMap { u64 v[16]; };
+struct alignas(64) TensorMap {
+    u64 v[16];
+};
 
-__device__ __forceinline__ void init_barrier(u32 at, u32 count) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" : : "r"(at), "r"(count) : "memory"); }
+__device__ __forceinline__ void init_barrier(u32 at, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" : : "r"(at), "r"(count) : "memory");
+}
 __device__ __forceinline__ void expect_bytes(u32 at, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" : : "r"(at), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ u32 in_block(u32 address, int block) {  // of the cluster
-    u32 there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));
-    return there;
+    u32 remote;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(block));
+    return remote;
 }
-__device__ __forceinline__ void arrive(u32 there) { asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" : : "r"(there) : "memory"); }
+__device__ __forceinline__ void arrive(u32 remote) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" : : "r"(remote) : "memory");
+}
 __device__ __forceinline__ void wait_at(u32 at, u32 phase) {
-    asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}"
-                 : : "r"(at), "r"(phase) : "memory");
+    asm volatile(
+        "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}"
+        :
+        : "r"(at), "r"(phase)
+        : "memory");
 }
 __device__ __forceinline__ void load_box(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-                 : : "r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier) : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+        :
+        : "r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier)
+        : "memory");
 }
-__device__ __forceinline__ void load_box_for(u32 to, const TensorMap* map, int column, int row, u32 barrier, unsigned short blocks) {  // of the cluster
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;"
-                 : : "r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(blocks) : "memory");
+__device__ __forceinline__ void load_box_for(u32 to, const TensorMap* map, int column, int row, u32 barrier,
+                                             unsigned short blocks) {  // of the cluster
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+        "[%1, {%2, %3}], [%4], %5;"
+        :
+        : "r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(blocks)
+        : "memory");
 }
 // What wgmma reads: rows of 128 bytes, swizzled, 8 of them in 1024.
-__device__ __forceinline__ u64 matrix_at(u32 address) { return (u64)1 << 62 | (u64)64 << 32 | (u64)1 << 16 | address >> 4; }
+__device__ __forceinline__ u64 matrix_at(u32 address) {
+    return (u64)1 << 62 | (u64)64 << 32 | (u64)1 << 16 | address >> 4;
+}
 // d [64 outputs, 64 rows] = or += a [64, 32] times b [64, 32], transposed.
 __device__ __forceinline__ void multiply_tiles(float* d, u64 a, u64 b, int add) {
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, "
-                 "%15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, add, 1, 1;\n}"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]),
-                   "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]),
-                   "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
-                   "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-                 : "l"(a), "l"(b), "r"(add));
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, "
+        "%13, %14, "
+        "%15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, add, 1, 1;\n}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+          "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
+          "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
+          "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "l"(a), "l"(b), "r"(add));
 }
 __device__ __forceinline__ void meet_in_cluster() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" : : : "memory");
@@ -58,25 +78,31 @@ __device__ __forceinline__ void meet_in_cluster() {
 __device__ __forceinline__ void meet_for_barriers() {  // which are in no need of fences
     asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" : : : "memory");
 }
-__device__ __forceinline__ float4 load_four(u32 there) {
+__device__ __forceinline__ float4 load_four(u32 remote) {
     float4 r;
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w) : "r"(there) : "memory");
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(r.x), "=f"(r.y), "=f"(r.z), "=f"(r.w)
+                 : "r"(remote)
+                 : "memory");
     return r;
 }
 
 template <int PAIR, int SPLIT, int RING>
-__device__ __forceinline__ void wgmma_fp8(const TensorMap& weight, const TensorMap& x, const float* scales, const float* steps,
-                                          unsigned short* first_out, unsigned short* second_out, unsigned short* third_out,
-                                          int first_end, int second_end, int out_features, int in_features, int loaded, int rows) {
-    constexpr u32 STAGE = (TILE + ROWS) * DEPTH, SUMS = SPLIT > 1 ? 0 : RING * STAGE;  // a block of one tile writes sums over the ring
+__device__ __forceinline__ void wgmma_fp8(const TensorMap& weight, const TensorMap& x, const float* scales,
+                                          const float* steps, unsigned short* first_out, unsigned short* second_out,
+                                          unsigned short* third_out, int first_end, int second_end, int out_features,
+                                          int in_features, int loaded, int rows) {
+    constexpr u32 STAGE = (TILE + ROWS) * DEPTH,
+                  SUMS = SPLIT > 1 ? 0 : RING * STAGE;  // a block of one tile writes sums over the ring
     __shared__ __align__(8) u64 barriers[2 * RING];
     u32 ring = (shared_memory() + 1023) & ~1023u, sums_at = ring + SUMS;
     float* sums = (float*)(memory + (sums_at - shared_memory()));
     u32 full = (u32)__cvta_generic_to_shared(barriers), empty = full + RING * 8;
     int tid = threadIdx.x, member = blockIdx.x % PAIR, rank = blockIdx.x / PAIR % SPLIT;
     int tiles = (out_features + TILE - 1) / TILE, beside = (rows + ROWS * PAIR - 1) / (ROWS * PAIR);
-    int turns = (in_features + DEPTH - 1) / DEPTH, each = (turns + SPLIT - 1) / SPLIT;
-    int from = min(rank * each, turns), to = min(from + each, turns), items = tiles * beside, stride = gridDim.x / (PAIR * SPLIT);
+    int turns = (in_features + DEPTH - 1) / DEPTH, turns_per_block = (turns + SPLIT - 1) / SPLIT;
+    int from = min(rank * turns_per_block, turns), to = min(from + turns_per_block, turns), items = tiles * beside,
+        stride = gridDim.x / (PAIR * SPLIT);
     if (tid == 0) {
         for (int i = 0; i < RING; i++) {
             init_barrier(full + i * 8, 1);
@@ -91,10 +117,12 @@ __device__ __forceinline__ void wgmma_fp8(const TensorMap& weight, const TensorM
     next_may_start();
     if (tid >= MULTIPLIERS) {  // the warp that loads
         if (tid == MULTIPLIERS) {
-            int turn = 0, ahead = min(RING, to - from);  // weights are no other kernel's and are brought ahead, rows are
+            int turn = 0,
+                ahead = min(RING, to - from);  // weights are no other kernel's and are brought ahead, rows are
             u32 bytes = (TILE + loaded) * DEPTH;
             auto load_x = [&](int item, int i, int place) {
-                load_box(ring + place * STAGE + TILE * DEPTH, &x, i * DEPTH, (item % beside * PAIR + member) * ROWS, full + place * 8);
+                load_box(ring + place * STAGE + TILE * DEPTH, &x, i * DEPTH, (item % beside * PAIR + member) * ROWS,
+                         full + place * 8);
             };
             for (int item = blockIdx.x / (PAIR * SPLIT); item < items; item += stride)
                 for (int i = from; i < to; i++, turn++) {
@@ -104,7 +132,8 @@ __device__ __forceinline__ void wgmma_fp8(const TensorMap& weight, const TensorM
                     if (PAIR == 1) load_box(ring + place * STAGE, &weight, i * DEPTH, row, full + place * 8);
                     else {
                         int half = member * (TILE / PAIR);
-                        load_box_for(ring + place * STAGE + half * DEPTH, &weight, i * DEPTH, row + half, full + place * 8, 3 << rank * PAIR);
+                        load_box_for(ring + place * STAGE + half * DEPTH, &weight, i * DEPTH, row + half,
+                                     full + place * 8, 3 << rank * PAIR);
                     }
                     if (turn >= ahead) load_x(item, i, place);
                     else if (turn == ahead - 1) {
@@ -123,20 +152,21 @@ __device__ __forceinline__ void wgmma_fp8(const TensorMap& weight, const TensorM
         float total[32] = {};
         for (int i = from; i < to; i++, turn++) {
             int place = turn % RING;
-            float made[32];
+            float partial[32];
 #pragma unroll
-            for (int j = 0; j < 32; j++) made[j] = 0;
+            for (int j = 0; j < 32; j++) partial[j] = 0;
             wait_at(full + place * 8, turn / RING & 1);
-            u64 a = matrix_at(ring + place * STAGE + across * DEPTH), b = matrix_at(ring + place * STAGE + TILE * DEPTH);
+            u64 a = matrix_at(ring + place * STAGE + across * DEPTH),
+                b = matrix_at(ring + place * STAGE + TILE * DEPTH);
             asm volatile("wgmma.fence.sync.aligned;" : : : "memory");
 #pragma unroll
-            for (int k = 0; k < 4; k++) multiply_tiles(made, a + k * 2, b + k * 2, k);
+            for (int k = 0; k < 4; k++) multiply_tiles(partial, a + k * 2, b + k * 2, k);
             asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" : : : "memory");
 #pragma unroll
-            for (int j = 0; j < 32; j++) asm volatile("" : "+f"(made[j]) : : "memory");  // not to be read before
+            for (int j = 0; j < 32; j++) asm volatile("" : "+f"(partial[j]) : : "memory");  // not to be read before
             if (lane < PAIR) arrive(in_block(empty + place * 8, rank * PAIR + lane));
 #pragma unroll
-            for (int j = 0; j < 32; j++) total[j] += made[j];
+            for (int j = 0; j < 32; j++) total[j] += partial[j];
         }
         wait_for_previous();
         asm volatile("bar.sync 1, %0;" : : "n"(MULTIPLIERS) : "memory");  // all have read the ring, and the sums before
@@ -150,11 +180,12 @@ __device__ __forceinline__ void wgmma_fp8(const TensorMap& weight, const TensorM
         int first = item / beside * TILE, first_row = (item % beside * PAIR + member) * ROWS;
 #pragma unroll 1
         for (int n = tid; n < ROWS / SPLIT * (TILE / 4); n += MULTIPLIERS) {
-            int own = rank * (ROWS / SPLIT) + n / (TILE / 4), request = first_row + own, out = first + n % (TILE / 4) * 4;
+            int local_row = rank * (ROWS / SPLIT) + n / (TILE / 4), request = first_row + local_row,
+                out = first + n % (TILE / 4) * 4;
             if (out >= out_features || request >= rows) continue;
-            float4 sum = *(const float4*)(sums + own * PITCH + out - first);
+            float4 sum = *(const float4*)(sums + local_row * PITCH + out - first);
             if (SPLIT > 1) {
-                u32 at = sums_at + (own * PITCH + out - first) * 4;
+                u32 at = sums_at + (local_row * PITCH + out - first) * 4;
                 sum = load_four(in_block(at, member));
 #pragma unroll
                 for (int block = 1; block < SPLIT; block++) {
@@ -164,24 +195,30 @@ __device__ __forceinline__ void wgmma_fp8(const TensorMap& weight, const TensorM
             }
             float step = steps[request];
             float4 scale = *(const float4*)(scales + out);
-            struct alignas(8) { unsigned short v[4]; } made = {narrow(sum.x * step * scale.x), narrow(sum.y * step * scale.y), narrow(sum.z * step * scale.z), narrow(sum.w * step * scale.w)};
-            unsigned short* target = out < first_end ? first_out + (long long)request * first_end + out
+            struct alignas(8) {
+                unsigned short v[4];
+            } result = {narrow(sum.x * step * scale.x), narrow(sum.y * step * scale.y), narrow(sum.z * step * scale.z),
+                        narrow(sum.w * step * scale.w)};
+            unsigned short* target =
+                out < first_end    ? first_out + (long long)request * first_end + out
                 : out < second_end ? second_out + (long long)request * (second_end - first_end) + out - first_end
-                : third_out + (long long)request * (out_features - second_end) + out - second_end;
-            *(decltype(made)*)target = made;
+                                   : third_out + (long long)request * (out_features - second_end) + out - second_end;
+            *(decltype(result)*)target = result;
         }
     }
     __syncwarp();
-    if (SPLIT > 1 || PAIR > 1) meet_for_barriers();  // none ends before the others have read its sums, and met its barriers
+    if (SPLIT > 1 || PAIR > 1)
+        meet_for_barriers();  // none ends before the others have read its sums, and met its barriers
 }
 
 #define WGMMA(NAME, PAIR, SPLIT, RING) \
-extern "C" __global__ void __cluster_dims__(PAIR * SPLIT, 1, 1) __launch_bounds__(MULTIPLIERS + 32, 2) NAME( \
-    const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, const float* scales, const float* steps, \
-    unsigned short* first_out, unsigned short* second_out, unsigned short* third_out, int first_end, int second_end, \
-    int out_features, int in_features, int loaded, int rows) { \
-    wgmma_fp8<PAIR, SPLIT, RING>(weight, x, scales, steps, first_out, second_out, third_out, first_end, second_end, out_features, \
-                                 in_features, loaded, rows); }
+    extern "C" __global__ void __cluster_dims__(PAIR* SPLIT, 1, 1) __launch_bounds__(MULTIPLIERS + 32, 2) \
+        NAME(const __grid_constant__ TensorMap weight, const __grid_constant__ TensorMap x, const float* scales, \
+             const float* steps, unsigned short* first_out, unsigned short* second_out, unsigned short* third_out, \
+             int first_end, int second_end, int out_features, int in_features, int loaded, int rows) { \
+        wgmma_fp8<PAIR, SPLIT, RING>(weight, x, scales, steps, first_out, second_out, third_out, first_end, \
+                                     second_end, out_features, in_features, loaded, rows); \
+    }
 WGMMA(wgmma_fp8_1_1, 1, 1, 3)
 WGMMA(wgmma_fp8_1_2, 1, 2, 4)
 WGMMA(wgmma_fp8_1_4, 1, 4, 4)

@@ -14,7 +14,6 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -22,12 +21,10 @@ import numpy as np
 from lockstep.errors import CheckError
 from lockstep_gpu import cuda
 from lockstep_gpu.kernels.cublas_lt import Algorithm, CublasLt
+from lockstep_gpu.kernels.library import including
 from lockstep_gpu.kernels.numbers import kind_options
-from lockstep_gpu.kernels.row_kernels import COMMON
 
-FEW_ROWS = COMMON + Path(__file__).with_name("tensor_cores.cu").read_text(encoding="utf-8")
-SOURCE = FEW_ROWS + Path(__file__).with_name("few_rows.cu").read_text(encoding="utf-8")
-# As in tensor_cores.cu.
+# As in tensor_cores.cuh.
 OUTPUTS = 32
 _THREADS = 128
 _STAGES = 4
@@ -144,7 +141,7 @@ class _Shapes:
     def __init__(self, dtype: np.dtype) -> None:
         self.library = CublasLt(dtype)
         self._dtype = dtype
-        self._module = cuda.compile_kernels(SOURCE, kind_options(dtype.name))
+        self._module = cuda.compile_kernels(including("few_rows.cu"), kind_options(dtype.name))
         self._chosen: dict[tuple[int, int], _Shape] = {}
         self._kernel_rows: dict[tuple[tuple[int, ...], int], int] = {}
 

@@ -1,11 +1,8 @@
-"""The types of numbers that kernels compute with, and the start of their sources that knows them (numbers.cu)."""
+"""The types of numbers that kernels compute with (numbers.cuh)."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 KINDS = {"float32": 0, "float16": 1, "bfloat16": 2}  # by NumPy's name: how kernels are told the type of numbers
-NUMBERS = Path(__file__).with_name("numbers.cu").read_text(encoding="utf-8")
 
 
 def kind_options(dtype: str) -> tuple[str, ...]:

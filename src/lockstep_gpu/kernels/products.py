@@ -12,18 +12,15 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from lockstep_gpu import cuda
 from lockstep_gpu.kernels.fp8_gemm import Fp8Gemm, Rows
 from lockstep_gpu.kernels.gemm import MAX_OUTPUTS, Gemm, output_arguments, size_for
+from lockstep_gpu.kernels.library import including
 from lockstep_gpu.kernels.numbers import kind_options
-from lockstep_gpu.kernels.row_kernels import COMMON, PRELUDE
 
-SOURCE = COMMON + Path(__file__).with_name("small_weights.cu").read_text(encoding="utf-8")
-LORA_SOURCE = PRELUDE + Path(__file__).with_name("lora_expand.cu").read_text(encoding="utf-8")
 _ROWS = (8, 16)  # the kernel is compiled for up to this many rows
 MAX_KERNEL_ROWS = 32  # with more, dequantizing the weight and reading it again is faster
 _WIDTHS = (8192, 16384)  # out_features from which a GEMM is wide, and very wide
@@ -100,7 +97,7 @@ class Products:
         """Compile the kernels; dtype: of activations, fp16 or bf16. Those of quantized weights are fp16."""
         self._stream = stream
         self._options = kind_options(dtype.name)
-        self._small = functools.cache(lambda: cuda.compile_kernels(SOURCE))
+        self._small = functools.cache(lambda: cuda.compile_kernels(including("small_weights.cu")))
         self._gemm = Gemm(stream, dtype)
         self._fp8 = functools.cache(lambda: Fp8Gemm(stream))  # not every GPU supports it
         # Buffers for a weight as fp16: the last is the largest; captured graphs may use the others.
@@ -190,7 +187,7 @@ class Products:
             matrices: B of each GEMM, [columns, out_features], or None.
             outs: outs[i] becomes the result i of `base` plus its LoRA term.
         """
-        module = cuda.compile_kernels(LORA_SOURCE, self._options)
+        module = cuda.compile_kernels(including("lora_expand.cu"), self._options)
         calls = list[tuple[dict[int, cuda.Launch], int]]()
         starts = [0]  # of each output in a row of `base`
         columns = list[int]()  # where the product with A of each output starts in `shrunk`; -1: it has none

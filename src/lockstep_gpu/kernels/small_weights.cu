@@ -3,22 +3,29 @@
 // Weights are as MatMulNBits has them: uint8 less 128, or four bits less 8, the first of two in the low half of a byte;
 // scales fp16 [out_features, num_groups], 2^8 times as large as they are, so that few are too small for fp16.
 //
-// gemv, of up to eight rows, or up to sixteen (HALVES is 2): a warp makes 16 * TILES outputs of a part of in_features with
-// mma.m16n8k16: weights are its matrix A, rows of activations the columns of B, sums are fp32. Of a block's warps ACROSS make
-// different outputs of the same columns, so that the L1 cache has the activations that they share, and DEEP the same outputs
-// of different columns; in turn each takes PIECES pieces, one behind the other, of 512 bits of a weight's row for each four
-// lanes. Which of the four lanes holds which column is free in a sum, as long as A and B agree: so each lane reads 16 bytes
-// in order, of weights and of the same columns of activations. Weights are read one turn ahead, the first before the kernel
-// in front has ended; with PREFETCH the L2 cache is told to fetch 256 bytes at a time. A weight may be up to three, one
-// behind the other, each with an output of its own.
-
-typedef unsigned int u32;
+// gemv, of up to eight rows, or up to sixteen (HALVES is 2): a warp makes 16 * TILES outputs of a part of in_features
+// with mma.m16n8k16: weights are its matrix A, rows of activations the columns of B, sums are fp32. Of a block's warps
+// ACROSS make different outputs of the same columns, so that the L1 cache has the activations that they share, and DEEP
+// the same outputs of different columns; in turn each takes PIECES pieces, one behind the other, of 512 bits of a
+// weight's row for each four lanes. Which of the four lanes holds which column is free in a sum, as long as A and B
+// agree: so each lane reads 16 bytes in order, of weights and of the same columns of activations. Weights are read one
+// turn ahead, the first before the kernel in front has ended; with PREFETCH the L2 cache is told to fetch 256 bytes at
+// a time. A weight may be up to three, one behind the other, each with an output of its own.
+#include "overlap.cuh"
 
 #define UNSCALE 0.00390625f
 
 #ifndef ON_HOST  // where the test has its own
-__device__ __forceinline__ u32 sub2(u32 a, u32 b) { u32 r; asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
-__device__ __forceinline__ u32 mul2(u32 a, u32 b) { u32 r; asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b)); return r; }
+__device__ __forceinline__ u32 sub2(u32 a, u32 b) {
+    u32 r;
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+__device__ __forceinline__ u32 mul2(u32 a, u32 b) {
+    u32 r;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
 __device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
     u32 r;
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
@@ -30,25 +37,31 @@ __device__ __forceinline__ u32 mask_or(u32 a, u32 mask, u32 bits) {
     return r;
 }
 __device__ __forceinline__ void mma(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+        "%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 __device__ __forceinline__ uint4 stream(const uint4* from) {  // read once: not kept in L1
     uint4 r;
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(from));
+                 : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+                 : "l"(from));
     return r;
 }
 __device__ __forceinline__ uint4 stream_ahead(const uint4* from) {
     uint4 r;
     asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(from));
+                 : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+                 : "l"(from));
     return r;
 }
 #endif
 
-// The numbers of one word as pairs of fp16. Four bits: pairs (0, 4), (1, 5), (2, 6), (3, 7). Exact: 1024 + q has them all.
-template <int BITS> __device__ __forceinline__ void unpack(u32 word, u32 scale, u32* pairs) {
+// The numbers of one word as pairs of fp16. Four bits: pairs (0, 4), (1, 5), (2, 6), (3, 7). Exact: 1024 + q has them
+// all.
+template <int BITS>
+__device__ __forceinline__ void unpack(u32 word, u32 scale, u32* pairs) {
     if (BITS == 8) {
         pairs[0] = mul2(sub2(__byte_perm(word, 0x64646464u, 0x4140), 0x64806480u), scale);
         pairs[1] = mul2(sub2(__byte_perm(word, 0x64646464u, 0x4342), 0x64806480u), scale);
@@ -62,19 +75,21 @@ template <int BITS> __device__ __forceinline__ void unpack(u32 word, u32 scale, 
 }
 
 template <int BITS, int TILES, int ACROSS, int DEEP, int HALVES, int PIECES, bool PREFETCH>
-__device__ __forceinline__ void gemv(const uint4* weight, const unsigned short* scales, const uint4* x, unsigned short* first_out,
-                                     unsigned short* second_out, unsigned short* third_out, int first_end, int second_end,
-                                     int out_features, int in_features, int group_size, int rows) {
+__device__ __forceinline__ void gemv(const uint4* weight, const unsigned short* scales, const uint4* x,
+                                     unsigned short* first_out, unsigned short* second_out, unsigned short* third_out,
+                                     int first_end, int second_end, int out_features, int in_features, int group_size,
+                                     int rows) {
     constexpr int LANE = 128 / BITS, PARTS = LANE / 8;  // columns of a lane, and how many 16 bytes they are as fp16
-    constexpr int WORD = 32 / BITS / 2;  // pairs
+    constexpr int WORD = 32 / BITS / 2;                 // pairs
     constexpr int OUTPUTS = ACROSS * TILES * 16, THREADS = ACROSS * DEEP * 32;
-    constexpr int TURN = 4 * PIECES, STEP = DEEP * TURN;  // units that a warp takes at once, and those that share its outputs
+    constexpr int TURN = 4 * PIECES,
+                  STEP = DEEP * TURN;  // units that a warp takes at once, and those that share its outputs
     __shared__ float sums[DEEP][OUTPUTS][8 * HALVES + 1];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4, four = lane % 4;
     int across = warp % ACROSS, deep = warp / ACROSS;
     int first = blockIdx.x * OUTPUTS, groups = in_features / group_size;
     int units = in_features / LANE;  // of 16 bytes, in a row of the weight
-    float found[TILES][HALVES][4] = {};
+    float acc[TILES][HALVES][4] = {};
     const uint4* from[2 * TILES];
     const unsigned short* scale_from[2 * TILES];
 #pragma unroll
@@ -104,13 +119,13 @@ __device__ __forceinline__ void gemv(const uint4* weight, const unsigned short* 
     wait_for_previous();
 #pragma unroll 1
     for (int at = deep * TURN; at < units; at += STEP) {
-        uint4 held[PIECES][2 * TILES];
+        uint4 words[PIECES][2 * TILES];
         u32 scale[PIECES][2 * TILES];
 #pragma unroll
         for (int n = 0; n < PIECES; n++)
 #pragma unroll
             for (int i = 0; i < 2 * TILES; i++) {
-                held[n][i] = next[n][i];
+                words[n][i] = next[n][i];
                 scale[n][i] = next_scale[n][i] * 0x10001u;
             }
         if (at + STEP < units) load(at + STEP);
@@ -130,7 +145,7 @@ __device__ __forceinline__ void gemv(const uint4* weight, const unsigned short* 
             }
 #pragma unroll
             for (int tile = 0; tile < TILES; tile++) {
-                const u32 *low = (const u32*)&held[n][2 * tile], *high = (const u32*)&held[n][2 * tile + 1];
+                const u32 *low = (const u32*)&words[n][2 * tile], *high = (const u32*)&words[n][2 * tile + 1];
                 u32 a[2][4 * WORD];
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
@@ -141,7 +156,7 @@ __device__ __forceinline__ void gemv(const uint4* weight, const unsigned short* 
                 for (int i = 0; i < HALVES * 4 * WORD; i += 2) {
                     int other = i / (4 * WORD), k = i % (4 * WORD);
                     const u32* columns = (const u32*)b[other];
-                    mma(found[tile][other], a[0][k], a[1][k], a[0][k + 1], a[1][k + 1], columns[k], columns[k + 1]);
+                    mma(acc[tile][other], a[0][k], a[1][k], a[0][k + 1], a[1][k + 1], columns[k], columns[k + 1]);
                 }
             }
         }
@@ -150,7 +165,8 @@ __device__ __forceinline__ void gemv(const uint4* weight, const unsigned short* 
     for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
         for (int i = 0; i < HALVES * 4; i++)
-            sums[deep][(across * TILES + tile) * 16 + row + i % 4 / 2 * 8][i / 4 * 8 + four * 2 + i % 2] = found[tile][i / 4][i % 4];
+            sums[deep][(across * TILES + tile) * 16 + row + i % 4 / 2 * 8][i / 4 * 8 + four * 2 + i % 2] =
+                acc[tile][i / 4][i % 4];
     __syncthreads();
     for (int i = threadIdx.x; i < OUTPUTS * rows; i += THREADS) {
         int of = i % OUTPUTS, request = i / OUTPUTS, out = first + of;
@@ -166,11 +182,14 @@ __device__ __forceinline__ void gemv(const uint4* weight, const unsigned short* 
 }
 
 #define GEMV(NAME, BITS, TILES, ACROSS, DEEP, HALVES, PIECES, PREFETCH, THREADS) \
-extern "C" __global__ void __launch_bounds__(THREADS) NAME( \
-    const uint4* weight, const unsigned short* scales, const uint4* x, unsigned short* first_out, unsigned short* second_out, \
-    unsigned short* third_out, int first_end, int second_end, int out_features, int in_features, int group_size, int rows) { \
-    gemv<BITS, TILES, ACROSS, DEEP, HALVES, PIECES, PREFETCH>(weight, scales, x, first_out, second_out, third_out, first_end, \
-                                                              second_end, out_features, in_features, group_size, rows); }
+    extern "C" __global__ void __launch_bounds__(THREADS) \
+        NAME(const uint4* weight, const unsigned short* scales, const uint4* x, unsigned short* first_out, \
+             unsigned short* second_out, unsigned short* third_out, int first_end, int second_end, int out_features, \
+             int in_features, int group_size, int rows) { \
+        gemv<BITS, TILES, ACROSS, DEEP, HALVES, PIECES, PREFETCH>(weight, scales, x, first_out, second_out, third_out, \
+                                                                  first_end, second_end, out_features, in_features, \
+                                                                  group_size, rows); \
+    }
 // gemv_BITS_OUTPUTS_WARPS_ROWS, OUTPUTS and WARPS of a block. The fastest on an H200 for 4096, 12288 and 22016 outputs:
 // products.py chooses.
 GEMV(gemv_8_16_16_8, 8, 1, 1, 16, 1, 1, true, 512)
@@ -186,30 +205,33 @@ GEMV(gemv_4_64_4_16, 4, 2, 2, 2, 2, 2, true, 128)
 
 // A weight as fp16. A thread has eight numbers of one group.
 template <int BITS>
-__device__ __forceinline__ void dequantize(const unsigned char* weight, const unsigned short* scales, uint4* out, int in_features,
-                                           int group_size, long long count) {
+__device__ __forceinline__ void dequantize(const unsigned char* weight, const unsigned short* scales, uint4* out,
+                                           int in_features, int group_size, long long count) {
     long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= count) return;
     float scale = number_of_half(scales[i * 8 / group_size]) * UNSCALE;  // rows are whole groups
-    union { unsigned short numbers[8]; uint4 all; } found;
+    union {
+        unsigned short numbers[8];
+        uint4 all;
+    } result;
     if (BITS == 8) {
-        uint2 held = *(const uint2*)(weight + i * 8);
+        uint2 codes = *(const uint2*)(weight + i * 8);
         for (int j = 0; j < 8; j++) {
-            int q = (j < 4 ? held.x >> 8 * j : held.y >> 8 * (j - 4)) & 255;
-            found.numbers[j] = narrow((q - 128) * scale);
+            int q = (j < 4 ? codes.x >> 8 * j : codes.y >> 8 * (j - 4)) & 255;
+            result.numbers[j] = narrow((q - 128) * scale);
         }
     } else {
-        u32 held = *(const u32*)(weight + i * 4);
-        for (int j = 0; j < 8; j++) found.numbers[j] = narrow(((int)(held >> 4 * j & 15) - 8) * scale);
+        u32 codes = *(const u32*)(weight + i * 4);
+        for (int j = 0; j < 8; j++) result.numbers[j] = narrow(((int)(codes >> 4 * j & 15) - 8) * scale);
     }
-    out[i] = found.all;
+    out[i] = result.all;
 }
 
-extern "C" __global__ void dequantize_8(const unsigned char* weight, const unsigned short* scales, uint4* out, int in_features,
-                                        int group_size, int out_features) {
+extern "C" __global__ void dequantize_8(const unsigned char* weight, const unsigned short* scales, uint4* out,
+                                        int in_features, int group_size, int out_features) {
     dequantize<8>(weight, scales, out, in_features, group_size, (long long)out_features * in_features / 8);
 }
-extern "C" __global__ void dequantize_4(const unsigned char* weight, const unsigned short* scales, uint4* out, int in_features,
-                                        int group_size, int out_features) {
+extern "C" __global__ void dequantize_4(const unsigned char* weight, const unsigned short* scales, uint4* out,
+                                        int in_features, int group_size, int out_features) {
     dequantize<4>(weight, scales, out, in_features, group_size, (long long)out_features * in_features / 8);
 }

@@ -3,56 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from lockstep.errors import CheckError
 from lockstep_gpu.cuda import Array, Kernel, Stream, compile_kernels
+from lockstep_gpu.kernels.library import including
 from lockstep_gpu.kernels.numbers import KINDS
 
-_SOURCE = r"""
-__device__ long long integer(const void* values, int wide, long long i) {
-    return wide ? ((const long long*)values)[i] : ((const int*)values)[i];
-}
-
-__device__ float number(const void* values, int kind, long long i) {
-    if (kind == 0) return ((const float*)values)[i];
-    unsigned short bits = ((const unsigned short*)values)[i];
-    float result;
-    if (kind == 1) asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(bits));
-    else result = __uint_as_float((unsigned)bits << 16);
-    return result;
-}
-
-// One block a token and head. Sizes are counted in units of T. A token of row -1 is not written.
-template <typename T>
-__device__ void write_cache(const T* key, const T* value, T* keys, T* values, const int* rows, const void* positions, int wide,
-                            int capacity, int heads, int key_size, int value_size) {
-    int token = blockIdx.x, head = blockIdx.y, row = rows[token];
-    if (row < 0) return;
-    long long place = ((long long)row * heads + head) * capacity + integer(positions, wide, token);
-    long long from = (long long)token * heads + head;
-    for (int i = threadIdx.x; i < key_size; i += blockDim.x) keys[place * key_size + i] = key[from * key_size + i];
-    for (int i = threadIdx.x; i < value_size; i += blockDim.x) values[place * value_size + i] = value[from * value_size + i];
-}
-
-// One block a token: 1 in the columns of its adapter, else 0. kind: as `number`'s.
-extern "C" __global__ void adapter_mask(const void* ids, int wide, void* mask, int kind, int columns, int rank) {
-    long long id = integer(ids, wide, blockIdx.x), first = (long long)blockIdx.x * columns;
-    for (int i = threadIdx.x; i < columns; i += blockDim.x) {
-        bool own = i / rank == id;
-        if (kind == 0) ((float*)mask)[first + i] = own ? 1.0f : 0.0f;
-        else ((unsigned short*)mask)[first + i] = own ? (kind == 1 ? 0x3c00 : 0x3f80) : 0;
-    }
-}
-
-#define WRITE(NAME, T) \
-extern "C" __global__ void NAME(const T* key, const T* value, T* keys, T* values, const int* rows, const void* positions, int wide, \
-                                int capacity, int heads, int key_size, int value_size) { \
-    write_cache<T>(key, value, keys, values, rows, positions, wide, capacity, heads, key_size, value_size); }
-WRITE(write_cache_2, unsigned short)
-WRITE(write_cache_16, uint4)
-"""  # noqa: E501
-SOURCE = _SOURCE + Path(__file__).with_name("next_token.cu").read_text(encoding="utf-8")
 _MAX_VOCAB_SIZE = 1 << 20  # ID_BITS in next_token.cu
 _THREADS = 1024  # THREADS in next_token.cu
 
@@ -61,7 +17,7 @@ class Kernels:
     """The kernels, compiled for this GPU; wide: token ids and positions are int64."""
 
     def __init__(self, wide: bool):
-        module = compile_kernels(SOURCE)
+        module = compile_kernels(including("step.cu", "next_token.cu"))
         self.wide = int(wide)
         self._write: dict[int, Kernel] = {2: module["write_cache_2"], 16: module["write_cache_16"]}
         self._advance = module["advance"]

@@ -1,6 +1,6 @@
 """All-reduce and all-gather over the ranks of a model, by one kernel per rank.
 
-Small all-reduces can be fused into the kernel that reads the sum (sums.cu,
+Small all-reduces can be fused into the kernel that reads the sum (sums.cuh,
 `GpuExecutable.prepare_fused_all_reduce`). The ranks run in one process, on devices with peer access.
 
 The kernels of all ranks wait for each other, so a call must be enqueued on every rank before the host waits for any
@@ -10,21 +10,18 @@ device: the executor enqueues call by call, and each call on all ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
 from lockstep.errors import CheckError
 from lockstep_gpu import cuda
 from lockstep_gpu.device import Device
+from lockstep_gpu.kernels.library import including
 from lockstep_gpu.kernels.numbers import KINDS
-from lockstep_gpu.kernels.row_kernels import COMMON
 
-SUMS = Path(__file__).with_name("sums.cu").read_text(encoding="utf-8")
-SOURCE = Path(__file__).with_name("all_reduce.cu").read_text(encoding="utf-8")
-_BLOCKS = 128  # MOST_BLOCKS in sums.cu
+_BLOCKS = 128  # MOST_BLOCKS in sums.cuh
 _UNIT = 16  # bytes
-_PEER_ARRAYS = "inbox", "flags", "values", "terms"  # in the order of sums.cu
+_PEER_ARRAYS = "inbox", "flags", "values", "terms"  # in the order of sums.cuh
 _GIVEN_UP = 0xFFFFFFFF
 # Seconds that a rank waits for another one: less than the server's --stall, so that the error names the rank.
 TIMEOUT_S = 30
@@ -47,8 +44,8 @@ class Exchange:
         self.world = world
         self._slot = slot
         device.use()
-        self.options = f"-DWORLD={world}", f"-DROOM={room}"  # for compiling any source that includes `sums.cu`
-        module = cuda.compile_kernels(COMMON + SUMS + SOURCE, self.options)
+        self.options = f"-DWORLD={world}", f"-DROOM={room}"  # for compiling any source that includes `sums.cuh`
+        module = cuda.compile_kernels(including("all_reduce.cu"), self.options)
         self._reduce = module["all_reduce"]
         self._gather = module["all_gather"]
         what = "sums over ranks"
@@ -116,7 +113,7 @@ class Exchange:
 
     @property
     def group(self) -> tuple[cuda.Array | int, ...]:
-        """Return the kernel arguments of sums.cu's Group."""
+        """Return the kernel arguments of sums.cuhh's Group."""
         return self._peers, self._state, self._lost, self.rank, self._slot, TIMEOUT_S
 
     def give_up(self) -> None:

@@ -1,6 +1,6 @@
 """A watchdog for ranks whose device hangs, for which the host would wait forever.
 
-A kernel that waits too long for another rank gives up and records that rank in page-locked memory (sums.cu). If the
+A kernel that waits too long for another rank gives up and records that rank in page-locked memory (sums.cuh). If the
 host is waiting for a healthy rank, it reads the record and ends the step. If it is waiting for the rank that hangs, the
 library call never returns: then this thread names the rank and ends the process.
 """

@@ -30,10 +30,9 @@ SOURCE = r"""
 #define ON_HOST
 #include "fake_gpu/host_block.h"
 #include <cmath>
-typedef unsigned int u32;
 inline int min(int a, int b) { return a < b ? a : b; }
 #include "fake_gpu/host_numbers.h"
-#include "numbers.cu"
+#include "numbers.cuh"
 inline float part(u32 pair, int high) { return number(high ? pair >> 16 : pair & 0xffff); }
 inline void next_may_start() {}
 inline void wait_for_previous() {}
@@ -69,7 +68,6 @@ void mma(float* d, const u32* a, const u32* b) {
     host_block::wait(host_block::warps[self / 32]);
     threadIdx.x = self;
 }
-#include "tensor_cores.cu"
 """
 HALVES = r"""
 #include "few_rows.cu"
@@ -88,11 +86,12 @@ void load_across(u32 from, u32* r) {
         memcpy((unsigned short*)r + i, memory + row + lane / 4 * 2, 2);
     }
 }
-#include "expert_rows.cu"
+#include "expert_rows.cuh"
 """
 SORT = (
     EXPERT_ROWS
     + r"""
+#include "sort_by_expert.cu"
 extern "C" void run_sort(const int* ids, int* order, Tile* tiles, int experts, int tile_rows, int rows) {
     launch(1, [=] { sort_by_expert(ids, order, tiles, experts, tile_rows, rows); });
 }
@@ -149,7 +148,6 @@ template <int WARPS> u32 block_max(u32 value) {
     for (int warp = 0; warp < WARPS; warp++) value = max(value, largest[warp]);
     return value;
 }
-#include "e4m3.cu"
 #include "fp8_products.cu"
 extern "C" void run_quantize_rows(int blocks, const unsigned short* x, unsigned char* codes, float* steps, int ins) {
     launch(blocks, [=] { quantize_rows(x, codes, steps, ins); });

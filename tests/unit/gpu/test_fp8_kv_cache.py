@@ -38,7 +38,7 @@ from lockstep.verify.rounded import rounded_heads as rounded
 SIZES = {name: getattr(LIMITS, name) for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
 COMPILER = shutil.which("c++") or shutil.which("g++")
 TESTS = Path(__file__).parents[2]
-KERNELS = TESTS.parent / "src" / "lockstep_gpu" / "attention"
+KERNELS = TESTS.parent / "src" / "lockstep_gpu" / "kernels"
 DIM = 40
 VALUE_DIM = 24
 HEADS = 3
@@ -47,8 +47,6 @@ SOURCE = """
 #include "fake_gpu/host_block.h"
 #include "fake_gpu/host_numbers.h"
 #include "fake_gpu/host_attention.h"
-#include "rope_tables.cu"
-#include "fp8_heads.cu"
 #include "fp8_pages.cu"
 extern "C" void write(int tokens, const float* key, const Bits* value, Code* keys, Code* values, const float* own,
                       const float* other, const int* partner, const int* rows, const long long* positions,
@@ -79,7 +77,7 @@ def kernels(tmp_path_factory):
         "WIDE": 1,
         "SEPARATE": 0,
         "GROUP": 2,
-        "GIVEN": 0,
+        "QK_KIND": 0,
     }
     options = ["-std=c++17", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", "-Wl,-Bsymbolic"]
     options += [f"-D{name}={size}" for name, size in sizes.items()]

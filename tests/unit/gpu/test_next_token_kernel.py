@@ -21,10 +21,8 @@ KERNEL = TESTS.parent / "src" / "lockstep_gpu" / "kernels" / "next_token.cu"
 COMPILER = shutil.which("c++") or shutil.which("g++")
 SOURCE = """
 #include "fake_gpu/host_block.h"
-long long integer(const void* values, int wide, long long i) {
-    return wide ? ((const long long*)values)[i] : ((const int*)values)[i];
-}
-float number(const void* values, int kind, long long i) { return ((const float*)values)[i]; }
+#include "fake_gpu/host_numbers.h"
+#define ON_HOST
 #include "KERNEL"
 extern "C" void run(int rows, const void* logits, int size, const int* slots, const void* held, int limit,
                     const void* given, const void* at, const void* samplings, void* const* tables, int* found,
@@ -35,14 +33,14 @@ extern "C" void run(int rows, const void* logits, int size, const int* slots, co
                                positions, wide); });
 }
 extern "C" void tell(int rows, const void* part, int size, int first, const int* slots, void* told) {
-    launch(rows, [=] { largest(part, 0, size, first, slots, (Told*)told); });
+    launch(rows, [=] { largest(part, 0, size, first, slots, (RankArgmax*)told); });
 }
 extern "C" void decide(int rows, const void* told, int ranks, const int* slots, const void* held, int limit, int* found,
                        void* tokens, void* positions, int wide) {
-    launch(rows, [=] { choose((const Told*)told, ranks, slots, held, limit, found, tokens, positions, wide); });
+    launch(rows, [=] { choose((const RankArgmax*)told, ranks, slots, held, limit, found, tokens, positions, wide); });
 }
-extern "C" void words(Wide* out, Wide block, Wide position, Wide seed, Wide choice) {
-    philox(*(Wide(*)[4])out, block, position, seed, choice);
+extern "C" void words(u64* out, u64 block, u64 position, u64 seed, u64 choice) {
+    philox(*(u64(*)[4])out, block, position, seed, choice);
 }
 """
 

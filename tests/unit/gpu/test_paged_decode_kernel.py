@@ -19,19 +19,15 @@ TESTS = Path(__file__).parents[2]
 sys.path.append(str(TESTS / "gpu"))
 from test_gpu_kernels import Rows, decoding  # noqa: E402
 
-KERNELS = TESTS.parent / "src" / "lockstep_gpu" / "attention"
+KERNELS = TESTS.parent / "src" / "lockstep_gpu" / "kernels"
 COMPILER = shutil.which("c++") or shutil.which("g++")
 SOURCE = """
 #define BLOCK_THREADS THREADS
 #include "fake_gpu/host_block.h"
 #include "fake_gpu/host_numbers.h"
 #include "fake_gpu/host_attention.h"
-#include "rope_tables.cu"
-#if FP8
-#include "fp8_heads.cu"
-#endif
 #include "paged_decode.cu"
-extern "C" void run(int shares, int requests, const Given* query, const Given* key, const Bits* value, Bits* out,
+extern "C" void run(int shares, int requests, const QK* query, const QK* key, const Bits* value, Bits* out,
                     Cached* keys, Cached* values, const float* own, const float* other, const int* partner,
                     const int* rows, const int* positions, const int* pages, int pages_per_row, float scale,
                     float* partials, float* stats, int* counters) {
@@ -72,7 +68,7 @@ def test_rows_attend_to_what_their_pages_hold(tmp_path, kv_heads, group, sizes, 
     vars(spec).update({"sinks": False, "fp8": False} | more)
     head_group = min(group, 4 if spec.head_dim > 128 else 8)
     values = {
-        "KIND": 1, "GIVEN": int(spec.query_dtype == "float16"), "WIDE": 0, "KV_HEADS": kv_heads, "GROUP": group,
+        "KIND": 1, "QK_KIND": int(spec.query_dtype == "float16"), "WIDE": 0, "KV_HEADS": kv_heads, "GROUP": group,
         "HEADS": head_group, "DIM": spec.head_dim, "VALUE_DIM": spec.value_dim, "WINDOW": spec.window,
         "SINKS": int(spec.sinks), "FP8": int(spec.fp8), "SEPARATE": int(spec.separate_rope), "PAGE": PAGE,
         "THREADS": 128, "BY_ROW": 0, "SOFTCAP": int(np.float32(spec.softcap).view(np.uint32)),

@@ -18,7 +18,8 @@ from lockstep.onnx_tools.cut_products import cut_products
 from lockstep.onnx_tools.prepare import random_inputs
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.weights import e4m3
-from lockstep_gpu.kernels.row_kernels import CHOICES, E4M3, INDEX, PRELUDE, ROWS, SCALES, SCALES_TIMES, RowKernel
+from lockstep_gpu.kernels.library import including, library
+from lockstep_gpu.kernels.row_kernels import CHOICES, INDEX, ROWS, SCALES, SCALES_TIMES, RowKernel
 from lockstep_gpu.kernels.row_operators import EXPRESSIONS, row_kernel
 from shared import Shared
 from some import some
@@ -260,7 +261,7 @@ def run(kernel: RowKernel, feeds: dict[str, np.ndarray], outputs: dict[str, np.n
     results = {name: wider(np.zeros_like(outputs[name], types[name])) for name in kernel.outputs}
     for array in results.values():
         add(array, array.shape[1])
-    text = compiled.source(PRELUDE + E4M3 + kernel.source, kernel.name)
+    text = compiled.source(compiled.flat(including("rows.cuh", "e4m3.cuh"), library()) + kernel.source, kernel.name)
     assert text.startswith(f"// {kernel.threads} threads")
     rows = len(next(iter(outputs.values())))
     codes = {name: np.zeros((rows, outputs[name].shape[1]), np.uint8) for name in kernel.quantized}

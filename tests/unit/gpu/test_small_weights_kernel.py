@@ -29,7 +29,7 @@ struct uint4 { u32 x, y, z, w; };
 struct uint2 { u32 x, y; };
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 #include "fake_gpu/host_numbers.h"
-#include "numbers.cu"
+#include "numbers.cuh"
 inline float part(u32 pair, int high) { return number(high ? pair >> 16 : pair & 0xffff); }
 template <typename F> u32 pairs(F f) { return narrow(f(0)) | (u32)narrow(f(1)) << 16; }
 inline u32 sub2(u32 a, u32 b) { return pairs([=](int i) { return part(a, i) - part(b, i); }); }

@@ -13,11 +13,10 @@ import onnx.parser
 import pytest
 
 from lockstep.errors import CheckError
-from lockstep_gpu.kernels.row_kernels import PRELUDE
 from lockstep_gpu.state_kernels import THREADS, StateKernelSpec, check_state_graph
 
 TESTS = Path(__file__).parents[2]
-KERNELS = TESTS.parent / "src" / "lockstep_gpu" / "kernels" / "state_mixers.cu"
+KERNELS = TESTS.parent / "src" / "lockstep_gpu" / "kernels"
 COMPILER = shutil.which("c++") or shutil.which("g++")
 HEAD = r"""
 #define ON_HOST
@@ -55,7 +54,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 
 def compiled(spec: StateKernelSpec, folder: Path) -> ctypes.CDLL:
-    (folder / "kernel.cpp").write_text(HEAD + PRELUDE + KERNELS.read_text() + TAIL)
+    (folder / "kernel.cpp").write_text(HEAD + '#include "state_mixers.cu"\n' + TAIL)
     sizes = {"BLOCK_THREADS": THREADS, "THREADS": THREADS, "WIDE": 1, **spec.sizes}
     flags = [
         "-std=c++17",
@@ -64,6 +63,7 @@ def compiled(spec: StateKernelSpec, folder: Path) -> ctypes.CDLL:
         "-shared",
         "-fPIC",
         f"-I{TESTS}",
+        f"-I{KERNELS}",
         *(f"-D{key}={size}" for key, size in sizes.items()),
     ]
     done = subprocess.run(

@@ -61,7 +61,7 @@ def test_a_stage_is_its_own_code_and_that_of_its_backend() -> None:
 def test_the_kernels_are_part_of_what_runs_them() -> None:
     """Sources that no import names, of the folders of modules and below them."""
     files = names(with_data(reach("stages.golden", "cuda")))
-    assert names(SOURCES.rglob("*.cu")) <= files
+    assert names(SOURCES.rglob("*.cu*")) <= files
     assert {"lockstep/report/templates/index.html"} <= names(with_data(reach("report.renew")))
 
 

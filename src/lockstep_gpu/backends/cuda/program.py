@@ -26,15 +26,14 @@ from lockstep_gpu.kernels.expert_products import ExpertOrder, ExpertStack, large
 from lockstep_gpu.kernels.expert_products import bind as bind_experts
 from lockstep_gpu.kernels.fp8_gemm import Rows
 from lockstep_gpu.kernels.gemm import ALIGNED
+from lockstep_gpu.kernels.library import including
 from lockstep_gpu.kernels.numbers import kind_options
 from lockstep_gpu.kernels.products import Adapters, Products, SmallWeight, StridedView
 from lockstep_gpu.kernels.row_kernels import (
     CHOICES,
-    E4M3,
     INDEX,
     INTEGERS,
     OF_WEIGHTS,
-    PRELUDE,
     ROWS,
     SCALES,
     SCALES_TIMES,
@@ -42,7 +41,7 @@ from lockstep_gpu.kernels.row_kernels import (
     RowKernel,
 )
 from lockstep_gpu.program import Arrays, Bound, GpuExecutable, GpuProgram, Shapes
-from lockstep_gpu.ranks.all_reduce import SUMS, Exchange
+from lockstep_gpu.ranks.all_reduce import Exchange
 from lockstep_gpu.tensor import Tensor
 from lockstep_gpu.weights import DeviceWeights, Uploads, WeightCast
 
@@ -117,15 +116,15 @@ class KernelsProgram(GpuProgram):
         if not self.kernels:
             return {}
         self.device.use()
-        source = self._prelude + "".join(kernel.source for kernel in self.kernels)
+        source = self._includes + "".join(kernel.source for kernel in self.kernels)
         module = cuda.compile_kernels(source, kind_options(self.block.dtype))
         return {kernel.name: module[kernel.name] for kernel in self.kernels}
 
     @property
-    def _prelude(self) -> str:
+    def _includes(self) -> str:
         if any(kernel.quantized for kernel in self.kernels):
-            return PRELUDE + E4M3
-        return PRELUDE
+            return including("rows.cuh", "e4m3.cuh")
+        return including("rows.cuh")
 
     def summing(self, kernel: RowKernel, name: str, exchange: Exchange) -> cuda.Kernel | None:
         """Return the kernel that sums an argument over the ranks first; None where it cannot."""
@@ -133,7 +132,7 @@ class KernelsProgram(GpuProgram):
         if source is None:
             return None
         options = *exchange.options, *kind_options(self.block.dtype)
-        return cuda.compile_kernels(self._prelude + SUMS + source, options)[kernel.name]
+        return cuda.compile_kernels(self._includes + including("sums.cuh") + source, options)[kernel.name]
 
     def lies_beside(self, group: Group) -> bool:
         """Return whether a group's results may share one buffer: if only kernels read them."""

@@ -1,36 +1,59 @@
 // What is sent between the ranks of a model (WORLD of them), and sums that are made where they are read.
 //
-// Each rank writes into its place of every other's memory. A number counts the launches, the same on all ranks: a rank that is in launch n has ended launch n-1, in
-// which it saw all others begin that one, so each has ended launch n-2, whose memory may be written now. Sums are made in rank order, in float32, and rounded once:
-// all ranks hold the same bits.
+// Each rank writes into its place of every other's memory. A number counts the launches, the same on all ranks: a rank
+// that is in launch n has ended launch n-1, in which it saw all others begin that one, so each has ended launch n-2,
+// whose memory may be written now. Sums are made in rank order, in float32, and rounded once: all ranks hold the same
+// bits.
 //
-// Terms of sums go without flags or fences: memory for them holds EMPTY, NaN that nobody sends, until they have come. It has three parts in turn: what has come in one
-// launch is emptied in the next, and written in the one behind that.
+// Terms of sums go without flags or fences: memory for them holds EMPTY, NaN that nobody sends, until they have come.
+// It has three parts in turn: what has come in one launch is emptied in the next, and written in the one behind that.
 //
-// A rank that waits too long notes for whom, on the host too, and waits no more; the host may note that nobody will come. Threads look at the host only when they have
-// waited long: its memory answers reads of one address one at a time, in 1 us each. A thousand warps that read it end a sum a millisecond late, so that the other ranks
-// wait for the next one, and read it too.
+// A rank that waits too long notes for whom, on the host too, and waits no more; the host may note that nobody will
+// come. Threads look at the host only when they have waited long: its memory answers reads of one address one at a
+// time, in 1 us each. A thousand warps that read it end a sum a millisecond late, so that the other ranks wait for the
+// next one, and read it too.
+#pragma once
+#include "numbers.cuh"
+
+#ifndef WORLD  // for editors and checks of the syntax
+#define WORLD 2
+#define ROOM 64
+#endif
+
 #ifndef ON_HOST  // where the test has its own
-typedef unsigned long long Wide;
 
 constexpr int MOST_BLOCKS = 128;  // a launch has at most, where flags are raised
 constexpr unsigned EMPTY = 0xffffffffu;
 constexpr long long LATE = 100000000;  // nanoseconds after which a thread that waits looks at the host
 
 struct Group {
-    const Wide* peers;  // addresses at each rank, [inbox, flags, values, terms][WORLD]
-    unsigned* state;    // of this rank: number of the last launch, blocks that are through, rank that did not come, plus 1, units of terms that came
-    unsigned* lost;     // on the host, the last of these; other than 0: nobody is waited for
-    int rank, slot;     // slot: units (of 16 bytes) of a rank's place in an inbox; ROOM: of terms
-    long long limit;    // nanoseconds
+    const u64* peers;  // addresses at each rank, [inbox, flags, values, terms][WORLD]
+    unsigned* state;   // of this rank: number of the last launch, blocks that are through, rank that did not come, plus
+                       // 1, units of terms that came
+    unsigned* lost;    // on the host, the last of these; other than 0: nobody is waited for
+    int rank, slot;    // slot: units (of 16 bytes) of a rank's place in an inbox; ROOM: of terms
+    long long limit;   // nanoseconds
 
     __device__ Group(const void* peers, void* state, void* lost, int rank, int slot, int seconds)
-        : peers((const Wide*)peers), state((unsigned*)state), lost((unsigned*)lost), rank(rank), slot(slot), limit(seconds * 1000000000ll) {}
-    __device__ uint4* inbox(int at, unsigned launch, int from) const { return (uint4*)peers[at] + ((long long)(launch & 1) * WORLD + from) * slot; }
-    __device__ unsigned* flag(int at, int phase, int from) const { return (unsigned*)peers[WORLD + at] + (phase * WORLD + from) * MOST_BLOCKS + blockIdx.x; }
+        : peers((const u64*)peers),
+          state((unsigned*)state),
+          lost((unsigned*)lost),
+          rank(rank),
+          slot(slot),
+          limit(seconds * 1000000000ll) {}
+    __device__ uint4* inbox(int at, unsigned launch, int from) const {
+        return (uint4*)peers[at] + ((long long)(launch & 1) * WORLD + from) * slot;
+    }
+    __device__ unsigned* flag(int at, int phase, int from) const {
+        return (unsigned*)peers[WORLD + at] + (phase * WORLD + from) * MOST_BLOCKS + blockIdx.x;
+    }
     // Where a rank writes the address of its values for this block of another one.
-    __device__ volatile Wide* values(int at, int from) const { return (volatile Wide*)peers[2 * WORLD + at] + from * MOST_BLOCKS + blockIdx.x; }
-    __device__ uint4* terms(int at, unsigned launch, int from) const { return (uint4*)peers[3 * WORLD + at] + (long long)(launch % 3 * WORLD + from) * ROOM; }
+    __device__ volatile u64* values(int at, int from) const {
+        return (volatile u64*)peers[2 * WORLD + at] + from * MOST_BLOCKS + blockIdx.x;
+    }
+    __device__ uint4* terms(int at, unsigned launch, int from) const {
+        return (uint4*)peers[3 * WORLD + at] + (long long)(launch % 3 * WORLD + from) * ROOM;
+    }
 
     // The number of this launch. Behind the largest comes 4, whose places are not those of the largest (of 2, of 3).
     __device__ unsigned begin() const {
@@ -40,7 +63,8 @@ struct Group {
     // Units that came in the last launch, and are emptied in this one.
     __device__ int last_units() const { return ((volatile unsigned*)state)[3]; }
     __device__ void empty(unsigned launch, int i) const {
-        for (int from = 0; from < WORLD; ++from) terms(rank, launch % 3 + 2, from)[i] = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
+        for (int from = 0; from < WORLD; ++from)
+            terms(rank, launch % 3 + 2, from)[i] = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
     }
     __device__ void empty_all(unsigned launch, int first, int step) const {
         for (int i = first, units = last_units(); i < units; i += step) empty(launch, i);
@@ -102,30 +126,40 @@ __device__ uint4 rounded(const float* sums, int kind) {
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-__device__ bool has_empty(uint4 unit) { return unit.x == EMPTY || unit.y == EMPTY || unit.z == EMPTY || unit.w == EMPTY; }
+__device__ bool has_empty(uint4 unit) {
+    return unit.x == EMPTY || unit.y == EMPTY || unit.z == EMPTY || unit.w == EMPTY;
+}
 
-__device__ void send_term(const Group& group, unsigned launch, uint4 own, int place) {
+__device__ void send_term(const Group& group, unsigned launch, uint4 unit, int place) {
     const unsigned nan = 0x7fff7fffu;
-    if (has_empty(own)) own = make_uint4(own.x == EMPTY ? nan : own.x, own.y == EMPTY ? nan : own.y, own.z == EMPTY ? nan : own.z, own.w == EMPTY ? nan : own.w);
+    if (has_empty(unit))
+        unit = make_uint4(unit.x == EMPTY ? nan : unit.x, unit.y == EMPTY ? nan : unit.y,
+                          unit.z == EMPTY ? nan : unit.z, unit.w == EMPTY ? nan : unit.w);
     for (int hop = 1; hop < WORLD; ++hop)
-        asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(group.terms((group.rank + hop) % WORLD, launch, group.rank) + place), "r"(own.x),
-                     "r"(own.y), "r"(own.z), "r"(own.w) : "memory");
+        asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(
+                         group.terms((group.rank + hop) % WORLD, launch, group.rank) + place),
+                     "r"(unit.x), "r"(unit.y), "r"(unit.z), "r"(unit.w)
+                     : "memory");
 }
 
 __device__ uint4 read(const uint4* from) {
     uint4 unit;
-    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(unit.x), "=r"(unit.y), "=r"(unit.z), "=r"(unit.w) : "l"(from) : "memory");
+    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(unit.x), "=r"(unit.y), "=r"(unit.z), "=r"(unit.w)
+                 : "l"(from)
+                 : "memory");
     return unit;
 }
 
 // What the ranks hold of one unit, accumulated.
-__device__ uint4 sum_of_terms(const Group& group, unsigned launch, uint4 own, int place, int kind) {
+__device__ uint4 sum_of_terms(const Group& group, unsigned launch, uint4 local, int place, int kind) {
     uint4 units[WORLD];
     long long start = 0;
     for (unsigned spins = 0;; ++spins) {
         int missing = -1;
 #pragma unroll
-        for (int from = 0; from < WORLD; ++from) units[from] = from == group.rank ? own : read(group.terms(group.rank, launch, from) + place);
+        for (int from = 0; from < WORLD; ++from)
+            units[from] = from == group.rank ? local : read(group.terms(group.rank, launch, from) + place);
 #pragma unroll
         for (int from = 0; from < WORLD; ++from)
             if (from != group.rank && has_empty(units[from])) missing = from;
@@ -137,24 +171,27 @@ __device__ uint4 sum_of_terms(const Group& group, unsigned launch, uint4 own, in
     return rounded(sums, kind);
 }
 
-// A row of KIND with so many units, replaced by the sum, by a block that goes on with it in shared memory. The launch ends where the object does.
-template <int UNITS, int THREADS> struct RowSum {
+// A row of KIND with so many units, replaced by the sum, by a block that goes on with it in shared memory. The launch
+// ends where the object does.
+template <int UNITS, int THREADS>
+struct RowSum {
     const Group group;
     const unsigned launch;
     const unsigned short* numbers;
     bool last;
 
-    __device__ __forceinline__ RowSum(const Group& of, const unsigned short* values, int row) : group(of), launch(of.begin()) {
+    __device__ __forceinline__ RowSum(const Group& of, const unsigned short* values, int row)
+        : group(of), launch(of.begin()) {
         constexpr int TURNS = (UNITS + THREADS - 1) / THREADS;
         __shared__ uint4 sums[UNITS];
-        uint4 *mine = (uint4*)values, own[TURNS];
+        uint4 *row_units = (uint4*)values, local[TURNS];
 #pragma unroll
         for (int turn = 0, i = threadIdx.x; turn < TURNS; ++turn, i += THREADS)
-            if (i < UNITS) send_term(group, launch, own[turn] = mine[i], row * UNITS + i);
+            if (i < UNITS) send_term(group, launch, local[turn] = row_units[i], row * UNITS + i);
         group.empty_all(launch, row * THREADS + threadIdx.x, gridDim.x * THREADS);
 #pragma unroll
         for (int turn = 0, i = threadIdx.x; turn < TURNS; ++turn, i += THREADS)
-            if (i < UNITS) sums[i] = mine[i] = sum_of_terms(group, launch, own[turn], row * UNITS + i, KIND);
+            if (i < UNITS) sums[i] = row_units[i] = sum_of_terms(group, launch, local[turn], row * UNITS + i, KIND);
         __syncthreads();
         last = threadIdx.x == 0 && group.is_last();
         numbers = (const unsigned short*)sums;

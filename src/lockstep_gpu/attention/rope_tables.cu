@@ -1,8 +1,0 @@
-// How kernels read RoPE tables (kernel_spec.DeviceRopeTables): DIM elements a head; SEPARATE: queries and keys have their own.
-
-// Where a position's weights begin.
-__device__ __forceinline__ long long weights_of(long long position, bool is_key) { return (SEPARATE ? 2 * position + is_key : position) * DIM; }
-// The elements that element j is made of; where `partner` says which the second is.
-__device__ __forceinline__ int first_of(const int* partner, bool is_key, int j) { return SEPARATE ? partner[2 * is_key * DIM + j] : j; }
-__device__ __forceinline__ int second_at(bool is_key, int j) { return (SEPARATE ? 2 * is_key + 1 : 0) * DIM + j; }
-__device__ __forceinline__ int second_of(const int* partner, bool is_key, int j) { return partner[second_at(is_key, j)]; }

@@ -1,0 +1,66 @@
+// What writes a prompt's keys and values into fp8 pages, and what reads pages for cuDNN's attention.
+#include "fp8_heads.cuh"
+#include "rope_tables.cuh"
+
+constexpr int WARPS = THREADS / 32,
+              HEAD_BLOCKS = (2 * KV_HEADS + WARPS - 1) / WARPS;  // of a token, a warp for each key and value
+
+// Blocks token * HEAD_BLOCKS + part. The key of a token gets its RoPE as paged_decode.cu gives it; rows are as
+// rope_kernel.py has them.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    write_pages(const QK* query, const QK* key, const Bits* value, Bits* query_out, Code* keys, Code* values,
+                const float* own, const float* other, const int* partner, const int* rows, const void* positions,
+                const int* pages, int pages_per_row) {
+    const long long token = blockIdx.x / HEAD_BLOCKS, position = integer(positions, WIDE, token);
+    const int row = rows[token], warp = blockIdx.x % HEAD_BLOCKS * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32,
+              head = warp / 2;
+    if (row < 0 || head >= KV_HEADS) return;
+    const long long place = (long long)pages[row * pages_per_row + position / PAGE] * KV_HEADS + head,
+                    at = position % PAGE;
+    if (warp % 2) {
+        const Bits* from = value + (token * KV_HEADS + head) * VALUE_DIM;
+        Code* page = values + place * head_bytes(VALUE_DIM);
+        encode_head<VALUE_DIM>([&](int i) { return from[i]; }, lane, page + at * VALUE_DIM,
+                               page + PAGE * VALUE_DIM + at);
+    } else {
+        const QK* from = key + (token * KV_HEADS + head) * DIM;
+        const float *owns = own + weights_of(position, true), *others = other + weights_of(position, true);
+        Code* page = keys + place * head_bytes(DIM);
+        const auto with_rope = [&](int i) {
+            const QK x = from[first_of(partner, true, i)], y = from[second_of(partner, true, i)];
+            return (Bits)pack(rope(number(x), owns[i], number(y), others[i]), 0);
+        };
+        encode_head<DIM>(with_rope, lane, page + at * DIM, page + PAGE * DIM + at);
+    }
+}
+
+template <int SIZE>
+__device__ __forceinline__ void read_head(const Code* page, int tokens, Bits* out) {
+    for (int at = threadIdx.x * 8; at < PAGE * SIZE; at += THREADS * 8) {
+        const int token = at / SIZE;
+        const float scale = number_of_half((unsigned short)(page[PAGE * SIZE + token] << 8)) * CODE_UNIT;
+        const Words2 codes = *(const Words2*)(page + at);
+        Words4 vec;
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+            const unsigned pair = halves_of(codes.w[n / 2], n % 2);
+            const unsigned scaled = pack(number_of_half((unsigned short)pair) * scale,
+                                         number_of_half((unsigned short)(pair >> 16)) * scale);
+            vec.w[n] = token < tokens ? scaled : 0;
+        }
+        *(Words4*)(out + at) = vec;
+    }
+}
+
+// Blocks (request, page, KV head): the pages of each request one behind the other, as many as a table may have, zeros
+// behind its tokens.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    read_pages(const Code* keys, const Code* values, const int* table, int pages_per_row, const int* lengths,
+               Bits* keys_out, Bits* values_out) {
+    const int head = blockIdx.x % KV_HEADS, place = blockIdx.x / KV_HEADS, page = place % pages_per_row,
+              tokens = lengths[place / pages_per_row] - page * PAGE;
+    if (tokens <= 0) return;
+    const long long from = (long long)table[place] * KV_HEADS + head, to = (long long)place * KV_HEADS + head;
+    read_head<DIM>(keys + from * head_bytes(DIM), tokens, keys_out + to * PAGE * DIM);
+    read_head<VALUE_DIM>(values + from * head_bytes(VALUE_DIM), tokens, values_out + to * PAGE * VALUE_DIM);
+}

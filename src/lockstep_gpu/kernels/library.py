@@ -1,0 +1,24 @@
+"""The library of CUDA kernels: *.cu, compiled one by one, and *.cuh, which they and the kernels of engines include.
+
+NVRTC gets all files by name, from memory. Each one also compiles by itself (`nvcc -std=c++17 -arch=sm_90a -c`): where
+the runtime passes macros, such as sizes, it has defaults for them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+
+_FOLDER = Path(__file__).parent
+
+
+@functools.cache
+def library() -> Mapping[str, str]:
+    """Return the text of each file by its name."""
+    return {path.name: path.read_text(encoding="utf-8") for path in sorted(_FOLDER.glob("*.cu*"))}
+
+
+def including(*names: str) -> str:
+    """Return a source that includes files of the library."""
+    return "".join(f'#include "{name}"\n' for name in names)

@@ -1,0 +1,550 @@
+// Paged decode attention: RoPE, the write to the cache and attention in one launch.
+#include "fp8_heads.cuh"
+#include "rope_tables.cuh"
+
+#ifndef BY_ROW
+#define BY_ROW 0
+#endif
+#define INFINITE __int_as_float(0x7f800000)
+
+#ifndef ON_HOST  // where the test has its own
+// Loads that stay where they are written: those that go out together cost one latency. The compiler moves other loads
+// to where their number is needed, and constant ones (.nc) still behind a branch that may end the block; relaxed ones
+// stay before it.
+#define LOADS(T, TYPE, REGISTER) \
+    __device__ __forceinline__ T load_relaxed(const T* from) { \
+        T value; \
+        asm volatile("ld.relaxed.gpu.global." TYPE " %0, [%1];" \
+                     : REGISTER(value) \
+                     : "l"(__cvta_generic_to_global(from))); \
+        return value; \
+    } \
+    __device__ __forceinline__ T load_constant(const T* from) { \
+        T value; \
+        asm volatile("ld.global.nc." TYPE " %0, [%1];" : REGISTER(value) : "l"(__cvta_generic_to_global(from))); \
+        return value; \
+    }
+LOADS(int, "s32", "=r")
+LOADS(float, "f32", "=f")
+LOADS(unsigned short, "u16", "=h")
+
+// 16 bytes of the cache, which are read once; zeros where not `in`.
+__device__ __forceinline__ Words4 load_piece(const void* from, bool in) {
+    Words4 piece;
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.s32 p, %5, 0;\nmov.u32 %0, 0;\nmov.u32 %1, 0;\nmov.u32 %2, 0;\nmov.u32 %3, 0;\n"
+        "@p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+        : "=&r"(piece.w[0]), "=&r"(piece.w[1]), "=&r"(piece.w[2]), "=&r"(piece.w[3])
+        : "l"(__cvta_generic_to_global(from)), "r"((int)in));
+    return piece;
+}
+__device__ __forceinline__ Words4 load_eight(const void* from, bool in) {  // bytes; the rest is zeros
+    Words4 piece = {{0, 0, 0, 0}};
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.s32 p, %3, 0;\nmov.u32 %0, 0;\nmov.u32 %1, 0;\n@p "
+        "ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];\n}"
+        : "=&r"(piece.w[0]), "=&r"(piece.w[1])
+        : "l"(__cvta_generic_to_global(from)), "r"((int)in));
+    return piece;
+}
+
+// What other blocks have written: past the multiprocessor's own cache.
+__device__ __forceinline__ float load_fresh(const float* from) { return __ldcg(from); }
+__device__ __forceinline__ Vec4 load_fresh(const Vec4* from) {
+    float4 value = __ldcg((const float4*)from);
+    return Vec4{{value.x, value.y, value.z, value.w}};
+}
+
+// Adds 1; what was there before. Release and acquire: who finds all the others counted sees what they have written.
+__device__ __forceinline__ int arrive(int* counter) {
+    int before;
+    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;"
+                 : "=r"(before)
+                 : "l"(__cvta_generic_to_global(counter))
+                 : "memory");
+    return before;
+}
+
+__device__ __forceinline__ float power(float x) {  // of 2
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
+
+// c [16, 8] += a [16, 16] b [16, 8]. Lane 4g + t has c[g][2t, 2t + 1] and c[g + 8][2t, 2t + 1]; in a0 to a3 of a the
+// pairs [g][2t], [g + 8][2t], [g][2t + 8], [g + 8][2t + 8] and their right neighbours; in b0, b1 of b the pairs
+// [2t][g], [2t + 8][g] and their lower neighbours.
+__device__ __forceinline__ void multiply(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
+                                         unsigned b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE
+        ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ unsigned times(unsigned pair, unsigned other) {  // two of fp16 each
+    unsigned result;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(pair), "r"(other));
+    return result;
+}
+#endif
+
+// A block: a request, a KV head with up to HEADS of its query heads (`chunk`), some splits of the row. A unit is 16
+// tokens, what a warp takes at a time; units are counted from the first that the window leaves. A split is LEAST units,
+// one behind the other, or twice, four times ... as many, so that there are at most MOST: what splits there are depends
+// on the row alone. Of a split, unit n goes to warp n % WARPS; a split's warps are put together, then the splits in
+// order. So a row has the same bits whatever blocks share its splits, and whatever rows there are beside it.
+//
+// In a warp, lane 4g + t. Scores are queries (8 rows, the other 8 are nothing) times keys: lanes read 16 bytes of the
+// key of token g and of token g + 8, dims 8t to 8t + 7 of each 32, or of codes 16t to 16t + 15 of each 64. So a
+// product's k-th dim is another one than in memory, the same one in queries and keys, which leaves the sum what it is.
+// Outputs are values (rows: dims) times weights (columns: heads): weights are in the registers where the scores'
+// product left them, and lanes read 16 bytes of the values of tokens 2t, 2t + 1, 2t + 8, 2t + 9, of dims 8g to 8g + 7
+// of each 64 (of codes 16g to 16g + 15 of each 128). Nothing of the cache goes through shared memory.
+constexpr int WARPS = THREADS / 32, UNIT = 16, LEAST = 2 * WARPS, MOST = 16;
+constexpr int CHUNKS = (GROUP + HEADS - 1) / HEADS;  // blocks that share a KV head; HEADS: query heads of a block
+#if FP8
+typedef Code Cached;
+#else
+typedef Bits Cached;
+#endif
+constexpr int LOADED = FP8 && DIM % 16 == 0 && VALUE_DIM % 16 == 0 ? 16 : 8,
+              EIGHTS = LOADED / 8;                                        // numbers of a load, and by eight
+constexpr int KEY_LOADS = (DIM + 4 * LOADED - 1) / (4 * LOADED);          // of a lane, for each of its two tokens
+constexpr int VALUE_LOADS = (VALUE_DIM + 8 * LOADED - 1) / (8 * LOADED);  // likewise, of four tokens
+constexpr int KEY_PIECES = KEY_LOADS * EIGHTS, VALUE_PIECES = VALUE_LOADS * EIGHTS;  // of eight numbers
+constexpr int KEY_HEAD = FP8 ? PAGE * (DIM + 1) : PAGE * DIM,
+              VALUE_HEAD = FP8 ? PAGE * (VALUE_DIM + 1) : PAGE * VALUE_DIM;  // of a page
+constexpr int LINE = DIM + 8;                 // of a head in shared memory, so that lanes do not meet in a bank
+constexpr int ROPE_SIZE = (HEADS + 1) * DIM;  // numbers that a block applies RoPE to
+constexpr int ROUNDS = (ROPE_SIZE + THREADS - 1) / THREADS;
+constexpr int ITEMS = HEADS * VALUE_DIM / 4;          // four numbers each, of what a block gives
+constexpr int OWN = (ITEMS + THREADS - 1) / THREADS;  // of a thread
+#define CAP \
+    (__uint_as_float(SOFTCAP) * 1.44269504f)  // of scores in powers of two; SOFTCAP: the bits of a float, 0: no cap
+constexpr int QUERY_DIM = DIM + SINKS;        // of a head in the query: a sink stands behind its numbers
+constexpr float LOWEST = -1e30f;              // finite, so that a difference of two is a number
+
+__device__ __forceinline__ int page_of(const int* table, int unit, int pages_per_row) {
+    return load_relaxed(table + min(unit / (PAGE / UNIT), pages_per_row - 1));
+}
+
+// What a lane loads at a time: 16 bytes, or 8 of codes of heads that 16 do not divide, of which the rest is nothing.
+__device__ __forceinline__ Words4 load_cached(const Cached* from, bool in) {
+    return LOADED * sizeof(Cached) == 16 ? load_piece(from, in) : load_eight(from, in);
+}
+__device__ __forceinline__ Words4 piece_at(const Cached* from) {
+    if (LOADED * sizeof(Cached) == 16) return *(const Words4*)from;
+    const uint2 words = *(const uint2*)from;
+    return Words4{{words.x, words.y, 0, 0}};
+}
+__device__ __forceinline__ void put_piece(Cached* to, const Words4& piece) {
+    if (LOADED * sizeof(Cached) == 16) *(Words4*)to = piece;
+    else *(uint2*)to = make_uint2(piece.w[0], piece.w[1]);
+}
+
+// The first dim of a lane's piece n of a key, and of its piece c of a value.
+__device__ __forceinline__ int key_dim(int n, int t) { return (n / EIGHTS * 4 + t) * LOADED + n % EIGHTS * 8; }
+__device__ __forceinline__ int value_dim(int c, int g) { return (c / EIGHTS * 8 + g) * LOADED + c % EIGHTS * 8; }
+
+// What a lane needs of the tokens base to base + 15, of those from low on and before the new one, which comes from
+// shared memory.
+__device__ __forceinline__ void load_keys(Words4 (&out)[2][KEY_LOADS], const Cached* keys, int page, int kv, int base,
+                                          int low, int position, int g, int t) {
+    const Cached* at =
+        keys + ((long long)page * KV_HEADS + kv) * KEY_HEAD + ((base & (PAGE - 1)) + g) * DIM + LOADED * t;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int token = base + 8 * i + g;
+        const bool in = token >= low && token < position;
+#pragma unroll
+        for (int n = 0; n < KEY_LOADS; ++n)
+            out[i][n] = load_cached(at + 8 * i * DIM + 4 * LOADED * n, in && LOADED * (4 * n + t) < DIM);
+    }
+}
+
+__device__ __forceinline__ void load_values(Words4 (&out)[VALUE_LOADS][4], const Cached* values, int page, int kv,
+                                            int base, int low, int position, int g, int t) {
+    const Cached* at = values + ((long long)page * KV_HEADS + kv) * VALUE_HEAD +
+                       ((base & (PAGE - 1)) + 2 * t) * VALUE_DIM + LOADED * g;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int more = i / 2 * 8 + i % 2, token = base + 2 * t + more;
+        const bool in = token >= low && token < position;
+#pragma unroll
+        for (int c = 0; c < VALUE_LOADS; ++c)
+            out[c][i] = load_cached(at + more * VALUE_DIM + 8 * LOADED * c, in && LOADED * (8 * c + g) < VALUE_DIM);
+    }
+}
+
+#if FP8
+// The scales of the tokens base + 2t and base + 2t + 1, then those 8 further: keys' and values', two in 16 bits.
+__device__ __forceinline__ void load_scales(unsigned short (&out)[4], const Code* keys, const Code* values, int page,
+                                            int kv, int base, int t) {
+    const long long head = (long long)page * KV_HEADS + kv;
+    const int at = (base & (PAGE - 1)) + 2 * t;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        out[i] = load_constant((const unsigned short*)(keys + head * KEY_HEAD + PAGE * DIM + at + 8 * i));
+        out[2 + i] = load_constant((const unsigned short*)(values + head * VALUE_HEAD + PAGE * VALUE_DIM + at + 8 * i));
+    }
+}
+#endif
+// Numbers 2w and 2w + 1 of piece `piece` of what a lane has loaded; of codes without their scale.
+__device__ __forceinline__ unsigned pair_of(const Words4& load, int piece, int w) {
+#if FP8
+    return halves_of(load.w[piece % EIGHTS * 2 + w / 2], w % 2);
+#else
+    return load.w[w];
+#endif
+}
+
+// Four numbers of a head, of several parts of a row: each part has its largest score, the sum of its weights, and its
+// values by these.
+struct Sum {
+    float top = LOWEST, weight = 0;
+    Vec4 values = {{0, 0, 0, 0}};
+    __device__ __forceinline__ void add(float other_top, float other_weight, const Vec4& other) {
+        const float higher = fmaxf(top, other_top), a = power(top - higher), b = power(other_top - higher);
+        top = higher;
+        // by intrinsics, as of RoPE: wherever it is compiled into
+        weight = __fmaf_rn(weight, a, __fmul_rn(other_weight, b));
+#pragma unroll
+        for (int e = 0; e < 4; ++e) values.v[e] = __fmaf_rn(values.v[e], a, __fmul_rn(other.v[e], b));
+    }
+    // sink: where that of the head stands. It takes its part of the weights, behind all splits, and has no values.
+    __device__ __forceinline__ void write(Bits* out, const QK* sink) {
+        if (SINKS) add(__fmul_rn(number(load_constant(sink)), 1.44269504f), 1, Vec4{{0, 0, 0, 0}});
+        const float one = 1.f / weight;
+        *(uint2*)out =
+            make_uint2(pack(values.v[0] * one, values.v[1] * one), pack(values.v[2] * one, values.v[3] * one));
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    decode_attention(const QK* query, const QK* key, const Bits* value, Bits* out, Cached* keys, Cached* values,
+                     const float* own, const float* other, const int* partner, const int* rows, const void* positions,
+                     const int* pages, int pages_per_row, float scale, float* partials, float* stats, int* counters) {
+    __shared__ __align__(16) Bits with_rope[(HEADS + 1) * LINE];  // queries, then the new key
+    __shared__ __align__(16) Bits fresh[VALUE_DIM];               // the new value
+    __shared__ float tops[WARPS * HEADS], weights[WARPS * HEADS];
+    __shared__ __align__(16) float parts[WARPS * HEADS * VALUE_DIM];
+    __shared__ int is_last;
+#if FP8
+    __shared__ __align__(16) Code new_key[DIM], new_value[VALUE_DIM];
+    __shared__ Code new_scales[2];
+#endif
+    const unsigned tid = threadIdx.x;
+    const int warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
+    const int kv = blockIdx.y / CHUNKS, chunk = blockIdx.y % CHUNKS, request = blockIdx.z;
+    // row i is request i, and nothing waits for rows[i]; BY_ROW: it is a token of row rows[i]
+    const int* table = pages + (BY_ROW ? max(load_relaxed(rows + request), 0) : request) * pages_per_row;
+    const int first_head = kv * GROUP + chunk * HEADS, heads = min(HEADS, GROUP - chunk * HEADS);
+    const QK* queries = query + ((long long)request * KV_HEADS * GROUP + first_head) * QUERY_DIM;
+
+    // All loads that need no position go out at once. Heads behind the last one get the RoPE of that.
+    const int row = load_relaxed(rows + request);
+    const int position = load_relaxed((const int*)positions + (WIDE ? 2 * request : request));  // the low half will do
+    const int likely =
+        gridDim.x == 1 ? warp : blockIdx.x * LEAST + warp;  // this warp's first unit, in a row of a usual length
+    int entries =
+        WINDOW ? 0 : page_of(table, likely + lane * WARPS, pages_per_row);  // lane n: the page of this warp's n-th unit
+    auto index_of = [&](int r) {
+        return ROPE_SIZE % THREADS ? min(r * THREADS + tid, ROPE_SIZE - 1u) : r * THREADS + tid;
+    };  // the number that a thread applies RoPE to
+    auto source_of = [&](unsigned i) {
+        const int head = i / DIM;
+        return head == HEADS ? key + ((long long)request * KV_HEADS + kv) * DIM
+                             : queries + min(head, heads - 1) * QUERY_DIM;
+    };
+    const QK* sources[ROUNDS];
+    int partners[ROUNDS];
+    QK xs[ROUNDS], ys[ROUNDS];
+    float owns[ROUNDS], others[ROUNDS];
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        const unsigned i = index_of(r);
+        const bool is_key = i / DIM == HEADS;
+        partners[r] = load_relaxed(partner + second_at(is_key, i % DIM));
+        sources[r] = source_of(i);
+        xs[r] = load_relaxed(sources[r] + first_of(partner, is_key, i % DIM));
+    }
+    const Words4 value_piece =
+        load_piece(value + (request * KV_HEADS + kv) * VALUE_DIM + min(tid, VALUE_DIM / 8 - 1u) * 8, true);
+    Bits* out_heads = out + ((long long)request * KV_HEADS * GROUP + first_head) * VALUE_DIM;
+    if (row < 0) {
+        if (blockIdx.x == 0)
+            for (unsigned item = tid; item < heads * VALUE_DIM / 4; item += THREADS)
+                *(uint2*)(out_heads + item * 4) = make_uint2(0, 0);
+        return;
+    }
+    const int low = WINDOW && position >= WINDOW ? position - WINDOW + 1 : 0;  // the first token that is seen
+    const int first = low / UNIT, units = position / UNIT - first + 1;
+    int size = LEAST;  // units of a split
+    while (size * MOST < units) size *= 2;
+    const int splits = (units + size - 1) / size, share = (splits + gridDim.x - 1) / gridDim.x,
+              blocks = (splits + share - 1) / share;
+    if (blockIdx.x >= blocks) return;
+    const int first_split = blockIdx.x * share, last_split = min(splits, first_split + share),
+              end = min(units, last_split * size);
+    int at = first_split * size + warp;
+
+    // Then those that do, and the first unit.
+    if (WINDOW || at != likely) entries = page_of(table, first + at + lane * WARPS, pages_per_row);
+    const int new_page = load_constant(table + position / PAGE);
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        const unsigned i = index_of(r);
+        const long long weights = weights_of(position, i / DIM == HEADS);
+        owns[r] = load_constant(own + weights + i % DIM);
+        others[r] = load_constant(other + weights + i % DIM);
+        ys[r] = load_constant(sources[r] + partners[r]);
+    }
+    Words4 k[2][KEY_LOADS], v[VALUE_LOADS][4];
+#if FP8
+    unsigned short scales[4];
+#endif
+    if (at < end) {
+        const int page = __shfl_sync(~0u, entries, 0), base = (first + at) * UNIT;
+        load_keys(k, keys, page, kv, base, low, position, g, t);
+        load_values(v, values, page, kv, base, low, position, g, t);
+#if FP8
+        load_scales(scales, keys, values, page, kv, base, t);
+#endif
+    }
+
+    // RoPE, while they are on their way.
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        const unsigned i = index_of(r);
+        if (r * THREADS + tid < ROPE_SIZE)
+            with_rope[i / DIM * LINE + i % DIM] = (Bits)pack(rope(number(xs[r]), owns[r], number(ys[r]), others[r]), 0);
+    }
+    if (tid < VALUE_DIM / 8) *(Words4*)(fresh + tid * 8) = value_piece;
+    __syncthreads();
+#if FP8
+    if (end == units && warp == (units - 1) % WARPS) {  // that takes the new token; the others need not wait
+        encode_head<DIM>([&](int i) { return with_rope[HEADS * LINE + i]; }, lane, new_key, new_scales);
+        encode_head<VALUE_DIM>([&](int i) { return fresh[i]; }, lane, new_value, new_scales + 1);
+        __syncwarp();
+    }
+#else
+    const Bits *new_key = with_rope + HEADS * LINE, *new_value = fresh;
+#endif
+    Words4 q[KEY_PIECES];
+#pragma unroll
+    for (int n = 0; n < KEY_PIECES; ++n) {
+        q[n] = Words4{{0, 0, 0, 0}};
+        if (g < HEADS && key_dim(n, t) < DIM) q[n] = *(const Words4*)(with_rope + g * LINE + key_dim(n, t));
+    }
+
+    const long long group = (long long)request * gridDim.y + blockIdx.y;
+    Sum total[OWN];  // where this block has all splits
+    int ahead = 1;   // units whose loads have gone out
+#pragma unroll 1
+    for (int split = first_split; split < last_split; ++split) {
+        float top = LOWEST, weight = 0;       // of head g: its largest score, the sum of its weights
+        float sums[VALUE_PIECES][4][4] = {};  // [c][j]: of dim value_dim(c, g) + 2j (and of the next one in 2, 3), head
+                                              // 2t (and the next one in 1, 3)
+        const int split_end = min(units, (split + 1) * size);
+#pragma unroll 1
+        for (; at < split_end; at += WARPS, ++ahead) {
+            const int base = (first + at) * UNIT, next = base + WARPS * UNIT;
+            const bool more = at + WARPS < end;
+            if ((ahead & 31) == 0) entries = page_of(table, next / UNIT + lane * WARPS, pages_per_row);
+            const int next_page = __shfl_sync(~0u, entries, ahead & 31);
+            if (base + UNIT > position) {  // the new token: into its place in the cache too, once a KV head
+                const long long head = (long long)new_page * KV_HEADS + kv;
+                const int in_page = position % PAGE;
+#pragma unroll
+                for (int i = 0; i < 2; ++i)
+                    if (base + 8 * i + g == position)
+#pragma unroll
+                        for (int n = 0; n < KEY_LOADS; ++n)
+                            if (const int dim = LOADED * (4 * n + t); dim < DIM) {
+                                k[i][n] = piece_at(new_key + dim);
+                                if (chunk == 0 && !BY_ROW)
+                                    put_piece(keys + head * KEY_HEAD + in_page * DIM + dim, k[i][n]);
+                            }
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    if (base + i / 2 * 8 + 2 * t + i % 2 == position)
+#pragma unroll
+                        for (int c = 0; c < VALUE_LOADS; ++c)
+                            if (const int dim = LOADED * (8 * c + g); dim < VALUE_DIM) {
+                                v[c][i] = piece_at(new_value + dim);
+                                if (chunk == 0 && !BY_ROW)
+                                    put_piece(values + head * VALUE_HEAD + in_page * VALUE_DIM + dim, v[c][i]);
+                            }
+#if FP8
+                if (chunk == 0 && !BY_ROW && lane < 2) {
+                    Code* page =
+                        lane ? values + head * VALUE_HEAD + PAGE * VALUE_DIM : keys + head * KEY_HEAD + PAGE * DIM;
+                    page[in_page] = new_scales[lane];
+                }
+#endif
+            }
+#if FP8
+            unsigned key_scales[4], value_scales[4],
+                pair_scales[2];  // of tokens 2t, 2t + 1, 2t + 8, 2t + 9; what is stale may be NaN
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int token = base + i / 2 * 8 + 2 * t + i % 2;
+                const bool is_new = token == position, in = token >= low && token < position;
+                key_scales[i] = is_new ? new_scales[0] : in ? scales[i / 2] >> i % 2 * 8 & 0xff : 0;
+                value_scales[i] = is_new ? new_scales[1] : in ? scales[2 + i / 2] >> i % 2 * 8 & 0xff : 0;
+            }
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {  // two of fp16, in their high bytes
+                pair_scales[i] = value_scales[2 * i] << 8 | value_scales[2 * i + 1] << 24;
+                if (CODE_UNIT != 1) pair_scales[i] = times(pair_scales[i], 0x1c001c00);  // 2^-8
+            }
+#endif
+            float s[2][4] = {}, best = LOWEST;  // scores of head g, tokens 2t, 2t + 1 (s[0]) and 8 further (s[1])
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+#pragma unroll
+                for (int n = 0; n < KEY_PIECES; ++n) {
+                    multiply(s[i], q[n].w[0], 0, q[n].w[1], 0, pair_of(k[i][n / EIGHTS], n, 0),
+                             pair_of(k[i][n / EIGHTS], n, 1));
+                    multiply(s[i], q[n].w[2], 0, q[n].w[3], 0, pair_of(k[i][n / EIGHTS], n, 2),
+                             pair_of(k[i][n / EIGHTS], n, 3));
+                }
+            if (more) load_keys(k, keys, next_page, kv, next, low, position, g, t);
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const int token = base + 8 * i + 2 * t + e;
+#if FP8
+                    s[i][e] *= number_of_half(key_scales[2 * i + e] << 8) * CODE_UNIT;  // a power of two
+#endif
+                    s[i][e] *= scale;
+                    if (SOFTCAP) s[i][e] = CAP * tanhf(s[i][e] / CAP);
+                    if (token < low || token > position) s[i][e] = -INFINITE;
+                    best = fmaxf(best, s[i][e]);
+                }
+            best = fmaxf(best, __shfl_xor_sync(~0u, best, 1));
+            best = fmaxf(best, __shfl_xor_sync(~0u, best, 2));
+            best = fmaxf(best, top);
+            const float rescale = power(top - best);
+            top = best;
+            weight *= rescale;
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    s[i][e] = power(s[i][e] - top);
+                    weight += s[i][e];
+                }
+            const unsigned p0 = pack(s[0][0], s[0][1]), p1 = pack(s[1][0], s[1][1]);
+            const float rescale0 = __shfl_sync(~0u, rescale, 8 * t),
+                        rescale1 = __shfl_sync(~0u, rescale, 8 * t + 4);  // of heads 2t and 2t + 1
+#pragma unroll
+            for (int c = 0; c < VALUE_PIECES; ++c)
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {  // row g: the even dim of two, row g + 8: the odd one; pairs of tokens
+                    unsigned pairs[4];  // of two tokens: the even dim and the odd one, then those of the other two
+#pragma unroll
+                    for (int i = 0; i < 4; i += 2) {
+#if FP8
+                        const int w = c % EIGHTS * 2 + j / 2;
+                        const unsigned codes =
+                            __byte_perm(v[c / EIGHTS][i].w[w], v[c / EIGHTS][i + 1].w[w], j % 2 ? 0x7362 : 0x5140);
+                        pairs[i] = times(halves_of(codes, 0), pair_scales[i / 2]);
+                        pairs[i + 1] = times(halves_of(codes, 1), pair_scales[i / 2]);
+#else
+                        pairs[i] = __byte_perm(v[c][i].w[j], v[c][i + 1].w[j], 0x5410);
+                        pairs[i + 1] = __byte_perm(v[c][i].w[j], v[c][i + 1].w[j], 0x7632);
+#endif
+                    }
+                    sums[c][j][0] *= rescale0;
+                    sums[c][j][1] *= rescale1;
+                    sums[c][j][2] *= rescale0;
+                    sums[c][j][3] *= rescale1;
+                    multiply(sums[c][j], pairs[0], pairs[1], pairs[2], pairs[3], p0, p1);
+                }
+            if (more) load_values(v, values, next_page, kv, next, low, position, g, t);
+#if FP8
+            if (more) load_scales(scales, keys, values, next_page, kv, next, t);
+#endif
+        }
+
+        // The warps of a block put their parts together.
+        weight += __shfl_xor_sync(~0u, weight, 1);
+        weight += __shfl_xor_sync(~0u, weight, 2);
+        if (split > first_split) __syncthreads();  // all have read those of the split before
+        if (t == 0 && g < HEADS) {
+            tops[warp * HEADS + g] = top;
+            weights[warp * HEADS + g] = weight;
+        }
+#pragma unroll
+        for (int c = 0; c < VALUE_PIECES; ++c)
+#pragma unroll
+            for (int e = 0; e < 2; ++e)
+                if (2 * t + e < HEADS && value_dim(c, g) < VALUE_DIM) {
+                    Vec4* to = (Vec4*)(parts + (warp * HEADS + 2 * t + e) * VALUE_DIM + value_dim(c, g));
+                    to[0] = Vec4{{sums[c][0][e], sums[c][0][2 + e], sums[c][1][e], sums[c][1][2 + e]}};
+                    to[1] = Vec4{{sums[c][2][e], sums[c][2][2 + e], sums[c][3][e], sums[c][3][2 + e]}};
+                }
+        __syncthreads();
+        const long long part = group * MOST + split;
+#pragma unroll
+        for (int i = 0; i < OWN; ++i) {
+            const int item = tid + i * THREADS, head = item / (VALUE_DIM / 4), place = item % (VALUE_DIM / 4) * 4;
+            if (head >= heads) continue;  // also behind the last item
+            Sum sum;
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w)
+                sum.add(tops[w * HEADS + head], weights[w * HEADS + head],
+                        *(const Vec4*)(parts + (w * HEADS + head) * VALUE_DIM + place));
+            if (blocks == 1) {
+                total[i].add(sum.top, sum.weight, sum.values);
+                continue;
+            }
+            *(Vec4*)(partials + (part * ITEMS + item) * 4) = sum.values;
+            if (place == 0) {
+                stats[(part * HEADS + head) * 2] = sum.top;
+                stats[(part * HEADS + head) * 2 + 1] = sum.weight;
+            }
+        }
+    }
+    if (blocks == 1) {
+#pragma unroll
+        for (int i = 0; i < OWN; ++i)
+            if (const int item = tid + i * THREADS, head = item / (VALUE_DIM / 4); head < heads)
+                total[i].write(out_heads + item * 4, queries + head * QUERY_DIM + DIM);
+        return;
+    }
+
+    // The last block of a row puts the splits together. The barrier puts what the block has written before its arrival,
+    // and the other one what it reads behind.
+    __syncthreads();
+    if (tid == 0) {
+        is_last = arrive(counters + group) == blocks - 1;
+        if (is_last) counters[group] = 0;  // for the next launch
+    }
+    __syncthreads();
+    if (!is_last) return;
+    for (unsigned item = tid; item < ITEMS; item += THREADS) {
+        const int head = item / (VALUE_DIM / 4);
+        if (head >= heads) continue;
+        Sum sum;
+        for (int from = 0; from < splits; from += 8) {  // eight at a time on their way
+            Vec4 split_values[8];
+            float tops_read[8], weights_read[8];
+#pragma unroll
+            for (int s = 0; s < 8; ++s)
+                if (from + s < splits) {
+                    const long long part = group * MOST + from + s;
+                    split_values[s] = load_fresh((const Vec4*)(partials + (part * ITEMS + item) * 4));
+                    tops_read[s] = load_fresh(stats + (part * HEADS + head) * 2);
+                    weights_read[s] = load_fresh(stats + (part * HEADS + head) * 2 + 1);
+                }
+#pragma unroll
+            for (int s = 0; s < 8; ++s)
+                if (from + s < splits) sum.add(tops_read[s], weights_read[s], split_values[s]);
+        }
+        sum.write(out_heads + item * 4, queries + head * QUERY_DIM + DIM);
+    }
+}

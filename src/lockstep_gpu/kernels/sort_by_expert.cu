@@ -1,0 +1,35 @@
+// Sorts the rows of a step by their experts, and cuts them into tiles: expert_rows.cuh.
+#include "expert_rows.cuh"
+
+#define SORT_THREADS 1024  // and experts at most
+
+extern "C" __global__ void __launch_bounds__(SORT_THREADS)
+    sort_by_expert(const int* ids, int* order, Tile* tiles, int experts, int tile_rows, int rows) {
+    __shared__ int sums[2][2][SORT_THREADS];  // rows and tiles of all experts up to each, in turn
+    __shared__ int next[SORT_THREADS];
+    int expert = threadIdx.x;
+    next_may_start();
+    next[expert] = 0;
+    wait_for_previous();
+    __syncthreads();
+    for (int row = expert; row < rows; row += SORT_THREADS) atomicAdd(&next[ids[row]], 1);
+    __syncthreads();
+    int count = next[expert], used = (count + tile_rows - 1) / tile_rows, turn = 0;
+    sums[0][0][expert] = count;
+    sums[0][1][expert] = used;
+    __syncthreads();
+    for (int step = 1; step < experts; step *= 2) {
+        for (int i = 0; i < 2; i++)
+            sums[!turn][i][expert] = sums[turn][i][expert] + (expert >= step ? sums[turn][i][expert - step] : 0);
+        turn = !turn;
+        __syncthreads();
+    }
+    int first = sums[turn][0][expert] - count, tile = sums[turn][1][expert] - used;
+    next[expert] = first;
+    for (int i = 0; i < used; i++)
+        tiles[tile + i] = {expert, first + i * tile_rows, min(tile_rows, count - i * tile_rows), 0};
+    int used_experts = min(experts, rows), max_tiles = used_experts + (rows - used_experts) / tile_rows;
+    for (int i = sums[turn][1][experts - 1] + expert; i < max_tiles; i += SORT_THREADS) tiles[i] = {0, 0, 0, 0};
+    __syncthreads();
+    for (int row = expert; row < rows; row += SORT_THREADS) order[atomicAdd(&next[ids[row]], 1)] = row;
+}
