@@ -1,6 +1,6 @@
 """Lockstep: checked, reproducible inference engines from Hugging Face checkpoints.
 
-What stands in `__all__` is the public API, and is imported when it is asked for. docs/python.md shows it.
+`__all__` is the public API; each name is imported on first use. docs/python.md shows it.
 """
 
 import importlib
@@ -9,14 +9,14 @@ from typing import Any
 
 __version__ = "0.2.0"
 
-# What other packages would send of their own accord, off: before they are imported, and in every process started from
-# this one. A value that the user has set stands. docs/network.md lists what each package does.
+# Telemetry of other packages is off: set before they are imported, and for every child process. A value that the user
+# has set is kept. docs/network.md has the behaviour of each package.
 NO_TELEMETRY = {"ORT_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 for _name, _value in NO_TELEMETRY.items():
     if not os.environ.get(_name):
         os.environ[_name] = _value
 
-# Name: the module below this package that has it, and under which name.
+# {public name: (module below this package, its name there)}.
 _API = {
     "Advance": ("runtime", "Advance"),
     "Assembly": ("artifacts.assembly", "Assembly"),

@@ -17,6 +17,7 @@ from typing import Any
 PREFIX = "lockstep: error: "
 NOTE = "lockstep: note: "
 _FEW = 20
+_LONGEST_QUOTE = 120  # characters of a user's file in a message
 _TAIL = 60  # characters that show where a name is no UTF-8
 _AGAIN = 0.02  # seconds after which a signal is sent again
 # What a scheduler, a service manager, `kill` and a closed terminal end a process with.
@@ -29,7 +30,16 @@ _ENVIRONMENT_ERRNOS = dict.fromkeys(
 
 def few(names: Sequence[str], between: str = ", ") -> str:
     """Return all of a few names for a line; of many the first and how many there are."""
-    return between.join(names if len(names) <= _FEW else [*names[:3], f"... ({len(names)} in all)"])
+    if len(names) > _FEW:
+        names = [*names[:3], f"... ({len(names)} in all)"]
+    return between.join(names)
+
+
+def truncate(text: str) -> str:
+    """Return a text that a message quotes, cut where it is long."""
+    if len(text) <= _LONGEST_QUOTE:
+        return text
+    return f"{text[: _LONGEST_QUOTE - 3]}..."
 
 
 def pip_install(extra: str) -> str:
@@ -48,37 +58,28 @@ def is_installed(module: str) -> bool:
 
 
 def note(line: str) -> None:
-    """Tell a user on stderr what is no error: something that was decided for them."""
+    """Write a note for the user to stderr: a decision that is no error."""
     print(f"{NOTE}{line}", file=sys.stderr, flush=True)
 
 
 class LockstepError(Exception):
-    """The base of all errors meant for a user.
-
-    The message is one line: what was expected, what was found, where, what to do.
-    """
+    """The base of all errors meant for a user. The message is one line: expected, found, where, and the remedy."""
 
     exit_code = 1
 
 
 class InputError(LockstepError):
-    """A mistake in what the user gave: config, checkpoint, prompt, disk. Exit code 2."""
+    """A mistake in the user's input: config, checkpoint, prompt, disk. Exit code 2."""
 
     exit_code = 2
 
 
 class CheckError(LockstepError):
-    """A result that is not right. Exit code 1.
-
-    Over tolerance, other tokens, an engine made for another machine.
-    """
+    """A wrong result: over tolerance, other tokens, an engine made for another machine. Exit code 1."""
 
 
 class Ended(KeyboardInterrupt):
-    """SIGTERM or SIGHUP, as an interrupt.
-
-    Whatever undoes its work on Ctrl-C does it here too.
-    """
+    """SIGTERM or SIGHUP, as an interrupt: all code that cleans up on Ctrl-C then does so here too."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -94,31 +95,31 @@ def _ending_raises() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # Python takes signals in the main thread only
         yield
         return
-    taken = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
+    unhandled = [number for number in ENDING if signal.getsignal(number) is signal.SIG_DFL]
 
     def end(number: int, frame: Any) -> None:
-        for each in taken:
-            signal.signal(each, signal.SIG_IGN)  # a second one would interrupt the undoing
+        for other in unhandled:
+            signal.signal(other, signal.SIG_IGN)  # a second signal would interrupt the cleanup
         raise Ended(number)
 
-    def take() -> None:
-        for number in taken:
+    def handle() -> None:
+        for number in unhandled:
             signal.signal(number, end)
 
-    take()
+    handle()
     try:
-        with _repeats_ignored(take):
+        with _repeats_ignored(handle):
             yield
     finally:
-        for number in taken:
+        for number in unhandled:
             signal.signal(number, signal.SIG_DFL)
 
 
 @contextlib.contextmanager
-def _repeats_ignored(take: Callable[[], None]) -> Iterator[None]:
-    """Send a signal again whose interrupt Python has ignored.
+def _repeats_ignored(handle: Callable[[], None]) -> Iterator[None]:
+    """Send a signal once more whose interrupt Python has ignored.
 
-    It ignores what a destructor or a weak reference's callback raises; imports run many. take: handle the signals of
+    It ignores errors of destructors and of weak references' callbacks; imports run many. handle: sets the handlers of
     `ENDING` again.
     """
     before = sys.unraisablehook
@@ -127,11 +128,11 @@ def _repeats_ignored(take: Callable[[], None]) -> Iterator[None]:
         error = ignored.exc_value
         if not isinstance(error, KeyboardInterrupt):
             return before(ignored)
-        take()
-        number = error.number if isinstance(error, Ended) else signal.SIGINT
-        again = threading.Timer(_AGAIN, os.kill, (os.getpid(), number))  # once this hook has returned
-        again.daemon = True
-        again.start()
+        handle()
+        number = getattr(error, "number", signal.SIGINT)
+        timer = threading.Timer(_AGAIN, os.kill, (os.getpid(), number))  # after this hook has returned
+        timer.daemon = True
+        timer.start()
 
     sys.unraisablehook = hook
     try:
@@ -166,8 +167,8 @@ def interrupts() -> Iterator[None]:
 def guard() -> Iterator[None]:
     """Turn a user's errors into one line on stderr and an exit code.
 
-    A programming error keeps its traceback. An interrupt, SIGTERM and SIGHUP are one line too, after all that was begun
-    is undone; the exit code is 128 and the signal's number. Characters that stdout's encoding lacks are escaped.
+    A programming error keeps its traceback. An interrupt, SIGTERM and SIGHUP are one line too, after all cleanup; the
+    exit code is 128 and the signal's number. Characters that stdout's encoding lacks are escaped.
     """
     if isinstance(sys.stdout, io.TextIOWrapper) and codecs.lookup(sys.stdout.encoding).name != "utf-8":
         sys.stdout.reconfigure(errors=_ESCAPES)
@@ -184,15 +185,17 @@ def guard() -> Iterator[None]:
     except UnicodeEncodeError as error:
         if error.reason != "surrogates not allowed":
             raise
-        found = error.object[: error.end][-_TAIL:].encode(errors="backslashreplace").decode().strip()
-        _leave(f"expected a name in UTF-8, found other bytes at the end of {found}; rename it and run again", 2)
+        name = error.object[: error.end][-_TAIL:].encode(errors="backslashreplace").decode().strip()
+        _leave(f"expected a name in UTF-8, found other bytes at the end of {name}; rename it and run again", 2)
     except KeyboardInterrupt as error:
-        what, number = (
-            (f"ended by {error}", error.number) if isinstance(error, Ended) else ("interrupted", signal.SIGINT)
-        )
-        if getattr(error, "said_by_child", False):  # on the same stderr, in the same words
+        event = "interrupted"
+        number = signal.SIGINT.value
+        if isinstance(error, Ended):
+            event = f"ended by {error}"
+            number = error.number
+        if getattr(error, "said_by_child", False):  # the same line is on stderr already
             raise SystemExit(128 + number) from None
-        _leave(f"{what}; {_KEPT}", 128 + number)
+        _leave(f"{event}; {_KEPT}", 128 + number)
 
 
 def _escaped(error: UnicodeError) -> tuple[str, int]:

@@ -1,7 +1,4 @@
-"""A command in a process of its own, which is not left behind.
-
-Interrupted, this process ends it first.
-"""
+"""Run a command as a child process, which is ended where this process is interrupted."""
 
 from __future__ import annotations
 
@@ -14,8 +11,7 @@ from typing import Any
 
 from lockstep.errors import Ended
 
-# Seconds in which a child that was told to end undoes what it began; one that computes outside of Python hears of it
-# late.
+# Seconds for a child to clean up after a signal: native code returns to Python, which handles it, only later.
 GRACE = 10.0
 
 
@@ -32,27 +28,27 @@ def run(command: Sequence[str], input: str | None = None, **options: Any) -> sub
         output, errors = process.communicate(input)
     except BaseException as error:
         _end(process, error)
-        # 128 and a signal: the child was a `guard` too, and has said on our stderr what ended it.
-        said = options.get("stderr") is None and process.returncode > 128
-        error.said_by_child = said  # type: ignore[attr-defined]  # any exception takes attributes; `guard` reads this
+        # 128 and a signal: the child ran in a `guard` too, which has written the same line to our stderr.
+        is_reported = options.get("stderr") is None and process.returncode > 128
+        error.said_by_child = is_reported  # type: ignore[attr-defined]  # any exception takes attributes
         raise
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a process of this interpreter, which finds there what it finds here.
+    """Return the environment for a child process of this interpreter, with the same import path.
 
-    The working directory is none of the places, for a user's types.py may lie there (from Python 3.11 on).
+    Without the working directory (from Python 3.11 on): a user's types.py there would hide Python's.
     """
     paths = [path for path in sys.path if path]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", "PYTHONUTF8": "1"}
 
 
 def freeze_heap() -> None:
-    """Keep what this process holds by now out of garbage collections.
+    """Exempt all current objects from garbage collections, as vLLM does.
 
-    As vLLM does. A server's processes hold some 70,000 objects once they are ready. A full collection walks them for
-    20 ms or more, during which no token goes out.
+    A server's processes hold some 70,000 objects once they are ready. A full collection walks them for 20 ms or more,
+    during which no token is sent.
     """
     gc.collect()
     gc.freeze()
@@ -69,5 +65,5 @@ def _end(process: subprocess.Popen, error: BaseException) -> None:
             except subprocess.TimeoutExpired:
                 tell()
     finally:
-        process.kill()  # nothing, where it has ended
+        process.kill()  # does nothing to a process that has ended
         process.wait()

@@ -1,6 +1,6 @@
-"""Progress on a terminal: what is iterated in; a line with how much is done, the rate and what remains.
+"""Progress on a terminal: an iterable in; a line with the part done, the rate and the time left.
 
-It goes to stderr, or to the terminal of a job whose stderr is its log; where neither is a terminal there is none.
+It goes to stderr, or to the terminal of a job whose stderr is its log; without a terminal there is none.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import TextIO, TypeVar
 
 Item = TypeVar("Item")
-_DELAY_S = 2.0  # work that is done before has no line
+_DELAY_S = 2.0  # shorter work has no line
 _terminals: list[TextIO] = []  # of jobs; the last counts
 
 
@@ -29,14 +29,14 @@ def shown_on(descriptor: int) -> Iterator[None]:
 
 def steps(items: Iterable[Item], what: str, unit: str) -> Iterable[Item]:
     """Return the items, whose iteration is shown."""
-    stream = _terminals[-1] if _terminals else sys.stderr
+    stream = [sys.stderr, *_terminals][-1]
     if not stream.isatty() or os.environ.get("TERM") == "dumb":
         return items
     try:
         from tqdm import tqdm
     except ModuleNotFoundError:  # of the extra `workflow`
         return items
-    tqdm.monitor_interval = 0  # no thread of its own
+    tqdm.monitor_interval = 0  # no monitor thread
     shown: Iterable[Item] = tqdm(
         items, what, unit=f" {unit}", file=stream, leave=False, delay=_DELAY_S, dynamic_ncols=True
     )

@@ -32,12 +32,12 @@ class Target:
 
 
 def layer_count(text: int | str) -> int | str:
-    """Return a layer count as it stands in names: "2" is 2, "all" stays."""
+    """Return the layer count of a name: "2" is 2, "all" stays."""
     return text if text == "all" else int(text)
 
 
 def is_quantized(precision: str) -> bool:
-    """Return whether weights are integers or codes with scales, by name: w8a16, w4a8, w8a8-fp8 ..."""
+    """Return whether a precision's name is that of integers or codes with scales: w8a16, w4a8, w8a8-fp8 ..."""
     return re.fullmatch(r"w[0-9]+a[0-9]+(-fp8)?", precision) is not None
 
 
@@ -65,7 +65,7 @@ def wildcards_of(pattern: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Artefact:
-    """What lies in a results tree: `tree.golden(model, precision, layers, backend)` is its path, those that it has."""
+    """A file of a results tree. `tree.golden(model, precision, layers, backend)` is its path."""
 
     pattern: str
 
@@ -109,10 +109,7 @@ class Results:
     target_pages = Artefact("report/targets")  # the folder of the targets' pages
 
     def reference_of(self, model: str, precision: str, layers: int | str) -> Path:
-        """Return the reference that engines are held against.
-
-        Of quantised weights their own, else that of the model.
-        """
+        """Return the reference of engines: of quantised weights their own, else that of the model."""
         if is_quantized(precision):
             return self.quantized_reference(model, precision, layers)
         return self.reference(model, layers)

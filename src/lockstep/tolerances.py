@@ -1,8 +1,8 @@
-"""Every bound of an error, each once: of a precision, on a backend, of what is compared.
+"""Every bound of an error, once: for a precision, a backend and a comparison.
 
-Beside each stands the measurement that it comes from, with its date. `onnx_tools.judge` judges by them, for `validate`,
-`compare`, `golden`, `bisect`, the checks of builders and the benchmarks. What harm is (`HARMLESS` of tests/faults) is
-no bound: it is decided by logits alone.
+Each has a comment with the measurement that it comes from, and its date. `onnx_tools.judge` applies them, for
+`validate`, `compare`, `golden`, `bisect`, the checks of builders and the benchmarks. The limit of a harmless fault
+(`HARMLESS` of tests/faults) is no bound: it is decided by logits alone.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from lockstep.targets import is_quantized
 
 T = TypeVar("T")
 
-GRAPH = ""  # in the place of a backend: what the graphs of an assembly compute, in PyTorch's and ONNX Runtime's kernels
-# What a precision rounds beside its weights, in units of the noise of fp16 on the same weights and inputs, which is
-# measured wherever something is checked. By backend; "*" is any other.
+GRAPH = ""  # instead of a backend: the graphs of an assembly, in PyTorch's and ONNX Runtime's kernels
+# The noise of a precision, without the rounding of weights, in units of the noise of fp16 on the same weights and
+# inputs, which every check measures. {precision: {backend: noise}}; "*" is any other backend.
 ROUNDING = {
     # One rounding is 2^13 times finer than fp16's, but a sum of thousands of numbers rounds at each of them, in another
     # order in each library: 2^5 for that.
@@ -38,11 +38,11 @@ ROUNDING = {
     "w4a8": {GRAPH: 1.0, "cuda": 1.0, "*": 2**-1},
     "w8a8-fp8": {GRAPH: 1.0, "cuda": 1.0, "*": 2**-1},
 }
-# How many times what a precision costs may one number be off? An engine's roundings are other ones than those that were
-# measured: of a row of logits up to 1.6 times (fp16) and 4 times (bf16) are seen (October 2026).
+# The allowed error of one number, in units of the precision's noise. An engine rounds elsewhere than the measurement:
+# rows of logits are off by up to 1.6 times (fp16) and 4 times (bf16) (October 2026).
 NOISE = 6.0
-# What an engine rounds beside its own graph on the same inputs: units of fp16's noise there, of the largest error and
-# of the rms of a row that nine of ten do not exceed. By precision and backend.
+# The allowed error of an engine relative to its graph on the same inputs, in units of fp16's noise there: the largest
+# error, and the rms that nine of ten rows do not exceed. {precision: {backend: both}}.
 ENGINE = {
     # ONNX Runtime and OpenVINO: no more than 2^-10 (demo, November 2026). With TensorRT keys behind a RoPE angle of
     # 250 rad are off by 6e-5 (September 2026), 2^-6 of fp16's noise, and in all rows there.
@@ -61,33 +61,32 @@ ENGINE = {
     # 2026).
     "w8a8-fp8": {"cuda": (16.0, 16.0), "*": (2.0, 2**-8)},
 }
-# A rewritten graph beside the one that it was made of, by the dtype of its numbers, relative to the largest magnitude,
-# or 1: the same products in another order or blocking. fp16 anywhere rounds weights, and the last bits of what fp32
-# makes of them.
+# The allowed error of a rewritten graph relative to the original, {dtype: relative to the largest magnitude, or 1}: the
+# same products in another order or blocking. fp16 anywhere rounds weights, and the last bits of their fp32 products.
 REWRITE = {"float32": 1e-5, "float16": 4e-3}
-# The pieces and products of a `cuda` block in float32 beside its graph, relative to the largest magnitude, or 1: the
-# same sums in another order. With e4m3 activations now and then another number is the nearest, 1/16 of it away: 3e-2 is
-# seen (October 2026).
+# The allowed error of the pieces and products of a `cuda` block in float32 relative to its graph, relative to the
+# largest magnitude, or 1: the same sums in another order. With e4m3 activations now and then another number is the
+# nearest, 1/16 of it away: 3e-2 is seen (October 2026).
 KERNELS = {"*": 1e-4, "fp8": 1e-1}
-STATE_KERNEL = 1e-5  # a kernel of a state in NumPy beside its graph, relative as `KERNELS`: fp32 sums in another order
-# The logits of a small model in split form, or in its multimodal wrapper, beside transformers in fp32, relative to
-# their standard deviation: 1e-6 to 2e-5 is seen over all families. The faults that the tests plant, each as small as a
-# wrong export can be, give 1e-3 and more (September 2026).
+STATE_KERNEL = 1e-5  # of a state's kernel in NumPy relative to its graph, as `KERNELS`: fp32 sums in another order
+# The allowed error of a small model's logits in split form, or in its multimodal wrapper, relative to transformers in
+# fp32, in units of their standard deviation: 1e-6 to 2e-5 is seen over all families. The faults that the tests plant,
+# each as small as a wrong export can be, cause 1e-3 and more (September 2026).
 EXPORT = 1e-4
-# The noise in fp16 of a logit of a request that has no reference, as a part of the largest: of `bisect` with tokens of
-# its own, where the runtime runs freely beside the graphs. 1e-3 is seen (demo, November 2026).
+# The assumed noise in fp16 of a logit without a reference, relative to the largest: for `bisect` with a new prompt,
+# where the runtime is compared with the graphs. 1e-3 is seen (demo, November 2026).
 LOGITS = 2.0**-8
-STEP = 1e-3  # of a quantised weight's step: what float32 arithmetic adds to half of one
+STEP = 1e-3  # of a quantised weight's step: the float32 rounding error on top of half a step
 
 
 @dataclass(frozen=True)
 class Tolerances:
-    """What may be off in a precision, of engines of a backend or of graphs (`GRAPH`).
+    """The allowed errors in a precision, of engines of a backend or of graphs (`GRAPH`).
 
-    block: a number instead of what is measured, of a block, an attention or a layer, relative to the size of the
-    values. logits: likewise of a logit, absolute. None: so many times (`noise`) what the precision itself costs on the
-    model, which is measured in fp16 and is `rounding` times as much (`verify.noise`), or `engine` times beside a graph.
-    These two are the tables' unless given: so they stand in locks, which show when they change.
+    block: a fixed bound for a block, an attention or a layer, relative to the size of the values. logits: for a logit,
+    absolute. None: `noise` times the noise of the precision on this model, which is `rounding` times that of fp16
+    (`verify.noise`), or `engine` times that of fp16 for an engine and its graph. These two default to the tables'
+    values, as fields, so that locks have them and show a change.
     """
 
     precision: str
@@ -101,20 +100,23 @@ class Tolerances:
     def __post_init__(self) -> None:
         rounding = self.rounding or _by_backend(ROUNDING, self.precision, self.backend)
         object.__setattr__(self, "rounding", rounding)
-        engine = tuple(self.engine) if any(self.engine) else _by_backend(ENGINE, self.precision, self.backend)
-        object.__setattr__(self, "engine", engine)
+        engine = self.engine
+        if not any(engine):
+            engine = _by_backend(ENGINE, self.precision, self.backend)
+        object.__setattr__(self, "engine", tuple(engine))
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "engine": list(self.engine)}
 
     @property
     def of_attention(self) -> Tolerances:
-        """Return those of engines that multiply with no weights: in a precision of integer weights they have float32.
+        """Return the tolerances of engines without weights, which compute in float32 where weights are integers.
 
-        But on a backend whose activations are of 16 bits.
+        Not on a backend with 16-bit activations.
         """
-        is_float32 = is_quantized(self.precision) and self.backend != "cuda"
-        return replace(self, engine=_by_backend(ENGINE, "fp32", self.backend)) if is_float32 else self
+        if not is_quantized(self.precision) or self.backend == "cuda":
+            return self
+        return replace(self, engine=_by_backend(ENGINE, "fp32", self.backend))
 
 
 def _by_backend(table: Mapping[str, Mapping[str, T]], precision: str, backend: str) -> T:

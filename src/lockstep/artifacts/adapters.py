@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from lockstep.artifacts import formats
 from lockstep.artifacts.bounds import Name, Size
@@ -13,12 +13,12 @@ from lockstep.artifacts.document import Document, Key, integers
 from lockstep.artifacts.files import sha256_json
 from lockstep.artifacts.places import StoredFile, StoredFiles, TensorPlace
 
-# as PEFT names an adapter's files
+# PEFT's names of an adapter's files.
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _MASK = "adapter_mask."
 IDS = "adapter_ids"  # the input of a block: each token's adapter slot, -1 for none
-# of the inputs that their matrices are written to
+# The ends of names of the inputs that adapters' matrices are written to.
 A_SUFFIX = ".lora_A"
 B_SUFFIX = ".lora_B"
 BETWEEN = " + "  # the parts of an engine's slot, in its name
@@ -34,7 +34,9 @@ def mask_name(rank: int) -> str:
 
 def mask_rank(name: str) -> int:
     """Return the rank that a mask has room for per adapter; 0 for another input."""
-    return int(name.removeprefix(_MASK)) if name.startswith(_MASK) else 0
+    if not name.startswith(_MASK):
+        return 0
+    return int(name.removeprefix(_MASK))
 
 
 def rows_of(slot: str) -> list[str]:
@@ -51,8 +53,8 @@ def fetched_manifest(adapter_sources: Path, name: str) -> Path:
 class LoraSlot:
     """The inputs of a block that take the adapters of one of its linear layers.
 
-    lora_A [in_features, max_adapters * max_lora_rank] and lora_B [max_adapters * max_lora_rank, out_features], by name.
-    They are transposed: PEFT's are [rank, in_features] and [out_features, rank].
+    a, b: the names of lora_A [in_features, max_adapters * max_lora_rank] and lora_B [max_adapters * max_lora_rank,
+    out_features]. Both are transposed: PEFT's are [rank, in_features] and [out_features, rank].
     """
 
     a: Annotated[Name, Key("lora_A")]
@@ -80,8 +82,7 @@ class LoraSlots:
 
     def names(self, graph: str) -> frozenset[str]:
         """Return the inputs of a block that adapters are written to."""
-        slots = self.classes.get(graph, {}).values()
-        return frozenset(name for slot in slots for name in (slot.a, slot.b))
+        return frozenset(name for name, _ in self.shapes(graph))
 
     def shapes(self, graph: str) -> Iterator[tuple[str, tuple[int, int]]]:
         """Yield (name, shape) of the inputs of a block that adapters are written to."""
@@ -100,7 +101,7 @@ class AdapterSource:
 
 @dataclass(frozen=True)
 class AdapterSources(Document):
-    """The fetched adapters of a model by name, and all their files, relative to the manifest."""
+    """The fetched adapters of a model, {name: source}, and all their files, relative to the manifest."""
 
     FORMAT: ClassVar[str] = formats.ADAPTER_SOURCES
     adapters: Mapping[str, AdapterSource]
@@ -143,13 +144,16 @@ class Adapter:
     def sha256(self) -> str:
         """Return the hex sha256 of all that decides what the adapter computes."""
         tensors = next(file.sha256 for file in self.files if file.path == WEIGHTS)
-        scales = {"scales": dict(self.scales)} if self.scales else {}
-        return sha256_json({"tensors": tensors, "scale": self.scale, **scales})
+        content: dict[str, Any] = {"tensors": tensors, "scale": self.scale}
+        # Only where there are some: the digests of other adapters stand in locks.
+        if self.scales:
+            content["scales"] = dict(self.scales)
+        return sha256_json(content)
 
 
 @dataclass(frozen=True)
 class AdaptersManifest(Document):
-    """The adapters of a model by name."""
+    """The adapters of a model, {name: adapter}."""
 
     FORMAT: ClassVar[str] = formats.ADAPTERS
     adapters: Mapping[str, Adapter]

@@ -1,12 +1,13 @@
-"""The check that an assembly agrees with itself.
+"""The check that the parts of an assembly fit together.
 
-Each block is held against what runs before it, each attention against its variant's sizes.
+Each block must take what earlier blocks give, and each attention must have its variant's sizes. A bundle is untrusted:
+what passes here is bound to buffers without further checks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lockstep.artifacts.adapters import IDS, LoraSlots
 from lockstep.artifacts.document import ValidationError
@@ -18,10 +19,10 @@ from lockstep.artifacts.tensor_parallel import Shard, ShardedClass, TensorParall
 if TYPE_CHECKING:
     from lockstep.artifacts.assembly import Assembly, AttentionVariant, BoundBlock, StateMixer, TokenMixer
 
-Values = dict[str, tuple[str, list[int | str]]]  # what stands at a place of the model, by name
+Values = dict[str, tuple[str, list[int | str]]]  # {name: (dtype, shape)} of the values that a block may read
 
 
-def agrees(assembly: Assembly, num_layers: Any) -> None:
+def validate_assembly(assembly: Assembly, num_layers: Any) -> None:
     """Raise ValidationError where the assembly does not fit together. num_layers: what its file says."""
     _same("num_layers", num_layers, assembly.num_layers)
     if not assembly.layers[-1].exits:
@@ -43,6 +44,7 @@ def agrees(assembly: Assembly, num_layers: Any) -> None:
     if assembly.adapters is not None:
         values[IDS] = ("int64", ["num_tokens"])
         _check_adapters(assembly, assembly.adapters)
+    # From here on in the order of a step: each block adds its outputs to the values that later ones may read.
     _run(assembly, "embedding", assembly.embedding, values)
     _same("embedding: dtype", values.get("hidden", ("",))[0], assembly.hidden_dtype)
     _same("hidden_size", values.get("hidden", ("", [None]))[1], ["num_tokens", assembly.hidden_size])
@@ -50,8 +52,11 @@ def agrees(assembly: Assembly, num_layers: Any) -> None:
         _run(assembly, f"layers[{index}].block", layer.block, values)
         _mix(f"layers[{index}].kind", _named(assembly.mixers, layer.variant, f"layers[{index}].kind"), values)
         for number, exit in enumerate(layer.exits):
+            # A copy: a model that ends here runs this exit, any other goes on with the next layer instead.
             at_end = dict(values)
-            place = f"later_exits[{number - 1}]" if number else "exit"
+            place = "exit"
+            if number:
+                place = f"later_exits[{number - 1}]"
             _run(assembly, f"layers[{index}].{place}", exit, at_end)
             _same("vocab_size", at_end.get("logits", ("", [None]))[1], ["num_requests", assembly.vocab_size])
     if assembly.tensor_parallel is not None:
@@ -68,6 +73,7 @@ def _run(assembly: Assembly, where: str, part: BoundBlock, values: Values) -> No
         if io.name not in written:
             _same(f"classes.{part.graph}: {io.name}", _type(io), values.get(io.key))
     for io in signature.outputs:
+        # The runtime sizes a block's output buffers by its number of rows alone.
         if (
             not io.shape
             or io.shape[0] not in ("num_tokens", "num_requests")
@@ -89,9 +95,11 @@ def _check_adapters(assembly: Assembly, adapters: LoraSlots) -> None:
             where = f"adapters.classes.{name}.{slot}"
             shape = list(_named(weights, slot, where).shape)
             sizes = [entry.out_features, entry.in_features]
+            # Integers lie in groups [out_features, num_groups, bytes]: count their numbers, not their bytes.
             if assembly.quantization is not None and is_data(slot) and len(shape) == 3:
                 rows, groups, _ = (int(size) for size in shape)
                 shape = [rows, groups * assembly.quantization.group_size]
+            # Sorted, since GPT-2 holds its weights as [in_features, out_features].
             _same(where, sorted(shape), sorted(sizes))
             for key in (entry.a, entry.b):
                 _same(f"{where}: dtype", _named(inputs, key, where).dtype, assembly.dtype)
@@ -102,12 +110,13 @@ def _check_adapters(assembly: Assembly, adapters: LoraSlots) -> None:
 def _mix(where: str, mixer: TokenMixer, values: Values) -> None:
     for phase, graph in mixer.phases().items():
         for io in graph.signature.inputs:
-            if not io.name.startswith("past_"):
+            if not io.name.startswith("past_"):  # these come from the cache
                 _same(f"{where}: {phase}: {io.name}", _of_tokens(io), values.get(io.name))
     values["attention"] = _of_tokens(next(io for io in mixer.decode.signature.outputs if io.name == "attention"))
 
 
 def _check_state_mixer(where: str, mixer: StateMixer) -> None:
+    # Prefill runs one request of many tokens, decode many requests of one token each.
     for phase, tokens, rows in (("prefill", "num_tokens", 1), ("decode", "num_requests", "num_requests")):
         signature = mixer.phases()[phase].signature
         place = f"{where}.{phase}"
@@ -115,10 +124,11 @@ def _check_state_mixer(where: str, mixer: StateMixer) -> None:
         _same(f"{place}.inputs", [io.name for io in signature.inputs], [*mixer.inputs, "past_state"])
         _same(f"{place}.outputs", [io.name for io in signature.outputs], ["attention", "state_out"])
         for io in (*signature.inputs, *signature.outputs):
-            state = io.name in ("past_state", "state_out")
-            shape = [rows, *mixer.state] if state else [tokens, *io.shape[1:]]
-            _same(f"{place}: {io.name}", list(io.shape), shape)
-            _same(f"{place}: {io.name}", io.dtype, "float32" if state else io.dtype)
+            expected = io.dtype, [tokens, *io.shape[1:]]
+            if io.name in ("past_state", "state_out"):
+                # A state is float32 in every precision: its rounding errors would accumulate over all tokens.
+                expected = "float32", [rows, *mixer.state]
+            _same(f"{place}: {io.name}", _type(io), expected)
 
 
 def _check_variant(where: str, variant: AttentionVariant, dtype: str) -> None:
@@ -171,7 +181,7 @@ def _check_ranks(assembly: Assembly, ranks: TensorParallel) -> None:
 
 
 def _check_pieces(where: str, sharded: ShardedClass, signature_of_class: Signature, ranks: TensorParallel) -> None:
-    """Check that a rank's parts are within the whole, and that pieces read the outputs of earlier ones."""
+    """Check that a rank's shards are within the whole, and that pieces read the outputs of earlier ones."""
     ios = {io.name: io for io in (*signature_of_class.inputs, *signature_of_class.outputs)}
     slots = {slot.name: slot for slot in signature_of_class.slots}
     for label, shards, declared in (("values", sharded.values, ios), ("weights", sharded.weights, slots)):
@@ -196,6 +206,7 @@ def _check_pieces(where: str, sharded: ShardedClass, signature_of_class: Signatu
         values |= {io.name: _type(io) for io in signature.outputs}
         for partial, total in piece.sums.items():
             values[total] = _named(values, partial, f"{where}.pieces: sums")
+    # Each weight of the block is read by some piece: one that is not would silently be left out of the sum.
     _same(f"{where}.pieces: slots", sorted(set(pieces)), sorted(slots))
     for io in signature_of_class.outputs:
         _same(f"{where}: {io.name}", values.get(io.name), _type(io, sharded.values))
@@ -204,13 +215,14 @@ def _check_pieces(where: str, sharded: ShardedClass, signature_of_class: Signatu
 def _check_shard(where: str, shard: Shard, shape: Sequence[int | str], degree: int) -> None:
     """Check that the ranges of all ranks cover one axis of fixed size. Each rank has the same number of entries."""
     _same(f"{where}.ranges", len(shard.ranges), degree)
-    size = shape[shard.axis] if shard.axis < len(shape) else None
-    if not isinstance(size, int):
+    if shard.axis >= len(shape) or not isinstance(shape[shard.axis], int):
         raise ValidationError(f"{where}.axis", f"an axis of {_words(shape)} with a size", shard.axis)
+    size = cast(int, shape[shard.axis])
     for rank in shard.ranges:
         if any(not low < high <= size for low, high in rank) or sum(high - low for low, high in rank) != shard.count:
             raise ValidationError(f"{where}.ranges", f"{shard.count} numbers within {size} at each rank", rank)
     for number, ranks in _holders(shard):
+        # Several ranks may hold the same heads of keys and values, where there are fewer of these than ranks.
         if number < size and not _is_group(ranks, degree):
             words = ", ".join(map(str, ranks)) or "none"
             raise ValidationError(
@@ -235,7 +247,7 @@ def _holders(shard: Shard) -> Iterator[tuple[int, list[int]]]:
 
 
 def _is_group(ranks: Sequence[int], degree: int) -> bool:
-    """Return whether ranks are one, or a group that shares what is fewer than ranks: of 4 ranks 0 and 1, 2 and 3."""
+    """Return whether ranks are one, or a group of equal size that shares a head: of 4 ranks 0 and 1, or 2 and 3."""
     count = len(ranks)
     return (
         count > 0
@@ -247,7 +259,10 @@ def _is_group(ranks: Sequence[int], degree: int) -> bool:
 
 def _type(io: IO, shards: Mapping[str, Shard] = {}) -> tuple[str, list[int | str]]:
     """Return (dtype, shape) of a value, or of a rank's part where it is one of `shards`."""
-    return io.dtype, list(shards[io.name].shape(io.shape) if io.name in shards else io.shape)
+    shape = io.shape
+    if io.name in shards:
+        shape = shards[io.name].shape(shape)
+    return io.dtype, list(shape)
 
 
 def _of_tokens(io: IO) -> tuple[str, list[int | str]]:
@@ -266,8 +281,12 @@ def _named(entries: Mapping[str, Any], name: str, where: str) -> Any:
 
 
 def _same(where: str, actual: Any, expected: Any) -> None:
-    if actual != expected:
-        raise ValidationError(where, "nothing of this name" if expected is None else _words(expected), actual)
+    if actual == expected:
+        return
+    words = "nothing of this name"
+    if expected is not None:
+        words = _words(expected)
+    raise ValidationError(where, words, actual)
 
 
 def _words(value: Any) -> str:

@@ -1,7 +1,7 @@
 """The assembly of a model: its graphs, and the tensors that weight slots take.
 
 `graphs/assembly.json` in and out: which graph each layer runs, and which tensors of the checkpoint each weight slot
-takes. What is loaded is checked: types, ranges, and that it agrees with itself.
+takes. Loading checks types, ranges, and that the parts fit together (`agreement`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar
 
 from lockstep.artifacts import formats
 from lockstep.artifacts.adapters import LoraSlots
-from lockstep.artifacts.agreement import agrees
+from lockstep.artifacts.agreement import validate_assembly
 from lockstep.artifacts.bounds import REMEDY, Count, FileName, Name, Names, Precision, Size
 from lockstep.artifacts.document import Document, Key, Mark, length, one_of
 from lockstep.artifacts.dtypes import PRECISION_NAMES
@@ -34,8 +34,8 @@ class BoundBlock:
 class Layer:
     """A token mixer's place: the block that ends at it, and the name of that variant or state mixer.
 
-    exit: of a model that ends behind this decoder layer; None where the layer goes on with another mixer. later_exits:
-    of one that ends behind each of the layers without a mixer that follow.
+    exit: of a model that ends after this decoder layer; None where the layer goes on with another mixer. later_exits:
+    of one that ends after each of the following layers that have no mixer.
     """
 
     block: BoundBlock
@@ -45,7 +45,9 @@ class Layer:
 
     @property
     def exits(self) -> tuple[BoundBlock, ...]:
-        return self.later_exits if self.exit is None else (self.exit, *self.later_exits)
+        if self.exit is None:
+            return self.later_exits
+        return self.exit, *self.later_exits
 
     @property
     def parts(self) -> tuple[BoundBlock, ...]:
@@ -73,10 +75,10 @@ class TextFiles(Document):
 class Assembly(Document):
     """A model in split form.
 
-    dtype: of weights and computation, as NumPy calls it. classes: the blocks' graphs by name. variants: attention by
-    name ("kinds" in the file). state_mixers: token mixers with a state, by name. max_position_embeddings: None where
-    the model has no limit; positions_limited_by: which setting makes it, where that is another one. batchful: the whole
-    model in one graph. tokenizer, chat_template: how text becomes tokens; None where the checkpoint has none.
+    dtype: NumPy's name of the dtype of weights and computation. classes: {name: graph of a block}. variants: {name:
+    attention} ("kinds" in the file). state_mixers: {name: token mixer with a state}. max_position_embeddings: None
+    where the model has no limit; positions_limited_by: which setting makes it, where that is another one. batchful: the
+    whole model in one graph. tokenizer, chat_template: how text becomes tokens; None where the checkpoint has none.
     tensor_parallel: what several ranks run instead of the blocks and the attention; None for one. adapters: where
     blocks take them; None where they take none. quantization: which tensors are quantised, and how; None where none is.
     residual: the type of the residual stream, where that is another than `dtype`. kv_cache_dtype: "fp8" where keys and
@@ -130,11 +132,11 @@ class Assembly(Document):
 
     def exit_of(self, layers: Sequence[Layer]) -> BoundBlock:
         """Return the exit after the last of `layers`, which are whole decoder layers."""
-        return layers[-1].exits[-1]  # as `agrees` has found
+        return layers[-1].exits[-1]  # it has one: `validate_assembly` has checked
 
     @property
     def mixers(self) -> dict[str, TokenMixer]:
-        """The token mixers of all layers by name: attention variants, then state mixers."""
+        """The token mixers of all layers, {name: mixer}: attention variants, then state mixers."""
         return {**self.variants, **self.state_mixers}
 
     def float32_tensors(self) -> set[str]:
@@ -152,7 +154,7 @@ class Assembly(Document):
         return self.residual or self.dtype
 
     def validate(self, stored: Mapping[str, Any]) -> None:
-        agrees(self, stored.get("num_layers"))
+        validate_assembly(self, stored.get("num_layers"))
 
     def graphs(self) -> Iterator[tuple[str, GraphFile]]:
         """Yield (name, graph) of all that run: classes, then `<mixer>.decode` and `<mixer>.prefill`."""

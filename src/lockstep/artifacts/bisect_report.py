@@ -64,7 +64,9 @@ class FoundFault(StageName):
     def decoder_layer(self) -> int | None:
         """Return the faulty layer: a block's `hidden_out` belongs to the layer before."""
         ends_layer = self.part == "block" and self.measured.tensor == "hidden_out"
-        return self.layer - 1 if self.layer and ends_layer else self.layer
+        if self.layer and ends_layer:
+            return self.layer - 1
+        return self.layer
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class BisectReport(Document):
     """What a target's graphs and engines do along one request.
 
     chosen: why this prompt. wrong: "graph", "engine", "overflow", "weights", "runtime" or "nothing". answer: the same
-    in one line; look_at: what to do next.
+    as a sentence; look_at: what to do next.
     """
 
     FORMAT: ClassVar[str] = formats.BISECT

@@ -1,7 +1,6 @@
 """The bounds that entries of several documents share.
 
-What a bundle from elsewhere says chooses files, sizes of buffers and what is bound to what; nothing behind a document
-checks a type again.
+Bundles are untrusted: they choose files, buffer sizes and bindings, and nothing downstream revalidates.
 """
 
 from __future__ import annotations
@@ -14,16 +13,21 @@ from lockstep.artifacts.dtypes import COMPUTE_NAMES, GROUP_SIZES, ROW
 
 REMEDY = "the file is damaged, or not one that a stage wrote: make it again, or take another bundle"
 
-LARGEST = 2**31 - 1  # a dimension; TensorRT counts in 32 bits
+# The largest dimension: TensorRT counts in 32 bits.
+LARGEST = 2**31 - 1
 Size = Annotated[int, integers(1, LARGEST)]
 Count = Annotated[int, integers(0, LARGEST)]
+# Two of these can be added without overflowing 64 bits, as an offset and a length are.
 Bytes = Annotated[int, integers(0, 2**62)]
 Digest = Annotated[str, matching("[0-9a-f]{64}", "a sha256 in hexadecimal digits")]
+# Names go into log lines and terminals: no control characters, and no half characters (surrogates).
 Name = Annotated[str, matching(r"[^\x00-\x1f\x7f\ud800-\udfff]{1,1000}", "a name")]
+# 255 bytes is what file systems allow; no separator of any system, no drive, and no hidden file or `..`.
 FileName = Annotated[
     str, matching(r"(?!\.)[^/\\:\x00-\x1f\x7f\ud800-\udfff]{1,255}", "the name of a file in its folder")
 ]
 PlainPath = Annotated[str, Bound("a plain path inside its folder", lambda path: _is_plain(path))]
+# The tensors of one slot: the experts of a stack are the most.
 Names = Annotated[Sequence[Name], length(10_000, minimum=1)]
 Precision = Annotated[str, one_of(*COMPUTE_NAMES)]
 GroupSize = Annotated[int, one_of(ROW, *GROUP_SIZES)]

@@ -20,14 +20,14 @@ from lockstep.artifacts.files import sha256_file
 from lockstep.errors import CheckError
 
 FILE = "chat_template.json"
-# characters; the longest that are published have some ten thousand
+# In characters; the longest that are published have some ten thousand.
 LONGEST = 1_000_000
 LONGEST_TOKEN = 1000
 
 
 @dataclass(frozen=True)
 class ChatTemplate(Document):
-    """A Jinja template, and by name the special tokens that it uses."""
+    """A Jinja template, and the special tokens that it uses, {name: token}."""
 
     FORMAT: ClassVar[str] = formats.CHAT_TEMPLATE
     REMEDY: ClassVar[str] = REMEDY
@@ -45,6 +45,7 @@ class ChatTemplate(Document):
             return None
         path = Path(assembly_json).parent / entry.file
         template = cls.load(path)
-        if (digest := sha256_file(path)) != entry.sha256:
+        digest = sha256_file(path)
+        if digest != entry.sha256:
             raise CheckError(f"{path}: sha256: expected {entry.sha256}, found {digest}; export again")
         return template

@@ -19,7 +19,7 @@ from lockstep.artifacts.places import StoredFiles, TensorPlace
 from lockstep.artifacts.quantized import QuantizedTensors
 
 RESOLVE_AGAIN = "resolve the checkpoint again"  # where a file has changed
-_MAX_TENSORS = 1_000_000
+_MAX_TENSORS = 1_000_000  # the largest published checkpoints, of many experts, have some hundred thousand
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class CheckpointManifest(Document):
     """A checkpoint.
 
     source: the config's text for it. folder: of its files, relative to the manifest or absolute. config: config.json.
-    tensors: by name, each in a file of `folder`. unindexed: of what no index names. commit: of the repository that it
-    was fetched from; None for others. quantization: what is quantised already, and how; None where nothing is.
+    tensors: {name: place in a file of `folder`}. unindexed: tensors that no index names. commit: of the repository that
+    it was fetched from; None for others. quantization: the tensors that are quantised in it; None where none is.
     """
 
     FORMAT: ClassVar[str] = formats.CHECKPOINT

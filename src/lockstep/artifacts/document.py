@@ -1,15 +1,17 @@
 """Typed documents: JSON in and out, by the annotations of a dataclass.
 
-In: the JSON of a file, or of another process. Out: a frozen dataclass whose every entry is of its type and within its
-bounds, or `ValidationError`, one line that says which entry, what was expected and what was found. Standard library
-only: documents are also read where nothing but an engine's runtime is installed.
+In: the JSON of a file, or of another process. Out: a frozen dataclass whose every entry has its type and is within its
+bounds, or `ValidationError`, a line with the entry, the expected and the actual value. Standard library only: documents
+are also read where nothing but an engine's runtime is installed.
 
 Types of fields: str, int, float (finite), bool, None, Any, Literal, dataclasses, `tuple[X, ...]`, `Sequence[X]`,
-`tuple[X, Y]`, `Mapping[str, X]`, and unions of those that JSON tells apart by type. `Annotated[X, bound]` bounds the
-JSON of any of them but null, such as a value or a list's length; `Mapping[Annotated[str, bound], X]` a mapping's keys.
-A field with a default is left out of the file while it has that default, and need not be there; `Annotated[X, Mark]`
-says otherwise, and `Key` how it is called there. Entries that no field names are passed over: a newer writer may add
-some.
+`tuple[X, Y]`, `Mapping[str, X]`, and unions of those that JSON tells apart by type. `Annotated[X, Bound]` limits the
+JSON values of X (other than null), such as a list's length; `Mapping[Annotated[str, Bound], X]` limits a mapping's
+keys. A field that equals its default is not written, and may be absent; `Annotated[X, Mark]` changes that, and
+`Annotated[X, Key(name)]` its name in the file. Unknown entries are ignored: a newer writer may add some.
+
+How: `reader(type)` builds, once for each type, a function from JSON to a value; `_writer(type)` one from a value to
+JSON. Both recurse over the type, not over the data, so reading a document does no reflection.
 """
 
 from __future__ import annotations
@@ -27,32 +29,36 @@ from dataclasses import MISSING, dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from lockstep.artifacts.files import manifest_bytes, read_json, write_bytes
-from lockstep.errors import InputError
+from lockstep.errors import InputError, truncate
 
 _WORDS = {str: "a text", int: "an integer", float: "a finite number", bool: "true or false", type(None): "null"}
 _SCALARS = tuple(_WORDS)
 _UNIONS = (Union, types.UnionType)
-_LARGEST_FLOAT = 2**1023
-_DEEPEST = 50  # lists and objects in each other; what is locked or stated has 6
+_LARGEST_FLOAT = 2**1023  # of an integer that is read as a float: a larger one overflows when it is computed with
+_DEEPEST = 50  # nested lists and objects; locks and statements have 6
 Read = Callable[[Any], Any]
+AnyNote = TypeVar("AnyNote")
 AnyObject = TypeVar("AnyObject", bound="JsonObject")
 AnyDocument = TypeVar("AnyDocument", bound="Document")
 
 
 class ValidationError(InputError):
-    """An entry that is not what it must be. where: `layers[2].block`; "" for the whole. expected: in words."""
+    """An invalid entry. where: `layers[2].block`; "" for the whole. expected: in words."""
 
     def __init__(self, where: str, expected: str, actual: Any) -> None:
         self.where = where.removeprefix(".")
         self.expected = expected
         self.found = actual
-        place = f"{_short(self.where)}: " if where else ""
-        super().__init__(f"{place}expected {_short(expected)}, found {_short(_shown(actual))}")
+        line = f"expected {truncate(expected)}, found {truncate(_shown(actual))}"
+        if where:
+            line = f"{truncate(self.where)}: {line}"
+        super().__init__(line)
 
     def inside(self, place: str) -> ValidationError:
-        """Return the error of the document that this one's is an entry of. place: such as `layers` or `[2]`."""
-        dot = "" if not self.where or self.where[0] in "[:" else "."
-        return ValidationError(f"{place}{dot}{self.where}", self.expected, self.found)
+        """Return the same error of the enclosing object or list. place: such as `layers` or `[2]`."""
+        if self.where and self.where[0] not in "[:":
+            place = f"{place}."
+        return ValidationError(f"{place}{self.where}", self.expected, self.found)
 
 
 def _shown(value: Any) -> str:
@@ -62,14 +68,9 @@ def _shown(value: Any) -> str:
         return "lists or objects nested too deeply"
 
 
-def _short(words: str) -> str:
-    """Cut a line that quotes what is in the document, which may be long."""
-    return words if len(words) <= 120 else f"{words[:117]}..."
-
-
 @dataclass(frozen=True)
 class Bound:
-    """What an annotated type allows of its values, or of a list's length. words: what is expected."""
+    """A limit of an annotated type's JSON values. words: the expected value. holds: whether a value is within it."""
 
     words: str
     holds: Callable[[Any], Any]
@@ -93,13 +94,13 @@ def length(maximum: int, minimum: int = 0) -> Bound:
 
 
 def like(kind: type) -> Bound:
-    """Return the bound of JSON that could be read as the dataclass `kind`, whose entries it raises the errors of."""
+    """Return the bound of JSON that the dataclass `kind` could be read from; it raises that reader's errors."""
     return Bound("an object", lambda value: reader(kind)(value) is not None)
 
 
 @dataclass(frozen=True)
 class Key:
-    """How a field is called in the file, where that is not its name."""
+    """The name of a field in the file, where that is another than in Python."""
 
     name: str
 
@@ -162,34 +163,37 @@ class Document(JsonObject):
 
 
 def check_depth(value: Any) -> None:
-    """Raise ValidationError for JSON of more lists and objects in each other than what compares it can follow."""
+    """Raise ValidationError for JSON that is nested too deeply for Python's recursive comparison."""
+    # Level by level and not recursively, which would itself overflow the stack.
     level = [value]
     for _ in range(_DEEPEST):
         mappings = [item.values() for item in level if isinstance(item, dict)]
         lists = [item for item in level if isinstance(item, list)]
         level = list(itertools.chain(*mappings, *lists))
     if any(isinstance(item, (dict, list)) for item in level):
-        raise ValidationError("", f"at most {_DEEPEST} lists and objects in each other", value)
+        raise ValidationError("", f"at most {_DEEPEST} nested lists and objects", value)
 
 
 @functools.cache
 def reader(kind: Any) -> Read:
     """Return the function that takes JSON and returns a value of type `kind`, or raises ValidationError."""
-    bound = next((note for note in _notes(kind) if isinstance(note, Bound)), None)
+    bound = _note(kind, Bound)
     kind = _plain(kind)
-    read = _union_reader(get_args(kind)) if get_origin(kind) in _UNIONS else _reader(kind, bound)
-    return read if bound is None or _names_bound(kind) else _bounded(read, bound)
+    read = _reader(kind, bound)
+    if bound is None or _checks_bound(kind):
+        return read
+    return _bounded(read, bound)
 
 
-def _names_bound(kind: Any) -> bool:
-    """Return whether the reader of a type holds its bound itself, and names it where the type is another, too."""
+def _checks_bound(kind: Any) -> bool:
+    """Return whether the reader of a type checks its bound itself, and quotes it for a value of another type too."""
     origin = get_origin(kind)
     arguments = get_args(kind)
     return (kind in _WORDS and kind is not float) or origin is Sequence or (origin is tuple and Ellipsis in arguments)
 
 
 def _bounded(read: Read, bound: Bound) -> Read:
-    """Return a reader that holds a bound too. null, which a union may have, is not bounded."""
+    """Return a reader that also checks a bound, but of null, which a union may have."""
 
     def read_bounded(value: Any) -> Any:
         item = read(value)
@@ -201,16 +205,23 @@ def _bounded(read: Read, bound: Bound) -> Read:
 
 
 def _plain(kind: Any) -> Any:
-    return kind.__origin__ if get_origin(kind) is Annotated else kind
+    """Return the X of `Annotated[X, ...]`, and any other type as it is."""
+    if get_origin(kind) is Annotated:
+        return kind.__origin__
+    return kind
 
 
-def _notes(kind: Any) -> tuple[Any, ...]:
-    return kind.__metadata__ if get_origin(kind) is Annotated else ()
+def _note(kind: Any, note_type: type[AnyNote]) -> AnyNote | None:
+    """Return the Bound, Key or Mark of a type; None where it has none."""
+    notes = getattr(kind, "__metadata__", ())
+    return next((note for note in notes if isinstance(note, note_type)), None)
 
 
 def _reader(kind: Any, bound: Bound | None) -> Read:
     origin = get_origin(kind)
     arguments = get_args(kind)
+    if origin in _UNIONS:
+        return _union_reader(arguments)
     if kind is Any:
         return lambda value: value
     if kind is float:
@@ -219,17 +230,18 @@ def _reader(kind: Any, bound: Bound | None) -> Read:
         return _object_reader(cast(type, kind))
     if origin is Literal:
         return _scalar_reader(tuple(map(type, arguments)), one_of(*arguments))
-    if origin is tuple:
-        return _list_reader(arguments, bound)
-    if origin is Sequence:
-        return _list_reader((*arguments, Ellipsis), bound)
+    if origin is tuple and arguments[-1] is not Ellipsis:
+        row = Bound(f"a list of {len(arguments)}", lambda value: len(value) == len(arguments))
+        return _list_reader(tuple(map(reader, arguments)), row)
+    if origin in (tuple, Sequence):
+        return _list_reader(itertools.repeat(reader(arguments[0])), bound or Bound("a list", lambda value: True))
     if origin is not None:
         return _mapping_reader(arguments[0], arguments[1])
     return _scalar_reader((kind,), bound or Bound(_WORDS[kind], lambda value: True))
 
 
 def _read_float(value: Any) -> Any:
-    # An integer stays one, so that what is read is written as it was.
+    # An integer stays one, so that a document is written as it was read, with the same digest.
     if type(value) is float and math.isfinite(value) or type(value) is int and abs(value) <= _LARGEST_FLOAT:
         return value
     raise ValidationError("", _WORDS[float], value)
@@ -249,8 +261,11 @@ def _scalar_reader(kinds: tuple[type, ...], bound: Bound) -> Read:
 
 
 def _union_reader(kinds: tuple[Any, ...]) -> Read:
-    """Return the reader of a union, which goes by the type that JSON has for each of its types."""
-    readers = {type_in_json: reader(kind) for kind in reversed(kinds) for type_in_json in _types_in_json(kind)}
+    """Return the reader of a union, which chooses by the value's type in JSON."""
+    readers: dict[type, Read] = {}
+    # Reversed, so that of `float | int`, which both read an int, the first is chosen.
+    for kind in reversed(kinds):
+        readers |= dict.fromkeys(_types_in_json(kind), reader(kind))
     words = " or ".join(_words(kind) for kind in kinds if kind is not type(None))
 
     def read(value: Any) -> Any:
@@ -270,28 +285,28 @@ def _types_in_json(kind: Any) -> tuple[type, ...]:
         return (float, int)
     if get_origin(kind) in (tuple, Sequence):
         return (list,)
-    return (kind,) if kind in _WORDS else (dict,)
+    if kind in _WORDS:
+        return (kind,)
+    return (dict,)
 
 
 def _words(kind: Any) -> str:
-    if (bound := next((note for note in _notes(kind) if isinstance(note, Bound)), None)) is not None:
+    bound = _note(kind, Bound)
+    if bound is not None:
         return bound.words
     if get_origin(kind) is Literal:
         return one_of(*get_args(kind)).words
-    return _WORDS.get(kind, "a list" if get_origin(kind) in (tuple, Sequence) else "an object")
+    if get_origin(kind) in (tuple, Sequence):
+        return "a list"
+    return _WORDS.get(kind, "an object")
 
 
-def _list_reader(kinds: tuple[Any, ...], bound: Bound | None) -> Read:
-    is_row = kinds[-1] is not Ellipsis
-    words = bound.words if bound else "a list"
-    holds = bound.holds if bound else None
-    readers: Iterable[Read] = tuple(map(reader, kinds)) if is_row else itertools.repeat(reader(kinds[0]))
-    if is_row:
-        words = f"a list of {len(kinds)}"
+def _list_reader(readers: Iterable[Read], bound: Bound) -> Read:
+    """Return the reader of a list. readers: of its items, one for each, or one repeated without end."""
 
     def read(value: Any) -> Any:
-        if type(value) is not list or (len(value) != len(kinds) if is_row else holds is not None and not holds(value)):
-            raise ValidationError("", words, value)
+        if type(value) is not list or not bound.holds(value):
+            raise ValidationError("", bound.words, value)
         items: list[Any] = []
         try:
             for read_item, item in zip(readers, value):
@@ -304,7 +319,7 @@ def _list_reader(kinds: tuple[Any, ...], bound: Bound | None) -> Read:
 
 
 def _mapping_reader(key_kind: Any, item_kind: Any) -> Read:
-    read_key = None if key_kind is str else reader(key_kind)
+    read_key = reader(key_kind)
     read_item = reader(item_kind)
 
     def read(value: Any) -> Any:
@@ -314,9 +329,8 @@ def _mapping_reader(key_kind: Any, item_kind: Any) -> Read:
         place = ""
         try:
             for key, item in value.items():
-                if read_key is not None:
-                    place = ": name"
-                    read_key(key)
+                place = ": name"
+                read_key(key)
                 place = key
                 items[key] = read_item(item)
         except ValidationError as error:
@@ -328,7 +342,7 @@ def _mapping_reader(key_kind: Any, item_kind: Any) -> Read:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A field of the file. default: with which it is left out; MISSING: never."""
+    """A field of the file. default: a value that is not written; MISSING: every value is."""
 
     name: str
     key: str
@@ -342,12 +356,15 @@ def _entries(kind: Any) -> tuple[_Entry, ...]:
     hints = get_type_hints(kind, include_extras=True)
     entries = []
     for field in dataclasses.fields(kind):
-        notes = _notes(hints[field.name])
-        key = next((note.name for note in notes if isinstance(note, Key)), field.name)
-        mark = next((note for note in notes if isinstance(note, Mark)), None)
-        default = field.default if field.default_factory is MISSING else field.default_factory()
-        default = MISSING if mark is Mark.ALWAYS else default
-        entries.append(_Entry(field.name, key, hints[field.name], default, mark))
+        kind_of_field = hints[field.name]
+        key = _note(kind_of_field, Key) or Key(field.name)
+        mark = _note(kind_of_field, Mark)
+        default = field.default
+        if mark is Mark.ALWAYS:
+            default = MISSING
+        elif field.default_factory is not MISSING:
+            default = field.default_factory()
+        entries.append(_Entry(field.name, key.name, kind_of_field, default, mark))
     return tuple(entries)
 
 
@@ -359,7 +376,7 @@ def _object_reader(kind: type) -> Read:
     inner = [(entry.name, reader(entry.kind)) for entry in entries if entry.mark is Mark.INLINED]
     other_names = [entry.name for entry in entries if entry.mark is Mark.OTHERS]
     keys = _keys(kind)
-    # Most have nothing to validate: the base's own method does nothing.
+    # A plain dataclass has no such method, and the base's does nothing.
     validate = getattr(kind, "validate", JsonObject.validate)
 
     def read(value: Any) -> Any:
@@ -380,8 +397,7 @@ def _object_reader(kind: type) -> Read:
         for name in other_names:
             values[name] = {key: item for key, item in value.items() if key not in keys}
         instance = kind(**values)
-        if validate is not JsonObject.validate:
-            validate(instance, value)
+        validate(instance, value)
         return instance
 
     return read
@@ -389,7 +405,9 @@ def _object_reader(kind: type) -> Read:
 
 def _keys(kind: Any) -> set[str]:
     """Return the keys that an object of type `kind` names."""
-    keys = {*getattr(kind, "COMPUTED", ()), *(("format",) if issubclass(kind, Document) else ())}
+    keys = set(getattr(kind, "COMPUTED", ()))
+    if issubclass(kind, Document):
+        keys.add("format")
     for entry in _entries(kind):
         if entry.mark is Mark.INLINED:
             keys |= _keys(_plain(entry.kind))
@@ -413,20 +431,32 @@ def _writer(kind: Any) -> Read:
     if dataclasses.is_dataclass(kind):
         return _object_writer(cast(type, kind))
     if origin in _UNIONS:
-        (write,) = (_writer(argument) for argument in arguments if not _is_json(argument))
-        return lambda value: value if isinstance(value, _SCALARS) else write(value)
+        return _union_writer(arguments)
     if origin is tuple and arguments[-1] is not Ellipsis:
         row = tuple(map(_writer, arguments))
         return lambda value: [write_item(item) for write_item, item in zip(row, value)]
-    item_kind = arguments[1] if origin is Mapping else arguments[0]
-    write_item = _writer(item_kind)
+    if origin is tuple:
+        arguments = arguments[:1]
+    write_item = _writer(arguments[-1])
     if origin is Mapping:
-        return dict if _is_json(item_kind) else lambda value: {key: write_item(item) for key, item in value.items()}
-    return list if _is_json(item_kind) else lambda value: [write_item(item) for item in value]
+        return lambda value: {key: write_item(item) for key, item in value.items()}
+    return lambda value: [write_item(item) for item in value]
+
+
+def _union_writer(kinds: tuple[Any, ...]) -> Read:
+    """Return the writer of a union, of which only one type may be a list or an object: no other type is needed yet."""
+    (write,) = (_writer(kind) for kind in kinds if not _is_json(kind))
+
+    def write_union(value: Any) -> Any:
+        if isinstance(value, _SCALARS):
+            return value
+        return write(value)
+
+    return write_union
 
 
 def _is_json(kind: Any) -> bool:
-    """Return whether a value of type `kind` is written as it is."""
+    """Return whether a value of type `kind` is its own JSON."""
     kind = _plain(kind)
     if get_origin(kind) in _UNIONS:
         return all(map(_is_json, get_args(kind)))

@@ -1,4 +1,4 @@
-"""The drift of quantised weights: how far their answers are from the checkpoint's.
+"""The quantization error of a model's answers: how far quantised weights are from the checkpoint's.
 
 `reference/<layers>.drift.json` in and out, next to the reference of the quantised weights.
 """
@@ -14,7 +14,7 @@ from lockstep.artifacts.document import Document
 
 @dataclass(frozen=True)
 class Drift(Document):
-    """The drift of a model's first `layers` layers (or "all").
+    """The quantization error of a model's first `layers` layers (or "all").
 
     Measured in transformers, float32. max_logit_error, rms_logit_error: of the logits along the rounded model's answers
     to the golden prompts. rms_logit: of the checkpoint's there. tokens_differing: of `tokens` likeliest tokens there.

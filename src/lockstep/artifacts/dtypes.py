@@ -1,7 +1,7 @@
 """The one table of element types: their names and sizes in each library.
 
-What safetensors, NumPy, PyTorch, graphs and ONNX call them, and which of them a precision of Lockstep is. NumPy is
-imported only for its types: documents are also read where nothing is computed.
+For safetensors, NumPy, PyTorch, graphs and ONNX; and the precisions of Lockstep. NumPy is imported inside functions:
+documents are also read where nothing is computed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 class ElementType:
     """An element type of safetensors files.
 
-    bits: of an element. name: in graphs, in NumPy (with ml_dtypes) and in PyTorch; None for what is not read yet. onnx:
-    where ONNX calls it otherwise. precision: of a model whose weights are of this type. infinity: bits of the positive
-    one (all exponent bits set), of a floating-point type.
+    bits: of an element. name: in graphs, in NumPy (with ml_dtypes) and in PyTorch; None where the type is not supported
+    yet. onnx: ONNX's name where it differs. precision: of a model whose weights are of this type. infinity: the bits of
+    +infinity (all exponent bits set), of a floating-point type.
     """
 
     safetensors: str
@@ -56,11 +56,12 @@ _TABLE = (
     ElementType("I64", 64, "int64"),
     ElementType("U64", 64, "uint64"),
 )
+# Types without a name are in the table too, so that a tensor of one is rejected with its type.
 _NAMES = {entry.safetensors: entry.name for entry in _TABLE if entry.name is not None}
 _ONNX_NAMES = {entry.onnx: entry.name for entry in _TABLE if entry.onnx is not None and entry.name is not None}
 _FLOATS = sorted((entry for entry in _TABLE if entry.infinity is not None), key=lambda entry: -entry.bits)
 
-# By safetensors' names.
+# Keyed by safetensors' names.
 DTYPE_BITS = {entry.safetensors: entry.bits for entry in _TABLE}
 DTYPE_ORDER = {dtype: order for order, dtype in enumerate(DTYPE_BITS)}
 FLOAT_DTYPES = tuple(entry.safetensors for entry in _FLOATS)
@@ -77,7 +78,7 @@ NAME_PRECISIONS = {name: precision for precision, name in PRECISION_NAMES.items(
 class Quantization:
     """A precision whose linear weights are integers with one scale per group, or e4m3 numbers with one per row.
 
-    bits: of the weights of layers. activation_bits: of what they are multiplied with.
+    bits: of the weights of layers. activation_bits: of the activations that they are multiplied with.
     """
 
     bits: int
@@ -101,17 +102,17 @@ COMPUTE_NAMES = PRECISION_NAMES | dict.fromkeys(QUANTIZATIONS, "float32")
 
 
 def base_precision(precision: str) -> str:
-    """Return the precision of what is not quantised."""
+    """Return the precision of the tensors that are not quantised."""
     return NAME_PRECISIONS[COMPUTE_NAMES[precision]]
 
 
 def has_8_bit_activations(precision: str) -> bool:
-    """Return whether products with quantised weights round what they multiply to 8 bits."""
+    """Return whether products with quantised weights round the activations to 8 bits."""
     return precision in QUANTIZATIONS and QUANTIZATIONS[precision].activation_bits == 8
 
 
 def is_fp8(precision: str) -> bool:
-    """Return whether quantised weights and what they are multiplied with are e4m3 numbers."""
+    """Return whether quantised weights and their activations are e4m3 numbers."""
     return precision in QUANTIZATIONS and QUANTIZATIONS[precision].is_fp8
 
 

@@ -1,7 +1,7 @@
 """The manifest of an engine set: its files, their sources and the device.
 
-`engines.json` in and out. Types and ranges are checked. What a backend says of an engine or of the whole set
-(`details`) is its own: nothing else reads it.
+`engines.json` in and out. Types and ranges are checked. `details` of an engine or of the whole set are for the backend
+that wrote them: nothing else reads them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lockstep.artifacts.signature import IO, check_slots
 
 @dataclass(frozen=True)
 class _Device:
-    """What others than its backend read of a device."""
+    """The keys of a device that other code than its backend reads."""
 
     architecture: Name | None = None
     isa: Annotated[tuple[Name, ...], length(1000)] = ()
@@ -27,7 +27,7 @@ class _Device:
 
 @dataclass(frozen=True)
 class _Options:
-    """What others than its backend read of its options."""
+    """The keys of a backend's options that other code reads."""
 
     max_batch_size: Size | None = None
     max_seq_len: Size | None = None
@@ -76,5 +76,6 @@ class EngineSetManifest(Document):
     def digest_for(self, device_key: Any) -> str:
         """Return the sha256 of what runs, on a device with this key."""
         value = self.to_json()
+        # `details` of the set and the builder's revision are left out: they do not change what an engine computes.
         keys = ("backend", "backend_version", "options", "engines", "precision")
         return sha256_json({**{key: value[key] for key in keys}, "device": device_key})

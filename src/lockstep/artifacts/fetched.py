@@ -1,7 +1,7 @@
 """The manifest of a checkpoint that was fetched or made, `source.json`.
 
-The folder `checkpoint/` next to it holds its files. It says what was taken from where, each file with size and sha256,
-so that a change is seen and a moving branch stays where it was found.
+The folder `checkpoint/` next to it holds its files. It records the source and commit, and the size and sha256 of each
+file, so that a change is detected and a moving branch stays at its commit.
 """
 
 from __future__ import annotations
@@ -64,16 +64,18 @@ def load_if_same_source(manifest: Path, source: str) -> Fetched | None:
     if not manifest.is_file():
         return None
     fetched = Fetched.load(manifest)
-    return fetched if fetched.source == source else None
+    if fetched.source != source:
+        return None
+    return fetched
 
 
 def write_fetched(manifest: Path, source: str, sha256: Mapping[str, str], **fields: Any) -> Path:
-    """Write the manifest of the files of `folder_of(manifest)`. more: other fields of `Fetched`, such as the commit."""
+    """Write the manifest of the files of `folder_of(manifest)`. fields: more of `Fetched`, such as the commit."""
     folder = folder_of(manifest)
     files = (
         StoredFile(f"{FOLDER}/{name}", (folder / name).stat().st_size, digest)
         for name, digest in sorted(sha256.items())
     )
-    remove_leftovers(manifest)
+    remove_leftovers(manifest)  # of fetches that were killed
     Fetched(source, tuple(files), **fields).save(manifest)
     return manifest

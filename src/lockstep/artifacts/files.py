@@ -16,20 +16,17 @@ from typing import Any
 
 from lockstep.errors import InputError
 
-# Key of a manifest under which the sha256 of its other entries stands: a flipped byte is seen by whoever reads it.
+# The key of a manifest that holds the sha256 of its other entries, so that every reader detects a flipped byte.
 DIGEST_KEY = "sealed_sha256"
 
 
 @contextlib.contextmanager
 def atomic_path(path: str | os.PathLike, writer: str | None = None) -> Iterator[Path]:
-    """Give a temporary path that becomes `path` on success, and is removed otherwise.
+    """Yield a temporary path, which becomes `path` on success and is removed otherwise.
 
-    It is in the folder of `path`; on success it is flushed to disk and renamed.
-
-    writer: what tells this writer's temporary file from others'; by default the process number, which is enough on one
-    machine.
-
-    Raises InputError where no file could be written, as `check_place`.
+    It is in the folder of `path`: a rename is atomic within one file system only. writer: distinguishes this writer's
+    temporary file from others'; by default the process number, which is enough on one machine. Raises InputError where
+    no file could be written, as `check_place`.
     """
     path = Path(path)
     check_place(path)
@@ -37,6 +34,7 @@ def atomic_path(path: str | os.PathLike, writer: str | None = None) -> Iterator[
     temporary = path.with_name(f".{path.name}.{writer or os.getpid()}.tmp")
     try:
         yield temporary
+        # To disk before the rename: else a power cut may leave the new name with no content.
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -48,7 +46,7 @@ def atomic_path(path: str | os.PathLike, writer: str | None = None) -> Iterator[
 def disk_room(expected: str) -> Iterator[None]:
     """Raise InputError where the disk, a quota or the limit of a file's size is full. expected: the line's first part.
 
-    An OSError of a write names no file.
+    An OSError of a write names no file, so the message needs one.
     """
     try:
         yield
@@ -99,8 +97,8 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:
-        return True
+    except PermissionError:  # another user's process
+        pass
     return True
 
 
@@ -117,8 +115,10 @@ def dump_json(value: Any) -> str:
 
 def write_json(path: str | os.PathLike, value: Any) -> None:
     """Write canonical JSON, whole or not at all; a manifest (an object with a "format") with its digest."""
-    is_manifest = isinstance(value, dict) and "format" in value
-    write_bytes(path, manifest_bytes(value) if is_manifest else dump_json(value).encode())
+    data = dump_json(value).encode()
+    if isinstance(value, dict) and "format" in value:
+        data = manifest_bytes(value)
+    write_bytes(path, data)
 
 
 def manifest_bytes(value: Mapping[str, Any]) -> bytes:
@@ -135,17 +135,22 @@ OTHER_VERSION = "another version of Lockstep wrote it: `lockstep run` makes it a
 def read_json(path: str | os.PathLike, format: str | None = None, absent: str = ABSENT, damaged: str = DAMAGED) -> Any:
     """Read JSON, of a manifest without its digest.
 
-    format: what its "format" key must say. absent, damaged: what to do where it is not there, or is not what it should
-    be. Raises InputError when the file is absent, is not JSON, has another format, or is not of its digest.
+    format: the expected value of its "format" key. absent, damaged: the remedy for a missing and for an invalid file.
+    Raises InputError when the file is absent, is not JSON, has another format, or does not have its digest.
     """
+    file_format = digest = content_digest = None
     try:
         check_file(path)
         data = Path(path).read_bytes()
+        # Python reads NaN and Infinity as JSON; our own documents have none, other programs' files may.
         parse_constant = _no_number if format else None
         value = json.loads(data, parse_constant=parse_constant)
-        file_format = value.get("format") if isinstance(value, dict) else None
-        digest = value.pop(DIGEST_KEY, None) if isinstance(file_format, str) else None
-        content = _digest_of(data, value, digest) if digest is not None else None  # fails for half a character
+        if isinstance(value, dict):
+            file_format = value.get("format")
+        if isinstance(file_format, str):
+            digest = value.pop(DIGEST_KEY, None)
+        if digest is not None:  # a manifest that a user wrote has none
+            content_digest = _digest_of(data, value, digest)  # a ValueError for half a character (a lone surrogate)
     except FileNotFoundError:
         raise InputError(f"{path}: expected a file, found none; {absent}") from None
     except RecursionError:
@@ -157,21 +162,22 @@ def read_json(path: str | os.PathLike, format: str | None = None, absent: str = 
         if other_version and damaged == DAMAGED:
             damaged = f"{OTHER_VERSION}, or delete it where no target needs it"
         raise InputError(f"{path}: expected format {format!r}, found {file_format!r}; {damaged}")
-    if digest != content:
+    if digest != content_digest:
         raise InputError(
-            f"{path}: expected content of sha256 {digest}, found {content}: the file is damaged; {damaged}"
+            f"{path}: expected content of sha256 {digest}, found {content_digest}: the file is damaged; {damaged}"
         )
     return value
 
 
 def _digest_of(data: bytes, value: Any, expected: Any) -> str:
-    """Return the sha256 of the manifest `data` without its digest, which `value` is.
-
-    Writing it once more as canonical JSON takes longer than all else, and a file that nobody edited is that already.
-    """
+    """Return the sha256 of a manifest's content. data: the file. value: its JSON without the digest."""
+    # A file that nobody edited is canonical but for the line of its digest. Hashing its bytes without that line is much
+    # faster than writing `value` as canonical JSON, which decides only where the bytes differ.
     line = f',\n  "{DIGEST_KEY}": "{expected}"'.encode(errors="replace")
     digest = hashlib.sha256(data.replace(line, b"", 1)).hexdigest()
-    return digest if digest == expected else sha256_json(value)
+    if digest == expected:
+        return digest
+    return sha256_json(value)
 
 
 def _no_number(name: str) -> None:
@@ -179,19 +185,20 @@ def _no_number(name: str) -> None:
 
 
 def check_file(path: str | os.PathLike) -> os.stat_result:
-    """Return what `os.stat` says of a file. Raises InputError for what is none: reading a pipe would wait."""
+    """Return the `os.stat` of a regular file. Raises InputError for anything else: reading a pipe would block."""
     try:
         status = os.stat(path)
         if stat.S_ISREG(status.st_mode):
             return status
     except (OSError, ValueError) as error:
+        # Others, such as a missing file or denied access, are worded by whoever called.
         if isinstance(error, OSError) and error.errno not in (errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG):
             raise
     raise InputError(f"{path}: expected a file, found {describe(path)}; correct the path, or remove it and run again")
 
 
 def describe(path: str | os.PathLike) -> str:
-    """Say what lies at `path`: "a folder", "links in a circle", "nothing"."""
+    """Return in words the kind of file at `path`: "a folder", "links in a circle", "nothing"."""
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
@@ -203,7 +210,9 @@ def describe(path: str | os.PathLike) -> str:
         return "a name that no file can have"
     if stat.S_ISREG(mode):
         return "a file"
-    return "a folder" if stat.S_ISDIR(mode) else "a device, pipe or socket"
+    if stat.S_ISDIR(mode):
+        return "a folder"
+    return "a device, pipe or socket"
 
 
 def sha256_file(path: str | os.PathLike) -> str:

@@ -24,8 +24,7 @@ class AttentionVariant:
     """An attention of the model, its sizes and its two graphs.
 
     Layers with the same numbers share it. scale: of the scores. softcap: of the scores, 0 for none. window: how many
-    tokens a token sees, 0 for all. sinks: whether each head has a logit after its scores, which comes after its
-    numbers in the query.
+    tokens a token sees, 0 for all. sinks: whether each head has a sink logit, the last of its numbers in the query.
     """
 
     num_heads: Size
@@ -41,7 +40,7 @@ class AttentionVariant:
 
     @property
     def query_dim(self) -> int:
-        """Return how many numbers of the query a head has."""
+        # A head's sink logit travels as one more number of its query, so that attention needs no weight.
         return self.head_dim + self.sinks
 
     def phases(self) -> dict[str, GraphFile]:
@@ -51,7 +50,7 @@ class AttentionVariant:
 
 @dataclass(frozen=True)
 class StateMixer:
-    """A token mixer with a state: the sizes of a request's, float32, and names of what it takes of a token."""
+    """A token mixer with a float32 state. state: its shape, per request. inputs: names of a token's values it reads."""
 
     state: Annotated[tuple[Size, ...], length(4, minimum=1)]
     inputs: Annotated[tuple[Name, ...], length(8, minimum=1)]

@@ -3,8 +3,8 @@
 `reference/<layers>.json` in and out. Logits are in a safetensors file next to it: `logits.<number of the prompt>`
 [len(tokens), vocab_size], and those of the long prompt, `long.prompt` [len(counts), vocab_size] and `long.logits`
 [len(tokens), vocab_size]; all float32. With them comes their noise in fp16, the largest and the rms error of each
-row: `noise.<number of the prompt>` [len(tokens), 2], `long.noise` [len(counts) + len(tokens), 2], float32. Of a model
-that chooses inside, as a router does, there are 4 numbers a row: last the same two where what is chosen stays chosen.
+row: `noise.<number of the prompt>` [len(tokens), 2], `long.noise` [len(counts) + len(tokens), 2], float32. A model with
+a router has 4 numbers a row: then the same two errors of a run whose experts are those that fp32 chose.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ class ReferencePrompt:
 
 @dataclass(frozen=True)
 class LongPrompt:
-    """The long prompt and its answer. counts: tokens behind which logits are kept. edges: where something begins."""
+    """The long prompt and its answer.
+
+    counts: numbers of tokens after which logits are kept. edges: of pages, windows and chunks, where errors would show.
+    """
 
     prompt_ids: tuple[int, ...]
     edges: tuple[int, ...]
@@ -43,9 +46,8 @@ class LongPrompt:
 class ReferenceManifest(Document):
     """The answers of a model's first `layers` layers (or "all").
 
-    long: None where there is no long prompt. drift: of quantised weights or a rounded KV cache, how far
-    that is from the checkpoint (`artifacts.drift`). adapters: {name: sha256 of what it computes} of those that prompts
-    name.
+    long: None where there is no long prompt. drift: the quantization error of rounded weights or a rounded KV cache
+    (`artifacts.drift`). adapters: {name: `Adapter.sha256`} of the adapters that prompts name.
     """
 
     FORMAT: ClassVar[str] = formats.REFERENCE

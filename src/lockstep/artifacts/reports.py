@@ -1,6 +1,6 @@
 """The reports of checks: validate, compare, golden, served, and golden's speeds.
 
-JSON in and out. A report of a check that passed is where its stage says; one that failed is next to it
+JSON in and out. The report of a check that passed is its stage's output; one that failed is next to it
 (`failed_path`). An error of None is not finite: NaN or infinity.
 """
 
@@ -20,7 +20,7 @@ FAIL = "fail"
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Document):
-    """The base of all reports. result: PASS or FAIL. failure: in one line what is wrong."""
+    """The base of all reports. result: PASS or FAIL. failure: the first error, as a line; None where it passed."""
 
     result: str
     failure: str | None = None
@@ -69,7 +69,7 @@ class CacheError:
 
 @dataclass(frozen=True)
 class LongContext:
-    """The first `layers` layers behind long caches."""
+    """The errors of the first `layers` layers after long caches."""
 
     max_seq_len: int
     layers: int
@@ -115,8 +115,8 @@ class ValidatedGraphs:
 class ValidationReport(Report):
     """The errors of graphs against PyTorch.
 
-    Of a check that failed, what was found until then. forward: by runner. unused_tensors: of the checkpoint, that no
-    block takes.
+    A check that failed has the errors measured until then. forward: {runner: errors}. unused_tensors: tensors of the
+    checkpoint that no block takes.
     """
 
     FORMAT: ClassVar[str] = formats.VALIDATION
@@ -133,7 +133,7 @@ class ValidationReport(Report):
 
 @dataclass(frozen=True, kw_only=True)
 class QualityReport(Report):
-    """What quantizing costs, against the config's bound: in parts of the checkpoint's perplexity, less 1."""
+    """The cost of quantization and the config's bound: perplexity relative to the checkpoint's, less 1."""
 
     FORMAT: ClassVar[str] = formats.QUALITY
     perplexity_change: float
@@ -206,8 +206,8 @@ class ComparisonReport(Report):
 class TokenDifference:
     """The first token that differs; None for both where their number differs.
 
-    gap: the reference's, between its two likeliest tokens. accepted: both are equally likely. The texts: of what stands
-    before it, and of what each token adds.
+    gap: between the reference's two likeliest logits. accepted: both are equally likely. The texts: before it, and
+    added by each token.
     """
 
     step: int
@@ -251,9 +251,9 @@ class GoldenPrompt:
 
 @dataclass(frozen=True)
 class GoldenLongPrompt:
-    """The logit errors of the long prompt: in one piece, in pieces, token by token, among others.
+    """The logit errors of the long prompt: in one chunk, in several, token by token, in a mixed batch.
 
-    decoded_positions: of its `positions`, with its answer, how many came as a single token, as decoding brings them.
+    positions: of it and its answer. decoded_positions: how many of these were run as a single token, as in decode.
     """
 
     num_tokens: int
@@ -278,7 +278,7 @@ class GoldenLongPrompt:
 class MovedState:
     """Requests whose keys and values were moved, compared with the same requests alone.
 
-    max_logit_difference: of any of them. not_run: why none was run, for example what this backend cannot do.
+    max_logit_difference: of any of them. not_run: why none was run, such as a feature that the backend lacks.
     """
 
     name: str
@@ -289,10 +289,10 @@ class MovedState:
 
 @dataclass(frozen=True)
 class GoldenChoices:
-    """Choices inside the model that rounding decided.
+    """Near-ties inside the model, such as a router's top-k, that rounding decided.
 
-    requests: how many were judged by logits along the engines' choices. tied: how many times a token's choices in a
-    layer could have been others there.
+    requests: how many were judged by logits along the engines' choices. tied: in how many layers of tokens other
+    choices were as good.
     """
 
     requests: int
@@ -335,10 +335,10 @@ class GoldenReport(Report):
 
 @dataclass(frozen=True)
 class ServedPhase:
-    """The requests of the served check in one way of asking.
+    """One phase of the served check.
 
-    Requests that were compared, other requests of the load, how many of these were cancelled, and the first differing
-    token of each that has one.
+    requests: compared ones. others: of the load beside them; cancelled: how many of these. differences: the first
+    token of a request that differs.
     """
 
     requests: int
@@ -349,11 +349,11 @@ class ServedPhase:
 
 @dataclass(frozen=True)
 class SampledCase:
-    """Requests whose tokens, text and log-probabilities a second sampler was asked about.
+    """Requests whose tokens, text and log-probabilities were compared with a second sampler's.
 
-    answers: whole and streamed ones. tokens: of those that differ. decided: of these tokens, those that would be others
-    without what the requests show. near: those that are not the second sampler's, but as good. max_logprob_error: None
-    where none were requested.
+    answers: whole and streamed ones. tokens: of distinct answers. decided: tokens that would differ without the option
+    that the requests test. near: tokens that are not the second sampler's, but as likely. max_logprob_error: None where
+    none were requested.
     """
 
     answers: int
@@ -368,8 +368,8 @@ class ServedReport(Report):
     """The answers of a server to the golden prompts, and to requests that choose tokens in other ways (`sampling`).
 
     batch_invariant: its tokens must be the golden check's, whatever runs in the batch; else some may differ where the
-    reference holds two for equally likely. prefix_hit_tokens: of prompts, not computed again. restarts: of the engine,
-    which was killed as often.
+    reference has two equally likely ones. prefix_hit_tokens: of prompts, taken from the prefix cache. restarts: of the
+    engine, which was killed as often.
     """
 
     FORMAT: ClassVar[str] = formats.SERVED

@@ -1,4 +1,4 @@
-"""The signature of a graph: names, dtypes and shapes, and their one check. Of its inputs, outputs and weight slots."""
+"""The signature of a graph: names, dtypes and shapes of its inputs, outputs and weight slots; and their one check."""
 
 from __future__ import annotations
 
@@ -67,25 +67,28 @@ class Signature(JsonObject):
         check_slots(self.slots)
 
     def check(self, actual: Signature, where: str, remedy: str) -> None:
+<<<<<<< HEAD
         """Raise CheckError where `actual` takes or gives something else.
+=======
+        """Raise CheckError where the signature of the graph as its library loads it differs.
+>>>>>>> 0a532e96 (plain: rewrite sentences and conditions of artifacts to workflow)
 
-        Its slots may stand among its inputs. where, remedy: how the message begins and ends.
+        A library knows inputs only, so `actual` may have slots among them. where, remedy: the ends of the message.
         """
-        for role, declared, other in (
-            ("input", (*self.inputs, *self.slots), (*actual.inputs, *actual.slots)),
-            ("output", self.outputs, actual.outputs),
-        ):
-            check_names(where, role, [io.name for io in declared], [io.name for io in other], remedy)
-            types = {io.name: io.type for io in other}
-            for io in declared:
-                if types[io.name] != io.type:
-                    raise CheckError(
-                        f"{where}: {role} {io.name!r}: expected {io.type}, found {types[io.name]}; {remedy}"
-                    )
+        _check_types(where, "input", (*self.inputs, *self.slots), (*actual.inputs, *actual.slots), remedy)
+        _check_types(where, "output", self.outputs, actual.outputs, remedy)
+
+
+def _check_types(where: str, role: str, declared: Sequence[IO], actual: Sequence[IO], remedy: str) -> None:
+    check_names(where, role, [io.name for io in declared], [io.name for io in actual], remedy)
+    types = {io.name: io.type for io in actual}
+    for io in declared:
+        if types[io.name] != io.type:
+            raise CheckError(f"{where}: {role} {io.name!r}: expected {io.type}, found {types[io.name]}; {remedy}")
 
 
 def check_slots(slots: Sequence[IO]) -> None:
-    """Raise ValidationError for the first slot that takes no weight: its dimensions are all numbers."""
+    """Raise ValidationError for the first slot that no weight fits: of another dtype, or without a fixed shape."""
     for slot in slots:
         if slot.dtype not in _WEIGHTS or not all(isinstance(size, int) for size in slot.shape):
             raise ValidationError(f"slots: {slot.name}", f"one of {', '.join(_WEIGHTS)}, and sizes", slot.type)
@@ -94,11 +97,15 @@ def check_slots(slots: Sequence[IO]) -> None:
 def check_names(where: str, role: str, declared: Sequence[str], actual: Sequence[str], remedy: str = "") -> None:
     """Raise CheckError where the names of inputs or outputs are not those declared, in any order."""
     missing = sorted(set(declared) - set(actual))
-    extra = sorted(set(actual) - set(declared))
-    if missing or extra:
-        parts = [f"{word} {few(names)}" for word, names in (("no", missing), ("unexpected", extra)) if names]
-        end = f"; {remedy}" if remedy else ""
-        raise CheckError(f"{where}: expected the {role}s {few(declared)}, found {' and '.join(parts)}{end}")
+    unexpected = sorted(set(actual) - set(declared))
+    differences = []
+    if missing:
+        differences.append(f"no {few(missing)}")
+    if unexpected:
+        differences.append(f"unexpected {few(unexpected)}")
+    if differences:
+        message = f"{where}: expected the {role}s {few(declared)}, found {' and '.join(differences)}"
+        raise CheckError("; ".join(filter(None, (message, remedy))))
 
 
 def check_arrays(
@@ -108,21 +115,22 @@ def check_arrays(
     arrays: Mapping[str, np.ndarray],
     dims: Mapping[str, int] | None = None,
 ) -> dict[str, int]:
-    """Check arrays against declared inputs or outputs; return named dimensions' sizes.
+    """Check arrays against declared inputs or outputs; return {named dimension: size}.
 
-    role: "input", "output" or "slot". dims: sizes known already. A named dimension has one size wherever it occurs.
-    Raises CheckError for other names, and for an array of another dtype or shape.
+    role: "input", "output" or "slot". dims: known sizes of named dimensions. Raises CheckError for other names, and for
+    an array of another dtype or shape.
     """
     check_names(where, role, [io.name for io in declared], list(arrays))
     sizes = dict(dims or {})
     for io in declared:
         array = arrays[io.name]
-        shape = io.shape
-        expected = [
-            sizes.setdefault(want, size) if isinstance(want, str) else want for want, size in zip(shape, array.shape)
-        ]
-        if array.dtype.name != io.dtype or array.ndim != len(shape) or list(array.shape) != expected:
-            sizes_of_dims = tuple(f"{dim}={sizes[dim]}" if dim in sizes else dim for dim in shape)
+        # The first array with a named dimension decides its size; all later ones must have the same.
+        for dim, size in zip(io.shape, array.shape):
+            if isinstance(dim, str):
+                sizes.setdefault(dim, size)
+        has_rank = array.ndim == len(io.shape)
+        if not has_rank or array.dtype.name != io.dtype or array.shape != concrete_shape(io.shape, sizes):
+            sizes_of_dims = tuple(f"{dim}={sizes[dim]}" if dim in sizes else dim for dim in io.shape)
             expected_type = IO(io.name, io.dtype, sizes_of_dims)
             actual = IO(io.name, array.dtype.name, array.shape)
             raise CheckError(f"{where}: {role} {io.name!r}: expected {expected_type.type}, found {actual.type}")

@@ -1,8 +1,8 @@
-"""What an artefact was made of: an in-toto statement beside its manifest, with SLSA's provenance as predicate.
+"""The provenance of an artefact: an in-toto statement next to its manifest, with SLSA's provenance as predicate.
 
 A Statement v1 (https://in-toto.io/Statement/v1) whose predicate is https://slsa.dev/provenance/v1, as plain JSON;
-docs/statements.md says what its fields hold. It holds no time and no place: two machines that make the same of the same
-write the same bytes. The predicate's extension field `lockstep_sha256` is the digest of all the rest.
+docs/statements.md lists its fields. It has no times and no paths of a machine: two machines that build the same from
+the same write the same bytes. The predicate's extension field `lockstep_sha256` is the digest of all the rest.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ PREDICATE = "https://slsa.dev/provenance/v1"
 # Builder and build type: the page of the manual, as a file of the package (https://github.com/package-url/purl-spec).
 MANUAL = "pkg:generic/lockstep#docs/statements.md"
 DIGEST = "lockstep_sha256"
-CONTENT = "lockstep_content"  # a digest of what a manifest says, without the places in it
+CONTENT = "lockstep_content"  # a digest of a manifest's content without the paths in it
 SUFFIX = ".statement.json"
 _PART = "lockstep/"
 
 
 @dataclass(frozen=True)
 class _Backend:
-    """What is read of a key's backend."""
+    """The keys of a build key's backend that are read."""
 
     name: str
     device: Mapping[str, Any]
@@ -38,11 +38,10 @@ class _Backend:
 
 @dataclass(frozen=True)
 class BuildKey(JsonObject):
-    """The build key of a step: all that decides what it makes.
+    """The build key of a step: all that decides its result.
 
-    names: the stage's wildcards. inputs: by name a value for each, mostly its sha256. options: plain JSON. code:
-    digest of each module by its path. environment: version of each package. backend: its library and device, None of a
-    stage without one.
+    names: the stage's wildcards. inputs: {name: value, mostly a sha256}. options: plain JSON. code: {path of a module:
+    sha256}. environment: {package: version}. backend: its library and device; None for a stage without one.
     """
 
     stage: str
@@ -55,7 +54,7 @@ class BuildKey(JsonObject):
 
     @property
     def sha256(self) -> str:
-        """Return the hex digest of the key, by which a cache finds what was made."""
+        """Return the hex digest of the key, which is also that of its entry in a cache."""
         return sha256_json(self.to_json())
 
 
@@ -91,6 +90,8 @@ class Statement:
             inputs = {}
             packages = {}
             sources = []
+            # `to_json` writes three kinds of dependencies into one list, as SLSA has it. A backend's libraries have
+            # annotations, and are left out: the key's backend has them too.
             for item in definition["resolvedDependencies"]:
                 digests = item.get("digest", {})
                 if CONTENT in digests:
@@ -107,10 +108,13 @@ class Statement:
                 "backend": definition["internalParameters"].get("backend"),
             }
             statement = cls(BuildKey.from_json(key), _read_outputs(subjects(value["subject"])), tuple(sources))
+            # The digest is compared with all else: whatever these fields do not hold would not be written back.
             is_whole = statement.to_json() == value
         except (LookupError, TypeError, AttributeError, ValueError):
-            form = value.get("format") if isinstance(value, dict) else None
-            raise ValidationError("", "an in-toto statement of a build", form or value) from None
+            actual = value
+            if isinstance(value, dict):
+                actual = value.get("format") or value  # a manifest of Lockstep is named, not quoted
+            raise ValidationError("", "an in-toto statement of a build", actual) from None
         if not is_whole:
             raise ValidationError(DIGEST, "the digest of what the statement says", "another: the file is damaged")
         return statement
@@ -118,12 +122,14 @@ class Statement:
     def to_json(self) -> dict[str, Any]:
         key = self.key
         inputs = [{"name": name, "digest": {CONTENT: value}} for name, value in sorted(key.inputs.items())]
-        backend = {} if key.backend is None else {"backend": key.backend}
+        internal: dict[str, Any] = {"buildKey": key.sha256}
+        if key.backend is not None:
+            internal["backend"] = key.backend
         return in_toto(
             self.outputs,
             {"stage": key.stage, "names": key.names, "options": key.options},
             [*inputs, *self.sources, *_packages(key)],
-            {"buildKey": key.sha256, **backend},
+            internal,
             key.code,
         )
 
@@ -144,8 +150,8 @@ def in_toto(
 ) -> dict[str, Any]:
     """Return a statement as JSON.
 
-    outputs: sha256 by name. parameters: what the user asked for. dependencies: descriptors of in-toto. internal: what
-    followed from them. code: sha256 of parts of this package, by path.
+    outputs: {name: sha256}. parameters: given by the user. dependencies: in-toto's resource descriptors. internal:
+    parameters that were derived. code: {path of a module of this package: sha256}.
     """
     parts = _descriptors({f"{_PART}{part}": sha256 for part, sha256 in code.items()})
     predicate: dict[str, Any] = {
@@ -172,19 +178,19 @@ def _descriptors(digests: Mapping[str, str]) -> list[dict[str, Any]]:
 
 
 def subjects(descriptors: Any) -> dict[str, Any]:
-    """Return the sha256 of each descriptor by its name. Raises LookupError or TypeError for what is none."""
+    """Return {name: sha256} of descriptors. Raises LookupError or TypeError where one is invalid."""
     return {item["name"]: item["digest"]["sha256"] for item in descriptors}
 
 
 def _packages(key: BuildKey) -> Iterator[dict[str, Any]]:
-    """Yield descriptors of packages, and of a backend's libraries, whose versions the backend says too."""
+    """Yield descriptors of packages, and of a backend's libraries, with annotations: the key has them twice."""
     yield from ({"name": name, "uri": url} for name, _, url in package_urls(key.environment))
     for name, version, url in libraries(key):
         if (name, version) not in key.environment.items():
             yield {"name": name, "uri": url, "annotations": {"of": "backend"}}
 
 
-# Backends that are called as the package or the library that builds for them.
+# Backends that have the name of the package, or of the native library, that builds their engines.
 _PACKAGES = ("openvino",)
 _LIBRARIES = ("tensorrt", "tensorrt_rtx")
 

@@ -14,16 +14,17 @@ from lockstep.targets import Target
 
 @dataclass(frozen=True)
 class SummaryRow:
-    """A target: what its checks say, and its speed. None: not known.
+    """A target: the results of its checks, and its speed. None: not known.
 
     verdict, validation, golden: "pass", "fail" or "not run"; served: None where no server was checked. engine_error: of
     the comparison of these engines. adapters: of the check of a model's adapters; None where it has none. reproduced:
     in how many of the rounds it came out the same, "-" where it was not tried. reason: why the verdict is no pass.
-    quality: of the config's bound of what quantizing costs; None where it has none.
-    drift: of quantised weights, in words. logit_noise: the error of a logit that the precision itself costs.
-    drift_logit_error: rms, in units of the logits. drift_tokens_differing: of the likeliest tokens of the golden
-    answers. drift_perplexity: relative to the checkpoint's, less 1. max_logprob_error: of the server's, compared with
-    those of a second sampler; None where it gave none.
+    quality: of the config's bound on the quantization error; None where it has none. logit_noise: the error of a logit
+    that the precision itself costs.
+
+    drift: the quantization error, in words. drift_logit_error: rms, in units of the logits. drift_tokens_differing: of
+    the likeliest tokens of the golden answers. drift_perplexity: relative to the checkpoint's, less 1.
+    max_logprob_error: of the server's, compared with those of a second sampler; None where none were requested.
     """
 
     model: str
@@ -55,7 +56,7 @@ class SummaryRow:
 
     @property
     def quality_in_words(self) -> str | None:
-        """Return what the weights cost, which no check of engines sees."""
+        """Return the cost of quantization, which no check of engines shows: they are compared with rounded weights."""
         if self.drift_perplexity is None:
             return None
         return f"perplexity {self.drift_perplexity:+.1%}{', too high' * (self.quality == FAIL)}"
@@ -78,8 +79,8 @@ class Summary(Document):
 class Reproduction(Document):
     """A target that was built again `rounds` times.
 
-    device: JSON, as its engine set describes it. same_rounds: in which all was the same. artefacts: by place in a lock
-    the first difference, None of what was the same in all rounds.
+    device: JSON, as its engine set describes it. same_rounds: how many had the same artefacts. artefacts: {place in a
+    lock: its first difference}, None where all rounds were the same.
     """
 
     FORMAT: ClassVar[str] = formats.REPRODUCTION

@@ -1,7 +1,7 @@
 """The tensor-parallel form of an assembly: pieces of blocks, and attention.
 
-It is what several ranks run. Between the pieces of a block partial sums are added (all-reduce); attention is over a
-rank's heads. All ranks run the same graphs; each takes its part of the weights.
+Several ranks run it. Between the pieces of a block, partial sums are all-reduced; attention is over a rank's heads.
+All ranks run the same graphs; each takes its shard of the weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ _Rank = Annotated[tuple[tuple[Count, Count], ...], length(10_000, minimum=1)]
 
 @dataclass(frozen=True)
 class Shard(JsonObject):
-    """Each rank's part of a tensor along `axis`: [start, end) one after another."""
+    """Each rank's part of a tensor along `axis`: ranges [start, end), concatenated.
+
+    More than one range where a checkpoint fuses weights: a rank takes its heads of q, k and v each.
+    """
 
     axis: Annotated[int, integers(0, 7)]
     ranges: Annotated[tuple[_Rank, ...], length(MOST_RANKS, minimum=2)]
@@ -39,7 +42,10 @@ class Shard(JsonObject):
 
     def scaled(self, unit: int) -> Shard:
         """Return the shard of a tensor that has `unit` numbers where this one has one."""
-        return Shard(self.axis, tuple(tuple((low * unit, high * unit) for low, high in rank) for rank in self.ranges))
+        ranges = []
+        for rank in self.ranges:
+            ranges.append(tuple((low * unit, high * unit) for low, high in rank))
+        return Shard(self.axis, tuple(ranges))
 
     @property
     def count(self) -> int:
@@ -55,7 +61,9 @@ class Shard(JsonObject):
         parts = [array[(*before, slice(low, high))] for low, high in self.ranges[rank]]
         import numpy as np
 
-        return parts[0] if len(parts) == 1 else np.concatenate(parts, self.axis)
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts, self.axis)
 
     def put(self, array: np.ndarray, rank: int, part: np.ndarray) -> None:
         """Write a rank's part into a whole tensor."""
@@ -68,9 +76,9 @@ class Shard(JsonObject):
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """The graph, by name, that a rank runs between two all-reduces.
+    """The name of the graph that a rank runs between two all-reduces.
 
-    sums: {partial sum that it gives: the name under which later pieces, or the block's readers, find their sum}.
+    sums: {partial sum, an output: name of the all-reduced value that later pieces, or the block's readers, take}.
     """
 
     graph: Annotated[Name, Key("class")]
@@ -81,9 +89,8 @@ class ShardEntry:
 class ShardedClass:
     """A block class in pieces.
 
-    values: what ranks hold of its inputs and outputs; those that are not named are whole, the same at each rank.
-    weights: what they take of its slots. first: slots that the first rank takes, and the others zeros: biases of
-    partial sums.
+    values: {input or output: shard}; those that are not named are whole, the same at each rank. weights: {slot: shard}.
+    first: slots that the first rank takes, and the others zeros: a bias of partial sums must be added once.
     """
 
     pieces: Annotated[tuple[ShardEntry, ...], length(100, minimum=1)]
@@ -92,21 +99,23 @@ class ShardedClass:
     first: Annotated[tuple[Name, ...], length(10_000)]
 
     def take_weight(self, slot: str, array: np.ndarray, rank: int) -> np.ndarray:
-        """Return what a rank's slot takes of the whole slot's array."""
-        if slot in self.first:
+        """Return a rank's part of the whole slot's array."""
+        if slot in self.first and rank > 0:
             import numpy as np
 
-            return array if rank == 0 else np.zeros_like(array)
+            return np.zeros_like(array)
         shard = self.weights.get(slot)
-        return shard.take(array, rank) if shard else array
+        if shard is None:
+            return array
+        return shard.take(array, rank)
 
 
 @dataclass(frozen=True)
 class TensorParallel:
     """The graphs that the ranks of a model run instead of its blocks and attention.
 
-    degree: how many ranks. graphs: of the pieces, by name. classes: of the assembly but for the embedding, which each
-    rank runs whole. variants: the assembly's attention with a rank's heads.
+    degree: how many ranks. graphs: {name: graph of a piece}. classes: those of the assembly but for the embedding,
+    which each rank runs whole. variants: the assembly's attention with a rank's heads.
     """
 
     degree: Annotated[int, integers(2, MOST_RANKS)]
@@ -124,7 +133,7 @@ class TensorParallel:
 
 
 def attention_shards(variant: AttentionVariant, degree: int) -> dict[str, Shard]:
-    """Return what ranks hold of the inputs and outputs of an attention: its heads."""
+    """Return the shards of an attention's inputs and outputs: a rank's heads of each."""
     heads = Shard.even(1, variant.num_heads, degree)
     kv_heads = Shard.even(1, variant.num_kv_heads, degree)
     return {
@@ -137,5 +146,5 @@ def attention_shards(variant: AttentionVariant, degree: int) -> dict[str, Shard]
 
 
 def heads_divide(num_heads: int, num_kv_heads: int, degree: int) -> bool:
-    """Return whether each rank can have as many heads as the others."""
+    """Return whether each rank can have as many heads as the others: those of keys and values may be replicated."""
     return num_heads % degree == 0 and (num_kv_heads % degree == 0 or degree % num_kv_heads == 0)

@@ -1,6 +1,6 @@
 """The manifest of converted weights: files, and the places of tensors in them.
 
-`weights/weights.json` in and out. That places lie within files is for whoever opens them.
+`weights/weights.json` in and out. Whether places are within their files is checked when these are opened.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lockstep.artifacts.places import MAX_FILES, StoredFile, StoredFiles, Tensor
 
 @dataclass(frozen=True)
 class NumberedPlace:
-    """The place of a tensor, as `TensorPlace`. file: its number among the manifest's files."""
+    """The place of a tensor, as `TensorPlace`. file: its index among the manifest's files, which keeps JSON short."""
 
     file: Annotated[int, integers(0, MAX_FILES)]
     offset: Bytes
@@ -53,7 +53,7 @@ class WeightsManifest(Document):
         tensors: Mapping[str, TensorPlace],
         group_size: int | None = None,
     ) -> WeightsManifest:
-        """Return the manifest of tensors, by name, whose files are called by their paths."""
+        """Return the manifest of `tensors`, whose files are given by their paths."""
         numbers = {file.path: number for number, file in enumerate(files)}
         numbered = {
             name: NumberedPlace(numbers[place.file], place.offset, place.length, place.dtype, place.shape)
@@ -63,7 +63,7 @@ class WeightsManifest(Document):
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorPlace]:
-        """Return the places of tensors by name, each in a file by its path."""
+        """Return {tensor: place}, with the paths of files."""
         return {
             name: TensorPlace(self.files[place.file].path, place.offset, place.length, place.dtype, place.shape)
             for name, place in self.numbered.items()

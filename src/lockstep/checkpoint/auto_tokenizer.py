@@ -69,7 +69,9 @@ def load_auto(folder: Path) -> AutoTokenized:
         except Exception:  # config.json names the tokenizer's class: blame the file that is damaged
             raise TokenizerError(f"found a config.json that it refuses: {reason}; correct config.json") from None
         raise TokenizerError(f"found none that it loads: {reason}; correct tokenizer_config.json") from None
-    eos = auto.eos_token_id if isinstance(auto.eos_token_id, int) else None
+    eos = None
+    if isinstance(auto.eos_token_id, int):  # a list of several is no setting of a tokenizer
+        eos = auto.eos_token_id
     special = set(map(str, auto.all_special_tokens)) | set(auto.get_added_vocab())
     # CodeLlama's class cuts a text in two at this token, by code that also changes how it splits the next text.
     fill_token = getattr(auto, "fill_token", None)
@@ -142,7 +144,7 @@ def _decode(auto: Any, ids: Sequence[int], skips: bool = True) -> str:
 
 
 def _letters(text: str) -> str:
-    """Return a text without white space, which a class may well add or remove."""
+    """Return a text without white space, which a class may add or remove."""
     return "".join(text.split())
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.artifacts.chat_template import LONGEST, LONGEST_TOKEN, ChatTemplate
-from lockstep.checkpoint.source_files import cut, present, read_source_json, read_source_text, shorten
-from lockstep.errors import InputError
+from lockstep.checkpoint.source_files import present, read_source_json, read_source_text, shorten
+from lockstep.errors import InputError, truncate
 
 _DEFAULT = "default"
 _TOOLS = "tool_use"
@@ -66,16 +66,18 @@ def without_default(folder: Path) -> str:
     templates = _templates(read_source_json(folder / _CONFIG).get("chat_template"), folder / _CONFIG)
     if not templates or _DEFAULT in templates:
         return ""
+    names = truncate(", ".join(sorted(templates)))
     return (
-        f"chats will be refused, for of its chat templates ({cut(', '.join(sorted(templates)))}) none is the default; "
-        f"put one into {_JINJA} there"
+        f"chats will be refused, for of its chat templates ({names}) none is the default; put one into {_JINJA} there"
     )
 
 
 def _templates(value: Any, path: Path) -> dict[str, str]:
     """Return {name: template}. value: one template, or a list of {"name", "template"}."""
-    if value is None or isinstance(value, str):
-        return {_DEFAULT: value} if value else {}
+    if value is None or value == "":
+        return {}
+    if isinstance(value, str):
+        return {_DEFAULT: value}
     try:
         templates = {entry["name"]: entry["template"] for entry in value}
         if all(isinstance(text, str) for text in (*templates, *templates.values())):
@@ -84,7 +86,7 @@ def _templates(value: Any, path: Path) -> dict[str, str]:
         pass
     raise InputError(
         f"{path}: expected chat_template to be a text, or a list of objects with name and template, found "
-        f"{shorten(value)}; correct it, or put the template into {_JINJA} beside it"
+        f"{shorten(value)}; correct it, or put the template into {_JINJA} next to it"
     )
 
 
@@ -106,6 +108,8 @@ def _tokens(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if isinstance(extra_tokens, dict):
         tokens |= extra_tokens
     for name, value in tokens.items():
-        token = value.get("content") if isinstance(value, dict) else value
+        token = value
+        if isinstance(value, dict):
+            token = value.get("content")
         if isinstance(token, str) and name.isidentifier():  # a template could name no other
             yield name, token

@@ -85,7 +85,7 @@ class _Tensors:
             if name in self.places:
                 return name
         raise InputError(
-            f"{self.folder / self.places[sibling].file}: expected tensor {shorten(names[0])} beside {shorten(sibling)},"
+            f"{self.folder / self.places[sibling].file}: expected tensor {shorten(names[0])} for {shorten(sibling)},"
             f" found none; download this checkpoint again"
         )
 
@@ -143,10 +143,11 @@ def _nvfp4(tensors: _Tensors, name: str) -> CodedWeight | None:
     module, _, suffix = name.rpartition(".")
     if suffix != "weight_scale":
         return None
-    is_modelopt = tensors.packing.layout == "modelopt_nvfp4"
-    data = tensors.first_of([f"{module}.weight" if is_modelopt else f"{module}.weight_packed"], name)
-    tensor_scale = f"{module}.weight_scale_2" if is_modelopt else f"{module}.weight_global_scale"
-    tensor_scale = tensors.first_of([tensor_scale], name)
+    # modelopt and compressed-tensors store the same layout under different names.
+    suffixes = ("weight_packed", "weight_global_scale")
+    if tensors.packing.layout == "modelopt_nvfp4":
+        suffixes = ("weight", "weight_scale_2")
+    data, tensor_scale = (tensors.first_of([f"{module}.{suffix}"], name) for suffix in suffixes)
     rows, num_bytes = tensors.matrix(data, "U8", NVFP4_GROUP // 2)
     tensors.check(name, (FP8,), (rows, 2 * num_bytes // NVFP4_GROUP))
     tensors.check(tensor_scale, ("F32",), (1,), ())

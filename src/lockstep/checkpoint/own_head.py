@@ -41,9 +41,8 @@ def embedding_of_head(folder: Path, config: Mapping[str, Any], checkpoint: Check
         return checkpoint
     head = heads[0][0]
     embedding = f"{layer[1]}{embedding_name}.weight"
-    tensors = {}
-    for name, place in checkpoint.tensors.items():
-        tensors[embedding if name == head else name] = place
+    tensors = dict(checkpoint.tensors)
+    tensors[embedding] = tensors.pop(head)
     return replace(checkpoint, tensors=tensors)
 
 

@@ -103,7 +103,7 @@ def _integer_weights(packing: Packing, tensors: Mapping[str, TensorPlace], folde
         for name in parts.values():
             if name not in tensors:
                 raise InputError(
-                    f"{folder / tensors[first].file}: expected tensor {shorten(name)} beside {shorten(first)}, "
+                    f"{folder / tensors[first].file}: expected tensor {shorten(name)} for {shorten(first)}, "
                     f"found none; download this checkpoint again"
                 )
         parts |= {role: f"{module}.{suffix}" for role, suffix in optional.items() if f"{module}.{suffix}" in tensors}
@@ -173,7 +173,9 @@ def _weight(
     bits = packing.bits
     word = 32 // bits
     by_row = packing.layout in ("packed", "int8")
-    dtypes = ("I8",) if packing.layout == "int8" else _INTS
+    dtypes: tuple[str, ...] = _INTS
+    if packing.layout == "int8":
+        dtypes = ("I8",)
     if place.dtype not in dtypes or len(place.shape) != 2 or 0 in place.shape:
         refuse(parts["data"], place, folder, f"{' or '.join(dtypes)} of two dimensions")
     first, second = place.shape
@@ -213,4 +215,6 @@ def _zero_points_shape(packing: Packing, rows: int, groups: int) -> tuple[int, i
     if packing.layout == "int8":
         return rows, groups
     words = -(-rows * packing.bits // 32)
-    return (words, groups) if packing.layout == "packed" else (groups, words)
+    if packing.layout == "packed":
+        return words, groups
+    return groups, words

@@ -7,6 +7,7 @@ that make the library's native code panic, which Python code cannot stop.
 
 from __future__ import annotations
 
+import itertools
 import resource
 import string
 import sys
@@ -32,7 +33,8 @@ def main(path: str) -> int:
         return 1
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    for text in (unit * (LENGTH // len(unit)) + end for unit in _UNITS for end in _ENDS):
+    for unit, end in itertools.product(_UNITS, _ENDS):
+        text = unit * (LENGTH // len(unit)) + end
         try:
             tokenizer.decode(tokenizer.encode(text).ids)
         except Exception:

@@ -96,13 +96,17 @@ def resolve_architecture(source: str, folder: Path, out: Path) -> Path:
 def sampling_note(folder: Path) -> str:
     """Return a note about sampling settings in generation_config.json, which requests set instead; "" for none."""
     path = folder / "generation_config.json"
-    settings = read_source_json(path) if present(path) else {}
+    if not present(path):
+        return ""
+    settings = read_source_json(path)
     ignored = []
     for key, neutral in _SAMPLING_KEYS.items():
         value = settings.get(key)
         if value is not None and value not in neutral:
             ignored.append(f"{key} {shorten(value)}")
-    return f"requests say how tokens are chosen, not {path.name}: {', '.join(ignored)}" if ignored else ""
+    if not ignored:
+        return ""
+    return f"requests say how tokens are chosen, not {path.name}: {', '.join(ignored)}"
 
 
 def resolve_fetched(source_json: Path, out: Path) -> Path:
@@ -147,24 +151,25 @@ def describe(folder: Path, weights: bool = True) -> CheckpointManifest:
     depth = _layer_count(folder, config)
     packing = packing_of(config)
     no_tensors = CheckpointTensors((), {}, ())
-    checkpoint = find_tensors(folder) if weights or packing else no_tensors
-    checkpoint = embedding_of_head(folder, config, checkpoint)
+    checkpoint = no_tensors
+    if weights or packing:
+        checkpoint = embedding_of_head(folder, config, find_tensors(folder))
     packed = packed_weights(packing, checkpoint.tensors, folder)
     if weights:
         if checkpoint.absent:
             name, shard = next(iter(checkpoint.absent.items()))
-            suffix = f" and {len(checkpoint.absent) - 1} more" if len(checkpoint.absent) > 1 else ""
-            note(f"{folder / INDEX}: names {shard} for {shorten(name)}{suffix}, which is absent there and left out")
-        if checkpoint.others:
-            note(
-                f"{folder}: the language model is used; {len(checkpoint.others)} tensors of {towers(checkpoint.others)}"
-                " are left alone"
-            )
+            what = shorten(name)
+            if len(checkpoint.absent) > 1:
+                what += f" and {len(checkpoint.absent) - 1} more"
+            note(f"{folder / INDEX}: names {shard} for {what}, which is absent there and left out")
+        if checkpoint.tower_tensors:
+            unused = checkpoint.tower_tensors
+            note(f"{folder}: the language model is used; {len(unused)} tensors of {towers(unused)} are not")
         if packing is None:
             check_unpacked(folder, checkpoint.tensors)
         check_fit(folder, config, checkpoint, packed)
         check_own_head(folder, config, unpacked_places(checkpoint.tensors, packed))
-    else:
+    else:  # they were read for the packing alone
         checkpoint = no_tensors
     check_present(folder)
     stop_ids(folder, config, None)  # fails now, not after hours of work on graphs
@@ -172,6 +177,9 @@ def describe(folder: Path, weights: bool = True) -> CheckpointManifest:
         check_side_file(path)
     read_chat_template(folder)
     names = [path.name for path in sorted([*side_files(folder), *weight_files(folder, checkpoint)])]
+    quantization = None
+    if packing and packing.stays:
+        quantization = quantized_tensors(packing, packed, folder)
     return CheckpointManifest(
         source="",
         folder=".",
@@ -181,7 +189,7 @@ def describe(folder: Path, weights: bool = True) -> CheckpointManifest:
         config=config,
         tensors=checkpoint.tensors,
         unindexed=checkpoint.unindexed,
-        quantization=quantized_tensors(packing, packed, folder) if packing and packing.stays else None,
+        quantization=quantization,
     )
 
 
@@ -240,8 +248,10 @@ def side_files(folder: Path) -> list[Path]:
 
 def weight_files(folder: Path, checkpoint: CheckpointTensors) -> list[Path]:
     """Return a checkpoint folder's files of tensors and their index, sorted."""
-    index = [INDEX] if checkpoint.files and checkpoint.files != (SINGLE,) else []
-    return sorted(folder / name for name in [*index, *checkpoint.files])
+    names = [*checkpoint.files]
+    if names and names != [SINGLE]:
+        names.append(INDEX)
+    return sorted(folder / name for name in names)
 
 
 def _hash_files(folder: Path, names: Iterable[str]) -> tuple[StoredFile, ...]:

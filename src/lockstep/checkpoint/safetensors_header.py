@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 
 from lockstep.artifacts.dtypes import DTYPE_BITS
 from lockstep.artifacts.places import TensorPlace
-from lockstep.checkpoint.source_files import LFS_POINTER, cut, shorten
-from lockstep.errors import InputError
+from lockstep.checkpoint.source_files import LFS_POINTER, shorten
+from lockstep.errors import InputError, truncate
 
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 # Twice the number in the largest published checkpoint (Kimi K2 in fp8, 140,000). A header can have ten times as many,
@@ -30,10 +30,9 @@ _AGAIN = "the file is damaged or incomplete, download it again"
 
 
 def read_header(path: str | os.PathLike) -> dict[str, TensorPlace]:
-    """Return all tensors of the safetensors file `path` by name, in file order.
+    """Return {name: place} of all tensors of the safetensors file `path`, in file order.
 
-    Raises InputError (one line: the file, what was expected, what was found, what to do) for any damage of the header
-    and for a file that is longer or shorter than its header says.
+    Raises InputError for any damage of the header, and for a file that is longer or shorter than its header says.
     """
     path = Path(path)
     with open(path, "rb") as file:
@@ -96,7 +95,7 @@ def _parse(path: Path, data: bytes) -> dict[str, Any]:
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         _refuse(path, "a header in UTF-8", error.reason)
     except (ValueError, RecursionError) as error:
-        _refuse(path, "a JSON header", cut(str(error)))
+        _refuse(path, "a JSON header", truncate(str(error)))
     metadata = header.get("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         _refuse(path, "strings in the header's __metadata__", shorten(metadata))
@@ -119,7 +118,7 @@ def _place(path: Path, name: str, entry: Any, start: int) -> TensorPlace:
     begin, end = offsets
     bits = math.prod(shape) * DTYPE_BITS[dtype]
     if bits != (end - begin) * 8:
-        # a longer number would not fit on a line
+        # A longer number would not fit on a line.
         size = f"{-(-bits // 8)} bytes" if bits < 2**63 else "fewer elements"
         _refuse(
             path, f"{size} for {where} ({dtype} {shorten(shape)})", f"{end - begin} bytes in data_offsets {offsets}"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.model_config import parse_json
-from lockstep.errors import InputError
+from lockstep.errors import InputError, truncate
 
 # The limit of safetensors' own headers. The largest published tokenizer.json has 35 MB.
 MAX_JSON_BYTES = 100_000_000
@@ -36,7 +36,7 @@ def read_source_json(path: Path) -> dict[str, Any]:
     try:
         value = parse_json(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: expected JSON, found {cut(str(error))}; download this file again") from None
+        raise InputError(f"{path}: expected JSON, found {truncate(str(error))}; download this file again") from None
     if not isinstance(value, dict):
         raise InputError(f"{path}: expected a JSON object, found {shorten(value)}; download this file again")
     return value
@@ -60,14 +60,11 @@ def read_source_text(path: Path) -> str:
     try:
         return path.read_bytes().decode()
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: expected text in UTF-8, found {cut(str(error))}; download this file again") from None
+        raise InputError(
+            f"{path}: expected text in UTF-8, found {truncate(str(error))}; download this file again"
+        ) from None
 
 
 def shorten(value: Any) -> str:
-    """Return the `repr` of a value in a damaged file, cut to fit on one line."""
-    return cut(repr(value))
-
-
-def cut(text: str) -> str:
-    """Return `text`, or its beginning if it is long."""
-    return text if len(text) <= 120 else text[:117] + "..."
+    """Return the `repr` of a value in a damaged file, truncated."""
+    return truncate(repr(value))

@@ -30,8 +30,9 @@ def stop_ids(folder: Path, config: Mapping[str, Any], tokenizer_eos: int | None)
             sources[token].append(name)
     if tokenizer_eos is not None:
         sources[tokenizer_eos].append("the tokenizer")
-    vocabulary = model_config.setting(config, ("vocab_size",))
-    limit = vocabulary if type(vocabulary) is int else float("inf")
+    limit = model_config.setting(config, ("vocab_size",))
+    if type(limit) is not int:
+        limit = float("inf")
     return {token: tuple(sources[token]) for token in sorted(sources) if token < limit}
 
 
@@ -56,7 +57,9 @@ def ids_of(value: Any, path: Path) -> list[int]:
     """Return the ids of an `eos_token_id` of the file `path`, sorted: one id, several or none."""
     if value is None:
         return []
-    ids = value if isinstance(value, list) else [value]
+    ids = value
+    if not isinstance(value, list):
+        ids = [value]
     if not all(type(number) is int and number >= 0 for number in ids):
         raise InputError(
             f"{path}: expected eos_token_id to be a token id or a list of them, found {shorten(value)}; correct it"

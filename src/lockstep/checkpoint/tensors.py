@@ -12,8 +12,8 @@ from lockstep.artifacts.checkpoint import UnindexedTensor
 from lockstep.artifacts.places import TensorPlace
 from lockstep.checkpoint.language import language_tensors
 from lockstep.checkpoint.safetensors_header import MAX_TENSORS, read_header
-from lockstep.checkpoint.source_files import cut, present, read_source_json, shorten
-from lockstep.errors import InputError
+from lockstep.checkpoint.source_files import present, read_source_json, shorten
+from lockstep.errors import InputError, truncate
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -26,21 +26,23 @@ _CONSTANT = ".masked_bias"
 class CheckpointTensors:
     """The tensors of a checkpoint folder.
 
-    files: names of their files. tensors: of the language model, by name. unindexed: tensors in a shard that the index
-    does not name there. others: names of a wrapper's other tensors. absent: {tensor: shard} of tensors that the index
-    names and the shard lacks; the model may not need them.
+    files: names of their files. tensors: {name: place} of the language model. unindexed: tensors in a shard that the
+    index does not name there. tower_tensors: names of a wrapper's other tensors. absent: {tensor: shard} of tensors
+    that the index names and the shard lacks; the model may not need them.
     """
 
     files: tuple[str, ...]
     tensors: dict[str, TensorPlace]
     unindexed: tuple[UnindexedTensor, ...]
-    others: tuple[str, ...] = ()
+    tower_tensors: tuple[str, ...] = ()
     absent: Mapping[str, str] = field(default_factory=dict)
 
 
 def name_in_checkpoint(name: str, tensors: Container[str]) -> str:
     """Return a tensor's name in a checkpoint: those of a bare decoder leave out the first part ("transformer.")."""
-    return name if name in tensors else name.partition(".")[2]
+    if name in tensors:
+        return name
+    return name.partition(".")[2]
 
 
 def has_weights(folder: Path) -> bool:
@@ -64,8 +66,8 @@ def find_tensors(folder: Path) -> CheckpointTensors:
             f"{folder}: expected tensors in {', '.join(checkpoint.files)}, found none; download the checkpoint again"
         )
     weights = {name: place for name, place in checkpoint.tensors.items() if not name.endswith(_CONSTANT)}
-    tensors, others = language_tensors(weights)
-    return replace(checkpoint, tensors=tensors, others=others)
+    tensors, tower_tensors = language_tensors(weights)
+    return replace(checkpoint, tensors=tensors, tower_tensors=tower_tensors)
 
 
 def _read_shards(folder: Path) -> CheckpointTensors:
@@ -127,7 +129,7 @@ def _read_index(path: Path) -> dict[str, str]:
         is_plain = shard.isprintable() and len(shard.encode()) <= 255 and Path(shard).name == shard
         if not is_plain or not shard.endswith(".safetensors"):
             raise InputError(
-                f"{path}: expected names of safetensors files beside the index, found "
+                f"{path}: expected names of safetensors files next to the index, found "
                 f"{shorten(shard)}; download the index again"
             )
     return weight_map
@@ -151,10 +153,10 @@ def _refuse_weights(folder: Path) -> None:
         actual = "an adapter (adapter_config.json)"
         remedy = "merge it into its base model (peft: merge_and_unload) and save that"
     elif safetensors:
-        actual = f"only {cut(', '.join(safetensors))}"
+        actual = f"only {truncate(', '.join(safetensors))}"
         remedy = f"download {INDEX} for shards, or rename a single file to {SINGLE}"
     elif pickled:
-        actual = f"pickled weights ({cut(', '.join(pickled))}), which can run code when they are opened"
+        actual = f"pickled weights ({truncate(', '.join(pickled))}), which can run code when they are opened"
         remedy = (
             'convert them once: python -c "import sys, transformers; d = sys.argv[1]; '
             "transformers.AutoModelForCausalLM.from_pretrained(d, dtype='auto').save_pretrained(d)\" "

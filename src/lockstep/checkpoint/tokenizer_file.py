@@ -13,8 +13,8 @@ from pathlib import Path
 
 from lockstep import processes
 from lockstep.checkpoint import probe
-from lockstep.checkpoint.source_files import cut, present, read_source_json, shorten
-from lockstep.errors import InputError
+from lockstep.checkpoint.source_files import present, read_source_json, shorten
+from lockstep.errors import InputError, truncate
 
 NAME = "tokenizer.json"
 # Seconds. The largest published file (35 MB) takes two; a busy machine is ten times slower.
@@ -49,7 +49,8 @@ def check_loads(path: Path) -> None:
         run_script(probe.__file__, path, path)
     except _ScriptError as error:
         raise InputError(
-            f"{path}: expected a tokenizer, found {cut(str(error))}; use the tokenizer.json that came with the model"
+            f"{path}: expected a tokenizer, found {truncate(str(error))}; "
+            "use the tokenizer.json that came with the model"
         ) from None
 
 
@@ -127,10 +128,10 @@ def run_script(script: str, argument: Path, path: Path) -> str:
             f"{path}: expected a tokenizer that splits {probe.LENGTH} characters at once, found it still at work after"
             f" {TIME_LIMIT} s; its expressions explode: use the tokenizer.json that came with the model"
         ) from None
-    lines = [line for line in process.stdout.split("\n") if line]
+    last_line = process.stdout.strip("\n").rpartition("\n")[2]
     if not process.returncode:
-        return lines[-1] if lines else ""
+        return last_line
     if process.returncode < 0:
         name = signal.Signals(-process.returncode).name
         raise _ScriptError(f"its process ended by {name} (more than {probe.MEMORY_BYTES >> 30} GB of memory?)")
-    raise _ScriptError(lines[-1] if lines else cut(process.stderr.strip().rpartition("\n")[2]))
+    raise _ScriptError(last_line or truncate(process.stderr.strip().rpartition("\n")[2]))

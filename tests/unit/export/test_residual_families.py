@@ -9,7 +9,7 @@ import pytest
 from families import FAMILIES, some_families
 from onnx import TensorProto
 
-from lockstep.artifacts.agreement import agrees
+from lockstep.artifacts.agreement import validate_assembly
 from lockstep.errors import InputError
 from lockstep.export import parity
 from lockstep.export.run import assemble
@@ -27,7 +27,7 @@ def test_the_stream_is_wide_and_the_computation_the_same(family: str) -> None:
             assemble(meta_model(config, "fp16"), config, "fp16", residual="float32")
         return
     files, assembly = assemble(meta_model(config, "fp16"), config, "fp16", residual="float32")
-    agrees(assembly, len(assembly.layers))
+    validate_assembly(assembly, len(assembly.layers))
     for graph in assembly.classes.values():
         hidden = [io for io in (*graph.signature.inputs, *graph.signature.outputs) if io.key == "hidden"]
         assert {io.dtype for io in hidden} == {"float32"}

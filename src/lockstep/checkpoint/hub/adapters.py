@@ -36,7 +36,7 @@ from lockstep.manifests.manifest_files import lost_files
 def fetch_adapters(sources: Mapping[str, str], out: Path) -> Path:
     """Fetch adapters and write their manifest `out`, which is returned.
 
-    sources: of each adapter, by name. Each gets a folder below `adapter_sources/`.
+    sources: {adapter: source}. Each gets a folder below `adapter_sources/`.
 
     Raises InputError for a repository that is absent, closed or has no adapter in safetensors, and when the hub cannot
     be reached and the cache lacks a file.
@@ -63,10 +63,11 @@ def _fetch(source: str, manifest: Path) -> str:
     """Fetch an adapter's files and write its manifest; return their commit."""
     hub = parse_source(source)
     assert isinstance(hub, HubSource)  # the stage fetches no other
-    earlier = load_if_same_source(manifest, source)
-    if earlier and earlier.commit and not lost_files(manifest):
-        return earlier.commit
-    pinned = earlier.commit if earlier else None
+    pinned = None
+    if earlier := load_if_same_source(manifest, source):
+        pinned = earlier.commit
+    if pinned and not lost_files(manifest):
+        return pinned
     with one_line(source, hub, pinned):
         commit = pinned or HfApi().resolve_revision(hub.repository, revision=hub.revision).resolved
         with _missing_file_explained(source, commit, hub.repository):
@@ -90,9 +91,12 @@ def _missing_file_explained(source: str, commit: str, repository: str) -> Iterat
         names = set()
         with contextlib.suppress(HTTPError, HfHubHTTPError, OfflineModeIsEnabled):
             names = {file.rfilename for file in HfApi().model_info(repository, revision=commit).siblings or ()}
-        lacking = CONFIG if CONFIG not in names else WEIGHTS
-        pickled = sorted(name for name in names if name.startswith("adapter_model.") and name != WEIGHTS)
-        actual = f"pickled weights ({pickled[0]})" if lacking == WEIGHTS and pickled else "none in the repository"
+        lacking = CONFIG
+        actual = "none in the repository"
+        if CONFIG in names:
+            lacking = WEIGHTS
+            for pickled in sorted(name for name in names if name.startswith("adapter_model.") and name != WEIGHTS)[:1]:
+                actual = f"pickled weights ({pickled})"
         raise InputError(
             f"{source}: expected an adapter as PEFT saves it with {lacking}, found {actual}; use a revision that has "
             "it, or save it as safetensors and give its folder"

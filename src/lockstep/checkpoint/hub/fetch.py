@@ -56,6 +56,7 @@ def fetch(
     hub = parse_source(source)
     out = Path(out)
     assert isinstance(hub, HubSource)  # resolve fetches no other
+<<<<<<< HEAD
     earlier = load_if_same_source(out, source)
     if earlier and earlier.commit and earlier.commit == (commit or earlier.commit) and not lost_files(out):
         check(folder_of(out), earlier.commit)
@@ -63,6 +64,17 @@ def fetch(
         return out
     disable_progress_bars()  # of small files
     pinned = commit or _pinned(out, source)
+=======
+    pinned = commit
+    if not newest:
+        earlier = load_if_same_source(out, source)
+        if earlier and earlier.commit and earlier.commit == (commit or earlier.commit) and not lost_files(out):
+            check(folder_of(out), earlier.commit)
+            os.utime(out)  # Snakemake considers a job done by the time of its output
+            return out
+        pinned = commit or _pinned(out, source)
+    disable_progress_bars()  # of small files
+>>>>>>> 0a532e96 (plain: rewrite sentences and conditions of artifacts to workflow)
     with one_line(source, hub, pinned):
         commit = pinned or HfApi().resolve_revision(hub.repository, revision=hub.revision).resolved
         snapshot = cache_folder(hub.repository) / "snapshots" / commit
@@ -71,7 +83,9 @@ def fetch(
         for name in sides:
             hf_hub_download(hub.repository, name, revision=commit)
         check(snapshot, commit)
-        weights = [SINGLE] if SINGLE in names else indexed_shards(snapshot / INDEX)
+        weights = [SINGLE]
+        if SINGLE not in names:
+            weights = indexed_shards(snapshot / INDEX)
         for name in weights:
             if name not in names:
                 raise InputError(
@@ -150,7 +164,9 @@ def _repository_files(source: str, hub: HubSource, commit: str, snapshot: Path) 
             raise
         # A link without its file remains after the cache was cleaned.
         cached = {path.name for path in snapshot.glob("*") if path.is_file()}
-        weights = indexed_shards(snapshot / INDEX) if INDEX in cached and SINGLE not in cached else [SINGLE]
+        weights = [SINGLE]
+        if INDEX in cached and SINGLE not in cached:
+            weights = indexed_shards(snapshot / INDEX)
         lacking = [name for name in ("config.json", "tokenizer.json", *weights) if name not in cached]
         if lacking:
             raise InputError(
@@ -204,8 +220,10 @@ def _convert_locally(hub: HubSource, step: str) -> str:
 
 def _sha256(path: Path) -> str:
     """Return a file's sha256; a large file has it as its name in the cache, checked after the download."""
-    name = os.path.basename(os.readlink(path)) if path.is_symlink() else ""
-    return name if _SHA256.fullmatch(name) else sha256_file(path)
+    name = path.resolve().name
+    if _SHA256.fullmatch(name):
+        return name
+    return sha256_file(path)
 
 
 @contextlib.contextmanager
@@ -214,7 +232,7 @@ def one_line(source: str, hub: HubSource, pinned: str | None) -> Iterator[None]:
 
     pinned: the requested commit, where it is not the source's revision.
     """
-    login = "log in with `hf auth login` or set HF_TOKEN" if not get_token() else "use a token that may read it"
+    login = "use a token that may read it" if get_token() else "log in with `hf auth login` or set HF_TOKEN"
     try:
         yield
     except GatedRepoError:
@@ -227,7 +245,11 @@ def one_line(source: str, hub: HubSource, pinned: str | None) -> Iterator[None]:
             raise InputError(
                 f"{source}: expected commit {pinned}, at which it was found before, found it gone from "
                 f"{hub.repository}; "
+<<<<<<< HEAD
                 "take what is there now: delete source.json and checkpoint.json of the model, and run again, not locked"
+=======
+                "take the newest one with `lockstep stage fetch --newest`, not locked"
+>>>>>>> 0a532e96 (plain: rewrite sentences and conditions of artifacts to workflow)
             ) from None
         raise InputError(
             f"{source}: expected a branch, tag or commit, found no revision {hub.revision!r} in "
