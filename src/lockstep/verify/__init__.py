@@ -1,4 +1,1 @@
-"""The checks: graphs, engines and golden outputs against their references.
-
-And what tells where they part (`bisect`).
-"""
+"""The checks: graphs, engines and golden outputs against their references; `bisect` finds the faulty part."""

@@ -1,4 +1,4 @@
-"""Arrays by name, each with a row for each token."""
+"""Mappings of names to arrays that have a row for each token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ import numpy as np
 
 def concatenate_rows(pieces: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Return the rows of all pieces, which have the same names."""
-    return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
+    if len(pieces) == 1:
+        return dict(pieces[0])  # without a copy
+    rows = {}
+    for name in pieces[0]:
+        rows[name] = np.concatenate([piece[name] for piece in pieces])
+    return rows
 
 
 def take_rows(arrays: Mapping[str, np.ndarray], rows: np.ndarray | slice) -> dict[str, np.ndarray]:

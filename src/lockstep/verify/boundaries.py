@@ -1,26 +1,27 @@
 """The lengths at which attention over a KV cache may start to go wrong.
 
-A config and a limit in; sorted lengths out.
-
-Positions and cache rows are equal in kind but for a few edges: of pages, of a cache that grows by doubling, of a
-sliding window, of a RoPE setting that names a length, and of the limit itself. Checks look on both sides of each.
+A config and a limit in; sorted lengths out. Positions and cache rows are alike but at a few edges: of pages, of a cache
+that grows by doubling, of a sliding window, of a RoPE setting that names a length, and of the limit itself. Checks run
+on both sides of each.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-PAGE = 64  # tokens: a page of the paged KV cache, and the first capacity of the contiguous one, which doubles
+# Tokens: a page of the paged KV cache, and the first capacity of the contiguous one, which doubles.
+PAGE = 64
 # Keys of a config.json that name a length in tokens: sliding windows, chunks of attention, the length that a RoPE was
 # scaled from.
 _LENGTH_KEYS = re.compile(
     r"window(_size|_sizes)?$|attention_chunk_size$|local_attention$|original_max_position_embeddings$"
 )
-# A cache row's values are scaled by the number of rows, up to this: fp16 carries no more with room for sums.
+# A cache row's values are scaled by the number of rows, up to this: fp16 has no room for the sums of larger ones.
 _LARGEST_WEIGHT = 8192
 
 
@@ -42,9 +43,10 @@ def _items(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _numbers(value: Any) -> Iterator[int]:
-    for item in value if isinstance(value, (list, tuple)) else [value]:
-        if isinstance(item, int) and not isinstance(item, bool):
-            yield item
+    if isinstance(value, (list, tuple)):
+        yield from itertools.chain.from_iterable(map(_numbers, value))
+    elif isinstance(value, int) and not isinstance(value, bool):
+        yield value
 
 
 def edges(longest: int, lengths: Iterable[int] = ()) -> list[int]:

@@ -2,12 +2,12 @@
 
 One ONNX Runtime session for each graph, weights given as inputs. Needs no torch.
 
-Graph optimisation is off: what is checked is the graph as exported. What a backend makes of it is the golden check's to
-judge. ONNX Runtime has no bf16 on a CPU: such graphs are computed in fp32, on the weights in bf16.
+Graph optimisation is off: the graph is checked as exported; the golden check judges the backends' engines. ONNX Runtime
+has no bf16 on a CPU: such graphs are computed in fp32, on the weights in bf16.
 
-Names, dtypes and shapes are held to those declared by hand: ONNX Runtime reports a wrong name late, and Polygraphy not
-at all: it matches inputs by position where names differ, drops what is left over, casts and reshapes what does not fit,
-skips outputs that only one side has, and says PASSED.
+Names, dtypes and shapes are checked here: ONNX Runtime reports a wrong name late, and Polygraphy not at all: it matches
+inputs by position where names differ, drops superfluous ones, casts and reshapes others, skips outputs that only one
+side has, and reports PASSED.
 """
 
 from __future__ import annotations
@@ -38,17 +38,18 @@ from lockstep.step.network import layer_count
 from lockstep.verify.noisy_graph import NoisyGraph
 from lockstep.weights import Weights, check_slots, slot_array
 
-_STALE = 300.0  # in cache rows that no token has filled: what a mask must hide, yet finite and within fp16's range
-_SPARE = 3  # such rows behind the longest request
+_STALE = 300.0  # in unused cache rows: an error where a mask does not hide them, yet finite and within fp16's range
+_SPARE = 3  # such rows after the longest request
 
 
 def check_graph(path: Path, sha256: str, signature: Signature) -> onnx.ModelProto:
     """Return the model in the file. Raises CheckError for another digest, and other inputs or outputs."""
     if not path.is_file():
         raise CheckError(f"{path}: expected a graph of the assembly, found no file; export again")
-    if (found := sha256_file(path)) != sha256:
+    digest = sha256_file(path)
+    if digest != sha256:
         raise CheckError(
-            f"{path}: sha256: expected {sha256}, found {found}; the file has changed since the export: export again"
+            f"{path}: sha256: expected {sha256}, found {digest}; the file has changed since the export: export again"
         )
     model = onnx.load(path, load_external_data=False)
     signature.check(signature_of(model.graph), str(path), "export again")
@@ -56,7 +57,7 @@ def check_graph(path: Path, sha256: str, signature: Signature) -> onnx.ModelProt
 
 
 class Graph:
-    """One graph of the assembly; it takes and gives float32 for bfloat16."""
+    """One graph of the assembly, with float32 inputs and outputs instead of bfloat16."""
 
     def __init__(self, path: Path, graph: GraphFile, threads: int | None):
         self.path = path
@@ -64,10 +65,9 @@ class Graph:
         declared = graph.signature
         self.model = check_graph(path, graph.sha256, declared)
         self.computed = widened(self.model)
-        self.inputs, self.slots, self.outputs = (
-            tuple(replace(io, dtype=widened_dtype(io.dtype)) for io in ios)
-            for ios in (declared.inputs, declared.slots, declared.outputs)
-        )
+        self.inputs = _widened(declared.inputs)
+        self.slots = _widened(declared.slots)
+        self.outputs = _widened(declared.outputs)
         self.signature = Signature(self.inputs, self.outputs, self.slots)
         self._threads = threads
         self._session: ort.InferenceSession | None = None
@@ -104,13 +104,17 @@ class Graph:
             raise CheckError(
                 f"{self.path}: ONNX Runtime cannot run this graph: {' '.join(str(error).split())}"
             ) from error
-        found = dict(zip([value.name for value in self.session.get_outputs()], arrays))
-        check_arrays(str(self.path), "output", self.outputs, found, dims)
-        return found
+        outputs = dict(zip([value.name for value in self.session.get_outputs()], arrays))
+        check_arrays(str(self.path), "output", self.outputs, outputs, dims)
+        return outputs
 
     def noise(self, feeds: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> dict[str, Spread]:
-        """Return the noise of each row of what the graph gave of inputs and weights."""
+        """Return the noise of each row of the outputs of `run`. feeds: its inputs and weights."""
         return self._noisy.noise(feeds, outputs)
+
+
+def _widened(ios: Sequence[IO]) -> tuple[IO, ...]:
+    return tuple(replace(io, dtype=widened_dtype(io.dtype)) for io in ios)
 
 
 class Graphs(GraphRunner):
@@ -133,16 +137,18 @@ class Graphs(GraphRunner):
         def opened(graph: GraphFile) -> Graph:
             return Graph(path.parent / graph.file, graph, threads)
 
-        self.classes = {name: opened(assembly.classes[name]) for name in sorted({part.graph for part in parts})}
+        classes = sorted({part.graph for part in parts})
+        self.classes = {name: opened(assembly.classes[name]) for name in classes}
         self.pieces: dict[str, Graph] = {}
         self._adapters: dict[str, dict[str, np.ndarray]] = {}
-        self.attention = {
-            f"{name}.{phase}": opened(graph)
-            for name in sorted({layer.variant for layer in self.layers})
-            for phase, graph in assembly.mixers[name].phases().items()
-        }
+        self.attention: dict[str, Graph] = {}
+        for name in sorted({layer.variant for layer in self.layers}):
+            for phase, graph in assembly.mixers[name].phases().items():
+                self.attention[f"{name}.{phase}"] = opened(graph)
         if (ranks := assembly.tensor_parallel) is not None:
-            used = {piece.graph for name in self.classes.keys() & ranks.classes for piece in ranks.classes[name].pieces}
+            used: set[str] = set()
+            for name in self.classes.keys() & ranks.classes:
+                used |= {piece.graph for piece in ranks.classes[name].pieces}
             self.pieces = {name: opened(ranks.graphs[name]) for name in sorted(used)}
             self.pieces |= {name: opened(graph) for name, graph in ranks.all_graphs() if name in self.attention}
         # Where there are ranks, the attention is that of a rank.
@@ -155,11 +161,11 @@ class Graphs(GraphRunner):
         return {**self.classes, **self.attention, **{f"{name} of a rank": graph for name, graph in self.pieces.items()}}
 
     def graph(self, name: str) -> Graph:
-        """Return a graph by name: a class, `<variant>.<phase>` or, where there are ranks, a piece."""
+        """Return a class, `<variant>.<phase>` or, where there are ranks, a piece."""
         return self._by_name[name]
 
     def carries(self, part: BoundBlock) -> list[str]:
-        """Return what a block hands on besides query, key and value; `hidden` alone in most models."""
+        """Return a block's outputs that the next block reads; `hidden` alone in most models."""
         return [io.key for io in self.classes[part.graph].outputs if io.key != io.name]
 
     def mixed_dtype(self, name: str) -> np.dtype:
@@ -175,9 +181,9 @@ class Graphs(GraphRunner):
         return keys, values
 
     def shows_hidden(self, part: BoundBlock) -> bool:
-        """Return whether what a block hands on as `hidden` is the hidden state that enters its layer.
+        """Return whether a block's output `hidden` is the hidden state that enters its layer.
 
-        Of several values only layers with a state tell which is: `cut` names them by what is added to the stream.
+        Where a block has several such outputs, only the export of layers with a state names them by their meaning.
         """
         carries = self.carries(part)
         return carries == ["hidden"] or bool(self.assembly.state_mixers) and "hidden" in carries
@@ -194,52 +200,57 @@ class Graphs(GraphRunner):
     def feeds(
         self, name: str, inputs: Mapping[str, np.ndarray], slots: Mapping[str, Sequence[str]]
     ) -> dict[str, np.ndarray]:
-        """Return all that a graph reads: its inputs of `inputs`, and its weights. Raises CheckError for one missing."""
+        """Return a graph's inputs, taken from `inputs`, and its weights. Raises CheckError where one is missing."""
         return _declared(self._by_name[name], inputs) | self.weights_of(name, slots)
 
     def overflow(self, part: BoundBlock, env: Mapping[str, np.ndarray], index: int | None) -> str:
-        """Say which value of a block float16 does not hold; empty where it holds all."""
+        """Return a line on the first value of a block that exceeds float16; empty without one."""
         feeds = self.feeds(part.graph, {**env, **self.adapter_inputs(part, env)}, part.slots)
         overflow = find_overflow(self._by_name[part.graph].model, feeds)
-        return overflow.text(part.graph, index, self.assembly.residual) if overflow else ""
+        if overflow is None:
+            return ""
+        return overflow.text(part.graph, index, self.assembly.residual)
 
     def adapter_inputs(self, part: BoundBlock, env: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return what a block reads of adapters; tokens have none where `env` does not say which."""
+        """Return a block's inputs of adapters; tokens have no adapter where `env` has no ids."""
         if self.assembly.adapters is None:
             return {}
         tokens = next(len(env[key]) for key in ("token_ids", "hidden", "position_ids") if key in env)
         return {**self.adapter_arrays(part.graph), IDS: env.get(IDS, np.full(tokens, -1, np.int64))}
 
     def adapter_arrays(self, name: str) -> dict[str, np.ndarray]:
-        """Return seeded adapters in every slot, which add about as much as standard normal activations."""
-        assert self.assembly.adapters is not None  # the caller's part
+        """Return seeded adapters in every slot, whose products are about as large as standard normal activations."""
+        assert self.assembly.adapters is not None  # the caller has checked
         if name not in self._adapters:
             random = np.random.default_rng(0)
             rank = self.assembly.adapters.max_lora_rank
             self._adapters[name] = arrays = {}
             for key, shape in self.assembly.adapters.shapes(name):
-                size = np.sqrt(np.float32(rank if key.endswith(B_SUFFIX) else shape[0]))
+                # Each number of a product is a sum of this many: a rank's of B, in_features of A.
+                summands = rank if key.endswith(B_SUFFIX) else shape[0]
+                size = np.sqrt(np.float32(summands))
                 arrays[key] = (random.standard_normal(shape, np.float32) / size).astype(self.dtype)
         return self._adapters[name]
 
     def adapted_modules(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Return the matrices that linear layers of the model have in `adapter_arrays`, by module."""
-        assert self.assembly.adapters is not None  # the caller's part
-        found = {}
+        """Return {linear layer of the model: its A and B in `adapter_arrays`}."""
+        assert self.assembly.adapters is not None  # the caller has checked
+        matrices = {}
         for part in (*(layer.block for layer in self.layers), self.exit):
             arrays = self.adapter_arrays(part.graph)
             for weight, slot in self.assembly.adapters.classes.get(part.graph, {}).items():
-                found[module_of(part.slots[weight][0])] = arrays[slot.a], arrays[slot.b]
-        return found
+                matrices[module_of(part.slots[weight][0])] = arrays[slot.a], arrays[slot.b]
+        return matrices
 
     def slot_array(self, tensors: Sequence[str], slot: IO) -> np.ndarray:
         """Return the weights of a slot, in the dtype that it is computed in."""
         array = slot_array(self.weights, tensors, slot.sizes).astype(widened_dtype(slot.dtype), copy=False)
-        self.weights.drop_pages()  # of the block before, and of what was joined here
+        # So that the mapped files of earlier slots do not count as this process's memory.
+        self.weights.drop_pages()
         return array
 
     def forward_inputs(self) -> list[IO]:
-        """Return what a whole forward takes: hidden, position_ids, logit_rows."""
+        """Return the inputs of a whole forward: hidden, position_ids, logit_rows."""
         hidden = self.classes[self.layers[0].block.graph].inputs[0]
         rows = next(io for io in self.classes[self.exit.graph].inputs if io.name == "logit_rows")
         return [hidden, IO("position_ids", "int64", ("num_tokens",)), rows]
@@ -252,7 +263,7 @@ class Graphs(GraphRunner):
         return Graph(self.path.parent / uncut.file, uncut, threads)
 
     def uncut_weights(self, uncut: Graph) -> dict[str, np.ndarray]:
-        """Return all weights, by slot of the uncut graph."""
+        """Return all weights, {slot of the uncut graph: array}."""
         assert self.assembly.batchful is not None  # it is open
         tensors = self.assembly.batchful.tensors
         return {slot.name: self.slot_array(tensors[slot.name], slot) for slot in uncut.slots}
@@ -262,9 +273,9 @@ def _declared(graph: Graph, env: Mapping[str, np.ndarray]) -> dict[str, np.ndarr
     """Return those of `env` that a graph declares as inputs."""
     missing = [io.name for io in graph.inputs if io.name not in env]
     if missing:
-        known = ", ".join(sorted(env))
         raise CheckError(
-            f"{graph.path}: expected inputs that a decoder step has ({known}), found {', '.join(missing)}; export again"
+            f"{graph.path}: expected inputs that a decoder step has ({', '.join(sorted(env))}), found "
+            f"{', '.join(missing)}; export again"
         )
     return {io.name: env[io.name] for io in graph.inputs}
 
@@ -272,9 +283,9 @@ def _declared(graph: Graph, env: Mapping[str, np.ndarray]) -> dict[str, np.ndarr
 def stale_cache(
     pasts: Sequence[tuple[np.ndarray, np.ndarray]], lengths: Sequence[int], dtype: np.dtype, capacity: int = 0
 ) -> dict[str, np.ndarray]:
-    """Return the inputs of a KV cache of at least `capacity` rows, with stale numbers behind each request's tokens.
+    """Return the inputs of a KV cache of at least `capacity` rows, with stale numbers after each request's tokens.
 
-    pasts: of each request keys and values [num_tokens, num_kv_heads, head_dim], of which the first `lengths` count.
+    pasts: keys and values [num_tokens, num_kv_heads, head_dim] of each request, of which the first `lengths` count.
     """
     capacity = max(capacity, max(lengths) + _SPARE)
     caches = {}

@@ -1,9 +1,10 @@
-"""How a check ends. With a report where it passes, with a failing report and one line where it does not."""
+"""The end of a check: its report where it passes, a failing report and an error where it does not."""
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,29 +13,46 @@ from lockstep.errors import CheckError
 from lockstep.manifests.manifest_files import failed_path
 
 
-def largest(errors: list[float | None]) -> float | None:
+def largest(errors: Sequence[float | None]) -> float | None:
     """Return the largest of some errors; None (not a finite number) beats all."""
-    finite = [error for error in errors if error is not None]
-    return max(finite, default=0.0) if len(finite) == len(errors) else None
+    if None in errors:
+        return None
+    return max(map(or_infinity, errors), default=0.0)
+
+
+def smallest(cosines: Sequence[float | None]) -> float | None:
+    """Return the smallest of some cosines; None (not a finite number) beats all."""
+    if None in cosines:
+        return None
+    return min(cosine for cosine in cosines if cosine is not None)
+
+
+def or_infinity(error: float | None) -> float:
+    """Return an error to compare by: infinity for None, which reports have for errors that are not finite."""
+    if error is None:
+        return math.inf
+    return error
 
 
 def finite(error: float | None) -> float | None:
     """Return the error as reports have it: None where it is not finite."""
-    return error if error is not None and math.isfinite(error) else None
+    if error is None or not math.isfinite(error):
+        return None
+    return error
 
 
 def off(error: float | None, bound: float) -> str:
-    """Say what is wrong with logits that are off by more than `bound`."""
+    """Return the message for logits whose error is above `bound`."""
     if error is None:
         return "expected finite logits, found NaN or infinity"
     return f"expected a logit error of at most {bound:.3g}, found {error:.3g}"
 
 
 def finish(out: str | os.PathLike, report: Report, failure: str | None) -> Path:
-    """Write a check's report to `out` where `failure` is None, and give `out`.
+    """Write a check's report to `out` where `failure` is None, and return `out`.
 
-    Otherwise `out` is not touched, the report goes to `failed_path(out)`, and CheckError says `failure` and where the
-    report lies: a result that exists is always one that passed.
+    Otherwise `out` is not touched, the report goes to `failed_path(out)`, and CheckError has `failure` and that path: a
+    result that exists is always one that passed.
     """
     out = Path(out)
     if failure is None:

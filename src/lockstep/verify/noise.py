@@ -1,8 +1,8 @@
 """The noise of logits in a precision, and the bounds of errors that follow from it. Needs no torch.
 
-In: errors that transformers makes in fp16 on the same weights and tokens (`verify.rounded`), its noise. Out: the errors
-that pass of each row. Of logits the rms is that of the median row: on a trained model single rows are so sensitive that
-they would outweigh all others.
+In: the errors of transformers in fp16 on the same weights and tokens (`verify.rounded`): its noise. Out: the largest
+allowed error of each row. The rms of logits is that of the median row: on a trained model single rows are so sensitive
+that they would outweigh all others.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ class LogitNoise:
 
     def __init__(self, rows: Mapping[int, tuple[float, float]]):
         self._rows = {count: Spread(*map(float, row)) for count, row in rows.items()}
-        self._usual = float(np.median([row.largest for row in self._rows.values()])) if rows else 0.0
-        self.largest = max((row.largest for row in self._rows.values()), default=0.0)
+        errors = [row.largest for row in self._rows.values()] or [0.0]
+        self._usual = float(np.median(errors))
+        self.largest = max(errors)
 
     def rms(self, counts: Iterable[int]) -> float:
-        """Return the rms of the median of these rows, of all rows where there it is larger.
+        """Return the rms of the median of these rows, or of all rows where that is larger.
 
-        Up to `_TAIL` times that where a row was thrown off: later rows read what it left in the KV cache, and
-        so are all off where another draw throws it off further (an engine on a GPU: by 2.6 times).
+        Up to `_TAIL` times that where a row is an outlier: later rows read its keys and values in the KV cache, and are
+        all off where other rounding makes it a larger one (an engine on a GPU: by 2.6 times).
         """
         every = [row.rms for row in self._rows.values()]
         rms_values = [self._rows[count].rms for count in counts if count in self._rows] or every
@@ -40,11 +41,11 @@ class LogitNoise:
         return max(usual, min(max(every) / _THROWN_OFF, _TAIL * usual))
 
     def at(self, count: int) -> float:
-        """Return the largest error that is to be expected of a row.
+        """Return the largest error to expect of a row.
 
-        Its own, or what other rows have where that is larger, up to `_TAIL` times the usual row: on a trained model a
-        row that one draw of roundings does not disturb another may (an engine on a GPU was off by 12 times). Of a
-        row without noise the largest.
+        Its own noise, or that of other rows where it is larger, up to `_TAIL` times the usual row: on a trained model a
+        row that one way of rounding leaves undisturbed another may disturb (an engine on a GPU was off by 12 times).
+        For a row without noise the largest of all.
         """
         if count not in self._rows:
             return self.largest
@@ -58,21 +59,25 @@ class LogitBounds:
 
     @property
     def cost(self) -> float:
-        """Return what the precision itself costs: the largest error of a logit."""
+        """Return the largest error of a logit in this precision: its noise, times the units of this rounding."""
         return self.tolerances.rounding * self.noise.largest
 
     @property
     def largest(self) -> float:
-        fixed = self.tolerances.logits
-        return self.tolerances.noise * self.cost if fixed is None else fixed
+        return self._allowed(self.cost)
 
     def cost_at(self, count: int) -> float:
         return self.tolerances.rounding * self.noise.at(count)
 
     def at(self, count: int) -> float:
-        fixed = self.tolerances.logits
-        return self.tolerances.noise * self.cost_at(count) if fixed is None else fixed
+        return self._allowed(self.cost_at(count))
+
+    def _allowed(self, cost: float) -> float:
+        if self.tolerances.logits is not None:  # the user's bound
+            return self.tolerances.logits
+        return self.tolerances.noise * cost
 
     def rms(self, counts: Iterable[int]) -> float:
-        times = RMS * self.tolerances.noise * self.tolerances.rounding
-        return times * self.noise.rms(counts) if self.tolerances.logits is None else math.inf
+        if self.tolerances.logits is not None:  # the user's bound is of single logits
+            return math.inf
+        return RMS * self.tolerances.noise * self.tolerances.rounding * self.noise.rms(counts)

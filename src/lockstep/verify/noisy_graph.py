@@ -1,8 +1,8 @@
-"""The noise of a precision in what a graph gives: how far rounding moves it on the inputs that it is run on.
+"""The noise of a precision in a graph's outputs: how far rounding moves them on these inputs.
 
-A graph, its weights and inputs in; of each row of each output the noise in units of fp16 out. It is measured in bf16,
-whose range is float32's. So an engine is compared with the sensitivity of the very numbers that it computes: rows with
-outliers, sharp attention, large weights.
+A graph, its weights and inputs in; the noise of each row of each output, in units of fp16, out. It is measured in bf16,
+whose range is float32's. So an engine's bound follows from the sensitivity of the very numbers that it computes: rows
+with outliers, sharp attention, large weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lockstep.onnx_tools.rounded import UNITS, exact_and_rounded
 from lockstep.onnx_tools.sessions import open_session
 from lockstep.tolerances import Tolerances
 
-_ENOUGH = 8  # rows whose rms is no single draw of roundings
+_ENOUGH = 8  # rows from which on the rms does not depend on single roundings
 _TAIL = 3  # times the usual row: see `verify.noise.LogitNoise.at`
 _NARROW = ("float16", "bfloat16")
 Arrays = Mapping[str, np.ndarray]
@@ -28,7 +28,7 @@ Arrays = Mapping[str, np.ndarray]
 class NoisyGraph:
     """A graph in float32, exact and rounded.
 
-    slots: its weight inputs. expose: what gives the graphs more outputs. Sessions are opened when they are needed.
+    slots: its weight inputs. expose: adds outputs to the graphs. Sessions are opened on first use.
     """
 
     def __init__(
@@ -45,36 +45,42 @@ class NoisyGraph:
 
     @functools.cached_property
     def _sessions(self) -> tuple[ort.InferenceSession | None, ort.InferenceSession]:
-        """Return what computes the exact graph (None: the graph itself is exact) and the rounded one."""
+        """Return the sessions of the exact graph (None: the graph itself is exact) and of the rounded one."""
         exact, rounded = exact_and_rounded(self._model, self._slots)
-        return None if exact is self._model else self._open(exact), self._open(rounded)
+        if exact is self._model:
+            return None, self._open(rounded)
+        return self._open(exact), self._open(rounded)
 
     def _open(self, model: onnx.ModelProto) -> ort.InferenceSession:
-        exposed = self._expose(model) if self._expose else model
-        return open_session(exposed.SerializeToString(), self._threads)
+        if self._expose is not None:
+            model = self._expose(model)
+        return open_session(model.SerializeToString(), self._threads)
 
     def noise(self, feeds: Arrays, outputs: Arrays) -> dict[str, Spread]:
-        """Return the noise of each row of each output. feeds: inputs and weights. outputs: what the graph gave."""
+        """Return the noise of each row of each output. feeds: inputs and weights. outputs: the graph's for these."""
         exact, rounded = self._sessions
         wide = dict(feeds)
         for name, array in feeds.items():
             if array.dtype in _NARROW:
                 wide[name] = array.astype(np.float32)
-        right = outputs if exact is None else _run(exact, wide)
-        return {name: row_noise(right[name], array) for name, array in _run(rounded, wide).items() if name in outputs}
+        names = outputs.keys()
+        if exact is not None:
+            outputs = _run(exact, wide)
+        return {name: row_noise(outputs[name], array) for name, array in _run(rounded, wide).items() if name in names}
 
 
 def beside_graph(tolerances: Tolerances, noise: Spread) -> Bound:
-    """Return what may be off of an output with this noise of its rows. Their rms counts where they are enough."""
+    """Return the bound of an engine's output whose rows have this noise. Of few rows the rms is not bounded."""
     bound = within(tolerances, noise, tolerances.engine)
-    return bound if len(noise.rms) >= _ENOUGH else Bound(bound.largest, noise=bound.noise)
+    if len(noise.rms) < _ENOUGH:
+        return Bound(bound.largest, noise=bound.noise)
+    return bound
 
 
 def row_noise(exact: np.ndarray, rounded: np.ndarray) -> Spread:
-    """Return the noise of each row: its own, or what others have where that is larger, to 3 times the usual row.
+    """Return the noise of each row: its own, or the largest row's, up to 3 times the usual row.
 
-    A row that one draw of roundings does not disturb another may. Numbers that are not finite, as scores that are
-    masked, have none.
+    A row that one way of rounding leaves undisturbed another may disturb. Masked scores, which are infinite, have none.
     """
     finite = np.isfinite(exact) & np.isfinite(rounded)
     exact, rounded = (np.where(finite, array, 0) for array in (exact, rounded))

@@ -1,4 +1,4 @@
-"""What PyTorch computed of a sequence: arrays, for checks that run without it."""
+"""PyTorch's activations of a sequence, for checks that run without PyTorch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class LayerRecord:
 
     hidden [num_tokens, hidden_size] enters its decoder layer, `layer`. keys (rotated) [num_past + num_tokens,
     num_kv_heads, head_dim] and values [..., value_head_dim] are those that its tokens attend to. attention is
-    [num_tokens, num_heads*value_head_dim]. query_scale and key_scale are what the layer's own queries and keys were
-    multiplied by: 1, but for tokens behind a synthetic cache. A mixer with a state has `states` instead of keys and
-    values: the state [1, *state] behind some numbers of its tokens, and attention is what it gives.
+    [num_tokens, num_heads*value_head_dim]. query_scale and key_scale are factors of the layer's own queries and keys:
+    1, but for tokens after a synthetic cache. A mixer with a state has `states` instead of keys and values, {number of
+    its tokens: state [1, *state] after them}, and attention is its output.
     """
 
     layer: int
@@ -35,7 +35,7 @@ class LayerRecord:
         return [self.hidden, self.attention, self.keys, self.values, *self.states.values()]
 
     def toward(self, other: LayerRecord, part: float) -> LayerRecord:
-        """Return the record that is a part of the way off to `other`."""
+        """Return the record that is `part` of the way to `other`."""
         names = ("hidden", "attention", "keys", "values")
         states = {count: interpolate(state, other.states[count], part) for count, state in self.states.items()}
         moved: dict[str, Any] = {name: interpolate(getattr(self, name), getattr(other, name), part) for name in names}
@@ -43,13 +43,12 @@ class LayerRecord:
 
 
 def interpolate(first: np.ndarray, second: np.ndarray, part: float) -> np.ndarray:
-    """Return the array that is a part of the way from one to the other."""
     return first + (second - first) * np.float32(part)
 
 
 @dataclass(frozen=True)
 class Record:
-    """What torch computed of a sequence behind `num_past` tokens.
+    """PyTorch's activations of a sequence after `num_past` tokens.
 
     token_ids [num_tokens] int64, embedded [num_tokens, hidden_size], layers (of each token mixer), logits [num_tokens,
     vocab_size].

@@ -12,13 +12,15 @@ _REPEATED = 4  # steps of each kind
 
 
 def repeated_rows(min_rows: int, max_rows: int, draw: random.Random) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (what repeats, rows of 0 to `most`-1) of steps in which rows are the same.
+    """Yield (description, rows of 0 to `max_rows` - 1) of steps in which rows are the same.
 
-    In steps of drawn sizes, few or many, two, three, and all rows are one. In a sample, each pair is adjacent once.
+    In steps of drawn sizes, small or large, two, three, and all rows are one. In a sample, each pair is adjacent once.
     """
     for repeats in (2, 3, 0):
         fewest = max(min_rows, repeats, 2)
-        for _ in range(_REPEATED if max_rows >= fewest else 0):
+        if max_rows < fewest:
+            continue
+        for _ in range(_REPEATED):
             size = round(fewest * (max_rows / fewest) ** draw.random())
             rows = np.array(draw.sample(range(max_rows), size), np.int64)
             same = draw.sample(range(size), repeats or size)

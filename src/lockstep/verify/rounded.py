@@ -1,7 +1,7 @@
 """Run a model of float32 in PyTorch as if its numbers had fewer bits. Needs torch and transformers.
 
 `Rounded`: as one of 16 bits, or parameters of 16 bits as if they were float32. Weights are cast where they are read,
-each function rounds what it gives, and products accumulate in float32, as engines do. The model keeps its weights: they
+each function rounds its outputs, and products accumulate in float32, as in engines. The model keeps its weights: they
 are cast at each call, one at a time. The kernels are those of float32, which every CPU has.
 
 `round_activations`: with activations of 8 bits, as of w8a8, w4a8 and w8a8-fp8. `round_kv_cache`: with keys and values
@@ -36,7 +36,7 @@ _PRODUCTS = {
     torch.Tensor.mm, torch.bmm, torch.Tensor.bmm, torch.baddbmm, torch.Tensor.baddbmm, torch.addmm, torch.Tensor.addmm,
     torch.einsum, functional.conv1d, torch._grouped_mm,
 }  # fmt: skip
-# What takes the largest of some scores, or compares them with a limit.
+# Functions that choose: the largest of some scores, or those above a limit.
 _LARGEST = {torch.topk, torch.Tensor.topk, torch.max, torch.Tensor.max, torch.argmax, torch.Tensor.argmax}
 _COMPARED = {
     torch.gt, torch.Tensor.gt, torch.Tensor.__gt__, torch.ge, torch.Tensor.ge, torch.Tensor.__ge__, torch.lt,
@@ -48,10 +48,10 @@ _DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 
 
 class Rounded(TorchFunctionMode):
-    """Round to `dtype` what functions of torch give, and the parameters that they read; float32 rounds nothing.
+    """Round to `dtype` the outputs of torch's functions, and the parameters that they read; float32 rounds nothing.
 
-    A parameter of the model says that it has this dtype; what is float32 without one (RoPE angles, softmax, norms)
-    stays so, as transformers has it.
+    A parameter of the model reports this dtype; values computed in float32 without one (RoPE angles, softmax, norms)
+    stay so, as in transformers.
     """
 
     def __init__(self, dtype: torch.dtype):
@@ -66,8 +66,9 @@ class Rounded(TorchFunctionMode):
             return self.dtype
         if getattr(func, "__name__", "") in ("__get__", "__set__"):
             return func(*args, **kwargs)
+        # Rounds the rows read, not the whole table: an embedding's, or one expert of a stack.
         is_part = func == torch.Tensor.__getitem__ and _is_parameter(args[0])
-        if func is functional.embedding or is_part:  # a few rows of a large table are read, one expert of many
+        if func is functional.embedding or is_part:
             return func(*args, **kwargs).to(self.dtype)
         args = _mapped(self._parameter, args)
         kwargs = _mapped(self._parameter, kwargs)
@@ -76,11 +77,13 @@ class Rounded(TorchFunctionMode):
         return func(*_mapped(_float32, args), **_mapped(_float32, kwargs)).to(self.dtype)
 
     def _parameter(self, value: Any) -> Any:
-        return value.to(self.dtype) if _is_parameter(value) else value
+        if _is_parameter(value):
+            return value.to(self.dtype)
+        return value
 
 
 class Choices(TorchFunctionMode):
-    """Keep what a model chooses inside, and let it choose the same when the same steps run `again`, rounded.
+    """Record a model's choices, such as a router's, and repeat them when the same steps run `again`, rounded.
 
     A choice that rounding decides is no noise (docs/checks.md).
     """
@@ -104,7 +107,7 @@ class Choices(TorchFunctionMode):
             return result
         scores = args[0] if args else kwargs["input"]
         chosen = result[1] if isinstance(result, tuple) else result
-        if not _is_float(scores) or _is_float(chosen):  # the larger of two numbers is no place
+        if not _is_float(scores) or _is_float(chosen):  # torch.max of two tensors returns numbers, not indices
             return result
         if self._again is None:
             self._kept.append(chosen)
@@ -113,11 +116,14 @@ class Choices(TorchFunctionMode):
         chosen = next(self._again)
         if not isinstance(result, tuple):
             return chosen
+        # The values of the repeated choice are these scores. `dim` comes after k in topk(input, k, dim).
         place = 2 if func in (torch.topk, torch.Tensor.topk) else 1
-        dim = kwargs.get("dim", args[place] if len(args) > place else -1)
-        index = chosen if chosen.dim() == scores.dim() else chosen.unsqueeze(dim)
-        values = scores.gather(dim, index)
-        return type(result)((values if index is chosen else values.squeeze(dim), chosen))
+        dim = kwargs.get("dim", next(iter(args[place:]), -1))
+        if chosen.dim() == scores.dim():
+            values = scores.gather(dim, chosen)
+        else:
+            values = scores.gather(dim, chosen.unsqueeze(dim)).squeeze(dim)
+        return type(result)((values, chosen))
 
 
 def _is_float(value: Any) -> bool:
@@ -125,10 +131,9 @@ def _is_float(value: Any) -> bool:
 
 
 def noisy(exact: np.ndarray, compute: Callable[[torch.dtype], np.ndarray]) -> np.ndarray:
-    """Return what `compute` gives in fp16 in the place of `exact`.
+    """Return `exact` as computed in fp16. compute: calls the model in a dtype.
 
-    Where that goes beyond fp16's range its errors are those of bf16, scaled. compute: is given the dtype, and calls the
-    model in it.
+    Where that exceeds fp16's range its errors are those of bf16, scaled.
     """
     rounded = exact
     for dtype, rounding in NOISE_DTYPES:
@@ -143,7 +148,9 @@ def _is_parameter(value: Any) -> bool:
 
 
 def _float32(value: Any) -> Any:
-    return value.float() if _is_float(value) else value
+    if _is_float(value):
+        return value.float()
+    return value
 
 
 def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
@@ -156,7 +163,7 @@ def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def round_activations(model: Any, weights: Weights, layers: int | str) -> None:
-    """Let a model's products round their activations in place, where the weights' precision says so.
+    """Hook a model's products, in place, so that they round their activations as the weights' precision does.
 
     The model's quantised weights are dequantised; the product of the rounded numbers is float32's.
     """
@@ -195,19 +202,21 @@ def rounded_rows(values: torch.Tensor, group_size: int) -> torch.Tensor:
 
 def _module(model: Any, parameters: Mapping[str, str], tensor: str) -> Any:
     """Return the module whose product reads a tensor of the checkpoint. parameters: {tensor: name in the model}."""
-    if HEAD.fullmatch(tensor):  # which transformers may call otherwise, and may be the embedding
+    if HEAD.fullmatch(tensor):  # transformers may have another name for it
         return model.get_output_embeddings()
     module = model.get_submodule(module_of(parameters[tensor]))
-    return model.get_output_embeddings() if isinstance(module, torch.nn.Embedding) else module  # a tied head
+    if isinstance(module, torch.nn.Embedding):  # a tied head
+        return model.get_output_embeddings()
+    return module
 
 
 def rounded_heads(heads: torch.Tensor) -> torch.Tensor:
-    """Round [..., head_dim] to e4m3, as the backend `cuda` keeps keys, with RoPE, and values.
+    """Round [..., head_dim] to e4m3, as the backend `cuda` stores keys (after RoPE) and values.
 
-    Each token and head has a scale: the smallest power of two, from 2^-22 to 2^7, with which none is beyond 448.
+    Each token and head has a scale: the smallest power of two, from 2^-22 to 2^7, with which no number exceeds 448.
     """
     fraction, exponent = torch.frexp(heads.float().abs().amax(-1, keepdim=True))
-    # fraction is from 0.5 on; 448 is 0.875 * 2^9
+    # `fraction` is at least 0.5; 448 is 0.875 * 2^9, so a larger fraction needs one more bit of the exponent.
     scale = torch.exp2(torch.clamp(exponent - 9 + (fraction > LARGEST / 512), -22, 7).float())
     codes = torch.clamp(heads.float() / scale, -LARGEST, LARGEST).to(torch.float8_e4m3fn)
     return (codes.float() * scale).to(heads.dtype)
@@ -224,9 +233,9 @@ def round_kv_cache(model: PreTrainedModel) -> RemovableHandle:
     """Let a model of transformers keep rounded keys and values, also without `use_cache`."""
 
     def before(_: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        cache = (
-            {} if kwargs.get("past_key_values") is not None else {"past_key_values": RoundedCache(config=model.config)}
-        )
-        return args, {**kwargs, "use_cache": True, **cache}
+        options = {**kwargs, "use_cache": True}
+        if options.get("past_key_values") is None:
+            options["past_key_values"] = RoundedCache(config=model.config)
+        return args, options
 
     return model.register_forward_pre_hook(before, with_kwargs=True)

@@ -1,10 +1,10 @@
 """Run the stages of an assembly along token sequences.
 
-Graphs and sequences in, each stage with its inputs, its outputs and what is expected of them out.
+Graphs and sequences in; each stage with its inputs, its outputs and the expected ones out.
 
 A stage is one call of one graph: the embedding, the block before each attention, the attention itself (three phases),
-the exit. Where PyTorch was recorded, each stage gets what PyTorch had there, so that an error shows in the stage that
-makes it and in no later one; else it gets what the graphs before it gave. The sequences run packed, as in a step.
+the exit. Where PyTorch was recorded, each stage gets PyTorch's activations, so that an error shows in the stage that
+makes it and in no later one; else it gets the outputs of earlier graphs. The sequences run packed, as in a step.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from lockstep.verify.records import LayerRecord, Record
 
 Arrays = dict[str, np.ndarray]
 Instead = Callable[["Stage", Arrays], Arrays]
-_DECODED = 4  # rows that go through decode where the sequence has no tokens behind its prompt
+_DECODED = 4  # rows that go through decode where the sequence has no tokens after its prompt
 
 
 @dataclass(frozen=True)
 class Tokens:
     """A request: ids [num_tokens] int64, the first `num_prompt` of them its prompt.
 
-    record: what PyTorch computed of them; noisy: the same in fp16, of each layer on what is right before it. Both None
-    where it was not recorded.
+    record: PyTorch's activations of them; noisy: in fp16, each layer on the exact ones before it. Both None where
+    PyTorch was not recorded.
     """
 
     ids: np.ndarray
@@ -46,8 +46,8 @@ class Stage:
 
     part: embedding, block, attention or exit. graph: a class, or `<variant>.prefill`, `<variant>.decode`.
 
-    phase: of an attention, prefill (a whole sequence in one piece), chunked (its second half after the first, or all
-    of it behind a synthetic cache) or decode (one row a request). layer: the one whose attention this is or comes
+    phase: of an attention, prefill (a whole sequence in one chunk), chunked (its second half after the first, or all
+    of it after a synthetic cache) or decode (one row a request). layer: the one whose attention this is or comes
     before; the last for the exit, None for the embedding. slots: {slot: tensors}. positions [rows]: of the token that
     each row of the outputs belongs to.
     """
@@ -68,7 +68,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class StageRun:
-    """What a stage's graph gave, and what PyTorch has of it, exact and in fp16 (none without a record)."""
+    """The outputs of a stage's graph, and PyTorch's of the same, exact and in fp16 (none without a record)."""
 
     stage: Stage
     outputs: Arrays
@@ -76,7 +76,7 @@ class StageRun:
     noisy: Arrays
 
     def overflow(self, graphs: Graphs) -> str:
-        """Say which value of a block float16 does not hold; empty where it holds all, and for an attention."""
+        """Return a line on the first value of a block that exceeds float16; empty without one, and for attention."""
         stage = self.stage
         if stage.part == "attention" or not overflows(self.outputs, self.expected):
             return ""
@@ -87,8 +87,8 @@ class Walk:
     """The stages of `graphs` along `requests`, of which all or none are recorded.
 
     adapter_ids [all tokens]: the adapter slot of each token; none by default. capacity: the least rows of KV caches.
-    decode_rows: requests that a decode call takes. instead: is given each stage and what its graph gave, and returns
-    what the walk goes on with; for walks without a record.
+    decode_rows: requests of a decode call. instead: called with each stage and its graph's outputs, returns the outputs
+    that the walk continues with; for walks without a record.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Walk:
         self._instead = instead
         self._exact = [request.record for request in requests if request.record]
         self._noisy = [request.noisy for request in requests if request.noisy]
-        self.num_past = self._exact[0].num_past if self._exact else 0
+        self.num_past = max((record.num_past for record in self._exact), default=0)
         ends = np.cumsum([len(request.ids) for request in requests]).tolist()
         self._spans = [slice(end - len(request.ids), end) for request, end in zip(requests, ends)]
         self._positions = np.concatenate([self.num_past + np.arange(len(request.ids)) for request in requests])
@@ -134,9 +134,11 @@ class Walk:
     def layers(self) -> Iterator[StageRun]:
         """Run the block and the attention of each layer, of as many as were recorded."""
         layers = self.graphs.layers
-        for index, layer in enumerate(layers[: len(self._exact[0].layers)] if self._exact else layers):
-            # One value crosses to the next block in most models: the hidden state, which PyTorch shows. Of others only
-            # their effect is seen.
+        if self._exact:
+            layers = layers[: len(self._exact[0].layers)]
+        for index, layer in enumerate(layers):
+            # In most models one value crosses to the next block: the hidden state, which is in the record. Of other
+            # values only their effect is compared.
 
             def hidden(record: Record, index: int = index) -> np.ndarray:
                 return record.layers[index].hidden
@@ -144,7 +146,9 @@ class Walk:
             def mixed(record: Record, index: int = index) -> np.ndarray:
                 return record.layers[index].attention
 
-            of = hidden if index and self.graphs.shows_hidden(layer.block) else None
+            of = None
+            if index and self.graphs.shows_hidden(layer.block):
+                of = hidden
             run = self._block("block", layer.block, index, "hidden_out", of)
             yield run
             self._env |= {io.key: run.outputs[io.name] for io in self.graphs.classes[layer.block.graph].outputs}
@@ -159,13 +163,13 @@ class Walk:
 
     @np.errstate(over="ignore")
     def _from_record(self, of: Callable[[Record], np.ndarray], dtype: np.dtype) -> np.ndarray:
-        """Return what PyTorch gave as the graphs take it: infinite where their type ends before."""
+        """Return PyTorch's activations in the dtype of the graphs: infinite where it has no such number."""
         return np.concatenate([of(record) for record in self._exact]).astype(dtype)
 
     def _block(
         self, part: str, block: BoundBlock, layer: int | None, output: str, of: Callable[[Record], np.ndarray] | None
     ) -> StageRun:
-        """Run a block. output, of: one that PyTorch has, and its place in a record; None: it has none."""
+        """Run a block. output, of: an output that is in a record, and how to read it there; None: it is not."""
         env = {**self._env, **self.graphs.adapter_inputs(block, self._env)}
         signature = self.graphs.graph(block.graph).signature
         inputs = {io.name: env[io.name] for io in signature.inputs if io.name in env}
@@ -183,25 +187,28 @@ class Walk:
         return StageRun(stage, outputs, exact, noisy)
 
     def _mixer(self, variant: str, index: int) -> Iterator[StageRun]:
-        """Run a layer's token mixer in its phases; an attention behind a synthetic cache as one chunk, and decoding.
+        """Run a layer's token mixer in its phases; an attention after a synthetic cache as one chunk, and decoding.
 
-        One with a state goes on where the state was recorded.
+        One with a state continues where the state was recorded.
         """
         graphs = self.graphs
         num_past = self.num_past
         layers = [(exact.layers[index], noisy.layers[index]) for exact, noisy in zip(self._exact, self._noisy)]
         mixer = graphs.assembly.state_mixers.get(variant)
         pasts = [(exact.keys, exact.values) for exact, _ in layers]
-        arrays = {name: self._env[name] for name in mixer.inputs} if mixer else self._scaled(variant, layers)
-        mixed: list[tuple[np.ndarray, np.ndarray]] = []  # tokens, and what is mixed into them
+        if mixer:
+            arrays = {name: self._env[name] for name in mixer.inputs}
+        else:
+            arrays = self._scaled(variant, layers)
+        mixed: list[tuple[np.ndarray, np.ndarray]] = []  # rows of tokens, and the mixer's output for them
 
         def before(owners: Sequence[int], starts: Sequence[int]) -> Arrays:
             if mixer:
                 states = [layers[owner][0].states[start] for owner, start in zip(owners, starts) if layers]
                 return {"past_state": np.concatenate(states or [np.zeros((1, *mixer.state), np.float32)])}
-            stored_pasts = []
-            for owner in owners:
-                stored_pasts.append(pasts[owner] if owner < len(pasts) else graphs.no_past(variant))
+            # Without a record a request's keys and values are known only once it has been prefilled.
+            without_past = [graphs.no_past(variant)] * len(self.requests)
+            stored_pasts = [(pasts + without_past)[owner] for owner in owners]
             return stale_cache(stored_pasts, [num_past + start for start in starts], graphs.dtype, self._capacity)
 
         def expected(layer: LayerRecord, rows: np.ndarray) -> Arrays:
@@ -211,11 +218,11 @@ class Walk:
                 cached = {"key_out": layer.keys[num_past + rows], "value_out": layer.values[num_past + rows]}
             return {**cached, "attention": layer.attention[rows]}
 
-        def goes_on(owner: int, *counts: int) -> bool:
+        def has_states(owner: int, *counts: int) -> bool:
             return not mixer or (bool(layers) and all(count in layers[owner][0].states for count in counts))
 
         def run(phase: str, graph: str, owners: Sequence[int], rows: Sequence[np.ndarray]) -> StageRun:
-            """Run a graph on the rows of some requests, by request; of a prefill graph there is one."""
+            """Run a graph on rows of several requests; a prefill graph on those of one."""
             name = f"{variant}.{graph}"
             tokens = np.concatenate(
                 [self._spans[owner].start + row_indices for owner, row_indices in zip(owners, rows)]
@@ -230,7 +237,7 @@ class Walk:
                 outputs = self._instead(stage, outputs)
             if phase != "chunked":
                 mixed.append((tokens, outputs["attention"]))
-            sides: list[Arrays] = []  # what is expected, exact and in fp16
+            sides: list[Arrays] = []  # the expected outputs, exact and in fp16
             for side in zip(*(layers[owner] for owner in owners if layers)):
                 pieces = [expected(layer, row_indices) for layer, row_indices in zip(side, rows)]
                 sides.append(concatenate_rows(pieces))
@@ -246,12 +253,12 @@ class Walk:
             yield prefilled
             if not mixer and not layers:
                 pasts.append((prefilled.outputs["key_out"], prefilled.outputs["value_out"]))
-            if half and goes_on(owner, half):
+            if half and has_states(owner, half):
                 yield run("chunked", "prefill", [owner], [rows[half:]])
         decoded: list[tuple[int, int]] = []
         for owner in range(len(self.requests)):
             decoded += [(owner, row) for row in self._decoded(owner)]
-        pairs = [(owner, np.array([row])) for owner, row in decoded if goes_on(owner, row, row + 1)]
+        pairs = [(owner, np.array([row])) for owner, row in decoded if has_states(owner, row, row + 1)]
         for start in range(0, len(pairs), self._decode_rows):
             owners, decoded_rows = zip(*pairs[start : start + self._decode_rows])
             yield run("decode", "decode", owners, decoded_rows)
@@ -264,14 +271,14 @@ class Walk:
         """Return the tokens of a request that go through decode too."""
         first = self.requests[owner].num_prompt
         count = len(self.requests[owner].ids)
-        if first == 1 or self.num_past:  # as it does when it is served
+        if first == 1 or self.num_past:  # a server runs a single token as decode, too
             first = 0
         elif first >= count:
             first = max(count - _DECODED, 0)
         return range(first, count)
 
     def _scaled(self, variant: str, layers: Sequence[tuple[LayerRecord, LayerRecord]]) -> Arrays:
-        """Return what attention reads of a block, scaled as PyTorch's was behind a synthetic cache."""
+        """Return the block's outputs that attention reads, scaled as in PyTorch after a synthetic cache."""
         arrays = {name: self._env[name] for name in ("query", "key", "value", "position_ids")}
         if not self.num_past:
             return arrays
@@ -279,7 +286,7 @@ class Walk:
         spec = self.graphs.assembly.variants[variant]
         query_scale = np.full(arrays["query"].shape[1], layer.query_scale, np.float32)
         if spec.sinks:
-            query_scale[spec.head_dim :: spec.query_dim] = 1  # what is no query's number
+            query_scale[spec.head_dim :: spec.query_dim] = 1  # the sink logits
         scales = {"query": query_scale, "key": np.float32(layer.key_scale)}
         for name, scale in scales.items():
             arrays[name] = (arrays[name] * scale).astype(arrays[name].dtype)

@@ -66,8 +66,8 @@ WORDS = {
     "copy-layer": "choice 1 of 3 copies, compared with alone: expected",
     "swap-values": "swapped out and back, compared with alone: expected",
     "swap-late": "swapped out and back, compared with alone: expected",
-    "prefix-values": "on the prefix that was left: expected a logit error of at most",
-    "prefix-late": "on the prefix that was left: expected a logit error of at most",
+    "prefix-values": "on a cached prefix: expected a logit error of at most",
+    "prefix-late": "on a cached prefix: expected a logit error of at most",
     "slot-sampling": "step 0, in the slot of a cancelled request: expected token",
 }
 

@@ -1,10 +1,11 @@
-"""Say where an engine set leaves its graphs, when a check of it has failed.
+"""Explain a failed check: the first engine that differs from its graph.
 
-Needs what runs engines, no torch: the graphs are held for right here.
+Needs the engines' runtime, no torch: here the graphs are the reference.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -44,10 +45,10 @@ def explain_failure(
     tokens: tuple[Sequence[int], int],
     seconds: float = SECONDS,
 ) -> str:
-    """Explain a failed check in one line: the first engine that leaves its graph, or that none does; what to run next.
+    """Return a sentence: the first engine that differs from its graph, or that none does; and what to run next.
 
     target: its name, for the advice. tokens: ids of the failing request, and how many of them are its prompt. Stops
-    between two stages when `seconds` are over. Raises nothing: whoever calls has a failure to report.
+    between two stages when `seconds` are over. Raises nothing: the caller has a failure to report.
     """
     further = f"graph against PyTorch: lockstep bisect {target}"
     try:
@@ -62,10 +63,11 @@ def explain_failure(
     if not report.finished:
         reached = f"{report.rows[-1].graph} at layer {report.rows[-1].layer}"
         return f"engines agree with their graphs as far as {seconds:g} s took ({reached}); {further}"
-    if (served := report.rows[-1]).part == "runtime" and not served.passed:
-        off = f"the logits of lockstep.runtime are off from position {served.position} on"
-        return f"each engine alone agrees with its graph on these tokens, but {off}; {further}"
-    return f"each engine alone agrees with its graph on these tokens; {further}"
+    agree = "each engine alone agrees with its graph on these tokens"
+    last = report.rows[-1]
+    if last.part == "runtime" and not last.passed:
+        agree += f", but the logits of lockstep.runtime are off from position {last.position} on"
+    return f"{agree}; {further}"
 
 
 def explained(
@@ -78,15 +80,20 @@ def explained(
     tolerance: Tolerances,
     out: Path,
 ) -> CheckError:
-    """Add to the error of a golden check which engine leaves its graph first. out: the check's report."""
+    """Add to the error of a golden check which engine first differs from its graph. out: the check's report."""
     failed = failed_path(out)
-    request = failing(reference_json, failed) if str(failed) in str(error) else None
+    if str(failed) not in str(error):  # it failed before there was a report
+        return error
+    request = failing(reference_json, failed)
     if request is None:  # no prompt is wrong
         return error
     bounds = replace(tolerance, logits=GoldenReport.load(failed).tolerance)
     tokens = request.tokens.ids.tolist(), request.tokens.num_prompt
     why = explain_failure(assembly_json, weights_json, engines_json, target.layers, bounds, str(target), tokens)
-    return CheckError("; ".join((why, str(error)) if why.startswith(OVERFLOWS) else (str(error), why)))
+    lines = [str(error), why]
+    if why.startswith(OVERFLOWS):  # the model exceeds float16: that says more than the error of a logit
+        lines.reverse()
+    return CheckError("; ".join(lines))
 
 
 def engine_report(
@@ -96,11 +103,11 @@ def engine_report(
     layers: int | str,
     tolerance: Mapping[str, Any],
     tokens: Sequence[Any],
-    seconds: float | None = None,
+    seconds: float = math.inf,
     threads: int | None = None,
     inputs: Path | None = None,
 ) -> dict[str, Any]:
-    """Compare engines with their graphs along tokens; once no engine is at fault, the runtime's logits too.
+    """Compare engines with their graphs along tokens; where no engine is at fault, the runtime's logits too.
 
     Returns the JSON of an `EngineReport`. tokens: ids, and how many of them are the prompt. inputs: as of
     `engine_fault`.
@@ -108,7 +115,7 @@ def engine_report(
     assembly_json, weights_json, engines_json = map(Path, (assembly, weights, engines))
     bounds = Tolerances(**tolerance)
     request = Tokens(np.asarray(tokens[0], np.int64), tokens[1])
-    deadline = None if seconds is None else time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     graphs = open_graphs(assembly_json, weights_json, layers, threads)
     opened = Engines(EngineSet.open(engines_json, assembly_json), graphs.weights, threads)
     walked = walk_stages(graphs, opened, request, bounds, deadline=deadline)
@@ -123,7 +130,7 @@ def engine_report(
 
 
 def _served(model: Model, tokens: Tokens, expected: np.ndarray, tolerance: Tolerances) -> MeasuredOutput:
-    """Step through the tokens, the prompt in chunks, and compare each step's logits. expected: of all tokens."""
+    """Run the tokens as the server does, and compare each step's logits. expected: of all tokens."""
     room = model.max_num_tokens or len(tokens.ids)
     total = len(tokens.ids)
     ends = [*range(room, tokens.num_prompt, room), *range(tokens.num_prompt, total + 1)]
@@ -149,6 +156,6 @@ def open_graphs(assembly_json: Path, weights_json: Path, layers: int | str, thre
     if assembly.tensor_parallel is not None:
         raise InputError(
             f"bisect: expected a model of one rank, found tensor_parallel: {assembly.tensor_parallel.degree}; "
-            "bisect the same model without it: what validate says names the layer of a difference of ranks"
+            "bisect the same model without it: the message of validate names the layer where ranks differ"
         )
     return Graphs(assembly_json, assembly, Weights.open(weights_json), layers, threads)

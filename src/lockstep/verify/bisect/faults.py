@@ -1,4 +1,4 @@
-"""Say what to do about a graph or an engine that is off: measured stages in, a fault and the next step out."""
+"""The fault of a graph or an engine, and the advice: measured stages in, a fault and the next command out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lockstep.backends import build
 from lockstep.verify.bisect.walked import Engines, Walked
 from lockstep.verify.graphs import Graphs
 
-# Polygraphy's own way to the node: what each node gives in ONNX Runtime without optimisations is right.
+# Polygraphy's bisection of a graph. The reference is each node's output in ONNX Runtime without optimisations.
 NODES = (
     "polygraphy run {graph} --onnxrt --graph-optimization-level ORT_DISABLE_ALL --load-inputs {inputs} "
     "--onnx-outputs '*' --save-outputs right.json && polygraphy data merge {inputs} right.json -o all.json && "
@@ -22,16 +22,16 @@ NODES = (
 def engine_fault(
     walked: Walked, graphs: Graphs, engines: Engines, assembly_json: Path, inputs: Path | None = None
 ) -> FoundFault | None:
-    """Return what is wrong with the first engine that is off; None where none is.
+    """Return the fault of the first engine over tolerance; None without one.
 
-    inputs: a file for what its graph reads, in Polygraphy's JSON.
+    inputs: a file to write the graph's inputs to, in Polygraphy's JSON.
     """
     off = walked.first_off("graph")
     if off is None:
         return None
     backend = engines.set.backend
     file = engines.set.file(engines.name(off.stage.graph))
-    if file.suffix == ".onnx":  # of other files a build says nothing: their bytes differ from build to build
+    if file.suffix == ".onnx":  # the bytes of other engines differ from build to build
         with tempfile.TemporaryDirectory() as folder:
             again = build(assembly_json, backend.name, Path(folder) / "engines.json", engines.set.manifest.options)
             if (again.parent / file.name).read_bytes() != file.read_bytes():
@@ -51,13 +51,13 @@ def engine_fault(
 
 
 def graph_fault(walked: Walked, graphs: Graphs) -> FoundFault | None:
-    """Return what is wrong with the first graph that is off; None where none is."""
+    """Return the fault of the first graph over tolerance; None without one."""
     off = walked.first_off("pytorch")
     if off is None:
         return None
     path = graphs.graph(off.stage.graph).path
     return off.fault(
         "graph",
-        f"{path}: delete it and export again; where it comes out the same, the export is wrong about this block, in "
-        "lockstep.export or in what it traces of transformers",
+        f"{path}: delete it and export again; where it comes out the same, the export of this block is wrong, in "
+        "lockstep.export or in the modules of transformers that it traces",
     )

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.artifacts.bisect_report import BisectReport, FoundFault, MeasuredOutput, StageName
+from lockstep.verify.metrics import or_infinity
 
 _HEADS = tuple("layer|block|hidden|key|value|attention|logits|engine: block|attention|off from position".split("|"))
 _REFERENCE = {"graph": "PyTorch", "engine": "its graph"}
@@ -16,14 +17,15 @@ _ERRORS = {"pytorch": "of the graph against PyTorch", "graph": "of the engine ag
 
 
 def answer(fault: FoundFault) -> str:
-    """Say in one line which is wrong, where, and the error before and after."""
+    """Return a sentence: the faulty graph or engine, its layer, and the error before and after."""
     row = fault.measured
     before = _number(fault.error_before)
     after = _number(row.max_abs_error)
     errors = f"error {before} before, {after} after (tolerance {row.tolerance:g})"
     off = f"{row.tensor} is off {_REFERENCE[fault.wrong]} from position {row.position} on, {errors}"
     place = _where(fault, fault.decoder_layer)
-    if (fault.wrong, fault.phase) == ("graph", "prefill"):  # PyTorch does not show the block's query, key and value
+    # PyTorch's attention is compared after the block: its query, key and value are not visible in between.
+    if (fault.wrong, fault.phase) == ("graph", "prefill"):
         place += " or the block before it"
     return f"{fault.wrong}: {place}: {off}"
 
@@ -31,7 +33,7 @@ def answer(fault: FoundFault) -> str:
 def verdict(
     faults: Sequence[FoundFault], rows: Sequence[MeasuredOutput], overflow: str | None, weights: Path
 ) -> tuple[str, list[str]]:
-    """Return the answer, which opens with what is wrong, and what to look at. weights: the target's manifest."""
+    """Return the answer, which begins with the kind of fault, and advice. weights: the target's manifest."""
     if faults:
         return answer(faults[0]), [faults[0].look_at, *(f"next, {answer(fault)}" for fault in faults[1:])]
     if overflow:
@@ -55,8 +57,10 @@ def verdict(
 
 
 def _off(row: MeasuredOutput) -> str:
-    shown = "NaN or infinity" if row.max_abs_error is None else f"{row.max_abs_error:.1e}"
-    return f"from position {row.position} on, largest error {shown} (tolerance {row.tolerance:g})"
+    error = "NaN or infinity"
+    if row.max_abs_error is not None:
+        error = f"{row.max_abs_error:.1e}"
+    return f"from position {row.position} on, largest error {error} (tolerance {row.tolerance:g})"
 
 
 def _where(stage: StageName, decoder_layer: int | None) -> str:
@@ -95,8 +99,8 @@ def _table(report: BisectReport) -> list[str]:
             _largest([row for row in engine if row.part != "attention"]),
             _largest([row for row in engine if row.part == "attention"]),
         ]
-        off = [row.position for row in rows if not row.passed]
-        lines.append((label, graph, *tensors, *parts, str(min(off)) if off else ""))
+        first_off = min((row.position for row in rows if not row.passed), default="")
+        lines.append((label, graph, *tensors, *parts, str(first_off)))
     widths = [max(map(len, column)) for column in zip(*lines)]
     aligned = []
     for line in lines:
@@ -108,28 +112,30 @@ def _table(report: BisectReport) -> list[str]:
 def _by_layer(rows: Sequence[MeasuredOutput]) -> list[tuple[str, list[MeasuredOutput]]]:
     groups: dict[str, list[MeasuredOutput]] = {}
     for row in rows:
-        groups.setdefault(str(row.layer) if row.part in ("block", "attention") else row.part, []).append(row)
+        label = row.part
+        if row.part in ("block", "attention"):
+            label = str(row.layer)
+        groups.setdefault(label, []).append(row)
     return list(groups.items())
 
 
 def _largest(rows: Sequence[MeasuredOutput]) -> str:
     if not rows:
         return "-"
-    worst = max(
-        rows, key=lambda row: (not row.passed, float("inf") if row.max_abs_error is None else row.max_abs_error)
-    )
-    number = _number(worst.max_abs_error)
-    return number if worst.passed else f"{number} !"
+    worst = max(rows, key=lambda row: (not row.passed, or_infinity(row.max_abs_error)))
+    return f"{_number(worst.max_abs_error)}{' !' * (not worst.passed)}"
 
 
 def _number(error: float | None) -> str:
     if error is None:
         return "NaN"
-    return f"{error:.1e}" if error else "0"
+    if error == 0:
+        return "0"
+    return f"{error:.1e}"
 
 
 def _largest_within(rows: Sequence[MeasuredOutput]) -> str:
-    """Say where the largest error of a stage is, of rows that all pass: the first place to look."""
+    """Return in words the largest error of a stage, of rows that all pass: the first place to look."""
     stages = [row for row in rows if row.against in _ERRORS and row.graph]
     worst = max(stages, key=lambda row: (row.relative_error or 0.0) / row.tolerance)
     error = f"{_number(worst.max_abs_error)} (tolerance {worst.tolerance:g})"

@@ -21,8 +21,8 @@ from lockstep.verify.walk import Tokens
 class Request:
     """A text to follow, with the reference's answer.
 
-    tokens: prompt and the reference's answer. number: of the prompt in the reference; None for a text that it does
-    not have. why: this one.
+    tokens: prompt and the reference's answer. number: of the prompt in the reference; None for a text that is not in
+    it. why: the reason of this choice.
     """
 
     text: str
@@ -32,18 +32,19 @@ class Request:
 
 
 def choose(results: Results, target: Target, prompt: str | None, vocab_size: int) -> Request:
-    """Choose the prompt given, else the first that failed, else the longest.
+    """Choose `prompt`, else the first prompt that failed, else the longest.
 
-    Raises InputError without results, and for a prompt that gives no tokens or that the reference does not have any
-    more.
+    Raises InputError without results, and for a prompt that has no tokens or is no longer in the reference.
     """
     path = results.reference_of(target.model, target.precision, target.layers)
-    entries = ReferenceManifest.load(path).prompts if path.is_file() else ()
+    entries: Sequence[ReferencePrompt] = ()
+    if path.is_file():
+        entries = ReferenceManifest.load(path).prompts
     texts = [entry.text for entry in entries]
+    if prompt is not None and prompt in texts:
+        return _of(entries, texts.index(prompt), "given")
     if prompt is not None:
-        return (
-            _of(entries, texts.index(prompt), "given") if prompt in texts else _new(results, target, prompt, vocab_size)
-        )
+        return _new(results, target, prompt, vocab_size)
     if not path.is_file():
         raise InputError(
             f"{path}: expected the reference of {target}, found none; run `lockstep run` first, or give --prompt"
@@ -56,10 +57,9 @@ def choose(results: Results, target: Target, prompt: str | None, vocab_size: int
 
 
 def failing(reference: Path, failed: Path) -> Request | None:
-    """Choose the first prompt that is wrong in the failed golden report.
+    """Choose the first prompt that is wrong in the failed golden report, the long one last; None where none is.
 
-    The long one comes last; None where no prompt is wrong. Raises InputError for a prompt that the reference does not
-    have.
+    Raises InputError for a prompt that the reference does not have.
     """
     manifest = ReferenceManifest.load(reference)
     report = GoldenReport.load(failed)

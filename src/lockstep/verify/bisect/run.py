@@ -1,9 +1,10 @@
 """Run the bisect command on a target's results.
 
-A target's results in; which graph or engine is off first, and at which position, out. Needs torch and transformers.
+A target's results in; the first faulty graph or engine, and its first wrong position, out. Needs torch and
+transformers.
 
-PyTorch runs first, and its activations are kept. Then each stage's graph runs on what PyTorch had
-there, and each engine on what the graphs give.
+PyTorch runs first, and its activations are kept. Then each stage's graph runs on PyTorch's activations there, and each
+engine on the graphs' outputs: so one error does not show in all later stages.
 """
 
 from __future__ import annotations
@@ -35,10 +36,7 @@ from lockstep.verify.validate.torch_trace import TorchModel
 
 
 class Right(NamedTuple):
-    """The reference of a bisection.
-
-    What PyTorch computes of a request, exact and in fp16.
-    """
+    """The reference of a bisection: PyTorch's activations for a request, exact and in fp16."""
 
     record: Record
     noisy: Record
@@ -52,7 +50,7 @@ def make_right(config: Mapping[str, Any], graphs: Graphs, ids: np.ndarray) -> Ri
 
 
 def _files(results: Results, target: Target) -> dict[str, Path]:
-    """Return where a target's results lie. Raises InputError where some, but for engines, are not there."""
+    """Return the paths of a target's results. Raises InputError where one, other than the engines, is missing."""
     model = target.model
     precision = target.precision
     files = {
@@ -77,8 +75,8 @@ def bisect(
 ) -> BisectReport:
     """Follow a request through PyTorch, graphs and engines.
 
-    prompt: a text to follow instead of the failing one. right: of the same model and request, where it was made before.
-    inputs: a file for what the graph of an engine that is off reads.
+    prompt: a text to follow instead of the failing one. right: of the same model and request, where it exists already.
+    inputs: a file for the inputs of the faulty engine's graph.
 
     Raises InputError without results or for a prompt that gives no tokens, CheckError for graphs or engines that are
     damaged or cannot run.
@@ -148,7 +146,9 @@ def _logit_bound(results: Results, target: Target, tolerance: Tolerances) -> flo
     if tolerance.logits is not None or not path.is_file():
         return tolerance.logits
     prompts, long, _ = read_reference(path, (), tolerance)
-    return max(prompt.bounds.largest for prompt in [*prompts, *([long.prompt] if long else [])])
+    if long is not None:
+        prompts.append(long.prompt)
+    return max(prompt.bounds.largest for prompt in prompts)
 
 
 def _weights_error(

@@ -1,8 +1,9 @@
-"""Measure each stage along a request: graphs against PyTorch, engines against graphs. Needs what runs engines."""
+"""Measure each stage along a request: graphs against PyTorch, engines against graphs. Needs the engines' runtime."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ class Engines:
         self._threads = threads
         self._programs: dict[str, Program] = {}
         self._names = set(engines.names())
-        # requests, tokens and rows of a cache that the engines were built for; None: any number
+        # Requests, tokens and cache rows that the engines were built for; None: any number.
         self.max_rows: int | None = engines.manifest.options.get("max_batch_size")
         self._max_tokens: int | None = engines.manifest.options.get("max_num_tokens")
         self._max_cached: int | None = engines.manifest.options.get("max_seq_len")
@@ -43,7 +44,9 @@ class Engines:
     def name(self, graph: str) -> str:
         """Return the engine that computes a graph for tokens without adapters."""
         base = base_engine(graph)
-        return base if base in self._names else graph
+        if base in self._names:
+            return base
+        return graph
 
     def run(self, stage: Stage, like: Mapping[str, np.ndarray]) -> Arrays | None:
         """Return the stage's outputs, in the shapes and dtypes of `like`.
@@ -53,27 +56,33 @@ class Engines:
         if self.name(stage.graph) not in self._names:
             return None
         if stage.part == "attention":
-            fits = self._max_tokens is None or len(stage.positions) <= self._max_tokens
-            # a walk's caches have spare rows after the tokens
+            if self._max_tokens is not None and len(stage.positions) > self._max_tokens:
+                return None
+            # The graphs' caches have spare rows after the tokens, more than the engine may take.
             inputs = dict(stage.inputs)
             for name in ("past_key", "past_value"):
                 if name in inputs:
                     inputs[name] = inputs[name][:, :, : self._max_cached]
-            return self._call(stage, inputs, like) if fits else None
-        # Tokens do not see each other outside attention; each row of an exit is one token's.
-        rows = stage.inputs.get("logit_rows")
+            return self._call(stage, inputs, like)
+        # Outside attention rows are independent, so a stage of more rows than the engine takes runs in pieces. A row
+        # is a token; of an exit, it is one of the tokens named by `logit_rows`.
         total = len(stage.positions)
-        max_rows = min(filter(None, (self._max_tokens, self.max_rows if rows is not None else None)), default=total)
+        limits = [self._max_tokens]
+        rows = np.arange(total)
+        if "logit_rows" in stage.inputs:
+            limits.append(self.max_rows)
+            rows = stage.inputs["logit_rows"]
+        max_rows = min(filter(None, limits), default=total)
         signature = self.set.assembly.classes[stage.graph].signature
         by_token = {io.name for io in signature.inputs if io.shape[:1] == ("num_tokens",)}
         calls = []
         for start in range(0, total, max_rows):
             piece = slice(start, start + max_rows)
-            tokens = np.arange(total)[piece] if rows is None else rows[piece]
+            tokens = rows[piece]
             inputs = dict(stage.inputs)
             for name in by_token & inputs.keys():
                 inputs[name] = inputs[name][tokens]
-            if rows is not None:
+            if "logit_rows" in inputs:
                 inputs["logit_rows"] = np.arange(len(tokens))
             calls.append(self._call(stage, inputs, {name: array[piece] for name, array in like.items()}))
         return concatenate_rows(calls)
@@ -83,7 +92,10 @@ class Engines:
         if name not in self._programs:
             self._programs[name] = self.set.load(name, self._threads)
         tensors = self.set.tensors(name, stage.slots)
-        executable = self._programs[name].bind(self._weights if stage.slots else None, tensors)
+        weights = None
+        if stage.slots:
+            weights = self._weights
+        executable = self._programs[name].bind(weights, tensors)
         if name != stage.graph and (adapters := self.set.assembly.adapters):
             inputs = {key: array for key, array in inputs.items() if key not in {IDS, *adapters.names(stage.graph)}}
         return run_once(executable, inputs, like)  # a bf16 graph runs in fp32 for engines of bf16
@@ -101,17 +113,16 @@ class FirstOff:
     error_before: float | None
 
     def fault(self, wrong: str, look_at: str) -> FoundFault:
-        """Return it for the report."""
         return FoundFault(*self.stage.name, wrong, self.row, self.error_before, look_at)
 
 
 @dataclass
 class Walked:
-    """The stages of a walk, in its order, each with what was measured of it.
+    """The stages of a walk, in its order, each with its measurements.
 
-    finished: False where the time was over before the last stage. logits [num_tokens, vocab_size]: those of PyTorch
-    where there is a record, else those that the graphs give; None where the walk did not get there. overflow: a line
-    where a graph goes beyond float16; the walk ends before it.
+    finished: False where the time was over before the last stage. logits [num_tokens, vocab_size]: PyTorch's where
+    there is a record, else the graphs'; None where the walk did not get there. overflow: a line where a graph exceeds
+    float16; the walk ends before it.
     """
 
     stages: list[tuple[Stage, list[MeasuredOutput]]] = field(default_factory=list)
@@ -137,9 +148,9 @@ class Walked:
 
 
 def walk_stages(
-    graphs: Graphs, engines: Engines | None, tokens: Tokens, tolerance: Tolerances, deadline: float | None = None
+    graphs: Graphs, engines: Engines | None, tokens: Tokens, tolerance: Tolerances, deadline: float = math.inf
 ) -> Walked:
-    """Measure each stage. deadline: of time.monotonic(), looked at between stages."""
+    """Measure each stage. deadline: of time.monotonic(), checked between stages."""
     walked = Walked()
     rows = 16
     if engines and engines.max_rows:
@@ -151,8 +162,10 @@ def walk_stages(
         walked.stages.append((step.stage, _measured(step, graphs, engines, tolerance)))
         is_last = step.stage.part == "exit"
         if is_last:
-            walked.logits = tokens.record.logits if tokens.record else step.outputs["logits"]
-        if deadline is not None and time.monotonic() > deadline:
+            walked.logits = step.outputs["logits"]
+            if tokens.record:
+                walked.logits = tokens.record.logits
+        if time.monotonic() > deadline:
             walked.finished = is_last
             break
     return walked
@@ -163,17 +176,17 @@ def _measured(step: StageRun, graphs: Graphs, engines: Engines | None, tolerance
         measure(step.stage, name, "pytorch", expected, step.outputs[name], tolerance, step.noisy.get(name))
         for name, expected in step.expected.items()
     ]
-    outputs = engines.run(step.stage, step.outputs) if engines else None
+    if engines is None:
+        return rows
+    outputs = engines.run(step.stage, step.outputs)
     if outputs is not None:
         feeds = graphs.feeds(step.stage.graph, step.stage.inputs, step.stage.slots)
         noise = graphs.graph(step.stage.graph).noise(feeds, step.outputs)
-        stage_tolerance = tolerance if step.stage.slots else tolerance.of_attention
-        rows += [
-            _output(
-                step.stage, name, "graph", step.outputs[name], outputs[name], beside_graph(stage_tolerance, noise[name])
-            )
-            for name in outputs
-        ]
+        if not step.stage.slots:
+            tolerance = tolerance.of_attention
+        for name, actual in outputs.items():
+            bound = beside_graph(tolerance, noise[name])
+            rows.append(_output(step.stage, name, "graph", step.outputs[name], actual, bound))
     return rows
 
 
@@ -186,14 +199,16 @@ def measure(
     tolerance: Tolerances,
     noisy: np.ndarray | None = None,
 ) -> MeasuredOutput:
-    """Compare an output with what is expected of it.
+    """Compare an output with its expected value.
 
-    Logits absolutely where tolerance.logits is a number. All else relative to the size of the values, as `validate`
-    does; noisy: what fp16 gives in place of `expected`.
+    Logits are compared absolutely where tolerance.logits is a number, all else relative to the size of the values, as
+    in `validate`. noisy: `expected` in fp16.
     """
-    noise = judge.NOTHING if noisy is None else spread(expected, noisy)
     if tensor == "logits" and tolerance.logits is not None:
         return _output(stage, tensor, against, expected, actual, Bound(tolerance.logits), 1.0)
+    noise = judge.NOTHING
+    if noisy is not None:
+        noise = spread(expected, noisy)
     return _output(stage, tensor, against, expected, actual, within(tolerance, noise))
 
 
@@ -214,8 +229,10 @@ def _output(
         )
     error = judge.measure(expected, actual, bound, scale)
     rows = np.nan_to_num(relative_errors(expected, actual, scale).max(-1), nan=np.inf)
-    over = np.flatnonzero(rows > bound.largest)
-    row = over[0] if len(over) else rows.argmax()
+    row = rows.argmax()
+    over = rows > bound.largest
+    if over.any():
+        row = over.argmax()  # the first one: errors of later tokens may follow from it
     position = int(stage.positions[row])
     errors = error.max_abs_error, error.relative_error, error.tolerance
     return MeasuredOutput(*stage.name, tensor, against, *errors, judge.wrong(tensor, error) is None, position)

@@ -22,11 +22,11 @@ from lockstep.verify.boundaries import both_sides, edges, synthetic_past
 
 SEED = 0
 Sizes = dict[str, int]
-_MODEST = 32  # tokens: enough for a matrix product to be one, and a 7B block on a CPU takes seconds
-_POSITIONS = 64  # of a model that says nothing of how many it has
-_NUM_BEHIND = 4  # tokens of a chunk behind a long cache
+_MODEST = 32  # tokens: enough for a matrix product, and a 7B block on a CPU takes seconds
+_POSITIONS = 64  # of a model without max_position_embeddings
+_CHUNK_TOKENS = 4  # of a chunk after a long cache
 CACHE_ROWS = 1 << 14  # of all requests of one case: at the 7B shape half a gigabyte
-_SCORES = 0.5  # standard deviation of attention scores against a long cache: each of its rows has a weight
+_SCORES = 0.5  # standard deviation of attention scores against a long cache: then each of its rows has some weight
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,12 @@ class Case:
     repeats: str = ""
 
     def __str__(self) -> str:
-        lengths = f", past_lengths {' '.join(map(str, self.past_lengths))}" if self.long else ""
-        repeats = f", {self.repeats}" if self.repeats else ""
-        return ", ".join(f"{dim} {size}" for dim, size in self.sizes.items()) + lengths + repeats
+        parts = [f"{dim} {size}" for dim, size in self.sizes.items()]
+        if self.long:
+            parts.append(f"past_lengths {' '.join(map(str, self.past_lengths))}")
+        if self.repeats:
+            parts.append(self.repeats)
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,13 @@ class Graph:
     limits: Limits
     slots: Collection[str] = ()
     variant: AttentionVariant | None = None
+
+    @property
+    def windows(self) -> list[int]:
+        """The sliding window of an attention, as a list for `boundaries.edges`; empty where all tokens are visible."""
+        if self.variant is None or not self.variant.window:
+            return []
+        return [self.variant.window]
 
     @property
     def positions(self) -> int:
@@ -97,7 +107,7 @@ def cases(graph: Graph) -> list[Case]:
             sizes = {dim: max(lower, min(size, upper)) for dim, (lower, upper) in sorted(bounds.items())}
             chosen.append(Case(number, sizes, _short_lengths(sizes)))
         if graph.variant is not None and "past_capacity" in bounds:
-            chosen += _long_cases(number, bounds, graph.positions, graph.variant)
+            chosen += _long_cases(number, bounds, graph)
     return [case for index, case in enumerate(chosen) if case not in chosen[:index]]
 
 
@@ -123,29 +133,29 @@ def _short_lengths(sizes: Sizes) -> tuple[int, ...]:
         return ()
     requests = sizes.get("num_requests", 1)
     capacity = sizes["past_capacity"]
-    return tuple(np.linspace(0, capacity, requests).astype(int).tolist()) if requests > 1 else (capacity // 2,)
+    if requests == 1:
+        return (capacity // 2,)
+    return tuple(np.linspace(0, capacity, requests).astype(int).tolist())
 
 
-def _long_cases(
-    profile: int, bounds: Mapping[str, tuple[int, int]], positions: int, variant: AttentionVariant
-) -> Iterator[Case]:
+def _long_cases(profile: int, bounds: Mapping[str, tuple[int, int]], graph: Graph) -> Iterator[Case]:
     """Yield cases over caches of the largest capacity.
 
     Of a decode graph all lengths, a few requests at a time; of a prefill graph one for each edge.
     """
+    positions = graph.positions
     capacity = min(bounds["past_capacity"][1], positions)
-    windows = [variant.window] if variant.window else []
     if "num_requests" in bounds:
         lower, upper = bounds["num_requests"]
-        lengths = [length for length in both_sides(capacity, windows) if length < positions]
+        lengths = [length for length in both_sides(capacity, graph.windows) if length < positions]
         rows = max(lower, min(upper, max(2, CACHE_ROWS // capacity)))
         for first in range(0, len(lengths), rows):
-            group = (lengths[first : first + rows] * rows)[:rows]  # the last group is filled up with its own
+            group = (lengths[first : first + rows] * rows)[:rows]  # the last group repeats its own lengths
             yield Case(profile, {"num_requests": rows, "past_capacity": capacity}, tuple(group), True)
     else:
         lower, upper = bounds["num_tokens"]
-        tokens = max(lower, min(_NUM_BEHIND, upper))
-        for length in sorted({min(edge - 1, positions - tokens) for edge in edges(capacity, windows)}):
+        tokens = max(lower, min(_CHUNK_TOKENS, upper))
+        for length in sorted({min(edge - 1, positions - tokens) for edge in edges(capacity, graph.windows)}):
             if length > 0:
                 yield Case(profile, {"num_tokens": tokens, "past_capacity": capacity}, (length,), True)
 
@@ -153,8 +163,8 @@ def _long_cases(
 def arrays(graph: Graph, case: Case) -> dict[str, np.ndarray]:
     """Return seeded values for all inputs of a graph but its weights.
 
-    Activations are N(0, 1), as a norm gives them; integers are valid. Of a long case queries are scaled down, so that
-    each row of the cache takes part. Raises CheckError for an integer input of unknown meaning.
+    Activations are N(0, 1), as after a norm; integers are valid. Of a long case queries are scaled down, so that each
+    row of the cache has some weight. Raises CheckError for an integer input of unknown meaning.
     """
     random = np.random.default_rng(SEED)
     chosen = case.sizes
@@ -162,7 +172,7 @@ def arrays(graph: Graph, case: Case) -> dict[str, np.ndarray]:
     variant = graph.variant
     values: dict[str, np.ndarray] = {}
     names = {value.name for value in graph.model.graph.input}
-    lengths = np.array(case.past_lengths, np.int64) if case.past_lengths else None
+    lengths = np.array(case.past_lengths, np.int64)
     for value in graph.model.graph.input:
         if value.name in graph.slots:
             continue
@@ -170,7 +180,7 @@ def arrays(graph: Graph, case: Case) -> dict[str, np.ndarray]:
         dtype = np.dtype(dtype_name(value.type.tensor_type.elem_type))
         if dtype.kind == "f":
             numbers = random.standard_normal(shape, np.float32)
-            if value.name.endswith((A_SUFFIX, B_SUFFIX)):  # of an adapter, as large as a layer's own product
+            if value.name.endswith((A_SUFFIX, B_SUFFIX)):  # so that an adapter's product is as large as its layer's
                 numbers /= np.sqrt(np.float32(shape[0]))
             if value.name in ("query", "key", "decay", "beta") and "decay" in names:
                 numbers = _of_recurrence(value.name, numbers, graph.model.graph)
@@ -183,7 +193,6 @@ def arrays(graph: Graph, case: Case) -> dict[str, np.ndarray]:
         elif value.name == "logit_rows":
             values[value.name] = np.linspace(0, chosen["num_tokens"] - 1, shape[0]).astype(np.int64)
         elif value.name == "past_lengths":
-            assert lengths is not None  # a graph with a cache has cases with its lengths
             values[value.name] = lengths
         elif value.name == "position_ids":
             values[value.name] = _position_ids(shape[0], lengths, graph.positions)
@@ -197,20 +206,15 @@ def arrays(graph: Graph, case: Case) -> dict[str, np.ndarray]:
         query = values["query"]
         values["query"] = (query * (_SCORES / (abs(variant.scale) * variant.head_dim**0.5))).astype(query.dtype)
         for row, length in enumerate(case.past_lengths):
-            past = synthetic_past(
-                random,
-                length,
-                variant.num_kv_heads,
-                (variant.head_dim, variant.value_head_dim),
-                [variant.window] if variant.window else [],
-            )
+            dims = variant.head_dim, variant.value_head_dim
+            past = synthetic_past(random, length, variant.num_kv_heads, dims, graph.windows)
             for name, array in zip(("past_key", "past_value"), past):
                 values[name][row, :, :length] = array.swapaxes(0, 1)
     return values
 
 
 def _of_recurrence(name: str, numbers: np.ndarray, graph: onnx.GraphProto) -> np.ndarray:
-    """Return what a recurrence may get: keys of length one, states that decay, betas between 0 and 1."""
+    """Return valid inputs of a recurrence: keys of length one, states that decay, betas between 0 and 1."""
     if name == "decay":
         return -np.abs(numbers)
     if name == "beta":
@@ -219,11 +223,15 @@ def _of_recurrence(name: str, numbers: np.ndarray, graph: onnx.GraphProto) -> np
     return numbers / np.sqrt(np.float32(state.type.tensor_type.shape.dim[2].dim_value))
 
 
-def _position_ids(count: int, lengths: np.ndarray | None, positions: int) -> np.ndarray:
+def _position_ids(count: int, lengths: np.ndarray, positions: int) -> np.ndarray:
     """Return positions that follow the cache; without one, from the first to the last that is valid."""
-    if lengths is None:
-        return np.linspace(0, positions - 1, count).astype(np.int64) if count > 1 else np.array([positions - 1])
-    return lengths if len(lengths) == count else lengths[0] + np.arange(count)
+    if not len(lengths) and count == 1:
+        return np.array([positions - 1])
+    if not len(lengths):
+        return np.linspace(0, positions - 1, count).astype(np.int64)
+    if len(lengths) == count:  # decode: a token of each request
+        return lengths
+    return lengths[0] + np.arange(count)
 
 
 def limits_of(options: Mapping[str, Any], limits: Limits) -> Limits:

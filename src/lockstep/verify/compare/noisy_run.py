@@ -23,10 +23,10 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class NoisyRun:
-    """Called with inputs, it gives outputs and `noise of <output>` [rows, (largest, rms)] in units of fp16.
+    """Called with inputs, it returns outputs and `noise of <output>` [rows, (largest, rms)] in units of fp16.
 
-    A graph of bf16 is computed in float32, on inputs and weights of bf16. Where a graph makes choices, as a mixture of
-    its experts, their scores are outputs too.
+    A graph of bf16 is computed in float32, on inputs and weights of bf16. Where a graph has a router, its scores are
+    outputs too.
     """
 
     def __init__(self, model: onnx.ModelProto, weights: Arrays, threads: int | None):
@@ -38,42 +38,49 @@ class NoisyRun:
         self._noisy = NoisyGraph(model, weights.keys(), threads, lambda graph: with_choices(graph)[0])
 
     def __call__(self, feed: Arrays) -> dict[str, np.ndarray]:
-        feeds = {**{name: self._on_grid(array) for name, array in feed.items()}, **self._weights}
+        feeds = {name: self._rounded(array) for name, array in feed.items()} | self._weights
         names = [value.name for value in self._session.get_outputs()]
         outputs = dict(zip(names, self._session.run(names, feeds)))
         noise = self._noisy.noise(feeds, outputs)
         return outputs | {f"{_NOISE}{name}": np.stack([rows.largest, rows.rms], axis=1) for name, rows in noise.items()}
 
     def clear_rows(self, outputs: Arrays, tolerances: Tolerances) -> np.ndarray | None:
-        """Return the rows for which an engine within its bounds makes the same choices; None where a graph makes none.
+        """Return the rows whose choices rounding cannot change; None where a graph has none.
 
-        outputs: of a call. An engine that rounds elsewhere may choose otherwise in the others, and is right.
+        outputs: of a call. An engine that rounds elsewhere may choose other experts for the rest, and is right.
         """
         rows = [
             is_clear(choice, outputs[choice.scores], bound_of(outputs, choice.scores, tolerances).largest)
             for choice in self._choices
         ]
-        return np.all(rows, axis=0) if rows else None
+        if not rows:
+            return None
+        return np.all(rows, axis=0)
 
     def _computed(self, array: np.ndarray) -> np.ndarray:
-        return array.astype(np.float32) if array.dtype == ml_dtypes.bfloat16 else array
+        if array.dtype == ml_dtypes.bfloat16:
+            return array.astype(np.float32)
+        return array
 
-    def _on_grid(self, array: np.ndarray) -> np.ndarray:
-        is_rounded = self._is_bf16 and array.dtype == np.float32
-        return array.astype(ml_dtypes.bfloat16).astype(np.float32) if is_rounded else array
+    def _rounded(self, array: np.ndarray) -> np.ndarray:
+        if self._is_bf16 and array.dtype == np.float32:
+            return array.astype(ml_dtypes.bfloat16).astype(np.float32)
+        return array
 
 
 def bound_of(outputs: Arrays, name: str, tolerances: Tolerances, rows: np.ndarray | slice = slice(None)) -> Bound:
-    """Return what may be off of an output, or of some of its rows."""
+    """Return the largest errors allowed of an output, or of some of its rows."""
     largest, rms = outputs[f"{_NOISE}{name}"][rows].T
     return beside_graph(tolerances, Spread(largest, rms))
 
 
 def is_clear(choice: Choice, scores: np.ndarray, bound: np.ndarray) -> np.ndarray:
-    """Return for which rows a choice is by more than a bound, [rows].
+    """Return which rows' choices have a margin above a bound, bool [rows].
 
     bound: [rows], relative to the largest score that is chosen, or that is compared with a limit.
     """
-    counted = choice.chosen(scores) if choice.count else np.isfinite(scores)
+    counted = np.isfinite(scores)
+    if choice.count:
+        counted = choice.chosen(scores)
     size = np.abs(np.where(counted, scores, 0)).max(axis=1)
     return ~(choice.margins(scores) <= bound * size)

@@ -1,11 +1,12 @@
-"""An engine beside its graph, both with the weights of one layer.
+"""An engine and its graph, compared with the weights of one layer.
 
-An engine set and the name of an engine in; the engine's entry in the report, and lines of what is wrong, out.
+An engine set and the name of an engine in; the engine's entry in the report, and a line for each error, out.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
 from collections import OrderedDict
@@ -21,7 +22,7 @@ from polygraphy.exception import PolygraphyException
 
 from lockstep.artifacts.assembly import Assembly, BoundBlock, GraphFile
 from lockstep.artifacts.reports import ComparedEngine, ComparedRun, SweptSizes
-from lockstep.artifacts.signature import Signature
+from lockstep.artifacts.signature import Signature, concrete_shape
 from lockstep.backends.engine_set import EngineSet
 from lockstep.backends.graphs import BaseGraph, graph_file
 from lockstep.backends.profiles import profiles
@@ -38,11 +39,12 @@ from lockstep.progress import steps
 from lockstep.step.executable import Executable, run_once
 from lockstep.targets import Limits
 from lockstep.tolerances import Tolerances
+from lockstep.verify.arrays import take_rows
 from lockstep.verify.compare import inputs
 from lockstep.verify.compare.noisy_run import NoisyRun, bound_of
 from lockstep.verify.compare.sweep import sweep_of
-from lockstep.verify.compare.trial import Arrays, Sweep, Trial
-from lockstep.verify.metrics import largest
+from lockstep.verify.compare.trial import Arrays, Sweep, Trial, span_of
+from lockstep.verify.metrics import largest, smallest
 from lockstep.weights import Tensors, Weights, check_slots, slot_array
 from lockstep.weights.ranks import RankWeights
 
@@ -69,7 +71,7 @@ class Pair:
         self._assembly = engines.assembly
         self._limits = inputs.limits_of(engines.manifest.options, limits)
         ranks = engines.assembly.tensor_parallel
-        variants = engines.assembly.variants if ranks is None else ranks.variants
+        variants = (ranks or engines.assembly).variants
         self._variant = variants.get(name.rpartition(".")[0])
         self._model = onnx.load(graph_file(folder, graph))
         block = name
@@ -101,24 +103,27 @@ class Pair:
         self.failures: list[str] = []
 
     def compare(self, tolerance: Tolerances, seconds: float) -> ComparedEngine:
-        """Return the engine's entry in the report; once, for the engine is closed then."""
-        tolerance = tolerance if self._weights else tolerance.of_attention
+        """Return the engine's entry in the report. Only once: the engine is closed afterwards."""
+        if not self._weights:
+            tolerance = tolerance.of_attention
+        tried = list[Trial]()
+        worst: ComparedRun | None = None
         try:
             with quiet(), np.errstate(invalid="ignore", over="ignore"), contextlib.ExitStack() as stack:
                 runs = [self._run_case(case, tolerance) for case in inputs.cases(self._subject)]
                 sweep = self.sweep()
-                tried, worst = ([], None) if self.failures else self._run_sizes(sweep, tolerance, seconds, stack)
+                if not self.failures:
+                    tried, worst = self._run_sizes(sweep, tolerance, seconds, stack)
         except PolygraphyException as error:
             raise CheckError(f"{self.file}: Polygraphy cannot run this engine: {one_line(error)}") from error
         finally:
-            del self._executable  # what it has on a device goes now, not when a cycle of references is found
-        errors = [error for run in (*runs, *filter(None, [worst])) for error in run.outputs.values()]
+            del self._executable  # frees its device memory now, not when the garbage collector runs
+        errors = list(itertools.chain.from_iterable(run.outputs.values() for run in [*runs, worst] if run))
         worst_error = max(errors, key=judge.share)
-        cosines = [error.cosine for error in errors if error.cosine is not None]
         return ComparedEngine(
             max_abs_error=largest([error.max_abs_error for error in errors]),
             relative_error=worst_error.relative_error,
-            cosine=min(cosines) if len(cosines) == len(errors) else None,
+            cosine=smallest([error.cosine for error in errors]),
             tolerance=worst_error.tolerance,
             passed=not self.failures,
             runs=tuple(runs),
@@ -127,8 +132,10 @@ class Pair:
         )
 
     def sweep(self) -> Sweep:
-        """Return what is tried besides the sizes of profiles, in the order that the seed draws."""
-        largest_number = LARGEST if self._is_narrow else math.inf
+        """Return the trials of sizes between those of profiles, in the order that the seed draws."""
+        largest_number = math.inf
+        if self._is_narrow:
+            largest_number = LARGEST
         return sweep_of(self._subject, self._seed, self._run_graph, self._prefill, largest_number)
 
     def engine_runner(self, profile: int) -> EngineRunner:
@@ -145,7 +152,7 @@ class Pair:
     ) -> tuple[list[Trial], ComparedRun | None]:
         """Run the engine at all sizes, until the first is wrong or the time is over.
 
-        Returns those that were run, and the worst. What has the same bits as before needs no judgement.
+        Returns the trials that were run, and the worst run. Rows with the same bits as in an earlier trial pass.
         """
         end = time.monotonic() + seconds
         tried = list[Trial]()
@@ -154,8 +161,9 @@ class Pair:
         runners = dict[int, BaseRunner]()
         all_profiles = profiles(self._model, self._limits)
         for group in steps(sweep.groups(), f"compare {self.name}", "samples of sizes"):
-            expected = sweep.expected(group) if time.monotonic() < end else []
-            for trial, right in zip(group, expected):
+            if time.monotonic() > end:
+                break
+            for trial, right in zip(group, sweep.expected(group)):
                 if time.monotonic() > end:
                     break
                 feed = sweep.feed(trial)
@@ -172,7 +180,8 @@ class Pair:
                 run = self._judged(case, feed, right, outputs, tolerance, sweep.beyond(trial))
                 if self.failures:
                     return tried, run
-                worst = run if worst is None or _worse(run, worst) else worst
+                if worst is None or _worse(run, worst):
+                    worst = run
                 if is_row_wise:
                     earlier.keep(trial, outputs)
         return tried, worst
@@ -186,17 +195,20 @@ class Pair:
         tolerance: Tolerances,
         beyond: np.ndarray | None = None,
     ) -> ComparedRun:
-        """Judge what an engine made of `feed`; what is wrong is added to `failures`.
+        """Judge an engine's outputs for `feed`; errors are added to `failures`.
 
-        beyond: rows whose inputs go to the end of the precision.
+        beyond: rows whose inputs go to the end of the precision, where the graph too may overflow.
         """
         counted = self._counted(expected, outputs, tolerance, beyond)
         if counted is not None:
-            expected = {name: array[counted] for name, array in expected.items()}
-            outputs = {name: array[counted] for name, array in outputs.items()}
-            beyond = None if beyond is None else beyond[counted]
-        finite = {name: np.isfinite(rows_of(expected[name])).all(1) for name in outputs}  # a state has rows of its own
-        if not all((rows if beyond is None else rows | beyond).all() for rows in finite.values()):
+            expected = take_rows(expected, counted)
+            outputs = take_rows(outputs, counted)
+            if beyond is not None:
+                beyond = beyond[counted]
+        # For each output: the rows of a state are not tokens.
+        finite = {name: np.isfinite(rows_of(expected[name])).all(1) for name in outputs}
+        may_overflow = np.False_ if beyond is None else beyond
+        if not all((rows | may_overflow).all() for rows in finite.values()):
             raise CheckError(f"{self.file}: {self._not_finite(feed)}")
         errors = {
             name: judge.measure(
@@ -212,17 +224,19 @@ class Pair:
     def _counted(
         self, expected: Arrays, outputs: Arrays, tolerance: Tolerances, beyond: np.ndarray | None
     ) -> np.ndarray | None:
-        """Return the rows that count; None for all.
+        """Return the rows that are compared; None for all.
 
-        Not those with a choice by less than the tolerance, as of a mixture's experts; nor, beyond the precision, those
-        where the engine's float16 overflows and the graph's float32 does not.
+        Not those with a near-tie between experts; nor, at the end of the precision, those where the engine's float16
+        overflows and the graph's float32 does not.
         """
         clear = self._run_graph.clear_rows(expected, tolerance)
         if not self._is_narrow or beyond is None:
             return clear
         finite = np.all([np.isfinite(rows_of(array)).all(1) for array in outputs.values()], axis=0)
         in_range = finite | ~beyond
-        return in_range if clear is None else clear & in_range
+        if clear is None:
+            return in_range
+        return clear & in_range
 
     def _not_finite(self, feed: Arrays) -> str:
         overflow = find_overflow(self._model, {**feed, **self._weights})
@@ -234,17 +248,14 @@ class Pair:
         return overflow.text(self.name, self._layer, self._assembly.residual)
 
     def _prefill(self) -> tuple[onnx.ModelProto, Callable[[Arrays], Arrays]]:
-        """Return the prefill graph of this attention, which holds for decode too, and what runs it."""
+        """Return the prefill graph of this attention, the reference of decode too, and its runner."""
         assert self._variant is not None
         model = onnx.load(graph_file(self._folder, self._variant.phases()["prefill"]))
         return widened(model), NoisyRun(model, {}, self._threads)
 
 
 class EngineRunner(BaseRunner):
-    """Runs an executable whose weights are bound, on an optimization profile, as the runtime does.
-
-    signature: the graph's.
-    """
+    """A Polygraphy runner of an executable with bound weights, on one optimization profile, as the runtime runs it."""
 
     def __init__(self, signature: Signature, executable: Executable, profile: int):
         super().__init__(name="engine")
@@ -256,28 +267,25 @@ class EngineRunner(BaseRunner):
         return metadata(self._signature.inputs)
 
     def infer_impl(self, feed_dict: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        sizes: dict[int | str, int] = {}
+        sizes: dict[str, int] = {}
         for io in self._signature.inputs:
-            sizes.update(zip(io.shape, feed_dict[io.name].shape))
-        like = {
-            io.name: np.empty([sizes[dim] if isinstance(dim, str) else dim for dim in io.shape], io.numpy_dtype)
-            for io in self._signature.outputs
-        }
+            sizes.update((str(dim), size) for dim, size in zip(io.shape, feed_dict[io.name].shape))
+        like = {io.name: np.empty(concrete_shape(io.shape, sizes), io.numpy_dtype) for io in self._signature.outputs}
         start = time.perf_counter()
         outputs = run_once(self._executable, feed_dict, like, self._profile)
-        self.inference_time = time.perf_counter() - start  # Polygraphy adds them up
+        self.inference_time = time.perf_counter() - start  # Polygraphy sums these
         return outputs
 
 
 class _EarlierRows:
-    """What an engine gave for each row when it was judged."""
+    """An engine's outputs for each row when they were judged."""
 
     def __init__(self) -> None:
         self._arrays: dict[str, np.ndarray] = {}
 
     def has(self, trial: Trial, outputs: Arrays) -> bool:
         end = int(trial.rows.max()) + 1
-        span = trial.span
+        span = span_of(trial.rows)
         return all(
             name in self._arrays and end <= len(self._arrays[name]) and np.array_equal(self._arrays[name][span], array)
             for name, array in outputs.items()
@@ -291,7 +299,7 @@ class _EarlierRows:
                 larger = np.full((end, *array.shape[1:]), np.nan, array.dtype)
                 larger[: len(rows)] = rows
                 self._arrays[name] = rows = larger
-            rows[trial.span] = array
+            rows[span_of(trial.rows)] = array
 
 
 def _worse(run: ComparedRun, other: ComparedRun) -> bool:
@@ -301,13 +309,13 @@ def _worse(run: ComparedRun, other: ComparedRun) -> bool:
 def _place(assembly: Assembly, name: str) -> tuple[int | None, BoundBlock]:
     """Return (layer, part) of a class, or of a class that has this piece; layer None: the embedding."""
     layers = list(enumerate(assembly.layers))
-    parts = [
-        (None, assembly.embedding),
-        *((i, layer.block) for i, layer in layers),
-        *((i, exit) for i, layer in reversed(layers) for exit in layer.exits),
-    ]
-    ranks = assembly.tensor_parallel
-    has = {
-        class_: [piece.graph for piece in entry.pieces] for class_, entry in (ranks.classes if ranks else {}).items()
-    }
-    return next((layer, part) for layer, part in parts if name in has.get(part.graph, [part.graph]))
+    parts: list[tuple[int | None, BoundBlock]] = [(None, assembly.embedding)]
+    parts += [(i, layer.block) for i, layer in layers]
+    # Of exits the last: those of earlier layers are only run by a model that is cut there.
+    for i, layer in reversed(layers):
+        parts += [(i, exit) for exit in layer.exits]
+    graphs = {part.graph: {part.graph} for _, part in parts}
+    if assembly.tensor_parallel is not None:
+        for class_, entry in assembly.tensor_parallel.classes.items():
+            graphs[class_] = {piece.graph for piece in entry.pieces}
+    return next((layer, part) for layer, part in parts if name in graphs[part.graph])

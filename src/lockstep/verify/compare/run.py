@@ -2,10 +2,10 @@
 
 An engine set with its assembly and weights in; for each engine its error against the graph in ONNX Runtime out.
 
-The graph is the canonical one of the assembly, run as it is written on a CPU; the engine is what was built. Both run in
-Polygraphy's runners on the same inputs, with the weights of one layer: at several sizes of each optimization profile,
-attention also over caches up to the longest (`inputs`), and at all sizes that the limits allow, as far as time goes
-(`sweep`). A `<variant>.rotary` or `<mixer>.state` engine is a graph itself: there is nothing to compare.
+The graph is the canonical one of the assembly, run unoptimised on a CPU. Graph and engine run in Polygraphy's runners
+on the same inputs, with the weights of one layer: at several sizes of each optimization profile, attention also over
+caches up to the longest (`inputs`), and at all sizes that the limits allow, as far as time allows (`sweep`). A
+`<variant>.rotary` or `<mixer>.state` engine is a graph itself: there is nothing to compare.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def run(
 ) -> Path:
     """Compare the engines of a set with their graphs.
 
-    Writes the report to `out`, which is returned. limits: used where the engines do not say for which they were built.
-    seconds: for the sizes of an engine besides those of its profiles; where they are over, sizes that are put last stay
-    untried. seed: draws, with the engine's digest, which sizes are tried, and in which order.
+    Writes the report to `out`, which is returned. limits: where the engine set has none. seconds: for the sizes of an
+    engine besides those of its profiles; later sizes are then left untried. seed: draws, with the engine's digest,
+    which sizes are tried, and in which order.
 
     Raises CheckError naming engine, sizes, output, error and tolerance for the first engine over it, when all are
     compared, and then writes the report to `<out>.failed.json`; InputError for inputs that do not fit together.
@@ -65,9 +65,13 @@ def run(
             pair = Pair(engines, weights, Path(assembly_json).parent, name, graphs[name], limits, threads, seed)
             compared[name] = pair.compare(tolerance, seconds)
             failures += pair.failures[:1]
-    worst = max(compared.values(), key=judge.share, default=None)
-    worst_tolerance = worst.tolerance if worst else 0.0
-    relative_error = worst.relative_error if worst else 0.0
+    # A set may consist of graphs alone, of which none is compared.
+    worst_tolerance = 0.0
+    relative_error: float | None = 0.0
+    if compared:
+        worst = max(compared.values(), key=judge.share)
+        worst_tolerance = worst.tolerance
+        relative_error = worst.relative_error
     report = ComparisonReport(
         result=PASS,
         backend=engines.backend.name,
@@ -83,8 +87,9 @@ def run(
         engines=compared,
         relative_error=relative_error,
     )
-    others_failed = f" ({len(failures) - 1} more of {len(compared)} engines differ)" if len(failures) > 1 else ""
-    return finish(out, report, failures[0] + others_failed if failures else None)
+    if len(failures) > 1:
+        failures[0] += f" ({len(failures) - 1} more of {len(compared)} engines differ)"
+    return finish(out, report, next(iter(failures), None))
 
 
 @contextlib.contextmanager

@@ -1,9 +1,9 @@
-"""All sizes of an engine that sees what lies before a token: attention, and mixers with a state.
+"""All sizes of an engine whose tokens depend on earlier ones: attention, and mixers with a state.
 
-A token of a sequence sees what lies before it, in whatever pieces it comes: one whole prefill holds what every chunk
-and every decode step over that sequence gives. Lengths beyond that sequence are drawn, and there the graph runs too.
+A token's output does not depend on how its sequence is chunked, so one whole prefill of the graph has the expected
+outputs of every chunk and every decode step of that sequence. Longer lengths are drawn, and there the graph runs too.
 
-In: a graph, the limits, a seed. Out: trials, each with its feed and what is expected.
+In: a graph, the limits, a seed. Out: trials, each with its feed and its expected outputs.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from lockstep.verify.compare.inputs import Case, Graph
 from lockstep.verify.compare.trial import Arrays, Point, Ranges, Run, Sweep, Trial
 
 SEQUENCE_TOKENS = 512  # tokens of the sequence that attention is run on; its scores take heads * 512^2 numbers
-_DESIGN = 640  # decode steps of which each has other lengths: of the demo all that there are
+_DESIGN = 640  # decode steps, each of other lengths: for the demo model these are all
 _FAR = 16  # steps that decode at lengths beyond the sequence, and chunks there
 _FAR_TOKENS = 4  # of such a chunk
 # Squares of a hidden state are accumulated in float32, which ends at 2^128.
 LARGEST_SQUARED = 2.0**60
-_KEYS_UP = 2.0**10  # queries are as much smaller, and fp16 has subnormal numbers below 2^-14
+# Keys are scaled up and queries down by this: fp16 has subnormal numbers below 2^-14, so by no more.
+_KEYS_UP = 2.0**10
 PAST_STATE = "past_state"
 _STATE = "state_out"
 _SPAN = 64  # tokens between the states that are kept
@@ -38,7 +39,7 @@ class AttentionSweep(Sweep):
     """Attention on one sequence: each chunk, each past; each capacity with each number of requests.
 
     Sizes that vary together are (tokens, length of the past, capacity) of a prompt's chunk, and (requests, capacity,
-    length) of decoding, where a cache of a capacity holds more than the one before has room for.
+    length) of decoding. A cache doubles when it is full, so it has a capacity only from the length of the one before.
     """
 
     is_row_wise = True  # a row of outputs is of a position of the sequence
@@ -92,7 +93,7 @@ class AttentionSweep(Sweep):
         yield from ((sizes["num_requests"], sizes["past_capacity"], length) for length in lengths if length in counted)
 
     def _lengths(self) -> dict[int, range]:
-        """Return, by each capacity that a cache grows to, the lengths with which it has that capacity."""
+        """Return {capacity that a cache grows to: lengths at which it has that capacity}."""
         lengths = dict[int, range]()
         capacity = min(PAGE, self._most)
         before = 0
@@ -105,7 +106,9 @@ class AttentionSweep(Sweep):
     def _prefill_trials(self, length: int, max_length: int, draw: random.Random) -> list[Trial]:
         trials = []
         for number, (past, count) in enumerate(_chunks(length, draw)):
-            room = max(1, past) if number < length else draw.randrange(max(1, past), max(max_length, past, 1) + 1)
+            room = max(1, past)
+            if number >= length:  # the drawn chunks, after one of each length
+                room = draw.randrange(room, max(max_length, room) + 1)
             if room <= max_length:
                 trials.append(self._prefill_trial(past, count, room, False))
         return [*trials, self._prefill_trial(length // 2, length - length // 2, max(1, length // 2), True)]
@@ -115,7 +118,7 @@ class AttentionSweep(Sweep):
         return Trial(case, np.arange(past, past + count), scaled)
 
     def _decode_trials(self, draw: random.Random) -> Iterator[Trial]:
-        """Each capacity that a cache grows to with each number of requests, of seeded lengths, and then more."""
+        """Yield each capacity that a cache grows to with each number of requests, of seeded lengths; then `_design`."""
         last = None
         for capacity in self._lengths():
             counts = range(1, self._rows(capacity) + 1)
@@ -130,11 +133,13 @@ class AttentionSweep(Sweep):
         yield from self._design(draw)
 
     def _design(self, draw: random.Random) -> Iterator[Trial]:
-        """Each number of requests with each length, in the cache that it has then: all, or `_DESIGN` steps of these."""
+        """Yield each number of requests with each length, in a cache of its capacity: all, or `_DESIGN` drawn steps."""
         steps = []
         for capacity, lengths in self._lengths().items():
             near = [length for length in lengths if length < self._length]
-            for count in range(1, self._rows(capacity) + 1 if near else 1):
+            if not near:
+                break
+            for count in range(1, self._rows(capacity) + 1):
                 shuffled = draw.sample(near, len(near))
                 shuffled += shuffled[: -len(near) % count]
                 shuffled += [draw.choice(near) for _ in range(-len(shuffled) % count)]
@@ -150,8 +155,10 @@ class AttentionSweep(Sweep):
         return min(self._requests, max(2, inputs.CACHE_ROWS // capacity))
 
     def _far_trials(self, draw: random.Random) -> Iterator[Trial]:
-        """Decode at lengths that are drawn beyond the sequence, and bring chunks after them."""
-        for _ in range(_FAR if self._graph.positions > self._length else 0):
+        """Yield decode steps at lengths drawn beyond the sequence, and chunks after such lengths."""
+        if self._graph.positions <= self._length:
+            return
+        for _ in range(_FAR):
             length = draw.randrange(self._length, self._graph.positions)
             if self._decodes:
                 capacity = next(capacity for capacity, lengths in self._lengths().items() if length in lengths)
@@ -166,7 +173,7 @@ class AttentionSweep(Sweep):
             return inputs.arrays(self._graph, trial.case)
         outputs = self._computed(trial.scaled)
         capacity = trial.case.sizes["past_capacity"]
-        arrays = self._scaled if trial.scaled else self._whole
+        arrays = self._inputs(trial.scaled)
         feed: dict[str, np.ndarray] = {}
         for name in self._names:
             if name == "past_lengths":
@@ -183,7 +190,10 @@ class AttentionSweep(Sweep):
         return feed
 
     def _stale_rows(self, name: str, scaled: bool, like: np.ndarray) -> np.ndarray:
-        """Return garbage for a cache after a request's rows, of their magnitude: [heads, capacity, dim]."""
+        """Return garbage for the cache rows after a request's own, of the same magnitude: [heads, capacity, dim].
+
+        An engine that reads past a request's length then gives wrong numbers, which zeros would hide.
+        """
         if (name, scaled) not in self._stale:
             stale = self._random.standard_normal((len(like), self._most, like.shape[2]), np.float32)
             self._stale[name, scaled] = (stale * np.float32(like.std(dtype=np.float64))).astype(like.dtype)
@@ -194,18 +204,22 @@ class AttentionSweep(Sweep):
             return [self._run_graph(self.feed(trial)) for trial in trials]
         return [take_rows(self._computed(trial.scaled), trial.rows) for trial in trials]
 
+    def _inputs(self, scaled: bool) -> Arrays:
+        if scaled:
+            return self._scaled
+        return self._whole
+
     def _computed(self, scaled: bool) -> Arrays:
         if scaled not in self._outputs:
-            self._outputs[scaled] = self._run(self._scaled if scaled else self._whole)
+            self._outputs[scaled] = self._run(self._inputs(scaled))
         return self._outputs[scaled]
 
 
 def _scaled(arrays: Arrays, graph: Graph, largest: float) -> dict[str, np.ndarray]:
     """Return the inputs of attention with values and keys at the end of the precision.
 
-    Queries are as much smaller as keys are larger, which keeps scores in range. What that does to a score is the
-    graph's to say, which is run on these inputs: where keys are normalised they do not grow, and a sink, which is no
-    factor of a score, stays as it is.
+    Queries are scaled down as keys are scaled up, which keeps scores in range. The graph runs on these inputs too, so
+    scores need not stay equal: a graph that normalises keys undoes their factor. A sink logit is not scaled.
     """
     end = min(float(np.finfo(arrays["value"].dtype).max), largest)
     up = min(2.0 ** (math.frexp(end)[1] - 3), LARGEST_SQUARED)  # standard normal values stay below 8
@@ -224,7 +238,7 @@ def _scaled(arrays: Arrays, graph: Graph, largest: float) -> dict[str, np.ndarra
 
 
 class StateSweep(Sweep):
-    """A prompt's tokens behind a state: each chunk, behind each number of tokens."""
+    """A prompt's tokens after a state: each chunk, after each number of tokens."""
 
     def __init__(self, graph: Graph, ranges: Ranges, draw: random.Random, run: Run):
         ((dim, (_, max_tokens)),) = ranges.items()
@@ -259,10 +273,7 @@ class StateSweep(Sweep):
 
 
 def _chunks(length: int, draw: random.Random) -> list[tuple[int, int]]:
-    """Return (tokens before, tokens) of chunks of a sequence.
-
-    Each number of tokens up to its end, and so each number before; then seeded pairs.
-    """
+    """Return (tokens before, tokens) of chunks: each one that ends with the sequence; then seeded pairs."""
     pairs = [(past, length - past) for past in range(length)]
     for _ in range(length // 4):
         past = draw.randrange(length)

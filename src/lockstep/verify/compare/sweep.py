@@ -1,10 +1,10 @@
 """All sizes of an engine, on parts of one input.
 
-Rows do not depend on each other: what an engine gives for n tokens must be what its graph gives for the same tokens
-among others. So the graph runs once, on the largest input, and an engine at every size on a part of it; whichever of
-the two is wrong at one size only, they differ. Those on a sequence of tokens are in `sequence_sweep`.
+Rows do not depend on each other: an engine's outputs for n tokens must be the graph's for the same tokens in a larger
+batch. So the graph runs once, on the largest input, and an engine at every size on a part of it; if either is wrong at
+one size only, they differ. Sweeps of a sequence of tokens are in `sequence_sweep`.
 
-In: a graph, the limits, a seed. Out: trials, each with its feed and what is expected.
+In: a graph, the limits, a seed. Out: trials, each with its feed and its expected outputs.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from lockstep.verify.arrays import concatenate_rows, take_rows
 from lockstep.verify.compare import inputs
 from lockstep.verify.compare.inputs import Case, Graph, Sizes
 from lockstep.verify.compare.sequence_sweep import LARGEST_SQUARED, PAST_STATE, AttentionSweep, StateSweep
-from lockstep.verify.compare.trial import Arrays, Point, Ranges, Run, Sweep, Trial
+from lockstep.verify.compare.trial import Arrays, Point, Ranges, Run, Sweep, Trial, span_of
 from lockstep.verify.repeats import repeated_rows
 
 _PIECE = 512  # rows that a graph computes at a time
 _OUTLIER = 100.0  # of one channel in every fourth row, as trained models have them
 _LARGE = 64.0  # of inputs that are no residual stream, in every fourth row
-Whole = dict[str, tuple[np.ndarray, bool]]  # the whole input of a graph: by name its array, and whether it has rows
+Whole = dict[str, tuple[np.ndarray, bool]]  # the whole input of a graph, {name: (array, whether it has rows)}
 _LEVELS = 8  # magnitudes from 4 to the end of the precision
 
 
@@ -49,7 +49,7 @@ def sweep_of(
         sweep = _ExitSweep(graph, ranges, draw, largest, run)
     else:
         sweep = _TokenSweep(graph, ranges, draw, largest, run)
-    # One that is needed whatever the time comes first; else a trial's chance grows as it gets cheaper.
+    # Cheaper trials tend to come earlier. Those at the end of the precision come first: they must run in any case.
     sweep.trials.sort(key=lambda trial: -1.0 if trial.scaled else trial.cost * draw.random())
     return sweep
 
@@ -61,39 +61,41 @@ class _TokenSweep(Sweep):
 
     def __init__(self, graph: Graph, ranges: Ranges, draw: random.Random, largest: float, run: Run):
         ((self._dim, (min_rows, max_rows)),) = ranges.items() or ((("", (1, 1)),))
-        looks_up = "token_ids" in graph.dims
-        count = max(max_rows, graph.assembly.vocab_size) if looks_up else max_rows
+        count = max_rows
+        is_embedding = "token_ids" in graph.dims
+        if is_embedding:
+            count = max(max_rows, graph.assembly.vocab_size)
         self._whole, self._large = _rows(graph, {self._dim: count}, draw, largest)
         self._run = run
         self._count = count
         self._most = max_rows
         self._pieces: dict[int, Arrays] = {}
         starts = [(size, draw.randrange(max_rows - size + 1)) for size in range(min_rows, max_rows + 1)]
-        starts += [(min(max_rows, count - start), start) for start in range(0, count, max_rows)] if looks_up else []
+        if is_embedding:
+            starts += [(min(max_rows, count - start), start) for start in range(0, count, max_rows)]
         self.trials = [self._trial(np.arange(start, start + size)) for size, start in starts]
         if self._dim:
             self.trials += [self._trial(rows, repeats) for repeats, rows in repeated_rows(min_rows, max_rows, draw)]
 
     def _trial(self, rows: np.ndarray, repeats: str = "") -> Trial:
-        return Trial(Case(0, {self._dim: len(rows)} if self._dim else {}, repeats=repeats), rows)
+        sizes = {self._dim: len(rows)}
+        sizes.pop("", None)  # a graph of fixed sizes
+        return Trial(Case(0, sizes, repeats=repeats), rows)
 
     def feed(self, trial: Trial) -> dict[str, np.ndarray]:
-        return _cut(self._whole, trial.span)
+        return _cut(self._whole, span_of(trial.rows))
 
     def expected(self, trials: Sequence[Trial]) -> list[Arrays]:
         outputs: list[Arrays] = []
         for trial in trials:
             begin = int(trial.rows.min()) // _PIECE * _PIECE
             end = int(trial.rows.max()) + 1
-            pieces = [self._piece(low) for low in range(begin, end, _PIECE)]
-            join = pieces[0] if len(pieces) == 1 else concatenate_rows(pieces)
-            span = trial.span
-            rows = slice(span.start - begin, span.stop - begin) if isinstance(span, slice) else span - begin
-            outputs.append({name: array[rows] for name, array in join.items()})
+            rows = concatenate_rows([self._piece(low) for low in range(begin, end, _PIECE)])
+            outputs.append(take_rows(rows, span_of(trial.rows - begin)))
         return outputs
 
     def _piece(self, low: int) -> Arrays:
-        """Return what the graph gives for `_PIECE` rows; those of the first sizes are kept."""
+        """Return the graph's outputs for `_PIECE` rows. Only the first, which most trials need, are kept."""
         if low in self._pieces:
             return self._pieces[low]
         piece = self._run(_cut(self._whole, slice(low, min(low + _PIECE, self._count))))
@@ -157,9 +159,8 @@ def _cut(inputs: Whole, rows: np.ndarray | slice) -> dict[str, np.ndarray]:
 def _rows(graph: Graph, sizes: Sizes, draw: random.Random, largest: float) -> tuple[Whole, np.ndarray]:
     """Return the whole input of a graph of rows, and which rows go to the end of the precision.
 
-    Every fourth row of activations has an outlier, every fourth is large:
-    of the residual stream up to the end of its precision, or to `largest`. Token ids are the whole vocabulary; two of
-    three rows have an adapter, each in turn.
+    Every fourth row of activations has an outlier, every fourth is large: of the residual stream up to the end of its
+    precision, or to `largest`. Token ids are the whole vocabulary; two of three rows have an adapter, each in turn.
     """
     dims = graph.dims
     assembly = graph.assembly
@@ -186,13 +187,14 @@ def _rows(graph: Graph, sizes: Sizes, draw: random.Random, largest: float) -> tu
 def _activations(array: np.ndarray, largest: float | None, draw: random.Random) -> np.ndarray:
     """Return standard normal rows with outliers in some, and with others made large.
 
-    largest: up to which a residual stream goes, where its type does not end before. None: it is no residual stream.
+    largest: number of a residual stream, where its dtype allows it. None: it is no residual stream.
     """
     rows = array.astype(np.float64).reshape(len(array), -1)
     rows[1::4, draw.randrange(rows.shape[1])] *= _OUTLIER
     large = rows[3::4]
-    end = _LARGE if largest is None else min(float(np.finfo(array.dtype).max), largest, LARGEST_SQUARED)
+    end = _LARGE
     if largest is not None:
-        large /= np.abs(large).max(1, keepdims=True)
+        end = min(float(np.finfo(array.dtype).max), largest, LARGEST_SQUARED)
+        large /= np.abs(large).max(1, keepdims=True)  # so that no number is beyond the end
     large *= np.resize(np.geomspace(4, 0.98 * end, _LEVELS), len(large))[:, None]
     return rows.reshape(array.shape).astype(array.dtype)

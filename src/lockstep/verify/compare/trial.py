@@ -34,21 +34,21 @@ class Trial:
     is_far: bool = False
 
     @property
-    def span(self) -> np.ndarray | slice:
-        """Return `rows` as a slice, which copies nothing, where they lie side by side."""
-        if len(self.rows) and np.array_equal(self.rows, np.arange(self.rows[0], self.rows[0] + len(self.rows))):
-            return slice(int(self.rows[0]), int(self.rows[-1]) + 1)
-        return self.rows
-
-    @property
     def cost(self) -> int:
         return len(self.rows) * (1 + self.case.sizes.get("past_capacity", 0))
 
 
-class Sweep:
-    """Trials of one graph; `feed` and `expected` give what they need.
+def span_of(rows: np.ndarray) -> np.ndarray | slice:
+    """Return contiguous rows as a slice, which copies nothing."""
+    if len(rows) and np.array_equal(rows, np.arange(rows[0], rows[0] + len(rows))):
+        return slice(int(rows[0]), int(rows[-1]) + 1)
+    return rows
 
-    known: how many pairs, and triples, there are of sizes that vary together and that requests come to.
+
+class Sweep:
+    """Trials of one graph; `feed` and `expected` return their inputs and the graph's outputs.
+
+    totals: how many pairs, and triples, there are of sizes that vary together and that requests reach.
     """
 
     trials: list[Trial]
@@ -63,7 +63,7 @@ class Sweep:
         raise NotImplementedError
 
     def points(self, trial: Trial) -> Iterable[Point]:
-        """Return the sizes that a trial has together, of those that `known` counts."""
+        """Return the sizes that a trial has together, of those that `totals` counts."""
         return ()
 
     def groups(self) -> Iterator[list[Trial]]:
@@ -79,7 +79,9 @@ class Sweep:
 
     def beyond(self, trial: Trial) -> np.ndarray | None:
         """Return for each row whether its inputs go to the end of the precision; None where no row's do."""
-        return None if self._large is None else self._large[trial.rows]
+        if self._large is None:
+            return None
+        return self._large[trial.rows]
 
     def tried(self, trials: Collection[Trial]) -> list[SizeCombinations]:
         """Return which share of pairs, and of triples, some trials have."""

@@ -1,12 +1,10 @@
-"""The check of adapters: several in one batch, against transformers with each.
-
-Needs no torch.
+"""The check of adapters: several in one batch, against transformers with each. Needs no torch.
 
 In: an engine set with its assembly, weights and adapters, and the reference with each adapter. Out: a report. All
-prompts with all adapters, and with none, go through the golden check; in the place of random chunks they are decoded in
-the opposite order, so that adapters get other slots. Where there are more adapters than slots, they take turns. Last
-all slots are filled, with an adapter of the reference or another, so that each slot has it at some time and any two
-slots differ at some time (`_in_every_slot`), and each adapter comes under a name that another had before (`_renamed`).
+prompts with all adapters, and with none, go through the golden check; instead of random chunks they are decoded in the
+opposite order, so that adapters get other slots. Where there are more adapters than slots, they take turns. Last all
+slots are filled, with an adapter of the reference or another, so that each slot has it at some time and any two slots
+differ at some time (`_in_every_slot`), and each adapter is loaded under a name that another had before (`_renamed`).
 """
 
 from __future__ import annotations
@@ -111,8 +109,10 @@ class _Check(GoldenCheck):
         adapters = self.model.adapters
         assert adapters is not None  # `open` refuses a model without
         names = self.names()
-        without = [self._shortest("")] if any(not prompt.adapter for prompt in self.prompts) else []
+        without = [i for i, prompt in enumerate(self.prompts) if not prompt.adapter]
+        without = sorted(without, key=lambda i: len(self.prompts[i].prompt_ids))[:1]
         places = range(adapters.residency.max_adapters)
+        # Any two slots differ in a bit of their numbers, so they hold different adapters in the rounds of that bit.
         bits = range(max(1, (len(places) - 1).bit_length()))
         rounds = list(itertools.product(bits, (1, 0)))
         for number, (bit, value) in enumerate(rounds):
@@ -120,9 +120,9 @@ class _Check(GoldenCheck):
             adapter = adapters.known[name]
             other = _negated(adapter)
             chosen = [place for place in places if place >> bit & 1 == value]
-            loaded = [
-                replace(adapter if place in chosen else other, name=f"{name} in slot {place}") for place in places
-            ]
+            loaded = [replace(other, name=f"{name} in slot {place}") for place in places]
+            for place in chosen:
+                loaded[place] = replace(adapter, name=loaded[place].name)
             for resident in adapters.residency.resident:
                 adapters.residency.drop(resident)
             for adapted in loaded:

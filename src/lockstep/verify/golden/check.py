@@ -1,12 +1,10 @@
-"""The golden check: an engine set, run by the runtime, against the reference.
+"""The golden check: an engine set, run by the runtime, against the reference. Needs no torch.
 
-Needs no torch.
-
-In: an engine set with its assembly and weights, and a reference. Out: a report, the same for the same engines, and
-speeds apart from it. The prompts are decoded freely in one batch, then along the reference's tokens, then each alone;
-as `lockstep generate` does, which leaves the choice of tokens to the device; with drafts, where these are verified; and
-in random chunks among other requests, in all slots. A long prompt, which goes as far as the limits allow, comes whole,
-cut on both sides of each edge of cache, window and RoPE, and among the others.
+In: an engine set with its assembly and weights, and a reference. Out: a report, the same for the same engines, and a
+separate one of speeds. The prompts are decoded freely in one batch, then teacher-forced, then each alone; as `lockstep
+generate` does, where the device samples; with speculation, where it is supported; and in random chunks in a mixed
+batch, in all slots. A long prompt, up to the limits, is prefilled whole, in chunks that end on both sides of each edge
+of cache, window and RoPE, and in the mixed batch.
 """
 
 from __future__ import annotations
@@ -18,7 +16,15 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep.artifacts.reports import PASS, GoldenLongPrompt, GoldenPrompt, GoldenReport, RequestsSpeed, SpeedReport
+from lockstep.artifacts.reports import (
+    PASS,
+    GoldenLongPrompt,
+    GoldenPrompt,
+    GoldenReport,
+    MovedState,
+    RequestsSpeed,
+    SpeedReport,
+)
 from lockstep.runtime import Decoding, Request, Speed
 from lockstep.targets import Limits, Target
 from lockstep.tolerances import Tolerances
@@ -38,7 +44,7 @@ from lockstep.verify.golden.routes import Routes, known_rows
 from lockstep.verify.metrics import largest
 from lockstep.verify.routing.along import Router
 
-_TIMED_TOKENS = 9  # of a prompt and of its answer, where speeds are timed: a first step, and eight that decode
+_TIMED_TOKENS = 9  # of a prompt and of its answer, where speeds are timed: a prefill, and eight decode steps
 
 
 def check_engines(
@@ -56,8 +62,8 @@ def check_engines(
 ) -> Path:
     """Check an engine set; write the report to `out`, the speeds to `speed_out`.
 
-    Returns `out`. tolerance: which errors of logits pass. limits: the config's. expected: for each prompt the text that
-    must follow it, or None.
+    Returns `out`. tolerance: of the logits. limits: the config's. expected: for each prompt the text that must follow
+    it, or None.
 
     Raises CheckError, one line, for the first thing wrong, with the whole report in `<out>.failed.json`; InputError for
     inputs that do not fit together or prompts that exceed the limits.
@@ -73,11 +79,11 @@ def check_engines(
 
 
 class GoldenCheck(DecodingCheck):
-    _routes: Routes | None = None  # of a model that chooses
-    _not_followed = ""  # why there are none of one
+    _routes: Routes | None = None  # of a model with a router
+    _not_followed = ""  # why such a model has none
 
     def judge_choices(self) -> None:
-        """Hold the blocks that choose to their graphs, in the prompts' batch; what is wrong is of all prompts."""
+        """Compare the blocks with a router with their graphs, in the prompts' batch."""
         router = Router.open(self.assembly_json, self.weights_json, self.target.layers, self.tolerance, self.threads)
         if router is None:
             return
@@ -85,7 +91,7 @@ class GoldenCheck(DecodingCheck):
             self._not_followed = f"; choices of experts, which rounding may decide, are not followed {why_not}"
             return
         self.prompts, self.long, _ = read_reference(self.reference_json, self.expected, self.tolerance, follows=True)
-        self._routes = Routes(router, known_rows([*self.prompts, *([self.long.prompt] if self.long else [])]))
+        self._routes = Routes(router, known_rows(self.all_prompts))
         requests = [self.teacher_forced(prompt) for prompt in self.prompts]
         with self._routes.observed(self.model):
             self.decode(requests)
@@ -94,7 +100,7 @@ class GoldenCheck(DecodingCheck):
                 self.fail(prompt, wrong)
 
     def follow_choices(self) -> bool:
-        """Begin again, each request judged along the engines' choices; False where that is no use."""
+        """Begin again, each request judged along the engines' choices; False where that cannot help."""
         if self.failures:
             self.failures[0] += self._not_followed
         if self._routes is None or self._routes.wrong:
@@ -127,37 +133,41 @@ class GoldenCheck(DecodingCheck):
         for prompt in self.prompts:
             if what := drafted.difference(self.model, self.free_running(prompt), self.max_num_tokens):
                 self.fail(prompt, what)
-        long = self._long(self.long) if self.long else None
-        moved = MovedCheck(self, self.long).run() if self.long else ()
+        long = None
+        moved: tuple[MovedState, ...] = ()
+        if self.long:
+            long = self._long(self.long)
+            moved = MovedCheck(self, self.long).run()
         mixed = self.mixed(free)
+        # Only now: each of the ways of running above may have found an error of a prompt.
         entries = [
             replace(entry, mixed_max_logit_error=error, passed=id(prompt) not in self.wrong)
             for entry, prompt, error in zip(entries, self.prompts, mixed)
         ]
+        errors = [entry.max_logit_error for entry in entries] + [entry.mixed_max_logit_error for entry in entries]
         if long and self.long:
             passed = id(self.long.prompt) not in self.wrong
             long = replace(long, mixed_max_logit_error=mixed[-1], passed=passed)
-        every = [*self.prompts, *([self.long.prompt] if self.long else [])]
-        errors = [entry.max_logit_error for entry in entries] + [entry.mixed_max_logit_error for entry in entries]
+            errors += long.errors()
         report = GoldenReport(
             result=PASS,
             target=self.target,
             engine_digest=self.model.engines.digest(),
-            tolerance=max(prompt.bounds.largest for prompt in every),
-            logit_noise=max(prompt.bounds.cost for prompt in every),
-            max_logit_error=largest([*errors, *(long.errors() if long else ())]),
+            tolerance=max(prompt.bounds.largest for prompt in self.all_prompts),
+            logit_noise=max(prompt.bounds.cost for prompt in self.all_prompts),
+            max_logit_error=largest(errors),
             prompts=tuple(entries),
             long_prompt=long,
             moved=moved,
-            choices=self.routes.report() if self.routes else None,
             positions=largest_of_neighbours(self.positions),
         )
-        if self.routes and self.routes.wrong:
-            self.failures.insert(0, self.routes.wrong[0])
+        if self.routes:
+            report = replace(report, choices=self.routes.report())
+            self.failures[:0] = self.routes.wrong[:1]
         return report, self._speed(batch, alone)
 
     def _speed(self, batch: Speed, alone: Sequence[Speed]) -> SpeedReport:
-        """Return speeds of the pass along the reference's tokens, behind a warm-up."""
+        """Return speeds of the teacher-forced pass: the free one before it was the warm-up."""
         speed_alone = Speed(*(sum(values) for values in zip(*map(astuple, alone))))
         return SpeedReport(
             target=self.target,
@@ -170,7 +180,7 @@ class GoldenCheck(DecodingCheck):
         )
 
     def speeds(self) -> tuple[RequestsSpeed, ...]:
-        """Return the speed of decoding of 1, 2, 4, 8 ... requests, as many as there are slots."""
+        """Return the decoding speed of 1, 2, 4, 8 ... requests, up to the number of slots."""
         speeds = []
         for requests in (2**power for power in range(self.model.max_batch_size.bit_length())):
             prompts = itertools.islice(itertools.cycle(self.prompts), requests)
@@ -185,8 +195,8 @@ class GoldenCheck(DecodingCheck):
     def _long(self, long: Long) -> GoldenLongPrompt:
         """Return the long prompt's entry, without `mixed_max_logit_error`.
 
-        Its logits when it comes whole, as often as fills a step; cut at the edges; and token by token before the edges,
-        and at positions that the engines' digest draws from all others; and what it generates.
+        Its logits when prefilled whole, in as many requests as fill a step; in chunks that end at the edges; and token
+        by token before the edges, and at positions drawn by the engines' digest from all others; and its answer.
         """
         prompt = long.prompt
         logits = long.logits
@@ -200,7 +210,7 @@ class GoldenCheck(DecodingCheck):
         unknown = frozenset(drawn).difference(logits)
         cut = replace(prompt.forced((*sorted({*long.edges, *drawn}), *answer), logits), keep=unknown)
         worst = [self._forced(prompt, "in one piece", requests), self._forced(prompt, "in pieces", [cut])]
-        if drawn:  # where the reference kept no logits, they are those of a piece that ends there
+        if drawn:  # where the reference has no logits, those after a chunk that ends there are the expected ones
             ends = sorted({*drawn, *(position - 1 for position in drawn)})
             single.append(prompt.forced(ends, {**cut.kept_logits, **logits}))
             decoded |= single[-1].decoded()
@@ -240,7 +250,7 @@ class GoldenCheck(DecodingCheck):
             owners.append(prompt)
         errors = self.force(requests, pauses=True)
         worst = []
-        for prompt in [*self.prompts, *([self.long.prompt] if self.long else [])]:
+        for prompt in self.all_prompts:
             of_prompt = [error for error, owner in zip(errors, owners) if owner is prompt]
             worst.append(self._forced_error(prompt, "in pieces among other requests", of_prompt))
         return worst
@@ -256,7 +266,7 @@ class GoldenCheck(DecodingCheck):
         return largest([error.worst for error in errors])
 
     def _judge(self, prompt: Prompt, free: Decoded, forced: Decoded, alone: Decoded) -> GoldenPrompt:
-        """Return a prompt's entry, without what `generate` and `mixed` find."""
+        """Return a prompt's entry, without the results of `generate` and `mixed`."""
         tokens = free.tokens
         prompt_ids = self.tokenizer.encode(prompt.text).tolist()
         if prompt_ids != list(prompt.prompt_ids):

@@ -1,7 +1,7 @@
-"""A model on the prompts of a reference: what it decodes, and what of that is wrong. Needs no torch.
+"""Decode the prompts of a reference with a model, and compare. Needs no torch.
 
 In: an engine set with its assembly and weights, and prompts of a reference. Out: tokens and logits in each way of
-running, their errors, and a line for each thing that is wrong.
+running, and a line for each error.
 """
 
 from __future__ import annotations
@@ -83,8 +83,15 @@ class DecodingCheck:
         self.positions: dict[int, PositionError] = {}
         self.routes: Routes | None = None  # of requests that are judged along the engines' own choices
 
+    @property
+    def all_prompts(self) -> list[Prompt]:
+        """The prompts of the config, and the long one last where there is one."""
+        if self.long is None:
+            return self.prompts
+        return [*self.prompts, self.long.prompt]
+
     def _check_limits(self, limits: Limits) -> None:
-        for prompt in [*self.prompts, *([self.long.prompt] if self.long else [])]:
+        for prompt in self.all_prompts:
             count = len(prompt.prompt_ids)
             if count > limits.max_input_len and not (self.long and prompt is self.long.prompt):
                 raise InputError(
@@ -100,7 +107,7 @@ class DecodingCheck:
 
     def finish(self, out: Path, report: Report) -> Path:
         """Write the report. Raises CheckError for the first thing wrong."""
-        return finish(out, report, self.failures[0] if self.failures else None)
+        return finish(out, report, next(iter(self.failures), None))
 
     def fail(self, prompt: Prompt, what: str) -> None:
         self.wrong.add(id(prompt))
@@ -113,7 +120,7 @@ class DecodingCheck:
         )
 
     def free_running(self, prompt: Prompt, limit: int | None = None) -> Request:
-        """Return a request that chooses by the logits of each step, whatever they are. most: tokens, if fewer."""
+        """Return a request that decodes greedily on the host. limit: of new tokens, below the reference's."""
         count = min(self.max_new_tokens, limit or self.max_new_tokens)
         return Request(
             prompt.prompt_ids, count, lambda logits: int(logits.argmax()), self.stop_ids, adapter=prompt.adapter or None
@@ -133,16 +140,19 @@ class DecodingCheck:
         return decoded, decoding.speed
 
     def _observed(self) -> AbstractContextManager[None]:
-        return self.routes.observed(self.model) if self.routes else contextlib.nullcontext()
+        """Record the inputs of blocks with a router, where requests are judged along the engines' choices."""
+        if self.routes is None:
+            return contextlib.nullcontext()
+        return self.routes.observed(self.model)
 
     def _followed(self, request: Request, tokens: Sequence[int]) -> Sequence[np.ndarray] | None:
-        """Return the logits of each step along the engines' choices in the run before; None where none are followed."""
+        """Return the logits of each step along the engines' choices in the last run; None where none are followed."""
         if self.routes is None:
             return None
         return self.routes.steps([*map(int, request.prompt_ids)], tokens)
 
     def force(self, requests: Sequence[Forced], pauses: bool = False) -> list[Errors]:
-        """Run requests along known tokens, and compare their logits; along the engines' choices where these count."""
+        """Run teacher-forced requests, and compare their logits with those of `_followed`, or the reference's."""
         with self._observed():
             follow = self.routes.forced if self.routes else None
             errors = force(self.model, requests, self.max_num_tokens, pauses, follow)
@@ -176,13 +186,16 @@ class DecodingCheck:
     def logit_error(
         self, prompt: Prompt, how: str, decoded: Decoded, other_logits: Sequence[np.ndarray] | None = None
     ) -> float | None:
-        """Return the largest error of the steps' logits. beside: another run's, which they are compared with instead.
+        """Return the largest error of the steps' logits. other_logits: another run's, instead of the reference's.
 
-        Along the engines' choices each run has its own.
+        A run that is judged along the engines' choices has its own expected logits instead of either.
         """
         errors = Errors(prompt.bounds)
-        compared = prompt.logits if other_logits is None else other_logits
-        expected = compared if decoded.expected is None else decoded.expected[: len(compared)]
+        expected: Sequence[np.ndarray] | np.ndarray = prompt.logits
+        if other_logits is not None:
+            expected = other_logits
+        if decoded.expected is not None:
+            expected = decoded.expected[: len(expected)]
         for count, right, row in zip(prompt.counts, expected, decoded.logits):
             errors.add(count, right, row)
         if other_logits is None:
@@ -205,12 +218,16 @@ class DecodingCheck:
         self, prompt: Prompt, how: str, expected: Prompt | Decoded, decoded: Decoded
     ) -> tuple[TokenDifference, ...]:
         """Return the first differing token, one or none. expected: the reference, or another run."""
-        logits = expected.logits if decoded.expected is None else decoded.expected
+        logits: Sequence[np.ndarray] | np.ndarray = expected.logits
+        if decoded.expected is not None:
+            logits = decoded.expected
         difference, wrong = first_difference(prompt, expected.tokens, decoded.tokens, logits, self.tokenizer.decode)
         if wrong is not None:
             step, what = wrong
             self.fail(prompt, f"step {step}, {how}: {what}")
-        return () if difference is None else (difference,)
+        if difference is None:
+            return ()
+        return (difference,)
 
     def compare_runs(
         self, prompt: Prompt, how: str, batch: Decoded, other: Decoded
@@ -218,13 +235,14 @@ class DecodingCheck:
         """Return the first differing token of another way of running, and the largest error of logits up to there."""
         how = f"{how} instead of in the batch"
         differences = self.first_difference(prompt, how, batch, other)
-        same = differences[0].step + 1 if differences else len(batch.tokens)  # logits of equal histories
-        error = self.logit_error(prompt, how, other, batch.logits[:same])
+        # After a differing token the histories differ, and so do all logits.
+        steps = [difference.step + 1 for difference in differences]
+        error = self.logit_error(prompt, how, other, batch.logits[: min(steps, default=len(batch.tokens))])
         self.same_bits(prompt, how, batch.logits, other.logits)
         return differences, error
 
     def text(self, prompt: Prompt, tokens: Sequence[int]) -> str:
-        """Return what `tokens` add to a prompt; where that is not the text of the config, it goes to `failures`."""
+        """Return the text that `tokens` add to a prompt; an error where the config expects another."""
         text = new_text(self.tokenizer.decode, prompt.prompt_ids, tokens)
         if prompt.expected is not None and text != prompt.expected:
             reference = f"(the reference says {prompt.new_text!r})"

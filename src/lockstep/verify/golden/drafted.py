@@ -1,6 +1,6 @@
-"""Answers with and without drafts: where drafts are verified, tokens and logits are the same bits.
+"""Answers with and without speculation: where drafts are verified, tokens and logits must be the same bits.
 
-The drafts are what plain decoding gives, with errors planted, so that drafts of all lengths are accepted and rejected.
+Drafts are the tokens of plain decoding with planted errors, so that drafts of all lengths are accepted and rejected.
 """
 
 from __future__ import annotations
@@ -68,13 +68,16 @@ def _answers(engine: Engine, requests: Iterable[Request]) -> dict[tuple[int, int
     """Return each answer's tokens, with the bits of the logits that the host chose from."""
     answers: dict[tuple[int, int], list[tuple[int, bytes]]] = {}
     for token in engine.run(requests):
-        logits = b"" if token.logits is None else np.ascontiguousarray(token.logits).tobytes()
+        logits = b""
+        if token.logits is not None:
+            logits = np.ascontiguousarray(token.logits).tobytes()
         answers.setdefault((token.request, token.choice), []).append((token.token, logits))
     return answers
 
 
 def _differing(plain: Sequence[tuple[int, bytes]], drafted: Sequence[tuple[int, bytes]]) -> str:
-    tokens = [answer[0][0] if answer else "none" for answer in (plain, drafted)]
-    if tokens[0] == tokens[1]:
+    expected: int | str = next((token for token, _ in plain), "none")
+    actual: int | str = next((token for token, _ in drafted), "none")
+    if expected == actual:
         return "expected the logits of plain decoding to the bit, found others"
-    return f"expected token {tokens[0]} as without, found {tokens[1]}"
+    return f"expected token {expected} as without, found {actual}"

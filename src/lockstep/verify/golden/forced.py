@@ -1,15 +1,12 @@
-"""Teacher-forced requests through `Model.step`, in chunks and mixed.
+"""Teacher-forced requests through `Model.step`, in mixed batches: expected logits in, errors out.
 
-They are mixed as traffic would be: known logits in, errors out.
-
-A request's tokens are given, so its logits are known whatever else goes wrong, and behind whatever number of tokens the
-reference kept them. What a step brings of each request is up to the schedule: chunks of a prompt, single tokens of
-others, pauses, rows that come and go.
+A request's tokens are fixed, so its logits are known after each number of tokens for which the reference has them,
+whatever goes wrong before. Batches are mixed as under load: chunks of prompts, single tokens of other requests, pauses,
+slots that are taken and released.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,15 +17,15 @@ from lockstep.artifacts.reports import PositionError
 from lockstep.onnx_tools.judge import Bound, measure, wrong
 from lockstep.runtime import Advance, Model
 from lockstep.verify.boundaries import PAGE
-from lockstep.verify.metrics import off
+from lockstep.verify.metrics import off, or_infinity
 from lockstep.verify.noise import LogitBounds
 
 _SEED = 0
-_LONGEST_CHUNK = 8  # tokens of a short prompt, when it comes in pieces
-_ENOUGH = 8  # rows whose median is no single draw of roundings
-_DRAWN = 64  # positions between the edges: a fault of one in twenty of them is seen 96 times of 100
-_POSITIONS = 64  # of a report
-_PAUSE = 0.25  # how often a request sits a step out
+_LONGEST_CHUNK = 8  # tokens of a short prompt in random chunks
+_ENOUGH = 8  # rows from which on the median error does not depend on single roundings
+_DRAWN = 64  # positions between the edges: a fault of one in twenty of them is detected with 96 %
+_POSITIONS = 64  # in a report
+_PAUSE = 0.25  # the part of steps that a request pauses
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class Forced:
     kept_logits: dict[int, np.ndarray] = field(default_factory=dict)
 
     def decoded(self) -> set[int]:
-        """Return the numbers of tokens of which the last one came alone, as decoding brings it."""
+        """Return the numbers of tokens after a chunk of one token, as in decode."""
         return {end for start, end in zip((0, *self.ends), self.ends) if end - start == 1}
 
 
@@ -56,9 +53,8 @@ class Forced:
 class Errors:
     """The errors of one request's logits.
 
-    worst: the largest absolute error, None where one is NaN or infinite. first: (number of tokens, what is wrong) where
-    an error was too large first. rms: of the error of each row. positions: the largest errors by number
-    of tokens.
+    worst: the largest absolute error, None where one is NaN or infinite. first: (number of tokens, message) of the
+    first error that is too large. rms: of each row's error. positions: {number of tokens: largest error}.
     """
 
     bounds: LogitBounds
@@ -80,7 +76,7 @@ class Errors:
             self.rms[count] = error.rms_error
 
     def wrong(self) -> tuple[int, str] | None:
-        """Return where an error was too large first, or all together: (number of tokens, what is wrong)."""
+        """Return (number of tokens, message) of the first error that is too large, or where the median of all is."""
         if self.first or len(self.rms) < _ENOUGH:
             return self.first
         median = float(np.median(list(self.rms.values())))
@@ -91,23 +87,19 @@ class Errors:
         return max(self.rms), f"expected {what}, found {median:.3g}"
 
 
-def keep_largest(kept: dict[int, PositionError], positions: Mapping[int, PositionError]) -> None:
-    """Add errors to those that are kept, where they are larger."""
+def keep_largest(largest: dict[int, PositionError], positions: Mapping[int, PositionError]) -> None:
+    """Replace the errors in `largest` where those of `positions` are larger."""
     for count, position in positions.items():
-        if count not in kept or _size(kept[count].logit_error) < _size(position.logit_error):
-            kept[count] = position
+        if count not in largest or or_infinity(largest[count].logit_error) < or_infinity(position.logit_error):
+            largest[count] = position
 
 
 def largest_of_neighbours(positions: Mapping[int, PositionError]) -> tuple[PositionError, ...]:
-    """Return at most `_POSITIONS` errors, ascending by position, each the largest of its neighbours'."""
+    """Return at most `_POSITIONS` errors, ascending by position, each the largest of a range of positions."""
     ascending = [positions[count] for count in sorted(positions)]
     step = -(-len(ascending) // _POSITIONS) or 1
     neighbours = [ascending[start : start + step] for start in range(0, len(ascending), step)]
-    return tuple(max(errors, key=lambda position: _size(position.logit_error)) for errors in neighbours)
-
-
-def _size(error: float | None) -> float:
-    return math.inf if error is None else error
+    return tuple(max(errors, key=lambda position: or_infinity(position.logit_error)) for errors in neighbours)
 
 
 @dataclass
@@ -135,13 +127,16 @@ def random_chunks(prompt: int, total: int, random: np.random.Generator) -> tuple
 
 
 def chunks_to_edges(edges: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield the ends of chunks that come to each edge token by token, from at most a page before it."""
+    """Yield the ends of chunks of one token up to each edge, from at most a page before it."""
     for before, edge in zip((0, *edges), edges):
         yield tuple(range(max(before, edge - PAGE, 1), edge + 1))
 
 
 def drawn_positions(count: int, but: Collection[int], digest: str) -> list[int]:
-    """Return lengths from 2 to `count` that a digest draws, but for those of `but`, and for neighbours, ascending."""
+    """Return lengths from 2 to `count` drawn by a digest, ascending, none of them next to another or to one of `but`.
+
+    A new build has another digest, so over many builds all positions are checked.
+    """
     positions = sorted(set(range(2, count + 1)).difference(but))
     random = np.random.default_rng(int(digest[:16], 16))
     drawn = set(random.permutation(positions)[:_DRAWN].tolist())
@@ -157,12 +152,11 @@ def force(
 ) -> list[Errors]:
     """Run the requests, and compare their logits wherever they are known.
 
-    As many run together as the model has slots. max_num_tokens: the most tokens of a step; a chunk that does not fit is
-    cut once more. pauses: let each request sit steps out, and name the others in any order, at random but the same each
-    time, so that rows of many lengths meet. follow: gives what a request had to come to, once it has run. Returns the
-    errors of each request, in their order.
+    As many run together as the model has slots. max_num_tokens: of a step; a chunk that does not fit is split again.
+    pauses: let requests pause, and shuffle the others, seeded, so that rows of many lengths are batched. follow:
+    returns a request's expected logits once it has run. Returns the errors of each request, in their order.
     """
-    random = np.random.default_rng(_SEED)
+    random = np.random.default_rng(_SEED) if pauses else None
     results = [Errors(request.bounds) for request in requests]
     waiting = deque(_Running(request, errors, 0, deque(request.ends)) for request, errors in zip(requests, results))
     slots: dict[int, _Running] = {}
@@ -171,7 +165,7 @@ def force(
             for slot in range(model.max_batch_size):
                 if waiting and slot not in slots:
                     slots[slot] = waiting.popleft()
-            advances = list(_advances(slots, max_num_tokens, random if pauses else None))
+            advances = list(_advances(slots, max_num_tokens, random))
             for advance, logits in zip(advances, model.step(advances)):
                 running = slots[advance.slot]
                 running.num_cached += len(advance.tokens)
@@ -195,7 +189,7 @@ def force(
 
 
 def _advances(slots: Mapping[int, _Running], room: int, random: np.random.Generator | None) -> Iterator[Advance]:
-    """Yield the next chunks of requests, while there is room; at least one. random: gives pauses and an order."""
+    """Yield the next chunks of requests, while there is room; at least one. random: draws pauses and an order."""
     chosen = [slot for slot in sorted(slots) if random is None or random.random() >= _PAUSE] or [min(slots)]
     if random is not None:
         random.shuffle(chosen)

@@ -1,7 +1,7 @@
-"""The model that a reference is of, in transformers, float32, eager.
+"""The reference's model, in transformers, float32, eager. Needs torch and transformers.
 
-Needs torch and transformers. In: a checkpoint's manifest, or quantised weights, and a layer count. Out: its first
-layers; an adapter may be hooked to them.
+In: a checkpoint's manifest, or quantised weights, and a layer count. Out: its first layers; an adapter may be hooked to
+them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def load_checkpoint(checkpoint_json: Path, layers: int | str) -> PreTrainedModel
 
 
 def load_dequantized(config: Mapping[str, Any], weights: Weights, layers: int | str) -> PreTrainedModel:
-    """Load a model's first layers with quantised weights' numbers, activations rounded as they are."""
+    """Load a model's first layers with dequantised weights, and activations rounded as their precision rounds them."""
     tensors = {name: float32_tensor(array) for name, array in weights.dequantized() if is_within(name, layers)}
     model = load_tensors(tensors, cut_config(config, layers), "eager", str(weights.manifest_path))
     round_activations(model, weights, layers)
@@ -46,18 +46,20 @@ def load_dequantized(config: Mapping[str, Any], weights: Weights, layers: int | 
 
 @contextlib.contextmanager
 def adapted(model: PreTrainedModel, adapter: LoadedAdapter | None, layers: int | str = "all") -> Iterator[None]:
-    """Have a model computed with an adapter, as PEFT defines LoRA.
+    """Run a model with an adapter, as PEFT defines LoRA.
 
     A linear layer gives y + scale * (x A^T) B^T, computed in float32 next to the layer, not merged into its weights. A
-    test holds this against PEFT's own numbers.
+    test compares this with PEFT.
 
-    layers: how many of the base's the model has; modules of others are left out. Raises InputError, of all layers, for
-    a module that the model does not have.
+    layers: how many of the base's the model has; modules of other layers are left out. Raises InputError, where the
+    model has all layers, for a module that it does not have.
     """
+    if adapter is None:
+        yield
+        return
     modules = dict(model.named_modules())
     hooks = []
-    for name, (a, b) in adapter.modules.items() if adapter else ():
-        assert adapter is not None
+    for name, (a, b) in adapter.modules.items():
         if name not in modules:
             if layers == "all":
                 raise InputError(

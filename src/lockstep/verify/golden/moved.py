@@ -1,10 +1,9 @@
-"""State that is moved: copied for further choices, swapped out, reused as a prefix, or in memory that was used before.
+"""KV cache that is moved: copied for further choices, swapped out, reused as a prefix, or in pages used before.
 
-Needs no torch.
-
-In: an open model and the long prompt of a reference. Out: an entry of the report for each way of moving. Each request
-runs through the engine twice, alone and moved. Where engines are batch invariant its logits have the same bits both
-times; else they are as near as logits of this precision must be. Where the reference knows them they are its.
+Needs no torch. In: an open model and the long prompt of a reference. Out: an entry of the report for each scenario.
+Each request runs through the engine twice, alone and moved. Where engines are batch invariant, its logits must have the
+same bits both times; else they must be within the tolerance of the precision. Where the reference has logits, both runs
+are compared with these too.
 """
 
 from __future__ import annotations
@@ -25,24 +24,23 @@ from lockstep.verify.golden.forced import Errors
 from lockstep.verify.golden.prompts import Decoded, Long
 from lockstep.verify.metrics import largest, off
 
-_NEW = 8  # tokens of an answer, of which one fills a page
+_NEW = 8  # tokens of an answer, one of which fills a page
 _BEFORE = 6  # tokens before the end of a page where a prompt ends
-_REQUESTS = 3  # that run together: enough for one between two others
+_REQUESTS = 3  # that run together: one may have a neighbour on both sides
 _STEPS = 4  # before requests are cancelled
-_DRAWN = Sampling(
-    4.0, seed=1, logprobs=0
-)  # the noise decides most tokens, so choices differ; logits come back (`samples_on_host`)
+# A temperature at which the noise decides most tokens, so that choices differ. With logprobs the logits are returned.
+_DRAWN = Sampling(4.0, seed=1, logprobs=0)
 
-Answers = dict[tuple[int, int], Decoded]  # by the place of a request, and the number of its choice
+Answers = dict[tuple[int, int], Decoded]  # {(index of a request, number of its choice): answer}
 
 
 class _NotRunError(Exception):
-    """What this model, or its limits, leave no room for: a reason."""
+    """The reason why this model, or its limits, cannot run a scenario."""
 
 
 @dataclass(frozen=True)
 class _Along:
-    """A request along a sequence: a prompt of `prompt` tokens, and an answer. choice: drawn instead, as this one."""
+    """A teacher-forced request. prompt, new: tokens of its sequence. choice: it samples instead, as this choice."""
 
     sequence: int
     prompt: int
@@ -51,7 +49,7 @@ class _Along:
 
 
 class MovedCheck:
-    """The scenarios of one check; what is wrong goes to its failures."""
+    """The scenarios of one check, to whose failures errors are added."""
 
     def __init__(self, check: DecodingCheck, long: Long):
         self._check = check
@@ -80,11 +78,11 @@ class MovedCheck:
                 states.append(MovedState(name, len(errors), largest(errors)))
             except _NotRunError as reason:
                 states.append(MovedState(name, 0, None, str(reason)))
-        self._model.tables.pool.forget()  # the prefix that was left
+        self._model.tables.pool.forget()  # the cached prefix
         return tuple(states)
 
     def _copies(self) -> list[float | None]:
-        """Draw several choices of a prompt: one shorter than a page, and one that ends within its second or third."""
+        """Sample several choices of a prompt: of one within the first page, and of one that ends in a later one."""
         count = min(_REQUESTS, self._model.max_batch_size)
         self._expect(count > 1, "max_batch_size is 1")
         self._expect(self._model.tables.shares is not None, "this attention computes a prompt again for each choice")
@@ -97,12 +95,14 @@ class MovedCheck:
         return errors
 
     def _swapped(self) -> list[float | None]:
-        """Decode requests over the end of a page, with a page for one of them: the youngest is swapped out."""
+        """Decode requests past the end of a page, with a free page for one of them: the youngest is swapped out."""
         count = min(_REQUESTS, self._model.max_batch_size)
         tables = self._model.tables
         self._expect(count > 1, "max_batch_size is 1: one request alone always has room")
         self._expect(tables.shares is not None, "this attention cannot be swapped out")
-        full = 2 * PAGE_SIZE if len(self._tokens) >= 2 * PAGE_SIZE + _NEW else PAGE_SIZE
+        full = PAGE_SIZE
+        if len(self._tokens) >= 2 * PAGE_SIZE + _NEW:
+            full = 2 * PAGE_SIZE  # a request is swapped with more than one page
         extra_pages = tables.pages_for(full + 1) - tables.pages_for(full)
         self._expect(len(self._tokens) >= full + _NEW and extra_pages > 0, "no request has a second page")
         requests = [_Along(number, full - 2 - number) for number in range(count)]
@@ -113,7 +113,7 @@ class MovedCheck:
         return self._judge_all(requests, "swapped out and back", decoded)
 
     def _prefix(self) -> list[float | None]:
-        """Run the long prompt twice, the second time with one that differs after the first chunk."""
+        """Run the long prompt twice, the second time next to one that differs after the first chunk."""
         chunk_size = self._model.chunk_size
         engine = self._engine(prefix_caching=True)
         self._expect(engine.prefix_caching, "this attention, or a step of so few tokens, keeps no prefix")
@@ -122,24 +122,24 @@ class MovedCheck:
         branch = _Along(1, length, min(_NEW, len(self._tokens) - length))
         tokens = np.concatenate([self._tokens[:chunk_size], self._sequence(1)[chunk_size:]])
         (alone,) = _decode(engine, [self._request(self._whole)]).values()
-        self._judge_reference(self._whole, "leaving a prefix", alone)
+        self._judge_reference(self._whole, "filling the prefix cache", alone)
         self._alone[self._whole] = alone
         hits = engine.prefix_hits
         decoded = _decode(engine, [self._request(self._whole), self._request(branch, tokens)])
         if engine.prefix_hits == hits:
-            self._check.fail(self._prompt, "on the prefix that was left: expected its tokens to be found, found none")
+            self._check.fail(self._prompt, "on a cached prefix: expected a hit, found none")
         (self._alone[branch],) = _decode(self._engine(), [self._request(branch, tokens)]).values()
-        return self._judge_all([self._whole, branch], "on the prefix that was left", decoded)
+        return self._judge_all([self._whole, branch], "on a cached prefix", decoded)
 
     def _cancelled(self) -> list[float | None]:
-        """Cancel requests that draw, one of them not; then run the config's prompts, and one more, in their slots.
+        """Cancel all but one of several sampling requests; run the config's prompts, and one more, in their slots.
 
-        The device chooses the tokens of the prompts.
+        The device samples the tokens of the prompts.
         """
         check = self._check
         engine = self._engine()
         count = min(_REQUESTS, self._model.max_batch_size)
-        stays = [_Along(0, self._before_page(1))] if count > 1 else []
+        stays = [_Along(0, self._before_page(1))][: count - 1]  # none where there is one slot
         follows = _Along(count, self._before_page(1))
         for along in stays:
             engine.add(self._request(along))
@@ -166,7 +166,7 @@ class MovedCheck:
         ]
 
     def _last_pages(self) -> list[float | None]:
-        """Run the long prompt in the last slot, and in a cache that is full with it."""
+        """Run the long prompt in the last slot, and in the last free pages of the cache."""
         tables = self._model.tables
         num_others = self._model.max_batch_size - 1
         ends = [*num_others * [1 + self._whole.new], self._whole.prompt + self._whole.new - 1]
@@ -178,7 +178,7 @@ class MovedCheck:
         return [self._judge(self._whole, "in the last pages of the cache", decoded.get((num_others, 0)))]
 
     def _before_page(self, number: int) -> int:
-        """Return a length from which `_NEW` tokens fill page `number`, or go as far as the sequence does."""
+        """Return a length after which `_NEW` tokens cross the end of page `number`, or of the sequence."""
         return max(1, min(number * PAGE_SIZE - _BEFORE, len(self._tokens) - _NEW))
 
     def _expect(self, holds: bool, reason: str) -> None:
@@ -190,7 +190,8 @@ class MovedCheck:
         return np.roll(self._tokens, -number * (len(self._tokens) // 7 + 1))
 
     def _request(self, along: _Along, tokens: np.ndarray | None = None) -> Request:
-        tokens = self._sequence(along.sequence) if tokens is None else tokens
+        if tokens is None:
+            tokens = self._sequence(along.sequence)
         prompt = tokens[: along.prompt]
         following = iter(tokens[along.prompt : along.prompt + along.new].tolist())
         if along.choice is not None:
@@ -207,7 +208,7 @@ class MovedCheck:
 
     @contextlib.contextmanager
     def _pages_left(self, count: int) -> Iterator[None]:
-        """Leave only the last `count` pages of the cache free."""
+        """Allocate all pages of the cache but the last `count`."""
         pool = self._model.tables.pool
         pool.forget()
         pages = sorted(pool.allocate(pool.num_available))
@@ -222,7 +223,7 @@ class MovedCheck:
         return [self._judge(along, how, decoded.get((number, 0))) for number, along in enumerate(requests)]
 
     def _judge(self, along: _Along, how: str, moved: Decoded | None) -> float | None:
-        """Return the largest difference from the logits of the request alone, as far as both chose the same tokens."""
+        """Return the largest difference from the logits of the request alone, up to the first differing token."""
         if along not in self._alone:
             self._alone[along] = _decode(self._engine(), [self._request(along)])[0, along.choice or 0]
         alone = self._alone[along]
@@ -232,9 +233,9 @@ class MovedCheck:
         if len(moved.logits) != len(alone.logits):
             self._check.fail(self._prompt, f"{where}: expected {len(alone.logits)} tokens, found {len(moved.logits)}")
             return None
-        # A router's tied choice may fall otherwise in other company, and its logits jump.
+        # A near-tie of a router may be decided otherwise in another batch, and the logits jump.
         if self._check.routes is not None and not self._check.model.engines.batch_invariant:
-            raise _NotRunError("choices inside the model may be others in other company")
+            raise _NotRunError("a router's choices may depend on the batch")
         errors = list[float | None]()
         bound = self._prompt.bounds.largest
         for step, (expected, actual) in enumerate(zip(alone.logits, moved.logits)):
@@ -249,7 +250,7 @@ class MovedCheck:
         return largest(errors)
 
     def _judge_reference(self, along: _Along, how: str, decoded: Decoded) -> None:
-        """Judge logits by the reference, where it knows them, and engines make the same choices inside the model."""
+        """Compare logits with the reference's, where it has them and routers choose the same experts."""
         errors = Errors(self._prompt.bounds)
         if along.sequence == 0 and along.choice is None and self._check.routes is None:
             for count, logits in enumerate(decoded.logits, along.prompt):
@@ -260,16 +261,18 @@ class MovedCheck:
 
 
 def _of_few_pages(check: DecodingCheck, longest: int) -> Model:
-    """Return the model of a check, on a host again with a cache of few pages, whose weights it shares.
+    """Return the model of a check; on a host another one with few pages and the same weights, so that pages run out.
 
-    Its chunks are of a page where no prompt has a longer one.
+    Its chunks are a page long where the prompt would else be one chunk.
     """
     model = check.model
     pool = check.model.tables.pool
     if not model.engines.backend.on_host:
         return model
     pages = 2 * model.max_batch_size * model.tables.pages_for(model.max_seq_len)  # for requests, and for a prefix
-    chunk_size = model.chunk_size if longest > model.chunk_size else PAGE_SIZE
+    chunk_size = model.chunk_size
+    if longest <= chunk_size:
+        chunk_size = PAGE_SIZE
     return Model.open(
         model.engines.path,
         model.assembly_json,
@@ -286,7 +289,6 @@ def _of_few_pages(check: DecodingCheck, longest: int) -> Model:
 
 
 def _decode(engine: Engine, requests: Iterable[Request]) -> Answers:
-    """Run requests; return what each choice gave."""
     for number, request in enumerate(requests):
         engine.add(request, number)
     return _by_choice(engine.run())

@@ -1,4 +1,4 @@
-"""The prompts of a reference, and what a differing token means. Needs no torch."""
+"""The prompts of a reference, and the first token of an answer that differs. Needs no torch."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from lockstep.verify.noise import LogitBounds, LogitNoise
 
 @dataclass
 class Decoded:
-    """What one request gave: the logits [vocab_size] of each step and the token chosen from them.
+    """The answer of one request: the logits [vocab_size] of each step and the token chosen from them.
 
-    expected: what its logits must be, of each step, where that is not the reference's: it follows the engines' choices.
+    expected: the right logits of each step, where they follow the engines' choices and are not the reference's.
     """
 
     logits: list[np.ndarray] = field(default_factory=list)
@@ -63,21 +63,21 @@ class Prompt:
 
     @property
     def total(self) -> int:
-        """Return how many tokens bring the last of `logits`."""
+        """Return after how many tokens the last of `logits` are."""
         return len(self.prompt_ids) + len(self.tokens) - 1
 
     def forced(self, ends: Sequence[int], earlier: Mapping[int, np.ndarray] | None = None) -> Forced:
         """Return this prompt and its answer, in chunks that end at `ends`. earlier: logits within the prompt."""
         tokens = np.array([*self.prompt_ids, *self.tokens[:-1]], np.int64)
-        behind = dict(zip(self.counts, self.logits))
-        return Forced(tokens, {**(earlier or {}), **behind}, self.bounds, tuple(ends))
+        expected = {**(earlier or {}), **dict(zip(self.counts, self.logits))}
+        return Forced(tokens, expected, self.bounds, tuple(ends))
 
 
 @dataclass(frozen=True)
 class Long:
     """The long prompt.
 
-    prompt: as the others, with a name for its text. edges: numbers of tokens at which it is cut, the last is all of it.
+    prompt: as the others, with a name for its text. edges: numbers of tokens where chunks end, the last is all of it.
     logits: {number of tokens: logits [vocab_size] float32 after them}.
     """
 
@@ -91,13 +91,15 @@ def read_reference(
 ) -> tuple[list[Prompt], Long | None, ReferenceManifest]:
     """Read a reference and its logits.
 
-    expected: the text that must follow each prompt. follows: whether logits are judged along the engines' choices, so
-    that no noise is due to others.
+    expected: the text that must follow each prompt. follows: whether logits are judged along the engines' choices: then
+    the noise is that of fixed choices.
     """
     manifest = ReferenceManifest.load(path)
     arrays = _read_logits(path, manifest.logits)
+    # The first two columns are the noise of all, the last two that of fixed choices; see `artifacts.reference`.
+    columns = slice(-2, None) if follows else slice(2)
     for name in [name for name in arrays if "noise" in name]:
-        arrays[name] = arrays[name][:, -2:] if follows else arrays[name][:, :2]
+        arrays[name] = arrays[name][:, columns]
     texts = list(expected) or [None] * len(manifest.prompts)
     if len(texts) != len(manifest.prompts):
         raise InputError(
@@ -117,8 +119,8 @@ def read_reference(
 def _read_logits(reference: Path, logits: FileEntry) -> dict[str, np.ndarray]:
     path = reference.parent / logits.file
     if not path.is_file() or sha256_file(path) != logits.sha256:
-        fault = "other bytes" if path.is_file() else "no file"
-        raise InputError(f"{path}: expected the logits of the reference, found {fault}; make the reference again")
+        actual = "other bytes" if path.is_file() else "no file"
+        raise InputError(f"{path}: expected the logits of the reference, found {actual}; make the reference again")
     data = np.fromfile(path, np.uint8)
     return {
         name: data[record.offset : record.offset + record.length].view(numpy_dtype(record.dtype)).reshape(record.shape)
@@ -127,7 +129,7 @@ def _read_logits(reference: Path, logits: FileEntry) -> dict[str, np.ndarray]:
 
 
 def _bounds(counts: Iterable[int], noise: np.ndarray, tolerances: Tolerances) -> LogitBounds:
-    """Return the bounds of logits by number of tokens. noise: of each, from the reference."""
+    """Return the bounds of logits after `counts` tokens. noise: a row for each, from the reference."""
     return LogitBounds(LogitNoise(dict(zip(counts, noise.tolist(), strict=True))), tolerances)
 
 
@@ -147,13 +149,11 @@ def first_difference(
     logits: Sequence[np.ndarray] | np.ndarray,
     decode: Callable[[Sequence[int]], str],
 ) -> tuple[TokenDifference | None, tuple[int, str] | None]:
-    """Return the first differing token, and what is wrong with it. logits: of each step, which chose `expected`.
+    """Return the first differing token, and (step, message) where it is not accepted; both may be None.
 
-    Both may be None; after it the histories differ, and nothing can be compared. What is wrong is (step, text), where
-    the token is not accepted.
-
-    It is accepted where both tokens are equally likely: its logit is nearer to the largest than the error of a logit
-    that passes there.
+    After it the histories differ, and nothing can be compared. It is accepted where both tokens are equally likely: its
+    logit is below the largest by less than the tolerance of a logit there. logits: of each step, which chose
+    `expected`.
     """
     step = next((i for i, (a, b) in enumerate(zip(expected, actual)) if a != b), None)
     if step is None and len(expected) != len(actual):
@@ -173,7 +173,9 @@ def first_difference(
     )
     texts = _token_texts(prompt, expected, actual, step, decode)
     difference = TokenDifference(step, expected[step], actual[step], gap, accepted, *texts)
-    return difference, None if accepted else (step, wrong)
+    if accepted:
+        return difference, None
+    return difference, (step, wrong)
 
 
 def _token_texts(
@@ -188,4 +190,6 @@ def _token_texts(
 
 
 def short(text: str) -> str:
-    return text if len(text) <= 40 else f"{text[:37]}..."
+    if len(text) <= 40:
+        return text
+    return f"{text[:37]}..."

@@ -16,7 +16,7 @@ from lockstep.weights.groups import unpack
 from lockstep.weights.source import Source
 
 _TINY = float(np.finfo(np.float32).tiny)
-_WITHIN = {False: "within half a step of", True: "equal to"}
+_WITHIN = {False: "within half a step of", True: "equal to"}  # {whether exact: words}
 
 
 def weights_error(source: Source, weights: Weights) -> float:
@@ -33,10 +33,12 @@ def weights_error(source: Source, weights: Weights) -> float:
     worst = 0.0
     for name in quantized_names(dict.fromkeys(weights.names())):
         error, allowed = _steps(source, weights, name)
-        exact = source.stays_packed(name) or (
-            weights.group_size == ROW and source.keeps_codes(name)
-        )  # quantised by whoever made the checkpoint: there is nothing to round
-        wrong = np.argwhere(~(error <= (0 if exact else allowed + STEP)))
+        # Quantised already in the checkpoint: there is nothing to round.
+        exact = source.stays_packed(name) or (weights.group_size == ROW and source.keeps_codes(name))
+        if exact:
+            wrong = np.argwhere(error != 0)
+        else:
+            wrong = np.argwhere(~(error <= allowed + STEP))
         if len(wrong):
             first = tuple(map(int, wrong[0]))
             raise CheckError(
@@ -49,7 +51,7 @@ def weights_error(source: Source, weights: Weights) -> float:
 
 
 def _steps(source: Source, weights: Weights, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the error of each number, in steps of its group, and what is allowed: a whole step at the end."""
+    """Return the error of each number, in steps of its group, and the allowed one: half a step, at the end a whole."""
     place = source.tensors[name]
     group_size = weights.group_size
     assert group_size is not None  # checked before
@@ -66,7 +68,8 @@ def _steps(source: Source, weights: Weights, name: str) -> tuple[np.ndarray, np.
     else:
         step = np.repeat(np.abs(scales), group_size, axis=1)
         none = _TINY
-        last = unpack(data, group_size).reshape(place.shape) == (255 if data.shape[-1] == group_size else 15)
-    # A step of zero is that of a group or row of zeros, or of nearly that.
+        bits = 8 * data.shape[-1] // group_size
+        last = unpack(data, group_size).reshape(place.shape) == 2**bits - 1
+    # A step of zero is that of a group or row of (nearly) zeros.
     in_steps = np.divide(error, step, out=np.where(error > none, np.inf, 0.0), where=step > 0)
     return in_steps, np.where(last, 1.0, 0.5)

@@ -4,11 +4,11 @@ Needs torch and transformers.
 
 In: a checkpoint's manifest, a layer count, prompts; quantised weights or adapters of it. Out: prompt ids, greedily
 decoded tokens, and the logits of every step, computed in float32 with eager attention and a KV cache. One reference
-serves all precisions and backends of a model and layer count, but those of quantised weights, which are held against
-transformers on the same weights, dequantised.
+serves all precisions and backends of a model and layer count. Quantised weights have their own: transformers on the
+same weights, dequantised.
 
-After the prompts of the config comes a long one, of tokens from a hash, that goes as far as the limits allow: its
-logits are kept on both sides of each length at which a KV cache, a window or a RoPE setting has an edge.
+After the prompts of the config comes a long one, of tokens from a hash, up to the limits: its logits are kept on both
+sides of each length at which a KV cache, a window or a RoPE setting has an edge.
 
 All logits come with the error of transformers' own fp16 (`verify.noise`).
 """
@@ -50,14 +50,14 @@ from lockstep.weights import Weights
 from lockstep.weights.adapters import LoadedAdapter, open_adapters
 from lockstep.weights.source import open_source
 
-# logits of the long prompt that are stored, besides those at edges
+# Of the long prompt's logits that are stored besides those at edges: rows, and bytes (a row of 128k tokens has 0.5 MB).
 _MOST_ROWS = 256
 _MOST_BYTES = 1 << 25
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A model's answers: the parts of the manifest, and the arrays of its file, by name."""
+    """A model's answers: the parts of the manifest, and the arrays of its file."""
 
     prompts: tuple[ReferencePrompt, ...]
     eos_token_ids: tuple[int, ...]
@@ -93,11 +93,18 @@ def make_reference(
     folder = manifest.folder_of(checkpoint_json)
     config = manifest.config
     check_stored(manifest.files, folder, RESOLVE_AGAIN)
-    weights = Weights.open(weights_json) if weights_json else None
+    weights = None
+    if weights_json:
+        weights = Weights.open(weights_json)
     adapters = open_adapters(adapters_json) if adapters_json else {}
     has_drift = (weights is not None or golden.kv_cache_dtype is not None) and not golden.adapted
-    off = weights_error(open_source(checkpoint_json), weights) if weights and has_drift else 0.0
-    model = load_dequantized(config, weights, layers) if weights else load_checkpoint(checkpoint_json, layers)
+    off = 0.0
+    if weights and has_drift:
+        off = weights_error(open_source(checkpoint_json), weights)
+    if weights:
+        model = load_dequantized(config, weights, layers)
+    else:
+        model = load_checkpoint(checkpoint_json, layers)
     tokenizer = load_tokenizer(folder)
     hook = round_kv_cache(model) if golden.kv_cache_dtype else None
     reference = answer(model, tokenizer, folder, config, golden, adapters, layers)
@@ -127,6 +134,9 @@ def make_reference(
             perplexity=rounded,
             full_perplexity=perplexity(model, text)[0],
         ).save(drift_file)
+    drift = None
+    if has_drift:
+        drift = FileEntry(drift_file.name, sha256_file(drift_file))
     with replacing(out, (logits_file.name,)):
         write_bytes(logits_file, save(dict(reference.arrays)))
         ReferenceManifest(
@@ -136,7 +146,7 @@ def make_reference(
             logits=FileEntry(logits_file.name, sha256_file(logits_file)),
             prompts=reference.prompts,
             long=reference.long,
-            drift=FileEntry(drift_file.name, sha256_file(drift_file)) if has_drift else None,
+            drift=drift,
             adapters={name: adapters[name].sha256 for name in golden.adapted if name},
         ).save(out)
     return out
@@ -155,7 +165,7 @@ def answer(
     adapters: Mapping[str, LoadedAdapter] = MappingProxyType({}),
     layers: int | str = "all",
 ) -> Reference:
-    """Return what a model says to the prompts. config: of all layers. Raises InputError for one that does not fit."""
+    """Return a model's answers to the prompts. config: of all layers. Raises InputError for one that is too long."""
 
     def decode(ids: list[int]) -> str:
         text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -169,7 +179,7 @@ def answer(
     arrays: dict[str, np.ndarray] = {}
     prompts_by_adapter: Mapping[Any, Sequence[str]] = golden.adapted or {None: golden.prompts}
     for name, texts in prompts_by_adapter.items():
-        with adapted(model, adapters[name] if name else None, layers):
+        with adapted(model, adapters.get(name), layers):
             for text in texts:
                 ids = tokens_of(tokenizer, text, rows)
                 if limit is not None and len(ids) + golden.max_new_tokens > limit:
@@ -196,9 +206,9 @@ def answer(
 def _long(
     model: PreTrainedModel, vocab_size: int, golden: GoldenTerms, config: Mapping[str, Any]
 ) -> tuple[LongPrompt, dict[str, np.ndarray]]:
-    """Decode behind a long prompt, past ends of sequence too; keep logits on both sides of edges, and others between.
+    """Decode after a long prompt, also past end-of-sequence tokens; keep logits on both sides of edges, and between.
 
-    Its tokens are such that only their number and the vocabulary decide.
+    Its tokens depend on their number and the size of the vocabulary alone: any model has such a prompt.
     """
     count = golden.long_prompt
     prompt_ids = tuple(
@@ -228,8 +238,9 @@ def follow(
 ) -> tuple[tuple[int, ...], np.ndarray, dict[int, np.ndarray], np.ndarray]:
     """Decode greedily until an end-of-sequence token, which is kept.
 
-    counts: numbers of the prompt's tokens, that of all among them. Returns the tokens, the logits [steps, vocab_size]
-    float32 that they were chosen from, {count: logits after `count` tokens}, and the noise of all these rows [rows, 2].
+    counts: numbers of the prompt's tokens after which logits are kept, all of them included. Returns the tokens, the
+    logits [steps, vocab_size] float32 that they were chosen from, {count: logits after `count` tokens}, and the noise
+    of all these rows [rows, 2].
     """
     logits_by_count, cache = logits_behind(model, prompt_ids, counts)
     rows = [logits_by_count[len(prompt_ids)]]

@@ -1,8 +1,8 @@
-"""The golden check of a model that chooses inside: what its logits must be along the engines' choices.
+"""The golden check of a model with a router: the expected logits along the engines' choices.
 
-Where two scores are nearer to each other than rounding, an engine may choose otherwise than transformers, and its
-logits jump. That is no error, and no noise: a request is judged by the logits that follow from the choices that were
-made in its run. A choice that rounding does not explain is a fault.
+Where two scores differ by less than rounding, an engine may choose other experts than transformers, and its logits
+jump. That is no error, and no noise: a request is compared with the logits that follow from the choices made in its
+run. A choice that rounding does not explain is an error.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from lockstep.verify.walk import Tokens
 
 
 class Routes:
-    """The requests of a check, followed along the engines' choices. wrong: what is wrong with a block."""
+    """The requests of a check, followed along the engines' choices. wrong: a line for each faulty block."""
 
     def __init__(self, router: Router, reference_rows: Mapping[tuple[int, ...], np.ndarray]):
-        """known: the reference's logits by the tokens before them; they count up to the first choice that is tied."""
+        """reference_rows: {tokens: the reference's logits after them}, which are right up to the first near-tie."""
         self._router = router
         self._recorder = router.recorder()
         self._known = reference_rows
-        self._requests = self._tied = 0
+        self._requests = 0
+        self._tied = 0
         self.wrong: list[str] = []
 
     @contextmanager
@@ -38,23 +39,23 @@ class Routes:
             yield
 
     def steps(self, prompt_ids: Sequence[int], tokens: Sequence[int]) -> list[np.ndarray]:
-        """Return the logits that each step of a request must have come to."""
+        """Return the expected logits of each step of a request."""
         ids = [*prompt_ids, *tokens[:-1]]
         along = self._along(ids, len(prompt_ids))
         return [self._row(ids, count, along) for count in range(len(prompt_ids), len(ids) + 1)]
 
     def forced(self, request: Forced) -> dict[int, np.ndarray]:
-        """Return the logits that a request must have come to, by number of tokens."""
+        """Return a request's expected logits, {number of tokens: logits}."""
         ids = request.tokens[: request.ends[-1]].tolist()
         along = self._along(ids, len(ids))
-        return {
-            count: row if along.first is None or count <= along.first else along.logits[count - 1]
-            for count, row in request.expected.items()
-            if count <= len(ids)
-        }
+        rows = {count: row for count, row in request.expected.items() if count <= len(ids)}
+        for count in rows:
+            if not along.is_free(count):
+                rows[count] = along.logits[count - 1]
+        return rows
 
     def wrong_block(self, ids: Sequence[int]) -> str | None:
-        """Say which block of a request is wrong in the run before; None where none is."""
+        """Return the error of a request's blocks in the last run; None without one."""
         wrong = self._router.judge(self._recorder.take(ids)).wrong
         if wrong:
             self.wrong.append(wrong)
@@ -75,12 +76,13 @@ class Routes:
 
     def _row(self, ids: Sequence[int], count: int, along: Along) -> np.ndarray:
         reference_row = self._known.get(tuple(ids[:count]))
-        is_free = along.first is None or count <= along.first
-        return reference_row if reference_row is not None and is_free else along.logits[count - 1]
+        if reference_row is None or not along.is_free(count):
+            return along.logits[count - 1]
+        return reference_row
 
 
 def known_rows(prompts: Sequence[Prompt]) -> dict[tuple[int, ...], np.ndarray]:
-    """Return the reference's logits by the tokens before them."""
+    """Return {tokens: the reference's logits after them}."""
     rows: dict[tuple[int, ...], np.ndarray] = {}
     for prompt in prompts:
         for step, row in enumerate(prompt.logits):

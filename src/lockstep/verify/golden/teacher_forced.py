@@ -1,6 +1,6 @@
-"""The logits of a whole sequence in transformers, what fp16 costs of them, and perplexity.
+"""The logits of a whole sequence in transformers, their noise in fp16, and perplexity.
 
-Needs torch and transformers. A model and token ids in; logits, or errors of logits, behind some of the tokens out.
+Needs torch and transformers. A model and token ids in; logits, or errors of logits, after some of the tokens out.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,28 +20,28 @@ from lockstep.errors import InputError
 from lockstep.progress import steps
 from lockstep.verify.rounded import NOISE_DTYPES, Choices, Rounded
 
-# tokens that eager attention takes at a time: its scores are a number for each pair of tokens
+# Tokens of a chunk: eager attention holds a score for each pair of tokens.
 _CHUNK = 256
 
 
 class Cached(NamedTuple):
-    """The tokens that were run, and transformers' cache of them: None where it keeps none."""
+    """The tokens that were run, and transformers' cache of them; None where it has none."""
 
     ids: tuple[int, ...]
     cache: Any
 
 
 def run_behind(model: torch.nn.Module, ids: Sequence[int], behind: Cached | None = None) -> tuple[torch.Tensor, Cached]:
-    """Run tokens behind others; return their logits [num_tokens, vocab_size].
+    """Run tokens after others; return their logits [num_tokens, vocab_size].
 
     transformers' cache takes its length from a layer with attention. A hybrid that is cut before its first one runs all
-    its tokens again.
+    its tokens once more.
     """
     before, cache = behind or Cached((), None)
     all_ids = (*before, *ids)
     if not _has_attention(model.config):
         return model(input_ids=torch.tensor([all_ids]), use_cache=False).logits[0, len(before) :], Cached(all_ids, None)
-    # positions, because some classes (Bamba) count new tokens from 0 whatever the cache holds
+    # With positions: some classes (Bamba) count new tokens from 0 whatever the cache holds.
     positions = torch.arange(len(before), len(all_ids))[None]
     output = model(input_ids=torch.tensor([list(ids)]), position_ids=positions, past_key_values=cache, use_cache=True)
     return output.logits[0], Cached(all_ids, output.past_key_values)
@@ -69,15 +70,17 @@ def logits_behind(
 def logit_noise(model: torch.nn.Module, ids: Sequence[int], expected: Mapping[int, np.ndarray]) -> np.ndarray:
     """Return the (largest, rms) error of each row of `expected` that transformers makes in fp16, [rows, 2] float32.
 
-    Of a model that chooses inside [rows, 4]: last the same errors where what is chosen stays chosen. expected: {number
-    of tokens: logits in float32 after them}. Raises InputError for a model whose logits are not finite in
-    16 bits.
+    Of a model with a router [rows, 4]: then the same errors with the experts that fp32 chose. expected: {number of
+    tokens: logits in float32 after them}. Raises InputError for a model whose logits are not finite in 16 bits.
     """
     choices = _choices(model, ids)
     for dtype, rounding in NOISE_DTYPES:
         columns = []
-        for fixed_choices in (None, choices) if choices else (None,):
-            with fixed_choices.again() if fixed_choices else contextlib.nullcontext(), Rounded(dtype):
+        runs: list[AbstractContextManager[object]] = [contextlib.nullcontext()]
+        if choices:
+            runs.append(choices.again())
+        for fixed_choices in runs:
+            with fixed_choices, Rounded(dtype):
                 logits, _ = logits_behind(model, ids, expected)
             errors = [logits[count].astype(np.float64) - row for count, row in expected.items()]
             columns.append([(np.abs(error).max(), np.sqrt(np.mean(error * error))) for error in errors])
@@ -91,7 +94,7 @@ def logit_noise(model: torch.nn.Module, ids: Sequence[int], expected: Mapping[in
 
 
 def _choices(model: torch.nn.Module, ids: Sequence[int]) -> Choices | None:
-    """Return what a model chooses along tokens; None where it chooses nothing, which the first token shows."""
+    """Return a model's choices along tokens; None for one without a router, which the first token shows."""
     for tokens in (ids[:1], ids):
         choices = Choices()
         with choices:
@@ -102,7 +105,7 @@ def _choices(model: torch.nn.Module, ids: Sequence[int]) -> Choices | None:
 
 
 def perplexity(model: PreTrainedModel, tokens: Sequence[int]) -> tuple[float, int]:
-    """Return the perplexity of a text within the model's positions, and on how many tokens."""
+    """Return the perplexity of a text within the model's positions, and the number of predicted tokens."""
     ids = tokens[: getattr(model.config.get_text_config(), "max_position_embeddings", None)]
     if len(ids) < 2:
         raise InputError("golden.drift_text: expected a text of two tokens or more, found less; give a longer one")

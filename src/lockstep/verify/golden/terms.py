@@ -10,10 +10,10 @@ from lockstep.artifacts.document import JsonObject
 
 @dataclass(frozen=True)
 class GoldenTerms(JsonObject):
-    """What a reference is made from.
+    """The inputs of a reference.
 
-    long_prompt: its tokens, 0 for none. kv_cache_dtype: "fp8" where it rounds. adapted: prompts in the place of
-    `prompts`, by adapter, "" for none.
+    long_prompt: its tokens, 0 for none. kv_cache_dtype: "fp8" where it rounds. adapted: {adapter, "" for none:
+    prompts}, instead of `prompts`.
     """
 
     max_new_tokens: int

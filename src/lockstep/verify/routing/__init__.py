@@ -1,1 +1,1 @@
-"""Choices inside a model: which experts a router takes, and what follows from a choice that rounding decides."""
+"""Choices inside a model, such as a router's experts, and the outputs that follow from near-ties."""

@@ -1,11 +1,11 @@
-"""Logits along the choices that an engine set made.
+"""Logits along the choices of an engine set. Needs no torch.
 
-What the blocks of a request gave in, as they were recorded while the runtime ran it; whether the engines' choices may
-be those, and the logits that follow from them, out. Needs no torch.
+In: inputs and outputs of a request's blocks, recorded while the runtime ran it. Out: whether the engines' choices are
+valid, and the logits that follow from them.
 
-Each block that chooses is held against its graph on the same inputs. A choice may differ there where the margin of its
-scores is within what rounding costs of them, and what the block gives must follow from one of the choices that are as
-good. Then the graphs run in float32 along these choices: that is what the request must come to.
+Each block with a router is compared with its graph on the same inputs. A choice may differ there where the margin of
+its scores is within their noise, and the block's outputs must follow from one of the choices that are as good. Then the
+graphs run in float32 along these choices, which gives the expected logits.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -32,9 +33,9 @@ from lockstep.weights import Weights
 class Along:
     """A request along the engines' choices.
 
-    tied: how many times a token's choices in a layer could have been others. first: the first position of such a
-    token; None where there is none. wrong: what is wrong with a block; None where nothing is. chosen: of each block the
-    positions of its rows, and their choices. logits: [num_tokens, vocab_size] float32.
+    tied: in how many layers of tokens other choices were as good. first: the first position of such a token; None
+    without one. wrong: the error of a block; None without one. chosen: {block: (positions of its rows, their choices)}.
+    logits: [num_tokens, vocab_size] float32.
     """
 
     tied: int = 0
@@ -43,9 +44,13 @@ class Along:
     chosen: dict[Place, tuple[np.ndarray, dict[str, np.ndarray]]] = field(default_factory=dict)
     logits: np.ndarray = field(default_factory=lambda: np.empty((0, 0), np.float32))
 
+    def is_free(self, count: int) -> bool:
+        """Return whether there is no near-tie in the first `count` tokens: then their choices are the reference's."""
+        return self.first is None or count <= self.first
+
 
 class Router:
-    """The graphs of a model whose blocks choose."""
+    """The graphs of a model with a router."""
 
     def __init__(self, graphs: Graphs, blocks: Mapping[str, ChoosingBlock], tolerances: Tolerances):
         self._graphs = graphs
@@ -55,7 +60,7 @@ class Router:
         parts: dict[Place, BoundBlock] = {("block", i): layer.block for i, layer in enumerate(graphs.layers)}
         parts["exit", last] = graphs.exit
         self._parts = {place: part for place, part in parts.items() if part.graph in blocks}
-        self._logits: dict[tuple, np.ndarray] = {}  # by tokens and choices
+        self._logits: dict[tuple, np.ndarray] = {}  # of requests that ran before, {(tokens, choices): logits}
 
     @classmethod
     def open(
@@ -66,29 +71,33 @@ class Router:
         tolerances: Tolerances,
         threads: int | None = None,
     ) -> Router | None:
-        """Open the graphs; None where no block chooses."""
+        """Open the graphs; None where no block has a router."""
         assembly = Assembly.load(assembly_json)
         graphs = Graphs(assembly_json, assembly, Weights.open(weights_json), layers, threads)
         blocks = {name: ChoosingBlock(graph, threads) for name, graph in graphs.classes.items()}
         choosing = {name: block for name, block in blocks.items() if block.choices}
-        return cls(graphs, choosing, tolerances) if choosing else None
+        if not choosing:
+            return None
+        return cls(graphs, choosing, tolerances)
 
     def why_not(self) -> str | None:
         """Return why a request cannot be followed along its choices; None where it can."""
         assembly = self._graphs.assembly
         if assembly.tensor_parallel is not None:
             return "over several ranks"
-        return None if assembly.adapters is None else "in a model that takes adapters"
+        if assembly.adapters is not None:
+            return "in a model that takes adapters"
+        return None
 
     def recorder(self) -> Recorder:
-        """Return an observer of what `along` needs."""
-        return Recorder({
-            place: [io.name for io in self._graphs.graph(part.graph).inputs if is_of_tokens(io)]
-            for place, part in self._parts.items()
-        })  # fmt: skip
+        """Return an observer that records the inputs of `judge`."""
+        places = {}
+        for place, part in self._parts.items():
+            places[place] = [io.name for io in self._graphs.graph(part.graph).inputs if is_of_tokens(io)]
+        return Recorder(places)
 
     def judge(self, recorded: Mapping[Place, BlockRows]) -> Along:
-        """Find the choices of a request, and what is wrong with its blocks. The logits are left out."""
+        """Find the choices of a request, and the errors of its blocks. The logits are left out."""
         along = Along()
         times = self._tolerances.noise * max(self._tolerances.engine) / UNITS
         for place, rows in recorded.items():
@@ -97,29 +106,27 @@ class Router:
             along.wrong = along.wrong or self._wrong(place, part.graph, routed, rows.outputs)
             if routed.tied.any():
                 first = int(rows.positions[routed.tied].min())
-                along.first = first if along.first is None else min(first, along.first)
+                if along.is_free(first):
+                    along.first = first
                 along.tied += int(routed.tied.sum())
             along.chosen[place] = rows.positions, routed.chosen
         return along
 
     def _routed(self, part: BoundBlock, rows: BlockRows, times: float) -> Routed:
-        """Return what `ChoosingBlock.along` does; the weights of one block are in memory at a time."""
+        """Call `ChoosingBlock.along`; the weights of one block are in memory at a time."""
         weights = self._graphs.weights_of(part.graph, part.slots)
         return self._blocks[part.graph].along(rows.inputs, weights, rows.outputs, times)
 
     def logits(self, tokens: Tokens, along: Along) -> np.ndarray:
-        """Return the logits [num_tokens, vocab_size] float32 along a request's choices; where none is known, free."""
-        forces = {
-            place: self._blocks[self._parts[place].graph].forces(chosen, positions, len(tokens.ids))
-            for place, (positions, chosen) in along.chosen.items()
-        }
-        key = (
-            tokens.ids.tobytes(),
-            *((place, name, force.tobytes()) for place, named in forces.items() for name, force in named.items()),
-        )
-        if key not in self._logits:
-            self._logits[key] = self._forced_logits(tokens, forces)
-        return self._logits[key]
+        """Return the logits [num_tokens, vocab_size] float32 along a request's choices, the graphs' own without any."""
+        forces: dict[Place, Arrays] = {}
+        key: list[Any] = [tokens.ids.tobytes()]
+        for place, (positions, chosen) in along.chosen.items():
+            forces[place] = self._blocks[self._parts[place].graph].forces(chosen, positions, len(tokens.ids))
+            key += [(place, name, force.tobytes()) for name, force in forces[place].items()]
+        if tuple(key) not in self._logits:
+            self._logits[tuple(key)] = self._forced_logits(tokens, forces)
+        return self._logits[tuple(key)]
 
     def _forced_logits(self, tokens: Tokens, forces: Mapping[Place, Arrays]) -> np.ndarray:
         def exact(stage: Stage, outputs: Arrays) -> Arrays:
@@ -133,12 +140,12 @@ class Router:
         *_, last = Walk(self._graphs, [tokens], instead=exact)
         return last.outputs["logits"].astype(np.float32)
 
-    def _wrong(self, place: Place, graph: str, routed: Routed, found: Arrays) -> str | None:
-        """Say what is wrong with a block along its own choices; None where nothing is."""
+    def _wrong(self, place: Place, graph: str, routed: Routed, outputs: Arrays) -> str | None:
+        """Return the error of a block along its engine's choices; None without one."""
         part, layer = place
         for name, expected in routed.outputs.items():
             bound = beside_graph(self._tolerances, row_noise(expected, routed.noisy[name]))
-            wrong = judge.wrong(name, judge.measure(expected, found[name], bound))
+            wrong = judge.wrong(name, judge.measure(expected, outputs[name], bound))
             if wrong is not None:
                 return f"layer {layer} ({part} {graph}) along the engine's own choices, {wrong}"
         return None

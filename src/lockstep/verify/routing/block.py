@@ -1,7 +1,7 @@
-"""A block that makes choices, and its engine: which choices did the engine make, and does the rest follow?
+"""A block with a router, and its engine: which choices did the engine make, and do its outputs follow from them?
 
-In: a graph with its weights, rows of its inputs and what an engine gave for them. Out: the choices, and what the graph
-gives along them. Rows are independent: a row may be computed several times in one call, each time along other choices.
+In: a graph with its weights, rows of its inputs and an engine's outputs for them. Out: the choices, and the graph's
+outputs along them. Rows are independent: one call may compute a row several times, along different choices.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from lockstep.verify.graphs import Graph
 from lockstep.verify.routing.choices import Choice, with_choices
 
 Arrays = dict[str, np.ndarray]
-_ROWS = 64  # that are computed at once, for each of them gathers the weights of its experts
-_WAYS = 64  # in which the choices of a row are tried
-_DRAWS = 8  # of roundings, where a choice may be tied
-_MOVE = 2.0**-5  # of each input, relative: several roundings, so that each draw is another one
-_SCREEN = 4  # times the noise of one draw: beyond that no choice is tied
+_ROWS = 64  # computed at once: each of them gathers the weights of its experts
+_WAYS = 64  # combinations of choices that are tried for a row
+_DRAWS = 8  # of roundings, where there may be a near-tie
+_MOVE = 2.0**-5  # relative change of each input in a draw: several roundings, so that the draws are independent
+_SCREEN = 4  # times the noise of one draw: a larger margin is no near-tie
 
 
 @dataclass(frozen=True)
 class Routed:
     """Rows of a block along the engine's choices.
 
-    outputs: what the graph gives, float32. noisy: the same with 16-bit values rounded to bf16. chosen: of each choice
-    what was chosen, bool [rows, width]. tied: rows with another choice that is as good, bool [rows].
+    outputs: the graph's, float32. noisy: the same with 16-bit values rounded to bf16. chosen: {choice: bool [rows,
+    width]}. tied: rows with another choice that is as good, bool [rows].
     """
 
     outputs: Arrays
@@ -43,7 +43,7 @@ class Routed:
 
 
 class ChoosingBlock:
-    """A graph of blocks with its choices as inputs and outputs. choices: empty where it makes none."""
+    """A graph of blocks with its choices as inputs and outputs. choices: empty without a router."""
 
     def __init__(self, graph: Graph, threads: int | None):
         model, self.choices = with_choices(graph.model, forced=True)
@@ -56,7 +56,7 @@ class ChoosingBlock:
             self._rounded = open_session(rounded.SerializeToString(), threads)
 
     def forces(self, chosen: Mapping[str, np.ndarray], positions: np.ndarray, count: int) -> Arrays:
-        """Return what forces the choices of some of `count` rows; those of the others are free."""
+        """Return the inputs that force the choices of some of `count` rows; those of the others are free."""
         forces = {}
         for choice in self.choices:
             forces[choice.name] = np.zeros((count, choice.width), np.float32)
@@ -87,11 +87,12 @@ class ChoosingBlock:
         )
 
     def _resolve(self, inputs: Arrays, weights: Arrays, engine_outputs: Arrays, times: float) -> Routed:
-        """Follow the graph's own choices, but where others are as good: there those that the engine made."""
+        """Follow the graph's own choices, and at near-ties those of the engine."""
         exact = self._run(self._exact, inputs, weights, {})
         chosen = {choice.name: choice.chosen(exact[choice.scores]) for choice in self.choices}
         noisy = self._run(self._rounded, inputs, weights, self._forces(chosen))
         tied = np.zeros(self._rows(inputs), bool)
+        # A cheap screen by one draw of roundings: only rows that it cannot clear are tried in several ways below.
         for choice in self.choices:
             error = np.sqrt(np.square(_error(exact, noisy, choice)).max(axis=1))
             near = _SCREEN * times * np.maximum(error, np.sqrt(np.mean(np.square(error))))
@@ -138,19 +139,17 @@ class ChoosingBlock:
         )
 
     def _score_noise(self, inputs: Arrays, weights: Arrays) -> Arrays:
-        """Return the rms of what bf16 costs of each score [rows, width], over some draws of roundings.
+        """Return the rms noise of each score in bf16 [rows, width], over some draws of roundings.
 
         Each draw is of inputs that are moved by a few times their own rounding.
         """
         random = np.random.default_rng(0)
         squares = {choice.name: np.zeros(()) for choice in self.choices}
         for _ in range(_DRAWS):
-            moved = {
-                name: array * (1 + _MOVE * random.uniform(-1, 1, array.shape)).astype(np.float32)
-                if array.dtype.kind == "f"
-                else array
-                for name, array in inputs.items()
-            }
+            moved = dict(inputs)
+            for name, array in inputs.items():
+                if array.dtype.kind == "f":
+                    moved[name] = array * (1 + _MOVE * random.uniform(-1, 1, array.shape)).astype(np.float32)
             exact = self._run(self._exact, moved, weights, {})
             forces = self._forces({choice.name: choice.chosen(exact[choice.scores]) for choice in self.choices})
             noisy = self._run(self._rounded, moved, weights, forces)
@@ -192,7 +191,7 @@ class ChoosingBlock:
 
 
 def _error(exact: Arrays, noisy: Arrays, choice: Choice) -> np.ndarray:
-    """Return the errors of a choice's scores; 0 of what is not finite, as scores that are masked."""
+    """Return the errors of a choice's scores; 0 where they are not finite, as masked scores."""
     with np.errstate(invalid="ignore"):
         error = noisy[choice.scores].astype(np.float64) - exact[choice.scores]
     return np.where(np.isfinite(error), error, 0.0)
@@ -204,7 +203,9 @@ def is_of_tokens(io: IO) -> bool:
 
 def _as_declared(array: np.ndarray, kind: str) -> np.ndarray:
     """Return float32 for 16 bits where a graph was widened."""
-    return array.astype(np.float32) if kind == "tensor(float)" and array.dtype != np.float32 else array
+    if kind == "tensor(float)":
+        return array.astype(np.float32, copy=False)
+    return array
 
 
 def _squared(expected: np.ndarray, actual: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""The choices that a graph makes, as inputs and outputs of the graph.
+"""The choices of a graph, such as a router's top-k, as inputs and outputs of the graph.
 
-In: a graph. Out: one that also gives the scores of each choice, and takes which are chosen. Scores that are nearer to
-each other than rounding decide nothing: an engine that rounds elsewhere may choose others, and is right.
+In: a graph. Out: one with the scores of each choice as outputs, and inputs that force it. At a near-tie, where scores
+differ by less than rounding, an engine that rounds elsewhere may choose others, and is right.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from lockstep.onnx_tools.values import array_of, attribute, required
 
 _COMPARISONS = ("Greater", "GreaterOrEqual", "Less", "LessOrEqual")
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-_FORCE = 1e6  # added to a score that is to be the largest: beyond all scores, and float32 still tells the others apart
-_MOST_TIED = 6  # scores of a row, the nearest ones, that are chosen in every way
+_FORCE = 1e6  # added to a score that must win: larger than all scores, and float32 still orders the others
+_MOST_TIED = 6  # near-tied scores of a row, the nearest ones, of which all combinations are tried
 
 
 @dataclass(frozen=True)
 class Choice:
     """One choice of a graph, of each row.
 
-    name: of its indices, or of what is true. count: how many are chosen; 0 where each score is compared with a limit,
-    and `scores` are what is left of it. largest: whether the larger scores are chosen.
+    name: of the output with its indices, or its booleans. count: how many are chosen; 0 where each score is compared
+    with a limit, which is then subtracted from `scores`. largest: whether the larger scores are chosen.
     """
 
     name: str
@@ -46,9 +46,15 @@ class Choice:
         """The input [rows, width] float32, which is added to the scores."""
         return f"forced {self.name}"
 
+    def _signed(self, scores: np.ndarray) -> np.ndarray:
+        """Return scores of which the larger are chosen."""
+        if self.largest:
+            return scores
+        return -scores
+
     def chosen(self, scores: np.ndarray) -> np.ndarray:
         """Return which are chosen, bool [rows, width]."""
-        ordered = scores if self.largest else -scores
+        ordered = self._signed(scores)
         if not self.count:
             return ordered > 0
         first = np.argsort(-ordered, axis=1, kind="stable")[:, : self.count]
@@ -58,13 +64,12 @@ class Choice:
 
     def force(self, chosen: np.ndarray) -> np.ndarray:
         """Return the input that makes these the chosen ones."""
-        others = 0.0 if self.count else -_FORCE
-        force = np.where(chosen, _FORCE, others).astype(np.float32)
-        return force if self.largest else -force
+        not_chosen = 0.0 if self.count else -_FORCE  # a limit is not a competition: each score must be moved
+        return self._signed(np.where(chosen, _FORCE, not_chosen).astype(np.float32))
 
     def margins(self, scores: np.ndarray) -> np.ndarray:
         """Return how near each row's choice is to another one, [rows] float64."""
-        ordered = (scores if self.largest else -scores).astype(np.float64)
+        ordered = self._signed(scores).astype(np.float64)
         if not self.count:
             return np.abs(ordered).min(axis=1)
         ordered = -np.sort(-ordered, axis=1)
@@ -72,17 +77,16 @@ class Choice:
             return ordered[:, self.count - 1] - ordered[:, self.count]
 
     def alternatives(self, scores: np.ndarray, tolerance: np.ndarray) -> Iterator[np.ndarray]:
-        """Yield what may be chosen of a row's scores [width].
+        """Yield the choices, bool [width], that are as good for a row's scores [width]; first the scores' own.
 
-        tolerance [width]: how far apart two scores may be that rounding decides between, the larger of theirs. Each
-        choice is bool [width]; the first is what the scores themselves choose. Of more than `_MOST_TIED` scores that
-        are near the limit the nearest ones count.
+        tolerance [width]: two scores are near-tied where they differ by at most the larger of theirs. Of more than
+        `_MOST_TIED` near-tied scores the nearest ones count.
         """
         chosen = self.chosen(scores[None])[0]
         yield chosen
-        ordered = (scores if self.largest else -scores).astype(np.float64)
+        ordered = self._signed(scores).astype(np.float64)
         if not self.count:
-            # The largest of the row: what is left of a limit that was itself chosen is 0 in some draws of roundings.
+            # The largest tolerance of the row: that of a score which is itself the limit is 0 in some draws.
             for flipped in _subsets(_nearest(np.abs(ordered), tolerance.max())):
                 yield chosen ^ _mask(flipped, len(scores))
             return
@@ -91,6 +95,7 @@ class Choice:
             distance = np.where(chosen, ordered - ordered[~chosen].max(), ordered[chosen].min() - ordered)
         near = (apart <= np.maximum(tolerance[:, None], tolerance)) & chosen[:, None] & ~chosen
         tied = _nearest(np.where(near.any(0) | near.any(1), distance, np.inf), np.finfo(float).max)
+        # Exchange some of the chosen ones for as many others, each near-tied with each.
         leaving = [i for i in tied if chosen[i]]
         coming = [i for i in tied if not chosen[i]]
         for size in range(1, min(len(leaving), len(coming)) + 1):
@@ -119,14 +124,14 @@ def _mask(places: tuple[int, ...], width: int) -> np.ndarray:
 def with_choices(model: onnx.ModelProto, forced: bool = False) -> tuple[onnx.ModelProto, tuple[Choice, ...]]:
     """Return a copy with the scores of each choice among its outputs, and the choices in the graph's order.
 
-    The model itself where there is none. forced: with an input for each, zeros for what the scores choose.
+    The model itself where there is none. forced: with an input for each; zeros leave the choice to the scores.
     """
     expose = ExposeChoices(forced)
     return run_passes(model, expose), tuple(expose.choices)
 
 
 class ExposeChoices(Pass):
-    """Make the scores of each choice an output. forced: and what forces it an input.
+    """Make the scores of each choice an output. forced: add an input that forces it.
 
     A choice takes the largest of some scores of each row (TopK, ArgMax), or compares each with a limit.
     """
@@ -158,29 +163,29 @@ class ExposeChoices(Pass):
 
 
 def _choice(node: ir.Node) -> Choice | None:
-    """Return what a node chooses of each row; None for nodes that choose nothing."""
+    """Return the choice that a node makes for each row; None for other nodes."""
     if node.op_type not in ("TopK", "ArgMax", *_COMPARISONS):
         return None
     scores = required(node.inputs[0])
-    shape = [] if scores.shape is None else [*scores.shape]
+    shape = [*(scores.shape or ())]
     if scores.dtype not in _FLOATS or len(shape) != 2 or not isinstance(shape[1], int):
         return None
     width = shape[1]
     if node.op_type in _COMPARISONS:
         return Choice(str(node.outputs[0].name), 0, width, node.op_type.startswith("Greater"))
-    axis = attribute(node, "axis", -1 if node.op_type == "TopK" else 0)
-    if axis not in (1, -1):
+    default_axis = -1 if node.op_type == "TopK" else 0  # ONNX's
+    if attribute(node, "axis", default_axis) not in (1, -1):
         return None
     if node.op_type == "ArgMax":
         return Choice(str(node.outputs[0].name), 1, width) if width > 1 else None
     count = array_of(node.inputs[1])
     if count is None or int(count[0]) >= width or not node.outputs[1].uses():
-        return None  # what is read of all, or of values alone, is no choice
+        return None  # a sort of all scores, or a node of which only values are read, chooses nothing
     return Choice(str(node.outputs[1].name), int(count[0]), width, bool(attribute(node, "largest", 1)))
 
 
 def _force(writer: GraphWriter, node: ir.Node, moved: ir.Value) -> None:
-    """Let a node choose by moved scores, and what reads it read the scores as they are."""
+    """Let a node choose by moved scores, while readers of its values still get the original scores."""
     if node.op_type in _COMPARISONS:
         writer.copy(node, moved, np.zeros(1, np.float32), replaces=node.outputs[0])
         return

@@ -1,4 +1,4 @@
-"""What the blocks of an engine set were given and gave, by request, while the runtime ran them.
+"""Record inputs and outputs of an engine set's blocks while the runtime runs them.
 
 Steps in; for each token of a request the rows of each block, out.
 """
@@ -41,7 +41,7 @@ class BlockRows:
 
 @dataclass
 class Recorded:
-    """A request: the tokens that came from position `start` on, and the rows of its blocks."""
+    """A request: its tokens from position `start` on, and the rows of its blocks."""
 
     start: int
     ids: list[int] = field(default_factory=list)
@@ -63,9 +63,9 @@ class Recorder:
 
     def __init__(self, places: Mapping[Place, Sequence[str]]):
         self._places = places
-        self._current: dict[int, Recorded] = {}  # by slot
+        self._current: dict[int, Recorded] = {}  # {slot: request}
         self._requests: list[Recorded] = []
-        self._whole: Recorded | None = None  # the last one without a reused prefix
+        self._whole: Recorded | None = None  # the last request without a reused prefix
         self._tokens: PackedTokens | None = None
 
     def step(self, tokens: PackedTokens) -> None:
@@ -75,6 +75,7 @@ class Recorder:
         ):
             if slot < 0:
                 continue
+            # A new request in this slot begins at 0, or after a reused prefix of another length.
             if position == 0 or slot not in self._current or self._current[slot].end != position:
                 self._current[slot] = Recorded(position)
                 self._requests.append(self._current[slot])
@@ -85,7 +86,9 @@ class Recorder:
         if names is None:
             return
         assert self._tokens is not None  # a step begins with its tokens
-        row_numbers = np.arange(len(self._tokens.slots)) if part == "block" else inputs["logit_rows"]
+        row_numbers = np.arange(len(self._tokens.slots))
+        if part == "exit":
+            row_numbers = inputs["logit_rows"]
         slots = self._tokens.slots[row_numbers]
         for slot in sorted(set(slots.tolist()) - {-1}):
             slot_rows = np.flatnonzero(slots == slot)
@@ -98,9 +101,9 @@ class Recorder:
             self._current[slot].pieces.setdefault((part, layer), []).append(piece)
 
     def take(self, ids: Sequence[int]) -> dict[Place, BlockRows]:
-        """Return the blocks of a request with these tokens, and forget it. Empty where there was none.
+        """Return the blocks of a request with these tokens, and forget it. Empty without one.
 
-        The rows of a reused prefix are those of the request before, where it was the same.
+        The rows of a reused prefix are those of the last whole request, where that has the same prefix.
         """
         request_ids = list(ids)
         for number, request in enumerate(self._requests):
@@ -121,10 +124,12 @@ class Recorder:
         return blocks
 
     def clear(self) -> None:
-        """Forget requests that nobody took."""
+        """Forget requests that were not taken."""
         self._requests.clear()
 
 
 def _in_float32(array: np.ndarray) -> np.ndarray:
-    """Return numbers of 16 bits, of which NumPy knows not all, as float32."""
-    return array if array.dtype.kind in "biu" else array.astype(np.float32)
+    """Return floating-point numbers, bfloat16 among them, as float32."""
+    if array.dtype.kind in "biu":
+        return array
+    return array.astype(np.float32)

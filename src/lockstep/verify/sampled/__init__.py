@@ -1,5 +1,5 @@
-"""A second sampler, in plain NumPy: which tokens a request may have, and with which log-probabilities and text.
+"""A second sampler, in plain NumPy: the tokens that a request may have, their log-probabilities and text.
 
-`served` holds the server to it. It shares no code with `step.sampling` and its copies on devices: what both follow is
+`served` compares the server with it. It shares no code with `step.sampling` and its device versions: both implement
 docs/scheduling.md, "Sampling".
 """

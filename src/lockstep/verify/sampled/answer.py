@@ -1,4 +1,4 @@
-"""An answer as a server gave it, of one choice: what `judge` looks at."""
+"""A server's answer, of one choice: the input of `judge`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Answer:
-    """Token ids, text, why it ended (None: it has not), and the log-probabilities if requested.
+    """Token ids, text, finish reason (None: not finished), and the log-probabilities if requested.
 
-    logprobs, tokens, offsets, top: an entry for each token (of the prompt's too, where that is repeated): its
-    log-probability, its text, where that begins in the answer's, and those of the likeliest by text. None: for the
-    first of a prompt. Chats have no offsets.
+    logprobs, tokens, offsets, top: an entry for each token (of the prompt's too, where that is echoed): its
+    log-probability, its text, the offset of that in the answer's, and {text: log-probability} of the likeliest. None:
+    for the first of a prompt. Chats have no offsets.
     """
 
     token_ids: list[int] = field(default_factory=list)

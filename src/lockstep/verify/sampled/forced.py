@@ -1,7 +1,7 @@
-"""The logits behind tokens that a server gave out: the engines, along these tokens.
+"""The logits after the tokens of a server's answer, from the engines, teacher-forced.
 
-The engines, not PyTorch: `golden` has held their logits to the reference, and what serves need not have PyTorch. So
-where bits do not depend on company the server's were these to the bit, and one wrong choice shows.
+From the engines, not PyTorch: `golden` has compared their logits with the reference, and a server need not have
+PyTorch. Where engines are batch invariant the server's logits had the same bits, so one wrong choice shows.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from lockstep.runtime.decoding import Decoding
 from lockstep.runtime.model import Model
 from lockstep.runtime.request import Request
 
-History = tuple[Sequence[int], Sequence[int]]  # a prompt, and what follows it
+History = tuple[Sequence[int], Sequence[int]]  # a prompt, and its answer
 
 
 def write_logits(model: Model, histories: Sequence[History], out: Path) -> None:
-    """Write the logits behind each prompt and behind all tokens of its answer but the last.
+    """Write the logits after each prompt and after all tokens of its answer but the last.
 
-    histories: (prompt, answer) of each, at least one token each. out: gets an array float32 [number of answers' tokens,
-    vocab_size], .npy.
+    histories: at least one token each. out: an .npy file, float32 [number of answers' tokens, vocab_size].
     """
     lengths = [len(answer) for _, answer in histories]
     starts = np.cumsum([0, *lengths])

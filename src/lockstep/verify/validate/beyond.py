@@ -19,7 +19,7 @@ from lockstep.verify.validate.torch_trace import TorchModel
 # Parts of the precision's range that hidden states are scaled to: the first that the model itself stays within counts.
 _PARTS = (0.9, 2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8)
 _LARGEST = 2.0**40  # of float32, in which norms accumulate squares
-# A value that is clipped, or overflows, is off by its own size. What rounding does to such numbers is not asked here.
+# A value that is clipped, or overflows, is off by its own size; rounding errors, judged elsewhere, are far smaller.
 _GROSS = 0.1
 
 
@@ -68,7 +68,7 @@ def check_magnitudes(graphs: Graphs, torch_model: TorchModel, record: Record) ->
         grown = torch_model.record(record.token_ids, embedded=np.ascontiguousarray(unit * levels))
         if max(float(np.abs(layer.hidden).max()) for layer in grown.layers) > 0.95 * end:
             continue
-        errors, _ = layer_errors(graphs, [(grown, grown)], Tolerances("fp16"))  # which pass is not asked
+        errors, _ = layer_errors(graphs, [(grown, grown)], Tolerances("fp16"))  # judged by _GROSS alone
         reach = f"hidden states of up to {part * end:.3g}"
         for entry in errors:
             if any(error.max_abs_error is None for error in entry.tensors.values()):

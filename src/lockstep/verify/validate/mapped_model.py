@@ -1,9 +1,8 @@
-"""Load a model in PyTorch whose parameters stay where they lie: in the weights' own files, mapped.
+"""Load a model in PyTorch whose parameters stay in the weights' memory-mapped files. Needs torch and transformers.
 
 The target's weights in, a model in transformers out, to be run in `rounded.Rounded(torch.float32)`, which widens a
 parameter where it is read. So a 70B shape takes the memory of its largest tensor in float32, not of the model.
-transformers puts the checkpoint's names and forms in order, which copies only what it must put together (experts).
-Needs torch and transformers.
+transformers maps the checkpoint's names and layouts, which copies only the tensors that it joins (experts).
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def mapped_model(config: Mapping[str, Any], weights: Weights, layers: int | str,
 
 
 class _PagesDropped(TorchDispatchMode):
-    """Drop the files' pages after each tensor that is put together of others: all of them stand beside the copies."""
+    """Drop the files' pages after each joined tensor: else the pages of all its parts stay in memory with the copy."""
 
     def __init__(self, weights: Weights):
         super().__init__()
@@ -74,22 +73,22 @@ def _without_parameters(config: Any, stored: PreTrainedModel, attention: str) ->
     with quiet(), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
     for name, module in model.named_modules():
-        there = stored.get_submodule(name)
-        again = []
+        stored_buffers = stored.get_submodule(name)._buffers
+        to_compute = []
         for key, buffer in module._buffers.items():
             if buffer is None:
                 continue
-            value = there._buffers[key]
+            value = stored_buffers[key]
             assert value is not None  # the same class has the same buffers
             if buffer.is_floating_point() and value.dtype != buffer.dtype and key in module._non_persistent_buffers_set:
                 module._buffers[key] = torch.full(buffer.shape, math.nan, dtype=buffer.dtype)
-                again.append(key)
+                to_compute.append(key)
             else:
                 module._buffers[key] = value.to(buffer.dtype)
-        if again:
+        if to_compute:
             with quiet():
                 model._init_weights(module)  # its parameters are on the meta device: only buffers take values
     for module in model.modules():
         if any(buffer.is_floating_point() and buffer.isnan().any() for buffer in module.buffers()):
-            model._init_weights(module)  # which gives a module in it its buffers
+            model._init_weights(module)  # of some classes this computes the buffers of a module inside it
     return model.eval()

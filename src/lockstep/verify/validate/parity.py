@@ -2,14 +2,13 @@
 
 The graphs of an assembly and recorded sequences in; errors by layer out.
 
-Teacher-forced: each block and each attention gets what torch had there, so that an error shows in the layer that makes
-it and in no later one. Free: the embedded tokens go in, and every graph takes what the one before gave. Sequences start
-at position 0, or behind a synthetic cache of any length.
+Teacher-forced: each block and each attention gets torch's activations there, so that an error shows in the layer that
+makes it and in no later one. Free: the embedded tokens go in, and every graph reads the outputs of the one before.
+Sequences start at position 0, or after a synthetic cache of any length.
 """
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -21,16 +20,16 @@ from lockstep.errors import CheckError
 from lockstep.onnx_tools.judge import NOTHING, Bound, Spread, beside_noise, measure, spread, within, wrong
 from lockstep.tolerances import Tolerances
 from lockstep.verify.graphs import Graphs, stale_cache
-from lockstep.verify.metrics import finite
+from lockstep.verify.metrics import finite, or_infinity
 from lockstep.verify.records import Record
 from lockstep.verify.repeats import repeated_rows
 from lockstep.verify.walk import StageRun, Tokens, Walk
 
 _PIECE = 4096  # tokens of the vocabulary at a time
 _SAMPLE = 256  # tokens of which some repeat
-Pairs = Sequence[tuple[Record, Record]]  # what torch computed of a sequence, in float32 and in fp16
+Pairs = Sequence[tuple[Record, Record]]  # torch's activations of sequences, in float32 and in fp16
 Embed = Callable[[np.ndarray], np.ndarray]
-Sides = dict[str, list[tuple[np.ndarray, ...]]]  # by output: pieces of what is expected, of what is found, and in fp16
+Sides = dict[str, list[tuple[np.ndarray, ...]]]  # {output: pieces of rows (expected, actual, in fp16)}
 
 
 def embedding_error(graphs: Graphs, embed: Embed, noisy: Embed, tolerances: Tolerances) -> TensorError:
@@ -50,25 +49,24 @@ def embedding_error(graphs: Graphs, embed: Embed, noisy: Embed, tolerances: Tole
         exact = embed(token_ids)
         errors.append(measure(exact, hidden, Bound(1.0)))  # the bound follows, from the noise of all steps
         noise |= spread(exact, noisy(token_ids))
-    worst = max(errors, key=lambda error: math.inf if error.relative_error is None else error.relative_error)
+    worst = max(errors, key=lambda error: or_infinity(error.relative_error))
     bound = within(tolerances, noise)
     noises = bound.noise.largest, bound.noise.rms, bound.largest, finite(bound.rms)
     return TensorError(worst.max_abs_error, worst.relative_error, worst.rms_error, worst.cosine, *noises)
 
 
 def where(entry: BlockErrors) -> str:
-    """Say which layer errors are of."""
     return f"layer {entry.layer} (block {entry.block}, {entry.variant or 'after the last attention'})"
 
 
 def layer_errors(
     graphs: Graphs, records: Pairs, tolerances: Tolerances, adapter_ids: np.ndarray | None = None, capacity: int = 0
 ) -> tuple[list[BlockErrors], tuple[int | None, str] | None]:
-    """Return the errors of each layer, teacher-forced, and of the exit, and where a graph first leaves float16.
+    """Return the errors of each layer, teacher-forced, and of the exit; and the first overflow of float16.
 
-    Of a layer `hidden` (what leaves it), and for each phase `<phase>.key_out`, `.value_out`, `.attention`; of a mixer
-    with a state `<phase>.state_out`, `.attention`. Of the exit `logits`, where sequences start at position 0. The other
-    is (layer, line), None for none.
+    Of a layer `hidden` (after it), and for each phase `<phase>.key_out`, `.value_out`, `.attention`; of a mixer with a
+    state `<phase>.state_out`, `.attention`. Of the exit `logits`, where sequences start at position 0. The overflow is
+    (layer, line), None without one.
 
     All sequences run packed, as in a step; the last token is decoded too. adapter_ids: the adapter slot of each token,
     with which torch was recorded; none by default. capacity: the least rows of caches.
@@ -88,7 +86,7 @@ def layer_errors(
             continue
         layer = graphs.num_layers - 1
         variant = None
-        if stage.part == "block":  # what enters this layer is of the one before
+        if stage.part == "block":  # the hidden state that enters this layer is the output of the one before
             _add(sides, run, dict.fromkeys(run.expected, "hidden"))
             assert stage.layer is not None
             layer = record.layers[stage.layer].layer
@@ -106,7 +104,7 @@ def layer_errors(
 
 
 def wrong_layers(errors: Sequence[BlockErrors]) -> Iterator[tuple[BlockErrors, str]]:
-    """Yield each output that is off by too much: of which layer, and what is wrong."""
+    """Yield (its layer's errors, message) of each output over its tolerance."""
     for entry in errors:
         for name, error in entry.tensors.items():
             if line := wrong(name, error):
@@ -128,7 +126,7 @@ def _add(sides: Sides, run: StageRun, names: Mapping[str, str]) -> None:
 def _measured(sides: Sides, tolerances: Tolerances) -> dict[str, TensorError]:
     """Return {"<phase>.<output>": errors}, in the order in which phases were added.
 
-    The first phase has all rows: where noise is larger there, a phase of some of them has that bound.
+    The first phase has all rows. Where the noise is larger there, its bound also applies to phases of fewer rows.
     """
     errors: dict[str, TensorError] = {}
     usual: dict[str, Spread] = {}

@@ -1,7 +1,7 @@
 """ONNX's checker and Polygraphy's checks on the assembly's graphs.
 
-In: graphs of an assembly, torch's model. Out: what goes into the report; CheckError for what fails. Polygraphy's lint
-is a command line tool without a function: its class is run in this process. It needs onnx_graphsurgeon.
+In: graphs of an assembly, torch's model. Out: entries of the report; CheckError for a failure. Polygraphy's lint is a
+command line tool without a function: its class is run in this process. It needs onnx_graphsurgeon.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from polygraphy.tools.args import OnnxrtSessionArgs
 from polygraphy.tools.check.subtool.lint import Lint
 
 from lockstep.artifacts.reports import ForwardError, Linted
-from lockstep.artifacts.signature import IO
+from lockstep.artifacts.signature import IO, concrete_shape
 from lockstep.errors import CheckError
 from lockstep.onnx_tools.comparator import metadata, one_line, quiet
 from lockstep.onnx_tools.sessions import open_session
@@ -52,9 +52,8 @@ def lint(path: Path, file: Path, inputs: Sequence[IO]) -> Linted:
     """
     shapes = []
     for io in inputs:
-        sizes = [_LINT_SIZES[dim] if isinstance(dim, str) else dim for dim in io.shape]
-        shapes.append(f"{io.name}:[{','.join(map(str, sizes))}]")
-    # as indices too: every tensor that is indexed has two rows or more
+        shapes.append(f"{io.name}:[{','.join(map(str, concrete_shape(io.shape, _LINT_SIZES)))}]")
+    # Numbers that are valid indices too: every tensor that is indexed has two rows or more.
     ranges = [f"{io.name}:[0,1]" for io in inputs]
     tool = Lint()
     parser = tool.setup_parser()
@@ -68,10 +67,13 @@ def lint(path: Path, file: Path, inputs: Sequence[IO]) -> Linted:
             raise CheckError(f"{path}: Polygraphy lint: {one_line(error)}") from error
     entries = tool.report.lint_entries
     serious = [e for e in entries if e["level"] == "exception" or e["source"] == "onnx_graphsurgeon"]
-    if status or serious:
-        first = serious[0] if serious else {"message": "failed without a message"}
-        node = f"node {first['nodes'][0]}: " if first.get("nodes") else ""
-        raise CheckError(f"{path}: Polygraphy lint: {node}{one_line(first['message'])}")
+    if status and not serious:
+        serious = [{"message": "failed without a message"}]
+    if serious:
+        message = one_line(serious[0]["message"])
+        for node in serious[0].get("nodes", [])[:1]:
+            message = f"node {node}: {message}"
+        raise CheckError(f"{path}: Polygraphy lint: {message}")
     return Linted(len(tool.report.summary["passing"]), tuple(sorted({one_line(entry["message"]) for entry in entries})))
 
 
@@ -89,11 +91,13 @@ class _Sessions(OnnxrtSessionArgs):
         pass
 
     def load_onnxrt_session(self, model: Any = None) -> Any:
-        return open_session(model() if callable(model) else model or self._path, threads=1)
+        if callable(model):  # Polygraphy passes a loader, a model, or nothing
+            model = model()
+        return open_session(model or self._path, threads=1)
 
 
 class FunctionRunner(BaseRunner):
-    """A Polygraphy runner over a function that gives `logits` of the declared inputs."""
+    """A Polygraphy runner of a function from the declared inputs to `logits`."""
 
     def __init__(self, name: str, inputs: Sequence[IO], function: Callable[[Mapping[str, np.ndarray]], np.ndarray]):
         super().__init__(name=name)
@@ -115,7 +119,7 @@ def compare(
 ) -> dict[str, ForwardError]:
     """Run all runners on all feeds with Polygraphy's Comparator.
 
-    Each is compared with the last, by largest absolute error; names and shapes are the graphs' own, checked before.
+    Each is compared with the last, by largest absolute error; names and shapes have been checked.
     Returns {runner: its error}; `passed` is Polygraphy's verdict, false for NaN. noise: of the precision, for reports.
     Raises CheckError for a runner that fails.
     """

@@ -1,10 +1,8 @@
 """The validate stage: how far the graphs are from torch.
 
-Graphs, weights and the model's config in; a report out.
-
-The order is from cheap to dear, so that the first thing wrong is the thing reported: inputs and outputs as declared,
-ONNX checker, Polygraphy's lint, each layer teacher-forced on short sequences, then behind long synthetic
-caches up to the length that the limits allow, then the whole forward through Polygraphy's Comparator.
+Graphs, weights and the model's config in; a report out. Checks run from cheap to expensive and stop at the first error:
+inputs and outputs as declared, ONNX checker, Polygraphy's lint, each layer teacher-forced on short sequences, then
+after long synthetic caches up to the limits, then the whole forward through Polygraphy's Comparator.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ from lockstep.onnx_tools.judge import max_abs_error, wrong
 from lockstep.tolerances import Tolerances
 from lockstep.verify.boundaries import config_lengths, edges, synthetic_past
 from lockstep.verify.graphs import Graph, Graphs
-from lockstep.verify.metrics import finish
+from lockstep.verify.metrics import finish, or_infinity
 from lockstep.verify.records import Record
 from lockstep.verify.rounded import noisy
 from lockstep.verify.validate.beyond import check_adapter_slots, check_magnitudes
@@ -51,8 +49,8 @@ from lockstep.verify.validate.polygraphy_checks import FunctionRunner, check_mod
 from lockstep.verify.validate.torch_trace import TorchModel
 from lockstep.weights import Weights
 
-_NUM_BEHIND = 3  # tokens behind a long cache: at an edge, before it and after it
-_WIDEST = 256  # sliding window that a sequence goes beyond; a wider one costs more than it would show
+_CHUNK_TOKENS = 3  # after a long cache: before an edge, at it and after it
+_WIDEST = 256  # the widest sliding window for which a sequence is longer: time grows with its square
 _TEXT = "The river comes down from the hills, and the town lies where it is wide and slow."
 
 
@@ -71,9 +69,8 @@ def run(
 
     Writes the report to `out`, which is returned.
 
-    tolerance: which errors pass, of what a layer computes and of logits. max_seq_len: the most tokens of a
-    request. model: its name in the report, by default the last part of the checkpoint's source. threads: None takes all
-    cores.
+    tolerance: of layers' outputs and of logits. max_seq_len: the most tokens of a request. model: its name in the
+    report, by default the last part of the checkpoint's source. threads: None takes all cores.
 
     Raises CheckError, which names the first layer that is off, and then writes the report to `<out>.failed.json`
     instead; InputError for inputs that do not fit together.
@@ -96,7 +93,7 @@ def run(
 
 
 class _Validation:
-    """The checks of graphs. found: what the report is to say, as far as they come."""
+    """The checks of graphs. results: entries of the report, filled as far as the checks get."""
 
     def __init__(self, graphs: Graphs, config: Mapping[str, Any], tolerance: Tolerances, results: dict[str, Any]):
         self._graphs = graphs
@@ -147,7 +144,9 @@ class _Validation:
         beyond = sorted({window + 3 for window in self._windows if window <= _WIDEST})
         lengths = dict.fromkeys(min(length, longest) for length in (1, 2, 7, 33, *beyond))
         sequences = [random.integers(0, assembly.vocab_size, length) for length in lengths]
-        return [*sequences, *([np.array(text[:longest], np.int64)] if text else [])]
+        if text:  # else no token of the text is in the model's vocabulary
+            sequences.append(np.array(text[:longest], np.int64))
+        return sequences
 
     def _check_layers(self, records: list[Record]) -> None:
         """Check the embedding on the whole vocabulary, and each layer, teacher-forced. Raises CheckError."""
@@ -179,11 +178,11 @@ class _Validation:
             raise CheckError(f"{where(entry)}: {how}{line}")
 
     def _check_long_contexts(self, short: Record, max_seq_len: int) -> None:
-        """Check each kind of layer behind long synthetic caches, teacher-forced.
+        """Check each kind of layer after long synthetic caches, teacher-forced. Raises CheckError.
 
-        These end at the edges of pages, windows, RoPE lengths and of `max_seq_len`. The layers are the first that show
-        each block class with each kind; `short` has the shapes of their keys and values. Every second cache has
-        `max_seq_len` rows, the others have just enough. Raises CheckError.
+        Caches end at the edges of pages, windows, RoPE lengths and of `max_seq_len`. The layers are the first ones that
+        have each block class with each attention; `short` has the shapes of their keys and values. Every second cache
+        has `max_seq_len` rows, the others have just enough.
         """
         assembly = self._graphs.assembly
         pairs = [(layer.block.graph, layer.variant) for layer in self._graphs.layers]
@@ -192,28 +191,26 @@ class _Validation:
         random = np.random.default_rng(0)
         caches = list[CacheError]()
         self._found["long_context"] = LongContext(max_seq_len, count, ())
-        pasts = sorted({min(edge - 1, max_seq_len - _NUM_BEHIND) for edge in edges(max_seq_len, lengths)})
+        pasts = sorted({min(edge - 1, max_seq_len - _CHUNK_TOKENS) for edge in edges(max_seq_len, lengths)})
         with only_layers(self._torch.model, range(count)):
             for number, num_past in enumerate(pasts):
                 if num_past < 1:
                     continue
-                past = [
-                    synthetic_past(
-                        random, num_past, layer.keys.shape[1], (layer.keys.shape[2], layer.values.shape[2]), lengths
-                    )
-                    if len(layer.keys)
-                    else None
-                    for layer in short.layers
-                    if layer.layer < count
-                ]
-                record = self._torch.record(random.integers(0, assembly.vocab_size, _NUM_BEHIND), past)
+                past: list[tuple[np.ndarray, np.ndarray] | None] = []
+                for layer in short.layers:
+                    if layer.layer < count and len(layer.keys):
+                        dims = layer.keys.shape[2], layer.values.shape[2]
+                        past.append(synthetic_past(random, num_past, layer.keys.shape[1], dims, lengths))
+                    elif layer.layer < count:  # a mixer with a state
+                        past.append(None)
+                record = self._torch.record(random.integers(0, assembly.vocab_size, _CHUNK_TOKENS), past)
                 noise = self._torch.noisy(record, past)
-                capacity = max_seq_len if number % 2 else 0
+                capacity = number % 2 * max_seq_len
                 errors, _ = layer_errors(self._graphs, [(record, noise)], self._tolerance, capacity=capacity)
-                # the error that is largest relative to its tolerance
+                # The error that is largest relative to its tolerance.
                 worst = max(
                     itertools.chain.from_iterable(entry.tensors.values() for entry in errors),
-                    key=lambda e: math.inf if e.relative_error is None else e.relative_error / e.tolerance,
+                    key=lambda error: or_infinity(error.relative_error) / error.tolerance,
                 )
                 caches.append(CacheError(num_past, worst.relative_error, worst.noise, worst.tolerance))
                 self._found["long_context"] = LongContext(max_seq_len, count, tuple(caches))
@@ -236,7 +233,7 @@ class _Validation:
             for record in records
         ]
         logits: dict[bytes, np.ndarray] = {}
-        noise = 0.0  # what the precision itself costs of a logit
+        noise = 0.0  # the largest error of a logit in this precision
         for hidden in (feed["hidden"] for feed in feeds):
             right = self._torch.logits(hidden)
             logits[hidden.tobytes()] = right
@@ -255,8 +252,9 @@ class _Validation:
             weights = functools.partial(graphs.uncut_weights, uncut)
             runners.append(BoundRunner("batchful", inputs, uncut.session, weights))
         runners.append(FunctionRunner("torch", inputs, expected))
-        fixed = self._tolerance.logits
-        bound = self._tolerance.noise * noise if fixed is None else fixed
+        bound = self._tolerance.noise * noise
+        if self._tolerance.logits is not None:
+            bound = self._tolerance.logits
         self._found["forward"] = errors = compare(runners, feeds, bound, noise)
         for runner, error in errors.items():
             if not error.passed:

@@ -1,17 +1,16 @@
-"""What torch computes inside a model, layer by layer.
+"""Record a model's activations in torch, layer by layer.
 
 An assembly's target weights and token sequences in; recorded arrays out.
 
-The weights are the target's (fp16 weights are upcast), the arithmetic is float32: so that a difference is the graph's
-own error, neither the rounding of the weights, which `convert` makes, nor that of torch's fp16, which is as
-large as ours.
+The weights are the target's (fp16 weights are upcast), the arithmetic is float32: a difference is then the graph's own
+error, neither the rounding of the weights by `convert` nor that of torch's fp16, which is as large as ours.
 
-Each record comes with one of the same model rounded to fp16 (`verify.rounded`), each layer on what float32 gave
-before it: the difference is what the precision itself costs there.
+Each record comes with one of the same model rounded to fp16 (`verify.rounded`), each layer on the float32 activations
+before it: the difference is the noise of the precision there.
 
-The recording is by transformers' `AttentionInterface`, so no model needs special code: the hook is called with
-query, key (rotated) and value, and lets the model's own eager attention compute the rest, with the eager mask. In the
-same way the functions of recurrent layers are called, which transformers' models share by name.
+The recording uses transformers' `AttentionInterface`, so no model needs special code: the hook is called with query,
+key (after RoPE) and value, and calls the model's own eager attention, with the eager mask. The functions of recurrent
+layers, which have the same names in all models of transformers, are replaced in the same way.
 """
 
 from __future__ import annotations
@@ -48,18 +47,17 @@ from lockstep.weights import Weights
 HOOK = "lockstep_recording"
 _NONE = np.empty(0, np.float32)
 Past = Sequence[tuple[np.ndarray, np.ndarray] | None]
-# Behind a synthetic cache: the standard deviation of scores against its standard normal keys. Small, so that every
-# cache row has a weight.
+# After a synthetic cache: the standard deviation of scores against its standard normal keys. Small, so that every
+# cache row has some weight.
 _SCORES = 0.5
 
 
 @dataclass
 class _Recording:
-    """What the hooks have seen, a token mixer at a time.
+    """The calls of hooks, one for each token mixer.
 
-    past: of tokens behind a synthetic cache its keys and values [1, num_kv_heads, num_past, ...] of each mixer, None
-    of one with a state; none where there is no such cache. right: what each mixer is to give instead of what it
-    computes.
+    past: keys and values [1, num_kv_heads, num_past, ...] of a synthetic cache for each mixer, None for one with a
+    state; empty without such a cache. right: the record whose outputs replace those of the mixers.
     """
 
     past: Sequence[tuple[torch.Tensor, torch.Tensor] | None] = ()
@@ -71,15 +69,17 @@ class _Recording:
         return next((pair[0].shape[2] for pair in self.past if pair is not None), 0)
 
     def exact(self) -> LayerRecord | None:
-        """Return what is right for the mixer that is called next, where that is known."""
-        return self.right.layers[len(self.calls)] if self.right else None
+        """Return the record that replaces the output of the mixer that is called next; None without one."""
+        if self.right is None:
+            return None
+        return self.right.layers[len(self.calls)]
 
 
 _recording: contextvars.ContextVar[_Recording] = contextvars.ContextVar("recording")
 
 
 class TorchModel:
-    """The first layers of a model in torch. Raises InputError where it goes around the attention interface."""
+    """The first layers of a model in torch. Raises InputError where it does not use the attention interface."""
 
     def __init__(self, config: Mapping[str, Any], weights: Weights, layers: int | str):
         self.model = mapped_model(config, weights, layers, HOOK)
@@ -105,16 +105,19 @@ class TorchModel:
     ) -> Record:
         """Run one sequence (int64, 1-D) and record it.
 
-        past: of each mixer the keys [num_past, num_kv_heads, head_dim] (as if rotated) and values of a synthetic cache
-        that the sequence comes behind, None of one with a state. Each layer's own queries and keys are then scaled to
-        scores that let every cache row take part. embedded: instead of the embedded tokens, [num_tokens,
-        hidden_size]. dtype: of the model. right: what each layer and each mixer is to go on with.
+        past: for each mixer the keys [num_past, num_kv_heads, head_dim] (as after RoPE) and values of a synthetic cache
+        before the sequence, None for one with a state. Each layer's own queries and keys are then scaled so that every
+        cache row has some weight. embedded: instead of the embedded tokens, [num_tokens, hidden_size]. dtype: of the
+        model. right: the record whose activations each layer and each mixer continues with.
         """
         recording = _Recording(_caches(past, dtype), right=right)
         entered = dict[int, np.ndarray]()
         ids = torch.from_numpy(np.ascontiguousarray(token_ids))
-        inputs = {"input_ids": ids[None]} if embedded is None else {"inputs_embeds": _embeds(embedded, dtype)}
-        embedded = self.embed(token_ids, dtype) if embedded is None else embedded
+        if embedded is None:
+            inputs = {"input_ids": ids[None]}
+            embedded = self.embed(token_ids, dtype)
+        else:
+            inputs = {"inputs_embeds": torch.from_numpy(embedded.astype(np.float32))[None].to(dtype)}
         cache: dict[str, Any] = {"use_cache": False}
         if recording.past:
             cache = {"past_key_values": TokensBefore(self.model.config, recording.num_past), "use_cache": True}
@@ -122,9 +125,11 @@ class TorchModel:
             # Some classes (Bamba) count new tokens from 0 whatever the cache holds.
             positions = (recording.num_past + torch.arange(len(ids)))[None]
             output = self.model(**inputs, position_ids=positions, output_hidden_states=right is None, **cache)
-        hidden = entered if right else {index: _numpy(state[0]) for index, state in enumerate(output.hidden_states)}
+        hidden = entered
+        if right is None:
+            hidden = {index: _numpy(state[0]) for index, state in enumerate(output.hidden_states)}
         mixed = [call["layer"] for call in recording.calls]
-        if mixed != sorted(mixed) or mixed[:1] != [0]:  # which layers have none, the graphs say
+        if mixed != sorted(mixed) or mixed[:1] != [0]:  # layers without a mixer are checked with the graphs
             raise InputError(
                 f"model type {self.model.config.model_type!r}: expected one attention for each of "
                 f"{len(layer_list(self.model)[1])} layers, or the first of them and others, through transformers' "
@@ -134,10 +139,10 @@ class TorchModel:
         return Record(np.asarray(token_ids, np.int64), embedded, layers, _numpy(output.logits[0]), recording.num_past)
 
     def noisy(self, right: Record, past: Past = ()) -> Record:
-        """Return the record of the model in fp16, each layer on what `right` has there.
+        """Return the record of the model in fp16, each layer on the activations of `right`.
 
-        right: the record of the same tokens and `past`. Of a model that goes beyond fp16's range the errors are those
-        of bf16, scaled. Raises InputError where these are not finite either.
+        right: the record of the same tokens and `past`. Of a model that exceeds fp16's range the errors are those of
+        bf16, scaled. Raises InputError where these are not finite either.
         """
         for dtype, rounding in NOISE_DTYPES:
             rounded_record = self.record(right.token_ids, past, dtype=dtype, right=right)
@@ -165,10 +170,10 @@ class TorchModel:
 
     @contextlib.contextmanager
     def adapted(self, modules: Mapping[str, tuple[np.ndarray, np.ndarray]], columns: np.ndarray) -> Iterator[None]:
-        """Add adapters to linear layers: x A B, of each token with the columns of A that are its own.
+        """Add adapters to linear layers: x A B, for each token with the columns of A of its adapter.
 
         modules: of each, A [in_features, columns] and B [columns, out_features], float32 or narrower. columns
-        [num_tokens, columns]: 1 for a token's own, else 0.
+        [num_tokens, columns]: 1 for those of the token's adapter, else 0.
         """
         chosen = torch.from_numpy(columns.astype(np.float32))
         hooks = []
@@ -195,20 +200,24 @@ class TorchModel:
 
 @contextlib.contextmanager
 def _entering(model: Any, right: Record | None, entered: dict[int, np.ndarray]) -> Iterator[None]:
-    """Give each layer the hidden state that `right` has there; what came to it goes to `entered`."""
-    exact = {layer.layer: layer.hidden for layer in right.layers} if right else {}
+    """Replace each layer's hidden state by that of `right`; the model's own goes to `entered`."""
+    exact = {}
+    if right is not None:
+        exact = {layer.layer: layer.hidden for layer in right.layers}
 
     def before(index: int, args: Sequence[Any], options: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         hidden_in = args[0] if args else options["hidden_states"]
         if index not in exact:  # without a token mixer
             return args, options
         hidden = torch.from_numpy(exact[index])[None]
-        if hidden.shape != hidden_in.shape:  # of several streams, of which transformers shows one
+        if hidden.shape != hidden_in.shape:  # several residual streams, of which transformers returns one
             entered[index] = exact[index]
             return args, options
         entered[index] = _numpy(hidden_in[0])
         hidden = hidden.to(hidden_in.dtype)
-        return ((hidden, *args[1:]), options) if args else (args, {**options, "hidden_states": hidden})
+        if args:  # models differ in how they call their layers
+            return (hidden, *args[1:]), options
+        return args, {**options, "hidden_states": hidden}
 
     hooks = [
         layer.register_forward_pre_hook(
@@ -283,20 +292,24 @@ def _record_delta_rule(original: Any, *arguments: Any, **options: Any) -> tuple[
 
 
 def _record_scan(original: Any, *arguments: Any, **options: Any) -> Any:
-    """Compute Mamba-2's scan for transformers, and record it without what skips the state; as `_record_delta_rule`."""
+    """Compute Mamba-2's scan for transformers, and record it without the skip connection D, which has no state."""
     bound = bound_arguments(original, arguments, options)
     output, state = original(**{**bound, "D": None, "return_final_states": True})
     output = _record_recurrence(scan_inputs(**bound), output)
     if bound.get("D") is not None:
         output = output + bound["D"][..., None] * bound["hidden_states"].float()
-    return (output, state) if bound.get("return_final_states") else output
+    if bound.get("return_final_states"):
+        return output, state
+    return output
 
 
 def _record_recurrence(inputs: Recurrent, output: torch.Tensor) -> torch.Tensor:
     recording = _recording.get()
     right = recording.exact()
     recording.calls.append(_state_call(_numpy(output[0].flatten(1)), _states(inputs)))
-    return torch.from_numpy(right.attention).to(output.dtype).reshape(output.shape) if right else output
+    if right is None:
+        return output
+    return torch.from_numpy(right.attention).to(output.dtype).reshape(output.shape)
 
 
 def _states(inputs: Recurrent) -> dict[int, np.ndarray]:
@@ -320,7 +333,7 @@ def _state_call(output: np.ndarray, states: Mapping[int, np.ndarray]) -> dict[st
 
 
 def places(count: int) -> list[int]:
-    """Return behind how many of a sequence's tokens its states are recorded."""
+    """Return after how many of a sequence's tokens its states are recorded."""
     return sorted({0, count // 2, count - 1, count})
 
 
@@ -337,12 +350,13 @@ def _scaled(
     """Scale queries to scores of standard deviation _SCORES, and keys to rms one.
 
     The scores are against standard normal keys; the keys are the new ones. RoPE is linear, so the graphs may scale
-    their queries and keys before it. A norm behind RoPE (Llama 4) would undo that: what has an rms of one is left as it
-    is. right: of a layer that is rounded, the record of the exact one.
+    their queries and keys before it. A norm after RoPE (Llama 4) would undo that, so normalised ones are not scaled.
+    right: of a layer that is rounded, the record of the exact one.
     """
     squares = [x.square().mean(-1) for x in (query, key[:, :, num_past:])]
     query_rms, key_rms = (max(float(square.mean().sqrt()), 1e-6) for square in squares)
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if scaling is None:  # as in transformers
+        scaling = query.shape[-1] ** -0.5
     by_query = _SCORES / (abs(scaling) * query.shape[-1] ** 0.5 * query_rms)
     by_key = 1 / key_rms
     if all(bool(((square - 1).abs() < 0.01).all()) for square in squares):
@@ -366,10 +380,6 @@ def _caches(past: Past, dtype: torch.dtype = torch.float32) -> list[tuple[torch.
 
 def _by_token(heads: torch.Tensor) -> np.ndarray:
     return np.ascontiguousarray(_numpy(heads[0].transpose(0, 1)))
-
-
-def _embeds(embedded: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    return torch.from_numpy(embedded.astype(np.float32))[None].to(dtype)
 
 
 def _numpy(tensor: torch.Tensor) -> np.ndarray:
