@@ -1,10 +1,10 @@
 """The archive of a bundle: a tar file whose every byte follows from its manifest, its first file.
 
 Written in one way only (POSIX ustar: https://pubs.opengroup.org/onlinepubs/9699919799/utilities/pax.html): regular
-files, sorted by name, owner and time zero, mode 644, sizes from 8 GiB on as GNU tar writes them, nothing between or
-after. So each header is known from the manifest, and whatever differs is refused; what is left is a plain tar file,
-which `tarfile` reads. It is not compressed: weights hardly shrink, compressors differ from version to version, and
-weights are read in place.
+files, in order of their names, owner and time zero, mode 644, sizes from 8 GiB on as GNU tar writes them, nothing
+between or after. So each header follows from the manifest, and any other is rejected; a valid bundle is a plain tar
+file, which `tarfile` reads. It is not compressed: weights hardly shrink, compressors differ from version to version,
+and weights are read in place.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from lockstep.errors import InputError
 MANIFEST = "bundle.json"
 _BLOCK = 512
 _END = bytes(2 * _BLOCK)
-_PIECE = 1 << 20
-_LARGEST_MANIFEST = 16 << 20
-_OCTAL_LIMIT = 8**11
+_PIECE = 1 << 20  # bytes that are read at a time
+_LARGEST_MANIFEST = 16 << 20  # it is read whole before it is trusted
+_OCTAL_LIMIT = 8**11  # ustar has 11 octal digits for a size
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class BundledLimits:
 
 @dataclass(frozen=True)
 class About:
-    """What the bundle's manifest says besides its files."""
+    """The entries of a bundle's manifest besides its files."""
 
     target: BundledTarget
     limits: BundledLimits
@@ -86,6 +86,8 @@ class BundleManifest(Document):
             raise ValidationError("files", "sorted names, each once", names)
         if long := [name for name in names if len(name.encode()) > 100]:
             raise ValidationError("files", "names of at most 100 bytes, as tar has them", long[0])
+        # Some disks ignore case, and no disk has a file and a folder of one name. With a slash at the end, a file comes
+        # right before the files "inside" it.
         by_place = sorted(names, key=lambda name: f"{name.casefold()}/")
         for name, after in itertools.pairwise(by_place):
             if f"{after.casefold()}/".startswith(f"{name.casefold()}/"):
@@ -94,7 +96,7 @@ class BundleManifest(Document):
 
 @dataclass(frozen=True)
 class Entry:
-    """A file to pack: its name in the archive, size, hex sha256, and what opens it."""
+    """A file to pack: its name in the archive, size, hex sha256, and a function that opens it."""
 
     name: str
     size: int
@@ -121,7 +123,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Archive:
-    """An archive whose headers are as they must be. members: by name, in order. size: of the archive in bytes."""
+    """An archive with valid headers. members: {name: member}, in order. size: of the archive in bytes."""
 
     path: Path
     size: int
@@ -166,9 +168,13 @@ def _write_file(out: BinaryIO, entry: Entry, path: Path) -> None:
 
 def header(name: str, size: int) -> bytes:
     """Return the 512 bytes before a file's content."""
-    length = _octal(size, 12) if size < _OCTAL_LIMIT else b"\x80" + size.to_bytes(11, "big")
+    if size < _OCTAL_LIMIT:
+        length = _octal(size, 12)
+    else:  # GNU's base-256 form
+        length = b"\x80" + size.to_bytes(11, "big")
     start = name.encode().ljust(100, b"\0") + _octal(0o644, 8) + _octal(0, 8) + _octal(0, 8) + length + _octal(0, 12)
     end = (b"0".ljust(101, b"\0") + b"ustar\x0000").ljust(_BLOCK - len(start) - 8, b"\0")
+    # The checksum between them counts its own 8 bytes as spaces.
     return start + f"{sum(start) + sum(end) + 8 * ord(' '):06o}\0 ".encode() + end
 
 
@@ -184,10 +190,8 @@ def read_archive(path: str | os.PathLike) -> Archive:
     """
     path = Path(path)
     if not os.path.isfile(path):
-        raise InputError(
-            f"{path}: expected a bundle, found {'a folder' if os.path.isdir(path) else 'no file'}; "
-            f"make one with `lockstep bundle`"
-        )
+        actual = "a folder" if os.path.isdir(path) else "no file"
+        raise InputError(f"{path}: expected a bundle, found {actual}; make one with `lockstep bundle`")
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         members = {}
@@ -214,14 +218,16 @@ def _read_manifest(file: BinaryIO, path: Path) -> tuple[BundleManifest, int]:
     """Return the manifest, and the offset of the first file."""
     first = file.read(_BLOCK)
     remedy = "make one with `lockstep bundle`, or copy it again"
-    size = _info(first).size if first.startswith(MANIFEST.encode()) else 0
+    size = 0
+    if first.startswith(MANIFEST.encode()):
+        size = _info(first).size
     if first != header(MANIFEST, size) or size > _LARGEST_MANIFEST:
         raise InputError(f"{path}: expected a bundle, which starts with {MANIFEST}, found {_words(first)}; {remedy}")
     data = file.read(size)
     try:
         manifest = BundleManifest.from_json(json.loads(data))
         if data != manifest.to_bytes() or any(file.read(-size % _BLOCK)):
-            raise ValidationError("", f"what a bundle's digest says ({formats.BUNDLE})", "other entries")
+            raise ValidationError("", f"the content of a bundle's digest ({formats.BUNDLE})", "other entries")
     except (ValueError, RecursionError, ValidationError) as error:
         reason = " ".join(str(error).split())
         raise InputError(f"{path}: {MANIFEST}: {reason}; {remedy}") from None
@@ -237,10 +243,14 @@ def _info(block: bytes) -> tarfile.TarInfo:
 
 
 def _words(block: bytes) -> str:
-    """Describe what was read where a header should be."""
+    """Describe the bytes in the place of a header."""
     info = _info(block)
-    kind = "the file" if info.isreg() else f"an entry of type {ascii(info.type.decode('latin-1'))},"
-    return f"{kind} {ascii(info.name[:100])} of {info.size} bytes" if info.name else "none"
+    if not info.name:
+        return "none"
+    kind = "the file"
+    if not info.isreg():
+        kind = f"an entry of type {ascii(info.type.decode('latin-1'))},"
+    return f"{kind} {ascii(info.name[:100])} of {info.size} bytes"
 
 
 def check_contents(archive: Archive) -> str:
@@ -250,8 +260,9 @@ def check_contents(archive: Archive) -> str:
     """
     archive_hash = hashlib.sha256()
     with open(archive.path, "rb") as file:
-        first = next(iter(archive.members.values()), None)
-        archive_hash.update(file.read(first.offset - _BLOCK if first else archive.size - len(_END)))
+        # All before the first member's header is the manifest, which `read_archive` has checked.
+        offsets = [member.offset - _BLOCK for member in archive.members.values()]
+        archive_hash.update(file.read(min(offsets, default=archive.size - len(_END))))
         for name, member in archive.members.items():
             archive_hash.update(file.read(_BLOCK))  # its header, which was compared
             file_hash = hashlib.sha256()

@@ -52,11 +52,10 @@ class Opened:
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike, weights: str | os.PathLike | None = None) -> Iterator[Opened]:
-    """Check a bundle and give what runs.
+    """Check a bundle and yield the paths to run it.
 
     weights: for a bundle without weights, the folder with its weights' files, or a weights.json of the same shapes,
-    such as a fine-tune's. Raises InputError, one line, for an archive that is not as it was packed, or weights that are
-    not there.
+    such as a fine-tune's. Raises InputError for a damaged archive, or missing weights.
     """
     archive = read_archive(path)
     about = archive.manifest.about
@@ -90,17 +89,14 @@ def opened(path: str | os.PathLike, weights: str | os.PathLike | None = None) ->
                 folder / ADAPTERS_JSON if ADAPTERS_JSON in archive.members else None,
             )
         except LockstepError as error:
-            # The folder is gone when a user reads of it.
+            # The folder is gone by the time a user reads the message: name the bundle instead.
             error.args = (str(error).replace(f"{folder}{os.sep}", f"{path}: "),)
             raise
 
 
 @contextlib.contextmanager
 def _scratch() -> Iterator[Path]:
-    """Give a new folder, which is removed at the end.
-
-    When an interrupt hits the removal itself, it is removed at the end of the process.
-    """
+    """Yield a new folder, removed afterwards, or at the process's end where an interrupt hits the removal itself."""
     folder = Path(tempfile.gettempdir(), f"lockstep-bundle-{secrets.token_hex(8)}")
     remove = functools.partial(shutil.rmtree, folder, ignore_errors=True)
     atexit.register(remove)
@@ -118,7 +114,7 @@ def _is_weights(name: str) -> bool:
 
 
 def _check_named(archive: Archive, folder: Path) -> None:
-    """Check that manifests are of the target, and that each file that is opened by them is the bundle's own."""
+    """Check that manifests are of the target, and that each file that they name is in the bundle."""
     target = archive.manifest.about.target
     for name in _NEEDED:
         if name not in archive.members:
@@ -143,7 +139,7 @@ def _check_named(archive: Archive, folder: Path) -> None:
 
 
 def _named(archive: Archive, folder: Path, assembly: Assembly, engines: EngineSetManifest) -> Iterator[tuple[str, str]]:
-    """Yield name and sha256 of each file that is opened by its name in a manifest."""
+    """Yield name and sha256 of each file that a manifest names."""
     yield from ((f"engines/{entry.file}", entry.sha256) for entry in engines.engines.values())
     for text in (assembly.tokenizer, assembly.chat_template):
         if text:
@@ -174,10 +170,7 @@ def point_into(archive: Archive, manifest_path: Path, digest: str) -> None:
 
 
 def _bind(manifest_path: Path, weights: Path) -> Path:
-    """Return the path of the manifest of weights that lie outside of the bundle.
-
-    It is `weights` itself, or that of the bundle, pointed to the folder `weights`.
-    """
+    """Return the manifest of weights outside the bundle: `weights`, or the bundle's with paths in that folder."""
     if weights.is_file():
         return weights
     manifest = WeightsManifest.load(manifest_path)

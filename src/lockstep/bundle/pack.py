@@ -1,7 +1,4 @@
-"""Packing of bundles: a finished target in, one file out.
-
-The file holds its engines, assembly, tokenizer, manifests and statements, with its weights or without.
-"""
+"""Pack a finished target into one file: engines, assembly, tokenizer, manifests, statements and, if asked, weights."""
 
 from __future__ import annotations
 
@@ -26,15 +23,14 @@ ADAPTERS = "adapters"
 
 
 def pack(results: Results, target: Target, limits: Limits, out: Path, with_weights: bool = False) -> Path:
-    """Write the bundle of `target` to `out`, and return `out`.
+    """Write the bundle of `target` to `out`, and return `out`. The same results give the same bytes.
 
-    The same results give the same bytes. limits: those that it runs with. Raises InputError where something is not
-    there, or is not what was recorded.
+    limits: those that it runs with. Raises InputError for files that are missing or have changed.
     """
     entries = [*_engines(results, target), *_graphs(results, target), *_weights(results, target, with_weights)]
     if Assembly.load(results.assembly(target.model, target.precision)).adapters is not None:
         entries += adapter_entries(results.adapters(target.model))
-    # What opens it knows backends, and not the names that this config has for devices.
+    # The backend's own name: whoever opens the bundle does not have this config's names for devices.
     backend = EngineSetManifest.load(results.engines(target.model, target.precision, target.backend)).backend
     about = About(
         BundledTarget(**asdict(replace(target, backend=backend))),
@@ -52,10 +48,7 @@ def _engines(results: Results, target: Target) -> Iterator[Entry]:
 
 
 def _graphs(results: Results, target: Target) -> Iterator[Entry]:
-    """Yield the assembly, the tokenizer and the chat template.
-
-    Graphs are what engines are built from; none is needed to run them.
-    """
+    """Yield the assembly, the tokenizer and the chat template. Graphs are not needed to run engines."""
     manifest = results.assembly(target.model, target.precision)
     yield from _stated(manifest, "graphs")
     assembly = Assembly.load(manifest)
@@ -75,11 +68,11 @@ def _weights(results: Results, target: Target, inside: bool) -> Iterator[Entry]:
 
 
 def adapter_entries(path: Path) -> Iterator[Entry]:
-    """Yield the manifest of the model's adapters and their files. In it each adapter has a folder by its number."""
+    """Yield the files of the model's adapters, each adapter in a numbered folder, and their manifest."""
     manifest = AdaptersManifest.load(path)
     moved = {}
     for number, (name, adapter) in enumerate(sorted(manifest.adapters.items())):
-        # A bundle names no place of the machine that it was made on.
+        # A bundle has no paths of the machine that made it, so a local adapter has its name as its source.
         source = adapter.source if adapter.commit else name
         moved[name] = replace(adapter, folder=str(number), source=source)
         for file in adapter.files:

@@ -50,7 +50,7 @@ class Pushed:
 
 
 def push(bundle: Path, reference: Reference, plain_http: bool = False) -> Pushed:
-    """Push a bundle and what is signed of it. Its bytes are checked first; the same bundle is the same manifest."""
+    """Push a bundle and its signed files. Its bytes are checked first; the same bundle is the same manifest."""
     check_contents(bundle)
     archive = read_archive(bundle)
     repository = Repository(reference, plain_http)
@@ -76,9 +76,11 @@ def _member(tar: tarfile.TarFile, name: str) -> BinaryIO:
 
 
 def _layer(file: Entry) -> Descriptor:
-    media_type = ENGINES if file.name.startswith("engines/") else WEIGHTS
+    media_type = WEIGHTS
     if file.name.endswith(".json") or file.name.startswith("graphs/"):
         media_type = TEXT
+    elif file.name.startswith("engines/"):
+        media_type = ENGINES
     return Descriptor(media_type, f"sha256:{file.sha256}", file.size, {FILE_PATH: file.name})
 
 
@@ -116,8 +118,8 @@ def _attach(repository: Repository, subject: Descriptor, kind: str, path: Path) 
 def pull(reference: Reference, out: Path, plain_http: bool = False) -> str:
     """Write the bundle that a reference names to `out`, with its signatures next to it; return its digest.
 
-    The bundle has the bytes that were pushed. Raises CheckError for what is not of its digest, InputError for what is
-    no bundle.
+    The bundle has the bytes that were pushed. Raises CheckError for content of another digest, InputError for an
+    artifact that is no bundle.
     """
     repository = Repository(reference, plain_http)
     pulled = repository.get_manifest(reference.digest or reference.tag, "a bundle as `lockstep push` made it")
@@ -142,7 +144,7 @@ def pull(reference: Reference, out: Path, plain_http: bool = False) -> str:
         Entry(file.path, file.size, file.sha256, functools.partial(_blob, repository, layers[file.path], file.path))
         for file in listed.files
     ]
-    attached = _attached(repository, digest)  # before a bundle is there
+    attached = _attached(repository, digest)  # first, so that an error leaves no bundle without its signatures
     out.parent.mkdir(parents=True, exist_ok=True)
     write_archive(out, listed.about, files)
     for kind, path_of in ATTACHED.items():
@@ -158,7 +160,7 @@ def _blob(repository: Repository, layer: Descriptor, name: str) -> BinaryIO:
 
 
 def _attached(repository: Repository, digest: str) -> dict[str, bytes]:
-    """Return what is signed of a manifest, by its kind. Raises InputError for what is none, CheckError for damage."""
+    """Return {kind: content} of a manifest's signed files. Raises InputError or CheckError where one is invalid."""
     contents = {}
     for entry in repository.get_referrers(digest):
         kind = entry.artifact_type

@@ -26,14 +26,14 @@ _MAKE_PUBLIC = "make it with `openssl ec -in signer.key -pubout -out signer.pub`
 
 
 def private_key(path: Path) -> EllipticCurvePrivateKey:
-    """Read a private key. Raises InputError for what is none, or is encrypted."""
+    """Read a private key. Raises InputError for another file, or an encrypted key."""
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
     return _key(path, lambda data: load_pem_private_key(data, None), "a private key in PEM without a password", _MAKE)
 
 
 def public_key(path: Path) -> EllipticCurvePublicKey:
-    """Read a public key. Raises InputError for what is none."""
+    """Read a public key. Raises InputError for another file."""
     from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
     return _key(path, load_pem_public_key, "a public key in PEM", _MAKE_PUBLIC)
@@ -86,7 +86,7 @@ def read_envelope(path: Path, keys: Sequence[Path]) -> tuple[dict[str, Any], str
     public_keys: list[Key] = [_with_id(public_key(key)) for key in keys]
     try:
         data = json.loads(path.read_bytes())
-        # A key's id is a hint, which other tools leave out or make otherwise.
+        # A key's id is only a hint, which other tools leave out or compute otherwise: try all keys on all signatures.
         signatures = [{**entry, "keyid": str(number)} for number, entry in enumerate(data["signatures"])]
         envelope = Envelope.from_dict({**data, "signatures": signatures})
         signers = [key.keyid for key in public_keys if _has_signed(key, envelope)]

@@ -1,4 +1,4 @@
-"""What `docker login` knows of a registry: `config.json` below `DOCKER_CONFIG`, else `~/.docker`.
+"""The login of a registry from `docker login`: `config.json` below `DOCKER_CONFIG`, else `~/.docker`.
 
 Passwords are in the file, or come from a program `docker-credential-NAME` that the file names.
 """

@@ -1,4 +1,4 @@
-"""Statements of rebuilds: what someone else made of the same lock, signed by them, in `locks/rebuilds`.
+"""Statements of rebuilds: others' artefacts of the same lock, signed by them, in `locks/rebuilds`.
 
 The subjects of a statement (`lockstep.artifacts.statement`) are the files that came out, and its parameters the
 target and the lock. Rebuilders agree where the files are the same, byte for byte.
@@ -29,8 +29,7 @@ _PACKAGES = ["numpy", "onnx", "onnxruntime", "openvino", "torch", "transformers"
 class Agreement:
     """The rebuilders of a target whose files are the same as in its lock.
 
-    keys: the ids of their public keys. disagreeing: files of other statements, with the first
-    difference.
+    keys: the ids of their public keys. disagreeing: files of other statements, with the first difference.
     """
 
     target: str
@@ -55,7 +54,7 @@ def write(lock: Path, target: Target, rebuilt: Sequence[LockComparison], key: Pa
 
 
 def files(where: str, items: Mapping[str, Any]) -> dict[str, str]:
-    """Return the sha256 of each file at a place of a lock, by its name with the place."""
+    """Return {place of a lock/name: sha256} of the files at the place."""
     return {
         f"{where}/{name}": sha256
         for name, sha256 in sorted(items.items())
@@ -64,10 +63,10 @@ def files(where: str, items: Mapping[str, Any]) -> dict[str, str]:
 
 
 def agreements(lock_path: Path, keys: Sequence[Path], at_least: int) -> list[Agreement]:
-    """Return for each rebuilt target the rebuilders who made what the lock says.
+    """Return for each rebuilt target the rebuilders who made the locked bytes.
 
-    keys: public keys of rebuilders. Raises CheckError for a target that fewer than `at_least` of them made so, and for
-    a lock of which nobody said that they rebuilt it.
+    keys: public keys of rebuilders. Raises CheckError for a target that fewer than `at_least` of them reproduced, and
+    for a lock without any rebuild.
     """
     locked = {}
     for where, items in Lock.load(lock_path).entries.items():
@@ -86,9 +85,10 @@ def agreements(lock_path: Path, keys: Sequence[Path], at_least: int) -> list[Agr
         if lock_name != lock_path.name:
             continue
         differs = sorted(name for name, sha256 in rebuilt.items() if locked.get(name) != sha256)
-        if differs or not any(name.startswith("engines/") for name in rebuilt):
-            difference = differs[0] if differs else "no engines"
-            disagreeing.setdefault(target, []).append(f"{path}: {difference}")
+        if not any(name.startswith("engines/") for name in rebuilt):
+            differs.append("no engines")
+        if differs:
+            disagreeing.setdefault(target, []).append(f"{path}: {differs[0]}")
         else:
             agreeing.setdefault(target, {})[key] = path.name
     per_target = [
@@ -97,7 +97,7 @@ def agreements(lock_path: Path, keys: Sequence[Path], at_least: int) -> list[Agr
     ]
     for agreement in per_target or [Agreement(lock_path.name, (), ())]:
         if len(agreement.keys) < at_least:
-            but = f"; another result: {agreement.disagreeing[0]}" if agreement.disagreeing else ""
+            but = "".join(f"; another result: {line}" for line in agreement.disagreeing[:1])
             raise CheckError(
                 f"{agreement.target}: expected {at_least} rebuilders that agree byte for byte, found "
                 f"{len(agreement.keys)} in {folder_of(lock_path)}{but}; others rebuild with `lockstep reproduce "

@@ -1,9 +1,8 @@
 """A repository of an OCI registry, by its HTTP API (https://github.com/opencontainers/distribution-spec).
 
 Blobs and manifests in and out, each known by its sha256. Logins are those of docker (`logins.py`). A registry is not
-trusted: what it leads to is HTTPS, or where it is spoken to by HTTP itself its own host; a login goes to its domain
-alone; and what it answers is checked before it is used. records/libraries.md: why no library does
-this.
+trusted: its redirections must lead to HTTPS, or from plain HTTP to its own host; a login is sent to its domain alone;
+and its answers are checked before use. records/libraries.md: why no library does this.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ class Descriptor(JsonObject):
 
 @dataclass(frozen=True)
 class Manifest(JsonObject):
-    """An image manifest: an artifact's layers, and what it refers to."""
+    """An image manifest: an artifact's layers, and its subject: the manifest that it refers to."""
 
     COMPUTED: ClassVar[Mapping[str, str]] = {"mediaType": "media_type", "schemaVersion": "version"}
     media_type: ClassVar[str] = IMAGE_MANIFEST
@@ -92,7 +91,7 @@ class Manifest(JsonObject):
 
 @dataclass(frozen=True)
 class Index(JsonObject):
-    """A list of manifests, such as of those that refer to one."""
+    """A list of manifests, such as the referrers of one."""
 
     COMPUTED: ClassVar[Mapping[str, str]] = Manifest.COMPUTED
     media_type: ClassVar[str] = IMAGE_INDEX
@@ -101,7 +100,7 @@ class Index(JsonObject):
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows what `Repository` may follow."""
+    """Follows a redirection after `check` has accepted its URL."""
 
     def __init__(self, check: Callable[[str], None]) -> None:
         self._check = check
@@ -112,7 +111,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
 
 class Repository:
-    """A repository of a registry. plain_http: without TLS, by default on this machine alone."""
+    """A repository of a registry. plain_http: without TLS, by default for this machine's own registries alone."""
 
     def __init__(self, reference: Reference, plain_http: bool = False) -> None:
         is_local = reference.host.partition(":")[0] in ("localhost", "127.0.0.1")
@@ -195,7 +194,7 @@ class Repository:
         return self._parse(Manifest, data, what), sha256_digest(data)
 
     def get_referrers(self, digest: str) -> tuple[Descriptor, ...]:
-        """Return what refers to a manifest, by the API, or by the tag that registries without it use."""
+        """Return the referrers of a manifest, by the API, or by the tag that registries without it use."""
         response = self._call("GET", f"{self._path}/referrers/{digest}", accept_missing=True)
         if response:
             data: bytes | None = self._read(response)
@@ -218,7 +217,6 @@ class Repository:
         return data
 
     def _read(self, response: HTTPResponse) -> bytes:
-        """Return what the response to a request of a manifest holds."""
         try:
             data = response.read(_LARGEST_MANIFEST + 1)
         except (OSError, HTTPException) as error:
@@ -231,7 +229,9 @@ class Repository:
         try:
             return kind.from_json(json.loads(data))
         except (ValueError, RecursionError, ValidationError) as error:
-            reason = str(error) if isinstance(error, ValidationError) else "no JSON"
+            reason = "no JSON"
+            if isinstance(error, ValidationError):
+                reason = str(error)
             raise InputError(f"{self.reference}: expected {what}, found another ({reason}); push it again") from None
 
     def _call(

@@ -1,8 +1,8 @@
-"""What a target is made of, as a CycloneDX 1.7 ML-BOM (https://cyclonedx.org/capabilities/mlbom).
+"""The bill of materials of a target, a CycloneDX 1.7 ML-BOM (https://cyclonedx.org/capabilities/mlbom).
 
 A finished target's manifests and statements in; the document out, as JSON: the model with its card, the checkpoint's
-files, the files that were made of them, and the libraries that each stage computed with. The library makes it, but for
-the model card, which it does not know. It holds no time: the same target gives the same bytes.
+files, the files that were made of them, and the libraries of each stage. The `cyclonedx` library writes it, but for the
+model card, which it lacks. It has no time: the same target has the same bytes.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from lockstep.targets import Results, Target
 
 _PROPERTY = "lockstep:"
 _CARD = "README.md"  # of a checkpoint; its front matter is YAML
-_BY_INSTALLER = ("INSTALLER", "REQUESTED", "direct_url.json")  # files of dist-info that no wheel holds
+_BY_INSTALLER = ("INSTALLER", "REQUESTED", "direct_url.json")  # files of dist-info that pip adds to a wheel's
 
 
 def bill(results: Results, target: Target) -> str:
-    """Return the ML-BOM of a finished target. Raises InputError where a part of it is not there."""
+    """Return the ML-BOM of a finished target. Raises InputError where a part of it is missing."""
     manifest = results.checkpoint(target.model)
     checkpoint = CheckpointManifest.load(manifest)
     stages = {
@@ -108,7 +108,7 @@ def _file(name: str, sha256: str) -> Component:
 
 
 def library_component(name: str, version: str, url: str) -> Component:
-    """Return a package or library that computed, with what pip recorded of it where this version is installed."""
+    """Return a package or library of a stage, with pip's digests where this version is installed."""
     component = Component(name=name, version=version, bom_ref=url, purl=PackageURL.from_string(url))
     try:
         package = importlib.metadata.distribution(name)
@@ -127,7 +127,7 @@ def library_component(name: str, version: str, url: str) -> Component:
 def _files_of(package: importlib.metadata.Distribution) -> str:
     """Return the sha256 of the lines of a package's RECORD that its wheel has too, sorted.
 
-    They name each file with its own. What the installer adds is of this machine: programs, bytecode, its notes.
+    They list each file with its digest. Lines that the installer adds differ between machines: programs, bytecode.
     """
     lines = (package.read_text("RECORD") or "").splitlines()
     wheel_lines = [line for line in lines if ",sha256=" in line and not _is_by_installer(line.partition(",")[0])]
@@ -139,7 +139,7 @@ def _is_by_installer(path: str) -> bool:
 
 
 def _licenses(metadata: importlib.metadata.PackageMetadata) -> list[License]:
-    """Return what METADATA says: an SPDX expression, else the field of older packages, else their classifiers."""
+    """Return the licences in METADATA: an SPDX expression, else the field of older packages, else the classifiers."""
     factory = LicenseFactory()
     for field in ("License-Expression", "License"):
         for text in metadata.get_all(field) or []:
@@ -150,7 +150,7 @@ def _licenses(metadata: importlib.metadata.PackageMetadata) -> list[License]:
 
 
 def card_licenses(folder: Path) -> list[License]:
-    """Return the licence that a checkpoint's card names in its front matter; none where it has none."""
+    """Return the licence in the front matter of a checkpoint's card; none without one."""
     try:
         before, front, _ = (folder / _CARD).read_text().split("---\n", 2)
         if before:
@@ -165,7 +165,7 @@ def card_licenses(folder: Path) -> list[License]:
 
 
 def _checkpoint(results: Results, target: Target, checkpoint: CheckpointManifest) -> Component:
-    """Return the checkpoint that all was made of, with its files; of the hub by its commit."""
+    """Return the checkpoint with its files; one of the hub with its commit."""
     component = Component(
         type=ComponentType.MACHINE_LEARNING_MODEL,
         bom_ref="checkpoint",

@@ -42,7 +42,7 @@ def sign(bundle: Path, key: Path) -> list[Path]:
     """Sign a bundle and the statement of its engines with a private key, and return the two signed files."""
     from model_signing.signing import Config
 
-    dsse.private_key(key)  # its mistakes in one line
+    dsse.private_key(key)  # for its messages: the library shows a traceback
     Config().use_elliptic_key_signer(private_key=key).sign(bundle, signature_path(bundle))
     return [signature_path(bundle), dsse.write_envelope(envelope_path(bundle), check_contents(bundle), key)]
 
@@ -114,7 +114,7 @@ def _signer(bundle: Path, signature: Path, keys: Sequence[Path]) -> Path:
 
     reason = ""
     for key in keys:
-        dsse.public_key(key)  # its mistakes in one line
+        dsse.public_key(key)  # for its messages, as above
         try:
             Config().use_elliptic_key_verifier(public_key=key).verify(bundle, signature)
             return key

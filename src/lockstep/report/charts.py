@@ -177,12 +177,15 @@ def _options(title: str, **options: Any) -> dict[str, Any]:
 
 def _room_for_legend(names: int) -> dict[str, Any]:
     """Return the height that a last row of names takes, which pygal counts where it is full."""
-    missing = 17 if names % _COLUMNS else 0
+    missing = 17 * (names % _COLUMNS > 0)
     return {"height": _HEIGHT + missing, "margin_bottom": _BELOW + missing, "show_legend": names > 1}
 
 
 def _pygal_point(point: Point) -> dict[str, Any]:
-    return {"value": (point.x, point.y), **({"tooltip": point.tooltip} if point.tooltip else {})}
+    pygal_point: dict[str, Any] = {"value": (point.x, point.y)}
+    if point.tooltip:
+        pygal_point["tooltip"] = point.tooltip
+    return pygal_point
 
 
 def _ticks(values: Iterable[float]) -> list[float]:
@@ -192,8 +195,11 @@ def _ticks(values: Iterable[float]) -> list[float]:
     high = max(values)
     first = math.floor(math.log10(low))
     last = math.ceil(math.log10(high)) + 1
+    # At most 7 powers of ten: a phone has no room for more labels. A short scale has 2 and 5 times them too.
     step = -(-(last - first) // 7)
-    factors = (1, 2, 5) if last - first <= 3 else (1,)
+    factors = [1]
+    if last - first <= 3:
+        factors = [1, 2, 5]
     exponents = range(first, last + step, step)
     ticks = [factor * 10.0**exponent for exponent, factor in itertools.product(exponents, factors)]
     below = max(number for number, tick in enumerate(ticks) if tick <= low * (1 + 1e-9))
@@ -207,11 +213,13 @@ def _short(value: float | None) -> str:
         return ""
     if not 1e-3 <= abs(value) < 1e6:
         return re.sub(r"e([+-])0*", r"e\1", f"{value:.2g}").replace("+", "")
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
 
 
 def _svg(chart: Graph) -> Markup:
-    """Return the drawing, without what works by scripts: a tooltip is the `title` that a browser shows by itself."""
+    """Return the drawing without scripts: a tooltip is a `title`, which a browser shows by itself."""
     from pygal.etree import etree
 
     root = chart.render_tree()
@@ -225,6 +233,7 @@ def _svg(chart: Graph) -> Markup:
         if words and parent.find("title") is None:
             etree.SubElement(parent, "title").text = ": ".join(filter(None, reversed(words)))
         parent.attrib.pop("id", None)
+        # A digit after the point is precise enough for a screen, and halves the size of the page.
         for key, value in parent.items():
             parent.set(key, _DIGITS.sub(r"\1", value))
     return Markup(etree.tostring(root, encoding="unicode"))

@@ -62,8 +62,9 @@ class Column:
 
 
 def number(value: object, form: str, absent: str = "-") -> str:
-    """Return a value in the form that `format` takes; `absent` for None."""
-    return absent if value is None else format(value, form)
+    if value is None:
+        return absent
+    return format(value, form)
 
 
 @dataclass(frozen=True)
@@ -108,10 +109,13 @@ class Check(Generic[AnyReport]):
         if checked.result != NOT_RUN:
             return checked
         if self.expected == "always":
-            runs_here = not cannot_run or "backend" not in self.stage.wildcards or out.is_file()
-            return checked if runs_here else Checked(NOT_RUN, cannot_run)
-        has_run = out.is_file() or failed_path(out).is_file()
-        return checked if has_run and self.expected == "once run" else None
+            if cannot_run and "backend" in self.stage.wildcards and not out.is_file():
+                return Checked(NOT_RUN, cannot_run)
+            return checked
+        # Its report, even an outdated one, shows that somebody wants this check.
+        if self.expected == "once run" and (out.is_file() or failed_path(out).is_file()):
+            return checked
+        return None
 
     def _checked(self, results: Results, target: Target, content: Callable[[Path], str]) -> Checked[AnyReport]:
         out = self.path(results, target)
@@ -128,11 +132,13 @@ class Check(Generic[AnyReport]):
             reads = self.stage.rule.reads(None, vars(target)).items()
             inputs = {name: results.root / pattern.format(**vars(target)) for name, pattern in reads}
             changed = changed_input(out, inputs, content)
-            return Checked(NOT_RUN, f"{changed} is another since") if changed else Checked(report.result, None, report)
+            if changed:
+                return Checked(NOT_RUN, f"{changed} is another since")
+            return Checked(report.result, None, report)
         except InputError as error:
             return Checked(NOT_RUN, " ".join(str(error).split()))
         except FileNotFoundError as error:
-            # Another job is just making it.
+            # Another job is making it at this moment.
             return Checked(NOT_RUN, f"{error.filename} is not there")
         except (LookupError, TypeError, AttributeError):
             return Checked(NOT_RUN, f"{out}: expected a report, found other entries")

@@ -1,4 +1,4 @@
-"""The details of a target: its manifests in; the results of its checks, and what its page shows, out."""
+"""The details of a target: its manifests in; the results of its checks, and the content of its page, out."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from lockstep.targets import Results, Target
 class Details:
     """The results of a target.
 
-    checks: those that ran or should have, by name. digest: of the engines that were checked, or else of those built.
-    engines, speed, reproduction: None if missing, or of other engines. drift: the quantization error. weights_bytes,
-    engine_bytes: of all layers.
+    checks: {name: result} of those that ran or should have. digest: of the engines that were checked, or else of those
+    built. engines, speed, reproduction: None if missing, or of other engines. drift: the quantization error.
+    weights_bytes, engine_bytes: of all layers.
     """
 
     checks: Mapping[str, Checked]
@@ -56,14 +56,15 @@ def read_details(
     engines_json = results.engines(model, precision, backend)
     engines = loaded(EngineSetManifest.load, engines_json)
     weights = loaded(WeightsManifest.load, results.weights(model, precision))
-    digest = engines.digest if engines else None
+    digest = getattr(engines, "digest", None)
     if isinstance(golden.report, GoldenReport):
         digest = golden.report.engine_digest
     reproduction = loaded(Reproduction.load, results.reproduction(*names))
     if reproduction and reproduction.engine_digest != digest:
         reproduction = None
-    # Speeds are of the engines that passed.
-    speed = loaded(SpeedReport.load, results.speed(*names)) if golden.result == PASS else None
+    speed = None
+    if golden.result == PASS:  # the file of a failed check has the speed of earlier engines
+        speed = loaded(SpeedReport.load, results.speed(*names))
     return Details(
         checks=checks,
         digest=digest,
@@ -71,13 +72,9 @@ def read_details(
         speed=speed,
         reproduction=reproduction,
         drift=loaded(Drift.load, results.drift(model, precision, layers)),
-        weights_bytes=_weights_bytes(weights),
+        weights_bytes=sum(place.length for place in weights.numbered.values()) if weights else None,
         engine_bytes=_engine_bytes(engines_json, engines),
     )
-
-
-def _weights_bytes(weights: WeightsManifest | None) -> int | None:
-    return sum(place.length for place in weights.numbered.values()) if weights else None
 
 
 def _engine_bytes(engines_json: Path, engines: EngineSetManifest | None) -> int | None:

@@ -1,7 +1,8 @@
-"""The jobs of a model: what the config asks for, in; the state and the time of each, as files have them, out."""
+"""The jobs of a model: the config in; the state and the time of each job, by its files, out."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,7 @@ def job_states(results: Results, targets: Sequence[Target], content: Callable[[P
 
 
 def changed_input(out: Path, inputs: Mapping[str, Path], content: Callable[[Path], str]) -> Path | None:
-    """Return an input that is another one than in the statement of `out`; None where all are the same."""
+    """Return an input that has changed since the statement of `out`; None where all are the same."""
     before = Statement.load(statement_path(out)).key.inputs
     for name, path in inputs.items():
         if name in before and (not path.is_file() or content(path) != before[name]):
@@ -58,11 +59,11 @@ def changed_input(out: Path, inputs: Mapping[str, Path], content: Callable[[Path
 def _state(job: Job, content: Callable[[Path], str]) -> str:
     if failed_path(job.output).is_file():
         return FAIL
-    try:
-        is_current = job.output.is_file() and changed_input(job.output, job.inputs, content) is None
-    except (InputError, FileNotFoundError):
-        return NOT_RUN  # no statement, a damaged one, or another job is just making it
-    return DONE if is_current else NOT_RUN
+    # Errors: no statement, a damaged one, or another job is making it at this moment.
+    with contextlib.suppress(InputError, FileNotFoundError):
+        if job.output.is_file() and changed_input(job.output, job.inputs, content) is None:
+            return DONE
+    return NOT_RUN
 
 
 def _measured(results: Results, job: Job) -> tuple[float | None, float | None]:

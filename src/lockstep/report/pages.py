@@ -1,6 +1,6 @@
 """The report's pages: index.html and a page of each target, from the templates of this folder.
 
-The summary's rows and what is details of each target in; pages out. JSON is linked, not shown.
+The summary's rows and the details of each target in; pages out. JSON is linked, not shown.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ def target(results: Results, name: Target, row: SummaryRow, details: Details, jo
 
     def size_of(engine: EngineFile) -> str:
         path = folder / engine.file
-        return bytes_text(path.stat().st_size) if path.is_file() else "-"
+        if not path.is_file():
+            return "-"
+        return bytes_text(path.stat().st_size)
 
     return _render(
         "target.html",
@@ -142,16 +144,17 @@ def _groups(rows: Sequence[SummaryRow], model: str) -> tuple[list[tuple[str, lis
         group.sort(key=lambda row: -math.inf if row.layers == "all" else -int(row.layers))
     ordered = sorted(groups.items(), key=lambda item: item[1][0].verdict == NOT_RUN)
     deepest = [group[0] for group in groups.values()]
-    columns = [column for column in COLUMNS[2:] if {column.of(row) for row in deepest} != {"-"}]
+    columns = [column for column in COLUMNS[2:] if set(map(column.of, deepest)) != {"-"}]
     return ordered, columns
 
 
 def _layers(row: SummaryRow) -> str:
-    return "all layers" if row.layers == "all" else f"first {row.layers} layer{'s' * (row.layers != 1)}"
+    if row.layers == "all":
+        return "all layers"
+    return f"first {row.layers} layer{'s' * (row.layers != 1)}"
 
 
 def _words(device: Mapping[str, Any]) -> Iterable[str]:
-    """Return the words that name a device."""
     keys = ("name" if "name" in device else "type", "vendor", "architecture", "compute_capability")
     return (str(device[key]) for key in keys if isinstance(device.get(key), (str, int, float)))
 
@@ -164,8 +167,7 @@ def _reproduced(details: Details) -> str:
     if not details.reproduction:
         return "not tried: lockstep reproduce builds it again"
     differences = list(filter(None, details.reproduction.artefacts.values()))
-    first = f"; {differences[0]}" if differences else ""
-    return f"the same in {details.reproduction.in_words} builds{first}"
+    return "; ".join([f"the same in {details.reproduction.in_words} builds", *differences[:1]])
 
 
 def _files(results: Results, name: Target) -> list[tuple[str, Path]]:

@@ -1,6 +1,6 @@
-"""The charts of each page: what is details of targets and jobs in, a drawing for each question out.
+"""The charts of each page: details of targets and jobs in, a drawing for each question out.
 
-Errors are on logarithmic scales, with what the precision's own rounding costs.
+Errors are on logarithmic scales, next to the noise of the precision.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from statistics import fmean
 
 from markupsafe import Markup
 
-from lockstep.artifacts.reports import BlockErrors, GoldenReport, TensorError
+from lockstep.artifacts.reports import BlockErrors, TensorError
 from lockstep.report import charts
 from lockstep.report.charts import Point
 from lockstep.report.details import Details
@@ -89,16 +89,15 @@ def _depth(target: Target) -> float:
 def _error_from_checkpoint(details: Details) -> float | None:
     """Return the largest error of a logit, compared with the checkpoint in float32.
 
-    Of quantized weights what quantizing costs, which is far more than the engines' error.
+    Of quantized weights the quantization error, which is far larger than the engines' error.
     """
     if details.drift:
         return details.drift.max_logit_error
-    golden = details.checks["golden"].report
-    return golden.max_logit_error if isinstance(golden, GoldenReport) else None
+    return getattr(details.checks["golden"].report, "max_logit_error", None)
 
 
 def _sizes(details: Details) -> dict[str, float]:
-    """Return megabytes of weights and of engines, those that are details."""
+    """Return known sizes in megabytes, {"weights" or "engines": size}."""
     sizes = {"weights": details.weights_bytes, "engines": details.engine_bytes}
     return {name: size / _MB for name, size in sizes.items() if size is not None}
 
@@ -120,8 +119,7 @@ def _errors_by_layer(details: Details) -> Markup:
 
 
 def _errors_by_position(details: Details) -> Markup:
-    golden = details.checks["golden"].report
-    positions = golden.positions if isinstance(golden, GoldenReport) else ()
+    positions = getattr(details.checks["golden"].report, "positions", ())
     return charts.curves(
         "Logit error by position",
         "tokens before",
@@ -135,7 +133,7 @@ def _errors_by_position(details: Details) -> Markup:
 
 
 def _speed_by_requests(details: Details) -> Markup:
-    speeds = details.speed.by_requests if details.speed else ()
+    speeds = getattr(details.speed, "by_requests", ())
     points = [Point(speed.requests, speed.decode_tokens_per_s) for speed in speeds]
     return charts.curves("Speed, tokens/s", "requests that decode together", {"decoding": points})
 

@@ -1,4 +1,4 @@
-"""A golden prompt in words: what was decoded, where it first differs, and why."""
+"""A golden prompt in words: its answers, and the first differing token of each."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ def answers(entry: GoldenPrompt) -> list[tuple[str, str, str | None]]:
     decoded = entry.text_out
     reference = entry.reference_text
     expected = entry.expected
-    rows = [("decoded", decoded, reference if expected is None else expected), ("reference", reference, decoded)]
+    rows = [("decoded", decoded, reference), ("reference", reference, decoded)]
     if expected is not None:
+        rows[0] = ("decoded", decoded, expected)
         rows.append(("expected", expected, decoded))
     return [(name, *_split(text, other)) for name, text, other in rows]
 
@@ -53,4 +54,6 @@ def _line(difference: TokenDifference, where: str, how: str) -> str:
 
 
 def _quoted(token_text: str | None) -> str:
-    return "" if token_text is None else f" \N{LEFT DOUBLE QUOTATION MARK}{token_text}\N{RIGHT DOUBLE QUOTATION MARK}"
+    if token_text is None:
+        return ""
+    return f" \N{LEFT DOUBLE QUOTATION MARK}{token_text}\N{RIGHT DOUBLE QUOTATION MARK}"

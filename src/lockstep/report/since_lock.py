@@ -1,6 +1,6 @@
 """What changed since the lock, and whether that is bad.
 
-A results tree and the lock of its model in; what differs between them, a line each, and what it means, out.
+A results tree and the lock of its model in; a line for each difference, and its meaning, out.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from lockstep.provenance.lockfile import compared
 from lockstep.report.verdict import NOT_RUN
 from lockstep.targets import Results
 
-Changes = Mapping[str, Sequence[str]]  # by kind, of `_MEANING`: lines of where a result is, and "locked -> found"
+Changes = Mapping[str, Sequence[str]]  # {kind, of `_MEANING`: lines of a place and "locked -> found"}
 _LOCK = "lock"
 _NEW = "new"
 _BUILT = "built"
-# By the first part of a place in the lock, the worst first: the colour, what has changed, whether that is bad.
+# {first part of a place in the lock: (colour, change, whether it is bad)}, the worst first.
 _MEANING = {
     _LOCK: (FAIL, "The lock cannot be read", "Nothing has been compared with it."),
     "checkpoint": (FAIL, "The checkpoint has changed", "Bad unless it is meant: these are other weights or settings."),
@@ -45,9 +45,9 @@ def meanings(changes: Changes) -> list[tuple[str, str, str, Sequence[str]]]:
 
 
 def since_lock(results: Results, models: Iterable[str], locks: Path) -> dict[str, Changes]:
-    """Return what changed, by model, for models with a lock in `locks`.
+    """Return {model: changes} for models with a lock in `locks`.
 
-    A locked result that does not exist yet is no change: the table of targets says what has not run.
+    A locked result that does not exist yet is no change: the table of targets shows it as not run.
     """
     lock_files = {model: lock_path(locks, model) for model in models}
     return {model: _changes(results, model, path) for model, path in lock_files.items() if path.is_file()}
@@ -61,9 +61,10 @@ def _changes(results: Results, model: str, lock_file: Path) -> Changes:
     changes: dict[str, list[str]] = {}
     for where, comparison in compared(results.root / model, lock).items():
         kind = where.partition("/")[0]
+        if kind not in _MEANING:
+            kind = _BUILT
         for keys, change in comparison.changes:
-            line = f"{where}: {' / '.join(keys)}: {change}"
-            changes.setdefault(kind if kind in _MEANING else _BUILT, []).append(line)
+            changes.setdefault(kind, []).append(f"{where}: {' / '.join(keys)}: {change}")
         if not comparison.is_locked:
             changes.setdefault(_NEW, []).append(f"{where}: not in the lock")
     return changes

@@ -44,8 +44,8 @@ def write(
 ) -> Summary:
     """Collect the checks of `targets`; write summary.json, summary.csv and the report's pages; return the summary.
 
-    since_lock: what differs from the lock, by model; models without a lock are left out. not_run: why engines do not
-    run here, as `Config.not_run` gives it; None: as in the existing summary.
+    since_lock: {model: differences from its lock}; models without a lock are left out. not_run: why engines do not run
+    here, as in `Config.not_run`; None: as in the existing summary.
     """
     cached_content = functools.cache(content)
     details_of, summary = _collect(results, targets, not_run, cached_content)
@@ -55,8 +55,7 @@ def write(
     current_pages = {results.report_page(), *map(results.target_page, targets)}
     for folder in {results.target_pages(), results.report_page().parent}:
         for path in folder.glob("*.html"):
-            # The page of a target that was removed from the config.
-            if path not in current_pages:
+            if path not in current_pages:  # its target was removed from the config
                 path.unlink()
     write_bytes(results.report_page(), pages.index(results, summary, since_lock or {}, details_of, jobs))
     for target, row in zip(targets, summary.targets):
@@ -76,8 +75,7 @@ def _collect(
     cached_content: Callable[[Path], str],
 ) -> tuple[dict[Target, Details], Summary]:
     if not_run is None:
-        existing = loaded(Summary.load, results.summary())
-        not_run = existing.not_run if existing else {}
+        not_run = getattr(loaded(Summary.load, results.summary()), "not_run", {})
     details_of = {}
     for target in targets:
         cannot_run = not_run.get(f"{target.precision}/{target.backend}") or not_run.get(target.backend)
@@ -102,9 +100,9 @@ def print_table(summary: Summary) -> None:
     for column, _ in columns:
         heading = "\n".join(column.heading.rsplit(" ", 1))
         table.add_column(heading, justify=column.side, no_wrap=True, vertical="bottom")
+    row_styles = {**_STYLES, PASS: None}  # colour draws the eye to rows that do not pass
     for number, row in enumerate(rows):
-        style = None if row.verdict == PASS else _STYLES[row.verdict]
-        table.add_row(*(cells[number] for _, cells in columns), style=style)
+        table.add_row(*(cells[number] for _, cells in columns), style=row_styles[row.verdict])
     if rows:
         console.print(table)
     for result, targets, reason in reasons(summary.targets):
@@ -138,8 +136,7 @@ def _row(target: Target, details: Details) -> SummaryRow:
     engines = details.engines
     speed = details.speed
     drift = details.drift
-    drift_in_words = drift.words() if drift else None
-    device = engines.device if engines else {}
+    device = getattr(engines, "device", {})
     reasons = [_reason(name, check) for name, check in details.checks.items() if check.result != PASS]
     return SummaryRow(
         model=target.model,
@@ -154,7 +151,7 @@ def _row(target: Target, details: Details) -> SummaryRow:
         reason="; ".join(reasons) or None,
         prefill_tokens_per_s=getattr(speed, "prefill_tokens_per_s", None),
         decode_tokens_per_s=getattr(speed, "decode_tokens_per_s", None),
-        drift=drift_in_words,
+        drift=drift.words() if drift else None,
         drift_logit_error=getattr(drift, "rms_logit_error", None),
         drift_tokens_differing=getattr(drift, "tokens_differing", None),
         drift_perplexity=getattr(drift, "perplexity_change", None),
@@ -177,8 +174,9 @@ def _check_values(details: Details) -> dict[str, Any]:
 
 
 def _reason(name: str, check: Checked) -> str:
-    what = f"{name} {NOT_RUN}" if check.result == NOT_RUN else name
-    return f"{what}: {check.reason}"
+    if check.result == NOT_RUN:
+        name = f"{name} {NOT_RUN}"
+    return f"{name}: {check.reason}"
 
 
 def _csv(rows: Sequence[SummaryRow]) -> str:

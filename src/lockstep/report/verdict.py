@@ -18,9 +18,7 @@ _WORDS = {FAIL: ("fails", "fail"), NOT_RUN: ("has not run", "have not run")}
 def verdict(results: Iterable[str]) -> str:
     """Return FAIL if a check has failed, else NOT_RUN if one has not run, else PASS."""
     distinct = set(results)
-    if FAIL in distinct:
-        return FAIL
-    return NOT_RUN if NOT_RUN in distinct else PASS
+    return next((result for result in (FAIL, NOT_RUN) if result in distinct), PASS)
 
 
 def why_not_here(summary: Summary, row: SummaryRow) -> str | None:
@@ -33,7 +31,7 @@ def why_not_here(summary: Summary, row: SummaryRow) -> str | None:
 def overall(summary: Summary) -> str:
     """Return the verdict on all targets that can run here; NOT_RUN if none can."""
     verdicts = [row.verdict for row in summary.targets if not why_not_here(summary, row)]
-    return verdict(verdicts) if verdicts else NOT_RUN
+    return verdict(verdicts or [NOT_RUN])
 
 
 def headline(summary: Summary) -> str:
@@ -53,13 +51,23 @@ def headline(summary: Summary) -> str:
 
 
 def advice(summary: Summary) -> list[str]:
+<<<<<<< HEAD
     """Say of each model which target to serve, and what would be faster and is not taken: lines for the end of a run.
+=======
+    """Return lines for the end of a run: which target of each model to serve, and which would be faster.
+>>>>>>> 0a532e96 (plain: rewrite sentences and conditions of artifacts to workflow)
 
-    The fastest whole target that passes, and whose weights cost no quality that was seen.
+    The fastest target with all layers that passes and has no measured loss of quality.
     """
     lines = []
+<<<<<<< HEAD
     if any(is_quantized(row.precision) and row.verdict == PASS for row in summary.targets):
         lines.append("Pass: engines compute what their weights say; what quantizing those costs is their quality.")
+=======
+    quantized = [row for row in summary.targets if is_quantized(row.precision) and row.verdict == PASS]
+    if quantized:
+        lines.append("Pass: engines compute their weights correctly; the cost of quantizing these is the quality.")
+>>>>>>> 0a532e96 (plain: rewrite sentences and conditions of artifacts to workflow)
     for model in dict.fromkeys(row.model for row in summary.targets):
         rows = [row for row in summary.targets if row.model == model]
         rows = [row for row in rows if row.layers == "all"] or rows
@@ -82,10 +90,15 @@ def _speed(row: SummaryRow) -> float:
     return row.decode_tokens_per_s or 0.0
 
 
+<<<<<<< HEAD
 def _why_not_taken(row: SummaryRow) -> str:
     """Say what a row lacks: a pass, or quality; empty where that costs little, nothing, or what the config allows."""
     if row.verdict != PASS:
         return "which fails" if row.verdict == FAIL else "whose checks have not all run"
+=======
+def _quality_lost(row: SummaryRow) -> str:
+    """Return in words the loss of quantized weights; empty where it is small, or within the config's bound."""
+>>>>>>> 0a532e96 (plain: rewrite sentences and conditions of artifacts to workflow)
     if not is_quantized(row.precision) or row.quality == PASS:
         return ""
     if row.drift_perplexity is None:
@@ -106,7 +119,7 @@ def _runnable_clause(verdicts: Counter[str], some_cannot_run: bool) -> str:
     if verdicts[NOT_RUN] == total:
         return f"None of {total} {targets} has been checked yet"
     if passed == total and not some_cannot_run:
-        return "The only target passes" if total == 1 else f"All {total} targets pass"
+        return _agree(("The only target passes", f"All {total} targets pass"), total)
     parts = [f"{passed} of {total} {targets} {_agree(('passes', 'pass'), passed)}"]
     for result, words in _WORDS.items():
         if verdicts[result]:
@@ -115,14 +128,14 @@ def _runnable_clause(verdicts: Counter[str], some_cannot_run: bool) -> str:
 
 
 def _agree(words: tuple[str, str], count: int) -> str:
-    """Return the word for one, or for several."""
+    """Return the words for one, or for several."""
     return words[0] if count == 1 else words[1]
 
 
 def _need(reason: str) -> tuple[str, str]:
-    """Return what one target needs, and what several need, in words.
+    """Return the words for one target that needs something, and for several.
 
-    Backends say "needs WHAT of which kind, found what"; of other reasons, the whole text.
+    Backends word it as "needs WHAT of a kind, found WHAT"; other reasons are quoted.
     """
     match = re.match(r"needs (.+?)(?: of |, found | \()", reason)
     if not match:
