@@ -209,7 +209,7 @@ def test_engines_of_the_cache_that_are_not_the_locked_ones_are_built_instead(
     taken = f"cache: build {MODEL}/fp32/onnxruntime is taken from {cache}"
     said = build()
     assert taken in said and re.search(
-        r"cache: build: middle\.onnx differs: \w{12} -> \w{12} in what was taken, .* is made again", said
+        r"cache: build: middle\.onnx differs: \w{12} -> \w{12} in the cached artefact, .* is made again", said
     )
     assert locked.digests() == before
     locked.call("lockstep", "verify")

@@ -58,7 +58,7 @@ def test_another_transformers_is_one_line_at_start(fresh: Checkout, tmp_path: Pa
     about.mkdir(parents=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 5.17.0\n")
     tested = read_pins()["transformers"]
-    line = f"transformers 5.17.0 is installed, {tested} is tested: what it exports may differ, or be refused"
+    line = f"transformers 5.17.0 is installed, {tested} is tested: its exports may differ, or be refused"
     fresh.variables = {"PYTHONPATH": os.pathsep.join([str(about.parent), str(fresh.folder / "src")])}
     process = subprocess.run(
         [sys.executable, "-m", "snakemake", "-n", "--quiet", "all"], cwd=fresh.folder, env=fresh.environment(),

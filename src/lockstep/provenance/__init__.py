@@ -1,4 +1,4 @@
-"""Statements and locks of what was built.
+"""Statements and locks of artefacts.
 
-How each artefact was made (`statements`), what it must be (`lock`, `lockfile`), and whether it still is (`verify`).
+How each artefact was made (`statements`), its locked digest (`lock`, `lockfile`), and whether it matches (`verify`).
 """

@@ -31,14 +31,16 @@ def stage_key(entry: str, backend: str | None = None) -> dict[str, str]:
 
 
 def code_digests(entry: str, backend: str | None = None) -> dict[str, str]:
-    """Return by folder of our packages the hex sha256 over names and bytes of the modules that a job may load.
+    """Return {folder of our packages: hex sha256 over names and bytes of the modules that a job may load}.
 
     Files outside of a package's folders have one each.
     """
     digests: dict[str, hashlib._Hash] = {}
     for path in with_data(reach(entry, backend)):
         place = path.relative_to(SOURCES)
-        folder = (place.parent if len(place.parts) > 2 else place).as_posix()
+        folder = place.as_posix()
+        if len(place.parts) > 2:
+            folder = place.parent.as_posix()
         status = path.stat()
         line = f"{place.as_posix()}\0{_digest(path, status.st_mtime_ns, status.st_size)}\0"
         digests.setdefault(folder, hashlib.sha256()).update(line.encode())
@@ -47,12 +49,12 @@ def code_digests(entry: str, backend: str | None = None) -> dict[str, str]:
 
 @functools.cache
 def _digest(path: Path, mtime_ns: int, size: int) -> str:
-    """Return the sha256 of a file; its time and size tell when it is to be read again."""
+    """Return the sha256 of a file. Its time and size are there for the function's cache: a new one is read again."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def pinned_packages(entry: str, backend: str | None = None) -> dict[str, str]:
-    """Return the pinned version of each package that a job imports. What comes with a machine has no pin."""
+    """Return the pinned version of each package that a job imports. A machine's own packages have no pin."""
     pins = read_pins()
     return {name: pins[name] for name in sorted(third_party(reach(entry, backend)) & pins.keys())}
 
@@ -67,19 +69,16 @@ def installed_packages(entry: str, backend: str | None = None) -> dict[str, str]
 
 
 def untested() -> str | None:
-    """Return a line where transformers is another than the one of the tests.
-
-    Graphs and references are of what it traces and computes.
-    """
+    """Return a line where another transformers is installed than in the tests. Graphs and references depend on it."""
     installed = versions(["transformers"]).get("transformers")
     tested = read_pins()["transformers"]
     if installed in (None, tested):
         return None
-    return f"transformers {installed} is installed, {tested} is tested: what it exports may differ, or be refused"
+    return f"transformers {installed} is installed, {tested} is tested: its exports may differ, or be refused"
 
 
 def read_pins(path: str | os.PathLike = _PINS) -> dict[str, str]:
-    """Return the version by canonical package name of a requirements file.
+    """Return {canonical package name: version} of a requirements file.
 
     Each of its lines is `name==version`, with or without digests of files, blank or a comment.
     """

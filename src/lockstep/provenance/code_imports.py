@@ -1,4 +1,4 @@
-"""What each module of our packages imports, read from its text without importing it.
+"""The imports of each module of our packages, read from its text without importing it.
 
 A module's name in; the files that it may load, and the packages that these import, out. Imports in functions count, and
 so do modules that a text names ("lockstep.backends.*.backend"), and what `load_plugin` loads. Texts are searched, not
@@ -19,7 +19,7 @@ SOURCES = Path(__file__).resolve().parents[2]  # the folder of our packages
 PACKAGES = ("lockstep", "lockstep_gpu", "lockstep_serve")
 # Packages whose import name is not their own name.
 _DISTRIBUTIONS = {"yaml": "pyyaml", "google": "protobuf", "grpc": "grpcio"}
-# What these load when used, without an import that could be read in our code.
+# Packages that these load when used, without an import in our code.
 _LOADS = {"torch": ("onnxscript", "onnx-ir", "onnx"), "transformers": ("tokenizers", "safetensors")}
 _DATA = (".cu", ".cuh", ".html")  # that modules read, of their folder and of folders below it that hold no module
 _TYPES = re.compile(r"^if TYPE_CHECKING:\n(?:(?:[ \t].*)?\n)+", re.MULTILINE)
@@ -34,17 +34,17 @@ _PLUGIN = re.compile(r"""\bload_plugin\("(\w+)", "(\w+)"\)""")
 def imports(path: Path, with_types: bool = False) -> frozenset[str]:
     """Return the dotted names that a module imports; `from a import b` gives `a` and `a.b`.
 
-    with_types: also what only type checkers see.
+    with_types: also the imports for type checkers.
     """
     text = path.read_text(encoding="utf-8")
     if not with_types:
         text = _TYPES.sub("", text)
     names: set[str] = set()
     for module, block, line, plain in _IMPORT.findall(text):
+        imported = list(_names(block or line or plain))
         if module:
-            names.add(module)
-        prefix = f"{module}." if module else ""
-        names.update(prefix + name for name in _names(block or line or plain))
+            imported = [module, *(f"{module}.{name}" for name in imported)]
+        names.update(imported)
     for named in _NAMED.findall(text):
         names.update(_expanded(named))
     for group, name in _PLUGIN.findall(text):

@@ -1,24 +1,25 @@
-"""Two values that should be the same: what differs between them, in words."""
+"""The differences between two values that should be the same, in words."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lockstep.artifacts.statement import BuildKey
 
 ABSENT = object()
-_DIGEST = 64
+_DIGEST = re.compile("[0-9a-f]{64}")
 
 
 def changes(before: Any, after: Any) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield (place, "before -> after") of each value that differs, sorted by name."""
+    """Yield (place, "before -> after") of each value that differs, in order of names."""
     for where, old, new in differences(before, after):
         yield where, change(old, new)
 
 
 def differences(before: Any, after: Any, where: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
-    """Yield (place, before, after) of each value that differs, sorted by name. ABSENT is one that is not there."""
+    """Yield (place, before, after) of each value that differs, in order of names. A missing value is ABSENT."""
     if isinstance(before, Mapping) and isinstance(after, Mapping):
         for name in sorted({*before, *after}):
             yield from differences(before.get(name, ABSENT), after.get(name, ABSENT), (*where, str(name)))
@@ -36,21 +37,21 @@ def change(before: Any, after: Any) -> str:
 
 
 def words(value: Any) -> str:
-    """Return a value on one line. Digests are cut to what tells them apart, lists and mappings are short."""
-    if isinstance(value, str):
-        return value[:12] if len(value) == _DIGEST and all(c in "0123456789abcdef" for c in value) else value
+    """Return a value as part of a line. Of a digest the first 12 digits, of a mapping the number of its entries."""
+    if value is None:
+        return "none"
     if isinstance(value, Mapping):
         return f"{len(value)} entries"
     if isinstance(value, (list, tuple)):
         return " ".join(map(words, value))
-    return "none" if value is None else str(value)
+    text = str(value)
+    if _DIGEST.fullmatch(text):
+        return text[:12]
+    return text
 
 
 def cause(recorded: BuildKey, now: BuildKey) -> list[str]:
-    """Return why two build keys of one stage differ, in words with both values.
-
-    Inputs, options, backend, packages, code.
-    """
+    """Return a line for each difference between two build keys of one stage, in order of likely causes."""
     return lines(
         ("", recorded.names, now.names),
         ("input ", recorded.inputs, now.inputs),
@@ -62,7 +63,7 @@ def cause(recorded: BuildKey, now: BuildKey) -> list[str]:
 
 
 def lines(*parts: tuple[str, Any, Any]) -> list[str]:
-    """Return a line for each value that differs. parts: (what it is, before, after)."""
+    """Return a line for each value that differs. parts: (kind of value, before, after)."""
     texts: list[str] = []
     for what, before, after in parts:
         texts += [f"{what}{'.'.join(where)} {change}" for where, change in changes(before, after)]

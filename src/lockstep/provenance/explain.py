@@ -1,6 +1,6 @@
-"""Explain: what a run would make again of a target, and why.
+"""Explain which artefacts of a target a run would rebuild, and why.
 
-The build keys of the statements are compared with what they would be now.
+The build keys of the statements are compared with those of a run now.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Explained:
-    """A step, and why a run would make its artefact again.
-
-    There are no reasons where it would not. `unknown`: there is no statement to tell by.
-    """
+    """A step, and why a run would rebuild its artefact; without reasons it would not. unknown: it has no statement."""
 
     step: Job
     reasons: tuple[str, ...]
@@ -59,7 +56,8 @@ def explain_job(step: Job, again: Mapping[Path, str], sources: Sources) -> Expla
     if not step.output.is_file():
         return Explained(step, (f"{step.output} is not there",))
     reasons = [f"{path} is gone or cut short" for path in lost_files(step.output)]
-    reasons += ["the check has failed since"] if failed_path(step.output).is_file() else []
+    if failed_path(step.output).is_file():
+        reasons.append("the check has failed since")
     reasons += [f"reads {path.name}, which {again[path]} makes again" for path in step.inputs.values() if path in again]
     try:
         reasons += changed_files(step, sources)
@@ -67,17 +65,17 @@ def explain_job(step: Job, again: Mapping[Path, str], sources: Sources) -> Expla
     except LockstepError as error:
         return Explained(step, (*reasons, str(error)))
     if statement is None:
-        what = "is of another file" if statement_path(step.output).is_file() else "is not there"
-        reasons = reasons or [f"the statement of how {step.output.name} was made {what}"]
+        problem = "is of another file" if statement_path(step.output).is_file() else "is not there"
+        reasons = reasons or [f"the statement of how {step.output.name} was made {problem}"]
         return Explained(step, tuple(reasons), unknown=True)
     return Explained(step, tuple(reasons + cause(statement.key, _key_now(step, statement.key, again))))
 
 
 def _key_now(step: Job, recorded: BuildKey, again: Mapping[Path, str]) -> BuildKey:
-    """Return the build key as a run would have it now.
+    """Return the build key of a run now.
 
-    Inputs that are made again first stay as recorded. So do packages and the backend where the library or its device is
-    missing on this machine.
+    Inputs that would be rebuilt first stay as recorded. So do packages and the backend where the library or its device
+    is missing on this machine.
     """
     inputs = {name: content(path) for name, path in step.inputs.items() if path not in again and path.is_file()}
     recorded_inputs = {name: value for name, value in recorded.inputs.items() if step.inputs.get(name) in again}

@@ -1,7 +1,7 @@
 """The lock of a model as a type: `locks/<model>.lock.json` in and out, and the one comparison with it.
 
-A lock is flat: at each place what one artefact must be, by name, or the parameters of one check. `MadeWith` says what
-made them; it decides nothing, and names the cause where an artefact differs.
+A lock is flat: at each place the digests of one artefact, or the parameters of one check. `MadeWith` records the code
+and packages that made them; it decides nothing, and names the cause where an artefact differs.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ LOCKED = "locked"
 TERMS = "checks"
 CHECKPOINT = "checkpoint"
 ENGINES = "engines"
-_ELSEWHERE = ("source",)  # recorded where a model comes from, and not compared: it may lie elsewhere
+_ELSEWHERE = ("source",)  # the origin of a model, which is not compared: it may be another folder
 Place = str  # such as engines/fp16/onnxruntime/x86_64
 Items = Mapping[str, Any]
-_COMMITTED = "take the lock as it was committed, or delete it; `lockstep lock` writes it anew"
+_COMMITTED = "take the lock as it was committed, or delete it; `lockstep lock` writes a new one"
 _STAGE = Bound("a stage", lambda name: name.partition("/")[0] in STAGES)
 
 
@@ -34,7 +34,7 @@ _STAGE = Bound("a stage", lambda name: name.partition("/")[0] in STAGES)
 class MadeWith(JsonObject):
     """The code, packages, options and library that made a stage's artefacts.
 
-    code: sha256 of the code's digests. packages: versions by name. options: None for a check, whose options are terms.
+    code: sha256 of the code's digests. packages: {name: version}. options: None for a check, whose options are locked.
     backend: version, revision and options of the library; None where no backend takes part.
     """
 
@@ -67,10 +67,10 @@ class Comparison:
 class Lock(JsonObject):
     """The lock of a model.
 
-    made_with: what made the artefacts, by stage and backend. entries: by place what is locked there, by name: of the
-    checkpoint its source, its commit where there is one, and the sha256 of its files; of weights, graphs and engines
-    the sha256 by file; of references and golden checks token ids by prompt; of checks their parameters.
-    published: bundles in registries, by target.
+    made_with: {stage/backend: code and packages}. entries: {place: {name: locked value}}: of the checkpoint its source,
+    its commit where there is one, and the sha256 of its files; of weights, graphs and engines {file: sha256}; of
+    references and golden checks {prompt: token ids}; of checks their parameters. published: {target: bundle in a
+    registry}.
     """
 
     model: str
@@ -110,7 +110,7 @@ class Lock(JsonObject):
         return {split(where)[-1]: items for where, items in self.entries.items() if kind_of(where) == kind}
 
     def compare(self, where: Place, items: Items) -> Comparison:
-        """Compare an artefact with what is locked at its place. Every comparison with a lock is this one."""
+        """Compare an artefact with the entry of its place. Every comparison with a lock is this one."""
         locked = self.entries.get(where)
         if locked is None:
             return Comparison(False)
@@ -127,9 +127,9 @@ def kind_of(where: Place) -> str:
 
 
 def is_absent(where: Place, not_run: Iterable[str]) -> bool:
-    """Return whether nothing is made of a place where engines are not run.
+    """Return whether a place has no artefact where engines are not run.
 
-    not_run: backends, whose engines are built, and `<precision>/<backend>`, whose engines are not.
+    not_run: backends, whose engines are still built, and `<precision>/<backend>`, whose engines are not.
     """
     kind, *parts = split(where)
     return any({*parts} >= {*split(name)} and (kind != ENGINES or "/" in name) for name in not_run)
@@ -140,10 +140,7 @@ def without_places(items: Items) -> dict[str, Any]:
 
 
 def diff(first: Path, second: Path) -> list[tuple[tuple[str, ...], str]]:
-    """Return what differs between two lock files: where, and both values.
-
-    Raises InputError for a file that is no lock.
-    """
+    """Return the differences of two lock files, (place, both values). Raises InputError for a file that is no lock."""
     files = [Lock.load(path).to_json() for path in (first, second)]
     before, after = ({**file.pop(LOCKED), **file} for file in files)
     return list(changes(before, after))

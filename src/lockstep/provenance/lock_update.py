@@ -1,6 +1,6 @@
-"""What `lockstep lock` changes in a lock, and which of these changes make a check looser.
+"""The changes that `lockstep lock` makes to a lock, and which of them make a check looser.
 
-A finished results tree and the lock before it in; the lock that is to be written, and a line for each change, out.
+A finished results tree and the old lock in; the new lock, and a line for each change, out.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from lockstep.provenance.lockfile import collect, config_of
 from lockstep.stages import STAGES
 
 _EARLIER = "lockstep.lock/4"  # of Lockstep 0.2: the same, with a place for each CPU that engines were built on
-_BOUNDS = "tolerance"  # below it are the largest errors that pass; all other numbers are how much is checked
+_BOUNDS = "tolerance"  # its numbers are largest allowed errors; all other numbers are amounts that are checked
 
 
 @dataclass(frozen=True)
 class LockUpdate:
     """A lock that is to be written.
 
-    changes: a line for each place that it adds to and drops from the one before it, and for each digest, token and
-    parameter of a check that is another. looser: those of these lines that let pass what the lock before it refuses.
+    changes: a line for each place that it adds or drops, and for each digest, token and parameter of a check that it
+    changes. looser: those of these lines that accept results which the old lock rejects.
     """
 
     lock: Lock
@@ -34,17 +34,19 @@ class LockUpdate:
 
 
 def updated_lock(results: Path, model: str, out: Path) -> LockUpdate:
-    """Return the lock of the finished model `model`, and what it changes in the one at `out`, where there is one.
+    """Return the lock of the finished model `model`, and its changes to the one at `out`, where there is one.
 
-    What the machine of `results` does not make stays as it is locked, as long as it is of the same graphs: engines of
-    other devices, and checks of engines that do not run there. Raises InputError where something was not made or not
-    checked yet.
+    Entries that the machine of `results` cannot make stay as locked, as long as they are of the same graphs: engines of
+    other devices, and checks of engines that do not run there. Raises InputError where an artefact or a check is
+    missing.
     """
     lock = collect(results, model)
     if not out.is_file():
         return LockUpdate(lock)
-    is_earlier = f'"{_EARLIER}"'.encode() in out.read_bytes()
-    before = Lock.load(out, _EARLIER if is_earlier else formats.LOCK)
+    form = formats.LOCK
+    if f'"{_EARLIER}"'.encode() in out.read_bytes():
+        form = _EARLIER
+    before = Lock.load(out, form)
     lock = replace(keep_not_run(before, lock, config_of(results).not_run()), published=before.published)
     changes: list[str] = []
     looser: list[str] = []
@@ -67,17 +69,18 @@ def updated_lock(results: Path, model: str, out: Path) -> LockUpdate:
 
 
 def is_looser(where: tuple[str, ...], before: Any, after: Any) -> bool:
-    """Return whether a change at a place of a check's terms lets pass what did not pass before.
+    """Return whether a change of a check's parameter accepts results that were rejected before.
 
-    A bound is looser where it is larger, and where one is given that was measured (None) or the other way round, for
-    nobody can compare these. Any other number (limits, lengths, tokens, seconds) is looser where it is smaller, but for
-    a seed, of which none is. A prompt, an expected text or an entry that is gone is looser; another text is not, nor is
-    a new entry.
+    A larger bound is looser, and so is a fixed one instead of a measured one (None) or the reverse, which cannot be
+    compared. A smaller number of another kind (limits, lengths, tokens, seconds) is looser, but for a seed. A removed
+    prompt, expected text or entry is looser; a changed text or a new entry is not.
     """
     if before is ABSENT or (where[-1:] == ("seed",) and after is not ABSENT):
         return False
     if _is_number(before) and _is_number(after):
-        return bool(after > before) if _BOUNDS in where else bool(after < before)
+        if _BOUNDS in where:
+            return bool(after > before)
+        return bool(after < before)
     if _BOUNDS in where or _is_number(before):
         return True
     return after is ABSENT or not after
@@ -88,13 +91,13 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_of_check(where: Place) -> bool:
-    """Return whether a place holds parameters of a check, or the tokens that engines must give."""
+    """Return whether a place has parameters of a check, or the expected tokens of engines."""
     kind = split(where)[0]
     return kind == TERMS or (kind in STAGES and STAGES[kind].is_check)
 
 
 def keep_not_run(before: Lock, lock: Lock, not_run: Collection[str]) -> Lock:
-    """Return `lock` with the entries of `before` that this machine does not make, as long as graphs are the same.
+    """Return `lock` with the entries of `before` that this machine cannot make, as long as graphs are the same.
 
     These are engines of other devices, and, where engines are not run here (`Config.not_run`), their golden tokens and
     parameters of checks, what made them, and the engines where they are not built either.

@@ -1,10 +1,10 @@
-"""Checks of what is to be made, and of what was made, against the lock.
+"""Compare artefacts with the lock, before and after they are made.
 
-The first difference is named with its cause, and nothing is made from it.
+The first difference is named with its cause, and no later artefact is made from it.
 
-What can be known before the work is refused before it (`check_project`, `check_step`): the terms of the checks, the
-checkpoint's files, the device of a backend, and every file that is read. What a stage makes is compared as
-soon as it is made (`reject`). Other code and other packages are no difference while the same comes out.
+Differences that are known before the work stop it (`check_project`, `check_step`): the parameters of checks, the
+checkpoint's files, the device of a backend, and every input file. A stage's artefact is compared as soon as it is made
+(`reject`). Other code and other packages are no difference while the artefacts are the same.
 """
 
 from __future__ import annotations
@@ -30,10 +30,7 @@ if TYPE_CHECKING:
 
 
 def is_locked(config: Mapping[str, Any]) -> bool:
-    """Return whether Snakemake's config says `locked`.
-
-    The command line gives it as a text. Raises InputError for anything but true and false.
-    """
+    """Return `locked` of Snakemake's config, a text on its command line. Raises InputError for other values."""
     value = config.get("locked", False)
     is_locked = {"true": True, "false": False}.get(str(value).lower())
     if is_locked is None:
@@ -42,10 +39,7 @@ def is_locked(config: Mapping[str, Any]) -> bool:
 
 
 def find_lock(model: str, folders: Sequence[Path]) -> Path:
-    """Return the lock of a model in the first of `folders` that has one.
-
-    Each holds `locks/`. Raises InputError where none has.
-    """
+    """Return the lock of a model in `locks/` of the first of `folders` that has one. Raises InputError without one."""
     for folder in folders:
         path = lock_path(folder / "locks", model)
         if path.is_file():
@@ -58,7 +52,7 @@ def find_lock(model: str, folders: Sequence[Path]) -> Path:
 
 
 def check_project(lock_file: Path, steps: Sequence[Job], checkpoint: Sequence[Path] | None) -> None:
-    """Check before a run that nothing differs, or will differ, from the lock.
+    """Check before a run that no artefact differs, or will differ, from the lock.
 
     steps: of the targets of the lock's model. checkpoint: the model's files in a local folder, None where a job fetches
     or makes them. Raises CheckError for the first difference.
@@ -89,7 +83,7 @@ def check_project(lock_file: Path, steps: Sequence[Job], checkpoint: Sequence[Pa
 
 
 def not_in_config(lock_file: Path, targets: Collection[Target]) -> list[str]:
-    """Return what a lock holds the golden tokens of, `<precision>/<layers>/<backend>`, and no target is."""
+    """Return `<precision>/<layers>/<backend>` of golden tokens in a lock that are of no target."""
     names = {f"{target.precision}/{target.layers}/{target.backend}" for target in targets}
     start = f"{TERMS}/golden/"
     locked = [where.removeprefix(start) for where in Lock.load(lock_file).entries if where.startswith(start)]
@@ -97,7 +91,7 @@ def not_in_config(lock_file: Path, targets: Collection[Target]) -> list[str]:
 
 
 def _other_result(step: Job, lock: Lock, entries: Sequence[LockEntry]) -> str | None:
-    """Return the first difference between a job's artefact and the lock. Hash every file that the artefact names."""
+    """Return the first difference between a job's artefact and the lock, or its own manifest: every file is hashed."""
     if _is_source(step) and (line := other_commit(lock, Fetched.load(step.output).commit)):
         return line
     if line := _first_difference(entries, lock):
@@ -112,14 +106,21 @@ def _is_source(step: Job) -> bool:
     return STAGES[step.stage].output == Results.source.pattern
 
 
+<<<<<<< HEAD
 def fetch_terms(config: Config, model: str, lock_file: Path | None) -> dict[str, Any]:
     """Return the parameters by which `hub.fetch` keeps to a lock.
+=======
+def fetch_terms(config: Config, model: str, lock_file: Path | None, newest: bool = False) -> dict[str, Any]:
+    """Return the parameters of `hub.fetch` that make it follow a lock.
+>>>>>>> 0a532e96 (plain: rewrite sentences and conditions of artifacts to workflow)
 
-    check: of a folder of small files and its commit, before weights are downloaded: does the model fit the config, and
-    is its commit the locked one? commit: the locked one, where the lock is of this source; it stays, wherever its
-    branch is now.
+    check: called with a folder of small files and its commit, before weights are downloaded: does the model fit the
+    config, and is its commit the locked one? commit: the locked one, where the lock is of this source: its branch may
+    have moved.
     """
-    lock = Lock.load(lock_file) if lock_file else None
+    lock = None
+    if lock_file:
+        lock = Lock.load(lock_file)
 
     def check(folder: Path, commit: str) -> None:
         config.check_model(model, folder)
@@ -133,10 +134,10 @@ def fetch_terms(config: Config, model: str, lock_file: Path | None) -> dict[str,
 
 
 def check_step(step: Job, key: BuildKey, lock_file: Path) -> None:
-    """Check before a stage that its inputs, terms and device are as locked.
+    """Check before a stage that its inputs, parameters and device are as locked.
 
-    Raises CheckError when what it reads is not locked, or when it would be made on other terms or for another device;
-    InputError when a file that a manifest names is not the one.
+    Raises CheckError for an input that is not locked, other parameters or another device; InputError when a file of a
+    manifest has changed.
     """
     lock = Lock.load(lock_file)
     for path in step.inputs.values():
@@ -156,10 +157,7 @@ def check_step(step: Job, key: BuildKey, lock_file: Path) -> None:
 
 
 def reject(output: Path, lock_file: Path) -> str | None:
-    """Return the first difference of an artefact from the lock.
-
-    A difference takes its manifest `output` away. None when it is the locked one.
-    """
+    """Return the first difference of an artefact from the lock, and delete its manifest then; None when it is equal."""
     line = _first_difference(entries_at(output), Lock.load(lock_file))
     if line is not None:
         for path in (output, statement_path(output)):
@@ -168,12 +166,11 @@ def reject(output: Path, lock_file: Path) -> str | None:
 
 
 def _first_difference(entries: Sequence[LockEntry], lock: Lock) -> str | None:
-    """Return the first difference between an artefact's entries and a lock; None where it is as locked."""
     return next((line for entry in entries if (line := difference(lock, entry))), None)
 
 
 def _other_terms(lock: Lock, step: Job) -> str | None:
-    """Return the first of a check's terms that the config and the lock differ in. None where they agree."""
+    """Return the first parameter of a check that differs between config and lock; None where they agree."""
     if not STAGES[step.stage].is_check:
         return None
     locked = lock.entries.get(terms_place(step.stage, step.names))
@@ -185,10 +182,7 @@ def _other_terms(lock: Lock, step: Job) -> str | None:
 
 
 def difference(lock: Lock, entry: LockEntry) -> str | None:
-    """Return the first difference of an artefact from the lock.
-
-    With what else differs that may have caused it. None when it is the same.
-    """
+    """Return the first difference of an artefact from the lock, with possible causes; None when it is the same."""
     comparison = lock.compare(entry.where, entry.items)
     if not comparison.is_locked:
         return f"{entry.stage}: {entry.where} is not in the lock"
@@ -208,10 +202,7 @@ def other_commit(lock: Lock, commit: str | None) -> str | None:
 
 
 def _causes(lock: Lock, entry: LockEntry) -> str:
-    """Return what an artefact was made with that is not as in the lock.
-
-    Packages, library, whether the code is another.
-    """
+    """Return the packages, library, options and code that differ from those of the locked artefact."""
     locked = lock.made_with.get(made_by(entry.key))
     now = made_with(entry.key)
     if locked is None:

@@ -1,8 +1,8 @@
 """The lock of a finished results tree, and the artefacts of a tree as a lock holds them.
 
-The file is sorted, and is committed. Its entries say what each artefact must be, by name, and with which parameters
-each check was passed. An entry comes from the manifest of the artefact and from its statement. The lock also says,
-by stage, what made the entries (code, packages, library): this decides nothing, and names the cause of a difference.
+The file is sorted, and is committed. Its entries have the digests of each artefact, and the parameters with which each
+check passed. An entry comes from the manifest of the artefact and from its statement. The lock also records for each
+stage the code, packages and library: these decide nothing, and name the cause of a difference.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LockEntry:
-    """An artefact, or the terms of a check, as a lock holds it.
+    """An artefact, or the parameters of a check, as an entry of a lock.
 
-    where: its place in the lock. key: its build key. items: what it must be, by name.
+    where: its place in the lock. key: its build key. items: {name: locked value}.
     """
 
     where: Place
@@ -44,10 +44,10 @@ class LockEntry:
 
 
 def collect(results: Path, model: str) -> Lock:
-    """Return the lock of what is there. Raises InputError for a model that is not finished."""
+    """Return the lock of a results tree. Raises InputError for a model that is not finished."""
     tree = Results(results)
     config = config_of(results)
-    # Of several devices each machine has its own.
+    # A machine has the engines of its own devices only.
     built = [
         target
         for target in config.targets()
@@ -82,19 +82,19 @@ def lock_of(model: str, pinned: Iterable[LockEntry]) -> Lock:
 
 
 def made_by(key: BuildKey) -> str:
-    """Return the name that a lock has for what made an artefact. The stage, and the backend where one runs it."""
-    return "/".join([key.stage, *([key.names["backend"]] if "backend" in key.names else [])])
+    """Return the key of an artefact in a lock's `made_with`: the stage, and the backend where it has one."""
+    if "backend" not in key.names:
+        return key.stage
+    return f"{key.stage}/{key.names['backend']}"
 
 
 def made_with(key: BuildKey) -> MadeWith:
-    """Return the code, packages and library of a stage, as a lock holds them."""
+    """Return the code, packages and library of a stage, as in a lock."""
     backend = {name: value for name, value in (key.backend or {}).items() if name not in ("name", "device", "portable")}
-    return MadeWith(
-        sha256_json(key.code),
-        key.environment,
-        None if STAGES[key.stage].is_check else json.loads(dump_json(key.options)),
-        json.loads(dump_json(backend)) if backend else None,
-    )
+    options = None
+    if not STAGES[key.stage].is_check:  # a check's options have an entry
+        options = json.loads(dump_json(key.options))
+    return MadeWith(sha256_json(key.code), key.environment, options, json.loads(dump_json(backend)) or None)
 
 
 def terms_place(stage: str, names: Mapping[str, Any]) -> Place:
@@ -106,15 +106,12 @@ def terms_place(stage: str, names: Mapping[str, Any]) -> Place:
 
 
 def terms(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all that the config says to a check, as a lock holds it.
-
-    Tolerances, prompts, lengths, limits, expected texts.
-    """
+    """Return a check's options as in a lock: tolerances, prompts, lengths, limits, expected texts."""
     return _numbered(json.loads(dump_json(options)))
 
 
 def _numbered(value: Any) -> Any:
-    """Return a value with its lists as mappings by number. What differs in them then has a place too."""
+    """Return a value with its lists as mappings of numbers, so that a difference in them has a place too."""
     if isinstance(value, Mapping):
         return {name: _numbered(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -129,7 +126,7 @@ def lock_entries(results: Path, model: str) -> Iterator[LockEntry]:
 
 
 def readable_entries(folder: Path) -> dict[Place, LockEntry]:
-    """Return the entries below a model's folder by place, in order, without those that are damaged or being made."""
+    """Return {place: entry} below a model's folder, in order, without those that are damaged or being made."""
     entries: dict[Place, LockEntry] = {}
     for path in statements(folder):
         with contextlib.suppress(LockstepError, OSError):
@@ -138,15 +135,13 @@ def readable_entries(folder: Path) -> dict[Place, LockEntry]:
 
 
 def compared(folder: Path, lock: Lock) -> dict[Place, Comparison]:
-    """Compare the artefacts below a model's folder with its lock, by place."""
     return {where: lock.compare(where, entry.items) for where, entry in readable_entries(folder).items()}
 
 
 def entries_of(path: Path) -> list[LockEntry]:
-    """Return the entries of the statement at `path`.
+    """Return the entries of the statement at `path`; none for artefacts that are not locked, such as a report.
 
-    There are none for what is not locked, such as a report. Raises InputError or CheckError when statement and
-    manifest are damaged or do not belong together.
+    Raises InputError or CheckError when statement and manifest are damaged or do not belong together.
     """
     key = Statement.load(path).key
     manifest = path.with_name(f"{path.name.removesuffix(SUFFIX)}.json")
@@ -154,9 +149,9 @@ def entries_of(path: Path) -> list[LockEntry]:
     if stage is None or not stage.is_locked:
         return []
     if read_statement(manifest) is None:
+        actual = "another" if manifest.is_file() else "none"
         raise CheckError(
-            f"{manifest}: expected the file that {path.name} is of, found "
-            f"{'another' if manifest.is_file() else 'none'}; delete it and run again"
+            f"{manifest}: expected the file that {path.name} is of, found {actual}; delete it and run again"
         )
     pinned = []
     if stage.is_pinned:

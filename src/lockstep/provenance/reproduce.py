@@ -1,11 +1,11 @@
-"""Reproduce: a target is built again in an empty folder, by fresh processes, and compared with a lock.
+"""Build a target again in an empty folder, by new processes, and compare it with a lock.
 
-A config, a checkpoint and a lock in; for each artefact the first difference out. For a finished target its own
-results take the place of the lock.
+A config, a checkpoint and a lock in; for each artefact the first difference out. A finished target is compared with its
+own results.
 
-A round resolves, converts, exports, builds and checks in an empty results tree, from the checkpoint's files where they
-lie. Of a finished target the reference, which comes from transformers and not from us, is taken as it is, and so is the
-record of tactics that engines were built with. Nothing is taken from a cache of artefacts.
+A round resolves, converts, exports, builds and checks in an empty results tree, from the checkpoint's own files. It
+reuses the reference of a finished target, which transformers computed, and the tactics that its engines were built
+with. No cache of artefacts is used.
 """
 
 from __future__ import annotations
@@ -47,11 +47,10 @@ def reproduce(
     tell: Callable[[str], None] = lambda line: None,
     vary: bool = False,
 ) -> Reproduction:
-    """Build `target` again `rounds` times, and return what came of it.
+    """Build `target` again `rounds` times, compare it, and write and return the result (`results.reproduction`).
 
-    It is written to `results.reproduction`. config: the one that the results were made with. vary:
-    each round has other surroundings. Raises InputError where the target is not finished, CheckError where it cannot be
-    built again at all.
+    config: of the results. vary: each round has another environment. Raises InputError where the target is not
+    finished, CheckError where it cannot be built again.
     """
     engines_json = results.engines(target.model, target.precision, target.backend)
     engines = EngineSetManifest.load(engines_json)
@@ -89,7 +88,7 @@ class LockComparison:
     """An artefact compared with a lock.
 
     where: its place there. differs: the first difference; None where it is the same. is_locked: whether the lock has
-    it; engines of another device than those that it holds it has not. items: what was rebuilt, by name.
+    its place, which it has not for engines of another device. items: {name: rebuilt value}.
     """
 
     where: str
@@ -110,20 +109,23 @@ def rebuild(
     """Build and check `target` once in an empty folder, and compare each artefact with a lock.
 
     The lock may be another machine's. Resolves, converts, exports, builds, and checks where its engines run; the
-    target's results need not be there, and are not touched. checkpoint: the folder of its checkpoint. like: results
-    whose reference and record of tactics are taken as they are; without them the reference is made again too.
+    target's own results are not needed, and not touched. checkpoint: the folder of its checkpoint. like: results whose
+    reference and record of tactics are reused; without them the reference is made again too.
 
     Raises CheckError where the target cannot be built.
     """
     typed = load(config)
     is_run = typed.is_run(target)
-    only = ("convert", "build", *(["golden"] if is_run else []))
+    only = ["convert", "build"]
+    if is_run:
+        only.append("golden")
     stages = [job.stage for job in jobs(typed, Path(), [target], only=only) if not (like and job.stage == "reference")]
     with tempfile.TemporaryDirectory(prefix="lockstep-reproduce-") as empty:
         folder = Path(empty, around.folder)
         folder.mkdir(parents=True, exist_ok=True)
         tree = Results(folder / "results")
-        if like and is_run and not is_quantized(target.precision):  # which have their own
+        # The reference of quantised weights is made from them, so it is part of the round.
+        if like and is_run and not is_quantized(target.precision):
             _take_reference(like, tree, target)
         if like:
             _take_tactics(like, tree, target)
@@ -133,7 +135,9 @@ def rebuild(
             for entry in lock_entries(tree.root, target.model)
             if not entry.where.startswith(f"{TERMS}/")
         ]
-    return [*compared, *([LockComparison("golden check", True, failure, {})] if failure else [])]
+    if failure:
+        compared.append(LockComparison("golden check", True, failure, {}))
+    return compared
 
 
 def make_again(
@@ -147,7 +151,7 @@ def make_again(
 ) -> str | None:
     """Run `stages` of the target in `folder`/results, each in its own process.
 
-    checkpoint: its files. Returns the golden check's line where it did not pass, None where it did.
+    checkpoint: its folder. Returns the golden check's error, None where it passed.
     """
     tree = Results(folder / "results")
     config_file = folder / "config.json"
@@ -171,7 +175,7 @@ def make_again(
 
 
 def _config(config: Mapping[str, Any], checkpoint: Path, target: Target) -> dict[str, Any]:
-    """Return the config with this target only, and the checkpoint where it lies."""
+    """Return the config with this target only, and the checkpoint's own folder."""
     model = config["models"][target.model]
 
     def with_own_prompts(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,10 +208,7 @@ def _take_reference(results: Results, tree: Results, target: Target) -> None:
 
 
 def _take_tactics(results: Results, tree: Results, target: Target) -> None:
-    """Copy the files of a record of tactics (`tactics: record` or `verified`).
-
-    They are copies because a build may write to them.
-    """
+    """Copy the files of a record of tactics (`tactics: record` or `verified`): a build may write to them."""
     present, again = (side.engines(target.model, target.precision, target.backend) for side in (results, tree))
     for file in EngineSetManifest.load(present).details.get("tactics", {}).get("files", ()):
         path = present.with_name(file["file"])

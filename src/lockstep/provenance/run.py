@@ -1,4 +1,4 @@
-"""Run a job: make its artefact and write its statement. With a lock, nothing but what is locked is made."""
+"""Run a job: make its artefact and write its statement. With a lock, only locked artefacts are made."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from lockstep.stages import STAGES, Job
 def run(job: Job, make: Callable[[], object] | None = None, lock_file: Path | None = None, cache: str = "") -> Path:
     """Make the artefact of a job, write its statement, and return its path.
 
-    make: instead of the stage's own work. lock_file: raises CheckError for anything else than what it locks. cache: the
-    shared cache that the config names; what it has, and is locked, is taken from there. Raises InputError for an input
+    make: instead of the stage's own work. lock_file: raises CheckError where the artefact differs from it. cache: the
+    config's shared cache, from which an artefact is copied where it has it as locked. Raises InputError for an input
     that is damaged or is not the one of its statement.
     """
     stage = STAGES[job.stage]
@@ -43,7 +43,7 @@ def run(job: Job, make: Callable[[], object] | None = None, lock_file: Path | No
         if is_taken:
             statement = write_statement(job, key)
             if lock_file is not None and (line := locked.reject(job.output, lock_file)):
-                reason = f"{line} in what was taken, which is not what {lock_file} says"
+                reason = f"{line} in the cached artefact, which is not what {lock_file} says"
                 print(f"cache: {reason}; {job} is made again", file=sys.stderr)
                 is_taken = False
         if not is_taken:
@@ -66,10 +66,10 @@ def run(job: Job, make: Callable[[], object] | None = None, lock_file: Path | No
 
 
 def forget_other(job: Job) -> None:
-    """Take away the statement of what an earlier job made of something else, where this one has failed.
+    """Delete the statement of an earlier artefact of other inputs, where this job has failed.
 
-    Snakemake restores an output that it did not delete before the job, and takes the job for done: what has no
-    statement nobody reads.
+    Snakemake restores an output that it did not delete before the job, and considers the job done; no stage reads an
+    artefact without a statement.
     """
     try:
         statement = read_statement(job.output)
@@ -82,23 +82,20 @@ def forget_other(job: Job) -> None:
 
 @contextlib.contextmanager
 def _reported(job: Job) -> Iterator[None]:
-    """Leave the report of a check that fails, with the reason.
-
-    Where it fails before it has one, the reason alone is left. Not where it is interrupted.
-    """
+    """Write a report with the error of a check that fails before it has written its own, unless it is interrupted."""
     report = failed_path(job.output)
     before = _state(report)
     try:
         yield
     except (Exception, SystemExit) as error:
-        ended = error if isinstance(error, SystemExit) else None
-        if STAGES[job.stage].is_judged and _state(report) == before and not (ended and ended.code in _INTERRUPTED):
-            line = (
-                (f"{job.stage} ended with exit code {ended.code}; its log says why")
-                if ended
-                else " ".join(f"{_kind(error)}{error}".split())
-            )
-            with contextlib.suppress(InputError, OSError):  # a full disk: what was raised says so
+        is_interrupted = isinstance(error, SystemExit) and error.code in _INTERRUPTED
+        if STAGES[job.stage].is_judged and _state(report) == before and not is_interrupted:
+            line = " ".join(str(error).split())
+            if isinstance(error, SystemExit):
+                line = f"{job.stage} ended with exit code {error.code}; its log says why"
+            elif not isinstance(error, LockstepError):
+                line = f"{type(error).__name__}: {line}"
+            with contextlib.suppress(InputError, OSError):  # a full disk, which the error itself names
                 write_json(
                     report,
                     {
@@ -115,13 +112,11 @@ def _reported(job: Job) -> Iterator[None]:
 _INTERRUPTED = tuple(128 + number for number in (signal.SIGINT, *ENDING))
 
 
-def _kind(error: BaseException) -> str:
-    return "" if isinstance(error, LockstepError) else f"{type(error).__name__}: "
-
-
 def _state(path: Path) -> tuple[int, int] | None:
-    """Return what changes whenever a file is written again."""
-    return (path.stat().st_ino, path.stat().st_mtime_ns) if path.is_file() else None
+    """Return inode and time of a file, one of which changes whenever it is written again."""
+    if not path.is_file():
+        return None
+    return path.stat().st_ino, path.stat().st_mtime_ns
 
 
 def _is_stated(output: Path) -> bool:
@@ -132,13 +127,10 @@ def _is_stated(output: Path) -> bool:
 
 
 def check_input(path: Path) -> None:
-    """Raise InputError when the manifest `path` is not the one of its statement.
-
-    It is damaged, put there by hand, or left by a stage that was killed.
-    """
+    """Raise InputError when the manifest `path` is not the one of its statement: damaged, edited, or half made."""
     statement = statement_path(path)
     if path.suffix != ".json" or not path.is_file():
-        return  # an absent one is named by whoever reads it
+        return  # the stage itself reports a missing one
     if not statement.is_file():
         raise InputError(
             f"{path}: expected its statement {statement.name} in the same folder, found none: nothing says how "

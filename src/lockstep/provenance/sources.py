@@ -1,6 +1,6 @@
-"""The user's files that stages read, and what has changed in them since.
+"""The user's files that stages read, and their changes since.
 
-A step and the places of its model's files in; the files, or what has changed in them, out. Dates decide nothing.
+A step and the places of its model's files in; the files, or their changes, out. Digests decide, not dates.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class Sources:
     """The places of a model's files.
 
-    folder: of its checkpoint; None where it is not there yet. fetched: the manifest of a job that brings it. made_of:
-    the GGUF file, or the config.json of random weights. adapters: folders by name.
+    folder: of its checkpoint; None where it is not there yet. fetched: the manifest of the job that fetches it.
+    made_of: the GGUF file, or the config.json of random weights. adapters: {name: folder}.
     """
 
     folder: Path | None = None
@@ -43,7 +43,7 @@ class Sources:
     def of(
         cls, config: Config, model: str, results: Results, place: Path | None, adapters: Mapping[str, Path]
     ) -> Sources:
-        """Return the places of a model of the config. place: what `Config.check_sources` gives for it."""
+        """Return the places of a model of the config. place: of `Config.check_sources`."""
         if isinstance(parse_source(config.models[model].source), FolderSource):
             return cls(place, adapters=adapters)
         fetched = results.source(model)
@@ -52,10 +52,7 @@ class Sources:
 
 
 def changed_files(step: Job, sources: Sources) -> list[str]:
-    """Return what has changed in the files that a step made its output of.
-
-    A line each. Raises LockstepError for files that cannot be what the step reads.
-    """
+    """Return a line for each changed file of a step's inputs. Raises LockstepError for files that it cannot read."""
     read = STAGES[step.stage].rule.files.values()
     changed = {"sides": _changed_checkpoint, "path": _changed_source, "folders": _changed_adapters}
     lines: list[str] = []
@@ -88,11 +85,11 @@ def _changed_source(step: Job, sources: Sources) -> Iterator[str]:
         return
     checkpoint = folder_of(step.output)
     tokenizer = place.with_name("tokenizer.json")
-    if _json(place) != _json(checkpoint / "config.json"):  # which is written in its own form
+    if _json(place) != _json(checkpoint / "config.json"):  # as JSON: the copy is written in canonical form
         yield f"{place} changed"
     if tokenizer.is_file():
         written = checkpoint / tokenizer.name
-        recorded = {tokenizer.name: digest(written)} if written.is_file() else {}
+        recorded = {path.name: digest(path) for path in (written,) if path.is_file()}
         yield from _differences(tokenizer.parent, recorded, {tokenizer.name: tokenizer})
 
 
@@ -116,4 +113,6 @@ def _differences(folder: Path, recorded: Mapping[str, str], present: Mapping[str
 
 
 def _json(path: Path) -> Any:
-    return read_json(path) if path.is_file() else None
+    if not path.is_file():
+        return None
+    return read_json(path)

@@ -1,8 +1,7 @@
-"""The build key of an artefact, and its statement: `assembly.statement.json` beside `assembly.json`.
+"""The build key of an artefact, and its statement: `assembly.statement.json` next to `assembly.json`.
 
-A job in. Its statement says what its artefact was made of: the digests of the inputs, the options, the code of the
-stage, the versions of its packages, for what a backend makes its version and device, and the digest of each file that
-came out.
+A job in. Its statement records the digests of the inputs, the options, the code of the stage, the versions of its
+packages, the version and device of a backend, and the digest of each output file.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,9 @@ from lockstep.targets import Results
 
 
 def build_key(step: Job) -> BuildKey:
-    """Return the build key of `step`: all that decides what it makes."""
+    """Return the build key of `step`: all that decides its artefact."""
     stage = STAGES[step.stage]
     backend = step.backend
-    identity_of_backend = backend_identity(step) if backend else None
     return BuildKey(
         stage=step.stage,
         # Results do not depend on the model's name, except for reports, which contain it.
@@ -39,15 +38,14 @@ def build_key(step: Job) -> BuildKey:
         options=dict(step.options),
         code=code_identity.code_digests(stage.module, backend),
         environment=code_identity.installed_packages(stage.module, backend),
-        backend=identity_of_backend,
+        backend=backend_identity(step) if backend else None,
     )
 
 
 def backend_identity(step: Job) -> dict[str, Any]:
     """Return the library and the device that the step's engines are for.
 
-    Raises InputError where the library is not installed, and where this machine has not the device that the config
-    names.
+    Raises InputError where the library is not installed, and where this machine does not have the config's device.
     """
     if step.device:
         _check_device(step, step.device)
@@ -72,8 +70,9 @@ def _check_device(step: Job, device: Mapping[str, str]) -> None:
 
 def write_statement(step: Job, key: BuildKey) -> Statement:
     """Write the statement of `step`, and return it. The step has just made its output with `key`."""
-    sources = tuple(_sources(step)) if STAGES[step.stage].builds_engines else ()
-    statement = Statement(key, outputs_of(step.output), sources)
+    statement = Statement(key, outputs_of(step.output))
+    if STAGES[step.stage].builds_engines:
+        statement = replace(statement, sources=tuple(_sources(step)))
     statement.save(statement_path(step.output))
     for name in (f"{step.output.stem}.build.json", "provenance.json"):  # of Lockstep 0.2
         step.output.with_name(name).unlink(missing_ok=True)
@@ -81,13 +80,14 @@ def write_statement(step: Job, key: BuildKey) -> Statement:
 
 
 def outputs_of(manifest: Path) -> dict[str, str]:
-    """Return the hex sha256 of an artefact's files, by path.
+    """Return {path relative to the manifest's folder: hex sha256} of the manifest and its files in this folder.
 
-    Paths are relative to the manifest's folder: of the manifest, and of those that it names as its own. The digests of
-    the latter are those of the manifest: who made it has just hashed them. Files of another folder are not its own.
+    The digests of files are those in the manifest: the stage has just hashed them.
     """
     outputs = {manifest.name: digest(manifest)}
-    for file in named_files(manifest) if manifest.suffix == ".json" else ():
+    if manifest.suffix != ".json":
+        return outputs
+    for file in named_files(manifest):
         name = Path(os.path.relpath(file.path, manifest.parent))
         if name.parts[0] != "..":
             outputs.setdefault(name.as_posix(), file.sha256)
@@ -95,9 +95,9 @@ def outputs_of(manifest: Path) -> dict[str, str]:
 
 
 def _sources(step: Job) -> Iterator[dict[str, Any]]:
-    """Yield descriptors of what engines are built from: graphs, and the config and tokenizer that those were made of.
+    """Yield descriptors of the files that engines are built from: graphs, and the config and tokenizer of these.
 
-    Weights are none of them, for engines hold none.
+    Not of weights, which engines do not contain.
     """
     assembly = step.inputs["assembly"]
     for path, sha256 in [(assembly, digest(assembly)), *((file.path, file.sha256) for file in named_files(assembly))]:
@@ -109,32 +109,35 @@ def _sources(step: Job) -> Iterator[dict[str, Any]]:
     value = CheckpointManifest.load(manifest)
     origin = purl(value.source, results.source(step.names["model"]))
     for file in value.files:
-        about = {"uri": f"{origin}#{file.path}"} if origin else {}
-        yield {"name": f"checkpoint/{file.path}", **about, "digest": {"sha256": file.sha256}}
+        descriptor: dict[str, Any] = {"name": f"checkpoint/{file.path}", "digest": {"sha256": file.sha256}}
+        if origin:
+            descriptor["uri"] = f"{origin}#{file.path}"
+        yield descriptor
 
 
 def purl(source: str, fetched: Path) -> str | None:
-    """Return the package URL of a model on the hub at its commit.
-
-    None for a folder, whose files are known by their digests.
-    """
+    """Return the package URL of a model on the hub at its commit; None for a folder, which has digests only."""
     kind = parse_source(source)
     if not isinstance(kind, HubSource) or not fetched.is_file():
         return None
     commit = read_json(fetched).get("commit")
-    return f"pkg:huggingface/{kind.repository}@{commit}" if commit else None
+    if not commit:
+        return None
+    return f"pkg:huggingface/{kind.repository}@{commit}"
 
 
 def read_statement(output: Path) -> Statement | None:
-    """Return the statement of the manifest `output`.
+    """Return the statement of the manifest `output`; None where it is missing, or of another file.
 
-    None where there is none, or where it is of another file. Raises InputError when it is damaged.
+    Raises InputError when it is damaged.
     """
     path = statement_path(output)
     if not path.is_file():
         return None
     statement = Statement.load(path)
-    return statement if output.is_file() and statement.outputs.get(output.name) == digest(output) else None
+    if not output.is_file() or statement.outputs.get(output.name) != digest(output):
+        return None
+    return statement
 
 
 def statements(folder: Path) -> Iterator[Path]:

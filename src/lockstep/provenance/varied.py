@@ -1,4 +1,4 @@
-"""Surroundings of a build that must not change its bytes, as reprotest varies them."""
+"""Environments of a build that must not change its bytes, varied as by reprotest."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _UMASKS = (0o022, 0o077, 0o002)
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Of a round: a folder below an empty one, in which it works, and what processes there start with (-1: as here)."""
+    """The environment of a round: its working folder below an empty one, variables and umask (-1: this process's)."""
 
     folder: str = "."
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -37,7 +37,7 @@ AS_HERE = Surroundings()
 
 
 def surroundings(number: int) -> Surroundings:
-    """Return what round `number`, from 1 on, differs in from the one before."""
+    """Return the environment of round `number`, from 1 on, which differs in all from the round before."""
     place = number % len(_FOLDERS)
     variables = {name: values[place] for name, values in _VARIABLES.items()}
     variables["PATH"] = os.pathsep.join([f"/round/{number}", os.environ.get("PATH", os.defpath)])

@@ -1,9 +1,9 @@
-"""Verify: whether each artefact of a results tree is as stated and as locked.
+"""Verify that each artefact of a results tree is as in its statement and as locked.
 
 A results tree, and locks, in; a finding for each artefact out. Only the standard library, at the speed of the disk.
 
-Each file is compared with the statement of how it was made, and each artefact against the lock. `same`: bytes as
-stated, and as locked. `different`, `missing`: not so. `unknown`: nothing says what it should be.
+Each file is compared with its statement, and each artefact with the lock. `same`: as stated, and as locked.
+`different`, `missing`: not so. `unknown`: neither has it.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ def verify(
 ) -> list[Finding]:
     """Compare a results tree with its statements, and models with their locks.
 
-    locks: lock file by model. `models`: only these, by default all. `deep`: large files are hashed also where size and
-    times say that they did not change.
+    locks: {model: lock file}. models: only these, by default all. deep: hash large files also where size and times have
+    not changed since the last time.
     """
     results = Path(os.path.realpath(results))
     folders = [results / model for model in models]
     if not models and results.is_dir():
         folders = sorted(path for path in results.iterdir() if path.is_dir() and path.name not in _NO_MODELS)
-    config = results / "config.json"
-    findings = _files(results, sorted(results.glob(f"*{SUFFIX}")), [config] if os.path.lexists(config) else [], deep)
+    config = [path for path in (results / "config.json",) if os.path.lexists(path)]
+    findings = _files(results, sorted(results.glob(f"*{SUFFIX}")), config, deep)
     for folder in folders:
-        linked = Path(os.path.realpath(folder))  # manifests name places outside of it relative to where it lies
+        linked = Path(os.path.realpath(folder))  # paths in its manifests are relative to the real folder
         findings += _files(results, list(statements(linked)), list(_walk(linked)), deep)
         if folder.name in locks:
             findings += _locked(folder, locks[folder.name])
@@ -76,10 +76,7 @@ def verify(
 
 
 def _files(results: Path, stated: list[Path], present: list[Path], deep: bool) -> list[Finding]:
-    """Return findings on every file of a model.
-
-    Those that its statements and manifests name, manifests with a digest, and those of `present` that nothing names.
-    """
+    """Return findings on the files of statements and manifests, and on those of `present` that none of them has."""
     expected: dict[str, str] = {}
     findings: list[Finding] = []
     for path in stated:
@@ -96,7 +93,7 @@ def _files(results: Path, stated: list[Path], present: list[Path], deep: bool) -
 
 
 def _of_statement(path: Path) -> Iterator[Expected]:
-    """Yield the files that a statement says came out. Also those that the manifest names elsewhere: a checkpoint's."""
+    """Yield the output files of a statement, and those of its manifest in other folders, such as a checkpoint's."""
     manifest = path.with_name(f"{path.name.removesuffix(SUFFIX)}.json")
     outputs = Statement.load(path).outputs
     yield from (Expected(path.parent / name, sha256) for name, sha256 in outputs.items())
@@ -117,15 +114,12 @@ def _compare(path: Path, sha256: str, results: Path, deep: bool) -> Finding:
 
 
 def _alone(path: Path, results: Path) -> Finding:
-    """Return the finding on a file that no statement names.
-
-    A manifest that is no result but a measurement, such as a speed, still has its digest.
-    """
+    """Return the finding on a file that no statement names. A measurement, such as a speed, has its own digest."""
     name = _name(path, results)
     if not path.is_file():
         return Finding(UNKNOWN, name, f"no statement names it; it is {describe(path)}")
     if path.name.endswith(".build.json") or path.name == "provenance.json":
-        return Finding(UNKNOWN, name, "of Lockstep 0.2: `lockstep run` makes a statement in its place")
+        return Finding(UNKNOWN, name, "of Lockstep 0.2: `lockstep run` replaces it by a statement")
     try:
         if path.suffix == ".json" and DIGEST_KEY.encode() in path.read_bytes():
             value = read_json(path)
@@ -140,10 +134,7 @@ _MEASURED = (formats.SPEED, formats.REPRODUCTION)
 
 
 def _locked(folder: Path, lock_file: Path) -> list[Finding]:
-    """Return findings on each entry of the lock against the tree.
-
-    And on each artefact of the tree that the lock does not have.
-    """
+    """Return findings on each entry of the lock, and on each artefact of the tree that the lock does not have."""
     try:
         lock = Lock.load(lock_file)
     except InputError as error:
@@ -152,27 +143,25 @@ def _locked(folder: Path, lock_file: Path) -> list[Finding]:
     # A tree holds the engines of one device, a lock those of several.
     built = {kind_of(where) for where in comparisons if where.startswith(f"{ENGINES}/")}
     absent = _not_run(folder.parent)
-    lost = [
-        where
-        for where in lock.entries
-        if where not in comparisons and kind_of(where) not in built and not is_absent(where, absent)
-    ]
-    findings = [
-        Finding(MISSING, where, "locked, and not there, or in another version's format; run `lockstep run`")
-        for where in lost
-    ]
+    findings = []
+    for where in lock.entries:
+        if where not in comparisons and kind_of(where) not in built and not is_absent(where, absent):
+            reason = "locked, and not there, or in another version's format; run `lockstep run`"
+            findings.append(Finding(MISSING, where, reason))
     for where, comparison in comparisons.items():
+        reason = "; ".join(f"{'.'.join(at)} {change}" for at, change in comparison.changes)
         if not comparison.is_locked:
             findings.append(Finding(UNKNOWN, where, "not in the lock"))
+        elif reason:
+            findings.append(Finding(DIFFERENT, where, reason))
         else:
-            reason = "; ".join(f"{'.'.join(at)} {change}" for at, change in comparison.changes)
-            findings.append(Finding(DIFFERENT if reason else SAME, where, reason))
+            findings.append(Finding(SAME, where))
     named = [replace(finding, name=f"{folder.name}: {finding.name}") for finding in findings]
     return sorted(named, key=lambda finding: finding.name)
 
 
 def _not_run(results: Path) -> Collection[str]:
-    """Return what does not run on the machine of a results tree, as its summary names it; a damaged one names none."""
+    """Return `not_run` of a results tree's summary; a damaged one has none."""
     try:
         return Summary.load(Results(results).summary()).not_run
     except InputError:
@@ -180,10 +169,7 @@ def _not_run(results: Path) -> Collection[str]:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Yield the files of a model's results, and folders that lie where a document should.
-
-    Without temporary ones and without a fetched checkpoint's, which its manifest names.
-    """
+    """Yield the files of a model's results but temporary ones, and folders with the name of a document."""
     for path in sorted(folder.rglob("*")):
         if (
             (not path.is_dir() or path.suffix == ".json")
@@ -196,7 +182,9 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 def _name(path: Path, results: Path) -> str:
     relative = os.path.relpath(path, results)
-    return str(path) if relative.startswith("..") and os.path.isabs(path) else relative
+    if relative.startswith("..") and os.path.isabs(path):
+        return str(path)
+    return relative
 
 
 def _reason(error: Exception) -> str:

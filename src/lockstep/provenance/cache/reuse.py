@@ -29,7 +29,9 @@ def cache_for(step: Job, configured: str) -> Cache | None:
 
     Raises InputError for a place where no cache can be.
     """
-    folder = cache_folder(configured) if STAGES[step.stage].is_cached else None
+    folder = None
+    if STAGES[step.stage].is_cached:
+        folder = cache_folder(configured)
     return Cache(folder) if folder else None
 
 
@@ -59,9 +61,9 @@ def take(cache: Cache | None, step: Job, key: BuildKey) -> bool:
 
 
 def put(cache: Cache | None, step: Job, statement: Statement) -> None:
-    """Put what `step` has just made, and what its statement lists, into the cache.
+    """Put the new artefact of `step`, with the files of its statement, into the cache.
 
-    Not what names files elsewhere: it is right in one place only.
+    Not one that names files of other folders: it is valid in one place only.
     """
     if cache is None or not _is_whole(step.output, statement.outputs):
         return
@@ -106,17 +108,14 @@ def _restore(cache: Cache, step: Job, entry: Statement) -> None:
 
 
 def _is_whole(manifest: Path, outputs: Mapping[str, str]) -> bool:
-    """Return whether all that a manifest names is among `outputs`. outputs: sha256 by path relative to it."""
+    """Return whether all files of a manifest are among `outputs`, {path relative to it: sha256}."""
     return all(
         outputs.get(os.path.relpath(file.path, manifest.parent)) == file.sha256 for file in named_files(manifest)
     )
 
 
 def _check_unchanged(step: Job, key: BuildKey) -> None:
-    """Raise InputError when inputs or code changed since the key was computed.
-
-    The artefact may then have been made of others.
-    """
+    """Raise InputError when inputs or code changed since the key was computed: the artefact may be of the new ones."""
     inputs = {path: (content(path), key.inputs[name]) for name, path in step.inputs.items()}
     code = code_identity.code_digests(STAGES[step.stage].module, step.backend)
     parts = {Path(part): (digest, key.code.get(part)) for part, digest in code.items()}

@@ -1,11 +1,11 @@
 """The folder of a cache: blobs by their sha256, entries by their build key.
 
-Files in, verified copies out; only the standard library. An entry is the statement of what was made, whose subjects
-are blobs.
+Files in, verified copies out; only the standard library. An entry is the statement of an artefact, whose subjects are
+blobs.
 
 Files are written to a temporary name in the same folder, flushed and renamed, so that others see them whole or not at
-all. Names of temporary files are random: process ids of two machines may be equal. What is found damaged is deleted
-where that is possible, and never used.
+all. Names of temporary files are random: process ids of two machines may be equal. Damaged files are never used, and
+deleted where that is allowed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ VARIABLE = "LOCKSTEP_CACHE"
 def cache_folder(configured: str = "") -> Path | None:
     """Return the folder of the cache; None for none.
 
-    LOCKSTEP_CACHE where it is set, also to nothing, else what the config says. The variable wins because where a cache
-    lies is a matter of the machine, and a config is shared. Raises InputError where no folder can be.
+    LOCKSTEP_CACHE where it is set, also to nothing, else the config's. The variable wins because the place of a cache
+    depends on the machine, and a config is shared. Raises InputError where no folder can be.
     """
     where = VARIABLE if VARIABLE in os.environ else "config: cache"
     text = os.environ.get(VARIABLE, configured)
@@ -81,7 +81,7 @@ class Cache:
     def take(self, sha256: str, target: Path) -> None:
         """Copy a blob to the new file `target`.
 
-        Raises InputError, and deletes the blob, when it is not what its name says.
+        Raises InputError, and deletes the blob, when it does not have the digest in its name.
         """
         source = self.blob_path(sha256)
         shutil.copyfile(source, target)
@@ -94,7 +94,7 @@ class Cache:
         """Put the file `source` in, unless it is there, whole. Raises InputError when it is not of this sha256."""
         path = self.blob_path(sha256)
         if size_of(path) == source.stat().st_size and sha256_file(path) == sha256:
-            return touch(path)  # young again: nobody drops it before its entry is written
+            return touch(path)  # so that no other process prunes it before its entry is written
         with atomic_path(path, secrets.token_hex(8)) as temporary:
             shutil.copyfile(source, temporary)
             actual = sha256_file(temporary)
@@ -107,12 +107,12 @@ class Cache:
 
 
 def delete(path: Path) -> None:
-    """Delete a file that is worth nothing. Where that is not allowed it stays, and is not used either."""
+    """Delete a damaged or unused file where that is allowed."""
     with contextlib.suppress(OSError):
         path.unlink()
 
 
 def touch(path: Path) -> None:
-    """Note that a file was used; in a cache that cannot be written nothing is noted."""
+    """Set the time of a file's last use, where the cache can be written."""
     with contextlib.suppress(OSError):
         os.utime(path)

@@ -6,6 +6,7 @@ entry yet and temporary files are being written, and stay for an hour.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import time
@@ -39,8 +40,7 @@ class Used:
 class Contents:
     """The contents of a cache. Entries are by stage, in each those used last first.
 
-    damaged: a line for each path that is of no use. blobs: size by sha256 of the files there. temporary: files in the
-    making or left over.
+    damaged: {path: reason}. blobs: {sha256: size}. temporary: files that are being written, or left over.
     """
 
     entries: list[Used] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Pruned:
 
 
 def scan(cache: Cache) -> Contents:
-    """Return what is in the cache, by name and size. Raises InputError where there is no folder."""
+    """Return the contents of the cache, by names and sizes alone. Raises InputError where there is no folder."""
     if not cache.folder.is_dir():
         raise InputError(
             f"{cache.folder}: expected a cache, found no folder; it is made when something is first put into it"
@@ -99,16 +99,18 @@ def verify(cache: Cache) -> list[str]:
         damages = pool.map(lambda sha256: _damage(cache.blob_path(sha256)), contents.blobs)
     lines = [line for line in damages if line]
     for path, line in contents.damaged.items():
-        lines.append(line if str(path) in line else f"{path}: {line}")
+        if str(path) not in line:
+            line = f"{path}: {line}"
+        lines.append(line)
     return lines
 
 
 def _damage(path: Path) -> str | None:
-    try:
+    with contextlib.suppress(FileNotFoundError):  # another machine prunes
         actual = sha256_file(path)
-    except FileNotFoundError:
-        return None  # another machine prunes
-    return None if actual == path.name else f"{path}: expected sha256 {path.name}, found {actual}"
+        if actual != path.name:
+            return f"{path}: expected sha256 {path.name}, found {actual}"
+    return None
 
 
 def prune(cache: Cache, max_size: float | None = None, older_than: float | None = None) -> Pruned:
@@ -138,7 +140,7 @@ def prune(cache: Cache, max_size: float | None = None, older_than: float | None 
     for path in contents.damaged:
         delete(path)
         pruned.entries += not path.exists()
-    named = scan(cache).named  # with what others have put meanwhile
+    named = scan(cache).named  # once more: others may have added entries meanwhile
     for path in [*map(cache.blob_path, contents.blobs.keys() - named), *contents.temporary]:
         try:
             stat = path.stat()
@@ -146,8 +148,8 @@ def prune(cache: Cache, max_size: float | None = None, older_than: float | None 
             is_unused = stat.st_mtime <= dropped.get(path.name, -math.inf)
             if is_unused or now - stat.st_mtime > IN_THE_MAKING:
                 path.unlink()
-                pruned.files = pruned.files + 1
-                pruned.size = pruned.size + stat.st_size
+                pruned.files += 1
+                pruned.size += stat.st_size
         except FileNotFoundError:
             continue  # another machine prunes
     return pruned
@@ -166,8 +168,11 @@ def summary(contents: Contents) -> str:
 
 def bytes_text(size: float) -> str:
     """Return a number of bytes in words, `8.2 MB`, in powers of 1000."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+    if size < 1000:
+        return f"{size:.0f} B"
+    for unit in ("kB", "MB", "GB"):
         size /= 1000
+        if size < 1000:
+            return f"{size:.1f} {unit}"
+    size /= 1000
     return f"{size:.1f} TB"
