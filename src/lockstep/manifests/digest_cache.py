@@ -1,9 +1,8 @@
 """A cache of file digests, and checks of files against recorded digests.
 
-A path and its digest in; nothing out, or one line that names the file. Small files are hashed each time. A large one is
-hashed once: its digest is kept with its size and times in the user's cache, and while these stay as they were that
-digest holds. `deep` hashes in any case. What is kept speeds things up and decides nothing else: it may be deleted at
-any time.
+A path and its digest in; nothing out, or an error that names the file. Small files are hashed each time. A large one is
+hashed once: its digest is kept with its size and times in the user's cache, and is valid while these do not change.
+`deep` hashes in any case. The cache only saves time, and may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from lockstep.artifacts.files import check_file, read_json, sha256_file, write_j
 from lockstep.artifacts.places import StoredFile
 from lockstep.errors import InputError
 
-LARGE = 16 << 20  # hashed in about 10 ms: below this, looking at times saves nothing that is felt
+LARGE = 16 << 20  # bytes, hashed in about 10 ms: for smaller files a cache would save no noticeable time
 THREADS = min(8, os.cpu_count() or 1)
 
 
@@ -37,17 +36,15 @@ class Expected:
 
 
 def digest(path: str | os.PathLike, deep: bool = False) -> str:
-    """Return the hex sha256 of a file.
+    """Return the hex sha256 of a file. A large file that has not changed since it was hashed is not read.
 
-    A large file that has not changed since it was hashed is not read. Raises FileNotFoundError, and InputError for what
-    is no file.
+    Raises FileNotFoundError, and InputError for a path that is no regular file.
     """
     path = os.path.realpath(path)
     before = _state(path)
     if before["size"] < LARGE:
         return sha256_file(path)
-    record = None if deep else _recall(path, before)
-    if record is not None:
+    if not deep and (record := _recall(path, before)):
         return record
     sha256 = sha256_file(path)
     # A file that was written to meanwhile is hashed again by the next reader.
@@ -57,10 +54,7 @@ def digest(path: str | os.PathLike, deep: bool = False) -> str:
 
 
 def remember(path: str | os.PathLike, sha256: str) -> None:
-    """Keep the digest of a file that this process has just written or hashed.
-
-    The next reader then need not hash it.
-    """
+    """Keep the digest of a file that this process has just written or hashed, so that no reader need hash it."""
     path = os.path.realpath(path)
     state = _state(path)
     if state["size"] >= LARGE:
@@ -95,8 +89,8 @@ def check_size(path: Path, size: int | None, remedy: str) -> None:
     try:
         actual_size = check_file(path).st_size
     except FileNotFoundError:
-        what = "a file" if size is None else f"a file of {size} bytes"
-        raise InputError(f"{path}: expected {what}, found none; restore it or {remedy}") from None
+        expected = "a file" if size is None else f"a file of {size} bytes"
+        raise InputError(f"{path}: expected {expected}, found none; restore it or {remedy}") from None
     if size is not None and actual_size != size:
         raise InputError(
             f"{path}: expected {size} bytes, found {actual_size}: the file has changed; restore it or {remedy}"
@@ -112,9 +106,9 @@ def size_of(path: str | os.PathLike) -> int | None:
 
 
 def _state(path: str) -> dict[str, int]:
-    """Return the size, the times and the inode by which a change of a file is seen.
+    """Return size, inode and times of a file, one of which changes with its content.
 
-    Two times: a program may set the first back, not the second, which also changes with the inode.
+    Two times: a program may set back the first, but not the second.
     """
     stat = check_file(path)
     return {"size": stat.st_size, "inode": stat.st_ino, "mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns}

@@ -17,7 +17,7 @@ from lockstep.errors import InputError
 from lockstep.manifests.digest_cache import Expected, digest, size_of
 
 _NAMES = ("file", "graph", "path")
-# What of a manifest is no content: places, and whose CPU it was. By format.
+# {format: keys that are no content: paths and origins, and the CPU of the builder}.
 _NO_CONTENT = {
     formats.CHECKPOINT: ("source", "folder", "commit"),
     formats.SOURCE: ("source", "commit"),
@@ -67,14 +67,13 @@ def named_files(manifest: str | os.PathLike) -> list[Expected]:
 
 @contextlib.contextmanager
 def manifest_entries(manifest: Path) -> Iterator[None]:
-    """Raise InputError, naming the manifest, for an entry that is absent or mistyped.
-
-    For code that takes the entries of a manifest as what they should be.
-    """
+    """Raise InputError, naming the manifest, for an entry that is absent or mistyped: for code that does not check."""
     try:
         yield
     except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        reason = f"no {error}" if isinstance(error, KeyError) else "entries of another type"
+        reason = "entries of another type"
+        if isinstance(error, KeyError):
+            reason = f"no {error}"
         raise InputError(
             f"{manifest}: expected a manifest of this version, found {reason}; delete it and run again"
         ) from None
@@ -100,16 +99,16 @@ def failed_path(out: str | os.PathLike) -> Path:
 
 
 def content(path: Path) -> str:
-    """Return the hex sha256 of what a manifest says, or of a file's bytes.
+    """Return the hex sha256 of a manifest's content, or of another file's bytes.
 
-    Where files lie is no content, for they are named with their digests.
+    Paths of files are no content: the files are in it by their digests.
     """
     if path.suffix != ".json":
         return digest(path)
     value = read_json(path)
-    kind = value.get("format") if isinstance(value, dict) else None
-    if kind is None:
+    if not isinstance(value, dict) or value.get("format") is None:
         return digest(path)
+    kind = value["format"]
     value = _without(value, _NO_CONTENT.get(kind, ()))
     with manifest_entries(path):
         if kind == formats.ADAPTERS:

@@ -1,8 +1,8 @@
-"""Which files in a manifest's folder belong to it.
+"""The files in a manifest's folder that belong to it.
 
-Before new files are written there, those of an earlier manifest are found stale, and a file that belongs to someone
-else is an error. A file belongs to a manifest that names it, or whose list of files being written (`replacing`) does:
-a process that is killed leaves both the files and that list.
+Before new files are written there, those of an earlier manifest are stale, and any other file of the same name is an
+error. A file belongs to a manifest that names it, or whose list of files being written (`replacing`) does: a process
+that is killed leaves both the files and that list.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def stale_files(manifest: Path, names: Collection[str]) -> list[Path]:
 
 
 def clear_unnamed(manifest: Path, is_left: Callable[[Path], bool]) -> None:
-    """Delete what killed stages left in the folder of a manifest, which no one else writes to.
+    """Delete the leftovers of killed stages in the folder of a manifest, which no other program writes to.
 
-    is_left: whether a file that the manifest does not name is one of theirs. Temporary files and folders are.
+    is_left: whether a file that the manifest does not name is one of them. Temporary files and folders are.
     """
     current = _own_files(manifest) | {manifest.name}
     if not manifest.parent.is_dir():
@@ -89,7 +89,7 @@ def _list_of_writes(manifest: Path) -> Path:
 def _strings(path: Path) -> set[str]:
     """Return all strings of a JSON document; none where it cannot be read.
 
-    So files are also known that a manifest names which is of another version, or was edited.
+    Not only its file names: the manifest may be of another version, or edited.
     """
 
     def walk(value: Any) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The stages: each file of this folder that has one, in the order of the way that data flows."""
+"""The stages: each file of this folder that has one, each after those whose artefacts it reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ __all__ = ["STAGES", "Job", "Stage", "jobs"]
 
 
 def _in_order() -> dict[str, Stage]:
-    """Return all stages by name, each after those whose artefacts it reads."""
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
     stages = {kind.name: kind() for kind in sorted(Stage.classes, key=lambda kind: kind.name)}
@@ -49,8 +48,8 @@ def jobs(
 ) -> list[Job]:
     """Return the jobs of some targets, each once, after those that it reads from.
 
-    root: of the results tree. files: of each model, as `model_files` has them. only: the jobs of these stages and
-    what they need, of targets whose engines run.
+    root: of the results tree. files: `model_files` of each model. only: the jobs of these stages and their inputs, of
+    targets whose engines run.
     """
     jobs_by_key: dict[tuple[str, ...], Job] = {}
 

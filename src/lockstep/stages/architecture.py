@@ -13,5 +13,8 @@ class Architecture(Stage):
         from lockstep.artifacts.fetched import folder_of
 
         fetched = job.inputs.get("fetched")
-        folder = folder_of(fetched) if fetched else Path(job.files["sides"][0]).parent
+        if fetched:
+            folder = folder_of(fetched)
+        else:
+            folder = Path(job.files["sides"][0]).parent
         checkpoint.resolve_architecture(job.options["source"], folder, job.output)

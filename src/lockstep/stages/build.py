@@ -31,10 +31,10 @@ class Build(Stage):
 
 
 def engines_place(names: Mapping[str, Any], backend: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return where a lock holds engines. backend: its identity.
+    """Return the place of engines in a lock. backend: its identity.
 
-    The place ends with what their bytes depend on: the architecture or name of the device, and of a backend that is not
-    portable the first digits of the sha256 of all that must be equal.
+    It ends with the device that their bytes depend on: its architecture or name, and for a backend that is not portable
+    the first digits of the sha256 of all that must be equal.
     """
     device = backend["device"]
     name = str(device.get("architecture") or device.get("name") or backend["name"])

@@ -7,7 +7,6 @@ from lockstep.stages.stage import Job, Stage
 
 class Fetch(Stage):
     def run(self, job: Job) -> None:
-        """given: parameters of `hub.fetch`."""
         from lockstep.checkpoint import hub
 
         hub.fetch(job.options["source"], job.output, **job.extra)

@@ -1,6 +1,6 @@
 """The user's files that jobs of a model read: a checkpoint's, a GGUF file, adapters.
 
-A config in, paths by the names that `files_of` has in the rules, out.
+A config in; paths, by the words of `files_of` in the rules, out.
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ from lockstep.config.sources import REPOSITORY, kind_of, read_shape
 from lockstep.stages.params import hub_adapters
 from lockstep.targets import Results
 
+<<<<<<< HEAD:src/lockstep/stages/files.py
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
 
 # What a model on the hub is taken to weigh while no file of it is there: in a dry run, before it was fetched.
+=======
+# The assumed size of a model on the hub while no file of it is there: in a dry run, before it was fetched.
+>>>>>>> 0a532e96 (plain: rewrite sentences and conditions of artifacts to workflow):src/lockstep/workflow/files.py
 _UNKNOWN_BYTES = 16_000_000_000
 
 
@@ -30,9 +34,9 @@ _UNKNOWN_BYTES = 16_000_000_000
 class ModelFiles:
     """The files of a model, as jobs name them.
 
-    path: of a GGUF file, or of the config.json of random weights. sides, weights: of a checkpoint folder. header: of
-    weights that are quantised already, on which graphs hang. adapters, folders: of adapters that no job brings, and of
-    all by name. bytes: of the weights in 16 bits, as which those that are quantised already count.
+    path: of a GGUF file, or of the config.json of random weights. sides, weights: of a checkpoint folder. header:
+    quantised weights of a checkpoint, whose layout decides the graphs. adapters: files of adapters in local folders.
+    folders: {adapter: folder} of all. bytes: of the weights as 16 bits, also where they are quantised already.
     """
 
     kind: str
@@ -47,7 +51,7 @@ class ModelFiles:
 
 
 def model_files(config: Config, model: str, place: Path | None, results: Results) -> ModelFiles:
-    """Return the files of a model. place: what `Config.check_sources` gives for it.
+    """Return the files of a model. place: of `Config.check_sources`.
 
     Raises InputError for a checkpoint that is damaged or has no tokenizer.
     """
@@ -94,10 +98,7 @@ def _bytes(folder: Path, weights: Iterable[Path]) -> int:
 
 
 def _displayed(paths: Iterable[Path]) -> list[str]:
-    """Return paths relative to the working directory where both are in this checkout.
-
-    So records do not say where the checkout is.
-    """
+    """Return paths, relative where they and the working directory are in this checkout, whose place no record has."""
     if not Path.cwd().is_relative_to(REPOSITORY):
         return [str(path) for path in paths]
     displayed = []

@@ -1,6 +1,6 @@
-"""What the config says to jobs: a function for each parameter, named as the rules' `params` name it.
+"""The parameters of jobs from the config: a function for each, with its name in the rules' `params`.
 
-The config and the wildcards that a parameter depends on in, plain JSON out; None where the config says nothing.
+The config and the wildcards that a parameter depends on in, plain JSON out; None where the config has no value.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ def source(config: Config, model: str) -> Value:
 
 
 def hub_adapters(config: Config, model: str) -> Value:
-    """Return the sources of a model's adapters that lie on the hub, by name."""
+    """Return {name: source} of a model's adapters on the hub."""
     adapters = sources(config, model).items()
     return {name: text for name, text in adapters if isinstance(parse_source(text), HubSource)}
 
 
 def sources(config: Config, model: str) -> Value:
-    """Return the sources of a model's adapters by name."""
     return {name: adapter.source for name, adapter in sorted(config.models[model].adapters.items())}
 
 
@@ -45,7 +44,9 @@ def max_lora_rank(config: Config, model: str) -> Value:
 
 def lora_target_modules(config: Config, model: str) -> Value:
     modules = config.models[model].lora_target_modules
-    return None if modules is None else list(modules)
+    if modules is None:
+        return None
+    return list(modules)
 
 
 def adapters(config: Config, model: str) -> Value:
@@ -82,7 +83,6 @@ def kv_cache_dtype(config: Config, model: str) -> Value:
 
 
 def options(config: Config, backend: str) -> Value:
-    """Return what a backend's build is given."""
     return config.build_options(backend)
 
 
@@ -111,18 +111,19 @@ def seed(config: Config) -> Value:
 
 
 def golden(config: Config, model: str) -> Value:
-    """Return what a model's reference is made from."""
     return config.reference_terms(model)
 
 
 def adapted_golden(config: Config, model: str) -> Value:
-    """Return what the reference of each adapter is made from."""
+    """Return the terms of a reference with each adapter."""
     settings = config.models[model]
-    dtype = {"kv_cache_dtype": settings.kv_cache_dtype} if settings.kv_cache_dtype else {}
     texts = {}
     for adapter, prompts in config.adapter_prompts(model).items():
         texts[adapter] = [prompt.text for prompt in prompts]
-    return {"max_new_tokens": settings.golden.max_new_tokens, "adapted": texts, **dtype}
+    terms = {"max_new_tokens": settings.golden.max_new_tokens, "adapted": texts}
+    if settings.kv_cache_dtype:
+        terms["kv_cache_dtype"] = settings.kv_cache_dtype
+    return terms
 
 
 def drift_text(config: Config, model: str, precision: str | None = None) -> Value:
@@ -147,14 +148,14 @@ def adapted_expected(config: Config, model: str, precision: str, layers: int | s
 
 
 def device(config: Config, backend: str) -> Value:
-    """Return what a job must find, where its backend is a device of the config."""
+    """Return the backend and the hardware that a job needs, where its backend is a device of the config."""
     return config.device_of(backend)
 
 
 def _expected(
     config: Config, prompts: Iterable[Prompt], model: str, precision: str, layers: int | str
 ) -> list[str | None]:
-    """Return texts that the checkpoint says; of quantised weights and caches the drift report shows their change."""
+    """Return the expected texts; none of quantised weights or caches, whose text may change with the error."""
     if config.models[model].kv_cache_dtype or is_quantized(precision):
         return [None for _ in prompts]
     return [prompt.expected.get(layer_count(layers)) for prompt in prompts]
@@ -176,13 +177,13 @@ def value_of(name: str, config: Config, names: Mapping[str, Any]) -> Value:
 
 
 def options_of(params: Iterable[str], config: Config, names: Mapping[str, Any]) -> dict[str, Value]:
-    """Return those of a rule's parameters that the config gives and that decide what is made, without those of None."""
+    """Return the values of a rule's parameters that are part of the build key, without those of None."""
     values = {name: value_of(name, config, names) for name in params if name in _FUNCTIONS and name != "device"}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def table(name: str, config: Config, targets: Iterable[Target]) -> tuple[tuple[str, ...], dict[str, Value]]:
-    """Return the wildcards that a parameter depends on, and its values by theirs, joined by "/".
+    """Return the wildcards that a parameter depends on, and {their values joined by "/": its value}.
 
     A rule may have fewer of them than the others: a check of graphs has no backend.
     """
@@ -192,7 +193,7 @@ def table(name: str, config: Config, targets: Iterable[Target]) -> tuple[tuple[s
     optional = [key for key, value in inspect.signature(_FUNCTIONS[name]).parameters.items() if value.default is None]
     values = {}
     for target in targets:
-        for left_out in [(), *([optional] if optional else [])]:
+        for left_out in ([], optional):
             names = {key: vars(target)[key] for key in wildcards if key not in left_out}
             place = "/".join(map(str, names.values()))
             if place not in values:

@@ -1,4 +1,4 @@
-"""What quantizing costs a model, against the config's bound."""
+"""The quantization error of a model against the config's bound."""
 
 from __future__ import annotations
 

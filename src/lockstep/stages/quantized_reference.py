@@ -1,4 +1,4 @@
-"""Tokens and logits of transformers on the dequantised weights, and their drift."""
+"""Tokens and logits of transformers on the dequantised weights, and the quantization error."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class Reference(Stage):
 
 
 def make_reference(job: Job) -> None:
-    """Make the reference of a job: of quantised weights or with adapters where it reads such."""
+    """Make the reference of a job: of quantised weights or with adapters where these are among its inputs."""
     from lockstep.verify.golden import reference
     from lockstep.verify.golden.terms import GoldenTerms
 

@@ -12,8 +12,10 @@ from lockstep.stages.stage import Job, Pinned, Stage
 class Resolve(Stage):
     def pin(self, manifest: Path, key: BuildKey) -> Pinned:
         value = CheckpointManifest.load(manifest)
-        about = {"source": value.source, **({"commit": value.commit} if value.commit else {})}
-        return ("checkpoint",), {**about, **{file.path: file.sha256 for file in value.files}}
+        items = {"source": value.source, **{file.path: file.sha256 for file in value.files}}
+        if value.commit:
+            items["commit"] = value.commit
+        return ("checkpoint",), items
 
     def run(self, job: Job) -> None:
         from lockstep import checkpoint

@@ -1,8 +1,8 @@
-"""The rules of the workflow as `workflow/rules/*.smk` writes them, for those who ask without Snakemake.
+"""The rules of the workflow (`workflow/rules/*.smk`) for code that runs without Snakemake.
 
-Text in; of each rule of a stage its inputs, outputs and the names of its parameters, out. What stands below `input:` is
-the arguments of a call in Python, as which it is evaluated, with functions of the names that the rules call. A path
-opens with `<results>/`, or is a `branch` between two such; what another function gives is left out.
+Text in; of each rule of a stage its inputs, outputs and the names of its parameters, out. The lines below `input:` are
+the arguments of a Python call, and are evaluated as such, with functions of the names that the rules call. A path
+begins with `<results>/`, or is a `branch` between two such; results of other functions are ignored.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class Branch:
     otherwise: str = ""
 
     def path(self, config: Config | None, names: Names) -> str:
-        return self.then if self.condition(config, names) else self.otherwise
+        if self.condition(config, names):
+            return self.then
+        return self.otherwise
 
 
 class FilesOf(str):
@@ -51,9 +53,9 @@ class FilesOf(str):
 class Rule:
     """A rule.
 
-    inputs: manifests of a model by name, below the results folder. files: other inputs and parameters that
-    `files_of("...")` gives, by name. outputs: the manifest first. updates: a job begins with what an earlier one made.
-    params: their names. kinds: of sources, where it is a rule for models of some kinds alone.
+    inputs: {name: manifest of a model, below the results folder}. files: {name of another input or parameter: the word
+    in its `files_of("...")`}. outputs: the manifest first. updates: a job reads its own earlier output. params: their
+    names. kinds: of sources, where it is a rule for models of some kinds alone.
     """
 
     name: str
@@ -74,7 +76,7 @@ class Rule:
         return wildcards_of(self.output)
 
     def reads(self, config: Config | None, names: Names) -> dict[str, str]:
-        """Return the patterns of the manifests that a job reads, by name. config: None of a check of engines."""
+        """Return {name: pattern} of the manifests that a job reads. config: None for a check of engines."""
         chosen = {name: branch.path(config, names) for name, branch in self.inputs.items()}
         return {name: pattern for name, pattern in chosen.items() if pattern}
 
@@ -83,8 +85,8 @@ class Rule:
 
 
 def _branch(condition: Condition, then: str, otherwise: str = "") -> Branch:
-    paths = [path.removeprefix(_ROOT) if path.startswith(_ROOT) else "" for path in (then, otherwise)]
-    return Branch(condition, *paths)
+    # Of other paths, such as a user's file, nothing is left after the root.
+    return Branch(condition, then.partition(_ROOT)[2], otherwise.partition(_ROOT)[2])
 
 
 def _always(config: Config | None, names: Names) -> bool:
@@ -93,11 +95,14 @@ def _always(config: Config | None, names: Names) -> bool:
 
 def _arguments(*values: Any, **named: Any) -> list[tuple[str, Any]]:
     """Return names and values of a directive; "" for those without a name, a `Branch` for each path."""
-    arguments = [*(("", value) for value in values), *named.items()]
-    return [(name, _branch(_always, value) if type(value) is str else value) for name, value in arguments]
+    arguments: list[tuple[str, Any]] = [*(("", value) for value in values), *named.items()]
+    for number, (name, value) in enumerate(arguments):
+        if type(value) is str:  # not a `FilesOf`, which is a subclass
+            arguments[number] = (name, _branch(_always, value))
+    return arguments
 
 
-# What the rules of stages call; workflow/rules/common.smk has functions of these names.
+# The functions that rules call; workflow/rules/common.smk has those for Snakemake.
 _FUNCTIONS: Mapping[str, Any] = {
     "arguments": _arguments,
     "ancient": str,
@@ -112,7 +117,7 @@ _FUNCTIONS: Mapping[str, Any] = {
     "of_config": lambda name: None,
     "stage_of": lambda name: None,
 }
-# The targets that have an artefact, as `collected` names them.
+# Which targets have an artefact, by the words of `collected`.
 _COLLECTED: Mapping[str, Any] = {
     "all": lambda config, target: True,
     "built": lambda config, target: config.is_built(target),
@@ -126,7 +131,6 @@ _COLLECTED: Mapping[str, Any] = {
 
 
 def collected_targets(config: Config) -> dict[str, list[Target]]:
-    """Return the targets by the words that `collected` takes."""
     targets = config.targets()
     collected = {}
     for word, is_collected in _COLLECTED.items():
@@ -136,7 +140,7 @@ def collected_targets(config: Config) -> dict[str, list[Target]]:
 
 @functools.cache
 def rules() -> Mapping[str, Rule]:
-    """Return the rules of stages by name. Raises InputError for one that cannot be read."""
+    """Return {name: rule of a stage}. Raises InputError for one that cannot be read."""
     bodies: dict[str, str] = {}
     for path in sorted(FOLDER.glob("*.smk")):
         bodies.update(_RULE.findall(path.read_text(encoding="utf-8")))
@@ -149,7 +153,7 @@ def rules() -> Mapping[str, Rule]:
 
 @functools.cache
 def ends() -> tuple[tuple[str, str], ...]:
-    """Return what the summary collects: the pattern of a manifest, and the word for the targets that have it."""
+    """Return the inputs of the summary: the pattern of a manifest, and the word for the targets that have it."""
     text = (FOLDER / "report.smk").read_text(encoding="utf-8")
     entries = re.findall(r'=collected\("<results>/([^"]+)", "(\w+)"\)', text)
     manifests = {rule.output for rule in rules().values()}
@@ -157,7 +161,6 @@ def ends() -> tuple[tuple[str, str], ...]:
 
 
 def makers(pattern: str) -> list[Rule]:
-    """Return the rules that make a file."""
     return [rule for rule in rules().values() if pattern in rule.outputs]
 
 

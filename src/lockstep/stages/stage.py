@@ -1,7 +1,7 @@
-"""What a stage is, and one of its jobs.
+"""The base class of stages, and their jobs.
 
-A stage is a rule of `workflow/rules` and the file of its name in this folder. The rule says what it reads and makes,
-and what the config says to it; the file says what a rule cannot: its work, and what a lock pins of it.
+A stage is a rule of `workflow/rules` and the file of its name in this folder. The rule has its inputs, outputs and
+parameters; the file has its work, and the content of its entry in a lock.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ if TYPE_CHECKING:
     from lockstep.artifacts.reports import GoldenPrompt
     from lockstep.config.schema import Config
 
-Pinned = tuple[tuple[str, ...], dict[str, Any]]  # the place in a lock, and what it must be, by name
+Pinned = tuple[tuple[str, ...], dict[str, Any]]  # the place in a lock, and {name: locked value}
 
 
 @dataclass(frozen=True)
 class Job:
     """A stage with its wildcards.
 
-    inputs: manifests by the name that the rule gives them. options: plain JSON from the config. output: the manifest
-    that it makes. device: of a device of the config its `backend` and the `hardware` that it must find. threads: of the
-    CPU, None for all. files: of the user, by the names of the rule: paths, or folders by name. extra: parameters of the
-    work that no rule has.
+    inputs: {name in the rule: manifest}. options: plain JSON from the config. output: the manifest that it makes.
+    device: `backend` and required `hardware` of a device of the config. threads: of the CPU, None for all. files: the
+    user's, {name in the rule: paths, or {name: folder}}. extra: parameters that no rule has.
     """
 
     stage: str
@@ -50,7 +49,9 @@ class Job:
     @property
     def backend(self) -> str | None:
         """Return the backend that builds or runs its engines; None without one."""
-        return self.device["backend"] if self.device else self.names.get("backend")
+        if self.device:  # whose name the config chose
+            return self.device["backend"]
+        return self.names.get("backend")
 
     @property
     def layers(self) -> int | str:
@@ -70,9 +71,9 @@ class Stage(abc.ABC):
 
     classes: ClassVar[list[type[Stage]]] = []  # of all stages
     name: ClassVar[str]
-    is_check: ClassVar[bool] = False  # the lock pins what the config says to it
+    is_check: ClassVar[bool] = False  # a lock has its options
     is_judged: ClassVar[bool] = False  # a failure leaves its report or its reason as `<name>.failed.json`
-    builds_engines: ClassVar[bool] = False  # a backend compiles; else it runs what was compiled
+    builds_engines: ClassVar[bool] = False  # its backend compiles engines; else it runs them
 
     def __init_subclass__(cls) -> None:
         cls.name = cls.__module__.rpartition(".")[2]
@@ -80,7 +81,7 @@ class Stage(abc.ABC):
 
     @property
     def module(self) -> str:
-        """Return the module of this package that its jobs enter by; what they may load makes them run again."""
+        """Return the entry module of its jobs: a change of it, or of its imports, makes them run again."""
         return f"stages.{self.name}"
 
     @property
@@ -102,35 +103,37 @@ class Stage(abc.ABC):
 
     @property
     def is_locked(self) -> bool:
-        """Return whether a lock holds what it makes, or what the config says to it."""
+        """Return whether a lock has its artefact, or its options."""
         return self.is_pinned or self.is_check
 
     @property
     def is_cached(self) -> bool:
-        """Return whether the shared cache holds what it makes: all that comes from artefacts alone, but no verdict."""
+        """Return whether the shared cache holds its artefact: one made of artefacts alone, and no verdict."""
         return bool(self.rule.inputs) and not self.rule.files and not self.is_judged
 
     def options(self, config: Config, names: Names) -> dict[str, Any]:
-        """Return what the config says to a job, as plain JSON. names: the values of its wildcards."""
+        """Return a job's options from the config, as plain JSON. names: the values of its wildcards."""
         wildcards = {name: names[name] for name in self.wildcards}
         return params.options_of(self.rule.params, config, wildcards)
 
     def pin(self, manifest: Path, key: BuildKey) -> Pinned:
-        """Return what a lock holds of an artefact. key: of its statement."""
-        raise NotImplementedError  # asked of the stages alone that have their own (`is_pinned`)
+        """Return an artefact's entry in a lock. key: of its statement."""
+        raise NotImplementedError  # called only where a stage has its own (`is_pinned`)
 
     @abc.abstractmethod
     def run(self, job: Job) -> None:
         """Make the artefact of a job."""
 
     def job(self, config: Config, root: Path, names: Names, files: Mapping[str, Any] = {}, **extra: Any) -> Job:
-        """Return a job as the config has it.
+        """Return a job of the config.
 
-        root: of the results tree. names: model, precision, layers, backend; those that the stage has are taken. files:
-        of the model, as `model_files` has them.
+        root: of the results tree. names: model, precision, layers, backend; those that the stage has are used. files:
+        `model_files` of the model.
         """
         wildcards = {name: str(names[name]) for name in self.wildcards}
-        device = config.device_of(wildcards["backend"]) if "backend" in wildcards else None
+        device = None
+        if "backend" in wildcards:
+            device = config.device_of(wildcards["backend"])
         return Job(
             self.name,
             wildcards,
@@ -148,12 +151,12 @@ def digests(manifest: Path) -> dict[str, str]:
 
 
 def tokens(prompts: Sequence[ReferencePrompt | GoldenPrompt]) -> dict[str, str]:
-    """Return token ids on one line by prompt: a difference is then one line too."""
+    """Return {prompt: token ids as one text}: a difference is then one line of a lock."""
     return {prompt.text: " ".join(map(str, prompt.tokens)) for prompt in prompts}
 
 
 def arguments(job: Job) -> dict[str, Any]:
-    """Return the arguments of a check of engines: manifests that it reads, its target, bounds, report and threads."""
+    """Return the arguments of a check of engines."""
     return {
         **{f"{name}_json": path for name, path in job.inputs.items()},
         "target": job.target,

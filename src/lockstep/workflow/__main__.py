@@ -1,4 +1,4 @@
-"""What the Snakefile starts: a question as JSON on stdin, an answer as JSON on stdout.
+"""The process that the Snakefile starts: a question as JSON on stdin, an answer as JSON on stdout.
 
 `python -m lockstep.workflow plan` makes the plan; `refresh` and `summarise` write the summary after a run.
 """
@@ -35,7 +35,7 @@ def main() -> None:
         command = sys.argv[1]
         try:
             answer = _answer(command, json.load(sys.stdin))
-        except ModuleNotFoundError as error:  # of a package that is not installed: the Snakefile says what to do
+        except ModuleNotFoundError as error:  # of a package that is not installed: the Snakefile has the remedy
             print(error, file=sys.stderr)
             sys.exit(NOT_INSTALLED)
     json.dump(answer, sys.stdout)

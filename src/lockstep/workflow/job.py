@@ -1,4 +1,4 @@
-"""What every script of a rule calls: a stage's job, whose words go to the rule's log."""
+"""The function of every rule's script: run a stage's job, with its output in the rule's log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lockstep.provenance.locked import find_lock, is_locked
 from lockstep.provenance.run import forget_other, run
 from lockstep.stages import STAGES, Job
 
-_HOW = ("stage", "device", "folders")  # parameters of a rule that are no option of its stage
+_NO_OPTIONS = ("stage", "device", "folders")  # parameters of a rule that are no option of its stage
 
 
 def run_stage(snakemake: Any) -> None:
@@ -30,7 +30,7 @@ def run_job(snakemake: Any, **extra: Any) -> None:
     names = dict(snakemake.wildcards.items())
     inputs = {key: snakemake.input.get(key) for key in stage.rule.inputs}
     files = {key: snakemake.input.get(key) or snakemake.params.get(key) for key in stage.rule.files}
-    params = {key: value for key, value in snakemake.params.items() if key not in _HOW and value is not None}
+    params = {key: value for key, value in snakemake.params.items() if key not in _NO_OPTIONS and value is not None}
     job = Job(
         stage.name,
         names,
@@ -50,7 +50,7 @@ def run_job(snakemake: Any, **extra: Any) -> None:
 
 
 def _files(value: Any) -> Any:
-    """Return the paths of an input, which is one text where it is one file; folders by name as they are."""
+    """Return the paths of an input, for which Snakemake has one text where it is one file; {name: folder} as it is."""
     if isinstance(value, dict):
         return value
     if isinstance(value, str):
@@ -62,8 +62,7 @@ def _files(value: Any) -> Any:
 def logged(snakemake: Any) -> Iterator[None]:
     """Send stdout and stderr, also those of native libraries, to the rule's log.
 
-    A user's mistake becomes one line there and on the terminal, before Snakemake's own words, and so does what a stage
-    has to say.
+    A user's mistake becomes one line there and on the terminal, before Snakemake's lines, and so do a stage's notes.
     """
     terminal = os.dup(2)
     log = Path(snakemake.log[0])
@@ -80,7 +79,7 @@ def logged(snakemake: Any) -> Iterator[None]:
 
 
 def _tell(terminal: int, log: Path, prefix: str, last: int = 0) -> None:
-    """Write the lines of a log that are for a person: errors, or what a stage has decided."""
+    """Write the lines of a log with this prefix, errors or notes, to the terminal."""
     if not log.exists():
         return
     lines = log.read_text(errors="replace").splitlines()

@@ -1,8 +1,8 @@
-"""The plan that the workflow's rules read: what a config makes, as plain JSON.
+"""The plan that the workflow's rules read, as plain JSON.
 
-Snakemake's question in (its merged config and the files of it, where results lie), targets, paths and parameters out.
-The config is read and checked here alone. What a run must not begin with is refused: a mistake in the config, a damaged
-checkpoint, a backend that is not installed, and in a locked run what is not as locked.
+Snakemake's question in (its merged config, config files and results folder); targets, paths and parameters out. The
+config is read and checked only here. Errors before any job: a mistake in the config, a damaged checkpoint, a backend
+that is not installed, and in a locked run any difference from the lock.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from lockstep.stages.files import ModelFiles, model_files
 from lockstep.stages.rules import collected_targets
 from lockstep.targets import Results, Target
 
-_HOW_TO_RUN = ("locked", "device", "container")  # keys of Snakemake's config that are none of ours
+_HOW_TO_RUN = ("locked", "device", "container")  # keys of Snakemake's config that are not in our schema
 
 
 def make_plan(question: Mapping[str, Any]) -> dict[str, Any]:
     """Return the plan.
 
     question: the workflow's `version`; `config`, `files` and `options` of Snakemake, `results`, whether it `starts` a
-    run, and whether it `has_environments` for jobs. Raises InputError or CheckError for what a run must not begin with.
+    run, and whether it `has_environments` for jobs. Raises InputError or CheckError where a run must not start.
     """
     version = question.get("version", "an older one")
     if version != __version__:  # a module from git is not installed with the package
@@ -56,9 +56,9 @@ def make_plan(question: Mapping[str, Any]) -> dict[str, Any]:
     results = Results(Path(question["results"]))
     places = config.check_sources([Path.cwd(), REPOSITORY], results=results)
     models = {model: model_files(config, model, places.get(model), results) for model in config.models}
-    if not question["has_environments"]:  # of Snakemake: what jobs need is in these
+    if not question["has_environments"]:  # of Snakemake, which have the backends
         config.check_backends()
-    cache_folder(config.cache)  # a place where no cache can be is said here, and not by each job
+    cache_folder(config.cache)  # for its error, which else each job would have
     device = config.check_device(merged.get("device"))
     notes = list[str]()
     warnings = list[str]()
@@ -98,7 +98,7 @@ def _check_folder() -> None:
 
 
 def _check_locked(config: Config, models: Mapping[str, ModelFiles], results: Results) -> list[str]:
-    """Refuse what is or will be another thing than the locks say, before any job. Return what they alone have."""
+    """Check all models against their locks before any job. Return lines on locked targets that the config lacks."""
     dropped = []
     for model, files in models.items():
         targets = [target for target in config.targets() if target.model == model]
@@ -127,7 +127,7 @@ def _backends_of(targets: list[Target]) -> list[str]:
 
 
 def _stages(targets: list[Target], config: Config) -> dict[str, dict[str, str]]:
-    """Return by stage, and backend where it has one, what a change of the code or of the pinned packages reruns."""
+    """Return {stage, or stage/backend: digests of code and pinned packages}, a change of which reruns its jobs."""
     keys = {"summary": stage_key("report.renew")}
     for name, stage in STAGES.items():
         if "backend" not in stage.wildcards:
@@ -139,7 +139,6 @@ def _stages(targets: list[Target], config: Config) -> dict[str, dict[str, str]]:
 
 
 def _of_jobs(config: Config, model: str) -> dict[str, Any]:
-    """Return what rules ask of a model besides its files."""
     return {
         "is_any_adapter_on_the_hub": bool(params.hub_adapters(config, model)),
         "tensor_parallel": config.models[model].tensor_parallel,
