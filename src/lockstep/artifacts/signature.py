@@ -67,11 +67,7 @@ class Signature(JsonObject):
         check_slots(self.slots)
 
     def check(self, actual: Signature, where: str, remedy: str) -> None:
-<<<<<<< HEAD
-        """Raise CheckError where `actual` takes or gives something else.
-=======
         """Raise CheckError where the signature of the graph as its library loads it differs.
->>>>>>> 0a532e96 (plain: rewrite sentences and conditions of artifacts to workflow)
 
         A library knows inputs only, so `actual` may have slots among them. where, remedy: the ends of the message.
         """

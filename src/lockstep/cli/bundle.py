@@ -39,7 +39,7 @@ def bundle(
             f"--out: expected a name that ends in {BUNDLE_SUFFIX}, by which bundles are known, found {out}"
         )
     if sign_key is not None:
-        dsse.private_key(sign_key)  # its mistakes before anything is written
+        dsse.private_key(sign_key)  # for its errors, before anything is written
 
     tree = Results(results)
     config = used_config(tree)
@@ -53,6 +53,8 @@ def bundle(
         signed = signature.sign_keyless(path)
     if as_json:
         value = {"target": str(chosen), "weights": weights, **file_json(path)}
-        return echo_json({**value, "signed": [str(file) for file in signed]} if signed else value)
+        if signed:
+            value["signed"] = [str(file) for file in signed]
+        return echo_json(value)
     for file in (path, *signed):
         click.echo(file)

@@ -80,12 +80,12 @@ def ls(folder: str | None, config_file: Path | None, as_json: bool) -> None:
 
 @cache.command()
 @click.option(
-    "--max-size", type=_Amount("size", _SIZES, "b?", "10GB"), help="Keep so much of what was used last, such as 10GB."
+    "--max-size", type=_Amount("size", _SIZES, "b?", "10GB"), help="Keep this much, the last used, such as 10GB."
 )
 @click.option(
     "--older-than",
     type=_Amount("time", _TIMES, "", "30d"),
-    help="Drop what was not used for so long, such as 30d or 12h.",
+    help="Drop entries that were not used for this time, such as 30d or 12h.",
 )
 @JSON
 @_CACHE
@@ -110,10 +110,7 @@ def prune(
 @_CACHE
 @CONFIG
 def verify(folder: str | None, config_file: Path | None, as_json: bool) -> None:
-    """Hash all files of the cache.
-
-    Exit code 0 if it is whole, else 1.
-    """
+    """Hash all files of the cache. Exit code 0 if it is whole, else 1."""
     from lockstep.provenance.cache.upkeep import scan, summary
     from lockstep.provenance.cache.upkeep import verify as check
 
@@ -142,7 +139,7 @@ def _entry(cache: Cache, used: Used) -> dict[str, Any]:
 
 
 def _contents(contents: Contents) -> dict[str, Any]:
-    """Return how much the cache holds, as JSON. size: bytes of all files."""
+    """Return the size of the cache, as JSON. size: bytes of all files."""
     other_files = {name: sorted(map(str, getattr(contents, name))) for name in ("damaged", "temporary")}
     return {
         "num_entries": len(contents.entries),

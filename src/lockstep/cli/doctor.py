@@ -1,4 +1,4 @@
-"""The command that says what can be built and run here: `lockstep doctor [CONFIG.yaml]`."""
+"""The command that checks this machine, and the needs of a config: `lockstep doctor [CONFIG.yaml]`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lockstep.config.sources import CheckpointShape
 
 _VERSIONS = ("snakemake", "torch", "transformers", "onnx", "onnxruntime", "openvino")
-# TensorRT comes for one version of CUDA or another, as a package of three.
+# TensorRT has a package for each version of CUDA, which has three parts.
 _TENSORRT = ("tensorrt", "tensorrt-cu12", "tensorrt-cu13", "tensorrt-cu12-bindings", "tensorrt-cu13-bindings")
 _GB = 1e9
 # Of the largest job of a model, as workflow/rules ask a cluster for it: bytes, and bytes for each byte of weights in 16
@@ -36,9 +36,9 @@ QUANTIZED_PER_BYTE = 8
 @click.argument("config", required=False, type=PATH, metavar="[CONFIG.yaml]")
 @JSON
 def doctor(config: Path | None, as_json: bool) -> None:
-    """Say what can be built and run here, and what is missing, with its install line.
+    """List the backends that build and run here, and missing packages with their install lines.
 
-    Of a config also what its models need of memory, disk and time. It changes nothing.
+    With a config, also the memory, disk and time that its models need. It changes nothing.
     """
     from lockstep.config.load import load
 
@@ -74,12 +74,14 @@ def _tensorrt_version() -> dict[str, str]:
     from lockstep.backends.identity import versions
 
     installed = versions(list(_TENSORRT))
-    tensorrt = [installed[name] for name in _TENSORRT if name in installed]
-    return {"tensorrt": tensorrt[0]} if tensorrt else {}
+    for name in _TENSORRT:
+        if name in installed:
+            return {"tensorrt": installed[name]}
+    return {}
 
 
 def _backends() -> dict[str, dict[str, Any]]:
-    """Return by backend why its engines are not built and not run here, None where they are, and its precisions."""
+    """Return for each backend its precisions, and why its engines are not built or run here, None where they are."""
     from lockstep.config.backends import backends
 
     by_backend = {}
@@ -97,7 +99,7 @@ def _backends() -> dict[str, dict[str, Any]]:
 
 
 def _models(config: Config, where: str) -> dict[str, dict[str, Any]]:
-    """Return what each model of the config needs; without numbers where it must be fetched first."""
+    """Return the needs of each model of the config; without numbers where it must be fetched first."""
     from lockstep.config.sources import read_shape
 
     places = config.check_sources(where=where)
@@ -148,7 +150,7 @@ def _lines(facts: dict[str, Any]) -> list[str]:
 
 
 def model_line(name: str, model: dict[str, Any]) -> str:
-    """Return a line on what a model needs, of `needs`, beside what is here."""
+    """Return a line on a model's needs compared with this machine. needs: of `_models`."""
     if not model:
         return f"{name}: its size is known once it is fetched: lockstep run -- --until fetch"
     words = []

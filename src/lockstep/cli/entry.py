@@ -1,7 +1,7 @@
-"""The `lockstep` program, as it is started.
+"""The entry point of the `lockstep` program.
 
-In: the command line. `main` loads the commands and runs the named one. Loading takes a third of a second;
-Ctrl-C in it is one line, as it is later, for little is imported before the guard.
+In: the command line. `main` loads the commands and runs the named one. Loading takes a third of a second; Ctrl-C is one
+line even then, because the guard is entered before the imports.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def main() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Open standard streams that the caller closed (`>&-`) on nothing: the next file would get their descriptor."""
+    """Open standard streams that the caller closed (`>&-`) on /dev/null: the next file would get their descriptor."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             stream = open(os.devnull, mode)

@@ -1,13 +1,10 @@
-"""The extra of pyproject.toml that brings each Python package.
-
-For commands that need more than `dependencies`.
-"""
+"""The extra of pyproject.toml that installs each Python package beyond `dependencies`."""
 
 from __future__ import annotations
 
 from lockstep.errors import InputError, pip_install
 
-# By the name that it is imported under.
+# {import name: extra}.
 EXTRAS = {
     "OpenSSL": "publish",
     "cryptography": "publish",
@@ -50,15 +47,12 @@ EXTRAS = {
 
 
 def missing_package(command: str | None, error: ModuleNotFoundError) -> InputError | None:
-    """Return the error of a command whose package is not installed.
-
-    It names the package and the extra that brings it. Returns None for a module of this package.
-    """
+    """Return the error of a command whose package is not installed, with its extra; None for our own modules."""
     module = error.name or ""
     if module.partition(".")[0] in ("", "lockstep", "lockstep_gpu", "lockstep_serve"):
         return None
     packages = [name for name in EXTRAS if f"{module}.".startswith(f"{name}.") or f"{name}.".startswith(f"{module}.")]
-    install = pip_install(EXTRAS[packages[0]]) if packages else "install it"
+    remedies = [pip_install(EXTRAS[name]) for name in packages] or ["install it"]
     return InputError(
-        f"{command or 'lockstep'}: needs the Python package {module!r}, which is not installed here; {install}"
+        f"{command or 'lockstep'}: needs the Python package {module!r}, which is not installed here; {remedies[0]}"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from lockstep.errors import InputError
 
 class _Generate(GroupedCommand):
     groups = {
-        "What is completed": "prompt input output max-new-tokens stop adapter",
+        "Prompts and answers": "prompt input output max-new-tokens stop adapter",
         "Sampling": "temperature top-k top-p seed",
     }
 
@@ -24,7 +25,7 @@ class _Generate(GroupedCommand):
 @click.command(cls=_Generate)
 @TARGET_OR_BUNDLE
 @click.option("--weights", type=PATH, help="For a bundle without weights: their folder, or a weights.json.")
-@click.option("--prompt", help="The text to go on from.")
+@click.option("--prompt", help="The text to continue.")
 @click.option("--input", "source", type=PATH, help="Or a file of prompts, one JSON record a line.")
 @click.option("--output", "out", type=PATH, help="For --input: the file of completions.")
 @click.option("--max-new-tokens", type=AT_LEAST_1, default=64)
@@ -61,29 +62,23 @@ def generate(
 
     The speed follows on stderr. With --json, text and speed are one document.
 
-    With --input and --output, a file of prompts is completed, as many at a time as the engines take; run again, it goes
-    on where it was. A record: {"prompt": TEXT, "max_tokens": 64, "temperature": 0.8, "seed": 1, ...}.
+    With --input and --output, a file of prompts is completed, as many at a time as the engines take; run again, it
+    resumes. A record: {"prompt": TEXT, "max_tokens": 64, "temperature": 0.8, "seed": 1, ...}.
     """
     from lockstep.runtime import command
 
     if (prompt is None) == (source is None) or (source is None) != (out is None):
-        raise InputError(
-            "generate: expected --prompt, or --input and --output, found "
-            + (
-                " ".join(
-                    name for name, value in (("--prompt", prompt), ("--input", source), ("--output", out)) if value
-                )
-                or "neither"
-            )
-        )
-
+        named = {"--prompt": prompt, "--input": source, "--output": out}
+        actual = " ".join(name for name, value in named.items() if value) or "neither"
+        raise InputError(f"generate: expected --prompt, or --input and --output, found {actual}")
     if as_json and prompt is None:
         raise InputError("generate: expected --json with --prompt, found it with --input; its --output is JSON already")
     with runnable(target, weights, results) as place:
+        run: Callable[..., object] = command.generate
         request: dict[str, Any] = {"prompt": prompt, "as_json": as_json}
         if source is not None:
+            run = command.generate_file
             request = {"source": str(source), "out": str(out)}
-        run = command.generate if source is None else command.generate_file
         run(
             assembly=str(place.assembly),
             weights=str(place.weights),
@@ -95,7 +90,7 @@ def generate(
             sampling=sampling,
             stop=list(stop),
             threads=threads,
-            adapters=None if place.adapters is None else str(place.adapters),
+            adapters=str(place.adapters) if place.adapters else None,
             adapter=adapter,
             speculative=speculative(drafts, results),
         )

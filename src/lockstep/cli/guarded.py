@@ -37,7 +37,7 @@ class GroupedCommand(click.Command):
 class GuardedGroup(click.Group):
     """A command group that turns users' mistakes into one line and an exit code.
 
-    Ctrl-C too, before click makes something else of it. A package of an extra that is not installed is a mistake, too.
+    Ctrl-C too, before click handles it. So is a package of an extra that is not installed.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -74,4 +74,4 @@ class GuardedGroup(click.Group):
                 formatter.write_dl([(name, command.get_short_help_str(width)) for name, command in named])
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)  # as they were added
+        return list(self.commands)  # in the order of `add_section`, not sorted as click has them

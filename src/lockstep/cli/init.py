@@ -32,7 +32,7 @@ def init(source: str, out: Path | None) -> None:
     except SourceError as error:
         raise InputError(f"init: {error}") from None
     name = name_of(source)
-    out = Path(f"{name}.yaml") if out is None else out
+    out = out or Path(f"{name}.yaml")
     if out.exists():
         raise InputError(f"{out}: expected no such file yet, found one; name another by --out, or delete it")
     shape_file = _shape_file(source)

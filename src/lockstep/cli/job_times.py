@@ -1,8 +1,8 @@
-"""How long the jobs of a model take, about: its config and its size in, seconds by stage out.
+"""Estimate the time of a model's jobs: its config and its size in, {stage: seconds} out.
 
-In core-seconds, of which the measured runs are Llama 0.2 M (the demo, 256 tokens) and SmolLM2-135M (512 tokens) on two
-EPYC cores with AVX-512, November 2026. For SmolLM2 up to 2,048 tokens on the same cores the sum says 33 minutes; it
-took 29.
+The costs are core-seconds, measured with Llama 0.2 M (the demo, 256 tokens) and SmolLM2-135M (512 tokens) on two EPYC
+cores with AVX-512, November 2026. For SmolLM2 up to 2,048 tokens on the same cores the estimate is 33 minutes; it took
+29.
 """
 
 from __future__ import annotations
@@ -57,8 +57,11 @@ def seconds_by_stage(config: Config, model: str, parameters: int, num_layers: in
         backend = job.names.get("backend")
         on_gpu = backend is not None and backends()[config.backend_of(backend)].gpus > 0
         layers = layer_count(job.names.get("layers", "all"))
-        part = 1.0 if layers == "all" else min(1.0, int(layers) / num_layers)
-        billions = 0.0 if on_gpu else part * parameters / 1e9
+        billions = parameters / 1e9
+        if layers != "all":
+            billions *= min(1.0, int(layers) / num_layers)
+        if on_gpu:
+            billions = 0.0
         time = cost.base + billions * (cost.parameters + cost.tokens * length)
         if job.stage == "compare" and billions > 0.01:
             time += _COMPARE * config.compare_seconds

@@ -58,7 +58,7 @@ def lock(models: tuple[str, ...], accept: bool, as_json: bool, locks: Path, resu
 @click.option(
     "--deep", is_flag=True, help="Hash large files too that have the size and times of when they were hashed last."
 )
-@click.option("-v", "--verbose", is_flag=True, help="Also what is the same.")
+@click.option("-v", "--verbose", is_flag=True, help="List also artefacts that are the same.")
 @click.option("--signature", is_flag=True, help="Of bundles: who signed them, by --key or by --identity.")
 @click.option(
     "--key",
@@ -89,7 +89,7 @@ def verify(
     locks: Path,
     results: Path,
 ) -> None:
-    """Check that every artefact is what was recorded and locked.
+    """Check that every artefact is as recorded and locked.
 
     A MODEL may be a bundle, a file that ends with .tar. Exit code 0 if all are right, else 1.
     """
@@ -125,17 +125,16 @@ def verify(
         entries = [asdict(finding) for finding in findings]
         echo_json({"locks": sorted(locks_by_model), "same": len(findings) - len(wrong), "findings": entries})
     else:
-        for finding in findings if verbose else wrong:
-            click.echo(finding)
-        with_locks = (
-            f", with {len(locks_by_model)} lock{'s' * (len(locks_by_model) != 1)}"
-            if locks_by_model
-            else ", without a lock"
-        )
-        click.echo(f"{len(findings) - len(wrong)} of {len(findings)} the same{with_locks}")
+        for finding in findings:
+            if verbose or finding.status != SAME:
+                click.echo(finding)
+        with_locks = "without a lock"
+        if locks_by_model:
+            with_locks = f"with {len(locks_by_model)} lock{'s' * (len(locks_by_model) != 1)}"
+        click.echo(f"{len(findings) - len(wrong)} of {len(findings)} the same, {with_locks}")
     if wrong:
         raise CheckError(
-            f"{len(wrong)} of {len(findings)} artefacts are not what was recorded: "
+            f"{len(wrong)} of {len(findings)} artefacts are not as recorded: "
             f"{wrong[0].name}{' and others' * (len(wrong) > 1)}"
         )
     if rebuilders is not None:
@@ -156,14 +155,17 @@ def _verify_bundles(
         raise InputError("--signature: expected who may have signed, found none; name a public key by --key")
     checked = []
     for bundle in bundles:
+        entry = file_json(bundle)
+        line = f"{bundle}: as it was packed"
         with working(f"verify {bundle}"):
             if signature:
-                signer = check(bundle, keys, Identity(*identity) if identity else None)
+                entry["signer"] = check(bundle, keys, Identity(*identity) if identity else None)
+                line += f", signed by {entry['signer']}"
             else:
                 check_contents(bundle)
-        checked.append({**file_json(bundle), **({"signer": signer} if signature else {})})
+        checked.append(entry)
         if not as_json:
-            click.echo(f"{bundle}: as it was packed{f', signed by {signer}' if signature else ''}")
+            click.echo(line)
     if as_json:
         echo_json({"bundles": checked})
 
@@ -182,10 +184,7 @@ def _verify_rebuilds(locks: list[Path], keys: tuple[Path, ...], at_least: int) -
 @click.argument("second", type=PATH)
 @JSON
 def diff(first: Path, second: Path, as_json: bool) -> None:
-    """List what differs between two lock files.
-
-    Exit code 1 if anything does.
-    """
+    """List the differences of two lock files. Exit code 1 if there are some."""
     from lockstep.provenance.lock import diff as differences
 
     changes = differences(first, second)

@@ -1,6 +1,6 @@
 """The `lockstep` command: its subcommands, put together.
 
-Imports are in the commands: the program explains itself without loading what only one of them needs.
+Imports are in the commands, so that `--help` does not load the libraries of all of them.
 """
 
 from __future__ import annotations

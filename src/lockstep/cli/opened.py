@@ -26,7 +26,7 @@ def complete_target(ctx: click.Context, param: click.Parameter, incomplete: str)
     """Return the targets of the last run in this folder that begin so, for a shell's completion."""
     try:
         targets = used_config(Results(Path(ctx.params.get("results") or "results"))).targets()
-    except LockstepError:  # nothing has run here, and a shell wants no words
+    except LockstepError:  # nothing has run here, and a completion shows no errors
         return []
     return [CompletionItem(str(target)) for target in targets if str(target).startswith(incomplete)]
 
@@ -38,7 +38,7 @@ TARGET_OR_BUNDLE = click.argument("target", metavar="TARGET|BUNDLE.tar", shell_c
 def used_config(results: Results) -> Config:
     """Return the config that the results were made with.
 
-    Raises InputError where it is not the one that was recorded, or has keys that this version does not know.
+    Raises InputError where it is not the one of its statement, or has keys that this version does not know.
     """
     from lockstep.artifacts.files import OTHER_VERSION, read_json
     from lockstep.artifacts.statement import statement_path
@@ -128,7 +128,7 @@ SPECULATIVE = click.option(
 
 
 def speculative(text: str | None, results: Path) -> dict[str, Any] | None:
-    """Return what `--speculative` says as plain JSON of `Speculative`. Raises InputError for what it cannot be."""
+    """Return `--speculative` as plain JSON of `Speculative`. Raises InputError for an invalid one."""
     from lockstep.runtime.speculative import parse
 
     if text is None:
@@ -137,14 +137,16 @@ def speculative(text: str | None, results: Path) -> dict[str, Any] | None:
     tree = Results(results)
     if options.target is None:
         return asdict(options)
-    # The first layers of a target need no check: what they draft is verified.
+    # Any number of first layers drafts, though it was never checked: the drafts are verified.
     model, _, tail = options.target.partition("/")
     precision, _, tail = tail.partition("/")
     layers, _, backend = tail.partition("/")
-    cut = int(layers) if layers.isdecimal() else None
-    name = options.target if cut is None else "/".join(filter(None, (model, precision, "all", backend)))
-    place = _of_target(name, tree)
-    cut_layers = place.target.layers if cut is None else cut
+    if layers.isdecimal():
+        place = _of_target("/".join(filter(None, (model, precision, "all", backend))), tree)
+        cut_layers: int | str = int(layers)
+    else:
+        place = _of_target(options.target, tree)
+        cut_layers = place.target.layers
     resolved = replace(
         options, engines=str(place.engines), assembly=str(place.assembly), weights=str(place.weights), layers=cut_layers
     )
@@ -152,9 +154,9 @@ def speculative(text: str | None, results: Path) -> dict[str, Any] | None:
 
 
 def _check_stated(tree: Results, place: Opened) -> None:
-    """Raise InputError where, in a tree of the workflow, a statement of what is run is gone or is of another file.
+    """Raise InputError where the statement of an artefact of the target is missing or is of another file.
 
-    A tree that was made by calls alone has no statements.
+    A results tree that was made by calls of functions has no statements.
     """
     from lockstep.artifacts.statement import statement_path
     from lockstep.provenance.statements import read_statement

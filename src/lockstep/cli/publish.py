@@ -31,7 +31,7 @@ def _lock(words: str) -> Callable[[Any], Any]:
 @_PLAIN
 @JSON
 def push(bundle: Path, reference: str, lock: Path | None, plain_http: bool, as_json: bool) -> None:
-    """Push a bundle, and what is signed of it, to an OCI registry."""
+    """Push a bundle, with its signature and signed statement, to an OCI registry."""
     from lockstep.publish import artifact
     from lockstep.publish.registry import Reference
 
@@ -75,7 +75,7 @@ def pull(reference: str, out: Path, lock: Path | None, plain_http: bool, as_json
 @click.option("--out", type=_BUNDLE, help="The file to write.  [default: standard output]")
 @RESULTS
 def sbom(target: str, out: Path | None, results: Path) -> None:
-    """Write what a target is made of, as a CycloneDX 1.7 ML-BOM."""
+    """Write the bill of materials of a target, a CycloneDX 1.7 ML-BOM."""
     from lockstep.artifacts.files import write_bytes
     from lockstep.publish.sbom import bill
 

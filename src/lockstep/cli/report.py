@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 @JSON
 @RESULTS
 def summary(as_json: bool, results: Path) -> None:
-    """Print all checks as they stand now.
-
-    It changes nothing.
-    """
+    """Print the current results of all checks. It changes nothing."""
     tree = Results(results)
     if as_json:
         return echo_json(_collect(tree).to_json())
@@ -31,10 +28,7 @@ def summary(as_json: bool, results: Path) -> None:
 
 
 def print_summary(tree: Results) -> None:
-    """Print the table of all targets, the verdict, where the report lies, and the command that serves a target.
-
-    Raises InputError where nothing has run.
-    """
+    """Print the table of targets, the verdict, the report's path, and how to serve. Raises InputError without a run."""
     from lockstep.report import summary as stage
     from lockstep.report.verdict import advice
 

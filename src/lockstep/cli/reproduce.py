@@ -59,18 +59,13 @@ def explain(target: str, as_json: bool, config_file: Path | None, results: Path)
     steps = reasons(project.config, tree, chosen, sources)
     rebuilt_steps = [step for step in steps if step.rebuilt]
     if as_json:
-        entries = [
-            {
-                "stage": rebuilt_step.step.stage,
-                "names": rebuilt_step.step.names,
-                "output": str(rebuilt_step.step.output),
-            }
-            | {"unknown": rebuilt_step.unknown, "reasons": rebuilt_step.reasons}
-            for rebuilt_step in rebuilt_steps
-        ]
+        entries = []
+        for explained in rebuilt_steps:
+            step = {"stage": explained.step.stage, "names": explained.step.names, "output": str(explained.step.output)}
+            entries.append({**step, "unknown": explained.unknown, "reasons": explained.reasons})
         return echo_json({"target": str(chosen), "steps": entries})
-    for step in rebuilt_steps:
-        click.echo(step)
+    for explained in rebuilt_steps:
+        click.echo(explained)
     if not rebuilt_steps:
         click.echo(f"{chosen}: nothing would be made again")
 
@@ -110,10 +105,7 @@ def reproduce(
     as_json: bool,
     results: Path,
 ) -> None:
-    """Build a target again in clean folders, and compare it with this one.
-
-    Exit code 0 if all is the same, else 1.
-    """
+    """Build a target again in clean folders, and compare it with this one. Exit code 0 if all is the same, else 1."""
     if against is not None:
         return _compare_with_lock(target, against, sign, config_file, as_json, results)
     if sign is not None:
@@ -129,7 +121,7 @@ def reproduce(
         echo_json(record.to_json())
     else:
         for place, difference in record.artefacts.items():
-            _echo_artefact("different" if difference else "same", place, difference)
+            _echo_artefact("same", place, difference)
         click.echo(f"The same in {record.in_words} builds, in {path}")
     places = [place for place in record.artefacts if place.startswith("golden") or not tokens_only]
     if wrong := list(filter(None, map(record.artefacts.get, places))):
@@ -141,7 +133,11 @@ def _tell(line: str) -> None:
 
 
 def _echo_artefact(status: str, place: str, difference: str | None) -> None:
-    click.echo(f"{status:<11} {place}{f': {difference}' if difference else ''}")
+    """Print a line. status: where there is no difference."""
+    if difference:
+        click.echo(f"{'different':<11} {place}: {difference}")
+    else:
+        click.echo(f"{status:<11} {place}")
 
 
 def _compare_with_lock(
@@ -171,7 +167,7 @@ def _compare_with_lock(
     else:
         for entry in rebuilt:
             if entry.is_locked:
-                _echo_artefact("different" if entry.differs else "same", entry.where, entry.differs)
+                _echo_artefact("same", entry.where, entry.differs)
             else:
                 _echo_artefact("not locked", entry.where, None)
     if wrong := [entry for entry in rebuilt if entry.differs]:

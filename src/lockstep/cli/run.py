@@ -25,9 +25,9 @@ _UNLOCKED_OPTIONS = ("--dry-run", "--dryrun", "--unlock", "--nolock", "-d", "--d
 def run(cores: str, arguments: tuple[str, ...]) -> None:
     """Make and check all targets of a config, below results/ in this folder.
 
-    It is snakemake with the Snakefile of this installation; run again, it goes on where it stopped. Without CONFIG.yaml
-    it takes config/config.yaml, else the only config of this folder, else the demo's. Options of snakemake follow: -n
-    shows what would be made.
+    It is snakemake with the Snakefile of this installation; run again, it resumes. Without CONFIG.yaml it takes
+    config/config.yaml, else the only config of this folder, else the demo's. Options of snakemake follow: -n lists the
+    jobs of a run.
     """
     from lockstep.config.sources import REPOSITORY
 
@@ -39,8 +39,10 @@ def run(cores: str, arguments: tuple[str, ...]) -> None:
     config, options = split_arguments(arguments)
     if config is None and not any(option.partition("=")[0] in _CONFIG_OPTIONS for option in options):
         config = _config_here()
-    # Before another option: it takes all words that follow, also the files that a user asks for.
-    named = () if config is None else ("--configfile", config)
+    # Before another option: --configfile takes all words that follow, also the files that a user asks for.
+    named: list[str] = []
+    if config is not None:
+        named = ["--configfile", config]
     if not any(option.startswith("-n") or option.partition("=")[0] in _UNLOCKED_OPTIONS for option in options):
         _check_alone()
     _prepare_environment()
@@ -50,7 +52,7 @@ def run(cores: str, arguments: tuple[str, ...]) -> None:
 
 
 def _check_alone() -> None:
-    """Raise InputError where Snakemake runs in this folder, whose advice is `--unlock`, which is for one that died."""
+    """Raise InputError where Snakemake runs in this folder: its own advice, `--unlock`, is for one that was killed."""
     if not any(Path(".snakemake/locks").glob("*")):
         return
     folder = os.path.realpath(".")
@@ -66,10 +68,7 @@ def _check_alone() -> None:
 
 
 def _prepare_environment() -> None:
-    """Set USER and a cache folder for users without a passwd entry, as in containers: Snakemake needs both.
-
-    And a PATH, which it asks for too.
-    """
+    """Set USER, PATH and a cache folder, which Snakemake needs, for users without a passwd entry, as in containers."""
     from lockstep.artifacts.files import check_writable
 
     os.environ.setdefault("PATH", os.defpath)
@@ -89,10 +88,7 @@ def _prepare_environment() -> None:
 
 
 def split_arguments(arguments: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
-    """Return the config, which stands first, and Snakemake's own options.
-
-    Raises InputError where a checkpoint is there.
-    """
+    """Return the config, the first argument, and Snakemake's options. Raises InputError for a checkpoint instead."""
     first, *following = arguments or ("",)
     if first.endswith(_SUFFIXES) and Path(first).parts[:1] != ("results",):  # else a file that Snakemake makes
         return first, tuple(following)
@@ -102,20 +98,25 @@ def split_arguments(arguments: tuple[str, ...]) -> tuple[str | None, tuple[str, 
 
 
 def _config_here() -> str | None:
-    """Return this folder's config as `config.load.given` chooses it, which a line names.
+    """Return this folder's config, chosen as by `config.load.given`, and note it.
 
-    None for config/config.yaml or the demo's, which the Snakefile takes. Raises InputError where there are several.
+    None for config/config.yaml or the demo's, the Snakefile's defaults. Raises InputError where there are several.
     """
     from lockstep.config.load import DEMO, configs_in
 
     configs = configs_in(Path())
     if DEMO.is_file():
-        instead_of = f", not {', '.join(map(str, configs))}" if configs else ""
-        note(f"Config: {DEMO}{instead_of}")
+        line = f"Config: {DEMO}"
+        if configs:
+            line += f", not {', '.join(map(str, configs))}"
+        note(line)
         return None
     if len(configs) > 1:
         raise InputError(
             f"run: expected one config in this folder, found {', '.join(map(str, configs))}; name one of them"
         )
-    note(f"Config: {configs[0]}" if configs else "Config: the demo's, for no YAML file of this folder names models")
-    return str(configs[0]) if configs else None
+    if not configs:
+        note("Config: the demo's, for no YAML file of this folder names models")
+        return None
+    note(f"Config: {configs[0]}")
+    return str(configs[0])

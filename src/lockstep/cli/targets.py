@@ -1,7 +1,4 @@
-"""The commands that list targets and print graphs.
-
-`lockstep targets` and `lockstep show GRAPH`.
-"""
+"""The commands that list targets and print graphs: `lockstep targets` and `lockstep show GRAPH`."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ def targets(config_file: Path | None, results: Path, verbose: bool, as_json: boo
         listing = {"targets": [{"name": str(target), **asdict(target)} for target in chosen]}
         if verbose:
             listing["graphs"] = [
-                {"model": model, "precision": precision, **(_layers(path) if path.is_file() else {"layers": None})}
+                {"model": model, "precision": precision, **_layers(path)}
                 for (model, precision), path in exported.items()
             ]
         return echo_json(listing)
@@ -61,6 +58,8 @@ def targets(config_file: Path | None, results: Path, verbose: bool, as_json: boo
 def _layers(path: Path) -> dict[str, Any]:
     from lockstep.artifacts.assembly import Assembly
 
+    if not path.is_file():
+        return {"layers": None}
     assembly = Assembly.load(path)
     digests = {name: graph.sha256 for name, graph in assembly.classes.items()}
     for name, variant in assembly.mixers.items():

@@ -27,17 +27,14 @@ def file_json(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def working(words: str) -> Iterator[None]:
-    """Show on stderr that work goes on, and for how long it has.
-
-    Where stdout or stderr is no terminal, nothing is shown.
-    """
+    """Show a spinner and the elapsed time on stderr; without a terminal nothing."""
     if not (sys.stdout.isatty() and sys.stderr.isatty()):
         yield
         return
     try:
         from rich.console import Console
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-    except ModuleNotFoundError:  # an extra: verify, cache and lock do without it
+    except ModuleNotFoundError:  # an extra, which verify, cache and lock do not need
         yield
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())

@@ -29,7 +29,7 @@ _SETTINGS = "lockstep.backends.*.settings"  # of each backend's package; what fo
 class BackendSettings:
     """The settings of a backend, known before its library is loaded.
 
-    precisions: what it computes in, at most; a version of its library may lack one. lacks: why it has no others.
+    precisions: all that it supports; a version of its library may lack one. lacks: why it has no others.
     section: its part of the config, `backends.<name>`, the options of its builds; None: it has no settings.
     takes_limits: engines are built for the config's limits, which are options too. gpus: that a job which builds or
     runs its engines takes. unpinned: top level modules of packages that come with the machine, and have no pin in
@@ -64,20 +64,24 @@ class BackendSettings:
     lacks_here: Callable[[str], str | None] = lambda precision: None
 
     def build_options(self, section: Section | None, limits: Mapping[str, int]) -> dict[str, Any]:
-        """Return what a build is given of the config, as plain JSON."""
-        section_options = section.model_dump(mode="json") if section is not None else {}
-        return {**section_options, **(limits if self.takes_limits else {})}
+        """Return the options of a build from the config, as plain JSON."""
+        options = {}
+        if section is not None:
+            options = section.model_dump(mode="json")
+        if self.takes_limits:
+            options |= limits
+        return options
 
 
 def not_installed(module: str, package: str, install: str) -> str | None:
-    """Return why a backend is missing: its package, and how it is installed. None where it is there."""
-    is_present = is_installed(module)
-    return None if is_present else f"the Python package {package} is not installed for this Python: {install}"
+    """Return why a backend is missing: its package, and how it is installed. None where it is installed."""
+    if is_installed(module):
+        return None
+    return f"the Python package {package} is not installed for this Python: {install}"
 
 
 @functools.cache
 def backends() -> Mapping[str, BackendSettings]:
-    """Return the settings of all backends by name, sorted."""
     settings = {}
     for name, package in backend_packages().items():
         settings[name] = importlib.import_module(_SETTINGS.replace("lockstep.backends.*", package)).SETTINGS

@@ -107,10 +107,10 @@ def model_problems(
             yield Problem((*path, "kv_cache_dtype"), text)
         for place, precision in model.placed_precisions(backend):
             if precision not in settings.precisions:
-                allowed = ", ".join(settings.precisions)
-                why = f" ({settings.lacks})" if settings.lacks else ""
-                text = f"expected one of {allowed} for backend {backend}{why}; found {precision!r}"
-                yield Problem((*path, *place), text)
+                text = f"expected one of {', '.join(settings.precisions)} for backend {backend}"
+                if settings.lacks:
+                    text += f" ({settings.lacks})"
+                yield Problem((*path, *place), f"{text}; found {precision!r}")
     if model.adapters and model.tensor_parallel > 1:
         text = (
             f"expected none for a model that is split over {model.tensor_parallel} ranks; found {len(model.adapters)}"
@@ -150,15 +150,16 @@ def _expected_problems(path: tuple[Any, ...], prompt: Prompt, model: ModelConfig
 def _group_problems(
     name: str, model: ModelConfig, shape: CheckpointShape, path: Path, settings_of: Callable[[str], BackendSettings]
 ) -> Iterator[Problem]:
-    """Check `group_size` against the rows of weights.
-
-    Of a checkpoint that is quantised already, it is checked against its own.
-    """
+    """Check `group_size` against the rows of weights, or against that of a checkpoint that is quantised already."""
     where = ("models", name, "group_size")
     packing = shape.packing
-    already = largest_group(packing.group_size) if packing and packing.group_size else None
+    already = None
+    if packing and packing.group_size:
+        already = largest_group(packing.group_size)
     quantized = filter(is_quantized, model.all_precisions())
-    group_size = model.group_size or already or (None if packing else GROUP_SIZE)
+    group_size = model.group_size or already
+    if not group_size and not packing:
+        group_size = GROUP_SIZE
     if already and group_size != already:
         yield Problem(where, f"expected {already}, or none: {path} says how weights are quantised; found {group_size}")
     elif group_size and not already and not all(map(is_fp8, quantized)):
@@ -179,7 +180,9 @@ def _group_problems(
 
 
 def _takes(settings: BackendSettings, packing: Packing) -> bool:
-    return settings.mxfp4 if packing.layout == MXFP4 else settings.zero_points or not packing.beyond_integers
+    if packing.layout == MXFP4:
+        return settings.mxfp4
+    return settings.zero_points or not packing.beyond_integers
 
 
 def shape_problems(
@@ -190,7 +193,9 @@ def shape_problems(
     place: its `config.json`, or a folder that has one.
     """
     shape = read_shape(place)
-    path = place / "config.json" if place.is_dir() else place
+    path = place
+    if place.is_dir():
+        path = place / "config.json"
     depth = shape.num_hidden_layers
     positions = shape.max_position_embeddings
     for index, layers in enumerate(model.layers):
@@ -202,7 +207,8 @@ def shape_problems(
                 where, f"expected each target once; found {layers}, which is all of this model's layers, and all"
             )
     heads, kv_heads = shape.num_heads
-    kv_heads = kv_heads if type(kv_heads) is int and kv_heads else heads
+    if type(kv_heads) is not int or not kv_heads:  # the config has none: as many as heads of queries
+        kv_heads = heads
     ranks = model.tensor_parallel
     if type(heads) is int and not heads_divide(heads, kv_heads, ranks):
         text = f"expected a divisor of {heads} heads, and a divisor or multiple of {kv_heads} of keys, in {path}"

@@ -117,7 +117,7 @@ def readme() -> str:
 
 
 def generated() -> dict[str, str]:
-    """Return the content of all generated files by name."""
+    """Return {name: content} of all generated files."""
     listed = yaml.safe_dump(catalogued(schema()), width=120, allow_unicode=True)
     return {"README.md": readme(), SCHEMA: f"# {MADE_FROM}.\n{listed}"}
 
@@ -125,8 +125,8 @@ def generated() -> dict[str, str]:
 def catalogued(root: Schema) -> Schema:
     """Return the schema without references, and with the contents of lists and mappings under `properties` too.
 
-    The workflow catalogue follows nothing else, and puts what it finds into a Markdown table as it is. `properties` of
-    a list hold for no list: they only show the keys, as a mapping's NAME does.
+    The workflow catalogue follows nothing else, and copies texts into a Markdown table. `properties` of a list have no
+    meaning in a schema: they only show the keys, as a mapping's NAME does.
     """
 
     def inlined(node: Any) -> Any:

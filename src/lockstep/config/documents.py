@@ -59,13 +59,15 @@ def typed(value: Any) -> Any:
 
 
 def check_config(path: str | os.PathLike) -> None:
-    """Refuse a config file that holds no mapping, before Snakemake reads it.
+    """Raise InputError for a config file that is no mapping, before Snakemake reads it, whose errors name no place.
 
-    Of most mistakes Snakemake does not say where they are. Raises InputError as `read_document` does.
+    Also as `read_document` does.
     """
     value = read_document(path)
     if not isinstance(value, dict):
-        kind = "an empty file" if value is None else f"a {type(value).__name__}"
+        kind = "an empty file"
+        if value is not None:
+            kind = f"a {type(value).__name__}"
         raise InputError(f"{path}: expected a mapping with keys such as models; found {kind}")
 
 
@@ -153,5 +155,6 @@ def _read_json(path: Path, text: str) -> Any:
 
 
 def _line(text: str | bytes, position: int) -> int:
-    newlines = text.count(b"\n", 0, position) if isinstance(text, bytes) else text.count("\n", 0, position)
-    return newlines + 1
+    if isinstance(text, bytes):
+        return text.count(b"\n", 0, position) + 1
+    return text.count("\n", 0, position) + 1

@@ -44,7 +44,7 @@ class Choice:
 
 
 def choose(parameters: int | None, packing: Packing | None, memory: int, gpu_memory: int) -> Choice:
-    """Choose by what can run here, by the model's number of parameters, and by how its weights are packed.
+    """Choose by the hardware here, by the model's number of parameters, and by the packing of its weights.
 
     The first precision whose weights fit into the memory, in bytes, of the GPU, or of the machine where there is none.
     """
@@ -55,12 +55,14 @@ def choose(parameters: int | None, packing: Packing | None, memory: int, gpu_mem
         if packing.layout == MXFP4:  # which OpenVINO multiplies with; ONNX Runtime decodes it first
             backend = "openvino" if backends()["openvino"].missing() is None else "onnxruntime"
         return Choice(precision_of(packing.bits), backend, "as the checkpoint is quantised")
-    parameters = _SMALL if parameters is None else parameters
+    if parameters is None:
+        parameters = _SMALL
+    precisions = {}
     if on_gpu:
-        precisions = {"fp16": "there is a GPU here; also w8a16, w4a16"}
+        precisions["fp16"] = "there is a GPU here; also w8a16, w4a16"
         memory = gpu_memory
-    else:
-        precisions = {"fp32": "a small model on a CPU; also fp16, w8a16, w4a16"} if parameters < _SMALL else {}
+    elif parameters < _SMALL:
+        precisions["fp32"] = "a small model on a CPU; also fp16, w8a16, w4a16"
     precisions["w8a16"] = "half the memory of fp16; also fp16, w4a16"
     precisions["w4a16"] = "what fits into the memory here; also w8a16, fp16"
     room = _WEIGHTS_SHARE * memory
@@ -77,8 +79,10 @@ def name_of(source: str) -> str:
     elif isinstance(kind, GgufSource):
         text = Path(kind.path).stem
     else:
-        path = Path(kind.config).parent if isinstance(kind, RandomSource) else Path(kind.path)
-        path = path.absolute()
+        if isinstance(kind, RandomSource):
+            path = Path(kind.config).parent.absolute()
+        else:
+            path = Path(kind.path).absolute()
         text = path.name
         repository = path.parent.parent.name
         if path.parent.name == "snapshots" and repository.startswith("models--"):  # of the hub's cache

@@ -166,11 +166,9 @@ class _Reader:
             if self.at + size > len(self.data):
                 raise struct.error
             self.at += size
-            return (
-                list(struct.unpack_from(f"<{count}{_SCALARS[element]}", self.data, self.at - size))
-                if self.arrays
-                else None
-            )
+            if not self.arrays:  # a vocabulary takes seconds to unpack
+                return None
+            return list(struct.unpack_from(f"<{count}{_SCALARS[element]}", self.data, self.at - size))
         if element != _STRING:
             raise self._refused("a GGUF file", f"an array of the unknown type {element} in its metadata")
         if self.arrays:

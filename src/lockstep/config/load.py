@@ -1,7 +1,4 @@
-"""Loading of the typed configuration.
-
-A YAML file or Snakemake's merged mapping in, a frozen `Config` out, or one line on what is wrong.
-"""
+"""Load the typed configuration: a YAML file or Snakemake's merged mapping in, a frozen `Config` or an error out."""
 
 from __future__ import annotations
 
@@ -27,8 +24,8 @@ DEMO = Path("config/config.yaml")
 def load(config: str | os.PathLike | Mapping[str, Any], where: str | None = None) -> Config:
     """Load the config in a YAML (or `.json`) file, or in a mapping.
 
-    The mapping may be Snakemake's merged config. Raises InputError, one line that opens with `where` (default: the
-    path, or `config` for a mapping) and names the first mistake: its key, what is expected and what was found.
+    The mapping may be Snakemake's merged config. Raises InputError, one line that begins with `where` (default: the
+    path, or `config` for a mapping) and the key of the first mistake.
     """
     if isinstance(config, Mapping):
         where = where or "config"
@@ -54,7 +51,9 @@ def given(path: Path | None, results: Results = Results()) -> Path:
         return path
     first_folder, *more_folders = (folder / DEMO for folder in source_folders())
     local_configs = configs_in(Path())
-    places = [first_folder, *(local_configs if len(local_configs) == 1 else ()), results.config(), *more_folders]
+    if len(local_configs) > 1:  # no one of them is the folder's
+        local_configs = []
+    places = [first_folder, *local_configs, results.config(), *more_folders]
     existing = next((place for place in places if place.is_file()), None)
     if existing is None:
         raise InputError(f"{DEMO}: expected a config, found none here; name one by --config, or start in the checkout")

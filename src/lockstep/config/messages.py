@@ -1,4 +1,4 @@
-"""Pydantic's errors as one line: the key, what was expected, what was found.
+"""Pydantic's errors as one line: the key, the expected and the actual value.
 
 `models.demo-llama.precisions[1]: expected one of fp32, fp16, bf16; found 'fp8'`
 """
@@ -102,7 +102,9 @@ def key_path(root: type[BaseModel], location: Location) -> str:
 
 def describe_key(key: Any) -> str:
     """Return a key as a user reads it. Bare where it is plain, quoted where it holds spaces or control characters."""
-    text = key if isinstance(key, str) else describe(key)
+    text = key
+    if not isinstance(key, str):
+        text = describe(key)
     if not text or not text.isprintable() or " " in text:
         text = repr(text)
     return _shortened(text)
@@ -237,8 +239,7 @@ def _containers(root: type[BaseModel], location: Location) -> Iterator[Any]:
 
 def _inside(container: Any, part: Any) -> Any:
     if isinstance(container, type) and issubclass(container, BaseModel):
-        field = container.model_fields.get(part)
-        return field.annotation if field else None
+        return getattr(container.model_fields.get(part), "annotation", None)
     if get_origin(container) is tuple:
         return get_args(container)[0]
     if get_origin(container) is dict:

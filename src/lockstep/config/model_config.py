@@ -1,8 +1,7 @@
-"""Check the values of a model's `config.json`: the mapping in, what is wrong out.
+"""Check the values of a model's `config.json`: the mapping in, errors out. No torch, no transformers.
 
-Only what holds for every decoder is checked: sizes are positive integers, epsilons and RoPE settings are finite
-numbers, and the depth is one that can be worked with. What a single model type asks of its config is for transformers
-to say, when the model is made (`split.tracer`). No torch, no transformers.
+Only rules of every decoder are checked: sizes are positive integers, epsilons and RoPE settings are finite numbers, and
+the depth is within limits. transformers checks the rules of a model type, when the model is created (`export`).
 """
 
 from __future__ import annotations
@@ -107,18 +106,16 @@ def scales_queries(get: Callable[[str], Any]) -> bool:
 
 
 def setting(config: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
-    """Return the value of the first of `keys` that is there and not null, else None.
-
-    The config is looked at first, then its `text_config`.
-    """
-    return next((part[key] for part in parts(config) for key in keys if part.get(key) is not None), None)
+    """Return the first of `keys` that is not null, in the config, then in its `text_config`; None without one."""
+    for part in parts(config):
+        for key in keys:
+            if part.get(key) is not None:
+                return part[key]
+    return None
 
 
 def linear_rows(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return how many numbers rows of linear layers have, by what the config calls it.
-
-    Those that the config tells for certain: what else there is, the graphs tell.
-    """
+    """Return {key of the config: number of in_features} of linear layers, those that the config has for certain."""
     decoder = parts(config)[-1]
     is_mixture = any(type(value) is int and value > 1 for key, value in decoder.items() if key.endswith("experts"))
     names = list(_ROWS)
@@ -145,12 +142,11 @@ def depth(config: Mapping[str, Any]) -> tuple[int | None, str]:
 
 
 def ties_head(config: Mapping[str, Any]) -> bool | None:
-    """Return whether a config ties the head to the embedding; None where it does not say.
-
-    Either part of a wrapper's config may say it.
-    """
+    """Return whether a config, or a part of a wrapper's, ties the head to the embedding; None without the key."""
     flags = [part["tie_word_embeddings"] for part in parts(config) if part.get("tie_word_embeddings") is not None]
-    return any(flags) if flags else None
+    if not flags:
+        return None
+    return any(flags)
 
 
 def without_packing(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,7 +196,9 @@ def _value_errors(path: str, key: str, value: Any) -> Iterator[ValidationError]:
             yield ValidationError(path, f"an integer from 1 to {MAX_POSITIONS}", value)
     elif key in _SIZES:
         # Some models have a list with the size of each layer.
-        items = value if isinstance(value, list) and value else [value]
+        items = [value]
+        if isinstance(value, list) and value:
+            items = value
         if not all(_is_size(item, MAX_SIZE) for item in items):
             yield ValidationError(path, "a positive integer", value)
     elif _EPSILON.fullmatch(key):

@@ -66,7 +66,7 @@ class Packing:
     layout: "gptq", "gptq_v2", "awq", "packed" or "int8" (of compressed-tensors), or of codes "fp8", "mxfp4", "nvfp4",
     "modelopt_nvfp4", "bnb4" or "bnb8". group_size: of the checkpoint; None: one scale a row. zero_points: whether they
     may be others than the middle. ordered: whether groups are of columns in another order. block: [rows, columns] that
-    share a scale of fp8. ignored: what config.json asks for that is not computed here. assumed: what it does not say.
+    share a scale of fp8. ignored: features of config.json that are not computed here. assumed: a note on a missing key.
     """
 
     layout: str
@@ -80,20 +80,22 @@ class Packing:
 
     @property
     def stays(self) -> bool:
-        """Return whether graphs of w8a16 and w4a16 take what is stored; else weights are the numbers it encodes."""
+        """Return whether graphs of w8a16 and w4a16 take the stored tensors; else weights are dequantised."""
         return self.layout in (*INTEGERS, MXFP4)
 
     @property
     def beyond_integers(self) -> str:
-        """Return what graphs of quantised precisions take besides integers and scales; empty where that is all."""
+        """Return in words the inputs of quantised graphs besides integers and scales; empty without others."""
         if self.layout == MXFP4:
             return "codes of MXFP4"
         if self.zero_points:
             return "zero points of the weights' own"
-        return "activation order (desc_act)" if self.ordered else ""
+        if self.ordered:
+            return "activation order (desc_act)"
+        return ""
 
     def described(self) -> str:
-        """Return what a user should know of how weights are read; empty where nothing is."""
+        """Return a note for the user on how weights are read; empty without one."""
         parts = list[str]()
         if not self.stays:
             parts.append(f"weights packed as {self.layout} are read as the numbers that they encode")
@@ -112,10 +114,9 @@ def largest_group(size: int) -> int | None:
 
 
 def check_precision(quantized: QuantizedTensors, precision: str, group_size: int | None, where: str) -> None:
-    """Raise InputError where a config asks for other quantisation than a checkpoint's.
+    """Raise InputError where a config has another precision or group size than a quantised checkpoint.
 
-    Another precision or group size. quantized: what is quantised already in the checkpoint `where`. group_size: None
-    where the config names none.
+    quantized: the tensors of the checkpoint `where`. group_size: None where the config has none.
     """
     bits = max(quantized.bits.values())
     if QUANTIZATIONS[precision].bits != bits or is_fp8(precision):
@@ -175,10 +176,12 @@ def _gptq(settings: Mapping[str, Any]) -> Packing:
         raise ValidationError(f"{KEY}.sym", "true or false", symmetric)
     size = _group_size(settings, "")
     ordered = settings.get("desc_act") is True and size is not None and settings.get("static_groups") is not True
-    # Of zero points the file does not tell which of the two it is.
-    is_said = symmetric or settings.get("checkpoint_format") or settings.get("format")
+    packing = Packing(layout, _bits(settings, "bits"), size, not symmetric, ordered)
+    # gptq and gptq_v2 differ in their zero points alone, by which a file of one cannot be told from the other's.
+    if symmetric or settings.get("checkpoint_format") or settings.get("format"):
+        return packing
     assumed = f'{KEY} says no checkpoint_format: gptq is assumed; a file of gptq_v2 needs "gptq_v2" there'
-    return Packing(layout, _bits(settings, "bits"), size, not symmetric, ordered, assumed="" if is_said else assumed)
+    return replace(packing, assumed=assumed)
 
 
 def _auto_round(settings: Mapping[str, Any]) -> Packing:
@@ -192,7 +195,9 @@ def _auto_round(settings: Mapping[str, Any]) -> Packing:
     if packed not in allowed:
         raise ValidationError(f"{KEY}.packing_format", " or ".join(allowed), packed)
     extra_config = settings.get("extra_config") or {}
-    layers = extra_config.values() if isinstance(extra_config, Mapping) else [extra_config]
+    layers = [extra_config]  # which is then invalid
+    if isinstance(extra_config, Mapping):
+        layers = list(extra_config.values())
     same = (None, settings.get("bits"), 16, 32)
     if not all(isinstance(layer, Mapping) and layer.get("bits") in same for layer in layers):
         raise ValidationError(f"{KEY}.extra_config", "layers of the same bits, or in floating point", extra_config)
@@ -290,13 +295,17 @@ def _compressed_group(settings: Mapping[str, Any], name: str, group: Any) -> Pac
     for key, choices in {**allowed, "actorder": (None, False, "weight", "static")}.items():
         if weights.get(key) not in choices:
             raise ValidationError(f"{KEY}.{where}.{key}", " or ".join(map(str, choices)), weights[key])
-    strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "channel")
+    strategy = weights.get("strategy")
+    if not strategy:
+        strategy = "group" if weights.get("group_size") else "channel"
     if strategy not in ("group", "channel"):
         raise ValidationError(f"{KEY}.{where}.strategy", "group or channel", strategy)
     bits = _bits(weights, "num_bits", where)
     if style in _PLAIN_INT8 and bits != 8:
         raise ValidationError(f"{KEY}.{where}.num_bits", f"8 with {style}", bits)
-    group_size = _group_size(weights, where) if strategy == "group" else None
+    group_size = None
+    if strategy == "group":
+        group_size = _group_size(weights, where)
     layout = "int8" if style in _PLAIN_INT8 else "packed"
     return Packing(layout, bits, group_size, zero_points=weights.get("symmetric") is False)
 

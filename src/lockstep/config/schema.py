@@ -34,7 +34,7 @@ class Config(Section):
     """The config: models, and for all of them limits and tolerances."""
 
     models: dict[ModelName, ModelConfig] = Field(
-        min_length=1, description="The models by name. A name is also a folder in `results/`."
+        min_length=1, description="The models, each with a name, which is also a folder in `results/`."
     )
     limits: Limits = Field(default=Limits(), description="Sizes that engines and caches are made for.")
     tolerances: Tolerances = Field(default=Tolerances(), description="The errors that pass, by precision.")
@@ -104,7 +104,7 @@ class Config(Section):
     def targets(self) -> list[Target]:
         """Return all targets, without those of backends that the config skips here.
 
-        Models by name, then precisions, layer counts and backends in the order of the config.
+        Models in order of their names, then precisions, layer counts and backends in the order of the config.
         """
         skipped = self.skipped_backends()
         return [target for target in self._all_targets() if target.backend not in skipped]
@@ -118,15 +118,17 @@ class Config(Section):
                             yield Target(name, precision, layers, backend)
 
     def skipped_backends(self) -> dict[str, str]:
-        """Return by backend why its targets are left out here (`skip_missing_backends`)."""
+        """Return {backend: why its targets are skipped here} (`skip_missing_backends`)."""
         if not self.skip_missing_backends:
             return {}
         return self.missing_backends()
 
     def missing_backends(self) -> dict[str, str]:
-        """Return by backend why its engines cannot be built here; a device's are built there."""
-        used = {backend for entry in self.models.values() for backend in entry.backends if backend not in self.devices}
-        missing = {backend: self._settings(backend).missing() for backend in sorted(used)}
+        """Return {backend: why its engines cannot be built here}. A device's are built there."""
+        used: set[str] = set()
+        for entry in self.models.values():
+            used.update(entry.backends)
+        missing = {backend: self._settings(backend).missing() for backend in sorted(used - self.devices.keys())}
         return {backend: reason for backend, reason in missing.items() if reason}
 
     def backend_of(self, name: str) -> str:
@@ -386,7 +388,7 @@ class Config(Section):
         return PlainTolerances(precision, self.backend_of(backend) if backend else GRAPH, **settings)
 
     def build_options(self, backend: str) -> dict[str, Any]:
-        """Return what a backend's build is given (`engine.build`), as plain JSON.
+        """Return the options of a backend's build (`engine.build`), as plain JSON.
 
         Its settings, and the limits where its engines depend on them.
         """

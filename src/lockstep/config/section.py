@@ -15,7 +15,9 @@ INT32_MAX = 2**31 - 1  # dimensions and lengths are int32 in engines
 
 
 def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return tuple(value)
+    return value
 
 
 def path_text(value: Any) -> Any:

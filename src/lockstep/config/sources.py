@@ -1,8 +1,7 @@
-"""The `source` of a model: what it names, and the facts checked before a run.
+"""The `source` of a model, and the facts of it that are checked before a run.
 
 Four kinds: a checkpoint folder; `model.gguf`, a GGUF file; `hf:org/name@revision`, a repository on the Hugging Face
-hub; `random:config.json?seed=0`, random weights in the shape of a config. Nothing is fetched or made here. The facts
-are the few of a model that the config is checked against.
+hub; `random:config.json?seed=0`, random weights in the shape of a config. Nothing is fetched or made here.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _LONGROPE = ("longrope", "su")  # Phi-3's first name for it
 # name.
 _REPOSITORY_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _REVISION = re.compile(r"[A-Za-z0-9][\w.+/-]{0,199}", re.ASCII)
-# What is taken for something else than a folder, where there is no such folder.
+# Sources that are no folders, where there is no such folder.
 _HUB_URL = re.compile(
     r"(?:https?://)?(?:www\.)?(?:huggingface|hf)\.co/([\w.-]+/[\w.-]+)(?:/(?:tree|blob|resolve)/([\w.-]+).*)?/?",
     re.ASCII,
@@ -211,7 +210,9 @@ def _hint_of_gguf(folder: Path) -> str:
 
 def places_of(path: str, folders: Sequence[str | os.PathLike] | None) -> list[Path]:
     """Return where a relative path is looked up, in order. folders: default `source_folders()`."""
-    bases = source_folders() if folders is None else [Path(folder).absolute() for folder in folders]
+    if folders is None:
+        folders = source_folders()
+    bases = [Path(folder).absolute() for folder in folders]
     # dict.fromkeys: started in the repository, both places are one; an absolute path ignores the base.
     return list(dict.fromkeys(Path(os.path.normpath(base / path)) for base in bases))
 
@@ -238,10 +239,10 @@ class CheckpointShape:
 
 
 def num_parameters(config: Mapping[str, Any], depth: int) -> int | None:
-    """Return about how many parameters a model of a config.json has; None where it does not say.
+    """Estimate the number of parameters of a config.json; None without hidden_size and vocab_size.
 
-    Attention has 4 squares of the hidden size a layer where heads are not told, or share a latent; an MLP 8 where its
-    size is not told; each expert is an MLP; then embedding and head, which are one unless the config denies it.
+    Attention has 4 squares of the hidden size a layer where the config has no heads, or they share a latent; an MLP 8
+    where the config has no size for it; each expert is an MLP. Embedding and head are one unless it unties them.
     """
 
     def size(*keys: str) -> int:
@@ -262,7 +263,7 @@ def num_parameters(config: Mapping[str, Any], depth: int) -> int | None:
     experts = size(*_NUM_EXPERTS)
     of_experts = expert * (experts + size("n_shared_experts")) if experts > 1 else mlp
     dense_layers = min(size("first_k_dense_replace"), depth)
-    tables = 2 if model_config.ties_head(config) is False else 1
+    tables = 1 + (model_config.ties_head(config) is False)
     return depth * attention + dense_layers * mlp + (depth - dense_layers) * of_experts + tables * vocabulary * hidden
 
 
@@ -273,7 +274,8 @@ def read_shape(path: Path) -> CheckpointShape:
     """
     if path.suffix == gguf_file.SUFFIX:
         return _gguf_shape(path)
-    path = path / "config.json" if path.is_dir() else path
+    if path.is_dir():
+        path = path / "config.json"
     value = _read_object(path)
     depth, _ = model_config.depth(value)
     if depth is None:

@@ -54,8 +54,9 @@ def _layer_count(value: Any) -> Any:
 
 def _layer_key(value: Any) -> Any:
     """Turn a key that is text into a layer count: "2" is 2. JSON and Snakemake's command line have text for keys."""
-    is_digits = isinstance(value, str) and re.fullmatch(r"[1-9][0-9]{0,9}", value)
-    return _layer_count(int(value) if is_digits else value)
+    if isinstance(value, str) and re.fullmatch(r"[1-9][0-9]{0,9}", value):
+        value = int(value)
+    return _layer_count(value)
 
 
 def _no_key_twice(value: Any) -> Any:
@@ -74,8 +75,9 @@ def _number(value: Any) -> Any:
 
     It is a number in YAML 1.2 and JSON, but text to PyYAML, which wants 1.0e-4.
     """
-    is_number = isinstance(value, str) and re.fullmatch(r"[0-9]{1,20}(\.[0-9]{0,20})?[eE][+-]?[0-9]{1,3}", value)
-    return float(value) if is_number else value
+    if isinstance(value, str) and re.fullmatch(r"[0-9]{1,20}(\.[0-9]{0,20})?[eE][+-]?[0-9]{1,3}", value):
+        return float(value)
+    return value
 
 
 def _source(value: Any) -> Any:
@@ -154,7 +156,7 @@ def _by_precision(name: str, doc: str, entry: Any, base: Any = Section) -> Any:
 
 
 class OwnTolerance(Section):
-    """Errors that pass for one model; what is left out is as for all models."""
+    """Errors that pass for one model; a missing key is as for all models."""
 
     noise: Error | None = Field(default=None, description="Instead of that of all models, for this one.")
     block: Error | None = Field(default=None, description="Instead of that of all models, for this one.")
@@ -243,7 +245,7 @@ class ModelConfig(Section):
         "serve all ranks; each takes its part of the checkpoint's tensors.",
     )
     adapters: dict[AdapterName, AdapterConfig] = Field(
-        default={}, description="LoRA adapters by name. Requests of several, and of none, run in one batch."
+        default={}, description="LoRA adapters with their names. Requests of several, and of none, run in one batch."
     )
     max_adapters: Annotated[int, Field(ge=1, le=MOST_ADAPTERS)] = Field(
         default=4, description="Of a model with adapters: how many are resident, and may be in one batch."
@@ -257,7 +259,7 @@ class ModelConfig(Section):
         description="Of a model with adapters: names of the linear layers that adapters may be of, such as `q_proj`; "
         "none: all linear layers of the decoder layers.",
     )
-    golden: Golden = Field(default=Golden(), description="Prompts, and what is expected of them.")
+    golden: Golden = Field(default=Golden(), description="Prompts, and the expected answers.")
     tolerances: OwnTolerances = Field(
         default=OwnTolerances(), description="Where this model needs others than `tolerances` of all models."
     )
@@ -268,7 +270,9 @@ class ModelConfig(Section):
 
     def placed_precisions(self, backend: str) -> Iterator[tuple[tuple[str | int, ...], str]]:
         """Yield the same with the place of each, of keys and an index below the model."""
-        place = ("backend_precisions", backend) if backend in self.backend_precisions else ("precisions",)
+        place: tuple[str, ...] = ("precisions",)
+        if backend in self.backend_precisions:
+            place = ("backend_precisions", backend)
         for index, precision in enumerate(self.precisions_of(backend)):
             yield (*place, index), precision
 

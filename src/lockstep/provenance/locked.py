@@ -106,13 +106,8 @@ def _is_source(step: Job) -> bool:
     return STAGES[step.stage].output == Results.source.pattern
 
 
-<<<<<<< HEAD
 def fetch_terms(config: Config, model: str, lock_file: Path | None) -> dict[str, Any]:
-    """Return the parameters by which `hub.fetch` keeps to a lock.
-=======
-def fetch_terms(config: Config, model: str, lock_file: Path | None, newest: bool = False) -> dict[str, Any]:
     """Return the parameters of `hub.fetch` that make it follow a lock.
->>>>>>> 0a532e96 (plain: rewrite sentences and conditions of artifacts to workflow)
 
     check: called with a folder of small files and its commit, before weights are downloaded: does the model fit the
     config, and is its commit the locked one? commit: the locked one, where the lock is of this source: its branch may

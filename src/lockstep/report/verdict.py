@@ -51,23 +51,13 @@ def headline(summary: Summary) -> str:
 
 
 def advice(summary: Summary) -> list[str]:
-<<<<<<< HEAD
-    """Say of each model which target to serve, and what would be faster and is not taken: lines for the end of a run.
-=======
-    """Return lines for the end of a run: which target of each model to serve, and which would be faster.
->>>>>>> 0a532e96 (plain: rewrite sentences and conditions of artifacts to workflow)
+    """Return lines for the end of a run: which target of each model to serve, and which faster one is not taken.
 
     The fastest target with all layers that passes and has no measured loss of quality.
     """
     lines = []
-<<<<<<< HEAD
     if any(is_quantized(row.precision) and row.verdict == PASS for row in summary.targets):
-        lines.append("Pass: engines compute what their weights say; what quantizing those costs is their quality.")
-=======
-    quantized = [row for row in summary.targets if is_quantized(row.precision) and row.verdict == PASS]
-    if quantized:
         lines.append("Pass: engines compute their weights correctly; the cost of quantizing these is the quality.")
->>>>>>> 0a532e96 (plain: rewrite sentences and conditions of artifacts to workflow)
     for model in dict.fromkeys(row.model for row in summary.targets):
         rows = [row for row in summary.targets if row.model == model]
         rows = [row for row in rows if row.layers == "all"] or rows
@@ -90,15 +80,10 @@ def _speed(row: SummaryRow) -> float:
     return row.decode_tokens_per_s or 0.0
 
 
-<<<<<<< HEAD
 def _why_not_taken(row: SummaryRow) -> str:
-    """Say what a row lacks: a pass, or quality; empty where that costs little, nothing, or what the config allows."""
+    """Return in words why a row is not taken: no pass, or a loss of quality above what the config allows; else ""."""
     if row.verdict != PASS:
         return "which fails" if row.verdict == FAIL else "whose checks have not all run"
-=======
-def _quality_lost(row: SummaryRow) -> str:
-    """Return in words the loss of quantized weights; empty where it is small, or within the config's bound."""
->>>>>>> 0a532e96 (plain: rewrite sentences and conditions of artifacts to workflow)
     if not is_quantized(row.precision) or row.quality == PASS:
         return ""
     if row.drift_perplexity is None:

@@ -19,14 +19,10 @@ from lockstep.config.sources import REPOSITORY, kind_of, read_shape
 from lockstep.stages.params import hub_adapters
 from lockstep.targets import Results
 
-<<<<<<< HEAD:src/lockstep/stages/files.py
 if TYPE_CHECKING:
     from lockstep.config.schema import Config
 
-# What a model on the hub is taken to weigh while no file of it is there: in a dry run, before it was fetched.
-=======
 # The assumed size of a model on the hub while no file of it is there: in a dry run, before it was fetched.
->>>>>>> 0a532e96 (plain: rewrite sentences and conditions of artifacts to workflow):src/lockstep/workflow/files.py
 _UNKNOWN_BYTES = 16_000_000_000
 
 

@@ -1,4 +1,4 @@
-"""The command that serves what was built and checked: `lockstep serve TARGET`."""
+"""The command that serves a target or bundle: `lockstep serve TARGET`."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class _Serve(GroupedCommand):
     "--kv-bytes",
     type=_Bytes(),
     help="Memory for the KV cache, of each GPU, such as 8G.  [default: for the longest requests in all slots, at most "
-    "0.9 of what is free on a GPU; a quarter of a CPU's]",
+    "0.9 of the free memory of a GPU; a quarter of a CPU's]",
 )
 @click.option(
     "--tensor-parallel",
@@ -190,7 +190,11 @@ def serve(target: str, weights: Path | None, results: Path, drafts: str | None, 
     try:
         with runnable(target, weights, results) as opened:
             run_server(opened, SimpleNamespace(**options, speculative=speculative(drafts, results)))
-    except KeyboardInterrupt as error:  # once it takes requests, it handles signals itself
-        what, number = (f"ended by {error}", error.number) if isinstance(error, Ended) else ("interrupted", SIGINT)
-        click.echo(f"{PREFIX}{what} before the server was ready", err=True)
+    except KeyboardInterrupt as error:  # a server that is ready handles signals itself
+        event = "interrupted"
+        number = SIGINT.value
+        if isinstance(error, Ended):
+            event = f"ended by {error}"
+            number = error.number
+        click.echo(f"{PREFIX}{event} before the server was ready", err=True)
         raise SystemExit(128 + number) from None

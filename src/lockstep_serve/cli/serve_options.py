@@ -1,7 +1,7 @@
 """The server that the options of `lockstep serve` start.
 
-options: those of the command line by name. Times are seconds; max_body and kv_bytes are bytes, kv_bytes below 1 a
-fraction of the free memory.
+options: those of the command line. Times are seconds; max_body and kv_bytes are bytes, kv_bytes below 1 a fraction of
+the free memory.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ def _check_ranks(place: Opened, num_ranks: int | None) -> None:
     """Raise InputError unless the graphs are split over as many ranks as requested."""
     from lockstep.artifacts.assembly import Assembly
 
-    ranks = Assembly.load(place.assembly).tensor_parallel
-    degree = 1 if ranks is None else ranks.degree
+    degree = getattr(Assembly.load(place.assembly).tensor_parallel, "degree", 1)
     if num_ranks not in (None, degree):
         raise InputError(
             f"--tensor-parallel: expected {degree}, for {place.target} was exported for that many, found {num_ranks}; "
@@ -72,7 +71,7 @@ def run_server(place: Opened, options: SimpleNamespace) -> None:
     from lockstep_serve.triton_infer import Triton
 
     if options.grpc_port is not None:
-        # gRPC writes to stderr, at its import and when the engine is forked off.
+        # gRPC writes to stderr, at its import and when the engine is forked.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
         import lockstep_serve.grpc_server  # noqa: F401  # before the engine starts: it may not be installed
@@ -100,14 +99,16 @@ def run_server(place: Opened, options: SimpleNamespace) -> None:
         admission=options.admission,
         grammar_seconds=options.grammar_timeout,
         speculative=options.speculative,
-        adapters=None if place.adapters is None else str(place.adapters),
-        checkpoint=None if place.checkpoint is None else str(place.checkpoint),
+        adapters=str(place.adapters) if place.adapters else None,
+        checkpoint=str(place.checkpoint) if place.checkpoint else None,
     )
     if (root := options.allow_adapter_loading) is not None:
         _check_adapter_loading(place)
     names = ("max_queue", "max_queue_tokens", "queue_timeout", "stall", "slow_reader")
     limits = ServiceLimits(**{name: getattr(options, name) for name in names})
-    name = place.target.model if options.served_model_name is None else options.served_model_name
+    name = options.served_model_name
+    if name is None:
+        name = place.target.model
     if not name.strip():
         raise InputError("--served-model-name: expected a name, found an empty one")
     template = ChatTemplate.open(place.assembly)
@@ -127,7 +128,10 @@ def run_server(place: Opened, options: SimpleNamespace) -> None:
     )
     if options.until_stdin_ends:
         threading.Thread(target=_end_with_stdin, daemon=True).start()
-    address = Address(options.host, 8000 if options.port is None and options.unix is None else options.port)
+    port = options.port
+    if port is None and options.unix is None:
+        port = 8000
+    address = Address(options.host, port)
     access = Access(tuple(keys), options.max_body, options.body_timeout)
     triton = Triton(service, options.fold_token_ids)
     with contextlib.ExitStack() as stack, _named_options():
@@ -157,7 +161,7 @@ def _named_options() -> Iterator[None]:
     except InputError as error:
         if "kv_bytes" not in str(error):
             raise
-        message = re.sub(r"^(kv_bytes|prompt \d+: request): ", "", str(error))  # the latter of the warm-up
+        message = re.sub(r"^(kv_bytes|prompt \d+: request): ", "", str(error))  # the latter is of the warm-up
         raise InputError(f"--kv-bytes: {message.replace('kv_bytes', '--kv-bytes')}") from None
 
 
@@ -177,17 +181,16 @@ def _check_adapter_loading(place: Opened) -> None:
 
 
 def _end_with_stdin() -> None:
-    with contextlib.suppress(OSError):  # of a stdin that is closed: nobody holds it
+    with contextlib.suppress(OSError):  # stdin is closed
         while os.read(0, 1 << 12):
             pass
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _threads() -> int | None:
-    """Return the engine's number of CPU threads: as many as cores, but one CPU fewer than there are.
+    """Return the engine's number of CPU threads, which leaves a CPU to the API process; None with LOCKSTEP_THREADS.
 
-    That one is the API process's: with a thread on each, an engine's spinning threads starve it. Returns None where
-    LOCKSTEP_THREADS sets the number.
+    With a thread on each CPU, an engine's spinning threads starve the API process.
     """
     if os.environ.get("LOCKSTEP_THREADS"):
         return None
@@ -197,7 +200,7 @@ def _threads() -> int | None:
 
 
 def read_api_keys(path: Path | None) -> list[str]:
-    """Return the keys of a file, one a line. Empty lines and those that begin with # are none. Raises InputError."""
+    """Return the keys of a file, one a line, without empty lines and comments (#). Raises InputError."""
     if path is None:
         return []
     keys = []
@@ -211,8 +214,8 @@ def read_api_keys(path: Path | None) -> list[str]:
     for number, line in enumerate(map(str.strip, lines), start=1):
         if line and not line.startswith("#"):
             if not re.fullmatch("[!-~]+", line):  # not the line itself: it is a secret
-                fault = "white space in it" if len(line.split()) > 1 else "another character"
-                raise InputError(f"{path}: line {number}: expected one API key, of visible ASCII, found {fault}")
+                actual = "white space in it" if len(line.split()) > 1 else "another character"
+                raise InputError(f"{path}: line {number}: expected one API key, of visible ASCII, found {actual}")
             keys.append(line)
     if not keys:
         raise InputError(f"{path}: expected API keys, one a line, found none")

@@ -1,7 +1,4 @@
-"""The command that writes a Triton model repository: `lockstep triton`.
-
-For NVIDIA's Triton Inference Server.
-"""
+"""The command that writes a model repository for NVIDIA's Triton Inference Server: `lockstep triton`."""
 
 from __future__ import annotations
 
@@ -82,7 +79,7 @@ def triton(
     parameters, settings = template_values(options, max_batch_size)
     settings = {"max_queue": max_queue, "decoupled": decoupled, **settings, "options": parameters}
     repository = Repository(command, place, max_batch_size, **settings)
-    with tempfile.TemporaryDirectory() as trial:  # what is refused leaves nothing behind
+    with tempfile.TemporaryDirectory() as trial:  # first elsewhere, so that an invalid repository is never written
         write_repository(repository, Path(trial))
         if faults := check_repository(Path(trial)):
             raise InputError(faults[0].replace(trial, str(folder)))

@@ -56,25 +56,13 @@ def fetch(
     hub = parse_source(source)
     out = Path(out)
     assert isinstance(hub, HubSource)  # resolve fetches no other
-<<<<<<< HEAD
     earlier = load_if_same_source(out, source)
     if earlier and earlier.commit and earlier.commit == (commit or earlier.commit) and not lost_files(out):
         check(folder_of(out), earlier.commit)
-        os.utime(out)
+        os.utime(out)  # Snakemake considers a job done by the time of its output
         return out
     disable_progress_bars()  # of small files
     pinned = commit or _pinned(out, source)
-=======
-    pinned = commit
-    if not newest:
-        earlier = load_if_same_source(out, source)
-        if earlier and earlier.commit and earlier.commit == (commit or earlier.commit) and not lost_files(out):
-            check(folder_of(out), earlier.commit)
-            os.utime(out)  # Snakemake considers a job done by the time of its output
-            return out
-        pinned = commit or _pinned(out, source)
-    disable_progress_bars()  # of small files
->>>>>>> 0a532e96 (plain: rewrite sentences and conditions of artifacts to workflow)
     with one_line(source, hub, pinned):
         commit = pinned or HfApi().resolve_revision(hub.repository, revision=hub.revision).resolved
         snapshot = cache_folder(hub.repository) / "snapshots" / commit
@@ -245,11 +233,7 @@ def one_line(source: str, hub: HubSource, pinned: str | None) -> Iterator[None]:
             raise InputError(
                 f"{source}: expected commit {pinned}, at which it was found before, found it gone from "
                 f"{hub.repository}; "
-<<<<<<< HEAD
-                "take what is there now: delete source.json and checkpoint.json of the model, and run again, not locked"
-=======
-                "take the newest one with `lockstep stage fetch --newest`, not locked"
->>>>>>> 0a532e96 (plain: rewrite sentences and conditions of artifacts to workflow)
+                "take the newest one: delete source.json and checkpoint.json of the model, and run again, not locked"
             ) from None
         raise InputError(
             f"{source}: expected a branch, tag or commit, found no revision {hub.revision!r} in "
