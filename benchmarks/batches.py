@@ -51,7 +51,7 @@ PROCESSED = Sampling(0.8, top_p=0.95, repetition_penalty=1.1, logprobs=5)
 SAMPLED_BATCHES = (1, 16, 64, 256)
 OPTIONS = (
     options.Option("--shape", "A shape that comes with the benchmark, or a config.json.", "llama-2-7b"),
-    options.choice("--precision", "fp16", "w8a16", "w4a16", "w8a8-fp8", help="Integers in groups of 128."),
+    options.choice("--precision", "fp16", "bf16", "w8a16", "w4a16", "w8a8-fp8", help="Integers in groups of 128."),
     options.choice("--kv-cache-dtype", "fp16", "fp8", help="Of the backend cuda."),
     options.path("--vllm", "A record of vLLM on the same machine, to compare with.", metavar="FILE", exists=True),
     options.Option("--layers", "The first layers of the shape alone.", None, int, minimum=1),
