@@ -4,42 +4,44 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from lockstep.artifacts.checkpoint import CheckpointManifest
 from lockstep.errors import LockstepError
 from lockstep.runtime.adapters import Adapters
 from lockstep.weights.adapters import LoadedAdapter
 from lockstep.weights.check_adapters import read_folder
+from lockstep_serve.frames import Load
 from lockstep_serve.say import fault_of
+
+
+class ReadAdapter(NamedTuple):
+    """What a `Load` read: an adapter, or a line that says why it is unusable."""
+
+    id: int
+    adapter: LoadedAdapter | str
 
 
 class AdapterLoader:
     """A reader of adapters, one at a time, in the order of requests, checked against `checkpoint_json`."""
 
-    def __init__(self, adapters: Adapters, checkpoint_json: str | None):
+    def __init__(self, adapters: Adapters, checkpoint_json: str | None, deliver: Callable[[ReadAdapter], None]):
+        """Begin without a thread; deliver: gets each adapter that was read."""
         self.adapters = adapters
-        self.under_way = 0  # that were started, and not polled yet
         self._checkpoint = checkpoint_json
+        self._deliver = deliver
         self._most_bytes = adapters.most_bytes
-        self._asked: queue.SimpleQueue[tuple[int, str, str]] = queue.SimpleQueue()
-        self._read: queue.SimpleQueue[tuple[int, LoadedAdapter | str]] = queue.SimpleQueue()
+        self._frames: queue.SimpleQueue[Load] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def start(self, number: int, name: str, folder: str) -> None:
-        """Begin to read a folder; `poll` yields it with this number."""
+    def start(self, frame: Load) -> None:
+        """Begin to read a folder."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, daemon=True)
+            self._thread = threading.Thread(target=self._work, name="adapters", daemon=True)
             self._thread.start()
-        self.under_way += 1
-        self._asked.put((number, name, folder))
-
-    def poll(self) -> Iterator[tuple[int, LoadedAdapter | str]]:
-        """Yield (number, adapter) for each folder read since the last call; an error's line where it is unusable."""
-        while not self._read.empty():
-            self.under_way -= 1
-            yield self._read.get()
+        self._frames.put(frame)
 
     def read(self, name: str, folder: str) -> LoadedAdapter:
         """Check and read a folder at once. Raises InputError."""
@@ -48,11 +50,11 @@ class AdapterLoader:
 
     def _work(self) -> None:
         while True:
-            number, name, folder = self._asked.get()
+            frame = self._frames.get()
             try:
-                adapter: LoadedAdapter | str = self.read(name, folder)
+                adapter: LoadedAdapter | str = self.read(frame.name, frame.folder)
             except LockstepError as error:
                 adapter = str(error)
             except Exception as error:  # the client gets it, and the thread goes on with the next folder
-                adapter = f"adapter {name!r}: {folder}: expected an adapter, found {fault_of(error)}"
-            self._read.put((number, adapter))
+                adapter = f"adapter {frame.name!r}: {frame.folder}: expected an adapter, found {fault_of(error)}"
+            self._deliver(ReadAdapter(frame.id, adapter))

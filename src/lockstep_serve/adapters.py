@@ -13,7 +13,7 @@ from pathlib import Path
 from lockstep.artifacts.adapters import CONFIG, WEIGHTS
 from lockstep.errors import few
 from lockstep_serve.bodies import BadRequest
-from lockstep_serve.frames import Frame, Ready
+from lockstep_serve.frames import Load, Loaded, Ready, Unload
 from lockstep_serve.link import EngineLink
 from lockstep_serve.stream import StreamError
 
@@ -45,7 +45,7 @@ class Adapters:
         self._loading: dict[str, tuple[Path, asyncio.Task[LoadedFolder]]] = {}  # by name
         self._reloading: set[str] = set()  # names that the starting engine was told to load again
         self._numbers = itertools.count()
-        self._answers: dict[int, asyncio.Future[Frame]] = {}  # of the engine, by number
+        self._answers: dict[int, asyncio.Future[Loaded]] = {}  # of the engine, by number
 
     # -- names
 
@@ -169,14 +169,14 @@ class Adapters:
         stamp = _stamp_of(folder)
         number = next(self._numbers)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
-        self._link.load(number, name, str(folder))
+        self._link.send(Load(number, name, str(folder)))
         try:
             frame = await answer
         finally:
             self._answers.pop(number, None)
-        if frame["type"] == "not_loaded":
-            raise BadRequest(f"lora: {frame['message']}", "lora")
-        entry = loaded[name] = LoadedFolder(folder, stamp, frame["sha256"])
+        if frame.error is not None:
+            raise BadRequest(f"lora: {frame.error}", "lora")
+        entry = loaded[name] = LoadedFolder(folder, stamp, frame.sha256)
         return entry
 
     def unload(self, name: str) -> None:
@@ -190,7 +190,7 @@ class Adapters:
             raise BadRequest(f"lora_name: {message}", "lora_name", 409)
         del loaded[name]
         if self._link is not None:
-            self._link.unload(name)
+            self._link.send(Unload(name))
 
     # -- the engine
 
@@ -203,7 +203,7 @@ class Adapters:
         """Use a new engine; return a line for each adapter that it could not load again."""
         lost = ready.lost_adapters
         for name in self._reloading - set(self._loaded) - set(lost):  # unloaded while it started
-            link.unload(name)
+            link.send(Unload(name))
         self._configured = {name: digest for name, digest in ready.adapters.items() if name not in self._reloading}
         for name in lost:
             self._loaded.pop(name, None)
@@ -217,9 +217,9 @@ class Adapters:
             if not answer.done():
                 answer.set_exception(StreamError("the engine died while it loaded the adapter; try again", 503))
 
-    def engine_answered(self, frame: Frame) -> None:
-        """Hand a frame `loaded` or `not_loaded` to the request that waits for it."""
-        answer = self._answers.get(frame["id"])
+    def engine_answered(self, frame: Loaded) -> None:
+        """Hand the engine's answer to the request that waits for it."""
+        answer = self._answers.get(frame.id)
         if answer is not None and not answer.done():
             answer.set_result(frame)
 

@@ -268,20 +268,15 @@ def _health(service: Service) -> dict[str, Any]:
 def _status(service: Service) -> dict[str, Any]:
     ready = service.ready
     counters = service.counters
-    total = ready.num_pages
     names = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "chunk_size")
     return {
         "model": service.name,
         "identity": ready.identity,
         "backend": ready.backend,
         "limits": {name: getattr(ready, name) for name in names},
-        "running": counters.get("running", 0),
-        "waiting": counters.get("waiting", 0),
-        "pages": {
-            "total": total,
-            "used": total - counters.get("free_pages", total),
-            "cached": counters.get("cached_pages", 0),
-        },
+        "running": counters.running,
+        "waiting": counters.waiting,
+        "pages": {"total": ready.num_pages, "used": counters.used_pages, "cached": counters.cached_pages},
         "streams": service.num_streams,
         "chat": service.chat.fault is None,
         **_health(service),

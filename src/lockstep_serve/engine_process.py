@@ -1,7 +1,7 @@
 """The engine process.
 
 `python -m lockstep_serve.engine_process FD`: FD is the number of a socket to the API process. It opens the engines that
-its first frame names, and then steps while there are requests.
+its first frame names, and then steps while there are requests, which a thread receives and prepares.
 
 Nothing is lost if it dies: the API process has the requests and their tokens, and sends them to a new engine. Without
 the API process it ends.
@@ -14,27 +14,25 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import asdict
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep import processes
 from lockstep.errors import CheckError, InputError, LockstepError
-from lockstep.runtime.adapters import Adapters
 from lockstep.runtime.engine import Engine
 from lockstep.runtime.grammar.compiler import Compiler
 from lockstep.runtime.model import Model
 from lockstep.runtime.prefix import root_key
-from lockstep.runtime.request import Request, Token
+from lockstep.runtime.request import PreparedRequest, Request
 from lockstep.runtime.speculative import Speculative, open_speculation
-from lockstep.step.sampling import Logprobs
-from lockstep_serve.adapter_loader import AdapterLoader
-from lockstep_serve.frames import Connection, Frame, Ready, finite, request_of
+from lockstep_serve.adapter_loader import AdapterLoader, ReadAdapter
+from lockstep_serve.connection import Connection
+from lockstep_serve.frames import Abort, Add, Counters, Failed, Load, Loaded, Ready, Refused, Step, Unload
 from lockstep_serve.say import say
 from lockstep_serve.settings import EngineOptions
 
 TICK = 1.0  # seconds between the signs of life of an idle engine
-_POLL_S = 0.005  # while an adapter is being read
 _ERRORS = {error.__name__: error for error in (InputError, CheckError)}
 
 
@@ -43,6 +41,7 @@ def main() -> None:
     # The API process drains first and then ends this one; Ctrl-C at their terminal sends signals to both.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    processes.share_interpreter()
     with socket.socket(fileno=int(sys.argv[1])) as end, contextlib.suppress(EOFError):
         connection = Connection(end)
         try:
@@ -53,30 +52,26 @@ def main() -> None:
             _fail(connection, "InputError", f"{sys.executable} has no Python package {error.name!r}; install it there")
 
 
-def error_of(frame: Frame) -> LockstepError:
-    """Return the error of a frame "failed"."""
-    return _ERRORS[frame["error"]](frame["message"])
+def error_of(frame: Failed) -> LockstepError:
+    """Return the error that ended a process."""
+    return _ERRORS[frame.error](frame.message)
 
 
 def _fail(connection: Connection, error: str, message: str) -> None:
-    connection.send({"type": "failed", "error": error, "message": message})
+    connection.send(Failed(error, message))
     connection.drain(10)
     raise SystemExit(1)
 
 
 def _serve(connection: Connection) -> None:
-    frames: list[Frame] = []
-    while not frames:
-        frames = connection.receive(60)
-    options = EngineOptions(**frames.pop(0)["options"])
-    engine, adapters, ready = _open(options)
+    options = connection.receive().options
+    engine, loader, ready = _open(options, connection.inbox.put)
     processes.freeze_heap()
-    connection.send({"type": "ready", "ready": asdict(ready)})
-    loader = AdapterLoader(adapters, options.checkpoint) if adapters else None
-    _Loop(connection, engine, loader).run(frames)
+    connection.send(ready)
+    _Loop(connection, engine, loader).run()
 
 
-def _open(options: EngineOptions) -> tuple[Engine, Adapters | None, Ready]:
+def _open(options: EngineOptions, deliver: Callable[[ReadAdapter], None]) -> tuple[Engine, AdapterLoader | None, Ready]:
     limits = options.limits
     model = Model.open(
         Path(options.engines),
@@ -91,7 +86,8 @@ def _open(options: EngineOptions) -> tuple[Engine, Adapters | None, Ready]:
         chunk_size=options.chunk_size,
         adapters_json=options.adapters,
     )
-    lost = _reload_adapters(model, options)
+    loader = AdapterLoader(model.adapters, options.checkpoint, deliver) if model.adapters else None
+    lost = _reload_adapters(loader, options)
     speculation = None
     if options.speculative is not None:
         speculation = open_speculation(model, Speculative(**options.speculative), options.threads)
@@ -133,94 +129,101 @@ def _open(options: EngineOptions) -> tuple[Engine, Adapters | None, Ready]:
         lost_adapters=lost,
         kv_cache_dtype=model.engines.assembly.kv_cache_dtype,
     )
-    return engine, model.adapters, ready
+    return engine, loader, ready
 
 
-def _reload_adapters(model: Model, options: EngineOptions) -> dict[str, str]:
+def _reload_adapters(loader: AdapterLoader | None, options: EngineOptions) -> dict[str, str]:
     """Load the adapters that the previous engine had loaded; return errors, by name."""
     lost = {}
     for name, folder, digest in options.loaded:
         try:
-            assert model.adapters is not None  # the same model loaded them before
-            adapter = AdapterLoader(model.adapters, options.checkpoint).read(name, folder)
+            assert loader is not None  # the same model loaded them before
+            adapter = loader.read(name, folder)
             if adapter.sha256 != digest:
                 raise InputError(f"adapter {name!r}: {folder}: expected sha256 {digest}, found {adapter.sha256}")
-            model.adapters.add(adapter)
+            loader.adapters.add(adapter)
         except (LockstepError, OSError) as error:
             lost[name] = str(error)
     return lost
 
 
+class _Prepared(NamedTuple):
+    id: int
+    request: PreparedRequest
+
+
 class _Loop:
-    """The loop of the process: handle frames, and step."""
+    """The loop of the process: take what the inbox has, and step."""
 
     def __init__(self, connection: Connection, engine: Engine, loader: AdapterLoader | None):
         self._connection = connection
         self._engine = engine
         self._loader = loader
         self._has_warned = False
+        self._last_sent = 0.0
+        self._handlers: dict[type, Callable[[Any], Any]] = {
+            _Prepared: self._add,
+            Refused: connection.send,
+            Abort: lambda frame: engine.abort(frame.id, frame.choice),
+            Load: lambda frame: self._adapters.start(frame),
+            Unload: lambda frame: self._adapters.adapters.remove(frame.name),
+            ReadAdapter: self._add_adapter,
+        }
 
-    def run(self, frames: list[Frame]) -> None:
-        engine = self._engine
-        connection = self._connection
-        last_sent = 0.0
+    @property
+    def _adapters(self) -> AdapterLoader:
+        assert self._loader is not None  # the API process refuses adapters where the graphs take none
+        return self._loader
+
+    def run(self) -> None:
+        self._connection.start(self._prepare)
         while True:
-            for frame in frames:
-                self._handle(frame)
-            if engine.has_work:
-                tokens = engine.step()
-                self._warn_of_speculation()
-                for number, message in engine.refused:
-                    self._refuse(number, message, message.partition(":")[0])
-                prompts = [[number, first, list(map(_pack, row))] for number, first, row in engine.prompt_logprobs]
-                if tokens or engine.admitted or prompts or time.monotonic() - last_sent >= TICK:
-                    last_sent = time.monotonic()
-                    step = {"type": "step", "tokens": list(map(_entry, tokens)), "admitted": engine.admitted}
-                    if prompts:
-                        step["prompts"] = prompts
-                    connection.send(step | self._counters())
-            elif time.monotonic() - last_sent >= TICK:
-                last_sent = time.monotonic()
-                connection.send({"type": "tick", **self._counters()})
-            is_loading = self._loader is not None and self._loader.under_way
-            wait = TICK
-            if engine.has_work:
-                wait = 0.0
-            elif is_loading:
-                wait = _POLL_S
-            frames = connection.receive(wait)
-            if is_loading:
-                self._add_loaded()
+            for item in self._connection.take(0.0 if self._engine.has_work else TICK):
+                self._handlers[type(item)](item)
+            if self._engine.has_work:
+                self._step()
+            elif time.monotonic() - self._last_sent >= TICK:
+                self._send_step(Step(self._counters()))
 
-    def _handle(self, frame: Frame) -> None:
-        id = frame["id"]
-        if frame["type"] in ("load", "unload"):
-            assert self._loader is not None  # the API process refuses adapters where the graphs take none
-            if frame["type"] == "load":
-                self._loader.start(id, frame["name"], frame["folder"])
-            else:
-                self._loader.adapters.remove(frame["name"])
-            return
-        if frame["type"] == "abort":
-            self._engine.abort(id, frame.get("choice"))
-            return
+    def _step(self) -> None:
+        engine = self._engine
+        tokens = engine.step()
+        self._warn_of_speculation()
+        for number, message in engine.refused:
+            self._connection.send(Refused(number, message, message.partition(":")[0]))
+        is_news = tokens or engine.admitted or engine.prompt_logprobs
+        if is_news or time.monotonic() - self._last_sent >= TICK:
+            entries = [(token.request, token.choice, token.token, token.finish, token.logprobs) for token in tokens]
+            self._send_step(Step(self._counters(), entries, engine.admitted, engine.prompt_logprobs))
+
+    def _send_step(self, frame: Step) -> None:
+        self._last_sent = time.monotonic()
+        self._connection.send(frame)
+
+    def _prepare(self, frame: Any) -> Any:
+        """Return what the inbox gets for a frame. In the reader's thread: steps do not wait for it."""
+        if not isinstance(frame, Add):
+            return frame
         try:
-            self._engine.add(request_of(frame), id)
+            return _Prepared(frame.id, self._engine.prepare(frame.request, is_checked=True))
         except InputError as error:
-            self._refuse(id, str(error))
+            return Refused(frame.id, str(error))
 
-    def _add_loaded(self) -> None:
-        """Add the adapters that have been read, and answer their frames."""
-        assert self._loader is not None
-        for id, adapter in self._loader.poll():
-            try:
-                if isinstance(adapter, str):
-                    raise InputError(adapter)
-                self._loader.adapters.add(adapter)
-                reply = {"type": "loaded", "id": id, "sha256": adapter.sha256}
-            except InputError as error:
-                reply = {"type": "not_loaded", "id": id, "message": str(error)}
-            self._connection.send(reply)
+    def _add(self, prepared: _Prepared) -> None:
+        try:
+            self._engine.add(prepared.request, prepared.id)
+        except InputError as error:
+            self._connection.send(Refused(prepared.id, str(error)))
+
+    def _add_adapter(self, read: ReadAdapter) -> None:
+        """Add an adapter that has been read, and answer its frame."""
+        try:
+            if isinstance(read.adapter, str):
+                raise InputError(read.adapter)
+            self._adapters.adapters.add(read.adapter)
+            self._connection.send(Loaded(read.id, read.adapter.sha256))
+        except InputError as error:
+            self._connection.send(Loaded(read.id, error=str(error)))
 
     def _warn_of_speculation(self) -> None:
         """Log once that speculation is disabled."""
@@ -229,36 +232,20 @@ class _Loop:
             self._has_warned = True
             say(speculation.failure)
 
-    def _refuse(self, id: int, message: str, param: str | None = None) -> None:
-        self._connection.send({"type": "refused", "id": id, "message": message, "param": param})
-
-    def _counters(self) -> dict[str, Any]:
+    def _counters(self) -> Counters:
         engine = self._engine
-        scheduler = self._engine.scheduler
+        scheduler = engine.scheduler
         pool = scheduler.tables.pool
-        counters: dict[str, Any] = {
-            "running": scheduler.num_running,
-            "waiting": scheduler.num_waiting,
-            "free_pages": pool.num_available,
-            "cached_pages": pool.num_cached,
-            "swaps": scheduler.num_swaps,
-            "prefix_queries": engine.prefix_queries,
-            "prefix_hits": engine.prefix_hits,
-        }
-        if engine.speculation:
-            counters["speculative"] = engine.speculation.counts()
-        return counters
-
-
-def _entry(token: Token) -> list[Any]:
-    entry = [token.request, token.choice, token.token, token.finish]
-    if token.logprobs is not None:
-        entry += _pack(token.logprobs)
-    return entry
-
-
-def _pack(logprobs: Logprobs) -> list[Any]:
-    return [finite(logprobs.chosen), [(token, finite(value)) for token, value in logprobs.top]]
+        return Counters(
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            used_pages=pool.num_pages - pool.num_available,
+            cached_pages=pool.num_cached,
+            swaps=scheduler.num_swaps,
+            prefix_queries=engine.prefix_queries,
+            prefix_hits=engine.prefix_hits,
+            drafts=engine.speculation.counts() if engine.speculation else (),
+        )
 
 
 if __name__ == "__main__":

@@ -1,40 +1,78 @@
-"""The frames between API process and engine process, over a socket.
+"""The wire between API process and engine process: a dataclass for each frame, over a socket that only they hold.
 
-Each is a length (4 bytes, big-endian) and a JSON object in UTF-8. Standard library only: the engine's Python may have
-nothing else.
-
-To the engine: "open" (first), "add", "abort", "load" and "unload" (an adapter). From it: "ready" or "failed" (first),
-then "step" (tokens of one step, and the log-probabilities of prompts whose requests have them) and "tick" (an idle
-engine, each second), both with its counters, "refused" for an invalid request, with "param" for the field at fault, and
-"loaded" or "not_loaded" after a "load".
+A frame is its length (4 bytes, big-endian) and its pickle, in which token ids are raw int32. A frame is made of the
+classes of `_CLASSES` and nothing else. Standard library and NumPy only: the engine's Python may have nothing else.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import select
-import socket
+import io
+import pickle
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import numpy as np
 
 from lockstep.errors import InputError
 from lockstep.runtime.grammar import Grammar
 from lockstep.runtime.request import Request
-from lockstep.step.sampling import Sampling
+from lockstep.step.sampling import Logprobs, Sampling
+from lockstep_serve.settings import EngineOptions
 
-Frame = dict[str, Any]
 HEADER = struct.Struct("!I")
 LARGEST = 1 << 28  # bytes: the length of a corrupt frame may be any number
-_BUFFER = 1 << 22
-_DEFAULTS = asdict(Sampling())
+
+
+# -- to the engine process
+
+
+@dataclass(frozen=True)
+class Open:
+    """The first frame: open these engines. Answered by `Ready` or `Failed`."""
+
+    options: EngineOptions
+
+
+@dataclass(frozen=True)
+class Add:
+    """Run a request, which was checked; prompt_ids: int32. Answered by `Step`, or `Refused`."""
+
+    id: int
+    request: Request
+
+
+@dataclass(frozen=True)
+class Abort:
+    """End a request, or one choice of it."""
+
+    id: int
+    choice: int | None = None
+
+
+@dataclass(frozen=True)
+class Load:
+    """Load an adapter. Answered by `Loaded`."""
+
+    id: int
+    name: str
+    folder: str
+
+
+@dataclass(frozen=True)
+class Unload:
+    """Unload an adapter, which no request may use."""
+
+    name: str
+
+
+# -- to the API process
 
 
 @dataclass(frozen=True)
 class Ready:
-    """The frame "ready": an engine's limits; identity: of what is computed. lost_adapters: why, by name."""
+    """The engine's limits; identity: of what is computed. lost_adapters: why, by name."""
 
     identity: str
     backend: str
@@ -56,129 +94,116 @@ class Ready:
     kv_cache_dtype: str | None = None
 
 
-def packed(frame: Mapping[str, Any]) -> bytes:
+@dataclass(frozen=True)
+class Failed:
+    """The last frame of a process that cannot go on; error: InputError or CheckError."""
+
+    error: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Counters:
+    """The engine's counters; those from `swaps` on only grow. drafts: `Speculation.counts`."""
+
+    running: int = 0
+    waiting: int = 0
+    used_pages: int = 0
+    cached_pages: int = 0
+    swaps: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    drafts: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step gave; of an idle engine nothing, once a second.
+
+    tokens: request, choice, token, finish and log-probabilities, as in `Token`. admitted, prompt_logprobs: as in
+    `Engine`.
+    """
+
+    counters: Counters
+    tokens: Sequence[tuple[int, int, int, str | None, Logprobs | None]] = ()
+    admitted: Sequence[tuple[int, int]] = ()
+    prompt_logprobs: Sequence[tuple[int, int, Sequence[Logprobs]]] = ()
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A request that the engine cannot run; param: the field at fault, if it is one."""
+
+    id: int
+    message: str
+    param: str | None = None
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a `Load` gave: the SHA-256 of an adapter, or why there is none."""
+
+    id: int
+    sha256: str = ""
+    error: str | None = None
+
+
+Frame = Open | Add | Abort | Load | Unload | Ready | Failed | Step | Refused | Loaded
+_ARRAY = np.zeros(0, np.int32).__reduce_ex__(pickle.HIGHEST_PROTOCOL)[0]  # what NumPy makes an array of bytes by
+_MADE: tuple[Any, ...] = (
+    Open, Add, Abort, Load, Unload, Ready, Failed, Counters, Step, Refused, Loaded, EngineOptions, Request, Sampling,
+    Grammar, Logprobs, frozenset, np.dtype, _ARRAY,
+)  # fmt: skip
+_CLASSES = {(made.__module__, made.__qualname__): made for made in _MADE}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return _CLASSES[module, name]
+        except KeyError:
+            raise pickle.UnpicklingError(f"frame: expected frames alone, found {module}.{name}") from None
+
+
+def packed(frame: Frame) -> bytes:
     """Return a frame's bytes."""
-    data = json.dumps(frame, separators=(",", ":")).encode()
+    data = pickle.dumps(frame, pickle.HIGHEST_PROTOCOL)
     return HEADER.pack(len(data)) + data
+
+
+def unpacked(data: bytes) -> Any:
+    """Return the frame of bytes without their length."""
+    return _Unpickler(io.BytesIO(data)).load()
+
+
+def _size(data: bytes | bytearray, start: int = 0) -> int:
+    (size,) = HEADER.unpack_from(data, start)
+    if size > LARGEST:
+        raise InputError(f"frame: expected at most {LARGEST} bytes, found {size}")
+    return size
 
 
 def split(data: bytearray) -> list[bytes]:
     """Take all whole frames off the front of `data`, and return them. Raises InputError for one too long."""
     frames = []
-    at = 0
-    while len(data) - at >= HEADER.size:
-        (size,) = HEADER.unpack_from(data, at)
-        if size > LARGEST:
-            raise InputError(f"frame: expected at most {LARGEST} bytes, found {size}")
-        end = at + HEADER.size + size
+    start = 0
+    while len(data) - start >= HEADER.size:
+        end = start + HEADER.size + _size(data, start)
         if len(data) < end:
             break
-        frames.append(bytes(memoryview(data)[at + HEADER.size : end]))
-        at = end
-    del data[:at]
+        frames.append(bytes(memoryview(data)[start + HEADER.size : end]))
+        start = end
+    del data[:start]
     return frames
 
 
-def packed_add(number: int, request: Request) -> bytes:
-    """Return the frame "add" of request `number`."""
-    sampling = request.sampling
-    # Not by asdict, which copies all values: an HTTP request may have 256 prompts.
-    changed = {name: getattr(sampling, name) for name in _DEFAULTS if getattr(sampling, name) != _DEFAULTS[name]}
-    return packed(
-        {
-            "type": "add",
-            "id": number,
-            "prompt_ids": [int(token) for token in request.prompt_ids],
-            "max_new_tokens": request.max_new_tokens,
-            "stop_ids": sorted(request.stop_ids),
-            "sampling": changed,
-            "n": request.n,
-            "choice": request.choice,
-            "priority": request.priority,
-            "cache_salt": request.cache_salt,
-            "answer_ids": list(request.answer_ids),
-            "adapter": request.adapter,
-            "prompt_logprobs": request.prompt_logprobs,
-            "grammar": request.grammar and asdict(request.grammar),
-        }
-    )
-
-
-def request_of(frame: Frame) -> Request:
-    """Return the request of a frame "add"."""
-    values = {field.name: frame[field.name] for field in fields(Request) if field.name in frame}
-    sampling = dict(frame["sampling"])
-    if "logit_bias" in sampling:
-        sampling["logit_bias"] = {int(token): bias for token, bias in sampling["logit_bias"].items()}
-    if "bad_words" in sampling:  # texts, or lists of tokens
-        words = sampling["bad_words"]
-        sampling["bad_words"] = tuple(word if isinstance(word, str) else tuple(word) for word in words)
-    values["stop_ids"] = frozenset(frame["stop_ids"])
-    if values.get("grammar") is not None:
-        values["grammar"] = Grammar(**values["grammar"])
-    return Request(**{**values, "sampling": Sampling(**sampling)})
-
-
-def finite(logprob: float) -> float:
-    """Return a log-probability that JSON can hold."""
-    return max(-9999.0, logprob)
-
-
-class Connection:
-    """The engine's end of the socket. It never blocks on its reader: what cannot be sent now is sent later."""
-
-    def __init__(self, end: socket.socket):
-        end.setblocking(False)
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
-        self._end = end
-        self._in = bytearray()
-        self._out = bytearray()
-        self._poll = select.poll()  # `select.select` cannot watch descriptors above 1,023
-        self._poll.register(end, 0)
-
-    def send(self, frame: Mapping[str, Any]) -> None:
-        """Send a frame, as far as possible without blocking. Raises EOFError where the other end is closed."""
-        self._out += packed(frame)
-        self.flush()
-
-    def flush(self) -> None:
-        """Send what is left, as far as possible without blocking."""
-        try:
-            while self._out:
-                del self._out[: self._end.send(self._out)]
-        except BlockingIOError:
-            pass
-        except OSError:
-            raise EOFError from None
-
-    def drain(self, seconds: float) -> None:
-        """Send all that is left, for at most `seconds`."""
-        while self._out and self._wait(select.POLLOUT, seconds):
-            self.flush()
-
-    def receive(self, seconds: float) -> list[Frame]:
-        """Return all frames, after up to `seconds` for the first. Raises EOFError."""
-        events = select.POLLIN
-        if self._out:
-            events |= select.POLLOUT
-        ready = self._wait(events, seconds)
-        if ready & select.POLLOUT:
-            self.flush()
-        if ready & ~select.POLLOUT:  # data, or the end of the other side
-            self._fill()
-        return [json.loads(frame) for frame in split(self._in)]
-
-    def _wait(self, events: int, seconds: float) -> int:
-        """Return which of the events, errors and ends occur within `seconds`, as bits."""
-        self._poll.modify(self._end, events)
-        return sum(ready for _, ready in self._poll.poll(math.ceil(seconds * 1000)))
-
-    def _fill(self) -> None:
-        try:
-            while data := self._end.recv(1 << 18):
-                self._in += data
-        except BlockingIOError:
-            return
-        except OSError:
-            pass
+def receive(file: BinaryIO) -> Any:
+    """Return the next frame of a blocking file. Raises EOFError at its end."""
+    header = file.read(HEADER.size)
+    if len(header) < HEADER.size:
         raise EOFError
+    size = _size(header)
+    data = file.read(size)
+    if len(data) < size:
+        raise EOFError
+    return unpacked(data)

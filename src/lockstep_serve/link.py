@@ -8,18 +8,12 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
-
-import msgspec
 
 from lockstep.errors import CheckError
 from lockstep.processes import environment
-from lockstep.runtime.request import Request
 from lockstep_serve.engine_process import error_of
-from lockstep_serve.frames import Frame, Ready, packed, packed_add, split
+from lockstep_serve.frames import Failed, Frame, Open, Ready, packed, split, unpacked
 from lockstep_serve.settings import EngineOptions
-
-_decode = msgspec.json.Decoder().decode
 
 
 class EngineLink(asyncio.Protocol):
@@ -30,7 +24,7 @@ class EngineLink(asyncio.Protocol):
         self._transport: asyncio.WriteTransport
         self.last_frame = time.monotonic()
         self._early: asyncio.Queue[Frame | None] = asyncio.Queue()  # before `run`; None: the process ended
-        self._ended: asyncio.Future[Frame | None] = asyncio.get_running_loop().create_future()
+        self._ended: asyncio.Future[Failed | None] = asyncio.get_running_loop().create_future()
         self._handle: Callable[[Frame], None] = self._early.put_nowait
         self._in = bytearray()
 
@@ -56,7 +50,7 @@ class EngineLink(asyncio.Protocol):
         link = cls(process)
         link._transport, _ = await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=ours)
         try:
-            link._transport.write(packed({"type": "open", "options": asdict(options)}))
+            link.send(Open(options))
             frame = await asyncio.wait_for(link._early.get(), seconds)
         except asyncio.TimeoutError:
             await link.stop()
@@ -69,10 +63,11 @@ class EngineLink(asyncio.Protocol):
         if frame is None:
             code = await link.stop()
             raise CheckError(f"engine process: expected it to open the engines, found that it ended with code {code}")
-        if frame["type"] == "failed":
+        if isinstance(frame, Failed):
             await link.stop()
             raise error_of(frame)
-        return link, Ready(**frame["ready"])
+        assert isinstance(frame, Ready)
+        return link, frame
 
     # -- called by asyncio
 
@@ -91,8 +86,8 @@ class EngineLink(asyncio.Protocol):
         if self._ended.done():
             return
         try:
-            frame: Frame = _decode(data)
-            if frame["type"] == "failed":
+            frame = unpacked(data)
+            if isinstance(frame, Failed):
                 self._early.put_nowait(frame)
                 self._ended.set_result(frame)
             else:
@@ -106,27 +101,15 @@ class EngineLink(asyncio.Protocol):
     def pid(self) -> int:
         return self._process.pid
 
-    def add(self, number: int, request: Request) -> None:
-        """Send a request. If the engine has died, the service resubmits it to the next one."""
-        self._transport.write(packed_add(number, request))
+    def send(self, frame: Frame) -> None:
+        """Send a frame. If the engine has died, the service resubmits its requests to the next one."""
+        self._transport.write(packed(frame))
 
-    def load(self, number: int, name: str, folder: str) -> None:
-        """Load an adapter; the frame "loaded" or "not_loaded" has this number."""
-        self._transport.write(packed({"type": "load", "id": number, "name": name, "folder": folder}))
-
-    def unload(self, name: str) -> None:
-        """Unload an adapter, which no request may use."""
-        self._transport.write(packed({"type": "unload", "id": -1, "name": name}))
-
-    def abort(self, number: int, choice: int | None = None) -> None:
-        """Abort a request, or one choice of it."""
-        self._transport.write(packed({"type": "abort", "id": number, "choice": choice}))
-
-    async def run(self, handle: Callable[[Frame], None]) -> Frame | None:
-        """Call `handle` with all frames until the process ends; return its last one if "failed", else None."""
+    async def run(self, handle: Callable[[Frame], None]) -> Failed | None:
+        """Call `handle` with all frames until the process ends; return why it failed, if it said so."""
         while not self._early.empty():
             frame = self._early.get_nowait()
-            if frame is not None and frame["type"] != "failed":
+            if frame is not None and not isinstance(frame, Failed):
                 handle(frame)
         self._handle = handle
         return await self._ended

@@ -9,7 +9,11 @@ import numpy as np
 
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.step.sampling import Logprobs
-from lockstep_serve.frames import finite
+
+
+def finite(logprob: float) -> float:
+    """Return a log-probability that JSON can hold."""
+    return max(-9999.0, logprob)
 
 
 class LogprobsFormat:

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
+
 from lockstep.runtime.completion import Choice
 from lockstep.step.sampling import Logprobs
 from lockstep_serve.bodies import BadRequest, Unsupported
@@ -33,9 +35,27 @@ class CompletionBody(Parameters, kw_only=True):
     logprobs: int | None = None
     echo: bool | None = False
 
+    def __post_init__(self) -> None:
+        """Make arrays of token ids. A long body is decoded in a thread, where they stop no other request."""
+        if isinstance(self.prompt, list):
+            if self.prompt:
+                self.prompt = _array(self.prompt)
+            if isinstance(self.prompt, list):
+                self.prompt = list(map(_array, self.prompt))
+
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+
+def _array(prompt: Any) -> Any:
+    """Return a list of token ids as an array, int32 if they fit; anything else as it is."""
+    if not isinstance(prompt, list) or not set(map(type, prompt)) <= {int}:
+        return prompt
+    try:
+        return np.array(prompt, np.int32)
+    except OverflowError:
+        return np.array(prompt, object)  # outside of any vocabulary, which the next check says
 
 
 async def completion_requests(body: CompletionBody, service: Service) -> list[PromptRequest]:
@@ -62,19 +82,17 @@ async def completion_requests(body: CompletionBody, service: Service) -> list[Pr
     return requests
 
 
-async def _prompts(body: CompletionBody, service: Service) -> tuple[list[list[int]], list[str | None]]:
+async def _prompts(body: CompletionBody, service: Service) -> tuple[list[np.ndarray], list[str | None]]:
     """Return the token ids of each prompt, and the text of those that came as text."""
-    prompts = body.prompt
-    if not isinstance(prompts, list) or (prompts and _are_ids(prompts)):
-        prompts = [prompts]
+    prompts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     if not prompts or len(prompts) > _MAX_PROMPTS:
         raise BadRequest(f"prompt: expected 1 to {_MAX_PROMPTS} prompts, found {len(prompts)}", "prompt")
-    if not all(isinstance(prompt, str) or _are_ids(prompt) for prompt in prompts):
+    if not all(isinstance(prompt, str | np.ndarray) for prompt in prompts):
         raise BadRequest("prompt: expected text, token ids, or a list of either", "prompt")
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     special = body.add_special_tokens is not False
     encoded = iter(await encode_texts(texts, service.tokenizer, "prompt", longest_prompt(service), special))
-    ids: list[list[int]] = []
+    ids: list[np.ndarray] = []
     echoes: list[str | None] = []
     for prompt in prompts:
         if isinstance(prompt, str):
@@ -84,10 +102,6 @@ async def _prompts(body: CompletionBody, service: Service) -> tuple[list[list[in
             ids.append(prompt)
             echoes.append(None)
     return ids, echoes
-
-
-def _are_ids(prompt: Any) -> bool:
-    return isinstance(prompt, list) and all(type(token) is int for token in prompt)
 
 
 class CompletionFormat(AnswerFormat):
@@ -139,5 +153,6 @@ class CompletionFormat(AnswerFormat):
         if self._logprobs:
             part = LogprobsFormat(self._tokenizer).part
             # In a thread: a long prompt would block the event loop.
-            logprobs = await asyncio.to_thread(part, list(prompt.request.prompt_ids), [None, *prompt.prompt_logprobs])
+            ids = np.asarray(prompt.request.prompt_ids).tolist()
+            logprobs = await asyncio.to_thread(part, ids, [None, *prompt.prompt_logprobs])
         return {"index": index, "text": prompt.echo, "logprobs": logprobs, "finish_reason": None}

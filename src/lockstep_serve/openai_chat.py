@@ -6,11 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import numpy as np
+
 from lockstep.runtime.completion import Choice
 from lockstep.step.sampling import MAX_LOGPROBS, Logprobs
 from lockstep_serve.answer_reader import AnswerPlan, AnswerReader, Part, join_parts
 from lockstep_serve.bodies import BadRequest, Unsupported
-from lockstep_serve.frames import finite
+from lockstep_serve.logprobs import finite
 from lockstep_serve.messages import chat_text
 from lockstep_serve.openai_answers import AnswerFormat, reason
 from lockstep_serve.openai_parameters import Parameters, longest_prompt, prompt_requests
@@ -57,7 +59,7 @@ class ChatBody(Parameters, kw_only=True):
         return self.top_logprobs or 0
 
 
-async def chat_prompt(body: ChatBody, service: Service) -> tuple[Tools | None, str, list[int]]:
+async def chat_prompt(body: ChatBody, service: Service) -> tuple[Tools | None, str, np.ndarray]:
     """Return the tools of a body, its prompt's text and that's token ids. Raises BadRequest."""
     await service.adapters.ensure_loaded(body.lora)
     service.adapters.resolve(body.model, body.lora)

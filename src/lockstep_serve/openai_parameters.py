@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import msgspec
+import numpy as np
 
 from lockstep.errors import InputError
 from lockstep.runtime.checks import check_ranges, expect, expect_tokens
@@ -130,7 +131,7 @@ def longest_prompt(service: Service) -> int:
 
 
 def prompt_requests(
-    body: Parameters, prompts: Sequence[list[int]], param: str, service: Service, prompt_logprobs: int | None = None
+    body: Parameters, prompts: Sequence[np.ndarray], param: str, service: Service, prompt_logprobs: int | None = None
 ) -> list[PromptRequest]:
     """Return what the engine computes for each prompt of the field `param`. Raises BadRequest."""
     ready = service.ready

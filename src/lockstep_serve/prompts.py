@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+import numpy as np
+
 from lockstep.errors import InputError
 from lockstep.runtime.checks import wrong_length
 from lockstep.runtime.tokenizer import Tokenizer
@@ -49,20 +51,20 @@ _TURNS = Turns(2, "prompts")
 
 async def encode_texts(
     texts: Sequence[str], tokenizer: Tokenizer, param: str, limit: int, special: bool = True, turns: Turns = _TURNS
-) -> list[list[int]]:
-    """Return each text's token ids; limit: tokens of each. Raises BadRequest, and StreamError where many wait."""
+) -> list[np.ndarray]:
+    """Return each text's ids, int32; limit: tokens of each. Raises BadRequest, and StreamError where many wait."""
     for text in texts:
         lower_bound = tokenizer.min_tokens(len(text))
         if lower_bound > limit:
             raise bad_request(wrong_length(param, limit, f"at least {lower_bound}"))
 
-    def encode() -> list[list[int]]:
+    def encode() -> list[np.ndarray]:
         return [_encode(text, tokenizer, param, limit, special) for text in texts]
 
     return await turns.run(encode, sum(map(len, texts)))
 
 
-def _encode(text: str, tokenizer: Tokenizer, param: str, limit: int, special: bool) -> list[int]:
+def _encode(text: str, tokenizer: Tokenizer, param: str, limit: int, special: bool) -> np.ndarray:
     try:
         piece = _PIECE * limit + LONG
         count = 0
@@ -71,6 +73,6 @@ def _encode(text: str, tokenizer: Tokenizer, param: str, limit: int, special: bo
                 count += len(tokenizer.encode(text[start : start + piece], special=False))
                 if count > _OVER * limit + LONG:
                     raise wrong_length("prompt", limit, f"more than {_OVER * limit}")
-        return tokenizer.encode(text, special).tolist()
+        return tokenizer.encode(text, special).astype(np.int32)
     except InputError as error:
         raise bad_request(error, {"prompt": param}) from None

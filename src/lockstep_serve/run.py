@@ -107,6 +107,7 @@ def serve(
         is_local = all(end.family == socket.AF_UNIX or ip_address(end.getsockname()[0]).is_loopback for end in sockets)
         if is_local:
             access = replace(access, loopback_host=address.host)
+        processes.share_interpreter()
         uvloop.run(_Lifecycle(service, access, address.host, triton).run(sockets, grpc_port, drain, say))
 
 

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from lockstep.artifacts.chat_template import ChatTemplate
 from lockstep.errors import CheckError, LockstepError
@@ -20,7 +19,7 @@ from lockstep.step.sampling import Logprobs
 from lockstep_serve.adapters import Adapters
 from lockstep_serve.chat import Chat
 from lockstep_serve.ended_requests import Observer
-from lockstep_serve.frames import Frame, Ready
+from lockstep_serve.frames import Abort, Add, Counters, Frame, Loaded, Ready, Refused, Step
 from lockstep_serve.link import EngineLink
 from lockstep_serve.metrics import Infos, Metrics
 from lockstep_serve.reasoning import reasoning_format
@@ -69,9 +68,8 @@ class Service:
         self.tool_format = tool_format(tool_call_parser, template)
         self.reasoning_format = reasoning_format(reasoning_parser, template)
         self._ready: Ready | None = None
-        self.counters: Frame = {}  # of the engine's last frame
-        self._earlier: dict[str, int] = dict.fromkeys(_TOTALS, 0)  # totals of the engines that died
-        self._earlier_drafts: list[int] = []
+        self.counters = Counters()  # of the engine's last step
+        self._earlier = Counters()  # totals of the engines that died
         self.draining = False
         self.restarts = 0
         self.created = int(time.time())
@@ -172,18 +170,18 @@ class Service:
 
     def total(self, name: str) -> int:
         """Return a counter over all engines: prefix_queries and prefix_hits count tokens, swaps requests."""
-        return self._earlier[name] + self.counters.get(name, 0)
+        return getattr(self._earlier, name) + getattr(self.counters, name)
 
     def drafts(self) -> list[int]:
         """Return `Speculation.counts` over all engines; nothing without speculation."""
-        now = self.counters.get("speculative", ())
-        return [sum(pair) for pair in itertools.zip_longest(self._earlier_drafts, now, fillvalue=0)]
+        pairs = itertools.zip_longest(self._earlier.drafts, self.counters.drafts, fillvalue=0)
+        return [sum(pair) for pair in pairs]
 
     def _read(self) -> dict[str, Callable[[], float]]:
         """Return what the metrics read, by the name of its series."""
         return {
-            "num_requests_running": lambda: self.counters.get("running", 0),
-            "num_requests_waiting": lambda: self.counters.get("waiting", 0),
+            "num_requests_running": lambda: self.counters.running,
+            "num_requests_waiting": lambda: self.counters.waiting,
             "kv_cache_usage_perc": self._used_pages,
             "engine_up": lambda: int(self.is_ready),
             "engine_restarts": lambda: self.restarts,
@@ -222,9 +220,7 @@ class Service:
         return labels, time.time()
 
     def _used_pages(self) -> float:
-        if "free_pages" not in self.counters:
-            return 0.0
-        return 1 - self.counters["free_pages"] / self.ready.num_pages
+        return self.counters.used_pages / self.ready.num_pages if self._ready is not None else 0.0
 
     @property
     def num_streams(self) -> int:
@@ -256,7 +252,7 @@ class Service:
                 continue
             prompt.number = next(self._numbers)
             self._prompts[prompt.number] = prompt
-            self._link.add(prompt.number, prompt.request)
+            self._link.send(Add(prompt.number, prompt.request))
         return stream
 
     def cancel(self, stream: Stream) -> None:
@@ -304,7 +300,6 @@ class Service:
         for line in self.adapters.engine_started(link, self._ready):
             self._log(line)
         self._link = link
-        self.counters = {"running": 0, "waiting": 0, "free_pages": self.ready.num_pages, "cached_pages": 0}
 
     async def _supervise(self) -> None:
         while True:
@@ -313,16 +308,14 @@ class Service:
             try:
                 last_frame = await self._link.run(self._handle_frame)
                 if last_frame:
-                    reason = last_frame["message"]
+                    reason = last_frame.message
             except Exception as error:  # a frame that cannot be handled: a new engine may do better
                 reason = f"what it sent cannot be handled: {fault_of(error)}"
             dead = self._link
             self._link = None
             self.adapters.engine_died()
-            for name in _TOTALS:
-                self._earlier[name] += self.counters.get(name, 0)
-            self._earlier_drafts = self.drafts()
-            self.counters = {}
+            self._earlier = Counters(**{name: self.total(name) for name in _TOTALS}, drafts=self.drafts())
+            self.counters = Counters()
             code = await dead.stop()
             self._log(f"engine process {dead.pid} died: {reason or f'it ended with code {code}'}; starting another")
             self._record_crash()
@@ -370,7 +363,7 @@ class Service:
                 if len(prompt.choices) == request.n and not any(choice.token_ids for choice in choices):
                     prompt.number = next(self._numbers)
                     self._prompts[prompt.number] = prompt
-                    self._link.add(prompt.number, request)
+                    self._link.send(Add(prompt.number, request))
                     continue
                 for choice in sorted(prompt.choices):
                     number = next(self._numbers)
@@ -378,42 +371,42 @@ class Service:
                     self._prompts[number] = prompt
                     answer_ids = choices[choice].token_ids
                     resumed = replace(request, n=1, choice=request.choice + choice, answer_ids=answer_ids)
-                    self._link.add(number, resumed)
+                    self._link.send(Add(number, resumed))
 
     def _handle_frame(self, frame: Frame) -> None:
-        if frame["type"] in ("loaded", "not_loaded"):
-            self.adapters.engine_answered(frame)
-        elif frame["type"] == "refused":
-            self._handle_refusal(frame)
-        else:
+        if isinstance(frame, Step):
             self._handle_step(frame)
+        elif isinstance(frame, Refused):
+            self._handle_refusal(frame)
+        elif isinstance(frame, Loaded):
+            self.adapters.engine_answered(frame)
 
-    def _handle_refusal(self, frame: Frame) -> None:
-        prompt = self._prompts.get(frame["id"])
+    def _handle_refusal(self, frame: Refused) -> None:
+        prompt = self._prompts.get(frame.id)
         if prompt is None:
             return
-        code = "invalid_grammar" if frame["param"] else "request_too_large"
-        self._fail(prompt.stream, StreamError(frame["message"], 400, code, param=frame["param"]))
+        code = "invalid_grammar" if frame.param else "request_too_large"
+        self._fail(prompt.stream, StreamError(frame.message, 400, code, param=frame.param))
 
-    def _handle_step(self, frame: Frame) -> None:
-        self.counters = frame
+    def _handle_step(self, frame: Step) -> None:
+        self.counters = frame.counters
         now = time.monotonic()
-        for number, num_cached_tokens in frame.get("admitted", ()):
+        for number, num_cached_tokens in frame.admitted:
             prompt = self._prompts.get(number)
             if prompt is not None and prompt.admitted is None:
                 self._admit(prompt, num_cached_tokens, now)
-        for number, first, entries in frame.get("prompts", ()):
+        for number, first, logprobs in frame.prompt_logprobs:
             prompt = self._prompts.get(number)
             # Only once, where several choices of it were resumed.
             if prompt is not None and first == len(prompt.prompt_logprobs) + 1:
-                prompt.prompt_logprobs += map(_logprobs, entries)
+                prompt.prompt_logprobs += logprobs
         num_tokens = 0
-        for number, choice, token, finish, *logprobs in frame.get("tokens", ()):
+        for number, choice, token, finish, token_logprobs in frame.tokens:
             prompt = self._prompts.get(number)
             if prompt is None:
                 continue
             try:
-                num_tokens += self._add_token(prompt, choice, token, finish, logprobs, now)
+                num_tokens += self._add_token(prompt, choice, token, finish, token_logprobs, now)
             except Exception as error:  # fails this answer; the others of the step go on
                 self._log(f"a token cannot be handled: {fault_of(error)}")
                 self._fail(prompt.stream, StreamError("the server failed; its log says why"))
@@ -433,13 +426,12 @@ class Service:
         prompt.stream.wake()
 
     def _add_token(
-        self, prompt: PromptRequest, number: int, token: int, finish: str | None, entry: Sequence[Any], now: float
+        self, prompt: PromptRequest, number: int, token: int, finish: str | None, logprobs: Logprobs | None, now: float
     ) -> bool:
         """Add a token, or an answer's end (-1), to its answer. Returns whether a token was added."""
         choice = number - prompt.request.choice
         if choice not in prompt.choices:
             return False
-        logprobs = _logprobs(entry) if entry else None
         stream = prompt.stream
         text = prompt.collector.add(choice, token, finish, logprobs)
         is_token = token >= 0
@@ -457,7 +449,7 @@ class Service:
             return is_token
         if reason == "stop_string" and not finish and self._link is not None:
             # A resumed choice has a number that no other choice shares.
-            self._link.abort(prompt.resumed.get(choice, prompt.number), number)
+            self._link.send(Abort(prompt.resumed.get(choice, prompt.number), number))
         self._finish(prompt, choice, reason)
         if stream.done:
             self._forget(stream)
@@ -490,7 +482,7 @@ class Service:
         for number in list(prompt.resumed.values()) or [prompt.number]:
             self._prompts.pop(number, None)
             if prompt.choices and self._link is not None:
-                self._link.abort(number)
+                self._link.send(Abort(number))
 
     def _forget(self, stream: Stream) -> None:
         if stream not in self._streams:
@@ -541,10 +533,6 @@ class Service:
             self._tokens_per_s = rate
         self._measured_at = now
         self._num_measured = 0
-
-
-def _logprobs(entry: Sequence[Any]) -> Logprobs:
-    return Logprobs(entry[0], tuple(map(tuple, entry[1])))
 
 
 def _is_refused(stream: Stream) -> bool:

@@ -58,11 +58,10 @@ async def tokenize(body: TokenizeBody, service: Service) -> bytes:
     (tokens,) = await encode_texts([text], service.tokenizer, param, _max_tokens(service), special, _TURNS)
 
     def answer() -> bytes:
-        names = service.tokenizer.names(tokens) if body.return_token_strs else None
+        ids = tokens.tolist()
+        names = service.tokenizer.names(ids) if body.return_token_strs else None
         limit = service.ready.max_seq_len
-        return msgspec.json.encode(
-            {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": names}
-        )
+        return msgspec.json.encode({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": names})
 
     return await _TURNS.run(answer, len(tokens))
 

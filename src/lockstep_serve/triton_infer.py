@@ -247,7 +247,8 @@ def _context(answer: _Answer, with_prompt: bool) -> list[Tensor]:
     before: list[int] = []
     if not (with_prompt and answer.prompt.repeated_ids):
         prompt_ids = answer.prompt.prompt_request.request.prompt_ids
-        before = [*prompt_ids[-_CONTEXT:], *answer.tokens[max(0, answer.sent - _CONTEXT) : answer.sent]][-_CONTEXT:]
+        before = np.asarray(prompt_ids[-_CONTEXT:]).tolist()
+        before = [*before, *answer.tokens[max(0, answer.sent - _CONTEXT) : answer.sent]][-_CONTEXT:]
     return [of("CONTEXT_IDS", "INT32", before or [-1], 1, 1, -1), of("IS_LAST", "BOOL", [answer.ended], 1, 1)]
 
 

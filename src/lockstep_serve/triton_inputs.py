@@ -59,7 +59,7 @@ class Prompt:
     @property
     def repeated_ids(self) -> list[int]:
         """Return the prompt's tokens that the answer repeats: all, or none."""
-        return [] if self.exclude_input else list(self.prompt_request.request.prompt_ids)
+        return [] if self.exclude_input else np.asarray(self.prompt_request.request.prompt_ids).tolist()
 
 
 class Batch:
@@ -136,7 +136,8 @@ async def prompts_of(batch: Batch, service: Service, fold_ids: bool, lora: Any =
         texts = [next(iter(batch.texts("text_input", number)), "") for number in range(batch.size)]
     longest = min(ready.max_input_len, ready.max_seq_len - 1)
     ids = iter(await encode_texts(texts, service.tokenizer, "text_input", longest))
-    prompts = [_prompt(batch, number, service, fold_ids, lora, next(ids, [])) for number in range(batch.size)]
+    none = np.zeros(0, np.int32)
+    prompts = [_prompt(batch, number, service, fold_ids, lora, next(ids, none)) for number in range(batch.size)]
     if len({prompt.prompt_request.request.n for prompt in prompts}) > 1:
         raise BadRequest("num_return_sequences: expected the same for all prompts of a batch, found different ones")
     return prompts
@@ -161,7 +162,7 @@ def _adapter(batch: Batch, number: int, service: Service, lora: Any) -> str | No
     return service.adapters.resolve(model, lora or None)
 
 
-def _prompt(batch: Batch, number: int, service: Service, fold_ids: bool, lora: Any, ids: list[int]) -> Prompt:
+def _prompt(batch: Batch, number: int, service: Service, fold_ids: bool, lora: Any, ids: np.ndarray) -> Prompt:
     """Return prompt `number` of a batch; ids: of its text, where it is one."""
     ready = service.ready
     tokenizer = service.tokenizer
@@ -171,12 +172,12 @@ def _prompt(batch: Batch, number: int, service: Service, fold_ids: bool, lora: A
     if "input_ids" in batch:
         field_name = "input_ids"
         length = batch.value("input_lengths", number)
-        ids = batch.values("input_ids", number).tolist()
+        ids = batch.values("input_ids", number)
         if not 1 <= length <= len(ids):
             raise BadRequest(f"input_lengths: expected 1 to {len(ids)}, found {length}", "input_lengths")
-        ids = ids[:length]
+        ids = ids[:length].astype(np.int32)
         if fold_ids:
-            ids = [token % vocab_size for token in ids]
+            ids = ids % vocab_size
         stop: tuple[str, ...] = ()
         stop_ids = word_ids("stop_words_list", batch.values("stop_words_list", number))
         bad_words: Sequence[str | tuple[int, ...]] = word_ids("bad_words_list", batch.values("bad_words_list", number))

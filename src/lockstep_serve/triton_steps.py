@@ -28,7 +28,7 @@ async def preprocess(batch: Batch, service: Service) -> list[Tensor]:
     texts = [next(iter(batch.texts("QUERY", number)), "") for number in count]
     ids = await encode_texts(texts, tokenizer, "QUERY", service.ready.max_seq_len)
     longest = max(map(len, ids))
-    padded = [tokens + [fill] * (longest - len(tokens)) for tokens, fill in zip(ids, pad)]
+    padded = [[*tokens.tolist(), *[fill] * (longest - len(tokens))] for tokens, fill in zip(ids, pad)]
     bad = [spellings("BAD_WORDS_DICT", batch.texts("BAD_WORDS_DICT", number), tokenizer) for number in count]
     stop = [spellings("STOP_WORDS_DICT", batch.texts("STOP_WORDS_DICT", number), tokenizer) for number in count]
     biases = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -85,10 +86,8 @@ def check_ranges(
         raise InputError(f"max_new_tokens: expected at least {minimum}, found {request.max_new_tokens}")
 
 
-def check_request(
-    request: Request, model: Model, max_prompt_len: int, has_grammars: bool
-) -> tuple[np.ndarray, list[int]]:
-    """Check a request before it is queued; return prompt_ids, int64 [num_tokens], and answer_ids.
+def check_request(request: Request, model: Model, max_prompt_len: int, has_grammars: bool) -> Request:
+    """Check a request; return it with prompt_ids as an array, int32 [num_tokens], and answer_ids as a list.
 
     Raises InputError for values of wrong types, out of range, or that this model does not support.
     """
@@ -100,7 +99,6 @@ def check_request(
     expect_tokens("answer_ids", answer, model.vocab_size)
     if request.prompt_logprobs is not None:
         model.check_gives_all_logits()
-    model.check_adapter(request.adapter)
     if not isinstance(request.cache_salt, str):
         raise InputError(f"cache_salt: expected text, found {request.cache_salt!r}")
     if len(answer) and (request.n > 1 or len(answer) >= request.max_new_tokens):
@@ -112,7 +110,7 @@ def check_request(
         raise InputError(
             f"{request.grammar.name}: expected an engine that was opened with grammars, and no `choose`, found another"
         )
-    return prompt, answer.tolist()
+    return replace(request, prompt_ids=prompt.astype(np.int32), answer_ids=answer.tolist())
 
 
 def _index(name: str, value: Any) -> int:
@@ -124,7 +122,7 @@ def _index(name: str, value: Any) -> int:
 
 
 def _token_ids(name: str, tokens: Iterable[int] | np.ndarray) -> np.ndarray:
-    """Return token ids as an array int64 [num_tokens]. Raises InputError for what is no list of whole numbers."""
+    """Return token ids as an array of integers [num_tokens]. Raises InputError for what is no list of whole numbers."""
     try:
         array = tokens if isinstance(tokens, np.ndarray) else np.array(list(map(operator.index, tokens)), np.int64)
     except OverflowError:
@@ -133,4 +131,4 @@ def _token_ids(name: str, tokens: Iterable[int] | np.ndarray) -> np.ndarray:
         raise InputError(f"{name}: expected a list of token ids, found {str(tokens)[:60]!r}") from None
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
         raise InputError(f"{name}: expected a list of token ids, found {array.dtype.name} {list(array.shape)}")
-    return array.astype(np.int64)
+    return array

@@ -25,7 +25,7 @@ from lockstep.runtime.drafts import Speculation
 from lockstep.runtime.grammar.matcher import GrammarCompiler
 from lockstep.runtime.model import Model, fitting_chunk_size
 from lockstep.runtime.prefix import chunk_keys, root_key
-from lockstep.runtime.request import Request, Speed, Token
+from lockstep.runtime.request import PreparedRequest, Request, Speed, Token
 from lockstep.runtime.scheduler import Admission, Scheduled, Scheduler, SchedulerOutput, Status
 from lockstep.runtime.tokenizer import Tokenizer
 from lockstep.step.advance import PREVIOUS_TOKEN, Advance
@@ -157,50 +157,34 @@ class Engine:
         """Return the scheduler, for counters: requests running and waiting, pages."""
         return self._scheduler
 
-    def add(self, request: Request, index: int | None = None) -> int:
-        """Queue a request and return its number.
+    def prepare(self, request: Request, is_checked: bool = False) -> PreparedRequest:
+        """Check a request, and make what `add` would compute of its prompt. In any thread.
 
-        index: the number to give it, unused so far; by default the next one.
+        is_checked: its values are in range, and prompt_ids int32.
 
-        Raises InputError for a prompt that is empty or too long, for values out of range, and for a request whose KV
-        cache could never fit.
+        Raises InputError for a prompt that is empty or too long, for values out of range, and for an adapter or bad
+        words that the model does not have.
         """
-        index = self._next_index if index is None else index
         model = self._model
-        if not self._choices:
-            # A step launched ahead for requests that have all ended must not count as this request's time.
-            self._step_start = None
-        prompt, generated = check_request(request, model, self._max_prompt_len, self._grammars is not None)
-        bad_words = self._bad_words(request, prompt, generated)
-        # The last new token is returned but never computed, so it needs no cache row.
-        max_tokens = min(len(prompt) + max(1, request.max_new_tokens) - 1, model.max_seq_len)
-        choices = [
-            Scheduled(len(prompt), max_tokens, request.priority, adapter=request.adapter) for _ in range(request.n)
-        ]
+        if not is_checked:
+            request = check_request(request, model, self._max_prompt_len, self._grammars is not None)
+        model.check_adapter(request.adapter)
+        prompt = np.asarray(request.prompt_ids)
+        prefix: list[bytes] = []
         if self.prefix_caching and request.prompt_logprobs is None and len(prompt) > self._scheduler.chunk_size:
             adapter = model.adapters.digest(request.adapter) if model.adapters is not None else None
-            root = self._root_key(request.cache_salt, adapter)
-            choices[0].prefix = chunk_keys(root, prompt, self._scheduler.chunk_size)
-        # Choices fork from the first one's computed prompt; without shared or copied pages each computes it itself.
-        if model.tables.shares is not None:
-            choices[0].siblings = choices[1:]
-        queued = choices[:1] if choices[0].siblings else choices
-        for scheduled in queued:
-            self._scheduler.add(scheduled, is_held=request.grammar is not None)
-        self._next_index = max(self._next_index, index + 1)
-        token_ids = np.concatenate([prompt, np.array(generated, np.int64)])
-        for number, (scheduled, word_filter) in enumerate(zip(choices, bad_words), request.choice):
-            sampler = Sampler(request.sampling, token_ids, request.stop_ids, number, len(prompt))
-            self._choices[scheduled] = ActiveChoice(
-                index, number, request, prompt, sampler, scheduled, replayed=deque(generated), bad_words=word_filter
-            )
-        self._choices[choices[0]].prompt_logprobs = request.prompt_logprobs
-        if self._grammars is not None and request.grammar is not None:
-            self._compiling[index] = [self._choices[scheduled] for scheduled in choices]
-            self._grammars.submit(index, request.grammar, generated)
-        return index
+            prefix = chunk_keys(self._root_key(request.cache_salt, adapter), prompt, self._scheduler.chunk_size)
+        samplers = self._samplers(request, prompt)
+        return PreparedRequest(request, prompt, prefix, samplers, self._bad_words(request, prompt))
 
-    def _bad_words(self, request: Request, prompt: np.ndarray, generated: Sequence[int]) -> list[BadWordFilter | None]:
+    def _samplers(self, request: Request, prompt: np.ndarray) -> list[Sampler]:
+        tokens: np.ndarray | tuple[()] = ()
+        if request.sampling.changes_logits:
+            tokens = np.concatenate([prompt, np.array(request.answer_ids, np.int32)])
+        numbers = range(request.choice, request.choice + request.n)
+        return [Sampler(request.sampling, tokens, request.stop_ids, number, len(prompt)) for number in numbers]
+
+    def _bad_words(self, request: Request, prompt: np.ndarray) -> list[BadWordFilter | None]:
         """Return the bad-word filter of each choice. Raises InputError without a vocabulary."""
         texts = request.sampling.bad_texts
         if not texts:
@@ -208,10 +192,48 @@ class Engine:
         filters: list[BadWordFilter | None] = []
         for _ in range(request.n):
             word_filter = BadWordFilter(self._model.vocabulary, texts, prompt)
-            for token in generated:
+            for token in request.answer_ids:
                 word_filter.push(token)
             filters.append(word_filter)
         return filters
+
+    def add(self, request: Request | PreparedRequest, index: int | None = None) -> int:
+        """Queue a request and return its number.
+
+        index: the number to give it, unused so far; by default the next one.
+
+        Raises what `prepare` does, and InputError for a request whose KV cache could never fit.
+        """
+        index = self._next_index if index is None else index
+        if not self._choices:
+            # A step launched ahead for requests that have all ended must not count as this request's time.
+            self._step_start = None
+        prepared = request if isinstance(request, PreparedRequest) else self.prepare(request)
+        request = prepared.request
+        prompt = prepared.prompt
+        # The last new token is returned but never computed, so it needs no cache row.
+        max_tokens = min(len(prompt) + max(1, request.max_new_tokens) - 1, self._model.max_seq_len)
+        choices = [
+            Scheduled(len(prompt), max_tokens, request.priority, adapter=request.adapter) for _ in range(request.n)
+        ]
+        choices[0].prefix = prepared.prefix
+        # Choices fork from the first one's computed prompt; without shared or copied pages each computes it itself.
+        if self._model.tables.shares is not None:
+            choices[0].siblings = choices[1:]
+        queued = choices[:1] if choices[0].siblings else choices
+        for scheduled in queued:
+            self._scheduler.add(scheduled, is_held=request.grammar is not None)
+        self._next_index = max(self._next_index, index + 1)
+        for scheduled, sampler, word_filter in zip(choices, prepared.samplers, prepared.bad_words):
+            replayed = deque(request.answer_ids)
+            self._choices[scheduled] = ActiveChoice(
+                index, sampler.choice, request, prompt, sampler, scheduled, replayed=replayed, bad_words=word_filter
+            )
+        self._choices[choices[0]].prompt_logprobs = request.prompt_logprobs
+        if self._grammars is not None and request.grammar is not None:
+            self._compiling[index] = [self._choices[scheduled] for scheduled in choices]
+            self._grammars.submit(index, request.grammar, request.answer_ids)
+        return index
 
     def add_all(self, requests: Iterable[Request]) -> list[int]:
         """Queue all of the requests, or none, and return their numbers.
@@ -540,7 +562,7 @@ class Engine:
             choice = self._choices[scheduled]
             start = scheduled.num_computed
             if scheduled.in_prompt:
-                tokens = choice.prompt[start : start + count]
+                tokens = choice.prompt[start : start + count].astype(np.int64)
             elif scheduled in unknown:
                 tokens = PREVIOUS_TOKEN
             else:

@@ -37,13 +37,15 @@ def root_key(model: Model, salt: str = "", adapter_sha256: str | None = None) ->
 
 
 def chunk_keys(root: bytes, tokens: np.ndarray, chunk_size: int) -> list[bytes]:
-    """Return the key of each whole chunk of `tokens` (int64, 1-D).
+    """Return the key of each whole chunk of `tokens` (integers, 1-D).
 
     SHA-256 of the previous chunk's key and this chunk's ids as little-endian int32. The last token is left out: it is
     always computed, since its logits are needed.
     """
-    data = tokens.astype("<i4").tobytes()
+    data = tokens.astype("<i4", copy=False).data.cast("B")
     keys = [root]
     for start in range(0, (len(tokens) - 1) // chunk_size * chunk_size, chunk_size):
-        keys.append(hashlib.sha256(keys[-1] + data[4 * start : 4 * (start + chunk_size)]).digest())
+        key = hashlib.sha256(keys[-1])
+        key.update(data[4 * start : 4 * (start + chunk_size)])
+        keys.append(key.digest())
     return keys[1:]

@@ -147,6 +147,12 @@ def test_engines_run_without_the_toolkit_of_graph_passes() -> None:
     assert not loaded_by(f"import {', '.join(names)}") & {"onnx_ir", "sympy"}
 
 
+def test_the_engine_process_needs_no_package_but_numpy() -> None:
+    """Its Python may be one that has the backend's packages, and no server's."""
+    loaded = loaded_by("import lockstep_serve.engine_process") - sys.stdlib_module_names
+    assert loaded - {"__main__", "_distutils_hack"} == {"lockstep", "lockstep_serve", "numpy"}
+
+
 def test_the_program_explains_itself_without_loading_what_it_runs() -> None:
     loaded = loaded_by("import lockstep.cli.main")
     assert not loaded & {"torch", "transformers", "numpy", "onnx", "onnxruntime", "pydantic", "rich"}

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from lockstep.runtime import Tokenizer
 from lockstep.runtime.request import Request
 from lockstep_serve.app import application
-from lockstep_serve.frames import Ready
+from lockstep_serve.frames import Abort, Add, Counters, Frame, Ready, Refused, Step
 from lockstep_serve.service import Service
 from lockstep_serve.settings import EngineOptions, ServiceLimits
 from lockstep_serve.stream import PromptRequest, Stream, StreamError
@@ -38,10 +38,14 @@ class Played:
     def __init__(self) -> None:
         self.has: dict[int, set[int]] = {}
 
-    def add(self, number: int, request: Request) -> None:
-        self.has[number] = set(range(request.choice, request.choice + request.n))
+    def send(self, frame: Frame) -> None:
+        if isinstance(frame, Add):
+            request = frame.request
+            self.has[frame.id] = set(range(request.choice, request.choice + request.n))
+        elif isinstance(frame, Abort):
+            self.end(frame.id, frame.choice)
 
-    def abort(self, number: int, choice: int | None = None) -> None:
+    def end(self, number: int, choice: int | None) -> None:
         left = self.has.get(number, set())
         left.discard(choice) if choice is not None else left.clear()
         if not left:
@@ -122,16 +126,16 @@ def test_totals_are_those_of_a_recount_whatever_comes(tokenizer: Tokenizer, data
         assert found == expected
 
     def frame(**options: Any) -> None:
-        service._handle_frame({"type": "step", **options})
+        service._handle_frame(Step(Counters(), **options))
 
     def token() -> None:
         number = pick(played.has)
         choice = pick(played.has[number])
         finish = data.draw(st.sampled_from([None, None, "stop_id", "error"]))
         if finish:
-            played.abort(number, choice)
+            played.end(number, choice)
         admitted = [(number, 0)] if data.draw(st.booleans()) else []
-        frame(admitted=admitted, tokens=[[number, choice, -1 if finish == "error" else 68, finish]])
+        frame(admitted=admitted, tokens=[(number, choice, -1 if finish == "error" else 68, finish, None)])
 
     def die() -> None:
         played.has.clear()
@@ -146,9 +150,7 @@ def test_totals_are_those_of_a_recount_whatever_comes(tokenizer: Tokenizer, data
             events |= {
                 "admit": lambda: frame(admitted=[(pick(played.has), 0)]),
                 "token": token,
-                "refuse": lambda: service._handle_frame(
-                    {"type": "refused", "id": pick(played.has), "message": "no", "param": None}
-                ),
+                "refuse": lambda: service._handle_frame(Refused(pick(played.has), "no")),
                 "die": die,
             }
         if streams:

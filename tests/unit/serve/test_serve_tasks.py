@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import queue
 import resource
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +25,7 @@ from lockstep.verify.served.client import Answer, complete, get
 from lockstep_serve import adapter_loader, link
 from lockstep_serve.adapter_loader import AdapterLoader
 from lockstep_serve.bodies import Access
+from lockstep_serve.frames import Load
 from lockstep_serve.run import listening
 from lockstep_serve.say import say
 from lockstep_serve.service import Service
@@ -81,7 +82,9 @@ def test_another_engine_is_started_for_what_cannot_be_handled(
     async def run() -> tuple[Answer, Answer]:
         async with listening(service, tmp_path / "socket"):
             whole = await answered(tmp_path / "socket")
-            owner = (link, "_decode") if fault == "a frame that is none" else (service.metrics.generation_tokens, "inc")
+            owner = (
+                (link, "unpacked") if fault == "a frame that is none" else (service.metrics.generation_tokens, "inc")
+            )
             return whole, await answered(tmp_path / "socket", lambda: break_once(monkeypatch, *owner))
 
     whole, broken = asyncio.run(run())
@@ -220,15 +223,12 @@ def test_a_folder_that_cannot_be_read_is_told_and_the_next_one_is_read(monkeypat
 
     monkeypatch.setattr(adapter_loader, "read_folder", read)
     monkeypatch.setattr(adapter_loader.CheckpointManifest, "load", lambda path: None)
-    loader = AdapterLoader(SimpleNamespace(most_bytes=1), "checkpoint.json")  # type: ignore[arg-type]
+    results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    loader = AdapterLoader(SimpleNamespace(most_bytes=1), "checkpoint.json", results.put)  # type: ignore[arg-type]
     for number, name in enumerate(("first", "second")):
-        loader.start(number, name, f"/{name}")
-    results: list[tuple[int, Any]] = []
-    end = time.monotonic() + 10
-    while len(results) < 2 and time.monotonic() < end:
-        results += loader.poll()
-    assert results[1] == (1, "second is none")
-    assert isinstance(results[0][1], str) and "expected an adapter, found OSError: [Errno 24] Too many" in results[0][1]
+        loader.start(Load(number, name, f"/{name}"))
+    assert "expected an adapter, found OSError: [Errno 24] Too many" in results.get(timeout=10).adapter
+    assert results.get(timeout=10) == (1, "second is none")
 
 
 def test_a_fault_at_one_request_of_a_grpc_stream_is_its_answer() -> None:
