@@ -1,9 +1,8 @@
 """The interface of a backend: describe the device, build, load, bind weights, run.
 
-Nothing outside a backend's folder knows its library's name; which modules the folder has, `lockstep.config.backends`
-says.
+Only a backend's folder imports its library; `lockstep.config.backends` lists the modules of such a folder.
 
-A call of an engine goes through four steps, so that each costs what it must and no more:
+A call of an engine is prepared in four steps, so that the work of each is done once and not at each call:
 
     Backend.load(engine file)      -> Program      once an engine file; no weights yet
     Program.bind(weights)          -> Executable   once a layer; weights stay where they are unless the library repacks
@@ -37,7 +36,7 @@ from lockstep.weights import Tensors
 
 Array = TypeVar("Array")
 
-# Its BACKEND is the class. A module is imported at first use, so that no backend needs the library of another.
+# The module of a backend, whose BACKEND is the class. It is imported at first use: no backend needs another's library.
 _MODULE = "lockstep.backends.*.backend"
 
 
@@ -94,7 +93,7 @@ class Backend(Protocol):
         """Return the library's version; an engine is for exactly this one."""
 
     def libraries(self, runs: bool) -> dict[str, str]:
-        """Return the versions of other libraries that compute, by name: of those that run engines, or that build."""
+        """Return {library: version} of the others that compute when engines run; runs=False: when they are built."""
         return {}
 
     def describe_device(self) -> dict[str, Any]:
@@ -113,21 +112,21 @@ class Backend(Protocol):
     def graphs(self, assembly: Assembly, options: Mapping[str, Any]) -> Iterator[tuple[str, GraphFile]]:
         """Yield (engine name, graph) of the engines that run an assembly.
 
-        They are `assembly.engine_graphs()`, unless the backend has its own attention. Of a `RopeGraph`, `build` gets
-        RoPE alone, which is cut out of the graph; of a `BaseGraph`, the graph without adapter inputs.
+        They are `assembly.engine_graphs()`, unless the backend has its own attention. `build` gets only the RoPE of a
+        `RopeGraph`, and a `BaseGraph` without its adapter inputs.
         """
         return assembly.engine_graphs()
 
     def file(self, name: str) -> str:
-        """Return the name of the file of an engine: the last suffix is of graphs that run on the host."""
-        if name.endswith((".rotary", ".state")):
+        """Return the file name of an engine."""
+        if name.endswith((".rotary", ".state")):  # graphs that run on the host, whatever runs the engines
             return name + self.suffixes[-1]
         return name + self.suffixes[0]
 
     def start(self, folder: Path, manifest: EngineSetManifest, names: Sequence[str]) -> None:
-        """Prepare to build the engines of a set, which have these names, in `folder`.
+        """Prepare to build the engines of these names in `folder`.
 
-        manifest: engines.json without engines. Raises InputError where what runs the engines is not installed here.
+        manifest: engines.json without engines. Raises InputError for a missing library that the engines need to run.
         """
         return None
 

@@ -78,7 +78,7 @@ def build(
     graphs = list(library.graphs(assembly, manifest.options))
     costs = dict[str, Any]()
     names = {library.file(name) for name, _ in graphs}
-    stale_files(out, names)
+    stale_files(out, names)  # first: it refuses to overwrite files of someone else
     library.start(out.parent, manifest, [name for name, _ in graphs])
     with disk_room(f"{out.parent}: expected room for engines"), replacing(out, names) as stale:
         _remove_temporary(out.parent, names)
@@ -146,7 +146,7 @@ def _progress(library: Backend, number: int, total: int, name: str) -> Iterator[
 def _build_one(
     graph_path: Path, graph: GraphFile, file: Path, library: Backend, options: Mapping[str, Any]
 ) -> tuple[EngineFile, Built]:
-    """Build one engine; return its entry (with the slots of a rewritten graph) and what the build said."""
+    """Build one engine; return its entry, with the slots of a rewritten graph, and the result of the build."""
     canonical = onnx.load(graph_path)
     graph.signature.check(signature_of(canonical.graph), str(graph_path), "export again")
     rewritten = canonical
@@ -203,4 +203,7 @@ def _remove_temporary(folder: Path, names: Iterable[str]) -> None:
     """Remove the temporary folders of killed builds of these engine files."""
     for name in names:
         for path in folder.glob(f".{glob.escape(name)}.*.tmp"):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()

@@ -73,17 +73,21 @@ def cpu_count(root: Path = Path("/"), cpus: Collection[object] | None = None) ->
     root: of the file system, another one for tests. cpus: instead of those of the affinity.
     """
     quotas = _quotas(root / "sys/fs/cgroup", _text(root / "proc/self/cgroup"))
-    return max(1, min([len(_cpus() if cpus is None else cpus), *map(math.ceil, quotas)]))
+    if cpus is None:
+        cpus = _cpus()
+    return max(1, min([len(cpus), *map(math.ceil, quotas)]))
 
 
 def core_count(root: Path = Path("/")) -> int:
-    """Return the same of cores: two CPUs that are threads of one count once."""
+    """Return how many cores this process may use: two CPUs that are threads of one core count once."""
     files = (root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list" for cpu in sorted(_cpus()))
     return cpu_count(root, {_text(file) or str(file) for file in files})
 
 
 def _cpus() -> set[int]:
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
 
 
 def _quotas(cgroups: Path, membership: str) -> Iterator[float]:

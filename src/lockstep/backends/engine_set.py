@@ -81,7 +81,6 @@ class EngineSet:
         return self.backend.load(self.file(name), self.slots(name), threads, low_memory, rank)
 
     def file(self, name: str) -> Path:
-        """Return the file of the engine `name`."""
         return self.path.parent / self.manifest.engines[name].file
 
     def slots(self, name: str) -> tuple[IO, ...]:
@@ -90,7 +89,9 @@ class EngineSet:
         if rewritten is not None:
             return rewritten
         graph = dict(self.backend.graphs(self.assembly, self.manifest.options)).get(name)
-        return graph.signature.slots if graph else ()
+        if graph is None:
+            return ()
+        return graph.signature.slots
 
     def tensors(self, name: str, slots: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
         """Return {slot of the engine `name`: tensors}.
@@ -116,4 +117,6 @@ def check_same(where: Path, what: str, recorded: object, actual: object, advice:
 def _text(value: object) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {_text(item)}" for key, item in value.items())
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return str(value)

@@ -18,7 +18,7 @@ class HostGraph(GraphFile):
 
 @dataclass(frozen=True)
 class StateGraph(HostGraph):
-    """The decode graph of a mixer with a state, for its definition, to which `<mixer>.state` holds the kernel."""
+    """The decode graph of a mixer with a state, `<mixer>.state`: the definition that its kernel is compared with."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,9 @@ def with_rows(assembly: Assembly, name: str, graph: GraphFile) -> GraphFile:
 
 def base_graphs(assembly: Assembly) -> Iterator[tuple[str, BaseGraph]]:
     """Yield (engine name, graph) of all blocks that take adapters."""
-    for name in sorted(assembly.adapters.classes) if assembly.adapters else ():
+    if assembly.adapters is None:
+        return
+    for name in sorted(assembly.adapters.classes):
         graph = assembly.classes[name]
         yield base_engine(name), BaseGraph(graph.file, graph.sha256, graph.signature, name)
 

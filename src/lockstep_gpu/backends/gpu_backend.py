@@ -83,12 +83,14 @@ def check_state_mixers(assembly: Assembly, where: str) -> None:
 
 
 def with_fused_attention(assembly: Assembly, fused: Collection[str]) -> Iterator[tuple[str, GraphFile]]:
-    """Yield the engine names and graphs of an assembly; of attention variants in `fused` only RoPE is needed.
+    """Yield the engine names and graphs of an assembly.
 
-    Of mixers with a state, `<mixer>.state` is the graph of what their kernel computes.
+    Attention variants in `fused` need only their RoPE. For mixers with a state, `<mixer>.state` is the graph that
+    defines their kernel.
     """
-    ranks = assembly.tensor_parallel
-    variants = assembly.variants if ranks is None else ranks.variants
+    variants = assembly.variants
+    if assembly.tensor_parallel is not None:
+        variants = assembly.tensor_parallel.variants
     for name, graph in assembly.engine_graphs():
         variant, _, phase = name.rpartition(".")
         if variant in assembly.state_mixers:
@@ -107,13 +109,7 @@ def build_host_graph(graph_path: Path, out_path: Path, max_seq_len: int) -> None
     """
     if out_path.stem.endswith(".state"):
         check_state_graph(onnx.load(graph_path), str(out_path))
-        write_bytes(out_path, graph_path.read_bytes())
     else:
-        build_rope(graph_path, out_path, max_seq_len)
-
-
-def build_rope(graph_path: Path, out_path: Path, max_seq_len: int) -> None:
-    """Keep a RoPE graph as an engine. Raises CheckError where RoPE tables do not give what it computes."""
-    rope = OnnxRuntimeBackend().load(graph_path, (), None, False).bind(None, {})
-    check_rope_tables(rope, max_seq_len, str(out_path))
+        rope = OnnxRuntimeBackend().load(graph_path, (), None, False).bind(None, {})
+        check_rope_tables(rope, max_seq_len, str(out_path))
     write_bytes(out_path, graph_path.read_bytes())

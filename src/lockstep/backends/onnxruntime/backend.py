@@ -47,7 +47,9 @@ _LEVELS = {
 }
 _LARGE_BYTES = 1 << 20  # of an engine's weights: smaller ones fit into a cache
 _HOLES_BYTES = 1 << 26  # of weights whose copies leave holes in the heap: the next engine reuses smaller ones
-_STITCHED_BYTES = 512 << 20  # of weights, which are in memory twice then; with more, calls cost little of a step
+# Weights of a model whose decoding layers also become one graph, for which they are in memory twice. With larger
+# weights a call's overhead is a small part of a step.
+_STITCHED_BYTES = 512 << 20
 _pool_threads: int | None = None
 
 
@@ -68,21 +70,24 @@ class OnnxRuntimeBackend(HostBackend):
     batch_invariant = True
 
     def is_batch_invariant(self, assembly: Assembly) -> bool:
-        def opened(model: bytes) -> ort.InferenceSession:
+        def open_product(model: bytes) -> ort.InferenceSession:
             return _session(model, session_options(_LEVELS["basic"]), "a product")
 
         quantized = assembly.quantization
-        if quantized is not None and quantized.mxfp4:
+        if quantized is None:
+            return True
+        if quantized.mxfp4:
             shapes = set[tuple[int, ...]]()
             for graph in assembly.classes.values():
                 shapes.update(slot.sizes for slot in graph.signature.slots if is_data(slot.name))
             return all(
-                decoded_rows_keep_their_bits((rows, groups * quantized.group_size), opened)
+                decoded_rows_keep_their_bits((rows, groups * quantized.group_size), open_product)
                 for _, rows, groups, _ in sorted(shapes)
             )
-        if not has_8_bit_activations(assembly.precision) or quantized is None or is_fp8(assembly.precision):
+        if not has_8_bit_activations(assembly.precision) or is_fp8(assembly.precision):
             return True
-        return all(rows_keep_their_bits(bits, quantized.group_size, opened) for bits in set(quantized.bits.values()))
+        bits_of_weights = set(quantized.bits.values())
+        return all(rows_keep_their_bits(bits, quantized.group_size, open_product) for bits in bits_of_weights)
 
     def version(self) -> str:
         return ort.__version__
@@ -103,7 +108,9 @@ class OnnxRuntimeBackend(HostBackend):
             settings.optimized_model_filepath = str(saved)
             model = onnx.load(graph_path, load_external_data=False)
             rewritten = rewrite(model)
-            source = str(graph_path) if rewritten is model else rewritten.SerializeToString()
+            source: str | bytes = str(graph_path)
+            if rewritten is not model:
+                source = rewritten.SerializeToString()
             try:
                 _session(source, settings, f"{graph_path}: ONNX Runtime {ort.__version__} cannot build this graph")
             except CheckError as error:
@@ -120,6 +127,7 @@ class OnnxRuntimeBackend(HostBackend):
         return OnnxRuntimeProgram(_read(engine_path), slots, low_memory, engine_path)
 
     def decode_layers(self, network: Network) -> OnnxRuntimeExecutable | None:
+        # A call of the library costs about as much as a small layer's products, so one call of all layers is faster.
         parts = list[Part]()
         slots = list[IO]()
         tensors = dict[str, Sequence[str]]()
@@ -185,8 +193,8 @@ class OnnxRuntimeProgram:
         check_bound_slots(self._inputs.slots, slots, str(self.where))
         # Constant folding at load turns an fp16 block's weight casts into fp32 constants: twice as fast, twice the
         # weights' memory. It would also decode weights that are decoded at each run to save memory.
-        level = "disabled" if self._low_memory or self._decodes or not slots else "basic"
-        settings = session_options(_LEVELS[level], self._low_memory)
+        folds = bool(slots) and not self._low_memory and not self._decodes
+        settings = session_options(_LEVELS["basic" if folds else "disabled"], self._low_memory)
         model = onnx.ModelProto()
         model.CopyFrom(self.model)
         values = {}
@@ -208,13 +216,13 @@ class OnnxRuntimeProgram:
         check_arrays(arrays, *self._inputs.declared[slot], f"{self.where}: slot {slot}")
 
 
-def _numpy_type(value: str) -> np.dtype:
-    """Return the NumPy type of an ONNX Runtime type such as "tensor(float)"."""
-    return named_dtype(onnx_dtype(value.removeprefix("tensor(").removesuffix(")")))
-
-
 def _declared(values: Sequence[Any]) -> dict[str, Declared]:
-    return {value.name: Declared(_numpy_type(value.type), value.shape) for value in values}
+    """Return {name: dtype and shape} of a session's inputs or outputs, whose types read "tensor(float)"."""
+    declared = {}
+    for value in values:
+        element = value.type.removeprefix("tensor(").removesuffix(")")
+        declared[value.name] = Declared(named_dtype(onnx_dtype(element)), value.shape)
+    return declared
 
 
 class Bound(NamedTuple):
@@ -267,7 +275,6 @@ class OnnxRuntimeExecutable:
         return self._call({**inputs, **pasts}, {**outputs, **present})
 
     def _call(self, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]) -> Run:
-        """Return a call of the session on these arrays."""
         binding = self._session.io_binding()
         for name, array in inputs.items():
             binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
@@ -378,7 +385,9 @@ def _place_weights(
     for slot, names in slots.items():
         arrays = [weights[name] for name in names]
         check(slot, arrays)
-        location = weights.location(names[0]) if len(names) == 1 else None
+        location = None
+        if len(names) == 1:
+            location = weights.location(names[0])
         if location is not None and location[1] % arrays[0].itemsize == 0 and _is_utf8(location[0]):
             in_files[slot] = location
             continue
@@ -394,14 +403,16 @@ def _place_weights(
         folder = Path(os.path.commonpath([path.parent for path, _, _ in in_files.values()]))
         settings.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     for tensor in graph.initializer:
-        if tensor.name in slots:
-            if tensor.name in values:
-                location = (folder / "memory", 0, values[tensor.name].tensor_size_in_bytes())
-            else:
-                location = in_files[tensor.name]
-            path, offset, length = location
-            for key, value in {"location": path.relative_to(folder), "offset": offset, "length": length}.items():
-                tensor.external_data.add(key=key, value=str(value))
+        if tensor.name not in slots:
+            continue
+        if tensor.name in values:
+            # The library finds these by name; it still wants a location with the right length.
+            location = (folder / "memory", 0, values[tensor.name].tensor_size_in_bytes())
+        else:
+            location = in_files[tensor.name]
+        path, offset, length = location
+        for key, value in {"location": path.relative_to(folder), "offset": offset, "length": length}.items():
+            tensor.external_data.add(key=key, value=str(value))
     return values
 
 

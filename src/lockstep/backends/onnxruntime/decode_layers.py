@@ -39,7 +39,11 @@ class Part(NamedTuple):
 
 
 def stitch(parts: Sequence[Part], ends: Sequence[str]) -> onnx.ModelProto:
-    """Return the graph. Its outputs are the values `ends` as the last part writes them, as `<value>_out`."""
+    """Return one graph of all parts.
+
+    Its outputs are the values `ends` as their last writer leaves them, named `<value>_out`, and all parts' new keys and
+    values. Its inputs are the values of a step that a part reads before any part has written them.
+    """
     last_writer: dict[str, int] = {}  # {value of a step: number of the part}
     for number, part in enumerate(parts):
         last_writer.update(dict.fromkeys(part.writes.values(), number))
@@ -50,10 +54,10 @@ def stitch(parts: Sequence[Part], ends: Sequence[str]) -> onnx.ModelProto:
     constants = dict[bytes, onnx.TensorProto]()
     for number, part in enumerate(parts):
         graph = part.model.graph
-        names = {"": ""}
+        names = {"": ""}  # {name in the part: name in the graph}; "" is an optional input that is absent
         for value in graph.input:
             key = part.reads.get(value.name)
-            if key is None:
+            if key is None:  # private to the part: a weight, or past keys and values
                 names[value.name] = part.prefix + value.name
             else:
                 names[value.name] = values.setdefault(key, key)

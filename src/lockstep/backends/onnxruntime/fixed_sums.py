@@ -64,6 +64,7 @@ def _fix(graph: ir.Graph, node: ir.Node) -> bool:
     is_mean = node.op_type == "ReduceMean"
     last = None if keeps_axes else out
     if is_mean:
+        # The mean divides by the size before padding.
         total = writer.op("ReduceSum", total, [-1], keepdims=0)
         total = writer.op("Div", total, np.array(size, value.dtype.numpy()), replaces=last)
     else:
@@ -75,7 +76,10 @@ def _fix(graph: ir.Graph, node: ir.Node) -> bool:
 
 def _axes(node: ir.Node, rank: int) -> list[int]:
     """Return the axes that are summed, sorted; none where they are not constant."""
-    axes = array_of(node.inputs[1]) if len(node.inputs) > 1 else attribute(node, "axes")
+    if len(node.inputs) > 1:
+        axes = array_of(node.inputs[1])
+    else:
+        axes = attribute(node, "axes")  # of older opsets
     if axes is None or not rank:
         return []
     return sorted(int(axis) % rank for axis in np.ravel(axes))

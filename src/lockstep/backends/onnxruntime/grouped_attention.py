@@ -3,14 +3,14 @@
 In: a decode or prefill graph; out: one whose products, mask and softmax are ONNX Runtime's `GroupQueryAttention`. It
 computes one head after another, so a request's bits do not depend on others.
 
-Rows that decode: the operator reads the keys and values that a row holds, where the graph's own nodes read the row's
-whole capacity. It puts the new key and value into the caches that it reads: `present_key` and `present_value` are to be
-bound to these, at whose end there must be room for a token. What the graph gave, it still gives. RoPE that turns halves
-is `RotaryEmbedding`, on the graph's own cosines and sines; other RoPE stays as it is.
+Decode: the operator reads only the cached tokens of a row, where the graph's own nodes read the row's whole capacity.
+It writes the new key and value into the caches that it reads: bind the outputs `present_key` and `present_value` to
+these inputs, with room for one more token. The graph keeps its other outputs. RoPE by halves becomes `RotaryEmbedding`,
+on the graph's own cosines and sines; other RoPE does not change.
 
-A prompt, whose RoPE stays as it is: the softmax reads no masked scores. In the library's other kernels their
-exponentials are denormal numbers, which take ten times as long as others. Its tiled kernel is one of these; it is not
-chosen where heads have sinks, so each gets one that weighs nothing.
+Prefill, whose RoPE does not change: the softmax reads no masked scores. In the graph's own softmax, and in the
+library's tiled kernel of this operator, the exponentials of masked scores are denormal numbers, which take ten times as
+long. The tiled kernel is not chosen where heads have sinks, so each head gets a sink whose weight is 0.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lockstep.tolerances import REWRITE
 
 _DOMAIN = "com.microsoft"
 _VECTOR = 8  # the operator takes heads of a multiple of it
-# what export/attention.py has behind RoPE in float32; others have a window, a cap or sinks
+# The operators that export/attention.py writes after RoPE, for float32; other attention has a window, a cap or sinks.
 _DECODE = [
     *("Add", "Concat", "Gather", "Less", "MatMul", "MatMul", "MatMul", "Mul", "Mul", "Range", "Reshape", "Reshape"),
     *("Shape", "Slice", "Slice", "Softmax", "Transpose", "Transpose", "Unsqueeze", "Unsqueeze", "Unsqueeze"),
@@ -46,6 +46,8 @@ class GroupedAttention(Pass):
     """Put plain float32 attention over a cache into one node."""
 
     def call(self, model: ir.Model) -> PassResult:
+        # The pattern says which operators there are, not how they are wired, so a fused copy is compared with the graph
+        # on random numbers before the graph itself is changed. With RoPE inside the node first: it is faster.
         for with_rope in (True, False):
             fused = model.clone()
             if not _fuse(fused, with_rope):
@@ -57,7 +59,7 @@ class GroupedAttention(Pass):
 
 
 def _fuse(model: ir.Model, with_rope: bool) -> bool:
-    """Put attention into one node; return whether it is of the form that the node has."""
+    """Put attention into one node; return False if its operators are not those of plain attention."""
     graph = model.graph
     inputs = {value.name: value for value in graph.inputs}
     outputs = {value.name: value for value in graph.outputs}
@@ -66,7 +68,7 @@ def _fuse(model: ir.Model, with_rope: bool) -> bool:
     requests, kv_heads, _, dim = sizes_of(inputs["past_key"])
     if sizes_of(inputs["past_value"])[3] != dim or dim % _VECTOR:
         return False
-    decodes = not requests  # a prompt's is one request's
+    decodes = not requests  # `num_requests`, which is dynamic; the cache of a prompt is one request's
     scaled = _scaled_query(graph, [-1, kv_heads, dim])
     if scaled is None:
         return False
@@ -77,9 +79,11 @@ def _fuse(model: ir.Model, with_rope: bool) -> bool:
     if replaced != (_DECODE if decodes else _PREFILL):
         return False
     heads = group * kv_heads
-    tables = _tables(query) if with_rope and decodes else None
-    if with_rope and (tables is None or tables != _tables(key_out)):
-        return False
+    tables = None
+    if with_rope:
+        tables = _tables(query) if decodes else None
+        if tables is None or tables != _tables(key_out):
+            return False
     writer = GraphWriter(graph, "grouped")
     constant_one = np.array(1, np.int32)
     tokens = [-1, 1] if decodes else [1, -1]  # [batch, tokens]
@@ -91,11 +95,12 @@ def _fuse(model: ir.Model, with_rope: bool) -> bool:
     if tables is not None:
         rows[:2] = _rotate(writer, inputs["position_ids"], rows[:2], *tables)
         writer.op("Reshape", rows[1], [-1, kv_heads, dim], replaces=key_out)
-    last = writer.op("Cast", inputs["past_lengths"], to=ir.DataType.INT32)
+    last = writer.op("Cast", inputs["past_lengths"], to=ir.DataType.INT32)  # the last token's index in each cache
     present: list[str] = [*PRESENT]
     pasts = [inputs[past] for past in PRESENT.values()]
     sinks: list[np.ndarray | None] = []
     if not decodes:
+        # Of a prompt's cache the operator must read only the tokens in use, and its outputs are not used.
         count = writer.op("Cast", writer.op("Shape", rows[1], start=1, end=2), to=ir.DataType.INT32)
         last = writer.op("Add", last, writer.op("Sub", count, constant_one))
         pasts = [writer.op("Slice", past, [0], inputs["past_lengths"], [2]) for past in pasts]
@@ -129,31 +134,37 @@ def _rotate(
 ) -> list[ir.Value]:
     """Add a node for the RoPE of each value, [num_requests, 1, heads * dim]; return the results.
 
-    The rest is what `_tables` gives.
+    cosines, sines, twice: see `_tables`.
     """
-    # The node takes each angle once.
+    # The graph repeats the angles for both halves of a head; the operator takes each angle once.
     GraphWriter(writer.graph, before=twice).op("Identity", twice.inputs[0], replaces=twice.outputs[0])
+    # The graph computes the cosines of each request's position, so row i of the tables is of request i.
     count = writer.op("Size", positions)
     numbers = writer.op("Range", np.array(0), count, np.array(1))
-    rows = writer.op("Unsqueeze", numbers, [1])  # each request has its row of the tables
+    rows = writer.op("Unsqueeze", numbers, [1])
     return [writer.op("RotaryEmbedding", value, rows, cosines, sines, domain=_DOMAIN) for value in values]
 
 
 def _tables(rotated: ir.Value) -> _Tables | None:
     """Return the cosines and sines of a rotated value, and the node that repeats their angles; None without any."""
+    # The value is Transpose(Add(Mul(x, Unsqueeze(cosines)), Mul(halves of x, Unsqueeze(sines)))).
     transpose = required(rotated.producer())
-    total = required(transpose.inputs[0]).producer()  # before it is transposed
-    products = [] if total is None else [value.producer() for value in total.inputs if value is not None]
+    total = required(transpose.inputs[0]).producer()
+    if total is None:
+        return None
     tables: dict[str, tuple[ir.Value, ir.Node]] = {}
-    for product in products:
-        for value in () if product is None else product.inputs:
+    for summand in total.inputs:
+        product = maker(summand, "Mul")
+        if product is None:
+            continue
+        for value in product.inputs:
             table = maker(value, "Unsqueeze")
             if table is None:
                 continue
             source = required(table.inputs[0])
-            nodes = {step.producer() for step in upstream([source])}
-            twice = [node for node in nodes if node is not None and _repeats(node)]
-            functions = [node.op_type for node in nodes if node is not None and node.op_type in ("Cos", "Sin")]
+            nodes = {node for step in upstream([source]) if (node := step.producer()) is not None}
+            twice = [node for node in nodes if node.op_type == "Concat" and node.inputs[0] is node.inputs[-1]]
+            functions = [node.op_type for node in nodes if node.op_type in ("Cos", "Sin")]
             if len(functions) == len(twice) == 1:
                 tables[functions[0]] = source, twice[0]
     if len(tables) < 2 or tables["Cos"][1] is not tables["Sin"][1]:
@@ -161,16 +172,14 @@ def _tables(rotated: ir.Value) -> _Tables | None:
     return tables["Cos"][0], tables["Sin"][0], tables["Cos"][1]
 
 
-def _repeats(node: ir.Node) -> bool:
-    return node.op_type == "Concat" and node.inputs[0] is node.inputs[-1]
-
-
 def _is_same(model: onnx.ModelProto, fused: onnx.ModelProto) -> bool:
-    """Return whether both give the same on random numbers: axes and factors in the model may be others."""
+    """Return whether both give the same outputs on random numbers, within the error of another order of sums."""
     from lockstep.onnx_tools.prepare import decode_inputs, random_inputs  # needed only where engines are built
 
-    decodes = fused.graph.output[-1].name in PRESENT
-    feeds = decode_inputs(model, np.array([0, 3, 6]), 7) if decodes else random_inputs(model)
+    if fused.graph.output[-1].name in PRESENT:
+        feeds = decode_inputs(model, np.array([0, 3, 6]), 7)
+    else:
+        feeds = random_inputs(model)
     expected = compute(model, feeds)
     outputs = compute(fused, feeds)
     bound = Bound(REWRITE["float32"])
@@ -178,16 +187,20 @@ def _is_same(model: onnx.ModelProto, fused: onnx.ModelProto) -> bool:
 
 
 def _scaled_query(graph: ir.Graph, groups: list[int]) -> tuple[ir.Value, int, float] | None:
-    """Return the rotated query, which is scaled and put into `groups`, the size of a group, and the scale.
+    """Return (rotated query, number of query heads of a key, scale); None without such a query.
 
-    groups: [-1, kv_heads, dim] of [-1, kv_heads, group, dim].
+    It is looked for as Reshape(query * scale, [-1, kv_heads, group, dim]); groups: [-1, kv_heads, dim].
     """
     for node in graph:
-        shape = array_of(node.inputs[1]) if node.op_type == "Reshape" else None
+        if node.op_type != "Reshape":
+            continue
+        shape = array_of(node.inputs[1])
         if shape is None or len(shape) != 4 or [*shape[:2], shape[3]] != groups:
             continue
         product = maker(node.inputs[0], "Mul")
-        scale = None if product is None else array_of(product.inputs[1])
-        if product is not None and scale is not None and scale.size == 1:
+        if product is None:
+            continue
+        scale = array_of(product.inputs[1])
+        if scale is not None and scale.size == 1:
             return required(product.inputs[0]), int(shape[2]), float(scale)
     return None

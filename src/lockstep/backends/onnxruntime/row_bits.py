@@ -23,8 +23,8 @@ _OUTPUTS = 40
 _COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 31, 33)
 
 
-def rows_keep_their_bits(bits: int, group_size: int, opened: Callable[[bytes], ort.InferenceSession]) -> bool:
-    """Return whether they do. opened: of a model."""
+def rows_keep_their_bits(bits: int, group_size: int, open_model: Callable[[bytes], ort.InferenceSession]) -> bool:
+    """Return whether they do in int8 products; open_model: returns a session of a model's bytes."""
     random = np.random.default_rng(0)
     columns = _GROUPS * group_size
     data = random.integers(0, 256, (_OUTPUTS, _GROUPS, group_size * bits // 8)).astype(np.uint8)
@@ -36,10 +36,10 @@ def rows_keep_their_bits(bits: int, group_size: int, opened: Callable[[bytes], o
     graph = helper.make_graph([node], "rows", ios[:1], ios[1:], constants)
     opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    return _keeps(opened(model.SerializeToString()), random.standard_normal((_ROWS, columns), np.float32), {})
+    return _keeps(open_model(model.SerializeToString()), random.standard_normal((_ROWS, columns), np.float32), {})
 
 
-def decoded_rows_keep_their_bits(shape: tuple[int, int], opened: Callable[[bytes], ort.InferenceSession]) -> bool:
+def decoded_rows_keep_their_bits(shape: tuple[int, int], open_model: Callable[[bytes], ort.InferenceSession]) -> bool:
     """Return whether they do in products as `onnx_tools.group_experts` has them; shape: [out_features, in_features]."""
     random = np.random.default_rng(0)
     names = ("x", "weight", "y")
@@ -49,7 +49,7 @@ def decoded_rows_keep_their_bits(shape: tuple[int, int], opened: Callable[[bytes
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
     weight = random.standard_normal(shape, np.float32)
     rows = random.standard_normal((_ROWS, shape[1]), np.float32)
-    return _keeps(opened(model.SerializeToString()), rows, {"weight": weight})
+    return _keeps(open_model(model.SerializeToString()), rows, {"weight": weight})
 
 
 def _keeps(session: ort.InferenceSession, rows: np.ndarray, feeds: Mapping[str, np.ndarray]) -> bool:

@@ -34,12 +34,13 @@ class PadAngles(Pass):
             is_vector = len(shape) == 1 and not isinstance(shape[0], int)  # one number for each token: rows of one
             if is_vector:
                 shape.append(1)
-            size = shape[-1] if shape else 0
-            if not isinstance(size, int) or size % VECTOR == 0:
+            if not shape or not isinstance(size := shape[-1], int) or size % VECTOR == 0:
                 continue
             writer = GraphWriter(graph, f"{out.name}/vectors", before=node)
-            if angles not in padded:
-                rows = writer.op("Unsqueeze", angles, [-1]) if is_vector else angles
+            if angles not in padded:  # a Cos and a Sin read the same angles
+                rows = angles
+                if is_vector:
+                    rows = writer.op("Unsqueeze", angles, [-1])
                 padded[angles] = writer.op("Pad", rows, [*[0] * (2 * len(shape) - 1), -size % VECTOR])
             result = writer.copy(node, padded[angles])
             if is_vector:

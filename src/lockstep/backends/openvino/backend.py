@@ -96,12 +96,12 @@ class OpenVINOProgram:
                 tensor = tensor_on(array, list(parameter.get_output_shape(0)), parameter.get_element_type())
                 replace(parameter.output(0), openvino.op.Constant(tensor, True).output(0))
                 model.remove_parameter(parameter)
-        ends = [value.any_name for value in model.inputs], [value.any_name for value in model.outputs]
+        names = [value.any_name for value in model.inputs], [value.any_name for value in model.outputs]
         try:
             compiled = CORE.compile_model(model, "CPU", self._properties())
         except RuntimeError as error:
             raise CheckError(f"{self._path}: OpenVINO {VERSION} cannot load this engine: {one_line(error)}") from error
-        return OpenVINOExecutable(compiled, ends, arrays, str(self._path))
+        return OpenVINOExecutable(compiled, names, arrays, str(self._path))
 
     def _properties(self) -> dict[str, Any]:
         """Return the settings of a compilation; int8 activations are in products with quantised weights only."""
@@ -129,7 +129,7 @@ class OpenVINOExecutable:
         self.compiled = compiled
         self.bound_arrays = arrays
         self.where = where
-        # In the engine's order, as a compiled value that is two outputs has the names of both.
+        # By order: a compiled value that is two outputs has the names of both.
         self.inputs = {name: _declared(value) for name, value in zip(names[0], compiled.inputs, strict=True)}
         self.outputs = {name: _declared(value) for name, value in zip(names[1], compiled.outputs, strict=True)}
 

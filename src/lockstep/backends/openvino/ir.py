@@ -33,15 +33,13 @@ def convert(graph: onnx.ModelProto, where: str) -> Any:
     try:
         graph, weights = rewrite(graph, where)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        raise CheckError(
-            f"{where}: OpenVINO {VERSION} is not given a graph that is not valid: {one_line(error)}"
-        ) from error
+        raise CheckError(f"{where}: expected a valid graph for OpenVINO {VERSION}, found {one_line(error)}") from error
     try:
         model = CORE.read_model(graph.SerializeToString())
     except RuntimeError as error:
         raise CheckError(f"{where}: OpenVINO {VERSION} cannot build this graph: {one_line(error)}") from error
     _name_outputs(model, [value.name for value in graph.graph.output])
-    _join_transposes(model)
+    _join_transposes(model)  # before `compress`: it looks for weights that are inputs
     compress(model, weights)
     return model
 

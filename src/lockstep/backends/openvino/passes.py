@@ -50,6 +50,7 @@ class ExpandWeights(Pass):
                 full = self._full(graph, embedding)
                 writer.op("Gather", full, node.inputs[1], axis=0, replaces=node.outputs[0])
             elif node.op_type == "If":
+                # Experts of `group_experts`: skipped where no token has chosen them. OpenVINO computes all of them.
                 branch = [*node.attributes["then_branch"].as_graph()]
                 rows = next(inner.inputs[0] for inner in branch if inner.op_type == "Gemm")
                 full = self._full(graph, _decoded(branch), is_mxfp4=True)

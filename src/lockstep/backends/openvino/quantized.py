@@ -29,18 +29,21 @@ def compress(model: Any, weights: list[Weight]) -> None:
     for weight in weights:
         full = inputs[weight.full]
         groups = weight.columns // weight.group_size
-        kind = openvino.Type.u4 if weight.bits == 4 else openvino.Type.u8
         scale_kind = openvino.Type.f32
         if weight.is_mxfp4:
             kind = openvino.Type.f4e2m1
             scale_kind = openvino.Type.f8e8m0
+        elif weight.bits == 4:
+            kind = openvino.Type.u4
+        else:
+            kind = openvino.Type.u8
         data = _input(str(weight.data.name), kind, [weight.rows, groups, weight.group_size])
         scales = _input(str(weight.scales.name), scale_kind, [weight.rows, groups, 1])
         if weight.is_mxfp4:
             number = _to_float(data)
             factor = _to_float(scales)
         else:
-            middle = np.array([128 if weight.bits == 8 else 8], np.uint8)
+            middle = np.array([1 << weight.bits - 1], np.uint8)
             zero = openvino.op.Constant(tensor_on(middle, [1, 1, 1], kind), False)
             number = _opset.subtract(_to_float(data), _to_float(zero))
             factor = scales

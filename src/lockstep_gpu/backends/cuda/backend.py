@@ -2,7 +2,7 @@
 
 Engine: text of a few kilobytes, without weights, the same bytes on every machine; a build needs no GPU. Attention is
 fused (`lockstep_gpu.attention`): of a variant only its RoPE is needed, whose graph is next to the engines and runs on
-the host. What has no kernel is refused, never run in another way.
+the host. An operator without a kernel is an error: there is no fallback.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class CudaBackend(PortableGpuBackend):
         return str(REVISION)
 
     def is_batch_invariant(self, assembly: Assembly) -> bool:
-        """Return whether weights have 16 bits: products with quantised ones differ between few rows and many."""
+        """Return whether weights have 16 bits: products with quantised ones have another kernel for a small batch."""
         return assembly.precision in ("fp16", "bf16")
 
     def why_not(self) -> str | None:
@@ -124,7 +124,7 @@ class CudaBackend(PortableGpuBackend):
         return KernelsProgram(engine_path, slots, rank)
 
     def require(self) -> None:
-        """Raise InputError where engines cannot run here, or a library is missing; looked for once."""
+        """Raise InputError where engines cannot run here, or a library is missing; checked once."""
         if not self._is_required:
             self.require_gpu()
             for require in (require_nvrtc, require_cublas, require_cudnn):

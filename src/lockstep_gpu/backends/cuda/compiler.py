@@ -1,8 +1,8 @@
 """Compile a block: cut its graph at its products, and write a kernel for each piece between them.
 
 In: a graph of float16 or bfloat16, or a float32 graph of quantised products, whose activations become float16; a hidden
-state in float32 stays so (residual.py). Out: the kernels and products, which are run beside the graph, in float32,
-before.
+state in float32 stays so (residual.py). Out: the kernels and products. Their results are compared with those of the
+graph first, both in float32 on the CPU.
 """
 
 from __future__ import annotations
@@ -32,22 +32,27 @@ from lockstep_gpu.backends.cuda.residual import residual_stream, with_copies
 from lockstep_gpu.kernels.row_operators import row_kernel
 
 _EXPERT_GROUPS = 32  # columns that a kernel takes at once
-_EXPERTS_TRIED = 8  # whose weights are made: all of them are gigabytes
-_FP8_ALIGNED = 16  # columns that start where 16 bytes do
+_EXPERTS_TRIED = 8  # with random weights in the comparison: those of all experts are gigabytes
+_FP8_ALIGNED = 16  # columns: each row of fp8 weights starts at an address that 16 divides
 
 
 def compile_block(model: onnx.ModelProto) -> KernelsFile:
     """Return the kernels and products of a graph.
 
-    Raises CheckError for an operator without a kernel, for zero points of their own, which the kernels do not read, and
-    where kernels and products give something else than the graph does.
+    Raises CheckError for an operator without a kernel, for zero points that are inputs, which the kernels do not read,
+    and where the results of kernels and products differ from the graph's.
     """
     name = model.graph.name
-    dtype = "float16" if widened(model) is model else "bfloat16"
-    wide = in_float32(model)  # as kernels compute
+    dtype = "bfloat16"
+    if widened(model) is model:
+        dtype = "float16"
+    # Kernels compute in float32, so the graph that they are generated from and compared with does, too.
+    wide = in_float32(model)
     try:
         cut = cut_products(wide)
-        slots = {slot for product in _products(cut) for slot in product.slots}
+        slots = set[str]()
+        for product in _products(cut):
+            slots.update(product.slots)
         signature = signature_of(model.graph, slots)
         stream = residual_stream(wide, signature)
         kept = stream | _float32_weights(model.graph)
@@ -108,9 +113,12 @@ def _is_activation(io: IO) -> bool:
 
 
 def _declared_types(ios: Iterable[IO], dtype: str, wide: Collection[str]) -> dict[str, tuple[str, Shape]]:
-    """Return (dtype, shape) by name; wide: those that stay float32."""
-    narrowed = {"float32": dtype}
-    return {io.name: (io.dtype if io.name in wide else narrowed.get(io.dtype, io.dtype), io.shape) for io in ios}
+    """Return {name: (dtype, shape)}; wide: those that stay float32, where others get `dtype`."""
+    types = {}
+    for io in ios:
+        is_narrowed = io.dtype == "float32" and io.name not in wide
+        types[io.name] = (dtype if is_narrowed else io.dtype, io.shape)
+    return types
 
 
 def _check_same(model: onnx.ModelProto, cut: CutGraph) -> None:
@@ -120,9 +128,10 @@ def _check_same(model: onnx.ModelProto, cut: CutGraph) -> None:
         model = with_few_experts(model, _EXPERTS_TRIED)
     feeds = random_inputs(model)
     for product in _products(cut):
-        if product.experts is not None and product.experts.weight.kind == "mxfp4":  # exponents of numbers below 1
-            feeds[product.slots[1]] = feeds[product.slots[1]] % 4 + 118
-        elif product.bits < 16 and not product.is_fp8:  # weights as large as of full precision
+        # Random scales are replaced by small ones: large activations would hide an error below the tolerance.
+        if product.experts is not None and product.experts.weight.kind == "mxfp4":
+            feeds[product.slots[1]] = feeds[product.slots[1]] % 4 + 118  # exponents of numbers below 1
+        elif product.bits < 16 and not product.is_fp8:
             scales = feeds[product.slots[1]]
             feeds[product.slots[1]] = scales * np.float32(product.group_size**-0.5 / (1 << product.bits - 1))
     expected = compute(model, feeds)
@@ -136,7 +145,7 @@ def _check_same(model: onnx.ModelProto, cut: CutGraph) -> None:
     results = run_cut(cut.steps, feeds, run_piece, multiply)
     kind = "fp8" if any(product.is_fp8 for product in _products(cut)) else "*"
     bound = Bound(KERNELS[kind])
-    # Scores that are nearly equal are rounded to another order now and then: such a row has other experts.
+    # Scores that are nearly equal may be rounded to another order. Such a row has other experts and is not compared.
     num_rows = len(results[next(iter(expected))])
     same_experts = np.ones(num_rows, np.bool_)
     for name in choices:
@@ -152,7 +161,7 @@ def _check_same(model: onnx.ModelProto, cut: CutGraph) -> None:
 
 
 def multiply(product: Product, values: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return a product in float32, in NumPy; values: by name."""
+    """Return [rows, out_features] of a product, in float32 by NumPy; values: by name."""
     rows = values[product.input].astype(np.float32)
     parts = [values[slot] for slot in product.slots]
     if product.is_fp8:
@@ -176,19 +185,25 @@ def multiply(product: Product, values: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def _of_experts(rows: np.ndarray, parts: Sequence[np.ndarray], ids: np.ndarray, experts: Experts) -> np.ndarray:
-    """Return the products of each token with the weights of its experts, one after the other."""
+    """Return [tokens, per_token * out_features]: the products of each token with the weights of its experts.
+
+    rows: [tokens, in_features] if `experts.shared`, else [tokens, per_token * in_features]. ids: [tokens, per_token].
+    """
     weight = experts.weight
-    inputs_per_token = 1 if experts.shared else experts.per_token
-    inputs = rows.reshape(len(rows), inputs_per_token, -1)
+    if experts.shared:
+        inputs = rows[:, np.newaxis]
+    else:
+        inputs = rows.reshape(len(rows), experts.per_token, -1)
     inputs = np.broadcast_to(inputs, (*ids.shape, inputs.shape[-1]))
     results = np.zeros((*ids.shape, weight.out_features), np.float32)
-    ids = ids % len(parts[0])  # a trial has fewer experts
+    ids = ids % len(parts[0])  # the comparison has fewer experts than the graph
     for number in np.unique(ids):
         data, *scales = (part[number] for part in parts)
         if weight.kind == "mxfp4":
             data = mxfp4_numbers(data, *scales)
         elif scales:
             data = dequantize(data, scales[0].reshape(data.shape[:2]), weight.group_size)
-        matrix = data.T if weight.transposed else data
-        results[ids == number] = inputs[ids == number] @ matrix.astype(np.float32)
+        if weight.transposed:
+            data = data.T
+        results[ids == number] = inputs[ids == number] @ data.astype(np.float32)
     return results.reshape(len(rows), -1)

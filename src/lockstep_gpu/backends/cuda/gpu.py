@@ -10,7 +10,7 @@ _PACKAGES = {"cuda.bindings": "cuda-bindings", "cudnn": "nvidia-cudnn-frontend"}
 
 
 def why_not() -> str | None:
-    """Return why engines cannot run here, None where they can; by the driver alone, no library is loaded."""
+    """Return why engines cannot run here, None where they can."""
     capability = compute_capability()
     if capability is None or int(capability.partition(".")[0]) < 8:
         return needs_gpu("8.0 or higher", capability)

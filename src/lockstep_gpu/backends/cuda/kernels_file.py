@@ -1,6 +1,6 @@
 """The engine file of a block: its kernels and its products, in the order in which they run.
 
-JSON. It has `inputs` and `outputs` {name: [dtype, shape]} of all but weights, `inner` {name: shape} of what lies
+JSON. It has `inputs` and `outputs` {name: [dtype, shape]} of all but weights, `inner` {name: shape} of the values
 between two steps (of `dtype`, or float32 where kernels say so), and `steps`: a kernel (`gpu.kernels.row_kernels`), or
 products of one input (`onnx_tools.cut_products`). The same graph gives the same bytes anywhere.
 """
@@ -36,7 +36,8 @@ class KernelsFile(Document):
     """A block's kernels and products.
 
     inputs, outputs: {name: (dtype, shape)} of all but weights; a dimension is a number or a name. inner: {name: shape}
-    of what lies between two steps. dtype: of `inner` but for the kernels' `wide`, and of weights as products read them.
+    of the values between two steps. dtype: of `inner` but for the kernels' `wide`, and of weights as products read
+    them.
     """
 
     FORMAT: ClassVar[str] = formats.KERNELS
@@ -52,10 +53,7 @@ class KernelsFile(Document):
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> KernelsFile:
-        """Read an engine file.
-
-        Raises CheckError for one that is damaged or of another version.
-        """
+        """Read an engine file. Raises CheckError for one that is damaged or of another version."""
         try:
             return super().load(path)
         except InputError as error:

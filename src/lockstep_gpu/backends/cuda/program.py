@@ -1,4 +1,8 @@
-"""A block's kernels and products on a device, with buffers that all blocks share: see `kernels_file`."""
+"""A block's kernels and products on a device: a `KernelsFile` and its weights.
+
+In: an engine file, weights on the device, and the arrays of a step. Out: a list of launches. Blocks run one after
+another on one stream, so all of a device use the same buffers for the values between their steps.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ import numpy as np
 
 from lockstep.artifacts.adapters import IDS
 from lockstep.artifacts.dtypes import named_dtype
-from lockstep.artifacts.signature import IO, concrete_shape
+from lockstep.artifacts.signature import IO
 from lockstep.errors import InputError
 from lockstep.onnx_tools.products import Experts, Product
 from lockstep.step.executable import Run
@@ -45,16 +49,19 @@ from lockstep_gpu.ranks.all_reduce import Exchange
 from lockstep_gpu.tensor import Tensor
 from lockstep_gpu.weights import DeviceWeights, Uploads, WeightCast
 
-_CHOICE = np.dtype(np.int32)
+_EXPERT_ID = np.dtype(np.int32)
 _WIDE = np.dtype(np.float32)  # of a residual stream that is not of 16 bits
-_FP8 = (8, 9)  # the compute capability that has e4m3
+_FP8 = (8, 9)  # the first compute capability whose tensor cores take e4m3
 _AS_SCALES = WeightCast(np.dtype(np.float16), SCALES_TIMES)
 Sizes = Mapping[str, int]  # of dimensions, by name
 GroupWeights = Mapping[Group, SmallWeight]
 
 
 class _Shared:
-    """Products and buffers of a device's blocks for captured decode steps or prompts, until their last call goes."""
+    """Products and buffers that all blocks of a device share, one set for captured decode steps and one for prompts.
+
+    Held weakly: they are freed with the last call that uses them.
+    """
 
     _instances: weakref.WeakValueDictionary[tuple[int, bool, np.dtype], _Shared] = weakref.WeakValueDictionary()
 
@@ -74,6 +81,7 @@ class _Shared:
         """Return [rows, *width], the `number`th buffer of its width and type; earlier ones stay valid."""
         key = dtype, number, *width
         array = self._buffers.get(key)
+        # A larger call gets a new array: calls that were captured before hold the address of the old one.
         if array is None or array.shape[0] < rows:
             array = self._buffers[key] = cuda.empty((rows, *width), dtype, "the values of a step")
         return array[:rows]
@@ -112,7 +120,7 @@ class KernelsProgram(GpuProgram):
         self.tensors = tensors | {name: _tensor(name, False, *declared) for name, declared in block.outputs.items()}
 
     def _compiled(self) -> dict[str, cuda.Kernel]:
-        """Compile the kernels; return them by name."""
+        """Return {name: kernel}."""
         if not self.kernels:
             return {}
         self.device.use()
@@ -127,15 +135,18 @@ class KernelsProgram(GpuProgram):
         return including("rows.cuh")
 
     def summing(self, kernel: RowKernel, name: str, exchange: Exchange) -> cuda.Kernel | None:
-        """Return the kernel that sums an argument over the ranks first; None where it cannot."""
+        """Return `kernel` with an all-reduce of its argument `name` in front; None where it cannot have one."""
         source = kernel.summing(name, math.prod(int(size) for size in self.declared(name)[1:]))
         if source is None:
             return None
         options = *exchange.options, *kind_options(self.block.dtype)
         return cuda.compile_kernels(self._includes + including("sums.cuh") + source, options)[kernel.name]
 
-    def lies_beside(self, group: Group) -> bool:
-        """Return whether a group's results may share one buffer: if only kernels read them."""
+    def shares_buffer(self, group: Group) -> bool:
+        """Return whether a group's results are columns of one buffer, so that one product computes them all.
+
+        They are if only kernels read them, which take a stride: products and other graphs read contiguous rows.
+        """
         results = {product.output for product in group}
         by_products = {group[0].input for group in self.groups}
         by_products |= {product.input for product in self.of_experts}
@@ -149,7 +160,7 @@ class KernelsProgram(GpuProgram):
         self.device.use()
         store = _Store(self, DeviceWeights.of(weights, self.device), weights, slots)
         rows = dict[str, cuda.Array]()
-        groups = {group: store.group(group, self.lies_beside(group), rows) for group in self.groups}
+        groups = {group: store.group(group, self.shares_buffer(group), rows) for group in self.groups}
         kinds = dict(self._weights_of_kernels)
         for product in self.of_experts:
             kinds.update(_kinds(product))
@@ -157,11 +168,11 @@ class KernelsProgram(GpuProgram):
         return KernelsExecutable(self, groups, plain, store.uploads, rows)
 
     def tuned_for(self, shapes: Shapes) -> Shapes:
-        """Return `shapes`: any size costs what it is."""
+        """Return `shapes`: there are no profiles."""
         return shapes
 
     def context_for(self, shapes: Shapes, exclusive: bool) -> Sizes:
-        """Return the sizes of dimensions by name, which is all that calls need."""
+        """Return {dimension: size}, which is all that calls need."""
         return self.sizes(shapes)
 
     def declared(self, name: str) -> Shape:
@@ -172,7 +183,7 @@ class KernelsProgram(GpuProgram):
         return declared[1]
 
     def sizes(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-        """Return the sizes of dimensions by name, from shapes of inputs and outputs."""
+        """Return {dimension: size}, from shapes of inputs and outputs."""
         sizes = {}
         for name, shape in shapes.items():
             for dim, size in zip(self.declared(name), shape):
@@ -180,23 +191,17 @@ class KernelsProgram(GpuProgram):
                     sizes[dim] = size
         return sizes
 
-    def filled(self, name: str, sizes: Sizes) -> tuple[int, ...]:
-        """Return a declared shape with sizes in place of its dimensions' names."""
-        return concrete_shape(self.declared(name), sizes)
-
 
 def _kinds(product: Product) -> Iterator[tuple[str, str]]:
-    """Yield the slots of a product of experts, and what kind of weights they are."""
+    """Yield (slot, kind of kernel argument) of a product of experts."""
     assert product.experts is not None
     kinds = {"floats": (WEIGHT,), "integers": (INTEGERS, SCALES), "mxfp4": (INTEGERS, INTEGERS)}
     return zip(product.slots, kinds[product.experts.weight.kind], strict=True)
 
 
 def _tensor(name: str, is_input: bool, dtype: str, shape: Shape) -> Tensor:
-    sizes = list[int]()
-    for size in shape:
-        sizes.append(-1 if isinstance(size, str) else size)
-    return Tensor(name, is_input, named_dtype(dtype), tuple(sizes))
+    sizes = tuple(size if isinstance(size, int) else -1 for size in shape)
+    return Tensor(name, is_input, named_dtype(dtype), sizes)
 
 
 class _Store:
@@ -212,12 +217,20 @@ class _Store:
         self.uploads = store.uploads
 
     def plain(self, slot: str, kind: str) -> cuda.Array:
-        """Return a weight that kernels read, in the block's type or, of a quantised one, as products read it."""
-        cast = {INTEGERS: None, SCALES: _AS_SCALES}.get(kind, None if slot in self._program.wide else self._cast(slot))
+        """Return a weight that kernels read: in the block's type, or if it is quantised as products read it."""
+        cast = None
+        if kind == SCALES:
+            cast = _AS_SCALES
+        elif kind != INTEGERS and slot not in self._program.wide:
+            cast = self._cast(slot)
         return self._put([slot], self._program.slots[slot][0], cast)
 
     def group(self, group: Group, in_one_buffer: bool, rows: dict[str, cuda.Array]) -> SmallWeight:
-        """Return the weights of a group's products in one array; rows: gets the rows for adapters' A, transposed."""
+        """Return the weights of a group's products in one array.
+
+        Adapters' matrices A, transposed, are further rows of it: one product computes x W and x A. rows: gets the views
+        of these rows, {input A: [columns of all adapters, in_features]}.
+        """
         first = group[0]
         outs = tuple(product.out_features for product in group)
         columns = {product.lora.a: product.lora.columns for product in group if product.lora is not None}
@@ -227,26 +240,25 @@ class _Store:
         if in_one_buffer or num_adapter_rows:
             outs = (num_rows + num_adapter_rows,)
         if first.bits < 16:  # a set with quantised weights takes no adapters
-            data = self._part(group, 0, None, None)
-            scales = self._part(group, 1, None, None if first.is_fp8 else _AS_SCALES)
+            data = self._part(group, 0, None)
+            scales = self._part(group, 1, None if first.is_fp8 else _AS_SCALES)
             return SmallWeight(data, scales, first.bits, first.group_size, in_features, outs)
         cast = self._cast(first.slots[0])
         if first.transposed:
             cast = replace(cast or WeightCast(self._program.dtype), transposed=True)
-        shape = (num_rows + num_adapter_rows, in_features)
-        data = self._part(group, 0, shape, cast, room=bool(num_adapter_rows))
+        slots = [product.slots[0] for product in group]
+        data = self._put(slots, (num_rows + num_adapter_rows, in_features), cast, room=bool(num_adapter_rows))
         at = num_rows
         for name, count in columns.items():
             rows[name] = data[at : at + count]
             at += count
         return SmallWeight(data, None, 16, 0, in_features, outs)
 
-    def _part(
-        self, group: Group, part: int, shape: tuple[int, ...] | None, cast: WeightCast | None, room: bool = False
-    ) -> cuda.Array:
+    def _part(self, group: Group, part: int, cast: WeightCast | None) -> cuda.Array:
+        """Return the integers (part 0) or scales (part 1) of a group's weights, one product after another."""
         slots = [product.slots[part] for product in group]
         sizes = [self._program.slots[slot][0] for slot in slots]
-        return self._put(slots, shape or (sum(rows for rows, *_ in sizes), *sizes[0][1:]), cast, room)
+        return self._put(slots, (sum(rows for rows, *_ in sizes), *sizes[0][1:]), cast)
 
     def _put(
         self, slots: Sequence[str], shape: Sequence[int], cast: WeightCast | None, room: bool = False
@@ -316,36 +328,37 @@ Step = Callable[[Sizes], None]
 
 
 class _Call:
-    """The steps of an executable on arrays."""
+    """The steps of an executable on arrays of the largest sizes."""
 
     def __init__(self, run: KernelsExecutable, arrays: Arrays, captured: bool):
         self._run = run
-        self._program = run.program
-        block = run.program.block
-        self._shared = _Shared.of(run.program.device, captured, run.program.dtype)
-        self._largest = run.program.sizes({name: array.shape for name, array in arrays.items()})
+        self._program = program = run.program
+        self._shared = _Shared.of(program.device, captured, program.dtype)
+        self._largest = program.sizes({name: array.shape for name, array in arrays.items()})
         self._arrays = arrays
         self._counts = dict[tuple[int, ...], int]()
         self._values = {name: StridedView.of(array) for name, array in arrays.items()}
-        for group in run.program.groups:
-            if run.program.lies_beside(group) and not any(product.lora for product in group):
-                self._put_beside(group)
-        choices = {product.experts.ids for product in run.program.of_experts if product.experts is not None}
-        dtypes: dict[str, np.dtype] = dict.fromkeys(run.program.wide, _WIDE)
-        dtypes |= dict.fromkeys(choices, _CHOICE)
-        for name, shape in block.inner.items():
+        # Shared buffers first: the other values between steps, below, are those that no buffer has yet.
+        for group in program.groups:
+            if program.shares_buffer(group) and not any(product.lora for product in group):
+                self._share_buffer(group)
+        choices = {product.experts.ids for product in program.of_experts if product.experts is not None}
+        dtypes: dict[str, np.dtype] = dict.fromkeys(program.wide, _WIDE)
+        dtypes |= dict.fromkeys(choices, _EXPERT_ID)
+        for name, shape in program.block.inner.items():
             if name not in self._values:
                 buffer = self._buffer(str(shape[0]), *(int(size) for size in shape[1:]), dtype=dtypes.get(name))
                 self._values[name] = StridedView.of(buffer)
         self._orders: dict[str, ExpertOrder] = {}
         self._rows_as_e4m3: dict[str, Rows] = {}
-        for number, name in enumerate(name for kernel in run.program.kernels for name in kernel.quantized):
-            count = self._largest[str(run.program.declared(name)[0])]
+        quantized = itertools.chain.from_iterable(kernel.quantized for kernel in program.kernels)
+        for number, name in enumerate(quantized):
+            count = self._largest[str(program.declared(name)[0])]
             width = self._values[name].array.shape[1:]
             codes = self._shared.buffer(number, count, (math.prod(width),), np.dtype(np.uint8))
             self._rows_as_e4m3[name] = codes, self._shared.buffer(number, count, (), np.dtype(np.float32))
         self.steps: list[Step] = []
-        for step in block.steps:
+        for step in program.block.steps:
             if step.kernel is None:
                 self.steps += self._group(step.products)
             else:
@@ -356,34 +369,40 @@ class _Call:
         self._counts[width] = self._counts.get(width, 0) + 1
         return self._shared.buffer(self._counts[width], self._largest[rows], width, dtype or self._program.dtype)
 
-    def _put_beside(self, group: Group) -> None:
-        """Give a group's results one buffer."""
-        total = sum(product.out_features for product in group)
+    def _share_buffer(self, group: Group) -> None:
+        """Make a group's results columns of one buffer."""
         first_column = 0
-        buffer = self._buffer(self._rows(group), total)
+        buffer = self._buffer(self._rows(group), sum(product.out_features for product in group))
         for product in group:
-            self._values[product.output] = _part_of(buffer, first_column)
+            self._values[product.output] = _columns_from(buffer, first_column)
             first_column += product.out_features
 
     def _rows(self, group: Group) -> str:
+        """Return the name of the dimension that counts the rows of a group's input."""
         return str(self._program.declared(group[0].input)[0])
 
     def kernel(self, kernel: RowKernel, function: cuda.Kernel | None = None, *appended: cuda.Array | int) -> Step:
         """Return a kernel's launch; function: instead of the kernel's own. appended: its further arguments."""
+        # The order of arguments is that of the generated source (row_kernels): each input's pointer with its stride,
+        # or of ids whether they have 64 bits; then outputs with their strides, and codes and scales of e4m3 rows.
         arguments: list[cuda.Array | int] = []
         for name, kind in kernel.arguments:
             if kind in OF_WEIGHTS:
                 arguments.append(self._run.weights[name])
                 continue
-            view = self._values[name]
-            arguments += [view.array, int(view.array.dtype.itemsize == 8) if kind == INDEX else view.stride]
             assert kind in (ROWS, INDEX, CHOICES)
+            view = self._values[name]
+            if kind == INDEX:
+                arguments += [view.array, int(view.array.dtype.itemsize == 8)]
+            else:
+                arguments += [view.array, view.stride]
         for name in kernel.outputs:
             arguments += [self._values[name].array, self._values[name].stride]
         for name in kernel.quantized:
             arguments += self._rows_as_e4m3[name]
         stream = self._program.device.stream
         function = function or self._program.functions[kernel.name]
+        # `overlaps`: the kernel may be launched before the one in front has ended, and waits for its values itself.
         launch = cuda.Launch(function, stream, kernel.threads, *arguments, *appended, overlaps=True)
         rows = kernel.rows
         blocks = kernel.blocks
@@ -396,23 +415,28 @@ class _Call:
         steps = list[Step]()
         order = self._orders.get(experts.ids)
         if order is None:
-            # other buffers count from 0
+            # The first product of these ids sorts its rows by expert, for all products that read the same ids.
             count = math.prod(ids.shape)
-            number = -1 - len(self._orders)
-            sorted_rows, tiles = (self._shared.buffer(number, count, width, _CHOICE) for width in ((), (4,)))
+            number = -1 - len(self._orders)  # other buffers count from 0
+            sorted_rows = self._shared.buffer(number, count, (), _EXPERT_ID)
+            tiles = self._shared.buffer(number, count, (4,), _EXPERT_ID)
             all_experts = [other.experts for other in self._program.of_experts if other.experts is not None]
             tile = largest_tile(other.weight for other in all_experts if other.ids == experts.ids)
             order = ExpertOrder(stream, ids, experts.weight.count, sorted_rows, tiles, tile)
             self._orders[experts.ids] = order
             sort = order.sort
             steps.append(lambda sizes: sort(sizes[rows]))
-        data, *scales = (self._run.weights[slot] for slot in product.slots)
-        stack = ExpertStack(data, scales[0] if scales else None, experts.weight)
-        x, out = (self._values[name].array for name in (product.input, product.output))
+        scales = None
+        if len(product.slots) > 1:
+            scales = self._run.weights[product.slots[1]]
+        stack = ExpertStack(self._run.weights[product.slots[0]], scales, experts.weight)
+        x = self._values[product.input].array
+        out = self._values[product.output].array
         multiply = bind_experts(stream, stack, x, out, order, experts.shared)
         return [*steps, lambda sizes: multiply(sizes[rows])]
 
     def _group(self, group: Group) -> list[Step]:
+        """Return the steps of the products of one input."""
         if group[0].experts is not None:
             steps = list[Step]()
             for product in group:
@@ -425,24 +449,27 @@ class _Call:
         products = self._shared.products
         if not any(product.lora for product in group):
             outs = [self._values[product.output].array for product in group]
-            if self._program.lies_beside(group):
+            if self._program.shares_buffer(group):
                 outs = [outs[0].reshape(self._largest[rows], sum(product.out_features for product in group))]
             multiply = products.bind(weight, x, outs, self._rows_as_e4m3.get(group[0].input))
             return [lambda sizes: multiply(sizes[rows])]
+        # With adapters one product gives x W and x A of all of them, in the columns after x W. A second kernel adds to
+        # each row of x W the product of its adapter's columns and B, and writes the results of the group.
         wide_out = self._buffer(rows, *weight.out_features)
         multiply = products.bind(weight, x, [wide_out])
-        shrunk = _part_of(wide_out, sum(product.out_features for product in group))
+        shrunk = _columns_from(wide_out, sum(product.out_features for product in group))
         lora = next(product.lora for product in group if product.lora)
-        adapters = Adapters(self._arrays[IDS], self._arrays[lora.rows] if lora.rows else None, lora.rank)
+        rows_of_outputs = None
+        if lora.rows:
+            rows_of_outputs = self._arrays[lora.rows]
+        adapters = Adapters(self._arrays[IDS], rows_of_outputs, lora.rank)
         outs = [self._values[product.output].array for product in group]
-        matrices = list[cuda.Array | None]()
-        for product in group:
-            matrices.append(self._arrays[product.lora.b] if product.lora else None)
+        matrices = [self._arrays[product.lora.b] if product.lora else None for product in group]
         expand = products.expand(StridedView.of(wide_out), shrunk, adapters, matrices, outs)
         return [lambda sizes: multiply(sizes[rows]), lambda sizes: expand(sizes[rows])]
 
 
-def _part_of(array: cuda.Array, column: int) -> StridedView:
+def _columns_from(array: cuda.Array, column: int) -> StridedView:
     """Return the columns of [rows, columns] from one on."""
     rows, columns = array.shape
     return StridedView(array.reshape(rows * columns)[column:], columns)

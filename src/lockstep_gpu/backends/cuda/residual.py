@@ -1,11 +1,12 @@
 """The residual stream of a block in float32, where its graph has the hidden state in float32.
 
-Kernels between products read and write it as it is; products read and write 16 bits, so a product of the stream itself,
-as OLMo 2 has them, gets a copy of it.
+Kernels between products read and write it in float32. Products read and write 16 bits, so those that read or write the
+stream itself, as in OLMo 2, get a copy of 16 bits.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ from lockstep.onnx_tools.expert_products import SHAPING
 from lockstep.onnx_tools.products import Product
 
 HIDDEN = "hidden"
-_SAME = ("Add", "Cast", "Gather", "Identity", *SHAPING)  # what is of the stream stays so
+_KEEP_STREAM = ("Add", "Cast", "Gather", "Identity", *SHAPING)  # their result belongs to the stream if an input does
 _COPY = "/16-bits"
 _OPSET = 20
 
@@ -32,12 +33,12 @@ def residual_stream(model: onnx.ModelProto, signature: Signature) -> set[str]:
     stream = {io.name for io in ios if io.key == HIDDEN and io.dtype == "float32"}
     if not stream:
         return stream
-    numbers = {tensor.name for tensor in model.graph.initializer if not any(size > 1 for size in tensor.dims)}
+    numbers = {tensor.name for tensor in model.graph.initializer if math.prod(tensor.dims) == 1}
     for node in model.graph.node:
         is_scaled = node.op_type == "Mul" and not numbers.isdisjoint(node.input)
-        if (is_scaled or node.op_type in _SAME) and not stream.isdisjoint(node.input):
+        if (is_scaled or node.op_type in _KEEP_STREAM) and not stream.isdisjoint(node.input):
             stream.update(node.output)
-    return stream - {io.name for io in ios if io.key != HIDDEN}  # what else crosses to another graph has 16 bits
+    return stream - {io.name for io in ios if io.key != HIDDEN}  # all other inputs and outputs have 16 bits
 
 
 def with_copies(cut: CutGraph, stream: Collection[str], signature: Signature) -> CutGraph:
@@ -67,15 +68,16 @@ class _Copies:
             if source in self._stream and source not in copied:
                 copied.add(source)
                 yield self._copy(source, source + _COPY)
-            yield tuple(map(self._of_copies, step))
+            yield tuple(
+                replace(product, input=self._narrow(product.input), output=self._narrow(product.output))
+                for product in step
+            )
             for product in step:
                 if product.output in self._stream:
                     yield self._copy(product.output + _COPY, product.output)
 
-    def _of_copies(self, product: Product) -> Product:
-        return replace(product, input=self._narrow(product.input), output=self._narrow(product.output))
-
     def _narrow(self, name: str) -> str:
+        """Return the name of the copy of 16 bits, if the value is of the stream."""
         return name + _COPY if name in self._stream else name
 
     def _copy(self, source: str, copy: str) -> int:

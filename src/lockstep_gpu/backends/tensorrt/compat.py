@@ -321,9 +321,6 @@ class Library:
             tensors.append(Tensor(name, is_input, dtype, shape, tuple(bounds)))
         return tensors
 
-    def num_profiles(self, engine: trt.ICudaEngine) -> int:
-        return engine.num_optimization_profiles
-
     def create_context(self, engine: trt.ICudaEngine, where: str, fixed_shapes: bool) -> trt.IExecutionContext:
         """Return a context without scratch memory: `set_device_memory` before it runs.
 

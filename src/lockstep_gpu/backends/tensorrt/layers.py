@@ -59,7 +59,6 @@ class Layer:
 
     @property
     def is_product(self) -> bool:
-        """Return whether the layer is, or holds, a matrix product."""
         text = f"{self.kind} {self.tactic}"
         return bool(_PRODUCT.search(text) or _GENERATED_PRODUCT.search(f"{self.name} {text}"))
 
@@ -94,7 +93,7 @@ def _format(entry: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class ChosenLayer(JsonObject):
-    """What TensorRT chose for a layer, the same in equal builds.
+    """The tactic and formats that TensorRT chose for a layer, the same in equal builds.
 
     No part of it is made from pointers. formats: of inputs and outputs; of a fused region with their names, sorted.
     """
@@ -111,7 +110,7 @@ class ChosenLayer(JsonObject):
 
 
 def fingerprint(layers: Sequence[Layer]) -> list[ChosenLayer]:
-    """Return what was chosen, layer by layer in the engine's order.
+    """Return the chosen layers in the engine's order.
 
     Pointers are left out of names and tactics. A fused region is identified by its input and output tensors, in any
     order: TensorRT names it by two of its nodes, not always the same ones.

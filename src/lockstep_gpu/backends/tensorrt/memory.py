@@ -12,8 +12,8 @@ _SECONDS = 0.02
 class PeakMemory:
     """The peak device memory inside a `with`, sampled every 20 ms.
 
-    `nbytes` after it: bytes in use at most, above what was in use before. Other processes on the device are counted
-    too. None where CUDA failed meanwhile.
+    `nbytes` after it: the largest number of bytes in use, less those in use before. Other processes on the device are
+    counted too. None where CUDA failed meanwhile.
     """
 
     nbytes: int | None = 0

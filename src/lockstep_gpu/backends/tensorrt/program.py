@@ -28,7 +28,9 @@ SIGN = {"int4": 0x88, "int8": 0x80}
 
 def sign_of(dtype: str, stored: str) -> int:
     """Return the XOR mask that turns integers stored as `stored` into an input of `dtype`."""
-    return SIGN.get(dtype, 0) if stored == "uint8" else 0
+    if stored != "uint8":
+        return 0
+    return SIGN.get(dtype, 0)
 
 
 @dataclass(eq=False, slots=True)
@@ -100,28 +102,20 @@ class TensorRTProgram(GpuProgram):
         assert weights is not None  # the caller's part: see Program.bind
         self.device.use()
         store = DeviceWeights.of(weights, self.device)
-        arrays = {
-            slot: store.put(
-                weights,
-                names,
-                *self.slots[slot],
-                f"{self.path}: slot {slot}",
-                self._sign(slot),
-                room=bool(rows_of(slot)),
-            )
-            for slot, names in slots.items()
-        }
+        arrays: dict[str, cuda.Array] = {}
         rows: dict[str, cuda.Array] = {}
-        for slot, array in arrays.items():
-            if inputs := rows_of(slot):
-                first = sum(len(weights[name]) for name in slots[slot])
+        for slot, names in slots.items():
+            shape, dtype = self.slots[slot]
+            sign = sign_of(self.tensors[slot].dtype.name, dtype.name)
+            inputs = rows_of(slot)
+            where = f"{self.path}: slot {slot}"
+            array = arrays[slot] = store.put(weights, names, shape, dtype, where, sign, room=bool(inputs))
+            if inputs:  # the slot's last rows are those of adapters, as many for each input
+                first = sum(len(weights[name]) for name in names)
                 count = (array.shape[0] - first) // len(inputs)
-                places = range(first, array.shape[0], count)
-                rows |= {name: array[at : at + count] for name, at in zip(inputs, places, strict=True)}
+                starts = range(first, array.shape[0], count)
+                rows |= {name: array[at : at + count] for name, at in zip(inputs, starts, strict=True)}
         return TensorRTExecutable(self, arrays, store.uploads, rows)
-
-    def _sign(self, slot: str) -> int:
-        return sign_of(self.tensors[slot].dtype.name, self.slots[slot][1].name)
 
     def tuned_for(self, shapes: Shapes) -> Shapes:
         """Return the shapes that the profile is tuned for in which a call takes these: see `GpuProgram`."""
@@ -131,7 +125,7 @@ class TensorRTProgram(GpuProgram):
     def profile_for(self, shapes: Mapping[str, Sequence[int]]) -> int:
         """Return the first profile that takes these input shapes. Raises CheckError where none does."""
         profiles = []
-        for number in range(self.library.num_profiles(self.engine)):
+        for number in range(self.engine.num_optimization_profiles):
             profiles.append({name: self.tensors[name].profiles[number] for name in shapes})
         return first_profile(profiles, shapes, self.path)
 
@@ -169,7 +163,7 @@ class _Scratch:
         return cls._instances[device]
 
     def reserve(self, nbytes: int) -> None:
-        """Make the memory large enough for later contexts; earlier ones, and their graphs, keep what they have."""
+        """Make the memory large enough for later contexts; earlier ones, and their graphs, keep the old memory."""
         if nbytes > self.memory.nbytes:
             self.memory = cuda.empty((nbytes,), "u1", "engines to work in")
 

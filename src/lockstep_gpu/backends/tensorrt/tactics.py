@@ -33,15 +33,14 @@ class RecordedEngine:
 
     @property
     def digest(self) -> str:
-        """Return the digest of the choices."""
         return sha256_json([layer.to_json() for layer in self.layers])
 
 
 @dataclass(frozen=True)
 class TacticsRecord(Document):
-    """What was chosen for a set of engines.
+    """The choices for a set of engines.
 
-    made_by: JSON of all else that decides it. cached: of the timing cache of this digest, {entry: tactic}.
+    made_by: JSON of all else that decides them. cached: of the timing cache of this digest, {entry: tactic}.
     """
 
     FORMAT: ClassVar[str] = formats.TACTICS
@@ -81,7 +80,7 @@ class Tactics:
         return self.mode == "free" or name in self.engines and self.engines[name].digest == digest
 
     def _read(self) -> str | None:
-        """Read the record into this object; return what is wrong with it, or None."""
+        """Read the record into this object; return the reason why it cannot be used, or None."""
         path = self.folder / RECORD
         cache = self.folder / CACHE
         try:

@@ -96,7 +96,7 @@ def _start() -> subprocess.Popen[str]:
             text=True,
             env={**processes.environment(), "LD_PRELOAD": preload, "PYTHONHASHSEED": "0"},
             pass_fds=(heap,),
-            start_new_session=True,  # Ctrl-C is for this process, which ends the builder and says so in one line
+            start_new_session=True,  # Ctrl-C interrupts this process alone, which ends the builder
         )
     finally:
         os.close(heap)

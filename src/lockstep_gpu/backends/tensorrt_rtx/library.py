@@ -65,8 +65,7 @@ class RTXLibrary(Library):
         config: trt.IRuntimeConfig = engine.create_runtime_config()
         config.set_execution_context_allocation_strategy(self.api.ExecutionContextAllocationStrategy.USER_MANAGED)
         strategies = self.api.DynamicShapesKernelSpecializationStrategy
-        strategy = strategies.EAGER if fixed_shapes else strategies.LAZY
-        config.dynamic_shapes_kernel_specialization_strategy = strategy
+        config.dynamic_shapes_kernel_specialization_strategy = strategies.EAGER if fixed_shapes else strategies.LAZY
         config.set_runtime_cache(self._runtime_cache(config, Path(where).parent))
         context: trt.IExecutionContext | None = engine.create_execution_context(config)
         if context is None:
